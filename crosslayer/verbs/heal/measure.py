@@ -21,7 +21,7 @@ from crosslayer.models.load import load_model
 from crosslayer.output.folder import write_whole
 from crosslayer.output.progress import Meter
 from crosslayer.output.record import Frozen
-from crosslayer.verbs.needles.lookup import Lookup, look_up
+from crosslayer.verbs.needles.retrieval import Retrieval, measure_retrieval
 from crosslayer.verbs.retrofit.damage import Losses, logits_of, losses
 from crosslayer.verbs.train.mixture import IGNORED
 
@@ -37,7 +37,7 @@ class Measured(Frozen):
     after: list[float]
     kl: list[float]
     held_out: dict[str, float]
-    needles: tuple[Lookup, ...]
+    needles: tuple[Retrieval, ...]
 
 
 class Measurement(NamedTuple):
@@ -45,7 +45,7 @@ class Measurement(NamedTuple):
 
     losses: Losses  # on the windows, against the original's
     held_out: dict[str, float]  # loss on held-out rows of the training text, by domain
-    needles: tuple[Lookup, ...]  # which numbers hidden in long texts it retrieves; empty if not measured
+    needles: tuple[Retrieval, ...]  # which numbers hidden in long texts it retrieves; empty if not measured
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Evaluator:
 
     def _measured(self, path: Path, model: PreTrainedModel, losses: Losses) -> Measurement:
         held_out = {name: _mean_loss(model, rows) for name, rows in self.held_out.items()}
-        needles = look_up(model, self.tokenizer, progress=self.meter)
+        needles = measure_retrieval(model, self.tokenizer, progress=self.meter)
         path.parent.mkdir(parents=True, exist_ok=True)
         lists: dict[str, Any] = {name: vars(losses)[name].tolist() for name in ("before", "after", "kl")}
         content = Measured(text=self.text, held_out=held_out, needles=needles, **lists)

@@ -6,7 +6,7 @@ from pydantic import Field
 
 from crosslayer.output.record import Frozen
 from crosslayer.stats.bootstrap import Estimate
-from crosslayer.verbs.needles.lookup import Lookup
+from crosslayer.verbs.needles.retrieval import Retrieval
 from crosslayer.verbs.retrofit.result import Damage
 from crosslayer.verbs.train.record import Curve
 
@@ -52,7 +52,7 @@ class State(Frozen):
     domains: tuple[DomainResult, ...] = Field(min_length=1)
     all: DomainResult
     held_out: dict[str, float] = Field(description="loss of held-out rows of the training text, by domain")
-    needles: tuple[Lookup, ...] = Field(
+    needles: tuple[Retrieval, ...] = Field(
         default=(), description="which numbers hidden in long texts it retrieves; empty if not measured"
     )
 

@@ -6,7 +6,7 @@ from crosslayer.output.formatting import UNKNOWN, percent, percent_interval, sig
 from crosslayer.stats.bootstrap import Estimate
 from crosslayer.verbs.heal.record import DomainResult, Rank, State, Variant
 from crosslayer.verbs.heal.result import Recovery
-from crosslayer.verbs.needles.lookup import count_found, lookup_words
+from crosslayer.verbs.needles.retrieval import count_retrieved, retrieval_sentence
 from crosslayer.verbs.retrofit.words import kl, with_interval
 
 LOSSES = {
@@ -60,8 +60,8 @@ def seen_label(record: Recovery, domain: DomainResult) -> str:
 
 def retrieved_of(state: State) -> str:
     """Return how many hidden numbers the model retrieves, or a dash if this was not measured."""
-    total = sum(len(lookup.found) for lookup in state.needles)
-    return f"{count_found(state.needles)} of {total}" if total else UNKNOWN
+    total = sum(len(result.found) for result in state.needles)
+    return f"{count_retrieved(state.needles)} of {total}" if total else UNKNOWN
 
 
 def rank_words(rank: Rank) -> str:
@@ -95,7 +95,7 @@ def _variant(record: Recovery, variant: Variant) -> str:
     needles = ""
     if last.needles:
         counts = " → ".join(retrieved_of(state) for state in variant.states)
-        comparison = lookup_words(last.needles, record.untrained_original.needles)
+        comparison = retrieval_sentence(last.needles, record.untrained_original.needles)
         needles = f" Hidden numbers retrieved, stage by stage: {counts}. {comparison}"
     return (
         f"{variant.name} ({variant.title}; {variant.cache_share:.0%} of the cache), on {before.name} "

@@ -5,7 +5,7 @@ import math
 from crosslayer.core.plan import STATES
 from crosslayer.output.page import Page, Table
 from crosslayer.output.panel import COLORS, Line, Panel
-from crosslayer.verbs.needles.lookup import count_found
+from crosslayer.verbs.needles.retrieval import count_retrieved
 from crosslayer.verbs.retrofit.result import CurvePoint, FixedBlocks, RetrofitReport
 from crosslayer.verbs.retrofit.words import interval, kl, ratio, sentences
 
@@ -46,9 +46,9 @@ def _cards(record: RetrofitReport) -> list[tuple[str, str, str]]:
         ("Compensation", record.calibration.fit, text if calibration else "no calibration text"),
     ]
     if record.needles is not None:
-        total = sum(len(lookup.found) for lookup in record.needles.retrofit)
-        original = count_found(record.needles.original)
-        count = f"{count_found(record.needles.retrofit)} of {total}"
+        total = sum(len(result.found) for result in record.needles.retrofit)
+        original = count_retrieved(record.needles.original)
+        count = f"{count_retrieved(record.needles.retrofit)} of {total}"
         cards.insert(3, ("Hidden numbers", count, f"retrieved from long texts; the original retrieves {original}"))
     return cards
 

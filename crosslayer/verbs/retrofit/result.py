@@ -18,7 +18,7 @@ from crosslayer.output.manifest import write_manifest
 from crosslayer.output.record import Frozen, ModelFacts
 from crosslayer.output.result import Result
 from crosslayer.stats import Interval
-from crosslayer.verbs.needles.lookup import Lookup, count_found
+from crosslayer.verbs.needles.retrieval import Retrieval, count_retrieved
 from crosslayer.verbs.retrofit.moments import Fit
 from crosslayer.verbs.retrofit.request import RetrofitOptions
 
@@ -138,8 +138,8 @@ class Domains(Frozen):
 class Needles(Frozen):
     """Which numbers hidden in long texts each model retrieves: the same questions, in the same order."""
 
-    original: tuple[Lookup, ...] = Field(min_length=1)
-    retrofit: tuple[Lookup, ...] = Field(min_length=1)
+    original: tuple[Retrieval, ...] = Field(min_length=1)
+    retrofit: tuple[Retrieval, ...] = Field(min_length=1)
 
 
 SHIM_FILE = "modeling_shim.py"
@@ -311,7 +311,7 @@ class RetrofitReport(Result):
             "perplexity_after": round(worst.perplexity_after, 4),
             "perplexity_ratio_ci95": [round(end, 4) for end in worst.ratio_ci95],
             "kl": round(worst.kl, 5),
-            "needles": None if self.needles is None else count_found(self.needles.retrofit),
+            "needles": None if self.needles is None else count_retrieved(self.needles.retrofit),
             "seconds": round(sum(self.seconds.values()), 1),
         }
 

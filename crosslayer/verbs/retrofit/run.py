@@ -15,7 +15,7 @@ from crosslayer.output.progress import Meter, Silent
 from crosslayer.probe.intercept import evaluating
 from crosslayer.probe.tokens import check_ids
 from crosslayer.probe.what_if import find_sublayers
-from crosslayer.verbs.needles.lookup import look_up
+from crosslayer.verbs.needles.retrieval import measure_retrieval
 from crosslayer.verbs.retrofit.cache import CacheShare, allocated
 from crosslayer.verbs.retrofit.calibrate import POST_NORM_ERROR, input_width
 from crosslayer.verbs.retrofit.choose import choose
@@ -170,9 +170,9 @@ def _report(
         )
     measuring = time.perf_counter()
     damage = _evaluate(model, converted, windows["evaluation"], frozenset(seen), options.seed, progress)
-    needles, retrieved = None, look_up(converted.model, tokenizer, options.seed, progress) if options.needles else ()
-    if retrieved:
-        needles = Needles(original=look_up(model, tokenizer, options.seed, progress), retrofit=retrieved)
+    retrieved = measure_retrieval(converted.model, tokenizer, options.seed, progress) if options.needles else ()
+    original = measure_retrieval(model, tokenizer, options.seed, progress) if retrieved else ()
+    needles = Needles(original=original, retrofit=retrieved) if retrieved else None
     seconds = {
         "read": choosing - started,
         "choose": converting - choosing,

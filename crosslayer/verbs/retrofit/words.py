@@ -6,7 +6,7 @@ from typing import Any
 from crosslayer.core.method import Method, options_of
 from crosslayer.output.formatting import listed, ranges, signed, signed_interval
 from crosslayer.stats import Interval
-from crosslayer.verbs.needles.lookup import lookup_words
+from crosslayer.verbs.needles.retrieval import retrieval_sentence
 from crosslayer.verbs.retrofit.moments import FITTED_WEIGHTS
 from crosslayer.verbs.retrofit.result import Damage, DomainDamage, FixedBlocks, RetrofitReport
 
@@ -70,7 +70,7 @@ def sentences(record: RetrofitReport) -> list[str]:
         f"none of them used for calibration. 95% CI: paired bootstrap, {sampling(domains)}, conditional on these texts."
     )
     if record.needles is not None:
-        lines.append(lookup_words(record.needles.retrofit, record.needles.original))
+        lines.append(retrieval_sentence(record.needles.retrofit, record.needles.original))
     fixed = record.choice.search.fixed if record.choice.search is not None else []
     return lines + [_search(record, blocks) for blocks in fixed]
 

@@ -17,7 +17,7 @@ from crosslayer.verbs.heal.result import Recovery
 from crosslayer.verbs.heal.retrofits import open_retrofits
 from crosslayer.verbs.heal.windows import evaluation_windows
 from crosslayer.verbs.heal.words import tokens_read
-from crosslayer.verbs.needles.lookup import look_up
+from crosslayer.verbs.needles.retrieval import measure_retrieval
 from crosslayer.verbs.retrofit.damage import logits_of, losses
 from crosslayer.verbs.train.checkpoints import checkpoints
 from crosslayer.verbs.train.trainer import TrainingStopped
@@ -49,8 +49,8 @@ def test_hidden_numbers_are_retrieved_before_and_after_each_stage(tmp_path, undr
     recipe = recipe_in(tmp_path, stages=[stage], objective={"loss": "distill"}, eval=evaluation)
     recovery = healed(tmp_path, "zero", tmp_path, recipe)
     model, tokenizer = crosslayer.load_model(str(tmp_path / "out" / "zero" / "model"))
-    assert recovery.variants[0].states[1].needles == look_up(model, tokenizer)
-    assert [lookup.length for lookup in recovery.untrained_original.needles] == [512]
+    assert recovery.variants[0].states[1].needles == measure_retrieval(model, tokenizer)
+    assert [result.length for result in recovery.untrained_original.needles] == [512]
     assert "0 of 10 → 0 of 10" in recovery.sentences()[0] and "hidden" in recovery.sentences()[0]
     (tmp_path / "none").mkdir()
     without = healed(tmp_path, "zero", tmp_path / "none", recipe, settings=["eval.needles=false"])

@@ -16,8 +16,8 @@ from crosslayer.core.plan import DepthPlan
 from crosslayer.corpus.documents import TextSource
 from crosslayer.models.load import ready_model
 from crosslayer.output.manifest import check_files
-from crosslayer.verbs.needles import lookup
-from crosslayer.verbs.needles.lookup import look_up
+from crosslayer.verbs.needles import retrieval
+from crosslayer.verbs.needles.retrieval import measure_retrieval
 from crosslayer.verbs.retrofit import run as job
 from crosslayer.verbs.retrofit.request import Request, RetrofitOptions
 from crosslayer.verbs.retrofit.result import RetrofitReport
@@ -315,12 +315,12 @@ def test_documents_need_only_a_tokenizer():
 
 
 def test_both_models_retrieve_hidden_numbers(monkeypatch):
-    monkeypatch.setattr(lookup, "LENGTHS", (384, 512))
+    monkeypatch.setattr(retrieval, "LENGTHS", (384, 512))
     model, text = random_model(torch.float32), {"web": ids(40, 0), "code": ids(40, 1)}
     options = {"method": "drop", "layers": "1", "compensation": "none", "windows": 32, "length": LENGTH}
     report = crosslayer.retrofit(model, text, TOKENIZER, **options)
-    assert report.needles.original == look_up(model, TOKENIZER)
-    assert report.needles.retrofit == look_up(report.model, TOKENIZER)
+    assert report.needles.original == measure_retrieval(model, TOKENIZER)
+    assert report.needles.retrofit == measure_retrieval(report.model, TOKENIZER)
     total = sum(len(length.found) for length in report.needles.original)
     assert total == 20 and report.headline()["needles"] == 0
     assert any("hidden" in line and f"{total}" in line for line in report.sentences())

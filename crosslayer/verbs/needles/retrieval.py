@@ -17,16 +17,16 @@ LENGTHS = (256, 512, 1024, 2048)
 SAMPLES = 2  # at each of five depths
 
 
-class Lookup(Frozen):
+class Retrieval(Frozen):
     """The results at one length."""
 
     length: int = Field(description="tokens of text, question and answer")
     found: tuple[bool, ...] = Field(description="whether the model retrieves the hidden number, by depth from 0%")
 
 
-def look_up(
+def measure_retrieval(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, seed: int = 0, progress: Meter = Silent
-) -> tuple[Lookup, ...]:
+) -> tuple[Retrieval, ...]:
     """Ask a model for ten numbers at each of four lengths, as `needles` with a single key does.
 
     Lengths that exceed the model's positions, or that the question alone fills, are left out; without a tokenizer the
@@ -42,12 +42,12 @@ def look_up(
                 result = needles(model, tokenizer, lengths=[length], keys=1, samples=SAMPLES, seed=seed)
                 pairs = zip(result.questions, result.candidate.answers, strict=True)
                 retrieved = tuple(is_retrieved(answer, question.value) for question, answer in pairs)
-                results.append(Lookup(length=length, found=retrieved))
+                results.append(Retrieval(length=length, found=retrieved))
             bar.step(done, len(lengths))
     return tuple(results)
 
 
-def lookup_words(model: Sequence[Lookup], original: Sequence[Lookup]) -> str:
+def retrieval_sentence(model: Sequence[Retrieval], original: Sequence[Retrieval]) -> str:
     """Return how many numbers a model retrieves, compared with its original."""
     ours, theirs = ([right for result in results for right in result.found] for results in (model, original))
     compared = difference(0, ours, theirs)  # paired, over all lengths
@@ -55,12 +55,12 @@ def lookup_words(model: Sequence[Lookup], original: Sequence[Lookup]) -> str:
     lengths = ", ".join(f"{result.length:,}" for result in model)
     low, high = (signed(100 * end, 0) for end in compared.interval)
     return (
-        f"It retrieves {count_found(model)} of {compared.n} numbers hidden in long texts ({counts} of "
-        f"{len(model[0].found)} at {lengths} tokens), the original {count_found(original)}: {low} to {high} points "
+        f"It retrieves {count_retrieved(model)} of {compared.n} numbers hidden in long texts ({counts} of "
+        f"{len(model[0].found)} at {lengths} tokens), the original {count_retrieved(original)}: {low} to {high} points "
         "(paired 95% interval)."
     )
 
 
-def count_found(results: Sequence[Lookup]) -> int:
+def count_retrieved(results: Sequence[Retrieval]) -> int:
     """Return how many numbers were retrieved, over all lengths."""
     return sum(sum(result.found) for result in results)

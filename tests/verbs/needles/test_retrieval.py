@@ -3,7 +3,7 @@
 import torch
 
 import crosslayer
-from crosslayer.verbs.needles.lookup import LENGTHS, count_found, look_up, lookup_words
+from crosslayer.verbs.needles.retrieval import LENGTHS, count_retrieved, measure_retrieval, retrieval_sentence
 from tests.verbs.needles.oracle import TOKENIZER, Oracle, config, oracle, random_model
 
 
@@ -16,28 +16,28 @@ class Even(Oracle):
 
 
 def test_an_oracle_finds_forty_and_random_weights_none():
-    right, wrong = look_up(oracle(), TOKENIZER), look_up(random_model(torch.float32), TOKENIZER)
-    lengths = [lookup.length for lookup in right]
-    assert lengths == [lookup.length for lookup in wrong] and set(lengths) <= set(LENGTHS) and 512 in lengths
-    assert all(lookup.found == (True,) * 10 for lookup in right) and count_found(wrong) == 0
+    right, wrong = measure_retrieval(oracle(), TOKENIZER), measure_retrieval(random_model(torch.float32), TOKENIZER)
+    lengths = [result.length for result in right]
+    assert lengths == [result.length for result in wrong] and set(lengths) <= set(LENGTHS) and 512 in lengths
+    assert all(result.found == (True,) * 10 for result in right) and count_retrieved(wrong) == 0
     asked = 10 * len(lengths)
-    same, worse = lookup_words(right, right), lookup_words(wrong, right)
+    same, worse = retrieval_sentence(right, right), retrieval_sentence(wrong, right)
     assert f"retrieves {asked} of {asked} " in same
     assert f"retrieves 0 of {asked} " in worse and f"the original {asked}: −100 to " in worse
 
 
 def test_what_is_asked_is_what_the_verb_asks():
     model = Even(config())
-    (short,) = [lookup for lookup in look_up(model, TOKENIZER, seed=3) if lookup.length == 512]
+    (short,) = [result for result in measure_retrieval(model, TOKENIZER, seed=3) if result.length == 512]
     verb = crosslayer.needles(model, TOKENIZER, lengths=[512], keys=1, samples=2, seed=3)
     assert short.found == tuple(int(question.value) % 2 == 0 for question in verb.questions)
     assert 0 < sum(short.found) == verb.by_length[0][0].retrieved < len(short.found) == 10
 
 
 def test_what_cannot_be_asked_is_left_out():
-    assert look_up(oracle(), None) == ()
+    assert measure_retrieval(oracle(), None) == ()
     few = random_model(torch.float32)
     few.config.max_position_embeddings = 700
-    assert max(lookup.length for lookup in look_up(few, TOKENIZER)) <= 512
+    assert max(result.length for result in measure_retrieval(few, TOKENIZER)) <= 512
     few.config.max_position_embeddings = 255
-    assert look_up(few, TOKENIZER) == ()
+    assert measure_retrieval(few, TOKENIZER) == ()

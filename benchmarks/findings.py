@@ -133,8 +133,7 @@ def distillation() -> Finding:
         f"tokens "
         "(77 minutes). Fitting the linear maps to sixteen times as much text, without training, brings almost nothing.",
         "recovery",
-        "crosslayer retrofit smollm2 --kv-budget 0.7 --calibration 72 --length 256 --out small --heal "
-        "recipes/heal-distill.yaml",
+        "crosslayer retrofit smollm2 --kv-budget 0.7 --calibration 72 --length 256 --out small --heal heal-distill",
     )
 
 

@@ -7,7 +7,6 @@ here. All commands, those too, are at least read by the command line.
 import inspect
 import re
 import shlex
-import shutil
 from pathlib import Path
 from typing import NamedTuple
 
@@ -74,7 +73,7 @@ def blocks(page: str) -> list[Block]:
 
 @pytest.fixture
 def folder(request, tmp_path, monkeypatch):
-    """A working directory with the models and the recipes that pages speak of; "tiny" has as many layers as smollm2."""
+    """A working directory with the models that pages speak of; "tiny" has as many layers as smollm2."""
     monkeypatch.chdir(tmp_path)
     sizes = {"vocab_size": len(WORDS), "max_position_embeddings": 512, "dtype": torch.float32}
     tiny("llama", num_hidden_layers=30, **sizes).save_pretrained("tiny")
@@ -83,7 +82,6 @@ def folder(request, tmp_path, monkeypatch):
         crosslayer.convert(tiny("llama", **sizes), {"name": "cla"}).model.save_pretrained("small")
         tokenizer(unk_token="[UNK]").save_pretrained("small")
     Path("notes.txt").write_text(words(0, 500))
-    shutil.copytree(ROOT / "recipes", "recipes")
     return tmp_path
 
 

@@ -1,9 +1,10 @@
 """The pages of reference that follow from the code: the options of every command, and the keys of recipes.
 
 `python -m crosslayer.cli.reference docs/reference/commands.md docs/reference/recipes.md` writes the first as a whole,
-and the tables of keys into any other page: first those of training, then those of healing.
+and into any other page the tables of the recipes that come with the package, of the keys of training and of healing.
 """
 
+import itertools
 import json
 import re
 import sys
@@ -29,7 +30,8 @@ COMMON = f"""
 
 {HEAD}%s"""
 KEYS = "| key | default | what |\n|---|---|---|\n"
-KEY_TABLE = re.compile(re.escape(KEYS) + r"(?:\|.*\n)*")
+SHIPPED = "| recipe | what it is |\n|---|---|\n"
+TABLE = re.compile(r"(?m)^\| (?:recipe|key) \|.*\n(?:\|.*\n)*")
 Row = tuple[str, str, str]  # name, default, text
 
 
@@ -58,8 +60,20 @@ def table(verb: Verb) -> str:
     return rows and HEAD + rows
 
 
+def shipped_table() -> str:
+    """Return the table of the recipes that come with the package, each with the first sentence of its comment."""
+    from crosslayer.verbs.train.recipe_file import shipped_recipes
+
+    rows = []
+    for path in shipped_recipes():
+        lines = itertools.takewhile(lambda line: line.startswith("#"), path.read_text(encoding="utf-8").splitlines())
+        comment = " ".join(line.strip("# ") for line in lines)
+        rows.append(f"| `{path.stem}` | {comment.partition('. ')[0].rstrip('.')}. |\n")
+    return SHIPPED + "".join(rows)
+
+
 def recipe_tables() -> list[str]:
-    """Return the tables of the keys of a recipe of training and of healing."""
+    """Return the tables of the shipped recipes, and of the keys of a recipe of training and of healing."""
     from crosslayer.verbs.heal.recipe import HealRecipe  # here: imports torch, and tables of options need it not
     from crosslayer.verbs.train.recipe import Recipe
 
@@ -69,7 +83,7 @@ def recipe_tables() -> list[str]:
         (key, default, "As in training." if (key.rpartition(".")[2], default, text) in known else text)
         for key, default, text in healing
     ]
-    return [KEYS + _lines(rows) for rows in (training, short)]
+    return [shipped_table(), *(KEYS + _lines(rows) for rows in (training, short))]
 
 
 def _keys(part: Any, prefix: str = "") -> Iterator[Row]:
@@ -111,7 +125,7 @@ def main() -> None:
         text = commands_page()
         if page.name != "commands.md":
             tables = iter(recipe_tables())
-            text = KEY_TABLE.sub(lambda _, tables=tables: next(tables), page.read_text(encoding="utf-8"))
+            text = TABLE.sub(lambda _, tables=tables: next(tables), page.read_text(encoding="utf-8"))
         page.write_text(text, encoding="utf-8")
 
 

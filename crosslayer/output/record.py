@@ -2,6 +2,7 @@
 
 import json
 import math
+import reprlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -135,7 +136,9 @@ def validation_message(error: ValidationError) -> str:
     path, message = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
     path = path if path.isprintable() else repr(path)
     if message.startswith(PYDANTIC):
-        return f"{path or 'it'} must be {message.removeprefix(PYDANTIC)}"
+        rule, value = message.removeprefix(PYDANTIC).partition(", unable to parse")[0], first["input"]
+        got = f", got {reprlib.repr(value)}" if isinstance(value, str | int | float) else ""
+        return f"{path or 'it'} must be {rule}{got}"
     return f"{path}: {message}" if path else message
 
 

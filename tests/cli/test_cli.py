@@ -51,7 +51,7 @@ def test_diagnose_writes_a_whole_folder(monkeypatch, tmp_path, capsys):
     captured = capsys.readouterr()
     headline = json.loads(captured.out.strip().splitlines()[-1])
     assert headline["model"] == "minilm" and f"report: {out / 'report.html'}\n" in captured.out
-    assert "diagnosing: 2 of 2" in captured.err
+    assert "diagnosing minilm: 2 of 2" in captured.err
     text = (out / "record.json").read_text()
     record = json.loads(text)
     crosslayer.Diagnosis.from_record(record)
@@ -97,12 +97,12 @@ def test_an_interrupt_leaves_nothing(tmp_path):
     assert process.stderr is not None
     with process.stderr:
         for line in process.stderr:
-            if line.startswith("diagnosing: "):
+            if line.startswith("diagnosing model: "):
                 break
         process.send_signal(signal.SIGINT)
         rest = process.stderr.read().splitlines()
     assert process.wait(timeout=60) == 130 and rest[-1] == "crosslayer: interrupted, nothing is half-written"
-    assert all(line.startswith("diagnosing: ") for line in rest[:-1])
+    assert all(line.startswith("diagnosing model: ") for line in rest[:-1])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "text.txt"]
 
 

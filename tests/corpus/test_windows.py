@@ -55,7 +55,7 @@ def test_special_tokens_stand_where_the_tokenizer_puts_them():
 def test_too_little_text_says_how_much_there_is():
     with pytest.raises(ValueError, match=r"the text has 30 tokens; 2 sequences of 20 need 40"):
         packed([words(0, 30)], tokenizer(), sequences=2, length=20)
-    with pytest.raises(ValueError, match="no room"):
+    with pytest.raises(ValueError, match="leave no tokens"):
         packed([words(0, 30)], tokenizer("[CLS] $A [SEP]"), sequences=1, length=2)
 
 

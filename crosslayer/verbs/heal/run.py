@@ -51,7 +51,8 @@ def heal(
 
     Args:
         retrofits: folders written by `crosslayer retrofit`, all of the same original.
-        recipe: a YAML file, such as recipes/heal-smoke.yaml. In Python also what `load_heal_recipe` returns.
+        recipe: a YAML file, or the name of a shipped recipe, such as heal-smoke. In Python also what
+            `load_heal_recipe` returns.
         out: output folder (stages, models, report.html, record.json); it must not exist unless `resume` is set.
         original: the original model; default: the one in the retrofits' reports.
         settings: override a recipe key, repeatable: stages.0.schedule.steps=20. In Python only with a recipe that is a

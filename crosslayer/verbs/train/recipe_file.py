@@ -19,6 +19,7 @@ import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, GetPydanticSchema, ValidationError, with_config
 from typing_extensions import TypedDict  # pydantic does not support that of Python 3.11
 
+SHIPPED = Path(__file__).parents[2] / "recipes"  # comes with the package
 LARGEST = 2**16  # bytes of a file
 EXAMPLES = {"model": "{size: tiny}", "schedule": "{steps: 1000}"}  # of keys without a default
 SHOULD = re.compile(r"^(Input|List|String|Dictionary|Value|Tuple|Keys) should ")  # how messages of pydantic begin
@@ -45,14 +46,15 @@ class WrongKey(ValueError):
 def read_recipe(recipe_class: type[AnyRecipe], path: str | Path, settings: Sequence[str] = ()) -> AnyRecipe:
     """Read a recipe and check it; no data file is opened.
 
-    Mappings merge key by key, and the extending file wins; lists, methods and other values are replaced. `settings`,
-    such as "train.learning_rate=3e-4", override single keys. A name is not inherited; the default is the file's stem.
+    `path` is a file or the name of a shipped recipe, such as "smoke", as is the value of the key `extends`. Mappings
+    merge key by key, and the extending file wins; lists, methods and other values are replaced. `settings`, such as
+    "train.learning_rate=3e-4", override single keys. A name is not inherited; the default is the file's stem.
 
     Raises:
         ValueError: the recipe is wrong; one line "key: must be X, got Y (file, line N)".
 
     """
-    sources = _files(Path(path), ())
+    sources = _files(_file(Path(path), str(path)), ())
     values: dict[str, Any] = {"name": Path(path).stem}
     for source in sources:
         values = _merged(values, source.values)
@@ -159,6 +161,17 @@ def typed_keys(types: Mapping[str, Any]) -> GetPydanticSchema:
     return GetPydanticSchema(lambda source, handler: handler(typed))
 
 
+def shipped_recipes() -> list[Path]:
+    """Return the files of the recipes that come with the package, by name."""
+    return sorted(SHIPPED.glob("*.yaml"))
+
+
+def _file(path: Path, name: str) -> Path:
+    """Return the path, or that of the shipped recipe of this name if there is no file."""
+    shipped = [each for each in shipped_recipes() if each.stem == name]
+    return shipped[0] if shipped and not path.is_file() else path
+
+
 def _files(path: Path, above: tuple[Path, ...]) -> list[Source]:
     """Read a file and those that it extends, the base first; `above` are the files that extend it."""
     if path.resolve() in [reader.resolve() for reader in above]:
@@ -167,9 +180,9 @@ def _files(path: Path, above: tuple[Path, ...]) -> list[Source]:
     if not path.is_file():
         key, reader = ("extends: ", f" ({above[-1]})") if above else ("recipe ", "")
         names = sorted(str(other) for other in path.parent.glob("[!.]*.y*ml") if other not in above)
-        hint = nearest(str(path), names) if names else "it must be a YAML file"
+        names += [each.stem for each in shipped_recipes()]
         problem = "is a folder" if path.is_dir() else "does not exist"
-        raise ValueError(f"{key}{str(path)!r} {problem}; {hint}{reader}")
+        raise ValueError(f"{key}{str(path)!r} {problem}; {nearest(str(path), names)}{reader}")
     size = path.stat().st_size
     if size > LARGEST:
         raise ValueError(f"a recipe must have at most {LARGEST:,} bytes, got {size:,} ({path})")
@@ -187,8 +200,8 @@ def _files(path: Path, above: tuple[Path, ...]) -> list[Source]:
     if base is None:
         return [Source(str(path), values, text)]
     if not isinstance(base, str):
-        raise ValueError(f"extends: must be the name of a file, got {base!r} ({path})")
-    below = _files(Path(os.path.normpath(path.parent / base)), (*above, path))
+        raise ValueError(f"extends: must be a file or the name of a shipped recipe, got {base!r} ({path})")
+    below = _files(_file(Path(os.path.normpath(path.parent / base)), base), (*above, path))
     for source in below:
         source.values.pop("name", None)
     return [*below, Source(str(path), values, text)]

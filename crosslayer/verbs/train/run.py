@@ -52,7 +52,7 @@ def train(
     Under `torchrun` or `accelerate launch` every process calls it; the first one writes.
 
     Args:
-        recipe: YAML file of the recipe, such as recipes/smoke.yaml. In Python also what `load_recipe` returns.
+        recipe: a YAML file, or the name of a shipped recipe, such as smoke. In Python also what `load_recipe` returns.
         out: folder for checkpoints, log, model, report.html and record.json; it must not exist unless `resume` is set.
         settings: override a key of the recipe, repeatable: train.learning_rate=3e-4.
         resume: continue from the last complete checkpoint of the same recipe, or start if there is none. The number of

@@ -77,8 +77,8 @@ def test_an_old_record_is_refused_by_its_version():
         ("entropy", [1.0, 2.0], r"entropy must have the shape \(3,\) for this model, got \(2,\)"),
         ("map_similarity", [1.0, 2.0, 3.0], r"map_similarity must have .*got \(3,\)"),
         ("entropy", [[1.0], [1.0], [1.0]], r"entropy: its interval must have the shape \(3, 1, 2\), got \(3, 2\)"),
-        ("entropy", [1.0, "<b>", None], "something else than numbers and null"),
-        ("entropy", [1.0, True, None], "something else than numbers and null"),
+        ("entropy", [1.0, "<b>", None], "only numbers and null"),
+        ("entropy", [1.0, True, None], "only numbers and null"),
     ],
 )
 def test_measures_of_other_layers_are_refused(key, mean, said):

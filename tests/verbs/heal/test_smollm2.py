@@ -6,7 +6,7 @@ import pytest
 
 import crosslayer
 
-SMOKE = Path(__file__).parents[3] / "recipes" / "heal-smoke.yaml"
+SMOKE = Path(__file__).parents[3] / "crosslayer" / "recipes" / "heal-smoke.yaml"
 
 
 @pytest.mark.slow

@@ -21,8 +21,8 @@ from crosslayer.verbs.train.recipe import SIZES, DomainPart, Recipe, load_recipe
 from tests.helpers.training import course
 
 ROOT = Path(__file__).parents[3]
-RECIPES = sorted(path for path in (ROOT / "recipes").glob("*.yaml") if not path.stem.startswith("heal-"))
-SMOKE = ROOT / "recipes" / "smoke.yaml"
+RECIPES = sorted(path for path in (ROOT / "crosslayer" / "recipes").glob("*.yaml") if not path.stem.startswith("heal-"))
+SMOKE = ROOT / "crosslayer" / "recipes" / "smoke.yaml"
 PLAIN = """
 model: {size: tiny, method: resformer}
 data: {length: 128, domains: [{name: books}, {name: web, weight: 2}]}
@@ -168,7 +168,22 @@ def test_files_that_are_missing_or_go_in_a_circle(tmp_path, recipe):
     other.write_text("extends: child.yaml")
     assert refusal(child).endswith("circle, got child.yaml → other.yaml → child.yaml (other.yaml)")
     child.write_text("extends: [plain.yaml]")
-    assert refusal(child) == "extends: must be the name of a file, got ['plain.yaml'] (child.yaml)"
+    assert refusal(child) == "extends: must be a file or the name of a shipped recipe, got ['plain.yaml'] (child.yaml)"
+
+
+def test_shipped_recipes_are_used_by_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    smoke = load_recipe("smoke")
+    assert smoke == load_recipe(SMOKE) and smoke.name == "smoke"
+    (tmp_path / "child.yaml").write_text("extends: smoke\nseed: 5\n")
+    assert load_recipe("child.yaml") == smoke.model_copy(update={"name": "child", "seed": 5})
+    assert refusal(Path("smok")) == "recipe 'smok' does not exist; did you mean 'smoke'?"
+    assert refusal(Path("other/smoke")).startswith("recipe 'smoke' does not exist")  # in the folder that is named
+    (tmp_path / "smoke").mkdir()  # such as the folder of an earlier run
+    assert load_recipe("smoke") == smoke
+    (tmp_path / "smoke").rmdir()
+    (tmp_path / "smoke").write_text(PLAIN)  # a file goes first
+    assert load_recipe("smoke").data.length == 128 and load_recipe("smoke") != smoke
 
 
 BOMB = "a: &a [x, x]\nb: [*a, *a]\n"

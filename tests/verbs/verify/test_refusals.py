@@ -33,7 +33,7 @@ def test_bad_input(monkeypatch, capsys):
     for dtypes in ((), ("float33",), ("float32", "float32")):
         with pytest.raises(ValueError, match="`dtypes` must be one or more of float32"):
             verify(tiny("llama"), dtypes=dtypes)
-    with pytest.raises(ValueError, match="verify needs a causal LM; BertModel"):
+    with pytest.raises(ValueError, match="verify needs a causal LM, got BertModel"):
         verify(tiny("bert"))
     mamba = AutoModelForCausalLM.from_config(MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2))
     with pytest.raises(ValueError, match="verify needs a model with a key-value cache, and MambaForCausalLM has none"):

@@ -294,4 +294,4 @@ def test_the_page_of_a_verification(pages):
     assert "<span class='fail'>FAIL</span>" in text and "<span class='pass'>PASS</span>" in text
     skipped = text.split("Skipped checks")[1].split("</table>")[0]
     assert "flex attention" in skipped and "&lt;b&gt;this model has none" in skipped
-    assert "1 check skipped as not applicable" in text and "1.2e-05" in text
+    assert "One check skipped as not applicable" in text and "1.2e-05" in text

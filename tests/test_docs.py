@@ -1,7 +1,7 @@
-"""Every block of code in README.md and docs/ runs as it stands there, on a tiny model, or says what it needs.
+"""Every block of code in README.md and docs/ runs as it stands there, or says what it needs.
 
-A block says so in its first line: ```` ```console title="needs a GPU" ````; the site shows it, and what it needs is not
-here. All commands, those too, are at least read by the command line.
+A tiny model with as many layers takes the place of smollm2. A block says what it needs in its first line: ```` ```console
+title="needs a GPU" ````; the site shows it. All commands, those too, are at least read by the command line.
 """
 
 import inspect
@@ -17,28 +17,19 @@ import typer
 import crosslayer
 from crosslayer.cli import app, main
 from crosslayer.core.methods import method_names
+from crosslayer.models import embedded
 from tests.helpers.text import WORDS, tokenizer, words
 from tests.helpers.tiny import tiny
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-ELSEWHERE = {
-    "docs/methods/your_own.md",
-    "docs/start/tour.md",
-}  # executed by test_your_method.py, test_readme.py
+ELSEWHERE = {"docs/methods/your_own.md"}  # executed by test_your_method.py
 NOTEBOOKS = {page.relative_to(ROOT).as_posix() for page in (DOCS / "notebooks").glob("*.md")}  # … test_notebooks.py
 FRONT = ("README.md", "docs/start/tour.md")
-PAGES = sorted({page.relative_to(ROOT).as_posix() for page in DOCS.rglob("*.md")} - ELSEWHERE - NOTEBOOKS)
+PAGES = sorted(
+    {page.relative_to(ROOT).as_posix() for page in DOCS.rglob("*.md")} - ELSEWHERE - NOTEBOOKS | {"README.md"}
+)
 FENCE = re.compile(r'(?m)^```(\w*)(?: title="([^"\n]*)")?\n(.*?)^```$', re.S)
-SMALLER = {  # what pages say → the same for the tiny model of a test, in less time
-    "diagnosis = crosslayer.diagnose(": "diagnosis = crosslayer.diagnose(text=NOTES, sequences=2, length=32, model=",
-    'intervene("smollm2", ': 'intervene("tiny", NOTES, sequences=2, length=16, ',
-    "waiver(255)": "waiver(5)",
-    'retrofit("smollm2"': 'retrofit("tiny", windows=96',
-    "length=256": "length=32",
-    "num_hidden_layers=8": "num_hidden_layers=8, hidden_size=32, num_attention_heads=4",
-    '"smollm2"': '"tiny"',
-}
 WITH_RETROFIT = {"docs/guides/measure.md"}  # needs the folder that retrofit makes
 
 
@@ -73,11 +64,14 @@ def blocks(page: str) -> list[Block]:
 
 @pytest.fixture
 def folder(request, tmp_path, monkeypatch):
-    """A working directory with the models that pages speak of; "tiny" has as many layers as smollm2."""
+    """A working directory with what pages speak of; smollm2 is tiny, and its tokens are words."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CROSSLAYER_CACHE", str(tmp_path / "cache"))
+    smollm2 = tmp_path / "cache" / "smollm2-tiny"
+    monkeypatch.setattr(embedded, "_paths", lambda name: (smollm2 / "model.gguf", smollm2))
     sizes = {"vocab_size": len(WORDS), "max_position_embeddings": 512, "dtype": torch.float32}
-    tiny("llama", num_hidden_layers=30, **sizes).save_pretrained("tiny")
-    tokenizer(unk_token="[UNK]").save_pretrained("tiny")
+    tiny("llama", num_hidden_layers=30, **sizes).save_pretrained(smollm2)
+    tokenizer(unk_token="[UNK]").save_pretrained(smollm2)
     if request.node.callspec.params["page"] in WITH_RETROFIT:
         crosslayer.convert(tiny("llama", **sizes), {"name": "cla"}).model.save_pretrained("small")
         tokenizer(unk_token="[UNK]").save_pretrained("small")
@@ -85,14 +79,14 @@ def folder(request, tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.parametrize("page", [*FRONT, *PAGES])
+@pytest.mark.parametrize("page", PAGES)
 def test_every_block_says_what_it_is(page):
     for block in blocks(page):
         assert block.kind in {"console", "sh", "python", "yaml", "text", "math"}, block
         assert not block.title or block.title.startswith("needs "), block.title
 
 
-@pytest.mark.parametrize("page", [*FRONT, *PAGES])
+@pytest.mark.parametrize("page", PAGES)
 def test_the_command_line_knows_every_command(page):
     cli = typer.main.get_command(app)
     for block in blocks(page):
@@ -102,7 +96,7 @@ def test_the_command_line_knows_every_command(page):
 
 @pytest.mark.parametrize("page", FRONT)
 def test_the_commands_of_the_front_pages_stand_on_other_pages(page):
-    shown = {tuple(words) for page in PAGES for block in blocks(page) for words in block.commands}
+    shown = {tuple(words) for page in set(PAGES) - set(FRONT) for block in blocks(page) for words in block.commands}
     for block in blocks(page):
         for command in block.commands:
             assert tuple(command) in shown, " ".join(command)
@@ -121,23 +115,17 @@ def test_every_method_has_its_equation():
 
 @pytest.mark.parametrize("page", [page for page in PAGES if any(block.runs for block in blocks(page))])
 def test_what_needs_nothing_runs(page, folder, monkeypatch, capsys):
-    model, tokens = crosslayer.load_model("tiny")
+    model, tokens = crosslayer.load_model("smollm2")
     space = {"crosslayer": crosslayer, "torch": torch, "model": model, "tokenizer": tokens}
-    space |= {"ids": torch.arange(3, 15)[None], "NOTES": crosslayer.TextSource("notes.txt")}
+    space["ids"] = torch.arange(3, 15)[None]
     for block in blocks(page):
         if block.runs and block.kind == "python":
-            exec(compile(smaller(block.body), page, "exec"), space)
+            exec(compile(block.body, page, "exec"), space)
         for command in block.commands if block.runs else []:
-            monkeypatch.setattr("sys.argv", ["tiny" if word == "smollm2" else word for word in command])
+            monkeypatch.setattr("sys.argv", command)
             with pytest.raises(SystemExit) as ended:
                 main()
             assert ended.value.code == 0, capsys.readouterr().err
-
-
-def smaller(code: str) -> str:
-    for said, instead in SMALLER.items():
-        code = code.replace(said, instead)
-    return code
 
 
 def test_the_version_of_a_source_tree_is_the_fallback_of_the_build():

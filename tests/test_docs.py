@@ -1,7 +1,7 @@
 """Every block of code in README.md and docs/ runs as it stands there, or says what it needs.
 
-A tiny model with as many layers takes the place of smollm2. A block says what it needs in its first line: ```` ```console
-title="needs a GPU" ````; the site shows it. All commands, those too, are at least read by the command line.
+A tiny model with as many layers takes the place of smollm2. What a block needs stands in its first line, as in
+```` ```console title="needs a GPU" ````; the site shows it. All commands are at least read by the command line.
 """
 
 import inspect

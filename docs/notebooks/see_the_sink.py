@@ -10,7 +10,7 @@ import crosslayer
 
 model, tokenizer = crosslayer.load_model("smollm2")
 diagnosis = crosslayer.diagnose(model, None, tokenizer, sequences=2, length=128)
-print("\n".join(diagnosis.words[:3]))
+print("\n".join(diagnosis.sentences()[:3]))
 
 # %% [markdown]
 # In a notebook, `diagnosis` as the last line of a cell displays the whole page. Saved, it is a page, a record and

@@ -7,7 +7,7 @@ from crosslayer.output.page import Page, Table
 from crosslayer.output.panel import COLORS, QUIET, Line, Panel, same_scale
 from crosslayer.verbs.bench.record import MEASURES, ROLES, Comparison, Row
 from crosslayer.verbs.bench.result import Benchmark
-from crosslayer.verbs.bench.words import (
+from crosslayer.verbs.bench.sentences import (
     TITLES,
     configuration,
     duration,

@@ -8,7 +8,7 @@ from crosslayer.output.formatting import listed, percent
 from crosslayer.output.page import Page, Table
 from crosslayer.output.result import Result
 from crosslayer.verbs.bench.record import Both, ServedModel, ServingRow, ServingSettings
-from crosslayer.verbs.bench.words import NO_INTERVAL, durations, ratio, size
+from crosslayer.verbs.bench.sentences import NO_INTERVAL, durations, ratio, size
 
 
 class ServingBenchmark(Result):

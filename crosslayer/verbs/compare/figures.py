@@ -8,7 +8,7 @@ from crosslayer.output.panel import COLORS, QUIET, Dots, Line, Panel, same_scale
 from crosslayer.stats.means import FEWEST
 from crosslayer.verbs.compare.record import COSTS, ComparedRun, Configuration, Law
 from crosslayer.verbs.compare.result import Comparison
-from crosslayer.verbs.compare.words import titled
+from crosslayer.verbs.compare.sentences import titled
 
 TOGETHER = 6  # lines of variants in a figure
 LOSS, SNAPSHOT = "nats per token", "Mean over seeds, on a few held-out windows."

@@ -9,7 +9,7 @@ from crosslayer.output.shown import Table
 from crosslayer.verbs.compare.figures import drawn_panels
 from crosslayer.verbs.compare.record import COSTS, ComparedRun, Law
 from crosslayer.verbs.compare.result import Comparison
-from crosslayer.verbs.compare.words import (
+from crosslayer.verbs.compare.sentences import (
     by_seed,
     last_snapshots,
     seed_count,

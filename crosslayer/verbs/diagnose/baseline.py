@@ -17,8 +17,12 @@ def beside(record: Diagnosis, baseline: Diagnosis) -> Table:
     return "Beside the baseline", ["", record.model.name, f"{baseline.model.name} (baseline)"], rows
 
 
-def panels_beside(panels: Sequence[Panel], baseline: Sequence[Panel], name: str) -> list[Panel]:
-    """Return a model's figures with the baseline's: its lines dashed in the same figure, its heat map behind."""
+def panels_beside(panels: Sequence[Panel], baseline: Sequence[Panel], names: tuple[str, str]) -> list[Panel]:
+    """Return a model's figures with the baseline's: its lines dashed in the same figure, its heat map behind.
+
+    `names` are those of the model and of the baseline.
+    """
+    name, other_name = names
     others = {panel.key: panel for panel in baseline}
     figures = []
     for panel in panels:
@@ -26,10 +30,11 @@ def panels_beside(panels: Sequence[Panel], baseline: Sequence[Panel], name: str)
         if other is None:
             figures.append(panel)
         elif panel.heat is None:
-            dashed = [_dashed(line, name) for line in other.lines]
-            figures.append(replace(panel, lines=[*panel.lines, *dashed]))
+            lines = [replace(line, name=line.name or name) for line in panel.lines]
+            dashed = [_dashed(line, other_name) for line in other.lines]
+            figures.append(replace(panel, lines=[*lines, *dashed]))
         else:
-            figures += [panel, replace(other, key=f"{panel.key}_baseline", title=f"{panel.title}: {name}")]
+            figures += [panel, replace(other, key=f"{panel.key}_baseline", title=f"{panel.title}: {other_name}")]
     return figures
 
 
@@ -42,7 +47,7 @@ def _dashed(line: Line, name: str) -> Line:
 def _figures(record: Diagnosis) -> dict[str, str]:
     measures, sink, neighbours = record.measures, record.verdict.sink, record.verdict.neighbours
     peak, value = highest(measures.hidden_norm_ratio), lowest(measures.value_norm_ratio)
-    cosines = (neighbours.map_similarity, neighbours.map_similarity_without_first)
+    similar, without_first = neighbours.map_similarity, neighbours.map_similarity_without_first
     return {
         "layers, with attention": f"{record.model.layers}, {record.model.attention_layers}",
         "sink layers": ranges(sink.layers) or "none",
@@ -50,7 +55,8 @@ def _figures(record: Diagnosis) -> dict[str, str]:
         "attention on the first token, at most": f"{sink.strongest_share:.1%} (layer {sink.strongest})",
         "hidden norm of the first token ÷ median, at most": f"{peak[1]:.3g} (layer {peak[0]})",
         "value norm of the first token ÷ median, at least": f"{value[1]:.2f} (layer {value[0]})",
-        "map similarity of neighbours, top half": " → ".join("—" if c is None else f"{c:.2f}" for c in cosines),
+        "map similarity of neighbours, upper half": "—" if similar is None else f"{similar:.2f}",
+        "… ignoring the first token": "—" if without_first is None else f"{without_first:.2f}",
         "cos(x, x + Attn(x)), mean over layers": f"{mean_over_layers(measures.attention_io_similarity):.3f}",
         "entropy of attention, mean over layers": f"{mean_over_layers(measures.entropy):.2f} nats",
     }

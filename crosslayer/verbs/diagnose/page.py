@@ -22,6 +22,7 @@ from crosslayer.verbs.diagnose.curves import (
     position_panel,
 )
 from crosslayer.verbs.diagnose.result import Diagnosis, TopToken
+from crosslayer.verbs.diagnose.verdict import notes, verdict_sentences
 
 FIRST, *OTHERS = COLORS  # on the whole page the first color is that of the first token
 EIGENVALUES = 64  # shown of each spectrum
@@ -36,11 +37,16 @@ def layout(record: Diagnosis) -> Page:
         title=f"Diagnosis of {model.name}",
         subtitle=f"{model.class_}, {model.parameters / 1e6:.1f} M parameters, {model.layers} layers{streams} · {text}",
         cards=_cards(record),
-        sentences=record.words,
-        panels=_panels_with_baseline(record),
+        sentences=sentences(record),
+        panels=page_panels(record),
         tables=_tables(record),
         lead=tables(record),
     )
+
+
+def sentences(record: Diagnosis) -> list[str]:
+    """Return what is unusual about the model, then the verdict."""
+    return [*notes(record.model), *verdict_sentences(record.verdict)]
 
 
 def tables(record: Diagnosis) -> list[Table]:
@@ -48,9 +54,12 @@ def tables(record: Diagnosis) -> list[Table]:
     return [] if record.baseline is None else [beside(record, record.baseline)]
 
 
-def _panels_with_baseline(record: Diagnosis) -> list[Panel]:
+def page_panels(record: Diagnosis) -> list[Panel]:
+    """Return the figures, with the baseline's where there is one."""
     other = record.baseline
-    return panels(record) if other is None else panels_beside(panels(record), panels(other), other.model.name)
+    if other is None:
+        return panels(record)
+    return panels_beside(panels(record), panels(other), (record.model.name, other.model.name))
 
 
 def _cards(record: Diagnosis) -> list[tuple[str, str, str]]:

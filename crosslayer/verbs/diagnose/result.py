@@ -201,7 +201,7 @@ class Diagnosis(Result):
     None for a single sequence. Layers and positions count from 0. Definitions and sources: docs/reference/measures.md.
     """
 
-    schema_: Literal["crosslayer/diagnose/4"] = Field(default="crosslayer/diagnose/4", alias="schema")
+    schema_: Literal["crosslayer/diagnose/5"] = Field(default="crosslayer/diagnose/5", alias="schema")
     model: DiagnosedModel
     settings: Settings
     measures: Measures
@@ -212,7 +212,6 @@ class Diagnosis(Result):
     top_tokens: list[list[TopToken]]
     position_table: PositionTable | None
     verdict: Verdict
-    words: list[str] = Field(description="the verdict in sentences")
     baseline: "Diagnosis | None" = Field(default=None, description="of the model that it is shown beside, same text")
     seconds: float
 
@@ -235,10 +234,6 @@ class Diagnosis(Result):
 
     def __dir__(self) -> list[str]:
         return [*super().__dir__(), *Measures.model_fields]
-
-    def sentences(self) -> list[str]:
-        """Return the verdict in sentences."""
-        return self.words
 
     def headline(self) -> dict[str, Any]:
         """Return the few numbers that the command line prints last."""

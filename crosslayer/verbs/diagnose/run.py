@@ -29,7 +29,7 @@ from crosslayer.verbs.diagnose.result import (
 )
 from crosslayer.verbs.diagnose.sequence import SequenceMeasures, measure_sequence
 from crosslayer.verbs.diagnose.tokens import position_table, top_tokens
-from crosslayer.verbs.diagnose.verdict import notes, sentences, verdict
+from crosslayer.verbs.diagnose.verdict import verdict
 
 
 @torch.no_grad()
@@ -122,7 +122,6 @@ def _diagnosis(inputs: Inputs, measured: Sequence[SequenceMeasures], cross_layer
         top_tokens=top_tokens(shares, inputs.ids.cpu().numpy(), inputs.tokenizer),
         position_table=position_table(inputs.model),
         verdict=conclusions,
-        words=[*notes(facts), *sentences(conclusions)],
         seconds=time.perf_counter() - started,
     )
 

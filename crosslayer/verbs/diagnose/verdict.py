@@ -125,7 +125,7 @@ def _cache(measures: Measures, redundancy: Redundancy, shapes: Shapes, length: i
     )
 
 
-def sentences(verdict: Verdict) -> list[str]:
+def verdict_sentences(verdict: Verdict) -> list[str]:
     """Return the verdict in sentences, the most striking first."""
     lines, neighbours = _sink_sentences(verdict.sink), verdict.neighbours
     least = verdict.redundancy.attention[:SHOWN]

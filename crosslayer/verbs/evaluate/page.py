@@ -3,11 +3,11 @@
 from crosslayer.output.formatting import UNKNOWN
 from crosslayer.output.page import Mark, Page, Table
 from crosslayer.output.panel import Dots, Panel
-from crosslayer.verbs.bench.words import judged, size
+from crosslayer.verbs.bench.sentences import judged, size
 from crosslayer.verbs.evaluate.harness import LOCAL
 from crosslayer.verbs.evaluate.record import ScoreRow
 from crosslayer.verbs.evaluate.result import Evaluation
-from crosslayer.verbs.evaluate.words import difference, score, sentences
+from crosslayer.verbs.evaluate.sentences import difference, score, sentences
 
 KINDS = {"better": "pass", "worse": "fail", "no difference seen": "skip"}
 HEAD = [

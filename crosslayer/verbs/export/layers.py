@@ -14,7 +14,7 @@ from crosslayer.core.decoder import CrossLayerConfig
 from crosslayer.core.method import mixes
 from crosslayer.core.plan import STATES
 from crosslayer.output.formatting import ranges
-from crosslayer.verbs.retrofit.words import title
+from crosslayer.verbs.retrofit.sentences import title
 
 LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 

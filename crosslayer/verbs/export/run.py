@@ -21,7 +21,7 @@ from crosslayer.verbs.export import decilm, stock
 from crosslayer.verbs.export.layers import remaining_layers
 from crosslayer.verbs.export.refusals import REFUSALS, check_form
 from crosslayer.verbs.export.result import Exported
-from crosslayer.verbs.retrofit.words import title
+from crosslayer.verbs.retrofit.sentences import title
 
 USE = re.compile(r"## Use\n.*?(?=\n## |\Z)", re.DOTALL)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -8,7 +8,7 @@ from crosslayer.output.panel import QUIET, Line, Panel, same_scale
 from crosslayer.verbs.heal.early_stop import averages
 from crosslayer.verbs.heal.record import StageRun, State, Variant
 from crosslayer.verbs.heal.result import Recovery
-from crosslayer.verbs.heal.words import (
+from crosslayer.verbs.heal.sentences import (
     LOSSES,
     PARAMETERS,
     UNKNOWN,
@@ -21,7 +21,7 @@ from crosslayer.verbs.heal.words import (
     share,
     tokens_read,
 )
-from crosslayer.verbs.retrofit.words import interval, kl, ratio
+from crosslayer.verbs.retrofit.sentences import interval, kl, ratio
 
 SMOOTHING = 0.95
 

@@ -5,8 +5,8 @@ from crosslayer.output.page import Cell, Mark, Page, Table
 from crosslayer.output.panel import Heat, Panel
 from crosslayer.verbs.needles.record import Score
 from crosslayer.verbs.needles.result import Needles
+from crosslayer.verbs.needles.sentences import hidden_numbers, points, sentences, share
 from crosslayer.verbs.needles.text import SOURCE
-from crosslayer.verbs.needles.words import hidden_numbers, points, sentences, share
 
 SHOWN = 12  # answers on the page; the record has all
 SCORE = ["score", "95% interval of the score", "retrieved", "another key's number"]

@@ -6,7 +6,7 @@ from huggingface_hub import EvalResult, ModelCardData
 
 from crosslayer.output.card import card, common_facts, use
 from crosslayer.verbs.retrofit.result import RetrofitReport
-from crosslayer.verbs.retrofit.words import kl, ratio, sentences
+from crosslayer.verbs.retrofit.sentences import kl, ratio, sentences
 
 LIMITS = """- The figures hold for the text they were measured on; other text, tasks and lengths may lose more.
 - A smaller cache does not mean fewer reads: a layer that shares keys or values reads its source's at every step.

@@ -7,7 +7,7 @@ from crosslayer.output.page import Page, Table
 from crosslayer.output.panel import COLORS, Line, Panel
 from crosslayer.verbs.needles.retrieval import count_retrieved
 from crosslayer.verbs.retrofit.result import CurvePoint, FixedBlocks, RetrofitReport
-from crosslayer.verbs.retrofit.words import interval, kl, ratio, sentences
+from crosslayer.verbs.retrofit.sentences import interval, kl, ratio, sentences
 
 NAMES_SHOWN = 6  # of weights
 FIT_LINES = (  # of the calibration figure: name, field of a fit, color, dashed

@@ -31,8 +31,8 @@ from crosslayer.verbs.retrofit.result import (
     Needles,
     RetrofitReport,
 )
+from crosslayer.verbs.retrofit.sentences import title
 from crosslayer.verbs.retrofit.texts import DomainTexts, Texts
-from crosslayer.verbs.retrofit.words import title
 
 
 def retrofit(

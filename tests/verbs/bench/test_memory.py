@@ -7,7 +7,7 @@ import torch
 from crosslayer.verbs.bench import memory
 from crosslayer.verbs.bench.costs import Load
 from crosslayer.verbs.bench.memory import free_memory, peak_memory
-from crosslayer.verbs.bench.words import sentences
+from crosslayer.verbs.bench.sentences import sentences
 from tests.helpers.benches import short
 from tests.helpers.meters import Recorder
 from tests.helpers.tiny import tiny

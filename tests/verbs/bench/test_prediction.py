@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from crosslayer.verbs.bench.costs import Load, Operators, Rates, predict, structure
-from crosslayer.verbs.bench.words import NO_INTERVAL, sentences
+from crosslayer.verbs.bench.sentences import NO_INTERVAL, sentences
 from tests.helpers.benches import BYTES, short
 from tests.helpers.tiny import tiny
 

@@ -14,7 +14,7 @@ from crosslayer.verbs.bench.page import measurements
 from crosslayer.verbs.bench.record import MEASURES
 from crosslayer.verbs.bench.result import Benchmark
 from crosslayer.verbs.bench.run import bench
-from crosslayer.verbs.bench.words import sentences
+from crosslayer.verbs.bench.sentences import sentences
 from tests.helpers.benches import BYTES, STATE, UNIATTN, short
 from tests.helpers.meters import Recorder
 from tests.helpers.saved import ours, save

@@ -9,7 +9,7 @@ from crosslayer.testing.tiny import build, config_of
 from crosslayer.verbs.bench import run as module
 from crosslayer.verbs.bench.costs import Load
 from crosslayer.verbs.bench.rounds import static_copy
-from crosslayer.verbs.bench.words import sentences
+from crosslayer.verbs.bench.sentences import sentences
 from tests.helpers.benches import UNIATTN, short
 from tests.helpers.meters import Recorder
 from tests.helpers.tiny import tiny, tokens

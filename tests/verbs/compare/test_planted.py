@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import crosslayer
-from crosslayer.verbs.compare.words import sentences
+from crosslayer.verbs.compare.sentences import sentences
 from tests.helpers.browser import complaints, resize
 from tests.helpers.runs import STEPS, run, snapshot, written
 from tests.output.test_page import LOOK

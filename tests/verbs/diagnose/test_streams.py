@@ -150,8 +150,8 @@ def test_a_diagnosis_says_what_it_measured(family):
     diagnosis = crosslayer.diagnose(model, tokens())
     several = family in SEVERAL
     assert diagnosis.model.streams == (4 if several else 1) and diagnosis.model.over_depth == ("inkling2" in family)
-    assert any("4 residual streams" in sentence for sentence in diagnosis.words) == several
-    assert any("attention over depth" in sentence for sentence in diagnosis.words) == ("inkling2" in family)
+    assert any("4 residual streams" in sentence for sentence in diagnosis.sentences()) == several
+    assert any("attention over depth" in sentence for sentence in diagnosis.sentences()) == ("inkling2" in family)
     page = diagnosis.page()
     assert ("stream 3" in page) == several and ("mean of the streams" in page) == several
     assert (diagnosis.by_stream is not None) == several
@@ -203,7 +203,8 @@ def test_compressed_entries_are_said():
     assert diagnosis.model.masks[:2] == ["causal with further keys, window 8"] * 2
     assert diagnosis.model.masks[2] == "causal, window 8"
     assert any(
-        sentence.startswith("Layers 0-1 also attend to keys that are not their tokens") for sentence in diagnosis.words
+        sentence.startswith("Layers 0-1 also attend to keys that are not their tokens")
+        for sentence in diagnosis.sentences()
     )
 
 

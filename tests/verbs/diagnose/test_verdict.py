@@ -12,7 +12,7 @@ from crosslayer.output.formatting import counted, named_layers, ranges
 from crosslayer.probe.shapes import LayerShape, may_share
 from crosslayer.verbs.diagnose.groups import paper_groups, similar_groups
 from crosslayer.verbs.diagnose.result import Measures, Sink
-from crosslayer.verbs.diagnose.verdict import sentences, sharing_methods, verdict
+from crosslayer.verbs.diagnose.verdict import sharing_methods, verdict, verdict_sentences
 from tests.helpers.tiny import tiny, tokens
 
 FULL = LayerShape(9, 3, 64, 64, causal=True)
@@ -112,19 +112,19 @@ def test_ranges():
 
 def test_encoders_have_no_cache_to_save():
     diagnosis = crosslayer.diagnose(tiny("bert"), tokens())
-    assert diagnosis.verdict.cache is None and "bidirectional" in diagnosis.words[-1]
+    assert diagnosis.verdict.cache is None and "bidirectional" in diagnosis.sentences()[-1]
 
 
 def test_gemma2_says_that_masks_alternate():
     diagnosis = crosslayer.diagnose(tiny("gemma2"), tokens())
     assert diagnosis.model.masks == ["causal, window 8", "causal", "causal, window 8"]
-    assert any("No neighbouring layers can share" in sentence for sentence in diagnosis.words)
+    assert any("No neighbouring layers can share" in sentence for sentence in diagnosis.sentences())
 
 
 def test_the_sentences_name_the_groups_of_both_rules_and_what_they_keep():
     blocks = np.kron(np.eye(8), np.ones((2, 2)))
     candidates = verdict(measures(16, blocks), [FULL] * 16, 512)
-    by_depth, by_similarity = sentences(candidates)[-3:-1]
+    by_depth, by_similarity = verdict_sentences(candidates)[-3:-1]
     assert "2502.00439" in by_depth and "[8-11] [12-15]: six layers" in by_depth
     assert "[0-1] [2-3]" in by_similarity and "six layers" in by_similarity
     for entry in candidates.cache.by_depth.kept:
@@ -133,7 +133,7 @@ def test_the_sentences_name_the_groups_of_both_rules_and_what_they_keep():
     blocks = np.kron(np.eye(2), np.array([[1.0, 0.9], [0.9, 1.0]]).repeat(2, 0).repeat(2, 1))
     blocks[4:, 4:] = np.eye(4)
     candidates = verdict(measures(8, blocks), shapes, 512)
-    by_similarity = sentences(candidates)[-2]
+    by_similarity = verdict_sentences(candidates)[-2]
     assert "[0-3]: three layers" in by_similarity
     assert f"{100 * candidates.cache.by_similarity.kept[0].share:.3g}%" in by_similarity
 
@@ -148,7 +148,7 @@ def test_the_sentences_on_a_sink_fit_none_one_and_several_layers():
     whole = verdict(measures(8), [FULL] * 8, 512)
 
     def first(**changes):
-        return sentences(whole.model_copy(update={"sink": sink(**changes)}))
+        return verdict_sentences(whole.model_copy(update={"sink": sink(**changes)}))
 
     none, one, several = first(), first(layers=[3]), first(layers=[1, 2, 3, 5], peaks=[0], drains=[7])
     assert "not an attention sink in any layer" in none[0] and "12.0%" in none[0] and "1.2× an even" in none[0]
@@ -165,10 +165,10 @@ def test_the_sentences_on_redundancy_fit_none_one_and_several_layers():
     def text(attention, least):
         cache = whole.cache.model_copy(update={"least_attention": least, "share_without": 7 / 8})
         redundancy = whole.redundancy.model_copy(update={"attention": attention})
-        return " ".join(sentences(whole.model_copy(update={"redundancy": redundancy, "cache": cache})))
+        return " ".join(verdict_sentences(whole.model_copy(update={"redundancy": redundancy, "cache": cache})))
 
     assert "changes its input least" not in text([], [])
     assert "in layer 0 (0.500)," in text(ranked[:1], [0]) and "in the layer where" in text(ranked[:1], [0])
     assert "in layers 0 (0.500) and 1 (0.500)," in text(ranked[:2], [0, 1])
     assert "the two layers where it changes its input least (0-1) would keep 87.5%" in text(ranked[:2], [0, 1])
-    assert "No neighbouring layers" in " ".join(sentences(verdict(measures(2), shapes[:2], 512)))
+    assert "No neighbouring layers" in " ".join(verdict_sentences(verdict(measures(2), shapes[:2], 512)))

@@ -9,7 +9,7 @@ import crosslayer
 from crosslayer.eviction import policies
 from crosslayer.eviction.running import evicting
 from crosslayer.verbs.bench import machine
-from crosslayer.verbs.evaluate.words import sentences
+from crosslayer.verbs.evaluate.sentences import sentences
 from tests.verbs.evaluate.test_exact import check_equal
 
 NAMES = ("arc_easy_local", "lambada_openai_local")

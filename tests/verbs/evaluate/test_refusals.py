@@ -10,7 +10,7 @@ from huggingface_hub import constants
 import crosslayer
 from crosslayer import hub
 from crosslayer.verbs.evaluate.harness import GROUPS, select
-from crosslayer.verbs.evaluate.words import sentences
+from crosslayer.verbs.evaluate.sentences import sentences
 from tests.cli.test_bad_input import type_in
 from tests.helpers import evaluations
 from tests.helpers.text import WORDS

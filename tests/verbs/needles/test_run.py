@@ -10,7 +10,7 @@ import torch
 
 import crosslayer
 from crosslayer.models.pair import Loadable
-from crosslayer.verbs.needles.words import sentences
+from crosslayer.verbs.needles.sentences import sentences
 from tests.cli.test_cli import run
 from tests.helpers.browser import complaints, resize
 from tests.helpers.tiny import tiny

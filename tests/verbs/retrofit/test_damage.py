@@ -21,7 +21,7 @@ from crosslayer.verbs.retrofit.damage import (
     losses,
 )
 from crosslayer.verbs.retrofit.result import Damage, DomainDamage, Gain
-from crosslayer.verbs.retrofit.words import gain_sentence, sampling
+from crosslayer.verbs.retrofit.sentences import gain_sentence, sampling
 from tests.helpers.daily import daily
 from tests.helpers.text import tokenizer, words
 from tests.helpers.tiny import tiny

@@ -8,7 +8,7 @@ from crosslayer.core.methods import load_method, method_class
 from crosslayer.core.plan import parse_layers
 from crosslayer.probe.what_if import what_if
 from crosslayer.verbs.retrofit.convert import convert, convert_weights
-from crosslayer.verbs.retrofit.words import title
+from crosslayer.verbs.retrofit.sentences import title
 from tests.helpers.tiny import tiny, tokens
 
 MASKS = {"num_hidden_layers": 8, "layer_types": ["sliding_attention", "full_attention"] * 4}

@@ -21,8 +21,8 @@ from crosslayer.verbs.needles.retrieval import measure_retrieval
 from crosslayer.verbs.retrofit import run as job
 from crosslayer.verbs.retrofit.request import Request, RetrofitOptions
 from crosslayer.verbs.retrofit.result import RetrofitReport
+from crosslayer.verbs.retrofit.sentences import title
 from crosslayer.verbs.retrofit.texts import Texts
-from crosslayer.verbs.retrofit.words import title
 from tests.helpers.text import WORDS, tokenizer, words
 from tests.helpers.tiny import VOCABULARY, tiny
 from tests.verbs.needles.oracle import TOKENIZER, random_model

@@ -7,7 +7,7 @@ from crosslayer.stats.bootstrap import Estimate
 from crosslayer.verbs.heal.record import DomainResult, Rank, State, Variant
 from crosslayer.verbs.heal.result import Recovery
 from crosslayer.verbs.needles.retrieval import count_retrieved, retrieval_sentence
-from crosslayer.verbs.retrofit.words import kl, with_interval
+from crosslayer.verbs.retrofit.sentences import kl, with_interval
 
 LOSSES = {
     "text": "the loss of all tokens",

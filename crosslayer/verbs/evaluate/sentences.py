@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from crosslayer.eviction.eviction import parse_eviction
 from crosslayer.output.formatting import UNKNOWN, signed
-from crosslayer.verbs.bench.words import judged
+from crosslayer.verbs.bench.sentences import judged
 from crosslayer.verbs.evaluate.record import Score, ScoreRow
 from crosslayer.verbs.evaluate.result import Evaluation
 

@@ -11,7 +11,7 @@ from crosslayer.testing.tiny import build, config_of
 from crosslayer.verbs.bench.page import measurements
 from crosslayer.verbs.bench.record import MEASURES
 from crosslayer.verbs.bench.result import Benchmark
-from crosslayer.verbs.bench.words import sentences
+from crosslayer.verbs.bench.sentences import sentences
 from tests.helpers.benches import UNIATTN, short
 
 

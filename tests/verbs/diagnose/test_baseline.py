@@ -1,0 +1,54 @@
+"""Two models beside each other: the table of both, the baseline in every figure, and what is refused."""
+
+import json
+
+import pytest
+import torch
+
+import crosslayer
+from crosslayer.verbs.diagnose.baseline import beside
+from crosslayer.verbs.diagnose.page import page_panels
+from tests.helpers.tiny import tiny, tokens
+
+
+@pytest.fixture(scope="module")
+def both():
+    """A model without the attention of layer 1, beside the model that it comes from."""
+    model = tiny("llama", dtype=torch.float32)
+    small = crosslayer.convert(model, {"name": "drop", "attention": [1]}).model
+    return crosslayer.diagnose(small, tokens(), baseline=model), crosslayer.diagnose(model, tokens())
+
+
+def test_both_are_measured_as_each_alone(both):
+    diagnosis, alone = both
+    assert diagnosis.baseline is not None and diagnosis.baseline.measures == alone.measures
+    assert torch.tensor(diagnosis.entropy).isnan().tolist() == [False, True, False]
+    loaded = crosslayer.Diagnosis.from_record(json.loads(json.dumps(diagnosis.record())))
+    assert loaded == diagnosis and loaded.page() == diagnosis.page()
+
+
+def test_the_table_has_a_column_of_each_model(both):
+    diagnosis, alone = both
+    title, head, rows = beside(diagnosis, alone)
+    assert title == "Beside the baseline" and head[2].endswith("(baseline)")
+    columns = {row[0]: row[1:] for row in rows}
+    assert columns["layers, with attention"] == ["3, 2", "3, 3"]
+    assert columns["entropy of attention, mean over layers"][1] == f"{alone.entropy.mean():.2f} nats"
+
+
+def test_every_figure_shows_the_baseline(both):
+    diagnosis, alone = both
+    panels = {panel.key: panel for panel in page_panels(diagnosis)}
+    for own in page_panels(alone):
+        if own.heat is not None:
+            assert panels[f"{own.key}_baseline"].heat == own.heat
+        else:
+            lines = panels[own.key].lines
+            assert len(lines) == 2 * len(own.lines) and all(line.name for line in lines), own.key
+            assert [line.dashed for line in lines[len(own.lines) :]] == [True] * len(own.lines)
+
+
+def test_a_wrong_baseline_is_refused_before_anything_is_measured(monkeypatch):
+    monkeypatch.setattr("crosslayer.verbs.diagnose.run.measure_sequence", None)
+    with pytest.raises(ValueError, match="does not exist"):
+        crosslayer.diagnose(tiny("llama"), tokens(), baseline="./nothing")

@@ -37,6 +37,16 @@ def resize(browser, width: int) -> None:
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
 
 
+def fits(browser, width: int) -> None:
+    """Make the window so wide and wait until the page, its figures drawn anew, needs no sideways scrolling."""
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    resize(browser, width)
+    needed = "return document.documentElement.scrollWidth"
+    message = f"the page scrolls sideways in a window of {width} pixels"
+    WebDriverWait(browser, 15).until(lambda browser: browser.execute_script(needed) <= width, message)
+
+
 def complaints(browser) -> list[str]:
     """Return what the browser has written on its console since it was last asked."""
     return [entry["message"] for entry in browser.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")]

@@ -22,7 +22,7 @@ from crosslayer.verbs.retrofit.damage import logits_of, losses
 from crosslayer.verbs.train.checkpoints import checkpoints
 from crosslayer.verbs.train.trainer import TrainingStopped
 from tests.cli.test_bad_input import type_in
-from tests.helpers.browser import complaints, resize
+from tests.helpers.browser import complaints, fits
 from tests.helpers.recovery import healed, instructions_in, original_in, recipe_in, retrofit_in
 from tests.helpers.training import Stop
 from tests.verbs.train.test_interrupting import Press
@@ -374,8 +374,7 @@ def test_the_page(whole, browser):
     browser.get((whole[1] / "report.html").as_uri())
     assert browser.title == "Recovery of original" and complaints(browser) == []
     for width in (1280, 390):
-        resize(browser, width)
-        assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+        fits(browser, width)
 
 
 def test_the_command(base, tmp_path, capsys, monkeypatch):

@@ -14,7 +14,7 @@ from crosslayer.verbs.train.mixture import FixedRows, spread
 from crosslayer.verbs.train.recipe import load_recipe
 from crosslayer.verbs.train.texts import Domain
 from tests.cli.test_bad_input import type_in
-from tests.helpers.browser import complaints, resize
+from tests.helpers.browser import complaints, fits
 from tests.helpers.training import Stop, recipe_in
 
 
@@ -97,8 +97,7 @@ def test_the_page(whole, browser):
     browser.get((folder / "report.html").as_uri())
     assert browser.title == "Training of little" and complaints(browser) == []
     for width in (1280, 390):
-        resize(browser, width)
-        assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+        fits(browser, width)
 
 
 def test_an_interrupted_run_resumes_and_ends_the_same(recipe, whole, tmp_path, monkeypatch):

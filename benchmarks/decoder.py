@@ -29,6 +29,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from crosslayer.core import depth_attention
 from crosslayer.core.decoder import CrossLayerConfig, CrossLayerForCausalLM
 from crosslayer.core.methods import method_class, method_names, to_entry
+from crosslayer.core.transformers_versions import CACHE
 from crosslayer.environment import environment
 from crosslayer.stats.ratios import paired_ratio
 from crosslayer.testing.tiny import elements
@@ -109,7 +110,7 @@ def decoding_steps(model, ids):
     wait(ids.device.type)
     started = time.perf_counter()
     for step in range(TOKENS):
-        model(ids[:1, step : step + 1], past_key_values=cache, use_cache=True)
+        model(ids[:1, step : step + 1], **{CACHE: cache}, use_cache=True)
     wait(ids.device.type)
     return time.perf_counter() - started
 
@@ -118,7 +119,7 @@ def decoding_steps(model, ids):
 def filled(model, ids):
     """Return a cache that holds a prompt of one sequence."""
     cache = DynamicCache(config=model.config)
-    model(ids[:1, :PROMPT], past_key_values=cache, use_cache=True)
+    model(ids[:1, :PROMPT], **{CACHE: cache}, use_cache=True)
     return cache
 
 

@@ -19,6 +19,7 @@ from transformers import DynamicCache
 
 from crosslayer import load_model
 from crosslayer.core.decoder.caches import cache_bytes
+from crosslayer.core.transformers_versions import CACHE
 from crosslayer.environment import environment
 from crosslayer.eviction.running import evicting
 from crosslayer.stats.ratios import coverage, paired_ratio
@@ -59,7 +60,7 @@ def decode(model, cache, batch, steps):
     token = torch.randint(0, model.config.vocab_size, (batch, 1))
     started = time.perf_counter()
     for _ in range(steps):
-        model(token, past_key_values=cache, use_cache=True)
+        model(token, **{CACHE: cache}, use_cache=True)
     return (time.perf_counter() - started) / steps
 
 

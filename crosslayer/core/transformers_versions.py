@@ -1,12 +1,24 @@
-"""Differences between the supported versions of transformers, 5.19 to 5.23; no other file checks the version.
+"""Differences between the supported versions of transformers, 5.19 to 5.24; no other file checks the version.
 
-Each name gives the behaviour of 5.23 in every version; its docstring names the first version that has it. The checks
+Each name gives the behaviour of 5.24 in every version; its docstring names the first version that has it. The checks
 test whether something exists rather than compare version numbers, so that builds between two releases work too.
 """
 
-from typing import Any
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
+from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel, cache_utils
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+Forward = TypeVar("Forward", bound=Callable[..., Any])
+CACHE = next(
+    field.name for field in dataclasses.fields(BaseModelOutputWithPast) if field.name in ("cache", "past_key_values")
+)
+"""Name of the cache among the arguments and outputs of models: `cache` (5.24), `past_key_values` before."""
 
 CACHES_KNOW_READERS = hasattr(cache_utils, "DummyLayer")
 """Whether caches read which layers store nothing from `kv_sharing_modes` of a config (5.23)."""
@@ -20,6 +32,37 @@ _OLD_NAMES = {
 }
 OLD_ARGUMENTS = {} if CHECKPOINTING_IS_RENAMED else _OLD_NAMES
 """Fields of `TrainingArguments` whose name differs from 5.23: its name in 5.23 → its name in this version."""
+
+
+def given_cache(arguments: Mapping[str, Any]) -> Any:
+    """Return the cache among the arguments of a model by either name, None without one."""
+    return next((arguments[name] for name in ("cache", "past_key_values") if arguments.get(name) is not None), None)
+
+
+def takes_cache(forward: Forward) -> Forward:
+    """Let a `forward` with a parameter `cache` take it by either name; its signature shows the name in `CACHE`."""
+
+    @functools.wraps(forward)
+    def renamed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if "past_key_values" in kwargs:
+            kwargs["cache"] = kwargs.pop("past_key_values")
+        return forward(self, *args, **kwargs)
+
+    signature = inspect.signature(forward)
+    parameters = [each.replace(name=CACHE) if each.name == "cache" else each for each in signature.parameters.values()]
+    renamed.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return renamed  # type: ignore[return-value]
+
+
+def read_paged(cache: Any, k: Tensor, v: Tensor, layer: int, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Return the keys and values of a layer to attend to under continuous batching, new ones (B, H_kv, T, D) included.
+
+    `options` are those of the attention function, and change; before 5.24 it reads the cache itself.
+    """
+    if CACHE == "cache":
+        return cache.update(k, v, layer, options)
+    options["cache"] = cache
+    return k, v
 
 
 class _OldPreTrainedModel(PreTrainedModel):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from crosslayer.core.plan import CACHED, DepthPlan
+from crosslayer.core.transformers_versions import CACHE, given_cache
 from crosslayer.eviction.cache import EvictionCache
 from crosslayer.eviction.eviction import Eviction, parse_eviction
 from crosslayer.eviction.state import GroupState, Step, padding
@@ -29,9 +30,9 @@ NewCache = Callable[[], EvictionCache]
 def evicting(model: PreTrainedModel, eviction: Eviction | str) -> Iterator[NewCache]:
     """Evict cached tokens while the block runs; gives a function that makes an empty cache.
 
-    Pass such a cache as `past_key_values` to the model or to its `generate`. A call without a cache, which scores a
-    text, reads it as it would be read token by token: each token attends to what was still cached at that point.
-    Gradients are not supported. Everything is restored on exit.
+    Pass such a cache as `cache` (`past_key_values` before transformers 5.24) to the model or its `generate`. A call
+    without a cache, which scores a text, reads it as it would be read token by token: each token attends to what was
+    still cached at that point. Gradients are not supported. Everything is restored on exit.
 
     Args:
         model: a causal language model, stock or of this package, with sdpa or eager attention.
@@ -100,16 +101,17 @@ class _Run:
     def begin(self, body: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Check the cache that a forward pass receives."""
         arguments = inspect.signature(body.forward).bind_partial(*args, **kwargs).arguments
-        cache = arguments.get("past_key_values")
-        if cache is not None and {**arguments, **arguments.get("kwargs", {})}.get("use_cache") is False:
+        arguments = {**arguments, **arguments.get("kwargs", {})}
+        cache = given_cache(arguments)
+        if cache is not None and arguments.get("use_cache") is False:
             raise ValueError(
-                "past_key_values came with use_cache=False, which makes `generate` read the whole text at every step; "
+                f"{CACHE} came with use_cache=False, which makes `generate` read the whole text at every step; "
                 "pass use_cache=True, or set it in the model's generation_config"
             )
         if cache is not None and (not isinstance(cache, EvictionCache) or cache.run is not self):
             raise ValueError(
                 f"the model runs under `evicting` but got another cache ({type(cache).__name__}); pass "
-                "past_key_values=new_cache(), with the function that `evicting` gives"
+                f"{CACHE}=new_cache(), with the function that `evicting` gives"
             )
         self.is_stored = cache is not None
         self.cache = self.new_cache() if cache is None else cache

@@ -79,6 +79,7 @@ class AttentionCall:
 
 
 Handler = Callable[[AttentionCall], AttentionCall]
+OVER_DEPTH = "AttentionResidual"  # ends the names of transformers' classes that attend over earlier layers, not tokens
 # every module in the layers of the models that are watched: its layer, and their handlers, outermost first
 _watched: dict[nn.Module, tuple[int, list[Handler]]] = {}
 _replaced: dict[str, tuple[int, Callable | None]] = {}  # by name: how many models use it, and the function before
@@ -182,7 +183,12 @@ def intercepted(model: PreTrainedModel, handler: Handler) -> Iterator[None]:
     name = model.config.get_text_config()._attn_implementation or "eager"
     _check(model, name)
     handlers = [handler]
-    modules = {module: (layer, handlers) for layer, block in enumerate(stack) for module in block.modules()}
+    modules = {
+        module: (layer, handlers)
+        for layer, block in enumerate(stack)
+        for module in block.modules()
+        if not type(module).__name__.endswith(OVER_DEPTH)
+    }
     _watched.update(modules)
     _replace(name)
     try:

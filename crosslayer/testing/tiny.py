@@ -15,6 +15,7 @@ from transformers.cache_utils import CacheLayerMixin
 from crosslayer.core.decoder import CrossLayerConfig, CrossLayerForCausalLM
 from crosslayer.core.methods import Entry
 from crosslayer.core.plan import CACHED
+from crosslayer.core.transformers_versions import CACHE
 
 TOLERANCE = 1e-10
 FLOAT32 = 1e-4  # for models that compute partly in float32 whatever their dtype
@@ -79,7 +80,7 @@ def steps(
 ) -> tuple[Tensor, Cache]:
     """Run ids (B, T) in chunks of `sizes` tokens through a cache; return the logits (B, T, V) and the cache."""
     cache = DynamicCache(config=model.config) if cache is None else cache
-    logits = [model(chunk, past_key_values=cache, use_cache=True).logits for chunk in ids.split(list(sizes), dim=1)]
+    logits = [model(chunk, **{CACHE: cache}, use_cache=True).logits for chunk in ids.split(list(sizes), dim=1)]
     return torch.cat(logits, 1), cache
 
 

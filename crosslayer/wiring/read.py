@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
+from crosslayer.core.transformers_versions import CACHE
 from crosslayer.models.load import check_layers, is_causal, load_config, public_name, resolve_dtype
 from crosslayer.wiring.fields import (
     LayerStates,
@@ -72,7 +73,7 @@ def _caches(config: PreTrainedConfig, text: PreTrainedConfig) -> bool:
 
 
 def _takes_cache(model: PreTrainedModel) -> bool:
-    return "past_key_values" in inspect.signature(type(model).forward).parameters
+    return CACHE in inspect.signature(type(model).forward).parameters
 
 
 def _check(config: PreTrainedConfig, text: PreTrainedConfig) -> None:

@@ -8,7 +8,7 @@
 # %%
 import crosslayer
 
-report = crosslayer.retrofit("smollm2", method="uniattn", layers="26-29", calibration=48, length=64)
+report = crosslayer.retrofit("smollm2", method="uniattn", layers="26-29", calibration=54, length=64, needles=False)
 print("\n".join(report.sentences()))
 
 # %% [markdown]

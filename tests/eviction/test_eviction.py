@@ -8,6 +8,7 @@ from transformers import DynamicCache, DynamicLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from crosslayer.core.decoder.caches import cache_bytes
+from crosslayer.core.transformers_versions import CACHE
 from crosslayer.eviction.eviction import BLOCK, Amount, Eviction, parse_eviction
 from crosslayer.eviction.running import evicting, sharing_groups
 from crosslayer.testing.tiny import TOLERANCE, build, config_of, tokens
@@ -54,7 +55,7 @@ def test_a_text_is_read_as_a_loop_over_tokens_and_lists_reads_it(family, impleme
     model, ids = tiny(family, implementation), tokens(2, LENGTH)
     with evicting(model, spec) as new_cache:
         cache = new_cache()
-        ours = model(ids, past_key_values=cache).logits
+        ours = model(ids, **{CACHE: cache}).logits
     model.set_attn_implementation(naive_function(naive))
     expected = model(ids, use_cache=False).logits
     assert (ours - expected).abs().max() < (EAGER if implementation == "eager" else TOLERANCE)
@@ -77,7 +78,7 @@ def test_cuts_padding_and_caches_change_nothing(plan, data):
         cuts = sorted(data.draw(st.sets(st.integers(1, LENGTH - 1), max_size=6)))
         sizes = [end - start for start, end in zip([0, *cuts], [*cuts, LENGTH], strict=True)]
         cache = new_cache()
-        pieces = [model(part, past_key_values=cache).logits for part in ids.split(sizes, dim=1)]
+        pieces = [model(part, **{CACHE: cache}).logits for part in ids.split(sizes, dim=1)]
         assert (torch.cat(pieces, 1) - whole).abs().max() < tolerance
         pads = [0, *(data.draw(st.integers(0, 20)) for _ in range(2))]
         mask = torch.tensor([[0] * pad + [1] * (LENGTH - pad) for pad in pads])
@@ -88,7 +89,7 @@ def test_cuts_padding_and_caches_change_nothing(plan, data):
         logits, first = [], 0
         for end in range(start, LENGTH + 1):
             new = {"input_ids": ids[:, first:end], "position_ids": places[:, first:end]}
-            logits.append(model(**new, attention_mask=mask[:, :end], past_key_values=padded).logits)
+            logits.append(model(**new, attention_mask=mask[:, :end], **{CACHE: padded}).logits)
             first = end
         together = torch.cat(logits, 1)
         for row, pad in enumerate(pads):
@@ -103,13 +104,13 @@ def test_capacity_for_the_whole_text_changes_no_bit(spec, implementation):
     expected = model(ids).logits
     text = model.generate(ids[:, :40], **options)
     sizes, plain = [40, 1, 1, 15], DynamicCache(config=model.config)
-    pieces = [model(part, past_key_values=plain).logits for part in ids.split(sizes, dim=1)]
+    pieces = [model(part, **{CACHE: plain}).logits for part in ids.split(sizes, dim=1)]
     with evicting(model, spec) as new_cache:
         assert torch.equal(model(ids).logits, expected)
-        assert torch.equal(model.generate(ids[:, :40], past_key_values=new_cache(), **options), text)
+        assert torch.equal(model.generate(ids[:, :40], **{CACHE: new_cache()}, **options), text)
         cache = new_cache()
         for part, piece in zip(ids.split(sizes, dim=1), pieces, strict=True):
-            assert torch.equal(model(part, past_key_values=cache).logits, piece)
+            assert torch.equal(model(part, **{CACHE: cache}).logits, piece)
 
 
 @pytest.mark.parametrize("spec", [*EVICTIONS, "snapkv:0.3"])
@@ -124,7 +125,7 @@ def test_a_later_token_changes_nothing_that_was_kept_before_it(spec):
         with evicting(model, spec) as new_cache:
             cache, steps = new_cache(), []
             for part in text.split([before.shape[1], *[1] * 40], dim=1):
-                model(part, past_key_values=cache)
+                model(part, **{CACHE: cache})
                 steps.append(held_positions(cache))
             held.append(steps)
     assert held[0][:21] == held[1][:21]
@@ -138,7 +139,7 @@ def test_snapkv_keeps_what_a_loop_over_attention_maps_keeps():
     maps = [layer.detach() for layer in model(ids, output_attentions=True).attentions]  # (B, H, T, T) each
     with evicting(model, "snapkv:0.4") as new_cache:
         cache = new_cache()
-        model(ids, past_key_values=cache)
+        model(ids, **{CACHE: cache})
     heads = model.config.num_key_value_heads
     groups = model.config.num_attention_heads // heads
     for held, layer in zip(held_positions(cache), maps, strict=True):
@@ -158,9 +159,9 @@ def test_keys_and_values_of_a_group_hold_the_first_layers_tokens():
     model, ids = build(config_of(UNIATTN)), tokens(2, LENGTH)
     with evicting(model, "h2o:0.4@2-5") as new_cache:
         cache = new_cache()
-        model(ids[:, :48], past_key_values=cache)
+        model(ids[:, :48], **{CACHE: cache})
     full = DynamicCache(config=model.config)
-    model(ids[:, :48], past_key_values=full)
+    model(ids[:, :48], **{CACHE: full})
     groups = sharing_groups(model.config.plan)
     assert groups == [[0], [1], [2, 3], [4, 5]]
     group = cache.groups[2]
@@ -175,10 +176,10 @@ def test_values_of_reading_layers_are_those_of_the_same_tokens():
     """SnapKV cuts after the prompt, so that every layer has read what a full cache holds."""
     model, ids = build(config_of(UNIATTN, max_position_embeddings=256)), tokens(2, 150)
     full = DynamicCache(config=model.config)
-    expected = model(ids, past_key_values=full).logits
+    expected = model(ids, **{CACHE: full}).logits
     with evicting(model, "snapkv:0.4") as new_cache:
         cache = new_cache()
-        assert torch.equal(model(ids, past_key_values=cache).logits, expected)
+        assert torch.equal(model(ids, **{CACHE: cache}).logits, expected)
     for number, layers in enumerate(sharing_groups(model.config.plan)):
         columns = cache.groups[number].positions.long()[..., None].expand(-1, -1, -1, 8)
         assert columns.shape[2] == 90
@@ -195,11 +196,11 @@ def test_allocated_bytes_are_the_budget(plan):
     with evicting(model, "h2o:32") as new_cache:
         cache = new_cache()
         for part in ids.split([40, *[1] * 24], dim=1):
-            model(part, past_key_values=cache)
+            model(part, **{CACHE: cache})
             assert cache_bytes(cache) == 32 * token
     with evicting(model, "h2o:0.5") as new_cache:
         cache = new_cache()
-        model(ids, past_key_values=cache)
+        model(ids, **{CACHE: cache})
         assert cache_bytes(cache) == (32 + BLOCK) * token
         groups = len(cache.groups)
         assert cache.overhead_bytes() == groups * 2 * 2 * 32 * 8  # rows, heads, tokens, a position and a sum
@@ -215,7 +216,7 @@ def test_each_text_is_read_by_itself_whichever_module_calls_the_layers(family):
         pieces = []
         for ids in texts:
             cache = new_cache()
-            pieces.append(torch.cat([model(part, past_key_values=cache).logits for part in ids.split(20, dim=1)], 1))
+            pieces.append(torch.cat([model(part, **{CACHE: cache}).logits for part in ids.split(20, dim=1)], 1))
     for ids, logits, cut in zip(texts, together, pieces, strict=True):
         with evicting(model, "h2o:0.4"):
             assert torch.equal(model(ids, use_cache=False).logits, logits)
@@ -226,9 +227,7 @@ def test_beams_keep_what_they_have_read():
     model, ids = build(config_of("svformer")), tokens(2, 30)
     options = {"max_new_tokens": 20, "do_sample": False, "num_beams": 3, "length_penalty": 0.0, "pad_token_id": 0}
     with evicting(model, "h2o:0.4") as new_cache:
-        out = model.generate(
-            ids, past_key_values=new_cache(), return_dict_in_generate=True, output_scores=True, **options
-        )
+        out = model.generate(ids, **{CACHE: new_cache()}, return_dict_in_generate=True, output_scores=True, **options)
         logits = model(out.sequences, use_cache=False).logits
     scores = logits.log_softmax(-1)[:, 29:-1].gather(-1, out.sequences[:, 30:, None])[..., 0].sum(-1)
     assert (scores - out.sequences_scores).abs().max() < 1e-5  # generate keeps its scores in float32
@@ -238,7 +237,7 @@ def test_layers_may_evict_different_shares():
     model, ids = tiny("llama"), tokens(1, 48)
     with evicting(model, "streaming:0.5@1,0.25@2") as new_cache:
         cache = new_cache()
-        model(ids, past_key_values=cache)
+        model(ids, **{CACHE: cache})
     assert [layer.used for layer in cache.layers] == [48, 24, 36]
     assert [layer.keys.shape[2] for layer in cache.layers] == [48, 24 + BLOCK, 36 + BLOCK]
 
@@ -259,7 +258,7 @@ def test_sinks_are_kept_wherever_they_are():
     ids[0, 10:] = torch.where(ids[0, 10:] == ids[0, 9], ids[0, 0], ids[0, 10:])
     with evicting(model, "sinks:32") as new_cache:
         cache = new_cache()
-        model(ids, past_key_values=cache)
+        model(ids, **{CACHE: cache})
     assert held_positions(cache)[0][0] == [9, *range(33, 50)]
 
 
@@ -308,22 +307,22 @@ def test_wrong_use_is_refused():
         other.batch_repeat_interleave(2)  # of nothing
     with evicting(model, "h2o:0.4") as new_cache:
         with pytest.raises(ValueError, match="DynamicCache"):
-            model(ids, past_key_values=DynamicCache(config=model.config))
+            model(ids, **{CACHE: DynamicCache(config=model.config)})
         window = torch.ones(1, 1, 20, 20, dtype=torch.bool).tril().triu(-3)
         with pytest.raises(ValueError, match="hides more than padding"):
-            model(ids, attention_mask=window, past_key_values=new_cache())
+            model(ids, attention_mask=window, **{CACHE: new_cache()})
         right = torch.tensor([[1] * 12 + [0] * 8])
         with pytest.raises(ValueError, match="hides more than padding"):
-            model(ids, attention_mask=right, past_key_values=new_cache())
+            model(ids, attention_mask=right, **{CACHE: new_cache()})
         with pytest.raises(ValueError, match="EvictionCache"):
-            model(ids, past_key_values=other)
+            model(ids, **{CACHE: other})
         with pytest.raises(ValueError, match="DynamicCache"):
             model.model(ids, None, None, DynamicCache(config=model.config))
         with pytest.raises(ValueError, match="use_cache=False"):
-            model.generate(ids, past_key_values=new_cache(), max_new_tokens=2, use_cache=False, pad_token_id=0)
+            model.generate(ids, **{CACHE: new_cache()}, max_new_tokens=2, use_cache=False, pad_token_id=0)
         with pytest.raises(ValueError, match="cannot be cropped"):
             cache = new_cache()
-            model(ids, past_key_values=cache)
+            model(ids, **{CACHE: cache})
             cache.crop(-3)
     shared = build(config_of("cla"))
     with pytest.raises(ValueError, match="layers 0, 1 share"), evicting(shared, "h2o:0.4@1"):
@@ -347,7 +346,7 @@ def test_the_model_is_as_before_afterwards():
         assert not torch.equal(model(ids).logits, before)
     assert model.training and torch.equal(model(ids).logits, before)
     assert dict(ALL_ATTENTION_FUNCTIONS) == functions
-    assert isinstance(model(ids, use_cache=True).past_key_values.layers[0], DynamicLayer)
+    assert isinstance(getattr(model(ids, use_cache=True), CACHE).layers[0], DynamicLayer)
 
 
 @pytest.mark.parametrize("spec", [*EVICTIONS, "h2o:0.05", "snapkv:0.4", "streaming:0.3@1"])
@@ -357,7 +356,7 @@ def test_whether_a_text_loses_tokens_is_known_from_its_length(spec):
         with evicting(model, spec) as new_cache:
             cache = new_cache()
             before = max(1, length if spec.startswith("snapkv") else length - 1)
-            model(tokens(1, before), past_key_values=cache)
+            model(tokens(1, before), **{CACHE: cache})
             lost = any(group.held[0] < before for group in cache.groups)
         assert eviction.evicts_from(length) == lost, length
 
@@ -374,7 +373,7 @@ def test_half_precision_sums_what_the_model_reads():
             layer.self_attn.k_proj.weight *= 60
     with evicting(model, "h2o:0.4") as new_cache:
         cache = new_cache()
-        model(ids, past_key_values=cache)
+        model(ids, **{CACHE: cache})
     assert all(torch.isfinite(group.attention).all() for group in cache.groups)
 
 
@@ -382,7 +381,7 @@ def test_tokens_ranked_above_all_are_kept_in_order_if_few_are_kept():
     model, ids = tiny("llama"), tokens(1, 48)
     with evicting(model, "streaming:0.95") as new_cache:
         cache = new_cache()
-        model(ids, past_key_values=cache)
+        model(ids, **{CACHE: cache})
     assert held_positions(cache)[0][0] == [0, 46, 47]  # one, two and three of 16, 32 and 48
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from crosslayer.core.transformers_versions import CACHE
 from crosslayer.eviction.running import evicting
 from crosslayer.models.load import load_model
 
@@ -31,7 +32,7 @@ def test_kvpress_keeps_the_same_tokens_of_smollm2(tmp_path):
         for number, layers in enumerate(by_text):
             with evicting(model, f"{policy}:0.5") as new_cache:
                 cache = new_cache()
-                model(torch.tensor([texts[number]]), past_key_values=cache)
+                model(torch.tensor([texts[number]]), **{CACHE: cache})
             ours = [[sorted(head) for head in group.positions[0].tolist()] for group in cache.groups]
             if policy == "streaming":
                 assert ours == layers  # by position alone

@@ -9,6 +9,7 @@ import torch
 
 import crosslayer
 from crosslayer.core import methods
+from crosslayer.core.transformers_versions import CACHE
 from crosslayer.eviction.eviction import parse_eviction
 from crosslayer.testing.tiny import build, config_of, tokens
 from tests.cli.test_cli import run
@@ -37,7 +38,7 @@ def test_it_keeps_what_it_ranks_highest(beginning):
     model, ids = build(config_of("cla")), tokens(1, 48)
     with torch.no_grad(), crosslayer.evicting(model, "beginning:32") as new_cache:
         cache = new_cache()
-        model(ids, past_key_values=cache)
+        model(ids, **{CACHE: cache})
     kept = sorted(position for position in cache.groups[0].positions[0, 0].tolist() if position >= 0)
     assert kept == list(range(16))  # and space for 16 more
 

@@ -7,6 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCache
 
 import crosslayer
+from crosslayer.core.transformers_versions import CACHE
 from crosslayer.testing import tiny as contract
 from tests.cli.test_cli import run
 from tests.helpers.shipped import SHIPPED, families, needs, shipped
@@ -48,7 +49,7 @@ def allocated(model, length: int) -> tuple[int, ...]:
     """Return the elements that each layer of a dynamic cache holds after a forward pass, each tensor counted once."""
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
-        model(input_ids=tokens(batch=1, length=length), past_key_values=cache, use_cache=True)
+        model(input_ids=tokens(batch=1, length=length), **{CACHE: cache}, use_cache=True)
     counts = []
     for layer in cache.layers:
         attributes = vars(layer)

@@ -19,6 +19,7 @@ from crosslayer.core.decoder.configuration import CrossLayerConfig
 from crosslayer.core.decoder.family import norm
 from crosslayer.core.method import INPUT, Carry, Compensation, HeadMixer, StateReader, Wiring, state_reader
 from crosslayer.core.plan import STATES
+from crosslayer.core.transformers_versions import read_paged, takes_cache
 
 States = list[Tensor | None]  # queries, keys and values; None if another layer's are read
 Inputs = tuple[Tensor, Tensor, Tensor]  # of the query, key and value projections
@@ -71,13 +72,14 @@ class CrossLayerAttention(nn.Module):
         self.q_norm = norm(config, self.head_dim) if own_q and config.qk_norm else None
         self.k_norm = norm(config, self.head_dim) if own_k and config.qk_norm else None
 
+    @takes_cache
     def forward(
         self,
         hidden_states: Tensor,
         carry: Carry,
         position_embeddings: tuple[Tensor, Tensor] | None,
         attention_mask: Any,
-        past_key_values: Cache | None,
+        cache: Cache | None,
         inputs: Inputs | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Carry]:
@@ -101,8 +103,8 @@ class CrossLayerAttention(nn.Module):
             *states, carry = mixer(*states, carry)
         if self.shows_input:
             carry = {name: value for name, value in carry.items() if name != INPUT}
-        if past_key_values is not None and self.stored:
-            states = self._cached(states, past_key_values)  # the layer's own keys, values: (B, H_kv, S, D)
+        if cache is not None and self.stored:
+            states = self._cached(states, cache)  # the layer's own keys, values: (B, H_kv, S, D)
         own = states
         if self.reader is None:
             shared = {i: carry[name] for i, (name,) in self.sources.items() if name is not None}
@@ -148,7 +150,12 @@ class CrossLayerAttention(nn.Module):
         dropout = self.attention_dropout if self.training else 0.0
         options = {"dropout": dropout, "scaling": self.scaling, "sliding_window": self.sliding_window}
         options = {**options, **self.softcap, **kwargs}
-        return attend(self, *states, attention_mask, **options)[0]
+        paged = options.pop("paged_cache", None)
+        q, k, v = states
+        if paged is not None:
+            assert k is not None and v is not None
+            k, v = read_paged(paged, k, v, self.layer_idx, options)
+        return attend(self, q, k, v, attention_mask, **options)[0]
 
     def _cached(self, states: States, cache: Cache) -> States:
         q, k, v = states

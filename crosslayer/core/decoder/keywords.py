@@ -11,7 +11,7 @@ LOSS = ("num_items_in_batch", "ignore_index", "shift_labels", "skip_logits")  # 
 LEAKED = ("tokenizer", "assistant_tokenizer")  # arguments of `generate`, which passes them on to `forward`
 # arguments that layers pass on to the attention function: transformers' own, continuous batching's and vLLM's
 PASSED_ON = frozenset(
-    [*TransformersKwargs.__annotations__, "attention_instances", "cache", "read_index", "write_index", "block_table",
+    [*TransformersKwargs.__annotations__, "attention_instances", "read_index", "write_index", "block_table",
      "logits_indices", "logits_processor_args"]
 )  # fmt: skip
 

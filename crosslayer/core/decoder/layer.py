@@ -18,6 +18,7 @@ from crosslayer.core.decoder.attention import CrossLayerAttention, Inputs
 from crosslayer.core.decoder.configuration import CrossLayerConfig
 from crosslayer.core.decoder.family import norm
 from crosslayer.core.method import Carry, Compensation, Residual, Wiring
+from crosslayer.core.transformers_versions import CACHE, takes_cache
 
 ROUTERS = "routers"  # key in the carry: the logits of all routers so far
 
@@ -55,13 +56,14 @@ class CrossLayerDecoderLayer(GradientCheckpointingLayer):
         """The norm before the MLP."""
         return self.pre_feedforward_layernorm if self.post_norms else self.post_attention_layernorm
 
+    @takes_cache
     def forward(
         self,
         stream: Tensor,
         carry: Carry,
         position_embeddings: tuple[Tensor, Tensor] | None,
         attention_mask: Any = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Carry]:
         """Return stream and carry for the next layer; the stream is (B, T, C) unless a method changes its shape.
@@ -82,7 +84,7 @@ class CrossLayerDecoderLayer(GradientCheckpointingLayer):
                 inputs=inputs,
                 position_embeddings=position_embeddings,
                 attention_mask=attention_mask,
-                past_key_values=past_key_values,
+                **{CACHE: cache},
                 **kwargs,
             )
             stream, carry = _write(self.attn_residual, stream, update, carry)
@@ -108,7 +110,7 @@ class CrossLayerDecoderLayer(GradientCheckpointingLayer):
                 raise ValueError(
                     "linear attention needs a single input, but a method has separate ones for queries, keys and values"
                 )
-            update = self.linear_attn(normed, kwargs["attention_mask"], kwargs["past_key_values"])
+            update = self.linear_attn(normed, kwargs["attention_mask"], kwargs[CACHE])
         else:
             assert beside is not None
             return beside, carry

@@ -44,9 +44,9 @@ class LinearAttention(KimiLinearDeltaAttention):
         self.forget_gate = ForgetGate(config)
 
     def forward(  # type: ignore[override]
-        self, hidden_states: Tensor, attention_mask: Tensor | Documents | None, past_key_values: Cache | None
+        self, hidden_states: Tensor, attention_mask: Tensor | Documents | None, cache: Cache | None
     ) -> Tensor:
         """Return the update (B, T, C); `attention_mask` (B, T) masks padding, or separates documents."""
         if isinstance(attention_mask, Documents):
             return by_document(super().forward, hidden_states, attention_mask)
-        return super().forward(hidden_states, cache_params=past_key_values, attention_mask=attention_mask)
+        return super().forward(hidden_states, cache, attention_mask)

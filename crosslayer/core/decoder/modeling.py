@@ -30,7 +30,7 @@ from crosslayer.core.decoder.keywords import LEAKED, LOSS, check_keywords
 from crosslayer.core.decoder.layer import ROUTERS, CrossLayerDecoderLayer
 from crosslayer.core.decoder.packed import recurrent_mask
 from crosslayer.core.method import TOKENS, Carry, Mixing
-from crosslayer.core.transformers_versions import NewPreTrainedModel, layers_without_cache
+from crosslayer.core.transformers_versions import CACHE, NewPreTrainedModel, layers_without_cache, takes_cache
 from crosslayer.environment import check_flex
 
 MASKS = {
@@ -49,7 +49,7 @@ class CrossLayerPreTrainedModel(NewPreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["CrossLayerDecoderLayer"]
-    _skip_keys_device_placement = ["past_key_values"]
+    _skip_keys_device_placement = ["cache", "past_key_values"]
     _supports_flash_attn = True
     _supports_flex_attn = True
     _can_compile_fullgraph = True
@@ -127,6 +127,7 @@ class CrossLayerModel(CrossLayerPreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
+    @takes_cache
     @merge_with_config_defaults
     @can_return_tuple
     def forward(
@@ -134,7 +135,7 @@ class CrossLayerModel(CrossLayerPreTrainedModel):
         input_ids: Tensor | None = None,
         attention_mask: Any = None,
         position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
@@ -154,18 +155,20 @@ class CrossLayerModel(CrossLayerPreTrainedModel):
             )
         stream: Tensor = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         check_flex(self.config._attn_implementation, stream.device)
-        if use_cache and past_key_values is None:
-            past_key_values = DynamicCache(config=self.config)
-        if past_key_values is not None:
-            fit_cache(self.config, past_key_values, self.empty)
+        if cache is not None and not isinstance(cache, Cache):  # of continuous batching
+            cache, kwargs["paged_cache"] = None, cache
+        if use_cache and cache is None:
+            cache = DynamicCache(config=self.config)
+        if cache is not None:
+            fit_cache(self.config, cache, self.empty)
         if position_ids is None:
-            seen = past_key_values.get_seq_length() if past_key_values is not None else 0
+            seen = cache.get_seq_length() if cache is not None else 0
             position_ids = (torch.arange(stream.shape[1], device=stream.device) + seen).unsqueeze(0)
         layer_types = self.config.layer_types
         assert layer_types is not None
         masks = attention_mask  # a dict if generate() has built them
         if not isinstance(masks, dict):
-            masks = masks_of(self.config, layer_types, stream, attention_mask, position_ids, past_key_values)
+            masks = masks_of(self.config, layer_types, stream, attention_mask, position_ids, cache)
         stream, position_embeddings = self.add_positions(stream, position_ids)
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
@@ -177,7 +180,7 @@ class CrossLayerModel(CrossLayerPreTrainedModel):
                 position_embeddings=position_embeddings,
                 attention_mask=masks[layer_type],
                 position_ids=position_ids,
-                past_key_values=past_key_values,
+                **{CACHE: cache},
                 use_cache=use_cache,
                 **kwargs,
             )
@@ -186,9 +189,10 @@ class CrossLayerModel(CrossLayerPreTrainedModel):
         if self.final_residual is not None:
             stream, carry = self.final_residual(stream, carry)
         last = self.norm(stream)
+        named: dict[str, Any] = {CACHE: cache if use_cache else None}
         return MoeModelOutputWithPast(
             last_hidden_state=last,
-            past_key_values=past_key_values if use_cache else None,
+            **named,
             hidden_states=(*_filled(reads, stream), last) if output_hidden_states else None,
             router_logits=carry.get(ROUTERS) if with_router_logits else None,
         )
@@ -228,13 +232,14 @@ class CrossLayerForCausalLM(CrossLayerPreTrainedModel, GenerationMixin):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
+    @takes_cache
     @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,
         attention_mask: Any = None,
         position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
@@ -257,7 +262,7 @@ class CrossLayerForCausalLM(CrossLayerPreTrainedModel, GenerationMixin):
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
+            cache=cache,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             **kwargs,
@@ -287,7 +292,7 @@ class CrossLayerForCausalLM(CrossLayerPreTrainedModel, GenerationMixin):
             loss=loss,
             aux_loss=aux_loss,
             logits=logits,
-            past_key_values=outputs.past_key_values,
+            **{CACHE: getattr(outputs, CACHE)},
             hidden_states=outputs.hidden_states,
             router_logits=outputs.router_logits,
         )
@@ -336,9 +341,9 @@ def masks_of(
     cache: Cache | None = None,
 ) -> dict[str, Any]:
     """Return the mask for each layer type, in the form that the attention implementation needs."""
-    options = {"attention_mask": mask, "past_key_values": without_empty_layers(cache), "position_ids": position_ids}
+    sizes = without_empty_layers(cache)  # the caches that masks take their size from
     return {
-        layer_type: MASKS[layer_type](config=config, inputs_embeds=stream, **options)
+        layer_type: MASKS[layer_type](config, stream, mask, sizes, position_ids=position_ids)
         for layer_type in dict.fromkeys(layer_types)
     }
 

@@ -61,17 +61,17 @@ def recurrent_mask(
     config: Any,
     inputs_embeds: Tensor,
     attention_mask: Tensor | None,
-    past_key_values: Cache | None = None,
+    cache: Cache | None = None,
     position_ids: Tensor | None = None,
 ) -> Documents | Tensor | None:
     """Return the documents of packed rows, between which a state is reset, otherwise transformers' padding mask."""
-    if attention_mask is None and past_key_values is None and not torch.compiler.is_compiling():
+    if attention_mask is None and cache is None and not torch.compiler.is_compiling():
         assert position_ids is not None
         numbers = find_packed_sequence_indices(position_ids.expand(inputs_embeds.shape[0], -1))  # (B, T)
         if numbers is not None:
             lengths = _lengths(numbers.diff(dim=1) != 0)
             return Documents(lengths, (False,) * len(lengths))
-    return create_recurrent_attention_mask(config, inputs_embeds, attention_mask, past_key_values)
+    return create_recurrent_attention_mask(config, inputs_embeds, attention_mask, cache)
 
 
 def attend_within_documents(

@@ -19,6 +19,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrained
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
+from crosslayer.core.transformers_versions import CACHE
 from crosslayer.verbs.bench.costs import Load, Rates, Structure
 
 BUFFER = 256 * 2**20  # bytes to stream over: well above a last-level cache
@@ -147,6 +148,6 @@ def _operator(device: torch.device, dtype: torch.dtype) -> float:
     with torch.random.fork_rng():
         small = LlamaForCausalLM(LlamaConfig(**SMALL)).to(device, dtype).eval()  # type: ignore[call-overload]
     token, cache = torch.ones(1, 1, dtype=torch.long, device=device), DynamicCache(config=small.config)
-    step = partial(small, token, past_key_values=cache, use_cache=True)
+    step = partial(small, token, **{CACHE: cache}, use_cache=True)
     count = operators(step)
     return statistics.median(seconds(step, device) for _ in range(30)) / count

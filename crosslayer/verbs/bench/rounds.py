@@ -14,7 +14,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 from transformers.cache_utils import DynamicLayer
 
 from crosslayer.core.decoder.caches import cache_bytes
-from crosslayer.core.transformers_versions import EMPTY_LAYER
+from crosslayer.core.transformers_versions import CACHE, EMPTY_LAYER
 from crosslayer.eviction.cache import EvictionCache
 from crosslayer.eviction.running import NewCache
 from crosslayer.verbs.bench.costs import Load, Operators, Rates, Structure
@@ -94,7 +94,7 @@ class Rounds:
         """Run the prompt through a fresh dynamic or evicting cache; only the last logits are computed."""
         model = self.models[role]
         cache = self.evictions[role]() if role in self.evictions else DynamicCache(config=model.config)
-        options: dict[str, Any] = {"past_key_values": cache, "use_cache": True}
+        options: dict[str, Any] = {CACHE: cache, "use_cache": True}
         if "logits_to_keep" in inspect.signature(model.forward).parameters:
             options["logits_to_keep"] = 1
         model(self.ids[:, : self.load.context], **options)
@@ -103,7 +103,7 @@ class Rounds:
     def decode(self, role: Role, cache: Cache) -> None:
         """Run every new token through a cache that holds the prompt."""
         for at in range(self.load.context, self.load.total):
-            self.models[role](self.ids[:, at : at + 1], past_key_values=cache, use_cache=True)
+            self.models[role](self.ids[:, at : at + 1], **{CACHE: cache}, use_cache=True)
 
     def static(self, role: Role, cache: Cache) -> Cache:
         """Return a static cache with the prompt: copied from the dynamic cache, or run again if a window has cut it.
@@ -115,7 +115,7 @@ class Rounds:
         if all(type(layer) in (DynamicLayer, EMPTY_LAYER) for layer in cache.layers):  # states of all tokens, or none
             return static_copy(self.models[role], cache, self.load)
         filled = StaticCache(config=self.models[role].config, max_cache_len=self.load.total)
-        self.models[role](self.ids[:, : self.load.context], past_key_values=filled, use_cache=True)
+        self.models[role](self.ids[:, : self.load.context], **{CACHE: filled}, use_cache=True)
         return filled
 
     def _warm_up(self, role: Role) -> WarmUp:
@@ -136,8 +136,8 @@ class Rounds:
     def _operators(self, role: Role, cache: Cache) -> int:
         """Return how many operators a decoding step runs, for any length."""
         model, token = self.models[role], self.ids[:, :1]
-        model(token, past_key_values=cache, use_cache=True)
-        return operators(lambda: model(token, past_key_values=cache, use_cache=True))
+        model(token, **{CACHE: cache}, use_cache=True)
+        return operators(lambda: model(token, **{CACHE: cache}, use_cache=True))
 
     def _round(self, order: tuple[Role, ...]) -> None:
         caches: dict[Role, Cache] = {}

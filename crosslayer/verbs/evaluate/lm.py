@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from crosslayer.core.transformers_versions import CACHE
 from crosslayer.eviction.eviction import Eviction, parse_eviction
 from crosslayer.eviction.running import NewCache
 from crosslayer.output.progress import Meter, Silent, Steps
@@ -157,7 +158,7 @@ class EvictedLM(MeteredLM):
 
     def _model_generate(self, context: Tensor, *arguments: Any, **options: Any) -> Tensor:
         cache = self.new_cache()
-        answers = super()._model_generate(context, *arguments, past_key_values=cache, **options)
+        answers = super()._model_generate(context, *arguments, **{CACHE: cache}, **options)
         self.reduced += min(cache.reduced_texts(), len(context))  # beams are rows too
         return answers
 
@@ -192,11 +193,11 @@ class EvictedLM(MeteredLM):
         padded = pad_sequence(targets, batch_first=True)  # (N, T)
         cache = self.new_cache()
         with torch.no_grad():
-            logits = self.model(prompt, past_key_values=cache).logits[:, -1:]  # (1, 1, V)
+            logits = self.model(prompt, **{CACHE: cache}).logits[:, -1:]  # (1, 1, V)
             logits = logits.expand(len(targets), -1, -1)
             if padded.shape[1] > 1:
                 cache.batch_repeat_interleave(len(targets))
-                more = self.model(padded[:, :-1], past_key_values=cache).logits
+                more = self.model(padded[:, :-1], **{CACHE: cache}).logits
                 logits = torch.cat([logits, more], dim=1)  # (N, T, V)
         log_probabilities = logits.log_softmax(-1, dtype=torch.float32)
         scores = []

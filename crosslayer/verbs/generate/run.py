@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
 from crosslayer.core.decoder.caches import cache_bytes
+from crosslayer.core.transformers_versions import CACHE
 from crosslayer.environment import quiet_transformers
 from crosslayer.models.load import public_name, ready_model
 from crosslayer.models.pair import causal_config
@@ -128,7 +129,7 @@ def _continue(
         sequences = model.generate(  # type: ignore[operator]
             ids,
             attention_mask=torch.ones_like(ids),
-            past_key_values=cache,
+            **{CACHE: cache},
             max_new_tokens=sampling.max_new_tokens,
             streamer=streamer,
             pad_token_id=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,

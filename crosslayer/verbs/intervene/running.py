@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
 from transformers import Cache
 
+from crosslayer.core.transformers_versions import given_cache
 from crosslayer.probe.intercept import AttentionCall
 
 FLEX_BLOCK = 128  # rows and keys in a block of flex attention's kernels
@@ -35,7 +36,7 @@ class Running:
         """Read from the arguments of the model how many tokens are cached and how far each row is left-padded."""
         arguments = signature(module.forward).bind_partial(*args, **kwargs).arguments
         arguments = {**arguments, **arguments.get("kwargs", {})}
-        cache, mask, positions = (arguments.get(k) for k in ("past_key_values", "attention_mask", "position_ids"))
+        cache, mask, positions = given_cache(arguments), arguments.get("attention_mask"), arguments.get("position_ids")
         self.passes += 1
         self.cached = 0 if cache is None else int(cache.get_seq_length())
         self.preallocated = isinstance(cache, Cache) and cache.is_compileable

@@ -15,6 +15,7 @@ from crosslayer.verbs.needles.run import needles
 
 LENGTHS = (256, 512, 1024, 2048)
 SAMPLES = 2  # at each of five depths
+PROMPT_TOKENS = 5 * SAMPLES * sum(LENGTHS)  # of all prompts
 
 
 class Retrieval(Frozen):

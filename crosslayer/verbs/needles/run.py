@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from crosslayer.core.transformers_versions import CACHE
 from crosslayer.environment import quiet_transformers
 from crosslayer.eviction.running import NewCache, evicting_if
 from crosslayer.models.pair import Loadable, Named, pair
@@ -174,7 +175,7 @@ def answers(
             sequences = model.generate(  # type: ignore[operator]
                 ids.to(model.device),
                 attention_mask=mask.to(model.device),
-                past_key_values=None if new_cache is None else new_cache(),
+                **{CACHE: None if new_cache is None else new_cache()},
                 max_new_tokens=new_tokens,
                 pad_token_id=padding,
             )  # (B, T + N)

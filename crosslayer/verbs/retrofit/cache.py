@@ -9,6 +9,7 @@ from transformers.cache_utils import DynamicLayer
 
 from crosslayer.core.decoder.caches import cache_bytes
 from crosslayer.core.plan import DepthPlan
+from crosslayer.core.transformers_versions import CACHE
 from crosslayer.probe.shapes import LayerShape
 
 CONTEXT = 2048  # default context length at which the cache is counted
@@ -55,7 +56,7 @@ def allocated(model: PreTrainedModel, context: int = CONTEXT) -> float:
     """
     cache = DynamicCache(config=model.config)
     ids = torch.arange(PROMPT, device=model.device)[None] % model.config.vocab_size  # (1, PROMPT)
-    model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    model(input_ids=ids, **{CACHE: cache}, use_cache=True, logits_to_keep=1)
     total = 0
     for index, layer in enumerate(cache.layers):
         if not isinstance(layer, DynamicLayer) or layer.keys is None or layer.values is None:

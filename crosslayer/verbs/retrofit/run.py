@@ -1,6 +1,7 @@
 """A whole retrofit: choose layers, convert, calibrate, measure the damage, and return a report."""
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -12,10 +13,10 @@ from crosslayer.corpus.windows import Windows
 from crosslayer.models.load import load_config, model_facts, public_name, ready_model
 from crosslayer.models.origin import origin
 from crosslayer.output.progress import Meter, Silent
-from crosslayer.probe.intercept import evaluating
+from crosslayer.probe.intercept import evaluating, no_cache
 from crosslayer.probe.tokens import check_ids
 from crosslayer.probe.what_if import find_sublayers
-from crosslayer.verbs.needles.retrieval import measure_retrieval
+from crosslayer.verbs.needles.retrieval import PROMPT_TOKENS, measure_retrieval
 from crosslayer.verbs.retrofit.cache import CacheShare, allocated
 from crosslayer.verbs.retrofit.calibrate import POST_NORM_ERROR, input_width
 from crosslayer.verbs.retrofit.choose import choose
@@ -31,6 +32,7 @@ from crosslayer.verbs.retrofit.result import (
     Needles,
     RetrofitReport,
 )
+from crosslayer.verbs.retrofit.search import expected_passes
 from crosslayer.verbs.retrofit.sentences import title
 from crosslayer.verbs.retrofit.texts import DomainTexts, Texts
 
@@ -151,6 +153,7 @@ def _report(
         windows = texts.windows(tokenizer, request)
     for cut in windows.values():
         check_ids(model, cut.ids)
+    _announce_time(model, tokenizer, request, windows, progress)
     calibration = windows["calibration"].by_domain() if request.fits else {}
     seen = texts.calibration if windows.keys() & {"calibration", "choice", "search"} else ()
     choosing = time.perf_counter()
@@ -170,9 +173,7 @@ def _report(
         )
     measuring = time.perf_counter()
     damage = _evaluate(model, converted, windows["evaluation"], frozenset(seen), options.seed, progress)
-    retrieved = measure_retrieval(converted.model, tokenizer, options.seed, progress) if options.needles else ()
-    original = measure_retrieval(model, tokenizer, options.seed, progress) if retrieved else ()
-    needles = Needles(original=original, retrofit=retrieved) if retrieved else None
+    needles = _needles(model, converted.model, tokenizer, options.seed, progress) if options.needles else None
     seconds = {
         "read": choosing - started,
         "choose": converting - choosing,
@@ -205,6 +206,53 @@ def _report(
         seconds={name: round(seconds, 2) for name, seconds in seconds.items()},
     )
     return report.of_model(converted.model, tokenizer)
+
+
+def _announce_time(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    request: Request,
+    windows: Mapping[str, Windows],
+    progress: Meter,
+) -> None:
+    """Show about how long the retrofit will take, from one measured forward pass, if it is a minute or more."""
+    window = windows["evaluation"].ids[:1].to(model.device)
+    passes = []
+    with torch.no_grad():
+        for _ in range(3):  # the first warms up
+            before = time.perf_counter()
+            model(input_ids=window, **no_cache(model))
+            passes.append(time.perf_counter() - before)
+    tokens = {purpose: cut.ids.numel() for purpose, cut in windows.items()}
+    searched = expected_passes(model.config.num_hidden_layers) + 1 if request.searches else 0
+    repeats = {  # about how often a model runs on the windows of each purpose
+        "evaluation": 3 if request.fits else 2,  # original, retrofit, and without compensation
+        "calibration": 4 if request.fits else 1,  # both models, whole and by layer
+        "choice": 1,
+        "search": searched,
+        "trade-off": 8,  # the original, at most five points of the curve, fixed blocks
+    }
+    forwarded = sum(repeats[purpose] * count for purpose, count in tokens.items())
+    if request.options.needles and tokenizer is not None:
+        forwarded += 2 * PROMPT_TOKENS
+    seconds = min(passes) / window.numel() * forwarded
+    if seconds >= 60:
+        with progress(f"this will take about {round(seconds / 60)} min", 0):
+            pass
+
+
+def _needles(
+    model: PreTrainedModel,
+    converted: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    seed: int,
+    progress: Meter,
+) -> Needles | None:
+    """Ask both models for hidden numbers; None if they cannot be asked."""
+    retrieved = measure_retrieval(converted, tokenizer, seed, progress)
+    if not retrieved:
+        return None
+    return Needles(original=measure_retrieval(model, tokenizer, seed, progress), retrofit=retrieved)
 
 
 def _evaluate(

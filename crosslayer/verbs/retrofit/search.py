@@ -30,6 +30,11 @@ def searched_methods() -> list[MethodClass]:
     return [cls for cls in classes if cls.saves]
 
 
+def expected_passes(layers: int) -> int:
+    """Return about how many configurations a search measures in a model of so many layers."""
+    return min(PASSES, layers * len(searched_methods()) * 3 // 2)
+
+
 @dataclass(frozen=True)
 class Assignment:
     """The method of each layer, None where the layer keeps its own attention.

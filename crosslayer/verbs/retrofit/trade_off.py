@@ -29,7 +29,7 @@ from crosslayer.verbs.retrofit.damage import compare, damage, difference, logits
 from crosslayer.verbs.retrofit.moments import REFITS, is_enough
 from crosslayer.verbs.retrofit.request import Request
 from crosslayer.verbs.retrofit.result import Choice, CurvePoint, FixedBlocks, SearchRecord
-from crosslayer.verbs.retrofit.search import PASSES, Assignment, MethodClass, Search
+from crosslayer.verbs.retrofit.search import PASSES, Assignment, MethodClass, Search, expected_passes
 from crosslayer.verbs.retrofit.streams import Streams, layers_of
 
 TOKENS = 8192  # of a fit during the search, or more where its inputs need them
@@ -130,7 +130,7 @@ def methods_by_damage(
     with progress("running the original", 0):
         measure = Measure(model, windows["search"], request, windows.get("calibration"))
     search = Search(measure, shapes, context=options.kv_context)
-    expected = len(shapes) * len(search.classes) * 3 // 2
+    expected = expected_passes(len(shapes))
     with progress(f"searching, about {expected} of at most {PASSES} configurations", expected) as bar:
         measure.step = lambda: bar.step(min(search.passes, expected), expected)
         chosen = search.run(options.kv_budget, options.kl_budget)

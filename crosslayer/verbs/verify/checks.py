@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, StaticCache
 
 from crosslayer.core.decoder.caches import cache_bytes
-from crosslayer.core.transformers_versions import disable_checkpointing, enable_checkpointing
+from crosslayer.core.transformers_versions import CACHE, disable_checkpointing, enable_checkpointing
 from crosslayer.probe.intercept import AttentionCall, stored_shares, visited
 from crosslayer.verbs.verify.result import FAIL, NOT_APPLICABLE, PASS, Check
 from crosslayer.verbs.verify.subject import FEW, NEW, Subject, widened
@@ -118,7 +118,7 @@ def _left_padded(subject: Subject) -> Measurement:
     takes_positions = "position_ids" in inspect.signature(model.forward).parameters
     cache, chunks = DynamicCache(config=model.config), []
     for start, end in [(0, count - 4), *((i, i + 1) for i in range(count - 4, count))]:
-        options: dict[str, Any] = {"attention_mask": mask[:, :end], "past_key_values": cache, "use_cache": True}
+        options: dict[str, Any] = {"attention_mask": mask[:, :end], CACHE: cache, "use_cache": True}
         if takes_positions:
             options["position_ids"] = positions[:, start:end]
         chunks.append(model(batch[:, start:end], **options).logits)

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from crosslayer.core.transformers_versions import CACHE
 from crosslayer.environment import quiet_transformers
 from crosslayer.models.load import DTYPES, EMBEDDED, load_model, public_name, resolve_device
 from crosslayer.models.pair import causal_config
@@ -111,7 +112,8 @@ def _check_loaded(
     name = type(model).__name__
     causal_config("verify", model)
     forwards = (inspect.signature(module.forward).parameters for module in (model, model.base_model))
-    if not any("past_key_values" in parameters for parameters in forwards):
+    attends = hasattr(model.config.get_text_config(), "num_attention_heads")  # a Mamba caches its states only
+    if not attends or not any(CACHE in parameters for parameters in forwards):
         raise ValueError(f"verify needs a model with a key-value cache, and {name} has none")
     ids, done, total = random_ids(model, tokenizer), 0, len(CHECKS) * len(dtypes)
     with quiet_transformers(), progress("verifying", total) as meter:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from crosslayer.core.transformers_versions import CACHE
 from crosslayer.models.load import DTYPES
 from crosslayer.probe.tokens import positions
 
@@ -52,7 +53,7 @@ class Subject:
         """Run the ids in chunks of `sizes` tokens through a cache; return logits (1, T, V)."""
         if cache is None:
             cache = DynamicCache(config=self.model.config)
-        outputs = [self.model(chunk, past_key_values=cache, use_cache=True) for chunk in self.ids.split(sizes, 1)]
+        outputs = [self.model(chunk, **{CACHE: cache}, use_cache=True) for chunk in self.ids.split(sizes, 1)]
         return torch.cat([output.logits for output in outputs], 1)  # (1, size, V) each -> (1, T, V)
 
 

@@ -9,6 +9,7 @@ from packaging.version import Version
 from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfig, QuantizedCache
 from transformers.integrations.executorch import TorchExportableModuleWithStaticCache, convert_and_export_with_cache
 
+from crosslayer.core.transformers_versions import CACHE
 from crosslayer.testing import tiny as contract
 from tests.helpers.cases import CASES
 from tests.helpers.tiny import tokens
@@ -80,7 +81,7 @@ def test_quantised_caches_are_refused_by_name(case):
         model.generate(ids, cache_implementation="quantized", cache_config=config, max_new_tokens=2)
     plain = contract.config_of([])
     with pytest.raises(ValueError, match=line):
-        model(ids, past_key_values=QuantizedCache("fp8", plain), use_cache=True)
+        model(ids, **{CACHE: QuantizedCache("fp8", plain)}, use_cache=True)
 
 
 @NEEDS_FP8

@@ -13,7 +13,7 @@ from crosslayer.core.decoder import attention, modeling
 from crosslayer.core.decoder.configuration import CrossLayerConfig
 from crosslayer.core.method import HeadMixer, Method
 from crosslayer.core.plan import DepthPlan
-from crosslayer.core.transformers_versions import NewPreTrainedModel
+from crosslayer.core.transformers_versions import CACHE, NewPreTrainedModel
 
 UNIATTN = [{"name": "uniattn", "superblocks": ((1, 2, 3), (4, 5))}]
 CLA = [{"name": "cla", "group": 2, "start": 1, "end": 5}]
@@ -88,7 +88,7 @@ def through_the_cache(monkeypatch):
     plain = attention.CrossLayerAttention.forward
 
     def forward(self, hidden_states, carry, **kwargs):
-        if kwargs["past_key_values"] is None:
+        if kwargs[CACHE] is None:
             shared = [name for names in self.sources.values() for name in names]
             carry = {**carry, **{name: torch.zeros_like(carry[name]) for name in shared}}
         return plain(self, hidden_states, carry, **kwargs)

@@ -5,13 +5,14 @@ import inspect
 import pytest
 import torch
 from torch.nn import functional
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
 from crosslayer.core.decoder import CrossLayerConfig, CrossLayerModel, modeling
 from crosslayer.core.decoder.weights import to_model
 from crosslayer.core.method import Compensation
+from crosslayer.core.transformers_versions import CACHE
 from crosslayer.testing import tiny as contract
 from tests.helpers.cases import CASES, each
 from tests.helpers.tiny import tokens
@@ -82,7 +83,7 @@ def test_hooks_see_the_keywords_that_llamas_see():
             module.register_forward_pre_hook(lambda _, args, kwargs: seen.append(set(kwargs)), with_kwargs=True)
         with torch.no_grad():
             model(tokens(length=6))
-    assert seen[0] == seen[2] and seen[3] >= seen[1] >= {"hidden_states", "position_ids", "past_key_values"}
+    assert seen[0] == seen[2] and seen[3] >= seen[1] >= {"hidden_states", "position_ids", CACHE}
 
 
 @pytest.mark.parametrize("case", ["llama", "cla", "uniattn", "svformer", "resformer", "attnres blocks"])
@@ -125,6 +126,19 @@ def test_positions_do_not_compile_anew():
             result = compiled(ids, position_ids=positions, use_cache=False).logits
             contract.close(model(ids, position_ids=positions, use_cache=False).logits, result, "compiled")
     assert len(graphs) == 1
+
+
+def test_the_cache_has_two_names():
+    model, ids = contract.build(contract.config_of(["cla"])), tokens(length=8)
+    logits = []
+    with torch.no_grad():
+        for name in ("cache", "past_key_values"):
+            cache = DynamicCache(config=model.config)
+            for part in (ids[:, :5], ids[:, 5:]):
+                output = model(part, **{name: cache})
+            assert getattr(output, CACHE) is cache and cache.get_seq_length() == 8
+            logits.append(output.logits)
+    assert torch.equal(*logits)
 
 
 def test_the_signature_is_llamas():

@@ -5,6 +5,7 @@ import torch
 from transformers import DynamicCache
 
 from crosslayer.core.decoder.caches import cache_bytes
+from crosslayer.core.transformers_versions import CACHE
 from crosslayer.testing.tiny import build, config_of
 from crosslayer.verbs.bench import run as module
 from crosslayer.verbs.bench.costs import Load
@@ -20,10 +21,10 @@ def test_a_static_cache_filled_by_copying_decodes_alike():
     for methods in ([], UNIATTN, [{"name": "svformer"}]):
         model, ids = build(config_of(methods)), tokens(length=12)
         cache = DynamicCache(config=model.config)
-        model(ids[:, :11], past_key_values=cache, use_cache=True)
+        model(ids[:, :11], **{CACHE: cache}, use_cache=True)
         static = static_copy(model, cache, Load(11, 2, 1))
-        static_logits = model(ids[:, 11:], past_key_values=static, use_cache=True).logits
-        dynamic_logits = model(ids[:, 11:], past_key_values=cache, use_cache=True).logits
+        static_logits = model(ids[:, 11:], **{CACHE: static}, use_cache=True).logits
+        dynamic_logits = model(ids[:, 11:], **{CACHE: cache}, use_cache=True).logits
         torch.testing.assert_close(static_logits, dynamic_logits, rtol=0, atol=1e-10)
         assert cache_bytes(static) == cache_bytes(cache)
 
@@ -34,7 +35,7 @@ def test_sides_take_turns_and_the_order_alternates():
 
         def note(_, args, kwargs, side=side):
             assert not torch.is_grad_enabled()
-            calls.append((side, args[0].shape[1], type(kwargs.get("past_key_values")).__name__[:6]))
+            calls.append((side, args[0].shape[1], type(kwargs.get(CACHE)).__name__[:6]))
 
         model.register_forward_pre_hook(note, with_kwargs=True)
     meter = Recorder()

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import crosslayer
+from crosslayer.core.transformers_versions import CACHE
 from crosslayer.eviction import policies
 from crosslayer.eviction.running import evicting
 from crosslayer.verbs.bench import machine
@@ -25,9 +26,9 @@ def rescored(folder, evict, samples):
                 whole = words(context + continuation)["input_ids"]
                 start = len(words(context.rstrip())["input_ids"])
                 cache = new_cache()
-                logits = [model(torch.tensor([whole[:start]]), past_key_values=cache).logits[:, -1]]
+                logits = [model(torch.tensor([whole[:start]]), **{CACHE: cache}).logits[:, -1]]
                 for token in whole[start:-1]:
-                    logits.append(model(torch.tensor([[token]]), past_key_values=cache).logits[:, -1])
+                    logits.append(model(torch.tensor([[token]]), **{CACHE: cache}).logits[:, -1])
                 chances = torch.cat(logits).log_softmax(-1)
                 answers.append(float(chances.gather(-1, torch.tensor(whole[start:])[:, None]).sum()))
     return answers

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from crosslayer import environment
+from crosslayer.core.transformers_versions import CACHE
 from crosslayer.environment import flex_error
 from crosslayer.testing.tiny import build, config_of
 from crosslayer.verbs.intervene.kinds import (
@@ -162,8 +163,8 @@ def test_decoding_with_a_cache_is_the_full_pass(family, one):
         full = model(ids, use_cache=False).logits
         cache, steps = None, []
         for part in (ids[:, :5], *ids[:, 5:].split(1, dim=1)):
-            out = model(part, past_key_values=cache, use_cache=True)
-            cache = out.past_key_values
+            out = model(part, **{CACHE: cache}, use_cache=True)
+            cache = getattr(out, CACHE)
             steps.append(out.logits)
     assert (torch.cat(steps, dim=1) - full).abs().max() < 1e-9
     with torch.no_grad():

@@ -9,6 +9,7 @@ from transformers import DynamicCache
 from crosslayer.core.decoder.caches import cache_bytes
 from crosslayer.core.methods import load_method, method_class
 from crosslayer.core.plan import parse_layers
+from crosslayer.core.transformers_versions import CACHE
 from crosslayer.probe.what_if import find_sublayers, what_if
 from crosslayer.testing.tiny import build, config_of
 from crosslayer.verbs.retrofit.cache import CacheShare, allocated
@@ -163,7 +164,7 @@ def test_the_cache_is_counted_beyond_the_window():
         assert allocated(made, context) / allocated(source, context) == pytest.approx(expected, abs=1e-12)
         cache = DynamicCache(config=made.config)
         for length in (context - 1, 1):  # as it is in decoding
-            made(tokens(batch=1, length=length), past_key_values=cache)
+            made(tokens(batch=1, length=length), **{CACHE: cache})
         assert cache_bytes(cache) == pytest.approx(allocated(made, context) * context)
         counted = CacheShare(find_sublayers(source).shapes, context).of(made.config.plan)
         assert counted == pytest.approx(expected, abs=1e-12)  # the search counts what the report does
@@ -177,7 +178,7 @@ def test_the_cache_allocates_the_share_that_the_paper_counts(name, layers, group
     assert allocated(made) / allocated(source) == pytest.approx(share, abs=1e-12)
     assert made.config.plan.cached_fraction() == pytest.approx(share, abs=1e-12)
     cache = DynamicCache(config=made.config)
-    made(tokens(batch=3, length=5), past_key_values=cache)
+    made(tokens(batch=3, length=5), **{CACHE: cache})
     states = [state for one in cache.layers for state in (one.keys, one.values) if state is not None]
     elements = sum(state.numel() for state in states)
     each = 3 * 5 * made.config.num_key_value_heads * made.config.head_dim

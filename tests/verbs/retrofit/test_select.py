@@ -7,6 +7,7 @@ from transformers import DynamicCache
 
 import crosslayer
 from crosslayer.core.methods import method_class
+from crosslayer.core.transformers_versions import CACHE
 from crosslayer.probe.what_if import find_sublayers
 from crosslayer.verbs.retrofit.choose import averaged_caches, dissimilar_groups, error_bounds, ranked_pairs
 from tests.helpers.tiny import VOCABULARY, tiny
@@ -29,7 +30,7 @@ def naive_order(source, ids):
     for sequence in ids:
         cache = DynamicCache(config=source.config)
         with torch.no_grad():
-            source(sequence[None], past_key_values=cache)
+            source(sequence[None], **{CACHE: cache})
         caches.append(cache)
     means = []
     for layer in range(LAYERS):

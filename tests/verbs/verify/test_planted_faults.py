@@ -10,6 +10,7 @@ from transformers.models.llama import modeling_llama
 
 from crosslayer import verify
 from crosslayer.core.decoder.attention import CrossLayerAttention
+from crosslayer.core.transformers_versions import CACHE
 from crosslayer.verbs.verify import checks
 from crosslayer.verbs.verify import run as module
 from crosslayer.verbs.verify.checks import CHECKS
@@ -23,8 +24,8 @@ def lose_one_layer(monkeypatch):
     """One layer of a stock model does without the cache."""
     original = modeling_llama.LlamaAttention.forward
 
-    def forward(self, *args, past_key_values=None, **kwargs):
-        return original(self, *args, past_key_values=None if self.layer_idx == 1 else past_key_values, **kwargs)
+    def forward(self, *args, **kwargs):
+        return original(self, *args, **{**kwargs, CACHE: None if self.layer_idx == 1 else kwargs[CACHE]})
 
     monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", forward)
 
@@ -155,10 +156,11 @@ def test_bfloat16_finds_positions_that_are_off_by_one(monkeypatch):
     """The mildest of the faults: the tolerance adapts to rounding, and must not adapt to it."""
     original = modeling_llama.LlamaModel.forward
 
-    def forward(self, input_ids, past_key_values=None, **kwargs):
-        if past_key_values is not None and (seen := past_key_values.get_seq_length()):
+    def forward(self, input_ids, **kwargs):
+        cache = kwargs.get(CACHE)
+        if cache is not None and (seen := cache.get_seq_length()):
             kwargs["position_ids"] = (torch.arange(input_ids.shape[1]) + seen + 1)[None]
-        return original(self, input_ids, past_key_values=past_key_values, **kwargs)
+        return original(self, input_ids, **kwargs)
 
     only(monkeypatch, "cache, uneven chunks")
     model = tiny("llama", dtype=torch.float32)

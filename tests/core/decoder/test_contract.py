@@ -13,7 +13,7 @@ from crosslayer.core.decoder import attention, modeling
 from crosslayer.core.decoder.configuration import CrossLayerConfig
 from crosslayer.core.method import HeadMixer, Method
 from crosslayer.core.plan import DepthPlan
-from crosslayer.core.transformers_versions import CACHE, NewPreTrainedModel
+from crosslayer.core.transformers_versions import CACHE, NewPreTrainedModel, takes_cache
 
 UNIATTN = [{"name": "uniattn", "superblocks": ((1, 2, 3), (4, 5))}]
 CLA = [{"name": "cla", "group": 2, "start": 1, "end": 5}]
@@ -36,6 +36,7 @@ def mutated_carry(monkeypatch):
     plain = inspect.unwrap(modeling.CrossLayerDecoderLayer.forward)
 
     class Mutating(modeling.CrossLayerDecoderLayer):
+        @takes_cache
         def forward(self, stream, carry, *args, **kwargs):
             stream, new = plain(self, stream, carry, *args, **kwargs)
             carry.update(new)

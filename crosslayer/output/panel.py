@@ -17,6 +17,7 @@ VERSION = "6.4"  # of Vega-Lite, in the page and in vl-convert
 MARKED = 100  # points of a line, above which they are not marked
 BESIDE = 0.015  # share of the horizontal axis between error bars of the same x
 LONGEST = 18  # characters of a line of a name
+WHOLE_TICKS = 10  # whole numbers up to which each has a tick
 PADDING = 8  # pixels between what is drawn and the ends of an axis
 CONFIG = {
     "font": "system-ui, sans-serif",
@@ -351,6 +352,8 @@ def _axis(title: str, values: Sequence[float], log: bool, ticks: dict[float, str
             axis["values"] = round_ticks
     elif all(value == round(value) for value in values):
         axis |= {"tickMinStep": 1, "format": "d"}
+        if high - low <= WHOLE_TICKS:  # below that, half steps would be drawn with rounded labels
+            axis["values"] = [*range(math.ceil(low), math.floor(high) + 1)]
     return {"type": "quantitative", "title": title or None, "scale": scale, "axis": axis}
 
 

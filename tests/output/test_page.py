@@ -295,3 +295,9 @@ def test_the_page_of_a_verification(pages):
     skipped = text.split("Skipped checks")[1].split("</table>")[0]
     assert "flex attention" in skipped and "&lt;b&gt;this model has none" in skipped
     assert "One check skipped as not applicable" in text and "1.2e-05" in text
+
+
+def test_few_layers_have_a_tick_each(tmp_path):
+    save_svg(Panel("few", "Few", "", "layer", "share", [Line("a", [27, 28, 29], [0.1, 0.25, 0.4])]), tmp_path)
+    texts = re.findall(r">([^<>]+)</text>", (tmp_path / "few.svg").read_text())
+    assert [text for text in texts if text.isdigit()] == ["27", "28", "29"]

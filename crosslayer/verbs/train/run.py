@@ -189,8 +189,8 @@ def _initial_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> PreTra
         model, _ = load_model(recipe.model.start, dtype=torch.float32)
         if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:  # type: ignore[operator, union-attr]
             raise ValueError(
-                f"tokenizer: must have no more tokens than {recipe.model.start!r} has embeddings, got "
-                f"{len(tokenizer):,} in {recipe.tokenizer!r}; remove it to use the model's own"
+                f"tokenizer: {recipe.tokenizer!r} has {len(tokenizer):,} tokens, more than {recipe.model.start!r} has "
+                "embeddings; remove it to use the model's own"
             )
         return model
     model = CrossLayerForCausalLM(_config(recipe, tokenizer))

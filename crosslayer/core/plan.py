@@ -58,8 +58,6 @@ class DepthPlan:
                     f"layer {layer}: queries, keys and values must be all None (attention is dropped) or all set, got "
                     f"{sources}"
                 )
-        if all(source is None for source in self.keys):
-            raise ValueError("no layer has attention; at least one layer must keep it")
         self._check_shares()
 
     def _check_shares(self) -> None:

@@ -20,8 +20,8 @@ from crosslayer.eviction.cache import EvictionCache
 from crosslayer.eviction.eviction import Eviction, parse_eviction
 from crosslayer.eviction.state import GroupState, Step, padding
 from crosslayer.probe.intercept import AttentionCall, evaluating, intercepted, layer_stack
-from crosslayer.wiring.fields import field
 from crosslayer.wiring.read import read_plan
+from crosslayer.wiring.values import field
 
 NewCache = Callable[[], EvictionCache]
 

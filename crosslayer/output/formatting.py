@@ -25,6 +25,15 @@ def percent_interval(ends: Sequence[float], digits: int = 0) -> str:
     return f"{percent(ends[0], digits).removesuffix('%')} to {percent(ends[1], digits)}"
 
 
+def readable_bytes(count: float) -> str:
+    """Return a number of bytes with three digits in the largest fitting unit: 512 bytes, 96.0 MiB, 1.50 GiB."""
+    for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= size:
+            number = count / size
+            return f"{number:.{2 if number < 10 else 1 if number < 100 else 0}f} {unit}"
+    return f"{count:,.0f} bytes"
+
+
 def listed(items: Sequence[str]) -> str:
     """Return items as a sentence lists them: a; a and b; a, b and c."""
     return " and ".join([", ".join(items[:-1]), items[-1]]) if len(items) > 1 else "".join(items)

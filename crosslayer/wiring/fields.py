@@ -4,23 +4,27 @@ An architecture is recognised by the fields of its config alone; there is no ada
 elements are what transformers' caches allocate per token.
 """
 
-from dataclasses import dataclass
-from typing import Any
 
 from transformers import PreTrainedConfig
 
 from crosslayer.core.method import Method
 from crosslayer.core.plan import DepthPlan
 from crosslayer.core.transformers_versions import layers_without_cache
+from crosslayer.wiring.recurrent import fixed_states
+from crosslayer.wiring.states import LayerStates
+from crosslayer.wiring.values import field, int_field
 
-NO_KV_CACHE = {  # layer types without keys and values, and how tables show them
+IMAGES = "cross_attention"  # a layer that attends to images, whose keys and values grow with the images
+NO_KV_CACHE = {  # layer types without keys and values of the text, and how tables show them
+    IMAGES: "images",
     "linear_attention": "linear attention",
     "conv": "convolution",
     "moe": "no attention",
     "mlp": "no attention",
 }
 SLIDING = ("sliding_attention", "hybrid_sliding")
-COMPRESSED = ("compressed_sparse_attention", "heavily_compressed_attention")
+OVERLAPPING = "compressed_sparse_attention"
+COMPRESSED = (OVERLAPPING, "heavily_compressed_attention")
 KNOWN = (*NO_KV_CACHE, *SLIDING, *COMPRESSED, "full_attention", "chunked_attention", "indexed_attention", "hybrid")
 
 KV_HEADS = ("num_key_value_heads", "num_kv_heads", "num_attention_heads")  # the first that is set
@@ -29,6 +33,7 @@ HEAD_SIZE = ("head_dim", "dim_head")
 SLIDING_HEADS = {"mimo_v2_flash": 2}
 SELECTED = ("index_topk", "indexer_budget")  # tokens, or compressed entries, that a query reads
 INDEX_SIZE = ("index_head_dim", "indexer_head_dim")  # of an indexer's key
+INDEX_IN_FLOAT32 = ("dots3_note_text",)  # model types whose indexers cache float32
 STREAMS = {  # number of residual streams
     "hc_mult": "hyper-connections",
     "hc_count": "hyper-connections",
@@ -37,82 +42,11 @@ STREAMS = {  # number of residual streams
 DEPTH_BLOCK = "n_layers_per_attn_res_block"  # attention over depth: layers per source
 
 
-@dataclass(frozen=True)
-class LayerStates:
-    """What a layer's attention reads and what its cache holds.
-
-    Attributes:
-        mask: a short description of the mask.
-        keys: elements of a token's keys, or of the latent for keys and values; 0 without attention.
-        values: elements of a token's values, or of what is cached beside the latent; 0 if the keys are the values.
-        index: elements of a token that an indexer caches.
-        window: tokens that a query can attend to, including its own; None: all.
-        every: tokens per compressed entry, beside the window; None: no compressed entries.
-        selected: tokens, or compressed entries, that a query selects of those it can attend to; None: all.
-        prompt: tokens that the model itself adds before a sequence.
-
-    """
-
-    mask: str
-    keys: int = 0
-    values: int = 0
-    index: int = 0
-    window: int | None = None
-    every: int | None = None
-    selected: int | None = None
-    prompt: int = 0
-
-    def entries(self, length: int) -> int:
-        """Return the number of compressed entries of a sequence."""
-        return 0 if self.every is None else length // self.every
-
-    def stored(self, length: int, states: tuple[str, ...] = ("keys", "values")) -> int:
-        """Return the elements that the cache holds of a sequence; a windowed cache leaves space for the next token.
-
-        `states` are those that the layer stores. States of fixed size, as of linear attention and of unfinished
-        entries, are not counted.
-        """
-        tokens = length + self.prompt if self.window is None else min(length, self.window - 1)
-        size = (self.keys if "keys" in states else 0) + (self.values if "values" in states else 0)
-        return (tokens + self.entries(length)) * size + self._indexed(length) * self.index
-
-    def read(self, length: int) -> int:
-        """Return the elements that attention reads for the last token of a sequence."""
-        tokens = length + self.prompt if self.window is None else min(length, self.window)
-        entries = self.entries(length)
-        if self.selected is not None:
-            tokens = min(tokens, self.selected) if self.every is None else tokens
-            entries = min(entries, self.selected)
-        return (tokens + entries) * (self.keys + self.values) + self._indexed(length) * self.index
-
-    def _indexed(self, length: int) -> int:
-        return length if self.every is None else self.entries(length)
-
-
-def field(config: PreTrainedConfig, *names: str, default: Any = None) -> Any:
-    """Return the value of the first of the fields `names` that is set in a config, otherwise `default`."""
-    values = (getattr(config, name, None) for name in names)
-    return next((value for value in values if value is not None), default)
-
-
-def int_field(config: PreTrainedConfig, layer: int, *names: str, least: int = 1, default: Any = None) -> Any:
-    """Return the first of the fields `names` that is set in a layer's config, as a whole number.
-
-    Raises:
-        ValueError: the value is not a whole number, or is below `least`.
-
-    """
-    name = next((name for name in names if field(config, name) is not None), None)
-    if name is None:
-        return default
-    value = field(config, name)
-    if not isinstance(value, int) or value < least:
-        raise ValueError(f"layer {layer}: {name} must be a whole number of at least {least}, got {value}")
-    return value
-
-
 def layer_types_of(config: PreTrainedConfig) -> list[str]:
     """Return the type of each layer, by the rule of transformers' caches if the config has no layer types."""
+    if field(config, "cross_attention_layers"):
+        images = set(field(config, "cross_attention_layers"))
+        return [IMAGES if layer in images else "full_attention" for layer in range(config.num_hidden_layers)]
     candidates = [field(config, name) for name in ("layers_block_type", "layer_types")]
     candidates = [types for types in candidates if types is not None]
     if candidates:  # Jamba's blocks are "mamba", so its layer_types are used
@@ -133,10 +67,11 @@ def layer_states(config: PreTrainedConfig, layer_type: str, layer: int) -> Layer
         ValueError: the layer's type is not known here.
 
     """
-    if layer_type in NO_KV_CACHE:
-        return LayerStates(NO_KV_CACHE[layer_type])
     if layer_type not in KNOWN:
         raise ValueError(f"layer {layer} is of type {layer_type!r}; the types that can be read are {', '.join(KNOWN)}")
+    fixed, fixed_float32 = fixed_states(config, layer_type, layer)
+    if layer_type in NO_KV_CACHE:
+        return LayerStates(NO_KV_CACHE[layer_type], fixed=fixed, fixed_float32=fixed_float32)
     keys, values = _sizes(config, layer_type, layer)
     window, every, selected, index = None, None, None, 0
     if layer_type in SLIDING or layer_type in COMPRESSED:
@@ -150,7 +85,33 @@ def layer_states(config: PreTrainedConfig, layer_type: str, layer: int) -> Layer
     mask = _mask(layer_type, window, every, selected) + _shared_indexer(config, layer)
     mask += "" if _rotates(config, layer) else ", no rope"
     prompt = int_field(config, layer, "prompt_length", least=0, default=0)
-    return LayerStates(mask, keys, values, index, window, every, selected, prompt)
+    return LayerStates(
+        mask=mask,
+        keys=keys,
+        values=values,
+        index=index,
+        index_float32=config.model_type in INDEX_IN_FLOAT32,
+        window=window,
+        every=every,
+        overlap=layer_type == OVERLAPPING,
+        selected=selected,
+        prompt=prompt,
+        fixed=fixed,
+        fixed_float32=fixed_float32,
+        passes=_passes(config, layer),
+    )
+
+
+def _passes(config: PreTrainedConfig, layer: int) -> int:
+    """Return how often a token goes through a layer, if each time has a cache of its own."""
+    if field(config, "loop_num_passes") is not None:  # Inkling 2 Loop
+        first, behind = field(config, "loop_layer_index_start"), field(config, "loop_layer_index_end")
+        return int_field(config, layer, "loop_num_passes") if first <= layer < behind else 1
+    if field(config, "recurrent_kv_cache_mode") == "per_loop":  # Dory
+        first = field(config, "n_input_layers")
+        behind = first + field(config, "n_recurrent_layers")
+        return int_field(config, layer, "n_recurrent_loops") if first <= layer < behind else 1
+    return 1
 
 
 def _mask(layer_type: str, window: int | None, every: int | None, selected: int | None) -> str:
@@ -209,7 +170,7 @@ def depth_plan(config: PreTrainedConfig, layer_types: list[str]) -> DepthPlan:
     """Return which layer reads which states.
 
     Raises:
-        ValueError: no layer has attention, or the config shares keys and values in an unknown way.
+        ValueError: the config shares keys and values in an unknown way.
 
     """
     own = field(config, "plan")
@@ -217,8 +178,6 @@ def depth_plan(config: PreTrainedConfig, layer_types: list[str]) -> DepthPlan:
         return own
     layers = range(len(layer_types))
     sources: list[int | None] = [None if layer_types[layer] in NO_KV_CACHE else layer for layer in layers]
-    if all(source is None for source in sources):
-        raise ValueError(f"no layer of {config.model_type} has softmax attention, so there is no KV cache")
     readers = _readers(config, layer_types)
     for layer, source in readers.items():
         sources[layer] = source

@@ -1,16 +1,22 @@
 """The wiring of a model, as read from its config, and the size of its KV cache."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from crosslayer.core.plan import DepthPlan
-from crosslayer.output.shown import Shown
-from crosslayer.wiring.fields import LayerStates
+from crosslayer.output.formatting import readable_bytes
+from crosslayer.output.shown import Shown, Table
+from crosslayer.wiring.states import ItemSizes, LayerStates
+
+MOST_TOKENS = 2**40  # beyond any context
 
 
 @dataclass(frozen=True)
 class ModelPlan(Shown):
-    """The wiring of a model, read from its config; L layers, bytes for one sequence of `length` tokens.
+    """The wiring of a model with L layers, read from its config, and the bytes of its KV cache.
+
+    Bytes are those of `batch` sequences of `length` tokens, unless a function takes another length.
 
     Attributes:
         model: its name.
@@ -21,9 +27,13 @@ class ModelPlan(Shown):
         streams: number of residual streams.
         methods: names of the cross-layer methods, in list order.
         caches: whether the model keeps a cache; encoders do not.
-        length: tokens of the sequence.
-        dtype: dtype of the cache.
-        item_bytes: bytes per element.
+        lengths: tokens of a sequence, one or several.
+        batch: number of sequences.
+        dtype: dtype of the model.
+        kv_dtype: type of keys and values in the cache.
+        sizes: bytes per element of both.
+        weights_bytes: bytes of the weights, None if they are not known.
+        memory: bytes for weights and cache together, None if they were not asked for.
 
     """
 
@@ -35,38 +45,101 @@ class ModelPlan(Shown):
     streams: int
     methods: tuple[str, ...]
     caches: bool
-    length: int
+    lengths: tuple[int, ...]
+    batch: int
     dtype: str
-    item_bytes: int
+    kv_dtype: str
+    sizes: ItemSizes
+    weights_bytes: int | None = None
+    memory: int | None = None
 
     @property
-    def stored_elements(self) -> tuple[int, ...]:
-        """(L,), the elements of the sequence that each layer stores."""
-        if not self.caches:
-            return (0,) * len(self.layers)
-        return tuple(states.stored(self.length, self.plan.stored(layer)) for layer, states in enumerate(self.layers))
+    def length(self) -> int:
+        """The longest of the lengths."""
+        return max(self.lengths)
+
+    @property
+    def layer_bytes(self) -> tuple[int, ...]:
+        """(L,), the bytes of each layer's cache."""
+        return tuple(round(self.batch * self._layer_bytes(layer, self.length)) for layer in range(len(self.layers)))
 
     @property
     def stored_bytes(self) -> int:
         """Bytes that the cache holds."""
-        return sum(self.stored_elements) * self.item_bytes
+        return self.stored_at(self.length)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of the cache that grow with the text."""
+        return self._sum(lambda states, layer: self._growing(states, layer, self.length))
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Bytes of states of fixed size: of convolutions, of linear attention, of unfinished compressed entries."""
+        return self._sum(lambda states, layer: states.fixed_bytes(self.length, self.sizes))
 
     @property
     def read_bytes(self) -> int:
         """Bytes that attention reads for the last token; a reader reads its source's states again."""
-        attending = [states for layer, states in enumerate(self.layers) if self.plan.attends(layer)]
-        return sum(states.read(self.length) for states in attending) * self.item_bytes if self.caches else 0
+        return self.read_at(self.length)
 
     @property
     def full_bytes(self) -> int:
         """Bytes that the cache would hold if every layer stored its own keys and values of all tokens."""
-        sizes = [states.keys + states.values + states.index for states in self.layers]
-        return sum(size or max(sizes) for size in sizes) * self.length * self.item_bytes
+        return self.full_at(self.length)
 
     @property
     def kv_share(self) -> float:
-        """Bytes of the cache over those of a full cache."""
-        return self.stored_bytes / self.full_bytes
+        """Bytes of the cache that grow with the text over those of a full cache; 0 where no layer has attention."""
+        return self.kv_bytes / self.full_bytes if self.full_bytes else 0.0
+
+    def stored_at(self, length: int) -> int:
+        """Return the bytes that the cache holds of sequences of `length` tokens."""
+        return self._sum(lambda states, layer: self._layer_bytes(layer, length))
+
+    def read_at(self, length: int) -> int:
+        """Return the bytes that attention reads for the last token of sequences of `length` tokens."""
+        return self._sum(
+            lambda states, layer: states.read_bytes(length, self.sizes) if self.plan.attends(layer) else 0.0
+        )
+
+    def full_at(self, length: int) -> int:
+        """Return the bytes of a full cache of sequences of `length` tokens."""
+        sizes = [states.full_bytes(length, self.sizes) for states in self.layers]
+        return round(self.batch * sum(size or max(sizes) for size in sizes))
+
+    def fitting_length(self) -> int | None:
+        """Return the longest sequences whose cache fits into `memory` beside the weights; None if they always fit.
+
+        Raises:
+            ValueError: `memory` is not known, or the weights alone do not fit.
+
+        """
+        if self.memory is None:
+            raise ValueError("memory must be given to find the length that fits")
+        free = self.memory - (self.weights_bytes or 0)
+        if free < self.stored_at(1):
+            weights = "" if self.weights_bytes is None else f" beside {readable_bytes(self.weights_bytes)} of weights"
+            raise ValueError(f"`memory` of {readable_bytes(self.memory)} does not hold the cache of one token{weights}")
+        low, high = 1, MOST_TOKENS
+        if self.stored_at(high) <= free:
+            return None
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.stored_at(middle) <= free else (low, middle)
+        return low
+
+    def _growing(self, states: LayerStates, layer: int, length: int) -> float:
+        return states.stored_bytes(length, self.sizes, self.plan.stored(layer))
+
+    def _layer_bytes(self, layer: int, length: int) -> float:
+        states = self.layers[layer]
+        return self._growing(states, layer, length) + states.fixed_bytes(length, self.sizes) if self.caches else 0.0
+
+    def _sum(self, of_layer: Callable[[LayerStates, int], float]) -> int:
+        """Return the sum over layers and sequences, 0 without a cache."""
+        total = sum(of_layer(states, layer) for layer, states in enumerate(self.layers)) if self.caches else 0
+        return round(self.batch * total)
 
     def diagram(self) -> str:
         """Return a table of what each layer reads and stores, and its mask, a line per layer."""
@@ -77,27 +150,57 @@ class ModelPlan(Shown):
         width = max(map(len, lines)) + 2
         return "\n".join(f"{line:<{width}}{mask}" for line, mask in zip(lines, masks, strict=True))
 
+    def tables(self) -> list[Table]:
+        """Return the sizes by length, if there are several."""
+        if len(self.lengths) == 1 or not self.caches:
+            return []
+        rows = []
+        for length in self.lengths:
+            stored, full = self.stored_at(length), self.full_at(length)
+            share = f"{stored / full:.1%}" if full else "–"
+            rows.append([f"{length:,}", readable_bytes(stored), share, readable_bytes(self.read_at(length))])
+        title = f"KV cache of {self.model} in {self.kv_dtype}, batch {self.batch}"
+        return [(title, ["tokens", "stored", "of a full cache", "read for the last token"], rows)]
+
     def sentences(self) -> list[str]:
         """Return the diagram of the wiring, and sentences on the model and its cache."""
-        headline, stored = self.headline(), self.stored_bytes
+        headline = self.headline()
         own = f", {headline['own_kv_layers']} with keys or values of their own" if self.caches else ""
         methods = f", with {', '.join(self.methods)}" if self.methods else ""
-        cost = (
-            f"KV cache at {self.length:,} tokens in {self.dtype}: {stored:,} bytes stored "
-            f"({stored / self.length:,.0f} per token), {self.kv_share:.2%} of a full one; {self.read_bytes:,} bytes "
-            "read for the last token."
-        )
-        return [
+        lines = [
             self.diagram(),
             f"{self.model} ({self.type}): {len(self.layers)} layers, {headline['attention_layers']} with softmax "
             f"attention{own}{methods}.",
             f"Residual: {self.residual}.",
-            cost if self.caches else "The model is an encoder and has no KV cache.",
         ]
+        if not self.caches:
+            return [*lines, "The model is an encoder and has no KV cache."]
+        return [*lines, self._cost(), *self._memory()]
+
+    def _cost(self) -> str:
+        stored, batch = self.stored_bytes, "" if self.batch == 1 else f" × {self.batch} sequences"
+        share = f", {self.kv_share:.2%} of a full one" if self.full_bytes else ""
+        fixed = f", of which {readable_bytes(self.fixed_bytes)} do not grow with the text" if self.fixed_bytes else ""
+        return (
+            f"KV cache at {self.length:,} tokens{batch} in {self.kv_dtype}: {readable_bytes(stored)} stored "
+            f"({stored / self.length / self.batch:,.0f} bytes per token{fixed}){share}; "
+            f"{readable_bytes(self.read_bytes)} read for the last token."
+        )
+
+    def _memory(self) -> list[str]:
+        weights = None if self.weights_bytes is None else readable_bytes(self.weights_bytes)
+        lines = [] if weights is None else [f"Weights: {weights}."]
+        if self.memory is not None:
+            length = self.fitting_length()
+            beside = "" if weights is None else f" beside {weights} of weights"
+            most = "Any number of tokens fits" if length is None else f"{length:,} tokens fit"
+            each = "" if self.batch == 1 else f" of each of {self.batch} sequences"
+            lines.append(f"{most}{each} into {readable_bytes(self.memory)}{beside}.")
+        return lines
 
     def headline(self) -> dict[str, Any]:
         """Return the numbers of the JSON line that the command prints last."""
-        return {
+        figures = {
             "model": self.model,
             "type": self.type,
             "layers": len(self.layers),
@@ -105,8 +208,18 @@ class ModelPlan(Shown):
             "own_kv_layers": sum(bool(self.plan.stored(layer)) for layer in range(self.plan.layers)),
             "streams": self.streams,
             "length": self.length,
+            "batch": self.batch,
             "dtype": self.dtype,
+            "kv_dtype": self.kv_dtype,
             "stored_bytes": self.stored_bytes,
+            "fixed_bytes": self.fixed_bytes,
             "read_bytes": self.read_bytes,
             "kv_share": round(self.kv_share, 4),
         }
+        if len(self.lengths) > 1:
+            figures["stored_bytes_by_length"] = {str(length): self.stored_at(length) for length in self.lengths}
+        if self.weights_bytes is not None:
+            figures["weights_bytes"] = self.weights_bytes
+        if self.memory is not None:
+            figures["fitting_length"] = self.fitting_length()
+        return figures

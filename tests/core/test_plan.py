@@ -179,7 +179,6 @@ def test_errors_name_layer_and_rule():
         ((own, (0, 0, 1), own, own), "layer 2: keys: .* layer 1 has none"),
         ((own, own, (0, None, 2), own), r"layer 1: .* must be all None .* or all set, got \[1, 1, None\]"),
         ((own, own, own, (0, 0, 2)), r"layer 1: mlps must be the layer itself \(1\) or None .*, got 0"),
-        (((None,) * 3, (None,) * 3, (None,) * 3, own), "no layer has attention"),
     ]
     several = [
         (((0, (0, 1), 2), own, own, own), r"layer 1: queries must have a single source, got \(0, 1\)"),

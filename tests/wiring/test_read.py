@@ -10,6 +10,7 @@ import crosslayer
 from crosslayer.core.transformers_versions import CACHE
 from crosslayer.testing import tiny as contract
 from tests.cli.test_cli import run
+from tests.helpers.allocation import held_bytes
 from tests.helpers.shipped import SHIPPED, families, needs, shipped
 from tests.helpers.tiny import BASE, CAUSAL, tiny, tokens
 
@@ -46,17 +47,11 @@ def config_of(family: str, **changes):
 
 
 def allocated(model, length: int) -> tuple[int, ...]:
-    """Return the elements that each layer of a dynamic cache holds after a forward pass, each tensor counted once."""
+    """Return the bytes that each layer of a dynamic cache holds after a forward pass."""
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
         model(input_ids=tokens(batch=1, length=length), **{CACHE: cache}, use_cache=True)
-    counts = []
-    for layer in cache.layers:
-        attributes = vars(layer)
-        tensors = [attributes.get(name) for name in ("keys", "values", "indexer_keys")]
-        tensors += list(attributes.get("compressed_kv", {}).values())
-        held = {t.data_ptr(): t.numel() for t in tensors if t is not None and t.numel()}
-        counts.append(sum(held.values()))
+    counts = [held_bytes(layer) for layer in cache.layers]
     # before transformers 5.23 the cache of Gemma 3n and 4 ends where all further layers read another's
     return (*counts, *[0] * (model.config.num_hidden_layers - len(counts)))
 
@@ -67,16 +62,16 @@ def test_the_plan_agrees_with_the_elements_that_the_cache_allocates(family):
     model = shipped(family) if family in SHIPPED else tiny(family, dtype=torch.float32)
     for length in (6, 24):  # below the window of 8, and beyond it
         plan = crosslayer.plan(model, length=length, dtype="float32")
-        assert plan.stored_elements == allocated(model, length)
-        assert plan.stored_bytes == 4 * sum(plan.stored_elements)
+        assert plan.layer_bytes == allocated(model, length)
+        assert plan.stored_bytes == sum(plan.layer_bytes)
 
 
 @pytest.mark.parametrize("family", families(*HIDDEN))
 def test_the_plan_agrees_where_a_config_says_it_otherwise(family):
     model = AutoModelForCausalLM.from_config(config_of(family)).eval()
     for length in (6, 24):
-        plan = crosslayer.plan(model, length=length)
-        assert plan.stored_elements == allocated(model, length) and plan.stored_bytes
+        plan = crosslayer.plan(model, length=length, dtype="float32")
+        assert plan.layer_bytes == allocated(model, length) and plan.stored_bytes
 
 
 TOWERS = ("vision_config", "audio_config")
@@ -93,11 +88,11 @@ def test_layers_that_differ_in_fields_of_the_config():
     )  # fmt: skip
     model = AutoModel.from_config(config).eval()
     for length in (6, 24):
-        assert crosslayer.plan(model, length=length).stored_elements == allocated(model, length)
+        assert crosslayer.plan(model, length=length, dtype="float32").layer_bytes == allocated(model, length)
     whole = AutoConfig.for_model(
         "dots3_note", text_config=config.to_dict(), **dict.fromkeys(TOWERS, {"adapter_out_dim": 32})
     )
-    assert crosslayer.plan(whole, length=24).stored_elements == allocated(model, 24)
+    assert crosslayer.plan(whole, length=24, dtype="float32").layer_bytes == allocated(model, 24)
 
 
 @needs("inkling_text")
@@ -122,7 +117,7 @@ def test_encoders_keep_no_cache_whether_given_as_a_model_or_as_a_config(family, 
 
 def test_bert_as_a_decoder_keeps_one():
     model = AutoModelForCausalLM.from_config(config_of("bert", is_decoder=True)).eval()
-    assert crosslayer.plan(model, length=6).stored_elements == allocated(model, 6)
+    assert crosslayer.plan(model, length=6, dtype="float32").layer_bytes == allocated(model, 6)
 
 
 @pytest.mark.parametrize(
@@ -181,7 +176,7 @@ def test_our_own_models(methods):
     config = contract.config_of(methods)
     plan = crosslayer.plan(config, length=24)
     assert plan.plan == config.plan and plan.methods == (config.methods[0].name(),)
-    assert sum(plan.stored_elements) == contract.predicted(config, 1, 24)
+    assert plan.kv_bytes == 2 * contract.predicted(config, 1, 24)
     assert plan.kv_share == config.plan.cached_fraction()
     assert ("attnres" in plan.residual) == (methods == ["attnres"])
 
@@ -268,7 +263,10 @@ def test_an_encoder_keeps_no_cache():
             "the config of vit has no vocab_size, so it does not describe a language model with attention",
         ),
         (lambda: AutoConfig.for_model("t5"), "t5 is an encoder-decoder"),
-        (lambda: AutoConfig.for_model("mamba"), "mamba has no num_attention_heads"),
+        (
+            lambda: AutoConfig.for_model("xlstm"),
+            "xlstm has no attention, and keeps states of its own kind, which is not",
+        ),
         (lambda: config_of("gemma4_text", num_kv_shared_layers=6), "reads those of another model"),
         (
             lambda: config_of("minimax_m3_vl_text", layer_types=["minimax_m3_sparse"] * 3),

@@ -163,6 +163,8 @@ def _merged(methods: Sequence[Method], plans: Sequence[DepthPlan], layers: int) 
     for number, (method, plan) in enumerate(zip(methods, plans, strict=True)):
         before = " + ".join(earlier.name() for earlier in methods[:number]) or "the plain decoder"
         merged = merged.merge(plan, (before, method.name()))
+    if all(source is None for source in merged.keys):
+        raise ValueError("no layer has attention; at least one layer must keep it")
     return merged
 
 

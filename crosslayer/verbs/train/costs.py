@@ -51,7 +51,7 @@ def trained_model(model: PreTrainedModel, length: int) -> TrainedModel:
         layers=model.config.get_text_config().num_hidden_layers,
         parameters=model.num_parameters(),
         flops_per_token=PASSES * _forward_flops(model, length),
-        kv_bytes_per_token=plan.stored_bytes / length,
+        kv_bytes_per_token=plan.kv_bytes / length,
         kv_read_bytes_per_token=elements * dtype.itemsize / length,
         dtype=plan.dtype,
     )

@@ -1,0 +1,96 @@
+"""What a layer's cache holds: states that grow with the text, and states of fixed size."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+FLOAT32 = 4  # bytes per element
+
+
+class ItemSizes(NamedTuple):
+    """Bytes per element: of the model's dtype, and of keys and values, which may be quantised."""
+
+    model: float
+    kv: float
+
+
+@dataclass(frozen=True)
+class LayerStates:
+    """What a layer's attention reads and what its cache holds, in elements of one sequence.
+
+    Attributes:
+        mask: a short description of the mask.
+        keys: elements of a token's keys, or of the latent for keys and values; 0 without attention.
+        values: elements of a token's values, or of what is cached beside the latent; 0 if the keys are the values.
+        index: elements of a token that an indexer caches.
+        index_float32: whether the indexer caches float32, whatever the dtype of the model.
+        window: tokens that a query can attend to, including its own; None: all.
+        every: tokens per compressed entry, beside the window; None: no compressed entries.
+        overlap: whether neighbouring compressed entries overlap, so that they are made from twice the elements.
+        selected: tokens, or compressed entries, that a query selects of those it can attend to; None: all.
+        prompt: tokens that the model itself adds before a sequence.
+        fixed: elements that do not grow with the text (states of convolutions), in the dtype of the model.
+        fixed_float32: the same in float32 (states of linear attention).
+        passes: how often a token goes through the layer, each time with a cache of its own.
+
+    """
+
+    mask: str
+    keys: int = 0
+    values: int = 0
+    index: int = 0
+    index_float32: bool = False
+    window: int | None = None
+    every: int | None = None
+    overlap: bool = False
+    selected: int | None = None
+    prompt: int = 0
+    fixed: int = 0
+    fixed_float32: int = 0
+    passes: int = 1
+
+    def entries(self, length: int) -> int:
+        """Return the number of compressed entries of a sequence."""
+        return 0 if self.every is None else length // self.every
+
+    def kept(self, length: int) -> int:
+        """Return the tokens whose keys and values are kept; a windowed cache leaves space for the next token."""
+        return length + self.prompt if self.window is None else min(length, self.window - 1)
+
+    def stored_bytes(self, length: int, sizes: ItemSizes, states: tuple[str, ...] = ("keys", "values")) -> float:
+        """Return the bytes that grow with the text; `states` are those that the layer stores."""
+        size = (self.keys if "keys" in states else 0) + (self.values if "values" in states else 0)
+        kept = (self.kept(length) + self.entries(length)) * size * sizes.kv
+        return self.passes * (kept + self._indexed_bytes(length, sizes))
+
+    def fixed_bytes(self, length: int, sizes: ItemSizes) -> float:
+        """Return the bytes of the states of fixed size, and of compressed entries that are not finished."""
+        unfinished, float32 = 0, 0
+        if self.every is not None:  # keys and gates of the tokens of the next entry, of the indexer as well
+            size = (2 if self.overlap else 1) * (self.keys + self.index)
+            unfinished = 2 * (length % self.every) * size
+        if self.overlap and self.entries(length):
+            unfinished += self.every * (self.keys + self.index)
+            float32 = self.every * (self.keys + self.index)
+        return self.passes * ((self.fixed + unfinished) * sizes.model + (self.fixed_float32 + float32) * FLOAT32)
+
+    def read_bytes(self, length: int, sizes: ItemSizes) -> float:
+        """Return the bytes that attention reads for the last token of a sequence."""
+        tokens = length + self.prompt if self.window is None else min(length, self.window)
+        entries = self.entries(length)
+        if self.selected is not None:
+            tokens = min(tokens, self.selected) if self.every is None else tokens
+            entries = min(entries, self.selected)
+        read = (tokens + entries) * (self.keys + self.values) * sizes.kv
+        return self.passes * (read + self._indexed_bytes(length, sizes))
+
+    def full_bytes(self, length: int, sizes: ItemSizes) -> float:
+        """Return the bytes of a plain cache: keys and values of all tokens, without compression."""
+        kept = length * (self.keys + self.values) * sizes.kv
+        return self.passes * (kept + length * self.index * self._index_item(sizes))
+
+    def _indexed_bytes(self, length: int, sizes: ItemSizes) -> float:
+        indexed = length if self.every is None else self.entries(length)
+        return indexed * self.index * self._index_item(sizes)
+
+    def _index_item(self, sizes: ItemSizes) -> float:
+        return FLOAT32 if self.index_float32 else sizes.model

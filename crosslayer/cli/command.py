@@ -51,11 +51,12 @@ def _parameter(option: Option, declared: Any) -> inspect.Parameter:
 
 def run(verb: Verb, typed: dict[str, Any]) -> None:
     """Run a verb with the values that were typed, and print the result."""
-    if "torch" not in sys.modules:  # which takes seconds
+    if verb.needs_torch and "torch" not in sys.modules:  # which takes seconds
         say("importing torch and transformers")
-    from crosslayer.core.methods import allow_methods
+    if typed["allow_methods"]:
+        from crosslayer.core.methods import allow_methods
 
-    allow_methods(*typed["allow_methods"] or ())
+        allow_methods(*typed["allow_methods"])
     call = getattr(import_module(f"crosslayer.verbs.{verb.name}.run"), verb.name)
     own = {name: getattr(import_module(f"crosslayer.cli.{verb.name}"), name) for name in verb.beside}
     _start.interrupts.at_once = False
@@ -105,27 +106,34 @@ def _show(result: Any, out: str | None, save: Callable[[Any], Path] | None) -> N
 
 
 def _values(call: Call, typed: dict[str, Any]) -> dict[str, Any]:
-    from crosslayer.corpus.documents import TextSource
-    from crosslayer.corpus.domains import check_table_options
-
-    source = {option.name: typed[option.name] for option in SOURCE if option.name in typed}
-    values, sources = {}, []
+    values = {}
     for option in call.parameters:
         if option.name not in typed:
             continue
         value = typed[option.name]
-        if option.kind in TEXTS:
-            named = [TextSource.named(text, **source) for text in ([value] if isinstance(value, str) else value or ())]
-            sources += named
-            value = (named or [None])[0] if option.kind == "Text" else named
-        elif option.has_commas:
+        if option.has_commas:
             value = _split(option, value)
-        elif option.is_list:
+        elif option.is_list and option.kind not in TEXTS:
             value = tuple(value or ())
         values[option.name] = value
     if any(option.kind in TEXTS for option in call.parameters):
-        check_table_options(sources or [TextSource(None, **source)])
+        _name_texts(call, values, {option.name: typed[option.name] for option in SOURCE if option.name in typed})
     return values
+
+
+def _name_texts(call: Call, values: dict[str, Any], source: dict[str, Any]) -> None:
+    """Replace the names of texts among the values by where those texts come from."""
+    from crosslayer.corpus.documents import TextSource
+    from crosslayer.corpus.domains import check_table_options
+
+    sources = []
+    for option in call.parameters:
+        if option.kind in TEXTS and option.name in values:
+            value = values[option.name]
+            named = [TextSource.named(text, **source) for text in ([value] if isinstance(value, str) else value or ())]
+            sources += named
+            values[option.name] = (named or [None])[0] if option.kind == "Text" else named
+    check_table_options(sources or [TextSource(None, **source)])
 
 
 def _split(option: Option, text: str) -> tuple[Any, ...]:

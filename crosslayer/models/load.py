@@ -21,7 +21,9 @@ from transformers import (
 from crosslayer.core.transformers_versions import attention_that_caps
 from crosslayer.environment import quiet_transformers
 from crosslayer.hub import hub_source, is_hub_name
+from crosslayer.models.checks import check_layers
 from crosslayer.models.embedded import EMBEDDED, embedded_config, embedded_folder
+from crosslayer.output.formatting import folder_name
 from crosslayer.output.progress import Meter, Silent
 
 logger = logging.getLogger(__name__)
@@ -34,7 +36,6 @@ DTYPES = {
 }
 
 ALTERNATIVES = f"use a hub name, a local folder or an embedded model ({', '.join(EMBEDDED)})"
-MOST_LAYERS = 100_000
 SENTENCE = 200  # characters of a library's error that are shown
 MISSED = re.compile(r"(^|\.)pooler\.")  # what may be missing: no measure of ours reads a pooler
 # what may be left over: that, and buffers that old versions saved, of positions and of causal masks
@@ -63,7 +64,7 @@ def load_model(
     target = resolve_device(device)
     folder = model_source(name)
     wanted = resolve_dtype(dtype, target)
-    with _one_line_errors(name):
+    with one_line_errors(name):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         _check_config(config)
         attention = attention_that_caps(config, config._attn_implementation)
@@ -96,20 +97,14 @@ def load_config(name: str) -> PreTrainedConfig:
     import crosslayer.core.decoder  # noqa: F401  registers our model
 
     if name in EMBEDDED:
-        with _one_line_errors(name):
+        with one_line_errors(name):
             return embedded_config(name)
     source = model_source(name, needs_weights=False)
-    with _one_line_errors(name):
+    with one_line_errors(name):
         values, _ = PreTrainedConfig.get_config_dict(source)
         for part in (values, *(part for part in values.values() if isinstance(part, dict))):
             check_layers(part.get("num_hidden_layers"))  # before a config makes lists of so many
         return AutoConfig.from_pretrained(source, trust_remote_code=False)
-
-
-def check_layers(count: Any) -> None:
-    """Refuse a number of layers that no model has; None, which says nothing, is let through."""
-    if count is not None and not (isinstance(count, int) and 1 <= count <= MOST_LAYERS):
-        raise ValueError(f"num_hidden_layers is {count}; it must be a whole number from 1 to {MOST_LAYERS}")
 
 
 def model_facts(model: PreTrainedModel, name: str) -> dict[str, Any]:
@@ -128,7 +123,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """Load a model's tokenizer alone; a folder needs no weights."""
     folder = Path(name).expanduser()
     source = str(folder) if name not in EMBEDDED and folder.is_dir() else model_source(name)
-    with _one_line_errors(name):
+    with one_line_errors(name):
         return _tokenizer(source)
 
 
@@ -154,10 +149,7 @@ def ready_model(
 def public_name(model: PreTrainedModel | str | Path) -> str:
     """Return how a result calls a model: its name without the folders above it, or its class where it has none."""
     name = str((model.name_or_path or "") if isinstance(model, PreTrainedModel) else model)
-    folder = Path(name).expanduser()
-    if name and (folder.is_absolute() or folder.is_dir()):
-        return folder.resolve().name
-    return name or type(model).__name__
+    return folder_name(name) or type(model).__name__
 
 
 def resolve_device(device: str | torch.device | None) -> torch.device:
@@ -291,7 +283,7 @@ def _reason(error: Exception) -> str:
 
 
 @contextmanager
-def _one_line_errors(name: str):
+def one_line_errors(name: str):
     """Turn whatever a loader raises about a source into a single line."""
     try:
         with quiet_transformers():

@@ -1,6 +1,7 @@
 """Formatting for sentences and tables: numbers with signs and intervals, lists, ranges of layers."""
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 UNKNOWN = "–"  # a cell without a value
 
@@ -23,6 +24,12 @@ def percent(share: float, digits: int = 0) -> str:
 def percent_interval(ends: Sequence[float], digits: int = 0) -> str:
     """Return the interval of a share: 38 to 52%."""
     return f"{percent(ends[0], digits).removesuffix('%')} to {percent(ends[1], digits)}"
+
+
+def folder_name(name: str) -> str:
+    """Return how a result calls a model: a hub name as it is, of a path the last part alone."""
+    path = Path(name).expanduser()
+    return path.resolve().name if name and (path.is_absolute() or path.exists()) else name
 
 
 def readable_bytes(count: float) -> str:

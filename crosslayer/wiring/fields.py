@@ -4,17 +4,14 @@ An architecture is recognised by the fields of its config alone; there is no ada
 elements are what transformers' caches allocate per token.
 """
 
+from typing import Any
 
-from transformers import PreTrainedConfig
-
-from crosslayer.core.method import Method
 from crosslayer.core.plan import DepthPlan
-from crosslayer.core.transformers_versions import layers_without_cache
 from crosslayer.wiring.recurrent import fixed_states
 from crosslayer.wiring.states import LayerStates
 from crosslayer.wiring.values import field, int_field
 
-IMAGES = "cross_attention"  # a layer that attends to images, whose keys and values grow with the images
+IMAGES = "images"  # a layer that attends to images, whose keys and values grow with the images
 NO_KV_CACHE = {  # layer types without keys and values of the text, and how tables show them
     IMAGES: "images",
     "linear_attention": "linear attention",
@@ -42,7 +39,7 @@ STREAMS = {  # number of residual streams
 DEPTH_BLOCK = "n_layers_per_attn_res_block"  # attention over depth: layers per source
 
 
-def layer_types_of(config: PreTrainedConfig) -> list[str]:
+def layer_types_of(config: Any) -> list[str]:
     """Return the type of each layer, by the rule of transformers' caches if the config has no layer types."""
     if field(config, "cross_attention_layers"):
         images = set(field(config, "cross_attention_layers"))
@@ -60,7 +57,7 @@ def layer_types_of(config: PreTrainedConfig) -> list[str]:
     ]
 
 
-def layer_states(config: PreTrainedConfig, layer_type: str, layer: int) -> LayerStates:
+def layer_states(config: Any, layer_type: str, layer: int) -> LayerStates:
     """Return the states of a layer by its type; `config` is that of the layer (`per_layer_config`).
 
     Raises:
@@ -69,9 +66,9 @@ def layer_states(config: PreTrainedConfig, layer_type: str, layer: int) -> Layer
     """
     if layer_type not in KNOWN:
         raise ValueError(f"layer {layer} is of type {layer_type!r}; the types that can be read are {', '.join(KNOWN)}")
-    fixed, fixed_float32 = fixed_states(config, layer_type, layer)
+    fixed, fixed_float32, kernel = fixed_states(config, layer_type, layer)
     if layer_type in NO_KV_CACHE:
-        return LayerStates(NO_KV_CACHE[layer_type], fixed=fixed, fixed_float32=fixed_float32)
+        return LayerStates(NO_KV_CACHE[layer_type], fixed=fixed, fixed_float32=fixed_float32, kernel=kernel)
     keys, values = _sizes(config, layer_type, layer)
     window, every, selected, index = None, None, None, 0
     if layer_type in SLIDING or layer_type in COMPRESSED:
@@ -98,11 +95,12 @@ def layer_states(config: PreTrainedConfig, layer_type: str, layer: int) -> Layer
         prompt=prompt,
         fixed=fixed,
         fixed_float32=fixed_float32,
+        kernel=kernel,
         passes=_passes(config, layer),
     )
 
 
-def _passes(config: PreTrainedConfig, layer: int) -> int:
+def _passes(config: Any, layer: int) -> int:
     """Return how often a token goes through a layer, if each time has a cache of its own."""
     if field(config, "loop_num_passes") is not None:  # Inkling 2 Loop
         first, behind = field(config, "loop_layer_index_start"), field(config, "loop_layer_index_end")
@@ -126,12 +124,12 @@ def _mask(layer_type: str, window: int | None, every: int | None, selected: int 
     return f"{seen}{f', {top}' if top else ''}{beside}"
 
 
-def _rotates(config: PreTrainedConfig, layer: int) -> bool:
+def _rotates(config: Any, layer: int) -> bool:
     rotating = field(config, "no_rope_layers")  # by layer, 1: rotary, 0: none
     return not rotating or bool(rotating[layer])
 
 
-def _shared_indexer(config: PreTrainedConfig, layer: int) -> str:
+def _shared_indexer(config: Any, layer: int) -> str:
     """Return " as layer N" if a layer reuses the tokens that the indexer of layer N selected, otherwise ""."""
     layer_types = field(config, "indexer_types")
     if layer_types is None or layer_types[layer] != "shared":
@@ -139,7 +137,7 @@ def _shared_indexer(config: PreTrainedConfig, layer: int) -> str:
     return f" as layer {max(earlier for earlier in range(layer) if layer_types[earlier] == 'full')}"
 
 
-def _sizes(config: PreTrainedConfig, layer_type: str, layer: int) -> tuple[int, int]:
+def _sizes(config: Any, layer_type: str, layer: int) -> tuple[int, int]:
     """Return the elements of a token's keys and values in a layer's cache."""
     latent = int_field(config, layer, "kv_lora_rank")
     if latent is not None:
@@ -153,12 +151,12 @@ def _sizes(config: PreTrainedConfig, layer_type: str, layer: int) -> tuple[int, 
         heads *= SLIDING_HEADS.get(config.model_type, 1)
     whole = config.hidden_size // config.num_attention_heads
     size = int_field(config, layer, *(f"{prefix}{name}" for name in HEAD_SIZE), default=whole)
-    if layer_type in COMPRESSED:  # keys are the values
+    if layer_type in COMPRESSED or field(config, "keys_hold_values"):
         return heads * size, 0
     return heads * size, heads * int_field(config, layer, f"{prefix}v_head_dim", default=size)
 
 
-def _index_size(config: PreTrainedConfig, layer: int) -> int:
+def _index_size(config: Any, layer: int) -> int:
     """Return the elements of a token that an indexer caches: 0 if a layer reuses an earlier layer's selection."""
     layer_types, size = field(config, "indexer_types"), int_field(config, layer, *INDEX_SIZE, default=0)
     if layer_types is not None and layer_types[layer] == "shared":
@@ -166,7 +164,7 @@ def _index_size(config: PreTrainedConfig, layer: int) -> int:
     return size if field(config, "index_kpool") is None else 2 * size + 1  # key, gate, and whether it counts
 
 
-def depth_plan(config: PreTrainedConfig, layer_types: list[str]) -> DepthPlan:
+def depth_plan(config: Any, layer_types: list[str]) -> DepthPlan:
     """Return which layer reads which states.
 
     Raises:
@@ -181,16 +179,11 @@ def depth_plan(config: PreTrainedConfig, layer_types: list[str]) -> DepthPlan:
     readers = _readers(config, layer_types)
     for layer, source in readers.items():
         sources[layer] = source
-    reusing = layers_without_cache(config)
-    if reusing != set(readers):
-        raise ValueError(
-            f"layers {sorted(reusing)} of {config.model_type} reuse a cache, but no known field says whose"
-        )
     queries = tuple(None if source is None else layer for layer, source in enumerate(sources))
     return DepthPlan(queries, tuple(sources), tuple(sources), tuple(layers))
 
 
-def _readers(config: PreTrainedConfig, layer_types: list[str]) -> dict[int, int]:
+def _readers(config: Any, layer_types: list[str]) -> dict[int, int]:
     """Return the source of each layer that reads another's keys and values."""
     named = field(config, "kv_source_layers")
     if named is not None:
@@ -211,9 +204,9 @@ def _readers(config: PreTrainedConfig, layer_types: list[str]) -> dict[int, int]
     return readers
 
 
-def residual_form(config: PreTrainedConfig, methods: list[Method]) -> tuple[str, int]:
+def residual_form(config: Any) -> tuple[str, int]:
     """Return a description of the residual connection, and its number of streams."""
-    ours = [method.name() for method in methods if type(method).residual is not Method.residual]
+    ours = field(config, "residual_methods")
     if ours:
         return f"by {' and '.join(ours)}", 1
     for name, form in STREAMS.items():

@@ -7,6 +7,7 @@ from typing import Any
 from crosslayer.core.plan import DepthPlan
 from crosslayer.output.formatting import readable_bytes
 from crosslayer.output.shown import Shown, Table
+from crosslayer.wiring.engines import Stored, allocated, check_engine, fixed_bytes
 from crosslayer.wiring.states import ItemSizes, LayerStates
 
 MOST_TOKENS = 2**40  # beyond any context
@@ -32,6 +33,7 @@ class ModelPlan(Shown):
         dtype: dtype of the model.
         kv_dtype: type of keys and values in the cache.
         sizes: bytes per element of both.
+        engine: whose allocation is counted: transformers, vllm or llama.cpp.
         weights_bytes: bytes of the weights, None if they are not known.
         memory: bytes for weights and cache together, None if they were not asked for.
 
@@ -50,8 +52,13 @@ class ModelPlan(Shown):
     dtype: str
     kv_dtype: str
     sizes: ItemSizes
+    engine: str = "transformers"
     weights_bytes: int | None = None
     memory: int | None = None
+
+    def __post_init__(self):
+        if self.caches:
+            check_engine(self.engine, self.kv_dtype, self._stored)
 
     @property
     def length(self) -> int:
@@ -60,23 +67,23 @@ class ModelPlan(Shown):
 
     @property
     def layer_bytes(self) -> tuple[int, ...]:
-        """(L,), the bytes of each layer's cache."""
-        return tuple(round(self.batch * self._layer_bytes(layer, self.length)) for layer in range(len(self.layers)))
+        """(L,), the bytes of each layer's states."""
+        return tuple(round(self.batch * self.held(layer, self.length)) for layer in range(len(self.layers)))
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes that the cache holds."""
+        """Bytes that the engine allocates."""
         return self.stored_at(self.length)
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of the cache that grow with the text."""
+        """Bytes of states that grow with the text."""
         return self._sum(lambda states, layer: self._growing(states, layer, self.length))
 
     @property
     def fixed_bytes(self) -> int:
         """Bytes of states of fixed size: of convolutions, of linear attention, of unfinished compressed entries."""
-        return self._sum(lambda states, layer: states.fixed_bytes(self.length, self.sizes))
+        return self._sum(lambda states, layer: fixed_bytes(self.engine, states, self.sizes, self.length))
 
     @property
     def read_bytes(self) -> int:
@@ -90,12 +97,12 @@ class ModelPlan(Shown):
 
     @property
     def kv_share(self) -> float:
-        """Bytes of the cache that grow with the text over those of a full cache; 0 where no layer has attention."""
-        return self.kv_bytes / self.full_bytes if self.full_bytes else 0.0
+        """Bytes that grow with the text, as the engine allocates them, over those of a full cache; 0 without any."""
+        return (self.stored_bytes - self.fixed_bytes) / self.full_bytes if self.full_bytes else 0.0
 
     def stored_at(self, length: int) -> int:
-        """Return the bytes that the cache holds of sequences of `length` tokens."""
-        return self._sum(lambda states, layer: self._layer_bytes(layer, length))
+        """Return the bytes that the engine allocates for sequences of `length` tokens."""
+        return round(self.batch * allocated(self.engine, self._stored, self.sizes, length)) if self.caches else 0
 
     def read_at(self, length: int) -> int:
         """Return the bytes that attention reads for the last token of sequences of `length` tokens."""
@@ -129,10 +136,15 @@ class ModelPlan(Shown):
             low, high = (middle, high) if self.stored_at(middle) <= free else (low, middle)
         return low
 
+    @property
+    def _stored(self) -> list[Stored]:
+        return [Stored(states, self.plan.stored(layer)) for layer, states in enumerate(self.layers)]
+
     def _growing(self, states: LayerStates, layer: int, length: int) -> float:
         return states.stored_bytes(length, self.sizes, self.plan.stored(layer))
 
-    def _layer_bytes(self, layer: int, length: int) -> float:
+    def held(self, layer: int, length: int) -> float:
+        """Return the bytes of a layer's states of one sequence."""
         states = self.layers[layer]
         return self._growing(states, layer, length) + states.fixed_bytes(length, self.sizes) if self.caches else 0.0
 
@@ -159,7 +171,7 @@ class ModelPlan(Shown):
             stored, full = self.stored_at(length), self.full_at(length)
             share = f"{stored / full:.1%}" if full else "–"
             rows.append([f"{length:,}", readable_bytes(stored), share, readable_bytes(self.read_at(length))])
-        title = f"KV cache of {self.model} in {self.kv_dtype}, batch {self.batch}"
+        title = f"KV cache of {self.model} in {self.kv_dtype}, batch {self.batch}, as {self.engine} allocates it"
         return [(title, ["tokens", "stored", "of a full cache", "read for the last token"], rows)]
 
     def sentences(self) -> list[str]:
@@ -179,10 +191,11 @@ class ModelPlan(Shown):
 
     def _cost(self) -> str:
         stored, batch = self.stored_bytes, "" if self.batch == 1 else f" × {self.batch} sequences"
+        verb = "stored" if self.engine == "transformers" else f"allocated by {self.engine}"
         share = f", {self.kv_share:.2%} of a full one" if self.full_bytes else ""
-        fixed = f", of which {readable_bytes(self.fixed_bytes)} do not grow with the text" if self.fixed_bytes else ""
+        fixed = f"; {readable_bytes(self.fixed_bytes)} of it do not grow with the text" if self.fixed_bytes else ""
         return (
-            f"KV cache at {self.length:,} tokens{batch} in {self.kv_dtype}: {readable_bytes(stored)} stored "
+            f"KV cache at {self.length:,} tokens{batch} in {self.kv_dtype}: {readable_bytes(stored)} {verb} "
             f"({stored / self.length / self.batch:,.0f} bytes per token{fixed}){share}; "
             f"{readable_bytes(self.read_bytes)} read for the last token."
         )
@@ -209,6 +222,7 @@ class ModelPlan(Shown):
             "streams": self.streams,
             "length": self.length,
             "batch": self.batch,
+            "engine": self.engine,
             "dtype": self.dtype,
             "kv_dtype": self.kv_dtype,
             "stored_bytes": self.stored_bytes,

@@ -30,6 +30,7 @@ class LayerStates:
         prompt: tokens that the model itself adds before a sequence.
         fixed: elements that do not grow with the text (states of convolutions), in the dtype of the model.
         fixed_float32: the same in float32 (states of linear attention).
+        kernel: tokens that a convolution among them keeps, 0 without one.
         passes: how often a token goes through the layer, each time with a cache of its own.
 
     """
@@ -46,6 +47,7 @@ class LayerStates:
     prompt: int = 0
     fixed: int = 0
     fixed_float32: int = 0
+    kernel: int = 0
     passes: int = 1
 
     def entries(self, length: int) -> int:
@@ -68,7 +70,7 @@ class LayerStates:
         if self.every is not None:  # keys and gates of the tokens of the next entry, of the indexer as well
             size = (2 if self.overlap else 1) * (self.keys + self.index)
             unfinished = 2 * (length % self.every) * size
-        if self.overlap and self.entries(length):
+        if self.overlap and self.every is not None and self.entries(length):
             unfinished += self.every * (self.keys + self.index)
             float32 = self.every * (self.keys + self.index)
         return self.passes * ((self.fixed + unfinished) * sizes.model + (self.fixed_float32 + float32) * FLOAT32)

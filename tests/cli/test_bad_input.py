@@ -93,7 +93,7 @@ CASES = [
     ("diagnose {kit}/model --length 65", "length 65 is above the model's 64 positions"),
     ("plan {kit}/nothing", "does not exist"),
     ("plan {kit}/no_config", "no config.json"),
-    ("plan {kit}/config_no_json", "is not a valid JSON file"),
+    ("plan {kit}/config_no_json", "is not valid JSON"),
     ("plan {kit}/unknown_method", "method 'telepathy' is not known"),
     ("plan {kit}/vit", "has no vocab_size, so it does not describe a language model"),
     ("plan {kit}/t5", "is an encoder-decoder"),

@@ -19,7 +19,7 @@ LENGTHS = {
     **dict.fromkeys(("gpt_neo", "mpt"), (7, 300, 2000)),
 }
 ROPE = {"rope_type": "default", "rope_theta": 1e4}
-SHRUNK = {  # that cannot run without data
+SHRUNK: dict[str, dict] = {  # that cannot run without data
     "jetmoe": {**BASE, "num_key_value_heads": 4, "kv_channels": 8, "num_local_experts": 4},
     "xmod": {**BASE, "default_language": "en_XX", "is_decoder": True},
 }

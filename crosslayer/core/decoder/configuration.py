@@ -109,6 +109,11 @@ class CrossLayerConfig(LlamaConfig):
         return [load_method(entry) for entry in self.cross_layer]
 
     @property
+    def residual_methods(self) -> list[str]:
+        """The names of the methods that replace the residual connection."""
+        return [method.name() for method in self.methods if type(method).residual is not Method.residual]
+
+    @property
     def components(self) -> Family:
         """The component classes of the family."""
         return load_family(self.family)
@@ -217,9 +222,10 @@ class CrossLayerConfig(LlamaConfig):
                             f"({layer_types[source]}); "
                             "layers of different types cannot share"
                         )
-        by_residual = [method.name() for method in wiring.methods if type(method).residual is not Method.residual]
-        if len(by_residual) > 1:
-            raise ValueError(f"{' and '.join(by_residual)} both replace the residual stream; only one method may")
+        if len(self.residual_methods) > 1:
+            raise ValueError(
+                f"{' and '.join(self.residual_methods)} both replace the residual stream; only one method may"
+            )
         mixing = [method.name() for method in wiring.methods if type(method).heads is not Method.heads]
         if mixing and min(wiring.plan.value_shares) < 1:
             partial = [m.name() for m in wiring.methods if min(m.plan(self.num_hidden_layers).value_shares) < 1]

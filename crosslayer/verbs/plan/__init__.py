@@ -1,3 +1,4 @@
-"""Shows which layers share keys, values or attention, from the config alone."""
+"""Shows how large the KV cache is and which layers share it, from the config alone."""
 
 GROUP = "Inspect"
+NEEDS_TORCH = False

@@ -1,30 +1,47 @@
-"""Which layers of a model share keys, values or attention, from its config alone."""
+"""Which layers of a model share keys, values or attention, and how large its cache is, from its config alone."""
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-from transformers import PreTrainedConfig, PreTrainedModel
-
+from crosslayer.wiring.dtypes import parse_bytes
 from crosslayer.wiring.read import read_plan
 from crosslayer.wiring.result import ModelPlan
 
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedConfig, PreTrainedModel
+
 
 def plan(
-    model: PreTrainedModel | PreTrainedConfig | str | Path,
+    model: "PreTrainedModel | PreTrainedConfig | str | Path",
     *,
-    length: int = 4096,
-    dtype: str | torch.dtype | None = None,
+    length: Sequence[int] | int = (4096,),
+    batch: int = 1,
+    dtype: "str | torch.dtype | None" = None,
+    kv_dtype: str | None = None,
+    engine: str | None = None,
+    memory: str | None = None,
 ) -> ModelPlan:
-    """Show from the config alone which layers read others' keys and values, masks, residual stream, and KV cache size.
+    """Show how large a model's KV cache is, which layers share keys and values, masks and residual stream.
+
+    Only the config is read, of the hub nothing else is downloaded.
 
     Args:
-        model: hub name (only its config.json is downloaded), local folder (weights are not needed), smollm2 or minilm.
-            In Python also a model or a config.
-        length: tokens in the KV cache.
-        dtype: dtype of the KV cache; default that of the config, else bfloat16.
+        model: hub name, local folder, config.json, .gguf file, - for a config on standard input, smollm2 or minilm. In
+            Python also a model or a config.
+        length: tokens in the KV cache; several make a table.
+        batch: number of sequences.
+        dtype: dtype of the model; default that of the config, else bfloat16.
+        kv_dtype: type of keys and values: a dtype, fp8, q8_0, q5_1, q5_0, q4_1, q4_0 or iq4_nl; default that of the
+            model.
+        engine: whose allocation is counted: transformers, vllm or llama.cpp; default llama.cpp for a .gguf file, else
+            transformers.
+        memory: size such as 24GiB: how many tokens fit into it beside the weights.
 
     Raises:
         ValueError: the model does not exist, or its config describes no attention layers or something unsupported.
 
     """
-    return read_plan(model, length, dtype)
+    limit = None if memory is None else parse_bytes(memory)
+    return read_plan(model, length, dtype, kv_dtype=kv_dtype, batch=batch, engine=engine, memory=limit)

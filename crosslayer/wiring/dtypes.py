@@ -1,0 +1,64 @@
+"""Bits per element: of dtypes, and of the types to which engines quantise keys and values."""
+
+from typing import Any
+
+from crosslayer.wiring.states import ItemSizes
+
+BITS = {"float32": 32, "float64": 64, "bfloat16": 16, "float16": 16}
+QUANTISED = {  # scales of blocks of 32 elements included
+    "fp8": 8.0,
+    "q8_0": 8.5,
+    "q5_1": 6.0,
+    "q5_0": 5.5,
+    "q4_1": 5.0,
+    "q4_0": 4.5,
+    "iq4_nl": 4.5,
+}
+DEFAULT = "bfloat16"
+
+
+def dtype_name(dtype: Any) -> str:
+    """Return the name of a dtype, given by its name or as torch's.
+
+    Raises:
+        ValueError: it is not known.
+
+    """
+    name = str(dtype).removeprefix("torch.")
+    if name not in BITS:
+        raise ValueError(f"dtype {name!r} is not known; use {', '.join(BITS)}")
+    return name
+
+
+def item_sizes(dtype: str, kv_dtype: str | None) -> ItemSizes:
+    """Return bytes per element of the model's dtype, and of keys and values, by default the same.
+
+    Raises:
+        ValueError: a type is not known.
+
+    """
+    kinds = {**BITS, **QUANTISED}
+    if kv_dtype is not None and kv_dtype not in kinds:
+        raise ValueError(f"`kv_dtype` {kv_dtype!r} is not known; use {', '.join(kinds)}")
+    return ItemSizes(BITS[dtype] / 8, kinds[kv_dtype or dtype] / 8)
+
+
+def parse_bytes(text: str) -> int:
+    """Return a number of bytes from a text such as 24GiB, 24GB or 512 MiB.
+
+    Raises:
+        ValueError: it is none.
+
+    """
+    units = {"": 1, "B": 1}
+    for power, letter in enumerate("KMGT", 1):
+        units |= {f"{letter}B": 1000**power, f"{letter}iB": 1024**power, letter: 1024**power}
+    number = text.strip().rstrip("BKMGTikmgtb ")
+    unit = text.strip()[len(number) :].strip()
+    try:
+        size = float(number) * {name.upper(): size for name, size in units.items()}[unit.upper()]
+    except (ValueError, KeyError):
+        raise ValueError(f"`memory` must be a size such as 24GiB, got {text!r}") from None
+    if not 1 <= size < 2**63:
+        raise ValueError(f"`memory` must be at least 1 byte, got {text!r}")
+    return int(size)

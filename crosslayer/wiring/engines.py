@@ -1,0 +1,117 @@
+"""What an engine allocates for the KV cache of a model, which is more than the states that it holds.
+
+- transformers: a dynamic cache, which grows with the text; nothing is allocated beyond it.
+- vllm: blocks of 16 tokens, of one size for all layers; a window keeps what is in flight (vLLM 0.32, kv_cache_utils).
+- llama.cpp: padded cells for the whole context; a window keeps a micro-batch more (llama-kv-cache-iswa).
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from crosslayer.wiring.dtypes import BITS, QUANTISED
+from crosslayer.wiring.states import FLOAT32, ItemSizes, LayerStates
+
+BLOCK = 16  # tokens of a vLLM block
+IN_FLIGHT = 2 * 8192  # tokens that vLLM may have in flight on a GPU: two batches of its default size
+EVEN = 1.5  # if the most frequent kind of layer is less than so often as frequent as the rarest, groups have its size
+CELLS = 256  # to a multiple of which llama.cpp rounds up
+MICRO_BATCH = 512  # tokens, llama.cpp's default
+GGML = ("float32", "float16", "bfloat16", *(kind for kind in QUANTISED if kind != "fp8"))
+
+
+class Kind(NamedTuple):
+    """What decides on how vLLM stores a layer: tokens that are kept (None: all), and bytes of a token."""
+
+    window: int | None
+    token_bytes: float
+
+
+TYPES = {"transformers": tuple(BITS), "vllm": (*BITS, "fp8"), "llama.cpp": GGML}  # engine → types of keys and values
+
+
+class Stored(NamedTuple):
+    """A layer's states, and those of them that it stores itself."""
+
+    layer: LayerStates
+    own: tuple[str, ...]
+
+
+def check_engine(engine: str, kv_dtype: str, layers: Sequence[Stored]) -> None:
+    """Refuse an engine that cannot store what the model caches, or not in this type.
+
+    Raises:
+        ValueError: the engine is unknown, the type of keys and values is not its own, or the model is not for it.
+
+    """
+    if engine not in TYPES:
+        raise ValueError(f"`engine` must be one of {', '.join(TYPES)}, got {engine!r}")
+    if kv_dtype not in TYPES[engine]:
+        others = [other for other, kinds in TYPES.items() if kv_dtype in kinds]
+        raise ValueError(f"{engine} has no KV cache of type {kv_dtype}; use `engine` {others[0]}")
+    if engine == "transformers":
+        return
+    for number, (states, own) in enumerate(layers):
+        if states.every is not None or states.index or states.prompt or states.passes > 1:
+            raise ValueError(f"what {engine} allocates for layer {number} ({states.mask}) is not known here")
+        if engine == "vllm" and (states.fixed or states.fixed_float32):
+            raise ValueError(f"what vllm allocates for the state of layer {number} ({states.mask}) is not known here")
+        if engine == "llama.cpp" and len(own) == 1:
+            raise ValueError(f"llama.cpp cannot store {own[0]} alone, as layer {number} does")
+
+
+def allocated(engine: str, layers: Sequence[Stored], sizes: ItemSizes, length: int) -> float:
+    """Return the bytes that an engine allocates for one sequence of `length` tokens."""
+    by_engine = {"transformers": _transformers, "vllm": _vllm, "llama.cpp": _llama_cpp}
+    return by_engine[engine](layers, sizes, length)
+
+
+def fixed_bytes(engine: str, states: LayerStates, sizes: ItemSizes, length: int) -> float:
+    """Return the bytes of a layer's states that do not grow with the text; llama.cpp's have float32."""
+    if engine != "llama.cpp":
+        return states.fixed_bytes(length, sizes)
+    kept = states.fixed
+    if states.kernel:  # the oldest token is not kept
+        kept = states.fixed // states.kernel * (states.kernel - 1)
+    return (kept + states.fixed_float32) * FLOAT32
+
+
+def _transformers(layers: Sequence[Stored], sizes: ItemSizes, length: int) -> float:
+    return sum(states.stored_bytes(length, sizes, own) + states.fixed_bytes(length, sizes) for states, own in layers)
+
+
+def _vllm(layers: Sequence[Stored], sizes: ItemSizes, length: int) -> float:
+    """Return the bytes of the blocks of a request; layers are grouped by kind, all groups draw from one pool."""
+    kinds: dict[Kind, int] = {}
+    for states, own in layers:
+        if own:  # of keys or values alone, both are allocated
+            kind = Kind(states.window, (states.keys + states.values) * sizes.kv)
+            kinds[kind] = kinds.get(kind, 0) + 1
+    if len({kind.window for kind in kinds}) == 1:  # one group, whose layers may differ in size
+        return sum(_blocks(kind.window, length, BLOCK) * BLOCK * kind.token_bytes * n for kind, n in kinds.items())
+    page = BLOCK * max(kind.token_bytes for kind in kinds)
+    rarest, most = min(kinds.values()), max(kinds.values())
+    group = most if most < EVEN * rarest else rarest
+    blocks = 0
+    for kind, count in kinds.items():
+        fitting = page / (BLOCK * kind.token_bytes)
+        tokens = BLOCK * int(fitting) if fitting == int(fitting) else BLOCK  # else the page is padded
+        blocks += math.ceil(count / group) * _blocks(kind.window, length, tokens)
+    return blocks * group * page
+
+
+def _blocks(window: int | None, length: int, tokens: int) -> int:
+    """Return the blocks of so many tokens that a request needs; a window may begin within a block."""
+    if window is None:
+        return math.ceil(length / tokens)
+    return math.ceil(min(window - 1 + IN_FLIGHT, length) / tokens) + 1
+
+
+def _llama_cpp(layers: Sequence[Stored], sizes: ItemSizes, length: int) -> float:
+    total = 0.0
+    for states, own in layers:
+        cells = length if states.window is None else min(length, states.window + MICRO_BATCH)
+        if own:
+            total += math.ceil(cells / CELLS) * CELLS * (states.keys + states.values) * sizes.kv
+        total += fixed_bytes("llama.cpp", states, sizes, length)
+    return total

@@ -1,0 +1,229 @@
+"""Metadata of a GGUF file: the config of its model, and the bytes of its weights; tensors are never read.
+
+The format is described in ggml's docs/gguf.md. What a file does not say, such as which layers of an architecture have a
+window, is llama.cpp's own rule, by its sources (llama-hparams, llama-model, models/*).
+"""
+
+import re
+import struct
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from crosslayer.wiring.plain_config import GgufConfig, PlainConfig
+
+SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # type → struct
+STRING, ARRAY = 8, 9
+MOST_ITEMS = 2**24  # of metadata, or of an array; vocabularies have 2**18
+LONGEST_STRING = 2**24
+KEPT = 4097  # items of an array that are kept: one for each layer
+PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")  # of a file that is split
+# architecture → layers of which the last, or the first, attends to all tokens; in the others a window limits it
+PERIODS = {"gemma2": 2, "gemma3": 6, "gemma3n": 5, "cohere2": 4, "gpt-oss": 2, "olmo2": 4, "exaone4": 4, "afmoe": 4}
+CHUNKED = {"llama4": (8192, 4)}  # architecture → tokens of a chunk, and the period
+NO_WINDOW = ("llama", "phi3", "qwen2", "qwen2moe", "qwen3", "qwen3moe", "starcoder2", "mistral3")  # whatever they say
+GEMMA_3N_OWN = 20  # layers with keys and values of their own, in Gemma 3n
+UNREAD = ("rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7", "falcon-h1", "t5", "t5encoder", "deepseek4")
+
+
+def gguf_config(file: Path) -> tuple[GgufConfig, int]:
+    """Return the config of a GGUF file, and the bytes of its weights in all of its parts.
+
+    Raises:
+        ValueError: the file is damaged or not GGUF, a part is missing, or its architecture cannot be read.
+
+    """
+    parts = _parts(file)
+    metadata = read_metadata(parts[0])
+    architecture = metadata.get("general.architecture")
+    if not isinstance(architecture, str) or architecture in UNREAD:
+        raise ValueError(f"{file.name}: the KV cache of architecture {architecture!r} cannot be read from GGUF")
+    values = {name.removeprefix(f"{architecture}."): value for name, value in metadata.items()}
+    return _config(architecture, values, file.name), sum(part.stat().st_size for part in parts)
+
+
+def _parts(file: Path) -> list[Path]:
+    match = PART.fullmatch(file.name)
+    if match is None:
+        return [file]
+    count = int(match[3])
+    parts = [file.with_name(f"{match[1]}-{number:05}-of-{count:05}.gguf") for number in range(1, count + 1)]
+    missing = [part.name for part in parts if not part.is_file()]
+    if missing:
+        raise ValueError(f"{file.name} is one of {count} parts; {missing[0]} is missing")
+    return parts
+
+
+def read_metadata(file: Path) -> dict[str, Any]:
+    """Return the metadata of a GGUF file, arrays with their first items alone.
+
+    Raises:
+        ValueError: the file is not GGUF, or is cut off in the middle.
+
+    """
+    metadata: dict[str, Any] = {}
+    with file.open("rb") as opened:
+        if opened.read(4) != b"GGUF":
+            raise ValueError(f"{file.name} is no GGUF file")
+        try:
+            version = _number(opened, "I")
+            if version not in (2, 3):
+                raise ValueError(f"{file.name} has version {version} of GGUF; 2 and 3 can be read")
+            _number(opened, "Q")  # tensors
+            for _ in range(_count(opened)):
+                name = _string(opened)
+                metadata[name] = _value(opened, _number(opened, "I"))
+        except struct.error:
+            known = f"; architecture {metadata['general.architecture']}" if "general.architecture" in metadata else ""
+            raise ValueError(
+                f"{file.name} ends in the middle of its metadata, after {len(metadata)} fields{known}"
+            ) from None
+        except _Damaged as error:
+            raise ValueError(f"{file.name} is damaged: {error}") from None
+    return metadata
+
+
+class _Damaged(Exception):
+    """A size or a type that no file has."""
+
+
+def _number(file: BinaryIO, kind: str) -> Any:
+    size = struct.calcsize(kind)
+    return struct.unpack(f"<{kind}", file.read(size))[0]
+
+
+def _count(file: BinaryIO) -> int:
+    count = _number(file, "Q")
+    if count > MOST_ITEMS:
+        raise _Damaged(f"it claims {count} items of metadata")
+    return count
+
+
+def _string(file: BinaryIO) -> str:
+    length = _number(file, "Q")
+    if length > LONGEST_STRING:
+        raise _Damaged(f"it claims a text of {length} bytes")
+    text = file.read(length)
+    if len(text) < length:
+        raise struct.error
+    return text.decode("utf-8", errors="replace")
+
+
+def _value(file: BinaryIO, kind: int) -> Any:
+    if kind == STRING:
+        return _string(file)
+    if kind in SCALARS:
+        return _number(file, SCALARS[kind])
+    if kind != ARRAY:
+        raise _Damaged(f"it has a value of type {kind}")
+    item, count = _number(file, "I"), _count(file)
+    if item in SCALARS:
+        size = struct.calcsize(SCALARS[item])
+        data = file.read(size * count)
+        if len(data) < size * count:
+            raise struct.error
+        kept = min(count, KEPT)
+        return list(struct.unpack(f"<{kept}{SCALARS[item]}", data[: size * kept]))
+    if item != STRING:
+        raise _Damaged(f"it has an array of type {item}")
+    texts = (_string(file) for _ in range(count))
+    return [text for number, text in enumerate(texts) if number < KEPT]
+
+
+def _config(architecture: str, values: dict[str, Any], name: str) -> GgufConfig:
+    """Return the config by the names that transformers gives its fields."""
+
+    def whole(field: str, default: int | None = None) -> int:
+        value = values.get(field, default)
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**31:
+            raise ValueError(f"{name}: {architecture}.{field} must be a whole number, got {value!r}")
+        return value
+
+    layers = whole("block_count") - whole("nextn_predict_layers", 0)
+    if not 1 <= layers < KEPT:
+        raise ValueError(f"{name}: {architecture}.block_count is {layers}; it must be from 1 to {KEPT - 1}")
+
+    def by_layer(field: str, default: Any) -> list[int]:
+        value = values.get(field, default)
+        entries = value if isinstance(value, list) else [value] * layers
+        if len(entries) < layers or not all(isinstance(entry, int) and 0 <= entry < 2**31 for entry in entries):
+            raise ValueError(f"{name}: {architecture}.{field} must be whole numbers, one for each of {layers} layers")
+        return entries[:layers]
+
+    heads = by_layer("attention.head_count", None)
+    kv_heads = by_layer("attention.head_count_kv", heads if isinstance(heads, list) else None)
+    width = whole("embedding_length")
+    windows = _windows(architecture, values, layers, name)
+    own: list[dict[str, Any]] = []
+    for layer in range(layers):
+        swa = "_swa" if windows[layer] is not None and "attention.key_length_swa" in values else ""
+        size = whole(f"attention.key_length{swa}", width // max(1, max(heads)))
+        latent = "attention.kv_lora_rank" in values and kv_heads[layer] == 1
+        value_size = 0 if latent else whole(f"attention.value_length{swa}", width // max(1, max(heads)))
+        own.append(
+            {
+                "num_attention_heads": heads[layer] or None,
+                "num_key_value_heads": kv_heads[layer] or None,
+                "head_dim": size,
+                "v_head_dim": value_size or None,
+                "keys_hold_values": latent,
+                "sliding_window": windows[layer],
+                "attention_chunk_size": windows[layer],
+            }
+        )
+    fields = {
+        "model_type": architecture,
+        "num_hidden_layers": layers,
+        "hidden_size": width,
+        "num_attention_heads": max(heads) or None,
+        "vocab_size": 1,  # a GGUF file's model is a language model
+        "use_cache": "attention.causal" not in values or bool(values["attention.causal"]),
+        "layer_types": _layer_types(architecture, values, kv_heads, windows),
+        "num_kv_shared_layers": _sharing(architecture, values, layers, whole),
+        "conv_L_cache": values.get("shortconv.l_cache"),
+        "mamba_d_conv": values.get("ssm.conv_kernel"),
+        "mamba_d_state": values.get("ssm.state_size"),
+        "mamba_n_groups": values.get("ssm.group_count"),
+        "mamba_n_heads": values.get("ssm.inner_size"),
+        "mamba_d_head": 1,  # heads of one element: only their product counts
+        "mamba_expand": whole("ssm.inner_size", 0) / width,
+        "dtype": "float16",
+    }
+    return GgufConfig(fields, layers=[PlainConfig({**fields, **one}) for one in own])
+
+
+def _sharing(architecture: str, values: dict[str, Any], layers: int, whole: Any) -> int:
+    if architecture == "gemma3n":
+        return max(0, layers - GEMMA_3N_OWN)
+    return whole("attention.shared_kv_layers", 0)
+
+
+def _windows(architecture: str, values: dict[str, Any], layers: int, name: str) -> list[int | None]:
+    """Return each layer's window, None where it attends to all tokens."""
+    window, pattern = values.get("attention.sliding_window"), values.get("attention.sliding_window_pattern")
+    if architecture in CHUNKED:
+        chunk, period = CHUNKED[architecture]
+        return [None if (layer + 1) % period == 0 else chunk for layer in range(layers)]
+    if not window or architecture in NO_WINDOW:
+        return [None] * layers
+    if isinstance(pattern, list) and len(pattern) >= layers:
+        return [window if limited else None for limited in pattern[:layers]]
+    period = pattern if isinstance(pattern, int) and pattern > 0 else PERIODS.get(architecture)
+    if period is None:
+        raise ValueError(f"{name}: which layers of architecture {architecture!r} have a window is not known here")
+    return [None if (layer + 1) % period == 0 else window for layer in range(layers)]
+
+
+def _layer_types(
+    architecture: str, values: dict[str, Any], kv_heads: list[int], windows: list[int | None]
+) -> list[str]:
+    interval = values.get("full_attention_interval")
+    recurrent = "conv" if "shortconv.l_cache" in values else "linear_attention" if "ssm.state_size" in values else "mlp"
+    limited = "chunked_attention" if architecture in CHUNKED else "sliding_attention"
+    types = []
+    for layer, (heads, window) in enumerate(zip(kv_heads, windows, strict=True)):
+        skipped = isinstance(interval, int) and interval > 0 and (layer + 1) % interval != 0
+        if heads == 0 or skipped:
+            types.append(recurrent)
+        else:
+            types.append("full_attention" if window is None else limited)
+    return types

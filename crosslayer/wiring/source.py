@@ -1,0 +1,125 @@
+"""Where a config comes from: a hub name, a folder, a config.json, a GGUF file, standard input; no weights are read."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from crosslayer.models.checks import check_layers
+from crosslayer.models.embedded import EMBEDDED, embedded_file
+from crosslayer.wiring.gguf import gguf_config
+from crosslayer.wiring.plain_config import plain_config
+
+STDIN = "-"
+LARGEST = 2**26  # bytes of a config.json
+INDEX = "model.safetensors.index.json"
+ALTERNATIVES = f"use a hub name, a folder, a config.json, a .gguf file, - for standard input, or {', '.join(EMBEDDED)}"
+
+
+class Source(NamedTuple):
+    """A config, transformers' own or one with the same fields, and the bytes of the weights if they are known."""
+
+    config: Any
+    weights_bytes: int | None = None
+
+
+def read_source(name: str) -> Source:
+    """Return the config that a name stands for.
+
+    Raises:
+        ValueError: there is none, or it cannot be read.
+
+    """
+    if name == STDIN:
+        return Source(_config(_parsed(sys.stdin.read(LARGEST + 1), "standard input"), "standard input"))
+    path = embedded_file(name) if name in EMBEDDED else Path(name).expanduser()
+    if path.suffix == ".gguf" and path.is_file():
+        return Source(*gguf_config(path))
+    if path.is_file() and path.suffix == ".safetensors":
+        path = path.parent
+    if path.is_file():
+        return Source(_config(_parsed(_text(path), name), name))
+    if path.is_dir():
+        return _folder(path, name)
+    return _hub(name)
+
+
+def _folder(folder: Path, name: str) -> Source:
+    file = folder / "config.json"
+    if file.is_file():
+        return Source(_config(_parsed(_text(file), name), name), _weights_bytes(folder))
+    files = sorted(folder.glob("*.gguf"))
+    if not files:
+        raise ValueError(f"{name!r} has no config.json and no .gguf file; {ALTERNATIVES}")
+    return Source(*gguf_config(files[0]))
+
+
+def _weights_bytes(folder: Path) -> int | None:
+    """Return the bytes of a folder's safetensors files: those of the index, if there is one."""
+    index = folder / INDEX
+    if index.is_file():
+        size = _parsed(_text(index), INDEX).get("metadata", {}).get("total_size")
+        if isinstance(size, int):
+            return size
+    files = list(folder.glob("model*.safetensors")) or list(folder.glob("*.safetensors"))
+    return sum(file.stat().st_size for file in files) or None
+
+
+def _hub(name: str) -> Source:
+    from crosslayer.hub import hub_source, is_hub_name
+
+    if not is_hub_name(name):
+        raise ValueError(f"{name!r} does not exist; {ALTERNATIVES}")
+    try:
+        source = hub_source(name)
+    except ValueError as error:
+        raise ValueError(f"{error}; {ALTERNATIVES}") from error
+    if source != name:  # the hub is away, and the cache has the model
+        return _folder(Path(source), name)
+    from huggingface_hub import hf_hub_download
+
+    file = Path(hf_hub_download(name, "config.json"))
+    return Source(_config(_parsed(_text(file), name), name), _hub_weights_bytes(name))
+
+
+def _hub_weights_bytes(name: str) -> int | None:
+    """Return the bytes of a hub model's weights, None if the hub does not know them."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    bits = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16, "I64": 64, "I32": 32, "I16": 16}  # all others have 8
+    try:
+        info = HfApi().model_info(name, expand=["safetensors"], timeout=5).safetensors
+    except (HfHubHTTPError, OSError):
+        return None
+    return None if info is None else sum(count * bits.get(kind, 8) // 8 for kind, count in info.parameters.items())
+
+
+def _text(file: Path) -> str:
+    if file.stat().st_size > LARGEST:
+        raise ValueError(f"{file.name} has {file.stat().st_size:,} bytes; no config is so large")
+    return file.read_text(encoding="utf-8", errors="replace")
+
+
+def _parsed(text: str, name: str) -> dict[str, Any]:
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{name!r} is not valid JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{name!r} is no config: it holds a {type(values).__name__}, not an object")
+    return values
+
+
+def _config(values: dict[str, Any], name: str) -> Any:
+    model_type = values.get("model_type")
+    if not isinstance(model_type, str):
+        raise ValueError(f"{name!r} is no config of a model: it has no model_type")
+    for part in (values, *(part for part in values.values() if isinstance(part, dict))):
+        check_layers(part.get("num_hidden_layers"))  # before a config makes lists of so many
+    config = plain_config(values)
+    if config is not None:
+        return config
+    from crosslayer.wiring.transformers_config import transformers_config
+
+    return transformers_config(values, name)

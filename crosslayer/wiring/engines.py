@@ -6,7 +6,7 @@
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from crosslayer.wiring.dtypes import BITS, QUANTISED
@@ -31,10 +31,10 @@ TYPES = {"transformers": tuple(BITS), "vllm": (*BITS, "fp8"), "llama.cpp": GGML}
 
 
 class Stored(NamedTuple):
-    """A layer's states, and those of them that it stores itself."""
+    """A layer's states, and the shares of its keys and values that it stores itself."""
 
     layer: LayerStates
-    own: tuple[str, ...]
+    own: Mapping[str, float]
 
 
 def check_engine(engine: str, kv_dtype: str, layers: Sequence[Stored]) -> None:
@@ -57,7 +57,7 @@ def check_engine(engine: str, kv_dtype: str, layers: Sequence[Stored]) -> None:
         if engine == "vllm" and (states.fixed or states.fixed_float32):
             raise ValueError(f"what vllm allocates for the state of layer {number} ({states.mask}) is not known here")
         if engine == "llama.cpp" and len(own) == 1:
-            raise ValueError(f"llama.cpp cannot store {own[0]} alone, as layer {number} does")
+            raise ValueError(f"llama.cpp cannot store {next(iter(own))} alone, as layer {number} does")
 
 
 def allocated(engine: str, layers: Sequence[Stored], sizes: ItemSizes, length: int) -> float:

@@ -138,10 +138,13 @@ class ModelPlan(Shown):
 
     @property
     def _stored(self) -> list[Stored]:
-        return [Stored(states, self.plan.stored(layer)) for layer, states in enumerate(self.layers)]
+        return [Stored(states, self._own(layer)) for layer, states in enumerate(self.layers)]
+
+    def _own(self, layer: int) -> dict[str, float]:
+        return {state: self.plan.stored_share(state, layer) for state in self.plan.stored(layer)}
 
     def _growing(self, states: LayerStates, layer: int, length: int) -> float:
-        return states.stored_bytes(length, self.sizes, self.plan.stored(layer))
+        return states.stored_bytes(length, self.sizes, self._own(layer))
 
     def held(self, layer: int, length: int) -> float:
         """Return the bytes of a layer's states of one sequence."""

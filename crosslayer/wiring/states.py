@@ -1,5 +1,6 @@
 """What a layer's cache holds: states that grow with the text, and states of fixed size."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -58,9 +59,9 @@ class LayerStates:
         """Return the tokens whose keys and values are kept; a windowed cache leaves space for the next token."""
         return length + self.prompt if self.window is None else min(length, self.window - 1)
 
-    def stored_bytes(self, length: int, sizes: ItemSizes, states: tuple[str, ...] = ("keys", "values")) -> float:
-        """Return the bytes that grow with the text; `states` are those that the layer stores."""
-        size = (self.keys if "keys" in states else 0) + (self.values if "values" in states else 0)
+    def stored_bytes(self, length: int, sizes: ItemSizes, own: Mapping[str, float]) -> float:
+        """Return the bytes that grow with the text; `own` is the share of its keys, and values, that the layer stores."""
+        size = self.keys * own.get("keys", 0) + self.values * own.get("values", 0)
         kept = (self.kept(length) + self.entries(length)) * size * sizes.kv
         return self.passes * (kept + self._indexed_bytes(length, sizes))
 

@@ -14,6 +14,15 @@ MOST_TOKENS = 2**40  # beyond any context
 
 
 @dataclass(frozen=True)
+class Sharing:
+    """A cross-layer method, the plan of the model with it, and whether a pretrained model can take it, in words."""
+
+    method: str
+    plan: "ModelPlan"
+    pretrained: str
+
+
+@dataclass(frozen=True)
 class ModelPlan(Shown):
     """The wiring of a model with L layers, read from its config, and the bytes of its KV cache.
 
@@ -36,6 +45,7 @@ class ModelPlan(Shown):
         engine: whose allocation is counted: transformers, vllm or llama.cpp.
         weights_bytes: bytes of the weights, None if they are not known.
         memory: bytes for weights and cache together, None if they were not asked for.
+        shared: the same with methods that share across layers.
 
     """
 
@@ -55,6 +65,7 @@ class ModelPlan(Shown):
     engine: str = "transformers"
     weights_bytes: int | None = None
     memory: int | None = None
+    shared: tuple[Sharing, ...] = ()
 
     def __post_init__(self):
         if self.caches:
@@ -166,8 +177,24 @@ class ModelPlan(Shown):
         return "\n".join(f"{line:<{width}}{mask}" for line, mask in zip(lines, masks, strict=True))
 
     def tables(self) -> list[Table]:
-        """Return the sizes by length, if there are several."""
-        if len(self.lengths) == 1 or not self.caches:
+        """Return the sizes by length, if there are several, and what methods would save."""
+        if not self.caches:
+            return []
+        return [*self._by_length(), *self._by_method()]
+
+    def _by_method(self) -> list[Table]:
+        if not self.shared:
+            return []
+        rows = []
+        for sharing in self.shared:
+            stored = sharing.plan.stored_bytes
+            ratio = f"{stored / self.stored_bytes:.1%}" if self.stored_bytes else "–"
+            rows.append([sharing.method, readable_bytes(stored), ratio, sharing.pretrained])
+        title = f"With sharing across layers, at {self.length:,} tokens"
+        return [(title, ["method", "stored", "of this cache", "in a pretrained model"], rows)]
+
+    def _by_length(self) -> list[Table]:
+        if len(self.lengths) == 1:
             return []
         rows = []
         for length in self.lengths:
@@ -183,7 +210,7 @@ class ModelPlan(Shown):
         own = f", {headline['own_kv_layers']} with keys or values of their own" if self.caches else ""
         methods = f", with {', '.join(self.methods)}" if self.methods else ""
         lines = [
-            self.diagram(),
+            self.shared[0].plan.diagram() if len(self.shared) == 1 else self.diagram(),
             f"{self.model} ({self.type}): {len(self.layers)} layers, {headline['attention_layers']} with softmax "
             f"attention{own}{methods}.",
             f"Residual: {self.residual}.",
@@ -235,6 +262,8 @@ class ModelPlan(Shown):
         }
         if len(self.lengths) > 1:
             figures["stored_bytes_by_length"] = {str(length): self.stored_at(length) for length in self.lengths}
+        if self.shared:
+            figures["stored_bytes_by_method"] = {one.method: one.plan.stored_bytes for one in self.shared}
         if self.weights_bytes is not None:
             figures["weights_bytes"] = self.weights_bytes
         if self.memory is not None:

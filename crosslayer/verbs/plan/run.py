@@ -1,6 +1,7 @@
 """Which layers of a model share keys, values or attention, and how large its cache is, from its config alone."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,8 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig, PreTrainedModel
 
+    from crosslayer.core.methods import Entry
+
 
 def plan(
     model: "PreTrainedModel | PreTrainedConfig | str | Path",
@@ -22,6 +25,7 @@ def plan(
     kv_dtype: str | None = None,
     engine: str | None = None,
     memory: str | None = None,
+    method: "Sequence[Entry] | None" = None,
 ) -> ModelPlan:
     """Show how large a model's KV cache is, which layers share keys and values, masks and residual stream.
 
@@ -38,10 +42,18 @@ def plan(
         engine: whose allocation is counted: transformers, vllm or llama.cpp; default llama.cpp for a .gguf file, else
             transformers.
         memory: size such as 24GiB: how many tokens fit into it beside the weights.
+        method: cross-layer method to apply, by name (with typical options) or as JSON, {"name": NAME, OPTION: VALUE};
+            several are compared.
 
     Raises:
         ValueError: the model does not exist, or its config describes no attention layers or something unsupported.
 
     """
     limit = None if memory is None else parse_bytes(memory)
-    return read_plan(model, length, dtype, kv_dtype=kv_dtype, batch=batch, engine=engine, memory=limit)
+    result = read_plan(model, length, dtype, kv_dtype=kv_dtype, batch=batch, engine=engine, memory=limit)
+    if not method:
+        return result
+    from crosslayer.wiring.sharing import share
+
+    entries = [method] if isinstance(method, str | Mapping | type) else method
+    return replace(result, shared=tuple(share(result, entry) for entry in entries))

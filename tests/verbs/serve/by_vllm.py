@@ -26,14 +26,26 @@ def answer(job):
         outputs = llm.generate(prompts, sampling, use_tqdm=False)
     metrics = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
     cache = llm.llm_engine.vllm_config.cache_config
+    sizes = sizes_of(llm)
     llm.llm_engine.engine_core.shutdown()
     return {
+        **sizes,
         "tokens": [list(output.outputs[0].token_ids) for output in outputs],
         "logprobs": [[chosen[token].logprob for chosen, token in steps(output)] for output in outputs],
         "kv_blocks": cache.num_gpu_blocks,
         "kv_tokens": cache.kv_cache_size_tokens,
         "metrics": metrics,
     }
+
+
+def sizes_of(llm):
+    """The bytes of the cache of a request of the maximal length, by vLLM's own count, and what decides on them."""
+    from vllm.v1.core.kv_cache_utils import get_max_concurrency_for_kv_cache_config
+
+    config = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_config
+    concurrency = get_max_concurrency_for_kv_cache_config(llm.llm_engine.vllm_config, config)
+    in_flight = llm.llm_engine.vllm_config.max_in_flight_tokens
+    return {"requests": concurrency, "in_flight": in_flight, "groups": len(config.kv_cache_groups)}
 
 
 def main() -> None:

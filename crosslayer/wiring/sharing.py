@@ -1,0 +1,70 @@
+"""What a cross-layer method would make of a model's cache, without weights."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from crosslayer.wiring.result import ModelPlan, Sharing
+from crosslayer.wiring.states import LayerStates
+
+if TYPE_CHECKING:
+    from crosslayer.core.method import Method
+
+
+def share(plan: ModelPlan, entry: Any) -> Sharing:
+    """Return the plan of a model with a method, by its name (a typical instance), as JSON or as a `Method`.
+
+    Raises:
+        ValueError: the method is unknown, or not possible for the model.
+
+    """
+    method = _method(entry, len(plan.layers))
+    for layer, states in enumerate(plan.layers):
+        if not states.keys:
+            raise ValueError(
+                f"{method.name()}: layer {layer} of {plan.model} has {states.mask}, which cannot be shared"
+            )
+    merged = plan.plan.merge(method.plan(len(plan.layers)), (plan.model, method.name()))
+    if not any(merged.attends(layer) for layer in range(merged.layers)):
+        raise ValueError(f"{method.name()}: no layer has attention; at least one layer must keep it")
+    layers = list(plan.layers)
+    for layer, window in enumerate(method.windows(len(layers)) or ()):
+        mask = "full" if window is None else f"window {window}"
+        layers[layer] = replace(layers[layer], window=window, mask=mask)
+    for reader in range(len(layers)):
+        for state in ("keys", "values"):
+            for source in merged.reads(state, reader):
+                if layers[reader] != layers[source]:
+                    raise ValueError(
+                        f"{method.name()}: layer {reader} ({layers[reader].mask}) would read {state} of layer {source} "
+                        f"({layers[source].mask}); layers of different kinds cannot share"
+                    )
+    kept = (states if merged.attends(layer) else LayerStates("no attention") for layer, states in enumerate(layers))
+    wired = replace(plan, plan=merged, layers=tuple(kept), methods=(*plan.methods, method.name()), shared=())
+    return Sharing(method.name(), wired, _in_pretrained(method, plan))
+
+
+def _method(entry: Any, layers: int) -> "Method":
+    from crosslayer.core.methods import load_method, method_class
+
+    if isinstance(entry, str) and entry.lstrip().startswith("{"):
+        try:
+            entry = json.loads(entry)
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise ValueError(f"`method` must be a name or a JSON object, got {entry[:80]!r} ({error})") from None
+    if isinstance(entry, str):
+        return method_class(entry).example(layers)
+    return load_method(dict(entry) if isinstance(entry, Mapping) else entry)
+
+
+def _in_pretrained(method: "Method", plan: ModelPlan) -> str:
+    """Return whether a pretrained model of this type can be converted, in words."""
+    from crosslayer.core.decoder.families import model_types
+    from crosslayer.core.method import Method
+
+    if type(method).from_groups.__func__ is Method.from_groups.__func__:  # type: ignore[attr-defined]
+        return "no, only trained from scratch"
+    if plan.type not in model_types():
+        return f"no model of type {plan.type} yet"
+    return "yes, by retrofit"

@@ -11,6 +11,8 @@ from typing import Any
 
 import vl_convert
 
+from crosslayer.output.wires import Wires
+
 COLORS = ("#2457c5", "#c4472f", "#23865f", "#8a5fbf", "#b8860b", "#1391a8", "#c2549a", "#7a5640")
 QUIET = "#697082"  # the color of context: other tokens, the baseline
 VERSION = "6.4"  # of Vega-Lite, in the page and in vl-convert
@@ -104,6 +106,7 @@ class Panel:
     lines: Sequence[Line] = ()
     heat: Heat | None = None
     dots: Dots | None = None
+    wires: Wires | None = None
     log_x: bool = False
     log_y: bool = False
     wide: bool = False
@@ -112,6 +115,12 @@ class Panel:
     y_range: tuple[float, float] | None = None
     x_ticks: dict[float, str] = field(default_factory=dict)
     y_ticks: dict[float, str] = field(default_factory=dict)
+
+    @property
+    def height(self) -> int | None:
+        """Pixels of the figure, None for the usual height."""
+        rows = self.dots or self.wires
+        return None if rows is None else rows.height
 
 
 def by_position(
@@ -173,6 +182,8 @@ def chart(panel: Panel) -> dict[str, Any]:
         layers, datasets = _heat_layers(panel, panel.heat), {}
     elif panel.dots is not None:
         layers, datasets = _dot_layers(panel, panel.dots), {}
+    elif panel.wires is not None:
+        layers, datasets = panel.wires.layers(panel.x_title, panel.y_title, COLORS, QUIET), {}
     else:
         layers, datasets = _line_layers(panel), {"lines": _rows(panel)}
     return {
@@ -189,7 +200,7 @@ def save_svg(panel: Panel, folder: Path) -> Path:
     """Write a panel into `folder`/<key>.svg, with title and legend."""
     square = panel.heat is not None and panel.heat.square
     spec = chart(panel) | {"title": panel.title, "background": "white", "padding": 12}
-    spec |= {"width": 360 if square else 520, "height": 360 if panel.dots is None else panel.dots.height}
+    spec |= {"width": 360 if square else 520, "height": panel.height or 360}
     if panel.heat is not None:
         spec["layer"][0]["encoding"]["color"]["legend"] = {"title": panel.heat.label}
     elif len(panel.lines) > 1:

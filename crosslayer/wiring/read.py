@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from crosslayer.models.checks import check_layers
+from crosslayer.models.embedded import EMBEDDED
 from crosslayer.output.formatting import folder_name
 from crosslayer.wiring.dtypes import DEFAULT, dtype_name, item_sizes
 from crosslayer.wiring.fields import NO_KV_CACHE, depth_plan, layer_states, layer_types_of, residual_form
@@ -64,7 +65,7 @@ def read_plan(
         **{**wiring, "caches": wiring["caches"] and caches, "dtype": dtype},
         model=folder_name(name or "") or wiring["type"],
         kv_dtype=kv_dtype or dtype,
-        engine=engine or ("llama.cpp" if isinstance(config, GgufConfig) else "transformers"),
+        engine=engine or ("llama.cpp" if isinstance(config, GgufConfig) and model not in EMBEDDED else "transformers"),
         sizes=item_sizes(dtype, kv_dtype),
         lengths=lengths,
         batch=batch,

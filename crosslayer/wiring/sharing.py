@@ -19,12 +19,12 @@ def share(plan: ModelPlan, entry: Any) -> Sharing:
         ValueError: the method is unknown, or not possible for the model.
 
     """
+    from crosslayer.core.methods import to_entry
+
     method = _method(entry, len(plan.layers))
     for layer, states in enumerate(plan.layers):
         if not states.keys:
-            raise ValueError(
-                f"{method.name()}: layer {layer} of {plan.model} has {states.mask}, which cannot be shared"
-            )
+            raise ValueError(f"{method.name()}: layer {layer} ({states.mask}) has no keys and values to share")
     merged = plan.plan.merge(method.plan(len(plan.layers)), (plan.model, method.name()))
     if not any(merged.attends(layer) for layer in range(merged.layers)):
         raise ValueError(f"{method.name()}: no layer has attention; at least one layer must keep it")
@@ -40,9 +40,13 @@ def share(plan: ModelPlan, entry: Any) -> Sharing:
                         f"{method.name()}: layer {reader} ({layers[reader].mask}) would read {state} of layer {source} "
                         f"({layers[source].mask}); layers of different kinds cannot share"
                     )
+    reading = [layer for layer in range(len(layers)) if set(merged.reads("keys", layer)) - {layer}]
+    if plan.engine == "llama.cpp" and reading:
+        raise ValueError(f"llama.cpp cannot share across layers as {method.name()} does; use another `engine`")
     kept = (states if merged.attends(layer) else LayerStates("no attention") for layer, states in enumerate(layers))
     wired = replace(plan, plan=merged, layers=tuple(kept), methods=(*plan.methods, method.name()), shared=())
-    return Sharing(method.name(), wired, _in_pretrained(method, plan))
+    label = entry if isinstance(entry, str) else str(to_entry(method))
+    return Sharing(label, wired, _in_pretrained(method, plan))
 
 
 def _method(entry: Any, layers: int) -> "Method":

@@ -60,7 +60,7 @@ class LayerStates:
         return length + self.prompt if self.window is None else min(length, self.window - 1)
 
     def stored_bytes(self, length: int, sizes: ItemSizes, own: Mapping[str, float]) -> float:
-        """Return the bytes that grow with the text; `own` is the share of its keys, and values, that the layer stores."""
+        """Return the bytes that grow with the text; `own` has the shares of its keys and values that it stores."""
         size = self.keys * own.get("keys", 0) + self.values * own.get("values", 0)
         kept = (self.kept(length) + self.entries(length)) * size * sizes.kv
         return self.passes * (kept + self._indexed_bytes(length, sizes))

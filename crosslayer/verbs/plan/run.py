@@ -5,9 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from crosslayer.verbs.plan.plan import Plan
 from crosslayer.wiring.dtypes import parse_bytes
 from crosslayer.wiring.read import read_plan
-from crosslayer.wiring.result import ModelPlan
 
 if TYPE_CHECKING:
     import torch
@@ -26,7 +26,7 @@ def plan(
     engine: str | None = None,
     memory: str | None = None,
     method: "Sequence[Entry] | None" = None,
-) -> ModelPlan:
+) -> Plan:
     """Show how large a model's KV cache is, which layers share keys and values, masks and residual stream.
 
     Only the config is read, of the hub nothing else is downloaded.
@@ -50,10 +50,11 @@ def plan(
 
     """
     limit = None if memory is None else parse_bytes(memory)
-    result = read_plan(model, length, dtype, kv_dtype=kv_dtype, batch=batch, engine=engine, memory=limit)
+    read = read_plan(model, length, dtype, kv_dtype=kv_dtype, batch=batch, engine=engine, memory=limit)
+    result = Plan(**vars(read))
     if not method:
         return result
     from crosslayer.wiring.sharing import share
 
     entries = [method] if isinstance(method, str | Mapping | type) else method
-    return replace(result, shared=tuple(share(result, entry) for entry in entries))
+    return replace(result, shared=tuple(share(read, entry) for entry in entries))

@@ -1,0 +1,193 @@
+"""The options of `plan`, what it saves, and how fast it answers."""
+
+import io
+import json
+import subprocess
+import sys
+
+import pytest
+from transformers import AutoConfig
+
+import crosslayer
+from crosslayer.output.wires import Wires
+from crosslayer.results import load_result
+from crosslayer.verbs.plan.result import PlanReport
+from tests.cli.test_cli import run
+from tests.helpers.tiny import BASE
+
+LLAMA = {"model_type": "llama", **BASE, "num_hidden_layers": 4, "num_key_value_heads": 2, "dtype": "bfloat16"}
+TOKEN = 4 * 2 * 2 * 8 * 2  # bytes of a token: layers, keys and values, heads, head size, bfloat16
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(LLAMA))
+    return tmp_path / "model"
+
+
+def test_lengths_and_sequences(folder):
+    plan = crosslayer.plan(folder, length=[100, 300], batch=3)
+    assert plan.stored_at(100) == 3 * 100 * TOKEN and plan.stored_bytes == 3 * 300 * TOKEN
+    assert [row[0] for row in plan.tables()[0][2]] == ["100", "300"]
+    assert plan.headline()["stored_bytes_by_length"] == {"100": 300 * TOKEN, "300": 900 * TOKEN}
+
+
+@pytest.mark.parametrize(
+    ("kind", "bits"),
+    [("float16", 16), ("q8_0", 8.5), ("q5_1", 6), ("q5_0", 5.5), ("q4_1", 5), ("q4_0", 4.5), ("iq4_nl", 4.5)],
+)
+def test_types_of_llama_cpp(folder, kind, bits):
+    plan = crosslayer.plan(folder, length=[512], kv_dtype=kind, engine="llama.cpp")
+    assert plan.stored_bytes == 512 * TOKEN * bits / 16 and plan.stored_at(257) == plan.stored_bytes
+
+
+def test_windows_of_llama_cpp(tmp_path):
+    config = {"model_type": "gemma2", **BASE, "num_hidden_layers": 2, "num_key_value_heads": 2, "head_dim": 8}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "sliding_window": 100, "dtype": "float16"}))
+    cell = 2 * 2 * 8 * 2
+    plan = crosslayer.plan(tmp_path, length=10_000, engine="llama.cpp")
+    assert plan.stored_bytes == cell * (10_240 + 768)  # 100 + 512 and 10,000 to the next multiple of 256
+
+
+def test_blocks_of_vllm(tmp_path):
+    """The example that other calculators have wrong: gpt-oss-20b at 8,192 tokens of 32 requests takes 12 GiB."""
+    config = {"model_type": "gpt_oss", "num_hidden_layers": 24, "num_attention_heads": 64, "hidden_size": 2880}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_key_value_heads": 8, "head_dim": 64}))
+    vllm = crosslayer.plan(tmp_path, length=8192, batch=32, engine="vllm")
+    assert round(vllm.stored_bytes / 2**30, 1) == 12.0
+    assert round(crosslayer.plan(tmp_path, length=8192, batch=32).stored_bytes / 2**30, 2) == 6.09
+
+
+def test_what_fits_into_memory(folder, monkeypatch, capsys):
+    (folder / "model.safetensors").write_bytes(bytes(1000))
+    plan = crosslayer.plan(folder, memory=f"{1000 + 77 * TOKEN + TOKEN // 2}B")
+    assert plan.fitting_length() == 77 and plan.weights_bytes == 1000
+    assert run(monkeypatch, "plan", folder, "--memory", "1GiB") == 0
+    assert "tokens fit into 1.00 GiB beside 1,000 bytes of weights" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="does not hold the cache of one token beside 1,000 bytes of weights"):
+        crosslayer.plan(folder, memory="1000").sentences()
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "3XB", "-1GiB", "nan", "1e400", "inf", "0"])
+def test_no_size_of_memory(folder, text):
+    with pytest.raises(ValueError, match="`memory` must be"):
+        crosslayer.plan(folder, memory=text)
+
+
+def test_weights_of_an_index(folder):
+    (folder / "model-00001-of-00002.safetensors").write_bytes(bytes(10))
+    index = {"metadata": {"total_size": 12345}, "weight_map": {}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert crosslayer.plan(folder).weights_bytes == 12345
+
+
+def test_a_config_on_standard_input(monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps(LLAMA)))
+    assert run(monkeypatch, "plan", "-", "--length", 10) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["stored_bytes"] == 10 * TOKEN
+
+
+def test_a_config_file(folder):
+    assert crosslayer.plan(folder / "config.json", length=10).stored_bytes == 10 * TOKEN
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "is not valid JSON"),
+        ("[" * 100_000, "is not valid JSON"),
+        ("[1]", "is no config: it holds a list"),
+        ("{}", "it has no model_type"),
+        ('{"model_type": "no_such"}', "the model type 'no_such' is unknown to transformers"),
+        ('{"model_type": 3}', "it has no model_type"),
+        ('{"model_type": "llama", "num_hidden_layers": "x"}', "num_hidden_layers is x; it must be a whole number"),
+        ('{"model_type": "llama", "num_hidden_layers": 4097}', "num_hidden_layers is 4097; it must be"),
+        ('{"model_type": "llama", "num_attention_heads": -4}', "num_attention_heads must be a whole number"),
+        ('{"model_type": "gemma3", "text_config": 3}', "cannot be loaded"),
+    ],
+)
+def test_bad_configs_are_one_line(tmp_path, text, message):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=message) as error:
+        crosslayer.plan(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"engine": "ollama"}, "`engine` must be one of transformers, vllm, llama.cpp"),
+        ({"kv_dtype": "q8_0"}, "transformers has no KV cache of type q8_0; use `engine` llama.cpp"),
+        ({"kv_dtype": "fp8"}, "use `engine` vllm"),
+        ({"kv_dtype": "int3"}, "`kv_dtype` 'int3' is not known"),
+        ({"batch": 0}, "batch must be at least 1"),
+        ({"length": []}, "length must be at least 1 token"),
+        ({"method": "no_such"}, "method 'no_such' is not known"),
+        ({"method": "{"}, "`method` must be a name or a JSON object"),
+        ({"method": "cla", "engine": "llama.cpp"}, "llama.cpp cannot share across layers as cla does"),
+    ],
+)
+def test_bad_options(folder, options, message):
+    with pytest.raises(ValueError, match=message):
+        crosslayer.plan(folder, **options)
+
+
+def test_engines_refuse_what_is_not_known_of_them():
+    mamba = AutoConfig.for_model("mamba2", num_hidden_layers=2)
+    with pytest.raises(ValueError, match="what vllm allocates for the state of layer 0"):
+        crosslayer.plan(mamba, engine="vllm")
+    indexed = AutoConfig.for_model("deepseek_v32", num_hidden_layers=2)
+    with pytest.raises(ValueError, match="what llama.cpp allocates for layer 0"):
+        crosslayer.plan(indexed, engine="llama.cpp")
+
+
+def test_what_sharing_would_save(folder):
+    plan = crosslayer.plan(folder, length=10, method=["cla", '{"name": "cla", "group": 4}', "yoco"])
+    pairs, fours, yoco = plan.shared
+    assert [one.plan.stored_bytes for one in (pairs, fours)] == [5 * TOKEN, 2.5 * TOKEN]
+    assert pairs.pretrained == "yes, by retrofit" and yoco.pretrained == "no, only trained from scratch"
+    assert plan.headline()["stored_bytes_by_method"]["cla"] == 5 * TOKEN
+    alone = crosslayer.plan(folder, method="cla")
+    assert "← 0" in alone.sentences()[0] and "← 0" not in plan.sentences()[0]
+
+
+def test_layers_of_different_kinds_cannot_share(tmp_path):
+    config = {"model_type": "gemma2", **BASE, "num_hidden_layers": 2, "num_key_value_heads": 2, "head_dim": 8}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"layer 1 \(full\) would read keys of layer 0 \(window 4096\)"):
+        crosslayer.plan(tmp_path, method="cla")
+    with pytest.raises(ValueError, match=r"layer 0 \(linear attention\) has no keys and values to share"):
+        crosslayer.plan(AutoConfig.for_model("mamba2", num_hidden_layers=2), method="cla")
+
+
+def test_what_is_saved_is_read_again(folder, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    assert run(monkeypatch, "plan", folder, "--length", "100,300", "--method", "cla", "--out", out) == 0
+    report = load_result(out)
+    assert isinstance(report, PlanReport) and [size.stored_bytes for size in report.sizes] == [100 * TOKEN, 300 * TOKEN]
+    assert report.methods[0].stored_bytes[0] == 256 * TOKEN // 2
+    assert [layer.sources for layer in report.layers] == [(), (0,), (), (2,)]
+    assert {path.name for path in (out / "figures").iterdir()} == {"layers.svg", "lengths.svg"}
+    page = (out / "report.html").read_text()
+    assert "KV cache of model" in page and "1 of 4" not in page and "2 of 4 read another" in page
+    crosslayer.plan(folder).save(tmp_path / "again")
+    assert load_result(tmp_path / "again").headline()["stored_bytes"] == 4096 * TOKEN
+
+
+def test_lines_of_sources_that_overlap_lie_beside_each_other():
+    wires = Wires([1.0] * 6, ["full"] * 6, [(), (), (0,), (1,), (), (4, 1)])
+    lanes = wires._lanes()
+    assert lanes[0] != lanes[1] and lanes[4] != lanes[1]
+
+
+def test_it_answers_without_torch(folder):
+    """Importing torch and transformers takes seconds; neither is needed for a local config."""
+    code = (
+        f"import sys; sys.argv = ['crosslayer', 'plan', {str(folder)!r}, '--memory', '1GiB']\n"
+        "from crosslayer.cli import main\n"
+        "try: main()\n"
+        "finally: assert not {'torch', 'transformers', 'numpy'} & set(sys.modules), 'imported'"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0 and "importing" not in done.stderr, done.stderr

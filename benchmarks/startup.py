@@ -13,17 +13,23 @@ import resource
 import statistics
 import subprocess
 import sys
+import tempfile
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 
 COMMAND = ["-c", "import sys; sys.argv[0] = 'crosslayer'; from crosslayer.cli import main; main()"]
+CONFIG = {"model_type": "gemma3_text", "num_hidden_layers": 26, "sliding_window_pattern": 6, "dtype": "bfloat16"}
+FOLDER = Path(tempfile.mkdtemp())
+(FOLDER / "config.json").write_text(json.dumps(CONFIG))
 SIDES = {
     "python": ["-c", "pass"],
     "crosslayer --version": [*COMMAND, "--version"],
     "crosslayer --help": [*COMMAND, "--help"],
     "crosslayer retrofit --help": [*COMMAND, "retrofit", "--help"],
     "crosslayer methods": [*COMMAND, "methods"],
+    "crosslayer plan FOLDER": [*COMMAND, "plan", str(FOLDER)],
+    "crosslayer plan smollm2 (GGUF)": [*COMMAND, "plan", "smollm2"],
     "import torch": ["-c", "import torch"],
     "from transformers import LlamaForCausalLM": ["-c", "from transformers import LlamaForCausalLM"],
     "import crosslayer": ["-c", "import crosslayer"],

@@ -47,7 +47,7 @@ def parse_bytes(text: str) -> int:
     """Return a number of bytes from a text such as 24GiB, 24GB or 512 MiB.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the text is not a size.
 
     """
     units = {"": 1, "B": 1}

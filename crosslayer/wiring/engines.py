@@ -15,7 +15,7 @@ from crosslayer.wiring.states import FLOAT32, ItemSizes, LayerStates
 BLOCK = 16  # tokens of a vLLM block
 IN_FLIGHT = 2 * 8192  # tokens that vLLM may have in flight on a GPU: two batches of its default size
 EVEN = 1.5  # if the most frequent kind of layer is less than so often as frequent as the rarest, groups have its size
-CELLS = 256  # to a multiple of which llama.cpp rounds up
+CELLS = 256  # llama.cpp rounds up to a multiple of it
 MICRO_BATCH = 512  # tokens, llama.cpp's default
 GGML = ("float32", "float16", "bfloat16", *(kind for kind in QUANTISED if kind != "fp8"))
 

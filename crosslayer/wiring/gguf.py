@@ -17,7 +17,7 @@ MOST_ITEMS = 2**24  # of metadata, or of an array; vocabularies have 2**18
 LONGEST_STRING = 2**24
 KEPT = 4097  # items of an array that are kept: one for each layer
 PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")  # of a file that is split
-# architecture → layers of which the last, or the first, attends to all tokens; in the others a window limits it
+# architecture → layers after which the pattern repeats; the last attends to all tokens, the others to a window
 PERIODS = {"gemma2": 2, "gemma3": 6, "gemma3n": 5, "cohere2": 4, "gpt-oss": 2, "olmo2": 4, "exaone4": 4, "afmoe": 4}
 CHUNKED = {"llama4": (8192, 4)}  # architecture → tokens of a chunk, and the period
 NO_WINDOW = ("llama", "phi3", "qwen2", "qwen2moe", "qwen3", "qwen3moe", "starcoder2", "mistral3")  # whatever they say

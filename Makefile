@@ -103,9 +103,11 @@ tables: $(STAMP)
 	mkdir -p out && $(BIN)/python -m crosslayer.verbs.methods.compositions > out/COMPOSITIONS.md && mv out/COMPOSITIONS.md docs/methods/combinations.md
 	$(BIN)/python -m crosslayer.cli.reference docs/reference/commands.md docs/reference/recipes.md
 
-# what transformers' config classes default to, for `crosslayer plan`: with each new version of transformers
+# what transformers' config classes default to, for `crosslayer plan`, and the table of shipped models: with each new
+# version of transformers
 defaults: $(STAMP)
 	$(BIN)/python -m crosslayer.wiring.defaults
+	$(BIN)/python benchmarks/cache_sizes.py
 
 # the site, out/site: links are checked, and every page is opened in Chromium at two widths
 $(VENV)/.docs: $(STAMP)

@@ -1,5 +1,6 @@
-"""Checks of method options: layers, groups of layers, choices."""
+"""Checks of options: layers, groups of layers, choices, values by layer."""
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -49,3 +50,33 @@ def mixed_layers(name: str, plan: DepthPlan, state: str) -> list[int]:
             f"{name}: at least two layers must have {state} of their own to be mixed, only layer {own_layers[0]} has"
         )
     return own_layers
+
+
+MOST_LAYERS = 10_000
+BY_LAYER = re.compile(r"\s*(?P<value>[^@,\s]+)\s*(?:@(?P<first>\d+)(?:-(?P<last>\d+))?)?\s*", re.ASCII)
+
+
+def by_layer(text: str, what: str, example: str) -> tuple[str | None, tuple[str | None, ...]]:
+    """Return the value of all layers, or the values of the first layers, that a text such as `8@0-11,4@12-29` gives.
+
+    Raises:
+        ValueError: the text cannot be read, or names a layer twice; the message begins with `what`.
+
+    """
+    pieces, values = text.split(","), {}
+    for piece in pieces:
+        match = BY_LAYER.fullmatch(piece)
+        if match is None:
+            raise ValueError(f"{what} cannot be read at {piece!r}; write it {example}")
+        if match["first"] is None:
+            if len(pieces) > 1:
+                raise ValueError(f"{what}: each of several amounts needs layers, {example}")
+            return match["value"], ()
+        first, last = int(match["first"]), int(match["last"] or match["first"])
+        if not first <= last < MOST_LAYERS:
+            raise ValueError(f"{what}: {first}-{last} is not a range of layers")
+        for layer in range(first, last + 1):
+            if layer in values:
+                raise ValueError(f"{what} names layer {layer} twice")
+            values[layer] = match["value"]
+    return None, tuple(values.get(layer) for layer in range(max(values) + 1))

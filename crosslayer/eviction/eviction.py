@@ -11,10 +11,11 @@ from typing import Annotated
 
 from pydantic import AfterValidator
 
+from crosslayer.core.options import by_layer
 from crosslayer.eviction.policies import Policy, policy
 
 BLOCK = 16  # tokens that are read between two evictions
-AMOUNT = re.compile(r"(?P<amount>\d+\.\d*|\.\d+|\d+)(?:@(?P<first>\d+)(?:-(?P<last>\d+))?)?", re.ASCII)
+AMOUNT = re.compile(r"\d+\.\d*|\.\d+|\d+", re.ASCII)
 EXAMPLE = "as h2o:0.4 (evicts 40%), h2o:512 (keeps 512 tokens) or h2o:0.2@0-11,0.6@12-29 (by layer)"
 
 
@@ -110,27 +111,17 @@ def parse_eviction(text: str) -> Eviction:
     Eviction(name, text)  # refuses an unknown name, before amounts are read
     if not colon:
         raise ValueError(f"eviction {text!r} has no amount; write it {EXAMPLE}")
-    pieces = rest.split(",")
-    amounts: dict[int, Amount] = {}
-    for piece in pieces:
-        match = AMOUNT.fullmatch(piece.strip())
-        if match is None:
-            raise ValueError(f"eviction {text!r} cannot be read at {piece!r}; write it {EXAMPLE}")
-        digits = match["amount"]
-        amount = Amount(share=float(digits)) if "." in digits else Amount(tokens=int(digits))
-        if match["first"] is None:
-            if len(pieces) > 1:
-                raise ValueError(f"eviction {text!r}: each of several amounts needs layers, {EXAMPLE}")
-            return Eviction(name, text.strip(), everywhere=amount)
-        first, last = int(match["first"]), int(match["last"] or match["first"])
-        if not first <= last < 10_000:
-            raise ValueError(f"eviction {text!r}: {first}-{last} is not a range of layers")
-        for layer in range(first, last + 1):
-            if layer in amounts:
-                raise ValueError(f"eviction {text!r} names layer {layer} twice")
-            amounts[layer] = amount
-    by_layer = tuple(amounts.get(layer) for layer in range(max(amounts) + 1))
-    return Eviction(name, text.strip(), by_layer=by_layer)
+    everywhere, by_layers = by_layer(rest, f"eviction {text!r}", EXAMPLE)
+    if everywhere is not None:
+        return Eviction(name, text.strip(), everywhere=_amount(text, everywhere))
+    amounts = (None if value is None else _amount(text, value) for value in by_layers)
+    return Eviction(name, text.strip(), by_layer=tuple(amounts))
+
+
+def _amount(text: str, digits: str) -> Amount:
+    if AMOUNT.fullmatch(digits) is None:
+        raise ValueError(f"eviction {text!r} cannot be read at {digits!r}; write it {EXAMPLE}")
+    return Amount(share=float(digits)) if "." in digits else Amount(tokens=int(digits))
 
 
 def _readable(text: str) -> str:

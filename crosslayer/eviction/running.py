@@ -4,30 +4,44 @@ A handler of every attention call records the calls of each group's first layer,
 the layer's cache. The model's own attention function computes, so any implementation that takes a mask works.
 """
 
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
+from crosslayer.core.decoder.columns import ColumnLayer, Columns
 from crosslayer.core.plan import CACHED, DepthPlan
 from crosslayer.core.transformers_versions import CACHE, given_cache
 from crosslayer.eviction.cache import EvictionCache
 from crosslayer.eviction.eviction import Eviction, parse_eviction
 from crosslayer.eviction.state import GroupState, Step, padding
-from crosslayer.probe.intercept import AttentionCall, evaluating, intercepted, layer_stack
-from crosslayer.wiring.read import read_plan
-from crosslayer.wiring.values import field
+from crosslayer.probe.intercept import AttentionCall, evaluating, intercepted
+from crosslayer.quantization.codec import codec_of
+from crosslayer.quantization.running import (
+    call_arguments,
+    called_with_cache,
+    check_masks,
+    checked_plan,
+    mask_for,
+    quantizing,
+    state_kinds,
+    stored_as,
+)
+from crosslayer.wiring.kv_bits import KvBits, parse_kv_bits
+from crosslayer.wiring.result import ModelPlan
 
-NewCache = Callable[[], EvictionCache]
+NewCache = Callable[[], Cache]  # makes an empty cache for the model that runs
 
 
 @contextmanager
-def evicting(model: PreTrainedModel, eviction: Eviction | str) -> Iterator[NewCache]:
+def evicting(
+    model: PreTrainedModel, eviction: Eviction | str, kv_bits: KvBits | str | int | None = None
+) -> Iterator[Callable[[], EvictionCache]]:
     """Evict cached tokens while the block runs; gives a function that makes an empty cache.
 
     Pass such a cache as `cache` (`past_key_values` before transformers 5.24) to the model or its `generate`. A call
@@ -37,6 +51,7 @@ def evicting(model: PreTrainedModel, eviction: Eviction | str) -> Iterator[NewCa
     Args:
         model: a causal language model, stock or of this package, with sdpa or eager attention.
         eviction: an `Eviction`, or a text that `parse_eviction` reads, such as "h2o:0.4".
+        kv_bits: quantises the tokens that are kept, the latest too; as `quantizing` takes it.
 
     Raises:
         ValueError: the eviction cannot be read, or it is not defined for the model: an encoder, sliding windows, linear
@@ -44,28 +59,39 @@ def evicting(model: PreTrainedModel, eviction: Eviction | str) -> Iterator[NewCa
 
     """
     eviction = parse_eviction(eviction) if isinstance(eviction, str) else eviction
-    plan = _checked_plan(model, eviction)
-    run = _Run(plan, eviction)
-    layers = layer_stack(model)
-    body = next(module for module in model.modules() if any(child is layers for child in module.children()))
-    hook = body.register_forward_pre_hook(
-        run.begin, with_kwargs=True
-    )  # the module that receives the cache and calls the layers
-    try:
-        with torch.no_grad(), evaluating(model), intercepted(model, run.handle):
-            yield run.new_cache
-    finally:
-        hook.remove()
+    bits = kv_bits if kv_bits is None or isinstance(kv_bits, KvBits) else parse_kv_bits(kv_bits)
+    run = _Run(_checked_plan(model, eviction, bits), eviction, bits)
+    with torch.no_grad(), evaluating(model), called_with_cache(model, run.begin), intercepted(model, run.handle):
+        yield run.new_cache
 
 
-@contextmanager
-def evicting_if(model: PreTrainedModel, eviction: str | None) -> Iterator[NewCache | None]:
-    """Do what `evicting` does; with None do nothing, and give None instead of a function that makes a cache."""
-    if eviction is None:
-        yield None
-        return
-    with evicting(model, eviction) as new_cache:
-        yield new_cache
+class SmallerCache(NamedTuple):
+    """How a model's KV cache is made smaller: by an eviction, by fewer bits, by both, or not at all."""
+
+    evict: str | None = None
+    kv_bits: str | None = None
+
+    @contextmanager
+    def running(self, model: PreTrainedModel) -> Iterator[NewCache | None]:
+        """Run a model with such a cache; gives a function that makes an empty one, None for the model's own."""
+        if self.evict is not None:
+            with evicting(model, self.evict, self.kv_bits) as new_cache:
+                yield new_cache
+        elif self.kv_bits is not None:
+            with quantizing(model, self.kv_bits) as new_cache:
+                yield new_cache
+        else:
+            yield None
+
+    def sentences(self, name: str) -> list[str]:
+        """Return what is done with the cache of a model."""
+        lines = []
+        if self.evict is not None:
+            about = parse_eviction(self.evict).rule.about
+            lines.append(f"The KV cache of {name} evicts tokens ({self.evict}); it keeps {about}.")
+        if self.kv_bits is not None:
+            lines.append(f"The KV cache of {name} is quantised ({parse_kv_bits(self.kv_bits).about}).")
+        return lines
 
 
 def sharing_groups(plan: DepthPlan) -> list[list[int]]:
@@ -81,8 +107,11 @@ def sharing_groups(plan: DepthPlan) -> list[list[int]]:
 class _Run:
     """The state of one use of `evicting`, over all forward passes."""
 
-    def __init__(self, plan: DepthPlan, eviction: Eviction):
-        self.eviction, self.layers = eviction, plan.layers
+    def __init__(self, wiring: ModelPlan, eviction: Eviction, bits: KvBits | None):
+        plan = wiring.plan
+        self.eviction = eviction
+        self.stored_kinds = [None if bits is None else bits.kind(layer) for layer in range(plan.layers)]
+        self.read_kinds = None if bits is None else state_kinds(wiring, bits)
         groups = sharing_groups(plan)
         self.first_layers = [group[0] for group in groups]
         self.group_of = {layer: number for number, group in enumerate(groups) for layer in group}
@@ -96,12 +125,12 @@ class _Run:
     def new_cache(self) -> EvictionCache:
         """Return an empty cache."""
         amounts = [self.eviction.amount(layer) for layer in self.first_layers]
-        return EvictionCache(self.layers, [GroupState(self.eviction.rule, amount) for amount in amounts], self)
+        layers = [ColumnLayer(partial(Columns, codec_of(kind))) for kind in self.stored_kinds]
+        return EvictionCache(layers, [GroupState(self.eviction.rule, amount) for amount in amounts], self)
 
     def begin(self, body: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Check the cache that a forward pass receives."""
-        arguments = inspect.signature(body.forward).bind_partial(*args, **kwargs).arguments
-        arguments = {**arguments, **arguments.get("kwargs", {})}
+        arguments = call_arguments(body, args, kwargs)
         cache = given_cache(arguments)
         if cache is not None and arguments.get("use_cache") is False:
             raise ValueError(
@@ -122,6 +151,8 @@ class _Run:
         if call.layer in self.handled:
             raise ValueError(f"layer {call.layer} attends twice in a forward pass; eviction is not defined for that")
         self.handled.add(call.layer)
+        if self.read_kinds is not None and not self.is_stored:
+            call = stored_as(call, self.read_kinds[call.layer])
         number = self.group_of[call.layer]
         if number not in self.steps:
             group, new = self.cache.groups[number], call.query.shape[2]
@@ -140,30 +171,19 @@ def _mask_for(call: AttentionCall, mask: Tensor | None) -> Tensor | None:
         return None
     groups = call.query.shape[1] // mask.shape[1]
     mask = mask.to(call.query.device)  # layers of a group may lie on several devices
-    mask = mask.repeat_interleave(groups, dim=1) if groups > 1 else mask
-    if call.implementation == "sdpa":
-        return mask
-    hidden = torch.finfo(call.query.dtype).min
-    return torch.zeros(mask.shape, dtype=call.query.dtype, device=mask.device).masked_fill(~mask, hidden)
+    return mask_for(call, mask.repeat_interleave(groups, dim=1) if groups > 1 else mask)
 
 
-def _checked_plan(model: PreTrainedModel, eviction: Eviction) -> DepthPlan:
+def _checked_plan(model: PreTrainedModel, eviction: Eviction, bits: KvBits | None) -> ModelPlan:
     """Return which layers store and which read, if eviction is defined for the model."""
-    wiring = read_plan(model)
-    name = f"{type(model).__name__} ({wiring.type})"
-    if not wiring.caches or not model.can_generate():
-        raise ValueError(f"{name} keeps no KV cache, so nothing can be evicted")
-    if field(model.config.get_text_config(), "kv_lora_rank"):
-        raise ValueError(f"{name} caches compressed keys and values; eviction needs those of each head")
-    kind = model.config.get_text_config()._attn_implementation or "eager"
-    if kind not in ("sdpa", "eager"):
-        raise ValueError(f"eviction needs sdpa or eager attention, which take a mask, got {kind!r}")
-    plan = wiring.plan
+    wiring = checked_plan(model, "eviction")
+    check_masks(model, "eviction")
     for layer, states in enumerate(wiring.layers):
-        if states.mask != "no attention" and (states.keys == 0 or states.window or states.every or states.index):
+        if states.mask != "no attention" and (states.keys == 0 or states.window):
+            name = f"{type(model).__name__} ({wiring.type})"
             raise ValueError(f"{name}: layer {layer} has {states.mask}; eviction needs full attention")
-        several = [state for state in CACHED if plan.read_count(state, layer) > 1]
-        if plan.value_shares[layer] < 1 or several:
-            raise ValueError(f"{name}: layer {layer} reads states of several layers; eviction is not defined for that")
+    plan = wiring.plan
     eviction.check_layers(plan.layers, sharing_groups(plan))
-    return plan
+    if bits is not None:
+        bits.check_layers([layer for layer in range(plan.layers) if plan.stored(layer)], plan.layers)
+    return wiring

@@ -28,7 +28,10 @@ from transformers import AutoModelForCausalLM, Cache, DynamicCache, LlamaConfig,
 from crosslayer.core.decoder import CrossLayerConfig, CrossLayerForCausalLM
 from crosslayer.core.method import Method
 from crosslayer.core.methods import Entry
+from crosslayer.core.plan import CACHED
+from crosslayer.core.transformers_versions import CACHE
 from crosslayer.probe.intercept import visited
+from crosslayer.quantization.running import quantized_cache, quantizing
 from crosslayer.testing.tiny import (
     SHAPE,
     VOCABULARY,
@@ -43,6 +46,7 @@ from crosslayer.testing.tiny import (
     tolerance,
 )
 from crosslayer.verbs.retrofit.convert import convert_weights
+from crosslayer.wiring.kv_bits import KvBits
 
 Check = Callable[[CrossLayerConfig], None]
 
@@ -161,6 +165,31 @@ def eager_equals_sdpa(config: CrossLayerConfig) -> None:
     model.set_attn_implementation("eager")
     with mock.patch.object(torch.nn.functional, "softmax", lambda scores, dim, dtype=None: scores.softmax(dim)):
         close(model(ids).logits, sdpa, "eager and SDPA", tolerance(config))
+
+
+@torch.no_grad()
+def quantized_cache_cuts_make_no_difference(config: CrossLayerConfig) -> None:
+    """With a quantised cache, a text read in pieces, padded, or without a cache gives the same logits.
+
+    A model whose layers read states of several layers, or that has none to quantise, is refused by a `ValueError`.
+    """
+    model, ids, bits = build(config), tokens(length=16), KvBits("4", everywhere="int4", recent=5)
+    plan = config.plan
+    several = any(plan.read_count(state, layer) > 1 for state in CACHED for layer in range(plan.layers))
+    windows = config.sliding_window is not None and "full_attention" not in (config.layer_types or [])
+    if several or min(plan.value_shares) < 1 or windows:
+        _refuses(lambda: quantized_cache(model, bits), "several layers" if not windows else "no layer")
+        return
+    with quantizing(model, bits) as new_cache:
+        full = model(ids, use_cache=False).logits
+        for sizes in ([16], [1] * 16, [9, 1, 6]):
+            close(steps(model, ids, sizes, new_cache())[0], full, f"quantised, chunks of {sizes}", tolerance(config))
+        mask = torch.ones_like(ids)
+        mask[1, :3] = 0
+        positions = (mask.cumsum(-1) - 1).clamp_min(0)
+        options = {"attention_mask": mask, "position_ids": positions, CACHE: new_cache()}
+        padded = model(torch.cat([ids[:1], torch.cat([ids[1:, :3], ids[1:, :-3]], 1)]), **options).logits
+        close(padded[1, 3:], full[1, :-3], "quantised and padded", tolerance(config))
 
 
 @torch.no_grad()
@@ -333,6 +362,7 @@ BY_OPTIONS: tuple[Check, ...] = (
     generation_modes_agree,
     eager_equals_sdpa,
     left_padding_equals_single_runs,
+    quantized_cache_cuts_make_no_difference,
     wiring_matches_the_plan,
     causal,
     gradients_equal_under_checkpointing,

@@ -167,9 +167,11 @@ def test_keys_and_values_of_a_group_hold_the_first_layers_tokens():
     group = cache.groups[2]
     columns = group.positions.long()[..., None].expand(-1, -1, -1, 8)
     held = columns.shape[2]
-    assert held == 29 and torch.equal(cache.layers[2].keys[:, :, :held], full.layers[2].keys.gather(2, columns))
-    assert torch.equal(cache.layers[2].values[:, :, :held], full.layers[2].values.gather(2, columns))
-    assert cache.layers[3].values.shape[-1] == 0 and cache.layers[3].used == held  # values alone, in the first place
+    keys, values = cache.layers[2].columns
+    assert held == 29 and torch.equal(keys.read(), full.layers[2].keys.gather(2, columns))
+    assert torch.equal(values.read(), full.layers[2].values.gather(2, columns))
+    first, second = cache.layers[3].columns
+    assert second.size == 0 and first.used == held  # values alone, in the first place
 
 
 def test_values_of_reading_layers_are_those_of_the_same_tokens():
@@ -184,8 +186,8 @@ def test_values_of_reading_layers_are_those_of_the_same_tokens():
         columns = cache.groups[number].positions.long()[..., None].expand(-1, -1, -1, 8)
         assert columns.shape[2] == 90
         for layer in layers:
-            states = cache.layers[layer].keys[:, :, :90]
-            assert torch.equal(states, full.layers[layer].keys.gather(2, columns))
+            states = cache.layers[layer].columns[0].read()
+            assert states.shape[2] == 90 and torch.equal(states, full.layers[layer].keys.gather(2, columns))
 
 
 @pytest.mark.parametrize("plan", [None, "cla", "svformer", UNIATTN], ids=str)
@@ -238,8 +240,9 @@ def test_layers_may_evict_different_shares():
     with evicting(model, "streaming:0.5@1,0.25@2") as new_cache:
         cache = new_cache()
         model(ids, **{CACHE: cache})
-    assert [layer.used for layer in cache.layers] == [48, 24, 36]
-    assert [layer.keys.shape[2] for layer in cache.layers] == [48, 24 + BLOCK, 36 + BLOCK]
+    keys = [layer.columns[0] for layer in cache.layers]
+    assert [states.used for states in keys] == [48, 24, 36]
+    assert [states.memory[0].shape[2] for states in keys] == [48, 24 + BLOCK, 36 + BLOCK]
 
 
 def test_sinks_are_kept_wherever_they_are():

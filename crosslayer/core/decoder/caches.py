@@ -2,10 +2,12 @@
 
 from collections.abc import Collection
 
+import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, QuantizedCache
 from transformers.cache_utils import StaticLayer
 
+from crosslayer.core.decoder.columns import Columns
 from crosslayer.core.decoder.configuration import CrossLayerConfig
 from crosslayer.core.transformers_versions import CACHES_KNOW_READERS, EMPTY_LAYER
 
@@ -107,8 +109,10 @@ def cache_bytes(cache: Cache) -> int:
     storages = {}
     for layer in cache.layers:
         for value in vars(layer).values():
-            for tensor in value if isinstance(value, list | tuple) else [value]:
-                if isinstance(tensor, Tensor) and tensor.is_floating_point():
-                    storage = tensor.untyped_storage()
-                    storages[storage.data_ptr()] = storage.nbytes()
+            for part in value if isinstance(value, list | tuple) else [value]:
+                tensors = part.tensors() if isinstance(part, Columns) else [part]
+                for tensor in tensors:
+                    if isinstance(tensor, Tensor) and (tensor.is_floating_point() or tensor.dtype == torch.uint8):
+                        storage = tensor.untyped_storage()
+                        storages[storage.data_ptr()] = storage.nbytes()
     return sum(size for pointer, size in storages.items() if pointer)

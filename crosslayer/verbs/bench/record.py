@@ -8,6 +8,7 @@ from crosslayer.eviction.eviction import Evict
 from crosslayer.output.record import SEVERAL, Frozen, ModelFacts, Options, Seed
 from crosslayer.stats.ratios import Verdict
 from crosslayer.verbs.bench.costs import Operators, Prediction, Rates
+from crosslayer.wiring.kv_bits import KvBitsText
 
 Role = Literal["candidate", "baseline"]
 ROLES: tuple[Role, Role] = ("candidate", "baseline")
@@ -25,6 +26,7 @@ class BenchSettings(Options):
     attention: Literal["sdpa", "eager"] = "sdpa"
     seed: Seed = 0
     evict: Evict | None = Field(default=None, description="eviction policy of the candidate's cache")
+    kv_bits: KvBitsText | None = Field(default=None, description="bits of the candidate's cache")
 
 
 class Both(Frozen, Generic[Value]):

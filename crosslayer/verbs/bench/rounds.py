@@ -67,9 +67,10 @@ class Rounds:
         self.times: dict[str, dict[Role, list[float]]] = {}  # measure -> role -> seconds of each repeat
         for measure in (*MEASURES, "eager"):
             self.times[measure] = {role: [] for role in ROLES}
-        self.evictions: dict[Role, NewCache] = {} if new_cache is None else {"candidate": new_cache}
+        self.smaller: dict[Role, NewCache] = {} if new_cache is None else {"candidate": new_cache}
         self.no_eager = "attention is eager already" if settings.attention == "eager" else None
-        self.no_eager = "tokens are evicted" if self.evictions else self.no_eager
+        if self.smaller:
+            self.no_eager = "the cache is quantised" if settings.evict is None else "tokens are evicted"
 
     def run(self, tick: Callable[[], None]) -> Row:
         """Return the row of the record; `tick` is called after the warm-up and after every round."""
@@ -91,9 +92,9 @@ class Rounds:
         return row(self.load, self.times, warm_ups, self.structures, rates, self.no_eager)
 
     def prefill(self, role: Role) -> Cache:
-        """Run the prompt through a fresh dynamic or evicting cache; only the last logits are computed."""
+        """Run the prompt through a fresh cache, dynamic or smaller; only the last logits are computed."""
         model = self.models[role]
-        cache = self.evictions[role]() if role in self.evictions else DynamicCache(config=model.config)
+        cache = self.smaller[role]() if role in self.smaller else DynamicCache(config=model.config)
         options: dict[str, Any] = {CACHE: cache, "use_cache": True}
         if "logits_to_keep" in inspect.signature(model.forward).parameters:
             options["logits_to_keep"] = 1
@@ -108,9 +109,9 @@ class Rounds:
     def static(self, role: Role, cache: Cache) -> Cache:
         """Return a static cache with the prompt: copied from the dynamic cache, or run again if a window has cut it.
 
-        A model that evicts has only one kind of cache, which the prompt fills again.
+        A model with a smaller cache has only one kind of it, which the prompt fills again.
         """
-        if role in self.evictions:
+        if role in self.smaller:
             return self.prefill(role)
         if all(type(layer) in (DynamicLayer, EMPTY_LAYER) for layer in cache.layers):  # states of all tokens, or none
             return static_copy(self.models[role], cache, self.load)
@@ -126,7 +127,7 @@ class Rounds:
         static = self.static(role, dynamic)
         del dynamic
         self.decode(role, static)
-        config, new_cache = self.models[role].config, self.evictions.get(role)
+        config, new_cache = self.models[role].config, self.smaller.get(role)
         empty: tuple[Cache, Cache] = (DynamicCache(config=config), StaticCache(config=config, max_cache_len=2))
         if new_cache is not None:
             empty = new_cache(), new_cache()

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from crosslayer.environment import quiet_transformers
-from crosslayer.eviction.running import NewCache, evicting_if
+from crosslayer.eviction.running import NewCache, SmallerCache
 from crosslayer.models.pair import Named, pair
 from crosslayer.output.progress import Meter, Silent
 from crosslayer.probe.intercept import evaluating
@@ -42,6 +42,7 @@ def bench(
     repeats: int = 5,
     attention: str = "sdpa",
     evict: str | None = None,
+    kv_bits: str | None = None,
     engine: str = "transformers",
     kv_memory: float | None = None,
     seed: int = 0,
@@ -60,6 +61,7 @@ def bench(
         repeats: pairs of runs; an interval needs at least 3, a verdict at least 5.
         attention: attention implementation of both models: sdpa (flash on a GPU) or eager.
         evict: eviction policy of the candidate's KV cache, such as h2o:0.4; the baseline keeps all tokens.
+        kv_bits: bits of the candidate's KV cache: 8, 4, 3, 2, fp8, or by layer, such as 8@0-11,4@12-29.
         engine: engine that runs both models: transformers or vllm.
         kv_memory: GiB for each model's KV cache in vLLM; default 1.
         seed: seed of the random tokens.
@@ -75,8 +77,10 @@ def bench(
     """
     options: dict[str, Any] = {"contexts": contexts, "new_tokens": new_tokens, "repeats": repeats, "seed": seed}
     if engine == "vllm":
-        if device is not None or attention != "sdpa" or evict is not None:
-            raise ValueError("`device`, `attention` and `evict` need `engine` transformers; leave them out with vllm")
+        if device is not None or attention != "sdpa" or evict is not None or kv_bits is not None:
+            raise ValueError(
+                "`device`, `attention`, `evict` and `kv_bits` need `engine` transformers; leave them out with vllm"
+            )
         options |= {"requests": batches, "dtype": dtype}
         options |= {"kv_bytes": memory_bytes(1.0 if kv_memory is None else kv_memory)}
         return bench_vllm(model, baseline, ServingSettings(**options), progress)
@@ -84,7 +88,7 @@ def bench(
         raise ValueError(f"`engine` must be transformers or vllm, got {engine!r}")
     if kv_memory is not None:
         raise ValueError("`kv_memory` needs `engine` vllm; transformers allocates the cache as it grows")
-    options |= {"batches": batches, "attention": attention, "evict": evict}
+    options |= {"batches": batches, "attention": attention, "evict": evict, "kv_bits": kv_bits}
     return bench_transformers(model, baseline, BenchSettings(**options), dtype, device, progress)
 
 
@@ -97,8 +101,9 @@ def bench_transformers(
     progress: Meter = Silent,
 ) -> Benchmark:
     """Compare two models with transformers, in this process; for options and errors see `bench`."""
-    if settings.evict is not None and model is baseline and isinstance(model, PreTrainedModel):
-        raise ValueError("`evict` changes the candidate while it runs; load the baseline separately")
+    smaller = SmallerCache(settings.evict, settings.kv_bits)
+    if smaller != SmallerCache() and model is baseline and isinstance(model, PreTrainedModel):
+        raise ValueError("`evict` and `kv_bits` change the candidate while it runs; load the baseline separately")
     sources = pair("bench", model, baseline, dtype=dtype, device=device, needs_tokenizer=False)
     models: dict[Role, PreTrainedModel] = {}
     for role, source in zip(ROLES, sources, strict=True):
@@ -106,7 +111,8 @@ def bench_transformers(
     _check(models, settings)
     started = time.perf_counter()
     structures: dict[Role, Structure] = {}
-    reason = None if settings.evict is None else "no prediction: tokens are evicted"
+    reason = None if settings.kv_bits is None else "no prediction: the cache is quantised"
+    reason = reason if settings.evict is None else "no prediction: tokens are evicted"
     with torch.no_grad(), quiet_transformers(), ExitStack() as stack:
         for one in models.values():
             stack.enter_context(evaluating(one))
@@ -115,7 +121,7 @@ def bench_transformers(
             structures |= {role: structure(models[role]) for role in ROLES}
         except ValueError as error:
             reason = reason or f"no prediction: {error}"
-        with evicting_if(models["candidate"], settings.evict) as new_cache:
+        with smaller.running(models["candidate"]) as new_cache:
             rows, skipped = _measured(models, new_cache, structures, settings, progress)
     if not rows:
         raise ValueError(f"nothing was measured: {skipped[0].reason}")

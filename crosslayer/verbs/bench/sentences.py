@@ -2,10 +2,10 @@
 
 from collections.abc import Iterable, Sequence
 
-from crosslayer.eviction.eviction import parse_eviction
+from crosslayer.eviction.running import SmallerCache
 from crosslayer.output.formatting import percent
 from crosslayer.stats.ratios import CLEAR
-from crosslayer.verbs.bench.record import MEASURES, Comparison, Note, Row, Skip
+from crosslayer.verbs.bench.record import MEASURES, BenchSettings, Comparison, Note, Row, Skip
 from crosslayer.verbs.bench.result import Benchmark
 
 TITLES = {
@@ -30,7 +30,7 @@ def sentences(record: Benchmark) -> list[str]:
         *([f"Peak memory above the weights: {span(peaks, 2)} the baseline's."] if peaks else []),
         *(f"Peak memory: {reason}." for reason in reasons),
         _interval_sentence(record),
-        *_eviction_sentences(record.settings.evict),
+        *_cache_sentences(record.settings),
         _prediction_sentence(record),
         *(f"Skipped: {skip.reason}." for skip in record.skipped),
     ]
@@ -103,14 +103,18 @@ def _interval_sentence(record: Benchmark) -> str:
     return f"{sentence}; a candidate counts as faster or slower only where the interval excludes 1."
 
 
-def _eviction_sentences(evict: str | None) -> list[str]:
-    if evict is None:
+def _cache_sentences(settings: BenchSettings) -> list[str]:
+    lines = SmallerCache(settings.evict, settings.kv_bits).sentences("the candidate")
+    if not lines:
         return []
+    stored = [
+        "the positions and attention sums that eviction stores" if settings.evict is not None else "",
+        "scales" if settings.kv_bits is not None else "",
+    ]
     return [
-        f"The candidate's KV cache evicts tokens ({evict}); it keeps {parse_eviction(evict).rule.about}. It is "
-        "compared "
-        "with both the dynamic and the static cache of the baseline; its size includes the positions and attention "
-        "sums that eviction stores."
+        *lines,
+        "It is compared with both the dynamic and the static cache of the baseline; its size includes "
+        f"{' and '.join(filter(None, stored))}.",
     ]
 
 

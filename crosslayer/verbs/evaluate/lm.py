@@ -21,6 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from crosslayer.core.transformers_versions import CACHE
+from crosslayer.eviction.cache import EvictionCache
 from crosslayer.eviction.eviction import Eviction, parse_eviction
 from crosslayer.eviction.running import NewCache
 from crosslayer.output.progress import Meter, Silent, Steps
@@ -41,14 +42,18 @@ def language_model(
     evict: str | None = None,
     new_cache: NewCache | None = None,
 ) -> "MeteredLM":
-    """Wrap a causal LM for lm-eval; with `evict`, the model already runs with that policy and `new_cache` is needed."""
+    """Wrap a causal LM for lm-eval; with `new_cache`, the model already runs with such a cache, or `evict`."""
     tokenizer = copy.deepcopy(tokenizer)  # lm-eval adds a padding token if there is none
     options = {"pretrained": model, "tokenizer": tokenizer, "batch_size": batch, "backend": "causal"}
-    if evict is None or new_cache is None:
+    if new_cache is None:
         lm = MeteredLM(**options)
+    elif evict is None:
+        lm = SmallerCacheLM(**options)
     else:
         lm = EvictedLM(**options)
-        lm.new_cache, lm.eviction = new_cache, parse_eviction(evict)
+        lm.eviction = parse_eviction(evict)
+    if isinstance(lm, SmallerCacheLM) and new_cache is not None:
+        lm.new_cache = new_cache
     lm.progress = progress
     return lm
 
@@ -150,17 +155,23 @@ class MeteredLM(_HFLM):
         return cpu_batch(length, vocabulary, int(free_memory(self.device)))
 
 
-class EvictedLM(MeteredLM):
-    """A model that runs with eviction."""
+class SmallerCacheLM(MeteredLM):
+    """A model that runs with a smaller cache."""
 
     new_cache: NewCache
-    eviction: Eviction
 
     def _model_generate(self, context: Tensor, *arguments: Any, **options: Any) -> Tensor:
         cache = self.new_cache()
         answers = super()._model_generate(context, *arguments, **{CACHE: cache}, **options)
-        self.reduced += min(cache.reduced_texts(), len(context))  # beams are rows too
+        if isinstance(cache, EvictionCache):
+            self.reduced += min(cache.reduced_texts(), len(context))  # beams are rows too
         return answers
+
+
+class EvictedLM(SmallerCacheLM):
+    """A model that runs with eviction."""
+
+    eviction: Eviction
 
     def _loglikelihood_tokens(
         self, requests: list[Request], disable_tqdm: bool = True, override_bs: int | None = None

@@ -7,6 +7,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, field_validator
 from crosslayer.eviction.eviction import Evict
 from crosslayer.output.record import Frozen, ModelFacts, Options, Seed
 from crosslayer.verbs.evaluate.paired import Paired
+from crosslayer.wiring.kv_bits import KvBitsText
 
 
 class EvaluateSettings(Options):
@@ -17,6 +18,7 @@ class EvaluateSettings(Options):
     num_fewshot: NonNegativeInt | None
     batch: int | Literal["auto"]
     evict: Evict | None = None
+    kv_bits: KvBitsText | None = None
     seed: Seed
 
     @field_validator("batch", mode="before")

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from crosslayer.eviction.running import evicting_if
+from crosslayer.eviction.running import SmallerCache
 from crosslayer.models.pair import Loadable, Named, pair
 from crosslayer.output.progress import Meter, Silent
 from crosslayer.probe.intercept import evaluating
@@ -34,6 +34,7 @@ def evaluate(
     num_fewshot: int | None = None,
     batch: int | Literal["auto"] = "auto",
     evict: str | None = None,
+    kv_bits: str | None = None,
     cost: bool = False,
     seed: int = 0,
     allow_code: bool = False,
@@ -55,6 +56,7 @@ def evaluate(
         num_fewshot: examples before each item; default as defined by the task.
         batch: batch size: auto (on a CPU computed from the number of tokens), or a number.
         evict: eviction policy of the candidate's KV cache, such as h2o:0.4; the baseline keeps all tokens.
+        kv_bits: bits of the candidate's KV cache: 8, 4, 3, 2, fp8, or by layer, such as 8@0-11,4@12-29.
         cost: also compare KV cache size and latency with the baseline.
         seed: seed for choosing few-shot examples; 0 gives lm-eval's default choice.
         allow_code: allow task files in include_path to run Python code.
@@ -68,7 +70,10 @@ def evaluate(
 
     """
     names = tuple(name.strip() for name in (tasks.split(",") if isinstance(tasks, str) else tasks))
-    settings = EvaluateSettings(tasks=names, limit=limit, num_fewshot=num_fewshot, batch=batch, evict=evict, seed=seed)
+    settings = EvaluateSettings(
+        tasks=names, limit=limit, num_fewshot=num_fewshot, batch=batch, evict=evict, kv_bits=kv_bits, seed=seed
+    )
+    cache = SmallerCache(evict, settings.kv_bits)
     version = harness.check_installed()
     if cost and baseline is None:
         raise ValueError("`cost` compares with a baseline; set `baseline` too")
@@ -80,8 +85,8 @@ def evaluate(
     with harness.quiet(), sandboxed(), progress("reading tasks", 0):  # reading renders templates, too
         chosen = harness.Tasks(names, None if include_path is None else Path(include_path), allow_code)
     models, results = [], []
-    for source, policy in zip(sources, (evict, None), strict=False):  # the baseline keeps all tokens
-        facts, returned = _score(source, chosen, settings, policy, progress)
+    for source, used in zip(sources, (cache, SmallerCache()), strict=False):  # the baseline has its own
+        facts, returned = _score(source, chosen, settings, used, progress)
         models.append(facts)
         results.append(returned)
     other = results[1] if len(results) > 1 else None
@@ -91,7 +96,7 @@ def evaluate(
         settings=settings,
         rows=rows,
         groups=summary.group_rows(chosen.groups, rows, results[0], other),
-        cost=measure_cost(sources[0].load(progress), sources[1].load(progress), evict, progress) if cost else None,
+        cost=measure_cost(sources[0].load(progress), sources[1].load(progress), cache, progress) if cost else None,
         lm_eval=version,
     )
     evaluation.lm_eval_results.update(zip(("candidate", "baseline"), results, strict=False))
@@ -99,30 +104,32 @@ def evaluate(
 
 
 def _score(
-    source: Loadable, tasks: harness.Tasks, settings: EvaluateSettings, evict: str | None, progress: Meter
+    source: Loadable, tasks: harness.Tasks, settings: EvaluateSettings, cache: SmallerCache, progress: Meter
 ) -> tuple[EvaluatedModel, dict[str, Any]]:
     """Load a model and evaluate it; return facts about it, and what lm-eval returned."""
     from crosslayer.verbs.evaluate.lm import language_model
 
     model = source.load(progress)
     started = time.perf_counter()
-    with harness.quiet(), sandboxed(), evaluating(model), evicting_if(model, evict) as new_cache:
-        lm = language_model(model, source.tokenizer, settings.batch, progress, evict, new_cache)
+    with harness.quiet(), sandboxed(), evaluating(model), cache.running(model) as new_cache:
+        lm = language_model(model, source.tokenizer, settings.batch, progress, cache.evict, new_cache)
         results = harness.score(lm, tasks, settings)
     facts = EvaluatedModel(
         **source.facts(model),
         seconds=round(time.perf_counter() - started, 3),
         requests=lm.requests,
         shortened=lm.shortened,
-        reduced=None if evict is None else lm.reduced,
+        reduced=None if cache.evict is None else lm.reduced,
     )
     return facts, results
 
 
-def measure_cost(candidate: PreTrainedModel, baseline: PreTrainedModel, evict: str | None, progress: Meter) -> Row:
+def measure_cost(candidate: PreTrainedModel, baseline: PreTrainedModel, cache: SmallerCache, progress: Meter) -> Row:
     """Return the candidate's KV cache size and latency compared with the baseline's."""
     context = cost_context(map(positions, (candidate, baseline)))
-    settings = BenchSettings(contexts=(context,), new_tokens=COST_TOKENS, repeats=COST_PAIRS, evict=evict)
+    settings = BenchSettings(
+        contexts=(context,), new_tokens=COST_TOKENS, repeats=COST_PAIRS, evict=cache.evict, kv_bits=cache.kv_bits
+    )
     return bench_transformers(candidate, baseline, settings, progress=progress).rows[0]
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from crosslayer.eviction.eviction import parse_eviction
+from crosslayer.eviction.running import SmallerCache
 from crosslayer.output.formatting import UNKNOWN, signed
 from crosslayer.verbs.bench.sentences import judged
 from crosslayer.verbs.evaluate.record import Score, ScoreRow
@@ -17,7 +17,7 @@ def sentences(record: Evaluation) -> list[str]:
         results = ["Scores of one model, with lm-eval's standard errors; add --baseline for paired differences."]
     else:
         results = [*_cost_sentences(record), *map(_group_sentence, record.groups), *_row_sentences(record.rows)]
-    return [*results, *_eviction_sentences(record), *_caveats(record)]
+    return [*results, *_cache_sentences(record), *_caveats(record)]
 
 
 def score(row: ScoreRow, of: Score | None) -> str:
@@ -45,16 +45,17 @@ def difference(row: ScoreRow) -> str:
     return figures[0] if len(figures) == 1 else f"{figures[0]} ({figures[1]} to {figures[2]})"
 
 
-def _eviction_sentences(record: Evaluation) -> list[str]:
-    evict, candidate = record.settings.evict, record.models.candidate
-    if evict is None:
-        return []
-    policy = f"The KV cache of {candidate.name} evicts tokens ({evict}); it keeps {parse_eviction(evict).rule.about}."
+def _cache_sentences(record: Evaluation) -> list[str]:
+    settings, candidate = record.settings, record.models.candidate
+    lines = SmallerCache(settings.evict, settings.kv_bits).sentences(candidate.name)
+    if settings.evict is None:
+        return lines
     if candidate.reduced:
-        return [f"{policy} Tokens were evicted in {candidate.reduced:,} of {candidate.requests:,} requests."]
+        return [*lines, f"Tokens were evicted in {candidate.reduced:,} of {candidate.requests:,} requests."]
     return [
-        f"{policy} No tokens were evicted: all {candidate.requests:,} requests fit in the budget, so this run says "
-        "nothing about eviction."
+        *lines,
+        f"No tokens were evicted: all {candidate.requests:,} requests fit in the budget, so this run says nothing "
+        "about eviction.",
     ]
 
 

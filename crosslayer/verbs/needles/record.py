@@ -15,6 +15,7 @@ from crosslayer.output.record import SEVERAL, Frozen, ModelFacts, Options, Seed
 from crosslayer.stats import Interval
 from crosslayer.stats.shares import Verdict, mcnemar, share_difference, verdict_of, wilson
 from crosslayer.verbs.needles.text import KEYS
+from crosslayer.wiring.kv_bits import KvBitsText
 
 SHORTEST = 256  # tokens; below, template and needles leave no space for a haystack
 _CONTROL = re.compile(r"[\x00-\x1f]")
@@ -30,6 +31,7 @@ class NeedlesSettings(Options):
     new_tokens: PositiveInt
     batch: PositiveInt
     evict: Evict | None = None
+    kv_bits: KvBitsText | None = None
     seed: Seed
 
     @property

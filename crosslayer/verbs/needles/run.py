@@ -10,7 +10,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from crosslayer.core.transformers_versions import CACHE
 from crosslayer.environment import quiet_transformers
-from crosslayer.eviction.running import NewCache, evicting_if
+from crosslayer.eviction.running import NewCache, SmallerCache
 from crosslayer.models.pair import Loadable, Named, pair
 from crosslayer.output.progress import Meter, Silent
 from crosslayer.probe.intercept import evaluating
@@ -31,6 +31,7 @@ def needles(
     new_tokens: int = 32,
     batch: int = 8,
     evict: str | None = None,
+    kv_bits: str | None = None,
     seed: int = 0,
     dtype: str | torch.dtype | None = None,
     device: str | torch.device | None = None,
@@ -52,6 +53,7 @@ def needles(
         new_tokens: maximum tokens of an answer.
         batch: batch size.
         evict: eviction policy of the candidate's KV cache, such as h2o:0.4; the baseline keeps all tokens.
+        kv_bits: bits of the candidate's KV cache: 8, 4, 3, 2, fp8, or by layer, such as 8@0-11,4@12-29.
         seed: seed of all random choices.
         dtype: float32, bfloat16, …; default float32 on a CPU. In Python only for models given by name or path.
         device: cpu, cuda, …; default the GPU if there is one. In Python only for models given by name or path.
@@ -70,6 +72,7 @@ def needles(
         new_tokens=new_tokens,
         batch=batch,
         evict=evict,
+        kv_bits=kv_bits,
         seed=seed,
     )
     sources = pair("needles", model, baseline, tokenizer, dtype=dtype, device=device)
@@ -80,10 +83,11 @@ def needles(
     drawn = _samples(sources[0].tokenizer, settings, progress)
     prompts = [_prompts(source, drawn, new_tokens) for source in sources]
     models, seconds = [], 0.0
-    for source, ids, policy in zip(sources, prompts, (evict, None), strict=False):  # the baseline keeps all tokens
+    caches = SmallerCache(evict, settings.kv_bits), SmallerCache()  # the baseline has its own
+    for source, ids, cache in zip(sources, prompts, caches, strict=False):
         model = source.load(progress)
         started = time.monotonic()
-        models.append(_ask(model, source, drawn, ids, settings, policy, progress))
+        models.append(_ask(model, source, drawn, ids, settings, cache, progress))
         seconds += time.monotonic() - started
         del model
     return Needles(
@@ -129,7 +133,7 @@ def _ask(
     samples: Sequence[Sample],
     prompts: Sequence[Sequence[int]],
     settings: NeedlesSettings,
-    evict: str | None,
+    cache: SmallerCache,
     progress: Meter,
 ) -> ModelAnswers:
     """Ask a model all questions, length by length."""
@@ -138,7 +142,7 @@ def _ask(
     with (
         quiet_transformers(),
         evaluating(model),
-        evicting_if(model, evict) as new_cache,
+        cache.running(model) as new_cache,
         progress(f"asking {source.name}", len(samples)) as meter,
     ):
         for length in settings.lengths:

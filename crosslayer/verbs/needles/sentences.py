@@ -1,6 +1,6 @@
 """The sentences and table cells of a needle test."""
 
-from crosslayer.eviction.eviction import parse_eviction
+from crosslayer.eviction.running import SmallerCache
 from crosslayer.output.formatting import listed, percent, percent_interval, signed
 from crosslayer.verbs.needles.record import Score, ScoreDifference
 from crosslayer.verbs.needles.result import Needles
@@ -28,9 +28,7 @@ def sentences(record: Needles) -> list[str]:
                 f"At {listed(low)} tokens the baseline itself retrieves fewer than {LOW:.0%}, so the candidate has "
                 "nothing to lose there."
             )
-    if settings.evict is not None:
-        about = parse_eviction(settings.evict).rule.about
-        written.append(f"The KV cache of {record.candidate.name} evicts tokens ({settings.evict}); it keeps {about}.")
+    written += SmallerCache(settings.evict, settings.kv_bits).sentences(record.candidate.name)
     depths = len(settings.depths)
     return [
         *written,

@@ -1,0 +1,173 @@
+"""A cache layer whose keys and values are stored by a codec, in memory that is allocated a block of tokens ahead.
+
+Shapes: B batch, T new tokens, S stored tokens, H_kv key-value heads, D head size.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+BLOCK = 16  # tokens that are allocated at a time
+
+
+class Codec(ABC):
+    """How states are stored: each token by itself, so that tokens can be appended, selected and reordered."""
+
+    @abstractmethod
+    def encode(self, states: Tensor) -> tuple[Tensor, ...]:
+        """Return what is stored of states (B, H_kv, T, D): tensors (B, H_kv, T, …)."""
+
+    @abstractmethod
+    def decode(self, stored: tuple[Tensor, ...], size: int, dtype: torch.dtype) -> Tensor:
+        """Return states (B, H_kv, T, D = `size`) from what is stored of them."""
+
+
+class Plain(Codec):
+    """States as they are."""
+
+    def encode(self, states: Tensor) -> tuple[Tensor, ...]:
+        """Return the states."""
+        return (states,)
+
+    def decode(self, stored: tuple[Tensor, ...], size: int, dtype: torch.dtype) -> Tensor:
+        """Return the states, without a copy."""
+        return stored[0]
+
+
+PLAIN: Final = Plain()
+
+
+class Columns:
+    """Keys or values of a layer; `used` columns of `memory`, tensors (B, H_kv, columns, …), hold tokens."""
+
+    def __init__(self, codec: Codec = PLAIN):
+        self.codec = codec
+        self.memory: tuple[Tensor, ...] = ()
+        self.used = 0
+        self.size, self.dtype = 0, torch.float32  # D and dtype of the states
+
+    def update(self, states: Tensor) -> Tensor:
+        """Store new states (B, H_kv, T, D); return all that attention reads, (B, H_kv, S, D): as they are stored."""
+        self.append(states)
+        return self.read()
+
+    def append(self, states: Tensor) -> None:
+        """Store new states (B, H_kv, T, D) behind the others."""
+        new = self.codec.encode(states)
+        if not self.memory:
+            self.memory = tuple(tensor[:, :, :0] for tensor in new)
+            self.size, self.dtype = states.shape[-1], states.dtype
+        end = self.used + states.shape[2]
+        if end > self.memory[0].shape[2]:
+            rows = -(-end // BLOCK) * BLOCK
+            self.memory = tuple(_grown(tensor, self.used, rows) for tensor in self.memory)
+        for tensor, added in zip(self.memory, new, strict=True):
+            tensor[:, :, self.used : end] = added
+        self.used = end
+
+    def read(self, count: int | None = None) -> Tensor:
+        """Return the first `count` stored states, or all, (B, H_kv, S, D)."""
+        end = self.used if count is None else count
+        return self.codec.decode(tuple(tensor[:, :, :end] for tensor in self.memory), self.size, self.dtype)
+
+    def keep(self, columns: Tensor, capacity: int) -> None:
+        """Evict all but some columns (B, H_kv, W), and move these to new memory for `capacity` columns."""
+        columns = columns.to(self.memory[0].device)  # layers may lie on several devices
+        self.memory = tuple(_gathered(tensor, columns, capacity) for tensor in self.memory)
+        self.used = columns.shape[-1]
+
+    def select(self, rows: Tensor) -> None:
+        """Select rows of the batch, in this order; a row may occur several times."""
+        self.memory = tuple(tensor[rows.to(tensor.device)] for tensor in self.memory)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return everything that is allocated."""
+        return self.memory
+
+
+class ColumnLayer(CacheLayerMixin):
+    """A layer of a cache whose keys and values are `Columns`, which `new_columns` makes; empty if it stores nothing."""
+
+    is_sliding = False
+    is_croppable = False
+
+    def __init__(self, new_columns: Callable[[], Columns] = Columns) -> None:
+        super().__init__()
+        self.new_columns, self.seen = new_columns, 0  # tokens read so far
+        self.columns: tuple[Columns, ...] = ()  # keys and values
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Take dtype and device from the states; `update` allocates memory."""
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.columns = self.new_columns(), self.new_columns()
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Store new states (B, H_kv, T, D); return all that attention reads, (B, H_kv, S, D)."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        keys, values = self.columns
+        self.seen += key_states.shape[2]
+        return keys.update(key_states), values.update(value_states)
+
+    def keep(self, columns: Tensor, capacity: int) -> None:
+        """Evict all but some columns (B, H_kv, W), and move these to new memory for `capacity` columns."""
+        for stored in self.columns:
+            stored.keep(columns, capacity)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return the width of masks, which is that of the whole text, and their offset, 0."""
+        return self.seen + query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Return how many tokens of the text have been read."""
+        return self.seen
+
+    def get_max_length(self) -> int:
+        """Return -1: there is no limit."""
+        return -1
+
+    def reset(self) -> None:
+        """Empty the layer."""
+        self.columns, self.is_initialized, self.seen = (), False, 0
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Select rows of the batch, in this order; a row may occur several times."""
+        for stored in self.columns:
+            stored.select(indices)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Reorder the rows of the batch, for beam search."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row of the batch."""
+        if self.columns:
+            memory = self.columns[0].memory[0]
+            self.batch_select_indices(torch.arange(len(memory), device=memory.device).repeat_interleave(repeats))
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Refuse to remove the last tokens: what was evicted or rounded because of them cannot be restored."""
+        raise ValueError(
+            "a cache that evicts or quantises cannot be cropped, so assisted generation does not work with it"
+        )
+
+
+def _grown(stored: Tensor, used: int, rows: int) -> Tensor:
+    batch, heads, _, size = stored.shape
+    grown = stored.new_empty((batch, heads, rows, size))
+    grown[:, :, :used] = stored[:, :, :used]
+    return grown
+
+
+def _gathered(stored: Tensor, columns: Tensor, capacity: int) -> Tensor:
+    """Return columns (B, H_kv, W) of what is stored, in memory for `capacity` columns."""
+    batch, heads, width = columns.shape
+    kept = stored.new_empty((batch, heads, max(capacity, width), stored.shape[-1]))
+    index = columns[..., None].expand(-1, -1, -1, stored.shape[-1])
+    torch.gather(stored, 2, index, out=kept[:, :, :width])
+    return kept

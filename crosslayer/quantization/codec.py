@@ -1,0 +1,119 @@
+"""Stores states with 2, 3, 4 or 8 bits, or as float8, each token by itself.
+
+Channels are rotated first: a Hadamard matrix with random signs spreads outliers, as in QuaRot (arXiv 2404.00456). Each
+group of 64 then has a scale and a smallest value in float16:
+
+    code = round((x R − low) / scale),    x ≈ (code · scale + low) Rᵀ
+
+With fewer bits the codes cover less of the range, and the rest is clipped: steps become finer.
+
+A token's states depend on no other token, so that it makes no difference how a text is cut, padded or reordered.
+
+Shapes: B batch, T tokens, H_kv key-value heads, D head size, G groups of a head.
+"""
+
+import functools
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from crosslayer.core.decoder.columns import PLAIN, Codec
+from crosslayer.wiring.kv_bits import groups
+
+FILL = 8  # channels are padded to a multiple of it, so that codes fill whole bytes
+LARGEST = torch.finfo(torch.float16).max
+RANGE = {8: 1.0, 4: 0.95, 3: 0.9, 2: 0.75}  # bits → share of the range that codes cover; damage on SmolLM2 decided
+SMALLEST = 2.0**-24  # of scales: float16's smallest number
+LARGEST_FP8 = torch.finfo(torch.float8_e4m3fn).max
+
+
+class Float8(Codec):
+    """float8 with 4 bits of exponent and 3 of mantissa (e4m3), without a scale, as vLLM stores it uncalibrated."""
+
+    def encode(self, states: Tensor) -> tuple[Tensor, ...]:
+        """Return the bits of float8 numbers (B, H_kv, T, D), as uint8, which every operator takes."""
+        return (states.clamp(-LARGEST_FP8, LARGEST_FP8).to(torch.float8_e4m3fn).view(torch.uint8),)
+
+    def decode(self, stored: tuple[Tensor, ...], size: int, dtype: torch.dtype) -> Tensor:
+        """Return states (B, H_kv, T, D)."""
+        return stored[0].contiguous().view(torch.float8_e4m3fn).to(dtype)
+
+
+class Integer(Codec):
+    """Codes of 2, 3, 4 or 8 bits, with a scale and a smallest value for each group of rotated channels."""
+
+    def __init__(self, bits: int):
+        self.bits = bits
+
+    def encode(self, states: Tensor) -> tuple[Tensor, ...]:
+        """Return packed codes (B, H_kv, T, bytes) and scales (B, H_kv, T, 2G) of states (B, H_kv, T, D)."""
+        size = states.shape[-1]
+        if not size:
+            return states.to(torch.uint8), states.to(torch.float16)
+        work = states.to(torch.promote_types(states.dtype, torch.float32))
+        rotated = (work @ rotation(size, work.dtype, work.device)).unflatten(-1, (groups(size), -1))  # (…, G, D / G)
+        low, high = rotated.aminmax(dim=-1, keepdim=True)
+        cut = (1 - RANGE[self.bits]) / 2 * (high - low)
+        low, high = low + cut, high - cut
+        low = low.clamp(-LARGEST, LARGEST).to(torch.float16)
+        scale = ((high - low) / (2**self.bits - 1)).clamp(SMALLEST, LARGEST).to(torch.float16)
+        codes = ((rotated - low) / scale).round().clamp(0, 2**self.bits - 1).to(torch.uint8).flatten(-2)
+        codes = F.pad(codes, (0, -size % FILL))
+        return pack(codes, self.bits), torch.cat([scale, low], -1).flatten(-2)
+
+    def decode(self, stored: tuple[Tensor, ...], size: int, dtype: torch.dtype) -> Tensor:
+        """Return states (B, H_kv, T, D)."""
+        packed, scales = stored
+        if not size:
+            return packed.to(dtype)
+        work = torch.promote_types(dtype, torch.float32)
+        scale, low = scales.to(work).unflatten(-1, (-1, 2)).split(1, -1)  # (…, G, 1) each
+        codes = unpack(packed, self.bits)[..., :size].to(work)
+        rotated = (codes.unflatten(-1, (scale.shape[-2], -1)) * scale + low).flatten(-2)
+        return (rotated @ rotation(size, work, packed.device).T).to(dtype)
+
+
+def codec_of(kind: str | None) -> Codec:
+    """Return the codec of a type such as "int4" or "fp8"; states stay as they are with None."""
+    if kind is None:
+        return PLAIN
+    return Float8() if kind == "fp8" else Integer(int(kind.removeprefix("int")))
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """Return codes (…, D) of some bits in bytes (…, D · bits / 8); the parts of D that share a byte lie far apart."""
+    if bits == 8:
+        return codes
+    if bits == 3:  # the upper bit, and the other two
+        return torch.cat([pack(codes >> 2, 1), pack(codes & 3, 2)], -1)
+    parts = codes.chunk(8 // bits, -1)
+    packed = parts[0]
+    for number, part in enumerate(parts[1:], 1):
+        packed = packed | part << (bits * number)
+    return packed
+
+
+def unpack(packed: Tensor, bits: int) -> Tensor:
+    """Return the codes (…, D) that `pack` packed."""
+    if bits == 8:
+        return packed
+    if bits == 3:
+        upper, lower = packed.split([packed.shape[-1] // 3, packed.shape[-1] // 3 * 2], -1)
+        return unpack(upper, 1) << 2 | unpack(lower, 2)
+    return torch.cat([packed >> (bits * number) & (2**bits - 1) for number in range(8 // bits)], -1)
+
+
+@functools.lru_cache(maxsize=64)
+def rotation(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return an orthogonal matrix (size, size): blocks of a Hadamard matrix with random signs, the same each time.
+
+    A block has the largest power of two that divides `size`.
+    """
+    block = size & -size
+    hadamard = torch.ones(1, 1, dtype=torch.float64)
+    while len(hadamard) < block:
+        hadamard = torch.cat([torch.cat([hadamard, hadamard], 1), torch.cat([hadamard, -hadamard], 1)])
+    signs = torch.randint(0, 2, (size,), generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 2 - 1
+    blocks = torch.block_diag(*[hadamard / block**0.5] * (size // block))
+    return (signs[:, None] * blocks).to(device, dtype)

@@ -1,0 +1,202 @@
+"""Run a model with a quantised KV cache: in `generate`, in batches, and when a text is only scored.
+
+A cache alone sees calls, and quantises between them. Here every query reads what it would read if its text were read
+token by token: a handler of the attention calls adds the quantised states of the tokens that are exact for some queries
+of the call and not for others.
+
+Shapes: B batch, T new tokens, S cached + new tokens, H heads, H_kv key-value heads, D head size.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from crosslayer.core.plan import CACHED
+from crosslayer.core.transformers_versions import CACHE, given_cache
+from crosslayer.probe.intercept import AttentionCall, evaluating, intercepted, layer_stack
+from crosslayer.quantization.cache import QuantizedKVCache
+from crosslayer.quantization.codec import codec_of
+from crosslayer.wiring.kv_bits import KvBits, keeps_recent, parse_kv_bits
+from crosslayer.wiring.read import read_plan
+from crosslayer.wiring.result import ModelPlan
+from crosslayer.wiring.values import field
+
+
+def quantized_cache(model: PreTrainedModel, bits: KvBits | str | int = 4) -> QuantizedKVCache:
+    """Return an empty quantised cache for a model; pass it to `generate` as `cache` (before 5.24 `past_key_values`).
+
+    Layers that share keys or values read what their source stores, which is decoded once.
+
+    Args:
+        model: a causal language model, stock or of this package.
+        bits: 8, 4, 3, 2, fp8, or by layer, such as "8@0-11,4@12-29".
+
+    Raises:
+        ValueError: the bits cannot be read, or a quantised cache is not defined for the model.
+
+    """
+    bits = bits if isinstance(bits, KvBits) else parse_kv_bits(bits)
+    _check(model, bits)
+    return QuantizedKVCache(model.config, bits)
+
+
+@contextmanager
+def quantizing(model: PreTrainedModel, bits: KvBits | str | int) -> Iterator[Callable[[], QuantizedKVCache]]:
+    """Run a model with a quantised KV cache while the block runs; gives a function that makes an empty cache.
+
+    Pass such a cache to the model or its `generate`. A call without a cache, which scores a text, reads it as it would
+    be read token by token. Gradients are not supported. Everything is restored on exit.
+
+    Args:
+        model: a causal language model, stock or of this package, with sdpa or eager attention.
+        bits: 8, 4, 3, 2, fp8, or by layer, such as "8@0-11,4@12-29".
+
+    Raises:
+        ValueError: the bits cannot be read, or a quantised cache is not defined for the model.
+
+    """
+    bits = bits if isinstance(bits, KvBits) else parse_kv_bits(bits)
+    plan = _check(model, bits)
+    check_masks(model, "a quantised KV cache")
+    run = _Run(bits, plan)
+    with torch.no_grad(), evaluating(model), called_with_cache(model, run.begin), intercepted(model, run.handle):
+        yield lambda: QuantizedKVCache(model.config, bits)
+
+
+@contextmanager
+def called_with_cache(model: PreTrainedModel, begin: Callable[..., None]) -> Iterator[None]:
+    """Call `begin` with what the module that calls the layers receives, at each call."""
+    layers = layer_stack(model)
+    body = next(module for module in model.modules() if any(child is layers for child in module.children()))
+    hook = body.register_forward_pre_hook(begin, with_kwargs=True)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def call_arguments(body: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call by name."""
+    arguments = inspect.signature(body.forward).bind_partial(*args, **kwargs).arguments
+    return {**arguments, **arguments.get("kwargs", {})}
+
+
+class _Run:
+    """The state of one use of `quantizing`, over all forward passes."""
+
+    def __init__(self, bits: KvBits, plan: ModelPlan):
+        self.bits, self.kinds, self.is_cached = bits, state_kinds(plan, bits), False
+
+    def begin(self, body: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Check the cache that a forward pass receives."""
+        cache = given_cache(call_arguments(body, args, kwargs))
+        if cache is not None and (not isinstance(cache, QuantizedKVCache) or cache.bits != self.bits):
+            raise ValueError(
+                f"the model runs under `quantizing` but got another cache ({type(cache).__name__}); pass "
+                f"{CACHE}=new_cache(), with the function that `quantizing` gives"
+            )
+        self.is_cached = cache is not None
+
+    def handle(self, call: AttentionCall) -> AttentionCall:
+        """Let each query of a call read what it would read if the text came token by token."""
+        kinds = self.kinds[call.layer]
+        if not any(map(keeps_recent, kinds)):
+            return call if self.is_cached else stored_as(call, kinds)
+        new, width = call.query.shape[2], call.key.shape[2]
+        before = width - new
+        exact = max(0, before - self.bits.recent + 1)  # the first column that is not quantised yet
+        rows, columns = torch.arange(before, width)[:, None], torch.arange(width)
+        far = (rows - columns >= self.bits.recent) & (columns >= exact)  # (T, S), seen quantised
+        if not far.any():
+            return call
+        far = far.to(call.key.device)
+        allowed = allowed_by(call)  # (B or 1, 1, T, S)
+        rounded = stored_as(replace(call, key=call.key[:, :, exact:], value=call.value[:, :, exact:]), kinds)
+        return replace(
+            call,
+            key=torch.cat([call.key, rounded.key], 2),
+            value=torch.cat([call.value, rounded.value], 2),
+            mask=mask_for(call, torch.cat([allowed & ~far, (allowed & far)[..., exact:]], -1)),
+        )
+
+
+def state_kinds(plan: ModelPlan, bits: KvBits) -> list[tuple[str | None, str | None]]:
+    """Return the types of the keys and of the values that each layer reads, which are those of their sources."""
+    stored = [None if states.window is not None else bits.kind(layer) for layer, states in enumerate(plan.layers)]
+    kinds = []
+    for layer in range(len(stored)):
+        keys, values = ([stored[source] for source in plan.plan.reads(state, layer)] for state in CACHED)
+        kinds.append((keys[0] if keys else None, values[0] if values else None))
+    return kinds
+
+
+def stored_as(call: AttentionCall, kinds: tuple[str | None, str | None]) -> AttentionCall:
+    """Return a call whose keys and values are as a cache gives them back."""
+    key, value = (_rounded(states, kind) for states, kind in zip((call.key, call.value), kinds, strict=True))
+    return replace(call, key=key, value=value)
+
+
+def _rounded(states: Tensor, kind: str | None) -> Tensor:
+    codec = codec_of(kind)
+    return codec.decode(codec.encode(states), states.shape[-1], states.dtype)
+
+
+def allowed_by(call: AttentionCall) -> Tensor:
+    """Return what the queries of a call may attend to, (B or 1, 1, T, S)."""
+    if call.mask is not None:
+        return call.mask if call.mask.dtype == torch.bool else call.mask == 0
+    new, width = call.query.shape[2], call.key.shape[2]
+    allowed = torch.ones(new, width, dtype=torch.bool, device=call.key.device)
+    return (allowed.tril(width - new) if call.causal else allowed)[None, None]
+
+
+def mask_for(call: AttentionCall, allowed: Tensor) -> Tensor:
+    """Return a boolean mask as a call's attention function takes it."""
+    if call.implementation == "sdpa":
+        return allowed
+    hidden = max(torch.finfo(call.query.dtype).min, torch.finfo(torch.float32).min)  # eager softmax is float32
+    return torch.zeros(allowed.shape, dtype=call.query.dtype, device=allowed.device).masked_fill(~allowed, hidden)
+
+
+def check_masks(model: PreTrainedModel, what: str) -> None:
+    """Refuse an attention implementation that takes no mask."""
+    kind = model.config.get_text_config()._attn_implementation or "eager"
+    if kind not in ("sdpa", "eager"):
+        raise ValueError(f"{what} needs sdpa or eager attention, which take a mask, got {kind!r}")
+
+
+def checked_plan(model: PreTrainedModel, what: str) -> ModelPlan:
+    """Return the plan of a model that caches keys and values of its own tokens, each layer those of one layer.
+
+    Raises:
+        ValueError: it does not; the message says that `what` is not defined for it.
+
+    """
+    plan = read_plan(model)
+    name = f"{type(model).__name__} ({plan.type})"
+    if not plan.caches or not model.can_generate():
+        raise ValueError(f"{name} keeps no KV cache, so {what} is not defined for it")
+    if field(model.config.get_text_config(), "kv_lora_rank"):
+        raise ValueError(f"{name} caches compressed keys and values; {what} needs those of each head")
+    for layer, states in enumerate(plan.layers):
+        if plan.plan.attends(layer) and (states.every or states.index or states.passes > 1):
+            raise ValueError(f"{name}: layer {layer} has {states.mask}; {what} needs keys and values of each token")
+        several = [state for state in CACHED if plan.plan.read_count(state, layer) > 1]
+        if plan.plan.value_shares[layer] < 1 or several:
+            raise ValueError(f"{name}: layer {layer} reads states of several layers; {what} is not defined for that")
+    return plan
+
+
+def _check(model: PreTrainedModel, bits: KvBits) -> ModelPlan:
+    """Return the plan of a model, if a quantised cache is defined for it."""
+    plan = checked_plan(model, "a quantised KV cache")
+    layers = enumerate(plan.layers)
+    quantisable = [layer for layer, states in layers if plan.plan.stored(layer) and states.window is None]
+    bits.check_layers(quantisable, len(plan.layers))
+    return plan

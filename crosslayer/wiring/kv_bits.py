@@ -1,0 +1,115 @@
+"""How a quantised KV cache stores a token, and how many bytes that takes; without importing torch.
+
+As text, `4` stores keys and values of every layer with 4 bits, `8@0-11,4@12-29` by layer; `fp8` is float8 (e4m3).
+
+Below 8 bits the latest 64 tokens stay exact, since much of attention goes to them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import AfterValidator
+
+from crosslayer.core.options import by_layer
+
+KINDS = {"8": "int8", "4": "int4", "3": "int3", "2": "int2", "fp8": "fp8"}  # as an option → name of the type
+RECENT = 64  # latest tokens that stay exact below 8 bits
+GROUP = 64  # channels of a head that have a scale and a smallest value, in float16
+SCALES = 4  # bytes of both
+BLOCK = 16  # tokens that are allocated at a time
+EXAMPLE = "as 4, fp8, or 8@0-11,4@12-29 (by layer)"
+
+
+@dataclass(frozen=True)
+class KvBits:
+    """Which layers' keys and values are quantised, and to what; `text` is this as it was written.
+
+    Attributes:
+        text: as it was written.
+        everywhere: the type of all layers, or None if `layers` has the types.
+        layers: the type of each of the first layers; None, or beyond the last: not quantised.
+        recent: latest tokens that stay exact, below 8 bits; a query's own token counts.
+
+    """
+
+    text: str
+    everywhere: str | None = None
+    layers: tuple[str | None, ...] = ()
+    recent: int = RECENT
+
+    def kind(self, layer: int) -> str | None:
+        """Return the type of a layer's keys and values, None if they are not quantised."""
+        if self.everywhere is not None:
+            return self.everywhere
+        return self.layers[layer] if layer < len(self.layers) else None
+
+    @property
+    def about(self) -> str:
+        """What is stored, in words."""
+        unit = "" if "fp8" in self.text and self.everywhere else " bits"
+        kinds = {self.everywhere, *self.layers}
+        exact = f"; the latest {self.recent} tokens exact" if any(map(keeps_recent, kinds)) else ""
+        return f"{self.text}{unit}{exact}"
+
+    def check_layers(self, quantisable: Sequence[int], count: int) -> None:
+        """Refuse layers that do not exist, and bits for layers none of which stores keys or values of all tokens."""
+        if len(self.layers) > count:
+            raise ValueError(
+                f"KV bits {self.text!r}: layer {len(self.layers) - 1} does not exist; the last is {count - 1}"
+            )
+        if all(self.kind(layer) is None for layer in quantisable):
+            named = "no layer of the model stores" if self.everywhere else "none of these layers stores"
+            raise ValueError(f"KV bits {self.text!r}: {named} keys or values of all tokens, which could be quantised")
+
+
+def parse_kv_bits(text: str | int) -> KvBits:
+    """Return what a text such as `4`, `fp8` or `8@0-11,4@12-29` says.
+
+    Raises:
+        ValueError: it cannot be read.
+
+    """
+    text = str(text).strip()
+    every, ranges = by_layer(text, f"KV bits {text!r}", EXAMPLE)
+    for value in (every, *ranges):
+        if value is not None and value not in KINDS:
+            raise ValueError(f"KV bits {text!r}: {value!r} is none of {', '.join(KINDS)}; write it {EXAMPLE}")
+    kinds = None if every is None else KINDS[every]
+    return KvBits(text, kinds, tuple(None if value is None else KINDS[value] for value in ranges))
+
+
+def token_bytes(kind: str, size: int) -> int:
+    """Return the bytes of a token's keys, or values, of a head of `size` channels."""
+    if kind == "fp8" or not size:
+        return size
+    return -(-size // 8) * int(kind.removeprefix("int")) + SCALES * groups(size)
+
+
+def groups(size: int) -> int:
+    """Return in how many groups the channels of a head are quantised: of 64 each if that divides them, else one."""
+    return size // GROUP if size % GROUP == 0 else 1
+
+
+def stored_bytes(kind: str, size: int, length: int, item: float, recent: int = RECENT) -> float:
+    """Return the bytes of a head's keys, or values, of a text of `length` tokens.
+
+    `item` is the size of an element that is not quantised, in bytes. Memory is allocated in blocks of 16 tokens.
+    """
+    quantised = -(-length // BLOCK) * BLOCK * token_bytes(kind, size)
+    if not keeps_recent(kind):
+        return quantised
+    return quantised + min(length, recent - 1) * size * item
+
+
+def keeps_recent(kind: str | None) -> bool:
+    """Return whether the latest tokens stay exact: with less than 8 bits."""
+    return kind in ("int4", "int3", "int2")
+
+
+def _readable(text: str) -> str:
+    parse_kv_bits(text)
+    return text
+
+
+KvBitsText = Annotated[str, AfterValidator(_readable)]  # the type of an option

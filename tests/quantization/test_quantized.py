@@ -1,0 +1,251 @@
+"""Quantised caches: against a loop over tokens, however a text is cut or padded, with sharing, beams and eviction."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+from transformers.modeling_utils import AttentionInterface
+
+from crosslayer.core.decoder.caches import cache_bytes
+from crosslayer.core.decoder.columns import ColumnLayer
+from crosslayer.core.transformers_versions import CACHE, EMPTY_LAYER
+from crosslayer.eviction.running import evicting
+from crosslayer.quantization.codec import RANGE, codec_of, pack, rotation, unpack
+from crosslayer.quantization.running import quantized_cache, quantizing
+from crosslayer.testing.tiny import TOLERANCE, build, config_of, tokens
+from crosslayer.wiring.kv_bits import KvBits, groups, parse_kv_bits, stored_bytes, token_bytes
+from tests.helpers.tiny import tiny
+
+KINDS = ("int8", "int4", "int3", "int2", "fp8")
+RECENT = 5
+UNIATTN = {"name": "uniattn", "superblocks": [[2, 3], [4, 5]]}
+PLANS = [
+    None,
+    "cla",
+    "svformer",
+    "resformer",
+    UNIATTN,
+    {"name": "drop", "layers": [0, 4]},
+    [{"name": "attnres"}, "cla"],
+]
+FLOAT32 = 1e-5  # transformers computes norms and rotary tables in float32 whatever the dtype
+EAGER = 1e-5  # transformers takes the softmax of eager attention in float32
+
+
+def bits_of(kind, **options):
+    return KvBits(kind, everywhere=kind, recent=RECENT, **options)
+
+
+def rounded(kind, states):
+    codec = codec_of(kind)
+    return codec.decode(codec.encode(states), states.shape[-1], states.dtype)
+
+
+def naive(kind):
+    """Return an attention function that goes through the queries, over keys and values as each reads them."""
+
+    def attend(module, query, key, value, mask, scaling=None, **_):
+        groups = query.shape[1] // key.shape[1]
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        states = [states.repeat_interleave(groups, 1) for states in (key, value)]
+        coarse = [rounded(kind, each).repeat_interleave(groups, 1) for each in (key, value)]
+        rows = []
+        for at in range(query.shape[2]):
+            exact = max(0, at - RECENT + 1) if kind in ("int4", "int3", "int2") else at + 1
+            k, v = (
+                torch.cat([c[:, :, :exact], s[:, :, exact : at + 1]], 2) for s, c in zip(states, coarse, strict=True)
+            )
+            weights = ((query[:, :, at : at + 1] * scaling) @ k.transpose(2, 3)).softmax(-1)
+            rows.append(weights @ v)
+        return torch.cat(rows, 2).transpose(1, 2), None
+
+    return attend
+
+
+@pytest.fixture
+def naive_function():
+    """Register a naive attention function with transformers."""
+    name = "naive_quantized"
+    yield lambda function: (AttentionInterface.register(name, function), name)[1]
+    del AttentionInterface._global_mapping[name]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("family", "implementation"), [("llama", "sdpa"), ("llama", "eager"), ("gpt2", "sdpa")])
+def test_a_text_is_read_as_a_loop_over_tokens_reads_it(family, implementation, kind, naive_function):
+    model, ids = tiny(family, implementation), tokens(2, 24)
+    plain = model(ids, use_cache=False).logits
+    with quantizing(model, bits_of(kind)):
+        ours = model(ids, use_cache=False).logits
+    model.set_attn_implementation(naive_function(naive(kind)))
+    expected = model(ids, use_cache=False).logits
+    tolerance = EAGER if implementation == "eager" else TOLERANCE
+    assert (ours - expected).abs().max() < tolerance < 1e-4 < (ours - plain).abs().max()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_cuts_make_no_difference_and_bytes_are_those_predicted(plan, kind):
+    model, ids, bits = build(config_of(plan)), tokens(2, 24), bits_of(kind)
+    with quantizing(model, bits) as new_cache:
+        full = model(ids, use_cache=False).logits
+        for sizes in ([24], [1] * 24, [9, 1, 1, 13], [20, 4]):
+            cache = new_cache()
+            pieces = [model(part, **{CACHE: cache}).logits for part in ids.split(sizes, dim=1)]
+            assert (torch.cat(pieces, 1) - full).abs().max() < TOLERANCE, sizes
+            states, heads, size = model.config.plan.stored_states(), 2, model.config.head_dim
+            assert cache_bytes(cache) == 2 * states * heads * stored_bytes(kind, size, 24, 8, recent=RECENT)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.sampled_from(("4@0-2,2@3-5", "8@1,3@2-4", "fp8@0,4@5")))
+def test_layers_may_differ_however_a_text_is_cut(sizes, text):
+    model, bits = build(config_of("svformer")), parse_kv_bits(text)
+    bits = KvBits(bits.text, bits.everywhere, bits.layers[:1] + (None,) * 5, recent=RECENT) if "@5" in text else bits
+    ids = tokens(1, sum(sizes))
+    with quantizing(model, bits) as new_cache:
+        cache = new_cache()
+        pieces = [model(part, **{CACHE: cache}).logits for part in ids.split(sizes, dim=1)]
+        assert (torch.cat(pieces, 1) - model(ids, use_cache=False).logits).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("family", ["llama", "gpt_neox", "qwen3", "gemma3_text", "gemma3n_text"])
+def test_stock_models_read_texts_in_pieces_as_whole(family, kind):
+    """Gemma 3's layers with a window stay as they are; Gemma 3n's upper layers read those of lower ones."""
+    shape = {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4}
+    more = {"num_kv_shared_layers": 2, "laurel_rank": 4, "vocab_size_per_layer_input": 64} if "3n" in family else {}
+    more |= {"hidden_size_per_layer_input": 4} if "3n" in family else {}
+    model = tiny(family, **(shape | {"sliding_window": 8} | more if "gemma" in family else {}))
+    ids = tokens(1, 24)
+    with quantizing(model, bits_of(kind)) as new_cache:
+        cache = new_cache()
+        pieces = [model(part, **{CACHE: cache}).logits for part in ids.split([9, 1, 1, 13], dim=1)]
+        full = model(ids, use_cache=False).logits
+    assert (torch.cat(pieces, 1) - full).abs().max() < FLOAT32
+    assert (full - model(ids, use_cache=False).logits).abs().max() > FLOAT32
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("plan", ["svformer", "cla"])
+def test_beams_and_padded_rows_are_those_of_single_texts(plan, kind):
+    model, ids = build(config_of(plan)), tokens(2, 12)
+    options = {"max_new_tokens": 8, "do_sample": False, "num_beams": 3, "length_penalty": 0.0, "pad_token_id": 0}
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    with quantizing(model, bits_of(kind)) as new_cache:
+        out = model.generate(
+            ids,
+            attention_mask=mask,
+            **{CACHE: new_cache()},
+            return_dict_in_generate=True,
+            output_scores=True,
+            **options,
+        )
+        for row, pad in ((0, 4), (1, 0)):
+            sequence = out.sequences[row : row + 1, pad:]
+            logits = model(sequence, use_cache=False).logits[:, 11 - pad : -1]
+            score = logits.log_softmax(-1).gather(-1, sequence[:, 12 - pad :, None]).sum()
+            assert (score - out.sequences_scores[row]).abs() < 1e-5  # generate keeps its scores in float32
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("spec", ["h2o:0.4", "streaming:32"])
+@pytest.mark.parametrize("plan", [None, "cla", UNIATTN], ids=str)
+def test_what_is_kept_under_eviction_is_quantised(plan, spec, kind):
+    model, ids, bits = build(config_of(plan)), tokens(2, 50), bits_of(kind)
+    with evicting(model, spec, bits) as new_cache:
+        full = model(ids, use_cache=False).logits
+        for sizes in ([50], [20, *[1] * 30], [33, 17]):
+            cache = new_cache()
+            pieces = [model(part, **{CACHE: cache}).logits for part in ids.split(sizes, dim=1)]
+            assert (torch.cat(pieces, 1) - full).abs().max() < TOLERANCE, sizes
+    states, size = model.config.plan.stored_states(), model.config.head_dim
+    columns = cache.layers[0].columns[0].memory[0].shape[2]
+    assert columns < 50 and cache_bytes(cache) == 2 * states * 2 * columns * token_bytes(kind, size)
+    with evicting(model, spec):
+        assert (model(ids, use_cache=False).logits - full).abs().max() > 1e-4
+
+
+def test_a_cache_by_itself_generates():
+    model, ids = build(config_of("cla")), tokens(1, 30)
+    new = model.generate(ids, **{CACHE: quantized_cache(model, 8)}, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    assert new.shape == (1, 34)
+    cache = quantized_cache(model, "8@0-1,fp8@2-3")
+    model(ids, **{CACHE: cache})
+    assert [type(layer) for layer in cache.layers[::2]] == [ColumnLayer, ColumnLayer, DynamicLayer]
+    assert {type(layer) for layer in cache.layers[1::2]} == {EMPTY_LAYER}
+    assert cache.get_seq_length() == 30
+    cache.reset()
+    assert cache_bytes(cache) == 0
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
+def test_packed_codes_fill_whole_bytes_and_come_back(bits):
+    codes = torch.randint(0, 2**bits, (2, 3, 5, 24), dtype=torch.uint8)
+    packed = pack(codes, bits)
+    assert packed.shape[-1] == 24 * bits // 8 and torch.equal(unpack(packed, bits), codes)
+
+
+@pytest.mark.parametrize("size", [3, 8, 64, 80, 96, 128])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_head_is_rounded_by_itself_within_half_a_step(size, kind):
+    states = torch.randn(2, 2, 4, size, dtype=torch.float64) * 10
+    matrix = rotation(size, torch.float64, torch.device("cpu"))
+    assert (matrix @ matrix.T - torch.eye(size)).abs().max() < 1e-12
+    codec = codec_of(kind)
+    stored = codec.encode(states)
+    assert sum(one[0, 0, 0].nbytes for one in stored) == token_bytes(kind, size)
+    back = codec.decode(stored, size, states.dtype)
+    alone = codec.decode(codec.encode(states[1:, :, 2:3]), size, states.dtype)
+    assert (alone - back[1:, :, 2:3]).abs().max() < 1e-12
+    if kind == "fp8":  # half of the last of three bits of a mantissa, or of the smallest number
+        assert ((back - states).abs() <= states.abs() / 16 + 2.0**-10).all()
+        return
+    covered = RANGE[int(kind[3:])]
+    rotated = (states @ matrix).unflatten(-1, (groups(size), -1))
+    width = rotated.amax(-1, keepdim=True) - rotated.amin(-1, keepdim=True)
+    most = (covered / (2 ** int(kind[3:]) - 1) + 1 - covered) / 2 * width  # half a step, and what is clipped
+    gap = ((back - states) @ matrix).unflatten(-1, (groups(size), -1))
+    assert (gap.abs() <= most * 1.01).all()  # scales are rounded to float16
+
+
+@pytest.mark.parametrize(
+    ("bits", "message"),
+    [
+        ("5", "'5' is none of 8, 4, 3, 2, fp8"),
+        ("", "cannot be read"),
+        ("4,8", "needs layers"),
+        ("4@2-1", "2-1 is not a range"),
+        ("4@0-2,8@2", "names layer 2 twice"),
+        ("4@9", "layer 9 does not exist"),
+        ("4@1", "none of these layers stores"),
+    ],
+)
+def test_bad_bits_are_refused_with_a_reason(bits, message):
+    with pytest.raises(ValueError, match=message):
+        quantized_cache(build(config_of("cla")), bits)
+
+
+@pytest.mark.parametrize(
+    ("family", "message"),
+    [
+        ("bert", "keeps no KV cache"),
+        ("mistral", "no layer of the model stores"),
+        ("deepseek_v3", "caches compressed keys and values"),
+    ],
+)
+def test_models_without_keys_and_values_of_all_tokens_are_refused(family, message):
+    with pytest.raises(ValueError, match=message):
+        quantized_cache(tiny(family), 4)
+
+
+def test_another_cache_under_quantizing_is_refused():
+    model = build(config_of(None))
+    with quantizing(model, 4), pytest.raises(ValueError, match="DynamicCache"):
+        model(tokens(1, 8), **{CACHE: DynamicCache(config=model.config)})
+    model.set_attn_implementation("flex_attention")
+    with pytest.raises(ValueError, match="needs sdpa or eager"), quantizing(model, 4):
+        pass

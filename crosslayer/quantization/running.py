@@ -160,7 +160,7 @@ def mask_for(call: AttentionCall, allowed: Tensor) -> Tensor:
     """Return a boolean mask as a call's attention function takes it."""
     if call.implementation == "sdpa":
         return allowed
-    hidden = max(torch.finfo(call.query.dtype).min, torch.finfo(torch.float32).min)  # eager softmax is float32
+    hidden = max(torch.finfo(call.query.dtype).min, -1e30)  # finite in eager softmax, which is float32
     return torch.zeros(allowed.shape, dtype=call.query.dtype, device=allowed.device).masked_fill(~allowed, hidden)
 
 

@@ -7,30 +7,29 @@ the layer's cache. The model's own attention function computes, so any implement
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
-from crosslayer.core.decoder.columns import ColumnLayer, Columns
 from crosslayer.core.plan import CACHED, DepthPlan
 from crosslayer.core.transformers_versions import CACHE, given_cache
 from crosslayer.eviction.cache import EvictionCache
 from crosslayer.eviction.eviction import Eviction, parse_eviction
 from crosslayer.eviction.state import GroupState, Step, padding
 from crosslayer.probe.intercept import AttentionCall, evaluating, intercepted
-from crosslayer.quantization.codec import codec_of
+from crosslayer.quantization.cache import new_layer
 from crosslayer.quantization.running import (
     call_arguments,
     called_with_cache,
     check_masks,
     checked_plan,
+    in_rotated_channels,
     mask_for,
     quantizing,
+    rounded,
     state_kinds,
-    stored_as,
 )
 from crosslayer.wiring.kv_bits import KvBits, parse_kv_bits
 from crosslayer.wiring.result import ModelPlan
@@ -125,7 +124,7 @@ class _Run:
     def new_cache(self) -> EvictionCache:
         """Return an empty cache."""
         amounts = [self.eviction.amount(layer) for layer in self.first_layers]
-        layers = [ColumnLayer(partial(Columns, codec_of(kind))) for kind in self.stored_kinds]
+        layers = [new_layer(kind) for kind in self.stored_kinds]
         return EvictionCache(layers, [GroupState(self.eviction.rule, amount) for amount in amounts], self)
 
     def begin(self, body: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -151,8 +150,10 @@ class _Run:
         if call.layer in self.handled:
             raise ValueError(f"layer {call.layer} attends twice in a forward pass; eviction is not defined for that")
         self.handled.add(call.layer)
-        if self.read_kinds is not None and not self.is_stored:
-            call = stored_as(call, self.read_kinds[call.layer])
+        if self.read_kinds is not None:
+            kinds = self.read_kinds[call.layer]
+            call = in_rotated_channels(call, kinds, self.is_stored)
+            call = call if self.is_stored else rounded(call, kinds)
         number = self.group_of[call.layer]
         if number not in self.steps:
             group, new = self.cache.groups[number], call.query.shape[2]

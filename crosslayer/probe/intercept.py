@@ -37,6 +37,7 @@ class AttentionCall:
     value: Tensor
     mask: Tensor | None
     options: dict[str, Any] = field(default_factory=dict)
+    after: Callable[[Tensor], Tensor] | None = None  # applied to the output (B, T, H, D_v)
 
     @property
     def implementation(self) -> str:
@@ -239,7 +240,8 @@ def _showing(before: Callable | None) -> Callable:
         call = AttentionCall(module, layer, query, key, value, attention_mask, options)
         for handler in handlers:
             call = handler(call)
-        return function(module, call.query, call.key, call.value, call.mask, **call.options)
+        out, *more = function(module, call.query, call.key, call.value, call.mask, **call.options)
+        return out if call.after is None else call.after(out), *more
 
     return attend
 

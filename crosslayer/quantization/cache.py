@@ -7,7 +7,6 @@ makes no difference how a text is cut into calls.
 Shapes: B batch, T new tokens, S cached + new tokens, H_kv key-value heads, D head size.
 """
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -16,55 +15,69 @@ from transformers import Cache, DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 
 from crosslayer.core.decoder.columns import Codec, ColumnLayer, Columns
-from crosslayer.quantization.codec import codec_of
+from crosslayer.quantization.codec import codec_of, rotated, rotates
 from crosslayer.wiring.kv_bits import KvBits, keeps_recent
 
 
-class RecentExact(Columns):
-    """Keys or values that are quantised but for the latest tokens.
+class Quantised(Columns):
+    """Keys or values that are rotated and quantised, the latest tokens excepted.
 
     All tokens are stored quantised, and beside it as they are those that the next query reads exactly: `tail`
-    (B, H_kv, at most recent - 1, D).
+    (B, H_kv, at most recent - 1, D), rotated.
     """
 
-    def __init__(self, codec: Codec, recent: int):
+    def __init__(self, codec: Codec, recent: int, returns_rotated: bool):
         super().__init__(codec)
-        self.recent = recent
+        self.recent, self.returns_rotated = recent, returns_rotated
         self.tail = torch.empty(0)
 
     def update(self, states: Tensor) -> Tensor:
         """Store new states (B, H_kv, T, D); return all, (B, H_kv, S, D), the new and the latest ones exact."""
-        before = self.used
+        first, states = not self.used, rotated(states)
         self.append(states)
-        exact = torch.cat([self.tail, states], 2) if before else states
+        if not self.recent:
+            return self._returned(self.read())
+        exact = states if first else torch.cat([self.tail, states], 2)
         quantised = self.used - exact.shape[2]
         self.tail = exact[:, :, max(0, exact.shape[2] - self.recent + 1) :].clone()  # a view would hold all of it
-        return torch.cat([self.read(quantised), exact], 2) if quantised else exact
+        return self._returned(torch.cat([self.read(quantised), exact], 2) if quantised else exact)
+
+    def _returned(self, states: Tensor) -> Tensor:
+        return states if self.returns_rotated else rotated(states, back=True)
 
     def select(self, rows: Tensor) -> None:
         """Select rows of the batch, in this order; a row may occur several times."""
         super().select(rows)
-        self.tail = self.tail[rows.to(self.tail.device)]
+        if self.recent:
+            self.tail = self.tail[rows.to(self.tail.device)]
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Return everything that is allocated."""
         return *self.memory, self.tail
 
 
-def new_columns(kind: str | None, bits: KvBits) -> Callable[[], Columns]:
-    """Return what makes the columns of a layer whose keys and values are stored as `kind`."""
+def new_layer(kind: str | None, recent: int = 0, returns_rotated: bool = True) -> ColumnLayer:
+    """Return an empty layer of a cache whose keys and values are stored as `kind`; None: as they are.
+
+    Of types with less than 8 bits, the `recent` latest tokens stay exact.
+    """
     codec = codec_of(kind)
-    return partial(RecentExact, codec, bits.recent) if keeps_recent(kind) else partial(Columns, codec)
+    if not rotates(kind):
+        return ColumnLayer(partial(Columns, codec))
+    return ColumnLayer(partial(Quantised, codec, recent if keeps_recent(kind) else 0, returns_rotated))
 
 
 class QuantizedKVCache(Cache):
-    """A cache for a model's config whose layers are quantised as `bits` says, but for layers with a window."""
+    """A cache for a model's config whose layers are quantised as `bits` says, but for layers with a window.
 
-    def __init__(self, config: PreTrainedConfig, bits: KvBits):
+    Keys and values come back rotated if `returns_rotated`, as `quantizing` expects them.
+    """
+
+    def __init__(self, config: PreTrainedConfig, bits: KvBits, returns_rotated: bool = False):
         layers = DynamicCache(config=config).layers
         for layer, plain in enumerate(layers):
             kind = bits.kind(layer)
             if kind is not None and type(plain) is DynamicLayer:
-                layers[layer] = ColumnLayer(new_columns(kind, bits))
+                layers[layer] = new_layer(kind, bits.recent, returns_rotated)
         super().__init__(layers=layers)
-        self.bits = bits
+        self.bits, self.returns_rotated = bits, returns_rotated

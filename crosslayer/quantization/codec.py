@@ -1,10 +1,11 @@
 """Stores states with 2, 3, 4 or 8 bits, or as float8, each token by itself.
 
-Channels are rotated first: a Hadamard matrix with random signs spreads outliers, as in QuaRot (arXiv 2404.00456). Each
-group of 64 then has a scale and a smallest value in float16:
+The channels of a head are rotated first: a Hadamard matrix with random signs spreads outliers, as in QuaRot (arXiv
+2404.00456). Each group of 64 then has a scale and a smallest value in float16:
 
     code = round((x R − low) / scale),    x ≈ (code · scale + low) Rᵀ
 
+Attention over rotated keys and values needs no way back: (q R)(k R)ᵀ = q kᵀ, and Σ a (v R) = (Σ a v) R.
 With fewer bits the codes cover less of the range, and the rest is clipped: steps become finer.
 
 A token's states depend on no other token, so that it makes no difference how a text is cut, padded or reordered.
@@ -41,7 +42,7 @@ class Float8(Codec):
 
 
 class Integer(Codec):
-    """Codes of 2, 3, 4 or 8 bits, with a scale and a smallest value for each group of rotated channels."""
+    """Codes of 2, 3, 4 or 8 bits, with a scale and a smallest value for each group of channels; states are rotated."""
 
     def __init__(self, bits: int):
         self.bits = bits
@@ -51,14 +52,13 @@ class Integer(Codec):
         size = states.shape[-1]
         if not size:
             return states.to(torch.uint8), states.to(torch.float16)
-        work = states.to(torch.promote_types(states.dtype, torch.float32))
-        rotated = (work @ rotation(size, work.dtype, work.device)).unflatten(-1, (groups(size), -1))  # (…, G, D / G)
-        low, high = rotated.aminmax(dim=-1, keepdim=True)
+        grouped = states.to(work_dtype(states.dtype)).unflatten(-1, (groups(size), -1))  # (…, G, D / G)
+        low, high = grouped.aminmax(dim=-1, keepdim=True)
         cut = (1 - RANGE[self.bits]) / 2 * (high - low)
         low, high = low + cut, high - cut
         low = low.clamp(-LARGEST, LARGEST).to(torch.float16)
         scale = ((high - low) / (2**self.bits - 1)).clamp(SMALLEST, LARGEST).to(torch.float16)
-        codes = ((rotated - low) / scale).round().clamp(0, 2**self.bits - 1).to(torch.uint8).flatten(-2)
+        codes = ((grouped - low) / scale).round().clamp(0, 2**self.bits - 1).to(torch.uint8).flatten(-2)
         codes = F.pad(codes, (0, -size % FILL))
         return pack(codes, self.bits), torch.cat([scale, low], -1).flatten(-2)
 
@@ -67,11 +67,28 @@ class Integer(Codec):
         packed, scales = stored
         if not size:
             return packed.to(dtype)
-        work = torch.promote_types(dtype, torch.float32)
-        scale, low = scales.to(work).unflatten(-1, (-1, 2)).split(1, -1)  # (…, G, 1) each
-        codes = unpack(packed, self.bits)[..., :size].to(work)
-        rotated = (codes.unflatten(-1, (scale.shape[-2], -1)) * scale + low).flatten(-2)
-        return (rotated @ rotation(size, work, packed.device).T).to(dtype)
+        scale, low = scales.to(dtype).unflatten(-1, (-1, 2)).split(1, -1)  # (…, G, 1) each
+        codes = unpack(packed, self.bits)[..., :size].to(dtype)
+        return codes.unflatten(-1, (scale.shape[-2], -1)).mul_(scale).add_(low).flatten(-2)
+
+
+def work_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype to compute in: float32, or float64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def rotates(kind: str | None) -> bool:
+    """Return whether states of a type are rotated before they are stored."""
+    return kind is not None and kind != "fp8"
+
+
+def rotated(states: Tensor, back: bool = False) -> Tensor:
+    """Return states (…, D) rotated, or rotated back."""
+    if not states.shape[-1]:
+        return states
+    work = states.to(work_dtype(states.dtype))
+    matrix = rotation(states.shape[-1], work.dtype, work.device)
+    return (work @ (matrix.T if back else matrix)).to(states.dtype)
 
 
 def codec_of(kind: str | None) -> Codec:

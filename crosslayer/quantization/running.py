@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from crosslayer.core.plan import CACHED
 from crosslayer.core.transformers_versions import CACHE, given_cache
 from crosslayer.probe.intercept import AttentionCall, evaluating, intercepted, layer_stack
 from crosslayer.quantization.cache import QuantizedKVCache
-from crosslayer.quantization.codec import codec_of
+from crosslayer.quantization.codec import codec_of, rotated, rotates
 from crosslayer.wiring.kv_bits import KvBits, keeps_recent, parse_kv_bits
 from crosslayer.wiring.read import read_plan
 from crosslayer.wiring.result import ModelPlan
@@ -66,7 +67,7 @@ def quantizing(model: PreTrainedModel, bits: KvBits | str | int) -> Iterator[Cal
     check_masks(model, "a quantised KV cache")
     run = _Run(bits, plan)
     with torch.no_grad(), evaluating(model), called_with_cache(model, run.begin), intercepted(model, run.handle):
-        yield lambda: QuantizedKVCache(model.config, bits)
+        yield lambda: QuantizedKVCache(model.config, bits, returns_rotated=True)
 
 
 @contextmanager
@@ -96,7 +97,8 @@ class _Run:
     def begin(self, body: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Check the cache that a forward pass receives."""
         cache = given_cache(call_arguments(body, args, kwargs))
-        if cache is not None and (not isinstance(cache, QuantizedKVCache) or cache.bits != self.bits):
+        ours = isinstance(cache, QuantizedKVCache) and cache.bits == self.bits and cache.returns_rotated
+        if cache is not None and not ours:
             raise ValueError(
                 f"the model runs under `quantizing` but got another cache ({type(cache).__name__}); pass "
                 f"{CACHE}=new_cache(), with the function that `quantizing` gives"
@@ -106,8 +108,9 @@ class _Run:
     def handle(self, call: AttentionCall) -> AttentionCall:
         """Let each query of a call read what it would read if the text came token by token."""
         kinds = self.kinds[call.layer]
+        call = in_rotated_channels(call, kinds, self.is_cached)
         if not any(map(keeps_recent, kinds)):
-            return call if self.is_cached else stored_as(call, kinds)
+            return call if self.is_cached else rounded(call, kinds)
         new, width = call.query.shape[2], call.key.shape[2]
         before = width - new
         exact = max(0, before - self.bits.recent + 1)  # the first column that is not quantised yet
@@ -117,11 +120,11 @@ class _Run:
             return call
         far = far.to(call.key.device)
         allowed = allowed_by(call)  # (B or 1, 1, T, S)
-        rounded = stored_as(replace(call, key=call.key[:, :, exact:], value=call.value[:, :, exact:]), kinds)
+        coarse = rounded(replace(call, key=call.key[:, :, exact:], value=call.value[:, :, exact:]), kinds)
         return replace(
             call,
-            key=torch.cat([call.key, rounded.key], 2),
-            value=torch.cat([call.value, rounded.value], 2),
+            key=torch.cat([call.key, coarse.key], 2),
+            value=torch.cat([call.value, coarse.value], 2),
             mask=mask_for(call, torch.cat([allowed & ~far, (allowed & far)[..., exact:]], -1)),
         )
 
@@ -136,8 +139,20 @@ def state_kinds(plan: ModelPlan, bits: KvBits) -> list[tuple[str | None, str | N
     return kinds
 
 
-def stored_as(call: AttentionCall, kinds: tuple[str | None, str | None]) -> AttentionCall:
-    """Return a call whose keys and values are as a cache gives them back."""
+def in_rotated_channels(call: AttentionCall, kinds: tuple[str | None, str | None], is_cached: bool) -> AttentionCall:
+    """Return a call with the same output over rotated keys and values; out of a cache they come rotated."""
+    by_keys, by_values = map(rotates, kinds)
+    return replace(
+        call,
+        query=rotated(call.query) if by_keys else call.query,
+        key=call.key if is_cached or not by_keys else rotated(call.key),
+        value=call.value if is_cached or not by_values else rotated(call.value),
+        after=partial(rotated, back=True) if by_values else None,
+    )
+
+
+def rounded(call: AttentionCall, kinds: tuple[str | None, str | None]) -> AttentionCall:
+    """Return a call whose keys and values are quantised and back."""
     key, value = (_rounded(states, kind) for states, kind in zip((call.key, call.value), kinds, strict=True))
     return replace(call, key=key, value=value)
 

@@ -14,6 +14,7 @@ QUANTISED = {  # scales of blocks of 32 elements included
     "q4_0": 4.5,
     "iq4_nl": 4.5,
 }
+OURS = {"int8": 8.5, "int4": 4.5, "int3": 3.5, "int2": 2.5, "fp8": 8.0}  # of the caches of this package, without ends
 DEFAULT = "bfloat16"
 
 
@@ -30,17 +31,18 @@ def dtype_name(dtype: Any) -> str:
     return name
 
 
-def item_sizes(dtype: str, kv_dtype: str | None) -> ItemSizes:
+def item_sizes(dtype: str, kv_dtype: str | None, engine: str = "transformers") -> ItemSizes:
     """Return bytes per element of the model's dtype, and of keys and values, by default the same.
 
     Raises:
         ValueError: a type is not known.
 
     """
-    kinds = {**BITS, **QUANTISED}
+    kinds = {**BITS, **QUANTISED, **OURS}
     if kv_dtype is not None and kv_dtype not in kinds:
         raise ValueError(f"`kv_dtype` {kv_dtype!r} is not known; use {', '.join(kinds)}")
-    return ItemSizes(BITS[dtype] / 8, kinds[kv_dtype or dtype] / 8)
+    ours = kv_dtype if engine == "transformers" and kv_dtype in OURS else None
+    return ItemSizes(BITS[dtype] / 8, kinds[kv_dtype or dtype] / 8, ours)
 
 
 def parse_bytes(text: str) -> int:

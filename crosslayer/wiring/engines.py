@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from crosslayer.wiring.dtypes import BITS, QUANTISED
+from crosslayer.wiring.dtypes import BITS, OURS, QUANTISED
 from crosslayer.wiring.states import FLOAT32, ItemSizes, LayerStates
 
 BLOCK = 16  # tokens of a vLLM block
@@ -27,7 +27,7 @@ class Kind(NamedTuple):
     token_bytes: float
 
 
-TYPES = {"transformers": tuple(BITS), "vllm": (*BITS, "fp8"), "llama.cpp": GGML}  # engine → types of keys and values
+TYPES = {"transformers": (*BITS, *OURS), "vllm": (*BITS, "fp8"), "llama.cpp": GGML}  # engine → types of keys and values
 
 
 class Stored(NamedTuple):
@@ -50,6 +50,7 @@ def check_engine(engine: str, kv_dtype: str, layers: Sequence[Stored]) -> None:
         others = [other for other, kinds in TYPES.items() if kv_dtype in kinds]
         raise ValueError(f"{engine} has no KV cache of type {kv_dtype}; use `engine` {others[0]}")
     if engine == "transformers":
+        _check_quantised(kv_dtype, layers)
         return
     for number, (states, own) in enumerate(layers):
         if states.every is not None or states.index or states.prompt or states.passes > 1:
@@ -58,6 +59,18 @@ def check_engine(engine: str, kv_dtype: str, layers: Sequence[Stored]) -> None:
             raise ValueError(f"what vllm allocates for the state of layer {number} ({states.mask}) is not known here")
         if engine == "llama.cpp" and len(own) == 1:
             raise ValueError(f"llama.cpp cannot store {next(iter(own))} alone, as layer {number} does")
+
+
+def _check_quantised(kv_dtype: str, layers: Sequence[Stored]) -> None:
+    """Refuse a quantised cache of this package where it is not defined."""
+    for number, (states, own) in enumerate(layers):
+        latent = bool(states.keys) and not states.heads
+        if kv_dtype in OURS and (
+            latent or states.every or states.index or states.passes > 1 or 0 < own.get("values", 0) < 1
+        ):
+            raise ValueError(
+                f"a quantised KV cache is not defined for layer {number} ({states.mask}), which is not plain"
+            )
 
 
 def allocated(engine: str, layers: Sequence[Stored], sizes: ItemSizes, length: int) -> float:

@@ -69,7 +69,7 @@ def layer_states(config: Any, layer_type: str, layer: int) -> LayerStates:
     fixed, fixed_float32, kernel = fixed_states(config, layer_type, layer)
     if layer_type in NO_KV_CACHE:
         return LayerStates(NO_KV_CACHE[layer_type], fixed=fixed, fixed_float32=fixed_float32, kernel=kernel)
-    keys, values = _sizes(config, layer_type, layer)
+    keys, values, heads = _sizes(config, layer_type, layer)
     window, every, selected, index = None, None, None, 0
     if layer_type in SLIDING or layer_type in COMPRESSED:
         window = int_field(config, layer, "sliding_window")
@@ -86,6 +86,7 @@ def layer_states(config: Any, layer_type: str, layer: int) -> LayerStates:
         mask=mask,
         keys=keys,
         values=values,
+        heads=heads,
         index=index,
         index_float32=config.model_type in INDEX_IN_FLOAT32,
         window=window,
@@ -137,12 +138,12 @@ def _shared_indexer(config: Any, layer: int) -> str:
     return f" as layer {max(earlier for earlier in range(layer) if layer_types[earlier] == 'full')}"
 
 
-def _sizes(config: Any, layer_type: str, layer: int) -> tuple[int, int]:
-    """Return the elements of a token's keys and values in a layer's cache."""
+def _sizes(config: Any, layer_type: str, layer: int) -> tuple[int, int, int]:
+    """Return the elements of a token's keys and values in a layer's cache, and the number of heads (0: a latent)."""
     latent = int_field(config, layer, "kv_lora_rank")
     if latent is not None:
         rope = int_field(config, layer, "qk_rope_head_dim", least=0, default=0)
-        return latent, rope if _rotates(config, layer) else 0
+        return latent, rope if _rotates(config, layer) else 0, 0
     prefix = "swa_" if layer_type in SLIDING and field(config, "swa_head_dim") is not None else ""
     heads = int_field(config, layer, *(f"{prefix}{name}" for name in KV_HEADS))
     if field(config, "multi_query") and not field(config, "new_decoder_architecture"):
@@ -152,8 +153,8 @@ def _sizes(config: Any, layer_type: str, layer: int) -> tuple[int, int]:
     whole = config.hidden_size // config.num_attention_heads
     size = int_field(config, layer, *(f"{prefix}{name}" for name in HEAD_SIZE), default=whole)
     if layer_type in COMPRESSED or field(config, "keys_hold_values"):
-        return heads * size, 0
-    return heads * size, heads * int_field(config, layer, f"{prefix}v_head_dim", default=size)
+        return heads * size, 0, heads
+    return heads * size, heads * int_field(config, layer, f"{prefix}v_head_dim", default=size), heads
 
 
 def _index_size(config: Any, layer: int) -> int:

@@ -61,12 +61,14 @@ def read_plan(
         weights_bytes = sum(weight.numel() * weight.itemsize for weight in model.parameters())
     wiring = read_wiring(config)
     dtype = dtype_name(dtype or wiring["dtype"])
+    is_file = isinstance(config, GgufConfig) and model not in EMBEDDED
+    engine = engine or ("llama.cpp" if is_file else "transformers")
     return ModelPlan(
         **{**wiring, "caches": wiring["caches"] and caches, "dtype": dtype},
         model=folder_name(name or "") or wiring["type"],
         kv_dtype=kv_dtype or dtype,
-        engine=engine or ("llama.cpp" if isinstance(config, GgufConfig) and model not in EMBEDDED else "transformers"),
-        sizes=item_sizes(dtype, kv_dtype),
+        engine=engine,
+        sizes=item_sizes(dtype, kv_dtype, engine),
         lengths=lengths,
         batch=batch,
         weights_bytes=weights_bytes,

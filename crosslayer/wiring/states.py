@@ -4,14 +4,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from crosslayer.wiring import kv_bits
+
 FLOAT32 = 4  # bytes per element
 
 
 class ItemSizes(NamedTuple):
-    """Bytes per element: of the model's dtype, and of keys and values, which may be quantised."""
+    """Bytes per element: of the model's dtype, and of keys and values, which may be quantised.
+
+    `kind` is the type of a quantised cache of this package, whose bytes are not a number per element, else None.
+    """
 
     model: float
     kv: float
+    kind: str | None = None
 
 
 @dataclass(frozen=True)
@@ -22,6 +28,7 @@ class LayerStates:
         mask: a short description of the mask.
         keys: elements of a token's keys, or of the latent for keys and values; 0 without attention.
         values: elements of a token's values, or of what is cached beside the latent; 0 if the keys are the values.
+        heads: key-value heads; 0 for a latent.
         index: elements of a token that an indexer caches.
         index_float32: whether the indexer caches float32, whatever the dtype of the model.
         window: tokens that a query can attend to, including its own; None: all.
@@ -39,6 +46,7 @@ class LayerStates:
     mask: str
     keys: int = 0
     values: int = 0
+    heads: int = 0
     index: int = 0
     index_float32: bool = False
     window: int | None = None
@@ -61,9 +69,18 @@ class LayerStates:
 
     def stored_bytes(self, length: int, sizes: ItemSizes, own: Mapping[str, float]) -> float:
         """Return the bytes that grow with the text; `own` has the shares of its keys and values that it stores."""
+        if sizes.kind is not None:
+            return sum(self._quantised_bytes(vars(self)[state], length, sizes) for state in own)
         size = self.keys * own.get("keys", 0) + self.values * own.get("values", 0)
         kept = (self.kept(length) + self.entries(length)) * size * sizes.kv
         return self.passes * (kept + self._indexed_bytes(length, sizes))
+
+    def _quantised_bytes(self, size: int, length: int, sizes: ItemSizes) -> float:
+        """Return the bytes of keys, or values, of `size` elements a token; a window is not quantised."""
+        assert sizes.kind is not None
+        if self.window is not None:
+            return self.kept(length) * size * sizes.model
+        return self.heads * kv_bits.stored_bytes(sizes.kind, size // self.heads, length, sizes.model)
 
     def fixed_bytes(self, length: int, sizes: ItemSizes) -> float:
         """Return the bytes of the states of fixed size, and of compressed entries that are not finished."""
@@ -87,8 +104,8 @@ class LayerStates:
         return self.passes * (read + self._indexed_bytes(length, sizes))
 
     def full_bytes(self, length: int, sizes: ItemSizes) -> float:
-        """Return the bytes of a plain cache: keys and values of all tokens, without compression."""
-        kept = length * (self.keys + self.values) * sizes.kv
+        """Return the bytes of a plain cache: keys and values of all tokens, neither compressed nor quantised."""
+        kept = length * (self.keys + self.values) * sizes.model
         return self.passes * (kept + length * self.index * self._index_item(sizes))
 
     def _indexed_bytes(self, length: int, sizes: ItemSizes) -> float:

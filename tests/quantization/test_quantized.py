@@ -8,10 +8,12 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 from transformers.modeling_utils import AttentionInterface
 
+import crosslayer
 from crosslayer.core.decoder.caches import cache_bytes
 from crosslayer.core.decoder.columns import ColumnLayer
 from crosslayer.core.transformers_versions import CACHE, EMPTY_LAYER
 from crosslayer.eviction.running import evicting
+from crosslayer.quantization import cache as cache_module
 from crosslayer.quantization.codec import RANGE, codec_of, pack, rotation, unpack
 from crosslayer.quantization.running import quantized_cache, quantizing
 from crosslayer.testing.tiny import TOLERANCE, build, config_of, tokens
@@ -40,7 +42,10 @@ def bits_of(kind, **options):
 
 def rounded(kind, states):
     codec = codec_of(kind)
-    return codec.decode(codec.encode(states), states.shape[-1], states.dtype)
+    if kind == "fp8":
+        return codec.decode(codec.encode(states), states.shape[-1], states.dtype)
+    matrix = rotation(states.shape[-1], states.dtype, states.device)
+    return codec.decode(codec.encode(states @ matrix), states.shape[-1], states.dtype) @ matrix.T
 
 
 def naive(kind):
@@ -169,6 +174,33 @@ def test_what_is_kept_under_eviction_is_quantised(plan, spec, kind):
         assert (model(ids, use_cache=False).logits - full).abs().max() > 1e-4
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_plan_says_what_is_allocated(kind):
+    bits = KvBits(kind, everywhere=kind)
+    for model in (build(config_of("svformer")), build(config_of(UNIATTN)), tiny("llama")):
+        with quantizing(model, bits) as new_cache:
+            for sizes in ([50, 1], [60, *[1] * 4], [1]):
+                cache, length = new_cache(), sum(sizes)
+                for part in tokens(1, length).split(sizes, dim=1):
+                    model(part, **{CACHE: cache})
+                planned = crosslayer.plan(model, length=length, dtype="float64", kv_dtype=kind).stored_bytes
+                assert planned == cache_bytes(cache), (type(model), sizes)
+
+
+@pytest.mark.parametrize("bits", ["8", "4", "fp8@0-1"])
+def test_verify_checks_a_quantised_cache(bits):
+    checks = crosslayer.verify(build(config_of(UNIATTN)), kv_bits=bits).applicable
+    assert [(check.status, check.dtype) for check in checks] == [("PASS", "float64")] * 5
+    with pytest.raises(ValueError, match="leave `dtypes` out"):
+        crosslayer.verify(build(config_of(None)), kv_bits=bits, dtypes=["float32"])
+
+
+def test_verify_finds_a_cache_that_rounds_what_should_be_exact(monkeypatch):
+    monkeypatch.setattr(cache_module, "keeps_recent", lambda kind: False)
+    failed = {check.name for check in crosslayer.verify(build(config_of(None)), kv_bits="4").failed}
+    assert {"cache, token by token", "left-padded batch", "cache bytes"} <= failed
+
+
 def test_a_cache_by_itself_generates():
     model, ids = build(config_of("cla")), tokens(1, 30)
     new = model.generate(ids, **{CACHE: quantized_cache(model, 8)}, max_new_tokens=4, do_sample=False, pad_token_id=0)
@@ -205,10 +237,10 @@ def test_a_head_is_rounded_by_itself_within_half_a_step(size, kind):
         assert ((back - states).abs() <= states.abs() / 16 + 2.0**-10).all()
         return
     covered = RANGE[int(kind[3:])]
-    rotated = (states @ matrix).unflatten(-1, (groups(size), -1))
-    width = rotated.amax(-1, keepdim=True) - rotated.amin(-1, keepdim=True)
+    grouped = states.unflatten(-1, (groups(size), -1))
+    width = grouped.amax(-1, keepdim=True) - grouped.amin(-1, keepdim=True)
     most = (covered / (2 ** int(kind[3:]) - 1) + 1 - covered) / 2 * width  # half a step, and what is clipped
-    gap = ((back - states) @ matrix).unflatten(-1, (groups(size), -1))
+    gap = (back - states).unflatten(-1, (groups(size), -1))
     assert (gap.abs() <= most * 1.01).all()  # scales are rounded to float16
 
 

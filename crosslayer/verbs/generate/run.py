@@ -8,11 +8,12 @@ from typing import Any, Self
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
+from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
 from crosslayer.core.decoder.caches import cache_bytes
 from crosslayer.core.transformers_versions import CACHE
 from crosslayer.environment import quiet_transformers
+from crosslayer.eviction.running import SmallerCache
 from crosslayer.models.load import public_name, ready_model
 from crosslayer.models.pair import causal_config
 from crosslayer.output.progress import Meter, Silent
@@ -47,6 +48,7 @@ def generate(
     temperature: float = 0.0,
     seed: int = 0,
     chat: bool = False,
+    kv_bits: str | None = None,
     dtype: str | torch.dtype | None = None,
     device: str | torch.device | None = None,
     write: Callable[[str], Any] | None = None,
@@ -62,6 +64,7 @@ def generate(
         temperature: sampling temperature; 0 is greedy.
         seed: seed of sampling. In Python the state of torch's own generator is restored.
         chat: put the prompt into the tokenizer's chat template.
+        kv_bits: bits of the KV cache: 8, 4, 3, 2, fp8, or by layer, such as 8@0-11,4@12-29.
         dtype: float32, bfloat16, …; default float32 on a CPU. In Python only if `model` is a name or path.
         device: cpu, cuda, …; default the GPU if there is one. In Python only if `model` is a name or path.
         write: in Python, called with each new piece of text.
@@ -81,10 +84,10 @@ def generate(
         raise ValueError("a loaded model needs its tokenizer; pass tokenizer=…")
     ids = _prompt_ids(own, prompt, chat)  # (1, T)
     _check_ids(loaded, ids, max_new_tokens)
-    cache = DynamicCache(config=loaded.config)
     streamer = None if write is None else _Pieces(own, write)
     started = time.perf_counter()
-    with evaluating(loaded), progress("generating", 0):
+    with evaluating(loaded), SmallerCache(kv_bits=kv_bits).running(loaded) as new_cache, progress("generating", 0):
+        cache = DynamicCache(config=loaded.config) if new_cache is None else new_cache()
         new = _continue(loaded, own, ids.to(loaded.device), cache, sampling, streamer)
     seconds = time.perf_counter() - started
     return Continuation(
@@ -115,7 +118,7 @@ def _continue(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     ids: Tensor,
-    cache: DynamicCache,
+    cache: Cache,
     sampling: Sampling,
     streamer: TextStreamer | None,
 ) -> Tensor:

@@ -37,8 +37,8 @@ def plan(
         length: tokens in the KV cache; several make a table.
         batch: number of sequences.
         dtype: dtype of the model; default that of the config, else bfloat16.
-        kv_dtype: type of keys and values: a dtype, fp8, q8_0, q5_1, q5_0, q4_1, q4_0 or iq4_nl; default that of the
-            model.
+        kv_dtype: type of keys and values: a dtype; fp8, int8, int4, int3 or int2 (as `kv_bits` of other commands);
+            q8_0, q5_1, q5_0, q4_1, q4_0 or iq4_nl (llama.cpp); default that of the model.
         engine: whose allocation is counted: transformers, vllm or llama.cpp; default llama.cpp for a .gguf file, else
             transformers.
         memory: size such as 24GiB: how many tokens fit into it beside the weights.

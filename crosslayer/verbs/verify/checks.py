@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, StaticCache
+from transformers import AutoModelForCausalLM, PreTrainedModel, StaticCache
 
 from crosslayer.core.decoder.caches import cache_bytes
 from crosslayer.core.transformers_versions import CACHE, disable_checkpointing, enable_checkpointing
 from crosslayer.probe.intercept import AttentionCall, stored_shares, visited
 from crosslayer.verbs.verify.result import FAIL, NOT_APPLICABLE, PASS, Check
 from crosslayer.verbs.verify.subject import FEW, NEW, Subject, widened
+from crosslayer.wiring.kv_bits import KvBits, stored_bytes
 
 # Measured on 33 tokens of SmolLM2, of five retrofits of it and of tiny models of 25 families: at most 3e-5 in
 # float32. More layers and other kernels need a margin; the mildest planted error, positions off by 1 after the cache,
@@ -29,6 +30,7 @@ EXACT = {"float64": 1e-8, "float32": 1e-3}
 # (arXiv 2410.17897). Two roundings differed by at most 1.4 times that, √2 as if independent. Positions off by 1 give
 # 0.094, unrelated logits 1.4.
 ROUNDINGS, FLOOR, WEAK = 2, 0.005, 0.5
+ADDED_UP = 1e-6  # of scores that beam search adds up in float32, whatever the dtype
 SENTENCE = 200  # characters shown of an error
 
 
@@ -116,7 +118,7 @@ def _left_padded(subject: Subject) -> Measurement:
     mask[1, :pad] = 0
     positions = (mask.cumsum(-1) - 1).clamp_min(0)
     takes_positions = "position_ids" in inspect.signature(model.forward).parameters
-    cache, chunks = DynamicCache(config=model.config), []
+    cache, chunks = subject.new_cache(), []
     for start, end in [(0, count - 4), *((i, i + 1) for i in range(count - 4, count))]:
         options: dict[str, Any] = {"attention_mask": mask[:, :end], CACHE: cache, "use_cache": True}
         if takes_positions:
@@ -136,7 +138,8 @@ def _beam_search(subject: Subject) -> Measurement:
     model: Any = subject.model
     start = subject.ids[:, :FEW]
     options = {"attention_mask": torch.ones_like(start), "return_dict_in_generate": True, "output_scores": True}
-    cached = model.generate(start, use_cache=True, **options)  # sequences (beams, FEW + NEW)
+    own = {} if subject.bits is None else {CACHE: subject.new_cache()}
+    cached = model.generate(start, use_cache=True, **own, **options)  # sequences (beams, FEW + NEW)
     logits = widened(model(cached.sequences, use_cache=False).logits)[:, start.shape[1] - 1 : -1]  # (beams, NEW, V)
     chosen = cached.sequences[:, start.shape[1] :, None]  # (beams, NEW, 1)
     scores = logits.log_softmax(-1).gather(-1, chosen)[..., 0].sum(-1)  # (beams, NEW, 1) -> (beams,)
@@ -147,7 +150,7 @@ def _beam_search(subject: Subject) -> Measurement:
             raise ValueError("beam search gives different tokens with and without a cache")
         reason = "scores per token; same tokens with and without a cache"
     gap = (widened(cached.sequences_scores) - scores).abs().max() / NEW / subject.full.std()
-    return Measurement(gap.item(), reason)
+    return Measurement(gap.item(), reason, ADDED_UP if subject.dtype == "float64" else None)
 
 
 @torch.no_grad()
@@ -244,8 +247,8 @@ def _cache_bytes(subject: Subject) -> Measurement:
     Sliding windows need the step: after a prefill alone, a window is a view of the states of all tokens.
     """
     model, count = subject.model, subject.ids.shape[1]
-    predicted = _predicted_bytes(model, count)
-    cache = DynamicCache(config=model.config)
+    predicted = _predicted_bytes(model, count, subject.bits)
+    cache = subject.new_cache()
     subject.run_in_chunks([count - 1, 1], cache)
     allocated = cache_bytes(cache)
     return Measurement(abs(allocated - predicted), f"bytes: {allocated:,} allocated, {predicted:,} predicted", 0.0)
@@ -263,6 +266,9 @@ CHECKS: dict[str, Callable[[Subject], Measurement]] = {
     "eager and SDPA": _eager_and_sdpa,
     "cache bytes": _cache_bytes,
 }
+
+
+WITH_BITS = ("cache, token by token", "cache, uneven chunks", "left-padded batch", "beam search", "cache bytes")
 
 
 def _needs_fullgraph(model: PreTrainedModel) -> None:
@@ -293,7 +299,7 @@ def _gap(name: str, plain: Tensor | None, checkpointed: Tensor | None, scale: fl
     return (widened(plain - checkpointed).abs().max() / largest).item()
 
 
-def _predicted_bytes(model: PreTrainedModel, tokens: int) -> int:
+def _predicted_bytes(model: PreTrainedModel, tokens: int, bits: KvBits | None = None) -> int:
     """Return the bytes of the keys and values that the plan stores for a sequence; in a stock model, of all layers.
 
     The sizes of keys and values are read from the attention calls.
@@ -307,7 +313,13 @@ def _predicted_bytes(model: PreTrainedModel, tokens: int) -> int:
         model(torch.zeros(1, 2, dtype=torch.long, device=model.device), use_cache=False)
     total = 0
     for layer, call in calls.items():
-        sizes = {"keys": call.key[0, :, 0].nbytes, "values": call.value[0, :, 0].nbytes}
         kept = tokens if call.window is None else min(tokens, call.window)
-        total += round(kept * sum(share * sizes[state] for state, share in stored_shares(config, layer).items()))
+        kind = None if bits is None or call.window is not None else bits.kind(layer)
+        sizes = {}
+        for state, one in (("keys", call.key), ("values", call.value)):
+            sizes[state] = kept * one[0, :, 0].nbytes
+            if kind is not None and bits is not None:
+                _, heads, _, size = one.shape
+                sizes[state] = heads * stored_bytes(kind, size, tokens, one.itemsize, bits.recent)
+        total += round(sum(share * sizes[state] for state, share in stored_shares(config, layer).items()))
     return total

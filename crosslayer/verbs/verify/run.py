@@ -3,8 +3,10 @@
 import inspect
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -16,10 +18,12 @@ from crosslayer.models.pair import causal_config
 from crosslayer.output import manifest
 from crosslayer.output.progress import Meter, Silent
 from crosslayer.output.record import read_record
-from crosslayer.verbs.verify.checks import CHECKS, EXACT, WEAK, Measurement, in_brief, judged, tolerance_of
+from crosslayer.verbs.verify.checks import CHECKS, EXACT, WEAK, WITH_BITS, Measurement, in_brief, judged, tolerance_of
 from crosslayer.verbs.verify.result import FAIL, NOT_APPLICABLE, PASS, Check, Verification
-from crosslayer.verbs.verify.subject import random_ids, subject_of
+from crosslayer.verbs.verify.subject import RECENT, random_ids, subject_of
+from crosslayer.wiring.kv_bits import KvBits, parse_kv_bits
 
+DTYPES_CHECKED = ("float32", "bfloat16")
 SHOWN = 3  # files that a message names
 
 
@@ -28,6 +32,7 @@ def verify(
     tokenizer: PreTrainedTokenizerBase | None = None,
     *,
     dtypes: Sequence[str] = ("float32", "bfloat16"),
+    kv_bits: str | None = None,
     device: str | None = None,
     folder: str | Path | None = None,
     compile_backend: str = "inductor",
@@ -44,6 +49,8 @@ def verify(
         model: hub name, local folder, or smollm2 (embedded), loaded in float32. In Python also a loaded model.
         tokenizer: in Python, the tokenizer of a loaded model; its special tokens are not used as test ids.
         dtypes: dtypes to check; each is compared with a plain pass in the same dtype.
+        kv_bits: check a quantised KV cache of 8, 4, 3, 2, fp8, or by layer, such as 8@0-11,4@12-29; in float64, since
+            rounding in lower precisions decides between neighbouring codes.
         device: cpu, cuda, …; default the GPU if there is one. In Python only if `model` is a name or path.
         folder: in Python, the folder of a loaded model; its `manifest.json` is checked too.
         compile_backend: in Python, the backend of `torch.compile`.
@@ -54,7 +61,12 @@ def verify(
             device or a dtype is unknown; or an option does not apply.
 
     """
+    bits = None if kv_bits is None else replace(parse_kv_bits(kv_bits), recent=RECENT)
+    if bits is not None and tuple(dtypes) != DTYPES_CHECKED:
+        raise ValueError("`kv_bits` is checked in float64, where rounding decides nothing; leave `dtypes` out")
+    dtypes = dtypes if bits is None else ("float64",)
     check_dtypes(dtypes)
+    conditions = Conditions(tuple(dtypes), bits, compile_backend)
     started = time.monotonic()
     if isinstance(model, PreTrainedModel):
         if device is not None:
@@ -62,13 +74,21 @@ def verify(
                 "device applies only if the model is a name or path, got a loaded model; use model.to(device)"
             )
         path = None if folder is None else Path(folder).expanduser()
-        checks = _check_loaded(model, tokenizer, path, dtypes, compile_backend, progress)
+        checks = _check_loaded(model, tokenizer, path, conditions, progress)
     else:
         if tokenizer is not None or folder is not None:
             raise ValueError("tokenizer and folder apply only to a loaded model, got a name or path")
-        checks = _check_named(str(model), device, dtypes, compile_backend, progress)
+        checks = _check_named(str(model), device, conditions, progress)
     seconds = round(time.monotonic() - started, 1)
     return Verification(model=public_name(model), checks=tuple(checks), seconds=seconds)
+
+
+class Conditions(NamedTuple):
+    """How a model is checked: in which dtypes, with which bits in its KV cache, with which backend of a compiler."""
+
+    dtypes: tuple[str, ...]
+    bits: KvBits | None
+    backend: str
 
 
 def check_dtypes(dtypes: Sequence[str]) -> None:
@@ -82,7 +102,7 @@ def check_dtypes(dtypes: Sequence[str]) -> None:
         )
 
 
-def _check_named(name: str, device: str | None, dtypes: Sequence[str], backend: str, progress: Meter) -> list[Check]:
+def _check_named(name: str, device: str | None, conditions: Conditions, progress: Meter) -> list[Check]:
     """Check the files of a model, load it in float32 and check it."""
     target, path = resolve_device(device), Path(name).expanduser()
     local = name not in EMBEDDED and ((path / "config.json").is_file() or (path / manifest.NAME).exists())
@@ -97,15 +117,14 @@ def _check_named(name: str, device: str | None, dtypes: Sequence[str], backend: 
             if folder is None:
                 raise
             return [files, Check(name="load", dtype="float32", status=FAIL, reason=in_brief(error))]
-    return _check_loaded(model, tokenizer, folder, dtypes, backend, progress)
+    return _check_loaded(model, tokenizer, folder, conditions, progress)
 
 
 def _check_loaded(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | None,
     folder: Path | None,
-    dtypes: Sequence[str],
-    backend: str,
+    conditions: Conditions,
     progress: Meter,
 ) -> list[Check]:
     """Run every check on copies of a loaded model."""
@@ -115,18 +134,21 @@ def _check_loaded(
     attends = hasattr(model.config.get_text_config(), "num_attention_heads")  # a Mamba caches its states only
     if not attends or not any(CACHE in parameters for parameters in forwards):
         raise ValueError(f"verify needs a model with a key-value cache, and {name} has none")
-    ids, done, total = random_ids(model, tokenizer), 0, len(CHECKS) * len(dtypes)
+    dtypes, bits, backend = conditions
+    chosen = {name: check for name, check in CHECKS.items() if bits is None or name in WITH_BITS}
+    ids, done, total = random_ids(model, tokenizer), 0, len(chosen) * len(dtypes)
     with quiet_transformers(), progress("verifying", total) as meter:
         meter.step(0, total, "manifest and plain pass")
         rows = check_manifest(model, folder)
-        reference = subject_of(model, ids, "float32", backend).full  # (T, V)
+        with subject_of(model, ids, "float32", backend, bits) as plain:
+            reference = plain.full  # (T, V)
         for dtype in dtypes:
-            subject = subject_of(model, ids, dtype, backend)
-            tolerance, note = tolerance_of(dtype, subject.difference(reference))
-            for name, check in CHECKS.items():
-                meter.step(done, total, f"{name}, {dtype}")
-                rows.append(judged(name, dtype, tolerance, partial(check, subject), note))
-                done += 1
+            with subject_of(model, ids, dtype, backend, bits) as subject:
+                tolerance, note = tolerance_of(dtype, subject.difference(reference))
+                for name, check in chosen.items():
+                    meter.step(done, total, f"{name}, {dtype}")
+                    rows.append(judged(name, dtype, tolerance, partial(check, subject), note))
+                    done += 1
         meter.step(total, total, "")
     return rows
 

@@ -8,7 +8,10 @@ Shapes: T tokens, V vocabulary.
 """
 
 import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,9 +20,12 @@ from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel,
 from crosslayer.core.transformers_versions import CACHE
 from crosslayer.models.load import DTYPES
 from crosslayer.probe.tokens import positions
+from crosslayer.quantization.running import quantizing
+from crosslayer.wiring.kv_bits import KvBits
 
 TOKENS, FEWEST, SEED = 33, 16, 0
 BEAMS, NEW = 3, 6  # beam search: beams, new tokens
+RECENT = 8  # tokens that stay exact in a quantised cache, fewer than usual so that these few tokens are quantised
 FEW = 12  # tokens of the slow checks: gradients, the prompt of beam search
 
 
@@ -32,6 +38,8 @@ class Subject:
     dtype: str
     backend: str
     full: Tensor
+    new_cache: Callable[[], Cache]
+    bits: KvBits | None = None
 
     @property
     def exact(self) -> bool:
@@ -51,14 +59,19 @@ class Subject:
 
     def run_in_chunks(self, sizes: list[int], cache: Cache | None = None) -> Tensor:
         """Run the ids in chunks of `sizes` tokens through a cache; return logits (1, T, V)."""
-        if cache is None:
-            cache = DynamicCache(config=self.model.config)
+        cache = self.new_cache() if cache is None else cache
         outputs = [self.model(chunk, **{CACHE: cache}, use_cache=True) for chunk in self.ids.split(sizes, 1)]
         return torch.cat([output.logits for output in outputs], 1)  # (1, size, V) each -> (1, T, V)
 
 
-def subject_of(model: PreTrainedModel, ids: Tensor, dtype: str, backend: str) -> Subject:
-    """Copy a model into a dtype and run the plain pass; buffers such as RoPE's keep their dtype."""
+@contextmanager
+def subject_of(
+    model: PreTrainedModel, ids: Tensor, dtype: str, backend: str, bits: KvBits | None = None
+) -> Iterator[Subject]:
+    """Copy a model into a dtype and run the plain pass; buffers such as RoPE's keep their dtype.
+
+    With `bits` it runs with a quantised KV cache inside the block, the plain pass too.
+    """
     used = copy.deepcopy(model).eval().requires_grad_(True)
     for parameter in used.parameters():
         parameter.data = parameter.data.to(DTYPES[dtype])
@@ -71,9 +84,11 @@ def subject_of(model: PreTrainedModel, ids: Tensor, dtype: str, backend: str) ->
         length_penalty=0.0,  # so that a score is the sum of the log probabilities
         pad_token_id=0,
     )
-    with torch.no_grad():
-        full = used(ids, use_cache=False).logits[0]  # (1, T, V) -> (T, V)
-    return Subject(used, ids, dtype, backend, widened(full))
+    dynamic = nullcontext(partial(DynamicCache, config=used.config))
+    with dynamic if bits is None else quantizing(used, bits) as new_cache:
+        with torch.no_grad():
+            full = used(ids, use_cache=False).logits[0]  # (1, T, V) -> (T, V)
+        yield Subject(used, ids, dtype, backend, widened(full), new_cache, bits)
 
 
 def random_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> Tensor:

@@ -119,8 +119,8 @@ def test_bad_configs_are_one_line(tmp_path, text, message):
     [
         ({"engine": "ollama"}, "`engine` must be one of transformers, vllm, llama.cpp"),
         ({"kv_dtype": "q8_0"}, "transformers has no KV cache of type q8_0; use `engine` llama.cpp"),
-        ({"kv_dtype": "fp8"}, "use `engine` vllm"),
-        ({"kv_dtype": "int3"}, "`kv_dtype` 'int3' is not known"),
+        ({"kv_dtype": "int4", "engine": "vllm"}, "vllm has no KV cache of type int4; use `engine` transformers"),
+        ({"kv_dtype": "int5"}, "`kv_dtype` 'int5' is not known"),
         ({"batch": 0}, "batch must be at least 1"),
         ({"length": []}, "length must be at least 1 token"),
         ({"method": "no_such"}, "method 'no_such' is not known"),

@@ -182,7 +182,8 @@ def test_an_exception_and_a_nan_are_rows_that_fail(monkeypatch):
         raise RuntimeError("out of\nluck")
 
     broken = {"breaks": breaks, "nan": lambda subject: dataclasses.replace(exact, difference=float("nan"))}
-    exact = CHECKS["cache bytes"](subject_of(tiny("llama"), torch.arange(3, 20)[None], "float32", ""))
+    with subject_of(tiny("llama"), torch.arange(3, 20)[None], "float32", "") as subject:
+        exact = CHECKS["cache bytes"](subject)
     monkeypatch.setattr(module, "CHECKS", broken)
     rows = by_name(verify(tiny("llama"), dtypes=("float32",)))
     assert rows["breaks"].status == rows["nan"].status == "FAIL"

@@ -14,36 +14,51 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 
-from crosslayer.core.decoder.columns import Codec, ColumnLayer, Columns
+from crosslayer.core.decoder.columns import ColumnLayer, Columns
 from crosslayer.quantization.codec import codec_of, rotated, rotates
 from crosslayer.wiring.kv_bits import KvBits, keeps_recent
 
 
 class Quantised(Columns):
-    """Keys or values that are rotated and quantised, the latest tokens excepted.
+    """Keys or values that are quantised, the latest tokens excepted.
 
     All tokens are stored quantised, and beside it as they are those that the next query reads exactly: `tail`
-    (B, H_kv, at most recent - 1, D), rotated.
+    (B, H_kv, at most recent - 1, D). If the type wants it, states are rotated; they come back so if `returns_rotated`.
     """
 
-    def __init__(self, codec: Codec, recent: int, returns_rotated: bool):
-        super().__init__(codec)
-        self.recent, self.returns_rotated = recent, returns_rotated
+    def __init__(self, kind: str, recent: int, returns_rotated: bool):
+        super().__init__()
+        self.codec, self.recent = codec_of(kind), recent if keeps_recent(kind) else 0
+        self.rotates, self.returns_rotated = rotates(kind), returns_rotated
         self.tail = torch.empty(0)
+
+    def encode(self, states: Tensor) -> tuple[Tensor, ...]:
+        """Return the codes of states (B, H_kv, T, D) that are rotated already, and what belongs to them."""
+        return self.codec.encode(states)
 
     def update(self, states: Tensor) -> Tensor:
         """Store new states (B, H_kv, T, D); return all, (B, H_kv, S, D), the new and the latest ones exact."""
-        first, states = not self.used, rotated(states)
+        states = rotated(states) if self.rotates else states
         self.append(states)
         if not self.recent:
-            return self._returned(self.read())
-        exact = states if first else torch.cat([self.tail, states], 2)
+            return self._returned(self._decoded(states, self.used, self.used))
+        exact = torch.cat([self.tail, states], 2) if self.used > states.shape[2] else states
         quantised = self.used - exact.shape[2]
         self.tail = exact[:, :, max(0, exact.shape[2] - self.recent + 1) :].clone()  # a view would hold all of it
-        return self._returned(torch.cat([self.read(quantised), exact], 2) if quantised else exact)
+        read = self._decoded(states, quantised, self.used)
+        read[:, :, quantised:] = exact
+        return self._returned(read)
+
+    def _decoded(self, like: Tensor, count: int, width: int) -> Tensor:
+        """Return memory (B, H_kv, width, D) whose first `count` columns hold the stored states."""
+        batch, heads, _, size = like.shape
+        out = like.new_empty((batch, heads, width, size))
+        if count:
+            self.codec.decode(tuple(tensor[:, :, :count] for tensor in self.memory), out[:, :, :count])
+        return out
 
     def _returned(self, states: Tensor) -> Tensor:
-        return states if self.returns_rotated else rotated(states, back=True)
+        return rotated(states, back=True) if self.rotates and not self.returns_rotated else states
 
     def select(self, rows: Tensor) -> None:
         """Select rows of the batch, in this order; a row may occur several times."""
@@ -61,10 +76,7 @@ def new_layer(kind: str | None, recent: int = 0, returns_rotated: bool = True) -
 
     Of types with less than 8 bits, the `recent` latest tokens stay exact.
     """
-    codec = codec_of(kind)
-    if not rotates(kind):
-        return ColumnLayer(partial(Columns, codec))
-    return ColumnLayer(partial(Quantised, codec, recent if keeps_recent(kind) else 0, returns_rotated))
+    return ColumnLayer(Columns if kind is None else partial(Quantised, kind, recent, returns_rotated))
 
 
 class QuantizedKVCache(Cache):

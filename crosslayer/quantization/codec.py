@@ -14,12 +14,12 @@ Shapes: B batch, T tokens, H_kv key-value heads, D head size, G groups of a head
 """
 
 import functools
+from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from crosslayer.core.decoder.columns import PLAIN, Codec
 from crosslayer.wiring.kv_bits import groups
 
 FILL = 8  # channels are padded to a multiple of it, so that codes fill whole bytes
@@ -29,6 +29,24 @@ SMALLEST = 2.0**-24  # of scales: float16's smallest number
 LARGEST_FP8 = torch.finfo(torch.float8_e4m3fn).max
 
 
+class Codec(ABC):
+    """How states are stored: each token by itself, so that tokens can be appended, selected and reordered."""
+
+    @abstractmethod
+    def encode(self, states: Tensor) -> tuple[Tensor, ...]:
+        """Return what is stored of states (B, H_kv, T, D): tensors (B, H_kv, T, …)."""
+
+    @abstractmethod
+    def decode(self, stored: tuple[Tensor, ...], out: Tensor) -> None:
+        """Write states into `out` (B, H_kv, T, D) from what is stored of them."""
+
+    def rounded(self, states: Tensor) -> Tensor:
+        """Return states (B, H_kv, T, D) encoded and decoded."""
+        out = torch.empty_like(states)
+        self.decode(self.encode(states), out)
+        return out
+
+
 class Float8(Codec):
     """float8 with 4 bits of exponent and 3 of mantissa (e4m3), without a scale, as vLLM stores it uncalibrated."""
 
@@ -36,9 +54,9 @@ class Float8(Codec):
         """Return the bits of float8 numbers (B, H_kv, T, D), as uint8, which every operator takes."""
         return (states.clamp(-LARGEST_FP8, LARGEST_FP8).to(torch.float8_e4m3fn).view(torch.uint8),)
 
-    def decode(self, stored: tuple[Tensor, ...], size: int, dtype: torch.dtype) -> Tensor:
-        """Return states (B, H_kv, T, D)."""
-        return stored[0].contiguous().view(torch.float8_e4m3fn).to(dtype)
+    def decode(self, stored: tuple[Tensor, ...], out: Tensor) -> None:
+        """Write states into `out` (B, H_kv, T, D)."""
+        out.copy_(stored[0].view(torch.float8_e4m3fn))
 
 
 class Integer(Codec):
@@ -62,14 +80,14 @@ class Integer(Codec):
         codes = F.pad(codes, (0, -size % FILL))
         return pack(codes, self.bits), torch.cat([scale, low], -1).flatten(-2)
 
-    def decode(self, stored: tuple[Tensor, ...], size: int, dtype: torch.dtype) -> Tensor:
-        """Return states (B, H_kv, T, D)."""
+    def decode(self, stored: tuple[Tensor, ...], out: Tensor) -> None:
+        """Write states into `out` (B, H_kv, T, D)."""
         packed, scales = stored
-        if not size:
-            return packed.to(dtype)
-        scale, low = scales.to(dtype).unflatten(-1, (-1, 2)).split(1, -1)  # (…, G, 1) each
-        codes = unpack(packed, self.bits)[..., :size].to(dtype)
-        return codes.unflatten(-1, (scale.shape[-2], -1)).mul_(scale).add_(low).flatten(-2)
+        if not out.shape[-1]:
+            return
+        unpack(packed, self.bits, out)
+        scale, low = scales.to(out.dtype).unflatten(-1, (-1, 2)).split(1, -1)  # (…, G, 1) each
+        out.unflatten(-1, (scale.shape[-2], -1)).mul_(scale).add_(low)
 
 
 def work_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -91,19 +109,20 @@ def rotated(states: Tensor, back: bool = False) -> Tensor:
     return (work @ (matrix.T if back else matrix)).to(states.dtype)
 
 
-def codec_of(kind: str | None) -> Codec:
-    """Return the codec of a type such as "int4" or "fp8"; states stay as they are with None."""
-    if kind is None:
-        return PLAIN
+def codec_of(kind: str) -> Codec:
+    """Return the codec of a type such as "int4" or "fp8"."""
     return Float8() if kind == "fp8" else Integer(int(kind.removeprefix("int")))
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Return codes (…, D) of some bits in bytes (…, D · bits / 8); the parts of D that share a byte lie far apart."""
+    """Return codes (…, D) of some bits in bytes (…, D · bits / 8); those that share a byte lie D · bits / 8 apart.
+
+    Codes of 3 bits are stored as the two lower bits, and behind them the upper one.
+    """
     if bits == 8:
         return codes
-    if bits == 3:  # the upper bit, and the other two
-        return torch.cat([pack(codes >> 2, 1), pack(codes & 3, 2)], -1)
+    if bits == 3:
+        return torch.cat([pack(codes & 3, 2), pack(codes >> 2, 1)], -1)
     parts = codes.chunk(8 // bits, -1)
     packed = parts[0]
     for number, part in enumerate(parts[1:], 1):
@@ -111,14 +130,24 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     return packed
 
 
-def unpack(packed: Tensor, bits: int) -> Tensor:
-    """Return the codes (…, D) that `pack` packed."""
+def unpack(packed: Tensor, bits: int, out: Tensor) -> None:
+    """Write the codes that `pack` packed into `out` (…, D), of any dtype."""
     if bits == 8:
-        return packed
+        out.copy_(packed[..., : out.shape[-1]])
+        return
     if bits == 3:
-        upper, lower = packed.split([packed.shape[-1] // 3, packed.shape[-1] // 3 * 2], -1)
-        return unpack(upper, 1) << 2 | unpack(lower, 2)
-    return torch.cat([packed >> (bits * number) & (2**bits - 1) for number in range(8 // bits)], -1)
+        width = packed.shape[-1] // 3
+        upper = torch.empty((*packed.shape[:-1], 8 * width), dtype=torch.uint8, device=packed.device)
+        lower = torch.empty_like(upper)
+        unpack(packed[..., 2 * width :], 1, upper)
+        unpack(packed[..., : 2 * width], 2, lower)
+        out.copy_((upper << 2 | lower)[..., : out.shape[-1]])
+        return
+    width = packed.shape[-1]
+    for number in range(8 // bits):
+        part = out[..., number * width : (number + 1) * width]
+        if part.shape[-1]:
+            part.copy_((packed >> (bits * number) & (2**bits - 1))[..., : part.shape[-1]])
 
 
 @functools.lru_cache(maxsize=64)

@@ -153,13 +153,12 @@ def in_rotated_channels(call: AttentionCall, kinds: tuple[str | None, str | None
 
 def rounded(call: AttentionCall, kinds: tuple[str | None, str | None]) -> AttentionCall:
     """Return a call whose keys and values are quantised and back."""
-    key, value = (_rounded(states, kind) for states, kind in zip((call.key, call.value), kinds, strict=True))
-    return replace(call, key=key, value=value)
-
-
-def _rounded(states: Tensor, kind: str | None) -> Tensor:
-    codec = codec_of(kind)
-    return codec.decode(codec.encode(states), states.shape[-1], states.dtype)
+    keys, values = kinds
+    return replace(
+        call,
+        key=call.key if keys is None else codec_of(keys).rounded(call.key),
+        value=call.value if values is None else codec_of(values).rounded(call.value),
+    )
 
 
 def allowed_by(call: AttentionCall) -> Tensor:

@@ -1,11 +1,10 @@
-"""A cache layer whose keys and values are stored by a codec, in memory that is allocated a block of tokens ahead.
+"""A cache layer whose keys and values lie in memory that is allocated a block of tokens ahead.
 
 Shapes: B batch, T new tokens, S stored tokens, H_kv key-value heads, D head size.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,53 +13,31 @@ from transformers.cache_utils import CacheLayerMixin
 BLOCK = 16  # tokens that are allocated at a time
 
 
-class Codec(ABC):
-    """How states are stored: each token by itself, so that tokens can be appended, selected and reordered."""
-
-    @abstractmethod
-    def encode(self, states: Tensor) -> tuple[Tensor, ...]:
-        """Return what is stored of states (B, H_kv, T, D): tensors (B, H_kv, T, …)."""
-
-    @abstractmethod
-    def decode(self, stored: tuple[Tensor, ...], size: int, dtype: torch.dtype) -> Tensor:
-        """Return states (B, H_kv, T, D = `size`) from what is stored of them."""
-
-
-class Plain(Codec):
-    """States as they are."""
-
-    def encode(self, states: Tensor) -> tuple[Tensor, ...]:
-        """Return the states."""
-        return (states,)
-
-    def decode(self, stored: tuple[Tensor, ...], size: int, dtype: torch.dtype) -> Tensor:
-        """Return the states, without a copy."""
-        return stored[0]
-
-
-PLAIN: Final = Plain()
-
-
 class Columns:
     """Keys or values of a layer; `used` columns of `memory`, tensors (B, H_kv, columns, …), hold tokens."""
 
-    def __init__(self, codec: Codec = PLAIN):
-        self.codec = codec
+    def __init__(self) -> None:
         self.memory: tuple[Tensor, ...] = ()
         self.used = 0
-        self.size, self.dtype = 0, torch.float32  # D and dtype of the states
 
     def update(self, states: Tensor) -> Tensor:
-        """Store new states (B, H_kv, T, D); return all that attention reads, (B, H_kv, S, D): as they are stored."""
+        """Store new states (B, H_kv, T, D); return all that attention reads, (B, H_kv, S, D)."""
         self.append(states)
         return self.read()
 
+    def encode(self, states: Tensor) -> tuple[Tensor, ...]:
+        """Return what is stored of states (B, H_kv, T, D): tensors (B, H_kv, T, …), here the states."""
+        return (states,)
+
+    def read(self) -> Tensor:
+        """Return the stored states, (B, H_kv, S, D), here without a copy."""
+        return self.memory[0][:, :, : self.used]
+
     def append(self, states: Tensor) -> None:
         """Store new states (B, H_kv, T, D) behind the others."""
-        new = self.codec.encode(states)
+        new = self.encode(states)
         if not self.memory:
             self.memory = tuple(tensor[:, :, :0] for tensor in new)
-            self.size, self.dtype = states.shape[-1], states.dtype
         end = self.used + states.shape[2]
         if end > self.memory[0].shape[2]:
             rows = -(-end // BLOCK) * BLOCK
@@ -68,11 +45,6 @@ class Columns:
         for tensor, added in zip(self.memory, new, strict=True):
             tensor[:, :, self.used : end] = added
         self.used = end
-
-    def read(self, count: int | None = None) -> Tensor:
-        """Return the first `count` stored states, or all, (B, H_kv, S, D)."""
-        end = self.used if count is None else count
-        return self.codec.decode(tuple(tensor[:, :, :end] for tensor in self.memory), self.size, self.dtype)
 
     def keep(self, columns: Tensor, capacity: int) -> None:
         """Evict all but some columns (B, H_kv, W), and move these to new memory for `capacity` columns."""

@@ -1,12 +1,13 @@
-"""What retrofits and evictions cost in quality, and save: the tables of docs/results/evidence.md.
+"""What retrofits, evictions and quantised caches cost in quality, and save: the tables of docs/results.
 
-    python benchmarks/quality.py --tasks TASKS_FOLDER --json FILE smollm2 smollm2@h2o:0.4 NAME=FOLDER
-        NAME=FOLDER@h2o:0.4 [--names arc_easy,piqa] [--limit 200] [--windows 16] [--needles 8]
-        [--lengths 256,512] [--no-cost] [--dtype bfloat16]
+    python benchmarks/quality.py --tasks TASKS_FOLDER --json FILE smollm2 smollm2@h2o:0.4 smollm2@bits:4
+        NAME=FOLDER NAME=FOLDER@h2o:0.4+bits:4 [--names arc_easy,piqa] [--limit 200] [--windows 16] [--needles 8]
+        [--lengths 256,512] [--text NAME=FILE …] [--no-cost] [--dtype bfloat16]
 
 The first row is the baseline: every other is paired with it, item by item, window by window, needle by needle.
-TASKS_FOLDER is what `python -m crosslayer.verbs.evaluate.local_tasks` writes. Perplexity is of the embedded corpus,
-windows of 512 tokens; needles are RULER's with a single key. What is measured stands in FILE after each row.
+TASKS_FOLDER is what `python -m crosslayer.verbs.evaluate.local_tasks` writes; an empty --names leaves tasks out.
+Perplexity and KL are of windows of 512 tokens: of the embedded corpus, or of as many windows of each --text, which may
+be an embedded domain. Needles are RULER's with a single key. What is measured stands in FILE after each row.
 """
 
 import argparse
@@ -18,12 +19,16 @@ import numpy as np
 import torch
 from scipy import stats
 from torch.nn import functional
+from transformers import DynamicCache
 
 from crosslayer import evaluate, load_model, needles
+from crosslayer.core.decoder.caches import cache_bytes
+from crosslayer.core.transformers_versions import CACHE
 from crosslayer.corpus.documents import TextSource, load_documents
+from crosslayer.corpus.domains import embedded_domains, split_domains
 from crosslayer.corpus.windows import packed
 from crosslayer.environment import environment
-from crosslayer.eviction.running import evicting_if
+from crosslayer.eviction.running import SmallerCache
 from crosslayer.output.progress import Progress
 from crosslayer.verbs.evaluate import summary
 from crosslayer.verbs.evaluate.run import measure_cost
@@ -33,21 +38,56 @@ LENGTH = 512  # tokens of a window of text
 
 
 @torch.no_grad()
-def window_losses(model, windows, evict):
-    """Return the mean loss of each window, in nats a token."""
-    losses = []
-    with evicting_if(model, evict):
-        for ids in windows.ids:
-            logits = model(ids[None], use_cache=False).logits[0, :-1].float()
-            losses.append(float(functional.cross_entropy(logits, ids[1:])))
-    return np.array(losses)
+def window_losses(model, baseline, windows, cache):
+    """Return the mean loss of each window, and its KL to the baseline, in nats a token."""
+    losses, divergences = [], []
+    with cache.running(model):
+        for ids in windows:
+            log_p, log_q = (
+                one(ids[None], use_cache=False).logits[0].float().log_softmax(-1) for one in (baseline, model)
+            )
+            losses.append(float(functional.nll_loss(log_q[:-1], ids[1:])))
+            divergences.append(float((log_p.exp() * (log_p - log_q)).sum(-1).mean()))
+    return np.array(losses), np.array(divergences)
 
 
-def needles_found(model, tokenizer, evict, options):
+def windows_of(tokenizer, options):
+    """Return windows of text (N, T), as many of each domain."""
+    if not options.text:
+        return packed(load_documents(TextSource()), tokenizer, sequences=options.windows, length=LENGTH).ids
+    embedded, domains = embedded_domains(), {}
+    for text in options.text:
+        name, _, file = text.partition("=")
+        domains[name] = load_documents(TextSource(file)) if file else embedded[name]
+    parts = {"windows": dict.fromkeys(domains, options.windows)}
+    return split_domains(domains, tokenizer, parts=parts, length=LENGTH)["windows"].ids
+
+
+def cache_of(text):
+    """Return the cache that a row names, such as h2o:0.4, bits:4 or both."""
+    named = dict(
+        part.split(":", 1) if part.startswith("bits:") else ("evict", part) for part in text.split("+") if part
+    )
+    return SmallerCache(named.get("evict"), named.get("bits"))
+
+
+def mean_interval(values):
+    """Return a mean with its 95% interval over windows."""
+    half = stats.t.ppf(0.975, len(values) - 1) * values.std(ddof=1) / len(values) ** 0.5
+    return [float(values.mean() + end) for end in (0, -half, half)]
+
+
+def needles_found(model, tokenizer, cache, options):
     """Return whether each needle was found, by length."""
     lengths = [int(length) for length in options.lengths.split(",")]
     search = needles(
-        model, tokenizer, lengths=lengths, depths=(0, 25, 50, 75, 100), keys=1, samples=options.needles, evict=evict
+        model,
+        tokenizer,
+        lengths=lengths,
+        depths=(0, 25, 50, 75, 100),
+        keys=1,
+        samples=options.needles,
+        **cache._asdict(),
     )
     right = {length: [] for length in lengths}
     for question, answer in zip(search.questions, search.candidate.answers, strict=True):
@@ -57,33 +97,48 @@ def needles_found(model, tokenizer, evict, options):
 
 def measure(row, baseline, options):
     """Return what is measured of a row, and what later rows are paired with."""
-    named, _, evict = row.partition("@")
+    named, _, changes = row.partition("@")
     name, _, folder = named.rpartition("=")
-    evict = evict or None
+    cache = cache_of(changes)
     model, tokenizer = load_model(folder, dtype=options.dtype)
-    tasks = [f"{task}_local" for task in options.names.split(",")]
-    scored = evaluate(
-        model, tokenizer, tasks=tasks, include_path=options.tasks, limit=options.limit, evict=evict, progress=Progress
-    ).lm_eval_results["candidate"]
-    windows = packed(load_documents(TextSource()), tokenizer, sequences=options.windows, length=LENGTH)
-    raw = {"model": model, "tasks": scored, "losses": window_losses(model, windows, evict)}
-    raw["needles"] = needles_found(model, tokenizer, evict, options) if options.needles else {}
-    result = {"name": name or folder, "evict": evict}
+    original = model if baseline is None else baseline["model"]
+    raw = {"model": model, "tasks": {}, "needles": {}}
+    raw["losses"], divergences = window_losses(model, original, windows_of(tokenizer, options), cache)
+    if options.needles:
+        raw["needles"] = needles_found(model, tokenizer, cache, options)
+    result = {"name": name or folder, **cache._asdict()}
     other = baseline or raw
-    rows = summary.rows(scored, other["tasks"])
-    result["tasks"] = [row.model_dump() for row in rows if row.metric == "acc"]
-    gaps = raw["losses"] - other["losses"]
-    half = stats.t.ppf(0.975, len(gaps) - 1) * gaps.std(ddof=1) / len(gaps) ** 0.5
+    if options.names:
+        tasks = [f"{task}_local" for task in options.names.split(",")]
+        raw["tasks"] = evaluate(
+            model, tokenizer, tasks=tasks, include_path=options.tasks, limit=options.limit, **cache._asdict()
+        ).lm_eval_results["candidate"]
+        rows = summary.rows(raw["tasks"], other["tasks"])
+        result["tasks"] = [row.model_dump() for row in rows if row.metric == "acc"]
     result["perplexity"] = float(np.exp(raw["losses"].mean()))
-    result["perplexity_ratio"] = [float(np.exp(gaps.mean() + end)) for end in (0, -half, half)]
+    result["perplexity_ratio"] = [float(np.exp(end)) for end in mean_interval(raw["losses"] - other["losses"])]
+    result["kl"], result["kl_by_window"] = mean_interval(divergences), divergences.tolist()
+    result["bytes"] = cache_bytes_of(model, cache)
     result["needles"] = [
         {"share": sum(right) / len(right), **difference(length, right, other["needles"][length]).model_dump()}
         for length, right in raw["needles"].items()
     ]
     if baseline is not None and options.cost:
-        cost = measure_cost(model, baseline["model"], evict, Progress)
+        cost = measure_cost(model, baseline["model"], cache, Progress)
         result["cost"] = cost.model_dump(include={"context", "cache", "ttft", "tpot_dynamic"})
     return result, raw
+
+
+@torch.no_grad()
+def cache_bytes_of(model, cache):
+    """Return the bytes that the cache of a text allocates, by length."""
+    sizes = {}
+    with cache.running(model) as new_cache:
+        for length in (512, 2048):
+            used = DynamicCache(config=model.config) if new_cache is None else new_cache()
+            model(torch.arange(length)[None], **{CACHE: used}, logits_to_keep=1)
+            sizes[length] = cache_bytes(used)
+    return sizes
 
 
 def main():
@@ -93,6 +148,7 @@ def main():
     parser.add_argument("--names", default="arc_easy,piqa")
     parser.add_argument("--limit", type=int, default=200)
     parser.add_argument("--windows", type=int, default=16)
+    parser.add_argument("--text", action="append", default=[], help="NAME=FILE, or an embedded domain")
     parser.add_argument("--needles", type=int, default=8, help="samples of each length and depth; 0 for none")
     parser.add_argument("--lengths", default="256,512", help="of texts with needles, in tokens")
     parser.add_argument("--cost", action=argparse.BooleanOptionalAction, default=True)
@@ -112,9 +168,9 @@ def main():
             "environment": environment().model_dump(),
         }
         options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        shares = {task["name"]: task["candidate"]["value"] for task in result["tasks"]}
+        shares = {task["name"]: task["candidate"]["value"] for task in result.get("tasks", [])}
         cells = [round(cell["share"], 3) for cell in result["needles"]]
-        print(row, shares, round(result["perplexity"], 3), cells, flush=True)
+        print(row, shares, round(result["perplexity"], 3), [round(end, 4) for end in result["kl"]], cells, flush=True)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,11 @@ class Retrieval(Frozen):
 
 
 def measure_retrieval(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, seed: int = 0, progress: Meter = Silent
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    seed: int = 0,
+    progress: Meter = Silent,
+    kv_bits: str | None = None,
 ) -> tuple[Retrieval, ...]:
     """Ask a model for ten numbers at each of four lengths, as `needles` with a single key does.
 
@@ -36,11 +40,12 @@ def measure_retrieval(
     if tokenizer is None or not model.can_generate():
         return ()
     lengths = [length for length in LENGTHS if length <= positions(model)]
+    options = {"keys": 1, "samples": SAMPLES, "seed": seed, "kv_bits": kv_bits}
     results = []
     with progress("asking for hidden numbers", len(lengths)) as bar:
         for done, length in enumerate(lengths, 1):
             with contextlib.suppress(ValueError):  # the text is too short, or has tokens that the model does not know
-                result = needles(model, tokenizer, lengths=[length], keys=1, samples=SAMPLES, seed=seed)
+                result = needles(model, tokenizer, lengths=[length], **options)
                 pairs = zip(result.questions, result.candidate.answers, strict=True)
                 retrieved = tuple(is_retrieved(answer, question.value) for question, answer in pairs)
                 results.append(Retrieval(length=length, found=retrieved))

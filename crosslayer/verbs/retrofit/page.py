@@ -1,13 +1,14 @@
 """The page of a retrofit, from its record alone: cards, figures and tables."""
 
 import math
+from collections.abc import Sequence
 
 from crosslayer.core.plan import STATES
 from crosslayer.output.page import Page, Table
 from crosslayer.output.panel import COLORS, Line, Panel
 from crosslayer.verbs.needles.retrieval import count_retrieved
-from crosslayer.verbs.retrofit.result import CurvePoint, FixedBlocks, RetrofitReport
-from crosslayer.verbs.retrofit.sentences import interval, kl, ratio, sentences
+from crosslayer.verbs.retrofit.result import Alternative, CurvePoint, FixedBlocks, RetrofitReport
+from crosslayer.verbs.retrofit.sentences import interval, kl, ratio, sentences, with_interval
 
 NAMES_SHOWN = 6  # of weights
 FIT_LINES = (  # of the calibration figure: name, field of a fit, color, dashed
@@ -66,10 +67,35 @@ def panels(record: RetrofitReport) -> list[Panel]:
         caption = "RMS difference to the original's residual stream, before and after the fit, on calibration text."
         title = "What the compensation recovers"
         figures.append(Panel("calibration", title, caption, "layer", "RMS error", lines, log_y=True, wide=True))
+    if record.alternatives:
+        figures.append(_bytes_and_damage(record.alternatives))
     search = record.choice.search
     if search is not None and search.curve:
         figures.append(_trade_off(search.curve, search.fixed))
     return figures
+
+
+def _bytes_and_damage(rows: Sequence[Alternative]) -> Panel:
+    """Return the figure of bytes against KL, a point for each cache."""
+    lines = []
+    for row in rows:
+        low, high = row.kl_ci95
+        lines.append(Line(row.name, [row.share], [row.kl], [low], [high]))
+    caption = (
+        "Share of the original's bfloat16 cache against KL to the original, with 95% intervals; lower left is better."
+    )
+    axes = ("share of the KV cache", "KL (nats/token)")
+    return Panel(
+        "alternatives",
+        "What bits cost instead",
+        caption,
+        *axes,
+        lines,
+        wide=True,
+        log_y=True,
+        bars=True,
+        bounds=(0, math.inf),
+    )
 
 
 def _trade_off(curve: list[CurvePoint], fixed: list[FixedBlocks]) -> Panel:
@@ -81,6 +107,19 @@ def _trade_off(curve: list[CurvePoint], fixed: list[FixedBlocks]) -> Panel:
     caption = "KL to the original on text that the search did not use. 95% bootstrap intervals over windows."
     axes = ("share of the KV cache", "KL (nats/token)")
     return Panel("trade_off", "Cache size against damage", caption, *axes, lines, wide=True, bounds=(0, math.inf))
+
+
+def _alternatives(record: RetrofitReport) -> Table:
+    """Return the table of quantised caches beside the retrofit's."""
+    rows = []
+    retrieved = None if record.needles is None else record.needles.retrofit
+    for row in record.alternatives:
+        asked = retrieved if row.kv_bits is None else row.needles
+        found = f"{count_retrieved(asked)} of {sum(len(result.found) for result in asked)}" if asked else "–"
+        than = "–" if row.kv_bits is None else with_interval(row.minus_retrofit, row.minus_retrofit_ci95)
+        rows.append([row.name, f"{row.share:.1%}", with_interval(row.kl, row.kl_ci95, 4), than, found])
+    head = ["cache", "bytes", "KL", "less the retrofit's", "hidden numbers"]
+    return "What bits cost instead (share of the original's bfloat16 cache; KL in nats/token)", head, rows
 
 
 def _tables(record: RetrofitReport) -> list[Table]:
@@ -101,6 +140,7 @@ def _tables(record: RetrofitReport) -> list[Table]:
     figures = ["perplexity ratio", "ratio without the fit", "KL", "KL without the fit"]
     title = "Sources of converted layers (all other layers compute their own states)"
     return [
+        *([_alternatives(record)] if record.alternatives else []),
         ("Damage by domain", ["domain", "calibrated on", "windows", *figures], damage),
         ("Weights", ["", "count", "names"], weights),
         (title, ["layer", "queries", "keys", "values", "MLP"], plan),

@@ -21,6 +21,7 @@ from crosslayer.stats import Interval
 from crosslayer.verbs.needles.retrieval import Retrieval, count_retrieved
 from crosslayer.verbs.retrofit.moments import Fit
 from crosslayer.verbs.retrofit.request import RetrofitOptions
+from crosslayer.wiring.kv_bits import KINDS
 
 
 class Architecture(ModelFacts):
@@ -142,6 +143,24 @@ class Needles(Frozen):
     retrofit: tuple[Retrieval, ...] = Field(min_length=1)
 
 
+class Alternative(Frozen):
+    """A cache of the original or of the retrofit, quantised or not, measured on some of the evaluation windows."""
+
+    of: Literal["original", "retrofit"]
+    kv_bits: str | None = Field(description="8, 4, fp8, or None: not quantised")
+    share: float = Field(description="bytes over those of the original's bfloat16 cache, at the report's context")
+    kl: float = Field(description="to the original, in nats/token")
+    kl_ci95: Interval
+    minus_retrofit: float = Field(description="its KL minus that of the retrofit that is not quantised, paired")
+    minus_retrofit_ci95: Interval
+    needles: tuple[Retrieval, ...] = Field(description="empty where no numbers were asked for")
+
+    @property
+    def name(self) -> str:
+        """What it is, in words."""
+        return self.of if self.kv_bits is None else f"{self.of}, {KINDS[self.kv_bits]}"
+
+
 SHIM_FILE = "modeling_shim.py"
 SHIM = '''"""Lets `trust_remote_code=True` find the installed package: pip install crosslayer."""
 
@@ -181,6 +200,9 @@ class RetrofitReport(Result):
     damage: Domains
     needles: Needles | None = Field(
         default=None, description="None if it was switched off, or the model's context or tokenizer does not allow it"
+    )
+    alternatives: tuple[Alternative, ...] = Field(
+        default=(), description="the retrofit, and quantised caches of both models; empty if they were not measured"
     )
     settings: RetrofitOptions = Field(description="all options")
     judged: list[str] = Field(description="evaluation domains")

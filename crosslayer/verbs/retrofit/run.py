@@ -17,6 +17,7 @@ from crosslayer.probe.intercept import evaluating, no_cache
 from crosslayer.probe.tokens import check_ids
 from crosslayer.probe.what_if import find_sublayers
 from crosslayer.verbs.needles.retrieval import PROMPT_TOKENS, measure_retrieval
+from crosslayer.verbs.retrofit.alternatives import MEASURED, WINDOWS, measure_alternatives
 from crosslayer.verbs.retrofit.cache import CacheShare, allocated
 from crosslayer.verbs.retrofit.calibrate import POST_NORM_ERROR, input_width
 from crosslayer.verbs.retrofit.choose import choose
@@ -62,6 +63,7 @@ def retrofit(
     calibration: int = 128,
     length: int = 512,
     needles: bool = True,
+    alternatives: bool = True,
     seed: int = 0,
     bos: str = "auto",
     dtype: str | torch.dtype | None = None,
@@ -98,6 +100,7 @@ def retrofit(
         calibration: calibration windows, all domains together.
         length: tokens per window.
         needles: test whether both models retrieve 40 numbers hidden in texts of 256 to 2,048 tokens.
+        alternatives: measure what quantised caches of both models cost instead: float8, 8 and 4 bits.
         seed: random seed.
         bos: begin each window with the BOS token: auto (as the tokenizer does), yes or no.
         dtype: float32, bfloat16, …; default float32 on a CPU. In Python only if `model` is a name.
@@ -174,11 +177,20 @@ def _report(
     measuring = time.perf_counter()
     damage = _evaluate(model, converted, windows["evaluation"], frozenset(seen), options.seed, progress)
     needles = _needles(model, converted.model, tokenizer, options.seed, progress) if options.needles else None
+    cache = _cache(model, converted.model, options.kv_context)
+    comparing = time.perf_counter()
+    both = {"original": model, "retrofit": converted.model}
+    alternatives = ()
+    if options.alternatives:
+        alternatives = measure_alternatives(
+            both, tokenizer, windows["evaluation"], cache.context, options.seed, progress, needles=needles is not None
+        )
     seconds = {
         "read": choosing - started,
         "choose": converting - choosing,
         "convert": measuring - converting,  # conversion and calibration
-        "damage": time.perf_counter() - measuring,  # losses on text, hidden numbers
+        "damage": comparing - measuring,  # losses on text, hidden numbers
+        "alternatives": time.perf_counter() - comparing,
     }
     report = RetrofitReport(
         architecture=Architecture(
@@ -197,9 +209,10 @@ def _report(
             windows={name: len(ids) for name, ids in calibration.items()},
             layers=converted.fits,
         ),
-        cache=_cache(model, converted.model, options.kv_context),
+        cache=cache,
         damage=damage,
         needles=needles,
+        alternatives=alternatives,
         settings=options,
         judged=list(texts.evaluation),
         fitted=list(seen),
@@ -234,7 +247,9 @@ def _announce_time(
     }
     forwarded = sum(repeats[purpose] * count for purpose, count in tokens.items())
     if request.options.needles and tokenizer is not None:
-        forwarded += 2 * PROMPT_TOKENS
+        forwarded += (4 if request.options.alternatives else 2) * PROMPT_TOKENS
+    if request.options.alternatives:
+        forwarded += (len(MEASURED) + 2) * min(WINDOWS, len(windows["evaluation"])) * request.options.length
     seconds = min(passes) / window.numel() * forwarded
     if seconds >= 60:
         with progress(f"this will take about {round(seconds / 60)} min", 0):

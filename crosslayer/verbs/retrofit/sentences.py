@@ -6,9 +6,9 @@ from typing import Any
 from crosslayer.core.method import Method, options_of
 from crosslayer.output.formatting import listed, ranges, signed, signed_interval
 from crosslayer.stats import Interval
-from crosslayer.verbs.needles.retrieval import retrieval_sentence
+from crosslayer.verbs.needles.retrieval import count_retrieved, retrieval_sentence
 from crosslayer.verbs.retrofit.moments import FITTED_WEIGHTS
-from crosslayer.verbs.retrofit.result import Damage, DomainDamage, FixedBlocks, RetrofitReport
+from crosslayer.verbs.retrofit.result import Alternative, Damage, DomainDamage, FixedBlocks, RetrofitReport
 
 
 def title(methods: Sequence[Method]) -> str:
@@ -71,8 +71,34 @@ def sentences(record: RetrofitReport) -> list[str]:
     )
     if record.needles is not None:
         lines.append(retrieval_sentence(record.needles.retrofit, record.needles.original))
+    if record.alternatives:
+        lines.append(_alternatives(record.alternatives))
     fixed = record.choice.search.fixed if record.choice.search is not None else []
     return lines + [_search(record, blocks) for blocks in fixed]
+
+
+def _alternatives(rows: Sequence[Alternative]) -> str:
+    """Return what bits cost instead, and whether they do less damage with fewer bytes."""
+    retrofit = rows[0]
+    described = []
+    for row in rows[1:]:
+        described.append(f"{row.name} {with_interval(row.kl, row.kl_ci95)} at {row.share:.0%}{_retrieved(row)}")
+    cheaper = [
+        row.name
+        for row in rows[1:]
+        if row.of == "original" and row.share <= retrofit.share and row.minus_retrofit_ci95[1] < 0
+    ]
+    verdict = f" For memory alone, {' or '.join(cheaper)} does less damage with no more bytes." if cheaper else ""
+    return (
+        f"With fewer bits instead (KL in nats/token, share of the original's bfloat16 cache): {'; '.join(described)}; "
+        f"the retrofit as it is {with_interval(retrofit.kl, retrofit.kl_ci95)} at {retrofit.share:.0%}.{verdict}"
+    )
+
+
+def _retrieved(row: Alternative) -> str:
+    if not row.needles:
+        return ""
+    return f", {count_retrieved(row.needles)} of {sum(len(result.found) for result in row.needles)} hidden numbers"
 
 
 def interval(ends: Interval, digits: int = 3) -> str:

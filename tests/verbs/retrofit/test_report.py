@@ -30,8 +30,8 @@ from tests.verbs.needles.oracle import TOKENIZER, random_model
 LENGTH = 16
 
 
-def ids(count, seed):
-    return torch.randint(3, VOCABULARY, (count, LENGTH), generator=torch.Generator().manual_seed(seed))
+def ids(count, seed, length=LENGTH):
+    return torch.randint(3, VOCABULARY, (count, length), generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.fixture(scope="module")
@@ -331,3 +331,33 @@ def test_both_models_retrieve_hidden_numbers(monkeypatch):
 
 def test_without_a_tokenizer_there_is_no_retrieval(report):
     assert report.needles is None and not any("hidden" in line for line in report.sentences())
+
+
+def test_quantised_caches_stand_beside_the_retrofit(monkeypatch):
+    monkeypatch.setattr(retrieval, "LENGTHS", (384,))
+    model, text = random_model(torch.float32), {"web": ids(40, 0, 96), "code": ids(40, 1, 96)}
+    options = {"method": "drop", "layers": "1", "compensation": "none", "windows": 32, "length": 96}
+    report = crosslayer.retrofit(model, text, TOKENIZER, **options)
+    rows = {row.name: row for row in report.alternatives}
+    assert list(rows) == ["retrofit", "original, fp8", "original, int8", "original, int4", "retrofit, int4"]
+    assert rows["retrofit"].share == report.cache.share == 0.5 and rows["retrofit"].minus_retrofit == 0
+    assert rows["original, fp8"].share == 0.5
+    planned = crosslayer.plan(report.model, length=report.cache.context, dtype="bfloat16", kv_dtype="int4").stored_bytes
+    whole = crosslayer.plan(model, length=report.cache.context, dtype="bfloat16").stored_bytes
+    assert rows["retrofit, int4"].share == planned / whole
+    assert rows["original, int8"].kl < rows["original, fp8"].kl < rows["retrofit"].kl
+    assert 0 < rows["original, int4"].kl < rows["retrofit"].kl
+    assert len(rows["original, int4"].needles) == 1 and rows["original, int8"].needles == ()
+    assert any("For memory alone, original, fp8 does less" in line for line in report.sentences())
+    assert "alternatives" in [panel.key for panel in report.layout().panels]
+    alone = crosslayer.retrofit(model, text, TOKENIZER, **options, needles=False, alternatives=False)
+    assert alone.alternatives == () and not any("fewer bits" in line for line in alone.sentences())
+    options["length"] = 32  # all tokens stay exact with 4 bits
+    short = crosslayer.retrofit(model, {"web": ids(40, 0, 32)}, TOKENIZER, **options, needles=False)
+    assert [row.name for row in short.alternatives] == ["retrofit", "original, fp8", "original, int8"]
+
+
+def test_where_quantised_caches_are_not_defined_there_are_none():
+    model = tiny("mistral", dtype=torch.float32, sliding_window=4)
+    options = {"method": "cla", "layers": "1-2", "compensation": "none", "windows": 16, "length": 8}
+    assert crosslayer.retrofit(model, ids(40, 0)[:, :8], **options).alternatives == ()

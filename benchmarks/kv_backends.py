@@ -4,8 +4,8 @@
 
 transformers' own caches need optimum-quanto and hqq (`pip install optimum-quanto hqq`); what is missing is left out.
 Damage: KL to the full cache, in nats a token, of the last 128 tokens of windows of 512, read one by one after a prompt
-of 384. Times: all sides decode the same tokens in turns, more than the 128 after which transformers quantises again; the
-ratio of total times, with the median of single steps beside it.
+of 384. Times: all sides decode the same tokens in turns, more than the 128 after which transformers quantises again;
+the ratio is of total times, and the median of single steps stands beside it.
 """
 
 import argparse

@@ -72,6 +72,15 @@ def _details(record: Benchmark) -> list[Table]:
     heads = [f"{role}\n(median, quartiles)" for role in ROLES]
     head = ["configuration", "measure", *heads, f"candidate ÷ baseline\n({covered})", "predicted"]
     tables: list[Table] = [("All measurements", head, measurements(record))]
+    quantised = []
+    for row in record.rows:
+        for one in row.quantised:
+            shares = ((one.baseline_ratio, one.baseline), (one.ratio, one.candidate))
+            cells = [f"{share:.3f}x\n{size(count)}" for share, count in shares]
+            quantised.append([configuration(row), one.kind, *cells])
+    if quantised:
+        title = "With fewer bits (÷ the baseline's cache as it is; `--kv-bits` measures the time)"
+        tables.append((title, ["configuration", "type", "baseline", "candidate"], quantised))
     off = [[configuration(row), TITLES[measure], note.words] for row, measure, note in far_off(record)]
     if off:
         tables.append(("Predictions more than 20% off", ["configuration", "measure", "how far, and why"], off))

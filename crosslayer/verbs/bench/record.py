@@ -90,6 +90,14 @@ class CacheBytes(Frozen):
     static: Bytes
 
 
+class QuantisedBytes(Both[int]):
+    """Bytes of the caches of both models if they were quantised, by their plans, which say what is allocated."""
+
+    kind: str = Field(description="int8, int4 or fp8")
+    ratio: float = Field(description="candidate over the baseline's cache that is not quantised")
+    baseline_ratio: float = Field(description="baseline over the same")
+
+
 class PeakMemory(Both[int | None]):
     """Peak bytes above what was in use before; `reason` says why they are unknown."""
 
@@ -116,6 +124,7 @@ class Row(Frozen):
     context: PositiveInt
     batch: PositiveInt
     cache: CacheBytes
+    quantised: tuple[QuantisedBytes, ...] = Field(default=(), description="empty if one of the models allows none")
     reads: Bytes | None = Field(description="keys and values that the last step reads; None without a prediction")
     ttft: Comparison = Field(description="time to first token")
     tpot_dynamic: Comparison = Field(description="time per further token with a dynamic cache")

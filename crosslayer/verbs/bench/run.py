@@ -22,12 +22,23 @@ from crosslayer.probe.intercept import evaluating
 from crosslayer.stats.ratios import coverage
 from crosslayer.verbs.bench.costs import Load, Structure, structure
 from crosslayer.verbs.bench.memory import Models, too_large
-from crosslayer.verbs.bench.record import ROLES, BenchSettings, Both, MeasuredModel, Role, Row, ServingSettings, Skip
+from crosslayer.verbs.bench.record import (
+    ROLES,
+    BenchSettings,
+    Both,
+    MeasuredModel,
+    QuantisedBytes,
+    Role,
+    Row,
+    ServingSettings,
+    Skip,
+)
 from crosslayer.verbs.bench.result import Benchmark
 from crosslayer.verbs.bench.rounds import Rounds, attention_of
 from crosslayer.verbs.bench.serving import bench_vllm
 from crosslayer.verbs.bench.serving_result import ServingBenchmark
 from crosslayer.verbs.serve.engine import memory_bytes
+from crosslayer.wiring.read import read_plan
 
 LEARNED = 8  # a table of learned positions may have up to this many rows more than positions
 
@@ -156,6 +167,25 @@ def _check(models: Models, settings: BenchSettings) -> None:
         raise ValueError(f"the models are on {' and '.join(map(str, devices))}; both must be on one device")
 
 
+def quantised_bytes(models: Models, load: Load) -> tuple[QuantisedBytes, ...]:
+    """Return what the caches of both models would take if they were quantised; nothing if one of them allows none."""
+
+    def stored(role: Role, kind: str | None) -> int:
+        model = models[role]
+        return read_plan(model, load.total, model.dtype, kv_dtype=kind, batch=load.batch).stored_bytes
+
+    try:
+        whole = stored("baseline", None)
+        rows = []
+        for kind in ("fp8", "int8", "int4"):
+            candidate, baseline = (stored(role, kind) for role in ROLES)
+            ratios = {"ratio": candidate / whole, "baseline_ratio": baseline / whole}
+            rows.append(QuantisedBytes(kind=kind, candidate=candidate, baseline=baseline, **ratios))
+    except ValueError:  # latents, or states of several layers
+        return ()
+    return tuple(rows)
+
+
 def _measured(
     models: Models,
     new_cache: NewCache | None,
@@ -177,7 +207,8 @@ def _measured(
             reason = too_large(models, structures, load, evicts=new_cache is not None)
             if reason is None:
                 predicted = structures if new_cache is None else {}
-                rows.append(Rounds(models, predicted, load, settings, new_cache).run(tick))
+                row = Rounds(models, predicted, load, settings, new_cache).run(tick)
+                rows.append(row.model_copy(update={"quantised": quantised_bytes(models, load)}))
                 continue
             skipped.append(Skip(context=load.context, batch=load.batch, reason=reason))
             for _ in range(rounds):

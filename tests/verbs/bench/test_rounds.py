@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+import crosslayer
 from crosslayer.core.decoder.caches import cache_bytes
 from crosslayer.core.transformers_versions import CACHE
 from crosslayer.testing.tiny import build, config_of
@@ -11,6 +12,7 @@ from crosslayer.verbs.bench import run as module
 from crosslayer.verbs.bench.costs import Load
 from crosslayer.verbs.bench.rounds import static_copy
 from crosslayer.verbs.bench.sentences import sentences
+from crosslayer.wiring.kv_bits import KINDS
 from tests.helpers.benches import UNIATTN, short
 from tests.helpers.meters import Recorder
 from tests.helpers.tiny import tiny, tokens
@@ -78,3 +80,20 @@ def test_a_candidate_may_evict_beside_a_full_cache():
     assert benchmark.record()["no_prediction"] == "no prediction: tokens are evicted"
     with pytest.raises(ValueError, match="did you mean .h2o."):
         short(candidate, baseline, 48, evict="h20:32")
+
+
+@pytest.mark.parametrize("bits", ["4", "8", "fp8"])
+def test_a_candidate_may_have_a_quantised_cache(bits):
+    candidate, baseline = build(config_of("cla")), build(config_of(None))
+    benchmark = short(candidate, baseline, 48, new_tokens=4, kv_bits=bits)
+    row = benchmark.rows[0]
+    kind = KINDS[bits]
+    planned = crosslayer.plan(candidate, length=52, dtype="float64", kv_dtype=kind).stored_bytes
+    assert row.cache.dynamic.candidate == row.cache.static.candidate == planned
+    assert row.eager is None and row.no_eager == "the cache is quantised" and row.reads is None
+    (listed,) = (one for one in row.quantised if one.kind == kind)
+    assert listed.candidate == planned and listed.ratio == planned / row.cache.dynamic.baseline
+    assert any("is quantised" in line for line in benchmark.sentences())
+    assert any(title.startswith("With fewer bits") for title, *_ in benchmark.layout().tables)
+    with pytest.raises(ValueError, match="load the baseline separately"):
+        short(candidate, candidate, 48, new_tokens=4, kv_bits=bits)

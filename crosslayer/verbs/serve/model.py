@@ -18,12 +18,13 @@ from vllm.model_executor.models.transformers import (  # type: ignore[import-not
 )
 from vllm.model_executor.models.utils import maybe_prefix  # type: ignore[import-not-found]
 
+from crosslayer.core.decoder import CrossLayerModel
 from crosslayer.core.decoder.attention import CrossLayerAttention
 from crosslayer.verbs.serve.caches import cache_source, not_saved, not_servable, untested
 
 logger = init_logger(__name__)
 ATTENTION = "crosslayer_vllm"  # the name by which the decoder calls vLLM's attention
-OVERRIDDEN = "_patch_config", "_create_attention_instances"
+OVERRIDDEN = "_patch_config", "_decorate_for_torch_compile", "_create_attention_instances"
 for name in OVERRIDDEN:
     if not hasattr(TransformersForCausalLM, name):
         raise ImportError(f"vLLM's Transformers backend has no {name}, which crosslayer overrides; use another version")
@@ -76,6 +77,13 @@ class CrossLayerForCausalLM(TransformersForCausalLM):
         """Make the decoder call vLLM's attention."""
         super()._patch_config()
         self.config._attn_implementation = ATTENTION
+
+    def _decorate_for_torch_compile(self) -> None:
+        """Compile the decoder's forward without `takes_cache`: torch.compile cannot read a signature of its own."""
+        forward = CrossLayerModel.forward
+        if "__signature__" in vars(forward):  # else an engine before this one did it
+            CrossLayerModel.forward = forward.__wrapped__  # type: ignore[attr-defined]
+        super()._decorate_for_torch_compile()
 
     def _create_attention_instances(self, prefix: str = "") -> None:
         """Give each layer with attention vLLM's attention, with a cache of its own or that of its source.

@@ -26,7 +26,8 @@ def answer(job):
         outputs = llm.generate(prompts, sampling, use_tqdm=False)
     metrics = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
     cache = llm.llm_engine.vllm_config.cache_config
-    sizes = sizes_of(llm)
+    apart = os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "1"  # the scheduler is in another process
+    sizes = {} if apart else sizes_of(llm)
     llm.llm_engine.engine_core.shutdown()
     return {
         **sizes,

@@ -1,20 +1,30 @@
 """Which layers of a model share a cache in vLLM, and which models vLLM cannot serve; nothing here imports vLLM."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 
 from crosslayer.core.decoder import CrossLayerConfig
+from crosslayer.core.method import Method, Mixing, StateReader
 from crosslayer.core.plan import CACHED
 from crosslayer.output.formatting import ranges
 
-SPLIT = "tensor and pipeline parallelism are untested"
+TENSOR_PARALLEL = "tensor-parallel-size"
+CACHE_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+FP8 = ("fp8", "fp8_e4m3", "fp8_e5m2")
 # vLLM flags that crosslayer models are refused with: values that are allowed, and the reason for refusing others
 UNTESTED = {
-    "tensor-parallel-size": (("1",), SPLIT),
-    "pipeline-parallel-size": (("1",), SPLIT),
+    TENSOR_PARALLEL: (("1", "2"), "tensor parallelism over more than 2 processes is untested"),
+    "pipeline-parallel-size": (
+        ("1",),
+        "layers read states of layers that pipeline parallelism puts elsewhere; use --tensor-parallel-size 2",
+    ),
     "quantization": ((), "quantised weights are untested"),
-    "kv-cache-dtype": (("auto", "float32", "bfloat16", "float16"), "a quantised KV cache is untested"),
+    "kv-cache-dtype": (
+        ("auto", *CACHE_TYPES, *FP8),
+        "this type of KV cache is untested, and vLLM's CPU kernels read it wrongly; fp8 and fp8_e5m2 are tested",
+    ),
+    "kv-cache-dtype-skip-layers": ((), "layers that share a KV cache would take it for different types"),
     "kv-sharing-fast-prefill": ((), "with kv_sharing_fast_prefill some layers would see only the last token"),
     "enable-lora": ((), "LoRA adapters are untested; merge them into the weights"),
 }
@@ -57,12 +67,9 @@ def not_servable(config: CrossLayerConfig) -> str | None:
         return (
             f"layers {ranges(list(config.linear_layers))} have linear attention, whose state the plugin does not cache"
         )
-    for method in config.methods:
-        for layer in range(config.num_hidden_layers):
-            with torch.device("meta"):
-                reader = method.reader(config, config.wiring, layer) if config.wiring.reads_several[layer] else None
-            if reader is not None and reader.needs_mask:
-                return f"with {method.name()} layer {layer} reads several caches, and vLLM's attention reads only one"
+    for method, layer, module in _modules(config):
+        if isinstance(module, StateReader) and module.needs_mask:
+            return f"with {method.name()} layer {layer} reads several caches, and vLLM's attention reads only one"
     if config.num_local_experts is not None:
         return "mixtures of experts are untested"
     if "vllm" not in config.components.supports:
@@ -70,15 +77,52 @@ def not_servable(config: CrossLayerConfig) -> str | None:
     return None
 
 
-def untested(flags: Mapping[str, str]) -> tuple[str, str] | None:
-    """Return the first vLLM flag (without dashes) that crosslayer models are refused with, and the reason."""
-    for name, (allowed, reason) in UNTESTED.items():
-        if name in flags and flags[name] not in allowed:
-            return name, reason
+def _modules(config: CrossLayerConfig) -> Iterator[tuple[Method, int, Mixing]]:
+    """Yield the modules of methods within attention, without memory, each with its method and layer."""
+    wiring = config.wiring
+    for method in config.methods:
+        for layer in filter(config.plan.attends, range(config.num_hidden_layers)):
+            with torch.device("meta"):
+                reader = method.reader(config, wiring, layer) if wiring.reads_several[layer] else None
+                modules = method.heads(config, wiring, layer), reader
+            yield from ((method, layer, module) for module in modules if module is not None)
+
+
+def not_split(config: CrossLayerConfig, ranks: int) -> str | None:
+    """Return why vLLM cannot split a crosslayer model over `ranks` processes (tensor parallelism), None if it can.
+
+    vLLM splits linear layers and attention heads; every process has other modules whole.
+    """
+    if ranks == 1:
+        return None
+    heads = config.num_key_value_heads
+    assert heads is not None
+    if heads % ranks:
+        return f"its {heads} key-value heads cannot be divided among {ranks} processes"
+    if min(config.plan.value_shares) < 1:
+        return "its layers compute only a share of their value heads, which vLLM does not split"
+    for method, layer, module in _modules(config):
+        if module.split_by_head:
+            return f"{method.name()} has parameters of each head in layer {layer}, which vLLM does not split"
     return None
 
 
-def bytes_per_token(config: CrossLayerConfig, item: int) -> int:
+def untested(config: CrossLayerConfig, flags: Mapping[str, str]) -> tuple[str, str] | None:
+    """Return the first vLLM flag (without dashes) that a crosslayer model is refused with, and the reason."""
+    for name, (allowed, reason) in UNTESTED.items():
+        if name in flags and flags[name] not in allowed:
+            return name, reason
+    reason = not_split(config, int(flags.get(TENSOR_PARALLEL, "1")))
+    return None if reason is None else (TENSOR_PARALLEL, f"{reason}; use one process")
+
+
+def cache_item(flags: Mapping[str, str], dtype: torch.dtype) -> int:
+    """Return the bytes of a number in vLLM's KV cache, by its flags (without dashes) and the dtype of the weights."""
+    kind = flags.get("kv-cache-dtype", "auto")
+    return 1 if kind in FP8 else CACHE_TYPES.get(kind, dtype).itemsize
+
+
+def bytes_per_token(config: CrossLayerConfig, item: float) -> float:
     """Return the bytes of keys and values that vLLM stores per token over all caches, with `item` bytes per number."""
     assert config.num_key_value_heads is not None and config.head_dim is not None
     caches = sum(cache_source(config, layer) == layer for layer in range(config.num_hidden_layers))

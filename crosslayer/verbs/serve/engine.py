@@ -4,6 +4,7 @@ import importlib.metadata
 import math
 import os
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ from crosslayer.core.decoder.weights import to_config
 from crosslayer.models.load import DTYPES, load_config, model_source, public_name
 from crosslayer.probe.tokens import config_positions
 from crosslayer.verbs.serve import bounded
-from crosslayer.verbs.serve.caches import bytes_per_token, not_servable, untested
+from crosslayer.verbs.serve.caches import TENSOR_PARALLEL, bytes_per_token, cache_item, not_servable, untested
 from crosslayer.verbs.serve.plugin import register_decilm, version_error
 
 GIB = 2**30
@@ -44,8 +45,14 @@ def check_engine() -> None:
         raise ValueError(f"VLLM_PLUGINS must include crosslayer, got {allowed!r}")
 
 
-def servable(model: str, *, kv_memory: float | None, length: int | None, dtype: str | None) -> Served:
-    """Return a crosslayer or stock model if vLLM can serve it with `kv_memory` GiB and requests of `length` tokens."""
+def servable(
+    model: str, *, kv_memory: float | None, length: int | None, dtype: str | None, flags: Sequence[str] = ()
+) -> Served:
+    """Return a crosslayer or stock model if vLLM can serve it with `kv_memory` GiB and requests of `length` tokens.
+
+    `flags` are vLLM's own; the type of the KV cache and the number of processes count here, and each process has
+    `kv_memory`.
+    """
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"`dtype` must be one of {', '.join(DTYPES)}, got {dtype!r}")
     if kv_memory is not None:
@@ -60,7 +67,9 @@ def servable(model: str, *, kv_memory: float | None, length: int | None, dtype: 
         raise ValueError(f"`max_length` must be at most {positions}, the positions of {name}, got {length}")
     longest = positions if length is None else length
     if kv_memory is not None and longest is not None:
-        _check_memory(config, name, kv_memory, longest, dtype)
+        values = flag_values(flags)
+        item = cache_item(values, torch.bfloat16 if dtype is None else DTYPES[dtype])
+        _check_memory(config, name, kv_memory, longest, item / (2 if values.get(TENSOR_PARALLEL) == "2" else 1))
     return Served(model_source(model), name, config)
 
 
@@ -71,8 +80,8 @@ def memory_bytes(kv_memory: float) -> int:
     return int(kv_memory * GIB)
 
 
-def _check_memory(config: PreTrainedConfig, name: str, kv_memory: float, longest: int, dtype: str | None) -> None:
-    """Refuse memory that is too small for the longest request.
+def _check_memory(config: PreTrainedConfig, name: str, kv_memory: float, longest: int, item: float) -> None:
+    """Refuse memory that is too small for the longest request, with `item` bytes of a process per cached number.
 
     Does nothing for other families and sliding windows, for which vLLM's storage is not known here.
     """
@@ -82,9 +91,9 @@ def _check_memory(config: PreTrainedConfig, name: str, kv_memory: float, longest
         return
     if ours.sliding_window is not None:
         return
-    token = bytes_per_token(ours, torch.bfloat16.itemsize if dtype is None else DTYPES[dtype].itemsize)
+    token = bytes_per_token(ours, item)
     small, large = BLOCKS
-    held = small * (memory_bytes(kv_memory) // (small * token) - 1) if token else longest  # vLLM reserves a block
+    held = small * (int(memory_bytes(kv_memory) // (small * token)) - 1) if token else longest  # vLLM reserves a block
     if held < longest:
         needed = large * (math.ceil(longest / large) + 1) * token
         raise ValueError(
@@ -145,13 +154,13 @@ def bounded_command(arguments: list[str], flags: list[str]) -> list[str]:
 def check_flags(served: Served, flags: list[str]) -> None:
     """Refuse vLLM flags that are untested with crosslayer models; others are checked by vLLM itself."""
     values = flag_values(flags)
-    refused = untested(values) if isinstance(served.config, CrossLayerConfig) else None
+    refused = untested(served.config, values) if isinstance(served.config, CrossLayerConfig) else None
     if refused is not None:
         name, reason = refused
         raise ValueError(f"vLLM cannot serve {served.name}: {reason}; remove {f'--{name} {values[name]}'.rstrip()}")
 
 
-def flag_values(flags: list[str]) -> dict[str, str]:
+def flag_values(flags: Sequence[str]) -> dict[str, str]:
     """Return vLLM flags and their values by name without leading dashes; "" for a flag without a value."""
     values = {}
     for number, flag in enumerate(flags):

@@ -5,6 +5,7 @@ requests are concatenated into one sequence; only attention, which is vLLM's, co
 get from sources are those of the new tokens, as without a cache.
 """
 
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -18,7 +19,7 @@ from vllm.model_executor.models.transformers import (  # type: ignore[import-not
 )
 from vllm.model_executor.models.utils import maybe_prefix  # type: ignore[import-not-found]
 
-from crosslayer.core.decoder import CrossLayerModel
+from crosslayer.core.decoder import CrossLayerConfig, CrossLayerModel
 from crosslayer.core.decoder.attention import CrossLayerAttention
 from crosslayer.verbs.serve.caches import cache_source, not_saved, not_servable, untested
 
@@ -46,12 +47,33 @@ ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _attention)
 ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION, _no_mask)
 
 
+class Reader(Attention):
+    """vLLM's attention in a layer that reads the cache of another: it also has that layer's scales.
+
+    A quantised cache holds keys and values divided by their scales, which a checkpoint has for layers that write. vLLM
+    itself leaves the scales of other layers at 1, and so reads wrong numbers.
+    """
+
+    def __init__(self, source: Attention, **options: Any):
+        super().__init__(kv_sharing_target_layer_name=source.layer_name, **options)
+        self.source = (source,)  # as a module it would be loaded twice
+
+    def process_weights_after_loading(self, act_dtype: Any) -> None:
+        """Take the scales of the source, which come from the checkpoint before any layer gets here."""
+        super().process_weights_after_loading(act_dtype)
+        (source,) = self.source
+        self._k_scale.copy_(source._k_scale)
+        self._v_scale.copy_(source._v_scale)
+        self._k_scale_float, self._v_scale_float = source._k_scale_float, source._v_scale_float
+        self._k_scale_cpu, self._v_scale_cpu = source._k_scale_cpu, source._v_scale_cpu
+
+
 class CrossLayerForCausalLM(TransformersForCausalLM):
     """The model that vLLM builds for crosslayer's architecture."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = ""):
         config = vllm_config.model_config.hf_config
-        reason = not_servable(config) or self._unsupported(vllm_config)
+        reason = not_servable(config) or self._unsupported(config, vllm_config)
         if reason is not None:
             raise ValueError(f"vLLM cannot serve this crosslayer model: {reason}")
         super().__init__(vllm_config=vllm_config, prefix=prefix)
@@ -60,17 +82,19 @@ class CrossLayerForCausalLM(TransformersForCausalLM):
             logger.warning_once(warning)
 
     @staticmethod
-    def _unsupported(vllm_config: Any) -> str | None:
+    def _unsupported(config: CrossLayerConfig, vllm_config: Any) -> str | None:
         parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
         flags = {
             "tensor-parallel-size": str(parallel.tensor_parallel_size),
             "pipeline-parallel-size": str(parallel.pipeline_parallel_size),
             "kv-cache-dtype": cache.cache_dtype,
         }
+        skipped = cache.kv_cache_dtype_skip_layers
+        flags |= {"kv-cache-dtype-skip-layers": ",".join(skipped)} if skipped else {}
         flags |= {"quantization": ""} if vllm_config.quant_config is not None else {}
         flags |= {"kv-sharing-fast-prefill": ""} if cache.kv_sharing_fast_prefill else {}
         flags |= {"enable-lora": ""} if vllm_config.lora_config is not None else {}
-        refused = untested(flags)
+        refused = untested(config, flags)
         return None if refused is None else refused[1]
 
     def _patch_config(self) -> None:
@@ -91,14 +115,14 @@ class CrossLayerForCausalLM(TransformersForCausalLM):
         The backend's own method creates a cache for every layer, and expects attention in every layer.
         """
         config, parallel = self.config, self.parallel_config
-        names: dict[int, str] = {}
+        made: dict[int, Attention] = {}
         for number, layer in enumerate(self.model.layers):
             module: CrossLayerAttention | None = layer.self_attn
             source = cache_source(config, number)
             if module is None or source is None:
                 continue
-            names[number] = maybe_prefix(prefix, f"model.layers.{number}.self_attn.{VLLM_ATTN_ATTR}")
-            attention = Attention(
+            build = Attention if source == number else partial(Reader, made[source])
+            made[number] = build(
                 num_heads=self.model_config.get_num_attention_heads(parallel),
                 head_size=module.head_dim,
                 scale=module.scaling,
@@ -107,7 +131,6 @@ class CrossLayerForCausalLM(TransformersForCausalLM):
                 quant_config=self.quant_config,
                 logits_soft_cap=config.attn_logit_softcapping,
                 per_layer_sliding_window=module.sliding_window,
-                prefix=names[number],
-                kv_sharing_target_layer_name=None if source == number else names[source],
+                prefix=maybe_prefix(prefix, f"model.layers.{number}.self_attn.{VLLM_ATTN_ATTR}"),
             )
-            setattr(module, VLLM_ATTN_ATTR, attention)
+            setattr(module, VLLM_ATTN_ATTR, made[number])

@@ -39,7 +39,7 @@ def serve(
     """
     passed = list(flags)
     engine.check_engine()
-    served = engine.servable(model, kv_memory=kv_memory, length=max_length, dtype=dtype)
+    served = engine.servable(model, kv_memory=kv_memory, length=max_length, dtype=dtype, flags=passed)
     engine.check_flags(served, passed)
     if not engine.has_tokenizer(served) and "--tokenizer" not in passed:
         raise ValueError(f"{served.name} has no tokenizer; save one into its folder, or pass -- --tokenizer NAME")

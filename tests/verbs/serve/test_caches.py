@@ -1,10 +1,18 @@
 """Which layers share a cache in vLLM, over every wiring of the contract; nothing here needs vLLM."""
 
 import pytest
+import torch
 
 from crosslayer.core.plan import CACHED
 from crosslayer.testing import tiny as contract
-from crosslayer.verbs.serve.caches import bytes_per_token, cache_source, not_saved, not_servable
+from crosslayer.verbs.serve.caches import (
+    bytes_per_token,
+    cache_item,
+    cache_source,
+    not_saved,
+    not_servable,
+    not_split,
+)
 from tests.helpers.cases import CASES, each
 
 
@@ -70,3 +78,19 @@ def test_what_cannot_be_served_is_named():
     assert reason is not None and reason.startswith("with cross_attention layer ")
     assert "linear attention" in str(not_servable(config_of("linear attention")))
     assert not_servable(config_of("gpt2")) and not_servable(config_of("mixture of experts"))
+
+
+def test_what_processes_cannot_share_is_named():
+    split = ("cla", "drop compensated", "uniattn heads", "resformer", "attnres", "fusedkv lite", "yoco", "gemma2")
+    assert not any(not_split(config_of(case), 2) for case in split)
+    assert "fusedkv has parameters of each head in layer 3" in str(not_split(config_of("fusedkv"), 2))
+    assert "value_embeddings has parameters of each head" in str(not_split(config_of("value_embeddings"), 2))
+    assert "a share of their value heads" in str(not_split(config_of("skipv1"), 2))
+    assert "its 1 key-value heads" in str(not_split(config_of("fusedkv, MQA"), 2))
+    assert not not_split(config_of("fusedkv"), 1)
+
+
+def test_a_number_in_a_cache_of_8_bits_has_a_byte():
+    assert cache_item({}, torch.float32) == 4 and cache_item({"kv-cache-dtype": "auto"}, torch.bfloat16) == 2
+    assert cache_item({"kv-cache-dtype": "fp8_e5m2"}, torch.float32) == 1
+    assert cache_item({"kv-cache-dtype": "bfloat16"}, torch.float32) == 2

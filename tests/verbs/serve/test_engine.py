@@ -84,6 +84,15 @@ def test_memory_must_hold_the_longest_request(folder):
         servable(folder, dtype="int3")
 
 
+def test_memory_counts_the_type_of_the_cache_and_the_processes(folder):
+    least = (64 + 16) * 192 / engine.GIB
+    fp8, two = ["--kv-cache-dtype", "fp8"], ["-tp", "2"]
+    for flags, share in ((fp8, 2), (two, 2), ([*fp8, *two], 4)):
+        assert servable(folder, kv_memory=least / share, flags=flags)
+        with pytest.raises(ValueError, match="holds 48 tokens of model"):
+            servable(folder, kv_memory=(least - 192 / engine.GIB) / share, flags=flags)
+
+
 @pytest.mark.parametrize("size", [0, -1, float("nan"), float("inf")])
 def test_memory_must_be_a_size(folder, size):
     with pytest.raises(ValueError, match=f"^`kv_memory` must be above 0 GiB, got {size:g}"):
@@ -153,14 +162,12 @@ def test_a_server_of_a_folder_without_tokenizer_is_refused(vllm, folder, monkeyp
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (
-            ["--kv-cache-dtype", "fp8"],
-            "quantised KV cache is untested; remove --kv-cache-dtype fp8",
-        ),
-        (["--max-num-seqs", "4", "--kv_cache_dtype=fp8_e5m2"], "remove --kv-cache-dtype fp8_e5m2"),
+        (["--max-num-seqs", "4", "--kv_cache_dtype=fp8_per_token_head"], "remove --kv-cache-dtype fp8_per_token_head"),
+        (["--kv-cache-dtype-skip-layers", "1"], "remove --kv-cache-dtype-skip-layers 1"),
         (["--enable-lora"], "merge them into the weights; remove --enable-lora"),
         (["--quantization", "fp8"], "quantised weights"),
-        (["-tp", "2"], "remove --tensor-parallel-size 2"),
+        (["-tp", "4"], "remove --tensor-parallel-size 4"),
+        (["-pp", "2"], "use --tensor-parallel-size 2; remove --pipeline-parallel-size 2"),
         (["--kv-sharing-fast-prefill", "--seed", "1"], "remove --kv-sharing-fast-prefill"),
     ],
 )
@@ -173,6 +180,7 @@ def test_flags_that_were_not_tried_are_one_line_before_vllm_starts(vllm, folder,
 
 def test_other_flags_and_other_models_go_through(folder, tmp_path):
     engine.check_flags(servable(folder), ["--kv-cache-dtype", "auto", "-tp=1", "--max-num-seqs", "4"])
+    engine.check_flags(servable(folder), ["--kv-cache-dtype", "fp8", "-tp", "2"])
     tiny("llama").save_pretrained(tmp_path / "stock")
     engine.check_flags(servable(str(tmp_path / "stock")), ["--kv-cache-dtype", "fp8", "--enable-lora"])
 

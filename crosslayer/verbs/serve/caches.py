@@ -19,7 +19,10 @@ UNTESTED = {
         ("1",),
         "layers read states of layers that pipeline parallelism puts elsewhere; use --tensor-parallel-size 2",
     ),
-    "quantization": ((), "quantised weights are untested"),
+    "quantization": (
+        ("compressed-tensors",),
+        "weights quantised in this way are untested; use int8 weights and activations of compressed-tensors",
+    ),
     "kv-cache-dtype": (
         ("auto", *CACHE_TYPES, *FP8),
         "this type of KV cache is untested, and vLLM's CPU kernels read it wrongly; fp8 and fp8_e5m2 are tested",

@@ -91,7 +91,9 @@ class CrossLayerForCausalLM(TransformersForCausalLM):
         }
         skipped = cache.kv_cache_dtype_skip_layers
         flags |= {"kv-cache-dtype-skip-layers": ",".join(skipped)} if skipped else {}
-        flags |= {"quantization": ""} if vllm_config.quant_config is not None else {}
+        flags |= (
+            {"quantization": str(vllm_config.model_config.quantization)} if vllm_config.quant_config is not None else {}
+        )
         flags |= {"kv-sharing-fast-prefill": ""} if cache.kv_sharing_fast_prefill else {}
         flags |= {"enable-lora": ""} if vllm_config.lora_config is not None else {}
         refused = untested(config, flags)

@@ -10,12 +10,14 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import crosslayer
@@ -171,12 +173,19 @@ def rounded_to_zero(states, dtype):
 
 
 @contextmanager
-def caching_in(model, dtype):
-    """Run a model with keys and values rounded as in a cache of 8 bits, before every layer that reads them."""
+def caching_in(model, dtype, scales=None):
+    """Run a model with keys and values rounded as in a cache of 8 bits, before layers read them.
+
+    `scales` are those of keys and values by source layer of pairs, by default 1.
+    """
     exact = ALL_ATTENTION_FUNCTIONS["sdpa"]
 
     def rounding(module, query, keys, values, *others, **options):
-        return exact(module, query, *(rounded_to_zero(state, dtype) for state in (keys, values)), *others, **options)
+        pair = (1, 1) if scales is None else scales[module.layer_idx // 2 * 2]
+        keys, values = (
+            rounded_to_zero(s / scale, dtype) * scale for s, scale in zip((keys, values), pair, strict=True)
+        )
+        return exact(module, query, keys, values, *others, **options)
 
     ALL_ATTENTION_FUNCTIONS["sdpa"] = rounding
     try:
@@ -205,6 +214,62 @@ def test_a_cache_of_8_bits_gives_the_tokens_of_rounded_keys_and_values(tmp_path)
             check(model, answer, close=CLOSE_8_BITS)
     held = [answer["kv_tokens"] for answer in answers]
     assert held[0] / held[-1] == pytest.approx(2, rel=0.01) and held[2] / held[0] == pytest.approx(3 / 4, rel=0.01)
+
+
+def with_weights(folder, weights, scheme):
+    """Give a folder other weights, and say in its config how they are quantised."""
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    quantised = {"quant_method": "compressed-tensors", "ignore": ["lm_head"], **scheme}
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantised}))
+
+
+def test_readers_have_the_scales_of_their_source(tmp_path):
+    """Only layers that write have scales in the checkpoint; readers without them would move log probabilities by 2."""
+    model = model_of(WIRINGS["cla"])
+    model.save_pretrained(tmp_path / "model")
+    weights = load_file(tmp_path / "model" / "model.safetensors")
+    scales = {0: (0.25, 0.125), 2: (0.0625, 0.125), 4: (0.03125, 0.0625)}  # of keys and values
+    for layer, pair in scales.items():
+        for state, scale in zip("kv", pair, strict=True):
+            weights[f"model.layers.{layer}.self_attn.{state}_scale"] = torch.tensor(scale)
+    kind = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+    with_weights(tmp_path / "model", weights, {"format": "dense", "config_groups": {}, "kv_cache_scheme": kind})
+    ((answer,), _) = by_vllm([job(tmp_path / "model")])
+    with caching_in(model, torch.float8_e4m3fn, scales=scales):
+        check(model, answer, close=CLOSE_8_BITS)
+
+
+def test_weights_and_activations_of_int8(tmp_path):
+    """Closer to rounded weights and inputs than to the exact model; a number rounded otherwise moves them by 6e-3."""
+    model = model_of(WIRINGS["cla"], hidden_size=128, intermediate_size=256)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+    model.save_pretrained(tmp_path / "model")
+    weights = load_file(tmp_path / "model" / "model.safetensors")
+    projections = {name: layer for name, layer in model.named_modules() if name.endswith("_proj")}
+    for name, layer in projections.items():
+        scale = layer.weight.detach().abs().amax(1, keepdim=True) / 127
+        weights[f"{name}.weight"] = (layer.weight.detach() / scale).round().to(torch.int8)
+        weights[f"{name}.weight_scale"] = scale
+        layer.weight.data = weights[f"{name}.weight"] * scale
+        layer.register_forward_pre_hook(lambda _, inputs: (in_int8(inputs[0]),))
+    kind = {"num_bits": 8, "type": "int", "symmetric": True}
+    group = {
+        "targets": ["Linear"],
+        "weights": {**kind, "strategy": "channel", "dynamic": False},
+        "input_activations": {**kind, "strategy": "token", "dynamic": True},
+    }
+    with_weights(tmp_path / "model", weights, {"format": "int-quantized", "config_groups": {"all": group}})
+    ((answer,), _) = by_vllm([job(tmp_path / "model")])
+    check(model, answer, close=0.02)
+
+
+def in_int8(inputs):
+    """Inputs (…, C), each token rounded to 255 steps of its largest number."""
+    scale = inputs.abs().amax(-1, keepdim=True) / 127
+    return (inputs / scale).round() * scale
 
 
 def failure(folder, options=None, **environment):
@@ -242,28 +307,35 @@ def test_what_was_not_tried_is_refused_in_a_line(tmp_path, options, words):
     assert any("ValueError: vLLM cannot serve this crosslayer model: " in line and words in line for line in lines)
 
 
+@pytest.fixture(scope="module")
+def decoder():
+    """The class that vLLM builds, whose import registers functions of attention, which stay."""
+    with warnings.catch_warnings(action="ignore"):
+        from crosslayer.verbs.serve.model import CrossLayerForCausalLM
+    return CrossLayerForCausalLM
+
+
 @pytest.mark.filterwarnings("ignore")  # what vLLM's imports raise
 @pytest.mark.parametrize(
     ("part", "changes", "words"),
     [
         ("parallel_config", {"tensor_parallel_size": 4}, "over more than 2 processes"),
         ("parallel_config", {"pipeline_parallel_size": 2}, "pipeline parallelism puts elsewhere"),
-        (None, {"quant_config": "awq"}, "quantised weights"),
+        (None, {"quant_config": "any"}, "weights quantised in this way"),
         (None, {"lora_config": "any"}, "LoRA adapters are untested"),
     ],
 )
-def test_what_needs_more_than_is_here_is_refused(part, changes, words):
-    from crosslayer.verbs.serve.model import CrossLayerForCausalLM
-
+def test_what_needs_more_than_is_here_is_refused(decoder, part, changes, words):
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1),
         cache_config=SimpleNamespace(cache_dtype="auto", kv_cache_dtype_skip_layers=[], kv_sharing_fast_prefill=False),
         quant_config=None,
+        model_config=SimpleNamespace(quantization="awq"),
         lora_config=None,
     )
-    assert CrossLayerForCausalLM._unsupported(config_of(WIRINGS["cla"]), config) is None
+    assert decoder._unsupported(config_of(WIRINGS["cla"]), config) is None
     vars(config if part is None else getattr(config, part)).update(changes)
-    assert words in CrossLayerForCausalLM._unsupported(config_of(WIRINGS["cla"]), config)
+    assert words in decoder._unsupported(config_of(WIRINGS["cla"]), config)
 
 
 def test_an_export_needs_no_plugin(tmp_path):

@@ -31,7 +31,7 @@ def bench_vllm(candidate: Any, baseline: Any, settings: ServingSettings, progres
     longest = max(settings.contexts) + settings.new_tokens
     started = time.perf_counter()
     with ExitStack() as stack:
-        stack.enter_context(_environment())
+        stack.enter_context(vllm_environment())
         check_engine()
         import vllm  # type: ignore[import-not-found]
 
@@ -55,7 +55,7 @@ def bench_vllm(candidate: Any, baseline: Any, settings: ServingSettings, progres
 
 
 @contextmanager
-def _environment() -> Iterator[None]:
+def vllm_environment() -> Iterator[None]:
     """Silence vLLM and let its processes use the methods that are allowed here; restores the environment."""
     quiet = {name: value for name, value in QUIET.items() if name not in os.environ}
     with patch.dict(os.environ, quiet | {ALLOWED: ",".join(allowed_modules())}):

@@ -19,6 +19,7 @@ class EvaluateSettings(Options):
     batch: int | Literal["auto"]
     evict: Evict | None = None
     kv_bits: KvBitsText | None = None
+    engine: Literal["transformers", "vllm"] = "transformers"
     seed: Seed
 
     @field_validator("batch", mode="before")

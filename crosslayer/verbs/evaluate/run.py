@@ -15,10 +15,12 @@ from crosslayer.probe.intercept import evaluating
 from crosslayer.probe.tokens import positions
 from crosslayer.verbs.bench.record import BenchSettings, Row
 from crosslayer.verbs.bench.run import bench_transformers
+from crosslayer.verbs.bench.serving import vllm_environment
 from crosslayer.verbs.evaluate import harness, summary
 from crosslayer.verbs.evaluate.record import EvaluatedModel, EvaluatedModels, EvaluateSettings
 from crosslayer.verbs.evaluate.result import Evaluation
 from crosslayer.verbs.evaluate.templates import sandboxed
+from crosslayer.verbs.serve.engine import Served, check_engine, servable
 
 COST_CONTEXT, COST_TOKENS, COST_PAIRS = 512, 16, 5  # of `cost`: prompt tokens, new tokens, pairs of runs
 
@@ -36,6 +38,7 @@ def evaluate(
     evict: str | None = None,
     kv_bits: str | None = None,
     cost: bool = False,
+    engine: str = "transformers",
     seed: int = 0,
     allow_code: bool = False,
     dtype: str | torch.dtype | None = None,
@@ -58,6 +61,7 @@ def evaluate(
         evict: eviction policy of the candidate's KV cache, such as h2o:0.4; the baseline keeps all tokens.
         kv_bits: bits of the candidate's KV cache: 8, 4, 3, 2, fp8, or by layer, such as 8@0-11,4@12-29.
         cost: also compare KV cache size and latency with the baseline.
+        engine: engine that runs the models: transformers, or vllm, which shortens longer texts (docs/guides/serve.md).
         seed: seed for choosing few-shot examples; 0 gives lm-eval's default choice.
         allow_code: allow task files in include_path to run Python code.
         dtype: float32, bfloat16, …; default float32 on a CPU. In Python only for models given by name or path.
@@ -70,23 +74,26 @@ def evaluate(
 
     """
     names = tuple(name.strip() for name in (tasks.split(",") if isinstance(tasks, str) else tasks))
-    settings = EvaluateSettings(
-        tasks=names, limit=limit, num_fewshot=num_fewshot, batch=batch, evict=evict, kv_bits=kv_bits, seed=seed
-    )
+    unserved = evict is not None or kv_bits is not None or cost or device is not None
+    _check_engine(engine, transformers_only=unserved)
+    options: dict[str, Any] = {"limit": limit, "num_fewshot": num_fewshot, "batch": batch, "engine": engine}
+    settings = EvaluateSettings(tasks=names, evict=evict, kv_bits=kv_bits, seed=seed, **options)
     cache = SmallerCache(evict, settings.kv_bits)
     version = harness.check_installed()
-    if cost and baseline is None:
-        raise ValueError("`cost` compares with a baseline; set `baseline` too")
-    if cost and model is baseline and isinstance(model, PreTrainedModel):
-        raise ValueError("`cost` runs two models alternately; load the baseline separately")
+    if cost:
+        _check_cost(model, baseline)
     sources = pair("evaluate", model, baseline, tokenizer, dtype=dtype, device=device)
+    served = [servable_source(source) for source in sources] if engine == "vllm" else []
     if cost:
         cost_context(source.positions for source in sources)
     with harness.quiet(), sandboxed(), progress("reading tasks", 0):  # reading renders templates, too
         chosen = harness.Tasks(names, None if include_path is None else Path(include_path), allow_code)
     models, results = [], []
-    for source, used in zip(sources, (cache, SmallerCache()), strict=False):  # the baseline has its own
-        facts, returned = _score(source, chosen, settings, used, progress)
+    for number, source in enumerate(sources):
+        if engine == "vllm":
+            facts, returned = _score_served(source, served[number], chosen, settings, progress)
+        else:  # the baseline has its own cache
+            facts, returned = _score(source, chosen, settings, SmallerCache() if number else cache, progress)
         models.append(facts)
         results.append(returned)
     other = results[1] if len(results) > 1 else None
@@ -101,6 +108,22 @@ def evaluate(
     )
     evaluation.lm_eval_results.update(zip(("candidate", "baseline"), results, strict=False))
     return evaluation
+
+
+def _check_engine(engine: str, transformers_only: bool) -> None:
+    """Refuse an unknown engine, and options that vLLM does not have."""
+    if engine not in ("transformers", "vllm"):
+        raise ValueError(f"`engine` must be transformers or vllm, got {engine!r}")
+    if engine == "vllm" and transformers_only:
+        raise ValueError("`evict`, `kv_bits`, `cost` and `device` need `engine` transformers; leave them out with vllm")
+
+
+def _check_cost(model: Named, baseline: Named | None) -> None:
+    """Refuse a cost without a baseline, or of one loaded model against itself."""
+    if baseline is None:
+        raise ValueError("`cost` compares with a baseline; set `baseline` too")
+    if model is baseline and isinstance(model, PreTrainedModel):
+        raise ValueError("`cost` runs two models alternately; load the baseline separately")
 
 
 def _score(
@@ -122,6 +145,35 @@ def _score(
         reduced=None if cache.evict is None else lm.reduced,
     )
     return facts, results
+
+
+def servable_source(source: Loadable) -> Served:
+    """Return a model that vLLM can open, which must be named."""
+    if isinstance(source.source, PreTrainedModel):
+        raise ValueError("`engine` vllm opens models by itself; give a name or a folder, not a loaded model")
+    check_engine()
+    return servable(str(source.source), kv_memory=None, length=None, dtype=dtype_name(source))
+
+
+def dtype_name(source: Loadable) -> str | None:
+    """Return the dtype that is asked for by its name in torch, None without one."""
+    return None if source.dtype is None else str(source.dtype).removeprefix("torch.")
+
+
+def _score_served(
+    source: Loadable, served: Served, tasks: harness.Tasks, settings: EvaluateSettings, progress: Meter
+) -> tuple[EvaluatedModel, dict[str, Any]]:
+    """Evaluate a model in vLLM; return facts about it, and what lm-eval returned."""
+    with harness.quiet(), sandboxed(), vllm_environment():
+        from crosslayer.verbs.evaluate.served import served_facts, served_model
+
+        with served_model(served, settings, dtype_name(source), progress) as lm:
+            started = time.perf_counter()
+            with progress("answering in vLLM", 0):
+                results = harness.score(lm, tasks, settings)
+            seconds = round(time.perf_counter() - started, 3)
+            facts = served_facts(source, lm)
+    return EvaluatedModel(**facts, seconds=seconds, requests=lm.requests, shortened=lm.shortened), results
 
 
 def measure_cost(candidate: PreTrainedModel, baseline: PreTrainedModel, cache: SmallerCache, progress: Meter) -> Row:

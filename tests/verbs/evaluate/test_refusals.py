@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+import sys
 import time
 
 import pytest
@@ -59,10 +60,14 @@ def test_an_unknown_group_is_answered_too(monkeypatch, capsys, tasks, pair):
         (["--tasks", "piqa_local", "--baseline", "./nowhere"], "'./nowhere' does not exist"),
         (["--tasks", "piqa_local", "--dtype", "int3"], "'int3'"),
         (["--tasks", "piqa_local", "--device", "warp"], "'warp'"),
+        (["--tasks", "piqa_local", "--engine", "vlm"], "--engine must be transformers or vllm, got 'vlm'"),
+        (["--tasks", "piqa_local", "--engine", "vllm", "--evict", "h2o:0.4"], "--evict.* need --engine transformers"),
+        (["--tasks", "piqa_local", "--engine", "vllm"], r"pip install 'crosslayer\[vllm\]'"),
     ],
 )
 def test_options(monkeypatch, capsys, tasks, pair, tmp_path, options, said):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "vllm", None)
     place = [] if "--include-path" in options else ["--include-path", tasks]
     assert re.search(said, line(monkeypatch, capsys, [pair[0], *place, *options]))
 

@@ -1,0 +1,74 @@
+"""lm-eval's class for vLLM, with counts; import it only where lm-eval and vLLM are needed."""
+
+import importlib.metadata
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import vllm  # type: ignore[import-not-found]
+from transformers import AutoModelForCausalLM
+from vllm.platforms import current_platform  # type: ignore[import-not-found]
+
+from crosslayer.models.pair import Loadable
+from crosslayer.output.progress import Meter
+from crosslayer.verbs.evaluate.record import EvaluateSettings
+from crosslayer.verbs.serve.engine import Served
+
+ALL = 2**31  # a batch size: vLLM gets all requests at once; with "auto" it would divide by the time of a hidden bar
+DEVICE = current_platform.device_type  # vLLM reads its own version here, before that is replaced
+version = importlib.metadata.version
+# lm-eval asks for the version of a distribution "vllm", here and later; that for CPUs has another name
+with patch.object(importlib.metadata, "version", lambda name: vllm.__version__ if name == "vllm" else version(name)):
+    from lm_eval.models.vllm_causallms import VLLM
+
+
+_VLLM: Any = VLLM  # its decorator hides its type
+
+
+class ServedLM(_VLLM):
+    """lm-eval's model in vLLM, with counts; its answers are unchanged."""
+
+    requests = 0  # texts that were scored or continued
+    shortened = 0  # requests truncated on the left, because they exceed the model's positions
+
+    def _loglikelihood_tokens(self, requests: Any, disable_tqdm: bool = True) -> list[tuple[float, bool]]:
+        longest = self.max_length - 1  # vLLM generates a token after each text
+        for _, context, answer in requests:
+            if len(answer) >= longest:
+                raise ValueError(f"a task has an answer of {len(answer)} tokens, and vLLM scores at most {longest - 1}")
+            self.shortened += len(context) + len(answer) > longest
+        self.requests += len(requests)
+        return super()._loglikelihood_tokens(requests, disable_tqdm=True)
+
+    def generate_until(self, requests: Any, disable_tqdm: bool = True) -> list[str]:
+        """Answer requests, and count them."""
+        self.requests += len(requests)
+        return super().generate_until(requests, disable_tqdm=True)
+
+
+@contextmanager
+def served_model(served: Served, settings: EvaluateSettings, dtype: str | None, progress: Meter) -> Iterator[ServedLM]:
+    """Start vLLM with a model, and end it behind the `with`."""
+    with progress(f"starting vLLM with {served.name}", 0):
+        try:
+            batch = ALL if settings.batch == "auto" else settings.batch
+            lm = ServedLM(served.source, dtype=dtype or "auto", batch_size=batch, seed=settings.seed)
+        except Exception as error:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise ValueError(
+                f"vLLM could not start with {served.name}: {reason} (set VLLM_LOGGING_LEVEL=INFO to see its log)"
+            ) from error
+    try:
+        yield lm
+    finally:
+        lm.model.llm_engine.engine_core.shutdown()
+
+
+def served_facts(source: Loadable, lm: ServedLM) -> dict[str, Any]:
+    """Return the fields of `ModelFacts` of a model in vLLM, which is built here without memory to be counted."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(source.config)
+    dtype = str(lm.model.llm_engine.model_config.dtype).removeprefix("torch.")
+    return {**source.facts(model), "dtype": dtype, "device": DEVICE}

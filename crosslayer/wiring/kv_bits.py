@@ -74,7 +74,7 @@ def parse_kv_bits(text: str | int) -> KvBits:
     every, ranges = by_layer(text, f"KV bits {text!r}", EXAMPLE)
     for value in (every, *ranges):
         if value is not None and value not in KINDS:
-            raise ValueError(f"KV bits {text!r}: {value!r} is none of {', '.join(KINDS)}; write it {EXAMPLE}")
+            raise ValueError(f"KV bits {text!r}: {value!r} is not one of {', '.join(KINDS)}; write it {EXAMPLE}")
     kinds = None if every is None else KINDS[every]
     return KvBits(text, kinds, tuple(None if value is None else KINDS[value] for value in ranges))
 

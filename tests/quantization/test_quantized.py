@@ -247,7 +247,7 @@ def test_a_head_is_rounded_by_itself_within_half_a_step(size, kind):
 @pytest.mark.parametrize(
     ("bits", "message"),
     [
-        ("5", "'5' is none of 8, 4, 3, 2, fp8"),
+        ("5", "'5' is not one of 8, 4, 3, 2, fp8"),
         ("", "cannot be read"),
         ("4,8", "needs layers"),
         ("4@2-1", "2-1 is not a range"),

@@ -74,12 +74,10 @@ def evaluate(
 
     """
     names = tuple(name.strip() for name in (tasks.split(",") if isinstance(tasks, str) else tasks))
-    unserved = evict is not None or kv_bits is not None or cost or device is not None
-    _check_engine(engine, transformers_only=unserved)
+    _check_engine(engine, transformers_only=(evict, kv_bits, device) != (None,) * 3 or cost)
     options: dict[str, Any] = {"limit": limit, "num_fewshot": num_fewshot, "batch": batch, "engine": engine}
     settings = EvaluateSettings(tasks=names, evict=evict, kv_bits=kv_bits, seed=seed, **options)
-    cache = SmallerCache(evict, settings.kv_bits)
-    version = harness.check_installed()
+    version, cache = harness.check_installed(), SmallerCache(evict, settings.kv_bits)
     if cost:
         _check_cost(model, baseline)
     sources = pair("evaluate", model, baseline, tokenizer, dtype=dtype, device=device)

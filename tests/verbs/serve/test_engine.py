@@ -149,7 +149,7 @@ def test_the_command_line_says_it_in_one_line(tmp_path, monkeypatch, capsys):
     assert "pip install 'crosslayer[vllm]'" in line(*both, "--engine", "vllm")
     assert "--engine must be transformers or vllm, got 'vlm'" in line(*both, "--engine", "vlm")
     assert "--kv-memory needs --engine vllm" in line(*both, "--kv-memory", "1")
-    assert "--device, --attention and --evict need --engine transformers" in line(
+    assert "--device, --attention, --evict and --kv-bits need --engine transformers" in line(
         *both, "--engine", "vllm", "--device", "cpu"
     )
 

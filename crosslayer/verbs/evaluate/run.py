@@ -78,8 +78,7 @@ def evaluate(
     options: dict[str, Any] = {"limit": limit, "num_fewshot": num_fewshot, "batch": batch, "engine": engine}
     settings = EvaluateSettings(tasks=names, evict=evict, kv_bits=kv_bits, seed=seed, **options)
     version, cache = harness.check_installed(), SmallerCache(evict, settings.kv_bits)
-    if cost:
-        _check_cost(model, baseline)
+    _check_cost(model, baseline, cost)
     sources = pair("evaluate", model, baseline, tokenizer, dtype=dtype, device=device)
     served = [servable_source(source) for source in sources] if engine == "vllm" else []
     if cost:
@@ -116,8 +115,10 @@ def _check_engine(engine: str, transformers_only: bool) -> None:
         raise ValueError("`evict`, `kv_bits`, `cost` and `device` need `engine` transformers; leave them out with vllm")
 
 
-def _check_cost(model: Named, baseline: Named | None) -> None:
+def _check_cost(model: Named, baseline: Named | None, cost: bool) -> None:
     """Refuse a cost without a baseline, or of one loaded model against itself."""
+    if not cost:
+        return
     if baseline is None:
         raise ValueError("`cost` compares with a baseline; set `baseline` too")
     if model is baseline and isinstance(model, PreTrainedModel):

@@ -28,8 +28,6 @@ def measure_alternatives(
     context: int,
     seed: int,
     progress: Meter,
-    *,
-    needles: bool,
 ) -> tuple[Alternative, ...]:
     """Return the cache's share, the KL to the original and the numbers retrieved with quantised caches.
 
@@ -37,12 +35,11 @@ def measure_alternatives(
 
     Args:
         models: "original" and "retrofit".
-        tokenizer: that of both; None if it is not known.
+        tokenizer: that of both; None: no hidden numbers are asked for.
         windows: the evaluation text.
         context: tokens at which bytes are counted.
         seed: of the bootstrap and of the hidden numbers.
         progress: shows progress.
-        needles: whether hidden numbers are asked for.
 
     Returns:
         nothing if quantised caches are not defined for both models.
@@ -70,7 +67,7 @@ def measure_alternatives(
         own = measured[of if bits is None else f"{of} {bits}"]
         gap, interval = difference(own, measured["retrofit"], seed)
         cost = damage(own, seed)
-        asked = needles and bits == ASKED
+        asked = tokenizer is not None and bits == ASKED
         rows.append(
             Alternative(
                 of=of,  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -26,6 +27,7 @@ from crosslayer.verbs.retrofit.damage import by_domain, logits_of, logits_uncomp
 from crosslayer.verbs.retrofit.moments import REFITS, check_enough
 from crosslayer.verbs.retrofit.request import Request, RetrofitOptions, plain_method
 from crosslayer.verbs.retrofit.result import (
+    Alternative,
     Architecture,
     CacheRecord,
     Calibration,
@@ -180,18 +182,10 @@ def _report(
     cache = _cache(model, converted.model, options.kv_context)
     comparing = time.perf_counter()
     both = {"original": model, "retrofit": converted.model}
-    alternatives = ()
-    if options.alternatives:
-        alternatives = measure_alternatives(
-            both, tokenizer, windows["evaluation"], cache.context, options.seed, progress, needles=needles is not None
-        )
-    seconds = {
-        "read": choosing - started,
-        "choose": converting - choosing,
-        "convert": measuring - converting,  # conversion and calibration
-        "damage": comparing - measuring,  # losses on text, hidden numbers
-        "alternatives": time.perf_counter() - comparing,
-    }
+    asked = tokenizer if needles is not None else None
+    alternatives = _alternatives(both, asked, windows["evaluation"], cache.context, options, progress)
+    moments = (started, choosing, converting, measuring, comparing, time.perf_counter())
+    phases = ("read", "choose", "convert", "damage", "alternatives")  # conversion and calibration; losses and numbers
     report = RetrofitReport(
         architecture=Architecture(
             **model_facts(model, public_name(source)),
@@ -216,7 +210,7 @@ def _report(
         settings=options,
         judged=list(texts.evaluation),
         fitted=list(seen),
-        seconds={name: round(seconds, 2) for name, seconds in seconds.items()},
+        seconds={name: round(end - start, 2) for name, (start, end) in zip(phases, pairwise(moments), strict=True)},
     )
     return report.of_model(converted.model, tokenizer)
 
@@ -280,6 +274,20 @@ def _evaluate(
     with progress("measuring the damage", len(windows)) as bar:
         measured = losses(logits_of(model), runs, windows, bar.step)
     return by_domain(measured["after"], measured.get("without"), seen, seed)
+
+
+def _alternatives(
+    models: dict[str, PreTrainedModel],
+    tokenizer: PreTrainedTokenizerBase | None,
+    windows: Windows,
+    context: int,
+    options: RetrofitOptions,
+    progress: Meter,
+) -> tuple[Alternative, ...]:
+    """Measure quantised caches of both models, unless they were switched off."""
+    if not options.alternatives:
+        return ()
+    return measure_alternatives(models, tokenizer, windows, context, options.seed, progress)
 
 
 def _cache(model: PreTrainedModel, converted: PreTrainedModel, context: int | None) -> CacheRecord:

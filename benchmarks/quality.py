@@ -156,6 +156,7 @@ def main():
     parser.add_argument("--json", type=Path, required=True)
     options = parser.parse_args()
     settings = {name: value for name, value in vars(options).items() if name not in ("rows", "tasks", "json")}
+    settings["text"] = [text.partition("=")[0] for text in options.text]
     results, baseline = [], None
     for row in options.rows:
         result, raw = measure(row, baseline, options)

@@ -11,6 +11,8 @@ from crosslayer.corpus.documents import TextSource as TextSource
 from crosslayer.eviction.running import evicting as evicting
 from crosslayer.models.load import load_model as load_model
 from crosslayer.probe.what_if import what_if as what_if
+from crosslayer.quantization.running import quantized_cache as quantized_cache
+from crosslayer.quantization.running import quantizing as quantizing
 from crosslayer.results import load_result as load_result
 from crosslayer.verbs.bench.result import Benchmark as Benchmark
 from crosslayer.verbs.bench.run import bench as bench

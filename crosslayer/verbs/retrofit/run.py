@@ -6,6 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from crosslayer.core.decoder.weights import to_config
@@ -182,8 +183,9 @@ def _report(
     cache = _cache(model, converted.model, options.kv_context)
     comparing = time.perf_counter()
     both = {"original": model, "retrofit": converted.model}
-    asked = tokenizer if needles is not None else None
-    alternatives = _alternatives(both, asked, windows["evaluation"], cache.context, options, progress)
+    alternatives = _alternatives(
+        both, tokenizer if needles else None, windows["evaluation"], cache.context, options, progress
+    )
     moments = (started, choosing, converting, measuring, comparing, time.perf_counter())
     phases = ("read", "choose", "convert", "damage", "alternatives")  # conversion and calibration; losses and numbers
     report = RetrofitReport(
@@ -198,11 +200,7 @@ def _report(
         plan=merge_plans(methods, model.config.num_hidden_layers),
         choice=choice,
         weights=converted.weights,
-        calibration=Calibration(
-            fit=converted.fit if converted.fits and converted.fit is not None else request.fit,
-            windows={name: len(ids) for name, ids in calibration.items()},
-            layers=converted.fits,
-        ),
+        calibration=_calibration(converted, request, calibration),
         cache=cache,
         damage=damage,
         needles=needles,
@@ -274,6 +272,12 @@ def _evaluate(
     with progress("measuring the damage", len(windows)) as bar:
         measured = losses(logits_of(model), runs, windows, bar.step)
     return by_domain(measured["after"], measured.get("without"), seen, seed)
+
+
+def _calibration(converted: Converted, request: Request, windows: Mapping[str, Tensor]) -> Calibration:
+    """Return how weights were fitted, on windows (N, T) by domain."""
+    fit = converted.fit if converted.fits and converted.fit is not None else request.fit
+    return Calibration(fit=fit, windows={name: len(ids) for name, ids in windows.items()}, layers=converted.fits)
 
 
 def _alternatives(

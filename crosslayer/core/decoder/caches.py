@@ -99,8 +99,8 @@ def check_quantized(config: CrossLayerConfig) -> None:
     if partial:
         names = " + ".join(method.name() for method in config.methods)
         raise ValueError(
-            f"{names}: a quantised cache needs keys and values of every layer, and layers {partial} store less; use "
-            "the default cache, or cache_implementation='static'"
+            f"{names}: transformers' quantised cache needs keys and values of every layer, and layers {partial} store "
+            "less; use crosslayer.quantized_cache(model)"
         )
 
 

@@ -85,17 +85,9 @@ def _bytes_and_damage(rows: Sequence[Alternative]) -> Panel:
         "Share of the original's bfloat16 cache against KL to the original, with 95% intervals; lower left is better."
     )
     axes = ("share of the KV cache", "KL (nats/token)")
-    return Panel(
-        "alternatives",
-        "What bits cost instead",
-        caption,
-        *axes,
-        lines,
-        wide=True,
-        log_y=True,
-        bars=True,
-        bounds=(0, math.inf),
-    )
+    ticks = {share / 10: f"{10 * share}%" for share in range(1, 11)}
+    drawn = {"wide": True, "log_y": True, "bounds": (0, math.inf), "x_ticks": ticks}
+    return Panel("alternatives", "What bits cost instead", caption, *axes, lines, **drawn)
 
 
 def _trade_off(curve: list[CurvePoint], fixed: list[FixedBlocks]) -> Panel:
@@ -118,7 +110,7 @@ def _alternatives(record: RetrofitReport) -> Table:
         found = f"{count_retrieved(asked)} of {sum(len(result.found) for result in asked)}" if asked else "–"
         than = "–" if row.kv_bits is None else with_interval(row.minus_retrofit, row.minus_retrofit_ci95)
         rows.append([row.name, f"{row.share:.1%}", with_interval(row.kl, row.kl_ci95, 4), than, found])
-    head = ["cache", "bytes", "KL", "less the retrofit's", "hidden numbers"]
+    head = ["cache", "bytes", "KL", "KL less the retrofit's", "hidden numbers"]
     return "What bits cost instead (share of the original's bfloat16 cache; KL in nats/token)", head, rows
 
 

@@ -75,7 +75,9 @@ NEEDS_FP8 = pytest.mark.skipif(
 def test_quantised_caches_are_refused_by_name(case):
     model, ids = contract.build(contract.config_of(*CASES[case][:1])).float(), tokens(batch=1, length=8)
     names = " + ".join(method.name() for method in model.config.methods)
-    line = rf"^{names}: transformers' quantised cache needs keys and values of every layer, and layers \[.+\] store less; use "
+    line = (
+        rf"^{names}: transformers' quantised cache needs keys and values of every layer, and layers \[.+\] store less"
+    )
     config = {"backend": "fp8"}
     with pytest.raises(ValueError, match=line):
         model.generate(ids, cache_implementation="quantized", cache_config=config, max_new_tokens=2)

@@ -7,6 +7,7 @@ makes no difference how a text is cut into calls.
 Shapes: B batch, T new tokens, S cached + new tokens, H_kv key-value heads, D head size.
 """
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -80,16 +81,24 @@ def new_layer(kind: str | None, recent: int = 0, returns_rotated: bool = True) -
 
 
 class QuantizedKVCache(Cache):
-    """A cache for a model's config whose layers are quantised as `bits` says, but for layers with a window.
+    """A cache for a model's config; `kinds` are the types of its layers' keys and values, None: as they are.
 
     Keys and values come back rotated if `returns_rotated`, as `quantizing` expects them.
+
+    Raises:
+        ValueError: a layer to be quantised caches other states than keys and values of all tokens.
+
     """
 
-    def __init__(self, config: PreTrainedConfig, bits: KvBits, returns_rotated: bool = False):
+    def __init__(
+        self, config: PreTrainedConfig, bits: KvBits, kinds: Sequence[str | None], returns_rotated: bool = False
+    ):
         layers = DynamicCache(config=config).layers
-        for layer, plain in enumerate(layers):
-            kind = bits.kind(layer)
-            if kind is not None and type(plain) is DynamicLayer:
-                layers[layer] = new_layer(kind, bits.recent, returns_rotated)
+        for layer, kind in enumerate(kinds):
+            if kind is None:
+                continue
+            if type(layers[layer]) is not DynamicLayer:
+                raise ValueError(f"layer {layer} caches more than keys and values, which cannot be quantised")
+            layers[layer] = new_layer(kind, bits.recent, returns_rotated)
         super().__init__(layers=layers)
         self.bits, self.returns_rotated = bits, returns_rotated

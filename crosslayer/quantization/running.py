@@ -43,8 +43,7 @@ def quantized_cache(model: PreTrainedModel, bits: KvBits | str | int = 4) -> Qua
 
     """
     bits = bits if isinstance(bits, KvBits) else parse_kv_bits(bits)
-    _check(model, bits)
-    return QuantizedKVCache(model.config, bits)
+    return QuantizedKVCache(model.config, bits, stored_kinds(_check(model, bits), bits))
 
 
 @contextmanager
@@ -65,9 +64,10 @@ def quantizing(model: PreTrainedModel, bits: KvBits | str | int) -> Iterator[Cal
     bits = bits if isinstance(bits, KvBits) else parse_kv_bits(bits)
     plan = _check(model, bits)
     check_masks(model, "a quantised KV cache")
-    run = _Run(bits, plan)
+    run, kinds = _Run(bits, plan), stored_kinds(plan, bits)
+    QuantizedKVCache(model.config, bits, kinds)  # refuses what it cannot store, also if texts are only scored
     with torch.no_grad(), evaluating(model), called_with_cache(model, run.begin), intercepted(model, run.handle):
-        yield lambda: QuantizedKVCache(model.config, bits, returns_rotated=True)
+        yield lambda: QuantizedKVCache(model.config, bits, kinds, returns_rotated=True)
 
 
 @contextmanager
@@ -129,10 +129,15 @@ class _Run:
         )
 
 
+def stored_kinds(plan: ModelPlan, bits: KvBits) -> list[str | None]:
+    """Return the types in which layers store keys and values: not those with a window, nor those that store none."""
+    layers = enumerate(plan.layers)
+    return [bits.kind(layer) if plan.plan.stored(layer) and one.window is None else None for layer, one in layers]
+
+
 def state_kinds(plan: ModelPlan, bits: KvBits) -> list[tuple[str | None, str | None]]:
     """Return the types of the keys and of the values that each layer reads, which are those of their sources."""
-    stored = [None if states.window is not None else bits.kind(layer) for layer, states in enumerate(plan.layers)]
-    kinds = []
+    stored, kinds = stored_kinds(plan, bits), []
     for layer in range(len(stored)):
         keys, values = ([stored[source] for source in plan.plan.reads(state, layer)] for state in CACHED)
         kinds.append((keys[0] if keys else None, values[0] if values else None))
@@ -199,7 +204,8 @@ def checked_plan(model: PreTrainedModel, what: str) -> ModelPlan:
     if field(model.config.get_text_config(), "kv_lora_rank"):
         raise ValueError(f"{name} caches compressed keys and values; {what} needs those of each head")
     for layer, states in enumerate(plan.layers):
-        if plan.plan.attends(layer) and (states.every or states.index or states.passes > 1):
+        more = states.every or states.index or states.passes > 1 or states.fixed or states.fixed_float32
+        if plan.plan.attends(layer) and more:
             raise ValueError(f"{name}: layer {layer} has {states.mask}; {what} needs keys and values of each token")
         several = [state for state in CACHED if plan.plan.read_count(state, layer) > 1]
         if plan.plan.value_shares[layer] < 1 or several:

@@ -63,11 +63,11 @@ def check_engine(engine: str, kv_dtype: str, layers: Sequence[Stored]) -> None:
 
 def _check_quantised(kv_dtype: str, layers: Sequence[Stored]) -> None:
     """Refuse a quantised cache of this package where it is not defined."""
+    if kv_dtype not in OURS:
+        return
     for number, (states, own) in enumerate(layers):
-        latent = bool(states.keys) and not states.heads
-        if kv_dtype in OURS and (
-            latent or states.every or states.index or states.passes > 1 or 0 < own.get("values", 0) < 1
-        ):
+        more = states.every or states.index or states.passes > 1 or states.fixed or states.fixed_float32
+        if states.keys and (not states.heads or more or 0 < own.get("values", 0) < 1):  # no heads: a latent
             raise ValueError(
                 f"a quantised KV cache is not defined for layer {number} ({states.mask}), which is not plain"
             )

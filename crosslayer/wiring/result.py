@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from crosslayer.core.plan import DepthPlan
+from crosslayer.core.plan import CACHED, DepthPlan
 from crosslayer.output.formatting import readable_bytes
 from crosslayer.output.shown import Shown, Table
 from crosslayer.wiring.engines import Stored, allocated, check_engine, fixed_bytes
@@ -70,6 +70,9 @@ class ModelPlan(Shown):
     def __post_init__(self):
         if self.caches:
             check_engine(self.engine, self.kv_dtype, self._stored)
+        several = [i for i in range(self.plan.layers) if max(self.plan.read_count(s, i) for s in CACHED) > 1]
+        if self.sizes.kind is not None and several:
+            raise ValueError(f"a quantised KV cache is not defined for layer {several[0]}, which reads several layers")
 
     @property
     def length(self) -> int:

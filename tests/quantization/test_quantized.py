@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import DynamicCache
+from transformers import AutoConfig, DynamicCache
 from transformers.cache_utils import DynamicLayer
 from transformers.modeling_utils import AttentionInterface
 
@@ -15,9 +15,10 @@ from crosslayer.core.transformers_versions import CACHE, EMPTY_LAYER
 from crosslayer.eviction.running import evicting
 from crosslayer.quantization import cache as cache_module
 from crosslayer.quantization.codec import RANGE, codec_of, pack, rotation, unpack
-from crosslayer.quantization.running import quantized_cache, quantizing
+from crosslayer.quantization.running import quantized_cache, quantizing, stored_kinds
 from crosslayer.testing.tiny import TOLERANCE, build, config_of, tokens
 from crosslayer.wiring.kv_bits import KvBits, groups, parse_kv_bits, stored_bytes, token_bytes
+from crosslayer.wiring.read import read_plan
 from tests.helpers.tiny import tiny
 
 KINDS = ("int8", "int4", "int3", "int2", "fp8")
@@ -266,6 +267,7 @@ def test_bad_bits_are_refused_with_a_reason(bits, message):
     ("family", "message"),
     [
         ("bert", "keeps no KV cache"),
+        ("falcon_h1", "layer 0 has full"),
         ("mistral", "no layer of the model stores"),
         ("deepseek_v3", "caches compressed keys and values"),
     ],
@@ -273,6 +275,23 @@ def test_bad_bits_are_refused_with_a_reason(bits, message):
 def test_models_without_keys_and_values_of_all_tokens_are_refused(family, message):
     with pytest.raises(ValueError, match=message):
         quantized_cache(tiny(family), 4)
+
+
+def test_plan_refuses_what_the_cache_refuses():
+    for methods in ("fusedkv", "skipv1"):
+        with pytest.raises(ValueError, match="not defined for layer"):
+            crosslayer.plan(build(config_of(methods)), kv_dtype="int4")
+    for family in ("deepseek_v3", "falcon_h1"):
+        with pytest.raises(ValueError, match="not defined for layer 0"):
+            crosslayer.plan(AutoConfig.for_model(family), kv_dtype="int4")
+
+
+def test_layers_that_cache_images_are_not_quantised():
+    """Mllama's image layers have caches of the same class as the others, which must not be rotated."""
+    plan = read_plan(AutoConfig.for_model("mllama"))
+    images = [layer for layer, states in enumerate(plan.layers) if states.mask == "images"]
+    kinds = stored_kinds(plan, parse_kv_bits("4"))
+    assert images and all(kinds[layer] is None for layer in images) and "int4" in kinds
 
 
 def test_another_cache_under_quantizing_is_refused():

@@ -1,7 +1,7 @@
 """The picture of the README: share of the KV cache that is kept against perplexity on text that nothing was fitted to.
 
-    python benchmarks/front_page.py              # docs/figures/cache_and_perplexity.svg, from results that are committed
-    python benchmarks/front_page.py --measure    # quantised caches on the same windows again: results/front_page.json
+    python benchmarks/front_page.py            # docs/figures/cache_and_perplexity.svg, from results that are committed
+    python benchmarks/front_page.py --measure  # quantised caches on the same windows again: results/front_page.json
 
 SmolLM2-135M, 16 windows of 256 tokens of C code; perplexity over the original's with a paired 95 % bootstrap interval.
 The wirings and their fits are those of `benchmarks/transfer.py`, the distilled ones of `benchmarks/recovery.py`. A

@@ -2,6 +2,7 @@
 
 prefill       = FLOPs of the matrices / their rate + FLOPs of attention / its rate + head / read rate + operators
 another token = weights / read rate + states read / their rate + states copied / copy rate + operators
+with a quantised cache: states decoded / their rate instead of copies
 
 Storing less is not reading less: a reader layer reads its source's keys or values again, so what is read counts every
 layer with attention, and what is stored (and copied by a dynamic cache) counts only what the plan stores.
@@ -9,6 +10,7 @@ layer with attention, and what is stored (and copied by a dynamic cache) counts 
 Shapes: B batch, T tokens of the prompt, S tokens in the cache, H heads, H_kv key-value heads, D head size.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +20,7 @@ from transformers import PreTrainedModel
 from crosslayer.core.method import Mixing
 from crosslayer.output.record import Frozen
 from crosslayer.probe.intercept import AttentionCall, read_counts, stored_shares, visited
+from crosslayer.wiring import kv_bits
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,8 @@ class Attention:
     """The attention of a layer: H, H_kv, the sizes of a key and a value, its window (None: all), what it stores.
 
     `stored` is the fraction of its keys and of its values that is stored; `sources` is from how many layers it reads
-    keys and values; `row` is over how many of them attention runs, concatenated.
+    keys and values; `row` is over how many of them attention runs, concatenated. `kind` is the type of a quantised
+    cache in which it stores them, None: as they are.
     """
 
     heads: int
@@ -36,6 +40,7 @@ class Attention:
     stored: tuple[float, float] = (1.0, 1.0)
     sources: tuple[int, int] = (1, 1)
     row: int = 1
+    kind: str | None = None
 
     def read(self, length: int) -> int:
         """Return how many elements of keys and values a new token reads from `length` cached ones, for a batch of 1."""
@@ -44,6 +49,15 @@ class Attention:
     def kept(self, length: int) -> int:
         """Return how many elements the cache holds for `length` tokens, for a batch of 1."""
         return self._elements(length, self.stored)
+
+    def kept_bytes(self, length: int, itemsize: int) -> float:
+        """Return how many bytes the cache holds for `length` tokens, for a batch of 1."""
+        if self.kind is None:
+            return self.kept(length) * itemsize
+        sizes = zip(self.stored, (self.key_size, self.value_size), strict=True)
+        return self.kv_heads * sum(
+            share * kv_bits.stored_bytes(self.kind, size, length, itemsize) for share, size in sizes
+        )
 
     def _elements(self, length: int, counts: tuple[float, float]) -> int:
         seen = length if self.window is None else min(length, self.window)
@@ -88,16 +102,23 @@ class Structure:
 
     def cache_bytes(self, batch: int, length: int) -> int:
         """Return bytes that a cache of `length` tokens stores."""
-        return batch * self.itemsize * sum(layer.kept(length) for layer in self.attention)
+        return batch * round(sum(layer.kept_bytes(length, self.itemsize) for layer in self.attention))
 
     def copied_bytes(self, batch: int, length: int) -> int:
         """Return bytes that `torch.cat` reads and writes in a step of a dynamic cache."""
-        return 2 * self.cache_bytes(batch, length)
+        return 2 * batch * self.itemsize * sum(layer.kept(length) for layer in self.attention if layer.kind is None)
+
+    def decoded(self, batch: int, length: int) -> int:
+        """Return how many elements of quantised keys and values a decoding step decodes."""
+        return batch * sum(layer.kept(length) for layer in self.attention if layer.kind is not None)
 
 
 @torch.no_grad()
-def attentions(model: PreTrainedModel) -> tuple[Attention, ...]:
-    """Return the attention of each layer that has one; runs the model once over two tokens."""
+def attentions(model: PreTrainedModel, kinds: Sequence[str | None] = ()) -> tuple[Attention, ...]:
+    """Return the attention of each layer that has one; runs the model once over two tokens.
+
+    `kinds` are the types in which a quantised cache stores the layers' keys and values.
+    """
     calls: dict[int, AttentionCall] = {}
     with visited(model, lambda call: calls.update({call.layer: call})):
         model(torch.zeros(1, 2, dtype=torch.long, device=model.device), use_cache=False)
@@ -115,18 +136,20 @@ def attentions(model: PreTrainedModel) -> tuple[Attention, ...]:
                 stored=(shares["keys"], shares["values"]),
                 sources=(sources["keys"], sources["values"]),
                 row=call.key.shape[2] // call.query.shape[2],  # above 1 if keys of several layers are concatenated
+                kind=kinds[layer] if kinds else None,
             )
         )
     return tuple(attention)
 
 
-def structure(model: PreTrainedModel) -> Structure:
+def structure(model: PreTrainedModel, kinds: Sequence[str | None] = ()) -> Structure:
     """Return the properties of a causal language model on which its costs depend; runs it once over two tokens.
 
     Its matrices are those that every token passes through: neither embeddings nor head, nor a method's parameters per
-    attention head (tables, where a token reads one row, and weights per channel).
+    attention head (tables, where a token reads one row, and weights per channel). `kinds` are the types in which a
+    quantised cache stores the layers' keys and values.
     """
-    attention, matrices, head = attentions(model), [], model.get_output_embeddings()
+    attention, matrices, head = attentions(model, kinds), [], model.get_output_embeddings()
     for module in model.modules():
         by_head = isinstance(module, Mixing) and module.split_by_head
         if isinstance(module, nn.Embedding) or module is head or by_head:
@@ -151,6 +174,7 @@ def structure(model: PreTrainedModel) -> Structure:
 class Rates(Frozen):
     """Rates of a machine: FLOP/s of matrices and attention, bytes/s of weights, states, copies; seconds per operator.
 
+    `decoding` is in elements/s of quantised keys and values; None if nothing is quantised.
     An asynchronous device computes while operators are launched, so the longer of the two times counts.
     """
 
@@ -160,6 +184,7 @@ class Rates(Frozen):
     states: float
     copies: float
     operator: float
+    decoding: float | None = None
     asynchronous: bool = False
 
     def seconds(self, work: float, operators: int) -> float:
@@ -169,7 +194,7 @@ class Rates(Frozen):
 
     def by_name(self) -> dict[str, float]:
         """Return the rates by name."""
-        return self.model_dump(exclude={"asynchronous"})
+        return self.model_dump(exclude={"asynchronous"}, exclude_none=True)
 
 
 class Operators(Frozen):
@@ -210,6 +235,8 @@ def predict(model: Structure, rates: Rates, load: Load, operators: Operators) ->
     """Return predicted times, by measure: the first token, and each further one with a dynamic and a static cache.
 
     A dynamic cache is taken at its size halfway through decoding; a static cache is read in full from the beginning.
+    A quantised cache is always as large as its text. With it the first token is not predicted, since the prompt, too,
+    reads rounded keys and values, for which attention runs over up to twice as many columns.
     """
     matrices, attention = model.prefill_flops(load.batch, load.context)
     weights = model.weight_bytes() / rates.weights
@@ -225,12 +252,17 @@ def predict(model: Structure, rates: Rates, load: Load, operators: Operators) ->
         "copies": model.copied_bytes(load.batch, halfway) / rates.copies,
     }
     static = {"weights": weights, "states": model.state_bytes(load.batch, load.total) / rates.states}
-    predictions = {}
-    for measure, work, count in (
+    measures = [
         ("ttft", prefill, operators.dynamic),
         ("tpot_dynamic", dynamic, operators.dynamic),
         ("tpot_static", static, operators.static),
-    ):
+    ]
+    decoded = model.decoded(load.batch, halfway)
+    if decoded and rates.decoding is not None:
+        dynamic["decoding"] = decoded / rates.decoding
+        measures = [(measure, dynamic, operators.dynamic) for measure in ("tpot_dynamic", "tpot_static")]
+    predictions = {}
+    for measure, work, count in measures:
         seconds = rates.seconds(sum(work.values()), count)
         predictions[measure] = Prediction(seconds=seconds, work=work, operators=count * rates.operator)
     return predictions

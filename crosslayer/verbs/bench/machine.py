@@ -8,11 +8,10 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
@@ -20,7 +19,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from crosslayer.core.transformers_versions import CACHE
+from crosslayer.quantization.cache import new_layer
 from crosslayer.verbs.bench.costs import Load, Rates, Structure
+from crosslayer.wiring.kv_bits import RECENT
 
 BUFFER = 256 * 2**20  # bytes to stream over: well above a last-level cache
 LONGEST = 4096  # prompt tokens at which rates are measured at most: longer prompts run at the same rate
@@ -60,10 +61,13 @@ def operators(work: Callable[[], Any]) -> int:
 
 
 @torch.no_grad()
-def measure_rates(model: Structure, load: Load, target: PreTrainedModel, attention: str) -> Rates:
+def measure_rates(
+    model: Structure, load: Load, target: PreTrainedModel, attention: str, quantised: Structure | None = None
+) -> Rates:
     """Measure the rates for a configuration with buffers of a model's shapes; takes a few seconds on a CPU.
 
-    `target` gives device and dtype. The named attention implementation is called by itself.
+    `target` gives device and dtype. The named attention implementation is called by itself. `quantised` is a model with
+    a quantised cache, for the rate at which that is read.
     """
     device, dtype = target.device, target.dtype
 
@@ -78,6 +82,7 @@ def measure_rates(model: Structure, load: Load, target: PreTrainedModel, attenti
         states=_states(model, load, filled, attention),
         copies=_copies(model, load, filled),
         operator=_operator(device, dtype),
+        decoding=None if quantised is None else _decoding(quantised, load, filled),
         asynchronous=device.type == "cuda",
     )
 
@@ -99,8 +104,9 @@ def _matrices(model: Structure, load: Load, filled: Callable[..., Tensor]) -> tu
 
 
 def _interface(name: str, heads: int, kv_heads: int) -> Callable[..., Any]:
-    """Return an attention function, called without a module."""
-    module = SimpleNamespace(num_key_value_groups=heads // kv_heads, is_causal=True, training=False)
+    """Return an attention function, called with a module of no model."""
+    module = nn.Module().eval()
+    module.num_key_value_groups, module.is_causal = heads // kv_heads, True  # type: ignore[assignment]
     return partial(ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward), module)
 
 
@@ -141,6 +147,25 @@ def _copies(model: Structure, load: Load, filled: Callable[..., Tensor]) -> floa
             states[i] = torch.cat([states[i], token], dim=-2)
 
     return 2 * count * old.nbytes / _median(step, old.device)
+
+
+def _decoding(model: Structure, load: Load, filled: Callable[..., Tensor]) -> float | None:
+    """Return elements/s of quantised keys and values that a cache gives when a token comes; None if it has none."""
+    layers, sizes = [], []
+    for attention in model.attention:
+        if attention.kind is not None and any(attention.stored):
+            layers.append(new_layer(attention.kind, RECENT))
+            shares = zip(attention.stored, (attention.key_size, attention.value_size), strict=True)
+            sizes.append([attention.kv_heads, *(round(share * size) for share, size in shares)])
+    if not layers:
+        return None
+
+    def step(tokens: int) -> None:
+        for layer, (heads, keys, values) in zip(layers, sizes, strict=True):
+            layer.update(filled(load.batch, heads, tokens, keys), filled(load.batch, heads, tokens, values))
+
+    step(load.total)
+    return model.decoded(load.batch, load.total) / _median(partial(step, 1), filled(1).device)
 
 
 def _operator(device: torch.device, dtype: torch.dtype) -> float:

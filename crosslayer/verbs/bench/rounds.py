@@ -87,7 +87,8 @@ class Rounds:
                         self._time("eager", role, partial(self.prefill, role))
             if self.structures:
                 baseline, attention = self.models["baseline"], self.settings.attention
-                rates.append(measure_rates(self.structures["baseline"], self.load, baseline, attention))
+                costs = self.structures["baseline"], self.structures["candidate"]
+                rates.append(measure_rates(costs[0], self.load, baseline, attention, quantised=costs[1]))
             tick()
         return row(self.load, self.times, warm_ups, self.structures, rates, self.no_eager)
 

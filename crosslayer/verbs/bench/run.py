@@ -19,6 +19,7 @@ from crosslayer.eviction.running import NewCache, SmallerCache
 from crosslayer.models.pair import Named, pair
 from crosslayer.output.progress import Meter, Silent
 from crosslayer.probe.intercept import evaluating
+from crosslayer.quantization.running import stored_kinds
 from crosslayer.stats.ratios import coverage
 from crosslayer.verbs.bench.costs import Load, Structure, structure
 from crosslayer.verbs.bench.memory import Models, too_large
@@ -38,6 +39,7 @@ from crosslayer.verbs.bench.rounds import Rounds, attention_of
 from crosslayer.verbs.bench.serving import bench_vllm
 from crosslayer.verbs.bench.serving_result import ServingBenchmark
 from crosslayer.verbs.serve.engine import memory_bytes
+from crosslayer.wiring.kv_bits import parse_kv_bits
 from crosslayer.wiring.read import read_plan
 
 LEARNED = 8  # a table of learned positions may have up to this many rows more than positions
@@ -122,14 +124,15 @@ def bench_transformers(
     _check(models, settings)
     started = time.perf_counter()
     structures: dict[Role, Structure] = {}
-    reason = None if settings.kv_bits is None else "no prediction: the cache is quantised"
-    reason = reason if settings.evict is None else "no prediction: tokens are evicted"
+    reason = None if settings.evict is None else "no prediction: tokens are evicted"
     with torch.no_grad(), quiet_transformers(), ExitStack() as stack:
         for one in models.values():
             stack.enter_context(evaluating(one))
         stack.enter_context(attention_of(models, settings.attention))
         try:
-            structures |= {role: structure(models[role]) for role in ROLES}
+            structures |= {
+                role: structure(models[role], quantised_types(models[role], role, settings)) for role in ROLES
+            }
         except ValueError as error:
             reason = reason or f"no prediction: {error}"
         with smaller.running(models["candidate"]) as new_cache:
@@ -149,6 +152,13 @@ def bench_transformers(
         interval_coverage=coverage(settings.repeats),
         seconds=time.perf_counter() - started,
     )
+
+
+def quantised_types(model: PreTrainedModel, role: Role, settings: BenchSettings) -> Sequence[str | None]:
+    """Return the types in which layers store keys and values if a model's cache is quantised, else nothing."""
+    if role == "baseline" or settings.kv_bits is None:
+        return ()
+    return stored_kinds(read_plan(model), parse_kv_bits(settings.kv_bits))
 
 
 def _check(models: Models, settings: BenchSettings) -> None:
@@ -206,7 +216,7 @@ def _measured(
         for load in loads:
             reason = too_large(models, structures, load, evicts=new_cache is not None)
             if reason is None:
-                predicted = structures if new_cache is None else {}
+                predicted = structures if settings.evict is None else {}
                 row = Rounds(models, predicted, load, settings, new_cache).run(tick)
                 rows.append(row.model_copy(update={"quantised": quantised_bytes(models, load)}))
                 continue

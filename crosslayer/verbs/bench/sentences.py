@@ -122,9 +122,13 @@ def _prediction_sentence(record: Benchmark) -> str:
     if record.no_prediction is not None:
         return f"{record.no_prediction[:1].upper()}{record.no_prediction[1:]}."
     off = far_off(record)
+    prompt = ""
+    if record.settings.kv_bits is not None:
+        prompt = " The time to first token is not predicted: the prompt, too, reads rounded keys and values."
     if not off:
-        return "Every prediction is within 20% of the measurement."
+        return f"Every prediction is within 20% of the measurement.{prompt}"
     row, measure, note = max(off, key=lambda entry: abs(entry[2].off))
-    predictions = 3 * len(MEASURES) * len(record.rows)  # of each time: candidate, baseline and ratio
+    times = [time for one in record.rows for time in one.times().values()]
+    predictions = 3 * sum(time.predicted_ratio is not None for time in times)  # candidate, baseline and ratio
     where = f"{TITLES[measure]} at {row.context} × {row.batch}"
-    return f"{len(off)} of {predictions} predictions are more than 20% off; the worst, {where}: {note.words}."
+    return f"{len(off)} of {predictions} predictions are more than 20% off; the worst, {where}: {note.words}.{prompt}"

@@ -74,11 +74,16 @@ def row(
             predictions[role] = predict(structures[role], usual, load, warm_ups[role].operators)
     if structures:
         stored = [structures[role].cache_bytes(load.batch, load.total) for role in ROLES]
-        reads = _bytes([structures[role].state_bytes(load.batch, load.total) for role in ROLES])
+        if not structures["candidate"].decoded(load.batch, load.total):
+            reads = _bytes([structures[role].state_bytes(load.batch, load.total) for role in ROLES])
         cached = stored[0] / stored[1]
     measured = {}
     for name in MEASURES:
-        measured[name] = compared(times[name], {role: predictions[role][name] for role in predictions}, unsteady)
+        predicted: dict[Role, Prediction] = {}
+        for role, by_measure in predictions.items():
+            if name in by_measure:
+                predicted[role] = by_measure[name]
+        measured[name] = compared(times[name], predicted, unsteady)
     candidate, baseline = (warm_ups[role] for role in ROLES)
     return Row(
         context=load.context,
@@ -115,7 +120,7 @@ def compared(
         timings[role] = Timing(median=median, quartiles=(low, high), predicted=(predicted or {}).get(role))
     judgement = verdict(interval, len(times["candidate"]))
     comparison = Comparison(**timings, ratio=ratio, interval=interval, verdict=judgement)
-    if not predicted or unsteady is None:
+    if predicted is None or len(predicted) < len(ROLES) or unsteady is None:
         return comparison
     expected = predicted["candidate"].seconds / predicted["baseline"].seconds
     pairs = [("the ratio", ratio, expected)]

@@ -89,6 +89,13 @@ def test_a_candidate_may_have_a_quantised_cache(bits):
     row = benchmark.rows[0]
     kind = KINDS[bits]
     planned = crosslayer.plan(candidate, length=52, dtype="float64", kv_dtype=kind).stored_bytes
+    assert row.cache.dynamic.predicted_ratio == row.cache.dynamic.ratio
+    assert row.ttft.predicted_ratio is None and any("not predicted" in line for line in benchmark.sentences())
+    states = 3 * 2 * 50 * (8 + 8)  # of three layers that store, halfway: elements that are decoded in a step
+    for time in (row.tpot_dynamic, row.tpot_static):
+        work, full = time.candidate.predicted.work, time.baseline.predicted.work
+        assert work["copies"] == 0 and "decoding" not in full
+        assert work["decoding"] == pytest.approx(states / row.rates.decoding)
     assert row.cache.dynamic.candidate == row.cache.static.candidate == planned
     assert row.eager is None and row.no_eager == "the cache is quantised" and row.reads is None
     (listed,) = (one for one in row.quantised if one.kind == kind)

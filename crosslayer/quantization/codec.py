@@ -143,11 +143,13 @@ def unpack(packed: Tensor, bits: int, out: Tensor) -> None:
         unpack(packed[..., : 2 * width], 2, lower)
         out.copy_((upper << 2 | lower)[..., : out.shape[-1]])
         return
-    width = packed.shape[-1]
-    for number in range(8 // bits):
+    width, last = packed.shape[-1], 8 // bits - 1
+    for number in range(last + 1):
         part = out[..., number * width : (number + 1) * width]
         if part.shape[-1]:
-            part.copy_((packed >> (bits * number) & (2**bits - 1))[..., : part.shape[-1]])
+            codes = packed >> bits * number if number else packed
+            codes = codes & (2**bits - 1) if number < last else codes
+            part.copy_(codes[..., : part.shape[-1]])
 
 
 @functools.lru_cache(maxsize=64)

@@ -114,10 +114,10 @@ class _Run:
         new, width = call.query.shape[2], call.key.shape[2]
         before = width - new
         exact = max(0, before - self.bits.recent + 1)  # the first column that is not quantised yet
+        if width - 1 - exact < self.bits.recent:
+            return call  # no query reads quantised what another reads exactly
         rows, columns = torch.arange(before, width)[:, None], torch.arange(width)
         far = (rows - columns >= self.bits.recent) & (columns >= exact)  # (T, S), seen quantised
-        if not far.any():
-            return call
         far = far.to(call.key.device)
         allowed = allowed_by(call)  # (B or 1, 1, T, S)
         coarse = rounded(replace(call, key=call.key[:, :, exact:], value=call.value[:, :, exact:]), kinds)

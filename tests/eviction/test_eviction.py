@@ -167,9 +167,9 @@ def test_keys_and_values_of_a_group_hold_the_first_layers_tokens():
     group = cache.groups[2]
     columns = group.positions.long()[..., None].expand(-1, -1, -1, 8)
     held = columns.shape[2]
-    keys, values = cache.layers[2].columns
-    assert held == 29 and torch.equal(keys.read(), full.layers[2].keys.gather(2, columns))
-    assert torch.equal(values.read(), full.layers[2].values.gather(2, columns))
+    keys, values = cache.layers[2].columns[0].read().chunk(2, 1)  # stored together, as heads
+    assert held == 29 and torch.equal(keys, full.layers[2].keys.gather(2, columns))
+    assert torch.equal(values, full.layers[2].values.gather(2, columns))
     first, second = cache.layers[3].columns
     assert second.read().shape[-1] == 0 and first.used == held  # values alone, in the first place
 
@@ -186,7 +186,7 @@ def test_values_of_reading_layers_are_those_of_the_same_tokens():
         columns = cache.groups[number].positions.long()[..., None].expand(-1, -1, -1, 8)
         assert columns.shape[2] == 90
         for layer in layers:
-            states = cache.layers[layer].columns[0].read()
+            states = cache.layers[layer].columns[0].read()[:, :2]  # keys, or the values of a reader
             assert states.shape[2] == 90 and torch.equal(states, full.layers[layer].keys.gather(2, columns))
 
 

@@ -49,6 +49,7 @@ class Columns:
     def keep(self, columns: Tensor, capacity: int) -> None:
         """Evict all but some columns (B, H_kv, W), and move these to new memory for `capacity` columns."""
         columns = columns.to(self.memory[0].device)  # layers may lie on several devices
+        columns = columns.repeat(1, self.memory[0].shape[1] // columns.shape[1], 1)  # keys and values may be together
         self.memory = tuple(_gathered(tensor, columns, capacity) for tensor in self.memory)
         self.used = columns.shape[-1]
 
@@ -62,7 +63,10 @@ class Columns:
 
 
 class ColumnLayer(CacheLayerMixin):
-    """A layer of a cache whose keys and values are `Columns`, which `new_columns` makes; empty if it stores nothing."""
+    """A layer of a cache whose keys and values are `Columns`, which `new_columns` makes.
+
+    Keys and values of one shape are stored together, as 2 H_kv heads: half as many operators run.
+    """
 
     is_sliding = False
     is_croppable = False
@@ -70,20 +74,24 @@ class ColumnLayer(CacheLayerMixin):
     def __init__(self, new_columns: Callable[[], Columns] = Columns) -> None:
         super().__init__()
         self.new_columns, self.seen = new_columns, 0  # tokens read so far
-        self.columns: tuple[Columns, ...] = ()  # keys and values
+        self.columns: tuple[Columns, ...] = ()  # keys and values, or both together; empty if nothing is stored
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Take dtype and device from the states; `update` allocates memory."""
         self.dtype, self.device = key_states.dtype, key_states.device
-        self.columns = self.new_columns(), self.new_columns()
+        together = key_states.shape == value_states.shape
+        self.columns = tuple(self.new_columns() for _ in range(1 if together else 2))
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Store new states (B, H_kv, T, D); return all that attention reads, (B, H_kv, S, D)."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        keys, values = self.columns
         self.seen += key_states.shape[2]
+        if len(self.columns) == 1:
+            keys, values = self.columns[0].update(torch.cat([key_states, value_states], 1)).chunk(2, 1)
+            return keys, values
+        keys, values = self.columns
         return keys.update(key_states), values.update(value_states)
 
     def keep(self, columns: Tensor, capacity: int) -> None:

@@ -55,8 +55,13 @@ class Float8(Codec):
         return (states.clamp(-LARGEST_FP8, LARGEST_FP8).to(torch.float8_e4m3fn).view(torch.uint8),)
 
     def decode(self, stored: tuple[Tensor, ...], out: Tensor) -> None:
-        """Write states into `out` (B, H_kv, T, D)."""
-        out.copy_(stored[0].view(torch.float8_e4m3fn))
+        """Write states into `out` (B, H_kv, T, D).
+
+        Shifted by 7 bits and rid of the copy of its sign, a float8 is a float16 that is 2⁸ times too small: exact, and
+        much faster than the conversion of torch 2.13 on CPUs.
+        """
+        half = (stored[0].view(torch.int8).to(torch.int16) << 7) & ~0x4000
+        out.copy_(half.view(torch.float16)).mul_(256)
 
 
 class Integer(Codec):
@@ -85,7 +90,7 @@ class Integer(Codec):
         packed, scales = stored
         if not out.shape[-1]:
             return
-        unpack(packed, self.bits, out)
+        out.copy_(unpack(packed, self.bits)[..., : out.shape[-1]])
         scale, low = scales.to(out.dtype).unflatten(-1, (-1, 2)).split(1, -1)  # (…, G, 1) each
         out.unflatten(-1, (scale.shape[-2], -1)).mul_(scale).add_(low)
 
@@ -130,26 +135,26 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     return packed
 
 
-def unpack(packed: Tensor, bits: int, out: Tensor) -> None:
-    """Write the codes that `pack` packed into `out` (…, D), of any dtype."""
+def unpack(packed: Tensor, bits: int) -> Tensor:
+    """Return the codes that `pack` packed, (…, D) of uint8; several bytes are shifted at once."""
     if bits == 8:
-        out.copy_(packed[..., : out.shape[-1]])
-        return
+        return packed
     if bits == 3:
         width = packed.shape[-1] // 3
-        upper = torch.empty((*packed.shape[:-1], 8 * width), dtype=torch.uint8, device=packed.device)
-        lower = torch.empty_like(upper)
-        unpack(packed[..., 2 * width :], 1, upper)
-        unpack(packed[..., : 2 * width], 2, lower)
-        out.copy_((upper << 2 | lower)[..., : out.shape[-1]])
-        return
-    width, last = packed.shape[-1], 8 // bits - 1
-    for number in range(last + 1):
-        part = out[..., number * width : (number + 1) * width]
-        if part.shape[-1]:
-            codes = packed >> bits * number if number else packed
-            codes = codes & (2**bits - 1) if number < last else codes
-            part.copy_(codes[..., : part.shape[-1]])
+        return unpack(packed[..., : 2 * width], 2) | unpack(packed[..., 2 * width :], 1) << 2
+    words = packed.view(_widest(packed))
+    mask = int.from_bytes(bytes([2**bits - 1]) * words.itemsize)
+    parts = [(words >> bits * number) & mask for number in range(8 // bits)]
+    return torch.cat(parts, -1).view(torch.uint8)
+
+
+def _widest(packed: Tensor) -> torch.dtype:
+    """Return the widest integers as which bytes can be viewed."""
+    steps = (packed.shape[-1], packed.storage_offset(), *packed.stride()[:-1])
+    for dtype in (torch.int64, torch.int32, torch.int16):
+        if all(step % dtype.itemsize == 0 for step in steps):
+            return dtype
+    return torch.uint8
 
 
 @functools.lru_cache(maxsize=64)

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import DynamicCache, DynamicLayer
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from crosslayer.core.decoder.caches import cache_bytes
 from crosslayer.core.transformers_versions import CACHE
@@ -14,29 +14,11 @@ from crosslayer.eviction.running import evicting, sharing_groups
 from crosslayer.testing.tiny import TOLERANCE, build, config_of, tokens
 from tests.eviction.naive import Naive, capacity, share
 from tests.helpers.daily import daily
+from tests.helpers.smaller_caches import EAGER, PLANS, UNIATTN, attending_with
 from tests.helpers.tiny import tiny
 
-EAGER = 1e-5  # transformers takes the softmax of eager attention in float32
 LENGTH = 57  # tokens: three evictions, and a block that is not full
 EVICTIONS = ["h2o:0.4", "h2o:32", "streaming:0.4", "streaming:32", "sinks:0.5", "sinks:32"]
-UNIATTN = {"name": "uniattn", "superblocks": [[2, 3], [4, 5]]}
-PLANS = [
-    None,
-    "cla",
-    "svformer",
-    "resformer",
-    UNIATTN,
-    {"name": "drop", "layers": [1, 4]},
-    [{"name": "attnres"}, "cla"],
-]
-
-
-@pytest.fixture
-def naive_function():
-    """Register a naive attention function with transformers."""
-    name = "naive_eviction"
-    yield lambda function: (AttentionInterface.register(name, function), name)[1]
-    del AttentionInterface._global_mapping[name]
 
 
 def held_positions(cache):
@@ -49,15 +31,15 @@ def held_positions(cache):
 
 @pytest.mark.parametrize("spec", EVICTIONS)
 @pytest.mark.parametrize(("family", "implementation"), [("llama", "sdpa"), ("llama", "eager"), ("gpt2", "sdpa")])
-def test_a_text_is_read_as_a_loop_over_tokens_and_lists_reads_it(family, implementation, spec, naive_function):
+def test_a_text_is_read_as_a_loop_over_tokens_and_lists_reads_it(family, implementation, spec):
     policy, amount = spec.split(":")
     naive = Naive(policy, share(float(amount)) if "." in amount else capacity(int(amount)))
     model, ids = tiny(family, implementation), tokens(2, LENGTH)
     with evicting(model, spec) as new_cache:
         cache = new_cache()
         ours = model(ids, **{CACHE: cache}).logits
-    model.set_attn_implementation(naive_function(naive))
-    expected = model(ids, use_cache=False).logits
+    with attending_with(model, naive):
+        expected = model(ids, use_cache=False).logits
     assert (ours - expected).abs().max() < (EAGER if implementation == "eager" else TOLERANCE)
     assert held_positions(cache) == [naive.kept[layer] for layer in sorted(naive.kept)]
 

@@ -6,7 +6,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig, DynamicCache
 from transformers.cache_utils import DynamicLayer
-from transformers.modeling_utils import AttentionInterface
 
 import crosslayer
 from crosslayer.core.decoder.caches import cache_bytes
@@ -19,23 +18,23 @@ from crosslayer.quantization.running import quantized_cache, quantizing, stored_
 from crosslayer.testing.tiny import TOLERANCE, build, config_of, tokens
 from crosslayer.wiring.kv_bits import KvBits, groups, parse_kv_bits, stored_bytes, token_bytes
 from crosslayer.wiring.read import read_plan
+from tests.helpers.smaller_caches import EAGER, PLANS, UNIATTN, attending_with
 from tests.helpers.tiny import tiny
 
 KINDS = ("int8", "int4", "int3", "int2", "fp8")
 FEW = ("int8", "int4", "fp8")  # all ways to store
 RECENT = 5
-UNIATTN = {"name": "uniattn", "superblocks": [[2, 3], [4, 5]]}
-PLANS = [
-    None,
-    "cla",
-    "svformer",
-    "resformer",
-    UNIATTN,
-    {"name": "drop", "layers": [0, 4]},
-    [{"name": "attnres"}, "cla"],
-]
 FLOAT32 = 1e-5  # transformers computes norms and rotary tables in float32 whatever the dtype
-EAGER = 1e-5  # transformers takes the softmax of eager attention in float32
+
+
+def test_every_float8_is_decoded_as_torch_does():
+    stored = torch.arange(256).to(torch.uint8)
+    numbers = stored.view(torch.float8_e4m3fn)
+    stored = stored[~numbers.isnan()]
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        out = torch.empty(len(stored), dtype=dtype)
+        codec_of("fp8").decode((stored,), out)
+        assert torch.equal(out, stored.view(torch.float8_e4m3fn).to(dtype))
 
 
 def bits_of(kind, **options):
@@ -71,23 +70,15 @@ def naive(kind):
     return attend
 
 
-@pytest.fixture
-def naive_function():
-    """Register a naive attention function with transformers."""
-    name = "naive_quantized"
-    yield lambda function: (AttentionInterface.register(name, function), name)[1]
-    del AttentionInterface._global_mapping[name]
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("family", "implementation"), [("llama", "sdpa"), ("llama", "eager"), ("gpt2", "sdpa")])
-def test_a_text_is_read_as_a_loop_over_tokens_reads_it(family, implementation, kind, naive_function):
+def test_a_text_is_read_as_a_loop_over_tokens_reads_it(family, implementation, kind):
     model, ids = tiny(family, implementation), tokens(2, 24)
     plain = model(ids, use_cache=False).logits
     with quantizing(model, bits_of(kind)):
         ours = model(ids, use_cache=False).logits
-    model.set_attn_implementation(naive_function(naive(kind)))
-    expected = model(ids, use_cache=False).logits
+    with attending_with(model, naive(kind)):
+        expected = model(ids, use_cache=False).logits
     tolerance = EAGER if implementation == "eager" else TOLERANCE
     assert (ours - expected).abs().max() < tolerance < 1e-4 < (ours - plain).abs().max()
 
@@ -216,12 +207,13 @@ def test_a_cache_by_itself_generates():
     assert cache_bytes(cache) == 0
 
 
+@pytest.mark.parametrize("size", [8, 16, 24, 64])  # bytes that can be viewed as integers of 8, 16, 32 and 64 bits
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
-def test_packed_codes_fill_whole_bytes_and_come_back(bits):
-    codes = torch.randint(0, 2**bits, (2, 3, 5, 24), dtype=torch.uint8)
-    packed, back = pack(codes, bits), torch.zeros(2, 3, 5, 21)
-    unpack(packed, bits, back)
-    assert packed.shape[-1] == 24 * bits // 8 and torch.equal(back, codes[..., :21].float())
+def test_packed_codes_fill_whole_bytes_and_come_back(bits, size):
+    codes = torch.randint(0, 2**bits, (2, 3, 5, size), dtype=torch.uint8)
+    packed = pack(codes, bits)
+    assert packed.shape[-1] == size * bits // 8 and torch.equal(unpack(packed, bits), codes)
+    assert torch.equal(unpack(packed[1:, :, 1:], bits), codes[1:, :, 1:])  # a view, as a cache reads it
 
 
 @pytest.mark.parametrize("size", [3, 8, 64, 80, 96, 128])

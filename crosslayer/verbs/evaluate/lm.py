@@ -47,13 +47,9 @@ def language_model(
     options = {"pretrained": model, "tokenizer": tokenizer, "batch_size": batch, "backend": "causal"}
     if new_cache is None:
         lm = MeteredLM(**options)
-    elif evict is None:
-        lm = SmallerCacheLM(**options)
     else:
-        lm = EvictedLM(**options)
-        lm.eviction = parse_eviction(evict)
-    if isinstance(lm, SmallerCacheLM) and new_cache is not None:
-        lm.new_cache = new_cache
+        lm = SmallerCacheLM(**options)
+        lm.new_cache, lm.eviction = new_cache, None if evict is None else parse_eviction(evict)
     lm.progress = progress
     return lm
 
@@ -156,9 +152,10 @@ class MeteredLM(_HFLM):
 
 
 class SmallerCacheLM(MeteredLM):
-    """A model that runs with a smaller cache."""
+    """A model that runs with a smaller cache: quantised, evicting or both."""
 
     new_cache: NewCache
+    eviction: Eviction | None
 
     def _model_generate(self, context: Tensor, *arguments: Any, **options: Any) -> Tensor:
         cache = self.new_cache()
@@ -167,16 +164,12 @@ class SmallerCacheLM(MeteredLM):
             self.reduced += min(cache.reduced_texts(), len(context))  # beams are rows too
         return answers
 
-
-class EvictedLM(SmallerCacheLM):
-    """A model that runs with eviction."""
-
-    eviction: Eviction
-
     def _loglikelihood_tokens(
         self, requests: list[Request], disable_tqdm: bool = True, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
         """Return the log likelihood of each continuation, and whether it is the greedy one."""
+        if self.eviction is None:
+            return super()._loglikelihood_tokens(requests, disable_tqdm=True, override_bs=override_bs)
         for _, context, answer in requests:
             read = len(context) if self.eviction.rule.window else min(len(context) + len(answer) - 1, self.max_length)
             self.reduced += self.eviction.evicts_from(read)

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
@@ -38,6 +39,7 @@ class AttentionCall:
     mask: Tensor | None
     options: dict[str, Any] = field(default_factory=dict)
     after: Callable[[Tensor], Tensor] | None = None  # applied to the output (B, T, H, D_v)
+    parts: tuple["AttentionCall", ...] = ()  # run instead of this one: calls of some of its queries each, in order
 
     @property
     def implementation(self) -> str:
@@ -240,7 +242,11 @@ def _showing(before: Callable | None) -> Callable:
         call = AttentionCall(module, layer, query, key, value, attention_mask, options)
         for handler in handlers:
             call = handler(call)
-        out, *more = function(module, call.query, call.key, call.value, call.mask, **call.options)
+        outputs = [
+            function(module, part.query, part.key, part.value, part.mask, **part.options)
+            for part in call.parts or (call,)
+        ]
+        out, *more = outputs[0] if len(outputs) == 1 else (torch.cat([out for out, *_ in outputs], 1), None)
         return out if call.after is None else call.after(out), *more
 
     return attend

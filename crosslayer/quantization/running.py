@@ -28,6 +28,8 @@ from crosslayer.wiring.read import read_plan
 from crosslayer.wiring.result import ModelPlan
 from crosslayer.wiring.values import field
 
+QUERIES = 256  # that attend at a time, when some of them read quantised what others read exactly
+
 
 def quantized_cache(model: PreTrainedModel, bits: KvBits | str | int = 4) -> QuantizedKVCache:
     """Return an empty quantised cache for a model; pass it to `generate` as `cache` (before 5.24 `past_key_values`).
@@ -116,17 +118,10 @@ class _Run:
         exact = max(0, before - self.bits.recent + 1)  # the first column that is not quantised yet
         if width - 1 - exact < self.bits.recent:
             return call  # no query reads quantised what another reads exactly
-        rows, columns = torch.arange(before, width)[:, None], torch.arange(width)
-        far = (rows - columns >= self.bits.recent) & (columns >= exact)  # (T, S), seen quantised
-        far = far.to(call.key.device)
-        allowed = allowed_by(call)  # (B or 1, 1, T, S)
-        coarse = rounded(replace(call, key=call.key[:, :, exact:], value=call.value[:, :, exact:]), kinds)
-        return replace(
-            call,
-            key=torch.cat([call.key, coarse.key], 2),
-            value=torch.cat([call.value, coarse.value], 2),
-            mask=mask_for(call, torch.cat([allowed & ~far, (allowed & far)[..., exact:]], -1)),
-        )
+        if call.position_bias is not None:
+            raise ValueError("a quantised KV cache is not defined for attention with a position bias")
+        rounded_states = rounded(replace(call, key=call.key[:, :, exact:], value=call.value[:, :, exact:]), kinds)
+        return replace(call, parts=tuple(queries_by_block(call, rounded_states, exact, self.bits.recent)))
 
 
 def stored_kinds(plan: ModelPlan, bits: KvBits) -> list[str | None]:
@@ -164,6 +159,42 @@ def rounded(call: AttentionCall, kinds: tuple[str | None, str | None]) -> Attent
         key=call.key if keys is None else codec_of(keys).rounded(call.key),
         value=call.value if values is None else codec_of(values).rounded(call.value),
     )
+
+
+def queries_by_block(
+    call: AttentionCall, rounded_states: AttentionCall, exact: int, recent: int
+) -> Iterator[AttentionCall]:
+    """Return calls of `QUERIES` queries each, which read the `recent` latest tokens exactly and all others quantised.
+
+    In `call` the columns before `exact` are quantised already; `rounded_states` are the others, quantised.
+    """
+    new, width = call.query.shape[2], call.key.shape[2]
+    before = width - new
+    allowed = allowed_by(call)  # (B or 1, 1, T, S)
+    ages = torch.arange(before, width)[:, None] - torch.arange(width)  # (T, S), of a key when a query reads it
+    ages = ages.to(allowed.device)
+    ahead = bool((allowed & (ages < 0)).any())  # queries that attend to later tokens
+    for start in range(0, new, QUERIES):
+        end = min(start + QUERIES, new)
+        far = max(exact, before + end - recent)  # columns that are read quantised, by some query
+        near = max(exact, before + start - recent + 1)  # the first column that is read exactly, by some query
+        last = width if ahead else before + end
+        is_rounded = (ages[start:end, :far] >= recent) | (torch.arange(far, device=ages.device) < exact)
+        is_exact = ages[start:end, near:last] < recent
+        reads = [is_rounded & allowed[:, :, start:end, :far], is_exact & allowed[:, :, start:end, near:last]]
+        keys, values = (
+            torch.cat([own[:, :, :exact], other[:, :, : far - exact], own[:, :, near:last]], 2)
+            for own, other in ((call.key, rounded_states.key), (call.value, rounded_states.value))
+        )
+        sinks = call.options.get("sinks")  # (B, H, T, 1)
+        yield replace(
+            call,
+            query=call.query[:, :, start:end],
+            key=keys,
+            value=values,
+            mask=mask_for(call, torch.cat(reads, -1)),
+            options=call.options if sinks is None else {**call.options, "sinks": sinks[:, :, start:end]},
+        )
 
 
 def allowed_by(call: AttentionCall) -> Tensor:

@@ -13,6 +13,7 @@ from crosslayer.core.decoder.columns import ColumnLayer
 from crosslayer.core.transformers_versions import CACHE, EMPTY_LAYER
 from crosslayer.eviction.running import evicting
 from crosslayer.quantization import cache as cache_module
+from crosslayer.quantization import running
 from crosslayer.quantization.codec import RANGE, codec_of, pack, rotation, unpack
 from crosslayer.quantization.running import quantized_cache, quantizing, stored_kinds
 from crosslayer.testing.tiny import TOLERANCE, build, config_of, tokens
@@ -25,6 +26,11 @@ KINDS = ("int8", "int4", "int3", "int2", "fp8")
 FEW = ("int8", "int4", "fp8")  # all ways to store
 RECENT = 5
 FLOAT32 = 1e-5  # transformers computes norms and rotary tables in float32 whatever the dtype
+
+
+@pytest.fixture(autouse=True)
+def _blocks_of_a_few_queries(monkeypatch):
+    monkeypatch.setattr(running, "QUERIES", 7)  # texts are short here
 
 
 def test_every_float8_is_decoded_as_torch_does():

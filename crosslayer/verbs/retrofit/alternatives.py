@@ -16,8 +16,8 @@ from crosslayer.wiring.kv_bits import KINDS, RECENT, keeps_recent
 from crosslayer.wiring.read import read_plan
 
 MEASURED = (("original", "fp8"), ("original", "8"), ("original", "4"), ("retrofit", "4"))
-ASKED = "4"  # bits with which hidden numbers are asked for, too
-WINDOWS = 24  # of the evaluation text, from all domains
+ASKED = ("original", "4")  # for hidden numbers, too
+WINDOWS = 16  # of the evaluation text, from all domains
 DTYPE = "bfloat16"  # in which the original's cache is counted
 
 
@@ -67,7 +67,7 @@ def measure_alternatives(
         own = measured[of if bits is None else f"{of} {bits}"]
         gap, interval = difference(own, measured["retrofit"], seed)
         cost = damage(own, seed)
-        asked = tokenizer is not None and bits == ASKED
+        asked = tokenizer is not None and (of, bits) == ASKED
         rows.append(
             Alternative(
                 of=of,  # type: ignore[arg-type]

@@ -239,7 +239,7 @@ def _announce_time(
     }
     forwarded = sum(repeats[purpose] * count for purpose, count in tokens.items())
     if request.options.needles and tokenizer is not None:
-        forwarded += (4 if request.options.alternatives else 2) * PROMPT_TOKENS
+        forwarded += (3 if request.options.alternatives else 2) * PROMPT_TOKENS
     if request.options.alternatives:
         forwarded += (len(MEASURED) + 2) * min(WINDOWS, len(windows["evaluation"])) * request.options.length
     seconds = min(passes) / window.numel() * forwarded

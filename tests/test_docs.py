@@ -18,6 +18,7 @@ import crosslayer
 from crosslayer.cli import app, main
 from crosslayer.core.methods import method_names
 from crosslayer.models import embedded
+from tests.helpers.daily import daily
 from tests.helpers.text import WORDS, tokenizer, words
 from tests.helpers.tiny import tiny
 
@@ -31,6 +32,7 @@ PAGES = sorted(
 )
 FENCE = re.compile(r'(?m)^```(\w*)(?: title="([^"\n]*)")?\n(.*?)^```$', re.S)
 WITH_RETROFIT = {"docs/guides/measure.md"}  # needs the folder that retrofit makes
+LONG = {"docs/guides/convert.md", "docs/guides/inspect.md"}  # half a minute together
 
 
 class Block(NamedTuple):
@@ -108,12 +110,15 @@ def test_a_guide_shows_every_command():
     assert shown == set(typer.main.get_command(app).commands)
 
 
+RUNNING = [page for page in PAGES if any(block.runs for block in blocks(page))]
+
+
 def test_every_method_has_its_equation():
     headings = re.findall(r"(?m)^### `(\w+)`\n\n```math\n", (DOCS / "methods" / "equations.md").read_text())
     assert sorted(headings) == sorted(method_names())
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if any(block.runs for block in blocks(page))])
+@pytest.mark.parametrize("page", daily(RUNNING, *(page for page in RUNNING if page not in LONG)))
 def test_what_needs_nothing_runs(page, folder, monkeypatch, capsys):
     model, tokens = crosslayer.load_model("smollm2")
     space = {"crosslayer": crosslayer, "torch": torch, "model": model, "tokenizer": tokens}

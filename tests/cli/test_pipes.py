@@ -56,15 +56,15 @@ ALL = ["stdin", "stdout", "stderr"]
     "names", [ALL, *(pytest.param([name], marks=pytest.mark.slow) for name in ALL[1:])], ids=" and ".join
 )
 def test_a_stream_that_is_closed_changes_nothing_else(names, tmp_path):
-    place = tmp_path / "recipe.yaml"
-    place.write_text("{}")
+    config = tmp_path / "config.json"
+    config.write_text("{}")
     ran = closing(names, "methods")
     assert ran.returncode == 0 and (ran.stdout is None or ran.stdout.endswith("}\n"))
     for words in (["--version"], ["--help"], ["methods", "--help"]):
         assert closing(names, *words).returncode == 0
-    ran = closing(names, "train", str(place), "--out", str(tmp_path / "out"))
+    ran = closing(names, "plan", str(config), "--out", str(tmp_path / "out"))
     assert ran.returncode == 2 and (ran.stderr is None or "crosslayer: error: " in ran.stderr)
-    assert place.read_text() == "{}" and sorted(path.name for path in tmp_path.iterdir()) == ["recipe.yaml"]
+    assert config.read_text() == "{}" and sorted(path.name for path in tmp_path.iterdir()) == ["config.json"]
 
 
 def test_a_result_that_cannot_be_written_is_a_line():

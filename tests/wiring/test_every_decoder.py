@@ -24,7 +24,7 @@ REFUSED = {  # model type → words of the reason
 }  # fmt: skip
 AS_TEXT = {"gemma3n": "gemma3n_text"}  # whose vision tower needs another package
 TYPES = sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) & set(CONFIG_MAPPING))
-QUICK = ("bamba", "falcon_h1", "gpt_oss", "inkling_text", "lfm2", "llama4_text", "mamba2", "mllama", "nemotron_h")
+QUICK = ("falcon_h1", "gpt_oss", "inkling_text", "llama4_text", "mllama")
 
 
 def check(model_type: str) -> None:

@@ -34,6 +34,7 @@ def line(monkeypatch, capsys, words):
     return errors[-1].removeprefix("crosslayer: error: ")
 
 
+@pytest.mark.slow  # each reads the list of all tasks
 def test_an_unknown_task_is_answered_with_the_nearest(monkeypatch, capsys, tasks, pair, tmp_path):
     words = [pair[0], "--include-path", tasks, "--out", tmp_path / "out", "--tasks"]
     said = line(monkeypatch, capsys, [*words, "piqa_local,arc_eazy_local"])

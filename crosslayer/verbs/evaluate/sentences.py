@@ -101,7 +101,8 @@ def _row_sentences(rows: Sequence[ScoreRow]) -> list[str]:
 
 def _caveats(record: Evaluation) -> list[str]:
     limit, shots = record.settings.limit, record.settings.num_fewshot
-    written = [] if limit is None else [f"Only the first {limit} items of each task were evaluated."]
+    written = ["Scored with vLLM."] if record.settings.engine == "vllm" else []
+    written += [] if limit is None else [f"Only the first {limit} items of each task were evaluated."]
     for model in (record.models.candidate, record.models.baseline):
         if model is not None and model.shortened:
             written.append(

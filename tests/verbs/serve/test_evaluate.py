@@ -26,7 +26,8 @@ def test_scores_are_those_of_transformers(tmp_path, monkeypatch):
     options = {"tasks": names, "include_path": evaluations.local_tasks(tmp_path), "dtype": "float32"}
     expected = crosslayer.evaluate(tmp_path / "model", device="cpu", **options)
     found = crosslayer.evaluate(tmp_path / "model", engine="vllm", **options)
-    assert found.settings.engine == "vllm" and found.models.candidate.device == "cpu"
+    assert "Scored with vLLM." in found.sentences() and found.settings.engine == "vllm"
+    assert found.models.candidate.device == "cpu"
     assert found.models.candidate.parameters == expected.models.candidate.parameters
     assert found.models.candidate.requests == expected.models.candidate.requests
     assert [row.title for row in found.rows] == [row.title for row in expected.rows]

@@ -175,10 +175,11 @@ def quantized_cache_cuts_make_no_difference(config: CrossLayerConfig) -> None:
     """
     model, ids, bits = build(config), tokens(length=16), KvBits("4", everywhere="int4", recent=5)
     plan = config.plan
-    several = any(plan.read_count(state, layer) > 1 for state in CACHED for layer in range(plan.layers))
+    counts = [plan.read_count(state, layer) for state in CACHED for layer in range(plan.layers)]
+    several = max(counts) > 1 or min(plan.value_shares) < 1
     windows = config.sliding_window is not None and "full_attention" not in (config.layer_types or [])
-    if several or min(plan.value_shares) < 1 or windows:
-        _refuses(lambda: quantized_cache(model, bits), "several layers" if not windows else "no layer")
+    if several or windows:
+        _refuses(lambda: quantized_cache(model, bits), "several layers" if several else "no layer")
         return
     with quantizing(model, bits) as new_cache:
         full = model(ids, use_cache=False).logits

@@ -120,7 +120,7 @@ def compared(
         timings[role] = Timing(median=median, quartiles=(low, high), predicted=(predicted or {}).get(role))
     judgement = verdict(interval, len(times["candidate"]))
     comparison = Comparison(**timings, ratio=ratio, interval=interval, verdict=judgement)
-    if predicted is None or len(predicted) < len(ROLES) or unsteady is None:
+    if not predicted or len(predicted) < len(ROLES) or unsteady is None:
         return comparison
     expected = predicted["candidate"].seconds / predicted["baseline"].seconds
     pairs = [("the ratio", ratio, expected)]

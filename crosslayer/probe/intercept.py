@@ -241,7 +241,10 @@ def _showing(before: Callable | None) -> Callable:
         layer, handlers = _watched[module]
         call = AttentionCall(module, layer, query, key, value, attention_mask, options)
         for handler in handlers:
-            call = handler(call)
+            seen = call
+            call = handler(seen)
+            if seen.parts and call is not seen:
+                raise ValueError("an attention call was changed after it had been divided; quantise innermost")
         outputs = [
             function(module, part.query, part.key, part.value, part.mask, **part.options)
             for part in call.parts or (call,)

@@ -1,5 +1,7 @@
 """Quantised caches: against a loop over tokens, however a text is cut or padded, with sharing, beams and eviction."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,6 +14,7 @@ from crosslayer.core.decoder.caches import cache_bytes
 from crosslayer.core.decoder.columns import ColumnLayer
 from crosslayer.core.transformers_versions import CACHE, EMPTY_LAYER
 from crosslayer.eviction.running import evicting
+from crosslayer.probe.intercept import intercepted
 from crosslayer.quantization import cache as cache_module
 from crosslayer.quantization import running
 from crosslayer.quantization.codec import RANGE, codec_of, pack, rotation, unpack
@@ -211,6 +214,15 @@ def test_a_cache_by_itself_generates():
     assert cache.get_seq_length() == 30
     cache.reset()
     assert cache_bytes(cache) == 0
+
+
+def test_a_change_of_a_call_that_is_divided_already_is_refused():
+    model, ids = tiny("llama"), tokens(1, 24)
+    with quantizing(model, bits_of("int4")):
+        with intercepted(model, lambda call: call):
+            model(ids, use_cache=False)
+        with intercepted(model, replace), pytest.raises(ValueError, match="divided"):
+            model(ids, use_cache=False)
 
 
 @pytest.mark.parametrize("size", [8, 16, 24, 64])  # bytes that can be viewed as integers of 8, 16, 32 and 64 bits

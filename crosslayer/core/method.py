@@ -17,10 +17,12 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from crosslayer.core.options import check_choice
-from crosslayer.core.plan import STATES, DepthPlan
+from crosslayer.core.plan import CACHED, STATES, DepthPlan
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig as Config
+
+    from crosslayer.core.decoder.columns import Columns
 else:
     Config = Any  # importing it takes a second, which the table of methods should not need
 
@@ -118,6 +120,36 @@ class StateReader(Mixing):
                 several are the first of the sequence and attend causally.
             new: T, the number of new tokens.
 
+        """
+        raise NotImplementedError
+
+
+class LatentEncoder(Mixing):
+    """Makes the latents that a layer caches instead of its keys and values."""
+
+    def forward(self, hidden_states: Tensor, below: Tensor | None) -> Tensor:
+        """Return latents (B, 1, T, R) of new tokens.
+
+        Args:
+            hidden_states: (B, T, C), the input of the key projection.
+            below: (B, T, 2·H_kv·D), the keys and values that the layer below in the plan has of these tokens, as its
+                `LatentDecoder` returns them; None if the layer reads none.
+
+        """
+        raise NotImplementedError
+
+    def new_columns(self) -> "Columns | None":
+        """Return empty memory that stores a layer's latents; None: numbers as they are, in any cache."""
+        return None
+
+
+class LatentDecoder(Mixing):
+    """Makes keys and values of cached latents."""
+
+    def forward(self, latents: Tensor, below: Tensor | None) -> Tensor:
+        """Return keys and values (B, S, 2·H_kv·D) of latents (B, 1, S, R), before qk-norm and rotary embedding.
+
+        `below` (B, S, 2·H_kv·D) are those of the layer below in the plan, None if the layer reads none.
         """
         raise NotImplementedError
 
@@ -221,7 +253,7 @@ class Wiring:
         for number, state in enumerate(STATES):
             for layer, sources in enumerate(result):
                 read = self.plan.reads(state, layer)
-                if read not in ((), (layer,)):
+                if read not in ((), (layer,)) and self.plan.latents[layer] is None:
                     sources[number] = tuple(None if i == layer else self.carried[i][number] for i in read)
         return tuple(result)
 
@@ -230,15 +262,21 @@ class Wiring:
         """(L,), for each state (index in `STATES`) that later layers read, its name in the carry."""
         slots = [self.plan.slots(state) for state in STATES]
         return tuple(
-            {n: f"{state}.{slots[n][layer]}" for n, state in enumerate(STATES) if slots[n][layer] is not None}
+            {
+                n: f"{state}.{slots[n][layer]}"
+                for n, state in enumerate(STATES)
+                if slots[n][layer] is not None and (state not in CACHED or self.plan.latents[layer] is None)
+            }
             for layer in range(self.plan.layers)
         )
 
     @cached_property
     def reads_several(self) -> tuple[bool, ...]:
         """(L,), whether a layer reads several layers' cached states, which a `StateReader` combines."""
-        pairs = zip(self.plan.keys, self.plan.values, strict=True)
-        return tuple(isinstance(keys, tuple) or isinstance(values, tuple) for keys, values in pairs)
+        pairs = zip(self.plan.keys, self.plan.values, self.plan.latents, strict=True)
+        return tuple(
+            latent is None and (isinstance(keys, tuple) or isinstance(values, tuple)) for keys, values, latent in pairs
+        )
 
 
 class Method:
@@ -254,6 +292,7 @@ class Method:
     - `parts`: which sublayers the method can act on (`--part`), if there is a choice; the first is the default.
     - `reads_tokens`: its modules read the ids of the new tokens (B, T) from `carry[TOKENS]`; the model then needs
       `input_ids` and refuses `inputs_embeds`.
+    - `calibrated`: a retrofit fits the method's weights to text.
     - `merges`: how pretrained weights of a group can be merged; the first, "first", leaves them as they are.
     """
 
@@ -264,6 +303,7 @@ class Method:
     parts: ClassVar[tuple[str, ...]] = ()
     merges: ClassVar[tuple[str, ...]] = ("first",)
     reads_tokens: ClassVar[bool] = False
+    calibrated: ClassVar[bool] = False
 
     def plan(self, layers: int) -> DepthPlan:
         """Return which layer reads which states."""
@@ -275,6 +315,10 @@ class Method:
 
     def reader(self, config: Config, wiring: Wiring, layer: int) -> StateReader | None:
         """Return the module that combines states of several sources; called only for layers that read several."""
+        return None
+
+    def latent(self, config: Config, wiring: Wiring, layer: int) -> tuple[LatentEncoder, LatentDecoder] | None:
+        """Return the modules of a layer's latent; called only for layers that have one."""
         return None
 
     def windows(self, layers: int) -> tuple[int | None, ...] | None:
@@ -375,7 +419,7 @@ def options_of(method: Method | type[Method]) -> list[dataclasses.Field]:
 def mixes(method: Method) -> bool:
     """Return whether a method adds modules that mix states or streams, beside its plan."""
     cls = type(method)
-    return any(getattr(cls, name) is not getattr(Method, name) for name in ("heads", "reader", "residual", "final"))
+    return any(getattr(cls, name) is not getattr(Method, name) for name in ("heads", "reader", "latent", "residual", "final"))
 
 
 def state_reader(config: Config, wiring: Wiring, layer: int) -> StateReader:

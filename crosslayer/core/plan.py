@@ -18,11 +18,26 @@ Vector = tuple[Entry, ...]
 
 
 @dataclass(frozen=True)
+class LatentSize:
+    """The size of what a layer caches of a token: `share` of its keys and values in 16 bits, `bytes` if it has codes.
+
+    Without `bytes` the latent consists of numbers in the dtype of the model.
+    """
+
+    share: float
+    bytes: int | None = None
+
+
+@dataclass(frozen=True)
 class DepthPlan:
     """Sources of queries, keys and values, and which MLPs exist (`mlps[i]` is i or None); each of length L.
 
     `value_shares[i]` is the share of the value heads that layer i computes itself, if it has values of its own; the
     other heads come from the other layers that it reads. Empty means 1 for every layer.
+
+    `latents[i]` describes the latent that layer i caches instead of its own keys and values, None without one. Layer i
+    then makes its keys and values of its latent and, if `keys[i]` and `values[i]` name a layer below too, of that layer's
+    keys and values. Empty means None for every layer.
     """
 
     queries: Vector
@@ -30,6 +45,7 @@ class DepthPlan:
     values: Vector
     mlps: Vector
     value_shares: tuple[float, ...] = ()
+    latents: tuple[LatentSize | None, ...] = ()
 
     @staticmethod
     def identity(layers: int) -> "DepthPlan":
@@ -42,6 +58,7 @@ class DepthPlan:
             entries = (tuple(entry) if isinstance(entry, list) else entry for entry in self.sources(name))
             object.__setattr__(self, name, tuple(entries))
         object.__setattr__(self, "value_shares", tuple(self.value_shares) or (1.0,) * self.layers)
+        object.__setattr__(self, "latents", tuple(self.latents) or (None,) * self.layers)
         if len({len(self.queries), len(self.keys), len(self.values), len(self.mlps)}) != 1:
             raise ValueError("queries, keys, values and mlps must have an entry for each layer")
         for state in STATES:
@@ -59,6 +76,7 @@ class DepthPlan:
                     f"{sources}"
                 )
         self._check_shares()
+        self._check_latents()
 
     def _check_shares(self) -> None:
         if len(self.value_shares) != self.layers:
@@ -75,6 +93,18 @@ class DepthPlan:
                 raise ValueError(
                     f"layer {layer} computes only {share:.0%} of its value heads, so no other layer can read its values"
                 )
+
+    def _check_latents(self) -> None:
+        if len(self.latents) != self.layers:
+            raise ValueError("latents must have an entry for each layer, or be empty")
+        for layer, size in enumerate(self.latents):
+            read = self.reads("keys", layer)
+            if size is not None and not 0 < size.share <= 1:
+                raise ValueError(f"layer {layer}: a latent must have a share above 0 and at most 1, got {size.share:g}")
+            if size is not None and (read != self.reads("values", layer) or layer not in read or len(read) > 2):
+                raise ValueError(f"layer {layer} has a latent, so it can read keys and values of one lower layer only")
+            if any((self.latents[source] is None) != (size is None) for source in read):
+                raise ValueError(f"layer {layer}: {STATES[1]} of a latent can be read only by a layer with a latent")
 
     @property
     def layers(self) -> int:
@@ -113,19 +143,30 @@ class DepthPlan:
         """Return the share of a layer's full keys, or values, that the cache holds: 0 if it reads another layer's."""
         if not self.has_own(state, layer):
             return 0.0
+        latent = self.latents[layer]
+        if latent is not None:  # for both
+            return latent.share
         return self.value_shares[layer] if state == "values" else 1.0
 
     def stored_states(self) -> float:
         """Return how many layers' full keys or values the cache holds; a plain Transformer holds 2·L."""
         return sum(self.stored_share(state, layer) for state in CACHED for layer in range(self.layers))
 
-    def read_count(self, state: str, layer: int) -> int:
+    @property
+    def has_latents(self) -> bool:
+        """Whether any layer caches a latent."""
+        return any(latent is not None for latent in self.latents)
+
+    def read_count(self, state: str, layer: int) -> float:
         """Return how many layers' full keys, or values, a layer reads from the cache in a decoding step."""
+        latent = self.latents[layer]
+        if latent is not None:
+            return latent.share
         if state == "values" and self.value_shares[layer] < 1:
             return 1  # only the missing heads are read from other layers
         return len(self.reads(state, layer))
 
-    def read_states(self) -> int:
+    def read_states(self) -> float:
         """Return how many layers' full keys or values a decoding step reads from the cache, with repetition."""
         return sum(self.read_count(state, layer) for state in CACHED for layer in range(self.layers))
 
@@ -176,7 +217,19 @@ class DepthPlan:
         shares = []
         for layer, (share, others) in enumerate(zip(self.value_shares, other.value_shares, strict=True)):
             shares.append(1.0 if vectors["values"][layer] is None else min(share, others))
-        return DepthPlan(**vectors, value_shares=tuple(shares))
+        latents = []
+        for layer, (latent, others) in enumerate(zip(self.latents, other.latents, strict=True)):
+            size = latent if others is None else others
+            read = vectors["keys"][layer]
+            if size is not None and read is not None and (latent and others or not self._keeps(other, layer)):
+                raise ValueError(f"layer {layer}: {names[0]} and {names[1]} both change its keys or values; only one may")
+            latents.append(None if read is None else size)
+        return DepthPlan(**vectors, value_shares=tuple(shares), latents=tuple(latents))
+
+    def _keeps(self, other: "DepthPlan", layer: int) -> bool:
+        """Return whether the plan without a latent in a layer leaves the layer's keys and values as they are."""
+        plain = other if other.latents[layer] is None else self
+        return all(plain.sources(state)[layer] == layer and not plain.is_source(state, layer) for state in CACHED)
 
     def _merge_vector(self, other: "DepthPlan", state: str, names: tuple[str, str]) -> Vector:
         if self.layers != other.layers:
@@ -213,6 +266,9 @@ class DepthPlan:
         return "← " + "+".join("own" if source == layer else str(source) for source in sources)
 
     def _cache_cell(self, layer: int) -> str:
+        latent = self.latents[layer]
+        if latent is not None:
+            return f"latent, {latent.share:.1%} of both"
         states = []
         for state in self.stored(layer):
             share = self.stored_share(state, layer)

@@ -232,8 +232,8 @@ def checked_plan(model: PreTrainedModel, what: str) -> ModelPlan:
     name = f"{type(model).__name__} ({plan.type})"
     if not plan.caches or not model.can_generate():
         raise ValueError(f"{name} keeps no KV cache, so {what} is not defined for it")
-    if field(model.config.get_text_config(), "kv_lora_rank"):
-        raise ValueError(f"{name} caches compressed keys and values; {what} needs those of each head")
+    if field(model.config.get_text_config(), "kv_lora_rank") or plan.plan.has_latents:
+        raise ValueError(f"{name} caches latents of keys and values; {what} needs those of each head")
     for layer, states in enumerate(plan.layers):
         more = states.every or states.index or states.passes > 1 or states.fixed or states.fixed_float32
         if plan.plan.attends(layer) and more:

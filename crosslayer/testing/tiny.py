@@ -13,6 +13,7 @@ from transformers import Cache, DynamicCache
 from transformers.cache_utils import CacheLayerMixin
 
 from crosslayer.core.decoder import CrossLayerConfig, CrossLayerForCausalLM
+from crosslayer.core.decoder.columns import BLOCK, ColumnLayer
 from crosslayer.core.methods import Entry
 from crosslayer.core.plan import CACHED
 from crosslayer.core.transformers_versions import CACHE
@@ -85,20 +86,31 @@ def steps(
 
 
 def elements(cache: Cache) -> int:
-    """Return the number of elements that a cache has allocated, from its storages."""
+    """Return the number of elements that a cache has allocated, from its storages; of codes, the number of bytes."""
+    codes = sum(
+        tensor.untyped_storage().nbytes()
+        for layer in cache.layers
+        if isinstance(layer, ColumnLayer)
+        for columns in layer.columns
+        for tensor in columns.tensors()
+    )
     layers: Any = [layer for layer in cache.layers if isinstance(layer, CacheLayerMixin)]  # only keys and values
     states = [state for layer in layers for state in (layer.keys, layer.values) if state is not None]
-    return sum(state.untyped_storage().nbytes() // state.element_size() for state in states)
+    return codes + sum(state.untyped_storage().nbytes() // state.element_size() for state in states)
 
 
 def predicted(config: CrossLayerConfig, batch: int, length: int, windowed: int | None = None) -> int:
-    """Return the number of cache elements by the plan, for `batch` rows of `length` tokens.
+    """Return the number of cache elements by the plan, for `batch` rows of `length` tokens; of codes, that of bytes.
 
     `windowed` is the number of tokens in layers with a sliding window, None for all.
     """
     assert config.num_key_value_heads is not None and config.head_dim is not None and config.layer_types is not None
-    states = 0.0  # of a single token
+    width, total = config.num_key_value_heads * config.head_dim, 0
     for layer, layer_type in enumerate(config.layer_types):
         held = min(length, length if windowed is None else windowed) if layer_type == "sliding_attention" else length
-        states += held * sum(config.plan.stored_share(state, layer) for state in CACHED)
-    return round(states * batch * config.num_key_value_heads * config.head_dim)
+        latent = config.plan.latents[layer]
+        if latent is not None and latent.bytes is not None:
+            total += -(-length // BLOCK) * BLOCK * latent.bytes
+        else:
+            total += held * round(width * sum(config.plan.stored_share(state, layer) for state in CACHED))
+    return batch * total

@@ -17,7 +17,8 @@ from crosslayer.eviction.running import evicting
 from crosslayer.probe.intercept import intercepted
 from crosslayer.quantization import cache as cache_module
 from crosslayer.quantization import running
-from crosslayer.quantization.codec import RANGE, codec_of, pack, rotation, unpack
+from crosslayer.core.packing import pack, unpack
+from crosslayer.quantization.codec import RANGE, codec_of, rotation
 from crosslayer.quantization.running import quantized_cache, quantizing, stored_kinds
 from crosslayer.testing.tiny import TOLERANCE, build, config_of, tokens
 from crosslayer.wiring.kv_bits import KvBits, groups, parse_kv_bits, stored_bytes, token_bytes

@@ -1,13 +1,14 @@
 """Adapters to transformers' caches for layers that store a single state, or none."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, QuantizedCache
-from transformers.cache_utils import StaticLayer
+from transformers.cache_utils import DynamicLayer, StaticLayer
 
-from crosslayer.core.decoder.columns import Columns
+from crosslayer.core.decoder.columns import ColumnLayer, Columns
 from crosslayer.core.decoder.configuration import CrossLayerConfig
 from crosslayer.core.transformers_versions import CACHES_KNOW_READERS, EMPTY_LAYER
 
@@ -56,12 +57,17 @@ def without_empty_layers(cache: Cache | None) -> Cache | None:
     return Cache(layers=[layer for layer in cache.layers if layer.get_max_length()])
 
 
-def fit_cache(config: CrossLayerConfig, cache: Cache, empty: Collection[int]) -> None:
+def fit_cache(
+    config: CrossLayerConfig,
+    cache: Cache,
+    empty: Collection[int],
+    latents: Mapping[int, Callable[[], Columns]] = MappingProxyType({}),
+) -> None:
     """Mark the layers that store nothing, or linear attention's state, in a cache made without the config.
 
     Otherwise the length of the cache, which is that of its first layer, could be 0. This concerns caches made without a
     config, and all caches before transformers 5.23. Memory that is allocated already is not changed. `empty` are the
-    layers that store nothing.
+    layers that store nothing, `latents` make the memory of layers that store codes of latents in a dynamic cache.
 
     Raises:
         ValueError: the cache is quantised and a layer does not store both keys and values; or, before 5.23, it is
@@ -85,6 +91,9 @@ def fit_cache(config: CrossLayerConfig, cache: Cache, empty: Collection[int]) ->
     for layer in empty:
         if not getattr(cache.layers[layer], "is_initialized", True):
             cache.layers[layer] = EMPTY_LAYER()
+    for layer, new_columns in latents.items():
+        if type(cache.layers[layer]) is DynamicLayer and not cache.layers[layer].is_initialized:
+            cache.layers[layer] = ColumnLayer(new_columns, exact=True)
 
 
 def check_quantized(config: CrossLayerConfig) -> None:
@@ -95,7 +104,8 @@ def check_quantized(config: CrossLayerConfig) -> None:
 
     """
     plan = config.plan
-    partial = [layer for layer in range(plan.layers) if len(plan.stored(layer)) < 2]
+    layers = range(plan.layers)
+    partial = [layer for layer in layers if len(plan.stored(layer)) < 2 or plan.latents[layer] is not None]
     if partial:
         names = " + ".join(method.name() for method in config.methods)
         raise ValueError(

@@ -65,22 +65,26 @@ class Columns:
 class ColumnLayer(CacheLayerMixin):
     """A layer of a cache whose keys and values are `Columns`, which `new_columns` makes.
 
-    Keys and values of one shape are stored together, as 2 H_kv heads: half as many operators run.
+    Keys and values of one shape are stored together, as 2 H_kv heads: half as many operators run. If the layer is
+    `exact`, which tokens are stored and how does not depend on later ones, and the last tokens can be removed.
     """
 
     is_sliding = False
-    is_croppable = False
 
-    def __init__(self, new_columns: Callable[[], Columns] = Columns) -> None:
+    def __init__(self, new_columns: Callable[[], Columns] = Columns, exact: bool = False) -> None:
         super().__init__()
+        self.is_croppable = exact
         self.new_columns, self.seen = new_columns, 0  # tokens read so far
         self.columns: tuple[Columns, ...] = ()  # keys and values, or both together; empty if nothing is stored
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Take dtype and device from the states; `update` allocates memory."""
         self.dtype, self.device = key_states.dtype, key_states.device
-        together = key_states.shape == value_states.shape
-        self.columns = tuple(self.new_columns() for _ in range(1 if together else 2))
+        if key_states.shape == value_states.shape:
+            self.columns = (self.new_columns(),)
+        else:  # values of size 0 stand for none
+            states = (key_states, value_states)
+            self.columns = tuple(self.new_columns() if state.shape[-1] else Columns() for state in states)
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
@@ -131,10 +135,19 @@ class ColumnLayer(CacheLayerMixin):
             self.batch_select_indices(torch.arange(len(memory), device=memory.device).repeat_interleave(repeats))
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Refuse to remove the last tokens: what was evicted or rounded because of them cannot be restored."""
-        raise ValueError(
-            "a cache that evicts or quantises cannot be cropped, so assisted generation does not work with it"
-        )
+        """Remove the last tokens, of which there are `-tokens_to_remove`.
+
+        Raises:
+            ValueError: what was evicted or rounded because of them cannot be restored.
+
+        """
+        if not self.is_croppable:
+            raise ValueError(
+                "a cache that evicts or quantises cannot be cropped, so assisted generation does not work with it"
+            )
+        self.seen -= abs(tokens_to_remove)
+        for stored in self.columns:
+            stored.used -= abs(tokens_to_remove)
 
 
 def _grown(stored: Tensor, used: int, rows: int) -> Tensor:

@@ -222,6 +222,11 @@ class CrossLayerConfig(LlamaConfig):
                             f"({layer_types[source]}); "
                             "layers of different types cannot share"
                         )
+        for layer, latent in enumerate(wiring.plan.latents):
+            if latent is not None and layer_types[layer] != "full_attention":
+                raise ValueError(
+                    f"layer {layer} ({layer_types[layer]}) cannot cache a latent, only layers that see all tokens can"
+                )
         if len(self.residual_methods) > 1:
             raise ValueError(
                 f"{' and '.join(self.residual_methods)} both replace the residual stream; only one method may"
@@ -232,6 +237,12 @@ class CrossLayerConfig(LlamaConfig):
             raise ValueError(
                 f"{partial[0]} with {mixing[0]}: {partial[0]} gives layers only a share of their value heads, but "
                 f"{mixing[0]} changes all of them; use only one of the two"
+            )
+        if mixing and wiring.plan.has_latents:
+            latent = [m.name() for m in wiring.methods if m.plan(self.num_hidden_layers).has_latents]
+            raise ValueError(
+                f"{latent[0]} with {mixing[0]}: {latent[0]} makes keys and values of what is cached, so {mixing[0]} "
+                "cannot change them before; use only one of the two"
             )
         names = [method.name() for method in wiring.methods]
         if len(set(names)) != len(names):
@@ -245,6 +256,8 @@ class CrossLayerConfig(LlamaConfig):
                 for layer in range(self.num_hidden_layers):
                     if wiring.plan.attends(layer):
                         method.heads(self, wiring, layer)
+                    if wiring.plan.latents[layer] is not None:
+                        method.latent(self, wiring, layer)
                 for layer, site in wiring.sublayers:
                     method.residual(self, wiring, layer, site)
                 method.final(self, wiring)

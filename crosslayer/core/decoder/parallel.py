@@ -33,6 +33,8 @@ NORMS = ("layers.*.self_attn.q_norm", "layers.*.self_attn.k_norm")
 MIXERS = "layers.*.self_attn.mixers.*"
 READER = "layers.*.self_attn.reader"
 
+LATENTS = ("layers.*.self_attn.latent_encoder", "layers.*.self_attn.latent_decoder")
+
 # linear attention is replicated
 LINEAR = {
     f"layers.*.linear_attn.{name}": WHOLE
@@ -96,13 +98,15 @@ if torch.distributed.is_available():
 def tensor_parallel_plan(config: Config, wiring: Wiring) -> dict[str, str]:
     """Return the styles of the modules that the model has; transformers would warn about others."""
     plan = {"embed_tokens": "embedding_rowwise", **PLAN}
+    if wiring.plan.has_latents:  # keys and values of all heads are made together: attention is replicated
+        plan |= dict.fromkeys((*PLAN, *LATENTS), WHOLE)
     plan |= config.components.mlp_split if config.num_local_experts is None else EXPERTS
     if config.components.learned_positions:
         plan["embed_positions"] = WHOLE
     if wiring.linear:
         plan |= LINEAR
     if config.qk_norm:
-        plan |= dict.fromkeys(NORMS, "replicated_with_grad_allreduce")
+        plan |= dict.fromkeys(NORMS, WHOLE if wiring.plan.has_latents else "replicated_with_grad_allreduce")
     if any(type(method).heads is not Method.heads for method in wiring.methods):
         plan[MIXERS] = BY_HEAD
     if any(wiring.reads_several):

@@ -1,0 +1,218 @@
+"""Latents: each layer caches a latent of its keys and values, and makes them of it and of the layer below.
+
+    c_n = W_a Norm(x_n) − W_p [K_m ‖ V_m] + a,  [K_n ‖ V_n] = W_b c_n + W_d [K_m ‖ V_m] + b,  m = the layer below in the group
+
+With `bits` the cache holds codes, of as many bits as a channel is worth, and the layer itself computes with them:
+
+    s = rms(c),  code = round(c / (s Δ) − ½) + ½ within its bits,  c is read as s · code (the steps are part of W_b)
+
+Keys are made before qk-norm and rotary embedding, which are applied when they are read; cached tokens are taken to have
+successive positions. Codes are rounded when they are made, so that every way to run the model reads the same.
+
+Flows: keys and values, as they were made of latents, to the next layer of the group. Reads: each layer its own latents.
+Cache: a latent of each layer. Source: MLA (DeepSeek-V2, arXiv 2405.04434); in pretrained models Palu (arXiv 2407.21118)
+within a layer, xKV (arXiv 2503.18893) across layers. New here: each layer's latent holds only what the layer below does
+not tell, and its channels have bits by what an error costs.
+
+Shapes: R channels of a latent, W = 2·H_kv·D.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from crosslayer.core.decoder.columns import Columns
+from crosslayer.core.method import Config, LatentDecoder, LatentEncoder, Method, Wiring
+from crosslayer.core.options import check_layers
+from crosslayer.core.packing import pack, unpack
+from crosslayer.core.plan import DepthPlan, LatentSize
+
+UNIT = 8  # channels with the same number of bits
+SCALE = 2  # bytes of a token's scale, a float16
+# bits → step between codes of a normal variable with the least mean square error (Max 1960)
+STEPS = {1: 1.596, 2: 0.996, 3: 0.586, 4: 0.335, 5: 0.188, 6: 0.104, 7: 0.0569, 8: 0.0308}
+ERRORS = (1, 0.363, 0.1175, 0.0345, 0.0095, 0.0025, 0.00066, 0.00017, 0.00004)  # bits → that mean square error
+SMALLEST = 2.0**-14  # scale, float16's smallest normal number
+
+
+@dataclass(frozen=True)
+class Latent(Method):
+    """Every layer caches a latent; in each of the `groups` a layer's keys and values begin with those of the one below."""
+
+    calibrated = True
+
+    rank: float = 0.5
+    """Channels of a latent, as a share of the layer's keys and values together."""
+    bits: tuple[tuple[int, ...], ...] | None = None
+    """Bits of the channels instead of `rank`: for each layer, 0 to 8 for each eight channels of keys and values, falling.
+    A latent has no channels with 0 bits."""
+    groups: tuple[tuple[int, ...], ...] | None = None
+    """Groups of 0-based layers in rising order; layers in none stand alone. None: all layers are a group."""
+
+    def plan(self, layers: int) -> DepthPlan:
+        """Give each layer a latent, and let it read the layer below in its group."""
+        if not 0 < self.rank <= 1:
+            raise ValueError(f"latent: rank must be above 0 and at most 1, a share of keys and values, got {self.rank:g}")
+        if self.bits is not None:
+            self._check_bits(layers)
+        groups = (tuple(range(layers)),) if self.groups is None else self.groups
+        check_layers("latent", "groups", [layer for group in groups for layer in group], layers)
+        read: list[int | tuple[int, ...]] = list(range(layers))
+        for group in groups:
+            if list(group) != sorted(group):
+                raise ValueError(f"latent: the layers of a group must be in rising order, got {list(group)}")
+            for below, layer in zip(group[:-1], group[1:], strict=True):
+                read[layer] = (below, layer)
+        own = tuple(range(layers))
+        sizes = (LatentSize(self.rank),) * layers if self.bits is None else tuple(map(_coded_size, self.bits))
+        return DepthPlan(own, tuple(read), tuple(read), own, latents=sizes)
+
+    def _check_bits(self, layers: int) -> None:
+        assert self.bits is not None
+        if self.rank != type(self).rank:
+            raise ValueError("latent: bits replace rank; leave one of them out")
+        if len(self.bits) != layers:
+            raise ValueError(f"latent: bits must have an entry for each of the {layers} layers, got {len(self.bits)}")
+        for layer, bits in enumerate(self.bits):
+            if not any(bits) or not set(bits) <= {0, *STEPS} or list(bits) != sorted(bits, reverse=True):
+                raise ValueError(
+                    f"latent: bits of layer {layer} must be falling numbers from 8 to 0, not all 0, one for each {UNIT} "
+                    f"channels, got {list(bits)}"
+                )
+
+    def latent(self, config: Config, wiring: Wiring, layer: int) -> tuple[LatentEncoder, LatentDecoder]:
+        """Return the modules that make a layer's latents, and keys and values of them."""
+        assert config.num_key_value_heads is not None and config.head_dim is not None
+        width = 2 * config.num_key_value_heads * config.head_dim
+        bits = None if self.bits is None else self.bits[layer]
+        if bits is not None and UNIT * len(bits) != width:
+            raise ValueError(
+                f"latent: keys and values of layer {layer} have {width} channels, so bits must have {width / UNIT:g} entries "
+                f"for each layer, one for each {UNIT} channels, got {len(bits)}"
+            )
+        channels = max(1, round(self.rank * width)) if bits is None else UNIT * sum(map(bool, bits))
+        below = len(wiring.plan.reads("keys", layer)) > 1
+        return _Encoder(config.hidden_size, width, channels, bits, below), _Decoder(width, channels, bits, below)
+
+    def inherit(self, weights: dict[str, Tensor], config: Config, wiring: Wiring, merge: str) -> list[str]:
+        """Factor W_k and W_v of each layer together, from the weights alone, without the layers below."""
+        return [
+            name
+            for layer, latent in enumerate(wiring.plan.latents)
+            if latent is not None
+            for name in self._factor(weights, config, wiring, layer)
+        ]
+
+    def _factor(self, weights: dict[str, Tensor], config: Config, wiring: Wiring, layer: int) -> list[str]:
+        """Write the weights of a layer's latent; return their names."""
+        prefix = f"model.layers.{layer}.self_attn."
+        both = [weights[f"{prefix}{state}_proj.weight"] for state in "kv"]
+        left, values, right = torch.linalg.svd(torch.cat(both).double(), full_matrices=False)  # (W, N), (N,), (N, C)
+        encoder, decoder = self.latent(config, wiring, layer)
+        channels, kept = decoder.up.in_features, min(decoder.up.in_features, len(values))
+        states = {f"latent_encoder.{name}": tensor for name, tensor in encoder.double().state_dict().items()}
+        states |= {f"latent_decoder.{name}": tensor for name, tensor in decoder.double().state_dict().items()}
+        states = {name: torch.zeros_like(tensor, device=left.device) for name, tensor in states.items()}
+        states["latent_encoder.down.weight"][:kept] = right[:kept]
+        states["latent_decoder.up.weight"][:, :kept] = left[:, :kept] * values[:kept]
+        biases = [weights.get(f"{prefix}{state}_proj.bias") for state in "kv"]
+        if biases[0] is not None and biases[1] is not None:
+            states["latent_decoder.up.bias"] = torch.cat([biases[0], biases[1]]).double()
+        assert channels == states["latent_encoder.down.weight"].shape[0]
+        weights |= {prefix + name: tensor.to(both[0].dtype) for name, tensor in states.items()}
+        return [prefix + name for name in states]
+
+
+def _coded_size(bits: Sequence[int]) -> LatentSize:
+    """Return the size of a token's codes and scale; eight channels with b bits take b bytes, in 16 bits they take 16."""
+    size = sum(bits) + SCALE
+    return LatentSize(size / (2 * UNIT * len(bits)), size)
+
+
+class _Encoder(LatentEncoder):
+    """Makes a latent of a layer's input, less what the layer below tells."""
+
+    def __init__(self, inputs: int, width: int, channels: int, bits: Sequence[int] | None, below: bool):
+        super().__init__()
+        self.bits = bits
+        self.down = nn.Linear(inputs, channels)
+        self.below = nn.Linear(width, channels, bias=False) if below else None
+
+    def forward(self, hidden_states: Tensor, below: Tensor | None) -> Tensor:
+        """Return latents (B, 1, T, R): channels, or their codes and a scale."""
+        latents = self.down(hidden_states)  # (B, T, R)
+        if self.below is not None:
+            assert below is not None
+            latents = latents - self.below(below)
+        return (latents if self.bits is None else _coded(latents, self.bits)).unsqueeze(1)
+
+    def new_columns(self) -> Columns | None:
+        """Return empty memory for codes."""
+        return None if self.bits is None else CodedColumns(self.bits)
+
+
+class _Decoder(LatentDecoder):
+    """Makes keys and values of latents and of the layer below."""
+
+    def __init__(self, width: int, channels: int, bits: Sequence[int] | None, below: bool):
+        super().__init__()
+        self.has_scale = bits is not None
+        self.up = nn.Linear(channels, width)
+        self.below = nn.Linear(width, width, bias=False) if below else None
+
+    def forward(self, latents: Tensor, below: Tensor | None) -> Tensor:
+        """Return keys and values (B, S, W), before qk-norm and rotary embedding."""
+        latents = latents.squeeze(1)
+        if self.has_scale:
+            latents = latents[..., :-1] * latents[..., -1:]
+        states = self.up(latents)
+        return states if self.below is None else states + self.below(below)
+
+
+class CodedColumns(Columns):
+    """Latents of a layer, stored as codes of some bits for each eight channels, and a scale for each token."""
+
+    def __init__(self, bits: Sequence[int]):
+        super().__init__()
+        self.bands = [(number, UNIT * list(bits).count(number)) for number in STEPS if number in bits][::-1]
+        self.dtype = torch.float32
+
+    def encode(self, states: Tensor) -> tuple[Tensor, ...]:
+        """Return the codes of latents (B, 1, T, R + 1), packed, and their scales."""
+        self.dtype, packed = states.dtype, []
+        sizes = [size for _, size in self.bands]
+        for (number, _), codes in zip(self.bands, states[..., :-1].split(sizes, -1), strict=True):
+            packed.append(pack((codes + _middle(number)).to(torch.uint8), number))
+        return torch.cat(packed, -1), states[..., -1:].to(torch.float16)
+
+    def read(self) -> Tensor:
+        """Return the stored latents, (B, 1, S, R + 1)."""
+        packed, scales = (tensor[:, :, : self.used] for tensor in self.memory)
+        pieces = packed.split([number * size // UNIT for number, size in self.bands], -1)
+        codes = [
+            unpack(piece, number).to(self.dtype) - _middle(number)
+            for (number, _), piece in zip(self.bands, pieces, strict=True)
+        ]
+        return torch.cat([*codes, scales.to(self.dtype)], -1)
+
+
+def _coded(latents: Tensor, bits: Sequence[int]) -> Tensor:
+    """Return the codes of latents (B, T, R), around 0 in steps of 1, and a scale: (B, T, R + 1).
+
+    Gradients pass as if nothing was rounded.
+    """
+    numbers = [number for number in bits if number for _ in range(UNIT)]
+    step = latents.new_tensor([STEPS[number] for number in numbers])
+    most = latents.new_tensor([_middle(number) for number in numbers])
+    scale = latents.float().square().mean(-1, keepdim=True).sqrt().clamp(SMALLEST, torch.finfo(torch.float16).max)
+    scale = scale.to(torch.float16).to(latents.dtype)
+    exact = latents / (scale * step)
+    codes = ((exact - 0.5).round() + 0.5).clamp(-most, most)
+    return torch.cat([exact + (codes - exact).detach(), scale.detach()], -1)
+
+
+def _middle(bits: int) -> float:
+    """Return the largest code of some bits, as codes are counted around 0."""
+    return (2**bits - 1) / 2

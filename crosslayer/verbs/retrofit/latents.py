@@ -1,0 +1,278 @@
+"""Fit latents to text: what each layer caches, with how many bits, so that an error costs least.
+
+For a layer's keys and values y (before qk-norm and rotary embedding) and those of the layer below as they are read, ŷ:
+
+    r = y − m − A (ŷ_below − m_below),   A = Cov(y, y_below) (Cov(y_below) + Cov(error of ŷ_below))⁻¹
+    G = E[g gᵀ],  g = the gradient of the loss in y on the model's own samples (the Fisher information)
+    G^½ Cov(r) G^½ = E Λ Eᵀ,   latent c = Λ^(−½) Eᵀ G^½ r,   r ≈ G^(−½) E Λ^½ c
+
+So an error of variance v in a channel of c costs v λ / 2 nats a token, in any layer. Bits go to the channel where one more
+saves most, until the budget is spent: reverse water-filling, as in the coding of Gaussian sources.
+
+Shapes: N sequences, T tokens, C hidden, W = 2·H_kv·D channels of keys and values, L layers, R channels of a latent.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from crosslayer.core.decoder.modeling import CrossLayerForCausalLM
+from crosslayer.core.methods.latent import ERRORS, SCALE, STEPS, UNIT, Latent
+from crosslayer.core.plan import DepthPlan
+from crosslayer.probe.intercept import evaluating
+from crosslayer.verbs.retrofit.streams import layers_of
+
+MOST_TOKENS = 16_384  # of the calibration text, since gradients are needed
+RIDGE = 0.01  # of the mean eigenvalue, is added to Fisher information, which a few thousand tokens do not fill
+SMALLEST = 1e-4  # of the mean variance, is added to what is regressed on
+FIRST = 32  # times as much as any other counts the first token of a text, to which much of attention goes
+ROUNDS = 3  # the bits decide on the errors of the layer below, and those on the bits
+
+
+@dataclass(frozen=True)
+class StateMoments:
+    """Moments of a layer's keys and values: mean (W,), covariance, that with the layer below, and Fisher information."""
+
+    mean: Tensor
+    covariance: Tensor
+    with_below: Tensor | None  # E[(y − m)(y_below − m_below)ᵀ]
+    information: Tensor
+
+
+class Basis(NamedTuple):
+    """What a layer's latent consists of: r ≈ up @ c and c = down @ r, of channels with falling `cost` (W,)."""
+
+    below: Tensor | None  # A (W, W)
+    down: Tensor  # (W, W)
+    up: Tensor  # (W, W)
+    cost: Tensor  # λ: nats a token per variance of an error in a channel, times two
+
+
+def measure_moments(
+    model: CrossLayerForCausalLM,
+    text: Mapping[str, Tensor],
+    plan: DepthPlan,
+    seed: int = 0,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[StateMoments]:
+    """Return the moments of each layer's keys and values on text, windows (N, T) by domain.
+
+    Args:
+        model: the plain decoder.
+        text: calibration ids; at most about `MOST_TOKENS` of them are read, as many of each domain.
+        plan: says which layer reads which below.
+        seed: of the tokens that the model samples.
+        progress: called after each window with (done, total).
+
+    """
+    length = next(iter(text.values())).shape[1]
+    each = max(1, MOST_TOKENS // length // len(text))
+    windows = torch.cat([ids[:each] for ids in text.values()])
+    sums = [_Sums(model.device) for _ in range(plan.layers)]
+    generator = torch.Generator(model.device).manual_seed(seed)
+    with evaluating(model), torch.enable_grad(), _recorded(model) as states:
+        for number, ids in enumerate(windows, 1):
+            embeddings = model.get_input_embeddings()(ids[None].to(model.device)).detach().requires_grad_()
+            logits = model(inputs_embeds=embeddings, use_cache=False).logits[0].float()
+            sampled = torch.multinomial(logits.detach().softmax(-1), 1, generator=generator)[:, 0]
+            functional.cross_entropy(logits, sampled, reduction="sum").backward()
+            of_layers = [torch.cat([states[layer, state][0] for state in "kv"], -1) for layer in range(plan.layers)]
+            for layer, (own, total) in enumerate(zip(of_layers, sums, strict=True)):
+                gradients = torch.cat([_gradient(states[layer, state]) for state in "kv"], -1)
+                total.add(own.detach(), gradients, [of_layers[below].detach() for below in _below(plan, layer)])
+            if progress is not None:
+                progress(number, len(windows))
+    means = [total.mean for total in sums]
+    return [total.moments([means[i] for i in _below(plan, layer)]) for layer, total in enumerate(sums)]
+
+
+def choose_bits(moments: Sequence[StateMoments], plan: DepthPlan, share: float) -> tuple[tuple[int, ...], ...]:
+    """Return the bits of each eight channels of each layer, for a share of the cache in 16 bits.
+
+    Raises:
+        ValueError: the share is too small for a bit in each layer, or leaves nothing to save.
+
+    """
+    layers, width = plan.layers, len(moments[0].mean)
+    units = width // UNIT
+    spent = round(share * 2 * width * layers) - SCALE * layers
+    least, most = layers, layers * units * (len(ERRORS) - 1)
+    if not least <= spent <= most:
+        ends = ((bits + SCALE * layers) / (2 * width * layers) for bits in (least, most))
+        raise ValueError("`kv_budget` must be {:.3f} to {:.3f} for latents with bits, got {:g}".format(*ends, share))
+    errors = torch.tensor(ERRORS, dtype=torch.float64)
+    gains = torch.cat([errors[:-1] - errors[1:], torch.zeros(1, dtype=torch.float64)])  # of one more bit, (9,)
+    bits = torch.zeros(layers, units, dtype=torch.long)
+    for _ in range(ROUNDS):
+        bases = find_bases(moments, plan, errors[bits.repeat_interleave(UNIT, 1)])
+        cost = torch.stack([basis.cost for basis in bases]).unflatten(1, (units, UNIT)).mean(-1).cpu()  # (L, units)
+        bits = torch.zeros_like(bits)
+        bits[:, 0] = 1  # no layer is without a latent
+        for _ in range(spent - layers):
+            best = int((cost * gains[bits]).argmax())
+            bits.view(-1)[best] += 1
+    return tuple(tuple(row) for row in bits.tolist())
+
+
+def find_bases(moments: Sequence[StateMoments], plan: DepthPlan, errors: Tensor) -> list[Basis]:
+    """Return the basis of each layer's latent, if its channels are read with mean square `errors` (L, W) of variance 1."""
+    bases, read_errors = [], []
+    for layer, own in enumerate(moments):
+        covariance, prediction = own.covariance, None
+        for below in _below(plan, layer):
+            assert own.with_below is not None
+            read = moments[below].covariance + read_errors[below]
+            ridge = SMALLEST * read.diagonal().mean() * torch.eye(len(read)).to(read)
+            prediction = torch.linalg.solve(read + ridge, own.with_below.T).T
+            told = prediction @ own.with_below.T
+            covariance = covariance - told - told.T + prediction @ read @ prediction.T
+        basis = _basis(covariance, own.information, prediction)
+        bases.append(basis)
+        read_errors.append((basis.up * errors[layer].to(basis.up)) @ basis.up.T)
+    return bases
+
+
+@torch.no_grad()
+def fit_latents(original: CrossLayerForCausalLM, model: CrossLayerForCausalLM, moments: Sequence[StateMoments]) -> None:
+    """Set the weights of every latent of `model` by the moments of `original`, the plain decoder with the same weights."""
+    plan, width = model.config.plan, len(moments[0].mean)
+    (method,) = [one for one in model.config.methods if isinstance(one, Latent)]
+    errors = torch.ones(plan.layers, width, dtype=torch.float64)
+    for layer in range(plan.layers):
+        if method.bits is None:
+            errors[layer, : round(method.rank * width)] = 0
+        else:
+            errors[layer] = torch.tensor([ERRORS[bits] for bits in method.bits[layer] for _ in range(UNIT)])
+    bases = find_bases(moments, plan, errors)
+    for layer, (before, after) in enumerate(zip(layers_of(original), layers_of(model), strict=True)):
+        attention: nn.Module | None = after.self_attn
+        assert attention is not None and before.self_attn is not None
+        projections = [before.self_attn.get_submodule(f"{state}_proj") for state in "kv"]
+        steps = None if method.bits is None else [STEPS[bits] for bits in method.bits[layer] if bits for _ in range(UNIT)]
+        below = [moments[i].mean for i in _below(plan, layer)]
+        _write(attention, projections, bases[layer], moments[layer].mean, below, steps)
+
+
+def with_bits(method: Latent, moments: Sequence[StateMoments], layers: int, share: float) -> Latent:
+    """Return a method with bits for a share of the cache."""
+    return dataclasses.replace(method, bits=choose_bits(moments, method.plan(layers), share))
+
+
+def _write(
+    attention: nn.Module,
+    projections: Sequence[nn.Module],
+    basis: Basis,
+    mean: Tensor,
+    below: Sequence[Tensor],
+    steps: Sequence[float] | None,
+) -> None:
+    """Set the weights of a layer's encoder and decoder; `steps` (R,) are those between codes."""
+    encoder, decoder = attention.get_submodule("latent_encoder"), attention.get_submodule("latent_decoder")
+    channels = decoder.get_parameter("up.weight").shape[1]
+    down, up = basis.down[:channels], basis.up[:, :channels]  # (R, W), (W, R)
+    weight = torch.cat([projection.get_parameter("weight") for projection in projections]).to(down)  # (W, C)
+    offset = -mean
+    if getattr(projections[0], "bias", None) is not None:
+        offset = offset + torch.cat([projection.get_parameter("bias") for projection in projections]).to(down)
+    told = torch.zeros_like(mean)
+    if basis.below is not None:
+        told = basis.below @ below[0]
+        encoder.get_parameter("below.weight").copy_(down @ basis.below)
+        decoder.get_parameter("below.weight").copy_(basis.below)
+    encoder.get_parameter("down.weight").copy_(down @ weight)
+    encoder.get_parameter("down.bias").copy_(down @ (offset + told))
+    decoder.get_parameter("up.weight").copy_(up if steps is None else up * torch.tensor(steps).to(up))
+    decoder.get_parameter("up.bias").copy_(mean - told)
+
+
+def _basis(covariance: Tensor, information: Tensor, below: Tensor | None) -> Basis:
+    """Return the channels in which errors of states with a covariance (W, W) cost most."""
+    identity = torch.eye(len(covariance)).to(covariance)
+    values, vectors = torch.linalg.eigh(information + RIDGE * information.diagonal().mean() * identity)
+    root, inverse = (vectors * values.sqrt()) @ vectors.T, (vectors / values.sqrt()) @ vectors.T
+    cost, rotation = torch.linalg.eigh(root @ ((covariance + covariance.T) / 2) @ root)
+    cost, rotation = cost.flip(0).clamp(min=torch.finfo(cost.dtype).tiny ** 0.5), rotation.flip(1)
+    spread = cost.sqrt()
+    return Basis(below, (rotation / spread).T @ root, inverse @ (rotation * spread), cost)
+
+
+def _below(plan: DepthPlan, layer: int) -> list[int]:
+    """Return the layer below of a layer with a latent, if it reads one."""
+    return [source for source in plan.reads("keys", layer) if source != layer]
+
+
+def _gradient(state: Tensor) -> Tensor:
+    """Return the gradient (T, H_kv·D) of a state (1, T, H_kv·D)."""
+    assert state.grad is not None
+    return state.grad[0]
+
+
+@contextmanager
+def _recorded(model: PreTrainedModel) -> Iterator[dict[tuple[int, str], Tensor]]:
+    """Record the outputs of every key and value projection, with gradients, by layer and "k" or "v"."""
+    states: dict[tuple[int, str], Tensor] = {}
+
+    def record(layer: int, state: str) -> Callable[..., None]:
+        def hook(module: nn.Module, inputs: tuple, output: Tensor) -> None:
+            output.retain_grad()
+            states[layer, state] = output
+
+        return hook
+
+    hooks = []
+    for layer, block in enumerate(layers_of(model)):  # type: ignore[arg-type]
+        assert block.self_attn is not None
+        for state in "kv":
+            projection = block.self_attn.get_submodule(f"{state}_proj")
+            hooks.append(projection.register_forward_hook(record(layer, state)))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in trained:
+        parameter.requires_grad_(False)
+    try:
+        yield states
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for parameter in trained:
+            parameter.requires_grad_(True)
+
+
+class _Sums:
+    """Sums over tokens of a layer's keys and values and of their gradients."""
+
+    def __init__(self, device: torch.device):
+        self.tokens, self.windows, self.device = 0.0, 0, device
+        self.total = self.square = self.with_below = self.information = torch.zeros((), dtype=torch.float64).to(device)
+
+    def add(self, states: Tensor, gradients: Tensor, below: Sequence[Tensor]) -> None:
+        """Add a window: states and gradients (T, W), and the states of the layer below, if any."""
+        weights = torch.ones(len(states), 1, dtype=torch.float64, device=self.device)
+        weights[0] = FIRST
+        states, gradients = states.double(), gradients.double()
+        self.tokens += float(weights.sum())
+        self.total = self.total + (weights * states).sum(0)
+        self.square = self.square + (weights * states).T @ states
+        for other in below:
+            self.with_below = self.with_below + (weights * states).T @ other.double()
+        self.windows += len(states)
+        self.information = self.information + gradients[1:].T @ gradients[1:]
+
+    @property
+    def mean(self) -> Tensor:
+        """The mean (W,)."""
+        return self.total / self.tokens
+
+    def moments(self, below: Sequence[Tensor]) -> StateMoments:
+        """Return the moments; `below` is the mean of the layer below, if any."""
+        with_below = None
+        for other in below:
+            with_below = self.with_below / self.tokens - torch.outer(self.mean, other)
+        covariance = self.square / self.tokens - torch.outer(self.mean, self.mean)
+        return StateMoments(self.mean, covariance, with_below, self.information / self.windows)

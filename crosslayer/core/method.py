@@ -125,7 +125,12 @@ class StateReader(Mixing):
 
 
 class LatentEncoder(Mixing):
-    """Makes the latents that a layer caches instead of its keys and values."""
+    """Makes the latents that a layer caches instead of its keys and values.
+
+    If `stores_codes`, a dynamic cache stores them in the memory of `new_columns`, which returns them unchanged.
+    """
+
+    stores_codes = False
 
     def forward(self, hidden_states: Tensor, below: Tensor | None) -> Tensor:
         """Return latents (B, 1, T, R) of new tokens.
@@ -138,9 +143,9 @@ class LatentEncoder(Mixing):
         """
         raise NotImplementedError
 
-    def new_columns(self) -> "Columns | None":
-        """Return empty memory that stores a layer's latents; None: numbers as they are, in any cache."""
-        return None
+    def new_columns(self) -> "Columns":
+        """Return empty memory for the latents of a layer."""
+        raise NotImplementedError
 
 
 class LatentDecoder(Mixing):
@@ -419,7 +424,9 @@ def options_of(method: Method | type[Method]) -> list[dataclasses.Field]:
 def mixes(method: Method) -> bool:
     """Return whether a method adds modules that mix states or streams, beside its plan."""
     cls = type(method)
-    return any(getattr(cls, name) is not getattr(Method, name) for name in ("heads", "reader", "latent", "residual", "final"))
+    return any(
+        getattr(cls, name) is not getattr(Method, name) for name in ("heads", "reader", "latent", "residual", "final")
+    )
 
 
 def state_reader(config: Config, wiring: Wiring, layer: int) -> StateReader:

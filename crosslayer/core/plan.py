@@ -35,9 +35,9 @@ class DepthPlan:
     `value_shares[i]` is the share of the value heads that layer i computes itself, if it has values of its own; the
     other heads come from the other layers that it reads. Empty means 1 for every layer.
 
-    `latents[i]` describes the latent that layer i caches instead of its own keys and values, None without one. Layer i
-    then makes its keys and values of its latent and, if `keys[i]` and `values[i]` name a layer below too, of that layer's
-    keys and values. Empty means None for every layer.
+    `latents[i]` is the size of the latent that layer i caches instead of its own keys and values, None without one.
+    Layer i then makes its keys and values of its latent and, if `keys[i]` and `values[i]` name a layer below too, of
+    that layer's keys and values. Empty means None for every layer.
     """
 
     queries: Vector
@@ -222,7 +222,9 @@ class DepthPlan:
             size = latent if others is None else others
             read = vectors["keys"][layer]
             if size is not None and read is not None and (latent and others or not self._keeps(other, layer)):
-                raise ValueError(f"layer {layer}: {names[0]} and {names[1]} both change its keys or values; only one may")
+                raise ValueError(
+                    f"layer {layer}: {names[0]} and {names[1]} both change its keys or values; only one may"
+                )
             latents.append(None if read is None else size)
         return DepthPlan(**vectors, value_shares=tuple(shares), latents=tuple(latents))
 

@@ -12,12 +12,12 @@ from transformers.cache_utils import DynamicLayer
 import crosslayer
 from crosslayer.core.decoder.caches import cache_bytes
 from crosslayer.core.decoder.columns import ColumnLayer
+from crosslayer.core.packing import pack, unpack
 from crosslayer.core.transformers_versions import CACHE, EMPTY_LAYER
 from crosslayer.eviction.running import evicting
 from crosslayer.probe.intercept import intercepted
 from crosslayer.quantization import cache as cache_module
 from crosslayer.quantization import running
-from crosslayer.core.packing import pack, unpack
 from crosslayer.quantization.codec import RANGE, codec_of, rotation
 from crosslayer.quantization.running import quantized_cache, quantizing, stored_kinds
 from crosslayer.testing.tiny import TOLERANCE, build, config_of, tokens

@@ -92,7 +92,8 @@ def fit_cache(
         if not getattr(cache.layers[layer], "is_initialized", True):
             cache.layers[layer] = EMPTY_LAYER()
     for layer, new_columns in latents.items():
-        if type(cache.layers[layer]) is DynamicLayer and not cache.layers[layer].is_initialized:
+        existing = cache.layers[layer]
+        if type(existing) is DynamicLayer and not existing.is_initialized:
             cache.layers[layer] = ColumnLayer(new_columns, exact=True)
 
 

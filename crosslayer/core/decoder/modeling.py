@@ -121,7 +121,9 @@ class CrossLayerModel(CrossLayerPreTrainedModel):
         self.layers = nn.ModuleList(layers)
         self.empty = layers_without_cache(config)  # computed here, since compiled code could not
         encoders = {i: layer.self_attn.latent_encoder for i, layer in enumerate(layers) if layer.self_attn is not None}
-        self.latent_columns = {i: one.new_columns for i, one in encoders.items() if one is not None and one.new_columns()}
+        self.latent_columns = {
+            i: one.new_columns for i, one in encoders.items() if one is not None and one.stores_codes
+        }
         self.norm, self.rotary_emb = norm(config, config.hidden_size), rotary(config)
         latents = config.plan.latents
         self.first_latent = next((layer for layer, latent in enumerate(latents) if latent is not None), None)

@@ -1,6 +1,7 @@
 """Latents: each layer caches a latent of its keys and values, and makes them of it and of the layer below.
 
-    c_n = W_a Norm(x_n) − W_p [K_m ‖ V_m] + a,  [K_n ‖ V_n] = W_b c_n + W_d [K_m ‖ V_m] + b,  m = the layer below in the group
+    c_n = W_a Norm(x_n) − W_p [K_m ‖ V_m] + a,   m = the layer below in the group
+    [K_n ‖ V_n] = W_b c_n + W_d [K_m ‖ V_m] + b
 
 With `bits` the cache holds codes, of as many bits as a channel is worth, and the layer itself computes with them:
 
@@ -39,22 +40,24 @@ SMALLEST = 2.0**-14  # scale, float16's smallest normal number
 
 @dataclass(frozen=True)
 class Latent(Method):
-    """Every layer caches a latent; in each of the `groups` a layer's keys and values begin with those of the one below."""
+    """Every layer caches a latent; within a group a layer's keys and values begin with those of the layer below."""
 
     calibrated = True
 
     rank: float = 0.5
     """Channels of a latent, as a share of the layer's keys and values together."""
     bits: tuple[tuple[int, ...], ...] | None = None
-    """Bits of the channels instead of `rank`: for each layer, 0 to 8 for each eight channels of keys and values, falling.
-    A latent has no channels with 0 bits."""
+    """Bits of the channels instead of `rank`: for each layer, 0 to 8 for each eight channels of its keys and values,
+    falling. A latent has no channels with 0 bits."""
     groups: tuple[tuple[int, ...], ...] | None = None
     """Groups of 0-based layers in rising order; layers in none stand alone. None: all layers are a group."""
 
     def plan(self, layers: int) -> DepthPlan:
         """Give each layer a latent, and let it read the layer below in its group."""
         if not 0 < self.rank <= 1:
-            raise ValueError(f"latent: rank must be above 0 and at most 1, a share of keys and values, got {self.rank:g}")
+            raise ValueError(
+                f"latent: rank must be above 0 and at most 1, a share of keys and values, got {self.rank:g}"
+            )
         if self.bits is not None:
             self._check_bits(layers)
         groups = (tuple(range(layers)),) if self.groups is None else self.groups
@@ -78,8 +81,8 @@ class Latent(Method):
         for layer, bits in enumerate(self.bits):
             if not any(bits) or not set(bits) <= {0, *STEPS} or list(bits) != sorted(bits, reverse=True):
                 raise ValueError(
-                    f"latent: bits of layer {layer} must be falling numbers from 8 to 0, not all 0, one for each {UNIT} "
-                    f"channels, got {list(bits)}"
+                    f"latent: bits of layer {layer} must be falling numbers from 8 to 0, not all 0, one for each "
+                    f"{UNIT} channels, got {list(bits)}"
                 )
 
     def latent(self, config: Config, wiring: Wiring, layer: int) -> tuple[LatentEncoder, LatentDecoder]:
@@ -89,12 +92,16 @@ class Latent(Method):
         bits = None if self.bits is None else self.bits[layer]
         if bits is not None and UNIT * len(bits) != width:
             raise ValueError(
-                f"latent: keys and values of layer {layer} have {width} channels, so bits must have {width / UNIT:g} entries "
-                f"for each layer, one for each {UNIT} channels, got {len(bits)}"
+                f"latent: keys and values of layer {layer} have {width} channels, so bits must have "
+                f"{width / UNIT:g} entries for each layer, one for each {UNIT} channels, got {len(bits)}"
             )
-        channels = max(1, round(self.rank * width)) if bits is None else UNIT * sum(map(bool, bits))
+        channels = self.channels(layer, width)
         below = len(wiring.plan.reads("keys", layer)) > 1
         return _Encoder(config.hidden_size, width, channels, bits, below), _Decoder(width, channels, bits, below)
+
+    def channels(self, layer: int, width: int) -> int:
+        """Return the channels R of a layer's latent, of `width` = 2·H_kv·D channels of keys and values."""
+        return max(1, round(self.rank * width)) if self.bits is None else UNIT * sum(map(bool, self.bits[layer]))
 
     def inherit(self, weights: dict[str, Tensor], config: Config, wiring: Wiring, merge: str) -> list[str]:
         """Factor W_k and W_v of each layer together, from the weights alone, without the layers below."""
@@ -111,7 +118,7 @@ class Latent(Method):
         both = [weights[f"{prefix}{state}_proj.weight"] for state in "kv"]
         left, values, right = torch.linalg.svd(torch.cat(both).double(), full_matrices=False)  # (W, N), (N,), (N, C)
         encoder, decoder = self.latent(config, wiring, layer)
-        channels, kept = decoder.up.in_features, min(decoder.up.in_features, len(values))
+        kept = min(self.channels(layer, len(left)), len(values))
         states = {f"latent_encoder.{name}": tensor for name, tensor in encoder.double().state_dict().items()}
         states |= {f"latent_decoder.{name}": tensor for name, tensor in decoder.double().state_dict().items()}
         states = {name: torch.zeros_like(tensor, device=left.device) for name, tensor in states.items()}
@@ -120,13 +127,12 @@ class Latent(Method):
         biases = [weights.get(f"{prefix}{state}_proj.bias") for state in "kv"]
         if biases[0] is not None and biases[1] is not None:
             states["latent_decoder.up.bias"] = torch.cat([biases[0], biases[1]]).double()
-        assert channels == states["latent_encoder.down.weight"].shape[0]
         weights |= {prefix + name: tensor.to(both[0].dtype) for name, tensor in states.items()}
         return [prefix + name for name in states]
 
 
 def _coded_size(bits: Sequence[int]) -> LatentSize:
-    """Return the size of a token's codes and scale; eight channels with b bits take b bytes, in 16 bits they take 16."""
+    """Return the size of a token's codes and scale: eight channels with b bits take b bytes instead of 16."""
     size = sum(bits) + SCALE
     return LatentSize(size / (2 * UNIT * len(bits)), size)
 
@@ -136,7 +142,7 @@ class _Encoder(LatentEncoder):
 
     def __init__(self, inputs: int, width: int, channels: int, bits: Sequence[int] | None, below: bool):
         super().__init__()
-        self.bits = bits
+        self.bits, self.stores_codes = bits, bits is not None
         self.down = nn.Linear(inputs, channels)
         self.below = nn.Linear(width, channels, bias=False) if below else None
 
@@ -148,9 +154,10 @@ class _Encoder(LatentEncoder):
             latents = latents - self.below(below)
         return (latents if self.bits is None else _coded(latents, self.bits)).unsqueeze(1)
 
-    def new_columns(self) -> Columns | None:
+    def new_columns(self) -> Columns:
         """Return empty memory for codes."""
-        return None if self.bits is None else CodedColumns(self.bits)
+        assert self.bits is not None
+        return CodedColumns(self.bits)
 
 
 class _Decoder(LatentDecoder):
@@ -207,10 +214,10 @@ def _coded(latents: Tensor, bits: Sequence[int]) -> Tensor:
     step = latents.new_tensor([STEPS[number] for number in numbers])
     most = latents.new_tensor([_middle(number) for number in numbers])
     scale = latents.float().square().mean(-1, keepdim=True).sqrt().clamp(SMALLEST, torch.finfo(torch.float16).max)
-    scale = scale.to(torch.float16).to(latents.dtype)
+    scale = scale.to(torch.float16).to(latents.dtype).detach()
     exact = latents / (scale * step)
     codes = ((exact - 0.5).round() + 0.5).clamp(-most, most)
-    return torch.cat([exact + (codes - exact).detach(), scale.detach()], -1)
+    return torch.cat([exact + (codes - exact).detach(), scale], -1)
 
 
 def _middle(bits: int) -> float:

@@ -44,7 +44,8 @@ class SVFormer(Compensated):
             if layer not in anchors:
                 latest[layer] = latest[layer - 1]
         source = tuple(latest)
-        return DepthPlan(**{state: source if state in shared else own for state in STATES}, mlps=own)
+        queries, keys, values = (source if state in shared else own for state in STATES)
+        return DepthPlan(queries, keys, values, own)
 
     @classmethod
     def from_groups(cls, groups: Sequence[Sequence[int]], layers: int) -> Self:

@@ -17,9 +17,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from crosslayer.core.method import Mixing
+from crosslayer.core.method import LatentDecoder, Mixing
 from crosslayer.output.record import Frozen
-from crosslayer.probe.intercept import AttentionCall, read_counts, stored_shares, visited
+from crosslayer.probe.intercept import AttentionCall, plan_of, read_counts, stored_shares, visited
 from crosslayer.wiring import kv_bits
 
 
@@ -29,7 +29,7 @@ class Attention:
 
     `stored` is the fraction of its keys and of its values that is stored; `sources` is from how many layers it reads
     keys and values; `row` is over how many of them attention runs, concatenated. `kind` is the type of a quantised
-    cache in which it stores them, None: as they are.
+    cache in which it stores them, None: as they are. `codes` are the bytes of a token's latent if it consists of codes.
     """
 
     heads: int
@@ -38,9 +38,10 @@ class Attention:
     value_size: int
     window: int | None = None
     stored: tuple[float, float] = (1.0, 1.0)
-    sources: tuple[int, int] = (1, 1)
+    sources: tuple[float, float] = (1, 1)
     row: int = 1
     kind: str | None = None
+    codes: int | None = None
 
     def read(self, length: int) -> int:
         """Return how many elements of keys and values a new token reads from `length` cached ones, for a batch of 1."""
@@ -52,6 +53,8 @@ class Attention:
 
     def kept_bytes(self, length: int, itemsize: int) -> float:
         """Return how many bytes the cache holds for `length` tokens, for a batch of 1."""
+        if self.codes is not None:
+            return -(-length // kv_bits.BLOCK) * kv_bits.BLOCK * self.codes
         if self.kind is None:
             return self.kept(length) * itemsize
         sizes = zip(self.stored, (self.key_size, self.value_size), strict=True)
@@ -79,7 +82,8 @@ class Structure:
 
     `matrices` and `head` count elements: of all weight matrices that every token passes through (without embeddings),
     and of the language model's head, which runs only for tokens whose logits are needed. `shape` is (outputs, inputs)
-    of the largest matrix; `itemsize` is bytes per element.
+    of the largest matrix; `itemsize` is bytes per element. `latents` counts those elements that make keys and values of
+    latents, through which every cached token passes, too.
     """
 
     matrices: int
@@ -87,6 +91,7 @@ class Structure:
     shape: tuple[int, int]
     attention: tuple[Attention, ...]
     itemsize: int
+    latents: int = 0
 
     def prefill_flops(self, batch: int, tokens: int) -> tuple[int, int]:
         """Return FLOPs of a prompt (B, T): of the matrices without the head, and of attention."""
@@ -126,6 +131,8 @@ def attentions(model: PreTrainedModel, kinds: Sequence[str | None] = ()) -> tupl
     attention = []
     for layer, call in sorted(calls.items()):
         shares, sources = stored_shares(config, layer), read_counts(config, layer)
+        plan = plan_of(config)
+        latent = None if plan is None else plan.latents[layer]
         attention.append(
             Attention(
                 heads=call.query.shape[1],
@@ -137,6 +144,7 @@ def attentions(model: PreTrainedModel, kinds: Sequence[str | None] = ()) -> tupl
                 sources=(sources["keys"], sources["values"]),
                 row=call.key.shape[2] // call.query.shape[2],  # above 1 if keys of several layers are concatenated
                 kind=kinds[layer] if kinds else None,
+                codes=None if latent is None else latent.bytes,
             )
         )
     return tuple(attention)
@@ -168,6 +176,13 @@ def structure(model: PreTrainedModel, kinds: Sequence[str | None] = ()) -> Struc
         shape=(largest.shape[0], largest.shape[1]),
         attention=attention,
         itemsize=matrices[0].element_size(),
+        latents=sum(
+            parameter.numel()
+            for module in model.modules()
+            if isinstance(module, LatentDecoder)
+            for parameter in module.parameters()
+            if parameter.ndim == 2
+        ),
     )
 
 
@@ -252,6 +267,9 @@ def predict(model: Structure, rates: Rates, load: Load, operators: Operators) ->
         "copies": model.copied_bytes(load.batch, halfway) / rates.copies,
     }
     static = {"weights": weights, "states": model.state_bytes(load.batch, load.total) / rates.states}
+    if model.latents:
+        for work, length in ((dynamic, halfway), (static, load.total)):
+            work["latents"] = 2 * model.latents * load.batch * length / rates.matrices
     measures = [
         ("ttft", prefill, operators.dynamic),
         ("tpot_dynamic", dynamic, operators.dynamic),

@@ -8,6 +8,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from crosslayer.core.decoder.caches import cache_bytes
+from crosslayer.core.decoder.columns import ColumnLayer
 from crosslayer.core.plan import DepthPlan
 from crosslayer.core.transformers_versions import CACHE
 from crosslayer.probe.shapes import LayerShape
@@ -49,7 +50,7 @@ class CacheShare:
 
 @torch.no_grad()
 def allocated(model: PreTrainedModel, context: int = CONTEXT) -> float:
-    """Return the bytes that a dynamic cache allocates for each of `context` tokens.
+    """Return the bytes that a dynamic cache allocates for each of `context` tokens, without blocks allocated ahead.
 
     A short prompt shows what each layer stores. A cache is then filled with `context` tokens of it, layer by layer and
     in two steps, so that sliding windows are cut as in decoding. The model never runs on the long context.
@@ -59,6 +60,8 @@ def allocated(model: PreTrainedModel, context: int = CONTEXT) -> float:
     model(input_ids=ids, **{CACHE: cache}, use_cache=True, logits_to_keep=1)
     total = 0
     for index, layer in enumerate(cache.layers):
+        if isinstance(layer, ColumnLayer):
+            total += context * sum(t[:, :, :1].nbytes for columns in layer.columns for t in columns.tensors())
         if not isinstance(layer, DynamicLayer) or layer.keys is None or layer.values is None:
             continue
         filled = DynamicCache(config=model.config)

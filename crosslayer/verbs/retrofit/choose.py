@@ -44,7 +44,8 @@ def choose(
     """
     layers, cls, option = model.config.num_hidden_layers, request.method_class, request.options.layers
     if request.method is not None:
-        find_sublayers(model).check(request.method.plan(layers))
+        if not request.method.calibrated:
+            find_sublayers(model).check(request.method.plan(layers))
         return [request.method], Choice(how="as options")
     if cls is None:
         return methods_by_damage(model, windows, request, progress)

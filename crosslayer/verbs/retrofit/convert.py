@@ -22,6 +22,7 @@ from crosslayer.core.methods import Entry, load_methods, merge_plans, to_entry
 from crosslayer.core.options import check_choice
 from crosslayer.core.plan import DepthPlan
 from crosslayer.verbs.retrofit.calibrate import Text, calibrate, uncovered_layers, why_no_refit
+from crosslayer.verbs.retrofit.latents import StateMoments, fit_latents, latent_of, measure_moments
 from crosslayer.verbs.retrofit.moments import FITS, LAYER_ONLY, REFITS, Fit
 from crosslayer.verbs.retrofit.result import Weights
 
@@ -173,6 +174,7 @@ def convert(
     merge: str = "first",
     progress: Callable[[int, int], None] | None = None,
     share_weights: bool = False,
+    moments: Sequence[StateMoments] | None = None,
 ) -> Converted:
     """Convert a pretrained model to share or leave out attention; the original is not changed.
 
@@ -191,6 +193,7 @@ def convert(
         merge: how to merge a group's pretrained weights, one of a method's `merges`.
         progress: called after each calibrated layer with (done, total).
         share_weights: share kept tensors with `model`; training one then changes both.
+        moments: for latents, what `measure_moments` measured; by default it is measured on `calibration`.
 
     Raises:
         ValueError: the family, the methods or the options are not supported, or the calibration text is too short.
@@ -204,6 +207,13 @@ def convert(
         raise ValueError(f"{names} changes nothing with these options; give layers")
     initial, fits = convert_weights(model, chosen, merge), []
     converted = initial.model
+    if latent_of(chosen) is not None and (moments is not None or calibration is not None):
+        plain = plain_decoder(model)
+        assert isinstance(converted, CrossLayerForCausalLM)
+        if moments is None:
+            text = {"text": calibration} if isinstance(calibration, Tensor) else calibration
+            moments = measure_moments(plain, text or {}, converted.config.plan, progress=progress)
+        fit_latents(plain, converted, moments)
     if fit not in REFITS and not any(isinstance(module, Compensation) for module in converted.modules()):
         fit = None
     elif fit != "zero":

@@ -6,8 +6,8 @@ For a layer's keys and values y (before qk-norm and rotary embedding) and those 
     G = E[g gᵀ],  g = the gradient of the loss in y on the model's own samples (the Fisher information)
     G^½ Cov(r) G^½ = E Λ Eᵀ,   latent c = Λ^(−½) Eᵀ G^½ r,   r ≈ G^(−½) E Λ^½ c
 
-So an error of variance v in a channel of c costs v λ / 2 nats a token, in any layer. Bits go to the channel where one more
-saves most, until the budget is spent: reverse water-filling, as in the coding of Gaussian sources.
+So an error of variance v in a channel of c costs v λ / 2 nats a token, in any layer. Bits go to the channel where one
+more saves most, until the budget is spent: reverse water-filling, as in the coding of Gaussian sources.
 
 Shapes: N sequences, T tokens, C hidden, W = 2·H_kv·D channels of keys and values, L layers, R channels of a latent.
 """
@@ -24,6 +24,8 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from crosslayer.core.decoder.modeling import CrossLayerForCausalLM
+from crosslayer.core.method import Method
+from crosslayer.core.methods import merge_plans
 from crosslayer.core.methods.latent import ERRORS, SCALE, STEPS, UNIT, Latent
 from crosslayer.core.plan import DepthPlan
 from crosslayer.probe.intercept import evaluating
@@ -38,7 +40,7 @@ ROUNDS = 3  # the bits decide on the errors of the layer below, and those on the
 
 @dataclass(frozen=True)
 class StateMoments:
-    """Moments of a layer's keys and values: mean (W,), covariance, that with the layer below, and Fisher information."""
+    """A layer's keys and values: mean (W,), covariance, that with the layer below, and Fisher information, (W, W)."""
 
     mean: Tensor
     covariance: Tensor
@@ -122,7 +124,7 @@ def choose_bits(moments: Sequence[StateMoments], plan: DepthPlan, share: float) 
 
 
 def find_bases(moments: Sequence[StateMoments], plan: DepthPlan, errors: Tensor) -> list[Basis]:
-    """Return the basis of each layer's latent, if its channels are read with mean square `errors` (L, W) of variance 1."""
+    """Return the basis of each layer's latent, whose channels are read with mean square `errors` (L, W)."""
     bases, read_errors = [], []
     for layer, own in enumerate(moments):
         covariance, prediction = own.covariance, None
@@ -141,9 +143,10 @@ def find_bases(moments: Sequence[StateMoments], plan: DepthPlan, errors: Tensor)
 
 @torch.no_grad()
 def fit_latents(original: CrossLayerForCausalLM, model: CrossLayerForCausalLM, moments: Sequence[StateMoments]) -> None:
-    """Set the weights of every latent of `model` by the moments of `original`, the plain decoder with the same weights."""
+    """Set the weights of every latent of `model` by the moments of `original`, the plain decoder."""
     plan, width = model.config.plan, len(moments[0].mean)
-    (method,) = [one for one in model.config.methods if isinstance(one, Latent)]
+    method = latent_of(model.config.methods)
+    assert method is not None
     errors = torch.ones(plan.layers, width, dtype=torch.float64)
     for layer in range(plan.layers):
         if method.bits is None:
@@ -155,14 +158,22 @@ def fit_latents(original: CrossLayerForCausalLM, model: CrossLayerForCausalLM, m
         attention: nn.Module | None = after.self_attn
         assert attention is not None and before.self_attn is not None
         projections = [before.self_attn.get_submodule(f"{state}_proj") for state in "kv"]
-        steps = None if method.bits is None else [STEPS[bits] for bits in method.bits[layer] if bits for _ in range(UNIT)]
+        steps = (
+            None if method.bits is None else [STEPS[bits] for bits in method.bits[layer] if bits for _ in range(UNIT)]
+        )
         below = [moments[i].mean for i in _below(plan, layer)]
         _write(attention, projections, bases[layer], moments[layer].mean, below, steps)
 
 
-def with_bits(method: Latent, moments: Sequence[StateMoments], layers: int, share: float) -> Latent:
-    """Return a method with bits for a share of the cache."""
-    return dataclasses.replace(method, bits=choose_bits(moments, method.plan(layers), share))
+def latent_of(methods: Sequence[Method]) -> Latent | None:
+    """Return the method among several that gives layers latents."""
+    return next((method for method in methods if isinstance(method, Latent)), None)
+
+
+def with_bits(methods: Sequence[Method], moments: Sequence[StateMoments], share: float) -> list[Method]:
+    """Return methods whose latents have bits for a share of the cache."""
+    bits = choose_bits(moments, merge_plans(methods, len(moments)), share)
+    return [dataclasses.replace(one, bits=bits) if isinstance(one, Latent) else one for one in methods]
 
 
 def _write(

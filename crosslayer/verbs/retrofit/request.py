@@ -46,7 +46,8 @@ class RetrofitOptions(Options):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if sum(value is not None for value in (self.method, self.kv_budget, self.kl_budget)) != 1:
+        given = [value is not None for value in (self.method, self.kv_budget, self.kl_budget)]
+        if given != [True, True, False] and sum(given) != 1:  # a method's latents may have a budget
             raise ValueError(
                 "give one of `method`, `kv_budget` and `kl_budget`; the budgets choose methods and layers themselves"
             )
@@ -85,7 +86,8 @@ class Request:
             self.select = options.select or selects(self.method_class)[0]
         self.many_tokens = self.select == "correlation"  # the choice reads the whole calibration text
         self.fit = options.compensation or self._default_fit(post_norms)
-        self.fits = self.fit not in ("none", "zero")  # on calibration text
+        self.calibrates = self.method is not None and self.method.calibrated  # the method itself is fitted to text
+        self.fits = self.fit not in ("none", "zero") or self.calibrates  # on calibration text
         self.adds = self.fit not in ("none", "refit-o")  # a W_c, wherever a method may have one
         self._check()
 
@@ -159,6 +161,11 @@ class Request:
             if option in choices:
                 check_choice("retrofit", option, value, choices[option])
         chosen = self.method or cls
+        if chosen is not None and options.kv_budget is not None and not self.calibrates:
+            raise ValueError(
+                f"`kv_budget` chooses methods and layers itself, or the bits of `method` latent; remove it, or "
+                f"`method` {chosen.name()}"
+            )
         if self.fit in REFITS and chosen is not None and not chosen.grouped:
             raise ValueError(
                 f"`compensation` {self.fit} refits W_o of layers that read another layer's states, and {chosen.name()} "

@@ -1,7 +1,7 @@
 """A whole retrofit: choose layers, convert, calibrate, measure the damage, and return a report."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -10,12 +10,13 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from crosslayer.core.decoder.weights import to_config
+from crosslayer.core.method import Method
 from crosslayer.core.methods import Entry, merge_plans, to_entry
 from crosslayer.corpus.windows import Windows
 from crosslayer.models.load import load_config, model_facts, public_name, ready_model
 from crosslayer.models.origin import origin
 from crosslayer.output.progress import Meter, Silent
-from crosslayer.probe.intercept import evaluating, no_cache
+from crosslayer.probe.intercept import evaluating, no_cache, plan_of
 from crosslayer.probe.tokens import check_ids
 from crosslayer.probe.what_if import find_sublayers
 from crosslayer.verbs.needles.retrieval import PROMPT_TOKENS, measure_retrieval
@@ -23,8 +24,9 @@ from crosslayer.verbs.retrofit.alternatives import MEASURED, WINDOWS, measure_al
 from crosslayer.verbs.retrofit.cache import CacheShare, allocated
 from crosslayer.verbs.retrofit.calibrate import POST_NORM_ERROR, input_width
 from crosslayer.verbs.retrofit.choose import choose
-from crosslayer.verbs.retrofit.convert import Converted, convert
+from crosslayer.verbs.retrofit.convert import Converted, convert, plain_decoder
 from crosslayer.verbs.retrofit.damage import by_domain, logits_of, logits_uncompensated, losses
+from crosslayer.verbs.retrofit.latents import StateMoments, measure_moments, with_bits
 from crosslayer.verbs.retrofit.moments import REFITS, check_enough
 from crosslayer.verbs.retrofit.request import Request, RetrofitOptions, plain_method
 from crosslayer.verbs.retrofit.result import (
@@ -164,6 +166,9 @@ def _report(
     seen = texts.calibration if windows.keys() & {"calibration", "choice", "search"} else ()
     choosing = time.perf_counter()
     methods, choice = choose(model, request, windows, progress)
+    moments = _moments(model, methods, calibration, options, progress) if request.calibrates else None
+    if moments is not None and options.kv_budget is not None:
+        methods = with_bits(methods, moments, options.kv_budget)
     converting = time.perf_counter()
     fit = request.fit_of(methods)
     with progress("calibrating", model.config.num_hidden_layers) as bar:
@@ -176,6 +181,7 @@ def _report(
             merge=options.merge,
             progress=bar.step,
             share_weights=model is not source,
+            moments=moments,
         )
     measuring = time.perf_counter()
     damage = _evaluate(model, converted, windows["evaluation"], frozenset(seen), options.seed, progress)
@@ -211,6 +217,19 @@ def _report(
         seconds={name: round(end - start, 2) for name, (start, end) in zip(phases, pairwise(moments), strict=True)},
     )
     return report.of_model(converted.model, tokenizer)
+
+
+def _moments(
+    model: PreTrainedModel,
+    methods: Sequence[Method],
+    calibration: Mapping[str, Tensor],
+    options: RetrofitOptions,
+    progress: Meter,
+) -> list[StateMoments]:
+    """Measure keys and values on calibration text, for latents."""
+    plan = merge_plans(methods, model.config.num_hidden_layers)
+    with progress("measuring keys and values", sum(map(len, calibration.values()))) as bar:
+        return measure_moments(plain_decoder(model), calibration, plan, options.seed, bar.step)
 
 
 def _announce_time(
@@ -277,6 +296,7 @@ def _evaluate(
 def _calibration(converted: Converted, request: Request, windows: Mapping[str, Tensor]) -> Calibration:
     """Return how weights were fitted, on windows (N, T) by domain."""
     fit = converted.fit if converted.fits and converted.fit is not None else request.fit
+    fit = "fisher" if request.calibrates else fit
     return Calibration(fit=fit, windows={name: len(ids) for name, ids in windows.items()}, layers=converted.fits)
 
 
@@ -297,6 +317,11 @@ def _alternatives(
 def _cache(model: PreTrainedModel, converted: PreTrainedModel, context: int | None) -> CacheRecord:
     context = CacheShare(find_sublayers(model).shapes, context).context
     before, after = allocated(model, context), allocated(converted, context)
+    plan = plan_of(converted.config)
+    if plan is not None and any(latent is not None and latent.bytes for latent in plan.latents):
+        before *= (
+            2 / model.dtype.itemsize
+        )  # codes have the same size whatever the dtype; the original's is 16 bits then
     return CacheRecord(
         context=context, bytes_per_token_before=before, bytes_per_token_after=after, share=after / before
     )

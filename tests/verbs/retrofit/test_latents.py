@@ -1,0 +1,151 @@
+"""Latents fitted to text: moments, bits, and what the fitted model computes."""
+
+import numpy as np
+import pytest
+import torch
+
+from crosslayer import convert, retrofit
+from crosslayer.core.methods.latent import ERRORS, SCALE, UNIT, Latent
+from crosslayer.testing.tiny import build, config_of, tokens
+from crosslayer.verbs.retrofit import latents
+from crosslayer.verbs.retrofit.convert import plain_decoder
+from crosslayer.verbs.retrofit.latents import choose_bits, find_bases, measure_moments
+
+SHAPE = {"attention_bias": True, "qk_norm": True}
+TEXT = {"one": tokens(6, 24), "two": tokens(6, 24, seed=1)}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build(config_of(None, **SHAPE))
+
+
+@pytest.fixture(scope="module")
+def moments(model):
+    return measure_moments(plain_decoder(model), TEXT, Latent().plan(6))
+
+
+def test_moments(model, moments):
+    """Mean and covariances by loops over tokens, of which the first of a text counts more."""
+    with torch.no_grad():
+        streams = model(torch.cat(list(TEXT.values())), output_hidden_states=True).hidden_states
+        states = []
+        for layer in (2, 3):
+            block = model.model.layers[layer]
+            normed = block.input_layernorm(streams[layer])
+            both = torch.cat([block.self_attn.k_proj(normed), block.self_attn.v_proj(normed)], -1)
+            states.append([(latents.FIRST if t == 0 else 1, row[t]) for row in both for t in range(24)])
+    total = sum(weight for weight, _ in states[1])
+    means = [sum(weight * y for weight, y in rows) / total for rows in states]
+    assert torch.allclose(moments[3].mean, means[1])
+    covariance = sum(weight * torch.outer(y - means[1], y - means[1]) for weight, y in states[1]) / total
+    assert torch.allclose(moments[3].covariance, covariance)
+    pairs = zip(*states, strict=True)
+    with_below = sum(weight * torch.outer(y - means[1], below - means[0]) for (weight, below), (_, y) in pairs) / total
+    assert torch.allclose(moments[3].with_below, with_below)
+
+
+def test_information_is_that_of_the_loss(model):
+    """Moving a layer's values by δ costs ½ δᵀ G δ nats a token, when every token of many texts moves by itself."""
+    text = {"text": tokens(160, 12)}
+    information = measure_moments(plain_decoder(model), text, Latent(groups=()).plan(6))[5].information[16:, 16:]
+    generator = torch.Generator().manual_seed(0)
+    size = 0.05
+    moved, changes = build(config_of(None, **SHAPE)), []
+    with torch.no_grad():
+        before = moved(text["text"]).logits.log_softmax(-1)
+        for _ in range(4):
+            noise = size * torch.randn(160, 12, 16, generator=generator, dtype=torch.float64)
+            noise[:, 0] = 0  # the information is that of all tokens but the first
+            hook = moved.model.layers[5].self_attn.v_proj.register_forward_hook(
+                lambda m, i, out, noise=noise: out + noise
+            )
+            after = moved(text["text"]).logits.log_softmax(-1)
+            hook.remove()
+            changes.append(float((before.exp() * (before - after)).sum(-1).sum() / (160 * 12)))
+    expected = float(information.trace()) * size**2 / 2
+    # gradients of sampled tokens: 160 texts of 11 tokens, each with one sample, leave about a tenth
+    assert np.mean(changes) == pytest.approx(expected, rel=0.25)
+
+
+@pytest.mark.parametrize("groups", [None, (), ((0, 2, 5), (1, 3))])
+def test_full_rank_changes_nothing(model, groups):
+    converted = convert(model, Latent(rank=1.0, groups=groups), calibration=TEXT).model
+    with torch.no_grad():
+        gap = (converted(TEXT["one"]).logits - model(TEXT["one"]).logits).abs().max()
+    assert gap < 1e-5  # float32 norms
+
+
+def test_bases(moments):
+    """Channels have variance 1 and no correlation, and an error of one costs its λ."""
+    plan = Latent(groups=()).plan(6)
+    for own, basis in zip(moments, find_bases(moments, plan, torch.ones(6, 32)), strict=True):
+        assert torch.allclose(basis.down @ own.covariance @ basis.down.T, torch.eye(32).double(), atol=1e-6)
+        ridge = latents.RIDGE * own.information.diagonal().mean() * torch.eye(32).double()
+        costs = basis.up.T @ (own.information + ridge) @ basis.up
+        assert torch.allclose(costs, basis.cost.diag(), atol=1e-8 * float(basis.cost.max()))
+
+
+@pytest.mark.parametrize("share", [0.08, 0.15, 0.3])
+def test_bits_cannot_be_exchanged(moments, share):
+    """All bytes are spent, and moving a bit from one unit to another saves nothing."""
+    plan = Latent(groups=()).plan(6)
+    bits = choose_bits(moments, plan, share)
+    assert sum(map(sum, bits)) + 6 * SCALE == round(share * 2 * 32 * 6)
+    cost = torch.stack([basis.cost for basis in find_bases(moments, plan, torch.ones(6, 32))])
+    cost = cost.unflatten(1, (-1, UNIT)).mean(-1).flatten().tolist()
+    flat = [number for row in bits for number in row]
+    more = [c * (ERRORS[b] - ERRORS[b + 1]) if b < 8 else 0.0 for c, b in zip(cost, flat, strict=True)]
+    less = [
+        c * (ERRORS[b - 1] - ERRORS[b]) if b > (index % 4 == 0) else float("inf")
+        for index, (c, b) in enumerate(zip(cost, flat, strict=True))
+    ]
+    assert max(more) <= min(less) * (1 + 1e-9)
+
+
+def test_the_fit_is_better_than_weights_alone(model):
+    def divergence(converted):
+        with torch.no_grad():
+            ids = tokens(8, 24, seed=2)
+            before, after = (one(ids).logits.log_softmax(-1) for one in (model, converted))
+            return float((before.exp() * (before - after)).sum(-1).mean())
+
+    method = Latent(rank=0.5)
+    assert divergence(convert(model, method, calibration=TEXT).model) < divergence(convert(model, method).model)
+
+
+def test_report(model):
+    """A budget becomes bits, and the report's bytes are the cache's."""
+    report = retrofit(
+        model,
+        {"one": tokens(20, 24)},
+        method=Latent(groups=((0, 1, 2), (3, 4, 5))),
+        kv_budget=0.15,
+        calibration_text={"two": TEXT["two"]},
+        windows=16,
+        calibration=6,
+        length=24,
+        needles=False,
+        alternatives=False,
+    )
+    assert report.cache.share == pytest.approx(0.15, abs=0.01)
+    (method,) = report.methods
+    assert len(method["bits"]) == 6 and method["groups"] == ((0, 1, 2), (3, 4, 5))
+    assert report.calibration.fit == "fisher"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"method": "latent", "kv_budget": 0.001},
+            "`kv_budget` must be 0.047 to 0.531 for latents with bits, got 0.001",
+        ),
+        ({"method": "drop", "kv_budget": 0.5}, "or the bits of `method` latent"),
+        ({"method": "latent", "kl_budget": 0.5}, "give one of"),
+        ({"method": "latent", "kv_budget": 0.2, "layers": "1,2"}, "`layers` 1,2 has no effect"),
+    ],
+)
+def test_refusals(model, options, message):
+    with pytest.raises(ValueError, match=message):
+        retrofit(model, {"one": tokens(20, 24)}, windows=16, calibration=4, length=24, **options)

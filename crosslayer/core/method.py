@@ -21,16 +21,11 @@ from crosslayer.core.plan import CACHED, STATES, DepthPlan
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig as Config
-
-    from crosslayer.core.decoder.columns import Columns
 else:
     Config = Any  # importing it takes a second, which the table of methods should not need
 
-TARGETS = (
-    "attention",
-    "heads",
-    "mlp",
-)  # a linear compensation (W_c) adds after W_o, before W_o, or to the MLP's update
+# a linear compensation (W_c) adds after W_o, before W_o, or to the MLP's update
+TARGETS = ("attention", "heads", "mlp")
 Carry = dict[str, Any]  # what earlier layers pass to later ones: replaced, never mutated
 State = Tensor | None  # queries, keys or values; None if the layer reads another layer's
 Mixed = tuple[State, State, State, Carry]
@@ -120,41 +115,6 @@ class StateReader(Mixing):
                 several are the first of the sequence and attend causally.
             new: T, the number of new tokens.
 
-        """
-        raise NotImplementedError
-
-
-class LatentEncoder(Mixing):
-    """Makes the latents that a layer caches instead of its keys and values.
-
-    If `stores_codes`, a dynamic cache stores them in the memory of `new_columns`, which returns them unchanged.
-    """
-
-    stores_codes = False
-
-    def forward(self, hidden_states: Tensor, below: Tensor | None) -> Tensor:
-        """Return latents (B, 1, T, R) of new tokens.
-
-        Args:
-            hidden_states: (B, T, C), the input of the key projection.
-            below: (B, T, 2·H_kv·D), the keys and values that the layer below in the plan has of these tokens, as its
-                `LatentDecoder` returns them; None if the layer reads none.
-
-        """
-        raise NotImplementedError
-
-    def new_columns(self) -> "Columns":
-        """Return empty memory for the latents of a layer."""
-        raise NotImplementedError
-
-
-class LatentDecoder(Mixing):
-    """Makes keys and values of cached latents."""
-
-    def forward(self, latents: Tensor, below: Tensor | None) -> Tensor:
-        """Return keys and values (B, S, 2·H_kv·D) of latents (B, 1, S, R), before qk-norm and rotary embedding.
-
-        `below` (B, S, 2·H_kv·D) are those of the layer below in the plan, None if the layer reads none.
         """
         raise NotImplementedError
 
@@ -266,14 +226,12 @@ class Wiring:
     def carried(self) -> tuple[Mapping[int, str], ...]:
         """(L,), for each state (index in `STATES`) that later layers read, its name in the carry."""
         slots = [self.plan.slots(state) for state in STATES]
-        return tuple(
-            {
-                n: f"{state}.{slots[n][layer]}"
-                for n, state in enumerate(STATES)
-                if slots[n][layer] is not None and (state not in CACHED or self.plan.latents[layer] is None)
-            }
-            for layer in range(self.plan.layers)
-        )
+        carried: list[dict[int, str]] = [{} for _ in range(self.plan.layers)]
+        for number, state in enumerate(STATES):
+            for layer, slot in enumerate(slots[number]):
+                if slot is not None and (state not in CACHED or self.plan.latents[layer] is None):
+                    carried[layer][number] = f"{state}.{slot}"
+        return tuple(carried)
 
     @cached_property
     def reads_several(self) -> tuple[bool, ...]:
@@ -297,7 +255,6 @@ class Method:
     - `parts`: which sublayers the method can act on (`--part`), if there is a choice; the first is the default.
     - `reads_tokens`: its modules read the ids of the new tokens (B, T) from `carry[TOKENS]`; the model then needs
       `input_ids` and refuses `inputs_embeds`.
-    - `calibrated`: a retrofit fits the method's weights to text.
     - `merges`: how pretrained weights of a group can be merged; the first, "first", leaves them as they are.
     """
 
@@ -308,7 +265,6 @@ class Method:
     parts: ClassVar[tuple[str, ...]] = ()
     merges: ClassVar[tuple[str, ...]] = ("first",)
     reads_tokens: ClassVar[bool] = False
-    calibrated: ClassVar[bool] = False
 
     def plan(self, layers: int) -> DepthPlan:
         """Return which layer reads which states."""
@@ -322,8 +278,8 @@ class Method:
         """Return the module that combines states of several sources; called only for layers that read several."""
         return None
 
-    def latent(self, config: Config, wiring: Wiring, layer: int) -> tuple[LatentEncoder, LatentDecoder] | None:
-        """Return the modules of a layer's latent; called only for layers that have one."""
+    def latent(self, config: Config, wiring: Wiring, layer: int) -> tuple[Any, Any] | None:
+        """Return the encoder and the decoder of a layer's latent (core/latents); called for layers that have one."""
         return None
 
     def windows(self, layers: int) -> tuple[int | None, ...] | None:
@@ -423,10 +379,8 @@ def options_of(method: Method | type[Method]) -> list[dataclasses.Field]:
 
 def mixes(method: Method) -> bool:
     """Return whether a method adds modules that mix states or streams, beside its plan."""
-    cls = type(method)
-    return any(
-        getattr(cls, name) is not getattr(Method, name) for name in ("heads", "reader", "latent", "residual", "final")
-    )
+    names = ("heads", "reader", "latent", "residual", "final")
+    return any(getattr(type(method), name) is not getattr(Method, name) for name in names)
 
 
 def state_reader(config: Config, wiring: Wiring, layer: int) -> StateReader:

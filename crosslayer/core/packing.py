@@ -1,6 +1,6 @@
 """Codes of few bits, packed into bytes.
 
-Shapes: D channels, of which bits · D is a multiple of 8.
+Shapes: D channels; bits · D is a multiple of 8.
 """
 
 import torch

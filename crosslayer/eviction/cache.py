@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from crosslayer.core.decoder.columns import ColumnLayer
+from crosslayer.core.columns import ColumnLayer
 from crosslayer.eviction.state import GroupState
 
 

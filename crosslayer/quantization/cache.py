@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 
-from crosslayer.core.decoder.columns import ColumnLayer, Columns
+from crosslayer.core.columns import ColumnLayer, Columns
 from crosslayer.quantization.codec import codec_of, rotated, rotates
 from crosslayer.wiring.kv_bits import KvBits, keeps_recent
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import CacheLayerMixin
 
+from crosslayer.core.columns import BLOCK, ColumnLayer
 from crosslayer.core.decoder import CrossLayerConfig, CrossLayerForCausalLM
-from crosslayer.core.decoder.columns import BLOCK, ColumnLayer
 from crosslayer.core.methods import Entry
 from crosslayer.core.plan import CACHED
 from crosslayer.core.transformers_versions import CACHE

@@ -273,7 +273,7 @@ def test_bad_evictions_are_refused_with_a_reason(spec, message):
         ("mistral", "layer 0 has"),
         ("qwen3_next", "layer 0 has linear attention"),
         ("gemma2", "full attention"),
-        ("deepseek_v3", "caches compressed keys and values"),
+        ("deepseek_v3", "caches latents of keys and values"),
     ],
 )
 def test_models_without_full_attention_are_refused(family, message):

@@ -10,8 +10,8 @@ from transformers import AutoConfig, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 import crosslayer
+from crosslayer.core.columns import ColumnLayer
 from crosslayer.core.decoder.caches import cache_bytes
-from crosslayer.core.decoder.columns import ColumnLayer
 from crosslayer.core.packing import pack, unpack
 from crosslayer.core.transformers_versions import CACHE, EMPTY_LAYER
 from crosslayer.eviction.running import evicting
@@ -280,7 +280,7 @@ def test_bad_bits_are_refused_with_a_reason(bits, message):
         ("bert", "keeps no KV cache"),
         ("falcon_h1", "layer 0 has full"),
         ("mistral", "no layer of the model stores"),
-        ("deepseek_v3", "caches compressed keys and values"),
+        ("deepseek_v3", "caches latents of keys and values"),
     ],
 )
 def test_models_without_keys_and_values_of_all_tokens_are_refused(family, message):

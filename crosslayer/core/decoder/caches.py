@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, QuantizedCache
 from transformers.cache_utils import DynamicLayer, StaticLayer
 
-from crosslayer.core.decoder.columns import ColumnLayer, Columns
+from crosslayer.core.columns import ColumnLayer, Columns
 from crosslayer.core.decoder.configuration import CrossLayerConfig
 from crosslayer.core.transformers_versions import CACHES_KNOW_READERS, EMPTY_LAYER
 

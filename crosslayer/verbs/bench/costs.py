@@ -17,7 +17,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from crosslayer.core.method import LatentDecoder, Mixing
+from crosslayer.core.latents import LatentDecoder
+from crosslayer.core.method import Mixing
 from crosslayer.output.record import Frozen
 from crosslayer.probe.intercept import AttentionCall, plan_of, read_counts, stored_shares, visited
 from crosslayer.wiring import kv_bits

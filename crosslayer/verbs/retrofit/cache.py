@@ -7,8 +7,8 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
+from crosslayer.core.columns import ColumnLayer
 from crosslayer.core.decoder.caches import cache_bytes
-from crosslayer.core.decoder.columns import ColumnLayer
 from crosslayer.core.plan import DepthPlan
 from crosslayer.core.transformers_versions import CACHE
 from crosslayer.probe.shapes import LayerShape

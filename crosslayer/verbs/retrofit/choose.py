@@ -5,6 +5,7 @@ Shapes: N sequences, B of a batch, T tokens, C hidden, H key-value heads, D head
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ from crosslayer.probe.what_if import find_sublayers, what_if
 from crosslayer.verbs.diagnose.groups import PAPER_SIZE, Groups, paper_groups, similar_groups
 from crosslayer.verbs.diagnose.run import diagnose
 from crosslayer.verbs.retrofit.convert import plain_decoder
+from crosslayer.verbs.retrofit.latents import StateMoments, measure_moments, with_bits
 from crosslayer.verbs.retrofit.moments import RANK_CUTOFF, TOKENS_PER_INPUT
 from crosslayer.verbs.retrofit.request import Request
 from crosslayer.verbs.retrofit.result import Choice
@@ -32,23 +34,31 @@ from crosslayer.verbs.retrofit.search import MethodClass
 from crosslayer.verbs.retrofit.streams import Streams
 from crosslayer.verbs.retrofit.trade_off import methods_by_damage
 
+
+class Chosen(NamedTuple):
+    """The methods with their layers, the record of the choice and, for latents, moments of keys and values."""
+
+    methods: list[Method]
+    choice: Choice
+    moments: list[StateMoments] | None = None
+
+
 States = dict[int, tuple[Tensor, Tensor]]  # keys and values by layer, (H, T, D) each
 
 
-def choose(
-    model: PreTrainedModel, request: Request, windows: dict[str, Windows], progress: Meter
-) -> tuple[list[Method], Choice]:
-    """Return the methods with their layers, and the record of the choice.
+def choose(model: PreTrainedModel, request: Request, windows: dict[str, Windows], progress: Meter) -> Chosen:
+    """Return the methods with their layers, the record of the choice and, for latents, moments of keys and values.
 
     `windows` is text by purpose, as in `Texts.window_counts`.
     """
     layers, cls, option = model.config.num_hidden_layers, request.method_class, request.options.layers
+    if request.calibrates:
+        return _latents(model, request, windows["calibration"], progress)
     if request.method is not None:
-        if not request.method.calibrated:
-            find_sublayers(model).check(request.method.plan(layers))
-        return [request.method], Choice(how="as options")
+        find_sublayers(model).check(request.method.plan(layers))
+        return Chosen([request.method], Choice(how="as options"))
     if cls is None:
-        return methods_by_damage(model, windows, request, progress)
+        return Chosen(*methods_by_damage(model, windows, request, progress))
     if option == "auto":
         groups = _automatic(model, request, cls, windows["calibration" if request.many_tokens else "choice"], progress)
     elif option == "top-half":
@@ -57,7 +67,21 @@ def choose(
         groups = parse_layers(option, layers)
     method = request.compensated(request.from_groups(groups, layers))
     find_sublayers(model).check(method.plan(layers))  # raises if layers cannot share
-    return [method], Choice(how=option, groups=groups)
+    return Chosen([method], Choice(how=option, groups=groups))
+
+
+def _latents(model: PreTrainedModel, request: Request, windows: Windows, progress: Meter) -> Chosen:
+    """Return a method whose layers cache latents, with bits for the budget, if there is one."""
+    assert request.method is not None
+    text, budget = windows.by_domain(), request.options.kv_budget
+    plan = merge_plans([request.method], model.config.num_hidden_layers)
+    with progress("measuring keys and values", 0) as bar:
+        moments = measure_moments(plain_decoder(model), text, plan, request.options.seed, bar.step)
+    if budget is None:
+        return Chosen([request.method], Choice(how="as options"), moments)
+    return Chosen(
+        with_bits([request.method], moments, budget), Choice(how=f"bits for {budget:g} of the cache"), moments
+    )
 
 
 def _top_half(model: PreTrainedModel, cls: MethodClass, size: int) -> Groups:

@@ -24,9 +24,9 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from crosslayer.core.decoder.modeling import CrossLayerForCausalLM
+from crosslayer.core.latents import ERRORS, SCALE, UNIT, LatentMethod
 from crosslayer.core.method import Method
 from crosslayer.core.methods import merge_plans
-from crosslayer.core.methods.latent import ERRORS, SCALE, STEPS, UNIT, Latent
 from crosslayer.core.plan import DepthPlan
 from crosslayer.probe.intercept import evaluating
 from crosslayer.verbs.retrofit.streams import layers_of
@@ -147,33 +147,26 @@ def fit_latents(original: CrossLayerForCausalLM, model: CrossLayerForCausalLM, m
     plan, width = model.config.plan, len(moments[0].mean)
     method = latent_of(model.config.methods)
     assert method is not None
-    errors = torch.ones(plan.layers, width, dtype=torch.float64)
-    for layer in range(plan.layers):
-        if method.bits is None:
-            errors[layer, : round(method.rank * width)] = 0
-        else:
-            errors[layer] = torch.tensor([ERRORS[bits] for bits in method.bits[layer] for _ in range(UNIT)])
+    errors = torch.tensor([method.errors(layer, width) for layer in range(plan.layers)], dtype=torch.float64)
     bases = find_bases(moments, plan, errors)
     for layer, (before, after) in enumerate(zip(layers_of(original), layers_of(model), strict=True)):
         attention: nn.Module | None = after.self_attn
         assert attention is not None and before.self_attn is not None
         projections = [before.self_attn.get_submodule(f"{state}_proj") for state in "kv"]
-        steps = (
-            None if method.bits is None else [STEPS[bits] for bits in method.bits[layer] if bits for _ in range(UNIT)]
-        )
+        steps = method.steps(layer)
         below = [moments[i].mean for i in _below(plan, layer)]
         _write(attention, projections, bases[layer], moments[layer].mean, below, steps)
 
 
-def latent_of(methods: Sequence[Method]) -> Latent | None:
+def latent_of(methods: Sequence[Method]) -> LatentMethod | None:
     """Return the method among several that gives layers latents."""
-    return next((method for method in methods if isinstance(method, Latent)), None)
+    return next((method for method in methods if isinstance(method, LatentMethod)), None)
 
 
 def with_bits(methods: Sequence[Method], moments: Sequence[StateMoments], share: float) -> list[Method]:
     """Return methods whose latents have bits for a share of the cache."""
     bits = choose_bits(moments, merge_plans(methods, len(moments)), share)
-    return [dataclasses.replace(one, bits=bits) if isinstance(one, Latent) else one for one in methods]
+    return [dataclasses.replace(one, bits=bits) if isinstance(one, LatentMethod) else one for one in methods]
 
 
 def _write(

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, model_validator
 
+from crosslayer.core.latents import LatentMethod
 from crosslayer.core.method import Compensated, Method
 from crosslayer.core.methods import Entry, load_method, method_class, to_entry
 from crosslayer.core.options import check_choice
@@ -86,7 +87,7 @@ class Request:
             self.select = options.select or selects(self.method_class)[0]
         self.many_tokens = self.select == "correlation"  # the choice reads the whole calibration text
         self.fit = options.compensation or self._default_fit(post_norms)
-        self.calibrates = self.method is not None and self.method.calibrated  # the method itself is fitted to text
+        self.calibrates = isinstance(self.method, LatentMethod)  # the method itself is fitted to text
         self.fits = self.fit not in ("none", "zero") or self.calibrates  # on calibration text
         self.adds = self.fit not in ("none", "refit-o")  # a W_c, wherever a method may have one
         self._check()
@@ -163,8 +164,8 @@ class Request:
         chosen = self.method or cls
         if chosen is not None and options.kv_budget is not None and not self.calibrates:
             raise ValueError(
-                f"`kv_budget` chooses methods and layers itself, or the bits of `method` latent; remove it, or "
-                f"`method` {chosen.name()}"
+                f"`kv_budget` chooses methods and layers itself, or the bits of a `method` with latents; remove "
+                f"it, or `method` {chosen.name()}"
             )
         if self.fit in REFITS and chosen is not None and not chosen.grouped:
             raise ValueError(

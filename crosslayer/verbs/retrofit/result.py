@@ -68,7 +68,7 @@ class SearchRecord(Frozen):
 class Choice(Frozen):
     """How layers were chosen."""
 
-    how: str = Field(description="as options (a whole method), search, auto, top-half, or `layers` as given")
+    how: str = Field(description="as options (a whole method), search, auto, top-half, `layers` as given, or bits")
     groups: list[list[int]] = Field(default_factory=list, description="groups of layers, if the method acts on groups")
     search: SearchRecord | None = None
 

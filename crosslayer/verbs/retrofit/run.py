@@ -1,7 +1,7 @@
 """A whole retrofit: choose layers, convert, calibrate, measure the damage, and return a report."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 
@@ -10,7 +10,6 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from crosslayer.core.decoder.weights import to_config
-from crosslayer.core.method import Method
 from crosslayer.core.methods import Entry, merge_plans, to_entry
 from crosslayer.corpus.windows import Windows
 from crosslayer.models.load import load_config, model_facts, public_name, ready_model
@@ -24,9 +23,8 @@ from crosslayer.verbs.retrofit.alternatives import MEASURED, WINDOWS, measure_al
 from crosslayer.verbs.retrofit.cache import CacheShare, allocated
 from crosslayer.verbs.retrofit.calibrate import POST_NORM_ERROR, input_width
 from crosslayer.verbs.retrofit.choose import choose
-from crosslayer.verbs.retrofit.convert import Converted, convert, plain_decoder
+from crosslayer.verbs.retrofit.convert import Converted, convert
 from crosslayer.verbs.retrofit.damage import by_domain, logits_of, logits_uncompensated, losses
-from crosslayer.verbs.retrofit.latents import StateMoments, measure_moments, with_bits
 from crosslayer.verbs.retrofit.moments import REFITS, check_enough
 from crosslayer.verbs.retrofit.request import Request, RetrofitOptions, plain_method
 from crosslayer.verbs.retrofit.result import (
@@ -165,10 +163,7 @@ def _report(
     calibration = windows["calibration"].by_domain() if request.fits else {}
     seen = texts.calibration if windows.keys() & {"calibration", "choice", "search"} else ()
     choosing = time.perf_counter()
-    methods, choice = choose(model, request, windows, progress)
-    moments = _moments(model, methods, calibration, options, progress) if request.calibrates else None
-    if moments is not None and options.kv_budget is not None:
-        methods = with_bits(methods, moments, options.kv_budget)
+    methods, choice, moments = choose(model, request, windows, progress)
     converting = time.perf_counter()
     fit = request.fit_of(methods)
     with progress("calibrating", model.config.num_hidden_layers) as bar:
@@ -192,7 +187,7 @@ def _report(
     alternatives = _alternatives(
         both, tokenizer if needles else None, windows["evaluation"], cache.context, options, progress
     )
-    moments = (started, choosing, converting, measuring, comparing, time.perf_counter())
+    times = (started, choosing, converting, measuring, comparing, time.perf_counter())
     phases = ("read", "choose", "convert", "damage", "alternatives")  # conversion and calibration; losses and numbers
     report = RetrofitReport(
         architecture=Architecture(
@@ -214,22 +209,9 @@ def _report(
         settings=options,
         judged=list(texts.evaluation),
         fitted=list(seen),
-        seconds={name: round(end - start, 2) for name, (start, end) in zip(phases, pairwise(moments), strict=True)},
+        seconds={name: round(end - start, 2) for name, (start, end) in zip(phases, pairwise(times), strict=True)},
     )
     return report.of_model(converted.model, tokenizer)
-
-
-def _moments(
-    model: PreTrainedModel,
-    methods: Sequence[Method],
-    calibration: Mapping[str, Tensor],
-    options: RetrofitOptions,
-    progress: Meter,
-) -> list[StateMoments]:
-    """Measure keys and values on calibration text, for latents."""
-    plan = merge_plans(methods, model.config.num_hidden_layers)
-    with progress("measuring keys and values", sum(map(len, calibration.values()))) as bar:
-        return measure_moments(plain_decoder(model), calibration, plan, options.seed, bar.step)
 
 
 def _announce_time(

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, StaticCache
 
+from crosslayer.core.columns import BLOCK
 from crosslayer.core.decoder.caches import cache_bytes
-from crosslayer.core.decoder.columns import BLOCK
 from crosslayer.core.transformers_versions import CACHE, disable_checkpointing, enable_checkpointing
 from crosslayer.probe.intercept import AttentionCall, plan_of, stored_shares, visited
 from crosslayer.verbs.verify.result import FAIL, NOT_APPLICABLE, PASS, Check

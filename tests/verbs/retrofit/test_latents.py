@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from crosslayer import convert, retrofit
-from crosslayer.core.methods.latent import ERRORS, SCALE, UNIT, Latent
+from crosslayer.core.latents import ERRORS, SCALE, UNIT
+from crosslayer.core.methods.kv_latents import KVLatents
 from crosslayer.testing.tiny import build, config_of, tokens
 from crosslayer.verbs.retrofit import latents
 from crosslayer.verbs.retrofit.convert import plain_decoder
@@ -22,7 +23,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def moments(model):
-    return measure_moments(plain_decoder(model), TEXT, Latent().plan(6))
+    return measure_moments(plain_decoder(model), TEXT, KVLatents().plan(6))
 
 
 def test_moments(model, moments):
@@ -48,7 +49,7 @@ def test_moments(model, moments):
 def test_information_is_that_of_the_loss(model):
     """Moving a layer's values by δ costs ½ δᵀ G δ nats a token, when every token of many texts moves by itself."""
     text = {"text": tokens(160, 12)}
-    information = measure_moments(plain_decoder(model), text, Latent(groups=()).plan(6))[5].information[16:, 16:]
+    information = measure_moments(plain_decoder(model), text, KVLatents(groups=()).plan(6))[5].information[16:, 16:]
     generator = torch.Generator().manual_seed(0)
     size = 0.05
     moved, changes = build(config_of(None, **SHAPE)), []
@@ -70,7 +71,7 @@ def test_information_is_that_of_the_loss(model):
 
 @pytest.mark.parametrize("groups", [None, (), ((0, 2, 5), (1, 3))])
 def test_full_rank_changes_nothing(model, groups):
-    converted = convert(model, Latent(rank=1.0, groups=groups), calibration=TEXT).model
+    converted = convert(model, KVLatents(rank=1.0, groups=groups), calibration=TEXT).model
     with torch.no_grad():
         gap = (converted(TEXT["one"]).logits - model(TEXT["one"]).logits).abs().max()
     assert gap < 1e-5  # float32 norms
@@ -78,7 +79,7 @@ def test_full_rank_changes_nothing(model, groups):
 
 def test_bases(moments):
     """Channels have variance 1 and no correlation, and an error of one costs its λ."""
-    plan = Latent(groups=()).plan(6)
+    plan = KVLatents(groups=()).plan(6)
     for own, basis in zip(moments, find_bases(moments, plan, torch.ones(6, 32)), strict=True):
         assert torch.allclose(basis.down @ own.covariance @ basis.down.T, torch.eye(32).double(), atol=1e-6)
         ridge = latents.RIDGE * own.information.diagonal().mean() * torch.eye(32).double()
@@ -89,7 +90,7 @@ def test_bases(moments):
 @pytest.mark.parametrize("share", [0.08, 0.15, 0.3])
 def test_bits_cannot_be_exchanged(moments, share):
     """All bytes are spent, and moving a bit from one unit to another saves nothing."""
-    plan = Latent(groups=()).plan(6)
+    plan = KVLatents(groups=()).plan(6)
     bits = choose_bits(moments, plan, share)
     assert sum(map(sum, bits)) + 6 * SCALE == round(share * 2 * 32 * 6)
     cost = torch.stack([basis.cost for basis in find_bases(moments, plan, torch.ones(6, 32))])
@@ -110,7 +111,7 @@ def test_the_fit_is_better_than_weights_alone(model):
             before, after = (one(ids).logits.log_softmax(-1) for one in (model, converted))
             return float((before.exp() * (before - after)).sum(-1).mean())
 
-    method = Latent(rank=0.5)
+    method = KVLatents(rank=0.5)
     assert divergence(convert(model, method, calibration=TEXT).model) < divergence(convert(model, method).model)
 
 
@@ -119,7 +120,7 @@ def test_report(model):
     report = retrofit(
         model,
         {"one": tokens(20, 24)},
-        method=Latent(groups=((0, 1, 2), (3, 4, 5))),
+        method=KVLatents(groups=((0, 1, 2), (3, 4, 5))),
         kv_budget=0.15,
         calibration_text={"two": TEXT["two"]},
         windows=16,
@@ -138,12 +139,12 @@ def test_report(model):
     ("options", "message"),
     [
         (
-            {"method": "latent", "kv_budget": 0.001},
+            {"method": "kv_latents", "kv_budget": 0.001},
             "`kv_budget` must be 0.047 to 0.531 for latents with bits, got 0.001",
         ),
-        ({"method": "drop", "kv_budget": 0.5}, "or the bits of `method` latent"),
-        ({"method": "latent", "kl_budget": 0.5}, "give one of"),
-        ({"method": "latent", "kv_budget": 0.2, "layers": "1,2"}, "`layers` 1,2 has no effect"),
+        ({"method": "drop", "kv_budget": 0.5}, "or the bits of a `method` with latents"),
+        ({"method": "kv_latents", "kl_budget": 0.5}, "give one of"),
+        ({"method": "kv_latents", "kv_budget": 0.2, "layers": "1,2"}, "`layers` 1,2 has no effect"),
     ],
 )
 def test_refusals(model, options, message):

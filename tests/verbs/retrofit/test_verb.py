@@ -218,7 +218,7 @@ BAD = [
     (("--method", '{"name": "cla", "group": 2}', "--compensation", "ridge"), "--compensation ridge has no effect"),
     (("--method", '{"name": "cla", "group": 2}', "--layers", "4-5"), "--layers 4-5 has no effect"),
     (("--method", "cla", "--kv-context", 1), "--kv-context must be greater than or equal to 2"),
-    (("--method", "cla", "--kv-budget", 0.8), "give one of --method, --kv-budget and --kl-budget"),
+    (("--method", "cla", "--kv-budget", 0.8), "remove it, or --method cla"),
     ((), "give one of --method, --kv-budget and --kl-budget"),
     (("--kv-budget", 0.01, "--calibration", 16), "--kv-budget must be from 0.1250 (one of 8 layers) to 1, got 0.01"),
     (("--method", "cla", "--windows", 15), "--windows must be at least 16, got 15"),

@@ -1,21 +1,10 @@
-"""Latents: each layer caches a latent of its keys and values, and makes them of it and of the layer below.
+"""What layers cache instead of keys and values: latents, as numbers or as codes of few bits.
 
-    c_n = W_a Norm(x_n) − W_p [K_m ‖ V_m] + a,   m = the layer below in the group
-    [K_n ‖ V_n] = W_b c_n + W_d [K_m ‖ V_m] + b
+A method whose layers cache latents is a `LatentMethod`, which has the modules that make latents, and keys and values of
+them; its own `plan` says which layer reads which below.
 
-With `bits` the cache holds codes, of as many bits as a channel is worth, and the layer itself computes with them:
-
-    s = rms(c),  code = round(c / (s Δ) − ½) + ½ within its bits,  c is read as s · code (the steps are part of W_b)
-
-Keys are made before qk-norm and rotary embedding, which are applied when they are read; cached tokens are taken to have
-successive positions. Codes are rounded when they are made, so that every way to run the model reads the same.
-
-Flows: keys and values, as they were made of latents, to the next layer of the group. Reads: each layer its own latents.
-Cache: a latent of each layer. Source: MLA (DeepSeek-V2, arXiv 2405.04434); in pretrained models Palu (arXiv 2407.21118)
-within a layer, xKV (arXiv 2503.18893) across layers. New here: each layer's latent holds only what the layer below does
-not tell, and its channels have bits by what an error costs.
-
-Shapes: R channels of a latent, W = 2·H_kv·D.
+Shapes: B batch, T new tokens, S cached + new tokens, C hidden, R channels of a latent, W = 2·H_kv·D channels of a
+layer's keys and values.
 """
 
 from collections.abc import Sequence
@@ -24,11 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from crosslayer.core.decoder.columns import Columns
-from crosslayer.core.method import Config, LatentDecoder, LatentEncoder, Method, Wiring
-from crosslayer.core.options import check_layers
+from crosslayer.core.columns import Columns
+from crosslayer.core.method import Config, Method, Mixing, Wiring
 from crosslayer.core.packing import pack, unpack
-from crosslayer.core.plan import DepthPlan, LatentSize
+from crosslayer.core.plan import LatentSize
 
 UNIT = 8  # channels with the same number of bits
 SCALE = 2  # bytes of a token's scale, a float16
@@ -38,51 +26,94 @@ ERRORS = (1, 0.363, 0.1175, 0.0345, 0.0095, 0.0025, 0.00066, 0.00017, 0.00004)  
 SMALLEST = 2.0**-14  # scale, float16's smallest normal number
 
 
-@dataclass(frozen=True)
-class Latent(Method):
-    """Every layer caches a latent; within a group a layer's keys and values begin with those of the layer below."""
+class LatentEncoder(Mixing):
+    """Makes a latent of a layer's input, less what the layer below tells."""
 
-    calibrated = True
+    def __init__(self, inputs: int, width: int, channels: int, bits: Sequence[int] | None, below: bool):
+        super().__init__()
+        self.bits, self.stores_codes = bits, bits is not None
+        self.down = nn.Linear(inputs, channels)
+        self.below = nn.Linear(width, channels, bias=False) if below else None
+
+    def forward(self, hidden_states: Tensor, below: Tensor | None) -> Tensor:
+        """Return latents (B, 1, T, R): channels, or their codes and a scale."""
+        latents = self.down(hidden_states)  # (B, T, R)
+        if self.below is not None:
+            assert below is not None
+            latents = latents - self.below(below)
+        return (latents if self.bits is None else coded(latents, self.bits)).unsqueeze(1)
+
+    def new_columns(self) -> Columns:
+        """Return empty memory for codes."""
+        assert self.bits is not None
+        return CodedColumns(self.bits)
+
+
+class LatentDecoder(Mixing):
+    """Makes keys and values of latents and of the layer below."""
+
+    def __init__(self, width: int, channels: int, bits: Sequence[int] | None, below: bool):
+        super().__init__()
+        self.has_scale = bits is not None
+        self.up = nn.Linear(channels, width)
+        self.below = nn.Linear(width, width, bias=False) if below else None
+
+    def forward(self, latents: Tensor, below: Tensor | None) -> Tensor:
+        """Return keys and values (B, S, W), before qk-norm and rotary embedding."""
+        latents = latents.squeeze(1)
+        if self.has_scale:
+            latents = latents[..., :-1] * latents[..., -1:]
+        states = self.up(latents)
+        return states if self.below is None else states + self.below(below)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentMethod(Method):
+    """A method whose layers cache latents; a retrofit fits these to text."""
 
     rank: float = 0.5
     """Channels of a latent, as a share of the layer's keys and values together."""
     bits: tuple[tuple[int, ...], ...] | None = None
     """Bits of the channels instead of `rank`: for each layer, 0 to 8 for each eight channels of its keys and values,
     falling. A latent has no channels with 0 bits."""
-    groups: tuple[tuple[int, ...], ...] | None = None
-    """Groups of 0-based layers in rising order; layers in none stand alone. None: all layers are a group."""
 
-    def plan(self, layers: int) -> DepthPlan:
-        """Give each layer a latent, and let it read the layer below in its group."""
+    def latent_sizes(self, layers: int) -> tuple[LatentSize, ...]:
+        """Return the size of each layer's latent, for the plan; refuse impossible options."""
         if not 0 < self.rank <= 1:
             raise ValueError(
-                f"latent: rank must be above 0 and at most 1, a share of keys and values, got {self.rank:g}"
+                f"{self.name()}: rank must be above 0 and at most 1, a share of keys and values, got {self.rank:g}"
             )
-        if self.bits is not None:
-            self._check_bits(layers)
-        groups = (tuple(range(layers)),) if self.groups is None else self.groups
-        check_layers("latent", "groups", [layer for group in groups for layer in group], layers)
-        read: list[int | tuple[int, ...]] = list(range(layers))
-        for group in groups:
-            if list(group) != sorted(group):
-                raise ValueError(f"latent: the layers of a group must be in rising order, got {list(group)}")
-            for below, layer in zip(group[:-1], group[1:], strict=True):
-                read[layer] = (below, layer)
-        own = tuple(range(layers))
-        sizes = (LatentSize(self.rank),) * layers if self.bits is None else tuple(map(_coded_size, self.bits))
-        return DepthPlan(own, tuple(read), tuple(read), own, latents=sizes)
+        if self.bits is None:
+            return (LatentSize(self.rank),) * layers
+        self._check_bits(layers)
+        return tuple(map(_coded_size, self.bits))
+
+    def errors(self, layer: int, width: int) -> list[float]:
+        """Return the mean square error with which each of W channels of variance 1 is read."""
+        if self.bits is None:
+            kept = self.channels(layer, width)
+            return [0.0] * kept + [1.0] * (width - kept)
+        return [ERRORS[number] for number in self.bits[layer] for _ in range(UNIT)]
+
+    def steps(self, layer: int) -> list[float] | None:
+        """Return the steps between the codes of the R channels; None: there are no codes."""
+        if self.bits is None:
+            return None
+        return [STEPS[number] for number in self.bits[layer] if number for _ in range(UNIT)]
 
     def _check_bits(self, layers: int) -> None:
         assert self.bits is not None
         if self.rank != type(self).rank:
-            raise ValueError("latent: bits replace rank; leave one of them out")
+            raise ValueError(f"{self.name()}: bits replace rank; leave one of them out")
         if len(self.bits) != layers:
-            raise ValueError(f"latent: bits must have an entry for each of the {layers} layers, got {len(self.bits)}")
+            raise ValueError(
+                f"{self.name()}: bits must have an entry for each of the {layers} layers, got {len(self.bits)}"
+            )
         for layer, bits in enumerate(self.bits):
             if not any(bits) or not set(bits) <= {0, *STEPS} or list(bits) != sorted(bits, reverse=True):
                 raise ValueError(
-                    f"latent: bits of layer {layer} must be falling numbers from 8 to 0, not all 0, one for each "
-                    f"{UNIT} channels, got {list(bits)}"
+                    f"{self.name()}: bits of layer {layer} must be falling numbers from 8 to 0, not all 0, one for "
+                    f"each {UNIT} channels, got {list(bits)}"
                 )
 
     def latent(self, config: Config, wiring: Wiring, layer: int) -> tuple[LatentEncoder, LatentDecoder]:
@@ -92,12 +123,14 @@ class Latent(Method):
         bits = None if self.bits is None else self.bits[layer]
         if bits is not None and UNIT * len(bits) != width:
             raise ValueError(
-                f"latent: keys and values of layer {layer} have {width} channels, so bits must have "
+                f"{self.name()}: keys and values of layer {layer} have {width} channels, so bits must have "
                 f"{width / UNIT:g} entries for each layer, one for each {UNIT} channels, got {len(bits)}"
             )
         channels = self.channels(layer, width)
         below = len(wiring.plan.reads("keys", layer)) > 1
-        return _Encoder(config.hidden_size, width, channels, bits, below), _Decoder(width, channels, bits, below)
+        return LatentEncoder(config.hidden_size, width, channels, bits, below), LatentDecoder(
+            width, channels, bits, below
+        )
 
     def channels(self, layer: int, width: int) -> int:
         """Return the channels R of a layer's latent, of `width` = 2·H_kv·D channels of keys and values."""
@@ -131,53 +164,6 @@ class Latent(Method):
         return [prefix + name for name in states]
 
 
-def _coded_size(bits: Sequence[int]) -> LatentSize:
-    """Return the size of a token's codes and scale: eight channels with b bits take b bytes instead of 16."""
-    size = sum(bits) + SCALE
-    return LatentSize(size / (2 * UNIT * len(bits)), size)
-
-
-class _Encoder(LatentEncoder):
-    """Makes a latent of a layer's input, less what the layer below tells."""
-
-    def __init__(self, inputs: int, width: int, channels: int, bits: Sequence[int] | None, below: bool):
-        super().__init__()
-        self.bits, self.stores_codes = bits, bits is not None
-        self.down = nn.Linear(inputs, channels)
-        self.below = nn.Linear(width, channels, bias=False) if below else None
-
-    def forward(self, hidden_states: Tensor, below: Tensor | None) -> Tensor:
-        """Return latents (B, 1, T, R): channels, or their codes and a scale."""
-        latents = self.down(hidden_states)  # (B, T, R)
-        if self.below is not None:
-            assert below is not None
-            latents = latents - self.below(below)
-        return (latents if self.bits is None else _coded(latents, self.bits)).unsqueeze(1)
-
-    def new_columns(self) -> Columns:
-        """Return empty memory for codes."""
-        assert self.bits is not None
-        return CodedColumns(self.bits)
-
-
-class _Decoder(LatentDecoder):
-    """Makes keys and values of latents and of the layer below."""
-
-    def __init__(self, width: int, channels: int, bits: Sequence[int] | None, below: bool):
-        super().__init__()
-        self.has_scale = bits is not None
-        self.up = nn.Linear(channels, width)
-        self.below = nn.Linear(width, width, bias=False) if below else None
-
-    def forward(self, latents: Tensor, below: Tensor | None) -> Tensor:
-        """Return keys and values (B, S, W), before qk-norm and rotary embedding."""
-        latents = latents.squeeze(1)
-        if self.has_scale:
-            latents = latents[..., :-1] * latents[..., -1:]
-        states = self.up(latents)
-        return states if self.below is None else states + self.below(below)
-
-
 class CodedColumns(Columns):
     """Latents of a layer, stored as codes of some bits for each eight channels, and a scale for each token."""
 
@@ -191,7 +177,7 @@ class CodedColumns(Columns):
         self.dtype, packed = states.dtype, []
         sizes = [size for _, size in self.bands]
         for (number, _), codes in zip(self.bands, states[..., :-1].split(sizes, -1), strict=True):
-            packed.append(pack((codes + _middle(number)).to(torch.uint8), number))
+            packed.append(pack((codes + _middle(number)).round().to(torch.uint8), number))
         return torch.cat(packed, -1), states[..., -1:].to(torch.float16)
 
     def read(self) -> Tensor:
@@ -205,7 +191,13 @@ class CodedColumns(Columns):
         return torch.cat([*codes, scales.to(self.dtype)], -1)
 
 
-def _coded(latents: Tensor, bits: Sequence[int]) -> Tensor:
+def _coded_size(bits: Sequence[int]) -> LatentSize:
+    """Return the size of a token's codes and scale: eight channels with b bits take b bytes instead of 16."""
+    size = sum(bits) + SCALE
+    return LatentSize(size / (2 * UNIT * len(bits)), size)
+
+
+def coded(latents: Tensor, bits: Sequence[int]) -> Tensor:
     """Return the codes of latents (B, T, R), around 0 in steps of 1, and a scale: (B, T, R + 1).
 
     Gradients pass as if nothing was rounded.
@@ -217,7 +209,7 @@ def _coded(latents: Tensor, bits: Sequence[int]) -> Tensor:
     scale = scale.to(torch.float16).to(latents.dtype).detach()
     exact = latents / (scale * step)
     codes = ((exact - 0.5).round() + 0.5).clamp(-most, most)
-    return torch.cat([exact + (codes - exact).detach(), scale], -1)
+    return torch.cat([codes.detach() + (exact - exact.detach()), scale], -1)  # the difference is 0, its gradient is not
 
 
 def _middle(bits: int) -> float:

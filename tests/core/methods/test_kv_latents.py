@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 from transformers import DynamicCache
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from crosslayer.core.decoder.columns import ColumnLayer
-from crosslayer.core.methods.latent import SCALE, STEPS, UNIT, CodedColumns, Latent, _coded
+from crosslayer.core.columns import ColumnLayer
+from crosslayer.core.latents import SCALE, STEPS, UNIT, CodedColumns, coded
+from crosslayer.core.methods.kv_latents import KVLatents
 from crosslayer.core.transformers_versions import CACHE
 from crosslayer.testing.tiny import build, config_of, steps, tokens
 from crosslayer.wiring.read import read_plan
@@ -20,11 +21,11 @@ BITS = ((4, 2, 1, 0), (8, 2, 0, 0), (3, 1, 1, 1), (7, 6, 5, 0), (2, 2, 2, 2), (1
 @pytest.mark.parametrize(
     ("method", "shape"),
     [
-        (Latent(rank=0.25), {}),
-        (Latent(groups=()), {"num_key_value_heads": 1}),
-        (Latent(groups=((1, 2, 4), (3, 5))), {"qk_norm": True, "attention_bias": True}),
-        (Latent(bits=BITS), {}),
-        (Latent(bits=BITS, groups=((0, 3), (1, 2, 5))), {"qk_norm": True}),
+        (KVLatents(rank=0.25), {}),
+        (KVLatents(groups=()), {"num_key_value_heads": 1}),
+        (KVLatents(groups=((1, 2, 4), (3, 5))), {"qk_norm": True, "attention_bias": True}),
+        (KVLatents(bits=BITS), {}),
+        (KVLatents(bits=BITS, groups=((0, 3), (1, 2, 5))), {"qk_norm": True}),
     ],
 )
 def test_equation(method, shape):
@@ -83,7 +84,7 @@ def test_the_cache_returns_what_was_stored(bits, length, data):
     bits = sorted(bits, reverse=True)
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
     latents = 3 * torch.randn(2, length, UNIT * sum(map(bool, bits)), generator=generator)
-    stored = _coded(latents, bits)[:, None]  # (B, 1, T, R + 1)
+    stored = coded(latents, bits)[:, None]  # (B, 1, T, R + 1)
     layer = ColumnLayer(lambda: CodedColumns(bits), exact=True)
     cut = data.draw(st.integers(0, length))
     for piece in (stored[:, :, :cut], stored[:, :, cut:]):
@@ -100,7 +101,7 @@ def test_the_cache_returns_what_was_stored(bits, length, data):
     assert sum(tensor.nbytes for tensor in layer.columns[0].tensors()) == 2 * rows * (sum(bits) + SCALE)
 
 
-@pytest.mark.parametrize("method", [Latent(rank=0.25), Latent(bits=BITS, groups=((0, 1, 2),))])
+@pytest.mark.parametrize("method", [KVLatents(rank=0.25), KVLatents(bits=BITS, groups=((0, 1, 2),))])
 def test_bytes_are_the_plans(method):
     config = config_of(method)
     model, ids = build(config).float(), tokens(batch=3, length=21)
@@ -116,7 +117,7 @@ def test_bytes_are_the_plans(method):
 def test_gradients_pass_codes():
     """Rounding counts as the identity: gradients are those of the latent divided by scale and step."""
     latents = torch.randn(1, 3, 16, dtype=torch.float64, requires_grad=True)
-    codes = _coded(latents, (4, 1))
+    codes = coded(latents, (4, 1))
     codes[..., :-1].sum().backward()
     scales = codes[..., -1:].detach()
     expected = torch.cat([1 / (scales * STEPS[bits]).expand(-1, -1, UNIT) for bits in (4, 1)], -1)
@@ -124,17 +125,17 @@ def test_gradients_pass_codes():
 
 
 REFUSED = {
-    "rank must be above 0 and at most 1": (Latent(rank=1.5), {}),
-    "in rising order": (Latent(groups=((2, 1),)), {}),
-    "name each layer once": (Latent(groups=((1, 2), (2, 3))), {}),
-    "an entry for each of the 6 layers": (Latent(bits=BITS[:5]), {}),
-    "falling numbers from 8 to 0": (Latent(bits=((1, 2, 0, 0), *BITS[1:])), {}),
-    "so bits must have 2 entries": (Latent(bits=BITS), {"num_key_value_heads": 1}),
-    "bits replace rank": (Latent(rank=0.3, bits=BITS), {}),
-    "cannot cache a latent": (Latent(), {"sliding_window": 4}),
-    "latent with resformer": ([Latent(), "resformer"], {}),
-    "cla both change its keys or values": ([Latent(groups=()), "cla"], {}),
-    "has no keys of its own": ([Latent(), {"name": "drop", "attention": (2,)}], {}),
+    "rank must be above 0 and at most 1": (KVLatents(rank=1.5), {}),
+    "in rising order": (KVLatents(groups=((2, 1),)), {}),
+    "name each layer once": (KVLatents(groups=((1, 2), (2, 3))), {}),
+    "an entry for each of the 6 layers": (KVLatents(bits=BITS[:5]), {}),
+    "falling numbers from 8 to 0": (KVLatents(bits=((1, 2, 0, 0), *BITS[1:])), {}),
+    "so bits must have 2 entries": (KVLatents(bits=BITS), {"num_key_value_heads": 1}),
+    "bits replace rank": (KVLatents(rank=0.3, bits=BITS), {}),
+    "cannot cache a latent": (KVLatents(), {"sliding_window": 4}),
+    "kv_latents with resformer": ([KVLatents(), "resformer"], {}),
+    "cla both change its keys or values": ([KVLatents(groups=()), "cla"], {}),
+    "has no keys of its own": ([KVLatents(), {"name": "drop", "attention": (2,)}], {}),
 }
 
 
@@ -147,7 +148,7 @@ def test_refusals(message):
 
 def test_dropped_attention_beside_latents():
     """A layer without attention has no latent; the layer above reads the one below it, if the group says so."""
-    config = config_of([Latent(groups=((0, 1, 3, 4, 5),)), {"name": "drop", "attention": (2,)}])
+    config = config_of([KVLatents(groups=((0, 1, 3, 4, 5),)), {"name": "drop", "attention": (2,)}])
     assert config.plan.latents[2] is None and config.plan.keys[3] == (1, 3)
     model, ids = build(config), tokens(length=6)
     with torch.no_grad():
@@ -157,10 +158,10 @@ def test_dropped_attention_beside_latents():
 @pytest.mark.parametrize("engine", ["vllm", "llama.cpp"])
 def test_other_engines_are_refused(engine):
     with pytest.raises(ValueError, match="not defined for latents"):
-        read_plan(config_of(Latent()), 16, "float16", engine=engine)
+        read_plan(config_of(KVLatents()), 16, "float16", engine=engine)
 
 
 def test_continuous_batching_is_refused():
-    model = build(config_of(Latent()))
+    model = build(config_of(KVLatents()))
     with pytest.raises(ValueError, match="continuous batching stores keys and values"):
         model(tokens(length=4), **{CACHE: object()})

@@ -135,7 +135,7 @@ class ColumnLayer(CacheLayerMixin):
             self.batch_select_indices(torch.arange(len(memory), device=memory.device).repeat_interleave(repeats))
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last tokens, of which there are `-tokens_to_remove`.
+        """Remove the last `-tokens_to_remove` tokens.
 
         Raises:
             ValueError: what was evicted or rounded because of them cannot be restored.

@@ -23,6 +23,7 @@ SCALE = 2  # bytes of a token's scale, a float16
 # bits → step between codes of a normal variable with the least mean square error (Max 1960)
 STEPS = {1: 1.596, 2: 0.996, 3: 0.586, 4: 0.335, 5: 0.188, 6: 0.104, 7: 0.0569, 8: 0.0308}
 ERRORS = (1, 0.363, 0.1175, 0.0345, 0.0095, 0.0025, 0.00066, 0.00017, 0.00004)  # bits → that mean square error
+UNCLIPPED = 4  # bits of channels whose range the scale covers; damage on SmolLM2 decided
 SMALLEST = 2.0**-14  # scale, float16's smallest normal number
 
 
@@ -200,13 +201,18 @@ def _coded_size(bits: Sequence[int]) -> LatentSize:
 def coded(latents: Tensor, bits: Sequence[int]) -> Tensor:
     """Return the codes of latents (B, T, R), around 0 in steps of 1, and a scale: (B, T, R + 1).
 
-    Gradients pass as if nothing was rounded.
+    The scale is the root mean square of a token's latent, or larger, so that no channel of `UNCLIPPED` bits or more is
+    clipped: a text's first token has a few very large ones. Gradients pass as if nothing was rounded.
     """
     numbers = [number for number in bits if number for _ in range(UNIT)]
     step = latents.new_tensor([STEPS[number] for number in numbers])
     most = latents.new_tensor([_middle(number) for number in numbers])
-    scale = latents.float().square().mean(-1, keepdim=True).sqrt().clamp(SMALLEST, torch.finfo(torch.float16).max)
-    scale = scale.to(torch.float16).to(latents.dtype).detach()
+    unclipped = sum(number >= UNCLIPPED for number in numbers)  # the first ones
+    scale = latents.float().square().mean(-1, keepdim=True).sqrt()
+    if unclipped:
+        largest = (latents / (most * step))[..., :unclipped].abs().amax(-1, keepdim=True)
+        scale = torch.maximum(scale, largest.float())
+    scale = scale.clamp(SMALLEST, torch.finfo(torch.float16).max).to(torch.float16).to(latents.dtype).detach()
     exact = latents / (scale * step)
     codes = ((exact - 0.5).round() + 0.5).clamp(-most, most)
     return torch.cat([codes.detach() + (exact - exact.detach()), scale], -1)  # the difference is 0, its gradient is not

@@ -33,7 +33,10 @@ NORMS = ("layers.*.self_attn.q_norm", "layers.*.self_attn.k_norm")
 MIXERS = "layers.*.self_attn.mixers.*"
 READER = "layers.*.self_attn.reader"
 
-LATENTS = ("layers.*.self_attn.latent_encoder", "layers.*.self_attn.latent_decoder")
+LATENTS = tuple(
+    f"layers.*.self_attn.{name}" for name in ("q_proj", "o_proj", "latent_encoder.down", "latent_decoder.up")
+)
+BELOW = ("layers.*.self_attn.latent_encoder.below", "layers.*.self_attn.latent_decoder.below")
 
 # linear attention is replicated
 LINEAR = {
@@ -99,7 +102,8 @@ def tensor_parallel_plan(config: Config, wiring: Wiring) -> dict[str, str]:
     """Return the styles of the modules that the model has; transformers would warn about others."""
     plan = {"embed_tokens": "embedding_rowwise", **PLAN}
     if wiring.plan.has_latents:  # keys and values of all heads are made together: attention is replicated
-        plan |= dict.fromkeys((*PLAN, *LATENTS), WHOLE)
+        below = any(isinstance(read, tuple) for read in wiring.plan.keys)
+        plan = {"embed_tokens": "embedding_rowwise", **dict.fromkeys((*LATENTS, *(BELOW if below else ())), WHOLE)}
     plan |= config.components.mlp_split if config.num_local_experts is None else EXPERTS
     if config.components.learned_positions:
         plan["embed_positions"] = WHOLE

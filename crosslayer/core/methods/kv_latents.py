@@ -5,7 +5,9 @@
 
 With `bits` the cache holds codes, of as many bits as a channel is worth, and the layer itself computes with them:
 
-    s = rms(c),  code = round(c / (s Δ) − ½) + ½ within its bits,  c is read as s · code (the steps are part of W_b)
+    s = max(rms(c), |c| / range of channels with 4 bits or more),  code = round(c / (s Δ) − ½) + ½ within its bits
+
+A channel is read as s · code, and its step Δ is part of W_b.
 
 Keys are made before qk-norm and rotary embedding, which are applied when they are read; cached tokens are taken to have
 successive positions. Codes are rounded when they are made, so that every way to run the model reads the same.

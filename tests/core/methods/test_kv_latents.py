@@ -70,6 +70,9 @@ def coded_by_loops(latent, bits):
     """Round each channel to the nearest of its codes; return what is read."""
     numbers = [number for number in bits for _ in range(UNIT) if number]
     scale = (sum(c * c for c in latent) / len(latent)) ** 0.5
+    for c, number in zip(latent, numbers, strict=True):
+        if number >= 4:
+            scale = max(scale, abs(c) / (STEPS[number] * (2**number - 1) / 2))
     scale = float(torch.tensor(scale, dtype=torch.float32).to(torch.float16))
     read = []
     for c, number in zip(latent, numbers, strict=True):

@@ -83,7 +83,8 @@ def retrofit(
         method: a method (`crosslayer methods` lists them) or a module of your own, on the layers of --layers; or a
             method with all its options as JSON: {"name": NAME, OPTION: VALUE}.
         layers: layers to convert (0-based): groups such as 18-21,22-25 or 18+20,19+21, top-half, or auto.
-        kv_budget: instead of --method: search for the methods and layers that keep this share of the KV cache (0 to 1).
+        kv_budget: instead of --method: search for the methods and layers that keep this share of the KV cache (0 to 1);
+            with a method whose layers cache latents: their size, as a share of a cache in 16 bits.
         kv_context: context length at which the cache is counted; default 2048, or twice the largest sliding window.
         kl_budget: instead of --method: search within this KL to the original, in nats/token.
         compensation: how to compensate for the change, by a linear map W_c of each converted layer's input: layerwise

@@ -208,10 +208,10 @@ def coded(latents: Tensor, bits: Sequence[int]) -> Tensor:
     step = latents.new_tensor([STEPS[number] for number in numbers])
     most = latents.new_tensor([_middle(number) for number in numbers])
     unclipped = sum(number >= UNCLIPPED for number in numbers)  # the first ones
-    scale = latents.float().square().mean(-1, keepdim=True).sqrt()
+    work = latents.to(torch.promote_types(latents.dtype, torch.float32))
+    scale = work.square().mean(-1, keepdim=True).sqrt()
     if unclipped:
-        largest = (latents / (most * step))[..., :unclipped].abs().amax(-1, keepdim=True)
-        scale = torch.maximum(scale, largest.float())
+        scale = torch.maximum(scale, (work / (most * step))[..., :unclipped].abs().amax(-1, keepdim=True))
     scale = scale.clamp(SMALLEST, torch.finfo(torch.float16).max).to(torch.float16).to(latents.dtype).detach()
     exact = latents / (scale * step)
     codes = ((exact - 0.5).round() + 0.5).clamp(-most, most)

@@ -157,6 +157,11 @@ class DepthPlan:
         """Whether any layer caches a latent."""
         return any(latent is not None for latent in self.latents)
 
+    @property
+    def has_codes(self) -> bool:
+        """Whether any layer caches codes."""
+        return any(latent is not None and latent.bytes is not None for latent in self.latents)
+
     def read_count(self, state: str, layer: int) -> float:
         """Return how many layers' full keys, or values, a layer reads from the cache in a decoding step."""
         latent = self.latents[layer]

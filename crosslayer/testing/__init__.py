@@ -94,7 +94,7 @@ def static_equals_dynamic(config: CrossLayerConfig) -> None:
     model, ids = build(config), tokens(length=12)
     chunked, cache = steps(model, ids, [7, 1, 1, 1, 1, 1], StaticCache(config=config, max_cache_len=16))
     close(chunked, model(ids, use_cache=False).logits, "static cache", tolerance(config))
-    if not _has_codes(config):  # in memory of a static cache they are numbers
+    if not config.plan.has_codes:  # in memory of a static cache they are numbers
         _holds(cache, predicted(config, 2, 16, config.sliding_window), "static cache")
 
 
@@ -354,10 +354,6 @@ def _refuses(call: Callable[[], Any], expected: str) -> None:
         assert expected in str(error), f"the ValueError must name {expected}, got: {error}"
     else:
         raise AssertionError(f"expected a ValueError that names {expected}, got none")
-
-
-def _has_codes(config: CrossLayerConfig) -> bool:
-    return any(latent is not None and latent.bytes is not None for latent in config.plan.latents)
 
 
 def _holds(cache: Cache, expected: int, what: str) -> None:

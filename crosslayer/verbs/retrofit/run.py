@@ -301,7 +301,7 @@ def _cache(model: PreTrainedModel, converted: PreTrainedModel, context: int | No
     context = CacheShare(find_sublayers(model).shapes, context).context
     before, after = allocated(model, context), allocated(converted, context)
     plan = plan_of(converted.config)
-    if plan is not None and any(latent is not None and latent.bytes for latent in plan.latents):
+    if plan is not None and plan.has_codes:
         before *= (
             2 / model.dtype.itemsize
         )  # codes have the same size whatever the dtype; the original's is 16 bits then

@@ -18,6 +18,7 @@ from crosslayer.models.pair import causal_config
 from crosslayer.output import manifest
 from crosslayer.output.progress import Meter, Silent
 from crosslayer.output.record import read_record
+from crosslayer.probe.intercept import plan_of
 from crosslayer.verbs.verify.checks import CHECKS, EXACT, WEAK, WITH_BITS, Measurement, in_brief, judged, tolerance_of
 from crosslayer.verbs.verify.result import FAIL, NOT_APPLICABLE, PASS, Check, Verification
 from crosslayer.verbs.verify.subject import RECENT, random_ids, subject_of
@@ -48,9 +49,9 @@ def verify(
     Args:
         model: hub name, local folder, or smollm2 (embedded), loaded in float32. In Python also a loaded model.
         tokenizer: in Python, the tokenizer of a loaded model; its special tokens are not used as test ids.
-        dtypes: dtypes to check; each is compared with a plain pass in the same dtype.
-        kv_bits: check a quantised KV cache of 8, 4, 3, 2, fp8, or by layer, such as 8@0-11,4@12-29; in float64, since
-            rounding in lower precisions decides between neighbouring codes.
+        dtypes: dtypes to check; each is compared with a plain pass in the same dtype. A model that caches codes is
+            checked in float64 by default, since rounding in lower precisions decides between neighbouring codes.
+        kv_bits: check a quantised KV cache of 8, 4, 3, 2, fp8, or by layer, such as 8@0-11,4@12-29; in float64, too.
         device: cpu, cuda, …; default the GPU if there is one. In Python only if `model` is a name or path.
         folder: in Python, the folder of a loaded model; its `manifest.json` is checked too.
         compile_backend: in Python, the backend of `torch.compile`.
@@ -135,7 +136,11 @@ def _check_loaded(
     if not attends or not any(CACHE in parameters for parameters in forwards):
         raise ValueError(f"verify needs a model with a key-value cache, and {name} has none")
     dtypes, bits, backend = conditions
-    chosen = {name: check for name, check in CHECKS.items() if bits is None or name in WITH_BITS}
+    plan = plan_of(model.config)
+    has_codes = bits is not None or plan is not None and plan.has_codes
+    if has_codes and dtypes == DTYPES_CHECKED:
+        dtypes = ("float64",)
+    chosen = {name: check for name, check in CHECKS.items() if not has_codes or name in WITH_BITS}
     ids, done, total = random_ids(model, tokenizer), 0, len(chosen) * len(dtypes)
     with quiet_transformers(), progress("verifying", total) as meter:
         meter.step(0, total, "manifest and plain pass")

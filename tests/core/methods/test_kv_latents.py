@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from transformers import DynamicCache
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from crosslayer import verify
 from crosslayer.core.columns import ColumnLayer
 from crosslayer.core.latents import SCALE, STEPS, UNIT, CodedColumns, coded
 from crosslayer.core.methods.kv_latents import KVLatents
@@ -73,7 +74,7 @@ def coded_by_loops(latent, bits):
     for c, number in zip(latent, numbers, strict=True):
         if number >= 4:
             scale = max(scale, abs(c) / (STEPS[number] * (2**number - 1) / 2))
-    scale = float(torch.tensor(scale, dtype=torch.float32).to(torch.float16))
+    scale = float(torch.tensor(scale, dtype=torch.float64).to(torch.float16))
     read = []
     for c, number in zip(latent, numbers, strict=True):
         codes = [index - (2**number - 1) / 2 for index in range(2**number)]
@@ -168,3 +169,10 @@ def test_continuous_batching_is_refused():
     model = build(config_of(KVLatents()))
     with pytest.raises(ValueError, match="continuous batching stores keys and values"):
         model(tokens(length=4), **{CACHE: object()})
+
+
+def test_verify_checks_codes_in_float64():
+    """In float32 the order of sums decides between neighbouring codes."""
+    verification = verify(build(config_of(KVLatents(bits=BITS), max_position_embeddings=256)).float())
+    assert {check.dtype for check in verification.checks if check.status == "PASS"} == {"float64"}
+    assert not [check for check in verification.checks if check.status == "FAIL"]

@@ -42,13 +42,11 @@ def measure_alternatives(
         progress: shows progress.
 
     Returns:
-        nothing if quantised caches are not defined for both models.
+        rows of the models for which quantised caches are defined; nothing if they are not for the original.
 
     """
-    try:
-        for model in models.values():
-            quantized_cache(model)
-    except ValueError:
+    quantisable = [of for of, model in models.items() if _takes_quantised(model)]
+    if "original" not in quantisable:
         return ()
     chosen = np.unique(np.linspace(0, len(windows) - 1, min(WINDOWS, len(windows))).round().astype(int)).tolist()
     fewer = Windows(
@@ -57,7 +55,7 @@ def measure_alternatives(
         tuple(windows.domains[index] for index in chosen) if windows.domains else (),
     )
     long = windows.ids.shape[1] > RECENT  # else all tokens stay exact with less than 8 bits
-    compared = [(of, bits) for of, bits in MEASURED if long or not keeps_recent(KINDS[bits])]
+    compared = [(of, bits) for of, bits in MEASURED if of in quantisable and (long or not keeps_recent(KINDS[bits]))]
     runs: dict[str, Run] = {"retrofit": logits_of(models["retrofit"])}
     runs |= {f"{of} {bits}": _quantised(models[of], bits) for of, bits in compared}
     with progress("measuring quantised caches", len(fewer)) as bar:
@@ -81,6 +79,14 @@ def measure_alternatives(
             )
         )
     return tuple(rows)
+
+
+def _takes_quantised(model: PreTrainedModel) -> bool:
+    try:
+        quantized_cache(model)
+    except ValueError:
+        return False
+    return True
 
 
 def _quantised(model: PreTrainedModel, bits: str) -> Callable[[Tensor], Tensor]:

@@ -44,7 +44,7 @@ def cache_source(config: CrossLayerConfig, layer: int) -> int | None:
     if not plan.attends(layer):
         return None
     sources = {plan.reads(state, layer) for state in CACHED}
-    if len(sources) > 1 or several[layer]:
+    if len(sources) > 1 or several[layer] or plan.latents[layer] is not None:
         return layer
     (source,) = sources.pop()
     return layer if several[source] else source
@@ -54,8 +54,8 @@ def not_saved(config: CrossLayerConfig) -> str | None:
     """Return a sentence on cache memory that the plan saves and vLLM does not; None if vLLM saves all of it."""
     wiring = config.wiring
     caching = [layer for layer in range(config.num_hidden_layers) if cache_source(config, layer) == layer]
-    shares = wiring.plan.value_shares
-    wasting = [layer for layer in caching if len(wiring.plan.stored(layer)) < len(CACHED) or shares[layer] < 1]
+    stored = {layer: [wiring.plan.stored_share(state, layer) for state in CACHED] for layer in caching}
+    wasting = [layer for layer, shares in stored.items() if min(shares) < 1]
     if not wasting:
         return None
     return (

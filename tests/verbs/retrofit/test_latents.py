@@ -115,6 +115,7 @@ def test_the_fit_is_better_than_weights_alone(model):
     assert divergence(convert(model, method, calibration=TEXT).model) < divergence(convert(model, method).model)
 
 
+@pytest.mark.alternatives
 def test_report(model):
     """A budget becomes bits, and the report's bytes are the cache's."""
     report = retrofit(
@@ -127,8 +128,9 @@ def test_report(model):
         calibration=6,
         length=24,
         needles=False,
-        alternatives=False,
     )
+    assert [row.name for row in report.alternatives] == ["retrofit", "original, fp8", "original, int8"]
+    assert report.alternatives[0].share == pytest.approx(0.15, abs=0.03)  # memory is allocated for 16 tokens at a time
     assert report.cache.share == pytest.approx(0.15, abs=0.01)
     (method,) = report.methods
     assert len(method["bits"]) == 6 and method["groups"] == ((0, 1, 2), (3, 4, 5))

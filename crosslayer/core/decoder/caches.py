@@ -93,7 +93,7 @@ def fit_cache(
             cache.layers[layer] = EMPTY_LAYER()
     for layer, new_columns in latents.items():
         existing = cache.layers[layer]
-        if type(existing) is DynamicLayer and not existing.is_initialized:
+        if type(existing) is DynamicLayer and not existing.is_initialized and not cache.offloading:
             cache.layers[layer] = ColumnLayer(new_columns, exact=True)
 
 

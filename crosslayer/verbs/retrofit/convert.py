@@ -207,7 +207,10 @@ def convert(
         raise ValueError(f"{names} changes nothing with these options; give layers")
     initial, fits = convert_weights(model, chosen, merge), []
     converted = initial.model
-    if latent_of(chosen) is not None and (moments is not None or calibration is not None):
+    latent = latent_of(chosen)
+    if latent is not None and latent.bits is not None and moments is None and calibration is None:
+        raise ValueError(f"{latent.name()}: bits need calibration=… (token ids), since weights alone give no scale")
+    if latent is not None and (moments is not None or calibration is not None):
         plain = plain_decoder(model)
         assert isinstance(converted, CrossLayerForCausalLM)
         if moments is None:

@@ -74,9 +74,7 @@ def measure_moments(
         progress: called after each window with (done, total).
 
     """
-    length = next(iter(text.values())).shape[1]
-    each = max(1, MOST_TOKENS // length // len(text))
-    windows = torch.cat([ids[:each] for ids in text.values()])
+    windows = torch.cat(list(read_windows(text).values()))
     sums = [_Sums(model.device) for _ in range(plan.layers)]
     generator = torch.Generator(model.device).manual_seed(seed)
     with evaluating(model), torch.enable_grad(), _recorded(model) as states:
@@ -95,6 +93,13 @@ def measure_moments(
     return [total.moments([means[i] for i in _below(plan, layer)]) for layer, total in enumerate(sums)]
 
 
+def read_windows(text: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return those windows (N, T) of each domain from which moments are measured."""
+    length = next(iter(text.values())).shape[1]
+    each = max(1, MOST_TOKENS // length // len(text))
+    return {name: ids[:each] for name, ids in text.items()}
+
+
 def choose_bits(moments: Sequence[StateMoments], plan: DepthPlan, share: float) -> tuple[tuple[int, ...], ...]:
     """Return the bits of each eight channels of each layer, for a share of the cache in 16 bits.
 
@@ -104,6 +109,10 @@ def choose_bits(moments: Sequence[StateMoments], plan: DepthPlan, share: float) 
     """
     layers, width = plan.layers, len(moments[0].mean)
     units = width // UNIT
+    if width % UNIT:
+        raise ValueError(
+            f"bits are chosen for {UNIT} channels at a time, and keys and values have {width}; give a rank"
+        )
     spent = round(share * 2 * width * layers) - SCALE * layers
     least, most = layers, layers * units * (len(ERRORS) - 1)
     if not least <= spent <= most:
@@ -150,6 +159,8 @@ def fit_latents(original: CrossLayerForCausalLM, model: CrossLayerForCausalLM, m
     errors = torch.tensor([method.errors(layer, width) for layer in range(plan.layers)], dtype=torch.float64)
     bases = find_bases(moments, plan, errors)
     for layer, (before, after) in enumerate(zip(layers_of(original), layers_of(model), strict=True)):
+        if plan.latents[layer] is None:
+            continue  # another method drops its attention
         attention: nn.Module | None = after.self_attn
         assert attention is not None and before.self_attn is not None
         projections = [before.self_attn.get_submodule(f"{state}_proj") for state in "kv"]

@@ -25,6 +25,7 @@ from crosslayer.verbs.retrofit.calibrate import POST_NORM_ERROR, input_width
 from crosslayer.verbs.retrofit.choose import choose
 from crosslayer.verbs.retrofit.convert import Converted, convert
 from crosslayer.verbs.retrofit.damage import by_domain, logits_of, logits_uncompensated, losses
+from crosslayer.verbs.retrofit.latents import read_windows
 from crosslayer.verbs.retrofit.moments import REFITS, check_enough
 from crosslayer.verbs.retrofit.request import Request, RetrofitOptions, plain_method
 from crosslayer.verbs.retrofit.result import (
@@ -279,7 +280,8 @@ def _evaluate(
 def _calibration(converted: Converted, request: Request, windows: Mapping[str, Tensor]) -> Calibration:
     """Return how weights were fitted, on windows (N, T) by domain."""
     fit = converted.fit if converted.fits and converted.fit is not None else request.fit
-    fit = "fisher" if request.calibrates else fit
+    if request.calibrates:
+        fit, windows = "fisher", read_windows(windows)
     return Calibration(fit=fit, windows={name: len(ids) for name, ids in windows.items()}, layers=converted.fits)
 
 

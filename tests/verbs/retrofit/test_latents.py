@@ -77,6 +77,20 @@ def test_full_rank_changes_nothing(model, groups):
     assert gap < 1e-5  # float32 norms
 
 
+def test_bits_need_text(model):
+    with pytest.raises(ValueError, match="bits need calibration"):
+        convert(model, KVLatents(bits=((4, 2, 1, 1),) * 6))
+
+
+def test_beside_dropped_attention(model):
+    """Layers that keep attention are fitted: at full rank nothing else changes."""
+    drop = {"name": "drop", "attention": (2,)}
+    methods = [KVLatents(rank=1.0, groups=((0, 1, 3), (4, 5))), drop]
+    converted, dropped = (convert(model, each, calibration=TEXT).model for each in (methods, drop))
+    with torch.no_grad():
+        assert (converted(TEXT["one"]).logits - dropped(TEXT["one"]).logits).abs().max() < 1e-5
+
+
 def test_bases(moments):
     """Channels have variance 1 and no correlation, and an error of one costs its λ."""
     plan = KVLatents(groups=()).plan(6)
@@ -134,7 +148,7 @@ def test_report(model):
     assert report.cache.share == pytest.approx(0.15, abs=0.01)
     (method,) = report.methods
     assert len(method["bits"]) == 6 and method["groups"] == ((0, 1, 2), (3, 4, 5))
-    assert report.calibration.fit == "fisher"
+    assert report.calibration.fit == "fisher" and report.calibration.windows == {"two": 6}
 
 
 @pytest.mark.parametrize(

@@ -220,3 +220,9 @@ def _check_estimate(documents: Iterable[str], tokenizer: PreTrainedTokenizerBase
             f"the text has about {about:,.0f} tokens; {sequences:,} sequences of {size} need {sequences * size:,}: "
             "use fewer or shorter sequences, or more text"
         )
+
+
+def repeating(ids: Tensor) -> tuple[Tensor, int]:
+    """Return windows (N, T) whose last third repeats the tokens after the first, and where that third starts."""
+    start = ids.shape[1] - ids.shape[1] // 3
+    return torch.cat([ids[:, :start], ids[:, 1 : ids.shape[1] - start + 1]], dim=1), start

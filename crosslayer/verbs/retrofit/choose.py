@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from crosslayer.core.decoder.modeling import CrossLayerForCausalLM
 from crosslayer.core.method import Method
 from crosslayer.core.methods import merge_plans
 from crosslayer.core.plan import DepthPlan, parse_layers
@@ -25,8 +26,8 @@ from crosslayer.probe.stream import LayerStream, streams
 from crosslayer.probe.what_if import find_sublayers, what_if
 from crosslayer.verbs.diagnose.groups import PAPER_SIZE, Groups, paper_groups, similar_groups
 from crosslayer.verbs.diagnose.run import diagnose
-from crosslayer.verbs.retrofit.convert import plain_decoder
-from crosslayer.verbs.retrofit.latents import StateMoments, measure_moments, with_bits
+from crosslayer.verbs.retrofit.convert import convert, plain_decoder
+from crosslayer.verbs.retrofit.latents import StateMoments, measure_moments, with_bits, with_errors
 from crosslayer.verbs.retrofit.moments import RANK_CUTOFF, TOKENS_PER_INPUT
 from crosslayer.verbs.retrofit.request import Request
 from crosslayer.verbs.retrofit.result import Choice
@@ -75,13 +76,16 @@ def _latents(model: PreTrainedModel, request: Request, windows: Windows, progres
     assert request.method is not None
     text, budget = windows.by_domain(), request.options.kv_budget
     plan = merge_plans([request.method], model.config.num_hidden_layers)
+    plain, seed = plain_decoder(model), request.options.seed
     with progress("measuring keys and values", 0) as bar:
-        moments = measure_moments(plain_decoder(model), text, plan, request.options.seed, bar.step)
-    if budget is None:
-        return Chosen([request.method], Choice(how="as options"), moments)
-    return Chosen(
-        with_bits([request.method], moments, budget), Choice(how=f"bits for {budget:g} of the cache"), moments
-    )
+        moments = measure_moments(plain, text, plan, seed, bar.step)
+    methods = with_bits([request.method], moments, budget)
+    rounded = convert(model, methods, moments=moments, share_weights=True).model
+    assert isinstance(rounded, CrossLayerForCausalLM)
+    with progress("measuring what errors cost", 0) as bar:
+        moments = with_errors(rounded, moments, text, seed, bar.step)
+    how = "as options" if budget is None else f"bits for {budget:g} of the cache"
+    return Chosen(with_bits([request.method], moments, budget), Choice(how=how), moments)
 
 
 def _top_half(model: PreTrainedModel, cls: MethodClass, size: int) -> Groups:

@@ -22,7 +22,7 @@ from crosslayer.core.methods import Entry, load_methods, merge_plans, to_entry
 from crosslayer.core.options import check_choice
 from crosslayer.core.plan import DepthPlan
 from crosslayer.verbs.retrofit.calibrate import Text, calibrate, uncovered_layers, why_no_refit
-from crosslayer.verbs.retrofit.latents import StateMoments, fit_latents, latent_of, measure_moments
+from crosslayer.verbs.retrofit.latents import StateMoments, fit_latents, latent_of, measure_moments, with_errors
 from crosslayer.verbs.retrofit.moments import FITS, LAYER_ONLY, REFITS, Fit
 from crosslayer.verbs.retrofit.result import Weights
 
@@ -211,12 +211,8 @@ def convert(
     if latent is not None and latent.bits is not None and moments is None and calibration is None:
         raise ValueError(f"{latent.name()}: bits need calibration=… (token ids), since weights alone give no scale")
     if latent is not None and (moments is not None or calibration is not None):
-        plain = plain_decoder(model)
         assert isinstance(converted, CrossLayerForCausalLM)
-        if moments is None:
-            text = {"text": calibration} if isinstance(calibration, Tensor) else calibration
-            moments = measure_moments(plain, text or {}, converted.config.plan, progress=progress)
-        fit_latents(plain, converted, moments)
+        _fit_latents(plain_decoder(model), converted, calibration, moments, progress)
     if fit not in REFITS and not any(isinstance(module, Compensation) for module in converted.modules()):
         fit = None
     elif fit != "zero":
@@ -234,6 +230,23 @@ def convert(
     outputs = [f"model.layers.{layer}.self_attn.o_proj.weight" for layer in changed]  # W_o in all families
     refitted = {name: originals[name] for name in outputs}
     return Converted(converted, initial.weights.model_copy(update={"refitted": outputs}), fit, fits, refitted)
+
+
+def _fit_latents(
+    plain: CrossLayerForCausalLM,
+    model: CrossLayerForCausalLM,
+    calibration: Text | None,
+    moments: Sequence[StateMoments] | None,
+    progress: Callable[[int, int], None] | None,
+) -> None:
+    """Fit latents by moments, or to calibration text: first by the original, then by what errors of latents cost."""
+    if moments is not None:
+        return fit_latents(plain, model, moments)
+    assert calibration is not None
+    text = {"text": calibration} if isinstance(calibration, Tensor) else calibration
+    moments = measure_moments(plain, text, model.config.plan, progress=progress)
+    fit_latents(plain, model, moments)
+    fit_latents(plain, model, with_errors(model, moments, text, progress=progress))
 
 
 def _fit(plain: CrossLayerForCausalLM, model: CrossLayerForCausalLM, fit: str | None) -> str:

@@ -21,13 +21,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import PreTrainedModel
 
 from crosslayer.core.decoder.modeling import CrossLayerForCausalLM
 from crosslayer.core.latents import ERRORS, SCALE, UNIT, LatentMethod
 from crosslayer.core.method import Method
 from crosslayer.core.methods import merge_plans
 from crosslayer.core.plan import DepthPlan
+from crosslayer.corpus.windows import repeating
 from crosslayer.probe.intercept import evaluating
 from crosslayer.verbs.retrofit.streams import layers_of
 
@@ -68,29 +68,47 @@ def measure_moments(
 
     Args:
         model: the plain decoder.
-        text: calibration ids; at most about `MOST_TOKENS` of them are read, as many of each domain.
+        text: calibration ids; at most about `MOST_TOKENS` of them are read, as many of each domain, and the last third
+            of a window is replaced by its beginning, since what copies from the context matters as much.
         plan: says which layer reads which below.
         seed: of the tokens that the model samples.
         progress: called after each window with (done, total).
 
     """
-    windows = torch.cat(list(read_windows(text).values()))
     sums = [_Sums(model.device) for _ in range(plan.layers)]
-    generator = torch.Generator(model.device).manual_seed(seed)
-    with evaluating(model), torch.enable_grad(), _recorded(model) as states:
-        for number, ids in enumerate(windows, 1):
-            embeddings = model.get_input_embeddings()(ids[None].to(model.device)).detach().requires_grad_()
-            logits = model(inputs_embeds=embeddings, use_cache=False).logits[0].float()
-            sampled = torch.multinomial(logits.detach().softmax(-1), 1, generator=generator)[:, 0]
-            functional.cross_entropy(logits, sampled, reduction="sum").backward()
-            of_layers = [torch.cat([states[layer, state][0] for state in "kv"], -1) for layer in range(plan.layers)]
-            for layer, (own, total) in enumerate(zip(of_layers, sums, strict=True)):
-                gradients = torch.cat([_gradient(states[layer, state]) for state in "kv"], -1)
-                total.add(own.detach(), gradients, [of_layers[below].detach() for below in _below(plan, layer)])
-            if progress is not None:
-                progress(number, len(windows))
+    for states in _windows(model, text, seed, progress):
+        for layer, (own, total) in enumerate(zip(states, sums, strict=True)):
+            assert own is not None
+            below = [other.value for i in _below(plan, layer) if (other := states[i]) is not None]
+            total.add(own.value, own.gradient, below)
     means = [total.mean for total in sums]
     return [total.moments([means[i] for i in _below(plan, layer)]) for layer, total in enumerate(sums)]
+
+
+def with_errors(
+    model: CrossLayerForCausalLM,
+    moments: Sequence[StateMoments],
+    text: Mapping[str, Tensor],
+    seed: int = 0,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[StateMoments]:
+    """Return moments whose Fisher information is that of a model with latents, which were fitted by `moments`.
+
+    Where a model copies from its context it is so sure that small errors cost nothing and larger ones everything. The
+    information where errors are as large as they will be shows that.
+    """
+    sums: list[Tensor] = [torch.zeros_like(own.information) for own in moments]
+    tokens = 0
+    for states in _windows(model, text, seed, progress):
+        for layer, state in enumerate(states):
+            if state is not None:
+                gradient = state.gradient[1:].double()
+                sums[layer] += gradient.T @ gradient
+        tokens += max(len(state.value) for state in states if state is not None)
+    return [
+        dataclasses.replace(own, information=total / tokens) if model.config.plan.latents[layer] is not None else own
+        for layer, (own, total) in enumerate(zip(moments, sums, strict=True))
+    ]
 
 
 def read_windows(text: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -174,8 +192,10 @@ def latent_of(methods: Sequence[Method]) -> LatentMethod | None:
     return next((method for method in methods if isinstance(method, LatentMethod)), None)
 
 
-def with_bits(methods: Sequence[Method], moments: Sequence[StateMoments], share: float) -> list[Method]:
-    """Return methods whose latents have bits for a share of the cache."""
+def with_bits(methods: Sequence[Method], moments: Sequence[StateMoments], share: float | None) -> list[Method]:
+    """Return methods whose latents have bits for a share of the cache; None: as they are."""
+    if share is None:
+        return list(methods)
     bits = choose_bits(moments, merge_plans(methods, len(moments)), share)
     return [dataclasses.replace(one, bits=bits) if isinstance(one, LatentMethod) else one for one in methods]
 
@@ -223,35 +243,70 @@ def _below(plan: DepthPlan, layer: int) -> list[int]:
     return [source for source in plan.reads("keys", layer) if source != layer]
 
 
-def _gradient(state: Tensor) -> Tensor:
-    """Return the gradient (T, H_kv·D) of a state (1, T, H_kv·D)."""
-    assert state.grad is not None
-    return state.grad[0]
+class _State(NamedTuple):
+    """A layer's keys and values as it reads them, and the gradients of the loss in them, (T, W) each."""
+
+    value: Tensor
+    gradient: Tensor
+
+
+def _windows(
+    model: CrossLayerForCausalLM,
+    text: Mapping[str, Tensor],
+    seed: int,
+    progress: Callable[[int, int], None] | None,
+) -> Iterator[list[_State | None]]:
+    """Yield the states of each layer on each window; None: a layer without attention."""
+    windows, _ = repeating(torch.cat(list(read_windows(text).values())))
+    generator = torch.Generator(model.device).manual_seed(seed)
+    with evaluating(model), torch.enable_grad(), _recorded(model) as recorded:
+        for number, ids in enumerate(windows, 1):
+            embeddings = model.get_input_embeddings()(ids[None].to(model.device)).detach().requires_grad_()
+            logits = model(inputs_embeds=embeddings, use_cache=False).logits[0].float()
+            sampled = torch.multinomial(logits.detach().softmax(-1), 1, generator=generator)[:, 0]
+            functional.cross_entropy(logits, sampled, reduction="sum").backward()
+            yield [_state(recorded[layer]) if layer in recorded else None for layer in range(len(layers_of(model)))]
+            recorded.clear()
+            if progress is not None:
+                progress(number, len(windows))
+
+
+def _state(outputs: Sequence[Tensor]) -> _State:
+    """Return the state that outputs (1, T, …) of one layer's modules make up."""
+    gradients = [output.grad[0] for output in outputs if output.grad is not None]
+    return _State(torch.cat([output.detach()[0] for output in outputs], -1), torch.cat(gradients, -1))
 
 
 @contextmanager
-def _recorded(model: PreTrainedModel) -> Iterator[dict[tuple[int, str], Tensor]]:
-    """Record the outputs of every key and value projection, with gradients, by layer and "k" or "v"."""
-    states: dict[tuple[int, str], Tensor] = {}
+def _recorded(model: CrossLayerForCausalLM) -> Iterator[dict[int, list[Tensor]]]:
+    """Record keys and values of each layer, with gradients: what projections return, or what is made of latents."""
+    recorded: dict[int, list[Tensor]] = {}
 
-    def record(layer: int, state: str) -> Callable[..., None]:
+    def record(layer: int) -> Callable[..., None]:
         def hook(module: nn.Module, inputs: tuple, output: Tensor) -> None:
             output.retain_grad()
-            states[layer, state] = output
+            recorded.setdefault(layer, []).append(output)
 
         return hook
 
+    def without_below(module: nn.Module, inputs: tuple) -> tuple:
+        states, below = inputs  # an error below is counted there
+        return states, None if below is None else below.detach()
+
     hooks = []
-    for layer, block in enumerate(layers_of(model)):  # type: ignore[arg-type]
-        assert block.self_attn is not None
-        for state in "kv":
-            projection = block.self_attn.get_submodule(f"{state}_proj")
-            hooks.append(projection.register_forward_hook(record(layer, state)))
+    for layer, block in enumerate(layers_of(model)):
+        attention = block.self_attn
+        if attention is None:
+            continue
+        names = ("k_proj", "v_proj") if attention.latent_decoder is None else ("latent_decoder",)
+        hooks += [attention.get_submodule(name).register_forward_hook(record(layer)) for name in names]
+        latent = () if attention.latent_decoder is None else (attention.latent_encoder, attention.latent_decoder)
+        hooks += [module.register_forward_pre_hook(without_below) for module in latent if module is not None]
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in trained:
         parameter.requires_grad_(False)
     try:
-        yield states
+        yield recorded
     finally:
         for hook in hooks:
             hook.remove()

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from crosslayer.core.decoder.modeling import CrossLayerForCausalLM
 from crosslayer.core.method import Method
 from crosslayer.core.plan import STATES, DepthPlan
-from crosslayer.corpus.windows import Windows
+from crosslayer.corpus.windows import Windows, repeating
 from crosslayer.output.progress import Meter
 from crosslayer.probe.shapes import LayerShape
 from crosslayer.probe.what_if import find_sublayers
@@ -185,12 +185,6 @@ class Measure:
                 divergences.append(kl)
         self.step()
         return sum(divergences) / len(divergences)
-
-
-def repeating(ids: Tensor) -> tuple[Tensor, int]:
-    """Return windows (N, T) whose last third repeats the tokens after the first, and where that third starts."""
-    start = ids.shape[1] - ids.shape[1] // 3
-    return torch.cat([ids[:, :start], ids[:, 1 : ids.shape[1] - start + 1]], dim=1), start
 
 
 def fixed_blocks(

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from crosslayer.core.methods import load_method, merge_plans, method_class
-from crosslayer.corpus.windows import Windows
+from crosslayer.corpus.windows import Windows, repeating
 from crosslayer.verbs.retrofit.convert import convert, convert_weights
 from crosslayer.verbs.retrofit.request import Request, RetrofitOptions
 from crosslayer.verbs.retrofit.search import Assignment
-from crosslayer.verbs.retrofit.trade_off import FittedLayers, LayerInputs, Measure, _subset, lowest_changed, repeating
+from crosslayer.verbs.retrofit.trade_off import FittedLayers, LayerInputs, Measure, _subset, lowest_changed
 from tests.helpers.tiny import VOCABULARY, tiny
 
 LENGTH = 12

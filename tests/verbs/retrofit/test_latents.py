@@ -7,6 +7,7 @@ import torch
 from crosslayer import convert, retrofit
 from crosslayer.core.latents import ERRORS, SCALE, UNIT
 from crosslayer.core.methods.kv_latents import KVLatents
+from crosslayer.corpus.windows import repeating
 from crosslayer.testing.tiny import build, config_of, tokens
 from crosslayer.verbs.retrofit import latents
 from crosslayer.verbs.retrofit.convert import plain_decoder
@@ -29,7 +30,7 @@ def moments(model):
 def test_moments(model, moments):
     """Mean and covariances by loops over tokens, of which the first of a text counts more."""
     with torch.no_grad():
-        streams = model(torch.cat(list(TEXT.values())), output_hidden_states=True).hidden_states
+        streams = model(repeating(torch.cat(list(TEXT.values())))[0], output_hidden_states=True).hidden_states
         states = []
         for layer in (2, 3):
             block = model.model.layers[layer]
@@ -49,19 +50,20 @@ def test_moments(model, moments):
 def test_information_is_that_of_the_loss(model):
     """Moving a layer's values by δ costs ½ δᵀ G δ nats a token, when every token of many texts moves by itself."""
     text = {"text": tokens(160, 12)}
+    ids, _ = repeating(text["text"])
     information = measure_moments(plain_decoder(model), text, KVLatents(groups=()).plan(6))[5].information[16:, 16:]
     generator = torch.Generator().manual_seed(0)
     size = 0.05
     moved, changes = build(config_of(None, **SHAPE)), []
     with torch.no_grad():
-        before = moved(text["text"]).logits.log_softmax(-1)
+        before = moved(ids).logits.log_softmax(-1)
         for _ in range(4):
             noise = size * torch.randn(160, 12, 16, generator=generator, dtype=torch.float64)
             noise[:, 0] = 0  # the information is that of all tokens but the first
             hook = moved.model.layers[5].self_attn.v_proj.register_forward_hook(
                 lambda m, i, out, noise=noise: out + noise
             )
-            after = moved(text["text"]).logits.log_softmax(-1)
+            after = moved(ids).logits.log_softmax(-1)
             hook.remove()
             changes.append(float((before.exp() * (before - after)).sum(-1).sum() / (160 * 12)))
     expected = float(information.trace()) * size**2 / 2

@@ -23,6 +23,7 @@ SCALE = 2  # bytes of a token's scale, a float16
 # bits → step between codes of a normal variable with the least mean square error (Max 1960)
 STEPS = {1: 1.596, 2: 0.996, 3: 0.586, 4: 0.335, 5: 0.188, 6: 0.104, 7: 0.0569, 8: 0.0308}
 ERRORS = (1, 0.363, 0.1175, 0.0345, 0.0095, 0.0025, 0.00066, 0.00017, 0.00004)  # bits → that mean square error
+WHOLE = 16  # bits of a number that is not coded; it has no error
 UNCLIPPED = 4  # bits of channels whose range the scale covers; damage on SmolLM2 decided
 SMALLEST = 2.0**-14  # scale, float16's smallest normal number
 
@@ -76,7 +77,9 @@ class LatentMethod(Method):
     """Channels of a latent, as a share of the layer's keys and values together."""
     bits: tuple[tuple[int, ...], ...] | None = None
     """Bits of the channels instead of `rank`: for each layer, 0 to 8 for each eight channels of its keys and values,
-    falling. A latent has no channels with 0 bits."""
+    falling, or 16 and 0 alone for numbers that are not coded. A latent has no channels with 0 bits."""
+    groups: tuple[tuple[int, ...], ...] | None = None
+    """Groups of 0-based layers in rising order; layers in none stand alone. None: all layers are a group."""
 
     def latent_sizes(self, layers: int) -> tuple[LatentSize, ...]:
         """Return the size of each layer's latent, for the plan; refuse impossible options."""
@@ -87,20 +90,27 @@ class LatentMethod(Method):
         if self.bits is None:
             return (LatentSize(self.rank),) * layers
         self._check_bits(layers)
-        return tuple(map(_coded_size, self.bits))
+        return tuple(map(_size, self.bits))
 
     def errors(self, layer: int, width: int) -> list[float]:
         """Return the mean square error with which each of W channels of variance 1 is read."""
         if self.bits is None:
             kept = self.channels(layer, width)
             return [0.0] * kept + [1.0] * (width - kept)
-        return [ERRORS[number] for number in self.bits[layer] for _ in range(UNIT)]
+        return [error(number) for number in self.bits[layer] for _ in range(UNIT)]
 
     def steps(self, layer: int) -> list[float] | None:
         """Return the steps between the codes of the R channels; None: there are no codes."""
-        if self.bits is None:
+        codes = self._codes(layer)
+        if codes is None:
             return None
-        return [STEPS[number] for number in self.bits[layer] if number for _ in range(UNIT)]
+        return [STEPS[number] for number in codes if number for _ in range(UNIT)]
+
+    def _codes(self, layer: int) -> tuple[int, ...] | None:
+        """Return the bits of a layer's codes; None: its channels are numbers."""
+        if self.bits is None or WHOLE in self.bits[layer]:
+            return None
+        return self.bits[layer]
 
     def _check_bits(self, layers: int) -> None:
         assert self.bits is not None
@@ -111,22 +121,23 @@ class LatentMethod(Method):
                 f"{self.name()}: bits must have an entry for each of the {layers} layers, got {len(self.bits)}"
             )
         for layer, bits in enumerate(self.bits):
-            if not any(bits) or not set(bits) <= {0, *STEPS} or list(bits) != sorted(bits, reverse=True):
+            known = set(bits) <= {0, *STEPS} or set(bits) <= {0, WHOLE}
+            if not any(bits) or not known or list(bits) != sorted(bits, reverse=True):
                 raise ValueError(
-                    f"{self.name()}: bits of layer {layer} must be falling numbers from 8 to 0, not all 0, one for "
-                    f"each {UNIT} channels, got {list(bits)}"
+                    f"{self.name()}: bits of layer {layer} must be falling numbers from 8 to 0, or {WHOLE} and 0, not "
+                    f"all 0, one for each {UNIT} channels, got {list(bits)}"
                 )
 
     def latent(self, config: Config, wiring: Wiring, layer: int) -> tuple[LatentEncoder, LatentDecoder]:
         """Return the modules that make a layer's latents, and keys and values of them."""
         assert config.num_key_value_heads is not None and config.head_dim is not None
         width = 2 * config.num_key_value_heads * config.head_dim
-        bits = None if self.bits is None else self.bits[layer]
-        if bits is not None and UNIT * len(bits) != width:
+        if self.bits is not None and UNIT * len(self.bits[layer]) != width:
             raise ValueError(
                 f"{self.name()}: keys and values of layer {layer} have {width} channels, so bits must have "
-                f"{width / UNIT:g} entries for each layer, one for each {UNIT} channels, got {len(bits)}"
+                f"{width / UNIT:g} entries for each layer, one for each {UNIT} channels, got {len(self.bits[layer])}"
             )
+        bits = self._codes(layer)
         channels = self.channels(layer, width)
         below = len(wiring.plan.reads("keys", layer)) > 1
         return LatentEncoder(config.hidden_size, width, channels, bits, below), LatentDecoder(
@@ -192,10 +203,17 @@ class CodedColumns(Columns):
         return torch.cat([*codes, scales.to(self.dtype)], -1)
 
 
-def _coded_size(bits: Sequence[int]) -> LatentSize:
+def _size(bits: Sequence[int]) -> LatentSize:
     """Return the size of a token's codes and scale: eight channels with b bits take b bytes instead of 16."""
+    if WHOLE in bits:
+        return LatentSize(bits.count(WHOLE) / len(bits))
     size = sum(bits) + SCALE
     return LatentSize(size / (2 * UNIT * len(bits)), size)
+
+
+def error(bits: int) -> float:
+    """Return the mean square error with which a channel of variance 1 is read."""
+    return 0.0 if bits == WHOLE else ERRORS[bits]
 
 
 def coded(latents: Tensor, bits: Sequence[int]) -> Tensor:

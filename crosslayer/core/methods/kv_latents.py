@@ -31,9 +31,6 @@ from crosslayer.core.plan import DepthPlan
 class KVLatents(LatentMethod):
     """Every layer caches a latent; within a group a layer's keys and values begin with those of the layer below."""
 
-    groups: tuple[tuple[int, ...], ...] | None = None
-    """Groups of 0-based layers in rising order; layers in none stand alone. None: all layers are a group."""
-
     def plan(self, layers: int) -> DepthPlan:
         """Give each layer a latent, and let it read the layer below in its group."""
         groups = (tuple(range(layers)),) if self.groups is None else self.groups

@@ -27,7 +27,7 @@ from crosslayer.probe.what_if import find_sublayers, what_if
 from crosslayer.verbs.diagnose.groups import PAPER_SIZE, Groups, paper_groups, similar_groups
 from crosslayer.verbs.diagnose.run import diagnose
 from crosslayer.verbs.retrofit.convert import convert, plain_decoder
-from crosslayer.verbs.retrofit.latents import StateMoments, measure_moments, with_bits, with_errors
+from crosslayer.verbs.retrofit.latents import StateMoments, levels_of, measure_moments, with_bits, with_errors
 from crosslayer.verbs.retrofit.moments import RANK_CUTOFF, TOKENS_PER_INPUT
 from crosslayer.verbs.retrofit.request import Request
 from crosslayer.verbs.retrofit.result import Choice
@@ -76,16 +76,16 @@ def _latents(model: PreTrainedModel, request: Request, windows: Windows, progres
     assert request.method is not None
     text, budget = windows.by_domain(), request.options.kv_budget
     plan = merge_plans([request.method], model.config.num_hidden_layers)
-    plain, seed = plain_decoder(model), request.options.seed
+    plain, seed, levels = plain_decoder(model), request.options.seed, levels_of(request.axes)
     with progress("measuring keys and values", 0) as bar:
         moments = measure_moments(plain, text, plan, seed, bar.step)
-    methods = with_bits([request.method], moments, budget)
+    methods = with_bits([request.method], moments, budget, levels)
     rounded = convert(model, methods, moments=moments, share_weights=True).model
     assert isinstance(rounded, CrossLayerForCausalLM)
     with progress("measuring what errors cost", 0) as bar:
         moments = with_errors(rounded, moments, text, seed, bar.step)
     how = "as options" if budget is None else f"bits for {budget:g} of the cache"
-    return Chosen(with_bits([request.method], moments, budget), Choice(how=how), moments)
+    return Chosen(with_bits([request.method], moments, budget, levels), Choice(how=how), moments)
 
 
 def _top_half(model: PreTrainedModel, cls: MethodClass, size: int) -> Groups:

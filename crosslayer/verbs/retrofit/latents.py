@@ -13,7 +13,7 @@ Shapes: N sequences, T tokens, C hidden, W = 2·H_kv·D channels of keys and val
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from crosslayer.core.decoder.modeling import CrossLayerForCausalLM
-from crosslayer.core.latents import ERRORS, SCALE, UNIT, LatentMethod
+from crosslayer.core.latents import ERRORS, SCALE, UNIT, WHOLE, LatentMethod, error
 from crosslayer.core.method import Method
 from crosslayer.core.methods import merge_plans
 from crosslayer.core.plan import DepthPlan
@@ -118,11 +118,20 @@ def read_windows(text: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: ids[:each] for name, ids in text.items()}
 
 
-def choose_bits(moments: Sequence[StateMoments], plan: DepthPlan, share: float) -> tuple[tuple[int, ...], ...]:
-    """Return the bits of each eight channels of each layer, for a share of the cache in 16 bits.
+def levels_of(axes: Collection[str]) -> range:
+    """Return the bits that a channel may have: codes with the axis "bits", and 0 with the axis "rank"."""
+    if "bits" not in axes:
+        return range(0, WHOLE + 1, WHOLE)
+    return range(0 if "rank" in axes else 1, len(ERRORS))
+
+
+def choose_bits(
+    moments: Sequence[StateMoments], plan: DepthPlan, share: float, levels: range = range(len(ERRORS))
+) -> tuple[tuple[int, ...], ...]:
+    """Return the bits of each eight channels of each layer, one of `levels`, for a share of the cache in 16 bits.
 
     Raises:
-        ValueError: the share is too small for a bit in each layer, or leaves nothing to save.
+        ValueError: the share is too small for a channel in each layer, or leaves nothing to save.
 
     """
     layers, width = plan.layers, len(moments[0].mean)
@@ -131,23 +140,25 @@ def choose_bits(moments: Sequence[StateMoments], plan: DepthPlan, share: float) 
         raise ValueError(
             f"bits are chosen for {UNIT} channels at a time, and keys and values have {width}; give a rank"
         )
-    spent = round(share * 2 * width * layers) - SCALE * layers
-    least, most = layers, layers * units * (len(ERRORS) - 1)
+    scales = 0 if WHOLE in levels else SCALE * layers
+    spent = round(share * 2 * width * layers) - scales
+    first = torch.zeros(layers, units, dtype=torch.long)  # indices into `levels`
+    first[:, 0] = levels[0] == 0  # no layer is without a latent
+    least, most = layers * units * levels[0] + int(first.sum()) * levels.step, layers * units * levels[-1]
     if not least <= spent <= most:
-        ends = ((bits + SCALE * layers) / (2 * width * layers) for bits in (least, most))
+        ends = ((size + scales) / (2 * width * layers) for size in (least, most))
         raise ValueError("`kv_budget` must be {:.3f} to {:.3f} for latents with bits, got {:g}".format(*ends, share))
-    errors = torch.tensor(ERRORS, dtype=torch.float64)
-    gains = torch.cat([errors[:-1] - errors[1:], torch.zeros(1, dtype=torch.float64)])  # of one more bit, (9,)
-    bits = torch.zeros(layers, units, dtype=torch.long)
+    errors = torch.tensor([error(number) for number in levels], dtype=torch.float64)
+    gains = torch.cat([errors[:-1] - errors[1:], torch.zeros(1, dtype=torch.float64)])  # of the next level
+    chosen = torch.zeros_like(first)
     for _ in range(ROUNDS):
-        bases = find_bases(moments, plan, errors[bits.repeat_interleave(UNIT, 1)])
+        bases = find_bases(moments, plan, errors[chosen.repeat_interleave(UNIT, 1)])
         cost = torch.stack([basis.cost for basis in bases]).unflatten(1, (units, UNIT)).mean(-1).cpu()  # (L, units)
-        bits = torch.zeros_like(bits)
-        bits[:, 0] = 1  # no layer is without a latent
-        for _ in range(spent - layers):
-            best = int((cost * gains[bits]).argmax())
-            bits.view(-1)[best] += 1
-    return tuple(tuple(row) for row in bits.tolist())
+        chosen = first.clone()
+        for _ in range((spent - least) // levels.step):
+            best = int((cost * gains[chosen]).argmax())
+            chosen.view(-1)[best] += 1
+    return tuple(tuple(levels[index] for index in row) for row in chosen.tolist())
 
 
 def find_bases(moments: Sequence[StateMoments], plan: DepthPlan, errors: Tensor) -> list[Basis]:
@@ -192,11 +203,13 @@ def latent_of(methods: Sequence[Method]) -> LatentMethod | None:
     return next((method for method in methods if isinstance(method, LatentMethod)), None)
 
 
-def with_bits(methods: Sequence[Method], moments: Sequence[StateMoments], share: float | None) -> list[Method]:
-    """Return methods whose latents have bits for a share of the cache; None: as they are."""
+def with_bits(
+    methods: Sequence[Method], moments: Sequence[StateMoments], share: float | None, levels: range
+) -> list[Method]:
+    """Return methods whose latents have bits, of some levels, for a share of the cache; None: as they are."""
     if share is None:
         return list(methods)
-    bits = choose_bits(moments, merge_plans(methods, len(moments)), share)
+    bits = choose_bits(moments, merge_plans(methods, len(moments)), share, levels)
     return [dataclasses.replace(one, bits=bits) if isinstance(one, LatentMethod) else one for one in methods]
 
 

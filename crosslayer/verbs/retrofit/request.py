@@ -9,13 +9,14 @@ from pydantic import Field, model_validator
 
 from crosslayer.core.latents import LatentMethod
 from crosslayer.core.method import Compensated, Method
-from crosslayer.core.methods import Entry, load_method, method_class, to_entry
+from crosslayer.core.methods import Entry, load_method, method_class, method_names, to_entry
 from crosslayer.core.options import check_choice
 from crosslayer.output.record import Options, Seed
 from crosslayer.verbs.retrofit.moments import FITS, LAYER_ONLY, REFITS
 from crosslayer.verbs.retrofit.search import searched_methods
 
 SELECTS = ("similarity", "greedy", "correlation", "distance")
+AXES = ("depth", "bits", "rank")  # in which a cache becomes smaller
 Budget = Annotated[float, Field(gt=0, allow_inf_nan=False)] | None
 
 
@@ -27,6 +28,7 @@ class RetrofitOptions(Options):
     kv_budget: Budget = None
     kv_context: int | None = Field(default=None, ge=2)
     kl_budget: Budget = None
+    axes: str = "depth"
     compensation: str | None = None
     bias: bool = False
     target: str | None = None
@@ -52,6 +54,8 @@ class RetrofitOptions(Options):
             raise ValueError(
                 "give one of `method`, `kv_budget` and `kl_budget`; the budgets choose methods and layers themselves"
             )
+        for axis in self.axes.split(","):
+            check_choice("retrofit", "axes", axis, AXES)
         check_choice("retrofit", "compensation", self.compensation, ("none", *FITS, None))
         check_choice("retrofit", "select", self.select, (*SELECTS, None))
         if self.compensation in REFITS and self.target not in (None, "attention"):
@@ -79,6 +83,11 @@ class Request:
         self.options = options
         # a class whose layers are still to be chosen, or a method with all its options
         self.method_class, self.method = _method_of(options.method)
+        self.axes = frozenset(options.axes.split(","))
+        if self.axes & {"bits", "rank"}:
+            self._take_latents()
+        elif isinstance(self.method, LatentMethod):
+            self.axes = frozenset(AXES)
         self.searches = self.method_class is None and self.method is None  # a budget chooses methods and layers
         self.part = self.select = None  # what the method drops; how layers are chosen
         if self.method_class is not None and self.method_class.parts:
@@ -91,6 +100,13 @@ class Request:
         self.fits = self.fit not in ("none", "zero") or self.calibrates  # on calibration text
         self.adds = self.fit not in ("none", "refit-o")  # a W_c, wherever a method may have one
         self._check()
+
+    def _take_latents(self) -> None:
+        """Give every layer a latent, where a budget is for bits or rank too."""
+        if self.options.kv_budget is None or self.options.method is not None:
+            raise ValueError(f"`axes` {self.options.axes} needs `kv_budget`, and no `method`")
+        (cls,) = [cls for name in method_names() if issubclass(cls := method_class(name), LatentMethod)]
+        self.method = cls(groups=None if "depth" in self.axes else ())
 
     def fit_of(self, methods: Sequence[Method]) -> str:
         """Return how the chosen methods are fitted: after a search there may be no layer whose W_o can be refitted."""

@@ -52,6 +52,7 @@ def retrofit(
     kv_budget: float | None = None,
     kv_context: int | None = None,
     kl_budget: float | None = None,
+    axes: str = "depth",
     compensation: str | None = None,
     target: str | None = None,
     groups: int = 1,
@@ -88,6 +89,9 @@ def retrofit(
             with a method whose layers cache latents: their size, as a share of a cache in 16 bits.
         kv_context: context length at which the cache is counted; default 2048, or twice the largest sliding window.
         kl_budget: instead of --method: search within this KL to the original, in nats/token.
+        axes: in which --kv-budget makes the cache smaller: depth (layers share or lose attention), bits, rank, or
+            several, such as depth,bits,rank. With bits or rank layers cache latents: far less damage at the same bytes,
+            but decoding is slower, and vLLM does not serve them.
         compensation: how to compensate for the change, by a linear map W_c of each converted layer's input: layerwise
             (default), ridge (default with --merge), zero, mean, lstsq or lmmse; refit (default where layers attend to
             another layer's states) fits W_c together with W_o, refit-o W_o alone; or none.

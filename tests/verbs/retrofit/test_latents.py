@@ -5,13 +5,13 @@ import pytest
 import torch
 
 from crosslayer import convert, retrofit
-from crosslayer.core.latents import ERRORS, SCALE, UNIT
+from crosslayer.core.latents import SCALE, UNIT, error
 from crosslayer.core.methods.kv_latents import KVLatents
 from crosslayer.corpus.windows import repeating
 from crosslayer.testing.tiny import build, config_of, tokens
 from crosslayer.verbs.retrofit import latents
 from crosslayer.verbs.retrofit.convert import plain_decoder
-from crosslayer.verbs.retrofit.latents import choose_bits, find_bases, measure_moments
+from crosslayer.verbs.retrofit.latents import choose_bits, find_bases, levels_of, measure_moments
 
 SHAPE = {"attention_bias": True, "qk_norm": True}
 TEXT = {"one": tokens(6, 24), "two": tokens(6, 24, seed=1)}
@@ -103,18 +103,24 @@ def test_bases(moments):
         assert torch.allclose(costs, basis.cost.diag(), atol=1e-8 * float(basis.cost.max()))
 
 
-@pytest.mark.parametrize("share", [0.08, 0.15, 0.3])
-def test_bits_cannot_be_exchanged(moments, share):
-    """All bytes are spent, and moving a bit from one unit to another saves nothing."""
-    plan = KVLatents(groups=()).plan(6)
-    bits = choose_bits(moments, plan, share)
-    assert sum(map(sum, bits)) + 6 * SCALE == round(share * 2 * 32 * 6)
+@pytest.mark.parametrize(
+    ("axes", "share"),
+    [("bits,rank", 0.08), ("bits,rank", 0.15), ("bits,rank", 0.3), ("bits", 0.15), ("rank", 0.25), ("rank", 0.5)],
+)
+def test_bits_cannot_be_exchanged(moments, axes, share):
+    """All bytes are spent, and moving a bit, or a channel, from one place to another saves nothing."""
+    plan, levels = KVLatents(groups=()).plan(6), levels_of(axes.split(","))
+    bits = choose_bits(moments, plan, share, levels)
+    assert {number for row in bits for number in row} <= set(levels)
+    scales = 0 if axes == "rank" else 6 * SCALE
+    assert round(share * 2 * 32 * 6) - levels.step < sum(map(sum, bits)) + scales <= round(share * 2 * 32 * 6)
     cost = torch.stack([basis.cost for basis in find_bases(moments, plan, torch.ones(6, 32))])
     cost = cost.unflatten(1, (-1, UNIT)).mean(-1).flatten().tolist()
     flat = [number for row in bits for number in row]
-    more = [c * (ERRORS[b] - ERRORS[b + 1]) if b < 8 else 0.0 for c, b in zip(cost, flat, strict=True)]
+    step = levels.step
+    more = [c * (error(b) - error(b + step)) if b < levels[-1] else 0.0 for c, b in zip(cost, flat, strict=True)]
     less = [
-        c * (ERRORS[b - 1] - ERRORS[b]) if b > (index % 4 == 0) else float("inf")
+        c * (error(b - step) - error(b)) if b > max(levels[0], step * (index % 4 == 0)) else float("inf")
         for index, (c, b) in enumerate(zip(cost, flat, strict=True))
     ]
     assert max(more) <= min(less) * (1 + 1e-9)
@@ -153,6 +159,21 @@ def test_report(model):
     assert report.calibration.fit == "fisher" and report.calibration.windows == {"two": 6}
 
 
+def test_axes_choose_bits_rank_and_depth(model):
+    """Only what an axis allows changes, and the cache keeps to the budget."""
+
+    def entry(axes):
+        options = {"windows": 16, "calibration": 6, "length": 24, "needles": False, "kv_budget": 0.25}
+        report = retrofit(model, {"one": tokens(20, 24)}, axes=axes, calibration_text={"two": TEXT["two"]}, **options)
+        assert report.cache.share == pytest.approx(0.25, abs=0.05 if axes == "rank" else 0.01)
+        return report.methods[0]
+
+    every, bits, rank = (entry(axes) for axes in ("depth,bits,rank", "bits", "rank"))
+    assert every.get("groups") is None and bits["groups"] == () and rank["groups"] == ()
+    assert {number for row in bits["bits"] for number in row} <= set(range(1, 9))
+    assert {number for row in rank["bits"] for number in row} == {0, 16}
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -162,6 +183,8 @@ def test_report(model):
         ),
         ({"method": "drop", "kv_budget": 0.5}, "or the bits of a `method` with latents"),
         ({"method": "kv_latents", "kl_budget": 0.5}, "give one of"),
+        ({"kv_budget": 0.2, "axes": "depth,bit"}, "axes must be one of 'depth', 'bits', 'rank', got 'bit'"),
+        ({"kl_budget": 0.2, "axes": "bits"}, "`axes` bits needs `kv_budget`, and no `method`"),
         ({"method": "kv_latents", "kv_budget": 0.2, "layers": "1,2"}, "`layers` 1,2 has no effect"),
     ],
 )

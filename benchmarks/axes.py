@@ -3,9 +3,9 @@
     python benchmarks/axes.py --json FILE [--budgets 0.5,0.25,0.125] [--axes rank bits depth,bits,rank]
         [--text NAME=FILE …] [--windows 4] [--save FOLDER] [--model smollm2]
 
-Latents are fitted as `crosslayer retrofit --axes` does it, and judged by KL to the original on windows of 512 tokens, as
-many of each --text, which nothing was fitted to. The last of --axes is compared with every other, window by window. With
---save the models are kept, as AXES-BUDGET, for benchmarks/quality.py. What is measured stands in FILE after each row.
+Latents are fitted as `crosslayer retrofit --axes` does it, and judged by KL to the original on windows of 512 tokens,
+as many of each --text, which nothing was fitted to. With --save the models are kept, as AXES-BUDGET, for
+benchmarks/quality.py. What is measured stands in FILE after each row.
 """
 
 import argparse
@@ -46,7 +46,7 @@ def main(options: argparse.Namespace) -> None:
             rows.append(row)
             try:
                 request = Request(RetrofitOptions(kv_budget=budget, axes=axes))
-                chosen = choose(model, request, fitted, Progress())
+                chosen = choose(model, request, fitted, Progress)
             except ValueError as error:
                 row["refused"] = str(error)
                 continue

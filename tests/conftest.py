@@ -42,6 +42,7 @@ def _reports_without_alternatives(request, monkeypatch):
     module = sys.modules.get("crosslayer.verbs.retrofit.run")
     if module is not None and request.node.get_closest_marker("alternatives") is None:
         monkeypatch.setattr(module, "measure_alternatives", lambda *_: ())
+        monkeypatch.setattr(module, "latents_beside", lambda *_: [])
 
 
 def global_state() -> dict:

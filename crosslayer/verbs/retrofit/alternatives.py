@@ -1,16 +1,23 @@
-"""What the same bytes cost elsewhere: quantised caches of the original and of the retrofit, on the same text."""
+"""What bytes cost elsewhere, on the same text: quantised caches of the original and of the retrofit, other latents."""
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from crosslayer.core.latents import LatentMethod
 from crosslayer.corpus.windows import Windows
+from crosslayer.output.formatting import listed
 from crosslayer.output.progress import Meter
 from crosslayer.quantization.running import quantized_cache, quantizing
 from crosslayer.verbs.needles.retrieval import measure_retrieval
+from crosslayer.verbs.retrofit.convert import convert
 from crosslayer.verbs.retrofit.damage import Run, damage, difference, logits_of, losses
+from crosslayer.verbs.retrofit.latents import StateMoments, levels_of, with_bits
+from crosslayer.verbs.retrofit.request import AXES, Request
 from crosslayer.verbs.retrofit.result import Alternative
 from crosslayer.wiring.kv_bits import KINDS, RECENT, keeps_recent
 from crosslayer.wiring.read import read_plan
@@ -21,30 +28,72 @@ WINDOWS = 16  # of the evaluation text, from all domains
 DTYPE = "bfloat16"  # in which the original's cache is counted
 
 
+class Compared(NamedTuple):
+    """A model whose cache is measured: its row's `of`, the model, and the bits of its cache; None: as it is."""
+
+    of: str
+    model: PreTrainedModel
+    kv_bits: str | None = None
+
+
+class Judged(NamedTuple):
+    """On what caches are measured."""
+
+    windows: Windows  # the evaluation text
+    context: int  # tokens at which bytes are counted
+    tokenizer: PreTrainedTokenizerBase | None  # that of all models; None: no hidden numbers are asked for
+    seed: int  # of the bootstrap and of the hidden numbers
+
+
+def latents_beside(
+    original: PreTrainedModel, request: Request, moments: Sequence[StateMoments] | None
+) -> list[Compared]:
+    """Return latents of half and of twice the budget, and of the same bytes by bits alone and by rank alone.
+
+    Those whose budget latents cannot have are left out; there are none where latents were not chosen by a budget.
+    """
+    method, budget = request.method, request.options.kv_budget
+    if moments is None or budget is None:
+        return []
+    assert isinstance(method, LatentMethod)
+    wanted = [(request.axes, budget / 2), (request.axes, budget * 2)]
+    wanted += [(axes, budget) for axes in (frozenset({"bits"}), frozenset({"rank"})) if axes != request.axes]
+    compared = []
+    for axes, share in wanted:
+        alone = dataclasses.replace(method, groups=method.groups if "depth" in axes else ())
+        try:
+            methods = with_bits([alone], moments, share, levels_of(axes))
+        except ValueError:
+            continue
+        model = convert(original, methods, moments=moments, share_weights=True).model
+        compared.append(Compared(f"latents by {listed([axis for axis in AXES if axis in axes])}", model))
+    return compared
+
+
 def measure_alternatives(
-    models: dict[str, PreTrainedModel],
-    tokenizer: PreTrainedTokenizerBase | None,
-    windows: Windows,
-    context: int,
-    seed: int,
+    original: PreTrainedModel,
+    retrofit: PreTrainedModel,
+    others: Sequence[Compared],
+    judged: Judged,
     progress: Meter,
 ) -> tuple[Alternative, ...]:
-    """Return the cache's share, the KL to the original and the numbers retrieved with quantised caches.
+    """Return the cache's share, the KL to the original and the numbers retrieved with other caches.
 
     The first is the retrofit as it is. All are measured on the same windows, some of the evaluation text's.
 
     Args:
-        models: "original" and "retrofit".
-        tokenizer: that of both; None: no hidden numbers are asked for.
-        windows: the evaluation text.
-        context: tokens at which bytes are counted.
-        seed: of the bootstrap and of the hidden numbers.
+        original: the original model, which is also measured with quantised caches.
+        retrofit: the retrofit, likewise.
+        others: other models to measure as they are.
+        judged: on what they are measured.
         progress: shows progress.
 
     Returns:
         rows of the models for which quantised caches are defined; nothing if they are not for the original.
 
     """
+    windows, context, tokenizer, seed = judged
+    models = {"original": original, "retrofit": retrofit}
     quantisable = [of for of, model in models.items() if _takes_quantised(model)]
     if "original" not in quantisable:
         return ()
@@ -55,27 +104,27 @@ def measure_alternatives(
         tuple(windows.domains[index] for index in chosen) if windows.domains else (),
     )
     long = windows.ids.shape[1] > RECENT  # else all tokens stay exact with less than 8 bits
-    compared = [(of, bits) for of, bits in MEASURED if of in quantisable and (long or not keeps_recent(KINDS[bits]))]
-    runs: dict[str, Run] = {"retrofit": logits_of(models["retrofit"])}
-    runs |= {f"{of} {bits}": _quantised(models[of], bits) for of, bits in compared}
-    with progress("measuring quantised caches", len(fewer)) as bar:
-        measured = losses(logits_of(models["original"]), runs, fewer, bar.step)
-    rows = []
-    for of, bits in (("retrofit", None), *compared):
-        own = measured[of if bits is None else f"{of} {bits}"]
-        gap, interval = difference(own, measured["retrofit"], seed)
+    quantised = [(of, bits) for of, bits in MEASURED if of in quantisable and (long or not keeps_recent(KINDS[bits]))]
+    compared = [Compared("retrofit", retrofit), *(Compared(of, models[of], bits) for of, bits in quantised), *others]
+    runs = {str(number): _run(one) for number, one in enumerate(compared)}
+    with progress("measuring other caches", len(fewer)) as bar:
+        measured = list(losses(logits_of(original), runs, fewer, bar.step).values())
+    rows, whole = [], read_plan(original, context, DTYPE).stored_bytes
+    for one, own in zip(compared, measured, strict=True):
+        gap, interval = difference(own, measured[0], seed)
         cost = damage(own, seed)
-        asked = tokenizer is not None and (of, bits) == ASKED
+        kind = None if one.kv_bits is None else KINDS[one.kv_bits]
+        asked = tokenizer is not None and (one.of, one.kv_bits) == ASKED
         rows.append(
             Alternative(
-                of=of,  # type: ignore[arg-type]
-                kv_bits=bits,
-                share=_share(models, of, bits, context),
+                of=one.of,
+                kv_bits=one.kv_bits,
+                share=read_plan(one.model, context, DTYPE, kv_dtype=kind).stored_bytes / whole,
                 kl=cost.kl,
                 kl_ci95=cost.kl_ci95,
                 minus_retrofit=gap,
                 minus_retrofit_ci95=interval,
-                needles=measure_retrieval(models[of], tokenizer, seed, progress, kv_bits=bits) if asked else (),
+                needles=measure_retrieval(one.model, tokenizer, seed, progress, kv_bits=one.kv_bits) if asked else (),
             )
         )
     return tuple(rows)
@@ -89,17 +138,14 @@ def _takes_quantised(model: PreTrainedModel) -> bool:
     return True
 
 
-def _quantised(model: PreTrainedModel, bits: str) -> Callable[[Tensor], Tensor]:
-    plain = logits_of(model)
+def _run(compared: Compared) -> Run:
+    """Return the forward pass of a model with its cache."""
+    plain, bits = logits_of(compared.model), compared.kv_bits
+    if bits is None:
+        return plain
 
     def run(ids: Tensor) -> Tensor:
-        with quantizing(model, bits):
+        with quantizing(compared.model, bits):
             return plain(ids)
 
     return run
-
-
-def _share(models: dict[str, PreTrainedModel], of: str, bits: str | None, context: int) -> float:
-    """Return the bytes of a cache of `context` tokens over those of the original's in bfloat16."""
-    whole = read_plan(models["original"], context, DTYPE).stored_bytes
-    return read_plan(models[of], context, DTYPE, kv_dtype=None if bits is None else KINDS[bits]).stored_bytes / whole

@@ -78,16 +78,17 @@ def panels(record: RetrofitReport) -> list[Panel]:
 def _bytes_and_damage(rows: Sequence[Alternative]) -> Panel:
     """Return the figure of bytes against KL, a point for each cache."""
     lines = []
-    for row in rows:
-        low, high = row.kl_ci95
-        lines.append(Line(row.name, [row.share], [row.kl], [low], [high]))
+    for name in dict.fromkeys(row.name for row in rows):
+        points = sorted((row.share, row.kl, *row.kl_ci95) for row in rows if row.name == name)
+        share, damage, low, high = (list(column) for column in zip(*points, strict=True))
+        lines.append(Line(name, share, damage, low, high))
     caption = (
         "Share of the original's bfloat16 cache against KL to the original, with 95% intervals; lower left is better."
     )
     axes = ("share of the KV cache", "KL (nats/token)")
     ticks = {share / 10: f"{10 * share}%" for share in range(1, 11)}
     drawn = {"wide": True, "log_y": True, "bounds": (0, math.inf), "x_ticks": ticks}
-    return Panel("alternatives", "What bits cost instead", caption, *axes, lines, **drawn)
+    return Panel("alternatives", "What other caches cost", caption, *axes, lines, **drawn)
 
 
 def _trade_off(curve: list[CurvePoint], fixed: list[FixedBlocks]) -> Panel:
@@ -105,13 +106,13 @@ def _alternatives(record: RetrofitReport) -> Table:
     """Return the table of quantised caches beside the retrofit's."""
     rows = []
     retrieved = None if record.needles is None else record.needles.retrofit
-    for row in record.alternatives:
-        asked = retrieved if row.kv_bits is None else row.needles
+    for number, row in enumerate(record.alternatives):
+        asked = retrieved if number == 0 else row.needles
         found = f"{count_retrieved(asked)} of {sum(len(result.found) for result in asked)}" if asked else "–"
-        than = "–" if row.kv_bits is None else with_interval(row.minus_retrofit, row.minus_retrofit_ci95)
+        than = "–" if number == 0 else with_interval(row.minus_retrofit, row.minus_retrofit_ci95)
         rows.append([row.name, f"{row.share:.1%}", with_interval(row.kl, row.kl_ci95, 4), than, found])
     head = ["cache", "bytes", "KL", "KL less the retrofit's", "hidden numbers"]
-    return "What bits cost instead (share of the original's bfloat16 cache; KL in nats/token)", head, rows
+    return "What other caches cost (share of the original's bfloat16 cache; KL in nats/token)", head, rows
 
 
 def _tables(record: RetrofitReport) -> list[Table]:

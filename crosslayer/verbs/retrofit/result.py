@@ -144,9 +144,9 @@ class Needles(Frozen):
 
 
 class Alternative(Frozen):
-    """A cache of the original or of the retrofit, quantised or not, measured on some of the evaluation windows."""
+    """A cache of the original, the retrofit or other latents, measured on some of the evaluation windows."""
 
-    of: Literal["original", "retrofit"]
+    of: str = Field(description="original, retrofit, or latents by some axes")
     kv_bits: str | None = Field(description="8, 4, fp8, or None: not quantised")
     share: float = Field(description="bytes over those of the original's bfloat16 cache, at the report's context")
     kl: float = Field(description="to the original, in nats/token")

@@ -19,7 +19,7 @@ from crosslayer.probe.intercept import evaluating, no_cache, plan_of
 from crosslayer.probe.tokens import check_ids
 from crosslayer.probe.what_if import find_sublayers
 from crosslayer.verbs.needles.retrieval import PROMPT_TOKENS, measure_retrieval
-from crosslayer.verbs.retrofit.alternatives import MEASURED, WINDOWS, measure_alternatives
+from crosslayer.verbs.retrofit.alternatives import MEASURED, WINDOWS, Judged, latents_beside, measure_alternatives
 from crosslayer.verbs.retrofit.cache import CacheShare, allocated
 from crosslayer.verbs.retrofit.calibrate import POST_NORM_ERROR, input_width
 from crosslayer.verbs.retrofit.choose import choose
@@ -109,7 +109,8 @@ def retrofit(
         calibration: calibration windows, all domains together.
         length: tokens per window.
         needles: test whether both models retrieve 40 numbers hidden in texts of 256 to 2,048 tokens.
-        alternatives: measure what quantised caches of both models cost instead: float8, 8 and 4 bits.
+        alternatives: measure what quantised caches of both models cost instead: float8, 8 and 4 bits; for latents with a
+            budget also half and twice the budget, and bits alone and rank alone.
         seed: random seed.
         bos: begin each window with the BOS token: auto (as the tokenizer does), yes or no.
         dtype: float32, bfloat16, …; default float32 on a CPU. In Python only if `model` is a name.
@@ -189,10 +190,11 @@ def _report(
     needles = _needles(model, converted.model, tokenizer, options.seed, progress) if options.needles else None
     cache = _cache(model, converted.model, options.kv_context)
     comparing = time.perf_counter()
-    both = {"original": model, "retrofit": converted.model}
-    alternatives = _alternatives(
-        both, tokenizer if needles else None, windows["evaluation"], cache.context, options, progress
-    )
+    alternatives: tuple[Alternative, ...] = ()
+    if options.alternatives:
+        others = latents_beside(model, request, moments)
+        judged = Judged(windows["evaluation"], cache.context, tokenizer if needles else None, options.seed)
+        alternatives = measure_alternatives(model, converted.model, others, judged, progress)
     times = (started, choosing, converting, measuring, comparing, time.perf_counter())
     phases = ("read", "choose", "convert", "damage", "alternatives")  # conversion and calibration; losses and numbers
     report = RetrofitReport(
@@ -287,20 +289,6 @@ def _calibration(converted: Converted, request: Request, windows: Mapping[str, T
     if request.calibrates:
         fit, windows = "fisher", read_windows(windows)
     return Calibration(fit=fit, windows={name: len(ids) for name, ids in windows.items()}, layers=converted.fits)
-
-
-def _alternatives(
-    models: dict[str, PreTrainedModel],
-    tokenizer: PreTrainedTokenizerBase | None,
-    windows: Windows,
-    context: int,
-    options: RetrofitOptions,
-    progress: Meter,
-) -> tuple[Alternative, ...]:
-    """Measure quantised caches of both models, unless they were switched off."""
-    if not options.alternatives:
-        return ()
-    return measure_alternatives(models, tokenizer, windows, context, options.seed, progress)
 
 
 def _cache(model: PreTrainedModel, converted: PreTrainedModel, context: int | None) -> CacheRecord:

@@ -90,7 +90,7 @@ def _alternatives(rows: Sequence[Alternative]) -> str:
     ]
     verdict = f" For memory alone, {' or '.join(cheaper)} does less damage with no more bytes." if cheaper else ""
     return (
-        f"With fewer bits instead (KL in nats/token, share of the original's bfloat16 cache): {'; '.join(described)}; "
+        f"Other caches (KL in nats/token, share of the original's bfloat16 cache): {'; '.join(described)}; "
         f"the retrofit as it is {with_interval(retrofit.kl, retrofit.kl_ci95)} at {retrofit.share:.0%}.{verdict}"
     )
 

@@ -151,7 +151,12 @@ def test_report(model):
         length=24,
         needles=False,
     )
-    assert [row.name for row in report.alternatives] == ["retrofit", "original, fp8", "original, int8"]
+    assert [row.name for row in report.alternatives] == [
+        *("retrofit", "original, fp8", "original, int8"),
+        *("latents by depth, bits and rank", "latents by depth, bits and rank", "latents by bits"),
+    ]
+    # by rank alone a layer's smallest latent takes a quarter of these keys and values: left out
+    assert [row.share for row in report.alternatives[3:]] == pytest.approx([0.075, 0.3, 0.15], abs=0.04)
     assert report.alternatives[0].share == pytest.approx(0.15, abs=0.03)  # memory is allocated for 16 tokens at a time
     assert report.cache.share == pytest.approx(0.15, abs=0.01)
     (method,) = report.methods

@@ -109,8 +109,8 @@ def retrofit(
         calibration: calibration windows, all domains together.
         length: tokens per window.
         needles: test whether both models retrieve 40 numbers hidden in texts of 256 to 2,048 tokens.
-        alternatives: measure what quantised caches of both models cost instead: float8, 8 and 4 bits; for latents with a
-            budget also half and twice the budget, and bits alone and rank alone.
+        alternatives: measure what quantised caches of both models cost instead: float8, 8 and 4 bits; for latents
+            with a budget also half and twice the budget, and bits alone and rank alone.
         seed: random seed.
         bos: begin each window with the BOS token: auto (as the tokenizer does), yes or no.
         dtype: float32, bfloat16, …; default float32 on a CPU. In Python only if `model` is a name.

@@ -10,6 +10,8 @@ from crosslayer.verbs.needles.retrieval import count_retrieved, retrieval_senten
 from crosslayer.verbs.retrofit.moments import FITTED_WEIGHTS
 from crosslayer.verbs.retrofit.result import Alternative, Damage, DomainDamage, FixedBlocks, RetrofitReport
 
+SHOWN = 200  # characters of an option in a title
+
 
 def title(methods: Sequence[Method]) -> str:
     """Return the methods with the layers that they act on, such as "NAME (groups 18-21, 22-25) + NAME"."""
@@ -19,7 +21,8 @@ def title(methods: Sequence[Method]) -> str:
         for option in options_of(method):
             value = vars(method)[option.name]
             if value not in (None, ()) and (value != option.default or option.name == "compensation"):
-                changed.append(f"{option.name} {_shown(value)}")
+                shown = _shown(value)
+                changed.append(f"{option.name} {shown if len(shown) <= SHOWN else f'of {len(value)} layers'}")
         titles.append(f"{method.name()} ({', '.join(changed)})" if changed else method.name())
     return " + ".join(titles)
 

@@ -9,7 +9,7 @@ from crosslayer.core.latents import SCALE, UNIT, error
 from crosslayer.core.methods.kv_latents import KVLatents
 from crosslayer.corpus.windows import repeating
 from crosslayer.testing.tiny import build, config_of, tokens
-from crosslayer.verbs.retrofit import latents
+from crosslayer.verbs.retrofit import latents, sentences
 from crosslayer.verbs.retrofit.convert import plain_decoder
 from crosslayer.verbs.retrofit.latents import choose_bits, find_bases, levels_of, measure_moments
 
@@ -138,8 +138,9 @@ def test_the_fit_is_better_than_weights_alone(model):
 
 
 @pytest.mark.alternatives
-def test_report(model):
+def test_report(model, monkeypatch):
     """A budget becomes bits, and the report's bytes are the cache's."""
+    monkeypatch.setattr(sentences, "SHOWN", 20)  # of 6 layers
     report = retrofit(
         model,
         {"one": tokens(20, 24)},
@@ -161,6 +162,7 @@ def test_report(model):
     assert report.cache.share == pytest.approx(0.15, abs=0.01)
     (method,) = report.methods
     assert len(method["bits"]) == 6 and method["groups"] == ((0, 1, 2), (3, 4, 5))
+    assert report.title == "kv_latents (bits of 6 layers, groups 0-2, 3-5)"
     assert report.calibration.fit == "fisher" and report.calibration.windows == {"two": 6}
 
 

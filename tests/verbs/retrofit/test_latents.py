@@ -11,7 +11,7 @@ from crosslayer.corpus.windows import repeating
 from crosslayer.testing.tiny import build, config_of, tokens
 from crosslayer.verbs.retrofit import latents, sentences
 from crosslayer.verbs.retrofit.convert import plain_decoder
-from crosslayer.verbs.retrofit.latents import choose_bits, find_bases, levels_of, measure_moments
+from crosslayer.verbs.retrofit.latents import choose_bits, find_bases, levels_of, measure_moments, with_errors
 
 SHAPE = {"attention_bias": True, "qk_norm": True}
 TEXT = {"one": tokens(6, 24), "two": tokens(6, 24, seed=1)}
@@ -77,6 +77,21 @@ def test_full_rank_changes_nothing(model, groups):
     with torch.no_grad():
         gap = (converted(TEXT["one"]).logits - model(TEXT["one"]).logits).abs().max()
     assert gap < 1e-5  # float32 norms
+
+
+def test_information_with_errors(model):
+    """Latents without errors have the original's Fisher information; those of one bit have another."""
+    method = KVLatents(groups=())
+    moments = measure_moments(plain_decoder(model), TEXT, method.plan(6))
+
+    def measured(**options):
+        latents = convert(model, KVLatents(groups=(), **options), moments=moments).model
+        return [own.information for own in with_errors(latents, moments, TEXT)]
+
+    for own, exact, coarse in zip(moments, measured(rank=1.0), measured(bits=((1, 0, 0, 0),) * 6), strict=True):
+        size = own.information.norm()
+        assert (exact - own.information).norm() < 1e-4 * size  # float32 norms
+        assert (coarse - own.information).norm() > 0.01 * size
 
 
 def test_bits_need_text(model):

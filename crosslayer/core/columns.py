@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-BLOCK = 16  # tokens that are allocated at a time
+from crosslayer.core.plan import allocated_tokens
 
 
 class Columns:
@@ -40,7 +40,7 @@ class Columns:
             self.memory = tuple(tensor[:, :, :0] for tensor in new)
         end = self.used + states.shape[2]
         if end > self.memory[0].shape[2]:
-            rows = -(-end // BLOCK) * BLOCK
+            rows = allocated_tokens(end)
             self.memory = tuple(_grown(tensor, self.used, rows) for tensor in self.memory)
         for tensor, added in zip(self.memory, new, strict=True):
             tensor[:, :, self.used : end] = added

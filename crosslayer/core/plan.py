@@ -13,6 +13,7 @@ from itertools import pairwise
 
 STATES = ("queries", "keys", "values")
 CACHED = ("keys", "values")
+BLOCK = 16  # tokens for which a cache that rounds allocates memory at a time
 Entry = int | tuple[int, ...] | None
 Vector = tuple[Entry, ...]
 
@@ -281,6 +282,11 @@ class DepthPlan:
             share = self.stored_share(state, layer)
             states.append(state if share == 1 else f"{share:.0%} of {state}")
         return "+".join(states) or "–"
+
+
+def allocated_tokens(tokens: int) -> int:
+    """Return for how many tokens memory is allocated where `tokens` are stored in whole blocks."""
+    return -(-tokens // BLOCK) * BLOCK
 
 
 def _layers_of(entry: Entry) -> tuple[int, ...]:

@@ -12,10 +12,10 @@ from torch import Tensor
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import CacheLayerMixin
 
-from crosslayer.core.columns import BLOCK, ColumnLayer
+from crosslayer.core.columns import ColumnLayer
 from crosslayer.core.decoder import CrossLayerConfig, CrossLayerForCausalLM
 from crosslayer.core.methods import Entry
-from crosslayer.core.plan import CACHED
+from crosslayer.core.plan import CACHED, allocated_tokens
 from crosslayer.core.transformers_versions import CACHE
 
 TOLERANCE = 1e-10
@@ -110,7 +110,7 @@ def predicted(config: CrossLayerConfig, batch: int, length: int, windowed: int |
         held = min(length, length if windowed is None else windowed) if layer_type == "sliding_attention" else length
         latent = config.plan.latents[layer]
         if latent is not None and latent.bytes is not None:
-            total += -(-length // BLOCK) * BLOCK * latent.bytes
+            total += allocated_tokens(length) * latent.bytes
         else:
             total += held * round(width * sum(config.plan.stored_share(state, layer) for state in CACHED))
     return batch * total

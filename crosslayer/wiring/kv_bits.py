@@ -12,12 +12,12 @@ from typing import Annotated
 from pydantic import AfterValidator
 
 from crosslayer.core.options import by_layer
+from crosslayer.core.plan import allocated_tokens
 
 KINDS = {"8": "int8", "4": "int4", "3": "int3", "2": "int2", "fp8": "fp8"}  # as an option → name of the type
 RECENT = 64  # latest tokens that stay exact below 8 bits
 GROUP = 64  # channels of a head that have a scale and a smallest value, in float16
 SCALES = 4  # bytes of both
-BLOCK = 16  # tokens that are allocated at a time
 EXAMPLE = "as 4, fp8, or 8@0-11,4@12-29 (by layer)"
 
 
@@ -96,7 +96,7 @@ def stored_bytes(kind: str, size: int, length: int, item: float, recent: int = R
 
     `item` is the size of an element that is not quantised, in bytes. Memory is allocated in blocks of 16 tokens.
     """
-    quantised = -(-length // BLOCK) * BLOCK * token_bytes(kind, size)
+    quantised = allocated_tokens(length) * token_bytes(kind, size)
     if not keeps_recent(kind):
         return quantised
     return quantised + min(length, recent - 1) * size * item

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from crosslayer.core.plan import allocated_tokens
 from crosslayer.wiring import kv_bits
 
 FLOAT32 = 4  # bytes per element
@@ -72,7 +73,7 @@ class LayerStates:
     def stored_bytes(self, length: int, sizes: ItemSizes, own: Mapping[str, float]) -> float:
         """Return the bytes that grow with the text; `own` has the shares of its keys and values that it stores."""
         if self.codes is not None:
-            return -(-length // kv_bits.BLOCK) * kv_bits.BLOCK * self.codes
+            return allocated_tokens(length) * self.codes
         if sizes.kind is not None:
             return sum(self._quantised_bytes(vars(self)[state], length, sizes) for state in own)
         size = self.keys * own.get("keys", 0) + self.values * own.get("values", 0)

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from crosslayer.core.latents import LatentDecoder
 from crosslayer.core.method import Mixing
+from crosslayer.core.plan import allocated_tokens
 from crosslayer.output.record import Frozen
 from crosslayer.probe.intercept import AttentionCall, plan_of, read_counts, stored_shares, visited
 from crosslayer.wiring import kv_bits
@@ -55,7 +56,7 @@ class Attention:
     def kept_bytes(self, length: int, itemsize: int) -> float:
         """Return how many bytes the cache holds for `length` tokens, for a batch of 1."""
         if self.codes is not None:
-            return -(-length // kv_bits.BLOCK) * kv_bits.BLOCK * self.codes
+            return allocated_tokens(length) * self.codes
         if self.kind is None:
             return self.kept(length) * itemsize
         sizes = zip(self.stored, (self.key_size, self.value_size), strict=True)

@@ -29,11 +29,15 @@ DTYPE = "bfloat16"  # in which the original's cache is counted
 
 
 class Compared(NamedTuple):
-    """A model whose cache is measured: its row's `of`, the model, and the bits of its cache; None: as it is."""
+    """A model whose cache is measured: its row's `of`, the model, and the bits of its cache; None: as it is.
+
+    `options` are those of `crosslayer generate` or `retrofit` with which a user has it.
+    """
 
     of: str
     model: PreTrainedModel
     kv_bits: str | None = None
+    options: str = ""
 
 
 class Judged(NamedTuple):
@@ -66,7 +70,9 @@ def latents_beside(
         except ValueError:
             continue
         model = convert(original, methods, moments=moments, share_weights=True).model
-        compared.append(Compared(f"latents by {listed([axis for axis in AXES if axis in axes])}", model))
+        named = [axis for axis in AXES if axis in axes]
+        options = f"--kv-budget {share:g} --axes {','.join(named)}"
+        compared.append(Compared(f"latents by {listed(named)}", model, options=options))
     return compared
 
 
@@ -105,7 +111,11 @@ def measure_alternatives(
     )
     long = windows.ids.shape[1] > RECENT  # else all tokens stay exact with less than 8 bits
     quantised = [(of, bits) for of, bits in MEASURED if of in quantisable and (long or not keeps_recent(KINDS[bits]))]
-    compared = [Compared("retrofit", retrofit), *(Compared(of, models[of], bits) for of, bits in quantised), *others]
+    compared = [
+        Compared("retrofit", retrofit),
+        *(Compared(of, models[of], bits, f"--kv-bits {bits}") for of, bits in quantised),
+        *others,
+    ]
     runs = {str(number): _run(one) for number, one in enumerate(compared)}
     with progress("measuring other caches", len(fewer)) as bar:
         measured = list(losses(logits_of(original), runs, fewer, bar.step).values())
@@ -119,6 +129,7 @@ def measure_alternatives(
             Alternative(
                 of=one.of,
                 kv_bits=one.kv_bits,
+                options=one.options,
                 share=read_plan(one.model, context, DTYPE, kv_dtype=kind).stored_bytes / whole,
                 kl=cost.kl,
                 kl_ci95=cost.kl_ci95,

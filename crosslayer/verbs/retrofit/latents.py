@@ -147,7 +147,7 @@ def choose_bits(
     least, most = layers * units * levels[0] + int(first.sum()) * levels.step, layers * units * levels[-1]
     if not least <= spent <= most:
         ends = ((size + scales) / (2 * width * layers) for size in (least, most))
-        raise ValueError("`kv_budget` must be {:.3f} to {:.3f} for latents with bits, got {:g}".format(*ends, share))
+        raise ValueError("`kv_budget` must be {:.3f} to {:.3f} for these latents, got {:g}".format(*ends, share))
     errors = torch.tensor([error(number) for number in levels], dtype=torch.float64)
     gains = torch.cat([errors[:-1] - errors[1:], torch.zeros(1, dtype=torch.float64)])  # of the next level
     chosen = torch.zeros_like(first)

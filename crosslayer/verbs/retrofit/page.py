@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from crosslayer.core.plan import STATES
+from crosslayer.core.plan import CACHED, STATES, DepthPlan
 from crosslayer.output.page import Page, Table
 from crosslayer.output.panel import COLORS, Line, Panel
 from crosslayer.verbs.needles.retrieval import count_retrieved
@@ -55,8 +55,8 @@ def _cards(record: RetrofitReport) -> list[tuple[str, str, str]]:
 
 
 def panels(record: RetrofitReport) -> list[Panel]:
-    """Return the figures: error by layer where W_c was fitted, and the trade-off curve where layers were searched."""
-    figures = []
+    """Return the figures: what each layer caches, what a fit recovers, and bytes against damage."""
+    figures = [_by_layer(record.plan)]
     fits = [vars(fit) for fit in record.calibration.layers]
     if fits:
         layers = [float(fit["layer"]) for fit in fits]
@@ -73,6 +73,17 @@ def panels(record: RetrofitReport) -> list[Panel]:
     if search is not None and search.curve:
         figures.append(_trade_off(search.curve, search.fixed))
     return figures
+
+
+def _by_layer(plan: DepthPlan) -> Panel:
+    """Return the figure of what each layer caches, a line for keys and one for values where they differ."""
+    layers = [float(layer) for layer in range(plan.layers)]
+    shares = {state: [100 * plan.stored_share(state, layer) for layer in range(plan.layers)] for state in CACHED}
+    named = {"keys and values": shares["keys"]} if shares["keys"] == shares["values"] else shares
+    lines = [Line(name, layers, share) for name, share in named.items()]
+    caption = "Share of the original's bytes of a token that a layer caches; 0 if it reads another layer's or has none."
+    axes = ("layer", "% of the layer's bytes")
+    return Panel("layers", "What each layer caches", caption, *axes, lines, wide=True, bounds=(0, math.inf))
 
 
 def _bytes_and_damage(rows: Sequence[Alternative]) -> Panel:
@@ -110,8 +121,9 @@ def _alternatives(record: RetrofitReport) -> Table:
         asked = retrieved if number == 0 else row.needles
         found = f"{count_retrieved(asked)} of {sum(len(result.found) for result in asked)}" if asked else "–"
         than = "–" if number == 0 else with_interval(row.minus_retrofit, row.minus_retrofit_ci95)
-        rows.append([row.name, f"{row.share:.1%}", with_interval(row.kl, row.kl_ci95, 4), than, found])
-    head = ["cache", "bytes", "KL", "KL less the retrofit's", "hidden numbers"]
+        cost = with_interval(row.kl, row.kl_ci95, 4)
+        rows.append([row.name, f"{row.share:.1%}", cost, than, found, [row.options] if row.options else "–"])
+    head = ["cache", "bytes", "KL", "KL less the retrofit's", "hidden numbers", "to have it"]
     return "What other caches cost (share of the original's bfloat16 cache; KL in nats/token)", head, rows
 
 

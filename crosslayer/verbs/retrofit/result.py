@@ -148,6 +148,7 @@ class Alternative(Frozen):
 
     of: str = Field(description="original, retrofit, or latents by some axes")
     kv_bits: str | None = Field(description="8, 4, fp8, or None: not quantised")
+    options: str = Field(description="what to add to `crosslayer generate` or `retrofit` to have it; empty: nothing")
     share: float = Field(description="bytes over those of the original's bfloat16 cache, at the report's context")
     kl: float = Field(description="to the original, in nats/token")
     kl_ci95: Interval
@@ -188,7 +189,7 @@ class RetrofitReport(Result):
     Shapes: D domains, the worst unseen one first; L layers of the original.
     """
 
-    schema_: Literal["crosslayer/retrofit/6"] = Field(default="crosslayer/retrofit/6", alias="schema")
+    schema_: Literal["crosslayer/retrofit/7"] = Field(default="crosslayer/retrofit/7", alias="schema")
     architecture: Architecture
     methods: list[dict[str, Any]] = Field(description="name and options of each method, as in a config")
     title: str = Field(description="the methods with their options, as a line of text")

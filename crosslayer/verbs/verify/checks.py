@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, StaticCache
 
-from crosslayer.core.columns import BLOCK
 from crosslayer.core.decoder.caches import cache_bytes
+from crosslayer.core.plan import allocated_tokens
 from crosslayer.core.transformers_versions import CACHE, disable_checkpointing, enable_checkpointing
 from crosslayer.probe.intercept import AttentionCall, plan_of, stored_shares, visited
 from crosslayer.verbs.verify.result import FAIL, NOT_APPLICABLE, PASS, Check
@@ -316,7 +316,7 @@ def _predicted_bytes(model: PreTrainedModel, tokens: int, bits: KvBits | None = 
     for layer, call in calls.items():
         latent = None if plan is None else plan.latents[layer]
         if latent is not None and latent.bytes is not None:
-            total += -(-tokens // BLOCK) * BLOCK * latent.bytes
+            total += allocated_tokens(tokens) * latent.bytes
             continue
         kept = tokens if call.window is None else min(tokens, call.window)
         kind = None if bits is None or call.window is not None else bits.kind(layer)

@@ -201,7 +201,7 @@ def test_axes_choose_bits_rank_and_depth(model):
     [
         (
             {"method": "kv_latents", "kv_budget": 0.001},
-            "`kv_budget` must be 0.047 to 0.531 for latents with bits, got 0.001",
+            "`kv_budget` must be 0.047 to 0.531 for these latents, got 0.001",
         ),
         ({"method": "drop", "kv_budget": 0.5}, "or the bits of a `method` with latents"),
         ({"method": "kv_latents", "kl_budget": 0.5}, "give one of"),

@@ -130,7 +130,7 @@ class DepthPlan:
 
     def own_layers(self, state: str) -> list[int]:
         """Return the layers that compute this state, or a share of it, themselves."""
-        return [layer for layer in range(self.layers) if self.has_own(state, layer)]
+        return [layer for layer, entry in enumerate(self.sources(state)) if layer in _layers_of(entry)]
 
     def is_source(self, state: str, layer: int) -> bool:
         """Return whether later layers read this layer's `state`."""

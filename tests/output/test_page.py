@@ -11,6 +11,7 @@ from selenium.webdriver import ActionChains
 from selenium.webdriver.support.ui import WebDriverWait
 
 import crosslayer
+from crosslayer.core.plan import DepthPlan
 from crosslayer.environment import environment
 from crosslayer.output.page import Page, save_page
 from crosslayer.output.panel import Dots, Line, Panel, chart, drawn, same_scale, save_svg
@@ -120,7 +121,9 @@ def retrofitted(folder):
     blocks = FixedBlocks(method="cla", blocks=[[4, 5]], share=0.85, kl=0.7, search_minus_fixed=-0.1, **interval)
     search = SearchRecord(passes=9, kinds=[], curve=curve, fixed=[blocks])
     record = RetrofitReport.model_construct(
-        calibration=Calibration(fit="ridge", windows={}, layers=fits), choice=Choice(how="search", search=search)
+        plan=DepthPlan.identity(4),
+        calibration=Calibration(fit="ridge", windows={}, layers=fits),
+        choice=Choice(how="search", search=search),
     )
     panels = retrofit_panels(record)
     folder.mkdir()
@@ -154,7 +157,7 @@ def pages(tmp_path_factory):
 @pytest.mark.parametrize("width", [pytest.param(1280, marks=pytest.mark.slow), 390])
 def test_nothing_is_cut_overlaps_or_needs_the_network(browser, pages, width):
     resize(browser, width)
-    figures = {"diagnosed": 17, "intervened": 10, "benched": 4, "retrofitted": 2, "verified": 0}
+    figures = {"diagnosed": 17, "intervened": 10, "benched": 4, "retrofitted": 3, "verified": 0}
     for name, file in pages.items():
         opened(browser, file)
         assert len(browser.find_elements("css selector", ".figure")) == figures[name], name

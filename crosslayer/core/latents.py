@@ -22,8 +22,9 @@ UNIT = 8  # channels with the same number of bits
 SCALE = 2  # bytes of a token's scale, a float16
 # bits → step between codes of a normal variable with the least mean square error (Max 1960)
 STEPS = {1: 1.596, 2: 0.996, 3: 0.586, 4: 0.335, 5: 0.188, 6: 0.104, 7: 0.0569, 8: 0.0308}
-ERRORS = (1, 0.363, 0.1175, 0.0345, 0.0095, 0.0025, 0.00066, 0.00017, 0.00004)  # bits → that mean square error
-WHOLE = 16  # bits of a number that is not coded; it has no error
+WHOLE = 16  # bits of a number that is not coded
+# bits → that mean square error
+ERRORS = {0: 1.0, 1: 0.363, 2: 0.1175, 3: 0.0345, 4: 0.0095, 5: 0.0025, 6: 0.00066, 7: 0.00017, 8: 0.00004, WHOLE: 0.0}
 UNCLIPPED = 4  # bits of channels whose range the scale covers; damage on SmolLM2 decided
 SMALLEST = 2.0**-14  # scale, float16's smallest normal number
 
@@ -97,7 +98,7 @@ class LatentMethod(Method):
         if self.bits is None:
             kept = self.channels(layer, width)
             return [0.0] * kept + [1.0] * (width - kept)
-        return [error(number) for number in self.bits[layer] for _ in range(UNIT)]
+        return [ERRORS[number] for number in self.bits[layer] for _ in range(UNIT)]
 
     def steps(self, layer: int) -> list[float] | None:
         """Return the steps between the codes of the R channels; None: there are no codes."""
@@ -209,11 +210,6 @@ def _size(bits: Sequence[int]) -> LatentSize:
         return LatentSize(bits.count(WHOLE) / len(bits))
     size = sum(bits) + SCALE
     return LatentSize(size / (2 * UNIT * len(bits)), size)
-
-
-def error(bits: int) -> float:
-    """Return the mean square error with which a channel of variance 1 is read."""
-    return 0.0 if bits == WHOLE else ERRORS[bits]
 
 
 def coded(latents: Tensor, bits: Sequence[int]) -> Tensor:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from crosslayer.core.decoder.modeling import CrossLayerForCausalLM
-from crosslayer.core.latents import ERRORS, SCALE, UNIT, WHOLE, LatentMethod, error
+from crosslayer.core.latents import ERRORS, SCALE, STEPS, UNIT, WHOLE, LatentMethod
 from crosslayer.core.method import Method
 from crosslayer.core.methods import merge_plans
 from crosslayer.core.plan import DepthPlan
@@ -33,7 +33,7 @@ from crosslayer.verbs.retrofit.streams import layers_of
 
 MOST_TOKENS = 16_384  # of the calibration text, since gradients are needed
 RIDGE = 0.01  # of the mean eigenvalue, is added to Fisher information, which a few thousand tokens do not fill
-SMALLEST = 1e-4  # of the mean variance, is added to what is regressed on
+SMALLEST = 1e-4  # of the mean variance, is added to every variance: other text may vary where calibration text did not
 FIRST = 32  # times as much as any other counts the first token of a text, to which much of attention goes
 ROUNDS = 3  # the bits decide on the errors of the layer below, and those on the bits
 
@@ -122,11 +122,11 @@ def levels_of(axes: Collection[str]) -> range:
     """Return the bits that a channel may have: codes with the axis "bits", and 0 with the axis "rank"."""
     if "bits" not in axes:
         return range(0, WHOLE + 1, WHOLE)
-    return range(0 if "rank" in axes else 1, len(ERRORS))
+    return range(0 if "rank" in axes else 1, max(STEPS) + 1)
 
 
 def choose_bits(
-    moments: Sequence[StateMoments], plan: DepthPlan, share: float, levels: range = range(len(ERRORS))
+    moments: Sequence[StateMoments], plan: DepthPlan, share: float, levels: range = range(max(STEPS) + 1)
 ) -> tuple[tuple[int, ...], ...]:
     """Return the bits of each eight channels of each layer, one of `levels`, for a share of the cache in 16 bits.
 
@@ -148,7 +148,7 @@ def choose_bits(
     if not least <= spent <= most:
         ends = ((size + scales) / (2 * width * layers) for size in (least, most))
         raise ValueError("`kv_budget` must be {:.3f} to {:.3f} for these latents, got {:g}".format(*ends, share))
-    errors = torch.tensor([error(number) for number in levels], dtype=torch.float64)
+    errors = torch.tensor([ERRORS[number] for number in levels], dtype=torch.float64)
     gains = torch.cat([errors[:-1] - errors[1:], torch.zeros(1, dtype=torch.float64)])  # of the next level
     chosen = torch.zeros_like(first)
     for _ in range(ROUNDS):
@@ -169,8 +169,7 @@ def find_bases(moments: Sequence[StateMoments], plan: DepthPlan, errors: Tensor)
         for below in _below(plan, layer):
             assert own.with_below is not None
             read = moments[below].covariance + read_errors[below]
-            ridge = SMALLEST * read.diagonal().mean() * torch.eye(len(read)).to(read)
-            prediction = torch.linalg.solve(read + ridge, own.with_below.T).T
+            prediction = torch.linalg.solve(_ridged(read, SMALLEST), own.with_below.T).T
             told = prediction @ own.with_below.T
             covariance = covariance - told - told.T + prediction @ read @ prediction.T
         basis = _basis(covariance, own.information, prediction)
@@ -242,13 +241,17 @@ def _write(
 
 def _basis(covariance: Tensor, information: Tensor, below: Tensor | None) -> Basis:
     """Return the channels in which errors of states with a covariance (W, W) cost most."""
-    identity = torch.eye(len(covariance)).to(covariance)
-    values, vectors = torch.linalg.eigh(information + RIDGE * information.diagonal().mean() * identity)
+    values, vectors = torch.linalg.eigh(_ridged(information, RIDGE))
     root, inverse = (vectors * values.sqrt()) @ vectors.T, (vectors / values.sqrt()) @ vectors.T
-    cost, rotation = torch.linalg.eigh(root @ ((covariance + covariance.T) / 2) @ root)
+    cost, rotation = torch.linalg.eigh(root @ _ridged((covariance + covariance.T) / 2, SMALLEST) @ root)
     cost, rotation = cost.flip(0).clamp(min=torch.finfo(cost.dtype).tiny ** 0.5), rotation.flip(1)
     spread = cost.sqrt()
     return Basis(below, (rotation / spread).T @ root, inverse @ (rotation * spread), cost)
+
+
+def _ridged(matrix: Tensor, share: float) -> Tensor:
+    """Return a symmetric matrix with a share of its mean eigenvalue added to each, against what text did not show."""
+    return matrix + share * matrix.diagonal().mean() * torch.eye(len(matrix)).to(matrix)
 
 
 def _below(plan: DepthPlan, layer: int) -> list[int]:

@@ -5,13 +5,14 @@ import pytest
 import torch
 
 from crosslayer import convert, retrofit
-from crosslayer.core.latents import SCALE, UNIT, error
+from crosslayer.core.latents import ERRORS, SCALE, UNIT
 from crosslayer.core.methods.kv_latents import KVLatents
 from crosslayer.corpus.windows import repeating
 from crosslayer.testing.tiny import build, config_of, tokens
 from crosslayer.verbs.retrofit import latents, sentences
 from crosslayer.verbs.retrofit.convert import plain_decoder
 from crosslayer.verbs.retrofit.latents import choose_bits, find_bases, levels_of, measure_moments, with_errors
+from crosslayer.verbs.retrofit.page import panels
 
 SHAPE = {"attention_bias": True, "qk_norm": True}
 TEXT = {"one": tokens(6, 24), "two": tokens(6, 24, seed=1)}
@@ -112,10 +113,24 @@ def test_bases(moments):
     """Channels have variance 1 and no correlation, and an error of one costs its λ."""
     plan = KVLatents(groups=()).plan(6)
     for own, basis in zip(moments, find_bases(moments, plan, torch.ones(6, 32)), strict=True):
-        assert torch.allclose(basis.down @ own.covariance @ basis.down.T, torch.eye(32).double(), atol=1e-6)
+        floor = latents.SMALLEST * own.covariance.diagonal().mean() * torch.eye(32).double()
+        assert torch.allclose(basis.down @ (own.covariance + floor) @ basis.down.T, torch.eye(32).double(), atol=1e-6)
         ridge = latents.RIDGE * own.information.diagonal().mean() * torch.eye(32).double()
         costs = basis.up.T @ (own.information + ridge) @ basis.up
         assert torch.allclose(costs, basis.cost.diag(), atol=1e-8 * float(basis.cost.max()))
+
+
+def test_text_unlike_what_was_fitted_to():
+    """Of text with two tokens most channels never vary: other text must not make their latents huge."""
+    model = build(config_of(None)).float()  # in float64 rounding is small enough
+    few = 1 + tokens(8, 24) % 2
+    latent = convert(model, KVLatents(rank=1.0), calibration=few).model
+    largest = []
+    for block in latent.model.layers:
+        block.self_attn.latent_encoder.register_forward_hook(lambda m, i, out: largest.append(float(out.abs().max())))
+    with torch.no_grad():
+        assert latent(tokens(4, 24)).logits.isfinite().all()
+    assert max(largest) < 1000  # standard deviations: a hundred where none was seen; without SMALLEST they overflow
 
 
 @pytest.mark.parametrize(
@@ -133,9 +148,9 @@ def test_bits_cannot_be_exchanged(moments, axes, share):
     cost = cost.unflatten(1, (-1, UNIT)).mean(-1).flatten().tolist()
     flat = [number for row in bits for number in row]
     step = levels.step
-    more = [c * (error(b) - error(b + step)) if b < levels[-1] else 0.0 for c, b in zip(cost, flat, strict=True)]
+    more = [c * (ERRORS[b] - ERRORS[b + step]) if b < levels[-1] else 0.0 for c, b in zip(cost, flat, strict=True)]
     less = [
-        c * (error(b - step) - error(b)) if b > max(levels[0], step * (index % 4 == 0)) else float("inf")
+        c * (ERRORS[b - step] - ERRORS[b]) if b > max(levels[0], step * (index % 4 == 0)) else float("inf")
         for index, (c, b) in enumerate(zip(cost, flat, strict=True))
     ]
     assert max(more) <= min(less) * (1 + 1e-9)
@@ -173,6 +188,12 @@ def test_report(model, monkeypatch):
     ]
     # by rank alone a layer's smallest latent takes a quarter of these keys and values: left out
     assert [row.share for row in report.alternatives[3:]] == pytest.approx([0.075, 0.3, 0.15], abs=0.04)
+    assert [row.options for row in report.alternatives] == [
+        *("", "--kv-bits fp8", "--kv-bits 8", "--kv-budget 0.075 --axes depth,bits,rank"),
+        *("--kv-budget 0.3 --axes depth,bits,rank", "--kv-budget 0.15 --axes bits"),
+    ]
+    (line,) = panels(report)[0].lines  # keys and values together
+    assert sum(line.y) / 6 == pytest.approx(100 * report.cache.share)
     assert report.alternatives[0].share == pytest.approx(0.15, abs=0.03)  # memory is allocated for 16 tokens at a time
     assert report.cache.share == pytest.approx(0.15, abs=0.01)
     (method,) = report.methods

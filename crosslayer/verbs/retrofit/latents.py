@@ -191,10 +191,11 @@ def fit_latents(original: CrossLayerForCausalLM, model: CrossLayerForCausalLM, m
             continue  # another method drops its attention
         attention: nn.Module | None = after.self_attn
         assert attention is not None and before.self_attn is not None
-        projections = [before.self_attn.get_submodule(f"{state}_proj") for state in "kv"]
+        keys, values = before.self_attn.k_proj, before.self_attn.v_proj
+        assert keys is not None and values is not None
         steps = method.steps(layer)
         below = [moments[i].mean for i in _below(plan, layer)]
-        _write(attention, projections, bases[layer], moments[layer].mean, below, steps)
+        _write(attention, (keys, values), bases[layer], moments[layer].mean, below, steps)
 
 
 def latent_of(methods: Sequence[Method]) -> LatentMethod | None:
@@ -214,7 +215,7 @@ def with_bits(
 
 def _write(
     attention: nn.Module,
-    projections: Sequence[nn.Module],
+    projections: Sequence[nn.Linear],
     basis: Basis,
     mean: Tensor,
     below: Sequence[Tensor],
@@ -224,10 +225,10 @@ def _write(
     encoder, decoder = attention.get_submodule("latent_encoder"), attention.get_submodule("latent_decoder")
     channels = decoder.get_parameter("up.weight").shape[1]
     down, up = basis.down[:channels], basis.up[:, :channels]  # (R, W), (W, R)
-    weight = torch.cat([projection.get_parameter("weight") for projection in projections]).to(down)  # (W, C)
+    weight = torch.cat([projection.weight for projection in projections]).to(down)  # (W, C)
     offset = -mean
-    if getattr(projections[0], "bias", None) is not None:
-        offset = offset + torch.cat([projection.get_parameter("bias") for projection in projections]).to(down)
+    if projections[0].bias is not None:
+        offset = offset + torch.cat([projection.bias for projection in projections]).to(down)
     told = torch.zeros_like(mean)
     if basis.below is not None:
         told = basis.below @ below[0]

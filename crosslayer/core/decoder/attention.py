@@ -19,8 +19,10 @@ from crosslayer.core.decoder.configuration import CrossLayerConfig
 from crosslayer.core.decoder.family import norm
 from crosslayer.core.method import INPUT, Carry, Compensation, HeadMixer, StateReader, Wiring, state_reader
 from crosslayer.core.plan import STATES
+from crosslayer.core.sources import SharedStates, outside_layer_graphs
 from crosslayer.core.transformers_versions import read_paged, takes_cache
 
+SHARED = "states"  # key in the carry: the states that later layers read
 States = list[Tensor | None]  # queries, keys and values; None if another layer's are read
 Inputs = tuple[Tensor, Tensor, Tensor]  # of the query, key and value projections
 
@@ -42,6 +44,7 @@ class CrossLayerAttention(nn.Module):
         self.sliding_window = config.sliding_window if config.layer_types[layer_idx] == "sliding_attention" else None
         self.stored = wiring.plan.stored(layer_idx)
         self.sources, self.carried = wiring.sources[layer_idx], wiring.carried[layer_idx]
+        self.reads_others, self.is_read = bool(self.sources), bool(self.carried)  # by other layers
         plan = wiring.plan
         has_own = [plan.has_own(state, layer_idx) for state in STATES]
         self._add_projections(config, has_own, plan.value_shares[layer_idx])
@@ -124,14 +127,13 @@ class CrossLayerAttention(nn.Module):
         elif cache is not None and self.stored:
             states = self._cached(states, cache)  # the layer's own keys, values: (B, H_kv, S, D)
         own = states
-        if self.reader is None:
-            shared = {i: carry[name] for i, (name,) in self.sources.items() if name is not None}
-            states = [shared.get(i, state) for i, state in enumerate(own)]
-        else:
+        if self.reader is not None:
             new = hidden_states.shape[1]
-            states, attention_mask = self._read_several(self.reader, states, carry, attention_mask, new)
-        if self.carried:
-            carry = {**carry, **{name: own[i] for i, name in self.carried.items()}}
+            states, attention_mask = self._read_several(self.reader, own, attention_mask, new, carry)
+        elif self.reads_others:
+            states = self._read_others(own, carry)
+        if self.is_read:
+            carry = self._carry(own, carry)
         out = self._attend(states, attention_mask, **kwargs)  # (B, T, H, D)
         for mixer in self.mixers:  # type: ignore[assignment]
             out, carry = mixer.after(out, carry)
@@ -172,8 +174,9 @@ class CrossLayerAttention(nn.Module):
             _, k, v = _rotate([None, k, v], column_embeddings)
         return [states[0], k, v], carry
 
+    @outside_layer_graphs
     def _read_several(
-        self, reader: StateReader, states: States, carry: Carry, mask: Any, new: int
+        self, reader: StateReader, states: States, mask: Any, new: int, carry: Carry
     ) -> tuple[States, Any]:
         """Return the states that attention reads if some combine several layers', and the mask for them."""
         implementation = self.config._attn_implementation or "eager"
@@ -182,11 +185,23 @@ class CrossLayerAttention(nn.Module):
                 f"attention {implementation!r} takes no mask as a tensor, which this method needs; use sdpa or eager"
             )
         q, keys, values = (
-            tuple(states[i] if name is None else carry[name] for name in self.sources.get(i, (None,)))
+            tuple(states[i] if name is None else carry[SHARED][name] for name in self.sources.get(i, (None,)))
             for i in range(len(STATES))
         )
         k, v, mask = reader(keys, values, mask, new)
         return [q[0], k, v], mask
+
+    @outside_layer_graphs  # names differ from layer to layer
+    def _read_others(self, own: States, carry: Carry) -> States:
+        """Return the layer's own states, and those of other layers that it reads instead."""
+        shared = {i: carry[SHARED][name] for i, (name,) in self.sources.items() if name is not None}
+        return [shared.get(i, state) for i, state in enumerate(own)]
+
+    @outside_layer_graphs
+    def _carry(self, own: States, carry: Carry) -> Carry:
+        """Return the carry with the states that later layers read."""
+        states = carry.get(SHARED, SharedStates({}))
+        return {**carry, SHARED: states.updated({name: own[i] for i, name in self.carried.items()})}
 
     def _attend(self, states: States, attention_mask: Any, **kwargs: Any) -> Tensor:
         implementation = self.config._attn_implementation or "eager"

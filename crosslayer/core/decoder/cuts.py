@@ -7,7 +7,7 @@ so that a tensor is recognised at every cut that it crosses; tensors that no lat
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from crosslayer.core.decoder.configuration import CrossLayerConfig
 from crosslayer.core.decoder.modeling import CrossLayerForCausalLM
 from crosslayer.core.method import Carry
 from crosslayer.core.options import check_choice
+from crosslayer.core.sources import BY_LAYER, SharedStates, Sources
 
 KEPT = ("nothing", "received", "all")  # tensors that a rank keeps for its own later stages
 
@@ -51,14 +52,15 @@ class Cut:
 
     def take(self, stream: Tensor, carry: Carry) -> dict[int, Tensor]:
         """Return the tensors that later stages read, by their numbers."""
-        leaves, structure = pytree.tree_flatten((stream, carry))
+        leaves, structure = _flatten(stream, carry)
         assert structure == self.structure, "the carry at a cut differs from that of the pass without data"
         return {number: leaf for number, leaf in zip(self.leaf_numbers, leaves, strict=True) if number is not None}
 
     def rebuild(self, tensors: Mapping[int, Tensor]) -> tuple[Tensor, Carry]:
         """Return stream and carry, with None for tensors that nothing reads."""
         leaves = [None if number is None else tensors[number] for number in self.leaf_numbers]
-        return pytree.tree_unflatten(leaves, self.structure)
+        stream, carry = pytree.tree_unflatten(leaves, self.structure)
+        return stream, {name: v.close() if isinstance(v, _Opened) else v for name, v in carry.items()}
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,7 @@ class _Watch(TorchDispatchMode):
 
     def arrive(self, layer: Any, args: tuple[Any, ...]) -> None:
         """Record the inputs of the first layer of a stage."""
-        leaves, structure = pytree.tree_flatten(args[:2])
+        leaves, structure = _flatten(*args[:2])
         for leaf in leaves:
             if leaf is None:
                 continue
@@ -166,6 +168,22 @@ class _Watch(TorchDispatchMode):
             number = None if leaf is None else self.numbers[_key(leaf)]
             leaf_numbers.append(None if number is None or self.last.get(number, 0) < stage else number)
         return Cut((self.numbers[_key(leaves[0])], *leaf_numbers[1:]), structure)
+
+
+class _Opened(NamedTuple):
+    """Sources or shared states, whose tensors are seen one by one."""
+
+    content: tuple[Tensor, ...] | dict[str, Tensor | None]
+
+    def close(self) -> Sources | SharedStates:
+        return SharedStates(self.content) if isinstance(self.content, dict) else Sources(self.content)
+
+
+def _flatten(stream: Tensor, carry: Carry) -> tuple[list[Any], pytree.TreeSpec]:
+    carry = {name: value for name, value in carry.items() if name not in (BY_LAYER, "read")}
+    opaque = (Sources, SharedStates)
+    carry = {name: _Opened(value.opened) if isinstance(value, opaque) else value for name, value in carry.items()}
+    return pytree.tree_flatten((stream, carry))
 
 
 def _key(tensor: Tensor) -> tuple[Any, ...]:

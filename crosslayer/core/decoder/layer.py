@@ -18,6 +18,7 @@ from crosslayer.core.decoder.attention import CrossLayerAttention, Inputs
 from crosslayer.core.decoder.configuration import CrossLayerConfig
 from crosslayer.core.decoder.family import norm
 from crosslayer.core.method import Carry, Compensation, Residual, Wiring
+from crosslayer.core.sources import Sources, outside_layer_graphs
 from crosslayer.core.transformers_versions import CACHE, takes_cache
 
 ROUTERS = "routers"  # key in the carry: the logits of all routers so far
@@ -128,12 +129,17 @@ class CrossLayerDecoderLayer(GradientCheckpointingLayer):
         update = self.mlp(self.mlp_norm(read))
         if self.is_sparse:
             update, logits = update
-            carry = {**carry, ROUTERS: (*carry.get(ROUTERS, ()), logits)}
+            carry = _with_logits(logits, carry)
         if self.post_feedforward_layernorm is not None:
             update = self.post_feedforward_layernorm(update)
         if self.mlp_compensation is not None:
             update = update + self.mlp_compensation(normed)
         return update, carry
+
+
+@outside_layer_graphs
+def _with_logits(logits: Tensor, carry: Carry) -> Carry:
+    return {**carry, ROUTERS: carry.get(ROUTERS, Sources()).with_newest(logits)}
 
 
 def _linear_attention(config: CrossLayerConfig, layer: int) -> nn.Module:

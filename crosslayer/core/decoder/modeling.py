@@ -30,6 +30,7 @@ from crosslayer.core.decoder.keywords import LEAKED, LOSS, check_keywords
 from crosslayer.core.decoder.layer import ROUTERS, CrossLayerDecoderLayer
 from crosslayer.core.decoder.packed import recurrent_mask
 from crosslayer.core.method import TOKENS, Carry, Mixing
+from crosslayer.core.sources import BY_LAYER
 from crosslayer.core.transformers_versions import CACHE, NewPreTrainedModel, layers_without_cache, takes_cache
 from crosslayer.environment import check_flex
 
@@ -181,7 +182,7 @@ class CrossLayerModel(CrossLayerPreTrainedModel):
         stream, position_embeddings = self.add_positions(stream, position_ids)
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
-        reads, carry = [], self._first_carry(input_ids)
+        reads, carry = [], self._first_carry(input_ids, stream)
         for layer, layer_type in zip(self.layers, layer_types, strict=True):
             stream, carry = layer(
                 stream,
@@ -204,7 +205,7 @@ class CrossLayerModel(CrossLayerPreTrainedModel):
             last_hidden_state=last,
             **named,
             hidden_states=(*_filled(reads, stream), last) if output_hidden_states else None,
-            router_logits=carry.get(ROUTERS) if with_router_logits else None,
+            router_logits=tuple(carry[ROUTERS]) if with_router_logits and ROUTERS in carry else None,
         )
 
     def add_positions(self, stream: Tensor, position_ids: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
@@ -238,14 +239,18 @@ class CrossLayerModel(CrossLayerPreTrainedModel):
         ages = last - torch.arange(columns, device=stream.device)  # (S,)
         return self.rotary_emb(stream, position_ids=position_ids[:, -1:] - ages)
 
-    def _first_carry(self, input_ids: Tensor | None) -> Carry:
-        """Return the carry for the first layer: the token ids, if a method reads them."""
+    def _first_carry(self, input_ids: Tensor | None, stream: Tensor) -> Carry:
+        """Return the carry for the first layer: the token ids, if a method reads them.
+
+        Where layers may be compiled one by one, the first finds in it what the others find.
+        """
+        carry: Carry = {} if torch.compiler.is_compiling() else {BY_LAYER: True, "read": stream.view_as(stream)}
         if not self.token_readers:
-            return {}
+            return carry
         if input_ids is None:
             readers = " and ".join(self.token_readers)
             raise ValueError(f"{readers} reads token ids, which inputs_embeds do not have; pass input_ids")
-        return {TOKENS: input_ids}
+        return {**carry, TOKENS: input_ids}
 
 
 class CrossLayerForCausalLM(CrossLayerPreTrainedModel, GenerationMixin):

@@ -26,6 +26,7 @@ from crosslayer.core.decoder.cuts import Cut, Traffic, find_cuts, find_traffic
 from crosslayer.core.decoder.modeling import CrossLayerForCausalLM, CrossLayerModel, masks_of
 from crosslayer.core.decoder.rank_cache import Microbatch
 from crosslayer.core.method import TOKENS, Carry, Residual
+from crosslayer.core.sources import BY_LAYER
 
 
 def pipeline_stages(
@@ -196,6 +197,7 @@ class StageBody(nn.Module):
             position_ids = torch.arange(stream.shape[1], device=stream.device).unsqueeze(0)
         masks = masks_of(self.config, self.layer_types, stream, attention_mask, position_ids)
         rotary = self.rotary_emb(stream, position_ids=position_ids)
+        carry = {BY_LAYER: True, **carry}
         for layer, layer_type in zip(self.layers.values(), self.layer_types, strict=True):
             stream, carry = layer(
                 stream, carry, position_embeddings=rotary, attention_mask=masks[layer_type], position_ids=position_ids

@@ -23,6 +23,7 @@ from transformers import initialization as init
 from crosslayer.core.depth_attention import depth_attention, depth_scores, exact, inverse_rms, keep, wide
 from crosslayer.core.method import Carry, Config, Method, Residual, Wiring
 from crosslayer.core.options import check_choice
+from crosslayer.core.sources import Sources, outside_layer_graphs
 
 SOURCES = "attnres.sources"
 
@@ -122,10 +123,11 @@ class _Depth(_Reader):
             init.zeros_(self.query)
             init.ones_(self.gain)
 
+    @outside_layer_graphs
     def read(self, stream: Tensor, carry: Carry) -> tuple[Tensor, Carry]:
         """Return Σ α v over the finished blocks and the current block."""
-        closed = carry.get(SOURCES, ())
-        sources = (*closed, keep(stream, closed, self.total) if self.opens else stream)
+        closed = carry.get(SOURCES, Sources())
+        sources = keep(stream, closed, self.total) if self.opens else closed.with_newest(stream)
         if self.opens:
             carry = {**carry, SOURCES: sources}
         if self.is_first:
@@ -165,9 +167,10 @@ class _Ablated(_Reader):
             value = {"weight": 1 / len(parameter), "query": 0.0, "gain": 1.0}[name]  # type: ignore[arg-type]
             init.constant_(parameter, value)  # type: ignore[arg-type]
 
+    @outside_layer_graphs
     def read(self, stream: Tensor, carry: Carry) -> tuple[Tensor, Carry]:
         """Return Σ α v over the sources in the window, each head with its own α."""
-        sources = (*carry.get(SOURCES, ()), stream)
+        sources = carry.get(SOURCES, Sources()).with_newest(stream)
         if self.opens:
             carry = {**carry, SOURCES: sources}
         if self.is_first:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from crosslayer.core.method import Carry, Config, Method, Residual, Wiring
+from crosslayer.core.sources import Sources, outside_layer_graphs
 
 OUTPUTS = "denseformer.outputs"
 
@@ -66,7 +67,7 @@ class _KeepEmbedding(Residual):
     """Passes the embedding on in the carry."""
 
     def read(self, stream: Tensor, carry: Carry) -> tuple[Tensor, Carry]:
-        return stream, {**carry, OUTPUTS: (stream,)}
+        return stream, {**carry, OUTPUTS: Sources((stream,))}
 
 
 class _Sum(_KeepEmbedding):
@@ -84,10 +85,11 @@ class _Sum(_KeepEmbedding):
     def read(self, stream: Tensor, carry: Carry) -> tuple[Tensor, Carry]:
         return super().read(stream, carry) if self.enters else (stream, carry)
 
+    @outside_layer_graphs
     def write(self, stream: Tensor, update: Tensor, carry: Carry) -> tuple[Tensor, Carry]:
         """Return Y_i, and keep the outputs that later layers sum."""
         available = (*carry[OUTPUTS], stream + update)
-        carry = {**carry, OUTPUTS: tuple(available[index] for index in self.kept)}
+        carry = {**carry, OUTPUTS: Sources([available[index] for index in self.kept])}
         if self.weights is None:
             return available[-1], carry
         total = self.weights[0] * available[self.summed[0]]

@@ -23,8 +23,8 @@ from transformers import initialization as init
 
 from crosslayer.core.depth_attention import inverse_rms, wide
 from crosslayer.core.method import Carry, Config, Method, Residual, Wiring
+from crosslayer.core.sinkhorn import EPS, doubly_stochastic
 
-EPS = 1e-6
 SCALE = 0.01
 MIX = "hyper_connections.mix"
 
@@ -118,12 +118,3 @@ class _Mix(_Collapse):
 
     def _streams(self, stream: Tensor) -> Tensor:
         return stream.unsqueeze(2).expand(-1, -1, self.streams, -1) if self.first else stream
-
-
-def doubly_stochastic(matrix: Tensor, iterations: int) -> Tensor:
-    """Divide a positive matrix (from, to, …) by the sums of its columns, then of rows and columns alternately."""
-    matrix = matrix / (matrix.sum(dim=0, keepdim=True) + EPS)
-    for _ in range(iterations - 1):
-        matrix = matrix / (matrix.sum(dim=1, keepdim=True) + EPS)
-        matrix = matrix / (matrix.sum(dim=0, keepdim=True) + EPS)
-    return matrix

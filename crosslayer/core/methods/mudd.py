@@ -13,6 +13,7 @@ Flows: the outputs of the layers. Reads: every layer but the first, and the fina
 Source: MUDDFormer (arXiv 2502.12170).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +25,7 @@ from crosslayer.core.depth_attention import inverse_rms, wide
 from crosslayer.core.method import Carry, Config, Method, Residual, Wiring
 from crosslayer.core.options import check_choice
 from crosslayer.core.plan import STATES
+from crosslayer.core.sources import Sources, outside_layer_graphs
 
 SOURCES = "mudd.sources"
 INPUTS = "mudd.inputs"
@@ -65,7 +67,7 @@ class _Dense(Residual):
         self.first = first
 
     def read(self, stream: Tensor, carry: Carry) -> tuple[Tensor, Carry]:
-        return stream, {**carry, SOURCES: (stream,)} if self.first else carry
+        return stream, {**carry, SOURCES: Sources((stream,))} if self.first else carry
 
     def inputs(self, read: Tensor, carry: Carry) -> tuple[Tensor, Tensor, Tensor]:
         """Return the inputs of queries, keys and values: their sums, or the stream if there is none."""
@@ -91,9 +93,10 @@ class _Sum(_Dense):
         init.zeros_(self.outer)
         init.copy_(self.base, _newest(*self.base.shape).to(self.base))
 
+    @outside_layer_graphs
     def write(self, stream: Tensor, update: Tensor, carry: Carry) -> tuple[Tensor, Carry]:
         """Return the sum for the residual stream; those for queries, keys and values go into the carry."""
-        sources = (*carry[SOURCES], stream + update)
+        sources = carry[SOURCES].with_newest(stream + update)
         sums = dict(zip(self.ways, weighted_sums(sources, self._shares(sources[-1])), strict=True))
         return sums.pop(None), {**carry, SOURCES: sources, INPUTS: sums}
 
@@ -106,7 +109,7 @@ class _Sum(_Dense):
         return shares.to(output.dtype)
 
 
-def weighted_sums(sources: tuple[Tensor, ...], shares: Tensor) -> list[Tensor]:
+def weighted_sums(sources: Sequence[Tensor], shares: Tensor) -> list[Tensor]:
     """Return Σ_j A_j X_j for each way, from J sources (B, T, C) and shares (W, J, B, T), without copying sources."""
     sums = []
     for way in shares.unsqueeze(-1):  # (J, B, T, 1)

@@ -13,6 +13,7 @@ from crosslayer.core.decoder import attention, modeling
 from crosslayer.core.decoder.configuration import CrossLayerConfig
 from crosslayer.core.method import HeadMixer, Method
 from crosslayer.core.plan import DepthPlan
+from crosslayer.core.sources import SharedStates
 from crosslayer.core.transformers_versions import CACHE, NewPreTrainedModel, takes_cache
 
 UNIATTN = [{"name": "uniattn", "superblocks": ((1, 2, 3), (4, 5))}]
@@ -91,7 +92,9 @@ def through_the_cache(monkeypatch):
     def forward(self, hidden_states, carry, **kwargs):
         if kwargs[CACHE] is None:
             shared = [name for names in self.sources.values() for name in names]
-            carry = {**carry, **{name: torch.zeros_like(carry[name]) for name in shared}}
+            states = carry.get(attention.SHARED, SharedStates({}))
+            states = states.updated({name: torch.zeros_like(states[name]) for name in shared})
+            carry = {**carry, attention.SHARED: states}
         return plain(self, hidden_states, carry, **kwargs)
 
     monkeypatch.setattr(attention.CrossLayerAttention, "forward", forward)

@@ -7,12 +7,13 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import FlopCounterMode
 
 from crosslayer import testing as contract
-from crosslayer.core import depth_attention
-from crosslayer.core.depth_attention import keep, listed
+from crosslayer.core.depth_attention import depth_attention, keep, listed, operators, plain
 from crosslayer.core.methods.attnres import AttnRes
+from crosslayer.core.sources import Sources
 from crosslayer.testing.tiny import build, close, config_of
 from tests.core.methods.naive import Naive, attend, check
 from tests.helpers.tiny import tokens
@@ -29,19 +30,19 @@ def readers(form, seed=0, dtype=torch.float64):
     maps, directions = [draw(16, 16) / 4 for _ in range(6)], [draw(16).requires_grad_() for _ in range(7)]
 
     def stored(source, earlier):
-        return source if form is listed else keep(source, earlier, 7)
+        return earlier.with_newest(source) if form is listed else keep(source, earlier, 7)
 
-    sources = [stored(leaf, [])]
+    sources = stored(leaf, Sources())
     for matrix, direction in zip(maps, directions[:-1], strict=True):
         result = form(sources, direction, 1e-6)
-        sources.append(stored(torch.tanh(result @ matrix), sources))
+        sources = stored(torch.tanh(result @ matrix), sources)
     return form(sources, directions[-1], 1e-6).square().sum(), (leaf, *directions)
 
 
 @pytest.fixture(params=["whole", "in pieces"])
 def pieces(request, monkeypatch):
     if request.param == "in pieces":
-        monkeypatch.setattr(depth_attention, "PIECE", 7 * 16)
+        monkeypatch.setattr(plain, "PIECE", 7 * 16)
 
 
 def agree(results, expected, tolerance=1e-12):
@@ -52,7 +53,7 @@ def agree(results, expected, tolerance=1e-12):
 
 @pytest.mark.usefixtures("pieces")
 def test_gradients_equal_the_listed_form():
-    (loss, leaves), (expected, others) = readers(depth_attention.depth_attention), readers(listed)
+    (loss, leaves), (expected, others) = readers(depth_attention), readers(listed)
     assert abs(loss - expected) < 1e-12 * abs(expected)
     agree(torch.autograd.grad(loss, leaves), torch.autograd.grad(expected, others))
 
@@ -60,7 +61,7 @@ def test_gradients_equal_the_listed_form():
 @pytest.mark.usefixtures("pieces")
 def test_second_derivatives_equal_the_listed_form():
     results = []
-    for form in (depth_attention.depth_attention, listed):
+    for form in (depth_attention, listed):
         loss, leaves = readers(form)
         first = torch.autograd.grad(loss, leaves, create_graph=True)
         results.append(torch.autograd.grad(sum(gradient.square().sum() for gradient in first), leaves))
@@ -68,7 +69,7 @@ def test_second_derivatives_equal_the_listed_form():
 
 
 def test_a_backward_pass_may_be_repeated_and_broken_off():
-    loss, leaves = readers(depth_attention.depth_attention)
+    loss, leaves = readers(depth_attention)
     expected = torch.autograd.grad(loss, leaves, retain_graph=True)
     # of the last readers alone: the sources below them do not come to build their gradients
     agree(torch.autograd.grad(loss, leaves[5:], retain_graph=True), expected[5:], 0)
@@ -104,7 +105,7 @@ def test_nothing_of_a_forward_pass_stays():
     def watch(module, args, output):
         sources = output[1]["attnres.sources"]
         seen.extend(weakref.ref(source) for source in sources)
-        seen.append(weakref.ref(sources[-1].grad_fn.bank))
+        seen.append(weakref.ref(sources.bank))
 
     handle = model.model.layers[-1].register_forward_hook(watch)
     model(ids, labels=ids, use_cache=False).loss.backward()
@@ -118,8 +119,8 @@ def test_nothing_of_a_forward_pass_stays():
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_the_model_is_the_same_by_either_form(block, checkpointing, monkeypatch):
     results = []
-    for eager in (True, False):
-        monkeypatch.setattr(depth_attention, "_eager", lambda eager=eager: eager)
+    for by_definition in (False, True):
+        monkeypatch.setattr(operators, "is_transformed", lambda by_definition=by_definition: by_definition)
         model, ids = build(config_of([{"name": "attnres", "block": block}])).train(), tokens()
         if checkpointing:
             model.activation_checkpointing_enable()
@@ -130,17 +131,17 @@ def test_the_model_is_the_same_by_either_form(block, checkpointing, monkeypatch)
 
 @pytest.mark.parametrize("wrapped", [[1], [2], [0, 3, 4], [0, 1, 2, 3, 4]], ids=str)
 def test_a_source_that_is_wrapped_on_the_way_gets_its_gradient(wrapped):
-    """As FSDP2 does with what enters a layer."""
+    """By a copy here: its node in autograd's graph is no longer that of `keep`."""
     leaf = torch.randn(2, 5, 8, dtype=torch.float64, requires_grad=True)
     directions = torch.randn(5, 8, dtype=torch.float64)
 
     def gradient(wrapped):
-        sources, results = [], []
+        sources, results = Sources(), []
         for number, direction in enumerate(directions):
-            sources.append(keep(leaf * (number + 1), sources, 5))
+            sources = keep(leaf * (number + 1), sources, 5)
             if number in wrapped:
-                sources[number] = sources[number].clone()
-            results.append(depth_attention.depth_attention(sources, direction, 1e-6))
+                sources = Sources([*sources[:-1], sources[-1].clone()], sources.bank)
+            results.append(depth_attention(sources, direction, 1e-6))
         return torch.autograd.grad(sum(result.square().sum() for result in results), [leaf])
 
     agree(gradient(wrapped), gradient([]))
@@ -148,9 +149,9 @@ def test_a_source_that_is_wrapped_on_the_way_gets_its_gradient(wrapped):
 
 def kept(values):
     """Return sources that were kept one after another."""
-    sources = []
+    sources = Sources()
     for value in values:
-        sources.append(keep(value, sources, len(values)))
+        sources = keep(value, sources, len(values))
     return sources
 
 
@@ -160,41 +161,30 @@ def leaves(count):
 
 def lengths(sources):
     """Return how many sources each operand of a reader holds."""
-    return [len(operand) for operand in depth_attention._operands(sources, [source.grad_fn for source in sources])]
+    return [len(operand) for operand in plain.operands_of(sources)]
 
 
 def test_sources_lie_one_behind_another():
     """In one operand, and none is overwritten: a second continuation of the first four lies elsewhere."""
     values = leaves(6)
     sources = kept(values)
-    assert lengths(sources) == [6] and len(sources[0].grad_fn.bank.values) == 6
-    branch = [*sources[:4], *leaves(2)]
-    branch[4:] = [keep(branch[4], branch[:4], 6)]
+    assert lengths(sources) == [6] and len(sources.bank.values) == 6
+    branch = keep(leaves(1)[0], Sources(sources[:4], sources.bank), 6)
     assert lengths(branch) == [4, 1]
     assert all(torch.equal(source, value) for source, value in zip(sources, values, strict=True))
 
 
 def test_a_full_bank_is_followed_by_another():
     sources = kept(leaves(19))
-    assert lengths(sources) == [8, 8, 3] and len(sources[-1].grad_fn.bank.values) == 3
-    assert lengths(kept(leaves(3))) == [1, 1, 1]  # too few to begin with
-
-
-def test_layers_that_wrap_what_enters_them_begin_no_bank():
-    """FSDP2's know the stream and what attention made; memory for others would be a waste."""
-    sources = []
-    for _layer in range(3):
-        sources = [source.clone() for source in sources]
-        for value in leaves(2):
-            sources.append(keep(value, sources, 6))
-            assert sources[-1].grad_fn.bank is None
+    assert lengths(sources) == [8, 8, 3] and len(sources.bank.values) == 3
+    assert kept(leaves(1)).bank is None
 
 
 def test_no_bank_under_hooks_on_saved_tensors_and_dispatch_modes():
     """Offloading and checkpointing must be able to free sources; dispatch modes must see them."""
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
         sources = kept(leaves(5))
-    assert lengths([*sources, keep(leaves(1)[0], sources, 6)]) == [1] * 6  # nor does one begin late
+    assert lengths(keep(leaves(1)[0], sources, 6)) == [1] * 6
     with FlopCounterMode(display=False):
         assert lengths(kept(leaves(5))) == [1] * 5
 
@@ -205,8 +195,8 @@ def test_what_a_layer_returns_has_its_whole_gradient():
     for layer in model.model.layers[:-1]:
         layer.register_forward_hook(lambda module, args, output: outputs.append(output[0]))
     gradients = []
-    for form in (True, False):
-        with mock.patch.object(depth_attention, "_eager", lambda form=form: form):
+    for by_definition in (False, True):
+        with mock.patch.object(operators, "is_transformed", lambda by_definition=by_definition: by_definition):
             outputs.clear()
             loss = model(ids, labels=ids, use_cache=False).loss
             gradients.append(torch.autograd.grad(loss, outputs))
@@ -232,27 +222,28 @@ def test_selective_checkpointing():
 
 
 def test_partial_backward_passes_leave_nothing_behind():
-    loss, (leaf, *directions) = readers(depth_attention.depth_attention)
+    loss, (leaf, *directions) = readers(depth_attention)
     for _ in range(3):
         torch.autograd.grad(loss, directions[-1], retain_graph=True)
-    node, nodes = loss.grad_fn, []
-    while node is not None:
-        nodes.append(node)
-        node = node.next_functions[-1][0] if node.next_functions else None
-    sources = [node for node in nodes if isinstance(node, depth_attention._Source._backward_cls)]
-    assert sources and not any(source.terms for source in sources)
+    waiting, sources = [loss.grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, operators._Source._backward_cls):
+            sources.add(node)
+        waiting.extend(following for following, _ in node.next_functions if following is not None)
+    assert len(sources) == 7 and not any(source.terms for source in sources)
 
 
 def test_the_bank_goes_with_the_backward_pass():
     """The loss of a step often lives until the next; what the step kept must not."""
     sources = kept(leaves(4))
-    bank = weakref.ref(sources[-1].grad_fn.bank)
-    loss = depth_attention.depth_attention(sources, torch.randn(8), 1e-6).sum()
+    memory = StorageWeakRef(sources.bank.values.untyped_storage())
+    loss = depth_attention(sources, torch.randn(8), 1e-6).sum()
     del sources
     loss.backward(retain_graph=True)
-    assert bank() is not None
+    assert not memory.expired()
     loss.backward()
-    assert bank() is None and loss.grad_fn is not None
+    assert memory.expired() and loss.grad_fn is not None
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # of torch's own, on the first jvp
@@ -261,7 +252,7 @@ def test_transforms_of_functions_take_the_listed_form():
     direction = torch.randn(8, dtype=torch.float64)
 
     def result(direction):
-        return depth_attention.depth_attention(kept(sources), direction, 1e-6).square().sum()
+        return depth_attention(kept(sources), direction, 1e-6).square().sum()
 
     by_function = torch.func.grad(result)(direction)
     direction.requires_grad_()
@@ -271,7 +262,7 @@ def test_transforms_of_functions_take_the_listed_form():
 
 
 def test_a_batch_of_backward_passes_takes_the_listed_form():
-    (loss, leaves), (expected, others) = readers(depth_attention.depth_attention), readers(listed)
+    (loss, leaves), (expected, others) = readers(depth_attention), readers(listed)
     weights = torch.arange(3, dtype=torch.float64)
     batched = torch.autograd.grad(loss, leaves, weights, is_grads_batched=True)
     agree([gradient[2] for gradient in batched], torch.autograd.grad(expected, others, weights[2]))
@@ -280,9 +271,9 @@ def test_a_batch_of_backward_passes_takes_the_listed_form():
 def test_scores_stay_exact_under_autocast():
     direction = torch.randn(8, requires_grad=True)
     parameters = [direction, *leaves(5)]
-    expected = depth_attention.depth_attention(kept(parameters[1:]), direction, 1e-6)
+    expected = depth_attention(kept(parameters[1:]), direction, 1e-6)
     with torch.autocast("cpu", torch.bfloat16):
-        result = depth_attention.depth_attention(kept(parameters[1:]), direction, 1e-6)
+        result = depth_attention(kept(parameters[1:]), direction, 1e-6)
         gradients = torch.autograd.grad(result.square().sum(), parameters)
     assert torch.equal(result, expected)
     agree(gradients, torch.autograd.grad(expected.square().sum(), parameters), 0)
@@ -292,12 +283,12 @@ def test_scores_stay_exact_under_autocast():
 @pytest.mark.parametrize(("gradients", "side_by_side"), [(True, False), (False, True), (False, False)])
 def test_mixed_and_narrow_types(gradients, side_by_side, monkeypatch):
     """An embedding in float32 among sources in bfloat16: results in float32, as sums of both have it."""
-    monkeypatch.setattr(depth_attention, "STACKED", 1 << 18 if side_by_side else 0)
+    monkeypatch.setattr(plain, "STACKED", 1 << 18 if side_by_side else 0)
     wide, narrow = torch.float32, torch.bfloat16
     for dtypes in ((wide, narrow, narrow, narrow, narrow), (narrow,) * 5):
         sources = [torch.randn(2, 9, 16).to(dtype).requires_grad_(gradients) for dtype in dtypes]
         direction = torch.randn(16, requires_grad=gradients)
-        result = depth_attention.depth_attention(kept(sources), direction, 1e-6)
+        result = depth_attention(kept(sources), direction, 1e-6)
         expected = listed([s.float() for s in sources], direction, 1e-6)
         assert result.dtype == dtypes[0]
         tolerance = 1e-5 if dtypes[0] is wide else 2e-2
@@ -307,6 +298,25 @@ def test_mixed_and_narrow_types(gradients, side_by_side, monkeypatch):
             gradient = torch.autograd.grad(result.float().square().sum(), leaves)
             for part, other in zip(gradient, torch.autograd.grad(expected.square().sum(), leaves), strict=True):
                 assert (part.float() - other.float()).abs().max() <= 2e-2 * other.abs().max()  # bfloat16: 2⁻⁹ a term
+
+
+def test_the_operators_are_sound():
+    """Schemas, fakes, autograd and compilation, as torch's own check has them."""
+    generator = torch.Generator().manual_seed(0)
+    shape, options = (2, 5, 8), {"dtype": torch.float64, "generator": generator}
+    sources = [torch.randn(*shape, **options).requires_grad_() for _ in range(3)]
+    direction = torch.randn(8, **options).requires_grad_()
+    names = torch.ops.crosslayer
+    torch.library.opcheck(names.depth_attention.default, (sources, direction, 1e-6))
+    plain_sources, plain_direction = [source.detach() for source in sources], direction.detach()
+    result, scores, inverse = names.depth_attention(plain_sources, plain_direction, 1e-6)
+    grad = torch.randn(*shape, **options)
+    arguments = (grad, result, scores, inverse, plain_sources, plain_direction)
+    torch.library.opcheck(names.depth_attention_backward.default, arguments)
+    rows = [list(terms[:2]) for terms in names.depth_attention_backward(*arguments)[:3]]
+    for arrived in (None, grad):
+        terms = (plain_sources[0], [grad, grad * 2], *rows, [plain_direction] * 2, arrived)
+        torch.library.opcheck(names.depth_attention_source_gradient.default, terms)
 
 
 ABLATIONS = {
@@ -405,7 +415,7 @@ def test_ablations_begin_uniform():
     for options, parts in (({"weights": "static"}, 1 / 3), ({"query": "input"}, 1 / 3), ({"weights": "sigmoid"}, 0.5)):
         residual = CrossLayerForCausalLM(config_of([{"name": "attnres", **options}])).model.layers[1].attn_residual
         stream, closed = torch.randn(1, 2, 32), (torch.randn(1, 2, 32), torch.randn(1, 2, 32))
-        result, _ = residual.read(stream, {"attnres.sources": closed})
+        result, _ = residual.read(stream, {"attnres.sources": Sources(closed)})
         assert torch.allclose(result, (stream + closed[0] + closed[1]) * parts, atol=1e-6)
 
 
@@ -463,9 +473,12 @@ def test_scaling_a_source_leaves_the_weights_as_they_are(reader):
     residuals = [r for layer in model.layers for r in (layer.attn_residual, layer.mlp_residual)]
     residual = [*residuals, model.final_residual][reader]
     *closed, stream = torch.randn(reader + 1, 2, 5, 32, dtype=torch.float64)
-    weights = residual.depth_weights(stream, {"attnres.sources": tuple(closed)})
+    weights = residual.depth_weights(stream, {"attnres.sources": Sources(closed)})
     closed[0] = closed[0] * 1e3
     assert weights.shape == (reader + 1, 2, 5) and weights.std() > 0
     close(
-        residual.depth_weights(stream, {"attnres.sources": tuple(closed)}), weights, "weights of a scaled source", 1e-12
+        residual.depth_weights(stream, {"attnres.sources": Sources(closed)}),
+        weights,
+        "weights of a scaled source",
+        1e-12,
     )

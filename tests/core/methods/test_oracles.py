@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from crosslayer.core import depth_attention
 from crosslayer.core.decoder.families import model_types
 from crosslayer.core.decoder.weights import from_model, to_config, to_model
+from crosslayer.core.depth_attention import depth_attention, plain
 from crosslayer.core.method import Mixing
 from crosslayer.testing.tiny import build, close, config_of
 from tests.helpers.tiny import tiny, tokens
@@ -85,7 +85,7 @@ def test_depth_attention_ignores_scale_and_survives_large_logits():
     sources = tuple(torch.randn(1, 3, 8, dtype=torch.float64, generator=generator) for _ in range(4))
     query, gain = torch.randn(8, dtype=torch.float64, generator=generator), torch.ones(8, dtype=torch.float64)
     scaled = (sources[0], sources[1] * 1e3, *sources[2:])
-    one, two = (depth_attention.depth_attention(each, query * gain, 0.0) for each in (sources, scaled))
+    one, two = (depth_attention(each, query * gain, 0.0) for each in (sources, scaled))
     # the weights are the same, so only the scaled source's part grows: solve for its weight in both
     normed = [s / s.square().mean(-1, keepdim=True).sqrt() for s in sources]
     shares = torch.stack([s @ query for s in normed]).softmax(0)
@@ -107,7 +107,8 @@ def test_closed_blocks_and_the_open_one_are_one_softmax(dtype, reach, gradients)
     carry = {}
     for residual, source in zip(opening, sources[:5], strict=True):
         _, carry = residual.read(source, carry)
-    with mock.patch.object(depth_attention, "_weighted", wraps=depth_attention._weighted) as weighted:
+    many = mock.patch.object(plain, "STACKED", 0)  # sources are not stacked
+    with many, mock.patch.object(plain, "_weighted", wraps=plain._weighted) as weighted:
         result, _ = inner.read(sources[5], carry)
     if gradients:
         assert [len(operand) for operand in weighted.call_args.args[0]] == [5, 1]
@@ -329,7 +330,7 @@ def test_carries_hold_nothing_that_is_over():
     for layer in model.model.layers:
         layer.register_forward_hook(lambda module, args, out: names.update(out[1]))
     logits(model)
-    assert names == {"tokens", "read", "identity_mapping.sum", "neutreno.first"}
+    assert names == {"by_layer", "tokens", "read", "identity_mapping.sum", "neutreno.first"}
 
 
 def test_value_embeddings_begin_with_gates_of_one_and_small_tables():

@@ -1,0 +1,158 @@
+# pyright: basic, reportMissingImports=false
+"""Registers, spills, shared memory and compile times of all kernels, compiled ahead of time for several GPUs.
+
+    python benchmarks/gpu/compile_kernels.py [--sources 64] [--json FILE]
+
+It needs Triton and no GPU. The wrappers run on meta tensors with recorders instead of their kernels, so that blocks,
+warps and padding are those of a launch; pointers are taken as aligned to 16 bytes, as those of whole tensors are.
+"""
+
+import argparse
+import json
+import re
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from unittest import mock
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from crosslayer.core.kernels import depth_attention, sinkhorn
+
+TARGETS = (80, 90, 100)
+CASES = ((torch.bfloat16, 4096), (torch.float32, 1024))  # dtype and width
+STREAMS = (2, 4, 8)
+TOKENS = 8192
+TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+USAGE = re.compile(r"REG:(\d+) STACK:(\d+)")
+
+
+class Recorder:
+    """Takes a kernel's launches and keeps their sources and options for the compiler."""
+
+    def __init__(self, kernel):
+        self.kernel = kernel
+        self.launches: list[tuple[ASTSource, dict]] = []
+
+    def __getitem__(self, grid):
+        return self.launch
+
+    def launch(self, *arguments, **keywords):
+        """Keep a launch."""
+        parameters = self.kernel.params
+        named = dict(zip([parameter.name for parameter in parameters], arguments, strict=False))
+        options = {name: value for name, value in keywords.items() if name not in self.kernel.arg_names}
+        named |= {name: value for name, value in keywords.items() if name in self.kernel.arg_names}
+        constant = {p.name for p in parameters if p.is_constexpr or named[p.name] is None}
+        signature = {name: "constexpr" if name in constant else signed(named[name]) for name in self.kernel.arg_names}
+        aligned = {}
+        for index, name in enumerate(self.kernel.arg_names):
+            paths = (
+                [(index, item) for item in range(len(named[name]))] if isinstance(named[name], tuple) else [(index,)]
+            )
+            if "*" in str(signature[name]):
+                aligned |= {path: [["tt.divisibility", 16]] for path in paths}
+        source = ASTSource(self.kernel, signature, {name: named[name] for name in constant}, aligned)
+        self.launches.append((source, options))
+
+
+def signed(argument) -> str | tuple:
+    """Return the type of an argument in a signature."""
+    if isinstance(argument, tuple):
+        return tuple(signed(item) for item in argument)
+    if isinstance(argument, torch.Tensor):
+        return f"*{TYPES[argument.dtype]}"
+    return "fp32" if isinstance(argument, float) else "i32"
+
+
+def record(module, name: str, call: Callable[[], object]) -> tuple[ASTSource, dict]:
+    """Return what a call of a wrapper hands to a kernel."""
+    recorder = Recorder(getattr(module, name))
+    with mock.patch.object(module, name, recorder):
+        call()
+    (launch,) = recorder.launches
+    return launch
+
+
+def launches(dtype: torch.dtype, width: int, count: int) -> dict[str, tuple[ASTSource, dict]]:
+    """Return the launches of depth attention over so many sources or readers."""
+    with torch.device("meta"):
+        tensors = [torch.empty(TOKENS, width, dtype=dtype) for _ in range(count)]
+        table, directions = torch.empty(count, TOKENS), torch.empty(count, width)
+        shrink = torch.empty(TOKENS)
+    one, module = tensors[0], depth_attention
+    calls = {
+        "attend_kernel": lambda: module.attend(tensors, directions[0], 1e-6),
+        "differentiate_kernel": lambda: module.differentiate(one, one, table, table, tensors, directions[0]),
+        "gradient_kernel": lambda: module.gradient(one, tensors, table, table, shrink, directions, one),
+    }
+    return {name: record(module, name, call) for name, call in calls.items()}
+
+
+def sinkhorn_launches(count: int) -> dict[str, tuple[ASTSource, dict]]:
+    """Return the launches of Sinkhorn for so many streams."""
+    matrix = torch.empty(count, count, TOKENS, device="meta")
+    sums = torch.empty(39, count, TOKENS, device="meta")
+    calls = {
+        "forward_kernel": lambda: sinkhorn.doubly_stochastic(matrix, 20),
+        "backward_kernel": lambda: sinkhorn.backward(matrix, matrix, sums),
+    }
+    return {name: record(sinkhorn, name, call) for name, call in calls.items()}
+
+
+def measure(source: ASTSource, options: dict, architecture: int) -> dict:
+    """Compile a launch; return what it uses. A stack is there only for spilled registers."""
+    start = time.perf_counter()
+    with mock.patch.object(triton.knobs.compilation, "always_compile", True):
+        compiled = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+    seconds = time.perf_counter() - start
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    (usage,) = USAGE.findall(text)
+    return {
+        "warps": options["num_warps"],
+        "registers": int(usage[0]),
+        "spilled_bytes": int(usage[1]),
+        "shared_bytes": compiled.metadata.shared,
+        "seconds": round(seconds, 1),
+    }
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sources", type=int, default=64)
+    parser.add_argument("--json", type=Path, default=Path(__file__).parent.parent / "results" / "kernels.json")
+    options = parser.parse_args()
+    cases = [
+        ({"dtype": TYPES[dtype], "width": width, "count": options.sources}, launches(dtype, width, options.sources))
+        for dtype, width in CASES
+    ]
+    cases += [({"dtype": "fp32", "width": None, "count": count}, sinkhorn_launches(count)) for count in STREAMS]
+    rows = []
+    print("| GPU | kernel | dtype | C | N, R | warps | registers | spilled bytes | shared bytes | seconds |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
+    for architecture in TARGETS:
+        for case, kernels in cases:
+            for name, launch in kernels.items():
+                row = {"target": f"sm_{architecture}", "kernel": name, **case}
+                try:
+                    row |= measure(*launch, architecture)
+                except Exception as error:  # a target that this compiler lacks
+                    row["error"] = str(error).splitlines()[0]
+                rows.append(row)
+                print("|", " | ".join("-" if value is None else str(value) for value in row.values()), "|", flush=True)
+    record = {"date": date.today().isoformat(), "triton": triton.__version__, "rows": rows}
+    options.json.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

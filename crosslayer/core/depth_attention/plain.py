@@ -1,0 +1,165 @@
+"""Attention over depth and its gradients in operators of torch, few of them, for CPUs and GPUs without Triton.
+
+Sources that lie one behind another in memory are taken as one operand, which is several times faster.
+
+Shapes: T tokens of all sequences, N sources, R readers, C hidden.
+"""
+
+import functools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from crosslayer.core.depth_attention.definition import exact, wide, wide_type
+
+PIECE = 1 << 18  # elements of a source that are processed at a time, to fit a processor's cache
+STACKED = 1 << 18  # largest number of elements of all sources together that are stacked
+
+
+def attend(sources: Sequence[Tensor], direction: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the weighted sum (…, C) of sources (…, C), the scores and the inverse RMS of sources, (N, T) each."""
+    with exact(direction.device):
+        if len(sources) * sources[0].numel() <= STACKED:
+            return _attend_stacked(sources, direction, eps)
+        kept = functools.reduce(torch.promote_types, (source.dtype for source in sources))
+        dtype = wide_type(kept)
+        operands = operands_of(sources)
+        norms = torch.cat([torch.linalg.vector_norm(values, dim=-1, dtype=dtype) for values in operands])
+        inverse = norms.square_().div_(len(direction)).add_(eps).rsqrt_()  # (N, T)
+        tokens = inverse.shape[1]
+        scores = _products(operands, direction.to(dtype).expand(tokens, -1)).mul_(inverse)
+        result = _weighted(operands, scores.softmax(dim=0).to(kept))
+        return result.view(sources[0].shape), scores, inverse
+
+
+def differentiate(
+    grad: Tensor, scores: Tensor, inverse: Tensor, sources: Sequence[Tensor], direction: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return what gradients are made of, for the gradient (…, C) of the weighted sum.
+
+    Returns:
+        α, the gradients of scores over rms(v), and the multiples of the sources themselves, since their norms divide
+        the scores, (N, T) each; the gradient of the direction, (C,).
+
+    """
+    with exact(direction.device):
+        operands, shares = operands_of(sources), scores.softmax(dim=0)
+        weighted = shares * _products(operands, grad.reshape(-1, grad.shape[-1]).to(shares.dtype))  # (N, T)
+        slopes = weighted - shares * weighted.sum(dim=0)  # of the scores
+        shrink = (slopes * scores).mul_(inverse.square()).div_(-len(direction))
+        slopes = slopes.mul_(inverse)
+        return shares, slopes, shrink, _weighted(operands, slopes).sum(dim=0)
+
+
+def source_gradient(
+    source: Tensor,
+    grads: Sequence[Tensor],
+    shares: Sequence[Tensor],
+    slopes: Sequence[Tensor],
+    shrinks: Sequence[Tensor],
+    directions: Sequence[Tensor],
+    arrived: Tensor | None,
+) -> Tensor:
+    """Return the gradient of a source (…, C): what arrived, and a term of each reader.
+
+    Args:
+        source: the source.
+        grads: (…, C), the gradient of each reader's result.
+        shares: (T,), α of the source for each reader; with slopes and shrinks as `differentiate` returns them.
+        slopes: (T,) for each reader.
+        shrinks: (T,) for each reader.
+        directions: (C,) for each reader.
+        arrived: (…, C), the gradient from elsewhere.
+
+    """
+    with exact(source.device):
+        dtype = shares[0].dtype
+        stacked = torch.stack([direction.to(dtype) for direction in directions])  # (R, C)
+        result = torch.mm(torch.stack(tuple(slopes), dim=1), stacked)  # (T, C)
+        shrink = functools.reduce(torch.add, shrinks)
+        tensors = [tensor.reshape(result.shape) for tensor in (source, *grads)]
+        _add_weighted(result, tensors, [shrink, *shares])
+        result = result.to(source.dtype).view(source.shape)
+        return result if arrived is None else result.add_(arrived)
+
+
+def operands_of(sources: Sequence[Tensor]) -> list[Tensor]:
+    """Return sources (…, C) in order as few operands (n, T, C): neighbours in memory form one operand."""
+    operands, start = [], 0
+    while start < len(sources):
+        end = start + 1
+        while end < len(sources) and _is_next(sources[end - 1], sources[end]):
+            end += 1
+        first = sources[start].reshape(1, -1, sources[start].shape[-1])
+        count, strides = end - start, (first.numel(), first.shape[-1], 1)
+        operands.append(first if count == 1 else first.as_strided((count, *first.shape[1:]), strides))
+        start = end
+    return operands
+
+
+def _is_next(source: Tensor, following: Tensor) -> bool:
+    """Return whether a source lies behind another in the same memory."""
+    return (
+        source.untyped_storage().data_ptr() == following.untyped_storage().data_ptr()
+        and source.storage_offset() + source.numel() == following.storage_offset()
+        and (source.shape, source.dtype) == (following.shape, following.dtype)
+        and source.is_contiguous()
+        and following.is_contiguous()
+    )
+
+
+def _attend_stacked(sources: Sequence[Tensor], direction: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute `attend` with fewer operators: for few tokens, these cost more than a copy of the sources."""
+    stacked = torch.stack(tuple(sources), dim=-2)  # (…, N, C)
+    widened = wide(stacked)
+    inverse = torch.linalg.vector_norm(widened, dim=-1).square_().div_(len(direction)).add_(eps).rsqrt_()  # (…, N)
+    scores = torch.matmul(widened, direction.to(widened.dtype)).mul_(inverse)
+    result = torch.matmul(scores.softmax(-1).unsqueeze(-2), widened).squeeze(-2).to(stacked.dtype)  # (…, C)
+    return result, scores.view(-1, len(sources)).T, inverse.view(-1, len(sources)).T
+
+
+def _weighted(operands: Sequence[Tensor], weights: Tensor) -> Tensor:
+    """Return Σ_i w_i v_i (T, C) of operands (n, T, C) and weights (N, T), in the weights' type."""
+    result, alone = None, []
+    for values, rows in zip(operands, weights.split([len(v) for v in operands]), strict=True):
+        if len(values) == 1:
+            alone.append((values[0], rows[0]))
+            continue
+        columns = rows.T.contiguous().unsqueeze(1)  # (T, 1, n); non-contiguous, they would make it five times slower
+        across = values.to(weights.dtype).transpose(0, 1)  # (T, n, C)
+        result = torch.bmm(columns, across) if result is None else result.baddbmm_(columns, across)
+    result = None if result is None else result.squeeze(1)
+    if result is None:
+        values, row = alone.pop()
+        result = values * row.unsqueeze(1)
+    _add_weighted(result, [values for values, _ in alone], [row for _, row in alone])
+    return result
+
+
+def _products(operands: Sequence[Tensor], rows: Tensor) -> Tensor:
+    """Return the products of operands (n, T, C) and rows (T, C), token by token: (N, T), in the rows' type."""
+    products = []
+    for values in operands:
+        if len(values) == 1:
+            products.append((values[0] * rows).sum(-1).unsqueeze(0))
+        else:
+            across = values.to(rows.dtype).permute(1, 2, 0)  # (T, C, n)
+            products.append(torch.bmm(rows.unsqueeze(1), across).squeeze(1).T)  # twice as fast as one long `mv`
+    return torch.cat(products)
+
+
+def _add_weighted(result: Tensor, tensors: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
+    """Add Σ_i w_i v_i to the result (T, C), for v_i (T, C) and w_i (T,)."""
+    if not tensors:
+        return
+    if result.device.type != "cpu":  # few operators
+        columns = torch.stack(tuple(weights), dim=1).unsqueeze(1)  # (T, 1, N)
+        result += torch.bmm(columns, torch.stack(tuple(tensors), dim=1).to(columns.dtype)).squeeze(1)
+        return
+    size = max(1, PIECE // result.shape[-1])  # tokens
+    columns = (weight.unsqueeze(1) for weight in weights)
+    terms = [zip(v.split(size), w.split(size), strict=True) for v, w in zip(tensors, columns, strict=True)]
+    for piece, *pairs in zip(result.split(size), *terms, strict=True):
+        for value, weight in pairs:
+            piece.addcmul_(value, weight)

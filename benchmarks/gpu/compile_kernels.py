@@ -89,7 +89,7 @@ def launches(dtype: torch.dtype, width: int, count: int) -> dict[str, tuple[ASTS
     one, module = tensors[0], depth_attention
     calls = {
         "attend_kernel": lambda: module.attend(tensors, directions[0], 1e-6),
-        "differentiate_kernel": lambda: module.differentiate(one, one, table, table, tensors, directions[0]),
+        "differentiate_kernel": lambda: module.differentiate(one, table, table, tensors, directions[0]),
         "gradient_kernel": lambda: module.gradient(one, tensors, table, table, shrink, directions, one),
     }
     return {name: record(module, name, call) for name, call in calls.items()}

@@ -24,13 +24,14 @@ from crosslayer.core.depth_attention.definition import exact, is_transformed, li
 from crosslayer.core.depth_attention.plain import attend, differentiate, source_gradient
 from crosslayer.core.sources import Sources
 
+MOST_TERMS = 8  # that wait with a source at least, since each sum of them reads and writes the gradient once more
 SLOTS = 8  # sources in a bank, whose memory is freed as a whole
 
 _LIBRARY = torch.library.Library("crosslayer", "FRAGMENT")
 _LIBRARY.define("depth_attention(Tensor[] sources, Tensor direction, float eps) -> (Tensor, Tensor, Tensor)")
 _LIBRARY.define(
-    "depth_attention_backward(Tensor grad, Tensor result, Tensor scores, Tensor inverse, Tensor[] sources, "
-    "Tensor direction) -> (Tensor, Tensor, Tensor, Tensor)"
+    "depth_attention_backward(Tensor grad, Tensor scores, Tensor inverse, Tensor[] sources, Tensor direction) "
+    "-> (Tensor, Tensor, Tensor, Tensor)"
 )
 _LIBRARY.define(
     "depth_attention_source_gradient(Tensor source, Tensor[] grads, Tensor[] shares, Tensor[] slopes, "
@@ -117,6 +118,26 @@ class _Term(NamedTuple):
     direction: Tensor  # (C,)
 
 
+class _Terms:
+    """The gradient of a source in one backward pass: terms of readers, and the sum of earlier ones."""
+
+    def __init__(self) -> None:
+        self.terms: list[_Term] = []
+        self.sum: Tensor | None = None
+
+    def record(self, source: Tensor, term: _Term, most: int) -> None:
+        """Record a term; sum them up once there are `most`, so that the readers' gradients can be freed."""
+        self.terms.append(term)
+        if len(self.terms) >= most:
+            self.sum, self.terms = _gradient(source, self.terms, self.sum), []
+
+    def total(self, source: Tensor, arrived: Tensor | None) -> Tensor:
+        """Return the sum of everything, and of what arrived from elsewhere."""
+        if self.sum is not None:
+            arrived = self.sum if arrived is None else arrived + self.sum
+        return _gradient(source, self.terms, arrived) if self.terms else arrived
+
+
 class _Source(torch.autograd.Function):
     """The identity; its backward pass sums the gradient terms that readers recorded."""
 
@@ -131,7 +152,7 @@ class _Source(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         terms = ctx.terms.pop(torch._C._current_graph_task_id(), None)
-        return grad if terms is None else _gradient(ctx.saved_tensors[0], terms, grad), None
+        return grad if terms is None else terms.total(ctx.saved_tensors[0], grad), None
 
 
 @torch.compiler.allow_in_graph
@@ -151,25 +172,24 @@ def _remember(ctx: Any, inputs: tuple[list[Tensor], Tensor, float], output: tupl
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
     ctx.nodes = [_node(source) for source in sources]
-    ctx.save_for_backward(direction, *output, *sources)
+    ctx.save_for_backward(direction, *output[1:], *sources)
 
 
 def _backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[list[Tensor | None] | None, Tensor | None, None]:
     if grad is None:
         return None, None, None
-    direction, result, scores, inverse, *sources = ctx.saved_tensors  # read once, as checkpointing requires
+    direction, scores, inverse, *sources = ctx.saved_tensors  # read once, as checkpointing requires
     needs_sources, needs_direction, _ = ctx.needs_input_grad
     if torch.is_grad_enabled() or is_transformed() or _is_batched(grad):
         gradients = _differentiable((*sources, direction), ctx.eps, grad, [*needs_sources, needs_direction])
         return gradients[:-1], gradients[-1], None
-    shares, slopes, shrinks, toward = _OPERATORS.depth_attention_backward(
-        grad, result, scores, inverse, sources, direction
-    )
+    shares, slopes, shrinks, toward = _OPERATORS.depth_attention_backward(grad, scores, inverse, sources, direction)
     task, gradients = torch._C._current_graph_task_id(), []
     for number, (source, node) in enumerate(zip(sources, ctx.nodes, strict=True)):
         term = _Term(grad, shares[number], slopes[number], shrinks[number], direction)
         if node is not None and torch._C._will_engine_execute_node(node):
-            node.terms.setdefault(task, []).append(term)
+            # a sum for each source takes less memory than a gradient of as many readers
+            node.terms.setdefault(task, _Terms()).record(source, term, most=max(MOST_TERMS, len(sources)))
         needed = needs_sources[number] and node is None
         gradients.append(_gradient(source, [term], None) if needed else None)
     return gradients, toward.to(direction.dtype), None
@@ -237,12 +257,12 @@ def _attend(sources: list[Tensor], direction: Tensor, eps: float) -> tuple[Tenso
 
 
 def _differentiate(
-    grad: Tensor, result: Tensor, scores: Tensor, inverse: Tensor, sources: list[Tensor], direction: Tensor
+    grad: Tensor, scores: Tensor, inverse: Tensor, sources: list[Tensor], direction: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if not _has_kernels(len(sources), grad, *sources):
         return differentiate(grad, scores, inverse, sources, direction)
     rows = [_rows(source) for source in sources]
-    return _triton_kernels().differentiate(_rows(grad), _rows(result), scores, inverse, rows, direction)
+    return _triton_kernels().differentiate(_rows(grad), scores, inverse, rows, direction)
 
 
 def _source_gradient(
@@ -275,7 +295,7 @@ def _fake_attend(sources: list[Tensor], direction: Tensor, eps: float) -> tuple[
 
 
 def _fake_differentiate(
-    grad: Tensor, result: Tensor, scores: Tensor, inverse: Tensor, sources: list[Tensor], direction: Tensor
+    grad: Tensor, scores: Tensor, inverse: Tensor, sources: list[Tensor], direction: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     shares, slopes, shrinks = (torch.empty_like(scores) for _ in range(3))
     return shares, slopes, shrinks, scores.new_empty(direction.shape)

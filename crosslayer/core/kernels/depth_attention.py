@@ -55,16 +55,15 @@ def attend(sources: Sequence[Tensor], direction: Tensor, eps: float) -> tuple[Te
 
 
 def differentiate(
-    grad: Tensor, result: Tensor, scores: Tensor, inverse: Tensor, sources: Sequence[Tensor], direction: Tensor
+    grad: Tensor, scores: Tensor, inverse: Tensor, sources: Sequence[Tensor], direction: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return shares, slopes and shrink (N, T) of a reader, and the gradient of its direction (C,), all float32.
 
-    `grad` and `result` are (T, C), contiguous like the sources; `scores` and `inverse` (N, T) are from `attend`. A
-    source's gradient is shares · grad + slopes · direction + shrink · source.
+    `grad` is (T, C), contiguous like the sources; `scores` and `inverse` (N, T) are from `attend`. A source's gradient
+    is shares · grad + slopes · direction + shrink · source.
 
-    Slopes need Σ_i shares_i v_iᵀ grad before any source is read a second time. resultᵀ grad is an estimate of it, which
-    rounding to bfloat16 makes too inexact where sources resemble one another; the difference is known after a token's
-    last source, and corrected there. The order of all sums is fixed: equal arguments give equal bits.
+    Slopes need the mean Σ_i shares_i v_iᵀ grad, which is known only after a token's last source: the direction's
+    gradient is summed without it, and corrected then. The order of all sums is fixed: equal arguments give equal bits.
     """
     tokens, width = grad.shape
     shares, slopes, shrink = (torch.empty_like(scores) for _ in range(3))
@@ -75,7 +74,6 @@ def differentiate(
         differentiate_kernel[(programs,)](
             padded(sources),
             grad,
-            result,
             scores,
             inverse,
             shares,
@@ -197,7 +195,6 @@ def attend_kernel(
 def differentiate_kernel(
     sources,
     grad,
-    result,
     scores,
     inverse,
     shares,
@@ -225,14 +222,13 @@ def differentiate_kernel(
         following = tl.load(sources[0] + offsets, mask=inside, other=0.0)
         second = tl.load(sources[1] + offsets, mask=inside & (left > 1), other=0.0)
         arrived = tl.load(grad + offsets, mask=inside, other=0.0).to(tl.float32)
-        estimate = tl.sum(tl.load(result + offsets, mask=inside, other=0.0).to(tl.float32) * arrived, axis=0)
         column = rows.to(tl.int64) * tokens + token  # (ROWS,), in (N, T)
         score = tl.load(scores + column, mask=rows < count, other=0.0)
         maximum = tl.max(tl.where(rows < count, score, -float("inf")), axis=0)
         share = tl.where(rows < count, tl.exp(score - maximum), 0.0)
         mass = tl.sum(share, axis=0)
         share /= mass
-        products = tl.zeros([ROWS], dtype=tl.float32)  # v_iᵀ grad, less the estimate
+        products = tl.zeros([ROWS], dtype=tl.float32)  # v_iᵀ grad
         mean = tl.zeros([BLOCK], dtype=tl.float32)  # Σ_i shares_i v_i / rms(v_i)
         at = token
         for number in tl.static_range(len(sources)):
@@ -243,15 +239,15 @@ def differentiate_kernel(
             if count > number:
                 row = current.to(tl.float32)
                 weight = tl.exp(tl.load(scores + at) - maximum) / mass * tl.load(inverse + at)
-                product = tl.sum(row * arrived, axis=0) - estimate
+                product = tl.sum(row * arrived, axis=0)
                 mean += row * weight
                 total += row * (weight * product)
                 products = tl.where(rows == number, product, products)
             at += tokens
-        error = tl.sum(share * products, axis=0)
-        total -= mean * error
+        average = tl.sum(share * products, axis=0)
+        total -= mean * average
         norm = tl.load(inverse + column, mask=rows < count, other=0.0)
-        slope = share * (products - error) * norm
+        slope = share * (products - average) * norm
         tl.store(shares + column, share, mask=rows < count)
         tl.store(slopes + column, slope, mask=rows < count)
         tl.store(shrink + column, slope * score * norm / (-WIDTH), mask=rows < count)

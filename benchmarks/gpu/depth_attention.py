@@ -1,0 +1,153 @@
+"""Attention over depth on a GPU: whether it is right in bfloat16, and how near its time is to that of its bytes.
+
+    python benchmarks/gpu/depth_attention.py [--dry-run] [--json FILE]
+
+Right: result and gradients of the operator in bfloat16, and of its definition in bfloat16, against the definition in
+float64 on the same numbers. Times: one reader over N sources, forward and backward (two passes over the sources, and
+one over the reader's gradient for each), beside the time that the bytes take at the memory's measured bandwidth; where
+flash-linear-attention is installed, its operator on the same sources, in turns. `--dry-run` runs all of it on a CPU with
+tiny shapes.
+"""
+
+import argparse
+import importlib.util
+import json
+import time
+from datetime import date
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from crosslayer.core.depth_attention import depth_attention, keep, listed
+from crosslayer.core.sources import Sources
+from crosslayer.environment import environment
+from crosslayer.stats.ratios import paired_ratio
+
+EPS = 1e-6
+REPEATS = 20
+
+
+def drawn(count, tokens, width, device, dtype):
+    """Return sources (T, C), a direction with scores of order 1, and a gradient."""
+    generator = torch.Generator(device).manual_seed(count)
+    options = {"device": device, "generator": generator}
+    sources = [torch.randn(tokens, width, **options).to(dtype) for _ in range(count)]
+    direction = (torch.randn(width, **options) / width**0.5).to(dtype)
+    return sources, direction, torch.randn(tokens, width, **options).to(dtype)
+
+
+def by_operator(sources, direction):
+    """Read sources that were kept, as a model does."""
+    kept = Sources()
+    for source in sources:
+        kept = keep(source, kept, len(sources))
+    return depth_attention(kept, direction, EPS)
+
+
+def by_definition(sources, direction):
+    return listed(sources, direction, EPS)
+
+
+def by_fla(sources, direction):
+    """Read with flash-linear-attention's operator, whose query and gain are separate."""
+    from fla.ops.attnres import fused_attnres
+
+    return fused_attnres(direction, sources, torch.ones_like(direction), rms_eps=EPS)
+
+
+def evaluate(form, sources, direction, grad):
+    """Return the result and the gradients of sources and direction."""
+    leaves = [tensor.detach().requires_grad_() for tensor in (*sources, direction)]
+    result = form(leaves[:-1], leaves[-1])
+    return [result.detach(), *torch.autograd.grad(result, leaves, grad)]
+
+
+def errors(forms, count, tokens, width, device):
+    """Return for each form the largest error of result, sources' gradients and direction's, over the largest value."""
+    drawn_tensors = drawn(count, tokens, width, device, torch.bfloat16)
+    sources, direction, grad = drawn_tensors
+    wide = [source.double() for source in sources], direction.double(), grad.double()
+    expected, rows = evaluate(by_definition, *wide), {}
+    for name, form in forms.items():
+        gaps = [
+            ((one.double() - other).abs().max() / other.abs().max()).item()
+            for one, other in zip(evaluate(form, sources, direction, grad), expected, strict=True)
+        ]
+        rows[name] = {"result": gaps[0], "sources": max(gaps[1:-1]), "direction": gaps[-1]}
+    return rows
+
+
+def seconds(call, device):
+    """Return the time of a call."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+    started = time.perf_counter()
+    call()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
+def bandwidth(device, elements):
+    """Return the bytes a second of a copy that is larger than any cache."""
+    one, other = torch.empty(2, elements, device=device)
+    times = [seconds(lambda: one.copy_(other), device) for _ in range(REPEATS)]
+    return 2 * one.nbytes / median(times)
+
+
+def timed(forms, count, tokens, width, device, rate):
+    """Return each form's times forward and backward, in turns, and those of the operator's bytes."""
+    sources, direction, grad = drawn(count, tokens, width, device, torch.bfloat16)
+    times = {name: {"forward": [], "both": []} for name in forms}
+    for repeat in range(-2, REPEATS):
+        for name in list(forms) if repeat % 2 else list(forms)[::-1]:
+            with torch.no_grad():
+                forward = seconds(lambda form=forms[name]: form(sources, direction), device)
+            both = seconds(lambda form=forms[name]: evaluate(form, sources, direction, grad), device)
+            if repeat >= 0:
+                times[name]["forward"].append(forward)
+                times[name]["both"].append(both)
+    size = sources[0].nbytes
+    limits = {"forward": (count + 1) * size / rate, "both": (5 * count + 2) * size / rate}
+    return {
+        name: {
+            kind: {
+                "seconds": median(entries),
+                "spread": [min(entries), max(entries)],
+                "of_limit": median(entries) / limits[kind],
+                "ratio_to_operator": paired_ratio(entries, times["operator"][kind]),
+            }
+            for kind, entries in kinds.items()
+        }
+        for name, kinds in times.items()
+    }
+
+
+def main():
+    """Check, then time; write the file after each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dry-run", action="store_true", help="tiny shapes on a CPU")
+    parser.add_argument("--json", type=Path, default=Path(__file__).parents[1] / "results" / "gpu_depth_attention.json")
+    options = parser.parse_args()
+    device = "cpu" if options.dry_run else "cuda"
+    tokens, width = (16, 64) if options.dry_run else (8192, 4096)
+    counts = (2, 9) if options.dry_run else (2, 9, 33, 65, 129)
+    forms = {"operator": by_operator, "definition": by_definition}
+    if importlib.util.find_spec("fla") is not None and device == "cuda":
+        forms["flash-linear-attention"] = by_fla
+    record = {"date": str(date.today()), "tokens": tokens, "width": width, **environment().model_dump()}
+    record["errors"], record["times"] = {}, {}
+    for count in counts:
+        record["errors"][count] = errors(forms, count, min(tokens, 256), width, device)
+        print(f"{count} sources, errors:", record["errors"][count], flush=True)
+    options.json.write_text(json.dumps(record, indent=1) + "\n")
+    record["bytes_per_second"] = rate = bandwidth(device, 1 << (16 if options.dry_run else 28))
+    for count in counts:
+        record["times"][count] = timed(forms, count, tokens, width, device, rate)
+        print(f"{count} sources, times:", record["times"][count], flush=True)
+        options.json.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

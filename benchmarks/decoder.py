@@ -26,7 +26,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from crosslayer.core import depth_attention
+from crosslayer.core import custom_ops
 from crosslayer.core.decoder import CrossLayerConfig, CrossLayerForCausalLM
 from crosslayer.core.methods import method_class, method_names, to_entry
 from crosslayer.core.transformers_versions import CACHE
@@ -46,7 +46,7 @@ BLOCKS = {"name": "attnres", "block": 2}  # 16 sublayers in 8 blocks
 
 @dataclass(frozen=True)
 class Case:
-    """A model, and how it runs; `listed` keeps depth attention from its fast form, `methods` None is Llama's own."""
+    """A model, and how it runs; `listed`: by the definition of attention over depth; `methods` None: Llama's own."""
 
     methods: tuple | None = ()
     checkpointing: bool = False
@@ -68,7 +68,7 @@ class Case:
 
     def running(self):
         """Return the context in which the case runs."""
-        return mock.patch.object(depth_attention, "_eager", lambda: False) if self.listed else nullcontext()
+        return mock.patch.object(custom_ops, "uses_definition", lambda: True) if self.listed else nullcontext()
 
 
 PLAIN = "plain decoder"

@@ -5,8 +5,8 @@
 Right: result and gradients of the operator in bfloat16, and of its definition in bfloat16, against the definition in
 float64 on the same numbers. Times: one reader over N sources, forward and backward (two passes over the sources, and
 one over the reader's gradient for each), beside the time that the bytes take at the memory's measured bandwidth; where
-flash-linear-attention is installed, its operator on the same sources, in turns. `--dry-run` runs all of it on a CPU with
-tiny shapes.
+flash-linear-attention is installed, its operator on the same sources, in turns. `--dry-run` runs all of it on a CPU
+with tiny shapes.
 """
 
 import argparse

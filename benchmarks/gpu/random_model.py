@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from crosslayer.models.load import load_model
+from crosslayer.models.load import load_tokenizer
 
 SHAPE = {
     "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
@@ -29,7 +29,7 @@ def main():
     parser.add_argument("folder", type=Path)
     parser.add_argument("--dry-run", action="store_true")
     options = parser.parse_args()
-    tokenizer = load_model("smollm2").tokenizer
+    tokenizer = load_tokenizer("smollm2")
     torch.manual_seed(0)
     shape = TINY if options.dry_run else SHAPE
     model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **shape))

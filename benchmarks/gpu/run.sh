@@ -16,13 +16,13 @@ if [ "${2:-}" = --dry-run ]; then
   DRY=--dry-run
   DEVICE="--device cpu"
   DECODER="--device cpu --pairs 2 --batch 1 --tokens 32 --only attnres hyper_connections"
-  LONG=256 CONTEXTS=64 WINDOWS="--windows 2 --calibration 2 --length 64 --needles 0 --alternatives none"
+  LONG=256 CONTEXTS=64 WINDOWS="--windows 2 --calibration 2 --length 64 --no-needles --no-alternatives"
   TRAIN="--set schedule.steps=4 --set eval.every=4 --set train.save_steps=4"
 else
   DRY=
   DEVICE="--device cuda --dtype bfloat16"
   DECODER="--device cuda --dtype bfloat16"
-  LONG=32768 CONTEXTS=2048,32768 WINDOWS="--windows 16 --length 512 --needles 0"
+  LONG=32768 CONTEXTS=2048,32768 WINDOWS="--windows 16 --length 512 --no-needles --no-alternatives"
   TRAIN="--set model.size=82M --set data.length=2048 --set train.per_device_train_batch_size=16 --set train.bf16=true
     --set schedule.steps=40 --set eval.every=40 --set train.save_steps=40"
 fi
@@ -54,8 +54,11 @@ if $PYTHON -c "import vllm" 2>/dev/null && [ -z "$DRY" ]; then
   part vllm 300 $CROSSLAYER bench "$OUT/retrofit" --baseline "$MODEL" --engine vllm --kv-memory 2 $DEVICE \
     --out "$OUT/vllm" --force
 fi
-for method in vanilla attnres attnres-block; do
-  part "train_$method" 180 $CROSSLAYER train smoke $TRAIN --set "model.method=${method/vanilla/}" --out "$OUT/train_$method"
-done
+train() { # NAME OPTION…
+  part "train_$1" 180 $CROSSLAYER train smoke $TRAIN "${@:2}" --out "$OUT/train_$1"
+}
+train plain
+train attnres --set model.method=attnres
+train attnres_blocks --set "model.method={name: attnres, block: 2}"
 echo "$FAILED parts failed"
 exit $((FAILED > 0))

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-BY_LAYER = "by_layer"  # key in the carry: the model itself is not being compiled, so its layers may be
+BY_LAYER = "layers_compile_alone"  # key in the carry: the model itself is not compiled, so its layers may be
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -71,7 +71,10 @@ class SharedStates:
 
 
 def outside_layer_graphs(function: Function) -> Function:
-    """Run a function of (…, carry) eagerly in layers that are compiled one by one; in a whole model it is compiled."""
+    """Run a function of (…, carry) eagerly in layers that are compiled one by one; in a whole model it is compiled.
+
+    The carry is its last argument, by position.
+    """
     eager = torch.compiler.disable(function)
 
     @functools.wraps(function)

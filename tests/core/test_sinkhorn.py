@@ -44,4 +44,6 @@ def test_the_operators_are_sound():
     names = torch.ops.crosslayer
     torch.library.opcheck(names.doubly_stochastic.default, (matrix.clone().requires_grad_(), 5))
     result, sums = names.doubly_stochastic(matrix, 5)
-    torch.library.opcheck(names.doubly_stochastic_backward.default, (torch.randn_like(result), result, sums))
+    grad = torch.randn_like(result)
+    for each in (grad, grad.permute(1, 0, 2), grad.permute(2, 0, 1).contiguous().permute(1, 2, 0)):  # in any order
+        torch.library.opcheck(names.doubly_stochastic_backward.default, (each, result, sums))

@@ -242,7 +242,8 @@ class CrossLayerModel(CrossLayerPreTrainedModel):
     def _first_carry(self, input_ids: Tensor | None, stream: Tensor) -> Carry:
         """Return the carry for the first layer: the token ids, if a method reads them.
 
-        Where layers may be compiled one by one, the first finds in it what the others find.
+        Where layers may be compiled one by one, the first finds in it what the others find: "read", here a view, since
+        the compiler tells a tensor that comes twice from two tensors.
         """
         carry: Carry = {} if torch.compiler.is_compiling() else {BY_LAYER: True, "read": stream.view_as(stream)}
         if not self.token_readers:

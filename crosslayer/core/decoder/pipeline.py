@@ -197,7 +197,7 @@ class StageBody(nn.Module):
             position_ids = torch.arange(stream.shape[1], device=stream.device).unsqueeze(0)
         masks = masks_of(self.config, self.layer_types, stream, attention_mask, position_ids)
         rotary = self.rotary_emb(stream, position_ids=position_ids)
-        carry = {BY_LAYER: True, **carry}
+        carry = {BY_LAYER: True, "read": stream.view_as(stream), **carry}
         for layer, layer_type in zip(self.layers.values(), self.layer_types, strict=True):
             stream, carry = layer(
                 stream, carry, position_embeddings=rotary, attention_mask=masks[layer_type], position_ids=position_ids

@@ -48,6 +48,6 @@ def exact(device: torch.device) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
-def is_transformed() -> bool:
-    """Return whether `torch.func` or a forward-mode gradient is at work, which operators of our own do not know."""
-    return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+def promoted(tensors: Sequence[Tensor]) -> torch.dtype:
+    """Return the type of a sum of tensors."""
+    return functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors))

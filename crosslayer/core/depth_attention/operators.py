@@ -11,51 +11,39 @@ Shapes: T tokens of all sequences, N sources, C hidden.
 """
 
 import functools
-import importlib.util
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.flop_counter import register_flop_formula
 
-from crosslayer.core.depth_attention.definition import exact, is_transformed, listed, wide_type
+from crosslayer.core import custom_ops
+from crosslayer.core.depth_attention.definition import exact, listed, promoted, wide_type
 from crosslayer.core.depth_attention.plain import attend, differentiate, source_gradient
 from crosslayer.core.sources import Sources
 
-MOST_TERMS = 8  # that wait with a source at least, since each sum of them reads and writes the gradient once more
 SLOTS = 8  # sources in a bank, whose memory is freed as a whole
+MOST_TERMS = 8  # terms of a source's gradient that wait at least: each sum of them reads and writes the gradient again
 
-_LIBRARY = torch.library.Library("crosslayer", "FRAGMENT")
-_LIBRARY.define("depth_attention(Tensor[] sources, Tensor direction, float eps) -> (Tensor, Tensor, Tensor)")
-_LIBRARY.define(
-    "depth_attention_backward(Tensor grad, Tensor scores, Tensor inverse, Tensor[] sources, Tensor direction) "
-    "-> (Tensor, Tensor, Tensor, Tensor)"
-)
-_LIBRARY.define(
-    "depth_attention_source_gradient(Tensor source, Tensor[] grads, Tensor[] shares, Tensor[] slopes, "
-    "Tensor[] shrinks, Tensor[] directions, Tensor? arrived) -> Tensor"
-)
 _OPERATORS = torch.ops.crosslayer
 
 
 def depth_attention(sources: Sequence[Tensor], direction: Tensor, eps: float) -> Tensor:
     """Return Σ_i α_i v_i (…, C) over sources (…, C) for a direction (C,)."""
     sources = list(sources)
-    if is_transformed():
-        with exact(direction.device):
-            return listed(sources, direction, eps)
-    if torch.compiler.is_compiling() or torch.is_grad_enabled():
+    if custom_ops.uses_definition():
+        return _definition(*sources, direction, eps=eps)
+    if torch.compiler.is_compiling() or torch.is_grad_enabled() or custom_ops.is_intercepted():
         return _OPERATORS.depth_attention(sources, direction, eps)[0]
-    run = _attend if _has_kernels(len(sources), *sources) else attend
-    return run(sources, direction, eps)[0]  # the dispatcher would take a tenth of a decoding step's read
+    return _attend(sources, direction, eps)[0]  # the dispatcher would take a tenth of a decoding step's read
 
 
 def keep(source: Tensor, earlier: Sources, total: int) -> Sources:
     """Return the earlier sources and one (…, C) more, whose gradient is built once for all of its readers.
 
-    In training on a CPU it is copied to memory behind the earlier ones, which readers take as one operand.
+    That gradient arrives at `source`, not at the tensor that is returned. In training on a CPU the source is copied to
+    memory behind the earlier ones, which readers take as one operand.
 
     Args:
         source: the output of a sublayer, or the embedding.
@@ -63,16 +51,16 @@ def keep(source: Tensor, earlier: Sources, total: int) -> Sources:
         total: the largest number of sources that there will be.
 
     """
-    if is_transformed() or not (torch.is_grad_enabled() and source.requires_grad):
+    if custom_ops.uses_definition() or not (torch.is_grad_enabled() and source.requires_grad):
         return earlier.with_newest(source)
     if torch.compiler.is_compiling():
         return earlier.with_newest(_as_source(source))
-    bank = None if source.device.type != "cpu" or _is_intercepted() else _bank(source, earlier, total)
+    bank = _bank(source, earlier, total) if source.device.type == "cpu" and not _may_be_freed() else None
     return Sources((*earlier, _Source.apply(source, bank)), bank or earlier.bank)
 
 
 class _Bank:
-    """Memory for sources of equal shape, type and device, one behind another.
+    """Memory for sources of equal shape and type, one behind another.
 
     Attributes:
         values: (n, …, C), the memory.
@@ -99,7 +87,7 @@ class _Bank:
 
 
 def _bank(source: Tensor, earlier: Sources, total: int) -> _Bank | None:
-    """Return the bank for a source, perhaps a new one; None if it is recomputed or begins a branch."""
+    """Return the bank for a source, perhaps a new one; None if it is recomputed, begins a branch, or is the last."""
     bank, number = earlier.bank, len(earlier)
     if bank is not None and bank.takes(source, number):
         return bank
@@ -131,7 +119,7 @@ class _Terms:
         if len(self.terms) >= most:
             self.sum, self.terms = _gradient(source, self.terms, self.sum), []
 
-    def total(self, source: Tensor, arrived: Tensor | None) -> Tensor:
+    def total(self, source: Tensor, arrived: Tensor | None) -> Tensor | None:
         """Return the sum of everything, and of what arrived from elsewhere."""
         if self.sum is not None:
             arrived = self.sum if arrived is None else arrived + self.sum
@@ -144,15 +132,17 @@ class _Source(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, bank: _Bank | None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.set_materialize_grads(False)
-        ctx.terms = {}  # by backward pass, since an interrupted one leaves its terms behind
+        ctx.task, ctx.terms = None, None  # of the backward pass that records terms: one may have been interrupted
         result = value.view_as(value) if bank is None else bank.add(value)
         ctx.save_for_backward(result)
         return result
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        terms = ctx.terms.pop(torch._C._current_graph_task_id(), None)
-        return grad if terms is None else terms.total(ctx.saved_tensors[0], grad), None
+        terms, ctx.terms = ctx.terms, None
+        if terms is None or ctx.task != torch._C._current_graph_task_id():
+            return grad, None
+        return terms.total(ctx.saved_tensors[0], grad), None
 
 
 @torch.compiler.allow_in_graph
@@ -180,30 +170,29 @@ def _backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[list[Tensor | Non
         return None, None, None
     direction, scores, inverse, *sources = ctx.saved_tensors  # read once, as checkpointing requires
     needs_sources, needs_direction, _ = ctx.needs_input_grad
-    if torch.is_grad_enabled() or is_transformed() or _is_batched(grad):
-        gradients = _differentiable((*sources, direction), ctx.eps, grad, [*needs_sources, needs_direction])
+    if custom_ops.differentiates_definition(grad):
+        definition, needed = functools.partial(_definition, eps=ctx.eps), [*needs_sources, needs_direction]
+        gradients = custom_ops.gradients_of_definition(definition, (*sources, direction), grad, needed)
         return gradients[:-1], gradients[-1], None
     shares, slopes, shrinks, toward = _OPERATORS.depth_attention_backward(grad, scores, inverse, sources, direction)
-    task, gradients = torch._C._current_graph_task_id(), []
-    for number, (source, node) in enumerate(zip(sources, ctx.nodes, strict=True)):
+    gradients = []
+    nodes = [None] * len(sources) if custom_ops.is_compiled_autograd() else ctx.nodes  # it has nodes of its own
+    for number, (source, node) in enumerate(zip(sources, nodes, strict=True)):
         term = _Term(grad, shares[number], slopes[number], shrinks[number], direction)
         if node is not None and torch._C._will_engine_execute_node(node):
-            # a sum for each source takes less memory than a gradient of as many readers
-            node.terms.setdefault(task, _Terms()).record(source, term, most=max(MOST_TERMS, len(sources)))
+            if node.terms is None or node.task != torch._C._current_graph_task_id():
+                node.task, node.terms = torch._C._current_graph_task_id(), _Terms()
+            # beyond as many readers as sources, the readers' gradients take more memory than a sum for each source
+            node.terms.record(source, term, most=max(MOST_TERMS, len(sources)))
         needed = needs_sources[number] and node is None
         gradients.append(_gradient(source, [term], None) if needed else None)
     return gradients, toward.to(direction.dtype), None
 
 
-def _differentiable(inputs: Sequence[Tensor], eps: float, grad: Tensor, needed: Sequence[bool]) -> list[Tensor | None]:
-    """Return the gradients of inputs (*sources, direction) by operators that autograd and `torch.func` know."""
-    again = torch.is_grad_enabled()
-    with torch.enable_grad(), exact(grad.device):
-        inputs = [tensor.view_as(tensor) for tensor in inputs]  # stop here, although sources depend on sources
-        output = listed(inputs[:-1], inputs[-1], eps)
-    required = [tensor for tensor, need in zip(inputs, needed, strict=True) if need]
-    gradients = iter(torch.autograd.grad(output, required, grad, create_graph=again, allow_unused=True))
-    return [next(gradients) if need else None for need in needed]
+def _definition(*inputs: Tensor, eps: float) -> Tensor:
+    """Compute the definition for inputs (*sources, direction)."""
+    with exact(inputs[-1].device):
+        return listed(inputs[:-1], inputs[-1], eps)
 
 
 def _node(source: Tensor) -> Any:
@@ -212,35 +201,18 @@ def _node(source: Tensor) -> Any:
     return node if isinstance(node, _Source._backward_cls) else None  # type: ignore[attr-defined]
 
 
-def _is_batched(grad: Tensor) -> bool:
-    """Return whether a backward pass is of several gradients at once."""
-    return torch._C._functorch.is_legacy_batchedtensor(grad)  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _is_intercepted() -> bool:
-    """Return whether hooks on saved tensors or a dispatch mode are active.
-
-    Checkpointing and offloading must be able to free sources one by one, and dispatch modes must see them.
-    """
+def _may_be_freed() -> bool:
+    """Return whether sources may be freed one by one: by checkpointing and offloading, hooks on saved tensors."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]
-    return hooks is not None or _get_current_dispatch_mode() is not None
+    return hooks is not None or custom_ops.is_intercepted()
 
 
-@functools.cache
-def _triton_kernels() -> Any:
-    """Return the module of kernels for GPUs, None without Triton."""
-    if importlib.util.find_spec("triton") is None:
+def _kernels(count: int, *tensors: Tensor) -> Any:
+    """Return the module of Triton's kernels if they can take so many sources or readers, and these tensors."""
+    kernels = custom_ops.triton_kernels("depth_attention", tensors[0].device)
+    if kernels is None or count > kernels.SIZES[-1] or any(tensor.dtype == torch.float64 for tensor in tensors):
         return None
-    from crosslayer.core.kernels import depth_attention as kernels
-
     return kernels
-
-
-def _has_kernels(count: int, *tensors: Tensor) -> bool:
-    """Return whether Triton's kernels can take so many sources or readers, and these tensors."""
-    if tensors[0].device.type != "cuda" or _triton_kernels() is None:
-        return False
-    return count <= _triton_kernels().SIZES[-1] and all(tensor.dtype != torch.float64 for tensor in tensors)
 
 
 def _rows(tensor: Tensor) -> Tensor:
@@ -249,20 +221,21 @@ def _rows(tensor: Tensor) -> Tensor:
 
 
 def _attend(sources: list[Tensor], direction: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    if not _has_kernels(len(sources), *sources):
-        result, scores, inverse = attend(sources, direction, eps)
-        return result, scores.contiguous(), inverse.contiguous()
-    result, scores, inverse = _triton_kernels().attend([_rows(source) for source in sources], direction, eps)
+    kernels = _kernels(len(sources), *sources)
+    if kernels is None:
+        return attend(sources, direction, eps)
+    result, scores, inverse = kernels.attend([_rows(source) for source in sources], direction, eps)
     return result.view(sources[0].shape), scores, inverse
 
 
 def _differentiate(
     grad: Tensor, scores: Tensor, inverse: Tensor, sources: list[Tensor], direction: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    if not _has_kernels(len(sources), grad, *sources):
+    kernels = _kernels(len(sources), grad, *sources)
+    if kernels is None:
         return differentiate(grad, scores, inverse, sources, direction)
     rows = [_rows(source) for source in sources]
-    return _triton_kernels().differentiate(_rows(grad), scores, inverse, rows, direction)
+    return kernels.differentiate(_rows(grad), scores, inverse, rows, direction)
 
 
 def _source_gradient(
@@ -274,9 +247,10 @@ def _source_gradient(
     directions: list[Tensor],
     arrived: Tensor | None,
 ) -> Tensor:
-    if not _has_kernels(len(grads), source, *grads):
+    kernels = _kernels(len(grads), source, *grads)
+    if kernels is None:
         return source_gradient(source, grads, shares, slopes, shrinks, directions, arrived)
-    gradient = _triton_kernels().gradient(
+    gradient = kernels.gradient(
         _rows(source),
         [_rows(grad) for grad in grads],
         torch.stack(shares),  # (R, T)
@@ -289,7 +263,7 @@ def _source_gradient(
 
 
 def _fake_attend(sources: list[Tensor], direction: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    kept = functools.reduce(torch.promote_types, (source.dtype for source in sources))
+    kept = promoted(sources)
     rows = direction.new_empty(len(sources), sources[0].numel() // len(direction), dtype=wide_type(kept))  # (N, T)
     return sources[0].new_empty(sources[0].shape, dtype=kept), rows, torch.empty_like(rows)
 
@@ -301,17 +275,29 @@ def _fake_differentiate(
     return shares, slopes, shrinks, scores.new_empty(direction.shape)
 
 
+def _fake_source_gradient(source: Tensor, *_: Any) -> Tensor:
+    return source.new_empty(source.shape)
+
+
 def _flops(sources: list[Any], *_: Any, **__: Any) -> int:
     """Return the operations of a read: two products with each source."""
     return 4 * sum(shape.numel() for shape in sources)
 
 
-for name, kernel, fake in (
-    ("depth_attention", _attend, _fake_attend),
-    ("depth_attention_backward", _differentiate, _fake_differentiate),
-    ("depth_attention_source_gradient", _source_gradient, lambda source, *_: torch.empty_like(source)),
-):
-    _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"crosslayer::{name}", fake, lib=_LIBRARY)
-torch.library.register_autograd("crosslayer::depth_attention", _backward, setup_context=_remember, lib=_LIBRARY)
+custom_ops.register(
+    "depth_attention(Tensor[] sources, Tensor direction, float eps) -> (Tensor, Tensor, Tensor)", _attend, _fake_attend
+)
+custom_ops.register(
+    "depth_attention_backward(Tensor grad, Tensor scores, Tensor inverse, Tensor[] sources, Tensor direction) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+    _differentiate,
+    _fake_differentiate,
+)
+custom_ops.register(
+    "depth_attention_source_gradient(Tensor source, Tensor[] grads, Tensor[] shares, Tensor[] slopes, "
+    "Tensor[] shrinks, Tensor[] directions, Tensor? arrived) -> Tensor",
+    _source_gradient,
+    _fake_source_gradient,
+)
+custom_ops.register_gradient("depth_attention", _remember, _backward)
 register_flop_formula(_OPERATORS.depth_attention)(_flops)

@@ -11,9 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from crosslayer.core.depth_attention.definition import exact, wide, wide_type
+from crosslayer.core.depth_attention.definition import exact, promoted, wide, wide_type
 
-PIECE = 1 << 18  # elements of a source that are processed at a time, to fit a processor's cache
 STACKED = 1 << 18  # largest number of elements of all sources together that are stacked
 
 
@@ -22,7 +21,7 @@ def attend(sources: Sequence[Tensor], direction: Tensor, eps: float) -> tuple[Te
     with exact(direction.device):
         if len(sources) * sources[0].numel() <= STACKED:
             return _attend_stacked(sources, direction, eps)
-        kept = functools.reduce(torch.promote_types, (source.dtype for source in sources))
+        kept = promoted(sources)
         dtype = wide_type(kept)
         operands = operands_of(sources)
         norms = torch.cat([torch.linalg.vector_norm(values, dim=-1, dtype=dtype) for values in operands])
@@ -116,7 +115,8 @@ def _attend_stacked(sources: Sequence[Tensor], direction: Tensor, eps: float) ->
     inverse = torch.linalg.vector_norm(widened, dim=-1).square_().div_(len(direction)).add_(eps).rsqrt_()  # (…, N)
     scores = torch.matmul(widened, direction.to(widened.dtype)).mul_(inverse)
     result = torch.matmul(scores.softmax(-1).unsqueeze(-2), widened).squeeze(-2).to(stacked.dtype)  # (…, C)
-    return result, scores.view(-1, len(sources)).T, inverse.view(-1, len(sources)).T
+    scores, inverse = (each.view(-1, len(sources)).T.contiguous() for each in (scores, inverse))  # (N, T)
+    return result, scores, inverse
 
 
 def _weighted(operands: Sequence[Tensor], weights: Tensor) -> Tensor:
@@ -148,15 +148,5 @@ def _products(operands: Sequence[Tensor], rows: Tensor) -> Tensor:
 
 def _add_weighted(result: Tensor, tensors: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
     """Add Σ_i w_i v_i to the result (T, C), for v_i (T, C) and w_i (T,)."""
-    if not tensors:
-        return
-    if result.device.type != "cpu":  # few operators
-        columns = torch.stack(tuple(weights), dim=1).unsqueeze(1)  # (T, 1, N)
-        result += torch.bmm(columns, torch.stack(tuple(tensors), dim=1).to(columns.dtype)).squeeze(1)
-        return
-    size = max(1, PIECE // result.shape[-1])  # tokens
-    columns = (weight.unsqueeze(1) for weight in weights)
-    terms = [zip(v.split(size), w.split(size), strict=True) for v, w in zip(tensors, columns, strict=True)]
-    for piece, *pairs in zip(result.split(size), *terms, strict=True):
-        for value, weight in pairs:
-            piece.addcmul_(value, weight)
+    for values, row in zip(tensors, weights, strict=True):
+        result.addcmul_(values, row.unsqueeze(1))

@@ -14,11 +14,11 @@ WARPS = 1  # sums of a matrix stay within a warp
 FUSED = {"enable_fp_fusion": True}  # as one multiplication and addition; said here, since the default changes
 
 
-def doubly_stochastic(matrix: Tensor, iterations: int) -> tuple[Tensor, Tensor]:
+def doubly_stochastic(matrix: Tensor, iterations: int, eps: float) -> tuple[Tensor, Tensor]:
     """Divide a positive matrix (from, to, T) by the sums of its columns, then of rows and columns alternately.
 
     The matrix is (N, N, T) in float32, contiguous, for N of 2, 4 or 8. Returns the result (N, N, T), and what was
-    divided by, each sum plus 1e-6: (2 · iterations - 1, N, T).
+    divided by, each sum plus `eps`: (2 · iterations - 1, N, T).
     """
     count, tokens = _shape(matrix)
     result = torch.empty_like(matrix)
@@ -26,7 +26,7 @@ def doubly_stochastic(matrix: Tensor, iterations: int) -> tuple[Tensor, Tensor]:
     block = TOKENS[count]
     with torch.cuda.device_of(matrix):
         forward_kernel[(triton.cdiv(tokens, block),)](
-            matrix, result, sums, tokens, len(sums), COUNT=count, BLOCK=block, num_warps=WARPS, **FUSED
+            matrix, result, sums, tokens, len(sums), eps, COUNT=count, BLOCK=block, num_warps=WARPS, **FUSED
         )
     return result, sums
 
@@ -51,8 +51,8 @@ def _shape(matrix: Tensor) -> tuple[int, int]:
     return count, tokens
 
 
-@triton.jit(do_not_specialize=["tokens", "divisions"])
-def forward_kernel(matrix, result, sums, tokens, divisions, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["tokens", "divisions", "eps"])
+def forward_kernel(matrix, result, sums, tokens, divisions, eps, COUNT: tl.constexpr, BLOCK: tl.constexpr):
     """Normalise a block of matrices."""
     token = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     token, there = token[None, None, :], (token < tokens)[None, None, :]
@@ -60,14 +60,14 @@ def forward_kernel(matrix, result, sums, tokens, divisions, COUNT: tl.constexpr,
     source, target = line[:, None, None], line[None, :, None]
     offsets = (source * COUNT + target) * tokens + token  # (N, N, BLOCK)
     x = tl.load(matrix + offsets, mask=there, other=1.0)
-    total = tl.sum(x, axis=0, keep_dims=True) + 1e-6  # (1, N, BLOCK)
+    total = tl.sum(x, axis=0, keep_dims=True) + eps  # (1, N, BLOCK)
     x /= total
     tl.store(sums + target * tokens + token, total, mask=there)
     for division in range(1, divisions, 2):
-        total = tl.sum(x, axis=1, keep_dims=True) + 1e-6  # (N, 1, BLOCK)
+        total = tl.sum(x, axis=1, keep_dims=True) + eps  # (N, 1, BLOCK)
         x /= total
         tl.store(sums + (division * COUNT + source) * tokens + token, total, mask=there)
-        total = tl.sum(x, axis=0, keep_dims=True) + 1e-6  # (1, N, BLOCK)
+        total = tl.sum(x, axis=0, keep_dims=True) + eps  # (1, N, BLOCK)
         x /= total
         tl.store(sums + ((division + 1) * COUNT + target) * tokens + token, total, mask=there)
     tl.store(result + offsets, x, mask=there)

@@ -12,12 +12,9 @@ Source: ResFormer (arXiv 2410.17897), Eq. 6.
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-from transformers import initialization as init
-
 from crosslayer.core.method import Carry, Config, HeadMixer, Method, Mixed, State, ValueAdder, Wiring
 from crosslayer.core.options import mixed_layers
+from crosslayer.core.sources import outside_layer_graphs
 
 SUM = "identity_mapping.sum"
 
@@ -35,20 +32,14 @@ class IdentityMapping(Method):
 class _Mean(ValueAdder):
     """Adds the mean of the values of `below` earlier layers; passes on their sum with the layer's own."""
 
-    below: Tensor
-
     def __init__(self, below: int):
         super().__init__("identity_mapping")
-        # a buffer, since an integer would make each layer a graph of its own where layers are compiled one by one
-        self.register_buffer("below", torch.tensor(float(below)), persistent=False)
-        self.count = below
+        self.below = below
 
-    def reset(self) -> None:
-        init.constant_(self.below, self.count)
-
+    @outside_layer_graphs
     def before(self, q: State, k: State, v: State, carry: Carry) -> Mixed:
         """Put the mean of earlier values into the carry, and add the layer's own (B, H_kv, T, D) to their sum."""
         assert v is not None
-        if SUM not in carry:
+        if self.below == 0:
             return q, k, v, {**carry, SUM: v}
         return q, k, v, {**carry, SUM: carry[SUM] + v, self.added: carry[SUM] / self.below}

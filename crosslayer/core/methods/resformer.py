@@ -10,6 +10,7 @@ in size, it holds V'. Source: ResFormer (arXiv 2410.17897), Eq. 7 (first), Eq. 5
 keys), Fig. 11 (previous).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +20,7 @@ from transformers import initialization as init
 from crosslayer.core.method import Carry, Config, HeadMixer, Method, Mixed, State, Wiring
 from crosslayer.core.options import check_choice, mixed_layers
 from crosslayer.core.plan import STATES
+from crosslayer.core.sources import Sources, outside_layer_graphs
 
 FIXED = {"identity": (0.5, 0.5), "constant": (2.0, 1.0), "sparse": (5.0, 1.0)}
 MODES = ("identity", "constant", "sparse", "learnable", "dense")
@@ -56,7 +58,8 @@ class ResFormer(Method):
         if self.mode == "dense":
             weights = (1 / (position + 1),) * (position + 1)
         trained = self.mode in ("learnable", "dense") and position > 0
-        return _Mixer(self, first=position == 0, weights=weights, trained=trained)
+        mixer = _MixerOfAll if self.source == "all" else _Mixer
+        return mixer(self, first=position == 0, weights=weights, trained=trained)
 
 
 class _Mixer(HeadMixer):
@@ -76,30 +79,38 @@ class _Mixer(HeadMixer):
         states = [q, k, v]  # (B, H, T, D), (B, H_kv, T, D) twice
         raw = states[self.state]
         assert raw is not None
-        below: tuple[Tensor, ...] = carry.get(self.key, ())
+        below: Sequence[Tensor] = carry.get(self.key, ())
         if not self.first:
             states[self.state] = self._mix(raw, below)
         q, k, v = states
         return q, k, v, {**carry, self.key: self._raw_states(raw, below)}
 
-    def _raw_states(self, raw: Tensor, below: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def _raw_states(self, raw: Tensor, below: Sequence[Tensor]) -> Sequence[Tensor]:
         if self.method.source == "all":
-            return (*below, raw)
+            return Sources((*below, raw))
         if self.method.source == "first" and below:
             return below
         return (raw,)
 
-    def _mix(self, raw: Tensor, below: tuple[Tensor, ...]) -> Tensor:
+    def _mix(self, raw: Tensor, below: Sequence[Tensor]) -> Tensor:
         weights = self.initial if self.weights is None else self.weights
         if self.method.mode == "dense":
             total = weights[0] * below[0]
             for weight, state in zip(weights[1:], (*below[1:], raw), strict=True):
                 total = total + weight * state
             return total
-        added = below[0] if len(below) == 1 else torch.stack(below).mean(dim=0)  # (N, B, H, T, D) → (B, H, T, D)
+        added = below[0] if len(below) == 1 else torch.stack(tuple(below)).mean(dim=0)  # (N, B, H, T, D) → (B, H, T, D)
         if self.weights is not None:
             return weights[0] * added + weights[1] * raw
         first, own = self.initial
         if first == 0:  # sparse, before the last third: bit for bit like Llama
             return raw
         return torch.add(raw if own == 1 else raw * own, added, alpha=first)
+
+
+class _MixerOfAll(_Mixer):
+    """Mixes with the states of all layers below, whose number differs from layer to layer."""
+
+    @outside_layer_graphs
+    def before(self, q: State, k: State, v: State, carry: Carry) -> Mixed:
+        return super().before(q, k, v, carry)

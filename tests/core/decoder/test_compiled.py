@@ -1,17 +1,27 @@
 """Compiled as a whole or layer by layer, a model has the same gradients; no layer is compiled anew for its depth."""
 
+from collections import Counter
+
 import pytest
 import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounter
+from transformers import StaticCache
 
 from crosslayer.core.methods import method_class, method_names, to_entry
-from crosslayer.testing.tiny import build, config_of
+from crosslayer.core.transformers_versions import CACHE
+from crosslayer.testing.tiny import build, close, config_of, tolerance
 from tests.helpers.tiny import tokens
 
 # dynamo asks for the gradients of what enters a graph
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 GROWING = ("attnres", "denseformer", "identity_mapping", "kvsharer", "mudd")  # what a layer reads depends on its depth
-OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in method_names() if name not in GROWING]
+CASES = {
+    "resformer, all": ([{"name": "resformer", "source": "all"}], {}),
+    "attnres, experts": (["attnres"], {"num_local_experts": 2, "num_experts_per_tok": 1}),
+}
+OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in (*CASES, *method_names()) if name not in GROWING]
 
 
 @pytest.fixture(autouse=True)
@@ -46,14 +56,17 @@ def test_gradients_of_compiled_models(method, checkpointing):
         assert (one - other).abs().max() <= 1e-12 * scale and (two - other).abs().max() <= 1e-12 * scale
 
 
-@pytest.mark.parametrize("name", [*GROWING, *OTHERS])
-def test_each_kind_of_layer_is_compiled_once(name):
-    """As many graphs for 12 layers as for 40, and no more in later steps."""
+@pytest.mark.parametrize("case", [*GROWING, *OTHERS])
+@torch._dynamo.config.patch(fail_on_recompile_limit_hit=True)
+def test_each_kind_of_layer_is_compiled_once(case):
+    """As many graphs for 12 layers as for 40, no more in later steps, and never the compiler's limit of 8 a frame."""
     graphs = []
     for layers in (12, 40):
         torch._dynamo.reset()
-        entry, counter = to_entry(method_class(name).example(layers)), CompileCounter()
-        model, ids = build(config_of([entry], num_hidden_layers=layers)).train(), tokens(batch=1, length=4)
+        methods, shape = CASES.get(case) or ([to_entry(method_class(case).example(layers))], {})
+        counter = CompileCounter()
+        model = build(config_of(methods, num_hidden_layers=layers, **shape)).train()
+        ids = tokens(batch=1, length=4)
         for layer in model.model.layers:
             layer.compile(backend=counter)
         counts = []
@@ -63,3 +76,53 @@ def test_each_kind_of_layer_is_compiled_once(name):
         assert counts[0] > 0 and counts[1] == counts[2]
         graphs.append(counts[2])
     assert graphs[0] == graphs[1]
+
+
+def test_compiled_training_runs_the_operators():
+    graphs = []
+
+    def compiler(graph, inputs):
+        graphs.append(Counter(str(node.target) for node in graph.graph.nodes))
+        return make_boxed_func(graph.forward)
+
+    model = build(config_of(["attnres"])).train()
+    gradients(model, torch.compile(model, backend=aot_autograd(fw_compiler=compiler), fullgraph=True))
+    forward, backward = graphs
+    # 12 sublayers and the final norm are 13 readers, the first of which has one source
+    assert forward["crosslayer.depth_attention.default"] == 12
+    assert backward["crosslayer.depth_attention_backward.default"] == 12
+    assert 13 <= backward["crosslayer.depth_attention_source_gradient.default"] <= 20  # once, or twice for early ones
+
+
+@pytest.mark.parametrize("method", ["attnres", "hyper_connections"])
+def test_exported_programs_have_operators_of_torch_alone(method):
+    model, ids = build(config_of([method])), tokens(batch=1, length=6)
+    program = torch.export.export(model, (ids,), {"use_cache": False, "attention_mask": None}, strict=False)
+    assert "crosslayer" not in str(program.graph)
+    close(
+        program.module()(ids, use_cache=False, attention_mask=None).logits,
+        model(ids, use_cache=False).logits,
+        "exported",
+    )
+
+
+@pytest.mark.parametrize("name", ["attnres", *(pytest.param(name, marks=pytest.mark.slow) for name in method_names())])
+def test_decoding_with_a_static_cache_is_compiled_once(name):
+    """As `generate` does it on a GPU: a graph for the prompt, one for all later tokens, and the numbers of no cache."""
+    config = config_of([to_entry(method_class(name).example(6))])
+    model, ids, graphs = build(config), tokens(length=9), []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    cache = StaticCache(config=config, max_cache_len=16)
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits
+        parts = [compiled(ids[:, :4], **{CACHE: cache}, position_ids=torch.arange(4)[None]).logits]
+        for position in range(4, 9):
+            step = torch.tensor([[position]])
+            parts.append(compiled(ids[:, position : position + 1], **{CACHE: cache}, position_ids=step).logits)
+    close(torch.cat(parts, dim=1), expected, "compiled with a static cache", tolerance(config))
+    assert len(graphs) <= 2

@@ -9,7 +9,6 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from safetensors.torch import load_file, save_file
 
-from crosslayer.core import depth_attention
 from crosslayer.testing import tiny as contract
 from tests.helpers.cases import COMPOSITIONS, SHAPES, SINGLE, each
 
@@ -35,13 +34,6 @@ def gradients(model, ids):
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-def ordinary(source):
-    """Know no source: each reader returns a gradient, as FSDP2 has it where it wraps what enters a layer.
-
-    In bfloat16 that rounds a source's gradient for each reader, so both sides must do so for their numbers to agree.
-    """
-
-
 def worker(rank, port, case, mixed, checkpointing, path):
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -50,8 +42,6 @@ def worker(rank, port, case, mixed, checkpointing, path):
     dist.init_process_group("gloo", rank=rank, world_size=2)
     try:
         model = contract.build(config_of(case)).float()
-        if mixed:
-            depth_attention._kept = ordinary
         if checkpointing:
             model.activation_checkpointing_enable()
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if mixed else MixedPrecisionPolicy()
@@ -73,13 +63,12 @@ def worker(rank, port, case, mixed, checkpointing, path):
 @pytest.mark.parametrize("mixed", [False, True], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
 @pytest.mark.parametrize("case", each(CASES))
-def test_two_ranks_equal_one(case, mixed, checkpointing, tmp_path, monkeypatch):
+def test_two_ranks_equal_one(case, mixed, checkpointing, tmp_path):
     path = tmp_path / "gradients.safetensors"
     mp.spawn(worker, (free_port(), case, mixed, checkpointing, path), nprocs=2)
     found = load_file(path)
     model = contract.build(config_of(case)).float()
     if mixed:  # the same arithmetic in one process: parameters in bfloat16, tables of the rotary embedding not
-        monkeypatch.setattr(depth_attention, "_kept", ordinary)
         for parameter in model.parameters():
             parameter.data = parameter.data.bfloat16()
     expected = gradients(model, contract.tokens(length=8))
@@ -87,6 +76,5 @@ def test_two_ranks_equal_one(case, mixed, checkpointing, tmp_path, monkeypatch):
     for name, grad in expected.items():
         scale = grad.abs().max().item()
         gap = (grad.float() - found[name]).abs().max().item()
-        # both ranks hold the same batch, so only the order of sums and one rounding of the mean remain; the gradient of
-        # a source over depth is a sum over 13 readers, in float32 here, in bfloat16 (2⁻⁸ a term) where FSDP2 wraps it
+        # both ranks hold the same batch, so only the order of sums and roundings remain, 2⁻⁸ each in bfloat16
         assert gap <= (3e-2 if mixed else 1e-4) * scale + 1e-7, f"{name}: {gap / scale:.2e}"

@@ -11,6 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import FlopCounterMode
 
 from crosslayer import testing as contract
+from crosslayer.core import custom_ops
 from crosslayer.core.depth_attention import depth_attention, keep, listed, operators, plain
 from crosslayer.core.methods.attnres import AttnRes
 from crosslayer.core.sources import Sources
@@ -39,10 +40,15 @@ def readers(form, seed=0, dtype=torch.float64):
     return form(sources, directions[-1], 1e-6).square().sum(), (leaf, *directions)
 
 
-@pytest.fixture(params=["whole", "in pieces"])
-def pieces(request, monkeypatch):
-    if request.param == "in pieces":
-        monkeypatch.setattr(plain, "PIECE", 7 * 16)
+def source_nodes(loss):
+    """Return the nodes of autograd's graph that collect the terms of sources' gradients."""
+    waiting, nodes = [loss.grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, operators._Source._backward_cls):
+            nodes.add(node)
+        waiting.extend(following for following, _ in node.next_functions if following is not None)
+    return nodes
 
 
 def agree(results, expected, tolerance=1e-12):
@@ -51,14 +57,12 @@ def agree(results, expected, tolerance=1e-12):
         assert (result - other).abs().max() <= tolerance * other.abs().max().clamp(min=1)
 
 
-@pytest.mark.usefixtures("pieces")
 def test_gradients_equal_the_listed_form():
     (loss, leaves), (expected, others) = readers(depth_attention), readers(listed)
     assert abs(loss - expected) < 1e-12 * abs(expected)
     agree(torch.autograd.grad(loss, leaves), torch.autograd.grad(expected, others))
 
 
-@pytest.mark.usefixtures("pieces")
 def test_second_derivatives_equal_the_listed_form():
     results = []
     for form in (depth_attention, listed):
@@ -81,7 +85,9 @@ def test_a_backward_pass_may_be_repeated_and_broken_off():
     with pytest.raises(RuntimeError, match="broken off"):
         loss.backward(retain_graph=True)
     handle.remove()
-    agree(torch.autograd.grad(loss, leaves), expected, 0)
+    agree(torch.autograd.grad(loss, leaves, retain_graph=True), expected, 0)
+    nodes = source_nodes(loss)
+    assert len(nodes) == 7 and not any(node.terms for node in nodes)
 
 
 def test_two_forward_passes_at_once_do_not_mix():
@@ -120,7 +126,7 @@ def test_nothing_of_a_forward_pass_stays():
 def test_the_model_is_the_same_by_either_form(block, checkpointing, monkeypatch):
     results = []
     for by_definition in (False, True):
-        monkeypatch.setattr(operators, "is_transformed", lambda by_definition=by_definition: by_definition)
+        monkeypatch.setattr(custom_ops, "uses_definition", lambda by_definition=by_definition: by_definition)
         model, ids = build(config_of([{"name": "attnres", "block": block}])).train(), tokens()
         if checkpointing:
             model.activation_checkpointing_enable()
@@ -196,7 +202,7 @@ def test_what_a_layer_returns_has_its_whole_gradient():
         layer.register_forward_hook(lambda module, args, output: outputs.append(output[0]))
     gradients = []
     for by_definition in (False, True):
-        with mock.patch.object(operators, "is_transformed", lambda by_definition=by_definition: by_definition):
+        with mock.patch.object(custom_ops, "uses_definition", lambda by_definition=by_definition: by_definition):
             outputs.clear()
             loss = model(ids, labels=ids, use_cache=False).loss
             gradients.append(torch.autograd.grad(loss, outputs))
@@ -225,13 +231,8 @@ def test_partial_backward_passes_leave_nothing_behind():
     loss, (leaf, *directions) = readers(depth_attention)
     for _ in range(3):
         torch.autograd.grad(loss, directions[-1], retain_graph=True)
-    waiting, sources = [loss.grad_fn], set()
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, operators._Source._backward_cls):
-            sources.add(node)
-        waiting.extend(following for following, _ in node.next_functions if following is not None)
-    assert len(sources) == 7 and not any(source.terms for source in sources)
+    nodes = source_nodes(loss)
+    assert len(nodes) == 7 and not any(node.terms for node in nodes)
 
 
 def test_the_bank_goes_with_the_backward_pass():
@@ -261,6 +262,18 @@ def test_transforms_of_functions_take_the_listed_form():
     assert torch.allclose(tangent, by_function.sum())
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_a_compiled_backward_pass():
+    """Torch's compiled autograd has nodes of its own."""
+    from torch._dynamo import compiled_autograd
+
+    loss, leaves = readers(depth_attention)
+    expected = torch.autograd.grad(loss, leaves, retain_graph=True)
+    with compiled_autograd._enable(torch.compile(backend="eager")):
+        loss.backward()
+    agree([leaf.grad for leaf in leaves], expected)
+
+
 def test_a_batch_of_backward_passes_takes_the_listed_form():
     (loss, leaves), (expected, others) = readers(depth_attention), readers(listed)
     weights = torch.arange(3, dtype=torch.float64)
@@ -279,7 +292,6 @@ def test_scores_stay_exact_under_autocast():
     agree(gradients, torch.autograd.grad(expected.square().sum(), parameters), 0)
 
 
-@pytest.mark.usefixtures("pieces")
 @pytest.mark.parametrize(("gradients", "side_by_side"), [(True, False), (False, True), (False, False)])
 def test_mixed_and_narrow_types(gradients, side_by_side, monkeypatch):
     """An embedding in float32 among sources in bfloat16: results in float32, as sums of both have it."""
@@ -314,9 +326,11 @@ def test_the_operators_are_sound():
     arguments = (grad, scores, inverse, plain_sources, plain_direction)
     torch.library.opcheck(names.depth_attention_backward.default, arguments)
     rows = [list(terms[:2]) for terms in names.depth_attention_backward(*arguments)[:3]]
-    for arrived in (None, grad):
-        terms = (plain_sources[0], [grad, grad * 2], *rows, [plain_direction] * 2, arrived)
+    across = plain_sources[0].transpose(0, 1).contiguous().transpose(0, 1)  # in another order in memory
+    for source, arrived in ((plain_sources[0], None), (plain_sources[0], grad), (across, grad)):
+        terms = (source, [grad, grad * 2], *rows, [plain_direction] * 2, arrived)
         torch.library.opcheck(names.depth_attention_source_gradient.default, terms)
+    torch.library.opcheck(names.depth_attention.default, ([across, *plain_sources], plain_direction, 1e-6))
 
 
 ABLATIONS = {

@@ -330,7 +330,7 @@ def test_carries_hold_nothing_that_is_over():
     for layer in model.model.layers:
         layer.register_forward_hook(lambda module, args, out: names.update(out[1]))
     logits(model)
-    assert names == {"by_layer", "tokens", "read", "identity_mapping.sum", "neutreno.first"}
+    assert names == {"layers_compile_alone", "tokens", "read", "identity_mapping.sum", "neutreno.first"}
 
 
 def test_value_embeddings_begin_with_gates_of_one_and_small_tables():

@@ -26,9 +26,19 @@ def register(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) 
     torch.library.register_fake(f"crosslayer::{name}", fake, lib=_LIBRARY)
 
 
-def register_gradient(name: str, remember: Callable[..., None], backward: Callable[..., Any]) -> None:
-    """Register the gradient of `crosslayer::name`: what its forward pass saves, and its backward pass."""
-    torch.library.register_autograd(f"crosslayer::{name}", backward, setup_context=remember, lib=_LIBRARY)
+def register_gradient(name: str, run: Callable[..., Any]) -> None:
+    """Register what `crosslayer::name` runs where autograd may be at work: a call of a `torch.autograd.Function`.
+
+    Its forward pass calls the kernel by `without_gradient`. (`torch.library.register_autograd` flattens lists of
+    tensors in Python, which takes as long as a small read.)
+    """
+    _LIBRARY.impl(name, run, "Autograd")
+
+
+def without_gradient(name: str, *args: Any) -> Any:
+    """Call the kernel of `crosslayer::name`."""
+    with torch._C._AutoDispatchBelowAutograd():
+        return getattr(torch.ops.crosslayer, name)(*args)
 
 
 def uses_definition() -> bool:

@@ -8,6 +8,7 @@ whole of it is one kernel of `crosslayer.core.kernels`.
 Shapes: N rows and columns, T tokens, S = 2 · iterations − 1 divisions.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -61,21 +62,24 @@ def _differentiate(grad: Tensor, result: Tensor, sums: Tensor) -> Tensor:
     return grad
 
 
-def _remember(ctx: Any, inputs: tuple[Tensor, int], output: tuple[Tensor, Tensor]) -> None:
-    matrix, ctx.iterations = inputs
-    ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(matrix, *output)
+class _Normalize(torch.autograd.Function):
+    """The result, and what was divided by."""
 
+    @staticmethod
+    def forward(ctx: Any, matrix: Tensor, iterations: int) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        result, sums = custom_ops.without_gradient("doubly_stochastic", matrix, iterations)
+        ctx.iterations = iterations
+        ctx.mark_non_differentiable(sums)
+        ctx.save_for_backward(matrix, result, sums)
+        return result, sums
 
-def _backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, None]:
-    matrix, result, sums = ctx.saved_tensors
-    if custom_ops.differentiates_definition(grad):
-
-        def again(matrix: Tensor) -> Tensor:
-            return definition(matrix, ctx.iterations)
-
-        return custom_ops.gradients_of_definition(again, [matrix], grad, [True])[0], None
-    return _OPERATORS.doubly_stochastic_backward(grad, result, sums), None
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        matrix, result, sums = ctx.saved_tensors
+        if custom_ops.differentiates_definition(grad):
+            again = functools.partial(definition, iterations=ctx.iterations)
+            return custom_ops.gradients_of_definition(again, [matrix], grad, [True])[0], None
+        return _OPERATORS.doubly_stochastic_backward(grad, result, sums), None
 
 
 def _kernels(matrix: Tensor) -> Any:
@@ -102,4 +106,4 @@ custom_ops.register(
     _differentiate,
     _fake_differentiate,
 )
-custom_ops.register_gradient("doubly_stochastic", _remember, _backward)
+custom_ops.register_gradient("doubly_stochastic", _Normalize.apply)

@@ -24,7 +24,7 @@ from crosslayer.core.depth_attention.plain import attend, differentiate, source_
 from crosslayer.core.sources import Sources
 
 SLOTS = 8  # sources in a bank, whose memory is freed as a whole
-MOST_TERMS = 8  # terms of a source's gradient that wait at least: each sum of them reads and writes the gradient again
+MOST_TERMS = 16  # terms of a source's gradient that wait at least: each sum of them reads and writes the gradient again
 
 _OPERATORS = torch.ops.crosslayer
 
@@ -33,7 +33,7 @@ def depth_attention(sources: Sequence[Tensor], direction: Tensor, eps: float) ->
     """Return Σ_i α_i v_i (…, C) over sources (…, C) for a direction (C,)."""
     sources = list(sources)
     if custom_ops.uses_definition():
-        return _definition(*sources, direction, eps=eps)
+        return _definition(direction, *sources, eps=eps)
     if torch.compiler.is_compiling() or torch.is_grad_enabled() or custom_ops.is_intercepted():
         return _OPERATORS.depth_attention(sources, direction, eps)[0]
     return _attend(sources, direction, eps)[0]  # the dispatcher would take a tenth of a decoding step's read
@@ -157,42 +157,45 @@ def _gradient(source: Tensor, terms: Sequence[_Term], arrived: Tensor | None) ->
     )  # (…, C)
 
 
-def _remember(ctx: Any, inputs: tuple[list[Tensor], Tensor, float], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    sources, direction, ctx.eps = inputs
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.nodes = [_node(source) for source in sources]
-    ctx.save_for_backward(direction, *output[1:], *sources)
+class _Read(torch.autograd.Function):
+    """The weighted sum over N sources, scores and inverse RMS; its backward pass leaves terms with the sources."""
+
+    @staticmethod
+    def forward(ctx: Any, eps: float, direction: Tensor, *sources: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        result, scores, inverse = custom_ops.without_gradient("depth_attention", list(sources), direction, eps)
+        ctx.eps, ctx.nodes = eps, [_node(source) for source in sources]
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(scores, inverse)
+        ctx.save_for_backward(direction, scores, inverse, *sources)
+        return result, scores, inverse
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if grad is None:
+            return None, *[None] * (len(ctx.nodes) + 1)
+        direction, scores, inverse, *sources = ctx.saved_tensors  # read once, as checkpointing requires
+        needed = ctx.needs_input_grad[1:]
+        if custom_ops.differentiates_definition(grad):
+            definition = functools.partial(_definition, eps=ctx.eps)
+            return None, *custom_ops.gradients_of_definition(definition, (direction, *sources), grad, needed)
+        shares, slopes, shrinks, toward = _OPERATORS.depth_attention_backward(grad, scores, inverse, sources, direction)
+        gradients: list[Tensor | None] = []
+        nodes = [None] * len(sources) if custom_ops.is_compiled_autograd() else ctx.nodes  # it has nodes of its own
+        for number, (source, node) in enumerate(zip(sources, nodes, strict=True)):
+            term = _Term(grad, shares[number], slopes[number], shrinks[number], direction)
+            if node is not None and torch._C._will_engine_execute_node(node):
+                if node.terms is None or node.task != torch._C._current_graph_task_id():
+                    node.task, node.terms = torch._C._current_graph_task_id(), _Terms()
+                # beyond as many readers as sources, the readers' gradients take more memory than a sum for each source
+                node.terms.record(source, term, most=max(MOST_TERMS, len(sources)))
+            ordinary = needed[number + 1] and node is None
+            gradients.append(_gradient(source, [term], None) if ordinary else None)
+        return None, toward.to(direction.dtype), *gradients
 
 
-def _backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[list[Tensor | None] | None, Tensor | None, None]:
-    if grad is None:
-        return None, None, None
-    direction, scores, inverse, *sources = ctx.saved_tensors  # read once, as checkpointing requires
-    needs_sources, needs_direction, _ = ctx.needs_input_grad
-    if custom_ops.differentiates_definition(grad):
-        definition, needed = functools.partial(_definition, eps=ctx.eps), [*needs_sources, needs_direction]
-        gradients = custom_ops.gradients_of_definition(definition, (*sources, direction), grad, needed)
-        return gradients[:-1], gradients[-1], None
-    shares, slopes, shrinks, toward = _OPERATORS.depth_attention_backward(grad, scores, inverse, sources, direction)
-    gradients = []
-    nodes = [None] * len(sources) if custom_ops.is_compiled_autograd() else ctx.nodes  # it has nodes of its own
-    for number, (source, node) in enumerate(zip(sources, nodes, strict=True)):
-        term = _Term(grad, shares[number], slopes[number], shrinks[number], direction)
-        if node is not None and torch._C._will_engine_execute_node(node):
-            if node.terms is None or node.task != torch._C._current_graph_task_id():
-                node.task, node.terms = torch._C._current_graph_task_id(), _Terms()
-            # beyond as many readers as sources, the readers' gradients take more memory than a sum for each source
-            node.terms.record(source, term, most=max(MOST_TERMS, len(sources)))
-        needed = needs_sources[number] and node is None
-        gradients.append(_gradient(source, [term], None) if needed else None)
-    return gradients, toward.to(direction.dtype), None
-
-
-def _definition(*inputs: Tensor, eps: float) -> Tensor:
-    """Compute the definition for inputs (*sources, direction)."""
-    with exact(inputs[-1].device):
-        return listed(inputs[:-1], inputs[-1], eps)
+def _definition(direction: Tensor, *sources: Tensor, eps: float) -> Tensor:
+    with exact(direction.device):
+        return listed(sources, direction, eps)
 
 
 def _node(source: Tensor) -> Any:
@@ -299,5 +302,5 @@ custom_ops.register(
     _source_gradient,
     _fake_source_gradient,
 )
-custom_ops.register_gradient("depth_attention", _remember, _backward)
+custom_ops.register_gradient("depth_attention", lambda sources, direction, eps: _Read.apply(eps, direction, *sources))
 register_flop_formula(_OPERATORS.depth_attention)(_flops)

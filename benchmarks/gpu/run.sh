@@ -15,14 +15,14 @@ MODEL=$OUT/model
 if [ "${2:-}" = --dry-run ]; then
   DRY=--dry-run
   DEVICE="--device cpu"
-  DECODER="--device cpu --pairs 2 --batch 1 --tokens 32 --only attnres hyper_connections"
-  LONG=256 CONTEXTS=64 WINDOWS="--windows 2 --calibration 2 --length 64 --no-needles --no-alternatives"
-  TRAIN="--set schedule.steps=4 --set eval.every=4 --set train.save_steps=4"
+  DECODER="--device cpu --pairs 2 --batch 1 --tokens 32 --only attnres"
+  LONG=256 CONTEXTS=64 WINDOWS="--windows 96 --calibration 6 --length 64 --no-needles --no-alternatives"
+  TRAIN="--set schedule.steps=4 --set schedule.warmup=1 --set eval.every=4 --set train.save_steps=4"
 else
   DRY=
   DEVICE="--device cuda --dtype bfloat16"
   DECODER="--device cuda --dtype bfloat16"
-  LONG=32768 CONTEXTS=2048,32768 WINDOWS="--windows 16 --length 512 --no-needles --no-alternatives"
+  LONG=32768 CONTEXTS=2048,32768 WINDOWS="--windows 96 --length 512 --no-needles --no-alternatives"
   TRAIN="--set model.size=82M --set data.length=2048 --set train.per_device_train_batch_size=16 --set train.bf16=true
     --set schedule.steps=40 --set eval.every=40 --set train.save_steps=40"
 fi
@@ -44,10 +44,10 @@ part() { # NAME LIMIT COMMAND…: run a part, at most so many seconds
 # word splitting of $CROSSLAYER, $DEVICE and the like is wanted
 part depth_attention 300 $PYTHON "$HERE/depth_attention.py" $DRY --json "$OUT/depth_attention.json"
 part decoder 420 $PYTHON "$HERE/../decoder.py" $DECODER --json "$OUT/decoder.json"
-part decoder_compiled 300 $PYTHON "$HERE/../decoder.py" $DECODER --compile --json "$OUT/decoder_compiled.json"
+part decoder_compiled 420 $PYTHON "$HERE/../decoder.py" $DECODER --compile --json "$OUT/decoder_compiled.json"
 part model 120 $PYTHON "$HERE/random_model.py" "$MODEL" $DRY
 part diagnose 180 $CROSSLAYER diagnose "$MODEL" --sequences 1 --length $LONG $DEVICE --out "$OUT/diagnose" --force
-part retrofit 240 $CROSSLAYER retrofit "$MODEL" --method cla --layers 1,2 $WINDOWS $DEVICE --out "$OUT/retrofit" --force
+part retrofit 240 $CROSSLAYER retrofit "$MODEL" --method cla --layers 1-2 $WINDOWS $DEVICE --out "$OUT/retrofit" --force
 part bench 180 $CROSSLAYER bench "$OUT/retrofit" --baseline "$MODEL" --contexts $CONTEXTS --new-tokens 8 $DEVICE \
   --out "$OUT/bench" --force
 if $PYTHON -c "import vllm" 2>/dev/null && [ -z "$DRY" ]; then

@@ -22,7 +22,7 @@ class Sources(Sequence[Tensor]):
 
     Attributes:
         opened: the tensors.
-        bank: memory in which they lie one behind another, if their owner has any.
+        bank: memory in which they lie one behind another, if there is any.
 
     """
 

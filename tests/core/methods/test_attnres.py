@@ -263,6 +263,7 @@ def test_transforms_of_functions_take_the_listed_form():
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.slow
 def test_a_compiled_backward_pass():
     """Torch's compiled autograd has nodes of its own."""
     from torch._dynamo import compiled_autograd

@@ -232,7 +232,7 @@ def test_sinkhorn(count, tokens, iterations):
 @pytest.mark.parametrize("shape", [(3, 3, 5), (2, 4, 5), (16, 16, 5)])
 def test_other_shapes_are_refused(shape):
     with pytest.raises(ValueError, match="square matrices of 2, 4 or 8 rows"):
-        sinkhorn.doubly_stochastic(torch.ones(shape), 2)
+        sinkhorn.doubly_stochastic(torch.ones(shape), 2, EPS)
 
 
 @pytest.mark.parametrize("method", [{"name": "attnres"}, {"name": "attnres", "block": 5}, "hyper_connections"], ids=str)

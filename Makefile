@@ -72,7 +72,7 @@ test-serving: $(SERVING)/.current
 	$(SERVING)/bin/python -m pytest -m slow tests/verbs/serve
 
 # the kernels for GPUs without one: in Triton's interpreter, then compiled; Triton stands on the import path for these
-# tests alone, since all others pass without it
+# tests alone, since all others pass without it. Then the memory of a step, on tensors without data.
 TRITON := $(VENV)/triton
 $(TRITON): $(STAMP)
 	rm -rf $@ $@.part
@@ -82,6 +82,7 @@ $(TRITON): $(STAMP)
 test-kernels: $(TRITON)
 	PYTHONPATH=$(abspath $(TRITON)) TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/pytest tests/core/kernels/test_interpreted.py
 	PYTHONPATH=$(abspath $(TRITON)) OMP_NUM_THREADS=1 $(BIN)/pytest tests/core/kernels/test_compiled.py
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m slow tests/core/kernels/test_step_memory.py
 
 # kvpress needs an older transformers, so it has an environment beside the other, too
 KVPRESS := $(VENV)/kvpress

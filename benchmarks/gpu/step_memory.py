@@ -8,6 +8,7 @@ would be allocated: parameters, gradients, activations. The optimizer's state, t
 
 import argparse
 import json
+from collections.abc import Iterable
 from datetime import date
 from pathlib import Path
 
@@ -48,14 +49,14 @@ def peak(shape: dict, methods: list, tokens: int, checkpointing: bool) -> int:
     return by_device[torch.device("cpu")]["Total"]
 
 
-def rows(shape: dict, tokens: int) -> list[dict]:
-    """Return the peak of every method, with and without checkpointing, and what it is more than the plain decoder's."""
+def rows(shape: dict, tokens: int, names: Iterable[str] = METHODS) -> list[dict]:
+    """Return the peak of methods, with and without checkpointing, and what it is more than the plain decoder's."""
     result = []
     source = 2 * tokens * shape["hidden_size"]
     for checkpointing in (False, True):
         plain = None
-        for name, methods in METHODS.items():
-            used = peak(shape, methods(shape["num_hidden_layers"]), tokens, checkpointing)
+        for name in names:
+            used = peak(shape, METHODS[name](shape["num_hidden_layers"]), tokens, checkpointing)
             plain = used if plain is None else plain
             row = {"method": name, "checkpointing": checkpointing, "peak_bytes": used}
             result.append({**row, "ratio": used / plain, "more_in_sources": (used - plain) / source})

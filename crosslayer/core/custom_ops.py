@@ -35,10 +35,10 @@ def register_gradient(name: str, run: Callable[..., Any]) -> None:
     _LIBRARY.impl(name, run, "Autograd")
 
 
-def without_gradient(name: str, *args: Any) -> Any:
-    """Call the kernel of `crosslayer::name`."""
+def without_gradient(operator: Callable[..., Any], *args: Any) -> Any:
+    """Call the kernel of an operator."""
     with torch._C._AutoDispatchBelowAutograd():
-        return getattr(torch.ops.crosslayer, name)(*args)
+        return operator(*args)
 
 
 def uses_definition() -> bool:

@@ -67,7 +67,7 @@ class _Normalize(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, matrix: Tensor, iterations: int) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        result, sums = custom_ops.without_gradient("doubly_stochastic", matrix, iterations)
+        result, sums = custom_ops.without_gradient(_OPERATORS.doubly_stochastic, matrix, iterations)
         ctx.iterations = iterations
         ctx.mark_non_differentiable(sums)
         ctx.save_for_backward(matrix, result, sums)

@@ -44,7 +44,8 @@ class CrossLayerAttention(nn.Module):
         self.sliding_window = config.sliding_window if config.layer_types[layer_idx] == "sliding_attention" else None
         self.stored = wiring.plan.stored(layer_idx)
         self.sources, self.carried = wiring.sources[layer_idx], wiring.carried[layer_idx]
-        self.reads_others, self.is_read = bool(self.sources), bool(self.carried)  # by other layers
+        # compiled layers are told apart by what they look into: these two are few, the names behind them many
+        self.reads_others, self.is_read = bool(self.sources), bool(self.carried)
         plan = wiring.plan
         has_own = [plan.has_own(state, layer_idx) for state in STATES]
         self._add_projections(config, has_own, plan.value_shares[layer_idx])

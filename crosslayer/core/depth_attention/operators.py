@@ -162,7 +162,7 @@ class _Read(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, eps: float, direction: Tensor, *sources: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        result, scores, inverse = custom_ops.without_gradient("depth_attention", list(sources), direction, eps)
+        result, scores, inverse = custom_ops.without_gradient(_OPERATORS.depth_attention, list(sources), direction, eps)
         ctx.eps, ctx.nodes = eps, [_node(source) for source in sources]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(scores, inverse)

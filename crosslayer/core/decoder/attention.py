@@ -44,7 +44,7 @@ class CrossLayerAttention(nn.Module):
         self.sliding_window = config.sliding_window if config.layer_types[layer_idx] == "sliding_attention" else None
         self.stored = wiring.plan.stored(layer_idx)
         self.sources, self.carried = wiring.sources[layer_idx], wiring.carried[layer_idx]
-        # compiled layers are told apart by what they look into: these two are few, the names behind them many
+        # the compiler distinguishes layers by what is read of them: these flags are few, the names behind them many
         self.reads_others, self.is_read = bool(self.sources), bool(self.carried)
         plan = wiring.plan
         has_own = [plan.has_own(state, layer_idx) for state in STATES]

@@ -18,7 +18,7 @@ from typing import Any
 import crosslayer
 from crosslayer.core.method import Method
 from crosslayer.core.methods import method_class, to_entry
-from crosslayer.core.plan import parse_layers
+from crosslayer.core.options import parse_layers
 from crosslayer.corpus.documents import TextSource, load_documents
 from crosslayer.corpus.windows import Windows, split
 from crosslayer.environment import environment

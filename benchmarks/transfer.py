@@ -25,7 +25,7 @@ from streams import Known, Upper, from_known
 import crosslayer
 from crosslayer.core.method import Method
 from crosslayer.core.methods import load_method, merge_plans, method_class, to_entry
-from crosslayer.core.plan import parse_layers
+from crosslayer.core.options import parse_layers
 from crosslayer.corpus.domains import FITTED, embedded_domains, split_domains
 from crosslayer.corpus.windows import Windows
 from crosslayer.environment import environment

@@ -41,7 +41,7 @@ def interventions(
         layers: layers in which waiver, forbid and scale-values act, such as 0-11; default all.
 
     """
-    from crosslayer.core.plan import parse_layers
+    from crosslayer.core.options import parse_layers
     from crosslayer.verbs.intervene.kinds import load_intervention
     from crosslayer.verbs.intervene.trials import DEEPEST
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from crosslayer.core.options import check_choice
-from crosslayer.core.plan import CACHED, STATES, DepthPlan
+from crosslayer.core.plan import CACHED, PASSED, STATES, DepthPlan
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig as Config
@@ -43,6 +43,7 @@ class Mixing(nn.Module):
     """
 
     split_by_head: ClassVar[Mapping[str, int]] = {}
+    needs_mask: ClassVar[bool] = False  # it changes the mask, for which attention must take one as a tensor
 
     def reset(self) -> None:
         """Initialise the module's parameters, and buffers that are not saved, with `transformers.initialization`.
@@ -99,11 +100,7 @@ class StateReader(Mixing):
     """Combines the cached states of several layers into the keys and values that a layer attends over.
 
     It runs after the cache: the cache, and what later layers read, keep each layer's own states.
-
-    With `needs_mask` it changes the mask, which works only with attention that takes a mask as a tensor.
     """
-
-    needs_mask = False
 
     def forward(self, keys: PerSource, values: PerSource, mask: Tensor | None, new: int) -> Combined:
         """Return the keys, the values and the mask for attention.
@@ -210,25 +207,24 @@ class Wiring:
 
     @cached_property
     def sources(self) -> tuple[Mapping[int, tuple[str | None, ...]], ...]:
-        """(L,), for each state (index in `STATES`) that is not just the layer's own, the carry names of its sources.
+        """(L,), for each state (index in `PASSED`) that is not just the layer's own, the carry names of its sources.
 
         A name is None where the source is the layer itself.
         """
         result: list[dict[int, tuple[str | None, ...]]] = [{} for _ in range(self.plan.layers)]
-        for number, state in enumerate(STATES):
+        for number, state in enumerate(PASSED):
             for layer, sources in enumerate(result):
                 read = self.plan.reads(state, layer)
-                if read not in ((), (layer,)) and self.plan.latents[layer] is None:
+                if read not in ((), (layer,)) and (state not in CACHED or self.plan.latents[layer] is None):
                     sources[number] = tuple(None if i == layer else self.carried[i][number] for i in read)
         return tuple(result)
 
     @cached_property
     def carried(self) -> tuple[Mapping[int, str], ...]:
-        """(L,), for each state (index in `STATES`) that later layers read, its name in the carry."""
-        slots = [self.plan.slots(state) for state in STATES]
+        """(L,), for each state (index in `PASSED`) that later layers read, its name in the carry."""
         carried: list[dict[int, str]] = [{} for _ in range(self.plan.layers)]
-        for number, state in enumerate(STATES):
-            for layer, slot in enumerate(slots[number]):
+        for number, state in enumerate(PASSED):
+            for layer, slot in enumerate(self.plan.slots(state)):
                 if slot is not None and (state not in CACHED or self.plan.latents[layer] is None):
                     carried[layer][number] = f"{state}.{slot}"
         return tuple(carried)
@@ -280,6 +276,10 @@ class Method:
 
     def latent(self, config: Config, wiring: Wiring, layer: int) -> tuple[Any, Any] | None:
         """Return the encoder and the decoder of a layer's latent (core/latents); called for layers that have one."""
+        return None
+
+    def choice(self, config: Config, wiring: Wiring, layer: int) -> Any | None:
+        """Return the module with which a layer chooses tokens, or attends to chosen ones (core/choice)."""
         return None
 
     def windows(self, layers: int) -> tuple[int | None, ...] | None:
@@ -375,12 +375,6 @@ def options_of(method: Method | type[Method]) -> list[dataclasses.Field]:
     of_compensation = {option.name for option in dataclasses.fields(Compensated)}
     fields = dataclasses.fields(method)  # pyright: ignore[reportArgumentType]
     return sorted(fields, key=lambda option: option.name in of_compensation)
-
-
-def mixes(method: Method) -> bool:
-    """Return whether a method adds modules that mix states or streams, beside its plan."""
-    names = ("heads", "reader", "latent", "residual", "final")
-    return any(getattr(type(method), name) is not getattr(Method, name) for name in names)
 
 
 def state_reader(config: Config, wiring: Wiring, layer: int) -> StateReader:

@@ -36,6 +36,33 @@ def sharing_groups(name: str, groups: Sequence[Sequence[int]]) -> tuple[tuple[in
     return tuple(tuple(group) for group in groups)
 
 
+def parse_layers(text: str, layers: int) -> list[list[int]]:
+    """Parse groups of 0-based layers, such as "18-21,22-25" or "18+20,19+21".
+
+    Commas separate groups; within a group a dash is a range and a plus joins layers.
+
+    Raises:
+        ValueError: the text is not such a list, or names a layer that does not exist or twice.
+
+    """
+    groups = [[i for item in group.split("+") for i in _parse_range(text, item, layers)] for group in text.split(",")]
+    named = [layer for group in groups for layer in group]
+    if len(set(named)) != len(named):
+        raise ValueError(f"layers {text!r}: a layer is named twice; name each once")
+    return groups
+
+
+def _parse_range(text: str, item: str, layers: int) -> range:
+    match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", item)
+    if match is None:
+        raise ValueError(f"layers {text!r}: {item!r} is neither a layer nor a range; write for example 18-21,22-25")
+    first = int(match[1])
+    last = first if match[2] is None else int(match[2])
+    if not first <= last < layers:
+        raise ValueError(f"layers {text!r}: {item!r} is out of range; layers go from 0 to {layers - 1}")
+    return range(first, last + 1)
+
+
 def check_choice(name: str, option: str, value: Any, choices: Sequence[Any]) -> None:
     """Refuse a value that is not among `choices`."""
     if value not in choices:

@@ -6,13 +6,13 @@ reads the cached keys of all of them and combines them. Two layers share a softm
 and their keys have the same source.
 """
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 STATES = ("queries", "keys", "values")
 CACHED = ("keys", "values")
+PASSED = (*STATES, "choices")  # what a layer may pass on to later ones
 BLOCK = 16  # tokens for which a cache that rounds allocates memory at a time
 Entry = int | tuple[int, ...] | None
 Vector = tuple[Entry, ...]
@@ -39,6 +39,10 @@ class DepthPlan:
     `latents[i]` is the size of the latent that layer i caches instead of its own keys and values, None without one.
     Layer i then makes its keys and values of its latent and, if `keys[i]` and `values[i]` name a layer below too, of
     that layer's keys and values. Empty means None for every layer.
+
+    `choices[i]` is the layer that chooses the tokens to which layer i attends: i itself or a layer below, None if layer
+    i attends to all tokens. Empty means None for every layer. `chosen` is how many tokens are chosen: below 1 a share
+    of the tokens so far, from 1 a number.
     """
 
     queries: Vector
@@ -47,6 +51,8 @@ class DepthPlan:
     mlps: Vector
     value_shares: tuple[float, ...] = ()
     latents: tuple[LatentSize | None, ...] = ()
+    choices: tuple[int | None, ...] = ()
+    chosen: float | None = None
 
     @staticmethod
     def identity(layers: int) -> "DepthPlan":
@@ -60,6 +66,7 @@ class DepthPlan:
             object.__setattr__(self, name, tuple(entries))
         object.__setattr__(self, "value_shares", tuple(self.value_shares) or (1.0,) * self.layers)
         object.__setattr__(self, "latents", tuple(self.latents) or (None,) * self.layers)
+        object.__setattr__(self, "choices", tuple(self.choices) or (None,) * self.layers)
         if len({len(self.queries), len(self.keys), len(self.values), len(self.mlps)}) != 1:
             raise ValueError("queries, keys, values and mlps must have an entry for each layer")
         for state in STATES:
@@ -78,6 +85,7 @@ class DepthPlan:
                 )
         self._check_shares()
         self._check_latents()
+        self._check_choices()
 
     def _check_shares(self) -> None:
         if len(self.value_shares) != self.layers:
@@ -107,14 +115,31 @@ class DepthPlan:
             if any((self.latents[source] is None) != (size is None) for source in read):
                 raise ValueError(f"layer {layer}: {STATES[1]} of a latent can be read only by a layer with a latent")
 
+    def _check_choices(self) -> None:
+        if len(self.choices) != self.layers:
+            raise ValueError("choices must have an entry for each layer, or be empty")
+        if self.has_choices != (self.chosen is not None) or not (self.chosen is None or self.chosen > 0):
+            raise ValueError(f"chosen must be above 0 where layers choose tokens, and only there, got {self.chosen}")
+        for layer, chooser in enumerate(self.choices):
+            if chooser is None:
+                continue
+            where = f"layer {layer}: choices"
+            if type(chooser) is not int or not 0 <= chooser <= layer:
+                raise ValueError(f"{where} must name the layer itself, a layer below or None, got {chooser!r}")
+            if not self.attends(layer) or not self.attends(chooser):
+                raise ValueError(f"{where} need attention in layers {chooser} and {layer}")
+            if self.choices[chooser] not in (None, chooser):
+                raise ValueError(f"{where} name layer {chooser}, which attends to the choice of another layer")
+
     @property
     def layers(self) -> int:
         """Number of layers L."""
         return len(self.keys)
 
     def sources(self, state: str) -> Vector:
-        """Return the vector of "queries", "keys", "values" or "mlps"."""
-        return {"queries": self.queries, "keys": self.keys, "values": self.values, "mlps": self.mlps}[state]
+        """Return the vector of "queries", "keys", "values", "mlps" or "choices"."""
+        vectors = {"queries": self.queries, "keys": self.keys, "values": self.values}
+        return {**vectors, "mlps": self.mlps, "choices": self.choices}[state]
 
     def attends(self, layer: int) -> bool:
         """Return whether a layer has attention."""
@@ -163,18 +188,39 @@ class DepthPlan:
         """Whether any layer caches codes."""
         return any(latent is not None and latent.bytes is not None for latent in self.latents)
 
-    def read_count(self, state: str, layer: int) -> float:
-        """Return how many layers' full keys, or values, a layer reads from the cache in a decoding step."""
+    @property
+    def has_choices(self) -> bool:
+        """Whether any layer attends only to tokens that it, or another layer, chooses."""
+        return any(chooser is not None for chooser in self.choices)
+
+    def chooses(self, layer: int) -> bool:
+        """Return whether a layer chooses tokens, for itself or for later layers."""
+        return self.choices[layer] == layer or self.is_source("choices", layer)
+
+    def chosen_share(self, context: int | None = None) -> float:
+        """Return the share of the tokens so far that is chosen; 1 if that is a number and `context` is not given."""
+        if self.chosen is None or self.chosen >= 1 and context is None:
+            return 1.0
+        return self.chosen if context is None or self.chosen < 1 else min(1.0, self.chosen / context)
+
+    def read_count(self, state: str, layer: int, context: int | None = None) -> float:
+        """Return how many layers' full keys, or values, a layer reads from the cache in a decoding step.
+
+        With `context`, the number of tokens in the cache, chosen tokens count as what they are of all. A layer that
+        chooses reads all of its keys for it.
+        """
         latent = self.latents[layer]
         if latent is not None:
             return latent.share
+        count = len(self.reads(state, layer))
         if state == "values" and self.value_shares[layer] < 1:
-            return 1  # only the missing heads are read from other layers
-        return len(self.reads(state, layer))
+            count = 1  # only the missing heads are read from other layers
+        share = 1.0 if self.choices[layer] is None else self.chosen_share(context)
+        return count * share + (state == "keys" and self.chooses(layer))
 
-    def read_states(self) -> float:
+    def read_states(self, context: int | None = None) -> float:
         """Return how many layers' full keys or values a decoding step reads from the cache, with repetition."""
-        return sum(self.read_count(state, layer) for state in CACHED for layer in range(self.layers))
+        return sum(self.read_count(state, layer, context) for state in CACHED for layer in range(self.layers))
 
     def cached_fraction(self) -> float:
         """Return the size of the cache relative to a plain Transformer's, with keys and values of equal size."""
@@ -232,7 +278,23 @@ class DepthPlan:
                     f"layer {layer}: {names[0]} and {names[1]} both change its keys or values; only one may"
                 )
             latents.append(None if read is None else size)
-        return DepthPlan(**vectors, value_shares=tuple(shares), latents=tuple(latents))
+        vectors["choices"] = self._merge_choices(other, vectors["keys"], names)
+        chosen = (
+            (self if self.has_choices else other).chosen if any(c is not None for c in vectors["choices"]) else None
+        )
+        return DepthPlan(**vectors, value_shares=tuple(shares), latents=tuple(latents), chosen=chosen)
+
+    def _merge_choices(self, other: "DepthPlan", keys: Vector, names: tuple[str, str]) -> tuple[int | None, ...]:
+        """Return who chooses for whom; a layer whose attention is dropped needs no choice."""
+        if self.has_choices and other.has_choices:
+            raise ValueError(f"{names[0]} and {names[1]} both choose the tokens that layers attend to; only one may")
+        choices = self.choices if self.has_choices else other.choices
+        merged = tuple(None if key is None else chooser for chooser, key in zip(choices, keys, strict=True))
+        for layer, chooser in enumerate(merged):
+            if chooser is not None and keys[chooser] is None:
+                pair = f"{names[0]} with {names[1]}"
+                raise ValueError(f"{pair}: layer {layer} attends to the choice of layer {chooser}, which is dropped")
+        return merged
 
     def _keeps(self, other: "DepthPlan", layer: int) -> bool:
         """Return whether the plan without a latent in a layer leaves the layer's keys and values as they are."""
@@ -314,30 +376,3 @@ def _check_vector(state: str, vector: Sequence[Entry]) -> None:
                 raise ValueError(f"{where}: a source must not be above its reader, got layer {source}")
             if source not in _layers_of(vector[source]):
                 raise ValueError(f"{where}: a source must have {state} of its own, layer {source} has none")
-
-
-def parse_layers(text: str, layers: int) -> list[list[int]]:
-    """Parse groups of 0-based layers, such as "18-21,22-25" or "18+20,19+21".
-
-    Commas separate groups; within a group a dash is a range and a plus joins layers.
-
-    Raises:
-        ValueError: the text is not such a list, or names a layer that does not exist or twice.
-
-    """
-    groups = [[i for item in group.split("+") for i in _parse_range(text, item, layers)] for group in text.split(",")]
-    named = [layer for group in groups for layer in group]
-    if len(set(named)) != len(named):
-        raise ValueError(f"layers {text!r}: a layer is named twice; name each once")
-    return groups
-
-
-def _parse_range(text: str, item: str, layers: int) -> range:
-    match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", item)
-    if match is None:
-        raise ValueError(f"layers {text!r}: {item!r} is neither a layer nor a range; write for example 18-21,22-25")
-    first = int(match[1])
-    last = first if match[2] is None else int(match[2])
-    if not first <= last < layers:
-        raise ValueError(f"layers {text!r}: {item!r} is out of range; layers go from 0 to {layers - 1}")
-    return range(first, last + 1)

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from crosslayer.core.method import mixes
-from crosslayer.core.methods import Entry, load_methods, merge_plans
-from crosslayer.core.plan import STATES, DepthPlan
+from crosslayer.core.choice import TokenChoice, mask_of
+from crosslayer.core.method import Method
+from crosslayer.core.methods import Entry, load_methods, merge_plans, mixes, wire
+from crosslayer.core.plan import PASSED, STATES, DepthPlan
 from crosslayer.core.transformers_versions import is_checkpointing
 from crosslayer.probe.intercept import AttentionCall, intercepted, layer_stack, no_cache, plan_of, visited
 from crosslayer.probe.shapes import LayerShape, may_share
@@ -47,7 +48,7 @@ class Sublayers:
         """Refuse a plan that these layers cannot follow."""
         if plan.layers != len(self.shapes):
             raise ValueError(f"the plan has {plan.layers} layers and the model {len(self.shapes)}")
-        for state in STATES:
+        for state in PASSED:
             for reader, source in enumerate(plan.sources(state)):
                 if source is None or source == reader:
                     continue
@@ -60,6 +61,12 @@ class Sublayers:
                 raise ValueError(
                     f"layer {reader} ({self._mask(reader)}) cannot read {state} of layer {source} "
                     f"({self._mask(source)}): layers share only where heads, sizes, masks and soft-caps agree"
+                )
+        for layer, shape in enumerate(self.shapes):
+            if (plan.chooses(layer) or plan.choices[layer] is not None) and not _is_plain(shape):
+                raise ValueError(
+                    f"layer {layer} ({self._mask(layer)}) cannot choose tokens or attend to chosen ones, only layers "
+                    "with full causal attention, without learned sinks, can"
                 )
         for name, vector, modules in (("attention", plan.keys, self.attention), ("MLP", plan.mlps, self.mlps)):
             lost = [i for i, source in enumerate(vector) if source is None and modules[i] is None]
@@ -106,7 +113,7 @@ def what_if(model: PreTrainedModel, plan: Wish, sublayers: Sublayers | None = No
     """
     if model.training and is_checkpointing(model):
         raise ValueError(CHECKPOINTED)
-    sublayers = sublayers or find_sublayers(model)
+    sublayers, methods = sublayers or find_sublayers(model), []
     if not isinstance(plan, DepthPlan):
         methods = load_methods(plan)
         mixing = [method.name() for method in methods if mixes(method)]
@@ -122,9 +129,12 @@ def what_if(model: PreTrainedModel, plan: Wish, sublayers: Sublayers | None = No
             "of its own, which a what-if cannot show: convert the model by crosslayer.retrofit"
         )
     sublayers.check(plan)
+    choosing = _choices(model, methods, plan)
     with ExitStack() as stack:
         if any(plan.is_source(state, i) for state in STATES for i in range(plan.layers)):
             stack.enter_context(intercepted(model, _Loans(plan)))
+        if choosing:
+            stack.enter_context(intercepted(model, _Choices(plan, choosing)))
         for vector, modules in ((plan.keys, sublayers.attention), (plan.mlps, sublayers.mlps)):
             for source, module in zip(vector, modules, strict=True):
                 if source is None and module is not None:
@@ -160,6 +170,51 @@ class _Loans:
             elif (state, source) in self.last:
                 self.held[state, source] = getattr(call, name)
         return dataclasses.replace(call, **changed) if changed else call
+
+
+def _is_plain(shape: LayerShape | None) -> bool:
+    """Return whether a layer has full causal attention, without learned sinks."""
+    return shape is not None and shape.mask == "causal" and not shape.sinks
+
+
+def _choices(model: PreTrainedModel, methods: Sequence[Method], plan: DepthPlan) -> dict[int, TokenChoice]:
+    """Return the modules with which layers choose tokens, or attend to chosen ones, by layer."""
+    if plan.has_choices and not methods:
+        raise ValueError("the plan says which layers choose tokens, not how; give the method with its options")
+    wiring = wire(methods, plan.layers) if plan.has_choices else None
+    return {
+        layer: module
+        for layer in range(plan.layers)
+        if plan.chooses(layer) or plan.choices[layer] is not None
+        for method in methods
+        if wiring is not None and (module := method.choice(model.config.get_text_config(), wiring, layer)) is not None
+    }
+
+
+class _Choices:
+    """Masks all but the chosen tokens in the calls of layers that attend to these."""
+
+    def __init__(self, plan: DepthPlan, modules: dict[int, TokenChoice]):
+        self.plan, self.modules = plan, modules
+        self.held: dict[int, Tensor | None] = {}  # by chooser
+
+    def __call__(self, call: AttentionCall) -> AttentionCall:
+        module, mask = self.modules.get(call.layer), call.mask
+        if module is None:
+            return call
+        if call.position_bias is not None or not isinstance(mask, Tensor | None) or "flash" in call.implementation:
+            raise ValueError(
+                f"layer {call.layer}: chosen tokens need attention that takes a mask as a tensor (sdpa or eager), "
+                "without position biases"
+            )
+        if self.plan.chooses(call.layer):
+            self.held[call.layer] = module.choose(call.query, call.key, mask, call.scaling, call.softcap)
+        chooser = self.plan.choices[call.layer]
+        choice = None if chooser is None else self.held[chooser]
+        if choice is None:
+            return call
+        groups, total = call.query.shape[1] // call.key.shape[1], call.key.shape[2]
+        return dataclasses.replace(call, mask=mask_of(module.of_reader(choice), total, groups, mask))
 
 
 def _silence(module: nn.Module, args: Any, output: Any) -> Any:

@@ -234,6 +234,8 @@ def checked_plan(model: PreTrainedModel, what: str) -> ModelPlan:
         raise ValueError(f"{name} keeps no KV cache, so {what} is not defined for it")
     if field(model.config.get_text_config(), "kv_lora_rank") or plan.plan.has_latents:
         raise ValueError(f"{name} caches latents of keys and values; {what} needs those of each head")
+    if plan.plan.has_choices:
+        raise ValueError(f"{name} has layers that attend to chosen tokens only; {what} is not defined for that")
     for layer, states in enumerate(plan.layers):
         more = states.every or states.index or states.passes > 1 or states.fixed or states.fixed_float32
         if plan.plan.attends(layer) and more:

@@ -172,15 +172,24 @@ def eager_equals_sdpa(config: CrossLayerConfig) -> None:
 def quantized_cache_cuts_make_no_difference(config: CrossLayerConfig) -> None:
     """With a quantised cache, a text read in pieces, padded, or without a cache gives the same logits.
 
-    A model whose layers read states of several layers, or that has none to quantise, is refused by a `ValueError`.
+    A model whose layers read states of several layers or chosen tokens, or that has none to quantise, is refused by a
+    `ValueError`.
     """
     model, ids, bits = build(config), tokens(length=16), KvBits("4", everywhere="int4", recent=5)
     plan = config.plan
     counts = [plan.read_count(state, layer) for state in CACHED for layer in range(plan.layers)]
     several = max(counts) > 1 or min(plan.value_shares) < 1
     windows = config.sliding_window is not None and "full_attention" not in (config.layer_types or [])
-    if several or windows or plan.has_latents:
-        why = "latent" if plan.has_latents else "several layers" if several else "no layer"
+    if several or windows or plan.has_latents or plan.has_choices:
+        why = (
+            "chosen tokens"
+            if plan.has_choices
+            else "latent"
+            if plan.has_latents
+            else "several layers"
+            if several
+            else "no layer"
+        )
         _refuses(lambda: quantized_cache(model, bits), why)
         return
     with quantizing(model, bits) as new_cache:

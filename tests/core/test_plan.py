@@ -12,7 +12,8 @@ import crosslayer.core.methods
 from crosslayer.core.decoder import CrossLayerForCausalLM
 from crosslayer.core.method import Method, StateReader, Wiring
 from crosslayer.core.methods import load_method, merge_plans, method_names
-from crosslayer.core.plan import STATES, DepthPlan, parse_layers
+from crosslayer.core.options import parse_layers
+from crosslayer.core.plan import STATES, DepthPlan
 from crosslayer.testing import tiny as contract
 from tests.helpers.tiny import tokens
 

@@ -44,6 +44,26 @@ VARIANTS = {
     "kv_latents, bits": [
         {"name": "kv_latents", "bits": ((4, 2, 1, 0), (8, 2, 0, 0), (3, 1, 1, 1), (7, 6, 5, 0), (2,) * 4, (1, 0, 0, 0))}
     ],
+    "shared_choice, own choice": [
+        {
+            "name": "shared_choice",
+            "groups": ((0, 2, 5), (1, 3)),
+            "tokens": 4,
+            "sinks": 1,
+            "window": 2,
+            "choosers": "chosen",
+        }
+    ],
+    "shared_choice, other heads": [
+        {
+            "name": "shared_choice",
+            "groups": ((1, 2, 5),),
+            "tokens": 0.3,
+            "sinks": 0,
+            "window": 1,
+            "chooser_heads": ((), (), (1, 0), (), (), (1, 1)),
+        }
+    ],
     "kv_latents, alone": [{"name": "kv_latents", "rank": 0.25, "groups": ()}],
     "drop, bias": [{"name": "drop", "attention": (0, 3), "compensation": "attention", "compensation_bias": True}],
 }
@@ -79,6 +99,10 @@ COMPOSITIONS = {
     "denseformer + skipv1": ["denseformer", "skipv1"],
     "fusedkv + resformer": ["fusedkv", "resformer"],
     "cross_attention + resformer": ["cross_attention", "resformer"],
+    "shared_choice + cla": [
+        "cla",
+        {"name": "shared_choice", "groups": ((1, 2, 3), (4, 5)), "tokens": 4, "sinks": 1, "window": 2},
+    ],
     "value_embeddings + yoco + attnres": ["value_embeddings", {"name": "yoco", "window": 5}, "attnres"],
 }
 SLIDING = {"sliding_window": 5, "layer_types": ["sliding_attention"] * 2 + ["full_attention"] * 4}

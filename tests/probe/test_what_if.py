@@ -6,7 +6,9 @@ import torch
 import crosslayer
 from crosslayer.core.methods import load_method
 from crosslayer.core.methods.cla import CLA
+from crosslayer.core.methods.shared_choice import SharedChoice
 from crosslayer.core.transformers_versions import enable_checkpointing
+from crosslayer.verbs.retrofit.convert import convert
 from tests.helpers.tiny import tiny, tokens
 
 DROPPED = {"name": "drop", "attention": [2]}
@@ -28,6 +30,39 @@ def test_a_method_that_mixes_is_refused_by_name(methods):
     name = "attnres" if isinstance(methods, dict) else "resformer"
     message = rf"^{name}: a what-if shows who reads and what is dropped, not weights"
     with pytest.raises(ValueError, match=message), crosslayer.what_if(tiny("llama"), methods):
+        pass
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_chosen_tokens_are_those_of_the_converted_model(attention):
+    """The masks of a what-if give the logits of the decoder, which reads chosen rows; cached too, and with padding."""
+    methods = [SharedChoice(groups=((0, 1, 2),), tokens=4, sinks=1, window=2)]
+    model, ids = tiny("llama").float(), tokens(length=12)  # in float64 eager attention gives NaN for padding
+    model.set_attn_implementation(attention)
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    converted = convert(model, methods, share_weights=True).model
+    options = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "attention_mask": mask}
+    with torch.no_grad():
+        expected, generated = converted(ids, attention_mask=mask).logits, converted.generate(ids, **options)
+        plain = model(ids, attention_mask=mask).logits
+        with crosslayer.what_if(model, methods):
+            logits = model(ids, attention_mask=mask).logits
+            assert torch.equal(model.generate(ids, **options), generated)
+    kept = mask.bool()
+    assert (logits - expected)[kept].abs().max() < 1e-4
+    assert (plain - expected)[kept].abs().max() > 1e-3
+
+
+def test_a_plan_does_not_say_how_to_choose():
+    plan = SharedChoice(groups=((0, 1),)).plan(3)
+    with pytest.raises(ValueError, match="give the method"), crosslayer.what_if(tiny("llama"), plan):
+        pass
+
+
+def test_layers_with_windows_cannot_choose():
+    model = tiny("mistral", sliding_window=4)
+    with pytest.raises(ValueError, match="cannot choose"), crosslayer.what_if(model, SharedChoice(groups=((0, 1),))):
         pass
 
 

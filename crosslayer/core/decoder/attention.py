@@ -23,7 +23,7 @@ from crosslayer.core.sources import SharedStates, outside_layer_graphs
 from crosslayer.core.transformers_versions import read_paged, takes_cache
 
 SHARED = "states"  # key in the carry: the states that later layers read
-States = list[Tensor | None]  # queries, keys and values; None if another layer's are read
+States = list[Tensor | None]  # queries, keys and values, and chosen tokens; None if another layer's are read
 Inputs = tuple[Tensor, Tensor, Tensor]  # of the query, key and value projections
 
 
@@ -56,6 +56,11 @@ class CrossLayerAttention(nn.Module):
         self.mixers = nn.ModuleList(mixers)
         self.shows_input = any(mixer.reads_input for mixer in mixers)
         self.reader = state_reader(config, wiring, layer_idx) if wiring.reads_several[layer_idx] else None
+        self.chooses, self.attends_to_choice = plan.chooses(layer_idx), plan.choices[layer_idx] is not None
+        self.choice = None
+        if self.chooses or self.attends_to_choice:
+            modules = [method.choice(config, wiring, layer_idx) for method in wiring.methods]
+            (self.choice,) = [module for module in modules if module is not None]
         on_heads = wiring.compensation[layer_idx] == "heads"
         self.compensation = Compensation(config, "heads", wiring.compensation_bias[layer_idx]) if on_heads else None
 
@@ -127,15 +132,19 @@ class CrossLayerAttention(nn.Module):
             states, carry = self._through_latents(states, for_k, carry, cache, column_embeddings)
         elif cache is not None and self.stored:
             states = self._cached(states, cache)  # the layer's own keys, values: (B, H_kv, S, D)
-        own = states
+        own, choice = [*states, None], None
         if self.reader is not None:
             new = hidden_states.shape[1]
             states, attention_mask = self._read_several(self.reader, own, attention_mask, new, carry)
         elif self.reads_others:
-            states = self._read_others(own, carry)
+            *states, choice = self._read_others(own, carry)
+        if self.choice is not None:
+            self._check_mask(attention_mask)
+        if self.chooses:
+            own[-1] = choice = self._choose(states, attention_mask)
         if self.is_read:
             carry = self._carry(own, carry)
-        out = self._attend(states, attention_mask, **kwargs)  # (B, T, H, D)
+        out = self._attend_to(choice, states, attention_mask, **kwargs)  # (B, T, H, D)
         for mixer in self.mixers:  # type: ignore[assignment]
             out, carry = mixer.after(out, carry)
         out = out.reshape(*hidden_states.shape[:-1], -1).contiguous()  # (B, T, H·D)
@@ -180,17 +189,22 @@ class CrossLayerAttention(nn.Module):
         self, reader: StateReader, states: States, mask: Any, new: int, carry: Carry
     ) -> tuple[States, Any]:
         """Return the states that attention reads if some combine several layers', and the mask for them."""
-        implementation = self.config._attn_implementation or "eager"
-        if reader.needs_mask and (not isinstance(mask, Tensor | None) or "flash" in implementation):
-            raise ValueError(
-                f"attention {implementation!r} takes no mask as a tensor, which this method needs; use sdpa or eager"
-            )
+        if reader.needs_mask:
+            self._check_mask(mask)
         q, keys, values = (
             tuple(states[i] if name is None else carry[SHARED][name] for name in self.sources.get(i, (None,)))
             for i in range(len(STATES))
         )
         k, v, mask = reader(keys, values, mask, new)
         return [q[0], k, v], mask
+
+    def _check_mask(self, mask: Any) -> None:
+        """Refuse attention that takes no mask as a tensor."""
+        implementation = self.config._attn_implementation or "eager"
+        if not isinstance(mask, Tensor | None) or "flash" in implementation:
+            raise ValueError(
+                f"attention {implementation!r} takes no mask as a tensor, which this method needs; use sdpa or eager"
+            )
 
     @outside_layer_graphs  # names differ from layer to layer
     def _read_others(self, own: States, carry: Carry) -> States:
@@ -203,6 +217,23 @@ class CrossLayerAttention(nn.Module):
         """Return the carry with the states that later layers read."""
         states = carry.get(SHARED, SharedStates({}))
         return {**carry, SHARED: states.updated({name: own[i] for i, name in self.carried.items()})}
+
+    def _choose(self, states: States, mask: Any) -> Tensor | None:
+        """Return the tokens that the layer chooses, (B, H_kv, T, K), None if they are all."""
+        q, k, _ = states
+        assert self.choice is not None and q is not None and k is not None
+        return self.choice.choose(q, k, mask, self.scaling, **self.softcap)
+
+    def _attend_to(self, choice: Tensor | None, states: States, mask: Any, **kwargs: Any) -> Tensor:
+        """Return the output (B, T, H, D) of attention, to chosen tokens if the layer attends to a choice."""
+        if not self.attends_to_choice:
+            return self._attend(states, mask, **kwargs)
+        assert self.choice is not None
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+            return self._attend([q, k, v], mask, **kwargs)
+
+        return self.choice.attend(*states, mask, choice, attend)
 
     def _attend(self, states: States, attention_mask: Any, **kwargs: Any) -> Tensor:
         implementation = self.config._attn_implementation or "eager"

@@ -97,6 +97,14 @@ def fit_cache(
             cache.layers[layer] = ColumnLayer(new_columns, exact=True)
 
 
+def check_paged(config: CrossLayerConfig) -> None:
+    """Refuse continuous batching, which stores keys and values by page, where a model needs something else."""
+    if config.plan.has_latents:
+        raise ValueError("continuous batching stores keys and values, not the latents that this model caches")
+    if config.plan.has_choices:
+        raise ValueError("continuous batching is not defined for layers that attend to chosen tokens only")
+
+
 def check_quantized(config: CrossLayerConfig) -> None:
     """Refuse a quantised cache, before it is built, if layers do not store both keys and values.
 

@@ -9,9 +9,9 @@ from transformers import LlamaConfig
 from crosslayer.core.decoder.families import load_family
 from crosslayer.core.decoder.family import Family
 from crosslayer.core.decoder.parallel import tensor_parallel_plan
-from crosslayer.core.method import Method, Wiring, mixes, state_reader
-from crosslayer.core.methods import load_method, to_entry, wire
-from crosslayer.core.plan import CACHED, STATES, DepthPlan
+from crosslayer.core.method import Method, Wiring, state_reader
+from crosslayer.core.methods import load_method, mixes, to_entry, wire
+from crosslayer.core.plan import CACHED, PASSED, STATES, DepthPlan
 
 LAYER_TYPES = ("full_attention", "sliding_attention", "linear_attention")
 
@@ -140,7 +140,7 @@ class CrossLayerConfig(LlamaConfig):
         """The field that transformers' caches read: "reuse" for layers that store nothing, "store" for sources."""
         wiring, modes = self.wiring, []
         for layer, carried in enumerate(wiring.carried):
-            shares_cached = any(STATES[index] in CACHED for index in carried)
+            shares_cached = any(PASSED[index] in CACHED for index in carried)
             has_state = wiring.plan.stored(layer) or layer in wiring.linear
             modes.append("reuse" if not has_state else "store" if shares_cached else None)
         return modes
@@ -226,6 +226,20 @@ class CrossLayerConfig(LlamaConfig):
             if latent is not None and layer_types[layer] != "full_attention":
                 raise ValueError(
                     f"layer {layer} ({layer_types[layer]}) cannot cache a latent, only layers that see all tokens can"
+                )
+        for layer in range(self.num_hidden_layers):
+            if not wiring.plan.chooses(layer) and wiring.plan.choices[layer] is None:
+                continue
+            if layer_types[layer] != "full_attention":
+                raise ValueError(
+                    f"layer {layer} ({layer_types[layer]}) cannot choose tokens or attend to chosen ones, only layers "
+                    "that see all tokens can"
+                )
+            for method in wiring.methods:
+                method.choice(self, wiring, layer)  # refuses bad options
+            if wiring.reads_several[layer]:
+                raise ValueError(
+                    f"layer {layer} reads several layers, so it can neither choose tokens nor attend to chosen ones"
                 )
         if len(self.residual_methods) > 1:
             raise ValueError(

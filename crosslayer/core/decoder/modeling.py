@@ -23,7 +23,7 @@ from transformers.masking_utils import (
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 
-from crosslayer.core.decoder.caches import check_quantized, fit_cache, without_empty_layers
+from crosslayer.core.decoder.caches import check_paged, check_quantized, fit_cache, without_empty_layers
 from crosslayer.core.decoder.configuration import CrossLayerConfig
 from crosslayer.core.decoder.family import norm, rotary
 from crosslayer.core.decoder.keywords import LEAKED, LOSS, check_keywords
@@ -163,8 +163,7 @@ class CrossLayerModel(CrossLayerPreTrainedModel):
         stream: Tensor = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         check_flex(self.config._attn_implementation, stream.device)
         if cache is not None and not isinstance(cache, Cache):  # of continuous batching
-            if self.first_latent is not None:
-                raise ValueError("continuous batching stores keys and values, not the latents that this model caches")
+            check_paged(self.config)
             cache, kwargs["paged_cache"] = None, cache
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config)

@@ -88,6 +88,8 @@ def stage_modules(
         )
     if config.plan.has_latents:
         raise ValueError("pipeline: layers that cache latents cannot be split into stages")
+    if config.plan.has_choices:
+        raise ValueError("pipeline: layers that attend to tokens which others choose cannot be split into stages")
     if model.config.tie_word_embeddings and stages > 1:
         raise ValueError("pipeline: embedding and head are in different stages; set tie_word_embeddings=False")
     between = find_cuts(model.config, starts[1:])

@@ -153,6 +153,12 @@ def to_entry(method: Method) -> dict[str, Any]:
     return {"name": method.name(), **{option.name: getattr(method, option.name) for option in options_of(method)}}
 
 
+def mixes(method: Method) -> bool:
+    """Return whether a method adds modules that mix states or streams, beside its plan."""
+    names = ("heads", "reader", "latent", "residual", "final")
+    return any(getattr(type(method), name) is not getattr(Method, name) for name in names)
+
+
 def merge_plans(methods: Sequence[Method], layers: int) -> DepthPlan:
     """Return the combined plan of several methods."""
     return _merged(methods, [method.plan(layers) for method in methods], layers)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from crosslayer.core.decoder import CrossLayerConfig
-from crosslayer.core.method import mixes
+from crosslayer.core.methods import mixes
 from crosslayer.core.plan import STATES
 from crosslayer.output.formatting import ranges
 from crosslayer.verbs.retrofit.sentences import title
@@ -52,6 +52,8 @@ def unsupported(config: CrossLayerConfig) -> str | None:
     if config.linear_layers:
         return f"layers {ranges(config.linear_layers)} have Kimi Linear's attention"
     plan = config.plan
+    if plan.has_choices:
+        return "layers attend only to tokens that a layer has chosen"
     for layer in range(plan.layers):
         for state in STATES:
             if plan.reads(state, layer) not in ((), (layer,)):

@@ -8,7 +8,7 @@ import numpy as np
 from pydantic import Field, field_validator, model_validator
 from transformers import PreTrainedModel
 
-from crosslayer.core.plan import parse_layers
+from crosslayer.core.options import parse_layers
 from crosslayer.output.record import Options, Seed
 from crosslayer.probe.intercept import layer_stack
 from crosslayer.probe.tokens import position_limit

@@ -32,6 +32,10 @@ REASONS = {
     "D": ("Too few values are left.", "One changes values that layers have of their own; the other leaves too few."),
     "E": ("Heads differ.", "One replaces a share of the value heads, the other changes all heads of a layer."),
     "F": ("There are latents.", "One caches latents, the other reads or changes keys or values that are cached."),
+    "G": (
+        "Tokens are chosen.",
+        "One lets layers choose tokens, the other gives such a layer a window or the states of several layers.",
+    ),
 }
 
 
@@ -65,6 +69,8 @@ def reason(first: str, second: str) -> str:
         return "C"
     if any(plan.has_latents for plan in plans):
         return "F"
+    if any(plan.has_choices for plan in plans):
+        return "G"
     if any(all(plan.sources(state)[n] != n for plan in plans) for state in STATES for n in range(LAYERS)):
         return "B"
     merge_plans(methods, LAYERS)  # the plans agree, so what is refused is how states are mixed

@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 from crosslayer.core.decoder.modeling import CrossLayerForCausalLM
 from crosslayer.core.method import Method
 from crosslayer.core.methods import merge_plans
-from crosslayer.core.plan import DepthPlan, parse_layers
+from crosslayer.core.options import parse_layers
+from crosslayer.core.plan import DepthPlan
 from crosslayer.corpus.windows import Windows
 from crosslayer.output.progress import Meter
 from crosslayer.probe.intercept import AttentionCall, no_cache, visited

@@ -17,8 +17,8 @@ from crosslayer.core.decoder.configuration import CrossLayerConfig
 from crosslayer.core.decoder.family import rotary
 from crosslayer.core.decoder.modeling import CrossLayerForCausalLM
 from crosslayer.core.decoder.weights import to_config
-from crosslayer.core.method import Compensation, Method, Mixing, Wiring, mixes
-from crosslayer.core.methods import Entry, load_methods, merge_plans, to_entry
+from crosslayer.core.method import Compensation, Method, Mixing, Wiring
+from crosslayer.core.methods import Entry, load_methods, merge_plans, mixes, to_entry
 from crosslayer.core.options import check_choice
 from crosslayer.core.plan import DepthPlan
 from crosslayer.verbs.retrofit.calibrate import Text, calibrate, uncovered_layers, why_no_refit

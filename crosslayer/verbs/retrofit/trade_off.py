@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from crosslayer.core.decoder.modeling import CrossLayerForCausalLM
 from crosslayer.core.method import Method
-from crosslayer.core.plan import STATES, DepthPlan
+from crosslayer.core.plan import PASSED, STATES, DepthPlan
 from crosslayer.corpus.windows import Windows, repeating
 from crosslayer.output.progress import Meter
 from crosslayer.probe.shapes import LayerShape
@@ -111,8 +111,8 @@ def lowest_changed(plan: DepthPlan) -> int:
     own = DepthPlan.identity(plan.layers)
     touched = {plan.layers}
     for layer in range(plan.layers):
-        reads = [plan.reads(state, layer) for state in STATES]
-        if plan.mlps[layer] is None or reads != [own.reads(state, layer) for state in STATES]:
+        reads = [plan.reads(state, layer) for state in PASSED]
+        if plan.mlps[layer] is None or reads != [own.reads(state, layer) for state in PASSED]:
             touched |= {layer, *(source for read in reads for source in read)}
     return min(touched)
 

@@ -1,8 +1,8 @@
 """The attention implementations of training runs, which avoid a dense mask over packed rows.
 
 `sdpa` computes one document at a time (decoder/packed.py), `flex` uses block masks, and `flash` is FlashAttention-2,
-which receives the document boundaries. A method that changes the mask (cross-attention) needs a dense one, and capped
-scores need eager attention or flex.
+which receives the document boundaries. A method that changes the mask (cross-attention, chosen tokens) needs a dense
+one, and capped scores need eager attention or flex.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from transformers.utils.import_utils import is_flash_attn_2_available
 
 from crosslayer.core.decoder.configuration import CrossLayerConfig
 from crosslayer.core.decoder.packed import attend_within_documents, document_mask
-from crosslayer.core.method import StateReader
+from crosslayer.core.method import Mixing
 from crosslayer.core.transformers_versions import attention_that_caps
 from crosslayer.wiring.fields import layer_types_of
 
@@ -50,7 +50,7 @@ def set_attention(model: PreTrainedModel, implementation: Attention | None, argu
     if arguments.torch_compile and isinstance(config, CrossLayerConfig) and config.linear_layers:
         raise ValueError("train.torch_compile: compiled linear attention would cross document boundaries; remove it")
     caps = attention_that_caps(config, "sdpa") != "sdpa"
-    dense = any(isinstance(module, StateReader) and module.needs_mask for module in model.modules())
+    dense = any(isinstance(module, Mixing) and module.needs_mask for module in model.modules())
     if implementation == "sdpa" and caps:
         raise ValueError("model.attention: sdpa cannot cap scores as this model does; use null or flex")
     if implementation in ("flex", "flash") and dense:

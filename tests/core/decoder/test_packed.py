@@ -14,7 +14,7 @@ from tests.helpers.tiny import tokens
 DOCUMENTS = ((5, 1, 6), (12,), (2, 10))  # of the rows of a batch
 POSITIONS = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in DOCUMENTS])  # (B, T)
 CAPS = {name for name, (_, changes) in CASES.items() if "attn_logit_softcapping" in changes}  # which SDPA cannot
-CROSS = {name for name in CASES if name.startswith("cross_attention")}  # which changes the mask itself
+CROSS = {name for name in CASES if "cross_attention" in name or "shared_choice" in name}  # which change the mask
 
 
 def loss_and_gradients(model, ids, **options):

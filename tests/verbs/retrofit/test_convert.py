@@ -8,7 +8,7 @@ from transformers import DynamicCache
 
 from crosslayer.core.decoder.caches import cache_bytes
 from crosslayer.core.methods import load_method, method_class
-from crosslayer.core.plan import parse_layers
+from crosslayer.core.options import parse_layers
 from crosslayer.core.transformers_versions import CACHE
 from crosslayer.probe.what_if import find_sublayers, what_if
 from crosslayer.testing.tiny import build, config_of

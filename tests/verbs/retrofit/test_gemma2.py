@@ -5,7 +5,7 @@ import torch
 
 import crosslayer
 from crosslayer.core.methods import load_method, method_class
-from crosslayer.core.plan import parse_layers
+from crosslayer.core.options import parse_layers
 from crosslayer.probe.what_if import what_if
 from crosslayer.verbs.retrofit.convert import convert, convert_weights
 from crosslayer.verbs.retrofit.sentences import title

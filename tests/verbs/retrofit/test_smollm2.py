@@ -8,7 +8,7 @@ import torch
 import crosslayer
 from benchmarks.retrofit import WIRINGS
 from crosslayer.core.methods import method_class
-from crosslayer.core.plan import parse_layers
+from crosslayer.core.options import parse_layers
 from crosslayer.output.manifest import write_manifest
 from crosslayer.verbs.retrofit.cache import allocated
 from crosslayer.verbs.retrofit.convert import convert

@@ -1,0 +1,224 @@
+"""A layer chooses tokens, by its attention to them, to which it or other layers attend.
+
+For a new token t, key-value head h and its query heads H_h, the choice is the K tokens with the largest
+
+    m_j = Σ_{i ∈ H_h} softmax(q_i K_hᵀ / √d)_j
+
+the first `sinks` and the latest `window` tokens before any other. Every token has a choice of its own, also in a
+prompt, so that a text gives the same numbers however it is cut.
+
+Shapes: B batch, T new tokens, S cached + new tokens, H heads, H_kv key-value heads, G = H / H_kv, K chosen tokens, D
+head size.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from crosslayer.core.method import Config, Method, Mixing, Wiring
+from crosslayer.core.options import check_choice
+
+AT_ONCE = 2**24  # scores in memory at a time
+NONE = -1  # in a choice: fewer than K tokens are chosen
+ROUNDING = 1e-9  # of a share times a number of tokens, which is rounded up
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]  # (q, k, v, mask) → (B, T, H, D)
+
+
+class TokenChoice(Mixing):
+    """Chooses tokens, and lets a layer attend to chosen ones alone; it has no parameters.
+
+    `tokens` is K: below 1 a share of the tokens so far (rounded up, and at least sinks + window), from 1 a number.
+    `heads` names, for each key-value head of a layer, the head of the chooser whose choice it takes; None: its own
+    number.
+    """
+
+    needs_mask = True
+
+    def __init__(self, tokens: float, sinks: int, window: int, heads: tuple[int, ...] | None = None):
+        super().__init__()
+        self.tokens, self.sinks, self.window, self.heads = tokens, sinks, window, heads
+
+    def count(self, tokens: int) -> int:
+        """Return how many of a number of tokens are chosen."""
+        if self.tokens >= 1:
+            return min(tokens, int(self.tokens))
+        return min(tokens, max(math.ceil(self.tokens * tokens - ROUNDING), self.sinks + self.window))
+
+    @torch.no_grad()
+    def choose(
+        self, q: Tensor, k: Tensor, mask: Tensor | None, scaling: float, softcap: float | None = None
+    ) -> Tensor | None:
+        """Return the chosen tokens by their index in S, (B, H_kv, T, K) in int32; None if every token is chosen.
+
+        Args:
+            q: queries (B, H, T, D).
+            k: keys (B, H_kv, S, D).
+            mask: as attention takes it, (B or 1, 1, T, S), True or 0 where it is allowed; None: one new token attends
+                to all tokens, several are the first of the sequence and attend causally.
+            scaling: factor on the scores.
+            softcap: caps the scores.
+
+        """
+        new, total = q.shape[2], k.shape[2]
+        kept = self.count(total)
+        if kept == total:
+            return None
+        rows = max(1, AT_ONCE // (q.shape[0] * q.shape[1] * total))
+        chosen = []
+        for start in range(0, new, rows):
+            block = range(start, min(start + rows, new))
+            allowed = _allowed(mask, block, new, k)
+            mass = pooled_attention(q[:, :, block.start : block.stop], k, allowed, scaling, softcap)  # (B, H_kv, R, S)
+            chosen.append(self.largest(mass, allowed, kept))
+        return torch.cat(chosen, 2)
+
+    def largest(self, mass: Tensor, allowed: Tensor | None, kept: int) -> Tensor:
+        """Return the tokens with the largest mass (B, H_kv, R, S), in falling order, (B, H_kv, R, K)."""
+        total = mass.shape[-1]
+        if allowed is None:
+            mass[..., : self.sinks] = math.inf
+            mass[..., total - self.window :] = math.inf
+            return mass.topk(kept, -1, sorted=False).indices.int()
+        number = allowed.cumsum(-1)  # (B or 1, 1, R, S), of each token among those that a row sees
+        seen = number[..., -1:]
+        always = allowed & ((number <= self.sinks) | (number > seen - self.window))
+        mass = mass.masked_fill_(always, math.inf).masked_fill_(~allowed, -1)
+        largest = mass.topk(kept, -1)
+        counts = self._counts(seen)  # (B or 1, 1, R, 1)
+        excess = torch.arange(kept, device=mass.device) >= counts
+        return largest.indices.int().masked_fill_(excess | (largest.values < 0), NONE)
+
+    def _counts(self, seen: Tensor) -> Tensor:
+        """Return how many tokens are chosen of those that a row sees."""
+        if self.tokens >= 1:
+            return torch.full_like(seen, int(self.tokens))
+        return (seen.double() * self.tokens - ROUNDING).ceil().long().clamp_min(self.sinks + self.window)
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, choice: Tensor | None, attend: Attend
+    ) -> Tensor:
+        """Return the output (B, T, H, D) of attention to chosen tokens; `attend` is attention to all it gets."""
+        if choice is None:
+            return attend(q, k, v, mask)
+        if self.heads is not None and len(self.heads) != k.shape[1]:
+            raise ValueError("tensor parallelism is not defined for layers with chooser_heads")
+        choice = self.of_reader(choice)
+        groups, new, total = q.shape[1] // k.shape[1], q.shape[2], k.shape[2]
+        if new == 1:
+            chosen = choice.squeeze(2)  # (B, H_kv, K)
+            k, v = _rows(k, chosen), _rows(v, chosen)
+            return attend(q, k, v, None if mask is None else _like(mask, choice != NONE, groups))
+        rows = max(1, 4 * AT_ONCE // (q.shape[0] * q.shape[1] * total))
+        outputs = []
+        for start in range(0, new, rows):
+            of_rows = mask_of(choice[:, :, start : start + rows], total, groups, mask)
+            outputs.append(attend(q[:, :, start : start + rows], k, v, of_rows))
+        return torch.cat(outputs, 1)
+
+    def of_reader(self, choice: Tensor) -> Tensor:
+        """Return the choice that each key-value head of a layer takes of its chooser's, (B, H_kv, T, K)."""
+        return choice if self.heads is None else choice[:, list(self.heads)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChoiceMethod(Method):
+    """A method whose layers attend to tokens that they or other layers choose; its own `plan` says which."""
+
+    groups: tuple[tuple[int, ...], ...] = ()
+    """Groups of 0-based layers in rising order; the first chooses. Layers in no group attend to all tokens."""
+    tokens: float = 0.25
+    """How many tokens are chosen: below 1 a share of the tokens so far, from 1 a number."""
+    sinks: int = 4
+    """The first tokens, which are always among the chosen."""
+    window: int = 16
+    """The latest tokens, with the new one, which are always among the chosen."""
+    choosers: str = "all"
+    """What choosers attend to: "all" tokens, or the "chosen" ones."""
+    chooser_heads: tuple[tuple[int, ...], ...] = ()
+    """For each layer the chooser's key-value heads whose choices its own take; empty: those of the same number."""
+
+    def check_options(self, layers: int) -> None:
+        """Refuse options that are impossible whatever the model's heads."""
+        name = self.name()
+        check_choice(name, "choosers", self.choosers, ("all", "chosen"))
+        if self.tokens <= 0 or (self.tokens > 1 and self.tokens != int(self.tokens)):
+            raise ValueError(f"{name}: tokens must be a share below 1 or a whole number, got {self.tokens:g}")
+        if self.sinks < 0 or self.window < 1:
+            raise ValueError(
+                f"{name}: sinks must be at least 0 and window at least 1, the new token, got {self.sinks} and "
+                f"{self.window}"
+            )
+        if 1 <= self.tokens < self.sinks + self.window:
+            raise ValueError(
+                f"{name}: tokens must be at least sinks + window = {self.sinks + self.window}, got {self.tokens:g}"
+            )
+        if self.chooser_heads and len(self.chooser_heads) != layers:
+            raise ValueError(
+                f"{name}: chooser_heads must have {layers} entries, one for each layer, got {len(self.chooser_heads)}"
+            )
+
+    def choice(self, config: Config, wiring: Wiring, layer: int) -> TokenChoice:
+        """Return the module with which a layer chooses tokens, or attends to chosen ones."""
+        heads, count = self.chooser_heads[layer] if self.chooser_heads else (), config.num_key_value_heads
+        assert count is not None
+        if heads and (len(heads) != count or not all(0 <= head < count for head in heads)):
+            raise ValueError(
+                f"{self.name()}: chooser_heads of layer {layer} must be {count} heads from 0 to {count - 1}, got "
+                f"{list(heads)}"
+            )
+        return TokenChoice(self.tokens, self.sinks, self.window, heads or None)
+
+
+def mask_of(choice: Tensor, total: int, groups: int, mask: Tensor | None) -> Tensor:
+    """Return a mask (B, H, R, S) of chosen tokens (B, H_kv, R, K), in the form of the model's `mask`."""
+    indices = torch.where(choice == NONE, total, choice).long()
+    chosen = torch.zeros(*choice.shape[:3], total + 1, dtype=torch.bool, device=choice.device)
+    return _like(mask, chosen.scatter_(3, indices, True)[..., :total], groups)
+
+
+def _allowed(mask: Tensor | None, rows: range, new: int, keys: Tensor) -> Tensor | None:
+    """Return which tokens some rows may attend to, (B or 1, 1, R, S); None: all."""
+    total = keys.shape[2]
+    if mask is not None:
+        allowed = mask[:, :, rows.start : rows.stop, :total]
+        return allowed if allowed.dtype == torch.bool else allowed > torch.finfo(allowed.dtype).min / 2
+    if new == 1:
+        return None
+    columns = torch.arange(total, device=keys.device)
+    return (columns <= columns[rows.start : rows.stop, None])[None, None]
+
+
+def pooled_attention(q: Tensor, k: Tensor, allowed: Tensor | None, scaling: float, softcap: float | None) -> Tensor:
+    """Return the attention of each key-value head's query heads together, (B, H_kv, R, S)."""
+    groups, new = q.shape[1] // k.shape[1], q.shape[2]
+    by_head = q.unflatten(1, (-1, groups)).flatten(2, 3)  # (B, H_kv, G·R, D)
+    scores = (by_head @ k.transpose(2, 3) * scaling).unflatten(2, (groups, new))  # (B, H_kv, G, R, S)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    if allowed is not None:
+        scores = scores.masked_fill(~allowed.unsqueeze(2), torch.finfo(scores.dtype).min)
+    wide = torch.promote_types(scores.dtype, torch.float32)
+    return scores.softmax(-1, dtype=wide).sum(2)
+
+
+def _rows(states: Tensor, chosen: Tensor) -> Tensor:
+    """Return the states (B, H_kv, S, D) of chosen tokens (B, H_kv, K), as (B, H_kv, K, D); any for `NONE`."""
+    batch, heads, total, size = states.shape
+    numbers = torch.arange(batch * heads, device=states.device).view(batch, heads, 1)
+    chosen = chosen.clamp_min(0)
+    if states.is_contiguous():  # three times as fast
+        rows = (chosen + numbers * total).flatten()
+        return states.view(-1, size).index_select(0, rows).view(batch, heads, -1, size)
+    return states[numbers // heads, numbers % heads, chosen]
+
+
+def _like(mask: Tensor | None, chosen: Tensor, groups: int) -> Tensor:
+    """Return a mask (B, H, R, columns) of chosen tokens (B, H_kv, R, columns), in the form of the model's mask."""
+    chosen = chosen.repeat_interleave(groups, 1)
+    if mask is None or mask.dtype == torch.bool:
+        return chosen
+    nothing = torch.zeros(chosen.shape, dtype=mask.dtype, device=mask.device)
+    return nothing.masked_fill_(~chosen, torch.finfo(mask.dtype).min)

@@ -1,0 +1,188 @@
+"""Shared choice: its equation against loops, cached and not, with padding; reads by the plan; what is refused."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from crosslayer.core.choice import TokenChoice
+from crosslayer.core.methods import load_method, merge_plans
+from crosslayer.core.methods.shared_choice import SharedChoice
+from crosslayer.core.plan import DepthPlan
+from crosslayer.testing.tiny import build, config_of, steps, tokens
+from tests.core.methods.naive import Naive, check, softmax_map
+
+LENGTH = 13
+SHAPES = {
+    "two key-value heads": (SharedChoice(groups=((0, 1, 4), (2, 3, 5)), tokens=5, sinks=1, window=2), {}),
+    "one key-value head, a share": (
+        SharedChoice(groups=((1, 3), (2, 4, 5)), tokens=0.3, sinks=0, window=1),
+        {"num_key_value_heads": 1},
+    ),
+    "as many, other heads, own choice": (
+        SharedChoice(
+            groups=((0, 2, 5), (3,)),
+            tokens=4,
+            sinks=2,
+            window=1,
+            choosers="chosen",
+            chooser_heads=((), (), (3, 3, 0, 1), (), (), (1, 0, 3, 2)),
+        ),
+        {"num_key_value_heads": 4, "qk_norm": False},
+    ),
+}
+
+
+class Loops(Naive):
+    """Chooses, masks and attends token by token."""
+
+    def __init__(self, model):
+        super().__init__(model)
+        self.method, self.choices = model.config.methods[0], {}
+        self.chooser_of = {layer: group[0] for group in self.method.groups for layer in group}
+
+    def attention(self, layer, q, k, v):
+        chooser = self.chooser_of.get(layer)
+        scale, groups = self.layers[layer].self_attn.scaling, len(q) // len(k)
+        maps = [softmax_map(q[h], k[h // groups], scale) for h in range(len(q))]
+        if chooser == layer:
+            self.choices[layer] = [self.chosen(maps[h * groups : (h + 1) * groups]) for h in range(len(k))]
+        heads = []
+        for h, weights in enumerate(maps):
+            pair = h // groups
+            if chooser is not None and (chooser != layer or self.method.choosers == "chosen"):
+                named = self.method.chooser_heads[layer] if self.method.chooser_heads else ()
+                choice = self.choices[chooser][named[pair] if named else pair]
+                for row, kept in enumerate(choice):
+                    for column in range(len(weights)):
+                        if column not in kept:
+                            weights[row, column] = 0
+                    weights[row] /= weights[row].sum()
+            heads.append(weights @ v[pair])
+        return torch.cat(heads, -1)
+
+    def chosen(self, maps):
+        """Return, for each token, the set of tokens that one key-value head chooses."""
+        method, result = self.method, []
+        for row in range(len(maps[0])):
+            seen = row + 1
+            count = int(method.tokens)
+            if method.tokens < 1:
+                count = max(math.ceil(method.tokens * seen - 1e-9), method.sinks + method.window)
+            mass = [sum(float(weights[row, column]) for weights in maps) for column in range(seen)]
+            always = [column for column in range(seen) if column < method.sinks or column >= seen - method.window]
+            others = sorted((column for column in range(seen) if column not in always), key=lambda j: -mass[j])
+            result.append(set((always + others)[: max(count, len(always))]))
+        return result
+
+
+@pytest.mark.parametrize("case", SHAPES)
+def test_equation(case):
+    method, shape = SHAPES[case]
+    check(build(config_of(method, **shape)), Loops, length=LENGTH)
+
+
+@pytest.mark.parametrize("case", SHAPES)
+def test_equation_with_a_cache(case):
+    """Token by token through a cache, and in two pieces."""
+    method, shape = SHAPES[case]
+    model, ids = build(config_of(method, **shape)), tokens(batch=1, length=LENGTH)
+    with torch.no_grad():
+        expected = Loops(model).run(ids[0])
+    for sizes in ([1] * LENGTH, [8, 3, 1, 1]):
+        assert (steps(model, ids, sizes)[0][0] - expected).abs().max() < 1e-6
+
+
+def test_a_choice_matters():
+    """The loops would pass if nothing were chosen; with few tokens logits move by far more than a rounding."""
+    model, ids = build(config_of(SHAPES["two key-value heads"][0])), tokens(length=LENGTH)
+    plain = build(config_of(None))
+    plain.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        assert (model(ids).logits - plain(ids).logits).abs().max() > 0.1
+        every = build(config_of(SharedChoice(groups=((0, 1, 4), (2, 3, 5)), tokens=LENGTH, sinks=1, window=2)))
+        assert torch.equal(every(ids).logits, plain(ids).logits)  # exact where all tokens are chosen
+
+
+@given(st.integers(1, 40), st.sampled_from([0.1, 0.25, 0.5, 0.99, 7, 20]), st.integers(0, 3), st.integers(1, 4))
+def test_blocks_of_rows_and_padding_choose_the_same(length, share, sinks, window):
+    """A choice made in blocks, with a mask, or with padding before the text, is the choice."""
+    generator = torch.Generator().manual_seed(length)
+    choice = TokenChoice(share, sinks, window)
+    q = torch.randn(1, 4, length, 8, generator=generator, dtype=torch.float64)
+    k = torch.randn(1, 2, length, 8, generator=generator, dtype=torch.float64)
+    causal = torch.ones(length, length, dtype=torch.bool).tril()[None, None]
+    sets = _sets(choice.choose(q, k, None, 0.5), length)
+    assert _sets(choice.choose(q, k, causal, 0.5), length) == sets
+    for row in range(length):
+        one = choice.choose(q[:, :, row : row + 1], k[:, :, : row + 1], None, 0.5)
+        assert _sets(one, row + 1, rows=1)[0] == sets[row]
+    padded = torch.cat([torch.zeros(1, 1, length, 3, dtype=torch.bool), causal], -1)
+    more = choice.choose(q, torch.cat([torch.ones_like(k[:, :, :1])] * 3 + [k], 2), padded, 0.5)
+    assert _sets(more, length + 3, shift=3, first=3) == sets
+    for row, heads in enumerate(sets):
+        always = {*range(min(sinks, row + 1)), *range(max(0, row + 1 - window), row + 1)}
+        assert all(always <= chosen <= set(range(row + 1)) for chosen in heads)
+
+
+def _sets(choice, length, rows=None, shift=0, first=0):
+    """Return, for each row, the set of tokens that each head chooses; all that it sees where there is no choice."""
+    if choice is None:
+        rows = length - first if rows is None else rows
+        return [[set(range(length - first - rows + row + 1))] * 2 for row in range(rows)]
+    return [[{int(j) - shift for j in head[row] if j >= 0} for head in choice[0]] for row in range(choice.shape[2])]
+
+
+def test_reads_are_counted():
+    plan = SharedChoice(groups=((0, 1, 2), (3, 4, 5)), tokens=32).plan(6)
+    assert plan.cached_fraction() == 1
+    # two choosers read keys twice and values once, four readers 32 of 128 tokens
+    assert plan.read_states(context=128) == 2 * 3 + 4 * 2 * 0.25
+    assert plan.read_states() == 2 * 3 + 4 * 2
+    assert SharedChoice(groups=((0, 1),), tokens=0.5).plan(2).read_states() == 3 + 1
+
+
+def test_choices_merge():
+    both = merge_plans([SharedChoice(groups=((0, 1, 2),)), load_method({"name": "drop", "attention": (2,)})], 4)
+    assert both.choices == (None, 0, None, None)
+    with pytest.raises(ValueError, match="attends to the choice of layer 0, which is dropped"):
+        merge_plans([SharedChoice(groups=((0, 1, 2),)), load_method({"name": "drop", "attention": (0,)})], 4)
+
+
+REFUSED = {
+    "tokens must be a share below 1 or a whole number, got 2.5": ({"tokens": 2.5}, {}),
+    "tokens must be at least sinks \\+ window = 20, got 8": ({"tokens": 8.0}, {}),
+    "groups of layers in rising order": ({"groups": ((2, 1),)}, {}),
+    "window at least 1, the new token, got 4 and 0": ({"window": 0}, {}),
+    "choosers must be one of 'all', 'chosen'": ({"choosers": "some"}, {}),
+    "chooser_heads must have 6 entries": ({"chooser_heads": ((0, 1),)}, {}),
+    "chooser_heads of layer 0 must be 2 heads from 0 to 1": (
+        {"groups": ((0, 1),), "chooser_heads": ((0, 2),) * 6},
+        {},
+    ),
+    "layer 0 \\(sliding_attention\\) cannot choose tokens": ({"groups": ((0, 1),)}, {"sliding_window": 4}),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_refusals(message):
+    options, shape = REFUSED[message]
+    with pytest.raises(ValueError, match=message):
+        config_of(SharedChoice(**options), **shape)
+
+
+@pytest.mark.parametrize(
+    ("choices", "chosen", "message"),
+    [
+        ((None, 2, None), 0.5, "must name the layer itself, a layer below or None, got 2"),
+        ((None, 0, 1), 0.5, "name layer 1, which attends to the choice of another layer"),
+        ((None, 0), 0.5, "an entry for each layer"),
+        ((None, 0, 0), None, "chosen must be above 0 where layers choose tokens"),
+    ],
+)
+def test_plans_that_cannot_be(choices, chosen, message):
+    own = (0, 1, 2)
+    with pytest.raises(ValueError, match=message):
+        DepthPlan(own, own, own, own, choices=choices, chosen=chosen)

@@ -7,7 +7,7 @@ and their keys have the same source.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 STATES = ("queries", "keys", "values")
@@ -278,11 +278,10 @@ class DepthPlan:
                     f"layer {layer}: {names[0]} and {names[1]} both change its keys or values; only one may"
                 )
             latents.append(None if read is None else size)
-        vectors["choices"] = self._merge_choices(other, vectors["keys"], names)
-        chosen = (
-            (self if self.has_choices else other).chosen if any(c is not None for c in vectors["choices"]) else None
-        )
-        return DepthPlan(**vectors, value_shares=tuple(shares), latents=tuple(latents), chosen=chosen)
+        choices = self._merge_choices(other, vectors["keys"], names)
+        chosen = self.chosen if self.has_choices else other.chosen
+        plan = DepthPlan(**vectors, value_shares=tuple(shares), latents=tuple(latents))
+        return replace(plan, choices=choices, chosen=None if choices == (None,) * self.layers else chosen)
 
     def _merge_choices(self, other: "DepthPlan", keys: Vector, names: tuple[str, str]) -> tuple[int | None, ...]:
         """Return who chooses for whom; a layer whose attention is dropped needs no choice."""

@@ -181,14 +181,13 @@ def _choices(model: PreTrainedModel, methods: Sequence[Method], plan: DepthPlan)
     """Return the modules with which layers choose tokens, or attend to chosen ones, by layer."""
     if plan.has_choices and not methods:
         raise ValueError("the plan says which layers choose tokens, not how; give the method with its options")
-    wiring = wire(methods, plan.layers) if plan.has_choices else None
-    return {
-        layer: module
-        for layer in range(plan.layers)
-        if plan.chooses(layer) or plan.choices[layer] is not None
-        for method in methods
-        if wiring is not None and (module := method.choice(model.config.get_text_config(), wiring, layer)) is not None
-    }
+    config: Any = model.config.get_text_config()
+    layers = [layer for layer in range(plan.layers) if plan.chooses(layer) or plan.choices[layer] is not None]
+    modules = {}
+    for method in methods if layers else ():
+        wiring = wire(methods, plan.layers)
+        modules |= {layer: one for layer in layers if (one := method.choice(config, wiring, layer)) is not None}
+    return modules
 
 
 class _Choices:

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from crosslayer.core.method import Config, Method, Mixing, Wiring
-from crosslayer.core.options import check_choice
 
 AT_ONCE = 2**24  # scores in memory at a time
 NONE = -1  # in a choice: fewer than K tokens are chosen
@@ -97,6 +96,26 @@ class TokenChoice(Mixing):
             return torch.full_like(seen, int(self.tokens))
         return (seen.double() * self.tokens - ROUNDING).ceil().long().clamp_min(self.sinks + self.window)
 
+    def attend_and_choose(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float, softcap: float | None, sparse: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the output (B, 1, H, D) of attention for one new token, and the choice, from the same scores.
+
+        Keys are read once. With `sparse` the output is that of attention to the chosen tokens, whose values are read.
+        """
+        total = k.shape[2]
+        kept, allowed = self.count(total), _allowed(mask, range(1), 1, k)
+        weights = _attention(q, k, allowed, scaling, softcap)  # (B, H_kv, G, 1, S)
+        choice = None
+        if kept < total:
+            choice = self.largest(weights.detach().sum(2), allowed, kept)  # (B, H_kv, 1, K)
+        if choice is not None and sparse:
+            weights = weights.gather(-1, choice.clamp_min(0).long().unsqueeze(2).expand(*weights.shape[:3], -1, -1))
+            weights = weights.masked_fill(choice.unsqueeze(2) == NONE, 0)
+            weights, v = weights / weights.sum(-1, keepdim=True), _rows(v, choice.squeeze(2))
+        out = weights.squeeze(3).to(v.dtype) @ v  # (B, H_kv, G, D)
+        return out.flatten(1, 2).unsqueeze(1), choice
+
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, choice: Tensor | None, attend: Attend
     ) -> Tensor:
@@ -135,15 +154,17 @@ class ChoiceMethod(Method):
     """The first tokens, which are always among the chosen."""
     window: int = 16
     """The latest tokens, with the new one, which are always among the chosen."""
-    choosers: str = "all"
-    """What choosers attend to: "all" tokens, or the "chosen" ones."""
+    sparse_choosers: tuple[int, ...] = ()
+    """Choosers that attend to the tokens that they choose alone; other choosers attend to all."""
     chooser_heads: tuple[tuple[int, ...], ...] = ()
     """For each layer the chooser's key-value heads whose choices its own take; empty: those of the same number."""
 
     def check_options(self, layers: int) -> None:
         """Refuse options that are impossible whatever the model's heads."""
         name = self.name()
-        check_choice(name, "choosers", self.choosers, ("all", "chosen"))
+        idle = set(self.sparse_choosers) - {group[0] for group in self.groups if group}
+        if idle:
+            raise ValueError(f"{name}: sparse_choosers must be the first of a group each, got {sorted(idle)}")
         if self.tokens <= 0 or (self.tokens > 1 and self.tokens != int(self.tokens)):
             raise ValueError(f"{name}: tokens must be a share below 1 or a whole number, got {self.tokens:g}")
         if self.sinks < 0 or self.window < 1:
@@ -193,6 +214,11 @@ def _allowed(mask: Tensor | None, rows: range, new: int, keys: Tensor) -> Tensor
 
 def pooled_attention(q: Tensor, k: Tensor, allowed: Tensor | None, scaling: float, softcap: float | None) -> Tensor:
     """Return the attention of each key-value head's query heads together, (B, H_kv, R, S)."""
+    return _attention(q, k, allowed, scaling, softcap).sum(2)
+
+
+def _attention(q: Tensor, k: Tensor, allowed: Tensor | None, scaling: float, softcap: float | None) -> Tensor:
+    """Return the softmax of scores, (B, H_kv, G, R, S), in float32 or wider."""
     groups, new = q.shape[1] // k.shape[1], q.shape[2]
     by_head = q.unflatten(1, (-1, groups)).flatten(2, 3)  # (B, H_kv, G·R, D)
     scores = (by_head @ k.transpose(2, 3) * scaling).unflatten(2, (groups, new))  # (B, H_kv, G, R, S)
@@ -201,7 +227,7 @@ def pooled_attention(q: Tensor, k: Tensor, allowed: Tensor | None, scaling: floa
     if allowed is not None:
         scores = scores.masked_fill(~allowed.unsqueeze(2), torch.finfo(scores.dtype).min)
     wide = torch.promote_types(scores.dtype, torch.float32)
-    return scores.softmax(-1, dtype=wide).sum(2)
+    return scores.softmax(-1, dtype=wide)
 
 
 def _rows(states: Tensor, chosen: Tensor) -> Tensor:

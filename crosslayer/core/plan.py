@@ -207,7 +207,7 @@ class DepthPlan:
         """Return how many layers' full keys, or values, a layer reads from the cache in a decoding step.
 
         With `context`, the number of tokens in the cache, chosen tokens count as what they are of all. A layer that
-        chooses reads all of its keys for it.
+        attends to its own choice reads all of its keys for it.
         """
         latent = self.latents[layer]
         if latent is not None:
@@ -215,8 +215,8 @@ class DepthPlan:
         count = len(self.reads(state, layer))
         if state == "values" and self.value_shares[layer] < 1:
             count = 1  # only the missing heads are read from other layers
-        share = 1.0 if self.choices[layer] is None else self.chosen_share(context)
-        return count * share + (state == "keys" and self.chooses(layer))
+        reads_all = self.choices[layer] is None or (state == "keys" and self.choices[layer] == layer)
+        return count * (1.0 if reads_all else self.chosen_share(context))
 
     def read_states(self, context: int | None = None) -> float:
         """Return how many layers' full keys or values a decoding step reads from the cache, with repetition."""
@@ -280,7 +280,8 @@ class DepthPlan:
             latents.append(None if read is None else size)
         choices = self._merge_choices(other, vectors["keys"], names)
         chosen = self.chosen if self.has_choices else other.chosen
-        plan = DepthPlan(**vectors, value_shares=tuple(shares), latents=tuple(latents))
+        queries, keys, values, mlps = vectors.values()
+        plan = DepthPlan(queries, keys, values, mlps, value_shares=tuple(shares), latents=tuple(latents))
         return replace(plan, choices=choices, chosen=None if choices == (None,) * self.layers else chosen)
 
     def _merge_choices(self, other: "DepthPlan", keys: Vector, names: tuple[str, str]) -> tuple[int | None, ...]:
@@ -318,18 +319,22 @@ class DepthPlan:
 
     def diagram(self) -> str:
         """Return a table of what each layer reads, has and stores, a line per layer."""
-        lines = ["layer  queries  keys     values   mlp   cache"]
+        states = PASSED if self.has_choices else STATES
+        lines = [f"layer  {''.join(f'{state:<9}' for state in states)}mlp   cache"]
         for layer in range(self.layers):
-            cells = [self.source_label(state, layer) for state in STATES]
+            cells = "".join(f"{self.source_label(state, layer):<9}" for state in states)
             mlp = "own" if self.mlps[layer] is not None else "–"
-            lines.append(f"{layer:>5}  {''.join(f'{c:<9}' for c in cells)}{mlp:<6}{self._cache_cell(layer)}")
+            lines.append(f"{layer:>5}  {cells}{mlp:<6}{self._cache_cell(layer)}")
         return "\n".join([*lines, f"KV cache: {self.cached_fraction():.2%} of a full one"])
 
     def source_label(self, state: str, layer: int) -> str:
-        """Return a label of the layers whose `state` a layer reads: "own", "← 3", "← 0+own", "–" for none."""
+        """Return a label of the layers whose `state` a layer reads: "own", "← 3", "← 0+own", "–" for none.
+
+        A layer that attends to all tokens reads no choice: "all".
+        """
         sources = self.reads(state, layer)
         if not sources:
-            return "–"
+            return "all" if state == "choices" and self.attends(layer) else "–"
         if sources == (layer,):
             return "own"
         return "← " + "+".join("own" if source == layer else str(source) for source in sources)

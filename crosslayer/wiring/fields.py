@@ -4,6 +4,7 @@ An architecture is recognised by the fields of its config alone; there is no ada
 elements are what transformers' caches allocate per token.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from crosslayer.core.plan import DepthPlan
@@ -22,7 +23,8 @@ NO_KV_CACHE = {  # layer types without keys and values of the text, and how tabl
 SLIDING = ("sliding_attention", "hybrid_sliding")
 OVERLAPPING = "compressed_sparse_attention"
 COMPRESSED = (OVERLAPPING, "heavily_compressed_attention")
-KNOWN = (*NO_KV_CACHE, *SLIDING, *COMPRESSED, "full_attention", "chunked_attention", "indexed_attention", "hybrid")
+INDEXED = "indexed_attention"
+KNOWN = (*NO_KV_CACHE, *SLIDING, *COMPRESSED, "full_attention", "chunked_attention", INDEXED, "hybrid")
 
 KV_HEADS = ("num_key_value_heads", "num_kv_heads", "num_attention_heads")  # the first that is set
 HEAD_SIZE = ("head_dim", "dim_head")
@@ -77,9 +79,9 @@ def layer_states(config: Any, layer_type: str, layer: int) -> LayerStates:
         window = int_field(config, layer, "attention_chunk_size")
     if layer_type in COMPRESSED:
         every = config.compress_rates[layer_type]
-    if layer_type in ("indexed_attention", "compressed_sparse_attention"):
+    if layer_type in (INDEXED, "compressed_sparse_attention"):
         selected, index = int_field(config, layer, *SELECTED), _index_size(config, layer)
-    mask = _mask(layer_type, window, every, selected) + _shared_indexer(config, layer)
+    mask = _mask(layer_type, window, every, selected)
     mask += "" if _rotates(config, layer) else ", no rope"
     prompt = int_field(config, layer, "prompt_length", least=0, default=0)
     return LayerStates(
@@ -130,12 +132,14 @@ def _rotates(config: Any, layer: int) -> bool:
     return not rotating or bool(rotating[layer])
 
 
-def _shared_indexer(config: Any, layer: int) -> str:
-    """Return " as layer N" if a layer reuses the tokens that the indexer of layer N selected, otherwise ""."""
-    layer_types = field(config, "indexer_types")
-    if layer_types is None or layer_types[layer] != "shared":
-        return ""
-    return f" as layer {max(earlier for earlier in range(layer) if layer_types[earlier] == 'full')}"
+def _choosers(config: Any) -> tuple[int, ...]:
+    """Return, for each layer, the layer whose indexer selects its tokens; empty without indexers that are shared."""
+    choosers: list[int] = []
+    for layer, indexer in enumerate(field(config, "indexer_types") or ()):
+        if indexer == "shared" and not choosers:
+            raise ValueError(f"layer {layer} of {config.model_type} shares an indexer, and no layer below has one")
+        choosers.append(choosers[-1] if indexer == "shared" else layer)
+    return tuple(choosers)
 
 
 def _sizes(config: Any, layer_type: str, layer: int) -> tuple[int, int, int]:
@@ -181,7 +185,12 @@ def depth_plan(config: Any, layer_types: list[str]) -> DepthPlan:
     for layer, source in readers.items():
         sources[layer] = source
     queries = tuple(None if source is None else layer for layer, source in enumerate(sources))
-    return DepthPlan(queries, tuple(sources), tuple(sources), tuple(layers))
+    plan = DepthPlan(queries, tuple(sources), tuple(sources), tuple(layers))
+    if INDEXED not in layer_types:
+        return plan
+    choosers = _choosers(config) or layers
+    choices = tuple(choosers[layer] if layer_types[layer] == INDEXED else None for layer in layers)
+    return replace(plan, choices=choices, chosen=int_field(config, layer_types.index(INDEXED), *SELECTED))
 
 
 def _readers(config: Any, layer_types: list[str]) -> dict[int, int]:

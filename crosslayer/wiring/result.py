@@ -71,7 +71,7 @@ class ModelPlan(Shown):
         if self.plan.has_latents and (self.engine != "transformers" or self.sizes.kind is not None):
             what = "a quantised KV cache" if self.sizes.kind is not None else self.engine
             raise ValueError(f"{what} is not defined for latents, which {' + '.join(self.methods)} caches")
-        if self.plan.has_choices and (self.engine != "transformers" or self.sizes.kind is not None):
+        if self.plan.has_choices and self.methods and (self.engine != "transformers" or self.sizes.kind is not None):
             what = "a quantised KV cache" if self.sizes.kind is not None else self.engine
             raise ValueError(f"{what} is not defined for layers that attend to chosen tokens only")
         if self.caches:
@@ -126,9 +126,17 @@ class ModelPlan(Shown):
 
     def read_at(self, length: int) -> int:
         """Return the bytes that attention reads for the last token of sequences of `length` tokens."""
-        return self._sum(
-            lambda states, layer: states.read_bytes(length, self.sizes) if self.plan.attends(layer) else 0.0
-        )
+        return self._sum(lambda states, layer: self._read(states, layer, length))
+
+    def _read(self, states: LayerStates, layer: int, length: int) -> float:
+        """Return the bytes that a layer reads for the last token of one sequence."""
+        if not self.plan.attends(layer):
+            return 0.0
+        read = states.read_bytes(length, self.sizes)
+        if not self.plan.has_choices or states.selected is not None:  # an indexer's choice is counted by `states`
+            return read
+        counts = [self.plan.read_count(state, layer, length) for state in CACHED]
+        return read * (counts[0] * states.keys + counts[1] * states.values) / (states.keys + states.values)
 
     def full_at(self, length: int) -> int:
         """Return the bytes of a full cache of sequences of `length` tokens."""
@@ -198,9 +206,11 @@ class ModelPlan(Shown):
         for sharing in self.shared:
             stored = sharing.plan.stored_bytes
             ratio = f"{stored / self.stored_bytes:.1%}" if self.stored_bytes else "–"
-            rows.append([sharing.method, readable_bytes(stored), ratio, sharing.pretrained])
+            read = readable_bytes(sharing.plan.read_bytes)
+            rows.append([sharing.method, readable_bytes(stored), ratio, read, sharing.pretrained])
         title = f"With sharing across layers, at {self.length:,} tokens"
-        return [(title, ["method", "stored", "of this cache", "in a pretrained model"], rows)]
+        head = ["method", "stored", "of this cache", "read for the last token", "in a pretrained model"]
+        return [(title, head, rows)]
 
     def _by_length(self) -> list[Table]:
         if len(self.lengths) == 1:

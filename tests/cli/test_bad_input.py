@@ -168,9 +168,9 @@ CASES = [
         }.items()
     ],
     # retrofit
-    ("retrofit {kit}/model", "give one of --method, --kv-budget and --kl-budget"),
+    ("retrofit {kit}/model", "give one of --method, --kv-budget, --kl-budget and --read-budget"),
     ("retrofit {kit}/model --method cla --kv-budget 0.5", "remove it, or --method cla"),
-    ("retrofit {kit}/model --kv-budget 0.5 --kl-budget 1", "give one of --method, --kv-budget and --kl-budget"),
+    ("retrofit {kit}/model --kv-budget 0.5 --kl-budget 1", "give one of --method, --kv-budget, --kl-budget"),
     ("retrofit {kit}/model --method telepathy", "method 'telepathy' is not known"),
     ("retrofit {kit}/model --kv-budget nan", "--kv-budget must be a finite number, got nan"),
     ("retrofit {kit}/model --kl-budget -1", r"--kl-budget must be greater than 0, got -1\.0"),

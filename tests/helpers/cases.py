@@ -51,7 +51,7 @@ VARIANTS = {
             "tokens": 4,
             "sinks": 1,
             "window": 2,
-            "choosers": "chosen",
+            "sparse_choosers": (0,),
         }
     ],
     "shared_choice, other heads": [

@@ -220,7 +220,8 @@ def test_masks_in_words():
 
 @needs("mistral_large4_text")
 def test_chosen_tokens_and_layers_without_rope_in_words():
-    assert masks("mistral_large4_text")[2:4] == ["full, top 8 as layer 1", "full, top 8, no rope"]
+    assert masks("mistral_large4_text")[2:4] == ["full, top 8", "full, top 8, no rope"]
+    assert crosslayer.plan(config_of("mistral_large4_text")).plan.choices[:4] == (0, 1, 1, 3)
 
 
 def test_a_config_is_enough(monkeypatch, tmp_path, capsys):

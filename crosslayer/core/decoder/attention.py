@@ -10,10 +10,12 @@ from typing import Any
 
 from torch import Tensor, nn
 from transformers import Cache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward  # Llama's, and it caps scores
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from crosslayer.core.choice import TokenChoice
 from crosslayer.core.decoder.caches import update_both, update_single
 from crosslayer.core.decoder.configuration import CrossLayerConfig
 from crosslayer.core.decoder.family import norm
@@ -22,6 +24,7 @@ from crosslayer.core.plan import STATES
 from crosslayer.core.sources import SharedStates, outside_layer_graphs
 from crosslayer.core.transformers_versions import read_paged, takes_cache
 
+SCORED_ONCE = (sdpa_attention_forward, eager_attention_forward)  # what a chooser's one token may do without
 SHARED = "states"  # key in the carry: the states that later layers read
 States = list[Tensor | None]  # queries, keys and values, and chosen tokens; None if another layer's are read
 Inputs = tuple[Tensor, Tensor, Tensor]  # of the query, key and value projections
@@ -138,13 +141,12 @@ class CrossLayerAttention(nn.Module):
             states, attention_mask = self._read_several(self.reader, own, attention_mask, new, carry)
         elif self.reads_others:
             *states, choice = self._read_others(own, carry)
-        if self.choice is not None:
-            self._check_mask(attention_mask)
-        if self.chooses:
-            own[-1] = choice = self._choose(states, attention_mask)
+        if self.choice is None:
+            out = self._attend(states, attention_mask, **kwargs)  # (B, T, H, D)
+        else:
+            out, own[-1] = self._attend_to_choice(self.choice, choice, states, attention_mask, **kwargs)
         if self.is_read:
             carry = self._carry(own, carry)
-        out = self._attend_to(choice, states, attention_mask, **kwargs)  # (B, T, H, D)
         for mixer in self.mixers:  # type: ignore[assignment]
             out, carry = mixer.after(out, carry)
         out = out.reshape(*hidden_states.shape[:-1], -1).contiguous()  # (B, T, H·D)
@@ -218,26 +220,32 @@ class CrossLayerAttention(nn.Module):
         states = carry.get(SHARED, SharedStates({}))
         return {**carry, SHARED: states.updated({name: own[i] for i, name in self.carried.items()})}
 
-    def _choose(self, states: States, mask: Any) -> Tensor | None:
-        """Return the tokens that the layer chooses, (B, H_kv, T, K), None if they are all."""
-        q, k, _ = states
-        assert self.choice is not None and q is not None and k is not None
-        return self.choice.choose(q, k, mask, self.scaling, **self.softcap)
-
-    def _attend_to(self, choice: Tensor | None, states: States, mask: Any, **kwargs: Any) -> Tensor:
-        """Return the output (B, T, H, D) of attention, to chosen tokens if the layer attends to a choice."""
+    def _attend_to_choice(
+        self, module: TokenChoice, choice: Tensor | None, states: States, mask: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the output (B, T, H, D) of a layer that chooses tokens or attends to chosen ones, and the choice."""
+        self._check_mask(mask)
+        q, k, v = states
+        assert q is not None and k is not None and v is not None
+        softcap = self.softcap.get("softcap")
+        if self.chooses and q.shape[2] == 1 and not self.training and self._attention() in SCORED_ONCE:
+            return module.attend_and_choose(q, k, v, mask, self.scaling, softcap, sparse=self.attends_to_choice)
+        if self.chooses:
+            choice = module.choose(q, k, mask, self.scaling, softcap)
         if not self.attends_to_choice:
-            return self._attend(states, mask, **kwargs)
-        assert self.choice is not None
+            return self._attend(states, mask, **kwargs), choice
 
         def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
             return self._attend([q, k, v], mask, **kwargs)
 
-        return self.choice.attend(*states, mask, choice, attend)
+        return module.attend(q, k, v, mask, choice, attend), choice
+
+    def _attention(self) -> Any:
+        """Return the function that computes attention, which probes may have replaced."""
+        implementation = self.config._attn_implementation or "eager"
+        return ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
 
     def _attend(self, states: States, attention_mask: Any, **kwargs: Any) -> Tensor:
-        implementation = self.config._attn_implementation or "eager"
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
         dropout = self.attention_dropout if self.training else 0.0
         options = {"dropout": dropout, "scaling": self.scaling, "sliding_window": self.sliding_window}
         options = {**options, **self.softcap, **kwargs}
@@ -246,7 +254,7 @@ class CrossLayerAttention(nn.Module):
         if paged is not None:
             assert k is not None and v is not None
             k, v = read_paged(paged, k, v, self.layer_idx, options)
-        return attend(self, q, k, v, attention_mask, **options)[0]
+        return self._attention()(self, q, k, v, attention_mask, **options)[0]
 
     def _cached(self, states: States, cache: Cache) -> States:
         q, k, v = states

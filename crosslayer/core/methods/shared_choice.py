@@ -2,10 +2,10 @@
 
     U_n = softmax over the chosen tokens (Q_n K_nᵀ / √d) V_n,  chosen by the first layer of n's group (core/choice.py)
 
-Flows: the choice of K tokens, for each new token and key-value head. Reads: K tokens in a reader; all of them, and the
-keys once more to choose, in a chooser. Cache: unchanged. Source: Kascade (arXiv 2512.16391), for pretrained models
-without training; IndexCache (arXiv 2603.12201) for models with indexers. New here: a choice for every token of a
-prompt, so that cached and uncached runs agree.
+Flows: the choice of K tokens, for each new token and key-value head. Reads: K tokens in a reader; all of them in a
+chooser, all keys and the values of K tokens if it attends to its own choice. Cache: unchanged. Source: Kascade (arXiv
+2512.16391), for pretrained models without training; IndexCache (arXiv 2603.12201) for models with indexers. New here: a
+choice for every token of a prompt, so that cached and uncached runs agree.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ class SharedChoice(ChoiceMethod):
         sources = group_sources(self.name(), "groups", self.groups, layers)
         choices: list[int | None] = [None] * layers
         for layer in (layer for group in self.groups for layer in group):
-            if sources[layer] != layer or self.choosers == "chosen":
+            if sources[layer] != layer or layer in self.sparse_choosers:
                 choices[layer] = sources[layer]
         own = tuple(range(layers))
         chosen = None if choices == [None] * layers else self.tokens

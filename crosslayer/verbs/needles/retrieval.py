@@ -14,6 +14,7 @@ from crosslayer.verbs.needles.record import difference, is_retrieved
 from crosslayer.verbs.needles.run import needles
 
 LENGTHS = (256, 512, 1024, 2048)
+LONG_LENGTHS = (512, 1024, 2048, 4096, 8192)  # for what depends on the length: chosen tokens
 SAMPLES = 2  # at each of five depths
 PROMPT_TOKENS = 5 * SAMPLES * sum(LENGTHS)  # of all prompts
 
@@ -31,15 +32,16 @@ def measure_retrieval(
     seed: int = 0,
     progress: Meter = Silent,
     kv_bits: str | None = None,
+    lengths: Sequence[int] | None = None,
 ) -> tuple[Retrieval, ...]:
-    """Ask a model for ten numbers at each of four lengths, as `needles` with a single key does.
+    """Ask a model for ten numbers at each of some lengths, as `needles` with a single key does.
 
     Lengths that exceed the model's positions, or that the question alone fills, are left out; without a tokenizer the
     result is empty.
     """
     if tokenizer is None or not model.can_generate():
         return ()
-    lengths = [length for length in LENGTHS if length <= positions(model)]
+    lengths = [length for length in lengths or LENGTHS if length <= positions(model)]
     options = {"keys": 1, "samples": SAMPLES, "seed": seed, "kv_bits": kv_bits}
     results = []
     with progress("asking for hidden numbers", len(lengths)) as bar:

@@ -27,6 +27,7 @@ from crosslayer.probe.stream import LayerStream, streams
 from crosslayer.probe.what_if import find_sublayers, what_if
 from crosslayer.verbs.diagnose.groups import PAPER_SIZE, Groups, paper_groups, similar_groups
 from crosslayer.verbs.diagnose.run import diagnose
+from crosslayer.verbs.retrofit.choosers import choosers_by_damage
 from crosslayer.verbs.retrofit.convert import convert, plain_decoder
 from crosslayer.verbs.retrofit.latents import StateMoments, levels_of, measure_moments, with_bits, with_errors
 from crosslayer.verbs.retrofit.moments import RANK_CUTOFF, TOKENS_PER_INPUT
@@ -56,6 +57,8 @@ def choose(model: PreTrainedModel, request: Request, windows: dict[str, Windows]
     layers, cls, option = model.config.num_hidden_layers, request.method_class, request.options.layers
     if request.calibrates:
         return _latents(model, request, windows["calibration"], progress)
+    if request.chooses:
+        return Chosen(*choosers_by_damage(model, windows, request, progress))
     if request.method is not None:
         find_sublayers(model).check(request.method.plan(layers))
         return Chosen([request.method], Choice(how="as options"))

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from crosslayer.core.plan import CACHED, STATES, DepthPlan
+from crosslayer.core.plan import CACHED, PASSED, STATES, DepthPlan
 from crosslayer.output.page import Page, Table
 from crosslayer.output.panel import COLORS, Line, Panel
 from crosslayer.verbs.needles.retrieval import count_retrieved
@@ -40,8 +40,15 @@ def _cards(record: RetrofitReport) -> list[tuple[str, str, str]]:
     worst, calibration = record.damage.domains[0], record.calibration.windows
     domain = f"on {worst.name} ({'calibration' if worst.seen else 'unseen'} text)"
     text = f"fitted on {sum(calibration.values())} windows of {', '.join(calibration)}"
+    size = ("KV cache", f"{record.cache.share:.2%}", "of the original's bytes, as allocated")
+    if record.plan.has_choices:
+        size = (
+            "Read",
+            f"{record.cache.read_share:.1%}",
+            f"of keys and values in a step at {record.cache.context:,} tokens",
+        )
     cards = [
-        ("KV cache", f"{record.cache.share:.2%}", "of the original's bytes, as allocated"),
+        size,
         ("Perplexity", f"×{worst.ratio:.3f}", f"95% CI {interval(worst.ratio_ci95)}, {domain}"),
         ("KL", f"{worst.kl:.3f}", f"nats/token, 95% CI {interval(worst.kl_ci95)}, {domain}"),
         ("Compensation", record.calibration.fit, text if calibration else "no calibration text"),
@@ -56,7 +63,7 @@ def _cards(record: RetrofitReport) -> list[tuple[str, str, str]]:
 
 def panels(record: RetrofitReport) -> list[Panel]:
     """Return the figures: what each layer caches, what a fit recovers, and bytes against damage."""
-    figures = [_by_layer(record.plan)]
+    figures = [_reads_by_layer(record) if record.plan.has_choices else _by_layer(record.plan)]
     fits = [vars(fit) for fit in record.calibration.layers]
     if fits:
         layers = [float(fit["layer"]) for fit in fits]
@@ -71,7 +78,7 @@ def panels(record: RetrofitReport) -> list[Panel]:
         figures.append(_bytes_and_damage(record.alternatives))
     search = record.choice.search
     if search is not None and search.curve:
-        figures.append(_trade_off(search.curve, search.fixed))
+        figures.append(_trade_off(search.curve, search.fixed, record.plan.has_choices))
     return figures
 
 
@@ -84,6 +91,17 @@ def _by_layer(plan: DepthPlan) -> Panel:
     caption = "Share of the original's bytes of a token that a layer caches; 0 if it reads another layer's or has none."
     axes = ("layer", "% of the layer's bytes")
     return Panel("layers", "What each layer caches", caption, *axes, lines, wide=True, bounds=(0, math.inf))
+
+
+def _reads_by_layer(record: RetrofitReport) -> Panel:
+    """Return the figure of what each layer reads."""
+    plan, context = record.plan, record.cache.context
+    layers = [float(layer) for layer in range(plan.layers)]
+    read = [50 * sum(plan.read_count(state, layer, context) for state in CACHED) for layer in range(plan.layers)]
+    lines = [Line("keys and values", layers, read)]
+    caption = f"Share of its keys and values that a layer reads in a decoding step at {context:,} tokens."
+    axes = ("layer", "% of the layer's keys and values")
+    return Panel("layers", "What each layer reads", caption, *axes, lines, wide=True, bounds=(0, math.inf))
 
 
 def _bytes_and_damage(rows: Sequence[Alternative]) -> Panel:
@@ -102,15 +120,18 @@ def _bytes_and_damage(rows: Sequence[Alternative]) -> Panel:
     return Panel("alternatives", "What other caches cost", caption, *axes, lines, **drawn)
 
 
-def _trade_off(curve: list[CurvePoint], fixed: list[FixedBlocks]) -> Panel:
+def _trade_off(curve: list[CurvePoint], fixed: list[FixedBlocks], of_reads: bool) -> Panel:
+    """Return the figure of the search's steps: cache size, or what a decoding step reads, against damage."""
     low, high = zip(*(point.kl_ci95 for point in curve), strict=True)
     lines = [Line("search", [point.share for point in curve], [point.kl for point in curve], list(low), list(high))]
     for blocks in fixed:
         low, high = blocks.kl_ci95
-        lines.append(Line(f"fixed blocks, {blocks.method}", [blocks.share], [blocks.kl], [low], [high]))
+        label = "choosers at equal distances" if of_reads else f"fixed blocks, {blocks.method}"
+        lines.append(Line(label, [blocks.share], [blocks.kl], [low], [high]))
     caption = "KL to the original on text that the search did not use. 95% bootstrap intervals over windows."
-    axes = ("share of the KV cache", "KL (nats/token)")
-    return Panel("trade_off", "Cache size against damage", caption, *axes, lines, wide=True, bounds=(0, math.inf))
+    axes = ("share of keys and values read" if of_reads else "share of the KV cache", "KL (nats/token)")
+    title = "Reads against damage" if of_reads else "Cache size against damage"
+    return Panel("trade_off", title, caption, *axes, lines, wide=True, bounds=(0, math.inf))
 
 
 def _alternatives(record: RetrofitReport) -> Table:
@@ -138,7 +159,7 @@ def _tables(record: RetrofitReport) -> list[Table]:
     for change, names in record.weights.model_dump().items():
         shown = names[:NAMES_SHOWN]
         weights.append([change, str(len(names)), [*shown, "…"] if len(names) > len(shown) else shown])
-    states = (*STATES, "mlps")
+    states = (*PASSED, "mlps") if record.plan.has_choices else (*STATES, "mlps")
     plan = [
         [str(layer), *(record.plan.source_label(state, layer) for state in states)] for layer in record.changed_layers
     ]
@@ -148,5 +169,5 @@ def _tables(record: RetrofitReport) -> list[Table]:
         *([_alternatives(record)] if record.alternatives else []),
         ("Damage by domain", ["domain", "calibrated on", "windows", *figures], damage),
         ("Weights", ["", "count", "names"], weights),
-        (title, ["layer", "queries", "keys", "values", "MLP"], plan),
+        (title, ["layer", *states[:-1], "MLP"], plan),
     ]

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, model_validator
 
+from crosslayer.core.choice import ChoiceMethod
 from crosslayer.core.latents import LatentMethod
 from crosslayer.core.method import Compensated, Method
 from crosslayer.core.methods import Entry, load_method, method_class, method_names, to_entry
@@ -17,6 +18,9 @@ from crosslayer.verbs.retrofit.search import searched_methods
 
 SELECTS = ("similarity", "greedy", "correlation", "distance")
 AXES = ("depth", "bits", "rank")  # in which a cache becomes smaller
+ONE_OF = (
+    "give one of `method`, `kv_budget`, `kl_budget` and `read_budget`; the budgets choose methods and layers themselves"
+)
 Budget = Annotated[float, Field(gt=0, allow_inf_nan=False)] | None
 
 
@@ -28,6 +32,7 @@ class RetrofitOptions(Options):
     kv_budget: Budget = None
     kv_context: int | None = Field(default=None, ge=2)
     kl_budget: Budget = None
+    read_budget: Budget = None
     axes: str = "depth"
     compensation: str | None = None
     bias: bool = False
@@ -49,11 +54,9 @@ class RetrofitOptions(Options):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        given = [value is not None for value in (self.method, self.kv_budget, self.kl_budget)]
-        if given != [True, True, False] and sum(given) != 1:  # a method's latents may have a budget
-            raise ValueError(
-                "give one of `method`, `kv_budget` and `kl_budget`; the budgets choose methods and layers themselves"
-            )
+        budgets = sum(value is not None for value in (self.kv_budget, self.kl_budget, self.read_budget))
+        if budgets > 1 or (budgets == 0 and self.method is None):
+            raise ValueError(ONE_OF)
         for axis in self.axes.split(","):
             check_choice("retrofit", "axes", axis, AXES)
         check_choice("retrofit", "compensation", self.compensation, ("none", *FITS, None))
@@ -88,7 +91,10 @@ class Request:
             self._take_latents()
         elif isinstance(self.method, LatentMethod):
             self.axes = frozenset(AXES)
-        self.searches = self.method_class is None and self.method is None  # a budget chooses methods and layers
+        self.searches_tokens = not isinstance(options.method, dict) and "{" not in (options.method or "")
+        self._take_choices()
+        self.chooses = isinstance(self.method, ChoiceMethod) and self.has_budget  # a budget chooses who chooses
+        self.searches = self.chooses or (self.method_class is None and self.method is None)  # a budget chooses layers
         self.part = self.select = None  # what the method drops; how layers are chosen
         if self.method_class is not None and self.method_class.parts:
             self.part = options.part or self.method_class.parts[0]
@@ -107,6 +113,25 @@ class Request:
             raise ValueError(f"`axes` {self.options.axes} needs `kv_budget`, and no `method`")
         (cls,) = [cls for name in method_names() if issubclass(cls := method_class(name), LatentMethod)]
         self.method = cls(groups=None if "depth" in self.axes else ())
+
+    @property
+    def has_budget(self) -> bool:
+        """Whether there is a budget of KL or of reads."""
+        return self.options.kl_budget is not None or self.options.read_budget is not None
+
+    def _take_choices(self) -> None:
+        """Let a budget choose who chooses tokens for whom, if it is of reads or the method is one of chosen tokens."""
+        options = self.options
+        if self.method_class is not None and issubclass(self.method_class, ChoiceMethod) and self.has_budget:
+            self.method, self.method_class = self.method_class(), None
+        if options.read_budget is not None and options.method is None:
+            (cls,) = [cls for name in method_names() if issubclass(cls := method_class(name), ChoiceMethod)]
+            self.method = cls()
+        named = self.method or self.method_class
+        if named is not None and self.has_budget and not isinstance(named, ChoiceMethod):
+            raise ValueError(ONE_OF)
+        if isinstance(self.method, ChoiceMethod) and self.has_budget and self.method.groups:
+            raise ValueError("`method` has groups already, which a budget is to choose; remove one of them")
 
     def fit_of(self, methods: Sequence[Method]) -> str:
         """Return how the chosen methods are fitted: after a search there may be no layer whose W_o can be refitted."""

@@ -91,12 +91,13 @@ class Calibration(Frozen):
 
 
 class CacheRecord(Frozen):
-    """Bytes that a dynamic cache allocates for each of `context` tokens."""
+    """Bytes that a dynamic cache allocates for each of `context` tokens, and how much of it a step reads."""
 
     context: int
     bytes_per_token_before: float
     bytes_per_token_after: float
     share: float = Field(description="after over before")
+    read_share: float = Field(description="of the original's keys and values, that a decoding step reads")
 
 
 class Damage(Frozen):
@@ -189,7 +190,7 @@ class RetrofitReport(Result):
     Shapes: D domains, the worst unseen one first; L layers of the original.
     """
 
-    schema_: Literal["crosslayer/retrofit/7"] = Field(default="crosslayer/retrofit/7", alias="schema")
+    schema_: Literal["crosslayer/retrofit/8"] = Field(default="crosslayer/retrofit/8", alias="schema")
     architecture: Architecture
     methods: list[dict[str, Any]] = Field(description="name and options of each method, as in a config")
     title: str = Field(description="the methods with their options, as a line of text")
@@ -317,9 +318,13 @@ class RetrofitReport(Result):
 
     @property
     def changed_layers(self) -> list[int]:
-        """Layers that read other layers' states, or in which attention or the MLP is dropped."""
+        """Layers that read other layers' states, attend to chosen tokens, or have no attention or MLP."""
         vectors = [self.plan.sources(state) for state in (*STATES, "mlps")]
-        return [layer for layer in range(self.plan.layers) if any(vector[layer] != layer for vector in vectors)]
+        return [
+            layer
+            for layer in range(self.plan.layers)
+            if self.plan.choices[layer] is not None or any(vector[layer] != layer for vector in vectors)
+        ]
 
     def headline(self) -> dict[str, Any]:
         """Return the figures for the last printed line of the command."""
@@ -328,6 +333,7 @@ class RetrofitReport(Result):
             "method": "+".join(entry["name"] for entry in self.methods),
             "layers": self.changed_layers,
             "kv_share": round(self.cache.share, 6),
+            "read_share": round(self.cache.read_share, 6),
             "worst_domain": worst.name,
             "seen": worst.seen,
             "perplexity_before": round(worst.perplexity_before, 4),

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from crosslayer.core.decoder.weights import to_config
 from crosslayer.core.methods import Entry, merge_plans, to_entry
+from crosslayer.core.plan import DepthPlan
 from crosslayer.corpus.windows import Windows
 from crosslayer.models.load import load_config, model_facts, public_name, ready_model
 from crosslayer.models.origin import origin
@@ -18,7 +19,7 @@ from crosslayer.output.progress import Meter, Silent
 from crosslayer.probe.intercept import evaluating, no_cache, plan_of
 from crosslayer.probe.tokens import check_ids
 from crosslayer.probe.what_if import find_sublayers
-from crosslayer.verbs.needles.retrieval import PROMPT_TOKENS, measure_retrieval
+from crosslayer.verbs.needles.retrieval import LONG_LENGTHS, PROMPT_TOKENS, measure_retrieval
 from crosslayer.verbs.retrofit.alternatives import MEASURED, WINDOWS, Judged, latents_beside, measure_alternatives
 from crosslayer.verbs.retrofit.cache import CacheShare, allocated
 from crosslayer.verbs.retrofit.calibrate import POST_NORM_ERROR, input_width
@@ -52,6 +53,7 @@ def retrofit(
     kv_budget: float | None = None,
     kv_context: int | None = None,
     kl_budget: float | None = None,
+    read_budget: float | None = None,
     axes: str = "depth",
     compensation: str | None = None,
     target: str | None = None,
@@ -88,7 +90,10 @@ def retrofit(
         kv_budget: instead of --method: search for the methods and layers that keep this share of the KV cache (0 to 1);
             with a method whose layers cache latents: their size, as a share of a cache in 16 bits.
         kv_context: context length at which the cache is counted; default 2048, or twice the largest sliding window.
-        kl_budget: instead of --method: search within this KL to the original, in nats/token.
+        kl_budget: instead of --method: search within this KL to the original, in nats/token; with a method whose
+            layers choose tokens: who chooses for whom, with the fewest reads.
+        read_budget: instead of --method: search which layers choose the tokens that others attend to, so that a
+            decoding step reads this share of the cached keys and values (0 to 1). The cache keeps its size.
         axes: in which --kv-budget makes the cache smaller: depth (layers share or lose attention), bits, rank, or
             several, such as depth,bits,rank. With bits or rank layers cache latents: far less damage at the same bytes,
             but decoding is slower, and vLLM does not serve them.
@@ -265,10 +270,12 @@ def _needles(
     progress: Meter,
 ) -> Needles | None:
     """Ask both models for hidden numbers; None if they cannot be asked."""
-    retrieved = measure_retrieval(converted, tokenizer, seed, progress)
+    plan = plan_of(converted.config)
+    lengths = LONG_LENGTHS if plan is not None and plan.has_choices else None
+    retrieved = measure_retrieval(converted, tokenizer, seed, progress, lengths=lengths)
     if not retrieved:
         return None
-    return Needles(original=measure_retrieval(model, tokenizer, seed, progress), retrofit=retrieved)
+    return Needles(original=measure_retrieval(model, tokenizer, seed, progress, lengths=lengths), retrofit=retrieved)
 
 
 def _evaluate(
@@ -299,6 +306,11 @@ def _cache(model: PreTrainedModel, converted: PreTrainedModel, context: int | No
         before *= (
             2 / model.dtype.itemsize
         )  # codes have the same size whatever the dtype; the original's is 16 bits then
+    read = 1.0 if plan is None else plan.read_states(context) / DepthPlan.identity(plan.layers).read_states()
     return CacheRecord(
-        context=context, bytes_per_token_before=before, bytes_per_token_after=after, share=after / before
+        context=context,
+        bytes_per_token_before=before,
+        bytes_per_token_after=after,
+        share=after / before,
+        read_share=read,
     )

@@ -44,9 +44,10 @@ def sentences(record: RetrofitReport) -> list[str]:
     """Return the memory saved, the quality lost, and what was measured."""
     cache, model, domains = record.cache, record.architecture, record.damage.domains
     worst = domains[0]
+    reads = f", of which a decoding step reads {cache.read_share:.1%} instead of all" if record.plan.has_choices else ""
     lines = [
         f"{record.title}: KV cache {cache.share:.2%} of the original's ({cache.bytes_per_token_before:,.0f} → "
-        f"{cache.bytes_per_token_after:,.0f} bytes per token at {cache.context:,.0f} tokens), parameters "
+        f"{cache.bytes_per_token_after:,.0f} bytes per token at {cache.context:,.0f} tokens{reads}), parameters "
         f"{model.parameters / 1e6:.1f} → {model.parameters_after / 1e6:.1f} M.",
         f"Worst {'calibration' if worst.seen else 'unseen'} domain ({worst.name}): perplexity "
         f"{worst.perplexity_before:.2f} → {worst.perplexity_after:.2f} (×{worst.ratio:.3f}, 95% CI "
@@ -151,8 +152,11 @@ def _search(record: RetrofitReport, blocks: FixedBlocks) -> str:
     low, high = blocks.search_minus_fixed_ci95
     verdict = "beats" if high < 0 else "is worse than" if low > 0 else "is not significantly different from"
     fitted = "each layer compensated separately" if record.calibration.layers else "without compensation"
+    share, others = f"{record.cache.share:.2%} of the cache", f"fixed blocks of {blocks.method}"
+    if record.plan.has_choices:
+        share, others = f"{record.cache.read_share:.1%} of the reads", "choosers at equal distances"
     return (
-        f"The searched configuration ({record.cache.share:.2%} of the cache) {verdict} fixed blocks of {blocks.method} "
-        f"({blocks.share:.2%}): KL {signed(blocks.search_minus_fixed)} "
+        f"The searched configuration ({share}) {verdict} {others} ({blocks.share:.2%}): KL "
+        f"{signed(blocks.search_minus_fixed)} "
         f"({signed_interval(blocks.search_minus_fixed_ci95)}) on windows that the search did not use, {fitted}."
     )

@@ -9,6 +9,7 @@ Memory: the input of every layer of the original, for the tokens of these fits.
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -176,8 +177,12 @@ class Measure:
         return candidate
 
     def __call__(self, assignment: Assignment) -> float:
+        """Return the KL of an assignment, compensated."""
+        return self.kl(self.methods(assignment))
+
+    def kl(self, methods: list[Method]) -> float:
         """Return the mean KL of the compensated model to the original over the windows, in nats/token."""
-        logits = self.inputs.logits(self.candidate(self.methods(assignment)))
+        logits = self.inputs.logits(self.candidate(methods))
         divergences = []
         for ids, original, after in zip(self.ids, self.original, logits, strict=True):
             for rows in (slice(self.repeat_start), slice(self.repeat_start, None)):
@@ -203,35 +208,76 @@ def fixed_blocks(
     return min(candidates)[2:] if candidates else None
 
 
+class Step(NamedTuple):
+    """A configuration of a search: its methods, the share that it takes, its KL on the search text."""
+
+    methods: list[Method]
+    share: float
+    kl: float
+    layers: dict[str, int]  # how many layers each method acts on
+
+
+class Baseline(NamedTuple):
+    """A configuration that no search was needed for: its methods, its groups of layers, the share that it takes."""
+
+    methods: list[Method]
+    groups: Groups
+    share: float
+
+
 def _measured(
     model: PreTrainedModel, measure: Measure, search: Search, windows: Windows, progress: Meter
 ) -> tuple[list[CurvePoint], list[FixedBlocks]]:
     """Measure evenly spread steps of the search, and fixed blocks for the last one, on windows it did not use."""
-    stride = max(1, math.ceil(len(search.curve[1:]) / POINTS))
-    steps = search.curve[1:][::-1][::stride][::-1]
+    steps = [
+        Step(
+            measure.methods(assignment),
+            search.cache.of(assignment.plan),
+            kl,
+            {cls.name(): assignment.classes.count(cls) for cls in search.classes},
+        )
+        for assignment, kl in spread_steps(search.curve[1:])
+    ]
+    baselines = {}
+    for cls in search.classes if steps else ():
+        blocks = fixed_blocks(cls, search.shapes, steps[-1].share, search.cache) if cls.grouped else None
+        if blocks is not None:
+            method = measure.request.compensated(cls.from_groups(blocks[0], len(search.shapes)))
+            baselines[cls.name()] = Baseline([method], *blocks)
+    return measure_steps(model, measure, steps, baselines, windows, progress)
+
+
+def spread_steps(curve: Sequence[Any]) -> list[Any]:
+    """Return at most `POINTS` steps of a curve at equal distances, with the last."""
+    stride = max(1, math.ceil(len(curve) / POINTS))
+    return list(curve[::-1][::stride][::-1])
+
+
+def measure_steps(
+    model: PreTrainedModel,
+    measure: Measure,
+    steps: Sequence[Step],
+    baselines: Mapping[str, Baseline],
+    windows: Windows,
+    progress: Meter,
+) -> tuple[list[CurvePoint], list[FixedBlocks]]:
+    """Measure steps of a search, and each baseline against the last of them, on windows that it did not use."""
     if not steps:
         return [], []
-    reached, baselines = search.cache.of(steps[-1][0].plan), {}
-    methods = {str(number): measure.methods(assignment) for number, (assignment, _) in enumerate(steps)}
-    for cls in search.classes:
-        blocks = fixed_blocks(cls, search.shapes, reached, search.cache) if cls.grouped else None
-        if blocks is not None:
-            baselines[cls.name()] = blocks
-            method = cls.from_groups(blocks[0], len(search.shapes))
-            methods[cls.name()] = [measure.request.compensated(method)]
+    methods = {str(number): step.methods for number, step in enumerate(steps)}
+    methods |= {name: baseline.methods for name, baseline in baselines.items()}
     runs = {name: logits_of(measure.candidate(chosen)) for name, chosen in methods.items()}
     with progress("measuring the trade-off on held-out text", len(windows)) as bar:
         measured = losses(logits_of(model), runs, windows, bar.step)
     curve, fixed = [], []
-    for number, (assignment, kl) in enumerate(steps):
+    for number, step in enumerate(steps):
         cost = damage(measured[str(number)])
-        layers = {cls.name(): assignment.classes.count(cls) for cls in search.classes}
-        share = search.cache.of(assignment.plan)
-        curve.append(CurvePoint(share=share, kl_search=kl, kl=cost.kl, kl_ci95=cost.kl_ci95, layers=layers))
-    for name, (groups, share) in baselines.items():
+        point = {"share": step.share, "kl_search": step.kl, "layers": step.layers}
+        curve.append(CurvePoint(**point, kl=cost.kl, kl_ci95=cost.kl_ci95))
+    for name, baseline in baselines.items():
         cost = damage(measured[name])
         gap, interval = difference(measured[str(len(steps) - 1)], measured[name])
         figures = {"kl": cost.kl, "kl_ci95": cost.kl_ci95}
         figures |= {"search_minus_fixed": gap, "search_minus_fixed_ci95": interval}
-        fixed.append(FixedBlocks(method=name, blocks=groups, share=share, **figures))
+        fixed.append(FixedBlocks(method=name, blocks=baseline.groups, share=baseline.share, **figures))
     return curve, fixed

@@ -27,7 +27,7 @@ SHAPES = {
             tokens=4,
             sinks=2,
             window=1,
-            choosers="chosen",
+            sparse_choosers=(0, 3),
             chooser_heads=((), (), (3, 3, 0, 1), (), (), (1, 0, 3, 2)),
         ),
         {"num_key_value_heads": 4, "qk_norm": False},
@@ -52,7 +52,7 @@ class Loops(Naive):
         heads = []
         for h, weights in enumerate(maps):
             pair = h // groups
-            if chooser is not None and (chooser != layer or self.method.choosers == "chosen"):
+            if chooser is not None and (chooser != layer or layer in self.method.sparse_choosers):
                 named = self.method.chooser_heads[layer] if self.method.chooser_heads else ()
                 choice = self.choices[chooser][named[pair] if named else pair]
                 for row, kept in enumerate(choice):
@@ -138,10 +138,10 @@ def _sets(choice, length, rows=None, shift=0, first=0):
 def test_reads_are_counted():
     plan = SharedChoice(groups=((0, 1, 2), (3, 4, 5)), tokens=32).plan(6)
     assert plan.cached_fraction() == 1
-    # two choosers read keys twice and values once, four readers 32 of 128 tokens
-    assert plan.read_states(context=128) == 2 * 3 + 4 * 2 * 0.25
-    assert plan.read_states() == 2 * 3 + 4 * 2
-    assert SharedChoice(groups=((0, 1),), tokens=0.5).plan(2).read_states() == 3 + 1
+    assert plan.read_states(context=128) == 2 * 2 + 4 * 2 * 0.25  # two choosers read all, four readers 32 of 128 tokens
+    assert plan.read_states() == 12
+    own = SharedChoice(groups=((0, 1),), sparse_choosers=(0,), tokens=0.5).plan(2)
+    assert own.read_states() == 1 + 0.5 + 1  # all keys and half of the values; half of both
 
 
 def test_choices_merge():
@@ -156,7 +156,10 @@ REFUSED = {
     "tokens must be at least sinks \\+ window = 20, got 8": ({"tokens": 8.0}, {}),
     "groups of layers in rising order": ({"groups": ((2, 1),)}, {}),
     "window at least 1, the new token, got 4 and 0": ({"window": 0}, {}),
-    "choosers must be one of 'all', 'chosen'": ({"choosers": "some"}, {}),
+    "sparse_choosers must be the first of a group each, got \\[2\\]": (
+        {"groups": ((1, 2),), "sparse_choosers": (1, 2)},
+        {},
+    ),
     "chooser_heads must have 6 entries": ({"chooser_heads": ((0, 1),)}, {}),
     "chooser_heads of layer 0 must be 2 heads from 0 to 1": (
         {"groups": ((0, 1),), "chooser_heads": ((0, 2),) * 6},

@@ -79,7 +79,7 @@ def test_a_report_is_its_record(report):
     with pytest.raises(ValueError, match=r"no model; .*crosslayer.load_model\(FOLDER\)"):
         _ = again.model
     for wrong in ({"schema": "crosslayer/retrofit/2"}, {"paper": {}}):
-        with pytest.raises(ValueError, match="this release reads crosslayer/retrofit/7|paper"):
+        with pytest.raises(ValueError, match="this release reads crosslayer/retrofit/8|paper"):
             RetrofitReport.from_record(report.record() | wrong)
 
 
@@ -293,7 +293,7 @@ def test_bad_calls_are_one_line(source):
         ({"text": [words(0, 400)]}, r"texts need tokenizer=…; without it give token ids"),
         ({"size": 1}, "size must be greater than or equal to 2"),
         ({"count": 0}, "count must be greater than or equal to 1"),
-        ({"kl_budget": 1.0}, "give one of `method`, `kv_budget` and `kl_budget`"),
+        ({"kl_budget": 1.0}, "give one of `method`, `kv_budget`, `kl_budget`"),
         ({"dtype": "float32"}, "dtype and device are for a model that is named"),
         ({"calibration_text": ids(9, 1)}, "`calibration_text` has no effect"),
         ({"merge": "sum"}, "merge must be one of 'first', 'mean', 'svd', got 'sum'"),

@@ -47,8 +47,8 @@ def test_the_folder_is_whole_with_report_and_card(monkeypatch, inputs, tmp_path,
     captured = capsys.readouterr()
     line = json.loads(captured.out.strip().splitlines()[-1])
     keys = (
-        "method layers kv_share worst_domain seen perplexity_before perplexity_after perplexity_ratio_ci95 kl needles "
-        "seconds"
+        "method layers kv_share read_share worst_domain seen perplexity_before perplexity_after perplexity_ratio_ci95 "
+        "kl needles seconds"
     )
     assert list(line) == keys.split()
     assert (line["method"], line["layers"], line["kv_share"]) == ("uniattn", [5, 7], 0.875)
@@ -219,7 +219,7 @@ BAD = [
     (("--method", '{"name": "cla", "group": 2}', "--layers", "4-5"), "--layers 4-5 has no effect"),
     (("--method", "cla", "--kv-context", 1), "--kv-context must be greater than or equal to 2"),
     (("--method", "cla", "--kv-budget", 0.8), "remove it, or --method cla"),
-    ((), "give one of --method, --kv-budget and --kl-budget"),
+    ((), "give one of --method, --kv-budget, --kl-budget and --read-budget"),
     (("--kv-budget", 0.01, "--calibration", 16), "--kv-budget must be from 0.1250 (one of 8 layers) to 1, got 0.01"),
     (("--method", "cla", "--windows", 15), "--windows must be at least 16, got 15"),
     (("--kv-budget", 0.7, "--calibration", 2), "refit needs at least 144 tokens of calibration text, got 32"),

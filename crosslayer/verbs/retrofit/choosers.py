@@ -1,0 +1,364 @@
+"""Choose which layers choose tokens for which others, by measured damage, within a budget of reads or of KL.
+
+Two searches on the same text, of which the better result is taken:
+
+- a greedy one: one more layer attends to its own or another layer's choice, the one that adds the least measured KL;
+- dynamic programming: groups of neighbours with the least sum, over readers, of the attention that a reader loses (its
+  own attention to tokens that its chooser does not choose) times what a unit of it costs, the KL with it alone.
+
+In both, each key-value head of a reader takes the choice of the chooser's head that recovers most of its attention.
+
+Shapes: L layers, H key-value heads, N sequences, T tokens.
+"""
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from crosslayer.core.choice import ChoiceMethod, TokenChoice
+from crosslayer.core.method import Method
+from crosslayer.corpus.windows import Windows
+from crosslayer.output.progress import Meter
+from crosslayer.probe.choices import choice_sums
+from crosslayer.probe.intercept import AttentionCall, no_cache, visited
+from crosslayer.probe.what_if import find_sublayers
+from crosslayer.verbs.diagnose.groups import Groups
+from crosslayer.verbs.retrofit.cache import CONTEXT
+from crosslayer.verbs.retrofit.request import Request
+from crosslayer.verbs.retrofit.result import Choice, CurvePoint, FixedBlocks, SearchRecord
+from crosslayer.verbs.retrofit.search import OWN as OWN_ATTENTION
+from crosslayer.verbs.retrofit.trade_off import Baseline, Measure, Step, measure_steps, spread_steps
+
+SHARES = (0.5, 0.25, 0.125)  # of a budget of reads: how many tokens are chosen
+ALL, OWN, READER = "all", "own", "reader"  # what a layer attends to: all tokens, its own choice, another layer's
+Kinds = tuple[str, ...]  # by layer
+Move = tuple[int, str]  # a layer, and what it attends to from now on
+PASSES = 300  # at most, over the search text
+TINY = 1e-9  # share of attention
+REMEASURED = 4  # at most, moves that are measured again per step
+
+
+def read_by(kind: str, share: float) -> float:
+    """Return how many layers' keys and values a layer reads if a share of the tokens is chosen."""
+    return {ALL: 1.0, OWN: (1 + share) / 2, READER: share}[kind]
+
+
+def reads_of(kinds: Kinds, share: float) -> float:
+    """Return the share of the original's keys and values that are read in a decoding step."""
+    return sum(read_by(kind, share) for kind in kinds) / len(kinds)
+
+
+def groups_of(kinds: Kinds) -> Groups:
+    """Return each chooser with its readers: the layers up to the next chooser."""
+    groups: Groups = []
+    for layer, kind in enumerate(kinds):
+        if kind == READER:
+            groups[-1].append(layer)
+        else:
+            groups.append([layer])
+    return [group for group in groups if len(group) > 1 or kinds[group[0]] == OWN]
+
+
+@dataclass
+class GreedySearch:
+    """Lets one more layer attend to its own choice or another layer's, whichever adds the least KL per read saved.
+
+    All moves are ranked once; a move is measured again before it is taken (lazy greedy).
+    """
+
+    measure: Callable[[Kinds], float]  # KL to the original, on the search text
+    layers: int
+    share: float  # of the tokens, that are chosen
+    passes: int = 0  # number of measurements
+    ranking: dict[Move, float] = field(default_factory=dict)  # KL of each move alone
+    curve: list[tuple[Kinds, float]] = field(default_factory=list)
+
+    def run(self, reads: float | None = None, kl: float | None = None) -> Kinds:
+        """Take moves until at most the share `reads` is read, or as long as the KL stays within `kl`."""
+        kinds, damage, refused = (ALL,) * self.layers, 0.0, set()
+        self.curve = [(kinds, damage)]
+        self.ranking = {move: self._kl(kinds, move) for move in self._moves(kinds)}
+        costs = {move: cost / self._saved(kinds, move) for move, cost in self.ranking.items()}
+        while reads is None or reads_of(kinds, self.share) > reads + 1e-9:
+            move = self._best(kinds, damage, costs, refused)
+            if move is None:
+                break
+            after = damage + costs[move] * self._saved(kinds, move)
+            if kl is not None and after > kl:
+                refused.add(move)
+                continue
+            kinds, damage = _taken(kinds, move), after
+            self.curve.append((kinds, damage))
+            layer, kind = move
+            if kind == OWN and layer:  # what is left to save there
+                added = self.ranking[layer, READER] - self.ranking[move]
+                costs[layer, READER] = added / self._saved(kinds, (layer, READER))
+        return kinds
+
+    def _moves(self, kinds: Kinds) -> list[Move]:
+        moves = []
+        for layer, kind in enumerate(kinds):
+            if kind == ALL:
+                moves.append((layer, OWN))
+            if kind != READER and layer:
+                moves.append((layer, READER))
+        return moves
+
+    def _saved(self, kinds: Kinds, move: Move) -> float:
+        layer, kind = move
+        return read_by(kinds[layer], self.share) - read_by(kind, self.share)
+
+    def _kl(self, kinds: Kinds, move: Move) -> float:
+        self.passes += 1
+        return self.measure(_taken(kinds, move))
+
+    def _best(self, kinds: Kinds, damage: float, costs: dict[Move, float], refused: set[Move]) -> Move | None:
+        """Return the best move, whose cost was just measured; None if there is none or the passes are used up."""
+        moves, fresh = [move for move in self._moves(kinds) if move not in refused], set()
+        while moves and self.passes < PASSES:
+            best = min(moves, key=costs.__getitem__)
+            if best in fresh or len(fresh) == REMEASURED:
+                return min(fresh, key=costs.__getitem__)
+            costs[best] = (self._kl(kinds, best) - damage) / self._saved(kinds, best)
+            fresh.add(best)
+        return None
+
+
+def _taken(kinds: Kinds, move: Move) -> Kinds:
+    layer, kind = move
+    return (*kinds[:layer], kind, *kinds[layer + 1 :])
+
+
+@dataclass(frozen=True)
+class Recovered:
+    """Which share of a reader's attention falls on the tokens that a chooser would choose, (L, H, L, H)."""
+
+    by_head: Tensor
+
+    def lost(self) -> Tensor:
+        """Return the attention that each reader loses with each chooser, (L, L), chooser first; the best heads."""
+        return 1 - self.by_head.amax(1).mean(-1)
+
+    def matched(self, groups: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+        """Return, for each layer, the chooser's heads that recover most of its heads' attention; () for no reader."""
+        heads: list[tuple[int, ...]] = [()] * len(self.by_head)
+        for chooser, *readers in groups:
+            for reader in readers:
+                heads[reader] = tuple(self.by_head[chooser, :, reader].argmax(0).tolist())
+        return tuple(heads)
+
+
+@torch.no_grad()
+def measure_recovered(model: PreTrainedModel, ids: Tensor, choice: TokenChoice) -> Recovered:
+    """Measure the attention recovered on token ids (N, T)."""
+    sums = []
+    for sequence in ids:
+        calls: list[AttentionCall] = []
+        with visited(model, calls.append):
+            model.base_model(input_ids=sequence[None].to(model.device), **no_cache(model))
+        sums.append(choice_sums(sorted(calls, key=lambda call: call.layer), choice))
+    rows = sum(one.rows for one in sums)
+    return Recovered(torch.stack([one.recovered for one in sums]).sum(0).cpu() / rows)
+
+
+def programmed(own: Sequence[float], readers: Tensor, reads: float, share: float) -> Kinds:
+    """Return what each layer attends to, of the least total cost within a budget of reads.
+
+    Args:
+        own: (L,), the cost of a layer that attends to its own choice.
+        readers: (L, L), the cost of a reader with a chooser, chooser first; a chooser is the nearest below.
+        reads: the share of the original's keys and values that may be read.
+        share: of the tokens, that are chosen.
+
+    Raises:
+        ValueError: the budget is too small.
+
+    """
+    layers = len(own)
+    within = [[0.0] * (layers + 1) for _ in range(layers)]  # cost of the readers, by chooser and next chooser
+    for first in range(layers):
+        for stop in range(first + 2, layers + 1):
+            within[first][stop] = within[first][stop - 1] + float(readers[first, stop - 1])
+    # by (layers that attend to all, to their own choice): the least cost, and (first layer, kind) of each chooser
+    best: list[dict[tuple[int, int], tuple[float, list[Move]]]] = [{(0, 0): (0.0, [])}]
+    for stop in range(1, layers + 1):
+        options: dict[tuple[int, int], tuple[float, list[Move]]] = {}
+        for first in range(stop):
+            for (whole, chosen), (cost, choosers) in best[first].items():
+                for kind, key, added in ((ALL, (whole + 1, chosen), 0.0), (OWN, (whole, chosen + 1), own[first])):
+                    read = key[0] + key[1] * read_by(OWN, share) + (layers - sum(key)) * share
+                    total = cost + added + within[first][stop]
+                    if read <= reads * layers + 1e-9 and (key not in options or total < options[key][0]):
+                        options[key] = total, [*choosers, (first, kind)]
+        best.append(options)
+    if not best[-1]:
+        raise ValueError(f"no layers can choose within {reads:g} of the reads with {share:g} of the tokens")
+    kinds = [READER] * layers
+    for layer, kind in min(best[-1].values())[1]:
+        kinds[layer] = kind
+    return tuple(kinds)
+
+
+def evenly(layers: int, reads: float, share: float) -> Kinds:
+    """Return choosers at equal distances that attend to all tokens, as many as the budget of reads allows."""
+    count = max(1, math.floor(layers * (reads - share) / (1 - share) + 1e-9))
+    firsts = {round(number * layers / count) for number in range(count)}
+    return tuple(ALL if layer in firsts else READER for layer in range(layers))
+
+
+class ChoiceMeasure:
+    """The method for what layers attend to, and its measured KL, for several numbers of chosen tokens."""
+
+    def __init__(self, measure: Measure, method: ChoiceMethod):
+        self.measure, self.plain, self.passes = measure, method, 0
+        self.recovered: dict[float, Recovered] = {}  # by tokens
+
+    def attention_recovered(self, tokens: float) -> Recovered:
+        """Return the attention that is recovered with so many tokens, measured on the search text."""
+        if tokens not in self.recovered:
+            choice = TokenChoice(tokens, self.plain.sinks, self.plain.window)
+            self.recovered[tokens] = measure_recovered(self.measure.model, self.measure.ids, choice)
+        return self.recovered[tokens]
+
+    def method(self, kinds: Kinds, tokens: float) -> ChoiceMethod:
+        """Return the method, with the best-matching heads."""
+        groups = groups_of(kinds)
+        return dataclasses.replace(
+            self.plain,
+            groups=tuple(map(tuple, groups)),
+            tokens=tokens,
+            sparse_choosers=tuple(layer for layer, kind in enumerate(kinds) if kind == OWN),
+            chooser_heads=self.attention_recovered(tokens).matched(groups),
+        )
+
+    def kl(self, kinds: Kinds, tokens: float) -> float:
+        """Return the KL to the original on the search text."""
+        self.passes += 1
+        return self.measure.kl([self.method(kinds, tokens)])
+
+
+@torch.no_grad()
+def choosers_by_damage(
+    model: PreTrainedModel, windows: Mapping[str, Windows], request: Request, progress: Meter
+) -> tuple[list[Method], Choice]:
+    """Return the method that meets the request's budget of reads or of KL, and the record of the choice.
+
+    `windows` is text by purpose: "search" to measure wirings, "trade-off" to compare the result with choosers at equal
+    distances.
+    """
+    options, method, layers = request.options, request.method, model.config.num_hidden_layers
+    assert isinstance(method, ChoiceMethod)
+    length, context = windows["search"].ids.shape[1], options.kv_context or CONTEXT
+    find_sublayers(model).check(dataclasses.replace(method, groups=(tuple(range(layers)),)).plan(layers))
+    sizes = [method.tokens]
+    if request.searches_tokens and options.read_budget is not None:
+        sizes = [share * options.read_budget for share in SHARES]
+    choices = [TokenChoice(tokens, method.sinks, method.window) for tokens in sizes]
+    if all(choice.count(length) == length for choice in choices):
+        raise ValueError(
+            f"all tokens of windows of `length` {length} are chosen; give fewer `tokens` or longer windows"
+        )
+    with progress("running the original", 0):
+        measured = ChoiceMeasure(Measure(model, windows["search"], request), method)
+    with progress("searching who chooses", PASSES) as bar:
+        search = ChoiceSearch(measured, layers, context)
+        measured.measure.step = lambda: bar.step(min(search.passes, PASSES), PASSES)
+        best = search.run(sizes, options.read_budget, options.kl_budget)
+    if best.kinds == (ALL,) * layers:
+        raise ValueError(
+            f"`kl_budget` {options.kl_budget} is too small: every change of a single layer has a larger KL"
+        )
+    curve, fixed = _compared(model, search, best, windows["trade-off"], progress)
+    kinds = [OWN_ATTENTION if kind == ALL else method.name() for kind in best.kinds]
+    record = SearchRecord(passes=search.passes, kinds=kinds, curve=curve, fixed=fixed)
+    chosen = measured.method(best.kinds, best.tokens)
+    return [chosen], Choice(how="search", groups=[list(group) for group in chosen.groups], search=record)
+
+
+class Wiring(NamedTuple):
+    """What each layer attends to, how many tokens are chosen, and the KL on the search text."""
+
+    kinds: Kinds
+    tokens: float
+    kl: float
+
+
+class ChoiceSearch:
+    """Both searches, for several numbers of chosen tokens."""
+
+    def __init__(self, measured: ChoiceMeasure, layers: int, context: int):
+        self.measured, self.layers, self.context = measured, layers, context
+        self.greedy: dict[float, GreedySearch] = {}  # by tokens
+
+    @property
+    def passes(self) -> int:
+        """How many wirings were measured."""
+        return self.measured.passes
+
+    def share(self, tokens: float) -> float:
+        """Return which share of the context so many tokens are."""
+        return tokens if tokens < 1 else min(1.0, tokens / self.context)
+
+    def run(self, sizes: Sequence[float], reads: float | None, kl: float | None) -> Wiring:
+        """Return the wiring with the least KL within the share `reads`, or with the fewest reads within `kl`.
+
+        The greedy search runs with the middle one of `sizes`, and with another if dynamic programming is best there.
+        """
+        wirings = [self._greedily(sizes[len(sizes) // 2], reads, kl)]
+        budget = reads_of(wirings[0].kinds, self.share(wirings[0].tokens)) if reads is None else reads
+        ranking = self.greedy[wirings[0].tokens].ranking
+        for tokens in sizes:
+            with contextlib.suppress(ValueError):  # the budget is too small for so many tokens
+                wirings.append(self._programmed(tokens, budget, wirings[0].tokens, ranking))
+        best = min(wirings, key=lambda wiring: wiring.kl)
+        if best.tokens not in self.greedy:
+            wirings.append(self._greedily(best.tokens, reads, kl))
+        return min(wirings, key=lambda wiring: wiring.kl)
+
+    def _greedily(self, tokens: float, reads: float | None, kl: float | None) -> Wiring:
+        search = GreedySearch(lambda kinds: self.measured.kl(kinds, tokens), self.layers, self.share(tokens))
+        self.greedy[tokens] = search
+        search.run(reads, kl)
+        kinds, damage = search.curve[-1]
+        return Wiring(kinds, tokens, damage)
+
+    def _programmed(self, tokens: float, reads: float, ranked: float, ranking: Mapping[Move, float]) -> Wiring:
+        """Return the wiring of dynamic programming; `ranking` is the KL of each layer alone with `ranked` tokens."""
+        before, after = (self.measured.attention_recovered(each).lost() for each in (ranked, tokens))  # (L, L)
+        below = [max(layer - 1, 0) for layer in range(self.layers)]
+        own = [ranking[layer, OWN] * _ratio(after[layer, layer], before[layer, layer]) for layer in range(self.layers)]
+        unit = [0.0] + [ranking[i, READER] / max(float(before[below[i], i]), TINY) for i in range(1, self.layers)]
+        kinds = programmed(own, after * torch.tensor(unit), reads, self.share(tokens))
+        return Wiring(kinds, tokens, self.measured.kl(kinds, tokens))
+
+
+def _ratio(after: Tensor, before: Tensor) -> float:
+    return float(after) / max(float(before), TINY)
+
+
+def _compared(
+    model: PreTrainedModel, search: ChoiceSearch, best: Wiring, windows: Windows, progress: Meter
+) -> tuple[list[CurvePoint], list[FixedBlocks]]:
+    """Measure steps to the chosen wiring, and choosers at equal distances, on windows that the search did not use."""
+    measured, share = search.measured, search.share(best.tokens)
+    name = measured.plain.name()
+
+    def step(kinds: Kinds, kl: float) -> Step:
+        layers = {name: sum(kind != ALL for kind in kinds)}
+        return Step([measured.method(kinds, best.tokens)], reads_of(kinds, share), kl, layers)
+
+    curve = search.greedy[best.tokens].curve[1:] if best.tokens in search.greedy else []
+    steps = [step(*taken) for taken in spread_steps(curve)]
+    if not curve or curve[-1][0] != best.kinds:
+        steps.append(step(best.kinds, best.kl))
+    kinds = evenly(search.layers, reads_of(best.kinds, share), share)
+    method = measured.method(kinds, best.tokens)
+    even = Baseline([method], [list(group) for group in method.groups], reads_of(kinds, share))
+    return measure_steps(model, measured.measure, steps, {name: even}, windows, progress)

@@ -1,0 +1,161 @@
+"""The search for choosers: its two parts against brute force, and the verb on a tiny model."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import crosslayer
+from crosslayer.core.choice import TokenChoice
+from crosslayer.probe.choices import choice_sums
+from crosslayer.probe.intercept import visited
+from crosslayer.verbs.retrofit.choosers import (
+    ALL,
+    OWN,
+    READER,
+    GreedySearch,
+    Recovered,
+    evenly,
+    groups_of,
+    programmed,
+    reads_of,
+)
+from tests.helpers.tiny import tiny, tokens
+
+
+def all_kinds(layers):
+    return [kinds for kinds in itertools.product((ALL, OWN, READER), repeat=layers) if kinds[0] != READER]
+
+
+def cost_of(kinds, own, readers):
+    total, chooser = 0.0, 0
+    for layer, kind in enumerate(kinds):
+        chooser = layer if kind != READER else chooser
+        total += {ALL: 0.0, OWN: float(own[layer]), READER: float(readers[chooser, layer])}[kind]
+    return total
+
+
+@given(st.integers(0, 99), st.sampled_from([0.1, 0.25, 0.5]), st.sampled_from([0.3, 0.5, 0.8, 1.0]))
+def test_programming_finds_the_least_cost(seed, share, reads):
+    """Against every wiring of six layers."""
+    generator = torch.Generator().manual_seed(seed)
+    own, readers = torch.rand(6, generator=generator), torch.rand(6, 6, generator=generator)
+    allowed = [kinds for kinds in all_kinds(6) if reads_of(kinds, share) <= reads + 1e-9]
+    if not allowed:
+        with pytest.raises(ValueError, match="no layers can choose within"):
+            programmed(own.tolist(), readers, reads, share)
+        return
+    kinds = programmed(own.tolist(), readers, reads, share)
+    assert kinds in allowed
+    assert cost_of(kinds, own, readers) == pytest.approx(min(cost_of(k, own, readers) for k in allowed), abs=1e-6)
+
+
+def test_the_greedy_search_meets_its_budget():
+    """With costs that add up, it takes the cheapest moves; a layer with its own choice may become a reader later."""
+    own, reader = [9.0, 0.1, 0.2, 5.0, 0.3, 0.1], [9.0, 0.2, 0.5, 9.0, 0.4, 0.2]
+
+    def measure(kinds):
+        return sum({ALL: 0, OWN: own[i], READER: reader[i]}[kind] for i, kind in enumerate(kinds))
+
+    search = GreedySearch(measure, 6, 0.1)
+    kinds = search.run(reads=0.5)
+    assert kinds == (ALL, READER, OWN, ALL, READER, READER)
+    assert search.curve[-1][1] == pytest.approx(measure(kinds))
+    assert reads_of(search.curve[-2][0], 0.1) > 0.5 >= reads_of(kinds, 0.1)
+    within = GreedySearch(measure, 6, 0.1).run(kl=0.6)
+    assert measure(within) <= 0.6 and within.count(ALL) < 6
+
+
+def test_groups_and_even_choosers():
+    assert groups_of((ALL, READER, ALL, OWN, OWN, READER)) == [[0, 1], [3], [4, 5]]
+    kinds = evenly(12, 0.5, 0.1)
+    assert kinds.count(ALL) == 5 and reads_of(kinds, 0.1) <= 0.5 and set(kinds) == {ALL, READER}
+
+
+def test_recovered_attention_by_loops():
+    """Softmax rows summed over a key-value head's query heads; the chosen tokens of each row, one by one."""
+    model, ids, calls = tiny("llama").double(), tokens(batch=1, length=14), []
+    choice = TokenChoice(4, 1, 2)
+    with torch.no_grad(), visited(model, calls.append):
+        model(ids)
+    sums = choice_sums(calls, choice)
+    expected, common, rows = torch.zeros(3, 2, 3, 2, dtype=torch.float64), torch.zeros(3, 2), 0
+    first = torch.zeros(3, 2, dtype=torch.float64)
+    for row in range(4, 14):
+        masses, kept = {}, {}
+        for (layer, call), head in itertools.product(enumerate(calls), range(2)):
+            keys = call.key[0, head, : row + 1]
+            maps = [(call.query[0, 2 * head + i, row] @ keys.T * call.scaling).softmax(-1) for i in range(2)]
+            mass = (maps[0] + maps[1]) / 2
+            always = {0, row - 1, row}
+            others = sorted((j for j in range(row + 1) if j not in always), key=lambda j: -float(mass[j]))
+            masses[layer, head], kept[layer, head] = mass, always | set(others[:1])
+            first[layer, head] += mass[0]
+            if layer:
+                common[layer, head] += len(kept[layer, head] & kept[layer - 1, head])
+        for chooser, reader in itertools.product(masses, masses):
+            expected[*chooser, *reader] += sum(masses[reader][j] for j in kept[chooser])
+        rows += 1
+    assert sums.rows == rows and sums.kept == 4 * rows
+    assert (sums.recovered - expected).abs().max() < 1e-10 and (sums.first - first).abs().max() < 1e-10
+    assert torch.equal(sums.common, common.double())
+
+
+def test_best_heads():
+    by_head = torch.zeros(2, 2, 2, 2)
+    by_head[0, :, 1] = torch.tensor([[0.2, 0.9], [0.6, 0.1]])  # (chooser's head, reader's head)
+    recovered = Recovered(by_head)
+    assert recovered.matched([[0, 1]]) == ((), (1, 0))
+    assert float(recovered.lost()[0, 1]) == pytest.approx(1 - (0.6 + 0.9) / 2)
+
+
+def words(count):
+    return torch.randint(3, 64, (count, 48), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize(
+    "budget",
+    [{"read_budget": 0.6}, {"kl_budget": 0.05, "method": '{"name": "shared_choice", "sinks": 1, "window": 2}'}],
+)
+def test_the_verb_meets_a_budget(budget, tmp_path):
+    report = crosslayer.retrofit(
+        tiny("llama"), words(60), needles=False, alternatives=False, windows=16, length=48, **budget
+    )
+    assert report.cache.share == 1 and report.cache.read_share < 1
+    if "read_budget" in budget:
+        assert report.cache.read_share <= 0.6
+    assert report.cache.read_share == pytest.approx(report.plan.read_states(2048) / 6)
+    (fixed,) = report.choice.search.fixed
+    assert fixed.share <= report.cache.read_share + 1e-9
+    text = " ".join(report.sentences())
+    assert "of which a decoding step reads" in text and "choosers at equal distances" in text
+    report.save(tmp_path / "out")
+    again = crosslayer.load_result(tmp_path / "out")
+    assert again.plan == report.plan
+    assert "What each layer reads" in (tmp_path / "out" / "report.html").read_text()
+
+
+REFUSED = {
+    "give one of `method`, `kv_budget`": {
+        "read_budget": 0.5,
+        "method": "cla",
+    },
+    "`method` has groups already": {
+        "read_budget": 0.5,
+        "method": '{"name": "shared_choice", "groups": [[0, 1]]}',
+    },
+    "all tokens of windows of `length` 48 are chosen": {
+        "kl_budget": 0.5,
+        "method": '{"name": "shared_choice", "tokens": 48}',
+    },
+    "give one of `method`, `kv_budget`, `kl_budget` and `read_budget`": {"read_budget": 0.5, "kl_budget": 0.5},
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_refusals(message):
+    options = {"needles": False, "alternatives": False, "windows": 16, "length": 48}
+    with pytest.raises(ValueError, match=message):
+        crosslayer.retrofit(tiny("llama"), words(60), **options, **REFUSED[message])

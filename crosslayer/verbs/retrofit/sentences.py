@@ -44,15 +44,19 @@ def sentences(record: RetrofitReport) -> list[str]:
     """Return the memory saved, the quality lost, and what was measured."""
     cache, model, domains = record.cache, record.architecture, record.damage.domains
     worst = domains[0]
-    reads = f", of which a decoding step reads {cache.read_share:.1%} instead of all" if record.plan.has_choices else ""
     lines = [
         f"{record.title}: KV cache {cache.share:.2%} of the original's ({cache.bytes_per_token_before:,.0f} → "
-        f"{cache.bytes_per_token_after:,.0f} bytes per token at {cache.context:,.0f} tokens{reads}), parameters "
+        f"{cache.bytes_per_token_after:,.0f} bytes per token at {cache.context:,.0f} tokens), parameters "
         f"{model.parameters / 1e6:.1f} → {model.parameters_after / 1e6:.1f} M.",
         f"Worst {'calibration' if worst.seen else 'unseen'} domain ({worst.name}): perplexity "
         f"{worst.perplexity_before:.2f} → {worst.perplexity_after:.2f} (×{worst.ratio:.3f}, 95% CI "
         f"{interval(worst.ratio_ci95)}); KL to the original {kl(worst)} nats/token.",
     ]
+    if record.plan.has_choices:
+        lines.append(
+            f"A decoding step after {cache.context:,} tokens reads {cache.read_share:.1%} of the keys and values that the "
+            "original reads."
+        )
     if len(domains) > 1:
         labels = {"unseen": False, "calibration": True}
         by_label = {

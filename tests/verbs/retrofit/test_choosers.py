@@ -130,7 +130,7 @@ def test_the_verb_meets_a_budget(budget, tmp_path):
     (fixed,) = report.choice.search.fixed
     assert fixed.share <= report.cache.read_share + 1e-9
     text = " ".join(report.sentences())
-    assert "of which a decoding step reads" in text and "choosers at equal distances" in text
+    assert "A decoding step after 2,048 tokens reads" in text and "choosers at equal distances" in text
     report.save(tmp_path / "out")
     again = crosslayer.load_result(tmp_path / "out")
     assert again.plan == report.plan

@@ -32,6 +32,8 @@ class Attention:
     `stored` is the fraction of its keys and of its values that is stored; `sources` is from how many layers it reads
     keys and values; `row` is over how many of them attention runs, concatenated. `kind` is the type of a quantised
     cache in which it stores them, None: as they are. `codes` are the bytes of a token's latent if it consists of codes.
+    `chosen` tokens (below 1: a share of all) are those that it attends to, None: all; `limited` says whether keys and
+    values of these alone are read.
     """
 
     heads: int
@@ -44,10 +46,18 @@ class Attention:
     row: int = 1
     kind: str | None = None
     codes: int | None = None
+    chosen: float | None = None
+    limited: tuple[bool, bool] = (False, False)
 
     def read(self, length: int) -> int:
         """Return how many elements of keys and values a new token reads from `length` cached ones, for a batch of 1."""
-        return self._elements(length, self.sources)
+        if self.chosen is None:
+            return self._elements(length, self.sources)
+        share = self.chosen if self.chosen < 1 else min(1.0, self.chosen / length)
+        keys, values = (
+            count * (share if limited else 1.0) for count, limited in zip(self.sources, self.limited, strict=True)
+        )
+        return self._elements(length, (keys, values))
 
     def kept(self, length: int) -> int:
         """Return how many elements the cache holds for `length` tokens, for a batch of 1."""
@@ -135,6 +145,7 @@ def attentions(model: PreTrainedModel, kinds: Sequence[str | None] = ()) -> tupl
         shares, sources = stored_shares(config, layer), read_counts(config, layer)
         plan = plan_of(config)
         latent = None if plan is None else plan.latents[layer]
+        chooser = None if plan is None else plan.choices[layer]
         attention.append(
             Attention(
                 heads=call.query.shape[1],
@@ -147,6 +158,8 @@ def attentions(model: PreTrainedModel, kinds: Sequence[str | None] = ()) -> tupl
                 row=call.key.shape[2] // call.query.shape[2],  # above 1 if keys of several layers are concatenated
                 kind=kinds[layer] if kinds else None,
                 codes=None if latent is None else latent.bytes,
+                chosen=None if plan is None or chooser is None else plan.chosen,
+                limited=(chooser not in (None, layer), chooser is not None),
             )
         )
     return tuple(attention)

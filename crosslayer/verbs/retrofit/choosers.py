@@ -1,6 +1,6 @@
 """Choose which layers choose tokens for which others, by measured damage, within a budget of reads or of KL.
 
-Two searches on the same text, of which the better result is taken:
+Two searches on the same text; the better result is taken:
 
 - a greedy one: one more layer attends to its own or another layer's choice, the one that adds the least measured KL;
 - dynamic programming: groups of neighbours with the least sum, over readers, of the attention that a reader loses (its

@@ -54,8 +54,8 @@ def sentences(record: RetrofitReport) -> list[str]:
     ]
     if record.plan.has_choices:
         lines.append(
-            f"A decoding step after {cache.context:,} tokens reads {cache.read_share:.1%} of the keys and values that the "
-            "original reads."
+            f"A decoding step after {cache.context:,} tokens reads {cache.read_share:.1%} of the keys and values that "
+            "the original reads."
         )
     if len(domains) > 1:
         labels = {"unseen": False, "calibration": True}

@@ -64,6 +64,23 @@ def test_costs_of_plans_with_several_sources_by_hand(name, matrices, stored, rea
     assert config.plan.bytes_per_token(STATE * BYTES) == (model.cache_bytes(1, 1), model.state_bytes(1, 1))
 
 
+@pytest.mark.parametrize("tokens", [0.25, 10])
+def test_costs_of_chosen_tokens_by_hand(tokens):
+    """Of 40 tokens, two readers read 10, a sparse chooser all keys and 10 values; three layers read all."""
+    method = {
+        "name": "shared_choice",
+        "groups": ((1, 2), (3, 4)),
+        "sparse_choosers": (3,),
+        "tokens": tokens,
+        "sinks": 1,
+    }
+    config = config_of([{**method, "window": 2}])
+    model = structure(build(config))
+    assert model.cache_bytes(3, 40) == 3 * 40 * 12 * STATE * BYTES
+    assert model.state_bytes(3, 40) == 3 * (3 * 80 + 2 * 20 + 50) * STATE * BYTES
+    assert config.plan.read_states(40) * 40 == 3 * 80 + 2 * 20 + 50
+
+
 def test_windows_bound_what_is_read_and_kept():
     layer = Attention(4, 2, 8, 6, window=5, stored=(0.0, 1.0))
     assert layer.read(9) == 5 * 2 * 14 and layer.read(3) == 3 * 2 * 14

@@ -197,11 +197,10 @@ class DepthPlan:
         """Return whether a layer chooses tokens, for itself or for later layers."""
         return self.choices[layer] == layer or self.is_source("choices", layer)
 
-    def chosen_share(self, context: int | None = None) -> float:
-        """Return the share of the tokens so far that is chosen; 1 if that is a number and `context` is not given."""
-        if self.chosen is None or self.chosen >= 1 and context is None:
-            return 1.0
-        return self.chosen if context is None or self.chosen < 1 else min(1.0, self.chosen / context)
+    def chosen_share(self, context: int) -> float:
+        """Return the share of `context` tokens that is chosen."""
+        assert self.chosen is not None
+        return self.chosen if self.chosen < 1 else min(1.0, self.chosen / context)
 
     def read_count(self, state: str, layer: int, context: int | None = None) -> float:
         """Return how many layers' full keys, or values, a layer reads from the cache in a decoding step.
@@ -216,7 +215,7 @@ class DepthPlan:
         if state == "values" and self.value_shares[layer] < 1:
             count = 1  # only the missing heads are read from other layers
         reads_all = self.choices[layer] is None or (state == "keys" and self.choices[layer] == layer)
-        return count * (1.0 if reads_all else self.chosen_share(context))
+        return count if reads_all or context is None else count * self.chosen_share(context)
 
     def read_states(self, context: int | None = None) -> float:
         """Return how many layers' full keys or values a decoding step reads from the cache, with repetition."""

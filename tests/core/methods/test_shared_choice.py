@@ -141,7 +141,7 @@ def test_reads_are_counted():
     assert plan.read_states(context=128) == 2 * 2 + 4 * 2 * 0.25  # two choosers read all, four readers 32 of 128 tokens
     assert plan.read_states() == 12
     own = SharedChoice(groups=((0, 1),), sparse_choosers=(0,), tokens=0.5).plan(2)
-    assert own.read_states() == 1 + 0.5 + 1  # all keys and half of the values; half of both
+    assert own.read_states(8) == 1 + 0.5 + 1  # all keys and half of the values; half of both
 
 
 def test_choices_merge():

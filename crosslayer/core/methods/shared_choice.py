@@ -42,6 +42,7 @@ class SharedChoice(ChoiceMethod):
 
     @classmethod
     def example(cls, layers: int) -> Self:
-        """Let every third layer choose for the next two."""
-        groups = tuple(tuple(range(first, min(first + 3, layers))) for first in range(0, layers - 1, 3))
-        return cls(groups=groups, sinks=1, window=2)
+        """Let every third layer choose for the layers up to the next chooser."""
+        firsts = range(0, layers - 1, 3)
+        groups = (tuple(range(first, stop)) for first, stop in zip(firsts, [*firsts[1:], layers], strict=True))
+        return cls(groups=tuple(groups), sinks=1, window=2)

@@ -58,6 +58,11 @@ class LayerShape:
         return shapes
 
     @property
+    def chooses(self) -> bool:
+        """Whether the layer can choose tokens or attend to chosen ones: full causal attention, no learned sinks."""
+        return self.mask == "causal" and not self.sinks
+
+    @property
     def mask(self) -> str:
         """The mask in words."""
         words = "causal" if self.causal else "bidirectional"

@@ -63,7 +63,7 @@ class Sublayers:
                     f"({self._mask(source)}): layers share only where heads, sizes, masks and soft-caps agree"
                 )
         for layer, shape in enumerate(self.shapes):
-            if (plan.chooses(layer) or plan.choices[layer] is not None) and not _is_plain(shape):
+            if (plan.chooses(layer) or plan.choices[layer] is not None) and not (shape and shape.chooses):
                 raise ValueError(
                     f"layer {layer} ({self._mask(layer)}) cannot choose tokens or attend to chosen ones, only layers "
                     "with full causal attention, without learned sinks, can"
@@ -170,11 +170,6 @@ class _Loans:
             elif (state, source) in self.last:
                 self.held[state, source] = getattr(call, name)
         return dataclasses.replace(call, **changed) if changed else call
-
-
-def _is_plain(shape: LayerShape | None) -> bool:
-    """Return whether a layer has full causal attention, without learned sinks."""
-    return shape is not None and shape.mask == "causal" and not shape.sinks
 
 
 def _choices(model: PreTrainedModel, methods: Sequence[Method], plan: DepthPlan) -> dict[int, TokenChoice]:

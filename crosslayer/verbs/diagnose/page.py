@@ -10,6 +10,7 @@ from crosslayer.output.page import Page, Table
 from crosslayer.output.panel import COLORS, QUIET, Heat, Line, Panel
 from crosslayer.output.record import Measure
 from crosslayer.verbs.diagnose.baseline import beside, panels_beside
+from crosslayer.verbs.diagnose.choices import choice_panels, choice_sentence
 from crosslayer.verbs.diagnose.curves import (
     COSINE,
     LAYER,
@@ -46,7 +47,8 @@ def layout(record: Diagnosis) -> Page:
 
 def sentences(record: Diagnosis) -> list[str]:
     """Return what is unusual about the model, then the verdict."""
-    return [*notes(record.model), *verdict_sentences(record.verdict)]
+    chosen = [choice_sentence(record.choices)] if record.choices else []
+    return [*notes(record.model), *verdict_sentences(record.verdict), *chosen]
 
 
 def tables(record: Diagnosis) -> list[Table]:
@@ -138,6 +140,7 @@ def panels(record: Diagnosis) -> list[Panel]:
         ]
         title, axis = "Approximations of cross-layer attention", "cosine, mean over tokens"
         figures.append(_by_layer("cross_layer", title, sentence, axis, lines))
+    figures += choice_panels(record.choices) if record.choices else []
     if record.position_table is not None:
         table = record.position_table
         outliers = ", ".join(f"{row} ({table.norms[row]:.2f})" for row in table.outliers[:4]) or "none"

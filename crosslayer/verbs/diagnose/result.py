@@ -45,6 +45,7 @@ class Settings(TextSettings):
     """What was measured; `seed` is None for token ids."""
 
     cross_layer: bool
+    choices: bool = False
 
 
 class Measures(Frozen):
@@ -91,6 +92,21 @@ class CrossLayer(Frozen):
     current_first: Measure
     identity_previous: Measure
     identity_first: Measure
+
+
+class ChosenTokens(Frozen):
+    """What a layer's choice of tokens recovers of other layers' attention, chooser first; 0 to 1.
+
+    None for layers without full causal attention.
+    """
+
+    share: float = Field(description="of the tokens so far, that are chosen")
+    recovered: Measure = Field(
+        description="attention that falls on the chosen tokens, mean over key-value heads, (L, L)"
+    )
+    best_heads: Measure = Field(description="the same if each head takes the choice of the best head, (L, L)")
+    without_first: Measure = Field(description="`recovered` with the first token set aside, (L, L)")
+    common: Measure = Field(description="share of the chosen tokens that the layer below chooses as well, (L,)")
 
 
 class DepthWeights(Frozen):
@@ -207,6 +223,7 @@ class Diagnosis(Result):
     measures: Measures
     by_stream: ByStream | None = None
     cross_layer: CrossLayer | None
+    choices: list[ChosenTokens] | None = None
     depth_weights: DepthWeights | None = None
     importance_by_position: PositionBins
     top_tokens: list[list[TopToken]]

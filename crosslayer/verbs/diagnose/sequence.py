@@ -22,6 +22,7 @@ from crosslayer.probe.intercept import AttentionCall, layer_stack, no_cache, vis
 from crosslayer.probe.maps import is_causal, map_sums
 from crosslayer.probe.shapes import LayerShape
 from crosslayer.probe.stream import LayerStream, mean_stream, streams
+from crosslayer.verbs.diagnose.choices import measure_choices
 from crosslayer.verbs.diagnose.result import ByStream
 
 SOURCES = ("previous", "first")
@@ -108,9 +109,12 @@ class SequenceMeasures:
     shapes: list[LayerShape | None]  # of each layer's attention; None if it has none
     over_depth: bool  # whether layers read by attention over depth
     depth: DepthReads  # weights of attention over depth, if the model has it
+    choices: dict[float, dict[str, np.ndarray]]  # of chosen tokens, by share and name; empty unless requested
 
 
-def measure_sequence(model: PreTrainedModel, ids: Tensor, cross_layer: bool = False) -> SequenceMeasures:
+def measure_sequence(
+    model: PreTrainedModel, ids: Tensor, cross_layer: bool = False, choices: bool = False
+) -> SequenceMeasures:
     """Run the model over token ids (T,) and measure every layer."""
     recorder = _Recorder(CrossLayerCosines() if cross_layer else None)
     ids = ids[None].to(next(model.parameters()).device)  # (1, T)
@@ -124,14 +128,16 @@ def measure_sequence(model: PreTrainedModel, ids: Tensor, cross_layer: bool = Fa
         measures[name] = np.full((layers, layers), np.nan)
         measures[name][np.ix_(attending, attending)] = matrix.cpu().numpy()
     cosines = {} if recorder.cosines is None else recorder.cosines.by_form
+    shapes = LayerShape.read(recorder.calls, model.config.get_text_config(), layers)
     return SequenceMeasures(
         measures=measures,
         by_stream={name: spread(by_layer, layers) for name, by_layer in recorder.by_stream.items() if by_layer},
         cross_layer={name: spread(by_layer, layers) for name, by_layer in cosines.items()},
         shares=spread(shares, layers),
-        shapes=LayerShape.read(recorder.calls, model.config.get_text_config(), layers),
+        shapes=shapes,
         over_depth=recorder.over_depth,
         depth=depth,
+        choices=measure_choices(calls, shapes) if choices else {},
     )
 
 

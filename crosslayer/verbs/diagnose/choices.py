@@ -6,6 +6,7 @@ Shapes: L layers, S tokens of a sequence.
 from collections.abc import Sequence
 
 import numpy as np
+from scipy.stats import rankdata
 
 from crosslayer.core.choice import ChoiceMethod, TokenChoice
 from crosslayer.output.panel import Heat, Line, Panel
@@ -16,6 +17,7 @@ from crosslayer.verbs.diagnose.curves import SHARE, numbers
 from crosslayer.verbs.diagnose.result import ChosenTokens
 
 SHARES = (1 / 16, 1 / 8, 1 / 4)  # of the tokens so far, that are chosen
+ROUNDING = 1e-9
 SHOWN = 1 / 8  # in the heat map
 
 
@@ -62,7 +64,7 @@ def choice_panels(chosen: Sequence[ChosenTokens]) -> list[Panel]:
         [value if chooser <= reader else None for reader, value in enumerate(row)]
         for chooser, row in enumerate(shown.without_first.mean)
     ]
-    heat = Heat(numbers(z), numbers(z), z, "share of attention", SHARE, square=True)
+    heat = Heat(numbers(z), numbers(z), z, "attention", SHARE, square=True)
     sentence = (
         f"Share of a layer's attention, the first token set aside, that falls on the {shown.share:.1%} of tokens that "
         "another layer would choose; the diagonal is its own choice. A bright row: a layer whose choice serves those "
@@ -72,10 +74,10 @@ def choice_panels(chosen: Sequence[ChosenTokens]) -> list[Panel]:
     matrix = Panel("chosen_tokens", "Attention recovered by another layer's choice", sentence, *axes, heat=heat)
     lines = []
     for one in chosen:
-        means = by_distance(one.without_first.array)
+        means = by_distance(one.without_first.array)[: len(one.common.mean) // 2 + 1]
         lines.append(Line(f"{one.share:.1%} of the tokens", numbers(means), means))
-    sentence = "The same, averaged over layers, by how far below the choosing layer is; 0 is a layer's own choice."
-    axes = ("layers between", "share of attention")
+    sentence = "The same, averaged over layers, by how far below the layer that chooses is; 0 is a layer's own choice."
+    axes = ("distance in layers", "share of attention")
     return [
         matrix,
         Panel("chosen_by_distance", "Attention recovered, by distance", sentence, *axes, lines, bounds=SHARE),
@@ -88,12 +90,20 @@ def by_distance(recovered: np.ndarray) -> list[float | None]:
     return [None if np.isnan(diagonal).all() else float(np.nanmean(diagonal)) for diagonal in diagonals]
 
 
-def choice_sentence(chosen: Sequence[ChosenTokens]) -> str:
-    """Return what a layer's own choice recovers, and the choice of the layer below."""
+def choice_sentence(chosen: Sequence[ChosenTokens], similarity: np.ndarray) -> str:
+    """Return what choices recover, and whether they are shared where maps are alike; `similarity` (L, L) is of maps."""
     (shown,) = [one for one in chosen if one.share == SHOWN]
-    own, below, *_ = (value or 0.0 for value in by_distance(shown.without_first.array))
-    common = float(np.nanmean(shown.common.array))
-    return (
+    recovered = shown.without_first.array
+    own, below, *_ = (value or 0.0 for value in by_distance(recovered))
+    pairs = np.triu_indices(len(recovered), 1)
+    kept = (recovered / recovered.diagonal())[pairs]  # of what a reader's own choice recovers
+    sentence = (
         f"With {shown.share:.1%} of the tokens, the first set aside, a layer's own choice recovers {own:.0%} of its "
-        f"attention, the choice of the layer below {below:.0%}; the two have {common:.0%} of their tokens in common."
+        f"attention, the choice of the layer below {below:.0%}; the two have {np.nanmean(shown.common.array):.0%} of "
+        "their tokens in common."
     )
+    known = ~np.isnan(kept) & ~np.isnan(similarity[pairs])
+    if np.ptp(kept[known]) < ROUNDING:  # all tokens are always chosen
+        return sentence
+    rank = np.corrcoef(rankdata(similarity[pairs][known]), rankdata(kept[known]))[0, 1]
+    return f"{sentence} Choices are shared where maps are alike with a rank correlation of {rank:.2f}."

@@ -47,7 +47,9 @@ def layout(record: Diagnosis) -> Page:
 
 def sentences(record: Diagnosis) -> list[str]:
     """Return what is unusual about the model, then the verdict."""
-    chosen = [choice_sentence(record.choices)] if record.choices else []
+    chosen = []
+    if record.choices:
+        chosen.append(choice_sentence(record.choices, record.map_similarity_without_first))
     return [*notes(record.model), *verdict_sentences(record.verdict), *chosen]
 
 

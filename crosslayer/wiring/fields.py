@@ -186,11 +186,12 @@ def depth_plan(config: Any, layer_types: list[str]) -> DepthPlan:
         sources[layer] = source
     queries = tuple(None if source is None else layer for layer, source in enumerate(sources))
     plan = DepthPlan(queries, tuple(sources), tuple(sources), tuple(layers))
-    if INDEXED not in layer_types:
+    selected = None if INDEXED not in layer_types else int_field(config, layer_types.index(INDEXED), *SELECTED)
+    if selected is None:  # there are no indexers
         return plan
     choosers = _choosers(config) or layers
     choices = tuple(choosers[layer] if layer_types[layer] == INDEXED else None for layer in layers)
-    return replace(plan, choices=choices, chosen=int_field(config, layer_types.index(INDEXED), *SELECTED))
+    return replace(plan, choices=choices, chosen=selected)
 
 
 def _readers(config: Any, layer_types: list[str]) -> dict[int, int]:

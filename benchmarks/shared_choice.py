@@ -23,7 +23,7 @@ from crosslayer import load_model
 from crosslayer.environment import environment
 from crosslayer.eviction.running import SmallerCache
 from crosslayer.verbs.retrofit.choosers import evenly, groups_of
-from crosslayer.verbs.retrofit.convert import convert
+from crosslayer.verbs.retrofit.convert import convert, plain_decoder
 
 EVICTIONS = ("streaming", "h2o")
 
@@ -47,6 +47,7 @@ def main(options):
     quality.LENGTH = options.length
     original, tokenizer = load_model(options.model, dtype="float32")
     original.eval()
+    plain = plain_decoder(original)  # evictions run in it, beside the original
     judged, rows, layers = windows_of(tokenizer, options), [], original.config.num_hidden_layers
     settings = {"model": options.model, "windows": options.windows, "length": options.length}
     settings["text"] = [text.partition("=")[0] for text in options.text]
@@ -77,7 +78,7 @@ def main(options):
             )
         for policy in EVICTIONS:
             evicted = SmallerCache(f"{policy}:{1 - reads:.4f}", None)
-            measure(policy, Path(folder).name, original, reads, evicted, search)
+            measure(policy, Path(folder).name, plain, reads, evicted, search)
 
 
 if __name__ == "__main__":

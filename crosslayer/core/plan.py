@@ -197,6 +197,10 @@ class DepthPlan:
         """Return whether a layer chooses tokens, for itself or for later layers."""
         return self.choices[layer] == layer or self.is_source("choices", layer)
 
+    def involves_choice(self, layer: int) -> bool:
+        """Return whether a layer chooses tokens or attends to chosen ones."""
+        return self.chooses(layer) or self.choices[layer] is not None
+
     def chosen_share(self, context: int) -> float:
         """Return the share of `context` tokens that is chosen."""
         assert self.chosen is not None

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from crosslayer.core.choice import NONE, TokenChoice, pooled_attention
+from crosslayer.core.choice import TokenChoice, mask_of, pooled_attention
 from crosslayer.probe.intercept import AttentionCall
 from crosslayer.probe.measures import working
 
@@ -53,9 +53,8 @@ def choice_sums(calls: Sequence[AttentionCall], choice: TokenChoice) -> ChoiceSu
             query, key = working(call.query[:, :, block.start : block.stop]), working(call.key[:, :, : block.stop])
             mass = pooled_attention(query, key, allowed, call.scaling, call.softcap)[0]  # (H, R, S)
             masses.append(mass * heads / query.shape[1])
-            indices = choice.largest(mass[None], allowed, choice.count(block.stop))[0].long()
-            is_chosen = torch.zeros(*mass.shape[:2], block.stop + 1, dtype=mass.dtype, device=mass.device)
-            chosen.append(is_chosen.scatter_(2, torch.where(indices == NONE, block.stop, indices), 1)[..., :-1])
+            indices = choice.largest(mass[None], allowed, choice.count(block.stop))
+            chosen.append(mask_of(indices, block.stop, 1, None)[0].to(mass.dtype))
         mass, mask = torch.stack(masses), torch.stack(chosen)  # (N, H, R, S)
         recovered += (mask.view(many, -1) @ mass.view(many, -1).T).double()
         first += mass[..., 0].sum(-1).double().flatten()

@@ -63,7 +63,7 @@ class Sublayers:
                     f"({self._mask(source)}): layers share only where heads, sizes, masks and soft-caps agree"
                 )
         for layer, shape in enumerate(self.shapes):
-            if (plan.chooses(layer) or plan.choices[layer] is not None) and not (shape and shape.chooses):
+            if plan.involves_choice(layer) and not (shape and shape.chooses):
                 raise ValueError(
                     f"layer {layer} ({self._mask(layer)}) cannot choose tokens or attend to chosen ones, only layers "
                     "with full causal attention, without learned sinks, can"
@@ -177,7 +177,7 @@ def _choices(model: PreTrainedModel, methods: Sequence[Method], plan: DepthPlan)
     if plan.has_choices and not methods:
         raise ValueError("the plan says which layers choose tokens, not how; give the method with its options")
     config: Any = model.config.get_text_config()
-    layers = [layer for layer in range(plan.layers) if plan.chooses(layer) or plan.choices[layer] is not None]
+    layers = [layer for layer in range(plan.layers) if plan.involves_choice(layer)]
     modules = {}
     for method in methods if layers else ():
         wiring = wire(methods, plan.layers)

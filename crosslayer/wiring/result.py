@@ -68,12 +68,12 @@ class ModelPlan(Shown):
     shared: tuple[Sharing, ...] = ()
 
     def __post_init__(self):
-        if self.plan.has_latents and (self.engine != "transformers" or self.sizes.kind is not None):
+        if self.methods and (self.engine != "transformers" or self.sizes.kind is not None):
             what = "a quantised KV cache" if self.sizes.kind is not None else self.engine
-            raise ValueError(f"{what} is not defined for latents, which {' + '.join(self.methods)} caches")
-        if self.plan.has_choices and self.methods and (self.engine != "transformers" or self.sizes.kind is not None):
-            what = "a quantised KV cache" if self.sizes.kind is not None else self.engine
-            raise ValueError(f"{what} is not defined for layers that attend to chosen tokens only")
+            if self.plan.has_latents:
+                raise ValueError(f"{what} is not defined for latents, which {' + '.join(self.methods)} caches")
+            if self.plan.has_choices:
+                raise ValueError(f"{what} is not defined for layers that attend to chosen tokens only")
         if self.caches:
             check_engine(self.engine, self.kv_dtype, self._stored)
         several = [i for i in range(self.plan.layers) if max(self.plan.read_count(s, i) for s in CACHED) > 1]

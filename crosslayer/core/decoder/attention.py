@@ -61,7 +61,7 @@ class CrossLayerAttention(nn.Module):
         self.reader = state_reader(config, wiring, layer_idx) if wiring.reads_several[layer_idx] else None
         self.chooses, self.attends_to_choice = plan.chooses(layer_idx), plan.choices[layer_idx] is not None
         self.choice = None
-        if self.chooses or self.attends_to_choice:
+        if plan.involves_choice(layer_idx):
             modules = [method.choice(config, wiring, layer_idx) for method in wiring.methods]
             (self.choice,) = [module for module in modules if module is not None]
         on_heads = wiring.compensation[layer_idx] == "heads"

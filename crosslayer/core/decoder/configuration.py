@@ -228,7 +228,7 @@ class CrossLayerConfig(LlamaConfig):
                     f"layer {layer} ({layer_types[layer]}) cannot cache a latent, only layers that see all tokens can"
                 )
         for layer in range(self.num_hidden_layers):
-            if not wiring.plan.chooses(layer) and wiring.plan.choices[layer] is None:
+            if not wiring.plan.involves_choice(layer):
                 continue
             if layer_types[layer] != "full_attention":
                 raise ValueError(

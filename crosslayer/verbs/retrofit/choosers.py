@@ -260,11 +260,7 @@ def choosers_by_damage(
     sizes = [method.tokens]
     if request.searches_tokens and options.read_budget is not None:
         sizes = [share * options.read_budget for share in SHARES]
-    choices = [TokenChoice(tokens, method.sinks, method.window) for tokens in sizes]
-    if all(choice.count(length) == length for choice in choices):
-        raise ValueError(
-            f"all tokens of windows of `length` {length} are chosen; give fewer `tokens` or longer windows"
-        )
+    sizes = _sizes(sizes, method, length, context, options.read_budget)
     with progress("running the original", 0):
         measured = ChoiceMeasure(Measure(model, windows["search"], request), method)
     with progress("searching who chooses", PASSES) as bar:
@@ -280,6 +276,30 @@ def choosers_by_damage(
     record = SearchRecord(passes=search.passes, kinds=kinds, curve=curve, fixed=fixed)
     chosen = measured.method(best.kinds, best.tokens)
     return [chosen], Choice(how="search", groups=[list(group) for group in chosen.groups], search=record)
+
+
+def _sizes(sizes: Sequence[float], method: ChoiceMethod, length: int, context: int, reads: float | None) -> list[float]:
+    """Return the numbers of tokens that leave some out, and choose some beside those that are always chosen.
+
+    Raises:
+        ValueError: there are none, or the budget of reads is impossible.
+
+    """
+    if reads is not None and reads >= 1:
+        raise ValueError(f"`read_budget` must be above 0 and below 1, got {reads:g}")
+    some = [tokens for tokens in sizes if TokenChoice(tokens, method.sinks, method.window).count(length) < length]
+    if not some:
+        raise ValueError(
+            f"all tokens of windows of `length` {length} are chosen; give fewer `tokens` or longer windows"
+        )
+    always = method.sinks + method.window
+    fitting = [tokens for tokens in some if always < (tokens * context if tokens < 1 else tokens) < context]
+    if not fitting:
+        raise ValueError(
+            f"tokens must be more than the {always} that are always chosen, and fewer than the `kv_context` of "
+            f"{context}, got {some[0]:g}; change them, or `read_budget`"
+        )
+    return fitting
 
 
 class Wiring(NamedTuple):
@@ -317,10 +337,18 @@ class ChoiceSearch:
         for tokens in sizes:
             with contextlib.suppress(ValueError):  # the budget is too small for so many tokens
                 wirings.append(self._programmed(tokens, budget, wirings[0].tokens, ranking))
-        best = min(wirings, key=lambda wiring: wiring.kl)
+        best = self._best(wirings, reads)
         if best.tokens not in self.greedy:
-            wirings.append(self._greedily(best.tokens, reads, kl))
-        return min(wirings, key=lambda wiring: wiring.kl)
+            best = self._best([best, self._greedily(best.tokens, reads, kl)], reads)
+        return best
+
+    def _best(self, wirings: Sequence[Wiring], reads: float | None) -> Wiring:
+        """Return the wiring with the least KL that meets the budget; the greedy search may have used up its passes."""
+        taken = [reads_of(wiring.kinds, self.share(wiring.tokens)) for wiring in wirings]
+        meeting = [one for one, share in zip(wirings, taken, strict=True) if reads is None or share <= reads + 1e-9]
+        if not meeting:
+            raise ValueError(f"`read_budget` {reads:g} cannot be reached; the nearest is {min(taken):.4f}")
+        return min(meeting, key=lambda wiring: wiring.kl)
 
     def _greedily(self, tokens: float, reads: float | None, kl: float | None) -> Wiring:
         search = GreedySearch(lambda kinds: self.measured.kl(kinds, tokens), self.layers, self.share(tokens))

@@ -150,6 +150,17 @@ REFUSED = {
         "kl_budget": 0.5,
         "method": '{"name": "shared_choice", "tokens": 48}',
     },
+    "`read_budget` must be above 0 and below 1, got 1": {"read_budget": 1.0},
+    "`read_budget` 0.35 cannot be reached; the nearest is 0.3750": {
+        "read_budget": 0.35,
+        "method": '{"name": "shared_choice", "tokens": 0.25}',
+    },
+    "tokens must be more than the 20 that are always chosen": {"read_budget": 0.01},
+    "fewer than the `kv_context` of 30, got 32": {
+        "kl_budget": 0.5,
+        "kv_context": 30,
+        "method": '{"name": "shared_choice", "tokens": 32}',
+    },
     "give one of `method`, `kv_budget`, `kl_budget` and `read_budget`": {"read_budget": 0.5, "kl_budget": 0.5},
 }
 

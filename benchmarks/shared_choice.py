@@ -22,8 +22,8 @@ from quality import mean_interval, window_losses, windows_of
 from crosslayer import load_model
 from crosslayer.environment import environment
 from crosslayer.eviction.running import SmallerCache
-from crosslayer.verbs.retrofit.choosers import evenly, groups_of
 from crosslayer.verbs.retrofit.convert import convert, plain_decoder
+from crosslayer.verbs.retrofit.kinds import affordable, evenly, groups_of
 
 EVICTIONS = ("streaming", "h2o")
 
@@ -33,7 +33,7 @@ def others(method, layers, context):
     plan = method.plan(layers)
     share, reads = plan.chosen_share(context), plan.read_states(context) / (2 * layers)
     plain = dataclasses.replace(method, chooser_heads=())
-    groups = tuple(map(tuple, groups_of(evenly(layers, reads, share))))
+    groups = tuple(map(tuple, groups_of(evenly(layers, affordable(layers, reads, share)))))
     alone = tuple((layer,) for layer in range(layers))
     return {
         "equal distances": dataclasses.replace(plain, groups=groups, sparse_choosers=()),

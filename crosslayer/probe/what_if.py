@@ -20,6 +20,7 @@ from crosslayer.core.method import Method
 from crosslayer.core.methods import Entry, load_methods, merge_plans, mixes, wire
 from crosslayer.core.plan import PASSED, STATES, DepthPlan
 from crosslayer.core.transformers_versions import is_checkpointing
+from crosslayer.probe.indexers import IndexerTypes, indexer_types, shared_indexers, with_choices
 from crosslayer.probe.intercept import AttentionCall, intercepted, layer_stack, no_cache, plan_of, visited
 from crosslayer.probe.shapes import LayerShape, may_share
 from crosslayer.probe.stream import LayerStream, streams
@@ -37,12 +38,19 @@ CHECKPOINTED = (
 class Sublayers:
     """What a model's layers hold: the shape of each attention, and the modules that write to the stream, (L,) each.
 
-    None stands for a layer that has no such sublayer, or none that could be dropped alone.
+    None stands for a layer that has no such sublayer, or none that could be dropped alone. `indexers` says which layers
+    choose tokens by an indexer.
     """
 
     shapes: list[LayerShape | None]
     attention: list[nn.Module | None]
     mlps: list[nn.Module | None]
+    indexers: IndexerTypes
+
+    @property
+    def has_indexers(self) -> bool:
+        """Whether layers choose tokens by indexers."""
+        return any(self.indexers)
 
     def check(self, plan: DepthPlan) -> None:
         """Refuse a plan that these layers cannot follow."""
@@ -62,8 +70,10 @@ class Sublayers:
                     f"layer {reader} ({self._mask(reader)}) cannot read {state} of layer {source} "
                     f"({self._mask(source)}): layers share only where heads, sizes, masks and soft-caps agree"
                 )
+        if self.has_indexers:
+            with_choices(self.indexers, plan.choices)
         for layer, shape in enumerate(self.shapes):
-            if plan.involves_choice(layer) and not (shape and shape.chooses):
+            if plan.involves_choice(layer) and not self.has_indexers and not (shape and shape.chooses):
                 raise ValueError(
                     f"layer {layer} ({self._mask(layer)}) cannot choose tokens or attend to chosen ones, only layers "
                     "with full causal attention, without learned sinks, can"
@@ -95,6 +105,7 @@ def find_sublayers(model: PreTrainedModel) -> Sublayers:
         LayerShape.read(calls, model.config.get_text_config(), layers),
         [by_layer[i].attention for i in range(layers)],
         [by_layer[i].mlp for i in range(layers)],
+        indexer_types(model),
     )
 
 
@@ -129,8 +140,10 @@ def what_if(model: PreTrainedModel, plan: Wish, sublayers: Sublayers | None = No
             "of its own, which a what-if cannot show: convert the model by crosslayer.retrofit"
         )
     sublayers.check(plan)
-    choosing = _choices(model, methods, plan)
+    choosing = {} if sublayers.has_indexers else _choices(model, methods, plan)
     with ExitStack() as stack:
+        if sublayers.has_indexers and plan.has_choices:
+            stack.enter_context(shared_indexers(model, with_choices(sublayers.indexers, plan.choices)))
         if any(plan.is_source(state, i) for state in STATES for i in range(plan.layers)):
             stack.enter_context(intercepted(model, _Loans(plan)))
         if choosing:

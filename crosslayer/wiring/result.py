@@ -126,10 +126,11 @@ class ModelPlan(Shown):
 
     def read_at(self, length: int) -> int:
         """Return the bytes that attention reads for the last token of sequences of `length` tokens."""
-        return self._sum(lambda states, layer: self._read(states, layer, length))
+        return self._sum(lambda states, layer: self.layer_read_at(layer, length))
 
-    def _read(self, states: LayerStates, layer: int, length: int) -> float:
-        """Return the bytes that a layer reads for the last token of one sequence."""
+    def layer_read_at(self, layer: int, length: int) -> float:
+        """Return the bytes that a layer reads for the last token of one sequence of `length` tokens."""
+        states = self.layers[layer]
         if not self.plan.attends(layer):
             return 0.0
         read = states.read_bytes(length, self.sizes)

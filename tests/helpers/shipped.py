@@ -38,6 +38,9 @@ SHIPPED: dict[str, dict] = {
         "mlp_layer_types": ["dense", "sparse", "sparse"], "indexer_types": ["full", "full", "shared"],
         "layer_types": ["linear_attention", "indexed_attention", "indexed_attention"],
     },
+    "glm_moe_dsa": {
+        **EXPERTS, **LATENT, **INDEX, "num_hidden_layers": 4, "q_lora_rank": 8, "qk_rope_head_dim": 4,
+    },
     "hy_v4": {
         **EXPERTS, **LATENT, **INDEX, "q_lora_rank": 8, "qk_rope_head_dim": 4,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},

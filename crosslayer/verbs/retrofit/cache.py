@@ -59,15 +59,17 @@ def allocated(model: PreTrainedModel, context: int = CONTEXT) -> float:
     ids = torch.arange(PROMPT, device=model.device)[None] % model.config.vocab_size  # (1, PROMPT)
     model(input_ids=ids, **{CACHE: cache}, use_cache=True, logits_to_keep=1)
     total = 0
-    for index, layer in enumerate(cache.layers):
+    for number, layer in enumerate(cache.layers):
         if isinstance(layer, ColumnLayer):
             total += context * sum(t[:, :, :1].nbytes for columns in layer.columns for t in columns.tensors())
         if not isinstance(layer, DynamicLayer) or layer.keys is None or layer.values is None:
             continue
+        index = getattr(layer, "indexer_keys", None)  # (1, PROMPT, D) of an indexer
+        total += 0 if index is None else context * index[:, :1].nbytes
         filled = DynamicCache(config=model.config)
         for count in (context - 1, 1):
             keys = layer.keys[:, :, :1].expand(-1, -1, count, -1)  # (1, H_kv, 1, D) → (1, H_kv, count, D)
             values = layer.values[:, :, :1].expand(-1, -1, count, -1)
-            filled.update(keys, values, index)
+            filled.update(keys, values, number)
         total += cache_bytes(filled)
     return total / context

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from crosslayer.core.choice import ChoiceMethod
 from crosslayer.core.decoder.modeling import CrossLayerForCausalLM
 from crosslayer.core.method import Method
 from crosslayer.core.methods import merge_plans
@@ -29,6 +30,7 @@ from crosslayer.verbs.diagnose.groups import PAPER_SIZE, Groups, paper_groups, s
 from crosslayer.verbs.diagnose.run import diagnose
 from crosslayer.verbs.retrofit.choosers import choosers_by_damage
 from crosslayer.verbs.retrofit.convert import convert, plain_decoder
+from crosslayer.verbs.retrofit.indexers import indexers_by_damage, of_indexers
 from crosslayer.verbs.retrofit.latents import StateMoments, levels_of, measure_moments, with_bits, with_errors
 from crosslayer.verbs.retrofit.moments import RANK_CUTOFF, TOKENS_PER_INPUT
 from crosslayer.verbs.retrofit.request import Request
@@ -57,11 +59,17 @@ def choose(model: PreTrainedModel, request: Request, windows: dict[str, Windows]
     layers, cls, option = model.config.num_hidden_layers, request.method_class, request.options.layers
     if request.calibrates:
         return _latents(model, request, windows["calibration"], progress)
+    if request.chooses and request.indexed:
+        return Chosen(*indexers_by_damage(model, windows, request, progress))
     if request.chooses:
         return Chosen(*choosers_by_damage(model, windows, request, progress))
     if request.method is not None:
-        find_sublayers(model).check(request.method.plan(layers))
-        return Chosen([request.method], Choice(how="as options"))
+        method = request.method
+        if request.indexed:
+            assert isinstance(method, ChoiceMethod)
+            method = of_indexers(method, model.config)
+        find_sublayers(model).check(method.plan(layers))
+        return Chosen([method], Choice(how="as options"))
     if cls is None:
         return Chosen(*methods_by_damage(model, windows, request, progress))
     if option == "auto":
@@ -71,6 +79,9 @@ def choose(model: PreTrainedModel, request: Request, windows: dict[str, Windows]
     else:
         groups = parse_layers(option, layers)
     method = request.compensated(request.from_groups(groups, layers))
+    if request.indexed:
+        assert isinstance(method, ChoiceMethod)
+        method = of_indexers(method, model.config)
     find_sublayers(model).check(method.plan(layers))  # raises if layers cannot share
     return Chosen([method], Choice(how=option, groups=groups))
 

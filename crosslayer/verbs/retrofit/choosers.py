@@ -13,9 +13,8 @@ Shapes: L layers, H key-value heads, N sequences, T tokens.
 
 import contextlib
 import dataclasses
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -29,111 +28,28 @@ from crosslayer.output.progress import Meter
 from crosslayer.probe.choices import choice_sums
 from crosslayer.probe.intercept import AttentionCall, no_cache, visited
 from crosslayer.probe.what_if import find_sublayers
-from crosslayer.verbs.diagnose.groups import Groups
 from crosslayer.verbs.retrofit.cache import CONTEXT
+from crosslayer.verbs.retrofit.kinds import (
+    ALL,
+    OWN,
+    PASSES,
+    READER,
+    GreedySearch,
+    Kinds,
+    Move,
+    affordable,
+    evenly,
+    groups_of,
+    read_by,
+    reads_of,
+)
 from crosslayer.verbs.retrofit.request import Request
 from crosslayer.verbs.retrofit.result import Choice, CurvePoint, FixedBlocks, SearchRecord
 from crosslayer.verbs.retrofit.search import OWN as OWN_ATTENTION
 from crosslayer.verbs.retrofit.trade_off import Baseline, Measure, Step, measure_steps, spread_steps
 
 SHARES = (0.5, 0.25, 0.125)  # of a budget of reads: how many tokens are chosen
-ALL, OWN, READER = "all", "own", "reader"  # what a layer attends to: all tokens, its own choice, another layer's
-Kinds = tuple[str, ...]  # by layer
-Move = tuple[int, str]  # a layer, and what it attends to from now on
-PASSES = 300  # at most, over the search text
 TINY = 1e-9  # share of attention
-REMEASURED = 4  # at most, moves that are measured again per step
-
-
-def read_by(kind: str, share: float) -> float:
-    """Return how many layers' keys and values a layer reads if a share of the tokens is chosen."""
-    return {ALL: 1.0, OWN: (1 + share) / 2, READER: share}[kind]
-
-
-def reads_of(kinds: Kinds, share: float) -> float:
-    """Return the share of the original's keys and values that are read in a decoding step."""
-    return sum(read_by(kind, share) for kind in kinds) / len(kinds)
-
-
-def groups_of(kinds: Kinds) -> Groups:
-    """Return each chooser with its readers: the layers up to the next chooser."""
-    groups: Groups = []
-    for layer, kind in enumerate(kinds):
-        if kind == READER:
-            groups[-1].append(layer)
-        else:
-            groups.append([layer])
-    return [group for group in groups if len(group) > 1 or kinds[group[0]] == OWN]
-
-
-@dataclass
-class GreedySearch:
-    """Lets one more layer attend to its own choice or another layer's, whichever adds the least KL per read saved.
-
-    All moves are ranked once; a move is measured again before it is taken (lazy greedy).
-    """
-
-    measure: Callable[[Kinds], float]  # KL to the original, on the search text
-    layers: int
-    share: float  # of the tokens, that are chosen
-    passes: int = 0  # number of measurements
-    ranking: dict[Move, float] = field(default_factory=dict)  # KL of each move alone
-    curve: list[tuple[Kinds, float]] = field(default_factory=list)
-
-    def run(self, reads: float | None = None, kl: float | None = None) -> Kinds:
-        """Take moves until at most the share `reads` is read, or as long as the KL stays within `kl`."""
-        kinds, damage, refused = (ALL,) * self.layers, 0.0, set()
-        self.curve = [(kinds, damage)]
-        self.ranking = {move: self._kl(kinds, move) for move in self._moves(kinds)}
-        costs = {move: cost / self._saved(kinds, move) for move, cost in self.ranking.items()}
-        while reads is None or reads_of(kinds, self.share) > reads + 1e-9:
-            move = self._best(kinds, damage, costs, refused)
-            if move is None:
-                break
-            after = damage + costs[move] * self._saved(kinds, move)
-            if kl is not None and after > kl:
-                refused.add(move)
-                continue
-            kinds, damage = _taken(kinds, move), after
-            self.curve.append((kinds, damage))
-            layer, kind = move
-            if kind == OWN and layer:  # what is left to save there
-                added = self.ranking[layer, READER] - self.ranking[move]
-                costs[layer, READER] = added / self._saved(kinds, (layer, READER))
-        return kinds
-
-    def _moves(self, kinds: Kinds) -> list[Move]:
-        moves = []
-        for layer, kind in enumerate(kinds):
-            if kind == ALL:
-                moves.append((layer, OWN))
-            if kind != READER and layer:
-                moves.append((layer, READER))
-        return moves
-
-    def _saved(self, kinds: Kinds, move: Move) -> float:
-        layer, kind = move
-        return read_by(kinds[layer], self.share) - read_by(kind, self.share)
-
-    def _kl(self, kinds: Kinds, move: Move) -> float:
-        self.passes += 1
-        return self.measure(_taken(kinds, move))
-
-    def _best(self, kinds: Kinds, damage: float, costs: dict[Move, float], refused: set[Move]) -> Move | None:
-        """Return the best move, whose cost was just measured; None if there is none or the passes are used up."""
-        moves, fresh = [move for move in self._moves(kinds) if move not in refused], set()
-        while moves and self.passes < PASSES:
-            best = min(moves, key=costs.__getitem__)
-            if best in fresh or len(fresh) == REMEASURED:
-                return min(fresh, key=costs.__getitem__)
-            costs[best] = (self._kl(kinds, best) - damage) / self._saved(kinds, best)
-            fresh.add(best)
-        return None
-
-
-def _taken(kinds: Kinds, move: Move) -> Kinds:
-    layer, kind = move
-    return (*kinds[:layer], kind, *kinds[layer + 1 :])
 
 
 @dataclass(frozen=True)
@@ -206,13 +122,6 @@ def programmed(own: Sequence[float], readers: Tensor, reads: float, share: float
     return tuple(kinds)
 
 
-def evenly(layers: int, reads: float, share: float) -> Kinds:
-    """Return choosers at equal distances that attend to all tokens, as many as the budget of reads allows."""
-    count = max(1, math.floor(layers * (reads - share) / (1 - share) + 1e-9))
-    firsts = {round(number * layers / count) for number in range(count)}
-    return tuple(ALL if layer in firsts else READER for layer in range(layers))
-
-
 class ChoiceMeasure:
     """The method for what layers attend to, and its measured KL, for several numbers of chosen tokens."""
 
@@ -260,7 +169,7 @@ def choosers_by_damage(
     sizes = [method.tokens]
     if request.searches_tokens and options.read_budget is not None:
         sizes = [share * options.read_budget for share in SHARES]
-    sizes = _sizes(sizes, method, length, context, options.read_budget)
+    sizes = _sizes(sizes, method, length, context)
     with progress("running the original", 0):
         measured = ChoiceMeasure(Measure(model, windows["search"], request), method)
     with progress("searching who chooses", PASSES) as bar:
@@ -278,15 +187,13 @@ def choosers_by_damage(
     return [chosen], Choice(how="search", groups=[list(group) for group in chosen.groups], search=record)
 
 
-def _sizes(sizes: Sequence[float], method: ChoiceMethod, length: int, context: int, reads: float | None) -> list[float]:
+def _sizes(sizes: Sequence[float], method: ChoiceMethod, length: int, context: int) -> list[float]:
     """Return the numbers of tokens that leave some out, and choose some beside those that are always chosen.
 
     Raises:
-        ValueError: there are none, or the budget of reads is impossible.
+        ValueError: there are none.
 
     """
-    if reads is not None and reads >= 1:
-        raise ValueError(f"`read_budget` must be above 0 and below 1, got {reads:g}")
     some = [tokens for tokens in sizes if TokenChoice(tokens, method.sinks, method.window).count(length) < length]
     if not some:
         raise ValueError(
@@ -351,7 +258,10 @@ class ChoiceSearch:
         return min(meeting, key=lambda wiring: wiring.kl)
 
     def _greedily(self, tokens: float, reads: float | None, kl: float | None) -> Wiring:
-        search = GreedySearch(lambda kinds: self.measured.kl(kinds, tokens), self.layers, self.share(tokens))
+        share = self.share(tokens)
+        search = GreedySearch(
+            lambda kinds: self.measured.kl(kinds, tokens), lambda kinds: reads_of(kinds, share), (ALL,) * self.layers
+        )
         self.greedy[tokens] = search
         search.run(reads, kl)
         kinds, damage = search.curve[-1]
@@ -386,7 +296,7 @@ def _compared(
     steps = [step(*taken) for taken in spread_steps(curve)]
     if not curve or curve[-1][0] != best.kinds:
         steps.append(step(best.kinds, best.kl))
-    kinds = evenly(search.layers, reads_of(best.kinds, share), share)
+    kinds = evenly(search.layers, affordable(search.layers, reads_of(best.kinds, share), share))
     method = measured.method(kinds, best.tokens)
     even = Baseline([method], [list(group) for group in method.groups], reads_of(kinds, share))
     return measure_steps(model, measured.measure, steps, {name: even}, windows, progress)

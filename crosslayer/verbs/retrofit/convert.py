@@ -5,6 +5,7 @@ caller copies if needed.
 """
 
 import copy
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,9 +22,11 @@ from crosslayer.core.method import Compensation, Method, Mixing, Wiring
 from crosslayer.core.methods import Entry, load_methods, merge_plans, mixes, to_entry
 from crosslayer.core.options import check_choice
 from crosslayer.core.plan import DepthPlan
+from crosslayer.probe.indexers import can_share, indexer_types, with_choices
 from crosslayer.verbs.retrofit.calibrate import Text, calibrate, uncovered_layers, why_no_refit
 from crosslayer.verbs.retrofit.latents import StateMoments, fit_latents, latent_of, measure_moments, with_errors
 from crosslayer.verbs.retrofit.moments import FITS, LAYER_ONLY, REFITS, Fit
+from crosslayer.verbs.retrofit.request import ONLY_INDEXERS
 from crosslayer.verbs.retrofit.result import Weights
 
 
@@ -58,6 +61,8 @@ def convert_weights(source: PreTrainedModel, methods: list[Method], merge: str =
     broken = [name for name, ends in extremes.items() if not all(end.isfinite() for end in ends)]  # 10 times faster
     if broken:
         raise ValueError(f"weights must be finite; {len(broken)} hold NaN or infinity, the first is {broken[0]}")
+    if can_share(source.config):
+        return _share_indexers(source, merge_plans(methods, source.config.get_text_config().num_hidden_layers))
     config = to_config(source.config, [to_entry(method) for method in methods])
     dropped = _dropped_layers(config.wiring)
     if dropped and merge == "first":
@@ -161,6 +166,27 @@ def _drop_layers(source: PreTrainedModel, layers: list[int]) -> Converted:
     model.tie_weights()
     model.generation_config = copy.deepcopy(source.generation_config)
     return Converted(model.eval(), Weights(dropped=sorted(dropped), merged=[], new=[]))
+
+
+def _share_indexers(source: PreTrainedModel, plan: DepthPlan) -> Converted:
+    """Return a model of the source's own class whose layers share indexers, sharing its tensors."""
+    if plan != dataclasses.replace(DepthPlan.identity(plan.layers), choices=plan.choices, chosen=plan.chosen):
+        raise ValueError(ONLY_INDEXERS.format(source.config.get_text_config().model_type))
+    config = copy.deepcopy(source.config)
+    text: Any = config.get_text_config()
+    types = with_choices(indexer_types(source), plan.choices)
+    text.indexer_types = [kind or old for kind, old in zip(types, text.indexer_types, strict=True)]
+    model: Any = _empty(type(source), config, source)
+    weights, names = source.state_dict(), set(model.state_dict())
+    model.load_state_dict({name: weights[name] for name in names}, strict=True, assign=True)
+    for name, table in model.named_buffers():  # of positions, not in any checkpoint
+        if table.is_meta:
+            module, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(module), attribute, source.get_buffer(name))
+    model.tie_weights()
+    if source.can_generate():
+        model.generation_config = copy.deepcopy(source.generation_config)
+    return Converted(model.eval(), Weights(dropped=sorted(set(weights) - names), merged=[], new=[]))
 
 
 @torch.no_grad()

@@ -45,7 +45,7 @@ def _cards(record: RetrofitReport) -> list[tuple[str, str, str]]:
         size = (
             "Read",
             f"{record.cache.read_share:.1%}",
-            f"of keys and values in a step at {record.cache.context:,} tokens",
+            f"of the original's bytes in a step after {record.cache.context:,} tokens",
         )
     cards = [
         size,
@@ -95,12 +95,10 @@ def _by_layer(plan: DepthPlan) -> Panel:
 
 def _reads_by_layer(record: RetrofitReport) -> Panel:
     """Return the figure of what each layer reads."""
-    plan, context = record.plan, record.cache.context
-    layers = [float(layer) for layer in range(plan.layers)]
-    read = [50 * sum(plan.read_count(state, layer, context) for state in CACHED) for layer in range(plan.layers)]
-    lines = [Line("keys and values", layers, read)]
-    caption = f"Share of its keys and values that a layer reads in a decoding step at {context:,} tokens."
-    axes = ("layer", "% of the layer's keys and values")
+    layers = [float(layer) for layer in range(record.plan.layers)]
+    lines = [Line("retrofit", layers, [100 * share for share in record.cache.layer_reads])]
+    caption = f"Share of what the original's layer reads in a decoding step after {record.cache.context:,} tokens."
+    axes = ("layer", "% of the original's bytes")
     return Panel("layers", "What each layer reads", caption, *axes, lines, wide=True, bounds=(0, math.inf))
 
 

@@ -21,6 +21,10 @@ AXES = ("depth", "bits", "rank")  # in which a cache becomes smaller
 ONE_OF = (
     "give one of `method`, `kv_budget`, `kl_budget` and `read_budget`; the budgets choose methods and layers themselves"
 )
+ONLY_INDEXERS = (
+    "layers of {} choose tokens by indexers, and can only share their choices: give `read_budget` or `kl_budget` "
+    "alone, or a method whose layers share choices"
+)
 Budget = Annotated[float, Field(gt=0, allow_inf_nan=False)] | None
 
 
@@ -57,6 +61,8 @@ class RetrofitOptions(Options):
         budgets = sum(value is not None for value in (self.kv_budget, self.kl_budget, self.read_budget))
         if budgets > 1 or (budgets == 0 and self.method is None):
             raise ValueError(ONE_OF)
+        if self.read_budget is not None and self.read_budget >= 1:
+            raise ValueError(f"`read_budget` must be above 0 and below 1, got {self.read_budget:g}")
         for axis in self.axes.split(","):
             check_choice("retrofit", "axes", axis, AXES)
         check_choice("retrofit", "compensation", self.compensation, ("none", *FITS, None))
@@ -81,9 +87,16 @@ class RetrofitOptions(Options):
 class Request:
     """The options of a retrofit, interpreted for its methods."""
 
-    def __init__(self, options: RetrofitOptions, post_norms: bool = False):
-        """Interpret options; `post_norms`: attention's output is normed before the residual, so W_o is not refitted."""
-        self.options = options
+    def __init__(self, options: RetrofitOptions, post_norms: bool = False, indexed: str | None = None):
+        """Interpret options.
+
+        Args:
+            options: what the user asked for.
+            post_norms: attention's output is normed before the residual, so W_o is not refitted.
+            indexed: the model's type, if its layers choose tokens by indexers.
+
+        """
+        self.options, self.post_norms, self.indexed = options, post_norms, indexed
         # a class whose layers are still to be chosen, or a method with all its options
         self.method_class, self.method = _method_of(options.method)
         self.axes = frozenset(options.axes.split(","))
@@ -124,10 +137,14 @@ class Request:
         options = self.options
         if self.method_class is not None and issubclass(self.method_class, ChoiceMethod) and self.has_budget:
             self.method, self.method_class = self.method_class(), None
-        if options.read_budget is not None and options.method is None:
+        if self.indexed is not None and options.kv_budget is not None:
+            raise ValueError(ONLY_INDEXERS.format(self.indexed))
+        if options.method is None and (options.read_budget is not None or self.indexed is not None):
             (cls,) = [cls for name in method_names() if issubclass(cls := method_class(name), ChoiceMethod)]
             self.method = cls()
         named = self.method or self.method_class
+        if self.indexed is not None and not issubclass(self.method_class or type(self.method), ChoiceMethod):
+            raise ValueError(ONLY_INDEXERS.format(self.indexed))
         if named is not None and self.has_budget and not isinstance(named, ChoiceMethod):
             raise ValueError(ONE_OF)
         if isinstance(self.method, ChoiceMethod) and self.has_budget and self.method.groups:

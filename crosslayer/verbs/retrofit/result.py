@@ -17,6 +17,7 @@ from crosslayer.output.folder import whole_folder
 from crosslayer.output.manifest import write_manifest
 from crosslayer.output.record import Frozen, ModelFacts
 from crosslayer.output.result import Result
+from crosslayer.probe.indexers import pattern
 from crosslayer.stats import Interval
 from crosslayer.verbs.needles.retrieval import Retrieval, count_retrieved
 from crosslayer.verbs.retrofit.moments import Fit
@@ -97,7 +98,10 @@ class CacheRecord(Frozen):
     bytes_per_token_before: float
     bytes_per_token_after: float
     share: float = Field(description="after over before")
-    read_share: float = Field(description="of the original's keys and values, that a decoding step reads")
+    read_share: float = Field(description="of the bytes that the original reads in a decoding step")
+    layer_reads: list[float] = Field(
+        default=[], description="(L,) the same by layer, where layers attend to chosen tokens; else empty"
+    )
 
 
 class Damage(Frozen):
@@ -190,7 +194,7 @@ class RetrofitReport(Result):
     Shapes: D domains, the worst unseen one first; L layers of the original.
     """
 
-    schema_: Literal["crosslayer/retrofit/8"] = Field(default="crosslayer/retrofit/8", alias="schema")
+    schema_: Literal["crosslayer/retrofit/9"] = Field(default="crosslayer/retrofit/9", alias="schema")
     architecture: Architecture
     methods: list[dict[str, Any]] = Field(description="name and options of each method, as in a config")
     title: str = Field(description="the methods with their options, as a line of text")
@@ -317,14 +321,20 @@ class RetrofitReport(Result):
         return np.array([1 - left.get(layer, np.nan) ** 2 for layer in range(self.architecture.layers)])
 
     @property
+    def index_pattern(self) -> str | None:
+        """Which layers of a model with indexers have their own, in letters that engines take; None without indexers."""
+        return None if self.takes_shim or not self.plan.has_choices else pattern(self.plan.choices)
+
+    @property
     def changed_layers(self) -> list[int]:
         """Layers that read other layers' states, attend to chosen tokens, or have no attention or MLP."""
         vectors = [self.plan.sources(state) for state in (*STATES, "mlps")]
-        return [
-            layer
-            for layer in range(self.plan.layers)
-            if self.plan.choices[layer] is not None or any(vector[layer] != layer for vector in vectors)
-        ]
+        changed = []
+        for layer, chooser in enumerate(self.plan.choices):
+            as_before = chooser is None or (chooser == layer and self.index_pattern is not None)
+            if not as_before or any(vector[layer] != layer for vector in vectors):
+                changed.append(layer)
+        return changed
 
     def headline(self) -> dict[str, Any]:
         """Return the figures for the last printed line of the command."""

@@ -11,12 +11,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from crosslayer.core.decoder.weights import to_config
 from crosslayer.core.methods import Entry, merge_plans, to_entry
-from crosslayer.core.plan import DepthPlan
 from crosslayer.corpus.windows import Windows
 from crosslayer.models.load import load_config, model_facts, public_name, ready_model
 from crosslayer.models.origin import origin
 from crosslayer.output.progress import Meter, Silent
-from crosslayer.probe.intercept import evaluating, no_cache, plan_of
+from crosslayer.probe.indexers import can_share
+from crosslayer.probe.intercept import evaluating, layer_stack, no_cache, plan_of
 from crosslayer.probe.tokens import check_ids
 from crosslayer.probe.what_if import find_sublayers
 from crosslayer.verbs.needles.retrieval import LONG_LENGTHS, PROMPT_TOKENS, measure_retrieval
@@ -26,6 +26,7 @@ from crosslayer.verbs.retrofit.calibrate import POST_NORM_ERROR, input_width
 from crosslayer.verbs.retrofit.choose import choose
 from crosslayer.verbs.retrofit.convert import Converted, convert
 from crosslayer.verbs.retrofit.damage import by_domain, logits_of, logits_uncompensated, losses
+from crosslayer.verbs.retrofit.indexers import default_context
 from crosslayer.verbs.retrofit.latents import read_windows
 from crosslayer.verbs.retrofit.moments import REFITS, check_enough
 from crosslayer.verbs.retrofit.request import Request, RetrofitOptions, plain_method
@@ -41,6 +42,7 @@ from crosslayer.verbs.retrofit.result import (
 from crosslayer.verbs.retrofit.search import expected_passes
 from crosslayer.verbs.retrofit.sentences import title
 from crosslayer.verbs.retrofit.texts import DomainTexts, Texts
+from crosslayer.wiring.read import read_plan
 
 
 def retrofit(
@@ -89,11 +91,13 @@ def retrofit(
         layers: layers to convert (0-based): groups such as 18-21,22-25 or 18+20,19+21, top-half, or auto.
         kv_budget: instead of --method: search for the methods and layers that keep this share of the KV cache (0 to 1);
             with a method whose layers cache latents: their size, as a share of a cache in 16 bits.
-        kv_context: context length at which the cache is counted; default 2048, or twice the largest sliding window.
+        kv_context: context length at which the cache is counted; default 2048, twice the largest sliding window, or 16
+            times the tokens that indexers choose.
         kl_budget: instead of --method: search within this KL to the original, in nats/token; with a method whose
-            layers choose tokens: who chooses for whom, with the fewest reads.
+            layers choose tokens: who chooses for whom, with the fewest reads. Of a model with indexers: which layers
+            share one.
         read_budget: instead of --method: search which layers choose the tokens that others attend to, so that a
-            decoding step reads this share of the cached keys and values (0 to 1). The cache keeps its size.
+            decoding step reads this share of the cached bytes (0 to 1). The cache keeps its size.
         axes: in which --kv-budget makes the cache smaller: depth (layers share or lose attention), bits, rank, or
             several, such as depth,bits,rank. With bits or rank layers cache latents: far less damage at the same bytes,
             but decoding is slower, and vLLM does not serve them.
@@ -144,16 +148,19 @@ def _open_texts(
     progress: Meter,
 ) -> tuple[Request, Texts]:
     """Open the texts and check everything that can be checked before the model is loaded."""
-    config = to_config(model.config if isinstance(model, PreTrainedModel) else load_config(str(model)))
-    request = Request(options, config.has_post_norms)
+    source = model.config if isinstance(model, PreTrainedModel) else load_config(str(model))
+    if can_share(source):
+        request = Request(options, indexed=source.get_text_config().model_type)
+    else:
+        request = Request(options, to_config(source).has_post_norms)
     with progress("reading the text", 0):
         texts = Texts.load(text, calibration_text, options.seed)
-    if request.fit in REFITS and config.has_post_norms:
+    if request.fit in REFITS and request.post_norms:
         raise ValueError(POST_NORM_ERROR)
     counts = texts.window_counts(request)  # raises if there are too few windows
     if request.fits:
         sizes = [count for count in counts["calibration"].values() if count]
-        check_enough(input_width(config, request.fit), sizes, options.length, request.fit)
+        check_enough(input_width(to_config(source), request.fit), sizes, options.length, request.fit)
     return request, texts
 
 
@@ -193,10 +200,10 @@ def _report(
     measuring = time.perf_counter()
     damage = _evaluate(model, converted, windows["evaluation"], frozenset(seen), options.seed, progress)
     needles = _needles(model, converted.model, tokenizer, options.seed, progress) if options.needles else None
-    cache = _cache(model, converted.model, options.kv_context)
+    cache = _cache(model, converted.model, request)
     comparing = time.perf_counter()
     alternatives: tuple[Alternative, ...] = ()
-    if options.alternatives:
+    if options.alternatives and not request.indexed:
         others = latents_beside(model, request, moments)
         judged = Judged(windows["evaluation"], cache.context, tokenizer if needles else None, options.seed)
         alternatives = measure_alternatives(model, converted.model, others, judged, progress)
@@ -211,7 +218,7 @@ def _report(
         ),
         methods=[to_entry(method) for method in methods],
         title=title(methods),
-        plan=merge_plans(methods, model.config.num_hidden_layers),
+        plan=read_plan(converted.model).plan if request.indexed else merge_plans(methods, len(layer_stack(model))),
         choice=choice,
         weights=converted.weights,
         calibration=_calibration(converted, request, calibration),
@@ -270,8 +277,7 @@ def _needles(
     progress: Meter,
 ) -> Needles | None:
     """Ask both models for hidden numbers; None if they cannot be asked."""
-    plan = plan_of(converted.config)
-    lengths = LONG_LENGTHS if plan is not None and plan.has_choices else None
+    lengths = LONG_LENGTHS if read_plan(converted).plan.has_choices else None
     retrieved = measure_retrieval(converted, tokenizer, seed, progress, lengths=lengths)
     if not retrieved:
         return None
@@ -298,7 +304,8 @@ def _calibration(converted: Converted, request: Request, windows: Mapping[str, T
     return Calibration(fit=fit, windows={name: len(ids) for name, ids in windows.items()}, layers=converted.fits)
 
 
-def _cache(model: PreTrainedModel, converted: PreTrainedModel, context: int | None) -> CacheRecord:
+def _cache(model: PreTrainedModel, converted: PreTrainedModel, request: Request) -> CacheRecord:
+    context = request.options.kv_context or (default_context(model.config) if request.indexed else None)
     context = CacheShare(find_sublayers(model).shapes, context).context
     before, after = allocated(model, context), allocated(converted, context)
     plan = plan_of(converted.config)
@@ -306,11 +313,13 @@ def _cache(model: PreTrainedModel, converted: PreTrainedModel, context: int | No
         before *= (
             2 / model.dtype.itemsize
         )  # codes have the same size whatever the dtype; the original's is 16 bits then
-    read = 1.0 if plan is None else plan.read_states(context) / DepthPlan.identity(plan.layers).read_states()
+    original, changed = (read_plan(each, dtype="bfloat16") for each in (model, converted))
+    layers = range(len(original.layers)) if changed.plan.has_choices else ()
     return CacheRecord(
         context=context,
         bytes_per_token_before=before,
         bytes_per_token_after=after,
         share=after / before,
-        read_share=read,
+        read_share=changed.read_at(context) / original.read_at(context),
+        layer_reads=[changed.layer_read_at(i, context) / original.layer_read_at(i, context) for i in layers],
     )

@@ -1,5 +1,6 @@
 """A retrofit's methods and results as sentences."""
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -54,9 +55,11 @@ def sentences(record: RetrofitReport) -> list[str]:
     ]
     if record.plan.has_choices:
         lines.append(
-            f"A decoding step after {cache.context:,} tokens reads {cache.read_share:.1%} of the keys and values that "
-            "the original reads."
+            f"A decoding step after {cache.context:,} tokens reads {cache.read_share:.1%} of the cached bytes that the "
+            "original reads."
         )
+    if record.index_pattern is not None:
+        lines.append(_for_engines(record.index_pattern))
     if len(domains) > 1:
         labels = {"unseen": False, "calibration": True}
         by_label = {
@@ -83,6 +86,17 @@ def sentences(record: RetrofitReport) -> list[str]:
         lines.append(_alternatives(record.alternatives))
     fixed = record.choice.search.fixed if record.choice.search is not None else []
     return lines + [_search(record, blocks) for blocks in fixed]
+
+
+def _for_engines(pattern: str) -> str:
+    """Return how engines take the pattern, with the original's weights."""
+    options = json.dumps({"index_topk_pattern": pattern})
+    cached = json.dumps({"use_index_cache": True, "index_topk_pattern": pattern})
+    return (
+        f"Indexers by layer (F: its own; S: it takes the choice of the nearest F below): {pattern}. Engines take this "
+        f"with the original's weights: vLLM by --hf-overrides '{cached}', SGLang by --json-model-override-args "
+        f"'{options}'."
+    )
 
 
 def _alternatives(rows: Sequence[Alternative]) -> str:

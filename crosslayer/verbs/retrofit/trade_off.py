@@ -8,7 +8,7 @@ Memory: the input of every layer of the original, for the tokens of these fits.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +26,7 @@ from crosslayer.verbs.diagnose.groups import PAPER_SIZE, Groups, paper_groups
 from crosslayer.verbs.retrofit.cache import CacheShare
 from crosslayer.verbs.retrofit.calibrate import fit_layer, fitted_layers, input_width
 from crosslayer.verbs.retrofit.convert import convert_weights, plain_decoder
-from crosslayer.verbs.retrofit.damage import compare, damage, difference, logits_of, losses
+from crosslayer.verbs.retrofit.damage import Run, compare, damage, difference, logits_of, losses
 from crosslayer.verbs.retrofit.moments import REFITS, is_enough
 from crosslayer.verbs.retrofit.request import Request
 from crosslayer.verbs.retrofit.result import Choice, CurvePoint, FixedBlocks, SearchRecord
@@ -176,15 +176,22 @@ class Measure:
             self.fitted_layers.apply(candidate)
         return candidate
 
+    def run(self, methods: list[Method]) -> Run:
+        """Return a function from ids (1, T) to the logits (1, T, V) of the compensated model."""
+        return logits_of(self.candidate(methods))
+
+    def logits(self, methods: list[Method]) -> Iterable[tuple[Tensor, Tensor]]:
+        """Return the logits of the original and of the compensated model, (T, V) each, by window."""
+        return zip(self.original, self.inputs.logits(self.candidate(methods)), strict=True)
+
     def __call__(self, assignment: Assignment) -> float:
         """Return the KL of an assignment, compensated."""
         return self.kl(self.methods(assignment))
 
     def kl(self, methods: list[Method]) -> float:
         """Return the mean KL of the compensated model to the original over the windows, in nats/token."""
-        logits = self.inputs.logits(self.candidate(methods))
         divergences = []
-        for ids, original, after in zip(self.ids, self.original, logits, strict=True):
+        for ids, (original, after) in zip(self.ids, self.logits(methods), strict=True):
             for rows in (slice(self.repeat_start), slice(self.repeat_start, None)):
                 _, _, kl = compare(original[rows], after[rows], ids[rows])
                 divergences.append(kl)
@@ -266,7 +273,7 @@ def measure_steps(
         return [], []
     methods = {str(number): step.methods for number, step in enumerate(steps)}
     methods |= {name: baseline.methods for name, baseline in baselines.items()}
-    runs = {name: logits_of(measure.candidate(chosen)) for name, chosen in methods.items()}
+    runs = {name: measure.run(chosen) for name, chosen in methods.items()}
     with progress("measuring the trade-off on held-out text", len(windows)) as bar:
         measured = losses(logits_of(model), runs, windows, bar.step)
     curve, fixed = [], []

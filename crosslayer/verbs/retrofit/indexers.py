@@ -1,0 +1,191 @@
+"""Choose which layers of a model with indexers share another layer's choice, within a budget of reads or of KL.
+
+The greedy search of choosers.py, where every layer attends to chosen tokens already: one more layer takes the choice of
+the layer below instead of its own. Each wiring is tried in the original, and reads count the keys of indexers.
+
+Shapes: N windows, T tokens, C hidden, V vocabulary, L layers.
+"""
+
+import copy
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from crosslayer.core.choice import ChoiceMethod
+from crosslayer.core.method import Method, options_of
+from crosslayer.corpus.windows import Windows, repeating
+from crosslayer.output.progress import Meter
+from crosslayer.probe.indexers import FULL, SHARED
+from crosslayer.probe.intercept import no_cache
+from crosslayer.probe.what_if import find_sublayers, what_if
+from crosslayer.verbs.diagnose.groups import Groups
+from crosslayer.verbs.retrofit.damage import Run, logits_of
+from crosslayer.verbs.retrofit.kinds import OWN, PASSES, READER, GreedySearch, Kinds, evenly, groups_of
+from crosslayer.verbs.retrofit.request import Request
+from crosslayer.verbs.retrofit.result import Choice, CurvePoint, FixedBlocks, SearchRecord
+from crosslayer.verbs.retrofit.search import OWN as OWN_ATTENTION
+from crosslayer.verbs.retrofit.trade_off import Baseline, Measure, Step, measure_steps, spread_steps
+from crosslayer.wiring.read import read_plan
+
+CONTEXT = 16  # times the chosen tokens: the default context at which reads are counted
+
+
+class WhatIfMeasure(Measure):
+    """KL of wirings that are tried in the original; of it, only the last hidden states (T, C) of windows are kept."""
+
+    def __init__(self, model: PreTrainedModel, windows: Windows, request: Request):
+        self.model, self.request = model, request
+        self.ids, self.repeat_start = repeating(windows.ids)
+        self.sublayers = find_sublayers(model)
+        self.hidden = [self._hidden(ids) for ids in self.ids]
+        self.step = lambda: None
+
+    def _hidden(self, ids: Tensor) -> Tensor:
+        device = self.model.device
+        return self.model.base_model(input_ids=ids[None].to(device), **no_cache(self.model)).last_hidden_state[0]
+
+    def run(self, methods: list[Method]) -> Run:
+        """Return a function from ids (1, T) to the logits (1, T, V) of the model with these methods."""
+        run = logits_of(self.model)
+
+        def wired(ids: Tensor) -> Tensor:
+            with what_if(self.model, methods, self.sublayers):
+                return run(ids)
+
+        return wired if methods else run
+
+    def logits(self, methods: list[Method]) -> Iterable[tuple[Tensor, Tensor]]:
+        """Return the logits of the original and of the model with these methods, (T, V) each, by window."""
+        head: Any = self.model.get_output_embeddings()
+        for ids, hidden in zip(self.ids, self.hidden, strict=True):
+            with what_if(self.model, methods, self.sublayers):
+                after = self._hidden(ids)
+            yield head(hidden), head(after)
+
+
+def reads_with(config: PreTrainedConfig, types: list[str], context: int) -> int:
+    """Return the bytes that a decoding step reads after `context` tokens if layers have these types of indexers."""
+    changed = copy.deepcopy(config)
+    changed.get_text_config().indexer_types = types
+    return read_plan(changed, dtype="bfloat16").read_at(context)
+
+
+def chosen_tokens(config: PreTrainedConfig) -> int:
+    """Return how many tokens an indexer chooses."""
+    chosen = read_plan(config).plan.chosen
+    assert chosen is not None
+    return int(chosen)
+
+
+def of_indexers(method: ChoiceMethod, config: PreTrainedConfig) -> ChoiceMethod:
+    """Return the method with the number of tokens that the model's indexers choose.
+
+    Raises:
+        ValueError: it has options that say how tokens are chosen.
+
+    """
+    tokens = chosen_tokens(config)
+    idle = [option.name for option in options_of(method) if vars(method)[option.name] != option.default]
+    idle = [name for name in idle if name != "groups"]
+    if idle:
+        raise ValueError(
+            f"{method.name()}: {', '.join(idle)} has no effect on {config.get_text_config().model_type}, whose "
+            f"indexers choose {tokens} tokens; remove it"
+        )
+    return dataclasses.replace(method, tokens=tokens, sinks=0, window=1)
+
+
+def default_context(config: PreTrainedConfig) -> int:
+    """Return the tokens at which reads are counted unless the user says otherwise."""
+    return CONTEXT * chosen_tokens(config)
+
+
+class Layers:
+    """The layers with indexers, and what a wiring of them means for the model: its method, and what it reads."""
+
+    def __init__(self, config: PreTrainedConfig, method: ChoiceMethod, context: int | None):
+        text: Any = config.get_text_config()
+        self.config, self.types = config, list(text.indexer_types)
+        self.method, self.context = of_indexers(method, config), context or default_context(config)
+        self.numbers = [i for i, chooser in enumerate(read_plan(config).plan.choices) if chooser is not None]
+        if self.numbers != list(range(self.numbers[0], self.numbers[-1] + 1)):
+            raise ValueError(f"{text.model_type} has other attention between its layers with indexers")
+        self.start: Kinds = tuple(READER if self.types[number] == SHARED else OWN for number in self.numbers)
+        self._read: dict[Kinds, int] = {}
+
+    def groups(self, kinds: Kinds) -> Groups:
+        """Return the layers that attend to the same choice, the chooser first; none that are alone."""
+        groups = [[self.numbers[i] for i in group] for group in groups_of(kinds)]
+        return [group for group in groups if len(group) > 1]
+
+    def methods(self, kinds: Kinds) -> list[Method]:
+        """Return the method of a wiring; none if every layer has its own indexer."""
+        groups = tuple(map(tuple, self.groups(kinds)))
+        return [dataclasses.replace(self.method, groups=groups)] if groups else []
+
+    def reads(self, kinds: Kinds) -> float:
+        """Return the share of the bytes that the original reads in a decoding step."""
+        for wanted in (kinds, self.start):
+            if wanted not in self._read:
+                types = list(self.types)
+                for number, kind in zip(self.numbers, wanted, strict=True):
+                    types[number] = SHARED if kind == READER else FULL
+                self._read[wanted] = reads_with(self.config, types, self.context)
+        return self._read[kinds] / self._read[self.start]
+
+
+@torch.no_grad()
+def indexers_by_damage(
+    model: PreTrainedModel, windows: Mapping[str, Windows], request: Request, progress: Meter
+) -> tuple[list[Method], Choice]:
+    """Return the method that meets the request's budget of reads or of KL, and the record of the choice.
+
+    `windows` is text by purpose: "search" to measure wirings, "trade-off" to compare the result with choosers at equal
+    distances.
+    """
+    options, length = request.options, windows["search"].ids.shape[1]
+    assert isinstance(request.method, ChoiceMethod)
+    layers = Layers(model.config, request.method, options.kv_context)
+    if length <= layers.method.tokens:
+        raise ValueError(
+            f"all tokens of windows of `length` {length} are chosen, since indexers choose {layers.method.tokens:g}; "
+            "give longer windows"
+        )
+    budget, least = options.read_budget, layers.reads((layers.start[0], *([READER] * (len(layers.start) - 1))))
+    if budget is not None and budget < least:
+        raise ValueError(f"`read_budget` {budget:g} cannot be reached; the least is {least:.4f}")
+    with progress("running the original", 0):
+        measure = WhatIfMeasure(model, windows["search"], request)
+    search = GreedySearch(lambda kinds: measure.kl(layers.methods(kinds)), layers.reads, layers.start)
+    with progress("searching who chooses", PASSES) as bar:
+        measure.step = lambda: bar.step(min(search.passes, PASSES), PASSES)
+        kinds = search.run(budget, options.kl_budget)
+    if kinds == layers.start:
+        raise ValueError(
+            f"`kl_budget` {options.kl_budget} is too small: every change of a single layer has a larger KL"
+        )
+    curve, fixed = _compared(measure, layers, search, windows["trade-off"], progress)
+    names = [OWN_ATTENTION] * model.config.get_text_config().num_hidden_layers
+    for number, kind in zip(layers.numbers, kinds, strict=True):
+        names[number] = layers.method.name() if kind == READER else OWN_ATTENTION
+    record = SearchRecord(passes=search.passes, kinds=names, curve=curve, fixed=fixed)
+    return layers.methods(kinds), Choice(how="search", groups=layers.groups(kinds), search=record)
+
+
+def _compared(
+    measure: WhatIfMeasure, layers: Layers, search: GreedySearch, windows: Windows, progress: Meter
+) -> tuple[list[CurvePoint], list[FixedBlocks]]:
+    """Measure steps of the search, and as many choosers at equal distances, on windows that it did not use."""
+    name = layers.method.name()
+    steps = [
+        Step(layers.methods(kinds), layers.reads(kinds), kl, {name: kinds.count(READER)})
+        for kinds, kl in spread_steps(search.curve[1:])
+    ]
+    last = search.curve[-1][0]
+    even = evenly(len(last), last.count(OWN), OWN)
+    baseline = Baseline(layers.methods(even), layers.groups(even), layers.reads(even))
+    return measure_steps(measure.model, measure, steps, {name: baseline}, windows, progress)

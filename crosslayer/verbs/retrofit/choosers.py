@@ -29,13 +29,13 @@ from crosslayer.probe.choices import choice_sums
 from crosslayer.probe.intercept import AttentionCall, no_cache, visited
 from crosslayer.probe.what_if import find_sublayers
 from crosslayer.verbs.retrofit.cache import CONTEXT
+from crosslayer.verbs.retrofit.greedy import PASSES
 from crosslayer.verbs.retrofit.kinds import (
     ALL,
     OWN,
-    PASSES,
     READER,
-    GreedySearch,
     Kinds,
+    KindSearch,
     Move,
     affordable,
     evenly,
@@ -222,7 +222,7 @@ class ChoiceSearch:
 
     def __init__(self, measured: ChoiceMeasure, layers: int, context: int):
         self.measured, self.layers, self.context = measured, layers, context
-        self.greedy: dict[float, GreedySearch] = {}  # by tokens
+        self.greedy: dict[float, KindSearch] = {}  # by tokens
 
     @property
     def passes(self) -> int:
@@ -259,7 +259,7 @@ class ChoiceSearch:
 
     def _greedily(self, tokens: float, reads: float | None, kl: float | None) -> Wiring:
         share = self.share(tokens)
-        search = GreedySearch(
+        search = KindSearch(
             lambda kinds: self.measured.kl(kinds, tokens), lambda kinds: reads_of(kinds, share), (ALL,) * self.layers
         )
         self.greedy[tokens] = search

@@ -24,7 +24,8 @@ from crosslayer.probe.intercept import no_cache
 from crosslayer.probe.what_if import find_sublayers, what_if
 from crosslayer.verbs.diagnose.groups import Groups
 from crosslayer.verbs.retrofit.damage import Run, logits_of
-from crosslayer.verbs.retrofit.kinds import OWN, PASSES, READER, GreedySearch, Kinds, evenly, groups_of
+from crosslayer.verbs.retrofit.greedy import PASSES
+from crosslayer.verbs.retrofit.kinds import OWN, READER, Kinds, KindSearch, evenly, groups_of
 from crosslayer.verbs.retrofit.request import Request
 from crosslayer.verbs.retrofit.result import Choice, CurvePoint, FixedBlocks, SearchRecord
 from crosslayer.verbs.retrofit.search import OWN as OWN_ATTENTION
@@ -160,7 +161,7 @@ def indexers_by_damage(
         raise ValueError(f"`read_budget` {budget:g} cannot be reached; the least is {least:.4f}")
     with progress("running the original", 0):
         measure = WhatIfMeasure(model, windows["search"], request)
-    search = GreedySearch(lambda kinds: measure.kl(layers.methods(kinds)), layers.reads, layers.start)
+    search = KindSearch(lambda kinds: measure.kl(layers.methods(kinds)), layers.reads, layers.start)
     with progress("searching who chooses", PASSES) as bar:
         measure.step = lambda: bar.step(min(search.passes, PASSES), PASSES)
         kinds = search.run(budget, options.kl_budget)
@@ -177,7 +178,7 @@ def indexers_by_damage(
 
 
 def _compared(
-    measure: WhatIfMeasure, layers: Layers, search: GreedySearch, windows: Windows, progress: Meter
+    measure: WhatIfMeasure, layers: Layers, search: KindSearch, windows: Windows, progress: Meter
 ) -> tuple[list[CurvePoint], list[FixedBlocks]]:
     """Measure steps of the search, and as many choosers at equal distances, on windows that it did not use."""
     name = layers.method.name()

@@ -1,16 +1,15 @@
-"""What each layer attends to, and the greedy search for it: one more layer takes a choice, its own or another's."""
+"""What each layer attends to, all tokens or chosen ones, and the greedy search for it."""
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from crosslayer.verbs.diagnose.groups import Groups
+from crosslayer.verbs.retrofit.greedy import GreedySearch
 
 ALL, OWN, READER = "all", "own", "reader"  # what a layer attends to: all tokens, its own choice, another layer's
 Kinds = tuple[str, ...]  # by layer
 Move = tuple[int, str]  # a layer, and what it attends to from now on
-PASSES = 300  # at most, over the search text
-REMEASURED = 4  # at most, moves that are measured again per step
 
 
 def read_by(kind: str, share: float) -> float:
@@ -35,77 +34,50 @@ def groups_of(kinds: Kinds) -> Groups:
 
 
 @dataclass
-class GreedySearch:
-    """Lets one more layer attend to its own choice or another layer's, whichever adds the least KL per read saved.
+class KindSearch(GreedySearch[Kinds, Move]):
+    """A search for what layers attend to, whose moves let one more layer attend to its own or another's choice."""
 
-    All moves are ranked once; a move is measured again before it is taken (lazy greedy), as long as there are passes
-    left. Then a search within a budget of reads goes on by what was measured, and one within a KL ends.
-    """
+    remeasured = 4
 
-    measure: Callable[[Kinds], float]  # KL to the original, on the search text
     reads: Callable[[Kinds], float]  # the share of the original's keys and values that is read
     start: Kinds  # of the original
-    passes: int = 0  # number of measurements
-    ranking: dict[Move, float] = field(default_factory=dict)  # KL of each move alone
-    curve: list[tuple[Kinds, float]] = field(default_factory=list)
+    ranking: dict[Move, float] = field(default_factory=dict, init=False)  # KL of each move alone
 
     def run(self, reads: float | None = None, kl: float | None = None) -> Kinds:
         """Take moves until at most the share `reads` is read, or as long as the KL stays within `kl`."""
-        kinds, damage, refused = self.start, 0.0, set()
-        self.curve = [(kinds, damage)]
-        self.ranking = {move: self._kl(kinds, move) for move in self._moves(kinds)}
-        costs = {move: cost / self._saved(kinds, move) for move, cost in self.ranking.items()}
-        while reads is None or self.reads(kinds) > reads + 1e-9:
-            move = self._best(kinds, damage, costs, refused)
-            if move is None or (self.passes >= PASSES and kl is not None):
-                break
-            after = damage + costs[move] * self._saved(kinds, move)
-            if kl is not None and after > kl:
-                refused.add(move)
-                continue
-            kinds, damage = _taken(kinds, move), after
-            self.curve.append((kinds, damage))
-            layer, kind = move
-            if kind == OWN and layer:  # what is left to save there
-                added = self.ranking[layer, READER] - self.ranking[move]
-                costs[layer, READER] = added / self._saved(kinds, (layer, READER))
-        if self.passes >= PASSES:  # the last costs were estimates
-            self.curve[-1] = kinds, self.measure(kinds)
-        return kinds
+        most = -math.inf if reads is None else reads + 1e-9
+        return self.descend(self.start, lambda kinds: self.reads(kinds) <= most, kl)
 
-    def _moves(self, kinds: Kinds) -> list[Move]:
+    def moves(self, wiring: Kinds) -> list[Move]:
+        """Return each layer with what else it may attend to."""
         moves = []
-        for layer, kind in enumerate(kinds):
+        for layer, kind in enumerate(wiring):
             if kind == ALL:
                 moves.append((layer, OWN))
             if kind != READER and layer:
                 moves.append((layer, READER))
         return moves
 
-    def _saved(self, kinds: Kinds, move: Move) -> float:
-        return self.reads(kinds) - self.reads(_taken(kinds, move))
+    def take(self, wiring: Kinds, move: Move) -> Kinds:
+        """Return the kinds with another one for a layer."""
+        layer, kind = move
+        return (*wiring[:layer], kind, *wiring[layer + 1 :])
 
-    def _kl(self, kinds: Kinds, move: Move) -> float:
-        self.passes += 1
-        return self.measure(_taken(kinds, move))
+    def saved(self, wiring: Kinds, move: Move) -> float:
+        """Return the share of the reads that a move saves."""
+        return self.reads(wiring) - self.reads(self.take(wiring, move))
 
-    def _best(self, kinds: Kinds, damage: float, costs: dict[Move, float], refused: set[Move]) -> Move | None:
-        """Return the best move, whose cost was just measured if any passes were left; None if there is none."""
-        moves, fresh = [move for move in self._moves(kinds) if move not in refused], set()
-        while moves:
-            best = min(moves, key=costs.__getitem__)
-            if best in fresh or self.passes >= PASSES:
-                return best
-            if len(fresh) == REMEASURED:
-                return min(fresh, key=costs.__getitem__)
-            costs[best] = (self._kl(kinds, best) - damage) / self._saved(kinds, best)
-            fresh.add(best)
-        return None
+    def ranked(self, start: Kinds) -> dict[Move, float]:
+        """Return the cost of each move alone."""
+        costs = {move: self.cost(start, move, 0.0) for move in self.moves(start)}
+        self.ranking = {move: cost * self.saved(start, move) for move, cost in costs.items()}
+        return costs
 
-
-def _taken(kinds: Kinds, move: Move) -> Kinds:
-    layer, kind = move
-    return (*kinds[:layer], kind, *kinds[layer + 1 :])
+    def revise(self, costs: dict[Move, float], wiring: Kinds, taken: Move | None) -> None:
+        """Give a layer that now attends to its own choice what it has left to lose by another's, of both alone."""
+        if taken is not None and taken[1] == OWN and taken[0]:
+            reader = (taken[0], READER)
+            costs[reader] = (self.ranking[reader] - self.ranking[taken]) / self.saved(wiring, reader)
 
 
 def affordable(layers: int, reads: float, share: float) -> int:

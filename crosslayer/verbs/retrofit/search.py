@@ -1,13 +1,12 @@
 """A greedy search by measured damage for the layers and methods that meet a budget.
 
 A move assigns a method to one more layer. Each step takes the move that adds the least measured KL to the original,
-after compensation, per saved share of the cache at a given context (a layer with a sliding window saves less). All
-moves are ranked once (in deep models those of every n-th layer, which stand for its neighbors). A move is measured
-again before it is taken, until no other ranks better (lazy greedy).
+after compensation, per saved share of the cache at a given context (a layer with a sliding window saves less). In deep
+models moves of every n-th layer are ranked, which stand for its neighbors.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from crosslayer.core.method import Method
@@ -15,12 +14,11 @@ from crosslayer.core.methods import merge_plans, method_class, method_names
 from crosslayer.core.plan import DepthPlan
 from crosslayer.probe.shapes import LayerShape, may_share
 from crosslayer.verbs.retrofit.cache import CacheShare
+from crosslayer.verbs.retrofit.greedy import PASSES, GreedySearch
 
 MethodClass = type[Method]
 OWN = "own"  # in records: a layer that no method acts on
-PASSES = 300  # at most, over the search text
 RANKED = 200  # at most, passes of the first ranking
-REMEASURED = 6  # at most, moves that are measured again per step
 Move = tuple[MethodClass, int]  # a method and the layer that it is assigned to
 
 
@@ -101,16 +99,14 @@ class Assignment:
 
 
 @dataclass
-class Search:
-    """A greedy search."""
+class Search(GreedySearch[Assignment, Move]):
+    """A search for methods and layers, whose moves assign a method to one more layer."""
 
-    measure: Callable[[Assignment], float]  # KL of an assignment to the original, on the search text
+    remeasured = 6
+
     shapes: Sequence[LayerShape | None]  # of each layer's attention
     classes: Sequence[MethodClass] = field(default_factory=searched_methods)  # methods to try
     context: int | None = None  # tokens at which the cache is counted; None: the default of `CacheShare`
-    passes: int = 0  # number of measurements
-    # the assignment after each step and its KL on the search text; first the unchanged model
-    curve: list[tuple[Assignment, float]] = field(default_factory=list)
 
     def __post_init__(self):
         self.cache = CacheShare(self.shapes, self.context)
@@ -122,59 +118,39 @@ class Search:
             raise ValueError(
                 f"`kv_budget` must be from {self.cache.least:.4f} (one of {len(self.shapes)} layers) to 1, got {share}"
             )
-        assignment, damage = Assignment((None,) * len(self.shapes), tuple(self.shapes)), 0.0
-        self.curve = [(assignment, damage)]
-        moves, refused = self._moves(assignment), set()
-        step = math.ceil(len(moves) / RANKED)
-        costs = {move: self._cost(assignment, move, 0.0) for move in moves if move[1] % step == 0}
-        while share is None or self.cache.of(assignment.plan) > share + 1e-9:
-            move = self._best(assignment, damage, costs, refused)
-            if move is None:
-                break
-            after = damage + costs.pop(move) * self._saved(move)
-            if kl is not None and after > kl:
-                refused.add(move)
-                continue
-            assignment, damage = assignment.take(*move), after
-            self.curve.append((assignment, damage))
+        start = Assignment((None,) * len(self.shapes), tuple(self.shapes))
+        most = -math.inf if share is None else share + 1e-9
+        assignment = self.descend(start, lambda assignment: self.cache.of(assignment.plan) <= most, kl)
         reached = self.cache.of(assignment.plan)
-        if share is not None and reached > share + 1e-9:
-            raise ValueError(
-                f"`kv_budget` {share:g} was not reached in {PASSES} measurements; the search got to {reached:.4f}"
-            )
+        if share is not None and reached > most:
+            raise ValueError(f"`kv_budget` {share:g} cannot be reached; the search got to {reached:.4f}")
         return assignment
 
-    def _moves(self, assignment: Assignment) -> list[Move]:
+    def moves(self, wiring: Assignment) -> list[Move]:
         """Return the moves that save something and leave a valid assignment."""
-        free = [
-            layer for layer, shape in enumerate(self.shapes) if shape is not None and assignment.classes[layer] is None
-        ]
+        free = [layer for layer, shape in enumerate(self.shapes) if shape is not None and wiring.classes[layer] is None]
         moves = [(cls, layer) for layer in free for cls in self.classes]
-        return [move for move in moves if self._saved(move) and assignment.take(*move).valid]
+        return [move for move in moves if self.saved(wiring, move) and wiring.take(*move).valid]
 
-    def _saved(self, move: Move) -> float:
+    def take(self, wiring: Assignment, move: Move) -> Assignment:
+        """Return the assignment with a method on one more layer."""
+        return wiring.take(*move)
+
+    def saved(self, wiring: Assignment, move: Move) -> float:
         """Return what a move saves, in units of a mean layer's keys or values."""
         cls, layer = move
         return self.cache.saved(cls.saves, layer)
 
-    def _cost(self, assignment: Assignment, move: Move, damage: float) -> float:
-        """Return the KL that a move adds, per unit that it saves."""
-        self.passes += 1
-        return (self.measure(assignment.take(*move)) - damage) / self._saved(move)
+    def ranked(self, start: Assignment) -> dict[Move, float]:
+        """Return the cost of each move alone; in deep models of those on every n-th layer."""
+        moves = self.moves(start)
+        step = math.ceil(len(moves) / RANKED)
+        return {move: self.cost(start, move, 0.0) for move in moves if move[1] % step == 0}
 
-    def _best(self, assignment: Assignment, damage: float, costs: dict[Move, float], refused: set[Move]) -> Move | None:
-        """Return the best move, whose cost was just measured; None if there is none or the passes are used up."""
-        moves = [move for move in self._moves(assignment) if move not in refused]
-        for move in moves:
-            if move not in costs:  # not ranked: the cost of the nearest layer
+    def revise(self, costs: dict[Move, float], wiring: Assignment, taken: Move | None) -> None:
+        """Give moves that were not ranked, or not possible before, the cost of the nearest layer."""
+        for move in self.moves(wiring):
+            if move not in costs:
                 known = [other for other in costs if other[0] is move[0]]
                 nearest = min(known, key=lambda other: abs(other[1] - move[1]), default=None)
                 costs[move] = -math.inf if nearest is None else costs[nearest]
-        fresh: set[Move] = set()
-        while moves and self.passes < PASSES:
-            best = min(moves, key=costs.__getitem__)
-            if best in fresh or len(fresh) >= REMEASURED:
-                return min(fresh, key=costs.__getitem__)
-            costs[best] = self._cost(assignment, best, damage)
-            fresh.add(best)
-        return None

@@ -27,10 +27,11 @@ from crosslayer.verbs.retrofit.cache import CacheShare
 from crosslayer.verbs.retrofit.calibrate import fit_layer, fitted_layers, input_width
 from crosslayer.verbs.retrofit.convert import convert_weights, plain_decoder
 from crosslayer.verbs.retrofit.damage import Run, compare, damage, difference, logits_of, losses
+from crosslayer.verbs.retrofit.greedy import PASSES
 from crosslayer.verbs.retrofit.moments import REFITS, is_enough
 from crosslayer.verbs.retrofit.request import Request
 from crosslayer.verbs.retrofit.result import Choice, CurvePoint, FixedBlocks, SearchRecord
-from crosslayer.verbs.retrofit.search import PASSES, Assignment, MethodClass, Search, expected_passes
+from crosslayer.verbs.retrofit.search import Assignment, MethodClass, Search, expected_passes
 from crosslayer.verbs.retrofit.streams import Streams, layers_of
 
 TOKENS = 8192  # of a fit during the search, or more where its inputs need them

@@ -11,9 +11,9 @@ import crosslayer
 from crosslayer.core.choice import TokenChoice
 from crosslayer.probe.choices import choice_sums
 from crosslayer.probe.intercept import visited
-from crosslayer.verbs.retrofit import kinds as kinds_module
+from crosslayer.verbs.retrofit import greedy
 from crosslayer.verbs.retrofit.choosers import Recovered, programmed
-from crosslayer.verbs.retrofit.kinds import ALL, OWN, READER, GreedySearch, affordable, evenly, groups_of, reads_of
+from crosslayer.verbs.retrofit.kinds import ALL, OWN, READER, KindSearch, affordable, evenly, groups_of, reads_of
 from tests.helpers.tiny import tiny, tokens
 
 
@@ -54,26 +54,26 @@ def test_the_greedy_search_meets_its_budget():
     def reads(kinds):
         return reads_of(kinds, 0.1)
 
-    search = GreedySearch(measure, reads, (ALL,) * 6)
+    search = KindSearch(measure, reads, (ALL,) * 6)
     kinds = search.run(reads=0.5)
     assert kinds == (ALL, READER, OWN, ALL, READER, READER)
     assert search.curve[-1][1] == pytest.approx(measure(kinds))
     assert reads_of(search.curve[-2][0], 0.1) > 0.5 >= reads_of(kinds, 0.1)
-    within = GreedySearch(measure, reads, (ALL,) * 6).run(kl=0.6)
+    within = KindSearch(measure, reads, (ALL,) * 6).run(kl=0.6)
     assert measure(within) <= 0.6 and within.count(ALL) < 6
 
 
 def test_a_budget_of_reads_is_met_when_passes_run_out(monkeypatch):
     """The first costs are used then; a search within a KL ends instead, with what it has measured."""
-    monkeypatch.setattr(kinds_module, "PASSES", 12)
+    monkeypatch.setattr(greedy, "PASSES", 12)
 
     def measure(kinds):
         return 0.1 * sum(kind != ALL for kind in kinds) ** 2
 
-    search = GreedySearch(measure, lambda kinds: reads_of(kinds, 0.1), (ALL,) * 6)
+    search = KindSearch(measure, lambda kinds: reads_of(kinds, 0.1), (ALL,) * 6)
     kinds = search.run(reads=0.3)
     assert reads_of(kinds, 0.1) <= 0.3 and search.curve[-1] == (kinds, measure(kinds))
-    within = GreedySearch(measure, lambda kinds: reads_of(kinds, 0.1), (ALL,) * 6)
+    within = KindSearch(measure, lambda kinds: reads_of(kinds, 0.1), (ALL,) * 6)
     assert measure(within.run(kl=0.5)) <= 0.5
 
 

@@ -7,8 +7,9 @@ import pytest
 from crosslayer.core.methods import method_class
 from crosslayer.probe.shapes import LayerShape
 from crosslayer.verbs.retrofit.cache import CacheShare
+from crosslayer.verbs.retrofit.greedy import PASSES
 from crosslayer.verbs.retrofit.request import Request, RetrofitOptions
-from crosslayer.verbs.retrofit.search import PASSES, Assignment, Search, searched_methods
+from crosslayer.verbs.retrofit.search import Assignment, Search, searched_methods
 from crosslayer.verbs.retrofit.trade_off import fixed_blocks
 
 SHAPE = LayerShape(4, 2, 8, 8, True)

@@ -1,0 +1,83 @@
+"""Greedy search by measured damage: one change after another, each the one that adds the least KL per unit it saves."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import ClassVar, Generic, TypeVar
+
+PASSES = 300  # measurements at most
+Wiring = TypeVar("Wiring")
+Move = TypeVar("Move", bound=Hashable)
+
+
+@dataclass
+class GreedySearch(ABC, Generic[Wiring, Move]):
+    """Takes one move after another, the one that adds the least KL per unit that it saves.
+
+    All moves are ranked once. A move is measured again before it is taken, until no other ranks better (lazy greedy).
+    When all passes are used up, a search for a saving goes on by what was measured, and one within a KL ends.
+    """
+
+    remeasured: ClassVar[int]  # moves, at most, that are measured again per step
+
+    measure: Callable[[Wiring], float]  # KL to the original, on the search text
+    passes: int = field(default=0, init=False)  # number of measurements
+    curve: list[tuple[Wiring, float]] = field(default_factory=list, init=False)  # after each step, with its KL
+
+    @abstractmethod
+    def moves(self, wiring: Wiring) -> list[Move]:
+        """Return the moves that save something."""
+
+    @abstractmethod
+    def take(self, wiring: Wiring, move: Move) -> Wiring:
+        """Return the wiring with one more move."""
+
+    @abstractmethod
+    def saved(self, wiring: Wiring, move: Move) -> float:
+        """Return what a move saves."""
+
+    @abstractmethod
+    def ranked(self, start: Wiring) -> dict[Move, float]:
+        """Return the KL that moves add per unit that they save, each alone; of some of them, if they are many."""
+
+    def revise(self, costs: dict[Move, float], wiring: Wiring, taken: Move | None) -> None:
+        """Change costs in place after a move was taken, or at the start (None); by default they stay."""
+
+    def cost(self, wiring: Wiring, move: Move, damage: float) -> float:
+        """Measure the KL that a move adds to `damage`, per unit that it saves."""
+        self.passes += 1
+        return (self.measure(self.take(wiring, move)) - damage) / self.saved(wiring, move)
+
+    def descend(self, start: Wiring, is_enough: Callable[[Wiring], bool], kl: float | None = None) -> Wiring:
+        """Take moves from `start` until it is enough or no move is left, or as long as the KL stays within `kl`."""
+        wiring, damage, refused = start, 0.0, set()
+        self.curve = [(wiring, damage)]
+        costs = self.ranked(start)
+        self.revise(costs, wiring, None)
+        while not is_enough(wiring):
+            move = self._best(wiring, damage, costs, refused)
+            if move is None or (self.passes >= PASSES and kl is not None):
+                break
+            after = damage + costs.pop(move) * self.saved(wiring, move)
+            if kl is not None and after > kl:
+                refused.add(move)
+                continue
+            wiring, damage = self.take(wiring, move), after
+            self.curve.append((wiring, damage))
+            self.revise(costs, wiring, move)
+        if self.passes >= PASSES and wiring != start:  # the last costs may be estimates
+            self.curve[-1] = wiring, self.measure(wiring)
+        return wiring
+
+    def _best(self, wiring: Wiring, damage: float, costs: dict[Move, float], refused: set[Move]) -> Move | None:
+        """Return the best move, whose cost was just measured if any passes were left; None if there is no move."""
+        moves, fresh = [move for move in self.moves(wiring) if move not in refused], set()
+        while moves:
+            best = min(moves, key=costs.__getitem__)
+            if best in fresh or self.passes >= PASSES:
+                return best
+            if len(fresh) == self.remeasured:
+                return min(fresh, key=costs.__getitem__)
+            costs[best] = self.cost(wiring, best, damage)
+            fresh.add(best)
+        return None

@@ -76,6 +76,14 @@ class Comparison(Both[Timing]):
     notes: tuple[Note, ...] = ()
 
 
+class StepTime(Frozen):
+    """The time of a decoding step of both models after `context` tokens."""
+
+    context: PositiveInt
+    batch: PositiveInt
+    time: Comparison
+
+
 class Bytes(Both[int]):
     """Bytes of both models; `predicted_ratio` is what their plans predict."""
 

@@ -17,12 +17,13 @@ from crosslayer.core.decoder.caches import cache_bytes
 from crosslayer.core.transformers_versions import CACHE, EMPTY_LAYER
 from crosslayer.eviction.cache import EvictionCache
 from crosslayer.eviction.running import NewCache
-from crosslayer.verbs.bench.costs import Load, Operators, Rates, Structure
+from crosslayer.verbs.bench.costs import Load, Operators, Rates, Structure, predict
 from crosslayer.verbs.bench.machine import measure_rates, operators, seconds
 from crosslayer.verbs.bench.memory import Models, eager_skip, peak_memory
-from crosslayer.verbs.bench.record import MEASURES, ROLES, BenchSettings, Role, Row
-from crosslayer.verbs.bench.summary import WarmUp, row
+from crosslayer.verbs.bench.record import MEASURES, ROLES, BenchSettings, Comparison, Role, Row
+from crosslayer.verbs.bench.summary import WarmUp, compared, middle, row, unsteadiest
 
+WARM_UP = 2  # steps that are not counted
 EAGER_REPEATS = 2  # eager prefill is many times slower and only for reference, so it gets no interval
 
 
@@ -86,26 +87,53 @@ class Rounds:
                     for role in order:
                         self._time("eager", role, partial(self.prefill, role))
             if self.structures:
-                baseline, attention = self.models["baseline"], self.settings.attention
-                costs = self.structures["baseline"], self.structures["candidate"]
-                rates.append(measure_rates(costs[0], self.load, baseline, attention, quantised=costs[1]))
+                rates.append(self._rates())
             tick()
         return row(self.load, self.times, warm_ups, self.structures, rates, self.no_eager)
 
     def prefill(self, role: Role) -> Cache:
         """Run the prompt through a fresh cache, dynamic or smaller; only the last logits are computed."""
         model = self.models[role]
-        cache = self.smaller[role]() if role in self.smaller else DynamicCache(config=model.config)
+        cache = self._empty(role)
         options: dict[str, Any] = {CACHE: cache, "use_cache": True}
         if "logits_to_keep" in inspect.signature(model.forward).parameters:
             options["logits_to_keep"] = 1
         model(self.ids[:, : self.load.context], **options)
         return cache
 
+    def steps(self) -> Comparison:
+        """Return the time of a decoding step with a dynamic cache: the prompt runs once, then both take turns."""
+        caches = {role: self.prefill(role) for role in ROLES}
+        counts: dict[Role, int] = {role: self._operators(role, self._empty(role)) for role in ROLES}
+        rates = [self._rates()] if self.structures else []
+        for step in range(self.load.new_tokens):
+            for role in ROLES if step % 2 else ROLES[::-1]:
+                at = self.load.context + step
+                self._time("tpot_dynamic", role, partial(self._step, role, caches[role], at))
+        times: dict[Role, list[float]] = {role: self.times["tpot_dynamic"][role][WARM_UP:] for role in ROLES}
+        if not rates:
+            return compared(times)
+        rates.append(self._rates())
+        predicted = {}
+        for role in ROLES:
+            operators = Operators(dynamic=counts[role], static=counts[role])
+            predicted[role] = predict(self.structures[role], middle(rates), self.load, operators)["tpot_dynamic"]
+        return compared(times, predicted, unsteadiest(rates))
+
     def decode(self, role: Role, cache: Cache) -> None:
         """Run every new token through a cache that holds the prompt."""
         for at in range(self.load.context, self.load.total):
-            self.models[role](self.ids[:, at : at + 1], **{CACHE: cache}, use_cache=True)
+            self._step(role, cache, at)
+
+    def _step(self, role: Role, cache: Cache, at: int) -> None:
+        self.models[role](self.ids[:, at : at + 1], **{CACHE: cache}, use_cache=True)
+
+    def _empty(self, role: Role) -> Cache:
+        return self.smaller[role]() if role in self.smaller else DynamicCache(config=self.models[role].config)
+
+    def _rates(self) -> Rates:
+        costs = self.structures["baseline"], self.structures["candidate"]
+        return measure_rates(costs[0], self.load, self.models["baseline"], self.settings.attention, quantised=costs[1])
 
     def static(self, role: Role, cache: Cache) -> Cache:
         """Return a static cache with the prompt: copied from the dynamic cache, or run again if a window has cut it.
@@ -128,11 +156,10 @@ class Rounds:
         static = self.static(role, dynamic)
         del dynamic
         self.decode(role, static)
-        config, new_cache = self.models[role].config, self.smaller.get(role)
-        empty: tuple[Cache, Cache] = (DynamicCache(config=config), StaticCache(config=config, max_cache_len=2))
-        if new_cache is not None:
-            empty = new_cache(), new_cache()
-        counts = Operators(dynamic=self._operators(role, empty[0]), static=self._operators(role, empty[1]))
+        empty = self._empty(role)
+        if role not in self.smaller:
+            empty = StaticCache(config=self.models[role].config, max_cache_len=2)
+        counts = Operators(dynamic=self._operators(role, self._empty(role)), static=self._operators(role, empty))
         return WarmUp(peak.bytes, peak.reason, dynamic_bytes, _allocated(static), counts)
 
     def _operators(self, role: Role, cache: Cache) -> int:

@@ -33,6 +33,7 @@ from crosslayer.verbs.bench.record import (
     Row,
     ServingSettings,
     Skip,
+    StepTime,
 )
 from crosslayer.verbs.bench.result import Benchmark
 from crosslayer.verbs.bench.rounds import Rounds, attention_of
@@ -152,6 +153,27 @@ def bench_transformers(
         interval_coverage=coverage(settings.repeats),
         seconds=time.perf_counter() - started,
     )
+
+
+@torch.no_grad()
+def step_time(models: Models, context: int, batch: int = 1, steps: int = 18) -> StepTime:
+    """Return the time of a decoding step of two models after `context` tokens, beside its prediction.
+
+    Raises:
+        ValueError: a model has fewer positions.
+
+    """
+    settings = BenchSettings(contexts=(context,), batches=(batch,), new_tokens=steps, repeats=1)
+    _check(models, settings)
+    with ExitStack() as stack:
+        for model in models.values():
+            stack.enter_context(evaluating(model))
+        try:
+            structures: dict[Role, Structure] = {role: structure(models[role]) for role in ROLES}
+        except ValueError:  # there is no prediction for such a model
+            structures = {}
+        time = Rounds(models, structures, Load(context, batch, steps), settings).steps()
+    return StepTime(context=context, batch=batch, time=time)
 
 
 def quantised_types(model: PreTrainedModel, role: Role, settings: BenchSettings) -> Sequence[str | None]:

@@ -52,6 +52,7 @@ class RetrofitOptions(Options):
     calibration: int = Field(default=128, ge=1)
     length: int = Field(default=512, ge=2)
     needles: bool = True
+    step_time: bool = True
     alternatives: bool = True
     seed: Seed = 0
     bos: str = "auto"

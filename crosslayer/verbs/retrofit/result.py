@@ -19,6 +19,7 @@ from crosslayer.output.record import Frozen, ModelFacts
 from crosslayer.output.result import Result
 from crosslayer.probe.indexers import pattern
 from crosslayer.stats import Interval
+from crosslayer.verbs.bench.record import StepTime
 from crosslayer.verbs.needles.retrieval import Retrieval, count_retrieved
 from crosslayer.verbs.retrofit.moments import Fit
 from crosslayer.verbs.retrofit.request import RetrofitOptions
@@ -204,6 +205,9 @@ class RetrofitReport(Result):
     calibration: Calibration
     cache: CacheRecord
     damage: Domains
+    step: StepTime | None = Field(
+        default=None, description="time of a decoding step; None if it was switched off or the context is too short"
+    )
     needles: Needles | None = Field(
         default=None, description="None if it was switched off, or the model's context or tokenizer does not allow it"
     )

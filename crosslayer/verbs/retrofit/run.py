@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from crosslayer.probe.indexers import can_share
 from crosslayer.probe.intercept import evaluating, layer_stack, no_cache, plan_of
 from crosslayer.probe.tokens import check_ids
 from crosslayer.probe.what_if import find_sublayers
+from crosslayer.verbs.bench.record import StepTime
+from crosslayer.verbs.bench.run import step_time
 from crosslayer.verbs.needles.retrieval import LONG_LENGTHS, PROMPT_TOKENS, measure_retrieval
 from crosslayer.verbs.retrofit.alternatives import MEASURED, WINDOWS, Judged, latents_beside, measure_alternatives
 from crosslayer.verbs.retrofit.cache import CacheShare, allocated
@@ -27,7 +30,7 @@ from crosslayer.verbs.retrofit.choose import choose
 from crosslayer.verbs.retrofit.convert import Converted, convert
 from crosslayer.verbs.retrofit.damage import by_domain, logits_of, logits_uncompensated, losses
 from crosslayer.verbs.retrofit.indexers import default_context
-from crosslayer.verbs.retrofit.latents import read_windows
+from crosslayer.verbs.retrofit.latents import StateMoments, read_windows
 from crosslayer.verbs.retrofit.moments import REFITS, check_enough
 from crosslayer.verbs.retrofit.request import Request, RetrofitOptions, plain_method
 from crosslayer.verbs.retrofit.result import (
@@ -72,6 +75,7 @@ def retrofit(
     calibration: int = 128,
     length: int = 512,
     needles: bool = True,
+    step_time: bool = True,
     alternatives: bool = True,
     seed: int = 0,
     bos: str = "auto",
@@ -118,6 +122,7 @@ def retrofit(
         calibration: calibration windows, all domains together.
         length: tokens per window.
         needles: test whether both models retrieve 40 numbers hidden in texts of 256 to 2,048 tokens.
+        step_time: time a decoding step of both models after `kv_context` tokens, beside its prediction.
         alternatives: measure what quantised caches of both models cost instead: float8, 8 and 4 bits; for latents
             with a budget also half and twice the budget, and bits alone and rank alone.
         seed: random seed.
@@ -201,12 +206,10 @@ def _report(
     damage = _evaluate(model, converted, windows["evaluation"], frozenset(seen), options.seed, progress)
     needles = _needles(model, converted.model, tokenizer, options.seed, progress) if options.needles else None
     cache = _cache(model, converted.model, request)
+    step = _step(model, converted.model, cache.context, progress) if options.step_time else None
+    judged = Judged(windows["evaluation"], cache.context, tokenizer if needles else None, options.seed)
     comparing = time.perf_counter()
-    alternatives: tuple[Alternative, ...] = ()
-    if options.alternatives and not request.indexed:
-        others = latents_beside(model, request, moments)
-        judged = Judged(windows["evaluation"], cache.context, tokenizer if needles else None, options.seed)
-        alternatives = measure_alternatives(model, converted.model, others, judged, progress)
+    alternatives = _alternatives(model, converted.model, request, moments, judged, progress)
     times = (started, choosing, converting, measuring, comparing, time.perf_counter())
     phases = ("read", "choose", "convert", "damage", "alternatives")  # conversion and calibration; losses and numbers
     report = RetrofitReport(
@@ -224,6 +227,7 @@ def _report(
         calibration=_calibration(converted, request, calibration),
         cache=cache,
         damage=damage,
+        step=step,
         needles=needles,
         alternatives=alternatives,
         settings=options,
@@ -302,6 +306,27 @@ def _calibration(converted: Converted, request: Request, windows: Mapping[str, T
     if request.calibrates:
         fit, windows = "fisher", read_windows(windows)
     return Calibration(fit=fit, windows={name: len(ids) for name, ids in windows.items()}, layers=converted.fits)
+
+
+def _alternatives(
+    model: PreTrainedModel,
+    converted: PreTrainedModel,
+    request: Request,
+    moments: list[StateMoments] | None,
+    judged: Judged,
+    progress: Meter,
+) -> tuple[Alternative, ...]:
+    """Measure what other caches cost; nothing where they are not asked for, or not defined."""
+    if not request.options.alternatives or request.indexed:
+        return ()
+    return measure_alternatives(model, converted, latents_beside(model, request, moments), judged, progress)
+
+
+def _step(model: PreTrainedModel, converted: PreTrainedModel, context: int, progress: Meter) -> StepTime | None:
+    """Time a decoding step; None if a model has too few positions."""
+    with progress("timing a decoding step", 0), suppress(ValueError):
+        return step_time({"candidate": converted, "baseline": model}, context)
+    return None
 
 
 def _cache(model: PreTrainedModel, converted: PreTrainedModel, request: Request) -> CacheRecord:

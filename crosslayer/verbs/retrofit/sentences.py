@@ -7,6 +7,9 @@ from typing import Any
 from crosslayer.core.method import Method, options_of
 from crosslayer.output.formatting import listed, ranges, signed, signed_interval
 from crosslayer.stats import Interval
+from crosslayer.verbs.bench.record import StepTime
+from crosslayer.verbs.bench.sentences import durations
+from crosslayer.verbs.bench.sentences import ratio as ratio_of_times
 from crosslayer.verbs.needles.retrieval import count_retrieved, retrieval_sentence
 from crosslayer.verbs.retrofit.moments import FITTED_WEIGHTS
 from crosslayer.verbs.retrofit.result import Alternative, Damage, DomainDamage, FixedBlocks, RetrofitReport
@@ -58,6 +61,8 @@ def sentences(record: RetrofitReport) -> list[str]:
             f"A decoding step after {cache.context:,} tokens reads {cache.read_share:.1%} of the cached bytes that the "
             "original reads."
         )
+    if record.step is not None:
+        lines.append(_step(record.step))
     if record.index_pattern is not None:
         lines.append(_for_engines(record.index_pattern))
     if len(domains) > 1:
@@ -86,6 +91,16 @@ def sentences(record: RetrofitReport) -> list[str]:
         lines.append(_alternatives(record.alternatives))
     fixed = record.choice.search.fixed if record.choice.search is not None else []
     return lines + [_search(record, blocks) for blocks in fixed]
+
+
+def _step(step: StepTime) -> str:
+    """Return how long a decoding step takes, beside its prediction."""
+    time = step.time
+    expected = "" if time.predicted_ratio is None else f"; {time.predicted_ratio:.2f} was predicted"
+    return (
+        f"A decoding step after {step.context:,} tokens takes {ratio_of_times(time.ratio, time.interval)} of the "
+        f"original's time ({durations(time)}{expected})."
+    )
 
 
 def _for_engines(pattern: str) -> str:

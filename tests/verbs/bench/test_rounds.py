@@ -52,6 +52,18 @@ def test_sides_take_turns_and_the_order_alternates():
     assert [call[2] for call in calls[-8:]] == ["Dynami"] * 4 + ["Static"] * 4
 
 
+def test_the_time_of_a_step_runs_each_prompt_once():
+    models, calls = {"candidate": tiny("llama"), "baseline": tiny("llama")}, []
+    for side, model in models.items():
+        model.register_forward_pre_hook(lambda _, args, side=side: calls.append((side, args[0].shape[1])))
+    step = module.step_time(models, 9, batch=2, steps=5)
+    assert [length for _, length in calls].count(9) == 2
+    assert [side for side, length in calls[-4:]] == ["candidate", "baseline", "baseline", "candidate"]
+    assert (step.context, step.batch) == (9, 2) and step.time.predicted_ratio == pytest.approx(1)
+    with pytest.raises(ValueError, match="context 65 exceeds the 64 positions"):
+        module.step_time(models, 65)
+
+
 def test_the_attention_of_a_model_comes_back(monkeypatch):
     models = (tiny("llama", "eager"), tiny("llama"))
     seen = []

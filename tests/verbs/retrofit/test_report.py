@@ -349,10 +349,16 @@ def test_quantised_caches_stand_beside_the_retrofit(monkeypatch):
     assert rows["original, int8"].kl < rows["original, fp8"].kl < rows["retrofit"].kl
     assert 0 < rows["original, int4"].kl < rows["retrofit"].kl
     assert len(rows["original, int4"].needles) == 1 and rows["original, int8"].needles == ()
-    assert any("For memory alone, original, fp8 does less" in line for line in report.sentences())
+    lines = report.sentences()
+    assert any("For memory alone, original, fp8 does less" in line for line in lines)
     assert "alternatives" in [panel.key for panel in report.layout().panels]
-    alone = crosslayer.retrofit(model, text, TOKENIZER, **options, needles=False, alternatives=False)
-    assert alone.alternatives == () and not any("fewer bits" in line for line in alone.sentences())
+    assert report.step is not None and report.step.context == report.cache.context
+    assert report.step.time.predicted_ratio is not None
+    assert any(line.startswith(f"A decoding step after {report.step.context:,} tokens takes") for line in lines)
+    alone = crosslayer.retrofit(model, text, TOKENIZER, **options, needles=False, alternatives=False, step_time=False)
+    assert (
+        alone.step is None and alone.alternatives == () and not any("fewer bits" in line for line in alone.sentences())
+    )
     options["length"] = 32  # all tokens stay exact with 4 bits
     short = crosslayer.retrofit(model, {"web": ids(40, 0, 32)}, TOKENIZER, **options, needles=False)
     assert [row.name for row in short.alternatives] == ["retrofit", "original, fp8", "original, int8"]

@@ -17,10 +17,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from crosslayer.core.method import Config, Method, Mixing, Wiring
 
 AT_ONCE = 2**24  # scores in memory at a time
+ROWS = 256  # of a prompt, that attend to the same keys
 NONE = -1  # in a choice: fewer than K tokens are chosen
 ROUNDING = 1e-9  # of a share times a number of tokens, which is rounded up
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]  # (q, k, v, mask) → (B, T, H, D)
@@ -65,13 +67,15 @@ class TokenChoice(Mixing):
         kept = self.count(total)
         if kept == total:
             return None
-        rows = max(1, AT_ONCE // (q.shape[0] * q.shape[1] * total))
         chosen = []
-        for start in range(0, new, rows):
-            block = range(start, min(start + rows, new))
+        for block in _blocks(q, total):
             allowed = _allowed(mask, block, new, k)
-            mass = pooled_attention(q[:, :, block.start : block.stop], k, allowed, scaling, softcap)  # (B, H_kv, R, S)
-            chosen.append(self.largest(mass, allowed, kept))
+            seen = total if allowed is None or new == 1 else _first_columns(allowed.any(2).flatten(0, 1), total)
+            allowed = None if allowed is None else allowed[..., :seen]
+            rows = q[:, :, block.start : block.stop]
+            mass = pooled_attention(rows, k[:, :, :seen], allowed, scaling, softcap)  # (B, H_kv, R, seen)
+            largest = self.largest(mass, allowed, min(kept, seen))
+            chosen.append(functional.pad(largest, (0, kept - largest.shape[-1]), value=NONE))
         return torch.cat(chosen, 2)
 
     def largest(self, mass: Tensor, allowed: Tensor | None, kept: int) -> Tensor:
@@ -130,11 +134,12 @@ class TokenChoice(Mixing):
             chosen = choice.squeeze(2)  # (B, H_kv, K)
             k, v = _rows(k, chosen), _rows(v, chosen)
             return attend(q, k, v, None if mask is None else _like(mask, choice != NONE, groups))
-        rows = max(1, 4 * AT_ONCE // (q.shape[0] * q.shape[1] * total))
         outputs = []
-        for start in range(0, new, rows):
-            of_rows = mask_of(choice[:, :, start : start + rows], total, groups, mask)
-            outputs.append(attend(q[:, :, start : start + rows], k, v, of_rows))
+        for block in _blocks(q, total):
+            of_rows = choice[:, :, block.start : block.stop]
+            seen = total if torch.compiler.is_compiling() else max(1, int(of_rows.max()) + 1)
+            chosen_mask = mask_of(of_rows, seen, groups, mask)
+            outputs.append(attend(q[:, :, block.start : block.stop], k[:, :, :seen], v[:, :, :seen], chosen_mask))
         return torch.cat(outputs, 1)
 
     def of_reader(self, choice: Tensor) -> Tensor:
@@ -191,6 +196,25 @@ class ChoiceMethod(Method):
                 f"{list(heads)}"
             )
         return TokenChoice(self.tokens, self.sinks, self.window, heads or None)
+
+
+def _blocks(q: Tensor, total: int) -> list[range]:
+    """Return ranges of rows of q (B, H, T, D), few enough that scores of all tokens fit into memory.
+
+    Blocks are small, since the first ones attend to few tokens; compiled, which unrolls them, as large as possible.
+    """
+    new, size = q.shape[2], max(1, AT_ONCE // (q.shape[0] * q.shape[1] * total))
+    if not torch.compiler.is_compiling():
+        size = min(size, ROWS)
+    return [range(start, min(start + size, new)) for start in range(0, new, size)]
+
+
+def _first_columns(allowed: Tensor, total: int) -> int:
+    """Return how many columns hold all that is allowed in any row, (R, S)."""
+    if torch.compiler.is_compiling():
+        return total
+    columns = allowed.any(0).nonzero()
+    return int(columns[-1]) + 1 if len(columns) else 1
 
 
 def mask_of(choice: Tensor, total: int, groups: int, mask: Tensor | None) -> Tensor:

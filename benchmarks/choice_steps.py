@@ -1,11 +1,12 @@
-"""A decoding step with chosen tokens against the full cache: time, beside its prediction from bytes.
+"""A decoding step, and a prompt, with chosen tokens against the full cache.
 
     python benchmarks/choice_steps.py [--loads 8192x4 2048x1] [--tokens 512] [--pairs 20] [--json FILE]
 
 One pair is a step of the plain decoder and one of the same weights with chosen tokens, in alternating order; both
 read a cache of the given length, filled with the states of a short text, repeated. The ratio is taken pair by pair, its
-95 % interval from order statistics. The wiring is that which the search chose on smollm2 at a quarter of the reads
-(docs/results/shared_choice.md), or every fourth layer as a chooser for models of other depths.
+95 % interval from order statistics. Prompts of at most 4,096 tokens are timed in the same way, in six pairs. The wiring
+is that which the search chose on smollm2 at a quarter of the reads (docs/results/shared_choice.md), or every fourth
+layer as a chooser for models of other depths.
 """
 
 import argparse
@@ -27,6 +28,7 @@ from crosslayer.verbs.retrofit.convert import convert, plain_decoder
 
 SEARCHED = "orrrarrarrrrrrorrorrorrrrrrrrr"  # a: attends to all tokens, o: to its own choice, r: to another layer's
 PROMPT = 64  # tokens of the text
+PROMPT_PAIRS, LONGEST_PROMPT = 6, 4096
 
 
 def method_of(kinds, tokens):
@@ -62,6 +64,18 @@ def measure(models, batch, length, pairs):
     return [side[2:] for side in times]
 
 
+def measure_prompt(models, batch, length):
+    """Return seconds of a prompt, (PROMPT_PAIRS,) of each model."""
+    ids = torch.randint(10, 10_000, (batch, length), generator=torch.Generator().manual_seed(0))
+    times = [[], []]
+    for pair in range(PROMPT_PAIRS + 1):  # one to warm up
+        for side in (0, 1) if pair % 2 else (1, 0):
+            start = time.perf_counter()
+            models[side](ids, use_cache=True, logits_to_keep=1)
+            times[side].append(time.perf_counter() - start)
+    return [side[1:] for side in times]
+
+
 @torch.no_grad()
 def main():
     """Measure and print every load."""
@@ -86,6 +100,11 @@ def main():
         row |= {"plain_seconds": median(plain), "chosen_seconds": median(chosen)}
         row["reads"] = models[1].config.plan.read_states(length) / (2 * layers)
         rows.append(row)
+        if length <= LONGEST_PROMPT:
+            plain_prompt, chosen_prompt = measure_prompt(models, batch, length)
+            row["prompt_ratio"], row["prompt_interval"] = paired_ratio(chosen_prompt, plain_prompt)
+            low, high = row["prompt_interval"]
+            print(f"{load}: a prompt {row['prompt_ratio']:.3f} ({low:.3f}-{high:.3f}) of {median(plain_prompt):.2f} s")
         times = f"{ratio:.3f} ({interval[0]:.3f}-{interval[1]:.3f}) of {median(plain):.3f} s"
         print(f"{load}: {times}, {row['reads']:.0%} of the reads", flush=True)
     if options.json:

@@ -4,9 +4,11 @@
 
 Each FOLDER is one of `crosslayer retrofit --read-budget`. Beside it, on the same windows, which nothing was fitted to:
 choosers at equal distances that read as much; every layer attending to its own choice of as many tokens; StreamingLLM
-and H2O with a cache of as much as the retrofit reads. KL to the original, nats a token, differences paired by window.
-`reads` is the share of the original's keys and values that a decoding step reads. What is measured stands in FILE after
-each row.
+and H2O with a cache of as much as the retrofit reads. With `--tokens K …` instead: each wiring with so many chosen
+tokens, and with the first and last of them choosers at equal distances and the choice in every layer.
+
+KL to the original, nats a token, differences paired by window. `reads` is the share of the original's keys and values
+that a decoding step reads. What is measured stands in FILE after each row.
 """
 
 import argparse
@@ -42,6 +44,29 @@ def others(method, layers, context):
     }
 
 
+def by_tokens(options, original, measure):
+    """Measure the wirings, and what stands beside them, with several numbers of chosen tokens."""
+    layers, none = original.config.num_hidden_layers, SmallerCache(None, None)
+
+    def run(name, budget, method):
+        converted = convert(original, [method], share_weights=True).model.eval()
+        reads = method.plan(layers).read_states(options.length) / (2 * layers)
+        measure(f"{name}, {method.tokens:g} tokens", budget, converted, reads, none)
+
+    methods = {}
+    for folder in options.retrofit:
+        (methods[Path(folder).name],) = load_model(folder, dtype="float32")[0].config.methods
+    for budget, method in methods.items():
+        for tokens in options.tokens:
+            run("search", budget, dataclasses.replace(method, tokens=tokens))
+    for number, (budget, method) in enumerate(methods.items()):
+        for tokens in (options.tokens[0], options.tokens[-1]):
+            beside = others(dataclasses.replace(method, tokens=tokens), layers, options.length)
+            run("equal distances", budget, beside["equal distances"])
+            if number == 0:  # the same for all of them
+                run("every layer", "", beside["every layer"])
+
+
 def main(options):
     """Measure every retrofit and what stands beside it."""
     quality.LENGTH = options.length
@@ -66,6 +91,9 @@ def main(options):
         return row
 
     none = SmallerCache(None, None)
+    if options.tokens:
+        by_tokens(options, original, measure)
+        return
     for folder in options.retrofit:
         model, _ = load_model(folder, dtype="float32")
         (method,), context = model.eval().config.methods, options.length
@@ -88,5 +116,6 @@ if __name__ == "__main__":
     parser.add_argument("--text", action="append", default=[])
     parser.add_argument("--windows", type=int, default=4)
     parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--tokens", type=float, nargs="*", default=[])
     parser.add_argument("--json", required=True)
     main(parser.parse_args())

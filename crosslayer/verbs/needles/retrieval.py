@@ -16,7 +16,6 @@ from crosslayer.verbs.needles.run import needles
 LENGTHS = (256, 512, 1024, 2048)
 LONG_LENGTHS = (512, 1024, 2048, 4096, 8192)  # for what depends on the length: chosen tokens
 SAMPLES = 2  # at each of five depths
-PROMPT_TOKENS = 5 * SAMPLES * sum(LENGTHS)  # of all prompts
 
 
 class Retrieval(Frozen):
@@ -24,6 +23,11 @@ class Retrieval(Frozen):
 
     length: int = Field(description="tokens of text, question and answer")
     found: tuple[bool, ...] = Field(description="whether the model retrieves the hidden number, by depth from 0%")
+
+
+def prompt_tokens(lengths: Sequence[int]) -> int:
+    """Return the tokens of all prompts."""
+    return 5 * SAMPLES * sum(lengths)
 
 
 def measure_retrieval(

@@ -133,6 +133,11 @@ class Request:
         """Whether there is a budget of KL or of reads."""
         return self.options.kl_budget is not None or self.options.read_budget is not None
 
+    @property
+    def has_choices(self) -> bool:
+        """Whether layers of the retrofit attend to chosen tokens."""
+        return issubclass(self.method_class or type(self.method), ChoiceMethod)
+
     def _take_choices(self) -> None:
         """Let a budget choose who chooses tokens for whom, if it is of reads or the method is one of chosen tokens."""
         options = self.options
@@ -144,7 +149,7 @@ class Request:
             (cls,) = [cls for name in method_names() if issubclass(cls := method_class(name), ChoiceMethod)]
             self.method = cls()
         named = self.method or self.method_class
-        if self.indexed is not None and not issubclass(self.method_class or type(self.method), ChoiceMethod):
+        if self.indexed is not None and not self.has_choices:
             raise ValueError(ONLY_INDEXERS.format(self.indexed))
         if named is not None and self.has_budget and not isinstance(named, ChoiceMethod):
             raise ValueError(ONE_OF)

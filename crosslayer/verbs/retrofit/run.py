@@ -22,13 +22,14 @@ from crosslayer.probe.tokens import check_ids
 from crosslayer.probe.what_if import find_sublayers
 from crosslayer.verbs.bench.record import StepTime
 from crosslayer.verbs.bench.run import step_time
-from crosslayer.verbs.needles.retrieval import LONG_LENGTHS, PROMPT_TOKENS, measure_retrieval
+from crosslayer.verbs.needles.retrieval import LENGTHS, LONG_LENGTHS, measure_retrieval, prompt_tokens
 from crosslayer.verbs.retrofit.alternatives import MEASURED, WINDOWS, Judged, latents_beside, measure_alternatives
 from crosslayer.verbs.retrofit.cache import CacheShare, allocated
 from crosslayer.verbs.retrofit.calibrate import POST_NORM_ERROR, input_width
 from crosslayer.verbs.retrofit.choose import choose
 from crosslayer.verbs.retrofit.convert import Converted, convert
 from crosslayer.verbs.retrofit.damage import by_domain, logits_of, logits_uncompensated, losses
+from crosslayer.verbs.retrofit.greedy import PASSES
 from crosslayer.verbs.retrofit.indexers import default_context
 from crosslayer.verbs.retrofit.latents import StateMoments, read_windows
 from crosslayer.verbs.retrofit.moments import REFITS, check_enough
@@ -254,7 +255,9 @@ def _announce_time(
             model(input_ids=window, **no_cache(model))
             passes.append(time.perf_counter() - before)
     tokens = {purpose: cut.ids.numel() for purpose, cut in windows.items()}
-    searched = expected_passes(model.config.num_hidden_layers) + 1 if request.searches else 0
+    searched = 0
+    if request.searches:
+        searched = PASSES if request.chooses else expected_passes(model.config.num_hidden_layers) + 1
     repeats = {  # about how often a model runs on the windows of each purpose
         "evaluation": 3 if request.fits else 2,  # original, retrofit, and without compensation
         "calibration": 4 if request.fits else 1,  # both models, whole and by layer
@@ -264,7 +267,8 @@ def _announce_time(
     }
     forwarded = sum(repeats[purpose] * count for purpose, count in tokens.items())
     if request.options.needles and tokenizer is not None:
-        forwarded += (3 if request.options.alternatives else 2) * PROMPT_TOKENS
+        lengths = LONG_LENGTHS if request.has_choices else LENGTHS
+        forwarded += (3 if request.options.alternatives else 2) * prompt_tokens(lengths)
     if request.options.alternatives:
         forwarded += (len(MEASURED) + 2) * min(WINDOWS, len(windows["evaluation"])) * request.options.length
     seconds = min(passes) / window.numel() * forwarded

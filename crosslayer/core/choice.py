@@ -22,7 +22,7 @@ from torch.nn import functional
 from crosslayer.core.method import Config, Method, Mixing, Wiring
 
 AT_ONCE = 2**24  # scores in memory at a time
-ROWS = 256  # of a prompt, that attend to the same keys
+ROWS = 256  # of a prompt in a block, which reads no keys behind those that its rows may see
 NONE = -1  # in a choice: fewer than K tokens are chosen
 ROUNDING = 1e-9  # of a share times a number of tokens, which is rounded up
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]  # (q, k, v, mask) → (B, T, H, D)
@@ -135,7 +135,7 @@ class TokenChoice(Mixing):
             k, v = _rows(k, chosen), _rows(v, chosen)
             return attend(q, k, v, None if mask is None else _like(mask, choice != NONE, groups))
         outputs = []
-        for block in _blocks(q, total):
+        for block in _blocks(q, total, 4 * AT_ONCE):
             of_rows = choice[:, :, block.start : block.stop]
             seen = total if torch.compiler.is_compiling() else max(1, int(of_rows.max()) + 1)
             chosen_mask = mask_of(of_rows, seen, groups, mask)
@@ -198,19 +198,20 @@ class ChoiceMethod(Method):
         return TokenChoice(self.tokens, self.sinks, self.window, heads or None)
 
 
-def _blocks(q: Tensor, total: int) -> list[range]:
-    """Return ranges of rows of q (B, H, T, D), few enough that scores of all tokens fit into memory.
+def _blocks(q: Tensor, total: int, scores: int = AT_ONCE) -> list[range]:
+    """Return ranges of rows of q (B, H, T, D) with at most so many scores.
 
-    Blocks are small, since the first ones attend to few tokens; compiled, which unrolls them, as large as possible.
+    Blocks are small, since the first ones attend to few tokens; in compiled code, where each is unrolled, as large as
+    possible.
     """
-    new, size = q.shape[2], max(1, AT_ONCE // (q.shape[0] * q.shape[1] * total))
+    new, size = q.shape[2], max(1, scores // (q.shape[0] * q.shape[1] * total))
     if not torch.compiler.is_compiling():
         size = min(size, ROWS)
     return [range(start, min(start + size, new)) for start in range(0, new, size)]
 
 
 def _first_columns(allowed: Tensor, total: int) -> int:
-    """Return how many columns hold all that is allowed in any row, (R, S)."""
+    """Return how many columns hold all that is allowed in any row, (B, S)."""
     if torch.compiler.is_compiling():
         return total
     columns = allowed.any(0).nonzero()

@@ -7,6 +7,7 @@ Flows: the indices of the chosen tokens, from layer to layer. Reads: the layers 
 Cache: a shared layer caches no keys of an indexer.
 """
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -14,6 +15,8 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from crosslayer.core.choice import ChoiceMethod
+from crosslayer.core.method import options_of
 from crosslayer.probe.intercept import layer_stack
 
 FULL, SHARED = "full", "shared"
@@ -23,6 +26,30 @@ IndexerTypes = Sequence[str | None]  # by layer: full, shared, or None without i
 def can_share(config: PreTrainedConfig) -> bool:
     """Return whether a config says which layers share an indexer, as `indexer_types`."""
     return getattr(config.get_text_config(), "indexer_types", None) is not None
+
+
+def chosen_tokens(config: PreTrainedConfig) -> int:
+    """Return how many tokens an indexer chooses."""
+    return config.get_text_config().index_topk
+
+
+def of_indexers(method: ChoiceMethod, config: PreTrainedConfig) -> ChoiceMethod:
+    """Return the method with the number of tokens that the model's indexers choose.
+
+    Raises:
+        ValueError: it has options that say how tokens are chosen.
+
+    """
+    tokens = chosen_tokens(config)
+    idle = [option.name for option in options_of(method) if vars(method)[option.name] != option.default]
+    idle = [name for name in idle if name != "groups"]
+    changed = dataclasses.replace(method, tokens=tokens, sinks=0, window=1)
+    if idle and method != changed:
+        raise ValueError(
+            f"{method.name()}: {', '.join(idle)} has no effect on {config.get_text_config().model_type}, whose "
+            f"indexers choose {tokens} tokens; remove it"
+        )
+    return changed
 
 
 def find_indexers(model: PreTrainedModel) -> list[nn.Module | None]:
@@ -47,7 +74,8 @@ def indexer_types(model: PreTrainedModel) -> list[str | None]:
 def with_choices(types: IndexerTypes, choices: Sequence[int | None]) -> list[str | None]:
     """Return the types with which each layer attends to the choice of the layer that `choices` names.
 
-    Layers without an entry, or with their own number, stay as they are.
+    A layer without an entry, or with its own number, keeps its type; a shared one takes the choice of the nearest layer
+    below that is left with an indexer.
 
     Raises:
         ValueError: a layer has no indexer, or another layer than the named one would choose for it.
@@ -88,7 +116,7 @@ def shared_indexers(model: PreTrainedModel, types: IndexerTypes) -> Iterator[Non
         held[0] = output
 
     def take(module: nn.Module, args: Any, output: Any) -> Any:
-        return held[0]
+        return held[0].to(output.device)  # layers may be on several
 
     with ExitStack() as stack:
         for indexer, kind in zip(find_indexers(model), types, strict=True):

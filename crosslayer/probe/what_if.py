@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from crosslayer.core.choice import TokenChoice, mask_of
+from crosslayer.core.choice import ChoiceMethod, TokenChoice, mask_of
 from crosslayer.core.method import Method
 from crosslayer.core.methods import Entry, load_methods, merge_plans, mixes, wire
 from crosslayer.core.plan import PASSED, STATES, DepthPlan
 from crosslayer.core.transformers_versions import is_checkpointing
-from crosslayer.probe.indexers import IndexerTypes, indexer_types, shared_indexers, with_choices
+from crosslayer.probe.indexers import IndexerTypes, indexer_types, of_indexers, shared_indexers, with_choices
 from crosslayer.probe.intercept import AttentionCall, intercepted, layer_stack, no_cache, plan_of, visited
 from crosslayer.probe.shapes import LayerShape, may_share
 from crosslayer.probe.stream import LayerStream, streams
@@ -56,7 +56,7 @@ class Sublayers:
         """Refuse a plan that these layers cannot follow."""
         if plan.layers != len(self.shapes):
             raise ValueError(f"the plan has {plan.layers} layers and the model {len(self.shapes)}")
-        for state in PASSED:
+        for state in STATES if self.has_indexers else PASSED:  # indices of tokens fit any layer
             for reader, source in enumerate(plan.sources(state)):
                 if source is None or source == reader:
                     continue
@@ -143,6 +143,9 @@ def what_if(model: PreTrainedModel, plan: Wish, sublayers: Sublayers | None = No
     choosing = {} if sublayers.has_indexers else _choices(model, methods, plan)
     with ExitStack() as stack:
         if sublayers.has_indexers and plan.has_choices:
+            for method in methods:
+                if isinstance(method, ChoiceMethod):
+                    of_indexers(method, model.config)
             stack.enter_context(shared_indexers(model, with_choices(sublayers.indexers, plan.choices)))
         if any(plan.is_source(state, i) for state in STATES for i in range(plan.layers)):
             stack.enter_context(intercepted(model, _Loans(plan)))

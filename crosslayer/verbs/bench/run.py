@@ -160,10 +160,12 @@ def step_time(models: Models, context: int, batch: int = 1, steps: int = 18) -> 
     """Return the time of a decoding step of two models after `context` tokens, beside its prediction.
 
     Raises:
-        ValueError: a model has fewer positions.
+        ValueError: a model has fewer positions, or there is too little memory.
 
     """
-    settings = BenchSettings(contexts=(context,), batches=(batch,), new_tokens=steps, repeats=1)
+    attention = models["baseline"].config.get_text_config()._attn_implementation
+    attention = attention if attention in ("sdpa", "eager") else "sdpa"
+    settings = BenchSettings(contexts=(context,), batches=(batch,), new_tokens=steps, repeats=1, attention=attention)
     _check(models, settings)
     with ExitStack() as stack:
         for model in models.values():
@@ -172,7 +174,11 @@ def step_time(models: Models, context: int, batch: int = 1, steps: int = 18) -> 
             structures: dict[Role, Structure] = {role: structure(models[role]) for role in ROLES}
         except ValueError:  # there is no prediction for such a model
             structures = {}
-        time = Rounds(models, structures, Load(context, batch, steps), settings).steps()
+        load = Load(context, batch, steps)
+        reason = too_large(models, structures, load)
+        if reason is not None:
+            raise ValueError(reason)
+        time = Rounds(models, structures, load, settings).steps()
     return StepTime(context=context, batch=batch, time=time)
 
 

@@ -21,6 +21,7 @@ from crosslayer.core.options import parse_layers
 from crosslayer.core.plan import DepthPlan
 from crosslayer.corpus.windows import Windows
 from crosslayer.output.progress import Meter
+from crosslayer.probe.indexers import of_indexers
 from crosslayer.probe.intercept import AttentionCall, no_cache, visited
 from crosslayer.probe.measures import mean_cosine, working
 from crosslayer.probe.shapes import LayerShape, may_share
@@ -28,9 +29,9 @@ from crosslayer.probe.stream import LayerStream, streams
 from crosslayer.probe.what_if import find_sublayers, what_if
 from crosslayer.verbs.diagnose.groups import PAPER_SIZE, Groups, paper_groups, similar_groups
 from crosslayer.verbs.diagnose.run import diagnose
-from crosslayer.verbs.retrofit.choosers import choosers_by_damage
+from crosslayer.verbs.retrofit.choosers import check_some_are_left_out, choosers_by_damage
 from crosslayer.verbs.retrofit.convert import convert, plain_decoder
-from crosslayer.verbs.retrofit.indexers import indexers_by_damage, of_indexers
+from crosslayer.verbs.retrofit.indexers import indexers_by_damage
 from crosslayer.verbs.retrofit.latents import StateMoments, levels_of, measure_moments, with_bits, with_errors
 from crosslayer.verbs.retrofit.moments import RANK_CUTOFF, TOKENS_PER_INPUT
 from crosslayer.verbs.retrofit.request import Request
@@ -64,11 +65,7 @@ def choose(model: PreTrainedModel, request: Request, windows: dict[str, Windows]
     if request.chooses:
         return Chosen(*choosers_by_damage(model, windows, request, progress))
     if request.method is not None:
-        method = request.method
-        if request.indexed:
-            assert isinstance(method, ChoiceMethod)
-            method = of_indexers(method, model.config)
-        find_sublayers(model).check(method.plan(layers))
+        method = _checked(request.method, model, request)
         return Chosen([method], Choice(how="as options"))
     if cls is None:
         return Chosen(*methods_by_damage(model, windows, request, progress))
@@ -78,12 +75,17 @@ def choose(model: PreTrainedModel, request: Request, windows: dict[str, Windows]
         groups = _top_half(model, cls, request.options.size)
     else:
         groups = parse_layers(option, layers)
-    method = request.compensated(request.from_groups(groups, layers))
-    if request.indexed:
-        assert isinstance(method, ChoiceMethod)
-        method = of_indexers(method, model.config)
-    find_sublayers(model).check(method.plan(layers))  # raises if layers cannot share
+    method = _checked(request.compensated(request.from_groups(groups, layers)), model, request)
     return Chosen([method], Choice(how=option, groups=groups))
+
+
+def _checked(method: Method, model: PreTrainedModel, request: Request) -> Method:
+    """Return the method as the model takes it; raise if layers cannot share, or windows would not show the damage."""
+    if isinstance(method, ChoiceMethod):
+        method = of_indexers(method, model.config) if request.indexed else method
+        check_some_are_left_out(method, request.options.length)
+    find_sublayers(model).check(method.plan(model.config.num_hidden_layers))
+    return method
 
 
 def _latents(model: PreTrainedModel, request: Request, windows: Windows, progress: Meter) -> Chosen:

@@ -29,7 +29,7 @@ from crosslayer.probe.choices import choice_sums
 from crosslayer.probe.intercept import AttentionCall, no_cache, visited
 from crosslayer.probe.what_if import find_sublayers
 from crosslayer.verbs.retrofit.cache import CONTEXT
-from crosslayer.verbs.retrofit.greedy import PASSES
+from crosslayer.verbs.retrofit.greedy import PASSES, TOO_SMALL
 from crosslayer.verbs.retrofit.kinds import (
     ALL,
     OWN,
@@ -177,14 +177,20 @@ def choosers_by_damage(
         measured.measure.step = lambda: bar.step(min(search.passes, PASSES), PASSES)
         best = search.run(sizes, options.read_budget, options.kl_budget)
     if best.kinds == (ALL,) * layers:
-        raise ValueError(
-            f"`kl_budget` {options.kl_budget} is too small: every change of a single layer has a larger KL"
-        )
+        raise ValueError(TOO_SMALL.format(options.kl_budget))
     curve, fixed = _compared(model, search, best, windows["trade-off"], progress)
     kinds = [OWN_ATTENTION if kind == ALL else method.name() for kind in best.kinds]
     record = SearchRecord(passes=search.passes, kinds=kinds, curve=curve, fixed=fixed)
     chosen = measured.method(best.kinds, best.tokens)
     return [chosen], Choice(how="search", groups=[list(group) for group in chosen.groups], search=record)
+
+
+def check_some_are_left_out(method: ChoiceMethod, length: int) -> None:
+    """Raise if windows are so short that all of their tokens are chosen, which would do no damage there."""
+    if TokenChoice(method.tokens, method.sinks, method.window).count(length) == length:
+        raise ValueError(
+            f"all tokens of windows of `length` {length} are chosen, where {method.tokens:g} are; give longer windows"
+        )
 
 
 def _sizes(sizes: Sequence[float], method: ChoiceMethod, length: int, context: int) -> list[float]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from crosslayer.core.choice import ChoiceMethod
 from crosslayer.core.decoder.configuration import CrossLayerConfig
 from crosslayer.core.decoder.family import rotary
 from crosslayer.core.decoder.modeling import CrossLayerForCausalLM
@@ -22,7 +23,7 @@ from crosslayer.core.method import Compensation, Method, Mixing, Wiring
 from crosslayer.core.methods import Entry, load_methods, merge_plans, mixes, to_entry
 from crosslayer.core.options import check_choice
 from crosslayer.core.plan import DepthPlan
-from crosslayer.probe.indexers import can_share, indexer_types, with_choices
+from crosslayer.probe.indexers import SHARED, can_share, indexer_types, of_indexers, with_choices
 from crosslayer.verbs.retrofit.calibrate import Text, calibrate, uncovered_layers, why_no_refit
 from crosslayer.verbs.retrofit.latents import StateMoments, fit_latents, latent_of, measure_moments, with_errors
 from crosslayer.verbs.retrofit.moments import FITS, LAYER_ONLY, REFITS, Fit
@@ -54,15 +55,15 @@ class Converted:
 def convert_weights(source: PreTrainedModel, methods: list[Method], merge: str = "first") -> Converted:
     """Convert a model of a supported family (decoder/families); the source model is not changed.
 
-    If whole layers are dropped and nothing else changes, the result is of the source's own class. `merge` is how a
-    group's weights are merged, one of a method's `merges`.
+    If whole layers are dropped and nothing else changes, or the layers of a model with indexers share these, the result
+    is of the source's own class. `merge` is how a group's weights are merged, one of a method's `merges`.
     """
     extremes = {name: weight.aminmax() for name, weight in source.named_parameters() if weight.numel()}
     broken = [name for name, ends in extremes.items() if not all(end.isfinite() for end in ends)]  # 10 times faster
     if broken:
         raise ValueError(f"weights must be finite; {len(broken)} hold NaN or infinity, the first is {broken[0]}")
     if can_share(source.config):
-        return _share_indexers(source, merge_plans(methods, source.config.get_text_config().num_hidden_layers))
+        return _share_indexers(source, methods)
     config = to_config(source.config, [to_entry(method) for method in methods])
     dropped = _dropped_layers(config.wiring)
     if dropped and merge == "first":
@@ -168,14 +169,24 @@ def _drop_layers(source: PreTrainedModel, layers: list[int]) -> Converted:
     return Converted(model.eval(), Weights(dropped=sorted(dropped), merged=[], new=[]))
 
 
-def _share_indexers(source: PreTrainedModel, plan: DepthPlan) -> Converted:
+def _share_indexers(source: PreTrainedModel, methods: Sequence[Method]) -> Converted:
     """Return a model of the source's own class whose layers share indexers, sharing its tensors."""
+    for method in methods:
+        if isinstance(method, ChoiceMethod):
+            of_indexers(method, source.config)  # raises for options without effect
+    plan = merge_plans(methods, source.config.get_text_config().num_hidden_layers)
     if plan != dataclasses.replace(DepthPlan.identity(plan.layers), choices=plan.choices, chosen=plan.chosen):
         raise ValueError(ONLY_INDEXERS.format(source.config.get_text_config().model_type))
     config = copy.deepcopy(source.config)
     text: Any = config.get_text_config()
     types = with_choices(indexer_types(source), plan.choices)
-    text.indexer_types = [kind or old for kind, old in zip(types, text.indexer_types, strict=True)]
+    types = [kind or old for kind, old in zip(types, text.indexer_types, strict=True)]
+    if types == text.indexer_types:
+        raise ValueError(f"{methods[0].name()} changes nothing: these layers share an indexer already")
+    text.indexer_types = types
+    for name in ("index_topk_freq", "index_skip_topk_offset"):  # by which engines would choose other layers
+        vars(text).pop(name, None)
+    text.index_topk_pattern = "".join("S" if kind == SHARED else "F" for kind in types)
     model: Any = _empty(type(source), config, source)
     weights, names = source.state_dict(), set(model.state_dict())
     model.load_state_dict({name: weights[name] for name in names}, strict=True, assign=True)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Generic, TypeVar
 
 PASSES = 300  # measurements at most
+TOO_SMALL = "`kl_budget` {} is too small: every change of a single layer has a larger KL"
 Wiring = TypeVar("Wiring")
 Move = TypeVar("Move", bound=Hashable)
 
@@ -14,8 +15,9 @@ Move = TypeVar("Move", bound=Hashable)
 class GreedySearch(ABC, Generic[Wiring, Move]):
     """Takes one move after another, the one that adds the least KL per unit that it saves.
 
-    All moves are ranked once. A move is measured again before it is taken, until no other ranks better (lazy greedy).
-    When all passes are used up, a search for a saving goes on by what was measured, and one within a KL ends.
+    Moves are ranked once, each alone. A move is measured again before it is taken, until no other ranks better (lazy
+    greedy). When all passes are used up, a search within a KL ends; another goes on by what was measured before, and
+    its curve has no point for these steps but the last.
     """
 
     remeasured: ClassVar[int]  # moves, at most, that are measured again per step
@@ -54,30 +56,37 @@ class GreedySearch(ABC, Generic[Wiring, Move]):
         self.curve = [(wiring, damage)]
         costs = self.ranked(start)
         self.revise(costs, wiring, None)
+        measured = None  # how many points of the curve are measured, once others are not
         while not is_enough(wiring):
-            move = self._best(wiring, damage, costs, refused)
-            if move is None or (self.passes >= PASSES and kl is not None):
+            move, is_measured = self._best(wiring, damage, costs, refused)
+            if move is None or (not is_measured and kl is not None):
                 break
             after = damage + costs.pop(move) * self.saved(wiring, move)
             if kl is not None and after > kl:
                 refused.add(move)
                 continue
+            measured = len(self.curve) if measured is None and not is_measured else measured
             wiring, damage = self.take(wiring, move), after
             self.curve.append((wiring, damage))
             self.revise(costs, wiring, move)
-        if self.passes >= PASSES and wiring != start:  # the last costs may be estimates
-            self.curve[-1] = wiring, self.measure(wiring)
+        if measured is not None:
+            self.passes += 1
+            self.curve[measured:] = [(wiring, self.measure(wiring))]
         return wiring
 
-    def _best(self, wiring: Wiring, damage: float, costs: dict[Move, float], refused: set[Move]) -> Move | None:
-        """Return the best move, whose cost was just measured if any passes were left; None if there is no move."""
+    def _best(
+        self, wiring: Wiring, damage: float, costs: dict[Move, float], refused: set[Move]
+    ) -> tuple[Move | None, bool]:
+        """Return the best move, None if there is none, and whether its cost was measured with this wiring."""
         moves, fresh = [move for move in self.moves(wiring) if move not in refused], set()
         while moves:
             best = min(moves, key=costs.__getitem__)
-            if best in fresh or self.passes >= PASSES:
-                return best
+            if best in fresh:
+                return best, True
             if len(fresh) == self.remeasured:
-                return min(fresh, key=costs.__getitem__)
+                return min(fresh, key=costs.__getitem__), True
+            if self.passes >= PASSES:
+                return best, False
             costs[best] = self.cost(wiring, best, damage)
             fresh.add(best)
-        return None
+        return None, False

@@ -1,7 +1,8 @@
 """Choose which layers of a model with indexers share another layer's choice, within a budget of reads or of KL.
 
-The greedy search of choosers.py, where every layer attends to chosen tokens already: one more layer takes the choice of
-the layer below instead of its own. Each wiring is tried in the original, and reads count the keys of indexers.
+The greedy search of kinds.py, where every layer attends to chosen tokens already: one more layer takes the choice of
+the nearest layer below that has an indexer, instead of its own. Each wiring is tried in the original, and reads count
+the keys of indexers.
 
 Shapes: N windows, T tokens, C hidden, V vocabulary, L layers.
 """
@@ -16,34 +17,33 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from crosslayer.core.choice import ChoiceMethod
-from crosslayer.core.method import Method, options_of
-from crosslayer.corpus.windows import Windows, repeating
+from crosslayer.core.method import Method
+from crosslayer.corpus.windows import Windows
 from crosslayer.output.progress import Meter
-from crosslayer.probe.indexers import FULL, SHARED
+from crosslayer.probe.indexers import FULL, SHARED, chosen_tokens, of_indexers
 from crosslayer.probe.intercept import no_cache
 from crosslayer.probe.what_if import find_sublayers, what_if
 from crosslayer.verbs.diagnose.groups import Groups
+from crosslayer.verbs.retrofit.choosers import check_some_are_left_out
 from crosslayer.verbs.retrofit.damage import Run, logits_of
-from crosslayer.verbs.retrofit.greedy import PASSES
+from crosslayer.verbs.retrofit.greedy import PASSES, TOO_SMALL
 from crosslayer.verbs.retrofit.kinds import OWN, READER, Kinds, KindSearch, evenly, groups_of
 from crosslayer.verbs.retrofit.request import Request
 from crosslayer.verbs.retrofit.result import Choice, CurvePoint, FixedBlocks, SearchRecord
 from crosslayer.verbs.retrofit.search import OWN as OWN_ATTENTION
-from crosslayer.verbs.retrofit.trade_off import Baseline, Measure, Step, measure_steps, spread_steps
+from crosslayer.verbs.retrofit.trade_off import Baseline, KlMeasure, Step, measure_steps, spread_steps
 from crosslayer.wiring.read import read_plan
 
 CONTEXT = 16  # times the chosen tokens: the default context at which reads are counted
 
 
-class WhatIfMeasure(Measure):
+class WhatIfMeasure(KlMeasure):
     """KL of wirings that are tried in the original; of it, only the last hidden states (T, C) of windows are kept."""
 
-    def __init__(self, model: PreTrainedModel, windows: Windows, request: Request):
-        self.model, self.request = model, request
-        self.ids, self.repeat_start = repeating(windows.ids)
+    def __init__(self, model: PreTrainedModel, windows: Windows):
+        super().__init__(model, windows)
         self.sublayers = find_sublayers(model)
         self.hidden = [self._hidden(ids) for ids in self.ids]
-        self.step = lambda: None
 
     def _hidden(self, ids: Tensor) -> Tensor:
         device = self.model.device
@@ -75,31 +75,6 @@ def reads_with(config: PreTrainedConfig, types: list[str], context: int) -> int:
     return read_plan(changed, dtype="bfloat16").read_at(context)
 
 
-def chosen_tokens(config: PreTrainedConfig) -> int:
-    """Return how many tokens an indexer chooses."""
-    chosen = read_plan(config).plan.chosen
-    assert chosen is not None
-    return int(chosen)
-
-
-def of_indexers(method: ChoiceMethod, config: PreTrainedConfig) -> ChoiceMethod:
-    """Return the method with the number of tokens that the model's indexers choose.
-
-    Raises:
-        ValueError: it has options that say how tokens are chosen.
-
-    """
-    tokens = chosen_tokens(config)
-    idle = [option.name for option in options_of(method) if vars(method)[option.name] != option.default]
-    idle = [name for name in idle if name != "groups"]
-    if idle:
-        raise ValueError(
-            f"{method.name()}: {', '.join(idle)} has no effect on {config.get_text_config().model_type}, whose "
-            f"indexers choose {tokens} tokens; remove it"
-        )
-    return dataclasses.replace(method, tokens=tokens, sinks=0, window=1)
-
-
 def default_context(config: PreTrainedConfig) -> int:
     """Return the tokens at which reads are counted unless the user says otherwise."""
     return CONTEXT * chosen_tokens(config)
@@ -117,6 +92,12 @@ class Layers:
             raise ValueError(f"{text.model_type} has other attention between its layers with indexers")
         self.start: Kinds = tuple(READER if self.types[number] == SHARED else OWN for number in self.numbers)
         self._read: dict[Kinds, int] = {}
+
+    def evenly(self, count: int) -> Kinds:
+        """Return so many choosers at equal distances among the layers that have an indexer in the original."""
+        choosers = [i for i, kind in enumerate(self.start) if kind == OWN]
+        kept = {choosers[i] for i, kind in enumerate(evenly(len(choosers), count, OWN)) if kind == OWN}
+        return tuple(OWN if i in kept else READER for i in range(len(self.start)))
 
     def groups(self, kinds: Kinds) -> Groups:
         """Return the layers that attend to the same choice, the chooser first; none that are alone."""
@@ -151,28 +132,25 @@ def indexers_by_damage(
     options, length = request.options, windows["search"].ids.shape[1]
     assert isinstance(request.method, ChoiceMethod)
     layers = Layers(model.config, request.method, options.kv_context)
-    if length <= layers.method.tokens:
-        raise ValueError(
-            f"all tokens of windows of `length` {length} are chosen, since indexers choose {layers.method.tokens:g}; "
-            "give longer windows"
-        )
-    budget, least = options.read_budget, layers.reads((layers.start[0], *([READER] * (len(layers.start) - 1))))
+    check_some_are_left_out(layers.method, length)
+    fewest = (layers.start[0], *([READER] * (len(layers.start) - 1)))
+    if layers.start == fewest:
+        raise ValueError("all layers share the indexer of the first already")
+    budget, least = options.read_budget, layers.reads(fewest)
     if budget is not None and budget < least:
         raise ValueError(f"`read_budget` {budget:g} cannot be reached; the least is {least:.4f}")
     with progress("running the original", 0):
-        measure = WhatIfMeasure(model, windows["search"], request)
+        measure = WhatIfMeasure(model, windows["search"])
     search = KindSearch(lambda kinds: measure.kl(layers.methods(kinds)), layers.reads, layers.start)
     with progress("searching who chooses", PASSES) as bar:
         measure.step = lambda: bar.step(min(search.passes, PASSES), PASSES)
         kinds = search.run(budget, options.kl_budget)
     if kinds == layers.start:
-        raise ValueError(
-            f"`kl_budget` {options.kl_budget} is too small: every change of a single layer has a larger KL"
-        )
+        raise ValueError(TOO_SMALL.format(options.kl_budget))
     curve, fixed = _compared(measure, layers, search, windows["trade-off"], progress)
     names = [OWN_ATTENTION] * model.config.get_text_config().num_hidden_layers
-    for number, kind in zip(layers.numbers, kinds, strict=True):
-        names[number] = layers.method.name() if kind == READER else OWN_ATTENTION
+    for number, kind, before in zip(layers.numbers, kinds, layers.start, strict=True):
+        names[number] = layers.method.name() if kind != before else OWN_ATTENTION
     record = SearchRecord(passes=search.passes, kinds=names, curve=curve, fixed=fixed)
     return layers.methods(kinds), Choice(how="search", groups=layers.groups(kinds), search=record)
 
@@ -186,7 +164,7 @@ def _compared(
         Step(layers.methods(kinds), layers.reads(kinds), kl, {name: kinds.count(READER)})
         for kinds, kl in spread_steps(search.curve[1:])
     ]
-    last = search.curve[-1][0]
-    even = evenly(len(last), last.count(OWN), OWN)
-    baseline = Baseline(layers.methods(even), layers.groups(even), layers.reads(even))
-    return measure_steps(measure.model, measure, steps, {name: baseline}, windows, progress)
+    even, baselines = layers.evenly(search.curve[-1][0].count(OWN)), {}
+    if even != search.curve[-1][0]:
+        baselines[name] = Baseline(layers.methods(even), layers.groups(even), layers.reads(even))
+    return measure_steps(measure.model, measure, steps, baselines, windows, progress)

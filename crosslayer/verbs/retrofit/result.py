@@ -101,7 +101,8 @@ class CacheRecord(Frozen):
     share: float = Field(description="after over before")
     read_share: float = Field(description="of the bytes that the original reads in a decoding step")
     layer_reads: list[float] = Field(
-        default=[], description="(L,) the same by layer, where layers attend to chosen tokens; else empty"
+        default=[],
+        description="(L,) the same by layer, with indexers' keys, where layers attend to chosen tokens; else empty",
     )
 
 

@@ -24,7 +24,7 @@ from crosslayer.verbs.bench.record import StepTime
 from crosslayer.verbs.bench.run import step_time
 from crosslayer.verbs.needles.retrieval import LENGTHS, LONG_LENGTHS, measure_retrieval, prompt_tokens
 from crosslayer.verbs.retrofit.alternatives import MEASURED, WINDOWS, Judged, latents_beside, measure_alternatives
-from crosslayer.verbs.retrofit.cache import CacheShare, allocated
+from crosslayer.verbs.retrofit.cache import CONTEXT, CacheShare, allocated
 from crosslayer.verbs.retrofit.calibrate import POST_NORM_ERROR, input_width
 from crosslayer.verbs.retrofit.choose import choose
 from crosslayer.verbs.retrofit.convert import Converted, convert
@@ -47,6 +47,8 @@ from crosslayer.verbs.retrofit.search import expected_passes
 from crosslayer.verbs.retrofit.sentences import title
 from crosslayer.verbs.retrofit.texts import DomainTexts, Texts
 from crosslayer.wiring.read import read_plan
+
+LONGEST_STEP = 8192  # tokens before a timed decoding step, at most: both models read them as a prompt
 
 
 def retrofit(
@@ -99,7 +101,7 @@ def retrofit(
         kv_context: context length at which the cache is counted; default 2048, twice the largest sliding window, or 16
             times the tokens that indexers choose.
         kl_budget: instead of --method: search within this KL to the original, in nats/token; with a method whose
-            layers choose tokens: who chooses for whom, with the fewest reads. Of a model with indexers: which layers
+            layers choose tokens: who chooses for whom, with the fewest reads; for a model with indexers: which layers
             share one.
         read_budget: instead of --method: search which layers choose the tokens that others attend to, so that a
             decoding step reads this share of the cached bytes (0 to 1). The cache keeps its size.
@@ -123,7 +125,7 @@ def retrofit(
         calibration: calibration windows, all domains together.
         length: tokens per window.
         needles: test whether both models retrieve 40 numbers hidden in texts of 256 to 2,048 tokens.
-        step_time: time a decoding step of both models after `kv_context` tokens, beside its prediction.
+        step_time: time a decoding step of both models after `kv_context` tokens, at most 8,192, beside its prediction.
         alternatives: measure what quantised caches of both models cost instead: float8, 8 and 4 bits; for latents
             with a budget also half and twice the budget, and bits alone and rank alone.
         seed: random seed.
@@ -156,6 +158,8 @@ def _open_texts(
     """Open the texts and check everything that can be checked before the model is loaded."""
     source = model.config if isinstance(model, PreTrainedModel) else load_config(str(model))
     if can_share(source):
+        if source.get_text_config() is not source:
+            raise ValueError(f"{source.model_type} holds more than a language model, which cannot be converted")
         request = Request(options, indexed=source.get_text_config().model_type)
     else:
         request = Request(options, to_config(source).has_post_norms)
@@ -179,7 +183,7 @@ def _report(
     progress: Meter,
 ) -> RetrofitReport:
     """Retrofit a model, which was loaded from `source` or is `source` itself."""
-    options, started = request.options, time.perf_counter()
+    options, starts = request.options, {"read": time.perf_counter()}  # of phases
     with progress("tokenizing the text", 0):
         windows = texts.windows(tokenizer, request)
     for cut in windows.values():
@@ -187,9 +191,9 @@ def _report(
     _announce_time(model, tokenizer, request, windows, progress)
     calibration = windows["calibration"].by_domain() if request.fits else {}
     seen = texts.calibration if windows.keys() & {"calibration", "choice", "search"} else ()
-    choosing = time.perf_counter()
+    starts["choose"] = time.perf_counter()
     methods, choice, moments = choose(model, request, windows, progress)
-    converting = time.perf_counter()
+    starts["convert"] = time.perf_counter()
     fit = request.fit_of(methods)
     with progress("calibrating", model.config.num_hidden_layers) as bar:
         converted = convert(
@@ -203,16 +207,15 @@ def _report(
             share_weights=model is not source,
             moments=moments,
         )
-    measuring = time.perf_counter()
+    starts["damage"] = time.perf_counter()  # with hidden numbers
     damage = _evaluate(model, converted, windows["evaluation"], frozenset(seen), options.seed, progress)
     needles = _needles(model, converted.model, tokenizer, options.seed, progress) if options.needles else None
     cache = _cache(model, converted.model, request)
+    starts["step"] = time.perf_counter()
     step = _step(model, converted.model, cache.context, progress) if options.step_time else None
     judged = Judged(windows["evaluation"], cache.context, tokenizer if needles else None, options.seed)
-    comparing = time.perf_counter()
+    starts["alternatives"] = time.perf_counter()
     alternatives = _alternatives(model, converted.model, request, moments, judged, progress)
-    times = (started, choosing, converting, measuring, comparing, time.perf_counter())
-    phases = ("read", "choose", "convert", "damage", "alternatives")  # conversion and calibration; losses and numbers
     report = RetrofitReport(
         architecture=Architecture(
             **model_facts(model, public_name(source)),
@@ -234,9 +237,15 @@ def _report(
         settings=options,
         judged=list(texts.evaluation),
         fitted=list(seen),
-        seconds={name: round(end - start, 2) for name, (start, end) in zip(phases, pairwise(times), strict=True)},
+        seconds=_seconds(starts),
     )
     return report.of_model(converted.model, tokenizer)
+
+
+def _seconds(starts: Mapping[str, float]) -> dict[str, float]:
+    """Return how long each phase took, the last until now."""
+    times = [*starts.values(), time.perf_counter()]
+    return {phase: round(end - start, 2) for phase, (start, end) in zip(starts, pairwise(times), strict=True)}
 
 
 def _announce_time(
@@ -269,7 +278,9 @@ def _announce_time(
     if request.options.needles and tokenizer is not None:
         lengths = LONG_LENGTHS if request.has_choices else LENGTHS
         forwarded += (3 if request.options.alternatives else 2) * prompt_tokens(lengths)
-    if request.options.alternatives:
+    if request.options.step_time:
+        forwarded += 2 * min(request.options.kv_context or CONTEXT, LONGEST_STEP)
+    if request.options.alternatives and not request.indexed:
         forwarded += (len(MEASURED) + 2) * min(WINDOWS, len(windows["evaluation"])) * request.options.length
     seconds = min(passes) / window.numel() * forwarded
     if seconds >= 60:
@@ -327,9 +338,9 @@ def _alternatives(
 
 
 def _step(model: PreTrainedModel, converted: PreTrainedModel, context: int, progress: Meter) -> StepTime | None:
-    """Time a decoding step; None if a model has too few positions."""
-    with progress("timing a decoding step", 0), suppress(ValueError):
-        return step_time({"candidate": converted, "baseline": model}, context)
+    """Time a decoding step; None if a model has too few positions, or there is too little memory."""
+    with progress("timing a decoding step", 0), suppress(ValueError, torch.OutOfMemoryError):
+        return step_time({"candidate": converted, "baseline": model}, min(context, LONGEST_STEP))
     return None
 
 

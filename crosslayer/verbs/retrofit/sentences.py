@@ -14,6 +14,7 @@ from crosslayer.verbs.needles.retrieval import count_retrieved, retrieval_senten
 from crosslayer.verbs.retrofit.moments import FITTED_WEIGHTS
 from crosslayer.verbs.retrofit.result import Alternative, Damage, DomainDamage, FixedBlocks, RetrofitReport
 
+ENGINES_SHARE = ("GlmMoeDsaForCausalLM",)  # models whose indexers vLLM and SGLang share by a pattern of letters
 SHOWN = 200  # characters of an option in a title
 
 
@@ -64,7 +65,7 @@ def sentences(record: RetrofitReport) -> list[str]:
     if record.step is not None:
         lines.append(_step(record.step))
     if record.index_pattern is not None:
-        lines.append(_for_engines(record.index_pattern))
+        lines.append(_indexers(record.index_pattern, record.architecture.class_ in ENGINES_SHARE))
     if len(domains) > 1:
         labels = {"unseen": False, "calibration": True}
         by_label = {
@@ -96,21 +97,23 @@ def sentences(record: RetrofitReport) -> list[str]:
 def _step(step: StepTime) -> str:
     """Return how long a decoding step takes, beside its prediction."""
     time = step.time
-    expected = "" if time.predicted_ratio is None else f"; {time.predicted_ratio:.2f} was predicted"
+    expected = "no prediction" if time.predicted_ratio is None else f"predicted: {time.predicted_ratio:.2f}"
     return (
         f"A decoding step after {step.context:,} tokens takes {ratio_of_times(time.ratio, time.interval)} of the "
-        f"original's time ({durations(time)}{expected})."
+        f"original's time ({durations(time)}; {expected})."
     )
 
 
-def _for_engines(pattern: str) -> str:
-    """Return how engines take the pattern, with the original's weights."""
+def _indexers(pattern: str, engines: bool) -> str:
+    """Return which layers share an indexer, and how engines take that with the original's weights, if they do."""
+    words = f"Indexers by layer (F: its own; S: it takes the choice of the nearest F below): {pattern}."
+    if not engines:
+        return words
     options = json.dumps({"index_topk_pattern": pattern})
     cached = json.dumps({"use_index_cache": True, "index_topk_pattern": pattern})
     return (
-        f"Indexers by layer (F: its own; S: it takes the choice of the nearest F below): {pattern}. Engines take this "
-        f"with the original's weights: vLLM by --hf-overrides '{cached}', SGLang by --json-model-override-args "
-        f"'{options}'."
+        f"{words} Engines take this with the original's weights: vLLM by --hf-overrides '{cached}', SGLang by "
+        f"--json-model-override-args '{options}'."
     )
 
 

@@ -8,6 +8,7 @@ Memory: the input of every layer of the original, for the tokens of these fits.
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -27,7 +28,7 @@ from crosslayer.verbs.retrofit.cache import CacheShare
 from crosslayer.verbs.retrofit.calibrate import fit_layer, fitted_layers, input_width
 from crosslayer.verbs.retrofit.convert import convert_weights, plain_decoder
 from crosslayer.verbs.retrofit.damage import Run, compare, damage, difference, logits_of, losses
-from crosslayer.verbs.retrofit.greedy import PASSES
+from crosslayer.verbs.retrofit.greedy import PASSES, TOO_SMALL
 from crosslayer.verbs.retrofit.moments import REFITS, is_enough
 from crosslayer.verbs.retrofit.request import Request
 from crosslayer.verbs.retrofit.result import Choice, CurvePoint, FixedBlocks, SearchRecord
@@ -138,24 +139,49 @@ def methods_by_damage(
         chosen = search.run(options.kv_budget, options.kl_budget)
     methods = measure.methods(chosen)
     if not methods:
-        raise ValueError(
-            f"`kl_budget` {options.kl_budget} is too small: every change of a single layer has a larger KL"
-        )
+        raise ValueError(TOO_SMALL.format(options.kl_budget))
     curve, fixed = _measured(model, measure, search, windows["trade-off"], progress)
     record = SearchRecord(passes=search.passes, kinds=chosen.names(), curve=curve, fixed=fixed)
     return methods, Choice(how="search", search=record)
 
 
-class Measure:
-    """KL to the original of compensated configurations, on text that ends by repeating its beginning.
+class KlMeasure(ABC):
+    """KL to the original of methods in a model, on text that ends by repeating its beginning.
 
     The repeated tokens have half the weight: a model that can no longer retrieve from its context loses hardly anything
     on ordinary text, but fails at every question about it.
     """
 
-    def __init__(self, model: PreTrainedModel, windows: Windows, request: Request, calibration: Windows | None = None):
-        self.model, self.request = model, request
+    def __init__(self, model: PreTrainedModel, windows: Windows):
+        self.model = model
         self.ids, self.repeat_start = repeating(windows.ids)
+        self.step = lambda: None  # called after each measurement
+
+    @abstractmethod
+    def run(self, methods: list[Method]) -> Run:
+        """Return a function from ids (1, T) to the logits (1, T, V) of the model with these methods."""
+
+    @abstractmethod
+    def logits(self, methods: list[Method]) -> Iterable[tuple[Tensor, Tensor]]:
+        """Return the logits of the original and of the model with these methods, (T, V) each, by window."""
+
+    def kl(self, methods: list[Method]) -> float:
+        """Return the mean KL to the original over the windows, in nats/token."""
+        divergences = []
+        for ids, (original, after) in zip(self.ids, self.logits(methods), strict=True):
+            for rows in (slice(self.repeat_start), slice(self.repeat_start, None)):
+                _, _, kl = compare(original[rows], after[rows], ids[rows])
+                divergences.append(kl)
+        self.step()
+        return sum(divergences) / len(divergences)
+
+
+class Measure(KlMeasure):
+    """KL of converted and compensated models."""
+
+    def __init__(self, model: PreTrainedModel, windows: Windows, request: Request, calibration: Windows | None = None):
+        super().__init__(model, windows)
+        self.request = request
         plain = plain_decoder(model)
         self.inputs = LayerInputs(plain, self.ids)
         self.original = self.inputs.logits(plain)
@@ -163,7 +189,6 @@ class Measure:
         if calibration is not None and request.fits:
             fit = request.fit if request.fit in REFITS else "layerwise"
             self.fitted_layers = FittedLayers(plain, calibration.by_domain(), fit, input_width(plain.config, fit))
-        self.step = lambda: None  # called after each measurement
 
     def methods(self, assignment: Assignment) -> list[Method]:
         """Return the methods of an assignment, with their W_c."""
@@ -188,16 +213,6 @@ class Measure:
     def __call__(self, assignment: Assignment) -> float:
         """Return the KL of an assignment, compensated."""
         return self.kl(self.methods(assignment))
-
-    def kl(self, methods: list[Method]) -> float:
-        """Return the mean KL of the compensated model to the original over the windows, in nats/token."""
-        divergences = []
-        for ids, (original, after) in zip(self.ids, self.logits(methods), strict=True):
-            for rows in (slice(self.repeat_start), slice(self.repeat_start, None)):
-                _, _, kl = compare(original[rows], after[rows], ids[rows])
-                divergences.append(kl)
-        self.step()
-        return sum(divergences) / len(divergences)
 
 
 def fixed_blocks(
@@ -263,7 +278,7 @@ def spread_steps(curve: Sequence[Any]) -> list[Any]:
 
 def measure_steps(
     model: PreTrainedModel,
-    measure: Measure,
+    measure: KlMeasure,
     steps: Sequence[Step],
     baselines: Mapping[str, Baseline],
     windows: Windows,

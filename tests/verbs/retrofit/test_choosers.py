@@ -65,16 +65,18 @@ def test_the_greedy_search_meets_its_budget():
 
 def test_a_budget_of_reads_is_met_when_passes_run_out(monkeypatch):
     """The first costs are used then; a search within a KL ends instead, with what it has measured."""
-    monkeypatch.setattr(greedy, "PASSES", 12)
+    monkeypatch.setattr(greedy, "PASSES", 14)
 
     def measure(kinds):
         return 0.1 * sum(kind != ALL for kind in kinds) ** 2
 
     search = KindSearch(measure, lambda kinds: reads_of(kinds, 0.1), (ALL,) * 6)
     kinds = search.run(reads=0.3)
-    assert reads_of(kinds, 0.1) <= 0.3 and search.curve[-1] == (kinds, measure(kinds))
+    assert reads_of(kinds, 0.1) <= 0.3 and search.curve[-1][0] == kinds and search.passes == 15
+    assert len(search.curve) > 2 and all(kl == pytest.approx(measure(taken)) for taken, kl in search.curve)
     within = KindSearch(measure, lambda kinds: reads_of(kinds, 0.1), (ALL,) * 6)
-    assert measure(within.run(kl=0.5)) <= 0.5
+    taken = within.run(kl=5.0)
+    assert measure(taken) <= 5.0 and 0 < sum(kind != ALL for kind in taken) < 6
 
 
 def test_groups_and_even_choosers():
@@ -172,6 +174,9 @@ REFUSED = {
         "kl_budget": 0.5,
         "kv_context": 30,
         "method": '{"name": "shared_choice", "tokens": 32}',
+    },
+    "all tokens of windows of `length` 48 are chosen, where 64 are": {
+        "method": '{"name": "shared_choice", "groups": [[0, 1]], "tokens": 64}'
     },
     "give one of `method`, `kv_budget`, `kl_budget` and `read_budget`": {"read_budget": 0.5, "kl_budget": 0.5},
 }

@@ -9,7 +9,6 @@ from crosslayer.core.methods import load_methods
 from crosslayer.corpus.windows import Windows
 from crosslayer.verbs.retrofit.damage import compare
 from crosslayer.verbs.retrofit.indexers import WhatIfMeasure
-from crosslayer.verbs.retrofit.request import Request, RetrofitOptions
 from tests.helpers.shipped import shipped
 
 OPTIONS = {"needles": False, "windows": 16, "length": 48}
@@ -61,10 +60,36 @@ def test_a_budget_of_reads_is_met(planted):
     assert fixed.blocks == [[0, 1], [2, 3]] and fixed.search_minus_fixed_ci95[1] < 0
 
 
+def test_a_model_that_shares_already_shares_more():
+    """Layer 2 has no indexer; choosers at equal distances are among the layers that have one."""
+    model = shipped(
+        "glm_moe_dsa", num_hidden_layers=6, indexer_types=["full", "full", "shared", "full", "full", "full"]
+    )
+    report = crosslayer.retrofit(model, text(60), read_budget=0.6, **OPTIONS)
+    assert report.cache.read_share <= 0.6 and report.index_pattern[2] == "S"
+    assert report.choice.search.kinds[2] == "own"  # nothing changed there
+    readers = [layer for layer, kind in enumerate(report.choice.search.kinds) if kind != "own"]
+    assert [letter for letter, layer in zip(report.index_pattern, range(6)) if layer in readers] == ["S"] * len(readers)
+    for fixed in report.choice.search.fixed:
+        assert not {2} & {first for first, *_ in fixed.blocks}
+
+
+def test_what_engines_read_is_in_the_config(planted):
+    """A frequency that the original had would name other layers."""
+    model = shipped("glm_moe_dsa", index_topk_freq=2, index_skip_topk_offset=1)
+    assert model.config.indexer_types == ["full", "shared", "full", "shared"]
+    report = crosslayer.retrofit(model, text(60), method="shared_choice", layers="0-3", **OPTIONS)
+    config = report.model.config.to_dict()
+    assert config["index_topk_pattern"] == "FSSS" == report.index_pattern
+    assert not {"index_topk_freq", "index_skip_topk_offset"} & set(config)
+    hy = shipped("hy_v4")
+    other = crosslayer.retrofit(hy, text(60), method="shared_choice", layers="0-2", **OPTIONS)
+    assert other.index_pattern == "FSS" and not any("vLLM" in line for line in other.sentences())
+
+
 @torch.no_grad()
 def test_the_measure_is_the_kl_of_logits(planted):
-    options = RetrofitOptions(kl_budget=0.1, length=48)
-    measure = WhatIfMeasure(planted, Windows(text(2), (0, 1)), Request(options, indexed="glm_moe_dsa"))
+    measure = WhatIfMeasure(planted, Windows(text(2), (0, 1)))
     methods = load_methods({"name": "shared_choice", "groups": ((2, 3),), "tokens": 8, "sinks": 0, "window": 1})
     expected = []
     for ids in measure.ids:
@@ -80,7 +105,21 @@ REFUSED = {
     "layers of glm_moe_dsa choose tokens by indexers, and can only": {"method": "cla"},
     "`read_budget` 0.1 cannot be reached; the least is 0.3143": {"read_budget": 0.1},
     "`kl_budget` 1e-09 is too small": {"kl_budget": 1e-9},
-    "all tokens of windows of `length` 48 are chosen, since indexers choose 64": {"read_budget": 0.5, "index_topk": 64},
+    "all tokens of windows of `length` 48 are chosen, where 64 are": {"read_budget": 0.5, "index_topk": 64},
+    "all tokens of windows of `length` 48 are chosen, where 48 are": {
+        "method": "shared_choice",
+        "layers": "0-1",
+        "index_topk": 48,
+    },
+    "shared_choice changes nothing: these layers share an indexer already": {
+        "method": "shared_choice",
+        "layers": "0-1",
+        "indexer_types": ["full", "shared", "full", "full"],
+    },
+    "all layers share the indexer of the first already": {
+        "kl_budget": 5.0,
+        "indexer_types": ["full", "shared", "shared", "shared"],
+    },
     "shared_choice: tokens has no effect on glm_moe_dsa, whose indexers choose 8 tokens": {
         "method": '{"name": "shared_choice", "groups": [[0, 1]], "tokens": 64}'
     },
@@ -91,7 +130,8 @@ REFUSED = {
 @pytest.mark.parametrize("message", REFUSED)
 def test_refusals(message):
     options = dict(REFUSED[message])
-    model = shipped("glm_moe_dsa", index_topk=options.pop("index_topk", 8))
+    fields = {name: options.pop(name) for name in ("index_topk", "indexer_types") if name in options}
+    model = shipped("glm_moe_dsa", **fields)
     with pytest.raises(ValueError, match=message) as error:
         crosslayer.retrofit(model, text(60), **OPTIONS, **options)
     assert "\n" not in str(error.value)

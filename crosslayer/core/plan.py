@@ -195,7 +195,7 @@ class DepthPlan:
 
     def chooses(self, layer: int) -> bool:
         """Return whether a layer chooses tokens, for itself or for later layers."""
-        return self.choices[layer] == layer or self.is_source("choices", layer)
+        return layer in self.choices
 
     def involves_choice(self, layer: int) -> bool:
         """Return whether a layer chooses tokens or attends to chosen ones."""

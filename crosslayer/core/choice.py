@@ -70,7 +70,7 @@ class TokenChoice(Mixing):
         chosen = []
         for block in _blocks(q, total):
             allowed = _allowed(mask, block, new, k)
-            seen = total if allowed is None or new == 1 else _first_columns(allowed.any(2).flatten(0, 1), total)
+            seen = total if allowed is None else _first_columns(allowed, total)
             allowed = None if allowed is None else allowed[..., :seen]
             rows = q[:, :, block.start : block.stop]
             mass = pooled_attention(rows, k[:, :, :seen], allowed, scaling, softcap)  # (B, H_kv, R, seen)
@@ -211,10 +211,10 @@ def _blocks(q: Tensor, total: int, scores: int = AT_ONCE) -> list[range]:
 
 
 def _first_columns(allowed: Tensor, total: int) -> int:
-    """Return how many columns hold all that is allowed in any row, (B, S)."""
-    if torch.compiler.is_compiling():
+    """Return how many columns hold all that is allowed in any row of (B or 1, 1, R, S); all of them for one row."""
+    if torch.compiler.is_compiling() or allowed.shape[2] == 1:
         return total
-    columns = allowed.any(0).nonzero()
+    columns = allowed.flatten(0, 2).any(0).nonzero()
     return int(columns[-1]) + 1 if len(columns) else 1
 
 

@@ -68,13 +68,6 @@ class WhatIfMeasure(KlMeasure):
             yield head(hidden), head(after)
 
 
-def reads_with(config: PreTrainedConfig, types: list[str], context: int) -> int:
-    """Return the bytes that a decoding step reads after `context` tokens if layers have these types of indexers."""
-    changed = copy.deepcopy(config)
-    changed.get_text_config().indexer_types = types
-    return read_plan(changed, dtype="bfloat16").read_at(context)
-
-
 def default_context(config: PreTrainedConfig) -> int:
     """Return the tokens at which reads are counted unless the user says otherwise."""
     return CONTEXT * chosen_tokens(config)
@@ -85,13 +78,13 @@ class Layers:
 
     def __init__(self, config: PreTrainedConfig, method: ChoiceMethod, context: int | None):
         text: Any = config.get_text_config()
-        self.config, self.types = config, list(text.indexer_types)
+        self.config = config
         self.method, self.context = of_indexers(method, config), context or default_context(config)
         self.numbers = [i for i, chooser in enumerate(read_plan(config).plan.choices) if chooser is not None]
         if self.numbers != list(range(self.numbers[0], self.numbers[-1] + 1)):
             raise ValueError(f"{text.model_type} has other attention between its layers with indexers")
-        self.start: Kinds = tuple(READER if self.types[number] == SHARED else OWN for number in self.numbers)
-        self._read: dict[Kinds, int] = {}
+        self.start: Kinds = tuple(READER if text.indexer_types[number] == SHARED else OWN for number in self.numbers)
+        self.original_bytes = self._read_bytes(self.start)
 
     def evenly(self, count: int) -> Kinds:
         """Return so many choosers at equal distances among the layers that have an indexer in the original."""
@@ -111,13 +104,14 @@ class Layers:
 
     def reads(self, kinds: Kinds) -> float:
         """Return the share of the bytes that the original reads in a decoding step."""
-        for wanted in (kinds, self.start):
-            if wanted not in self._read:
-                types = list(self.types)
-                for number, kind in zip(self.numbers, wanted, strict=True):
-                    types[number] = SHARED if kind == READER else FULL
-                self._read[wanted] = reads_with(self.config, types, self.context)
-        return self._read[kinds] / self._read[self.start]
+        return self._read_bytes(kinds) / self.original_bytes
+
+    def _read_bytes(self, kinds: Kinds) -> int:
+        changed = copy.deepcopy(self.config)
+        text: Any = changed.get_text_config()
+        for number, kind in zip(self.numbers, kinds, strict=True):
+            text.indexer_types[number] = SHARED if kind == READER else FULL
+        return read_plan(changed, dtype="bfloat16").read_at(self.context)
 
 
 @torch.no_grad()

@@ -8,6 +8,7 @@ from crosslayer.core.latents import LatentMethod
 from crosslayer.core.method import Method
 from crosslayer.core.methods import merge_plans, method_class, method_names
 from crosslayer.testing import CHECKS, config_of
+from crosslayer.verbs.serve.caches import not_servable
 
 ROOT = Path(__file__).parent.parent
 BLOCK = re.compile(r"```python\n(.*?)```", re.DOTALL)
@@ -34,3 +35,10 @@ def test_the_table_of_the_readme_has_every_method_and_its_cache():
         assert round(100 * merge_plans([method.example(32)], 32).cached_fraction()) == share, name
         takes_layers = method.from_groups.__func__ is not Method.from_groups.__func__
         assert pretrained == (takes_layers or issubclass(method, LatentMethod)), name
+
+
+def test_the_readme_names_the_methods_that_vllm_does_not_serve():
+    served_but = re.search(r"vLLM serves all but\n(.*?)\. ", (ROOT / "README.md").read_text())
+    methods = {name: method_class(name).example(6) for name in method_names()}
+    refused = [name for name, method in methods.items() if not_servable(config_of(method, num_hidden_layers=6))]
+    assert served_but is not None and sorted(re.findall(r"`(\w+)`", served_but[1])) == sorted(refused)

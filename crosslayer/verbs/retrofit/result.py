@@ -32,6 +32,9 @@ class Architecture(ModelFacts):
     origin: dict[str, str | list[str]] = Field(
         default_factory=dict, description="base_model, license and language for the card, where known"
     )
+    choices: list[int | None] = Field(
+        description="(L,) the layer whose choice of tokens each layer attends to, or none"
+    )
     retrofit_class: str
     parameters_after: int
 
@@ -196,7 +199,7 @@ class RetrofitReport(Result):
     Shapes: D domains, the worst unseen one first; L layers of the original.
     """
 
-    schema_: Literal["crosslayer/retrofit/9"] = Field(default="crosslayer/retrofit/9", alias="schema")
+    schema_: Literal["crosslayer/retrofit/10"] = Field(default="crosslayer/retrofit/10", alias="schema")
     architecture: Architecture
     methods: list[dict[str, Any]] = Field(description="name and options of each method, as in a config")
     title: str = Field(description="the methods with their options, as a line of text")
@@ -332,12 +335,11 @@ class RetrofitReport(Result):
 
     @property
     def changed_layers(self) -> list[int]:
-        """Layers that read other layers' states, attend to chosen tokens, or have no attention or MLP."""
+        """Layers that read other layers' states, attend to another choice than before, or have no attention or MLP."""
         vectors = [self.plan.sources(state) for state in (*STATES, "mlps")]
         changed = []
-        for layer, chooser in enumerate(self.plan.choices):
-            as_before = chooser is None or (chooser == layer and self.index_pattern is not None)
-            if not as_before or any(vector[layer] != layer for vector in vectors):
+        for layer, choosers in enumerate(zip(self.architecture.choices, self.plan.choices, strict=True)):
+            if choosers[0] != choosers[1] or any(vector[layer] != layer for vector in vectors):
                 changed.append(layer)
         return changed
 

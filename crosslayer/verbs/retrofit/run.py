@@ -220,6 +220,7 @@ def _report(
         architecture=Architecture(
             **model_facts(model, public_name(source)),
             origin=origin(model),
+            choices=list(read_plan(model).plan.choices),
             retrofit_class=type(converted.model).__name__,
             parameters_after=converted.model.num_parameters(),
         ),

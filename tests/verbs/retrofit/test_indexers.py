@@ -81,6 +81,7 @@ def test_what_engines_read_is_in_the_config(planted):
     report = crosslayer.retrofit(model, text(60), method="shared_choice", layers="0-3", **OPTIONS)
     config = report.model.config.to_dict()
     assert config["index_topk_pattern"] == "FSSS" == report.index_pattern
+    assert report.changed_layers == [2, 3]  # layer 1 took the choice of layer 0 before
     assert not {"index_topk_freq", "index_skip_topk_offset"} & set(config)
     hy = shipped("hy_v4")
     other = crosslayer.retrofit(hy, text(60), method="shared_choice", layers="0-2", **OPTIONS)

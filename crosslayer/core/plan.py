@@ -201,11 +201,6 @@ class DepthPlan:
         """Return whether a layer chooses tokens or attends to chosen ones."""
         return self.chooses(layer) or self.choices[layer] is not None
 
-    def chosen_share(self, context: int) -> float:
-        """Return the share of `context` tokens that is chosen."""
-        assert self.chosen is not None
-        return self.chosen if self.chosen < 1 else min(1.0, self.chosen / context)
-
     def read_count(self, state: str, layer: int, context: int | None = None) -> float:
         """Return how many layers' full keys, or values, a layer reads from the cache in a decoding step.
 
@@ -219,7 +214,9 @@ class DepthPlan:
         if state == "values" and self.value_shares[layer] < 1:
             count = 1  # only the missing heads are read from other layers
         reads_all = self.choices[layer] is None or (state == "keys" and self.choices[layer] == layer)
-        return count if reads_all or context is None else count * self.chosen_share(context)
+        if reads_all or context is None or self.chosen is None:
+            return count
+        return count * chosen_share(self.chosen, context)
 
     def read_states(self, context: int | None = None) -> float:
         """Return how many layers' full keys or values a decoding step reads from the cache, with repetition."""
@@ -351,6 +348,11 @@ class DepthPlan:
             share = self.stored_share(state, layer)
             states.append(state if share == 1 else f"{share:.0%} of {state}")
         return "+".join(states) or "–"
+
+
+def chosen_share(chosen: float, context: int) -> float:
+    """Return the share of `context` tokens that is chosen; `chosen` is that share if below 1, else a number."""
+    return chosen if chosen < 1 else min(1.0, chosen / context)
 
 
 def allocated_tokens(tokens: int) -> int:

@@ -33,7 +33,7 @@ def chosen_tokens(config: PreTrainedConfig) -> int:
     return config.get_text_config().index_topk
 
 
-def of_indexers(method: ChoiceMethod, config: PreTrainedConfig) -> ChoiceMethod:
+def with_tokens_of_indexers(method: ChoiceMethod, config: PreTrainedConfig) -> ChoiceMethod:
     """Return the method with the number of tokens that the model's indexers choose.
 
     Raises:
@@ -41,15 +41,17 @@ def of_indexers(method: ChoiceMethod, config: PreTrainedConfig) -> ChoiceMethod:
 
     """
     tokens = chosen_tokens(config)
-    idle = [option.name for option in options_of(method) if vars(method)[option.name] != option.default]
-    idle = [name for name in idle if name != "groups"]
-    changed = dataclasses.replace(method, tokens=tokens, sinks=0, window=1)
-    if idle and method != changed:
+    by_indexers, idle = {"tokens": tokens, "sinks": 0, "window": 1}, []
+    for option in options_of(method):
+        value = vars(method)[option.name]
+        if option.name != "groups" and value not in (option.default, by_indexers.get(option.name, option.default)):
+            idle.append(option.name)
+    if idle:
         raise ValueError(
             f"{method.name()}: {', '.join(idle)} has no effect on {config.get_text_config().model_type}, whose "
             f"indexers choose {tokens} tokens; remove it"
         )
-    return changed
+    return dataclasses.replace(method, **by_indexers)
 
 
 def find_indexers(model: PreTrainedModel) -> list[nn.Module | None]:

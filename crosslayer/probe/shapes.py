@@ -58,7 +58,7 @@ class LayerShape:
         return shapes
 
     @property
-    def chooses(self) -> bool:
+    def can_choose(self) -> bool:
         """Whether the layer can choose tokens or attend to chosen ones: full causal attention, no learned sinks."""
         return self.mask == "causal" and not self.sinks
 

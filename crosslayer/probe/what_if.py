@@ -20,7 +20,13 @@ from crosslayer.core.method import Method
 from crosslayer.core.methods import Entry, load_methods, merge_plans, mixes, wire
 from crosslayer.core.plan import PASSED, STATES, DepthPlan
 from crosslayer.core.transformers_versions import is_checkpointing
-from crosslayer.probe.indexers import IndexerTypes, indexer_types, of_indexers, shared_indexers, with_choices
+from crosslayer.probe.indexers import (
+    IndexerTypes,
+    indexer_types,
+    shared_indexers,
+    with_choices,
+    with_tokens_of_indexers,
+)
 from crosslayer.probe.intercept import AttentionCall, intercepted, layer_stack, no_cache, plan_of, visited
 from crosslayer.probe.shapes import LayerShape, may_share
 from crosslayer.probe.stream import LayerStream, streams
@@ -73,7 +79,7 @@ class Sublayers:
         if self.has_indexers:
             with_choices(self.indexers, plan.choices)
         for layer, shape in enumerate(self.shapes):
-            if plan.involves_choice(layer) and not self.has_indexers and not (shape and shape.chooses):
+            if plan.involves_choice(layer) and not self.has_indexers and not (shape and shape.can_choose):
                 raise ValueError(
                     f"layer {layer} ({self._mask(layer)}) cannot choose tokens or attend to chosen ones, only layers "
                     "with full causal attention, without learned sinks, can"
@@ -145,7 +151,7 @@ def what_if(model: PreTrainedModel, plan: Wish, sublayers: Sublayers | None = No
         if sublayers.has_indexers and plan.has_choices:
             for method in methods:
                 if isinstance(method, ChoiceMethod):
-                    of_indexers(method, model.config)
+                    with_tokens_of_indexers(method, model.config)
             stack.enter_context(shared_indexers(model, with_choices(sublayers.indexers, plan.choices)))
         if any(plan.is_source(state, i) for state in STATES for i in range(plan.layers)):
             stack.enter_context(intercepted(model, _Loans(plan)))

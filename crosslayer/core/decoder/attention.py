@@ -15,7 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward  # Llama's, and it caps scores
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from crosslayer.core.choice import TokenChoice
+from crosslayer.core.choice import TokenChoice, mask_of
 from crosslayer.core.decoder.caches import update_both, update_single
 from crosslayer.core.decoder.configuration import CrossLayerConfig
 from crosslayer.core.decoder.family import norm
@@ -24,7 +24,7 @@ from crosslayer.core.plan import STATES
 from crosslayer.core.sources import SharedStates, outside_layer_graphs
 from crosslayer.core.transformers_versions import read_paged, takes_cache
 
-SCORED_ONCE = (sdpa_attention_forward, eager_attention_forward)  # what a chooser's one token may do without
+UNWATCHED = (sdpa_attention_forward, eager_attention_forward)  # attention functions that no probe has replaced
 SHARED = "states"  # key in the carry: the states that later layers read
 States = list[Tensor | None]  # queries, keys and values, and chosen tokens; None if another layer's are read
 Inputs = tuple[Tensor, Tensor, Tensor]  # of the query, key and value projections
@@ -227,11 +227,14 @@ class CrossLayerAttention(nn.Module):
         self._check_mask(mask)
         q, k, v = states
         assert q is not None and k is not None and v is not None
-        softcap = self.softcap.get("softcap")
-        if self.chooses and q.shape[2] == 1 and not self.training and self._attention() in SCORED_ONCE:
+        softcap, watched = self.softcap.get("softcap"), self._attention() not in UNWATCHED
+        if self.chooses and q.shape[2] == 1 and not self.training and not watched:
             return module.attend_and_choose(q, k, v, mask, self.scaling, softcap, sparse=self.attends_to_choice)
         if self.chooses:
             choice = module.choose(q, k, mask, self.scaling, softcap)
+        if watched and choice is not None and self.attends_to_choice:  # a probe sees all keys and rows in one call
+            chosen = mask_of(module.of_reader(choice), k.shape[2], q.shape[1] // k.shape[1], mask)
+            return self._attend(states, chosen, **kwargs), choice
         if not self.attends_to_choice:
             return self._attend(states, mask, **kwargs), choice
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from crosslayer.core.latents import LatentDecoder
 from crosslayer.core.method import Mixing
-from crosslayer.core.plan import allocated_tokens
+from crosslayer.core.plan import allocated_tokens, chosen_share
 from crosslayer.output.record import Frozen
 from crosslayer.probe.intercept import AttentionCall, plan_of, read_counts, stored_shares, visited
 from crosslayer.wiring import kv_bits
@@ -53,7 +53,7 @@ class Attention:
         """Return how many elements of keys and values a new token reads from `length` cached ones, for a batch of 1."""
         if self.chosen is None:
             return self._elements(length, self.sources)
-        share = self.chosen if self.chosen < 1 else min(1.0, self.chosen / length)
+        share = chosen_share(self.chosen, length)
         keys, values = (
             count * (share if limited else 1.0) for count, limited in zip(self.sources, self.limited, strict=True)
         )

@@ -30,7 +30,7 @@ def measure_choices(
         ValueError: fewer than two layers have full causal attention and equal heads, or the sequence is too short.
 
     """
-    plain = [shape for shape in shapes if shape is not None and shape.chooses]
+    plain = [shape for shape in shapes if shape is not None and shape.can_choose]
     able = [call for call in calls if shapes[call.layer] == plain[0] and call.position_bias is None] if plain else []
     if len(able) < 2:
         raise ValueError("`choices` needs two layers with full causal attention and equal heads, and there are none")
@@ -94,13 +94,15 @@ def choice_sentence(chosen: Sequence[ChosenTokens], similarity: np.ndarray) -> s
     """Return what choices recover, and whether they are shared where maps are alike; `similarity` (L, L) is of maps."""
     (shown,) = [one for one in chosen if one.share == SHOWN]
     recovered = shown.without_first.array
-    own, below, *_ = (value or 0.0 for value in by_distance(recovered))
+    choosing = np.flatnonzero(~np.isnan(recovered.diagonal()))
+    nearest = "layer below" if len(choosing) == len(recovered) else "nearest layer below that can choose"
+    own, below = recovered.diagonal()[choosing].mean(), recovered[choosing[:-1], choosing[1:]].mean()
     pairs = np.triu_indices(len(recovered), 1)
     kept = (recovered / recovered.diagonal())[pairs]  # of what a reader's own choice recovers
     sentence = (
         f"With {shown.share:.1%} of the tokens, the first set aside, a layer's own choice recovers {own:.0%} of its "
-        f"attention, the choice of the layer below {below:.0%}; the two have {np.nanmean(shown.common.array):.0%} of "
-        "their tokens in common."
+        f"attention, the choice of the {nearest} {below:.0%}; the two have "
+        f"{np.nanmean(shown.common.array):.0%} of their tokens in common."
     )
     known = ~np.isnan(kept) & ~np.isnan(similarity[pairs])
     if np.ptp(kept[known]) < ROUNDING:  # all tokens are always chosen

@@ -94,8 +94,9 @@ def why_no_refit(model: CrossLayerForCausalLM) -> str | None:
 
 
 def is_reader(block: CrossLayerDecoderLayer) -> bool:
-    """Return whether a layer attends to another layer's states."""
-    return block.self_attn is not None and bool(block.self_attn.sources)
+    """Return whether a layer attends to another layer's states, or to chosen tokens alone."""
+    attention = block.self_attn
+    return attention is not None and (bool(attention.sources) or attention.attends_to_choice)
 
 
 def fit_layer(streams: Streams, layer: int, fit: str, sizes: list[int], groups: int = 1) -> Fit:

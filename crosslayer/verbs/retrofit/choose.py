@@ -21,7 +21,7 @@ from crosslayer.core.options import parse_layers
 from crosslayer.core.plan import DepthPlan
 from crosslayer.corpus.windows import Windows
 from crosslayer.output.progress import Meter
-from crosslayer.probe.indexers import of_indexers
+from crosslayer.probe.indexers import with_tokens_of_indexers
 from crosslayer.probe.intercept import AttentionCall, no_cache, visited
 from crosslayer.probe.measures import mean_cosine, working
 from crosslayer.probe.shapes import LayerShape, may_share
@@ -60,9 +60,9 @@ def choose(model: PreTrainedModel, request: Request, windows: dict[str, Windows]
     layers, cls, option = model.config.num_hidden_layers, request.method_class, request.options.layers
     if request.calibrates:
         return _latents(model, request, windows["calibration"], progress)
-    if request.chooses and request.indexed:
+    if request.searches_choosers and request.indexed:
         return Chosen(*indexers_by_damage(model, windows, request, progress))
-    if request.chooses:
+    if request.searches_choosers:
         return Chosen(*choosers_by_damage(model, windows, request, progress))
     if request.method is not None:
         method = _checked(request.method, model, request)
@@ -82,7 +82,7 @@ def choose(model: PreTrainedModel, request: Request, windows: dict[str, Windows]
 def _checked(method: Method, model: PreTrainedModel, request: Request) -> Method:
     """Return the method as the model takes it; raise if layers cannot share, or windows would not show the damage."""
     if isinstance(method, ChoiceMethod):
-        method = of_indexers(method, model.config) if request.indexed else method
+        method = with_tokens_of_indexers(method, model.config) if request.indexed else method
         check_some_are_left_out(method, request.options.length)
     find_sublayers(model).check(method.plan(model.config.num_hidden_layers))
     return method

@@ -11,7 +11,6 @@ In both, each key-value head of a reader takes the choice of the chooser's head 
 Shapes: L layers, H key-value heads, N sequences, T tokens.
 """
 
-import contextlib
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from transformers import PreTrainedModel
 
 from crosslayer.core.choice import ChoiceMethod, TokenChoice
 from crosslayer.core.method import Method
+from crosslayer.core.plan import chosen_share
 from crosslayer.corpus.windows import Windows
 from crosslayer.output.progress import Meter
 from crosslayer.probe.choices import choice_sums
@@ -39,14 +39,15 @@ from crosslayer.verbs.retrofit.kinds import (
     Move,
     affordable,
     evenly,
+    fewest_reads,
     groups_of,
     read_by,
     reads_of,
 )
 from crosslayer.verbs.retrofit.request import Request
-from crosslayer.verbs.retrofit.result import Choice, CurvePoint, FixedBlocks, SearchRecord
-from crosslayer.verbs.retrofit.search import OWN as OWN_ATTENTION
-from crosslayer.verbs.retrofit.trade_off import Baseline, Measure, Step, measure_steps, spread_steps
+from crosslayer.verbs.retrofit.result import Choice
+from crosslayer.verbs.retrofit.search import UNCHANGED
+from crosslayer.verbs.retrofit.trade_off import Baseline, Measure, Step, search_record, spread_steps
 
 SHARES = (0.5, 0.25, 0.125)  # of a budget of reads: how many tokens are chosen
 TINY = 1e-9  # share of attention
@@ -84,17 +85,14 @@ def measure_recovered(model: PreTrainedModel, ids: Tensor, choice: TokenChoice) 
     return Recovered(torch.stack([one.recovered for one in sums]).sum(0).cpu() / rows)
 
 
-def programmed(own: Sequence[float], readers: Tensor, reads: float, share: float) -> Kinds:
-    """Return what each layer attends to, of the least total cost within a budget of reads.
+def programmed(own: Sequence[float], readers: Tensor, reads: float, share: float) -> Kinds | None:
+    """Return what each layer attends to, of the least total cost within a budget of reads; None if it is too small.
 
     Args:
         own: (L,), the cost of a layer that attends to its own choice.
         readers: (L, L), the cost of a reader with a chooser, chooser first; a chooser is the nearest below.
         reads: the share of the original's keys and values that may be read.
         share: of the tokens, that are chosen.
-
-    Raises:
-        ValueError: the budget is too small.
 
     """
     layers = len(own)
@@ -115,42 +113,11 @@ def programmed(own: Sequence[float], readers: Tensor, reads: float, share: float
                         options[key] = total, [*choosers, (first, kind)]
         best.append(options)
     if not best[-1]:
-        raise ValueError(f"no layers can choose within {reads:g} of the reads with {share:g} of the tokens")
+        return None
     kinds = [READER] * layers
     for layer, kind in min(best[-1].values())[1]:
         kinds[layer] = kind
     return tuple(kinds)
-
-
-class ChoiceMeasure:
-    """The method for what layers attend to, and its measured KL, for several numbers of chosen tokens."""
-
-    def __init__(self, measure: Measure, method: ChoiceMethod):
-        self.measure, self.plain, self.passes = measure, method, 0
-        self.recovered: dict[float, Recovered] = {}  # by tokens
-
-    def attention_recovered(self, tokens: float) -> Recovered:
-        """Return the attention that is recovered with so many tokens, measured on the search text."""
-        if tokens not in self.recovered:
-            choice = TokenChoice(tokens, self.plain.sinks, self.plain.window)
-            self.recovered[tokens] = measure_recovered(self.measure.model, self.measure.ids, choice)
-        return self.recovered[tokens]
-
-    def method(self, kinds: Kinds, tokens: float) -> ChoiceMethod:
-        """Return the method, with the best-matching heads."""
-        groups = groups_of(kinds)
-        return dataclasses.replace(
-            self.plain,
-            groups=tuple(map(tuple, groups)),
-            tokens=tokens,
-            sparse_choosers=tuple(layer for layer, kind in enumerate(kinds) if kind == OWN),
-            chooser_heads=self.attention_recovered(tokens).matched(groups),
-        )
-
-    def kl(self, kinds: Kinds, tokens: float) -> float:
-        """Return the KL to the original on the search text."""
-        self.passes += 1
-        return self.measure.kl([self.method(kinds, tokens)])
 
 
 @torch.no_grad()
@@ -170,18 +137,18 @@ def choosers_by_damage(
     if request.searches_tokens and options.read_budget is not None:
         sizes = [share * options.read_budget for share in SHARES]
     sizes = _sizes(sizes, method, length, context)
+    check_reachable(options.read_budget, min(reads_of(fewest_reads(layers), chosen_share(s, context)) for s in sizes))
     with progress("running the original", 0):
-        measured = ChoiceMeasure(Measure(model, windows["search"], request), method)
+        search = ChoiceSearch(Measure(model, windows["search"], request), method, context)
     with progress("searching who chooses", PASSES) as bar:
-        search = ChoiceSearch(measured, layers, context)
-        measured.measure.step = lambda: bar.step(min(search.passes, PASSES), PASSES)
+        search.measure.step = lambda: bar.step(min(search.passes, PASSES), PASSES)
         best = search.run(sizes, options.read_budget, options.kl_budget)
     if best.kinds == (ALL,) * layers:
         raise ValueError(TOO_SMALL.format(options.kl_budget))
-    curve, fixed = _compared(model, search, best, windows["trade-off"], progress)
-    kinds = [OWN_ATTENTION if kind == ALL else method.name() for kind in best.kinds]
-    record = SearchRecord(passes=search.passes, kinds=kinds, curve=curve, fixed=fixed)
-    chosen = measured.method(best.kinds, best.tokens)
+    steps, baselines = search.compared(best)
+    names = [UNCHANGED if kind == ALL else method.name() for kind in best.kinds]
+    record = search_record(search.measure, search.passes, names, steps, baselines, windows["trade-off"], progress)
+    chosen = search.method(best.kinds, best.tokens)
     return [chosen], Choice(how="search", groups=[list(group) for group in chosen.groups], search=record)
 
 
@@ -193,6 +160,12 @@ def check_some_are_left_out(method: ChoiceMethod, length: int) -> None:
         )
 
 
+def check_reachable(budget: float | None, least: float) -> None:
+    """Raise if a budget of reads is below the least that any wiring reads."""
+    if budget is not None and budget < least:
+        raise ValueError(f"`read_budget` {budget:g} cannot be reached; the least is {least:.4f}")
+
+
 def _sizes(sizes: Sequence[float], method: ChoiceMethod, length: int, context: int) -> list[float]:
     """Return the numbers of tokens that leave some out, and choose some beside those that are always chosen.
 
@@ -200,11 +173,8 @@ def _sizes(sizes: Sequence[float], method: ChoiceMethod, length: int, context: i
         ValueError: there are none.
 
     """
+    check_some_are_left_out(dataclasses.replace(method, tokens=min(sizes)), length)
     some = [tokens for tokens in sizes if TokenChoice(tokens, method.sinks, method.window).count(length) < length]
-    if not some:
-        raise ValueError(
-            f"all tokens of windows of `length` {length} are chosen; give fewer `tokens` or longer windows"
-        )
     always = method.sinks + method.window
     fitting = [tokens for tokens in some if always < (tokens * context if tokens < 1 else tokens) < context]
     if not fitting:
@@ -215,7 +185,7 @@ def _sizes(sizes: Sequence[float], method: ChoiceMethod, length: int, context: i
     return fitting
 
 
-class Wiring(NamedTuple):
+class MeasuredKinds(NamedTuple):
     """What each layer attends to, how many tokens are chosen, and the KL on the search text."""
 
     kinds: Kinds
@@ -224,85 +194,100 @@ class Wiring(NamedTuple):
 
 
 class ChoiceSearch:
-    """Both searches, for several numbers of chosen tokens."""
+    """Both searches, for several numbers of chosen tokens, at which reads are counted in a context."""
 
-    def __init__(self, measured: ChoiceMeasure, layers: int, context: int):
-        self.measured, self.layers, self.context = measured, layers, context
+    def __init__(self, measure: Measure, method: ChoiceMethod, context: int):
+        self.measure, self.plain, self.context = measure, method, context
+        self.layers = measure.model.config.num_hidden_layers
+        self.passes = 0  # wirings that were measured
+        self.recovered: dict[float, Recovered] = {}  # by tokens
         self.greedy: dict[float, KindSearch] = {}  # by tokens
 
-    @property
-    def passes(self) -> int:
-        """How many wirings were measured."""
-        return self.measured.passes
+    def attention_recovered(self, tokens: float) -> Recovered:
+        """Return the attention that is recovered with so many tokens, measured on the search text."""
+        if tokens not in self.recovered:
+            choice = TokenChoice(tokens, self.plain.sinks, self.plain.window)
+            self.recovered[tokens] = measure_recovered(self.measure.model, self.measure.ids, choice)
+        return self.recovered[tokens]
 
-    def share(self, tokens: float) -> float:
-        """Return which share of the context so many tokens are."""
-        return tokens if tokens < 1 else min(1.0, tokens / self.context)
+    def method(self, kinds: Kinds, tokens: float) -> ChoiceMethod:
+        """Return the method for what layers attend to, with the best-matching heads."""
+        groups = groups_of(kinds)
+        return dataclasses.replace(
+            self.plain,
+            groups=tuple(map(tuple, groups)),
+            tokens=tokens,
+            sparse_choosers=tuple(layer for layer, kind in enumerate(kinds) if kind == OWN),
+            chooser_heads=self.attention_recovered(tokens).matched(groups),
+        )
 
-    def run(self, sizes: Sequence[float], reads: float | None, kl: float | None) -> Wiring:
+    def kl(self, kinds: Kinds, tokens: float) -> float:
+        """Return the KL to the original on the search text."""
+        self.passes += 1
+        return self.measure.kl([self.method(kinds, tokens)])
+
+    def reads(self, kinds: Kinds, tokens: float) -> float:
+        """Return the share of the original's keys and values that a decoding step reads."""
+        return reads_of(kinds, chosen_share(tokens, self.context))
+
+    def run(self, sizes: Sequence[float], reads: float | None, kl: float | None) -> MeasuredKinds:
         """Return the wiring with the least KL within the share `reads`, or with the fewest reads within `kl`.
 
         The greedy search runs with the middle one of `sizes`, and with another if dynamic programming is best there.
         """
-        wirings = [self._greedily(sizes[len(sizes) // 2], reads, kl)]
-        budget = reads_of(wirings[0].kinds, self.share(wirings[0].tokens)) if reads is None else reads
-        ranking = self.greedy[wirings[0].tokens].ranking
+        first = self._greedily(sizes[len(sizes) // 2], reads, kl)
+        budget = self.reads(first.kinds, first.tokens) if reads is None else reads
+        wirings = [first]
         for tokens in sizes:
-            with contextlib.suppress(ValueError):  # the budget is too small for so many tokens
-                wirings.append(self._programmed(tokens, budget, wirings[0].tokens, ranking))
+            kinds = self._programmed(tokens, budget, first.tokens)
+            if kinds is not None:
+                wirings.append(MeasuredKinds(kinds, tokens, self.kl(kinds, tokens)))
         best = self._best(wirings, reads)
         if best.tokens not in self.greedy:
             best = self._best([best, self._greedily(best.tokens, reads, kl)], reads)
         return best
 
-    def _best(self, wirings: Sequence[Wiring], reads: float | None) -> Wiring:
-        """Return the wiring with the least KL that meets the budget; the greedy search may have used up its passes."""
-        taken = [reads_of(wiring.kinds, self.share(wiring.tokens)) for wiring in wirings]
-        meeting = [one for one, share in zip(wirings, taken, strict=True) if reads is None or share <= reads + 1e-9]
-        if not meeting:
-            raise ValueError(f"`read_budget` {reads:g} cannot be reached; the nearest is {min(taken):.4f}")
+    def compared(self, best: MeasuredKinds) -> tuple[list[Step], dict[str, Baseline]]:
+        """Return steps of the greedy search to the best wiring, and choosers at equal distances if they are others."""
+        tokens, name = best.tokens, self.plain.name()
+        taken = spread_steps(self.greedy[tokens].curve[1:])
+        if not taken or taken[-1][0] != best.kinds:
+            taken.append((best.kinds, best.kl))
+        steps = []
+        for kinds, kl in taken:
+            layers = {name: sum(kind != ALL for kind in kinds)}
+            steps.append(Step([self.method(kinds, tokens)], self.reads(kinds, tokens), kl, layers))
+        share = chosen_share(tokens, self.context)
+        even = evenly(self.layers, affordable(self.layers, self.reads(best.kinds, tokens), share))
+        if even == best.kinds:
+            return steps, {}
+        method = self.method(even, tokens)
+        return steps, {name: Baseline([method], [list(group) for group in method.groups], self.reads(even, tokens))}
+
+    def _best(self, wirings: Sequence[MeasuredKinds], reads: float | None) -> MeasuredKinds:
+        """Return the wiring with the least KL that meets the budget; the greedy search may have used up its moves."""
+        shares = [self.reads(wiring.kinds, wiring.tokens) for wiring in wirings]
+        meeting = [one for one, share in zip(wirings, shares, strict=True) if reads is None or share <= reads + 1e-9]
         return min(meeting, key=lambda wiring: wiring.kl)
 
-    def _greedily(self, tokens: float, reads: float | None, kl: float | None) -> Wiring:
-        share = self.share(tokens)
+    def _greedily(self, tokens: float, reads: float | None, kl: float | None) -> MeasuredKinds:
         search = KindSearch(
-            lambda kinds: self.measured.kl(kinds, tokens), lambda kinds: reads_of(kinds, share), (ALL,) * self.layers
+            lambda kinds: self.kl(kinds, tokens), lambda kinds: self.reads(kinds, tokens), (ALL,) * self.layers
         )
         self.greedy[tokens] = search
         search.run(reads, kl)
         kinds, damage = search.curve[-1]
-        return Wiring(kinds, tokens, damage)
+        return MeasuredKinds(kinds, tokens, damage)
 
-    def _programmed(self, tokens: float, reads: float, ranked: float, ranking: Mapping[Move, float]) -> Wiring:
-        """Return the wiring of dynamic programming; `ranking` is the KL of each layer alone with `ranked` tokens."""
-        before, after = (self.measured.attention_recovered(each).lost() for each in (ranked, tokens))  # (L, L)
+    def _programmed(self, tokens: float, reads: float, ranked: float) -> Kinds | None:
+        """Return the wiring of dynamic programming; costs are those that were measured alone with `ranked` tokens."""
+        ranking = self.greedy[ranked].ranking
+        before, after = (self.attention_recovered(each).lost() for each in (ranked, tokens))  # (L, L)
         below = [max(layer - 1, 0) for layer in range(self.layers)]
         own = [ranking[layer, OWN] * _ratio(after[layer, layer], before[layer, layer]) for layer in range(self.layers)]
         unit = [0.0] + [ranking[i, READER] / max(float(before[below[i], i]), TINY) for i in range(1, self.layers)]
-        kinds = programmed(own, after * torch.tensor(unit), reads, self.share(tokens))
-        return Wiring(kinds, tokens, self.measured.kl(kinds, tokens))
+        return programmed(own, after * torch.tensor(unit), reads, chosen_share(tokens, self.context))
 
 
 def _ratio(after: Tensor, before: Tensor) -> float:
     return float(after) / max(float(before), TINY)
-
-
-def _compared(
-    model: PreTrainedModel, search: ChoiceSearch, best: Wiring, windows: Windows, progress: Meter
-) -> tuple[list[CurvePoint], list[FixedBlocks]]:
-    """Measure steps to the chosen wiring, and choosers at equal distances, on windows that the search did not use."""
-    measured, share = search.measured, search.share(best.tokens)
-    name = measured.plain.name()
-
-    def step(kinds: Kinds, kl: float) -> Step:
-        layers = {name: sum(kind != ALL for kind in kinds)}
-        return Step([measured.method(kinds, best.tokens)], reads_of(kinds, share), kl, layers)
-
-    curve = search.greedy[best.tokens].curve[1:] if best.tokens in search.greedy else []
-    steps = [step(*taken) for taken in spread_steps(curve)]
-    if not curve or curve[-1][0] != best.kinds:
-        steps.append(step(best.kinds, best.kl))
-    kinds = evenly(search.layers, affordable(search.layers, reads_of(best.kinds, share), share))
-    method = measured.method(kinds, best.tokens)
-    even = Baseline([method], [list(group) for group in method.groups], reads_of(kinds, share))
-    return measure_steps(model, measured.measure, steps, {name: even}, windows, progress)

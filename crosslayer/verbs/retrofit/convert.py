@@ -23,7 +23,7 @@ from crosslayer.core.method import Compensation, Method, Mixing, Wiring
 from crosslayer.core.methods import Entry, load_methods, merge_plans, mixes, to_entry
 from crosslayer.core.options import check_choice
 from crosslayer.core.plan import DepthPlan
-from crosslayer.probe.indexers import SHARED, can_share, indexer_types, of_indexers, with_choices
+from crosslayer.probe.indexers import SHARED, can_share, indexer_types, with_choices, with_tokens_of_indexers
 from crosslayer.verbs.retrofit.calibrate import Text, calibrate, uncovered_layers, why_no_refit
 from crosslayer.verbs.retrofit.latents import StateMoments, fit_latents, latent_of, measure_moments, with_errors
 from crosslayer.verbs.retrofit.moments import FITS, LAYER_ONLY, REFITS, Fit
@@ -173,7 +173,7 @@ def _share_indexers(source: PreTrainedModel, methods: Sequence[Method]) -> Conve
     """Return a model of the source's own class whose layers share indexers, sharing its tensors."""
     for method in methods:
         if isinstance(method, ChoiceMethod):
-            of_indexers(method, source.config)  # raises for options without effect
+            with_tokens_of_indexers(method, source.config)  # raises for options without effect
     plan = merge_plans(methods, source.config.get_text_config().num_hidden_layers)
     if plan != dataclasses.replace(DepthPlan.identity(plan.layers), choices=plan.choices, chosen=plan.chosen):
         raise ValueError(ONLY_INDEXERS.format(source.config.get_text_config().model_type))
@@ -242,6 +242,10 @@ def convert(
     if same and not any(mixes(method) for method in chosen):
         names = ", ".join(method.name() for method in chosen) or "no method"
         raise ValueError(f"{names} changes nothing with these options; give layers")
+    if can_share(model.config) and (fit is not None or merge != "first"):
+        raise ValueError(
+            f"fit and merge have no effect on {model.config.model_type}, whose weights are kept; remove them"
+        )
     initial, fits = convert_weights(model, chosen, merge), []
     converted = initial.model
     latent = latent_of(chosen)

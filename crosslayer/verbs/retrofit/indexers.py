@@ -20,21 +20,21 @@ from crosslayer.core.choice import ChoiceMethod
 from crosslayer.core.method import Method
 from crosslayer.corpus.windows import Windows
 from crosslayer.output.progress import Meter
-from crosslayer.probe.indexers import FULL, SHARED, chosen_tokens, of_indexers
+from crosslayer.probe.indexers import FULL, SHARED, chosen_tokens, with_tokens_of_indexers
 from crosslayer.probe.intercept import no_cache
 from crosslayer.probe.what_if import find_sublayers, what_if
 from crosslayer.verbs.diagnose.groups import Groups
-from crosslayer.verbs.retrofit.choosers import check_some_are_left_out
+from crosslayer.verbs.retrofit.choosers import check_reachable, check_some_are_left_out
 from crosslayer.verbs.retrofit.damage import Run, logits_of
 from crosslayer.verbs.retrofit.greedy import PASSES, TOO_SMALL
 from crosslayer.verbs.retrofit.kinds import OWN, READER, Kinds, KindSearch, evenly, groups_of
 from crosslayer.verbs.retrofit.request import Request
-from crosslayer.verbs.retrofit.result import Choice, CurvePoint, FixedBlocks, SearchRecord
-from crosslayer.verbs.retrofit.search import OWN as OWN_ATTENTION
-from crosslayer.verbs.retrofit.trade_off import Baseline, KlMeasure, Step, measure_steps, spread_steps
+from crosslayer.verbs.retrofit.result import Choice
+from crosslayer.verbs.retrofit.search import UNCHANGED
+from crosslayer.verbs.retrofit.trade_off import Baseline, KlMeasure, Step, search_record, spread_steps
 from crosslayer.wiring.read import read_plan
 
-CONTEXT = 16  # times the chosen tokens: the default context at which reads are counted
+CONTEXT_PER_CHOSEN = 16  # the default context at which reads are counted, by how many tokens are chosen
 
 
 class WhatIfMeasure(KlMeasure):
@@ -57,7 +57,7 @@ class WhatIfMeasure(KlMeasure):
             with what_if(self.model, methods, self.sublayers):
                 return run(ids)
 
-        return wired if methods else run
+        return wired
 
     def logits(self, methods: list[Method]) -> Iterable[tuple[Tensor, Tensor]]:
         """Return the logits of the original and of the model with these methods, (T, V) each, by window."""
@@ -70,16 +70,16 @@ class WhatIfMeasure(KlMeasure):
 
 def default_context(config: PreTrainedConfig) -> int:
     """Return the tokens at which reads are counted unless the user says otherwise."""
-    return CONTEXT * chosen_tokens(config)
+    return CONTEXT_PER_CHOSEN * chosen_tokens(config)
 
 
-class Layers:
+class IndexedLayers:
     """The layers with indexers, and what a wiring of them means for the model: its method, and what it reads."""
 
     def __init__(self, config: PreTrainedConfig, method: ChoiceMethod, context: int | None):
         text: Any = config.get_text_config()
         self.config = config
-        self.method, self.context = of_indexers(method, config), context or default_context(config)
+        self.method, self.context = with_tokens_of_indexers(method, config), context or default_context(config)
         self.numbers = [i for i, chooser in enumerate(read_plan(config).plan.choices) if chooser is not None]
         if self.numbers != list(range(self.numbers[0], self.numbers[-1] + 1)):
             raise ValueError(f"{text.model_type} has other attention between its layers with indexers")
@@ -98,9 +98,8 @@ class Layers:
         return [group for group in groups if len(group) > 1]
 
     def methods(self, kinds: Kinds) -> list[Method]:
-        """Return the method of a wiring; none if every layer has its own indexer."""
-        groups = tuple(map(tuple, self.groups(kinds)))
-        return [dataclasses.replace(self.method, groups=groups)] if groups else []
+        """Return the method of a wiring in which some layer shares an indexer."""
+        return [dataclasses.replace(self.method, groups=tuple(map(tuple, self.groups(kinds))))]
 
     def reads(self, kinds: Kinds) -> float:
         """Return the share of the bytes that the original reads in a decoding step."""
@@ -125,34 +124,30 @@ def indexers_by_damage(
     """
     options, length = request.options, windows["search"].ids.shape[1]
     assert isinstance(request.method, ChoiceMethod)
-    layers = Layers(model.config, request.method, options.kv_context)
+    layers = IndexedLayers(model.config, request.method, options.kv_context)
     check_some_are_left_out(layers.method, length)
     fewest = (layers.start[0], *([READER] * (len(layers.start) - 1)))
     if layers.start == fewest:
         raise ValueError("all layers share the indexer of the first already")
-    budget, least = options.read_budget, layers.reads(fewest)
-    if budget is not None and budget < least:
-        raise ValueError(f"`read_budget` {budget:g} cannot be reached; the least is {least:.4f}")
+    check_reachable(options.read_budget, layers.reads(fewest))
     with progress("running the original", 0):
         measure = WhatIfMeasure(model, windows["search"])
     search = KindSearch(lambda kinds: measure.kl(layers.methods(kinds)), layers.reads, layers.start)
     with progress("searching who chooses", PASSES) as bar:
         measure.step = lambda: bar.step(min(search.passes, PASSES), PASSES)
-        kinds = search.run(budget, options.kl_budget)
+        kinds = search.run(options.read_budget, options.kl_budget)
     if kinds == layers.start:
         raise ValueError(TOO_SMALL.format(options.kl_budget))
-    curve, fixed = _compared(measure, layers, search, windows["trade-off"], progress)
-    names = [OWN_ATTENTION] * model.config.get_text_config().num_hidden_layers
+    names = [UNCHANGED] * model.config.get_text_config().num_hidden_layers
     for number, kind, before in zip(layers.numbers, kinds, layers.start, strict=True):
-        names[number] = layers.method.name() if kind != before else OWN_ATTENTION
-    record = SearchRecord(passes=search.passes, kinds=names, curve=curve, fixed=fixed)
+        names[number] = layers.method.name() if kind != before else UNCHANGED
+    steps, baselines = _compared(layers, search)
+    record = search_record(measure, search.passes, names, steps, baselines, windows["trade-off"], progress)
     return layers.methods(kinds), Choice(how="search", groups=layers.groups(kinds), search=record)
 
 
-def _compared(
-    measure: WhatIfMeasure, layers: Layers, search: KindSearch, windows: Windows, progress: Meter
-) -> tuple[list[CurvePoint], list[FixedBlocks]]:
-    """Measure steps of the search, and as many choosers at equal distances, on windows that it did not use."""
+def _compared(layers: IndexedLayers, search: KindSearch) -> tuple[list[Step], dict[str, Baseline]]:
+    """Return steps of the search, and as many choosers at equal distances if they are others."""
     name = layers.method.name()
     steps = [
         Step(layers.methods(kinds), layers.reads(kinds), kl, {name: kinds.count(READER)})
@@ -161,4 +156,4 @@ def _compared(
     even, baselines = layers.evenly(search.curve[-1][0].count(OWN)), {}
     if even != search.curve[-1][0]:
         baselines[name] = Baseline(layers.methods(even), layers.groups(even), layers.reads(even))
-    return measure_steps(measure.model, measure, steps, baselines, windows, progress)
+    return steps, baselines

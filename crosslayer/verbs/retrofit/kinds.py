@@ -80,6 +80,11 @@ class KindSearch(GreedySearch[Kinds, Move]):
             costs[reader] = (self.ranking[reader] - self.ranking[taken]) / self.saved(wiring, reader)
 
 
+def fewest_reads(layers: int) -> Kinds:
+    """Return the kinds that read least: the first layer's own choice for all."""
+    return (OWN, *([READER] * (layers - 1)))
+
+
 def affordable(layers: int, reads: float, share: float) -> int:
     """Return how many choosers may attend to all tokens within a budget of reads, if all other layers are readers."""
     return max(1, math.floor(layers * (reads - share) / (1 - share) + 1e-9))

@@ -7,7 +7,7 @@ from crosslayer.core.plan import CACHED, PASSED, STATES, DepthPlan
 from crosslayer.output.page import Page, Table
 from crosslayer.output.panel import COLORS, Line, Panel
 from crosslayer.verbs.needles.retrieval import count_retrieved
-from crosslayer.verbs.retrofit.result import Alternative, CurvePoint, FixedBlocks, RetrofitReport
+from crosslayer.verbs.retrofit.result import Alternative, CurvePoint, MeasuredBaseline, RetrofitReport
 from crosslayer.verbs.retrofit.sentences import interval, kl, ratio, sentences, with_interval
 
 NAMES_SHOWN = 6  # of weights
@@ -78,7 +78,7 @@ def panels(record: RetrofitReport) -> list[Panel]:
         figures.append(_bytes_and_damage(record.alternatives))
     search = record.choice.search
     if search is not None and search.curve:
-        figures.append(_trade_off(search.curve, search.fixed, record.plan.has_choices))
+        figures.append(_trade_off(search.curve, search.baselines, record.plan.has_choices))
     return figures
 
 
@@ -119,14 +119,14 @@ def _bytes_and_damage(rows: Sequence[Alternative]) -> Panel:
     return Panel("alternatives", "What other caches cost", caption, *axes, lines, **drawn)
 
 
-def _trade_off(curve: list[CurvePoint], fixed: list[FixedBlocks], of_reads: bool) -> Panel:
+def _trade_off(curve: list[CurvePoint], baselines: list[MeasuredBaseline], of_reads: bool) -> Panel:
     """Return the figure of the search's steps: cache size, or what a decoding step reads, against damage."""
     low, high = zip(*(point.kl_ci95 for point in curve), strict=True)
     lines = [Line("search", [point.share for point in curve], [point.kl for point in curve], list(low), list(high))]
-    for blocks in fixed:
-        low, high = blocks.kl_ci95
-        label = "choosers at equal distances" if of_reads else f"fixed blocks, {blocks.method}"
-        lines.append(Line(label, [blocks.share], [blocks.kl], [low], [high]))
+    for baseline in baselines:
+        low, high = baseline.kl_ci95
+        label = "choosers at equal distances" if of_reads else f"fixed blocks, {baseline.method}"
+        lines.append(Line(label, [baseline.share], [baseline.kl], [low], [high]))
     caption = "KL to the original on text that the search did not use. 95% bootstrap intervals over windows."
     axes = ("share of keys and values read" if of_reads else "share of the KV cache", "KL (nats/token)")
     title = "Reads against damage" if of_reads else "Cache size against damage"

@@ -107,8 +107,10 @@ class Request:
             self.axes = frozenset(AXES)
         self.searches_tokens = not isinstance(options.method, dict) and "{" not in (options.method or "")
         self._take_choices()
-        self.chooses = isinstance(self.method, ChoiceMethod) and self.has_budget  # a budget chooses who chooses
-        self.searches = self.chooses or (self.method_class is None and self.method is None)  # a budget chooses layers
+        self.searches_choosers = isinstance(self.method, ChoiceMethod) and self.has_budget
+        self.searches = self.searches_choosers or (
+            self.method_class is None and self.method is None
+        )  # a budget chooses layers
         self.part = self.select = None  # what the method drops; how layers are chosen
         if self.method_class is not None and self.method_class.parts:
             self.part = options.part or self.method_class.parts[0]
@@ -153,8 +155,10 @@ class Request:
             raise ValueError(ONLY_INDEXERS.format(self.indexed))
         if named is not None and self.has_budget and not isinstance(named, ChoiceMethod):
             raise ValueError(ONE_OF)
-        if isinstance(self.method, ChoiceMethod) and self.has_budget and self.method.groups:
-            raise ValueError("`method` has groups already, which a budget is to choose; remove one of them")
+        if isinstance(self.method, ChoiceMethod) and self.has_budget:
+            for name in ("groups", "sparse_choosers", "chooser_heads"):
+                if getattr(self.method, name):
+                    raise ValueError(f"`method` has {name} already, which a budget is to choose; remove one of them")
 
     def fit_of(self, methods: Sequence[Method]) -> str:
         """Return how the chosen methods are fitted: after a search there may be no layer whose W_o can be refitted."""
@@ -231,6 +235,8 @@ class Request:
                 f"`kv_budget` chooses methods and layers itself, or the bits of a `method` with latents; remove "
                 f"it, or `method` {chosen.name()}"
             )
+        if self.fit in REFITS and self.indexed is not None:
+            raise ValueError(f"`compensation` {self.fit} has no effect on {self.indexed}, whose weights are kept")
         if self.fit in REFITS and chosen is not None and not chosen.grouped:
             raise ValueError(
                 f"`compensation` {self.fit} refits W_o of layers that read another layer's states, and {chosen.name()} "

@@ -42,32 +42,32 @@ class Architecture(ModelFacts):
 class CurvePoint(Frozen):
     """The configuration after some steps of the search; KL in nats/token."""
 
-    share: float = Field(description="share of the original's cache that it keeps")
+    share: float = Field(description="of the original's cache that it keeps, or of its reads if tokens are chosen")
     kl_search: float = Field(description="KL on the search text, which ends by repeating its beginning")
-    kl: float = Field(description="KL on text that the search did not use, each layer compensated separately")
+    kl: float = Field(description="KL on text that the search did not use; what is fitted, in each layer separately")
     kl_ci95: Interval
     layers: dict[str, int] = Field(description="how many layers each method acts on")
 
 
-class FixedBlocks(Frozen):
-    """Blocks of equal size in the top half, at the size nearest to the search's share: its baseline."""
+class MeasuredBaseline(Frozen):
+    """What the search is compared with: blocks of equal size in the top half, or choosers at equal distances."""
 
     method: str
-    blocks: list[list[int]]
-    share: float
-    kl: float = Field(description="nats/token, on text that the search did not use, compensated in the same way")
+    groups: list[list[int]]
+    share: float = Field(description="as that of the curve, and as near to the search's as possible")
+    kl: float = Field(description="nats/token, on text that the search did not use, fitted in the same way")
     kl_ci95: Interval
-    search_minus_fixed: float = Field(description="KL of the searched configuration minus that of the blocks, paired")
-    search_minus_fixed_ci95: Interval
+    search_minus_baseline: float = Field(description="KL of the searched configuration minus the baseline's, paired")
+    search_minus_baseline_ci95: Interval
 
 
 class SearchRecord(Frozen):
     """The course of the search."""
 
     passes: int = Field(description="configurations that were run over the search text")
-    kinds: list[str] = Field(description="(L,) the method that acts on each layer, or 'own'")
+    methods: list[str] = Field(description="(L,) the method that acts on each layer, or 'own'")
     curve: list[CurvePoint]
-    fixed: list[FixedBlocks]
+    baselines: list[MeasuredBaseline]
 
 
 class Choice(Frozen):
@@ -234,8 +234,8 @@ class RetrofitReport(Result):
         outside = [fit.layer for fit in self.calibration.layers if not 0 <= fit.layer < layers]
         if outside:
             raise ValueError(f"calibration has a layer {outside[0]}, the original has {layers} layers")
-        if self.choice.search is not None and len(self.choice.search.kinds) != layers:
-            raise ValueError(f"the search has {len(self.choice.search.kinds)} layers, the original has {layers}")
+        if self.choice.search is not None and len(self.choice.search.methods) != layers:
+            raise ValueError(f"the search has {len(self.choice.search.methods)} layers, the original has {layers}")
         return self
 
     _model: PreTrainedModel | None = PrivateAttr(None)

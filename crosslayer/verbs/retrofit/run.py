@@ -267,7 +267,7 @@ def _announce_time(
     tokens = {purpose: cut.ids.numel() for purpose, cut in windows.items()}
     searched = 0
     if request.searches:
-        searched = PASSES if request.chooses else expected_passes(model.config.num_hidden_layers) + 1
+        searched = PASSES if request.searches_choosers else expected_passes(model.config.num_hidden_layers) + 1
     repeats = {  # about how often a model runs on the windows of each purpose
         "evaluation": 3 if request.fits else 2,  # original, retrofit, and without compensation
         "calibration": 4 if request.fits else 1,  # both models, whole and by layer

@@ -17,7 +17,7 @@ from crosslayer.verbs.retrofit.cache import CacheShare
 from crosslayer.verbs.retrofit.greedy import PASSES, GreedySearch
 
 MethodClass = type[Method]
-OWN = "own"  # in records: a layer that no method acts on
+UNCHANGED = "own"  # in records: a layer that no method acts on
 RANKED = 200  # at most, passes of the first ranking
 Move = tuple[MethodClass, int]  # a method and the layer that it is assigned to
 
@@ -74,7 +74,7 @@ class Assignment:
 
     def names(self) -> list[str]:
         """Return the method of each layer by name."""
-        return [OWN if cls is None else cls.name() for cls in self.classes]
+        return [UNCHANGED if cls is None else cls.name() for cls in self.classes]
 
     def methods(self) -> list[Method]:
         """Return the methods with their layers, sorted by name, without W_c."""

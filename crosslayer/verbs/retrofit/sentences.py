@@ -12,7 +12,7 @@ from crosslayer.verbs.bench.sentences import durations
 from crosslayer.verbs.bench.sentences import ratio as ratio_of_times
 from crosslayer.verbs.needles.retrieval import count_retrieved, retrieval_sentence
 from crosslayer.verbs.retrofit.moments import FITTED_WEIGHTS
-from crosslayer.verbs.retrofit.result import Alternative, Damage, DomainDamage, FixedBlocks, RetrofitReport
+from crosslayer.verbs.retrofit.result import Alternative, Damage, DomainDamage, MeasuredBaseline, RetrofitReport
 
 ENGINES_SHARE = ("GlmMoeDsaForCausalLM",)  # models whose indexers vLLM and SGLang share by a pattern of letters
 SHOWN = 200  # characters of an option in a title
@@ -90,8 +90,8 @@ def sentences(record: RetrofitReport) -> list[str]:
         lines.append(retrieval_sentence(record.needles.retrofit, record.needles.original))
     if record.alternatives:
         lines.append(_alternatives(record.alternatives))
-    fixed = record.choice.search.fixed if record.choice.search is not None else []
-    return lines + [_search(record, blocks) for blocks in fixed]
+    baselines = record.choice.search.baselines if record.choice.search is not None else []
+    return lines + [_search(record, baseline) for baseline in baselines]
 
 
 def _step(step: StepTime) -> str:
@@ -183,16 +183,17 @@ def gain_sentence(domains: Sequence[DomainDamage], fit: str) -> str:
     return f"Fitting {FITTED_WEIGHTS.get(fit, 'the linear compensation W_c')} {listing}."
 
 
-def _search(record: RetrofitReport, blocks: FixedBlocks) -> str:
-    """Return whether the searched configuration is better than fixed blocks."""
-    low, high = blocks.search_minus_fixed_ci95
+def _search(record: RetrofitReport, baseline: MeasuredBaseline) -> str:
+    """Return whether the searched configuration is better than one that was not searched."""
+    low, high = baseline.search_minus_baseline_ci95
     verdict = "beats" if high < 0 else "is worse than" if low > 0 else "is not significantly different from"
-    fitted = "each layer compensated separately" if record.calibration.layers else "without compensation"
-    share, others = f"{record.cache.share:.2%} of the cache", f"fixed blocks of {blocks.method}"
+    fits = bool(record.calibration.layers) and not record.plan.has_choices  # a search for choosers fits nothing
+    fitted = "each layer compensated separately" if fits else "without compensation"
+    share, others = f"{record.cache.share:.2%} of the cache", f"fixed blocks of {baseline.method}"
     if record.plan.has_choices:
         share, others = f"{record.cache.read_share:.1%} of the reads", "choosers at equal distances"
     return (
-        f"The searched configuration ({share}) {verdict} {others} ({blocks.share:.2%}): KL "
-        f"{signed(blocks.search_minus_fixed)} "
-        f"({signed_interval(blocks.search_minus_fixed_ci95)}) on windows that the search did not use, {fitted}."
+        f"The searched configuration ({share}) {verdict} {others} ({baseline.share:.2%}): KL "
+        f"{signed(baseline.search_minus_baseline)} "
+        f"({signed_interval(baseline.search_minus_baseline_ci95)}) on windows that the search did not use, {fitted}."
     )

@@ -150,9 +150,9 @@ def layers_of(model: CrossLayerForCausalLM) -> list[CrossLayerDecoderLayer]:
 
 
 def computes_the_same(original: CrossLayerDecoderLayer, converted: CrossLayerDecoderLayer) -> bool:
-    """Return whether a converted layer shares the original's tensors, reads no other layer and mixes nothing."""
+    """Return whether a converted layer has the original's tensors, attends to all its own tokens and mixes nothing."""
     attention = converted.self_attn
-    if attention is None or attention.sources or len(attention.mixers):
+    if attention is None or attention.sources or attention.attends_to_choice or len(attention.mixers):
         return False
     return same_weights(original, converted)
 

@@ -31,7 +31,7 @@ from crosslayer.verbs.retrofit.damage import Run, compare, damage, difference, l
 from crosslayer.verbs.retrofit.greedy import PASSES, TOO_SMALL
 from crosslayer.verbs.retrofit.moments import REFITS, is_enough
 from crosslayer.verbs.retrofit.request import Request
-from crosslayer.verbs.retrofit.result import Choice, CurvePoint, FixedBlocks, SearchRecord
+from crosslayer.verbs.retrofit.result import Choice, CurvePoint, MeasuredBaseline, SearchRecord
 from crosslayer.verbs.retrofit.search import Assignment, MethodClass, Search, expected_passes
 from crosslayer.verbs.retrofit.streams import Streams, layers_of
 
@@ -140,8 +140,8 @@ def methods_by_damage(
     methods = measure.methods(chosen)
     if not methods:
         raise ValueError(TOO_SMALL.format(options.kl_budget))
-    curve, fixed = _measured(model, measure, search, windows["trade-off"], progress)
-    record = SearchRecord(passes=search.passes, kinds=chosen.names(), curve=curve, fixed=fixed)
+    steps, baselines = _compared(measure, search)
+    record = search_record(measure, search.passes, chosen.names(), steps, baselines, windows["trade-off"], progress)
     return methods, Choice(how="search", search=record)
 
 
@@ -248,10 +248,8 @@ class Baseline(NamedTuple):
     share: float
 
 
-def _measured(
-    model: PreTrainedModel, measure: Measure, search: Search, windows: Windows, progress: Meter
-) -> tuple[list[CurvePoint], list[FixedBlocks]]:
-    """Measure evenly spread steps of the search, and fixed blocks for the last one, on windows it did not use."""
+def _compared(measure: Measure, search: Search) -> tuple[list[Step], dict[str, Baseline]]:
+    """Return evenly spread steps of the search, and for the last one fixed blocks of each method."""
     steps = [
         Step(
             measure.methods(assignment),
@@ -267,7 +265,7 @@ def _measured(
         if blocks is not None:
             method = measure.request.compensated(cls.from_groups(blocks[0], len(search.shapes)))
             baselines[cls.name()] = Baseline([method], *blocks)
-    return measure_steps(model, measure, steps, baselines, windows, progress)
+    return steps, baselines
 
 
 def spread_steps(curve: Sequence[Any]) -> list[Any]:
@@ -276,23 +274,25 @@ def spread_steps(curve: Sequence[Any]) -> list[Any]:
     return list(curve[::-1][::stride][::-1])
 
 
-def measure_steps(
-    model: PreTrainedModel,
+def search_record(
     measure: KlMeasure,
+    passes: int,
+    names: list[str],
     steps: Sequence[Step],
     baselines: Mapping[str, Baseline],
     windows: Windows,
     progress: Meter,
-) -> tuple[list[CurvePoint], list[FixedBlocks]]:
-    """Measure steps of a search, and each baseline against the last of them, on windows that it did not use."""
-    if not steps:
-        return [], []
+) -> SearchRecord:
+    """Measure steps of a search, and each baseline against the last of them, on windows that it did not use.
+
+    `passes` is how many configurations the search measured, and `names` (L,) which method acts on each layer.
+    """
     methods = {str(number): step.methods for number, step in enumerate(steps)}
     methods |= {name: baseline.methods for name, baseline in baselines.items()}
     runs = {name: measure.run(chosen) for name, chosen in methods.items()}
     with progress("measuring the trade-off on held-out text", len(windows)) as bar:
-        measured = losses(logits_of(model), runs, windows, bar.step)
-    curve, fixed = [], []
+        measured = losses(logits_of(measure.model), runs, windows, bar.step)
+    curve, compared = [], []
     for number, step in enumerate(steps):
         cost = damage(measured[str(number)])
         point = {"share": step.share, "kl_search": step.kl, "layers": step.layers}
@@ -301,6 +301,6 @@ def measure_steps(
         cost = damage(measured[name])
         gap, interval = difference(measured[str(len(steps) - 1)], measured[name])
         figures = {"kl": cost.kl, "kl_ci95": cost.kl_ci95}
-        figures |= {"search_minus_fixed": gap, "search_minus_fixed_ci95": interval}
-        fixed.append(FixedBlocks(method=name, blocks=baseline.groups, share=baseline.share, **figures))
-    return curve, fixed
+        figures |= {"search_minus_baseline": gap, "search_minus_baseline_ci95": interval}
+        compared.append(MeasuredBaseline(method=name, groups=baseline.groups, share=baseline.share, **figures))
+    return SearchRecord(passes=passes, methods=names, curve=curve, baselines=compared)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+import crosslayer
 from crosslayer.testing import SHAPE, config_of
 from crosslayer.testing.tiny import build
 from crosslayer.verbs.bench.costs import Attention, structure
@@ -61,6 +62,7 @@ def test_costs_of_plans_with_several_sources_by_hand(name, matrices, stored, rea
     assert model.matrices == matrices
     assert model.cache_bytes(3, 7) == 3 * 7 * stored * STATE * BYTES
     assert model.state_bytes(3, 7) == 3 * 7 * read * STATE * BYTES
+    assert 2 * crosslayer.plan(config, length=7, dtype="float32").read_bytes == model.state_bytes(1, 7)  # of float64
     assert config.plan.bytes_per_token(STATE * BYTES) == (model.cache_bytes(1, 1), model.state_bytes(1, 1))
 
 

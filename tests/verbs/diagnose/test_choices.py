@@ -6,7 +6,8 @@ import torch
 
 import crosslayer
 from crosslayer.probe.intercept import visited
-from crosslayer.verbs.diagnose.choices import SHARES
+from crosslayer.verbs.diagnose.choices import SHARES, choice_sentence
+from crosslayer.verbs.diagnose.result import ChosenTokens
 from tests.helpers.tiny import tiny, tokens
 
 LENGTH = 100  # a quarter is more than the tokens that are always chosen
@@ -59,6 +60,19 @@ def test_the_page_shows_it(tmp_path):
     diagnosis.save(tmp_path / "out")
     assert {"chosen_tokens", "chosen_by_distance"} <= {file.stem for file in (tmp_path / "out").rglob("*.svg")}
     assert crosslayer.load_result(tmp_path / "out").choices[0].share == SHARES[0]
+
+
+def test_layers_that_cannot_choose_are_left_out_of_the_sentence():
+    """Layers 1 and 3 of four attend to all tokens; the nearest below layer 3 that can choose is layer 1."""
+    recovered = np.full((4, 4), np.nan)
+    recovered[1, 1], recovered[3, 3], recovered[1, 3], recovered[3, 1] = 0.9, 0.7, 0.5, 0.1
+    common = [None, None, None, 0.6]
+    square = [[None if np.isnan(value) else value for value in row] for row in recovered.tolist()]
+    fields = {name: {"mean": square, "ci95": None, "n": 1} for name in ("recovered", "best_heads", "without_first")}
+    chosen = ChosenTokens(share=1 / 8, **fields, common={"mean": common, "ci95": None, "n": 1})
+    sentence = choice_sentence([chosen], np.ones((4, 4)))
+    assert "recovers 80% of its attention, the choice of the nearest layer below that can choose 50%;" in sentence
+    assert "the two have 60% of their tokens in common" in sentence
 
 
 def test_refusals():

@@ -12,6 +12,7 @@ import torch
 from crosslayer import environment
 from crosslayer.core.transformers_versions import CACHE
 from crosslayer.environment import flex_error
+from crosslayer.probe.intercept import visited
 from crosslayer.testing.tiny import build, config_of
 from crosslayer.verbs.intervene.kinds import (
     Ablate,
@@ -169,6 +170,27 @@ def test_decoding_with_a_cache_is_the_full_pass(family, one):
     assert (torch.cat(steps, dim=1) - full).abs().max() < 1e-9
     with torch.no_grad():
         assert (model(ids, use_cache=False).logits - full).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("one", EACH, ids=str)
+def test_decoding_with_chosen_tokens_is_the_full_pass_in_one_call_a_layer(one):
+    """Unwatched, chosen keys are gathered for a new token, and a prompt runs in blocks of 256 rows."""
+    choice = {"name": "shared_choice", "groups": ((0,), (1, 2), (3, 4, 5)), "tokens": 8, "sinks": 1, "window": 2}
+    model, ids = build(config_of({**choice, "sparse_choosers": (0, 3)})), tokens(batch=1, length=300)
+    with torch.no_grad(), intervening(model, one):
+        full = model(ids, use_cache=False).logits
+        start = model(ids[:, :290], use_cache=True)
+        cache, steps = start.past_key_values, [start.logits]
+        for part in ids[:, 290:].split(1, dim=1):
+            steps.append(model(part, past_key_values=cache, use_cache=True).logits)
+    assert (torch.cat(steps, dim=1) - full).abs().max() < 1e-9
+    calls = []
+    with torch.no_grad(), visited(model, calls.append):
+        watched = model(ids, use_cache=False).logits
+    assert [call.layer for call in calls] == list(range(6))
+    with torch.no_grad():
+        plain = model(ids, use_cache=False).logits
+    assert (plain - watched).abs().max() < 1e-9 and (plain - full).abs().max() > 1e-4
 
 
 @pytest.mark.parametrize("cache", [None, "static"])

@@ -159,6 +159,10 @@ def test_layers_of_different_kinds_cannot_share(tmp_path):
         crosslayer.plan(tmp_path, method="cla")
     with pytest.raises(ValueError, match=r"layer 0 \(linear attention\) has no keys and values to share"):
         crosslayer.plan(AutoConfig.for_model("mamba2", num_hidden_layers=2), method="cla")
+    with pytest.raises(ValueError, match=r"shared_choice: layer 0 \(window 4096\) cannot choose tokens or attend"):
+        crosslayer.plan(tmp_path, method="shared_choice")
+    with pytest.raises(ValueError, match="the layers of glm_moe_dsa choose tokens already; `crosslayer retrofit"):
+        crosslayer.plan(AutoConfig.for_model("glm_moe_dsa", num_hidden_layers=2), method="shared_choice")
 
 
 def test_what_is_saved_is_read_again(folder, tmp_path, monkeypatch):

@@ -56,8 +56,8 @@ def test_a_pattern_is_found_exported_and_read_back(planted, tmp_path):
 def test_a_budget_of_reads_is_met(planted):
     report = crosslayer.retrofit(planted, text(60), read_budget=0.6, **OPTIONS)
     assert report.index_pattern == "FSSF" and report.cache.read_share <= 0.6
-    (fixed,) = report.choice.search.fixed
-    assert fixed.blocks == [[0, 1], [2, 3]] and fixed.search_minus_fixed_ci95[1] < 0
+    (baseline,) = report.choice.search.baselines
+    assert baseline.groups == [[0, 1], [2, 3]] and baseline.search_minus_baseline_ci95[1] < 0
 
 
 def test_a_model_that_shares_already_shares_more():
@@ -66,12 +66,12 @@ def test_a_model_that_shares_already_shares_more():
     model = shipped("glm_moe_dsa", num_hidden_layers=6, indexer_types=types)
     report = crosslayer.retrofit(model, text(60), read_budget=0.6, **OPTIONS)
     assert report.cache.read_share <= 0.6
-    kinds = report.choice.search.kinds
-    assert kinds[2] == "own"  # nothing changed there
-    assert all(report.index_pattern[layer] == "S" for layer in range(6) if kinds[layer] != "own" or layer == 2)
-    assert all(report.index_pattern[layer] == "F" for layer in range(6) if kinds[layer] == "own" and layer != 2)
-    for fixed in report.choice.search.fixed:
-        assert all(first != 2 for first, *_ in fixed.blocks)
+    methods = report.choice.search.methods
+    assert methods[2] == "own"  # nothing changed there
+    assert all(report.index_pattern[layer] == "S" for layer in range(6) if methods[layer] != "own" or layer == 2)
+    assert all(report.index_pattern[layer] == "F" for layer in range(6) if methods[layer] == "own" and layer != 2)
+    for baseline in report.choice.search.baselines:
+        assert all(first != 2 for first, *_ in baseline.groups)
 
 
 def test_what_engines_read_is_in_the_config(planted):
@@ -86,6 +86,12 @@ def test_what_engines_read_is_in_the_config(planted):
     hy = shipped("hy_v4")
     other = crosslayer.retrofit(hy, text(60), method="shared_choice", layers="0-2", **OPTIONS)
     assert other.index_pattern == "FSS" and not any("vLLM" in line for line in other.sentences())
+
+
+def test_a_fit_of_weights_that_are_kept_is_refused(planted):
+    method = {"name": "shared_choice", "groups": ((0, 1),)}
+    with pytest.raises(ValueError, match="fit and merge have no effect on glm_moe_dsa, whose weights are kept"):
+        crosslayer.convert(planted, method, fit="refit-o", calibration=text(2))
 
 
 @torch.no_grad()
@@ -116,6 +122,14 @@ REFUSED = {
         "method": "shared_choice",
         "layers": "0-1",
         "indexer_types": ["full", "shared", "full", "full"],
+    },
+    "`compensation` refit-o has no effect on glm_moe_dsa, whose weights are kept": {
+        "read_budget": 0.5,
+        "compensation": "refit-o",
+    },
+    "shared_choice: sparse_choosers has no effect on glm_moe_dsa": {
+        "method": '{"name": "shared_choice", "groups": [[0, 1]], "sparse_choosers": [0], "tokens": 8, "sinks": 0, '
+        '"window": 1}'
     },
     "all layers share the indexer of the first already": {
         "kl_budget": 5.0,

@@ -12,6 +12,14 @@ from tests.helpers.tiny import VOCABULARY, tiny
 UNIATTN = {"name": "uniattn", "superblocks": ((1, 2), (3, 4, 5)), "compensation": "attention"}
 CLA = {"name": "cla", "groups": ((1, 2), (3, 4, 5)), "compensation": "attention"}
 READERS = [2, 4, 5]
+CHOICE = {
+    "name": "shared_choice",
+    "groups": ((1, 2), (3, 4, 5)),
+    "sparse_choosers": (3,),
+    "tokens": 4,
+    "sinks": 1,
+    "window": 2,
+}
 
 
 def plain(method):
@@ -62,15 +70,23 @@ def seen(source, model, layer, ids):
     return kept["heads"], kept["normed"], kept["target"] - kept["reached"]
 
 
-@pytest.mark.parametrize("method", [UNIATTN, CLA], ids=["uniattn", "cla"])
-@pytest.mark.parametrize("fit", ["refit", "refit-o"])
+@pytest.mark.parametrize(
+    ("method", "fit", "layers"),
+    [
+        (UNIATTN, "refit", READERS),
+        (CLA, "refit", READERS),
+        (UNIATTN, "refit-o", READERS),
+        (CLA, "refit-o", READERS),
+        (CHOICE, "refit-o", [2, 3, 4, 5]),
+    ],
+)
 @torch.no_grad()
-def test_against_ridge_regression_from_below(source, method, fit):
+def test_against_ridge_regression_from_below(source, method, fit, layers):
     """For the penalties that were chosen: each block shrinks towards what the model had, by its own mean square."""
-    given = method if fit == "refit" else plain(method)
+    given = method if fit == "refit" or method is CHOICE else plain(method)
     converted = convert(source, given, calibration=domains(), fit=fit)
     naive = convert_weights(source, [load_method(given)]).model
-    assert [fitted.layer for fitted in converted.fits] == READERS
+    assert [fitted.layer for fitted in converted.fits] == layers
     for fitted in converted.fits:
         heads, normed, error = seen(source, naive, fitted.layer, text())
         x = torch.cat([heads, normed], 1) if fit == "refit" else heads  # (rows, I)

@@ -184,8 +184,8 @@ def test_a_budget_is_met_and_its_curve_stands_in_the_report(monkeypatch, inputs,
     assert record["judged"] == record["fitted"] == ["text.txt"]
     search = record["choice"]["search"]
     assert search["passes"] <= 300 and search["curve"][-1]["share"] <= 0.7
-    assert [len(blocks["search_minus_fixed_ci95"]) for blocks in search["fixed"]] == [2, 2]
-    assert [blocks["method"] for blocks in search["fixed"]] == ["cla", "uniattn"]
+    assert [len(baseline["search_minus_baseline_ci95"]) for baseline in search["baselines"]] == [2, 2]
+    assert [baseline["method"] for baseline in search["baselines"]] == ["cla", "uniattn"]
     assert (out / "figures" / "trade_off.svg").is_file()
 
 

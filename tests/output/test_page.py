@@ -17,7 +17,14 @@ from crosslayer.output.page import Page, save_page
 from crosslayer.output.panel import Dots, Line, Panel, chart, drawn, same_scale, save_svg
 from crosslayer.verbs.retrofit.moments import Fit
 from crosslayer.verbs.retrofit.page import panels as retrofit_panels
-from crosslayer.verbs.retrofit.result import Calibration, Choice, CurvePoint, FixedBlocks, RetrofitReport, SearchRecord
+from crosslayer.verbs.retrofit.result import (
+    Calibration,
+    Choice,
+    CurvePoint,
+    MeasuredBaseline,
+    RetrofitReport,
+    SearchRecord,
+)
 from tests.helpers.browser import complaints, opened, resize
 from tests.helpers.tiny import tiny, tokens
 
@@ -117,9 +124,9 @@ def retrofitted(folder):
         CurvePoint(share=1 - i / 9, kl_search=i / 5, kl=i / 5, kl_ci95=(i / 5 - 0.3, i / 5 + 0.2), layers={})
         for i in range(6)
     ]
-    interval = {"kl_ci95": (0.6, 0.9), "search_minus_fixed_ci95": (-0.2, 0.1)}
-    blocks = FixedBlocks(method="cla", blocks=[[4, 5]], share=0.85, kl=0.7, search_minus_fixed=-0.1, **interval)
-    search = SearchRecord(passes=9, kinds=[], curve=curve, fixed=[blocks])
+    interval = {"kl_ci95": (0.6, 0.9), "search_minus_baseline_ci95": (-0.2, 0.1)}
+    blocks = MeasuredBaseline(method="cla", groups=[[4, 5]], share=0.85, kl=0.7, search_minus_baseline=-0.1, **interval)
+    search = SearchRecord(passes=9, methods=[], curve=curve, baselines=[blocks])
     record = RetrofitReport.model_construct(
         plan=DepthPlan.identity(4),
         calibration=Calibration(fit="ridge", windows={}, layers=fits),

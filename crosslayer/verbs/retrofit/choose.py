@@ -22,7 +22,7 @@ from crosslayer.core.plan import DepthPlan
 from crosslayer.corpus.windows import Windows
 from crosslayer.output.progress import Meter
 from crosslayer.probe.indexers import with_tokens_of_indexers
-from crosslayer.probe.intercept import AttentionCall, no_cache, visited
+from crosslayer.probe.intercept import AttentionCall, final_hidden, visited
 from crosslayer.probe.measures import mean_cosine, working
 from crosslayer.probe.shapes import LayerShape, may_share
 from crosslayer.probe.stream import LayerStream, streams
@@ -178,7 +178,7 @@ def _greedy(
         changed = what_if(model, plan_of([[layer] for layer in chosen]), sublayers) if chosen else nullcontext()
         with changed, streams(model, record):
             for sequence in ids:
-                model.base_model(input_ids=sequence[None].to(model.device), **no_cache(model))
+                final_hidden(model, sequence)
         chosen.append(max(samples, key=lambda layer: float(np.mean(samples[layer]))))
     return chosen
 
@@ -241,7 +241,7 @@ def averaged_caches(model: PreTrainedModel, ids: Tensor) -> States:
 
     with visited(model, record):
         for sequence in ids:
-            model.base_model(input_ids=sequence[None].to(model.device), **no_cache(model))
+            final_hidden(model, sequence)
     return {layer: (keys / len(ids), values / len(ids)) for layer, (keys, values) in sums.items()}
 
 
@@ -266,8 +266,7 @@ def _groups(source_of: dict[int, int]) -> Groups:
 
 def _last_hidden(model: PreTrainedModel, sequence: Tensor) -> Tensor:
     """Return the output of the final norm for a sequence (T,), as a single vector (T·C,)."""
-    output = model.base_model(input_ids=sequence[None].to(model.device), **no_cache(model))
-    return working(output.last_hidden_state).flatten()
+    return working(final_hidden(model, sequence)).flatten()
 
 
 @torch.no_grad()

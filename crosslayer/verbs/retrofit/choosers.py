@@ -26,7 +26,7 @@ from crosslayer.core.plan import chosen_share
 from crosslayer.corpus.windows import Windows
 from crosslayer.output.progress import Meter
 from crosslayer.probe.choices import choice_sums
-from crosslayer.probe.intercept import AttentionCall, no_cache, visited
+from crosslayer.probe.intercept import AttentionCall, final_hidden, visited
 from crosslayer.probe.what_if import find_sublayers
 from crosslayer.verbs.retrofit.cache import CONTEXT
 from crosslayer.verbs.retrofit.greedy import PASSES, TOO_SMALL
@@ -79,7 +79,7 @@ def measure_recovered(model: PreTrainedModel, ids: Tensor, choice: TokenChoice) 
     for sequence in ids:
         calls: list[AttentionCall] = []
         with visited(model, calls.append):
-            model.base_model(input_ids=sequence[None].to(model.device), **no_cache(model))
+            final_hidden(model, sequence)
         sums.append(choice_sums(sorted(calls, key=lambda call: call.layer), choice))
     rows = sum(one.rows for one in sums)
     return Recovered(torch.stack([one.recovered for one in sums]).sum(0).cpu() / rows)

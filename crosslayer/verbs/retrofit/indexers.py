@@ -21,7 +21,7 @@ from crosslayer.core.method import Method
 from crosslayer.corpus.windows import Windows
 from crosslayer.output.progress import Meter
 from crosslayer.probe.indexers import FULL, SHARED, chosen_tokens, with_tokens_of_indexers
-from crosslayer.probe.intercept import no_cache
+from crosslayer.probe.intercept import final_hidden
 from crosslayer.probe.what_if import find_sublayers, what_if
 from crosslayer.verbs.diagnose.groups import Groups
 from crosslayer.verbs.retrofit.choosers import check_reachable, check_some_are_left_out
@@ -43,11 +43,7 @@ class WhatIfMeasure(KlMeasure):
     def __init__(self, model: PreTrainedModel, windows: Windows):
         super().__init__(model, windows)
         self.sublayers = find_sublayers(model)
-        self.hidden = [self._hidden(ids) for ids in self.ids]
-
-    def _hidden(self, ids: Tensor) -> Tensor:
-        device = self.model.device
-        return self.model.base_model(input_ids=ids[None].to(device), **no_cache(self.model)).last_hidden_state[0]
+        self.hidden = [final_hidden(model, ids) for ids in self.ids]
 
     def run(self, methods: list[Method]) -> Run:
         """Return a function from ids (1, T) to the logits (1, T, V) of the model with these methods."""
@@ -64,7 +60,7 @@ class WhatIfMeasure(KlMeasure):
         head: Any = self.model.get_output_embeddings()
         for ids, hidden in zip(self.ids, self.hidden, strict=True):
             with what_if(self.model, methods, self.sublayers):
-                after = self._hidden(ids)
+                after = final_hidden(self.model, ids)
             yield head(hidden), head(after)
 
 

@@ -20,33 +20,26 @@ from torch import Tensor
 from torch.nn import functional
 
 from crosslayer.core.method import Config, Method, Mixing, Wiring
+from crosslayer.core.plan import ROUNDING, TokenCount
 
 AT_ONCE = 2**24  # scores in memory at a time
 ROWS = 256  # of a prompt in a block, which reads no keys behind those that its rows may see
 NONE = -1  # in a choice: fewer than K tokens are chosen
-ROUNDING = 1e-9  # of a share times a number of tokens, which is rounded up
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]  # (q, k, v, mask) → (B, T, H, D)
 
 
 class TokenChoice(Mixing):
     """Chooses tokens, and lets a layer attend to chosen ones alone; it has no parameters.
 
-    `tokens` is K: below 1 a share of the tokens so far (rounded up, and at least sinks + window), from 1 a number.
-    `heads` names, for each key-value head of a layer, the head of the chooser whose choice it takes; None: its own
-    number.
+    `count` is K. The first `sinks` and the latest `window` tokens are always chosen. `heads` names, for each key-value
+    head of a layer, the head of the chooser whose choice it takes; None: its own number.
     """
 
     needs_mask = True
 
-    def __init__(self, tokens: float, sinks: int, window: int, heads: tuple[int, ...] | None = None):
+    def __init__(self, count: TokenCount, sinks: int, window: int, heads: tuple[int, ...] | None = None):
         super().__init__()
-        self.tokens, self.sinks, self.window, self.heads = tokens, sinks, window, heads
-
-    def count(self, tokens: int) -> int:
-        """Return how many of a number of tokens are chosen."""
-        if self.tokens >= 1:
-            return min(tokens, int(self.tokens))
-        return min(tokens, max(math.ceil(self.tokens * tokens - ROUNDING), self.sinks + self.window))
+        self.count, self.sinks, self.window, self.heads = count, sinks, window, heads
 
     @torch.no_grad()
     def choose(
@@ -64,7 +57,7 @@ class TokenChoice(Mixing):
 
         """
         new, total = q.shape[2], k.shape[2]
-        kept = self.count(total)
+        kept = self.count.of(total)
         if kept == total:
             return None
         chosen = []
@@ -96,9 +89,9 @@ class TokenChoice(Mixing):
 
     def _counts(self, seen: Tensor) -> Tensor:
         """Return how many tokens are chosen of those that a row sees."""
-        if self.tokens >= 1:
-            return torch.full_like(seen, int(self.tokens))
-        return (seen.double() * self.tokens - ROUNDING).ceil().long().clamp_min(self.sinks + self.window)
+        if self.count.tokens >= 1:
+            return torch.full_like(seen, int(self.count.tokens))
+        return (seen.double() * self.count.tokens - ROUNDING).ceil().long().clamp_min(self.count.least)
 
     def attend_and_choose(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float, softcap: float | None, sparse: bool
@@ -108,7 +101,7 @@ class TokenChoice(Mixing):
         Keys are read once. With `sparse` the output is that of attention to the chosen tokens, whose values are read.
         """
         total = k.shape[2]
-        kept, allowed = self.count(total), _allowed(mask, range(1), 1, k)
+        kept, allowed = self.count.of(total), _allowed(mask, range(1), 1, k)
         weights = _attention(q, k, allowed, scaling, softcap)  # (B, H_kv, G, 1, S)
         choice = None
         if kept < total:
@@ -159,10 +152,17 @@ class ChoiceMethod(Method):
     """The first tokens, which are always among the chosen."""
     window: int = 16
     """The latest tokens, with the new one, which are always among the chosen."""
+    least: int = 0
+    """How many tokens are chosen at least, where `tokens` is a share."""
     sparse_choosers: tuple[int, ...] = ()
     """Choosers that attend to the tokens that they choose alone; other choosers attend to all."""
     chooser_heads: tuple[tuple[int, ...], ...] = ()
     """For each layer the chooser's key-value heads whose choices its own take; empty: those of the same number."""
+
+    @property
+    def count(self) -> TokenCount:
+        """How many tokens are chosen: with a share never fewer than those that are always chosen."""
+        return TokenCount(self.tokens, 0 if self.tokens >= 1 else max(self.least, self.sinks + self.window))
 
     def check_options(self, layers: int) -> None:
         """Refuse options that are impossible whatever the model's heads."""
@@ -181,6 +181,8 @@ class ChoiceMethod(Method):
             raise ValueError(
                 f"{name}: tokens must be at least sinks + window = {self.sinks + self.window}, got {self.tokens:g}"
             )
+        if self.least < 0 or (self.least and self.tokens >= 1):
+            raise ValueError(f"{name}: least must be 0, or a number where tokens is a share, got {self.least}")
         if self.chooser_heads and len(self.chooser_heads) != layers:
             raise ValueError(
                 f"{name}: chooser_heads must have {layers} entries, one for each layer, got {len(self.chooser_heads)}"
@@ -195,7 +197,7 @@ class ChoiceMethod(Method):
                 f"{self.name()}: chooser_heads of layer {layer} must be {count} heads from 0 to {count - 1}, got "
                 f"{list(heads)}"
             )
-        return TokenChoice(self.tokens, self.sinks, self.window, heads or None)
+        return TokenChoice(self.count, self.sinks, self.window, heads or None)
 
 
 def _blocks(q: Tensor, total: int, scores: int = AT_ONCE) -> list[range]:

@@ -6,6 +6,7 @@ reads the cached keys of all of them and combines them. Two layers share a softm
 and their keys have the same source.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -13,6 +14,7 @@ from itertools import pairwise
 STATES = ("queries", "keys", "values")
 CACHED = ("keys", "values")
 PASSED = (*STATES, "choices")  # what a layer may pass on to later ones
+ROUNDING = 1e-9  # of a share times a number of tokens, which is rounded up
 BLOCK = 16  # tokens for which a cache that rounds allocates memory at a time
 Entry = int | tuple[int, ...] | None
 Vector = tuple[Entry, ...]
@@ -30,6 +32,19 @@ class LatentSize:
 
 
 @dataclass(frozen=True)
+class TokenCount:
+    """How many tokens are chosen: `tokens` below 1 is a share, rounded up, from 1 a number; at least `least`."""
+
+    tokens: float
+    least: int = 0
+
+    def of(self, total: int) -> int:
+        """Return how many of `total` tokens are chosen."""
+        count = self.tokens if self.tokens >= 1 else math.ceil(self.tokens * total - ROUNDING)
+        return min(total, max(int(count), self.least))
+
+
+@dataclass(frozen=True)
 class DepthPlan:
     """Sources of queries, keys and values, and which MLPs exist (`mlps[i]` is i or None); each of length L.
 
@@ -41,8 +56,7 @@ class DepthPlan:
     that layer's keys and values. Empty means None for every layer.
 
     `choices[i]` is the layer that chooses the tokens to which layer i attends: i itself or a layer below, None if layer
-    i attends to all tokens. Empty means None for every layer. `chosen` is how many tokens are chosen: below 1 a share
-    of the tokens so far, from 1 a number.
+    i attends to all tokens. Empty means None for every layer. `chosen` is how many of the tokens so far are chosen.
     """
 
     queries: Vector
@@ -52,7 +66,7 @@ class DepthPlan:
     value_shares: tuple[float, ...] = ()
     latents: tuple[LatentSize | None, ...] = ()
     choices: tuple[int | None, ...] = ()
-    chosen: float | None = None
+    chosen: TokenCount | None = None
 
     @staticmethod
     def identity(layers: int) -> "DepthPlan":
@@ -118,7 +132,7 @@ class DepthPlan:
     def _check_choices(self) -> None:
         if len(self.choices) != self.layers:
             raise ValueError("choices must have an entry for each layer, or be empty")
-        if self.has_choices != (self.chosen is not None) or not (self.chosen is None or self.chosen > 0):
+        if self.has_choices != (self.chosen is not None) or not (self.chosen is None or self.chosen.tokens > 0):
             raise ValueError(f"chosen must be above 0 where layers choose tokens, and only there, got {self.chosen}")
         for layer, chooser in enumerate(self.choices):
             if chooser is None:
@@ -216,7 +230,7 @@ class DepthPlan:
         reads_all = self.choices[layer] is None or (state == "keys" and self.choices[layer] == layer)
         if reads_all or context is None or self.chosen is None:
             return count
-        return count * chosen_share(self.chosen, context)
+        return count * self.chosen.of(context) / context
 
     def read_states(self, context: int | None = None) -> float:
         """Return how many layers' full keys or values a decoding step reads from the cache, with repetition."""
@@ -348,11 +362,6 @@ class DepthPlan:
             share = self.stored_share(state, layer)
             states.append(state if share == 1 else f"{share:.0%} of {state}")
         return "+".join(states) or "–"
-
-
-def chosen_share(chosen: float, context: int) -> float:
-    """Return the share of `context` tokens that is chosen; `chosen` is that share if below 1, else a number."""
-    return chosen if chosen < 1 else min(1.0, chosen / context)
 
 
 def allocated_tokens(tokens: int) -> int:

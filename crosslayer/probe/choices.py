@@ -43,7 +43,7 @@ def choice_sums(calls: Sequence[AttentionCall], choice: TokenChoice) -> ChoiceSu
     double = {"dtype": torch.float64, "device": calls[0].key.device}
     recovered, first = torch.zeros(many, many, **double), torch.zeros(many, **double)
     common, kept, rows = torch.zeros(len(calls), heads, **double), 0, 0
-    start = next((row for row in range(size) if choice.count(row + 1) < row + 1), size)
+    start = next((row for row in range(size) if choice.count.of(row + 1) < row + 1), size)
     step = max(1, BUFFER_ELEMENTS // (many * size))
     for block in (range(row, min(row + step, size)) for row in range(start, size, step)):
         columns = torch.arange(block.stop, device=calls[0].key.device)
@@ -53,13 +53,13 @@ def choice_sums(calls: Sequence[AttentionCall], choice: TokenChoice) -> ChoiceSu
             query, key = working(call.query[:, :, block.start : block.stop]), working(call.key[:, :, : block.stop])
             mass = pooled_attention(query, key, allowed, call.scaling, call.softcap)[0]  # (H, R, S)
             masses.append(mass * heads / query.shape[1])
-            indices = choice.largest(mass[None], allowed, choice.count(block.stop))
+            indices = choice.largest(mass[None], allowed, choice.count.of(block.stop))
             chosen.append(mask_of(indices, block.stop, 1, None)[0].to(mass.dtype))
         mass, mask = torch.stack(masses), torch.stack(chosen)  # (N, H, R, S)
         recovered += (mask.view(many, -1) @ mass.view(many, -1).T).double()
         first += mass[..., 0].sum(-1).double().flatten()
         common[1:] += (mask[1:] * mask[:-1]).sum((2, 3)).double()
-        kept += sum(choice.count(row + 1) for row in block)
+        kept += sum(choice.count.of(row + 1) for row in block)
         rows += len(block)
     shape = (len(calls), heads)
     return ChoiceSums(recovered.view(*shape, *shape), first.view(shape), common, kept, rows)

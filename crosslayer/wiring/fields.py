@@ -7,7 +7,7 @@ elements are what transformers' caches allocate per token.
 from dataclasses import replace
 from typing import Any
 
-from crosslayer.core.plan import DepthPlan
+from crosslayer.core.plan import DepthPlan, TokenCount
 from crosslayer.wiring.recurrent import fixed_states
 from crosslayer.wiring.states import LayerStates
 from crosslayer.wiring.values import field, int_field
@@ -191,7 +191,7 @@ def depth_plan(config: Any, layer_types: list[str]) -> DepthPlan:
         return plan
     choosers = _choosers(config) or layers
     choices = tuple(choosers[layer] if layer_types[layer] == INDEXED else None for layer in layers)
-    return replace(plan, choices=choices, chosen=selected)
+    return replace(plan, choices=choices, chosen=TokenCount(selected))
 
 
 def _readers(config: Any, layer_types: list[str]) -> dict[int, int]:

@@ -32,7 +32,7 @@ class SharedChoice(ChoiceMethod):
             if sources[layer] != layer or layer in self.sparse_choosers:
                 choices[layer] = sources[layer]
         own = tuple(range(layers))
-        chosen = None if choices == [None] * layers else self.tokens
+        chosen = None if choices == [None] * layers else self.count
         return DepthPlan(own, own, own, own, choices=tuple(choices), chosen=chosen)
 
     @classmethod

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from crosslayer.core.latents import LatentDecoder
 from crosslayer.core.method import Mixing
-from crosslayer.core.plan import allocated_tokens, chosen_share
+from crosslayer.core.plan import TokenCount, allocated_tokens
 from crosslayer.output.record import Frozen
 from crosslayer.probe.intercept import AttentionCall, plan_of, read_counts, stored_shares, visited
 from crosslayer.wiring import kv_bits
@@ -32,7 +32,7 @@ class Attention:
     `stored` is the fraction of its keys and of its values that is stored; `sources` is from how many layers it reads
     keys and values; `row` is over how many of them attention runs, concatenated. `kind` is the type of a quantised
     cache in which it stores them, None: as they are. `codes` are the bytes of a token's latent if it consists of codes.
-    `chosen` tokens (below 1: a share of all) are those that it attends to, None: all; `limited` says whether keys and
+    `chosen` is how many tokens it attends to, None: all; `limited` says whether keys and
     values of these alone are read.
     """
 
@@ -46,14 +46,14 @@ class Attention:
     row: int = 1
     kind: str | None = None
     codes: int | None = None
-    chosen: float | None = None
+    chosen: TokenCount | None = None
     limited: tuple[bool, bool] = (False, False)
 
     def read(self, length: int) -> int:
         """Return how many elements of keys and values a new token reads from `length` cached ones, for a batch of 1."""
         if self.chosen is None:
             return self._elements(length, self.sources)
-        share = chosen_share(self.chosen, length)
+        share = self.chosen.of(length) / length
         keys, values = (
             count * (share if limited else 1.0) for count, limited in zip(self.sources, self.limited, strict=True)
         )

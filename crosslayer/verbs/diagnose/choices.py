@@ -9,6 +9,7 @@ import numpy as np
 from scipy.stats import rankdata
 
 from crosslayer.core.choice import ChoiceMethod, TokenChoice
+from crosslayer.core.plan import TokenCount
 from crosslayer.output.panel import Heat, Line, Panel
 from crosslayer.probe.choices import choice_sums
 from crosslayer.probe.intercept import AttentionCall
@@ -37,7 +38,8 @@ def measure_choices(
     layers, index = len(shapes), [call.layer for call in able]
     measured = {}
     for share in SHARES:
-        sums = choice_sums(able, TokenChoice(share, ChoiceMethod.sinks, ChoiceMethod.window))
+        sinks, window = ChoiceMethod.sinks, ChoiceMethod.window
+        sums = choice_sums(able, TokenChoice(TokenCount(share, sinks + window), sinks, window))
         if not sums.rows:
             raise ValueError(
                 f"`choices` needs longer sequences, since all tokens of {calls[0].key.shape[2]} are chosen"

@@ -22,7 +22,6 @@ from transformers import PreTrainedModel
 
 from crosslayer.core.choice import ChoiceMethod, TokenChoice
 from crosslayer.core.method import Method
-from crosslayer.core.plan import chosen_share
 from crosslayer.corpus.windows import Windows
 from crosslayer.output.progress import Meter
 from crosslayer.probe.choices import choice_sums
@@ -133,28 +132,29 @@ def choosers_by_damage(
     assert isinstance(method, ChoiceMethod)
     length, context = windows["search"].ids.shape[1], options.kv_context or CONTEXT
     find_sublayers(model).check(dataclasses.replace(method, groups=(tuple(range(layers)),)).plan(layers))
-    sizes = [method.tokens]
+    candidates = [method]
     if request.searches_tokens and options.read_budget is not None:
-        sizes = [share * options.read_budget for share in SHARES]
-    sizes = _sizes(sizes, method, length, context)
-    check_reachable(options.read_budget, min(reads_of(fewest_reads(layers), chosen_share(s, context)) for s in sizes))
+        candidates = [_with_share(method, share * options.read_budget, length) for share in SHARES]
+    candidates = _usable(candidates, length, context)
+    least = [reads_of(fewest_reads(layers), share_chosen(candidate, context)) for candidate in candidates]
+    check_reachable(options.read_budget, min(least))
     with progress("running the original", 0):
-        search = ChoiceSearch(Measure(model, windows["search"], request), method, context)
+        search = ChoiceSearch(Measure(model, windows["search"], request), context)
     with progress("searching who chooses", PASSES) as bar:
         search.measure.step = lambda: bar.step(min(search.passes, PASSES), PASSES)
-        best = search.run(sizes, options.read_budget, options.kl_budget)
+        best = search.run(candidates, options.read_budget, options.kl_budget)
     if best.kinds == (ALL,) * layers:
         raise ValueError(TOO_SMALL.format(options.kl_budget))
     steps, baselines = search.compared(best)
     names = [UNCHANGED if kind == ALL else method.name() for kind in best.kinds]
     record = search_record(search.measure, search.passes, names, steps, baselines, windows["trade-off"], progress)
-    chosen = search.method(best.kinds, best.tokens)
+    chosen = search.method(best.kinds, best.candidate)
     return [chosen], Choice(how="search", groups=[list(group) for group in chosen.groups], search=record)
 
 
 def check_some_are_left_out(method: ChoiceMethod, length: int) -> None:
     """Raise if windows are so short that all of their tokens are chosen, which would do no damage there."""
-    if TokenChoice(method.tokens, method.sinks, method.window).count(length) == length:
+    if method.count.of(length) == length:
         raise ValueError(
             f"all tokens of windows of `length` {length} are chosen, where {method.tokens:g} are; give longer windows"
         )
@@ -166,127 +166,143 @@ def check_reachable(budget: float | None, least: float) -> None:
         raise ValueError(f"`read_budget` {budget:g} cannot be reached; the least is {least:.4f}")
 
 
-def _sizes(sizes: Sequence[float], method: ChoiceMethod, length: int, context: int) -> list[float]:
-    """Return the numbers of tokens that leave some out, and choose some beside those that are always chosen.
+def share_chosen(method: ChoiceMethod, context: int) -> float:
+    """Return the share of the tokens that is chosen of a context."""
+    return method.count.of(context) / context
+
+
+def _with_share(method: ChoiceMethod, share: float, length: int) -> ChoiceMethod:
+    """Return the method with a share of the tokens, but in shorter texts than windows as many tokens as in these."""
+    method = dataclasses.replace(method, tokens=share)
+    return dataclasses.replace(method, least=method.count.of(length))
+
+
+def _usable(candidates: Sequence[ChoiceMethod], length: int, context: int) -> list[ChoiceMethod]:
+    """Return the methods that leave some tokens out, and choose some beside those that are always chosen.
 
     Raises:
         ValueError: there are none.
 
     """
-    check_some_are_left_out(dataclasses.replace(method, tokens=min(sizes)), length)
-    some = [tokens for tokens in sizes if TokenChoice(tokens, method.sinks, method.window).count(length) < length]
-    always = method.sinks + method.window
-    fitting = [tokens for tokens in some if always < (tokens * context if tokens < 1 else tokens) < context]
+    check_some_are_left_out(min(candidates, key=lambda method: method.tokens), length)
+    some = [method for method in candidates if method.count.of(length) < length]
+    fitting = []
+    for method in some:
+        tokens = method.tokens * context if method.tokens < 1 else method.tokens
+        if method.sinks + method.window < tokens < context:
+            fitting.append(method)
     if not fitting:
         raise ValueError(
-            f"tokens must be more than the {always} that are always chosen, and fewer than the `kv_context` of "
-            f"{context}, got {some[0]:g}; change them, or `read_budget`"
+            f"tokens must be more than the {some[0].sinks + some[0].window} that are always chosen, and fewer than the "
+            f"`kv_context` of {context}, got {some[0].tokens:g}; change them, or `read_budget`"
         )
     return fitting
 
 
 class MeasuredKinds(NamedTuple):
-    """What each layer attends to, how many tokens are chosen, and the KL on the search text."""
+    """What each layer attends to, with which candidate, and the KL on the search text."""
 
     kinds: Kinds
-    tokens: float
+    candidate: ChoiceMethod
     kl: float
 
 
 class ChoiceSearch:
-    """Both searches, for several numbers of chosen tokens, at which reads are counted in a context."""
+    """Both searches, for candidates: the method with several numbers of chosen tokens, and without groups.
 
-    def __init__(self, measure: Measure, method: ChoiceMethod, context: int):
-        self.measure, self.plain, self.context = measure, method, context
+    Reads are counted in a context.
+    """
+
+    def __init__(self, measure: Measure, context: int):
+        self.measure, self.context = measure, context
         self.layers = measure.model.config.num_hidden_layers
         self.passes = 0  # wirings that were measured
-        self.recovered: dict[float, Recovered] = {}  # by tokens
-        self.greedy: dict[float, KindSearch] = {}  # by tokens
+        self.recovered: dict[ChoiceMethod, Recovered] = {}  # by candidate
+        self.greedy: dict[ChoiceMethod, KindSearch] = {}  # by candidate
 
-    def attention_recovered(self, tokens: float) -> Recovered:
+    def attention_recovered(self, candidate: ChoiceMethod) -> Recovered:
         """Return the attention that is recovered with so many tokens, measured on the search text."""
-        if tokens not in self.recovered:
-            choice = TokenChoice(tokens, self.plain.sinks, self.plain.window)
-            self.recovered[tokens] = measure_recovered(self.measure.model, self.measure.ids, choice)
-        return self.recovered[tokens]
+        if candidate not in self.recovered:
+            choice = TokenChoice(candidate.count, candidate.sinks, candidate.window)
+            self.recovered[candidate] = measure_recovered(self.measure.model, self.measure.ids, choice)
+        return self.recovered[candidate]
 
-    def method(self, kinds: Kinds, tokens: float) -> ChoiceMethod:
+    def method(self, kinds: Kinds, candidate: ChoiceMethod) -> ChoiceMethod:
         """Return the method for what layers attend to, with the best-matching heads."""
         groups = groups_of(kinds)
         return dataclasses.replace(
-            self.plain,
+            candidate,
             groups=tuple(map(tuple, groups)),
-            tokens=tokens,
             sparse_choosers=tuple(layer for layer, kind in enumerate(kinds) if kind == OWN),
-            chooser_heads=self.attention_recovered(tokens).matched(groups),
+            chooser_heads=self.attention_recovered(candidate).matched(groups),
         )
 
-    def kl(self, kinds: Kinds, tokens: float) -> float:
+    def kl(self, kinds: Kinds, candidate: ChoiceMethod) -> float:
         """Return the KL to the original on the search text."""
         self.passes += 1
-        return self.measure.kl([self.method(kinds, tokens)])
+        return self.measure.kl([self.method(kinds, candidate)])
 
-    def reads(self, kinds: Kinds, tokens: float) -> float:
+    def reads(self, kinds: Kinds, candidate: ChoiceMethod) -> float:
         """Return the share of the original's keys and values that a decoding step reads."""
-        return reads_of(kinds, chosen_share(tokens, self.context))
+        return reads_of(kinds, share_chosen(candidate, self.context))
 
-    def run(self, sizes: Sequence[float], reads: float | None, kl: float | None) -> MeasuredKinds:
+    def run(self, candidates: Sequence[ChoiceMethod], reads: float | None, kl: float | None) -> MeasuredKinds:
         """Return the wiring with the least KL within the share `reads`, or with the fewest reads within `kl`.
 
-        The greedy search runs with the middle one of `sizes`, and with another if dynamic programming is best there.
+        The greedy search runs with the middle candidate, and with another if dynamic programming is best there.
         """
-        first = self._greedily(sizes[len(sizes) // 2], reads, kl)
-        budget = self.reads(first.kinds, first.tokens) if reads is None else reads
+        first = self._greedily(candidates[len(candidates) // 2], reads, kl)
+        budget = self.reads(first.kinds, first.candidate) if reads is None else reads
         wirings = [first]
-        for tokens in sizes:
-            kinds = self._programmed(tokens, budget, first.tokens)
+        for candidate in candidates:
+            kinds = self._programmed(candidate, budget, first.candidate)
             if kinds is not None:
-                wirings.append(MeasuredKinds(kinds, tokens, self.kl(kinds, tokens)))
+                wirings.append(MeasuredKinds(kinds, candidate, self.kl(kinds, candidate)))
         best = self._best(wirings, reads)
-        if best.tokens not in self.greedy:
-            best = self._best([best, self._greedily(best.tokens, reads, kl)], reads)
+        if best.candidate not in self.greedy:
+            best = self._best([best, self._greedily(best.candidate, reads, kl)], reads)
         return best
 
     def compared(self, best: MeasuredKinds) -> tuple[list[Step], dict[str, Baseline]]:
         """Return steps of the greedy search to the best wiring, and choosers at equal distances if they are others."""
-        tokens, name = best.tokens, self.plain.name()
-        taken = spread_steps(self.greedy[tokens].curve[1:])
+        candidate, name = best.candidate, best.candidate.name()
+        taken = spread_steps(self.greedy[candidate].curve[1:])
         if not taken or taken[-1][0] != best.kinds:
             taken.append((best.kinds, best.kl))
         steps = []
         for kinds, kl in taken:
             layers = {name: sum(kind != ALL for kind in kinds)}
-            steps.append(Step([self.method(kinds, tokens)], self.reads(kinds, tokens), kl, layers))
-        share = chosen_share(tokens, self.context)
-        even = evenly(self.layers, affordable(self.layers, self.reads(best.kinds, tokens), share))
+            steps.append(Step([self.method(kinds, candidate)], self.reads(kinds, candidate), kl, layers))
+        reads, share = self.reads(best.kinds, candidate), share_chosen(candidate, self.context)
+        even = evenly(self.layers, affordable(self.layers, reads, share))
         if even == best.kinds:
             return steps, {}
-        method = self.method(even, tokens)
-        return steps, {name: Baseline([method], [list(group) for group in method.groups], self.reads(even, tokens))}
+        method = self.method(even, candidate)
+        return steps, {name: Baseline([method], [list(group) for group in method.groups], self.reads(even, candidate))}
 
     def _best(self, wirings: Sequence[MeasuredKinds], reads: float | None) -> MeasuredKinds:
         """Return the wiring with the least KL that meets the budget; the greedy search may have used up its moves."""
-        shares = [self.reads(wiring.kinds, wiring.tokens) for wiring in wirings]
+        shares = [self.reads(wiring.kinds, wiring.candidate) for wiring in wirings]
         meeting = [one for one, share in zip(wirings, shares, strict=True) if reads is None or share <= reads + 1e-9]
         return min(meeting, key=lambda wiring: wiring.kl)
 
-    def _greedily(self, tokens: float, reads: float | None, kl: float | None) -> MeasuredKinds:
+    def _greedily(self, candidate: ChoiceMethod, reads: float | None, kl: float | None) -> MeasuredKinds:
         search = KindSearch(
-            lambda kinds: self.kl(kinds, tokens), lambda kinds: self.reads(kinds, tokens), (ALL,) * self.layers
+            lambda kinds: self.kl(kinds, candidate), lambda kinds: self.reads(kinds, candidate), (ALL,) * self.layers
         )
-        self.greedy[tokens] = search
+        self.greedy[candidate] = search
         search.run(reads, kl)
         kinds, damage = search.curve[-1]
-        return MeasuredKinds(kinds, tokens, damage)
+        return MeasuredKinds(kinds, candidate, damage)
 
-    def _programmed(self, tokens: float, reads: float, ranked: float) -> Kinds | None:
-        """Return the wiring of dynamic programming; costs are those that were measured alone with `ranked` tokens."""
+    def _programmed(self, candidate: ChoiceMethod, reads: float, ranked: ChoiceMethod) -> Kinds | None:
+        """Return the wiring of dynamic programming; costs are those that were measured alone with `ranked`."""
         ranking = self.greedy[ranked].ranking
-        before, after = (self.attention_recovered(each).lost() for each in (ranked, tokens))  # (L, L)
+        before, after = (self.attention_recovered(each).lost() for each in (ranked, candidate))  # (L, L)
         below = [max(layer - 1, 0) for layer in range(self.layers)]
         own = [ranking[layer, OWN] * _ratio(after[layer, layer], before[layer, layer]) for layer in range(self.layers)]
         unit = [0.0] + [ranking[i, READER] / max(float(before[below[i], i]), TINY) for i in range(1, self.layers)]
-        return programmed(own, after * torch.tensor(unit), reads, chosen_share(tokens, self.context))
+        return programmed(own, after * torch.tensor(unit), reads, share_chosen(candidate, self.context))
 
 
 def _ratio(after: Tensor, before: Tensor) -> float:

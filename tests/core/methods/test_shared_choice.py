@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from crosslayer.core.choice import TokenChoice
 from crosslayer.core.methods import load_method, merge_plans
 from crosslayer.core.methods.shared_choice import SharedChoice
-from crosslayer.core.plan import DepthPlan
+from crosslayer.core.plan import DepthPlan, TokenCount
 from crosslayer.testing.tiny import build, config_of, steps, tokens
 from tests.core.methods.naive import Naive, check, softmax_map
 
@@ -20,6 +20,10 @@ SHAPES = {
     "one key-value head, a share": (
         SharedChoice(groups=((1, 3), (2, 4, 5)), tokens=0.3, sinks=0, window=1),
         {"num_key_value_heads": 1},
+    ),
+    "a share, but at least so many": (
+        SharedChoice(groups=((0, 1, 2), (3, 4, 5)), tokens=0.3, sinks=0, window=1, least=3, sparse_choosers=(3,)),
+        {},
     ),
     "as many, other heads, own choice": (
         SharedChoice(
@@ -70,7 +74,7 @@ class Loops(Naive):
             seen = row + 1
             count = int(method.tokens)
             if method.tokens < 1:
-                count = max(math.ceil(method.tokens * seen - 1e-9), method.sinks + method.window)
+                count = max(math.ceil(method.tokens * seen - 1e-9), method.sinks + method.window, method.least)
             mass = [sum(float(weights[row, column]) for weights in maps) for column in range(seen)]
             always = [column for column in range(seen) if column < method.sinks or column >= seen - method.window]
             others = sorted((column for column in range(seen) if column not in always), key=lambda j: -mass[j])
@@ -110,7 +114,7 @@ def test_a_choice_matters():
 def test_blocks_of_rows_and_padding_choose_the_same(length, share, sinks, window):
     """A choice made in blocks, with a mask, or with padding before the text, is the choice."""
     generator = torch.Generator().manual_seed(length)
-    choice = TokenChoice(share, sinks, window)
+    choice = TokenChoice(TokenCount(share, sinks + window if share < 1 else 0), sinks, window)
     q = torch.randn(1, 4, length, 8, generator=generator, dtype=torch.float64)
     k = torch.randn(1, 2, length, 8, generator=generator, dtype=torch.float64)
     causal = torch.ones(length, length, dtype=torch.bool).tril()[None, None]
@@ -141,7 +145,8 @@ def test_reads_are_counted():
     assert plan.read_states(context=128) == 2 * 2 + 4 * 2 * 0.25  # two choosers read all, four readers 32 of 128 tokens
     assert plan.read_states() == 12
     own = SharedChoice(groups=((0, 1),), sparse_choosers=(0,), tokens=0.5).plan(2)
-    assert own.read_states(8) == 1 + 0.5 + 1  # all keys and half of the values; half of both
+    assert own.read_states(80) == 1 + 0.5 + 1  # all keys and half of the values; half of both
+    assert own.read_states(25) == 1 + 0.8 + 2 * 0.8 and own.read_states(8) == 4  # 20 are always chosen
 
 
 def test_choices_merge():
@@ -160,6 +165,7 @@ REFUSED = {
         {"groups": ((1, 2),), "sparse_choosers": (1, 2)},
         {},
     ),
+    "least must be 0, or a number where tokens is a share, got 20": ({"tokens": 30.0, "least": 20}, {}),
     "chooser_heads must have 6 entries": ({"chooser_heads": ((0, 1),)}, {}),
     "chooser_heads of layer 0 must be 2 heads from 0 to 1": (
         {"groups": ((0, 1),), "chooser_heads": ((0, 2),) * 6},
@@ -188,4 +194,4 @@ def test_refusals(message):
 def test_plans_that_cannot_be(choices, chosen, message):
     own = (0, 1, 2)
     with pytest.raises(ValueError, match=message):
-        DepthPlan(own, own, own, own, choices=choices, chosen=chosen)
+        DepthPlan(own, own, own, own, choices=choices, chosen=None if chosen is None else TokenCount(chosen))

@@ -1,6 +1,7 @@
 """The search for choosers: its two parts against brute force, and the verb on a tiny model."""
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 import crosslayer
 from crosslayer.core.choice import TokenChoice
-from crosslayer.core.plan import chosen_share
+from crosslayer.core.plan import TokenCount
 from crosslayer.probe.choices import choice_sums
 from crosslayer.probe.intercept import visited
 from crosslayer.verbs.retrofit import greedy
@@ -91,7 +92,7 @@ def test_groups_and_even_choosers():
 def test_recovered_attention_by_loops():
     """Softmax rows summed over a key-value head's query heads; the chosen tokens of each row, one by one."""
     model, ids, calls = tiny("llama").double(), tokens(batch=1, length=14), []
-    choice = TokenChoice(4, 1, 2)
+    choice = TokenChoice(TokenCount(4), 1, 2)
     with torch.no_grad(), visited(model, calls.append):
         model(ids)
     sums = choice_sums(calls, choice)
@@ -141,13 +142,15 @@ def test_the_verb_meets_a_budget(budget, tmp_path):
     if "read_budget" in budget:
         assert report.cache.read_share <= 0.6
     assert report.cache.read_share == pytest.approx(report.plan.read_states(2048) / 6, rel=1e-5)  # whole bytes
-    share, text = chosen_share(report.plan.chosen, 2048), " ".join(report.sentences())
+    share, text = report.plan.chosen.of(2048) / 2048, " ".join(report.sentences())
     even = groups_of(evenly(3, affordable(3, report.cache.read_share + 1e-6, share)))
     baselines = report.choice.search.baselines
     assert [baseline.groups for baseline in baselines] == ([] if report.choice.groups == even else [even])
     assert all(baseline.share <= report.cache.read_share + 1e-6 for baseline in baselines)
     assert "A decoding step after 2,048 tokens reads" in text
     assert ("choosers at equal distances" in text) == bool(baselines)
+    (method,) = report.methods  # in texts shorter than windows as many tokens as in these, if it chooses how many
+    assert method["least"] == (max(math.ceil(method["tokens"] * 48), 20) if "read_budget" in budget else 0)
     report.save(tmp_path / "out")
     again = crosslayer.load_result(tmp_path / "out")
     assert again.plan == report.plan

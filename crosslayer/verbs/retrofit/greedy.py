@@ -7,12 +7,12 @@ from typing import ClassVar, Generic, TypeVar
 
 PASSES = 300  # measurements at most
 TOO_SMALL = "`kl_budget` {} is too small: every change of a single layer has a larger KL"
-Wiring = TypeVar("Wiring")
+Configuration = TypeVar("Configuration")
 Move = TypeVar("Move", bound=Hashable)
 
 
 @dataclass
-class GreedySearch(ABC, Generic[Wiring, Move]):
+class GreedySearch(ABC, Generic[Configuration, Move]):
     """Takes one move after another, the one that adds the least KL per unit that it saves.
 
     Moves are ranked once, each alone. A move is measured again before it is taken, until no other ranks better (lazy
@@ -22,35 +22,37 @@ class GreedySearch(ABC, Generic[Wiring, Move]):
 
     remeasured: ClassVar[int]  # moves, at most, that are measured again per step
 
-    measure: Callable[[Wiring], float]  # KL to the original, on the search text
+    measure: Callable[[Configuration], float]  # KL to the original, on the search text
     passes: int = field(default=0, init=False)  # number of measurements
-    curve: list[tuple[Wiring, float]] = field(default_factory=list, init=False)  # after each step, with its KL
+    curve: list[tuple[Configuration, float]] = field(default_factory=list, init=False)  # after each step, with its KL
 
     @abstractmethod
-    def moves(self, wiring: Wiring) -> list[Move]:
+    def moves(self, wiring: Configuration) -> list[Move]:
         """Return the moves that save something."""
 
     @abstractmethod
-    def take(self, wiring: Wiring, move: Move) -> Wiring:
+    def take(self, wiring: Configuration, move: Move) -> Configuration:
         """Return the wiring with one more move."""
 
     @abstractmethod
-    def saved(self, wiring: Wiring, move: Move) -> float:
+    def saved(self, wiring: Configuration, move: Move) -> float:
         """Return what a move saves."""
 
     @abstractmethod
-    def ranked(self, start: Wiring) -> dict[Move, float]:
+    def ranked(self, start: Configuration) -> dict[Move, float]:
         """Return the KL that moves add per unit that they save, each alone; of some of them, if they are many."""
 
-    def revise(self, costs: dict[Move, float], wiring: Wiring, taken: Move | None) -> None:
+    def revise(self, costs: dict[Move, float], wiring: Configuration, taken: Move | None) -> None:
         """Change costs in place after a move was taken, or at the start (None); by default they stay."""
 
-    def cost(self, wiring: Wiring, move: Move, damage: float) -> float:
+    def cost(self, wiring: Configuration, move: Move, damage: float) -> float:
         """Measure the KL that a move adds to `damage`, per unit that it saves."""
         self.passes += 1
         return (self.measure(self.take(wiring, move)) - damage) / self.saved(wiring, move)
 
-    def descend(self, start: Wiring, is_enough: Callable[[Wiring], bool], kl: float | None = None) -> Wiring:
+    def descend(
+        self, start: Configuration, is_enough: Callable[[Configuration], bool], kl: float | None = None
+    ) -> Configuration:
         """Take moves from `start` until it is enough or no move is left, or as long as the KL stays within `kl`."""
         wiring, damage, refused = start, 0.0, set()
         self.curve = [(wiring, damage)]
@@ -75,7 +77,7 @@ class GreedySearch(ABC, Generic[Wiring, Move]):
         return wiring
 
     def _best(
-        self, wiring: Wiring, damage: float, costs: dict[Move, float], refused: set[Move]
+        self, wiring: Configuration, damage: float, costs: dict[Move, float], refused: set[Move]
     ) -> tuple[Move | None, bool]:
         """Return the best move, None if there is none, and whether its cost was measured with this wiring."""
         moves, fresh = [move for move in self.moves(wiring) if move not in refused], set()

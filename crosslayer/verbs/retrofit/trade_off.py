@@ -159,11 +159,11 @@ class KlMeasure(ABC):
 
     @abstractmethod
     def run(self, methods: list[Method]) -> Run:
-        """Return a function from ids (1, T) to the logits (1, T, V) of the model with these methods."""
+        """Return a function from ids (1, T) to the logits (1, T, V) of the model with these methods, for any text."""
 
     @abstractmethod
     def logits(self, methods: list[Method]) -> Iterable[tuple[Tensor, Tensor]]:
-        """Return the logits of the original and of the model with these methods, (T, V) each, by window."""
+        """Return the logits of both on the search text, (T, V) each, by window; the original runs only once."""
 
     def kl(self, methods: list[Method]) -> float:
         """Return the mean KL to the original over the windows, in nats/token."""

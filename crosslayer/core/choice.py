@@ -152,8 +152,8 @@ class ChoiceMethod(Method):
     """The first tokens, which are always among the chosen."""
     window: int = 16
     """The latest tokens, with the new one, which are always among the chosen."""
-    least: int = 0
-    """How many tokens are chosen at least, where `tokens` is a share."""
+    least: int = 64
+    """How many tokens are chosen at least, where `tokens` is a share: short texts lose most by it."""
     sparse_choosers: tuple[int, ...] = ()
     """Choosers that attend to the tokens that they choose alone; other choosers attend to all."""
     chooser_heads: tuple[tuple[int, ...], ...] = ()
@@ -181,8 +181,8 @@ class ChoiceMethod(Method):
             raise ValueError(
                 f"{name}: tokens must be at least sinks + window = {self.sinks + self.window}, got {self.tokens:g}"
             )
-        if self.least < 0 or (self.least and self.tokens >= 1):
-            raise ValueError(f"{name}: least must be 0, or a number where tokens is a share, got {self.least}")
+        if self.least < 0:
+            raise ValueError(f"{name}: least must be at least 0, got {self.least}")
         if self.chooser_heads and len(self.chooser_heads) != layers:
             raise ValueError(
                 f"{name}: chooser_heads must have {layers} entries, one for each layer, got {len(self.chooser_heads)}"

@@ -59,6 +59,7 @@ VARIANTS = {
             "name": "shared_choice",
             "groups": ((1, 2, 5),),
             "tokens": 0.3,
+            "least": 0,
             "sinks": 0,
             "window": 1,
             "chooser_heads": ((), (), (1, 0), (), (), (1, 1)),

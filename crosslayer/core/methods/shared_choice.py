@@ -45,4 +45,4 @@ class SharedChoice(ChoiceMethod):
         """Let every third layer choose for the layers up to the next chooser."""
         firsts = range(0, layers - 1, 3)
         groups = (tuple(range(first, stop)) for first, stop in zip(firsts, [*firsts[1:], layers], strict=True))
-        return cls(groups=tuple(groups), sinks=1, window=2)
+        return cls(groups=tuple(groups), sinks=1, window=2, least=0)

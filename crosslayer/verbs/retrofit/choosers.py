@@ -173,7 +173,7 @@ def share_chosen(method: ChoiceMethod, context: int) -> float:
 
 def _with_share(method: ChoiceMethod, share: float, length: int) -> ChoiceMethod:
     """Return the method with a share of the tokens, but in shorter texts than windows as many tokens as in these."""
-    method = dataclasses.replace(method, tokens=share)
+    method = dataclasses.replace(method, tokens=share, least=0)
     return dataclasses.replace(method, least=method.count.of(length))
 
 

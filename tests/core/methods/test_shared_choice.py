@@ -18,7 +18,7 @@ LENGTH = 13
 SHAPES = {
     "two key-value heads": (SharedChoice(groups=((0, 1, 4), (2, 3, 5)), tokens=5, sinks=1, window=2), {}),
     "one key-value head, a share": (
-        SharedChoice(groups=((1, 3), (2, 4, 5)), tokens=0.3, sinks=0, window=1),
+        SharedChoice(groups=((1, 3), (2, 4, 5)), tokens=0.3, sinks=0, window=1, least=0),
         {"num_key_value_heads": 1},
     ),
     "a share, but at least so many": (
@@ -145,8 +145,8 @@ def test_reads_are_counted():
     assert plan.read_states(context=128) == 2 * 2 + 4 * 2 * 0.25  # two choosers read all, four readers 32 of 128 tokens
     assert plan.read_states() == 12
     own = SharedChoice(groups=((0, 1),), sparse_choosers=(0,), tokens=0.5).plan(2)
-    assert own.read_states(80) == 1 + 0.5 + 1  # all keys and half of the values; half of both
-    assert own.read_states(25) == 1 + 0.8 + 2 * 0.8 and own.read_states(8) == 4  # 20 are always chosen
+    assert own.read_states(160) == 1 + 0.5 + 1  # all keys and half of the values; half of both
+    assert own.read_states(80) == 1 + 0.8 + 2 * 0.8 and own.read_states(8) == 4  # 64 are chosen at least
 
 
 def test_choices_merge():
@@ -165,7 +165,7 @@ REFUSED = {
         {"groups": ((1, 2),), "sparse_choosers": (1, 2)},
         {},
     ),
-    "least must be 0, or a number where tokens is a share, got 20": ({"tokens": 30.0, "least": 20}, {}),
+    "least must be at least 0, got -1": ({"least": -1}, {}),
     "chooser_heads must have 6 entries": ({"chooser_heads": ((0, 1),)}, {}),
     "chooser_heads of layer 0 must be 2 heads from 0 to 1": (
         {"groups": ((0, 1),), "chooser_heads": ((0, 2),) * 6},

@@ -132,7 +132,10 @@ def words(count):
 
 @pytest.mark.parametrize(
     "budget",
-    [{"read_budget": 0.6}, {"kl_budget": 0.05, "method": '{"name": "shared_choice", "sinks": 1, "window": 2}'}],
+    [
+        {"read_budget": 0.6},
+        {"kl_budget": 0.05, "method": '{"name": "shared_choice", "sinks": 1, "window": 2, "least": 0}'},
+    ],
 )
 def test_the_verb_meets_a_budget(budget, tmp_path):
     report = crosslayer.retrofit(
@@ -177,7 +180,7 @@ REFUSED = {
     "`read_budget` must be above 0 and below 1, got 1": {"read_budget": 1.0},
     "`read_budget` 0.35 cannot be reached; the least is 0.3750": {
         "read_budget": 0.35,
-        "method": '{"name": "shared_choice", "tokens": 0.25}',
+        "method": '{"name": "shared_choice", "tokens": 0.25, "least": 0}',
     },
     "tokens must be more than the 20 that are always chosen": {"read_budget": 0.01},
     "fewer than the `kv_context` of 30, got 32": {

@@ -75,6 +75,7 @@ def test_costs_of_chosen_tokens_by_hand(tokens):
         "sparse_choosers": (3,),
         "tokens": tokens,
         "sinks": 1,
+        "least": 0,
     }
     config = config_of([{**method, "window": 2}])
     model = structure(build(config))

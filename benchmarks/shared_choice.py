@@ -33,7 +33,7 @@ EVICTIONS = ("streaming", "h2o")
 def others(method, layers, context):
     """Return the choosers at equal distances and the choice in every layer, by name, with as many chosen tokens."""
     plan = method.plan(layers)
-    share, reads = plan.chosen.of(context) / context, plan.read_states(context) / (2 * layers)
+    share, reads = plan.chosen.share(context), plan.read_states(context) / (2 * layers)
     plain = dataclasses.replace(method, chooser_heads=())
     groups = tuple(map(tuple, groups_of(evenly(layers, affordable(layers, reads, share)))))
     alone = tuple((layer,) for layer in range(layers))

@@ -153,7 +153,7 @@ class ChoiceMethod(Method):
     window: int = 16
     """The latest tokens, with the new one, which are always among the chosen."""
     least: int = 64
-    """How many tokens are chosen at least, where `tokens` is a share: short texts lose most by it."""
+    """How many tokens are chosen at least where `tokens` is a share, which is few of a short text."""
     sparse_choosers: tuple[int, ...] = ()
     """Choosers that attend to the tokens that they choose alone; other choosers attend to all."""
     chooser_heads: tuple[tuple[int, ...], ...] = ()

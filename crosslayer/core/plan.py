@@ -43,6 +43,10 @@ class TokenCount:
         count = self.tokens if self.tokens >= 1 else math.ceil(self.tokens * total - ROUNDING)
         return min(total, max(int(count), self.least))
 
+    def share(self, total: int) -> float:
+        """Return which share of `total` tokens is chosen."""
+        return self.of(total) / total
+
 
 @dataclass(frozen=True)
 class DepthPlan:
@@ -230,7 +234,7 @@ class DepthPlan:
         reads_all = self.choices[layer] is None or (state == "keys" and self.choices[layer] == layer)
         if reads_all or context is None or self.chosen is None:
             return count
-        return count * self.chosen.of(context) / context
+        return count * self.chosen.share(context)
 
     def read_states(self, context: int | None = None) -> float:
         """Return how many layers' full keys or values a decoding step reads from the cache, with repetition."""

@@ -25,12 +25,13 @@ def share(plan: ModelPlan, entry: Any) -> Sharing:
     for layer, states in enumerate(plan.layers):
         if not states.keys:
             raise ValueError(f"{method.name()}: layer {layer} ({states.mask}) has no keys and values to share")
-    if plan.plan.has_choices and method.plan(len(plan.layers)).has_choices:
+    wiring = method.plan(len(plan.layers))
+    if plan.plan.has_choices and wiring.has_choices:
         raise ValueError(
             f"{method.name()}: the layers of {plan.type} choose tokens already; `crosslayer retrofit --read-budget` "
             "finds which can share a choice"
         )
-    merged = plan.plan.merge(method.plan(len(plan.layers)), (plan.model, method.name()))
+    merged = plan.plan.merge(wiring, (plan.model, method.name()))
     if not any(merged.attends(layer) for layer in range(merged.layers)):
         raise ValueError(f"{method.name()}: no layer has attention; at least one layer must keep it")
     layers = list(plan.layers)
@@ -46,7 +47,7 @@ def share(plan: ModelPlan, entry: Any) -> Sharing:
                         f"({layers[source].mask}); layers of different kinds cannot share"
                     )
         windowed = layers[reader].window is not None or layers[reader].every is not None
-        if windowed and merged.involves_choice(reader) and not plan.plan.has_choices:
+        if windowed and wiring.involves_choice(reader):
             raise ValueError(
                 f"{method.name()}: layer {reader} ({layers[reader].mask}) cannot choose tokens or attend to chosen "
                 "ones, only layers with full causal attention can"

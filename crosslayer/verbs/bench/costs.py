@@ -32,8 +32,7 @@ class Attention:
     `stored` is the fraction of its keys and of its values that is stored; `sources` is from how many layers it reads
     keys and values; `row` is over how many of them attention runs, concatenated. `kind` is the type of a quantised
     cache in which it stores them, None: as they are. `codes` are the bytes of a token's latent if it consists of codes.
-    `chosen` is how many tokens it attends to, None: all; `limited` says whether keys and
-    values of these alone are read.
+    `chosen` is how many tokens it attends to, None: all; `limited` says of keys and values whether only these are read.
     """
 
     heads: int
@@ -53,7 +52,7 @@ class Attention:
         """Return how many elements of keys and values a new token reads from `length` cached ones, for a batch of 1."""
         if self.chosen is None:
             return self._elements(length, self.sources)
-        share = self.chosen.of(length) / length
+        share = self.chosen.share(length)
         keys, values = (
             count * (share if limited else 1.0) for count, limited in zip(self.sources, self.limited, strict=True)
         )

@@ -136,7 +136,7 @@ def choosers_by_damage(
     if request.searches_tokens and options.read_budget is not None:
         candidates = [_with_share(method, share * options.read_budget, length) for share in SHARES]
     candidates = _usable(candidates, length, context)
-    least = [reads_of(fewest_reads(layers), share_chosen(candidate, context)) for candidate in candidates]
+    least = [reads_of(fewest_reads(layers), candidate.count.share(context)) for candidate in candidates]
     check_reachable(options.read_budget, min(least))
     with progress("running the original", 0):
         search = ChoiceSearch(Measure(model, windows["search"], request), context)
@@ -164,11 +164,6 @@ def check_reachable(budget: float | None, least: float) -> None:
     """Raise if a budget of reads is below the least that any wiring reads."""
     if budget is not None and budget < least:
         raise ValueError(f"`read_budget` {budget:g} cannot be reached; the least is {least:.4f}")
-
-
-def share_chosen(method: ChoiceMethod, context: int) -> float:
-    """Return the share of the tokens that is chosen of a context."""
-    return method.count.of(context) / context
 
 
 def _with_share(method: ChoiceMethod, share: float, length: int) -> ChoiceMethod:
@@ -244,7 +239,7 @@ class ChoiceSearch:
 
     def reads(self, kinds: Kinds, candidate: ChoiceMethod) -> float:
         """Return the share of the original's keys and values that a decoding step reads."""
-        return reads_of(kinds, share_chosen(candidate, self.context))
+        return reads_of(kinds, candidate.count.share(self.context))
 
     def run(self, candidates: Sequence[ChoiceMethod], reads: float | None, kl: float | None) -> MeasuredKinds:
         """Return the wiring with the least KL within the share `reads`, or with the fewest reads within `kl`.
@@ -273,7 +268,7 @@ class ChoiceSearch:
         for kinds, kl in taken:
             layers = {name: sum(kind != ALL for kind in kinds)}
             steps.append(Step([self.method(kinds, candidate)], self.reads(kinds, candidate), kl, layers))
-        reads, share = self.reads(best.kinds, candidate), share_chosen(candidate, self.context)
+        reads, share = self.reads(best.kinds, candidate), candidate.count.share(self.context)
         even = evenly(self.layers, affordable(self.layers, reads, share))
         if even == best.kinds:
             return steps, {}
@@ -302,7 +297,7 @@ class ChoiceSearch:
         below = [max(layer - 1, 0) for layer in range(self.layers)]
         own = [ranking[layer, OWN] * _ratio(after[layer, layer], before[layer, layer]) for layer in range(self.layers)]
         unit = [0.0] + [ranking[i, READER] / max(float(before[below[i], i]), TINY) for i in range(1, self.layers)]
-        return programmed(own, after * torch.tensor(unit), reads, share_chosen(candidate, self.context))
+        return programmed(own, after * torch.tensor(unit), reads, candidate.count.share(self.context))
 
 
 def _ratio(after: Tensor, before: Tensor) -> float:

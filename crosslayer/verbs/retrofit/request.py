@@ -157,7 +157,7 @@ class Request:
             raise ValueError(ONE_OF)
         if isinstance(self.method, ChoiceMethod) and self.has_budget:
             for name in ("groups", "sparse_choosers", "chooser_heads"):
-                if getattr(self.method, name):
+                if vars(self.method)[name]:
                     raise ValueError(f"`method` has {name} already, which a budget is to choose; remove one of them")
 
     def fit_of(self, methods: Sequence[Method]) -> str:

@@ -6,7 +6,8 @@ from transformers import AutoModelForCausalLM
 
 import crosslayer
 from crosslayer.core.methods import load_method
-from crosslayer.verbs.retrofit.convert import convert, convert_weights
+from crosslayer.verbs.retrofit.convert import convert, convert_weights, plain_decoder
+from crosslayer.verbs.retrofit.streams import computes_the_same, layers_of
 from tests.helpers.tiny import VOCABULARY, tiny
 
 UNIATTN = {"name": "uniattn", "superblocks": ((1, 2), (3, 4, 5)), "compensation": "attention"}
@@ -107,6 +108,12 @@ def test_against_ridge_regression_from_below(source, method, fit, layers):
         assert fitted.token_before == pytest.approx(error.square().sum(1).mean().sqrt().item(), rel=1e-6)
         rest = error - x @ weight
         assert fitted.token_after == pytest.approx(rest.square().sum(1).mean().sqrt().item(), rel=1e-6)
+
+
+def test_a_layer_that_attends_to_its_own_choice_is_changed(source):
+    original, model = plain_decoder(source), convert_weights(source, [load_method(CHOICE)]).model
+    pairs = zip(layers_of(original), layers_of(model), strict=True)
+    assert [computes_the_same(*pair) for pair in pairs] == [True, True, False, False, False, False]
 
 
 def left_out(source, method, fit):

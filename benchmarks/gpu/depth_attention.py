@@ -1,31 +1,28 @@
-"""Attention over depth on a GPU: whether it is right in bfloat16, and how near its time is to that of its bytes.
+"""Attention over depth on a GPU: whether its kernels are right, and how near its time is to that of its bytes.
 
     python benchmarks/gpu/depth_attention.py [--dry-run] [--json FILE]
 
 Right: result and gradients of the operator in bfloat16, and of its definition in bfloat16, against the definition in
-float64 on the same numbers. Times: one reader over N sources, forward and backward (two passes over the sources, and
-one over the reader's gradient for each), beside the time that the bytes take at the memory's measured bandwidth; where
-flash-linear-attention is installed, its operator on the same sources, in turns. `--dry-run` runs all of it on a CPU
-with tiny shapes.
+float64 on the same numbers; Sinkhorn's normalization in float32 against float64. Times: one reader over N sources,
+forward and backward (two passes over the sources, and one over the reader's gradient for each), beside the time of
+the bytes at the memory's measured bandwidth; where flash-linear-attention is installed, its operator on the same
+sources, in turns.
 """
 
-import argparse
 import importlib.util
-import json
-import time
-from datetime import date
-from pathlib import Path
 from statistics import median
 
 import torch
+from common import arguments, save, seconds
 
 from crosslayer.core.depth_attention import depth_attention, keep, listed
+from crosslayer.core.sinkhorn import doubly_stochastic
 from crosslayer.core.sources import Sources
-from crosslayer.environment import environment
 from crosslayer.stats.ratios import paired_ratio
 
 EPS = 1e-6
 REPEATS = 20
+LISTED = 33  # the definition keeps several copies of all sources: more do not fit
 
 
 def drawn(count, tokens, width, device, dtype):
@@ -78,15 +75,21 @@ def errors(forms, count, tokens, width, device):
     return rows
 
 
-def seconds(call, device):
-    """Return the time of a call."""
-    if device == "cuda":
-        torch.cuda.synchronize()
-    started = time.perf_counter()
-    call()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - started
+def sinkhorn_errors(streams, tokens, device):
+    """Return the largest error of Sinkhorn's result and gradient in float32, over the largest value."""
+    generator = torch.Generator(device).manual_seed(streams)
+    matrix = torch.rand(streams, streams, tokens, device=device, generator=generator) + 0.1
+    grad = torch.randn(matrix.shape, device=device, generator=generator)
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        leaf = matrix.to(dtype).cpu() if dtype == torch.float64 else matrix.clone()
+        leaf.requires_grad_()
+        result = doubly_stochastic(leaf, 20)
+        found.append((result.detach(), torch.autograd.grad(result, leaf, grad.to(leaf))[0]))
+    gaps = [
+        ((one.cpu().double() - other).abs().max() / other.abs().max()).item() for one, other in zip(*found, strict=True)
+    ]
+    return {"result": gaps[0], "gradient": gaps[1]}
 
 
 def bandwidth(device, elements):
@@ -126,27 +129,27 @@ def timed(forms, count, tokens, width, device, rate):
 
 def main():
     """Check, then time; write the file after each."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dry-run", action="store_true", help="tiny shapes on a CPU")
-    parser.add_argument("--json", type=Path, default=Path(__file__).parents[1] / "results" / "gpu_depth_attention.json")
-    options = parser.parse_args()
+    options = arguments(__doc__).parse_args()
     device = "cpu" if options.dry_run else "cuda"
     tokens, width = (16, 64) if options.dry_run else (8192, 4096)
     counts = (2, 9) if options.dry_run else (2, 9, 33, 65, 129)
     forms = {"operator": by_operator, "definition": by_definition}
     if importlib.util.find_spec("fla") is not None and device == "cuda":
         forms["flash-linear-attention"] = by_fla
-    record = {"date": str(date.today()), "tokens": tokens, "width": width, **environment().model_dump()}
-    record["errors"], record["times"] = {}, {}
+    record = {"tokens": tokens, "width": width, "errors": {}, "sinkhorn_errors": {}, "times": {}}
     for count in counts:
         record["errors"][count] = errors(forms, count, min(tokens, 256), width, device)
         print(f"{count} sources, errors:", record["errors"][count], flush=True)
-    options.json.write_text(json.dumps(record, indent=1) + "\n")
+    for streams in (2, 4, 8):
+        record["sinkhorn_errors"][streams] = sinkhorn_errors(streams, min(tokens, 4096), device)
+        print(f"{streams} streams, errors of Sinkhorn:", record["sinkhorn_errors"][streams], flush=True)
+    save(options.json, record)
     record["bytes_per_second"] = rate = bandwidth(device, 1 << (16 if options.dry_run else 28))
     for count in counts:
-        record["times"][count] = timed(forms, count, tokens, width, device, rate)
+        some = {name: form for name, form in forms.items() if name != "definition" or count <= LISTED}
+        record["times"][count] = timed(some, count, tokens, width, device, rate)
         print(f"{count} sources, times:", record["times"][count], flush=True)
-        options.json.write_text(json.dumps(record, indent=1) + "\n")
+        save(options.json, record)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jinja2
-import vl_convert
 
 from crosslayer.output.panel import VERSION, Panel, chart, drawn, save_svg
 from crosslayer.output.record import dumps
@@ -46,6 +45,8 @@ class Page:
 @functools.cache
 def _vega() -> str:
     """Return the script that draws Vega-Lite charts in a browser, with its dependencies."""
+    import vl_convert  # 30 MB, and only pages need it
+
     return vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;", vl_version=VERSION)
 
 

@@ -9,8 +9,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import vl_convert
-
 from crosslayer.output.wires import Wires
 
 COLORS = ("#2457c5", "#c4472f", "#23865f", "#8a5fbf", "#b8860b", "#1391a8", "#c2549a", "#7a5640")
@@ -207,6 +205,8 @@ def save_svg(panel: Panel, folder: Path) -> Path:
         for layer in spec["layer"]:
             for channel in {"color", "stroke", "strokeDash"} & layer["encoding"].keys():
                 layer["encoding"][channel]["legend"] = {"title": None, "orient": "bottom", "columns": 2}
+    import vl_convert  # 30 MB, and only pages need it
+
     path = folder / f"{panel.key}.svg"
     path.write_text(vl_convert.vegalite_to_svg(spec, vl_version=VERSION), encoding="utf-8")
     return path

@@ -1,0 +1,92 @@
+"""Print the records of a run of `run.sh` as tables.
+
+python benchmarks/gpu/table.py FOLDER
+"""
+
+import json
+import sys
+from pathlib import Path
+
+
+def ratio(row: dict) -> str:
+    """Return the ratio to the baseline, with its interval."""
+    if row["interval"] is None:
+        return f"{row['ratio']:.3f}"
+    return f"{row['ratio']:.3f} ({row['interval'][0]:.3f}-{row['interval'][1]:.3f})"
+
+
+def milliseconds(row: dict) -> str:
+    """Return a time."""
+    return f"{row['seconds'] * 1e3:.2f} ms"
+
+
+def depth_attention(record: dict) -> None:
+    """Print errors, and times over those of the bytes."""
+    for count, forms in record["errors"].items():
+        print(
+            count, "sources:", {form: {key: f"{gap:.1e}" for key, gap in gaps.items()} for form, gaps in forms.items()}
+        )
+    print("Sinkhorn:", record["sinkhorn_errors"])
+    for count, forms in record["times"].items():
+        for form, kinds in forms.items():
+            cells = [f"{kind} {milliseconds(row)} = {row['of_limit']:.2f} of its bytes" for kind, row in kinds.items()]
+            print(count, form, *cells, sep=" | ")
+
+
+def training(record: dict) -> None:
+    """Print times over the plain decoder's, which were not taken in turns."""
+    rows = record["rows"]
+    for name, row in rows.items():
+        if "error" in row:
+            print(name, row["error"], sep=" | ")
+            continue
+        plain = rows["plain, compiled" if name.endswith("compiled") else "plain"]
+        cells = [
+            f"{kind} {milliseconds(row[kind])} = {row[kind]['seconds'] / plain[kind]['seconds']:.3f} of plain"
+            for kind in ("training", "decoding")
+            if kind in row and kind in plain
+        ]
+        memory = [] if row["peak_bytes"] is None else [f"{row['peak_bytes'] / 2**30:.1f} GiB"]
+        print(name, *cells, *memory, sep=" | ")
+
+
+def serving(record: dict) -> None:
+    """Print each method's times beside the plain decoder's."""
+    for name, kinds in record["rows"].items():
+        for kind, rows in kinds.items():
+            cells = [f"{key} {milliseconds(row)} {ratio(row)}" for key, row in rows.items() if "seconds" in row]
+            print(name, kind, *cells, sep=" | ")
+
+
+def diagnosis(record: dict) -> None:
+    """Print time and memory over a forward pass, by length."""
+    for length, row in record["rows"].items():
+        cells = [f"{key} {milliseconds(row[key])} {ratio(row[key])}" for key in ("forward", "diagnosis")]
+        print(length, "tokens", *cells, row["peak_bytes"], sep=" | ")
+
+
+def resformer(record: dict) -> None:
+    """Print loss and the means over layers, by step."""
+    for name, row in record["rows"].items():
+        for entry in row["history"]:
+            cells = [
+                f"{key} {sum(value) / len(value):.3f}, most {max(value):.3f}"
+                for key, value in entry.items()
+                if isinstance(value, list)
+            ]
+            print(name, f"step {entry['step']}", f"loss {entry['loss']:.3f}", *cells, sep=" | ")
+
+
+def main():
+    """Print every record that is there."""
+    for part in (depth_attention, training, serving, diagnosis, resformer):
+        file = Path(sys.argv[1]) / f"{part.__name__}.json"
+        if file.exists():
+            record = json.loads(file.read_text())
+            versions = ", ".join(f"{name} {record['versions'][name]}" for name in ("torch", "transformers"))
+            print(f"\n## {part.__name__}, {record['date']}, {record['machine']['gpu']}, {versions}")
+            part(record)
+
+
+if __name__ == "__main__":
+    main()

@@ -107,9 +107,10 @@ class TokenChoice(Mixing):
         if kept < total:
             choice = self.largest(weights.detach().sum(2), allowed, kept)  # (B, H_kv, 1, K)
         if choice is not None and sparse:
-            weights = weights.gather(-1, choice.clamp_min(0).long().unsqueeze(2).expand(*weights.shape[:3], -1, -1))
-            weights = weights.masked_fill(choice.unsqueeze(2) == NONE, 0)
-            weights, v = weights / weights.sum(-1, keepdim=True), _rows(v, choice.squeeze(2))
+            own = self.of_reader(choice)
+            weights = weights.gather(-1, own.clamp_min(0).long().unsqueeze(2).expand(*weights.shape[:3], -1, -1))
+            weights = weights.masked_fill(own.unsqueeze(2) == NONE, 0)
+            weights, v = weights / weights.sum(-1, keepdim=True), _rows(v, own.squeeze(2))
         out = weights.squeeze(3).to(v.dtype) @ v  # (B, H_kv, G, D)
         return out.flatten(1, 2).unsqueeze(1), choice
 
@@ -119,8 +120,6 @@ class TokenChoice(Mixing):
         """Return the output (B, T, H, D) of attention to chosen tokens; `attend` is attention to all it gets."""
         if choice is None:
             return attend(q, k, v, mask)
-        if self.heads is not None and len(self.heads) != k.shape[1]:
-            raise ValueError("tensor parallelism is not defined for layers with chooser_heads")
         choice = self.of_reader(choice)
         groups, new, total = q.shape[1] // k.shape[1], q.shape[2], k.shape[2]
         if new == 1:
@@ -137,7 +136,11 @@ class TokenChoice(Mixing):
 
     def of_reader(self, choice: Tensor) -> Tensor:
         """Return the choice that each key-value head of a layer takes of its chooser's, (B, H_kv, T, K)."""
-        return choice if self.heads is None else choice[:, list(self.heads)]
+        if self.heads is None:
+            return choice
+        if len(self.heads) != choice.shape[1]:
+            raise ValueError("tensor parallelism is not defined for layers with chooser_heads")
+        return choice[:, list(self.heads)]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from crosslayer.core.choice import TokenChoice
@@ -15,6 +15,7 @@ from crosslayer.testing.tiny import build, config_of, steps, tokens
 from tests.core.methods.naive import Naive, check, softmax_map
 
 LENGTH = 13
+SWAPPED = ((1, 0), (0, 1), (0, 1), (0, 1))
 SHAPES = {
     "two key-value heads": (SharedChoice(groups=((0, 1, 4), (2, 3, 5)), tokens=5, sinks=1, window=2), {}),
     "one key-value head, a share": (
@@ -108,6 +109,44 @@ def test_a_choice_matters():
         assert (model(ids).logits - plain(ids).logits).abs().max() > 0.1
         every = build(config_of(SharedChoice(groups=((0, 1, 4), (2, 3, 5)), tokens=LENGTH, sinks=1, window=2)))
         assert torch.equal(every(ids).logits, plain(ids).logits)  # exact where all tokens are chosen
+
+
+@st.composite
+def sharing(draw):
+    """Draw a shared choice of four layers with two key-value heads: any groups, sizes, sparse choosers and heads."""
+    group_of = draw(st.lists(st.integers(0, 2), min_size=4, max_size=4))  # group 0: layers that attend to all tokens
+    groups = tuple(tuple(layer for layer in range(4) if group_of[layer] == group) for group in (1, 2))
+    groups = tuple(group for group in groups if group)
+    sinks, window = draw(st.integers(0, 2)), draw(st.integers(1, 3))
+    tokens = draw(st.one_of(st.integers(sinks + window, 9), st.sampled_from([0.1, 0.3, 0.6])))
+    heads = draw(st.lists(st.tuples(*[st.integers(0, 1)] * 2), min_size=4, max_size=4))
+    return SharedChoice(
+        groups=groups,
+        tokens=float(tokens),
+        sinks=sinks,
+        window=window,
+        least=draw(st.integers(0, 5)),
+        sparse_choosers=tuple(group[0] for group in groups if draw(st.booleans())),
+        chooser_heads=tuple(heads) if draw(st.booleans()) else (),
+    )
+
+
+@settings(max_examples=25, deadline=None)
+@given(sharing(), st.integers(0, 99))
+@example(SharedChoice(groups=((0, 1),), tokens=4.0, sinks=1, window=2, sparse_choosers=(0,), chooser_heads=SWAPPED), 0)
+def test_any_options_give_the_same_with_a_cache(method, seed):
+    """Token by token and in pieces, and for a row of a batch with padding before it, as in one pass over the text."""
+    model, ids = build(config_of(method, num_hidden_layers=4)), tokens(batch=2, length=12, seed=seed)
+    mask = torch.ones(2, 14, dtype=torch.long)
+    mask[1, :2] = 0
+    positions = (mask.cumsum(-1) - 1).clamp_min(0)
+    padded = torch.stack([torch.cat([ids[0], ids[0, :2]]), torch.cat([ids[0, :2], ids[1]])])
+    with torch.no_grad():
+        full = model(ids, use_cache=False).logits
+        for sizes in ([1] * 12, [5, 1, 4, 1, 1]):
+            assert (steps(model, ids, sizes)[0] - full).abs().max() < 1e-6, sizes
+        row = model(padded, attention_mask=mask, position_ids=positions, use_cache=False).logits[1, 2:]
+        assert (row - full[1]).abs().max() < 1e-6
 
 
 @given(st.integers(1, 40), st.sampled_from([0.1, 0.25, 0.5, 0.99, 7, 20]), st.integers(0, 3), st.integers(1, 4))

@@ -1,12 +1,12 @@
 """ResFormer: the values of the first layer (or other earlier layers) are mixed into each layer's own, before the cache.
 
-    V'_n = λ₁ V_1 + λ₂ V_n,  n ≥ 2
+    V'_n = λ₁ V_1 + λ₂ V_n,  n ≥ 2;  of all layers  V'_n = (V_1 + … + V_n) / n
 
 The added values are always raw, never mixed. The paper's "learnable-plus", with an initialisation that depends on
 depth, is not implemented, since the paper's text does not give its exact form.
 
 Flows: raw values (or queries, keys) of the new tokens. Reads: every layer with that state of its own. Cache: unchanged
-in size, it holds V'. Source: ResFormer (arXiv 2410.17897), Eq. 7 (first), Eq. 5 (all, as their mean), Fig. 9 (queries,
+in size, it holds V'. Source: ResFormer (arXiv 2410.17897), Eq. 7 (first), Eq. 5 (all), Fig. 9 (queries,
 keys), Fig. 11 (previous).
 """
 
@@ -33,7 +33,9 @@ class ResFormer(Method):
 
     mode: str = "learnable"
     """The weights λ₁, λ₂: "identity" (½, ½), "constant" (2, 1), "sparse" (5, 1 in the last third of the layers,
-    otherwise 0, 1), "learnable" (a trained pair per layer), "dense" (a trained weight for each layer up to its own)."""
+    otherwise 0, 1), "learnable" (a trained pair per layer), "dense" (a trained weight for each layer up to its own).
+    With the source "all", "identity" is ((n − 1) / n, 1 / n), the mean of the first n layers; trained weights of n
+    layers begin there, too."""
     of: str = "values"
     """The state that is mixed: "queries", "keys" or "values"."""
     source: str = "first"
@@ -53,6 +55,8 @@ class ResFormer(Method):
             return None
         position = own_layers.index(layer)
         weights = FIXED.get(self.mode, (0.5, 0.5))
+        if self.source == "all" and self.mode in ("identity", "learnable"):
+            weights = (position / (position + 1), 1 / (position + 1))
         if self.mode == "sparse" and layer < config.num_hidden_layers - config.num_hidden_layers // 3:
             weights = (0.0, 1.0)
         if self.mode == "dense":

@@ -197,8 +197,11 @@ RESFORMERS = [
     {"mode": "learnable"},
     {"mode": "learnable", "source": "previous"},
     {"mode": "learnable", "source": "all"},
+    {"mode": "identity", "source": "all"},
+    {"mode": "constant", "source": "all"},
     {"mode": "dense", "source": "all"},
     {"mode": "identity", "of": "queries"},
+    {"mode": "identity", "of": "keys", "source": "all"},
     {"mode": "learnable", "of": "keys", "source": "all"},
 ]
 
@@ -216,9 +219,9 @@ def test_resformer(options):
                 if mode in ("learnable", "dense"):
                     weights = self.layers[layer].self_attn.mixers[0].weights
                 else:
-                    weights = {"identity": (0.5, 0.5), "constant": (2, 1), "sparse": (5, 1) if layer >= 4 else (0, 1)}[
-                        mode
-                    ]
+                    half = (layer / (layer + 1), 1 / (layer + 1)) if source == "all" else (0.5, 0.5)
+                    fixed = {"identity": half, "constant": (2, 1), "sparse": (5, 1) if layer >= 4 else (0, 1)}
+                    weights = fixed[mode]
                 if mode == "dense":
                     states[name] = sum(weights[i] * raw[i] for i in range(layer + 1))
                 else:
@@ -228,6 +231,20 @@ def test_resformer(options):
             return states["q"], states["k"], states["v"]
 
     check(build(config_of([{"name": "resformer", **options}])), Loops)
+
+
+@pytest.mark.parametrize("mode", ["identity", "learnable", "dense"])
+def test_resformer_of_all_layers_begins_with_the_mean_of_their_values(mode):
+    """The paper's Eq. 5: 1 / n for each of n layers, as the weight of each value that attention reads says."""
+
+    class Loops(Naive):
+        def states(self, layer, normed):
+            q, k, _ = super().states(layer, normed)
+            return q, k, sum(self.raw["v"][i] for i in range(layer + 1)) / (layer + 1)
+
+    config = config_of([{"name": "resformer", "mode": mode, "source": "all"}])
+    torch.manual_seed(0)
+    check(CrossLayerForCausalLM(config).double().eval(), Loops)
 
 
 @pytest.mark.parametrize("block", [None, 1, 2, 5, 12])

@@ -9,9 +9,11 @@ layer's keys and values.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from crosslayer.core.columns import Columns
 from crosslayer.core.method import Config, Method, Mixing, Wiring
@@ -230,6 +232,43 @@ def coded(latents: Tensor, bits: Sequence[int]) -> Tensor:
     exact = latents / (scale * step)
     codes = ((exact - 0.5).round() + 0.5).clamp(-most, most)
     return torch.cat([codes.detach() + (exact - exact.detach()), scale], -1)  # the difference is 0, its gradient is not
+
+
+def column_positions(position_ids: Tensor, mask: Any, seen: int | Tensor, columns: int) -> Tensor:
+    """Return the positions (1 or B, S) of cached and new tokens; of cached ones no cache keeps them.
+
+    They are the running sum of the mask where it gives those of the new tokens, as in `generate`; else columns are
+    counted, in a row with padding between its tokens from 0. Padding gets any position. Compiled code checks nothing.
+
+    Args:
+        position_ids: positions of the new tokens, (1 or B, T).
+        mask: nonzero for tokens, 0 for padding, (1 or B, up to S); or attention's, (1 or B, 1, T, S); None: no padding.
+        seen: columns of cached tokens, which new ones follow.
+        columns: S, columns of the cache; unused ones are last.
+
+    Raises:
+        ValueError: positions of cached tokens do not follow from those of new ones, or the mask is not a tensor.
+
+    """
+    column = torch.arange(columns, device=position_ids.device)  # (S,)
+    new = torch.arange(position_ids.shape[1], device=position_ids.device) + seen  # (T,)
+    if mask is None:
+        mask = torch.ones_like(column).unsqueeze(0)
+    elif not isinstance(mask, Tensor):
+        raise ValueError("layers with latents need an attention_mask that is a tensor; use sdpa or eager attention")
+    elif mask.dim() == 4:
+        mask = (mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2)[:, 0].any(1)
+    visible = functional.pad(mask.bool(), (0, columns - mask.shape[-1]))  # (1 or B, S)
+    numbers, shifts = visible.cumsum(-1) - 1, position_ids - new
+    shift = shifts[:, -1:]  # (1 or B, 1)
+    numbered = (~visible[:, new] | (position_ids == numbers[:, new])).all(-1, keepdim=True)
+    gap = (~visible & (numbers >= 0) & (column <= new[-1])).any(-1, keepdim=True)
+    counted = (shifts == shift).all(-1, keepdim=True) & ((shift == 0) | ~gap)
+    if not torch.compiler.is_compiling() and not (numbered | counted).all():
+        raise ValueError(
+            "position_ids must be the running sum of attention_mask, or columns, before cached latents; leave them out"
+        )
+    return torch.where(numbered, numbers.clamp_min(0), column + shift)
 
 
 def _middle(bits: int) -> float:

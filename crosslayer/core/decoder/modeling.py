@@ -29,6 +29,7 @@ from crosslayer.core.decoder.family import norm, rotary
 from crosslayer.core.decoder.keywords import LEAKED, LOSS, check_keywords
 from crosslayer.core.decoder.layer import ROUTERS, CrossLayerDecoderLayer
 from crosslayer.core.decoder.packed import recurrent_mask
+from crosslayer.core.latents import column_positions
 from crosslayer.core.method import TOKENS, Carry, Mixing
 from crosslayer.core.sources import BY_LAYER
 from crosslayer.core.transformers_versions import CACHE, NewPreTrainedModel, layers_without_cache, takes_cache
@@ -177,7 +178,7 @@ class CrossLayerModel(CrossLayerPreTrainedModel):
         masks = attention_mask  # a dict if generate() has built them
         if not isinstance(masks, dict):
             masks = masks_of(self.config, layer_types, stream, attention_mask, position_ids, cache)
-        columns = self._column_embeddings(stream, position_ids, cache)
+        columns = self._column_embeddings(stream, position_ids, attention_mask, cache)
         stream, position_embeddings = self.add_positions(stream, position_ids)
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
@@ -220,23 +221,19 @@ class CrossLayerModel(CrossLayerPreTrainedModel):
         return stream, self.rotary_emb(stream, position_ids=position_ids)
 
     def _column_embeddings(
-        self, stream: Tensor, position_ids: Tensor, cache: Cache | None
+        self, stream: Tensor, position_ids: Tensor, mask: Any, cache: Cache | None
     ) -> tuple[Tensor, Tensor] | None:
-        """Return the rotary tables (1 or B, S, D) of cached and new tokens, for keys made of latents; else None.
-
-        Cached tokens are taken to have successive positions, up to that of the last new token.
-        """
+        """Return the rotary tables (1 or B, S, D) of cached and new tokens, for keys made of latents; else None."""
         if self.first_latent is None or self.rotary_emb is None:
             return None
         columns = new = position_ids.shape[1]
         if cache is not None:
             columns, _ = cache.get_mask_sizes(new, self.first_latent)
-        if columns == new:
-            return self.rotary_emb(stream, position_ids=position_ids)
-        assert cache is not None
-        last = cache.get_seq_length() + new - 1  # index of the last new token in the text
-        ages = last - torch.arange(columns, device=stream.device)  # (S,)
-        return self.rotary_emb(stream, position_ids=position_ids[:, -1:] - ages)
+        if columns != new:
+            assert cache is not None
+            mask = mask["full_attention"] if isinstance(mask, dict) else mask
+            position_ids = column_positions(position_ids, mask, cache.get_seq_length(), columns)
+        return self.rotary_emb(stream, position_ids=position_ids)
 
     def _first_carry(self, input_ids: Tensor | None, stream: Tensor) -> Carry:
         """Return the carry for the first layer: the token ids, if a method reads them.

@@ -9,8 +9,8 @@ With `bits` the cache holds codes, of as many bits as a channel is worth, and th
 
 A channel is read as s · code, and its step Δ is part of W_b.
 
-Keys are made before qk-norm and rotary embedding, which are applied when they are read; cached tokens are taken to have
-successive positions. Codes are rounded when they are made, so that every way to run the model reads the same.
+Keys are made before qk-norm and rotary embedding, which are applied when they are read; the positions of cached tokens
+follow from the mask. Codes are rounded when they are made, so that every way to run the model reads the same.
 
 Flows: keys and values, as they were made of latents, to the next layer of the group. Reads: each layer its own latents.
 Cache: a latent of each layer. Source: MLA (DeepSeek-V2, arXiv 2405.04434); in pretrained models Palu (arXiv 2407.21118)

@@ -300,7 +300,7 @@ BAD = [
     ({"name": "denseformer", "dilation": 7}, "none of the 6 layers .* period may be at most 6, dilation at most 6"),
     ({"name": "denseformer", "dilation": 5, "period": 4}, "period may be at most 6, dilation at most 4"),
     ({"name": "denseformer", "period": 7}, "period may be at most 6, dilation at most 6"),
-    (["denseformer", "attnres"], "denseformer and attnres both replace the residual stream"),
+    (["denseformer", "attnres"], "denseformer with attnres: both replace the residual stream"),
     ({"name": "yoco", "window": 0}, "yoco: window must be at least 1 token, got 0"),
     (
         ["yoco", "cla"],
@@ -316,7 +316,7 @@ BAD = [
     (["value_embeddings", "svformer"], r"value_embeddings: .* values of their own, \[0\], got"),
     ({"name": "fusedkv", "start": 1}, "start must be 2 to 5 for 6 layers, got 1"),
     (["fusedkv", "cla"], r"layer 3: fusedkv reads keys of layers 0 and 2 and cla of layer 2; only one"),
-    (["skipv1", "resformer"], "skipv1 with resformer: skipv1 gives layers only a share of their value heads"),
+    (["skipv1", "resformer"], "skipv1 with resformer: one gives layers only a share of their value heads"),
     (["fusedkv", "cross_attention"], r"fusedkv reads keys of layers 0 and 2 and cross_attention of layers 0 and 3"),
     (["cross_attention", "skipv1"], "layer 1 .* exactly one method must combine them, got cross_attention and skipv1"),
     ({"name": "cross_attention", "source": "last"}, "source must be one of 'first', 'previous', got 'last'"),

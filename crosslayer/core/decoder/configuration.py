@@ -1,5 +1,8 @@
 """The config of the cross-layer decoder: Llama's fields, those of other families, and a list of methods."""
 
+import re
+from collections.abc import Sequence
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -74,7 +77,7 @@ class CrossLayerConfig(LlamaConfig):
         super().__post_init__(**kwargs)
         self._check_family()
         self._check_shapes()
-        self._check_wiring()
+        self._check_methods()
 
     def _set_windows(self) -> None:
         """Set `layer_types` and `sliding_window`, if a method defines them.
@@ -210,54 +213,53 @@ class CrossLayerConfig(LlamaConfig):
         if "sliding_attention" in self.layer_types and self.sliding_window is None:
             raise ValueError("layer_types has sliding_attention, but sliding_window is not set; set it")
 
-    def _check_wiring(self) -> None:
-        wiring, layer_types = self.wiring, self.layer_types
+    def _check_methods(self) -> None:
+        """Refuse methods that do not fit the config or one another; name the fewest that do not."""
+        if self._misfit(self.methods) is None:
+            return
+        for count in range(len(self.methods) + 1):
+            for few in combinations(self.methods, count):
+                misfit, names = self._misfit(few), [method.name() for method in few]
+                if misfit is not None:
+                    is_named = all(re.search(rf"\b{re.escape(name)}\b", misfit) for name in names)
+                    raise ValueError(misfit if is_named else f"{' with '.join(names)}: {misfit}")
+
+    def _misfit(self, methods: Sequence[Method]) -> str | None:
+        """Return why methods alone, some of the config's, do not fit the config or one another."""
+        left_out = [method for method in self.methods if method not in methods]
+        plain = any(method.windows(self.num_hidden_layers) is not None for method in left_out)
+        layer_types = ["full_attention"] * self.num_hidden_layers if plain else self.layer_types
         assert layer_types is not None
+        try:
+            self._check_wiring(wire(methods, self.num_hidden_layers, self.linear_layers), layer_types)
+        except ValueError as error:
+            return str(error)
+        return None
+
+    def _check_wiring(self, wiring: Wiring, layer_types: list[str]) -> None:
+        plan = wiring.plan
         for state in STATES:
             for reader in range(self.num_hidden_layers):
-                for source in wiring.plan.reads(state, reader):
+                for source in plan.reads(state, reader):
                     if layer_types[reader] != layer_types[source]:
-                        raise ValueError(
-                            f"layer {reader} ({layer_types[reader]}) reads {state} of layer {source} "
-                            f"({layer_types[source]}); "
-                            "layers of different types cannot share"
-                        )
-        for layer, latent in enumerate(wiring.plan.latents):
-            if latent is not None and layer_types[layer] != "full_attention":
-                raise ValueError(
-                    f"layer {layer} ({layer_types[layer]}) cannot cache a latent, only layers that see all tokens can"
-                )
-        for layer in range(self.num_hidden_layers):
-            if not wiring.plan.involves_choice(layer):
-                continue
-            if layer_types[layer] != "full_attention":
-                raise ValueError(
-                    f"layer {layer} ({layer_types[layer]}) cannot choose tokens or attend to chosen ones, only layers "
-                    "that see all tokens can"
-                )
-            for method in wiring.methods:
+                        pair = f"layer {reader} ({layer_types[reader]}) reads {state} of layer {source}"
+                        raise ValueError(f"{pair} ({layer_types[source]}); layers of different types cannot share")
+        for layer, layer_type in enumerate(layer_types):
+            chooses = plan.involves_choice(layer)
+            if layer_type != "full_attention" and (chooses or plan.latents[layer] is not None):
+                what = "choose tokens or attend to chosen ones" if chooses else "cache a latent"
+                raise ValueError(f"layer {layer} ({layer_type}) cannot {what}, only layers that see all tokens can")
+            for method in wiring.methods if chooses else ():
                 method.choice(self, wiring, layer)  # refuses bad options
-            if wiring.reads_several[layer]:
-                raise ValueError(
-                    f"layer {layer} reads several layers, so it can neither choose tokens nor attend to chosen ones"
-                )
-        if len(self.residual_methods) > 1:
-            raise ValueError(
-                f"{' and '.join(self.residual_methods)} both replace the residual stream; only one method may"
-            )
-        mixing = [method.name() for method in wiring.methods if type(method).heads is not Method.heads]
-        if mixing and min(wiring.plan.value_shares) < 1:
-            partial = [m.name() for m in wiring.methods if min(m.plan(self.num_hidden_layers).value_shares) < 1]
-            raise ValueError(
-                f"{partial[0]} with {mixing[0]}: {partial[0]} gives layers only a share of their value heads, but "
-                f"{mixing[0]} changes all of them; use only one of the two"
-            )
-        if mixing and wiring.plan.has_latents:
-            latent = [m.name() for m in wiring.methods if m.plan(self.num_hidden_layers).has_latents]
-            raise ValueError(
-                f"{latent[0]} with {mixing[0]}: {latent[0]} makes keys and values of what is cached, so {mixing[0]} "
-                "cannot change them before; use only one of the two"
-            )
+            if chooses and wiring.reads_several[layer]:
+                raise ValueError(f"layer {layer} reads several layers, so it can neither choose nor attend to a choice")
+        if sum(type(method).residual is not Method.residual for method in wiring.methods) > 1:
+            raise ValueError("both replace the residual stream; only one method may")
+        mixing = any(type(method).heads is not Method.heads for method in wiring.methods)
+        if mixing and min(plan.value_shares) < 1:
+            raise ValueError("one gives layers only a share of their value heads, the other changes all; use only one")
+        if mixing and plan.has_latents:
+            raise ValueError("one makes keys and values of what is cached, the other changes them before; use only one")
         names = [method.name() for method in wiring.methods]
         if len(set(names)) != len(names):
             raise ValueError(f"cross_layer must name each method once, got {', '.join(names)}")

@@ -12,6 +12,7 @@ import pkgutil
 import reprlib
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import combinations
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, get_type_hints
 
@@ -165,10 +166,11 @@ def merge_plans(methods: Sequence[Method], layers: int) -> DepthPlan:
 
 
 def _merged(methods: Sequence[Method], plans: Sequence[DepthPlan], layers: int) -> DepthPlan:
+    for (one, plan), (other, others) in combinations(zip(methods, plans, strict=True), 2):
+        plan.merge(others, (one.name(), other.name()))  # each two must combine, in whichever order
     merged = DepthPlan.identity(layers)
-    for number, (method, plan) in enumerate(zip(methods, plans, strict=True)):
-        before = " + ".join(earlier.name() for earlier in methods[:number]) or "the plain decoder"
-        merged = merged.merge(plan, (before, method.name()))
+    for plan in plans:
+        merged = merged.merge(plan, ("the methods", "the last"))
     if all(source is None for source in merged.keys):
         raise ValueError("no layer has attention; at least one layer must keep it")
     return merged

@@ -255,8 +255,8 @@ def test_hidden_states_are_what_each_layer_reads(name):
         ([{"name": "hyper_connections", "streams": 1}], "streams must be at least 2, got 1"),
         ([{"name": "hyper_connections", "iterations": 0}], "iterations must be at least 1, got 0"),
         ([{"name": "mudd", "ways": "keys"}], "ways must be one of 'all', 'residual', got 'keys'"),
-        (["mudd", "hyper_connections"], "mudd and hyper_connections both replace the residual stream"),
-        (["attnres", "cla", "mudd"], "attnres and mudd both replace the residual stream; only one method may"),
+        (["mudd", "hyper_connections"], "mudd with hyper_connections: both replace the residual stream"),
+        (["attnres", "cla", "mudd"], "attnres with mudd: both replace the residual stream; only one method may"),
     ],
 )
 def test_refused(methods, message):

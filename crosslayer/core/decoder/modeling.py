@@ -20,6 +20,7 @@ from transformers.masking_utils import (
     create_causal_mask,
     create_sliding_window_causal_mask,
 )
+from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 
@@ -361,6 +362,10 @@ class CrossLayerForCausalLM(CrossLayerPreTrainedModel, GenerationMixin):
         if generation_config.cache_implementation == "quantized":
             check_quantized(self.config)
         return super()._prepare_cache_for_generation(generation_config, *args, **kwargs)  # type: ignore[misc]
+
+
+class CrossLayerForSequenceClassification(GenericForSequenceClassification, CrossLayerPreTrainedModel):
+    """The body and a classifier, which reads the last token that is no padding; weights of a language model load."""
 
 
 def masks_of(

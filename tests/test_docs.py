@@ -7,6 +7,7 @@ A tiny model with as many layers takes the place of smollm2. What a block needs 
 import inspect
 import re
 import shlex
+from itertools import dropwhile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,6 +32,7 @@ PAGES = sorted(
     {page.relative_to(ROOT).as_posix() for page in DOCS.rglob("*.md")} - ELSEWHERE - NOTEBOOKS | {"README.md"}
 )
 FENCE = re.compile(r'(?m)^```(\w*)(?: title="([^"\n]*)")?\n(.*?)^```$', re.S)
+VARIABLE = re.compile(r"[A-Z]+=")  # set for the command behind it
 WITH_RETROFIT = {"docs/guides/measure.md"}  # needs the folder that retrofit makes
 LONG = {"docs/guides/convert.md", "docs/guides/inspect.md"}  # half a minute together
 
@@ -53,7 +55,8 @@ class Block(NamedTuple):
         for line in self.body.splitlines():
             if open_line or line.startswith("$ ") or self.kind == "sh":
                 try:
-                    found.append(shlex.split(open_line + line.removeprefix("$ "), comments=True))
+                    words = shlex.split(open_line + line.removeprefix("$ "), comments=True)
+                    found.append(list(dropwhile(VARIABLE.match, words)))
                     open_line = ""
                 except ValueError:  # a quotation goes on in the next line
                     open_line += line + " "

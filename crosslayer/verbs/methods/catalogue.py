@@ -22,7 +22,7 @@ def method_table(layers: int = 32) -> list[dict[str, str]]:
         cls = method_class(name)
         text = description(cls)
         share = cls.example(layers).plan(layers).cached_fraction()
-        what = text.splitlines()[0].rstrip(".")
+        what = text.partition("\n")[0].rstrip(".")
         row = {"method": name, "what": what, "flows": _field(text, "Flows"), "cache": f"{share:.2%}"}
         rows.append({**row, "source": _field(text, "Source")})
     return rows
@@ -36,8 +36,8 @@ def markdown(layers: int = 32) -> str:
 
 
 def description(cls: type[Method]) -> str:
-    """Return the description of a method: its module's docstring."""
-    return inspect.getdoc(inspect.getmodule(cls)) or ""
+    """Return the description of a method: its module's docstring, else its own, else nothing."""
+    return inspect.getdoc(inspect.getmodule(cls)) or inspect.getdoc(cls) or ""
 
 
 def options(cls: type[Method]) -> list[str]:
@@ -56,8 +56,9 @@ def _written(cls: type) -> dict[str, str]:
     rows = {}
     for line, below in zip(node.body, [*node.body[1:], None], strict=True):
         if isinstance(line, ast.AnnAssign) and line.value is not None:
-            text = below.value.value if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) else ""
-            rows[ast.unparse(line.target)] = f"  {ast.unparse(line)}\n      {_line(str(text))}"
+            text = below.value.value if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) else None
+            written = _line(text) if isinstance(text, str) else ""
+            rows[ast.unparse(line.target)] = f"  {ast.unparse(line)}\n      {written}".rstrip()
     return rows
 
 
@@ -74,12 +75,12 @@ def describe(cls: type[Method], layers: int = 8) -> str:
     heads = f"{config.num_key_value_heads} heads of {config.head_dim}"
     sections = [
         description(cls),
-        (cls.__doc__ or "").strip(),
+        inspect.getdoc(cls) or "",
         "\n".join(["Options:", *rows]) if rows else "It has no options.",
         f"{cls.__name__}({shown})",
         f"{config.plan.diagram()}\nKV bytes per token in bf16 ({heads}): {stored} stored, {read} read",
     ]
-    return "\n\n".join(sections)
+    return "\n\n".join(dict.fromkeys(filter(None, sections)))
 
 
 def _field(text: str, name: str) -> str:

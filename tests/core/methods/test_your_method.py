@@ -49,6 +49,45 @@ def test_it_is_described(folder):
     assert all(word in shown for word in WORDS), shown
 
 
+HEAD = """
+from dataclasses import dataclass
+
+from crosslayer.core.method import Method
+
+
+@dataclass(frozen=True)
+class {name}(Method):
+{body}
+"""
+SPARSE = {  # methods that describe themselves less than the contract demands: the body of the class, the first line
+    "in_the_class": ('    """Every layer."""\n\n    start: int = 2\n', "Every layer"),
+    "in_lines": (
+        '    """\n    Every layer.\n\n    More of it.\n    """\n\n    start: int = 2\n    ...\n',
+        "Every layer",
+    ),
+    "empty": ('    """"""\n\n    start: int = 2\n    """"""\n', "Empty(start: int = 2)"),
+    "undescribed": ("    start: int = 2\n", "Undescribed(start: int = 2)"),
+}
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_a_method_that_describes_itself_sparsely_is_listed_and_described(name, tmp_path, monkeypatch):
+    body, first = SPARSE[name]
+    (tmp_path / f"{name}.py").write_text(HEAD.format(name=name.capitalize(), body=body))
+    monkeypatch.setattr(methods, "__path__", [*methods.__path__, str(tmp_path)])
+    methods._files.cache_clear()
+    try:
+        (row,) = [row for row in crosslayer.methods().rows if row["method"] == name]
+        (shown,) = crosslayer.methods(name).sentences()
+    finally:
+        sys.modules.pop(f"{methods.__name__}.{name}", None)
+        methods._files.cache_clear()
+    assert row["what"] == first and row["source"] == ""
+    lines = shown.split("\n")
+    assert lines[0].startswith(first) and shown.count(first) == 1
+    assert not lines[lines.index("  start: int = 2") + 1] and "\n\n\n" not in shown
+
+
 def test_it_is_used(folder, capsys):
     runpy.run_path(str(folder / "use.py"))
     assert "KV cache: 87.50%" in capsys.readouterr().out  # the default groups its first two layers

@@ -25,6 +25,7 @@ from crosslayer.verbs.verify.subject import RECENT, random_ids, subject_of
 from crosslayer.wiring.kv_bits import KvBits, parse_kv_bits
 
 DTYPES_CHECKED = ("float32", "bfloat16")
+CODES = "in float64, since rounding in lower precisions decides between neighboring codes"
 SHOWN = 3  # files that a message names
 
 
@@ -50,7 +51,7 @@ def verify(
         model: hub name, local folder, or smollm2 (embedded), loaded in float32. In Python also a loaded model.
         tokenizer: in Python, the tokenizer of a loaded model; its special tokens are not used as test ids.
         dtypes: dtypes to check; each is compared with a plain pass in the same dtype. A model that caches codes is
-            checked in float64 by default, since rounding in lower precisions decides between neighbouring codes.
+            checked in float64 instead, since rounding in lower precisions decides between neighboring codes.
         kv_bits: check a quantised KV cache of 8, 4, 3, 2, fp8, or by layer, such as 8@0-11,4@12-29; in float64, too.
         device: cpu, cuda, …; default the GPU if there is one. In Python only if `model` is a name or path.
         folder: in Python, the folder of a loaded model; its `manifest.json` is checked too.
@@ -65,7 +66,6 @@ def verify(
     bits = None if kv_bits is None else replace(parse_kv_bits(kv_bits), recent=RECENT)
     if bits is not None and tuple(dtypes) != DTYPES_CHECKED:
         raise ValueError("`kv_bits` is checked in float64, where rounding decides nothing; leave `dtypes` out")
-    dtypes = dtypes if bits is None else ("float64",)
     check_dtypes(dtypes)
     conditions = Conditions(tuple(dtypes), bits, compile_backend)
     started = time.monotonic()
@@ -138,7 +138,7 @@ def _check_loaded(
     dtypes, bits, backend = conditions
     plan = plan_of(model.config)
     has_codes = bits is not None or plan is not None and plan.has_codes
-    if has_codes and dtypes == DTYPES_CHECKED:
+    if has_codes:
         dtypes = ("float64",)
     chosen = {name: check for name, check in CHECKS.items() if not has_codes or name in WITH_BITS}
     ids, done, total = random_ids(model, tokenizer), 0, len(chosen) * len(dtypes)
@@ -150,6 +150,7 @@ def _check_loaded(
         for dtype in dtypes:
             with subject_of(model, ids, dtype, backend, bits) as subject:
                 tolerance, note = tolerance_of(dtype, subject.difference(reference))
+                note = CODES if has_codes else note
                 for name, check in chosen.items():
                     meter.step(done, total, f"{name}, {dtype}")
                     rows.append(judged(name, dtype, tolerance, partial(check, subject), note))

@@ -1,11 +1,10 @@
-"""Latents: their equation against loops, the codes in the cache, and what is refused."""
+"""Latents: the codes in the cache, gradients, and what is refused. Their equation: test_equations.py."""
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import DynamicCache
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from crosslayer import verify
 from crosslayer.core.columns import ColumnLayer
@@ -14,72 +13,9 @@ from crosslayer.core.methods.kv_latents import KVLatents
 from crosslayer.core.transformers_versions import CACHE
 from crosslayer.testing.tiny import build, config_of, steps, tokens
 from crosslayer.wiring.read import read_plan
-from tests.core.methods.naive import Naive, check
+from tests.helpers.verifications import only
 
 BITS = ((4, 2, 1, 0), (8, 2, 0, 0), (3, 1, 1, 1), (7, 6, 5, 0), (2, 2, 2, 2), (1, 0, 0, 0))
-
-
-@pytest.mark.parametrize(
-    ("method", "shape"),
-    [
-        (KVLatents(rank=0.25), {}),
-        (KVLatents(groups=()), {"num_key_value_heads": 1}),
-        (KVLatents(groups=((1, 2, 4), (3, 5))), {"qk_norm": True, "attention_bias": True}),
-        (KVLatents(bits=BITS), {}),
-        (KVLatents(bits=BITS, groups=((0, 3), (1, 2, 5))), {"qk_norm": True}),
-    ],
-)
-def test_equation(method, shape):
-    """Keys and values of a layer by loops over tokens and channels, codes rounded one by one."""
-    groups = (tuple(range(6)),) if method.groups is None else method.groups
-    below_of = {layer: below for group in groups for below, layer in zip(group[:-1], group[1:], strict=True)}
-
-    class Loops(Naive):
-        def __init__(self, model):
-            super().__init__(model)
-            self.both = {}  # keys and values (T, W) before qk-norm and rotation, by layer
-
-        def states(self, layer, normed):
-            attention = self.layers[layer].self_attn
-            encoder, decoder = attention.latent_encoder, attention.latent_decoder
-            rows = []
-            for t, x in enumerate(normed):
-                below = self.both[below_of[layer]][t] if layer in below_of else None
-                latent = [row @ x + bias for row, bias in zip(encoder.down.weight, encoder.down.bias, strict=True)]
-                if below is not None:
-                    latent = [c - row @ below for c, row in zip(latent, encoder.below.weight, strict=True)]
-                if method.bits is not None:
-                    latent = coded_by_loops([float(c) for c in latent], method.bits[layer])
-                row = decoder.up.bias.clone()
-                for channel, c in enumerate(latent):
-                    row += c * decoder.up.weight[:, channel]
-                rows.append(row if below is None else row + decoder.below.weight @ below)
-            self.both[layer] = torch.stack(rows)
-            q, (k, v) = attention.q_proj(normed), self.both[layer].chunk(2, -1)
-            q, k, v = (state.unflatten(-1, (-1, attention.head_dim)) for state in (q, k, v))  # (T, H or H_kv, D)
-            if attention.q_norm is not None:
-                q, k = attention.q_norm(q), attention.k_norm(k)
-            q, k, v = (state.transpose(0, 1) for state in (q, k, v))
-            tables = self.model.model.rotary_emb(normed[None], torch.arange(len(normed))[None])
-            q, k = (apply_rotary_pos_emb(state[None], state[None], *tables)[0][0] for state in (q, k))
-            return q, k, v
-
-    check(build(config_of(method, **shape)), Loops)
-
-
-def coded_by_loops(latent, bits):
-    """Round each channel to the nearest of its codes; return what is read."""
-    numbers = [number for number in bits for _ in range(UNIT) if number]
-    scale = (sum(c * c for c in latent) / len(latent)) ** 0.5
-    for c, number in zip(latent, numbers, strict=True):
-        if number >= 4:
-            scale = max(scale, abs(c) / (STEPS[number] * (2**number - 1) / 2))
-    scale = float(torch.tensor(scale, dtype=torch.float64).to(torch.float16))
-    read = []
-    for c, number in zip(latent, numbers, strict=True):
-        codes = [index - (2**number - 1) / 2 for index in range(2**number)]
-        read.append(scale * min(codes, key=lambda code: abs(code * STEPS[number] * scale - c)))
-    return read
 
 
 @given(st.lists(st.integers(0, 8), min_size=1, max_size=12).filter(any), st.integers(1, 40), st.data())
@@ -171,8 +107,12 @@ def test_continuous_batching_is_refused():
         model(tokens(length=4), **{CACHE: object()})
 
 
-def test_verify_checks_codes_in_float64():
-    """In float32 the order of sums decides between neighbouring codes."""
-    verification = verify(build(config_of(KVLatents(bits=BITS), max_position_embeddings=256)).float())
-    assert {check.dtype for check in verification.checks if check.status == "PASS"} == {"float64"}
-    assert not [check for check in verification.checks if check.status == "FAIL"]
+@pytest.mark.parametrize("dtypes", [("float32", "bfloat16"), ("float32",), ("bfloat16", "float64")])
+def test_verify_checks_codes_in_float64(dtypes, monkeypatch):
+    """In float32 the order of sums decides between neighbouring codes; every row says so, whatever was asked for."""
+    if dtypes != ("float32", "bfloat16"):
+        only(monkeypatch, "cache, token by token", "cache, uneven chunks", "left-padded batch")
+    verification = verify(build(config_of(KVLatents(bits=BITS), max_position_embeddings=256)).float(), dtypes=dtypes)
+    checked = [check for check in verification.checks if check.status == "PASS"]
+    assert {check.dtype for check in checked} == {"float64"} and not verification.failed
+    assert len([check for check in checked if "neighboring codes" in check.reason]) == 3

@@ -4,13 +4,18 @@
 become 6e-8 after it (SDPA and the loops sum in another order). A wrong wiring moves the logits by more than 1e-2.
 """
 
+import math
+
 import pytest
 import torch
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from crosslayer.core.decoder import CrossLayerForCausalLM
 from crosslayer.core.methods import method_class
-from crosslayer.testing.tiny import build, config_of
-from tests.core.methods.naive import Naive, attend, check
+from crosslayer.core.methods.kv_latents import KVLatents
+from crosslayer.core.methods.shared_choice import SharedChoice
+from crosslayer.testing.tiny import build, config_of, steps
+from tests.core.methods.naive import Naive, attend, check, softmax_map
 from tests.helpers.tiny import tokens
 
 
@@ -315,3 +320,149 @@ def test_denseformer(dilation, period, dropped):
 
     methods = [{"name": "denseformer", "dilation": dilation, "period": period}, {"name": "drop", **dropped}]
     check(build(config_of(methods)), Loops)
+
+
+STEPS = {1: 1.596, 2: 0.996, 3: 0.586, 4: 0.335, 5: 0.188, 6: 0.104, 7: 0.0569, 8: 0.0308}  # as on the page
+BITS = ((4, 2, 1, 0), (8, 2, 0, 0), (3, 1, 1, 1), (7, 6, 5, 0), (2, 2, 2, 2), (1, 0, 0, 0))
+
+
+@pytest.mark.parametrize(
+    ("method", "shape"),
+    [
+        (KVLatents(rank=0.25), {}),
+        (KVLatents(groups=()), {"num_key_value_heads": 1}),
+        (KVLatents(groups=((1, 2, 4), (3, 5))), {"qk_norm": True, "attention_bias": True}),
+        (KVLatents(bits=BITS), {}),
+        (KVLatents(bits=((16, 16, 0, 0), *BITS[1:])), {}),
+        (KVLatents(bits=BITS, groups=((0, 3), (1, 2, 5))), {"qk_norm": True}),
+    ],
+)
+def test_kv_latents(method, shape):
+    """Keys and values of a layer by loops over tokens and channels, as docs/methods/equations.md says."""
+    groups = (tuple(range(6)),) if method.groups is None else method.groups
+    below_of = {layer: below for group in groups for below, layer in zip(group[:-1], group[1:], strict=True)}
+
+    class Loops(Naive):
+        def __init__(self, model):
+            super().__init__(model)
+            self.both = {}  # [K; V] (T, W) before qk-norm and rotation, by layer
+
+        def states(self, layer, normed):
+            attention = self.layers[layer].self_attn
+            encoder, decoder = attention.latent_encoder, attention.latent_decoder
+            rows = []
+            for t, x in enumerate(normed):
+                below = self.both[below_of[layer]][t] if layer in below_of else None
+                c = [float(row @ x + a) for row, a in zip(encoder.down.weight, encoder.down.bias, strict=True)]
+                if below is not None:
+                    c = [c_i - float(row @ below) for c_i, row in zip(c, encoder.below.weight, strict=True)]
+                if method.bits is not None and 16 not in method.bits[layer]:
+                    c = read_as(c, [bits for bits in method.bits[layer] for _ in range(8) if bits])
+                row = decoder.up.bias.clone()
+                for i, c_i in enumerate(c):
+                    row += c_i * decoder.up.weight[:, i]
+                rows.append(row if below is None else row + decoder.below.weight @ below)
+            self.both[layer] = torch.stack(rows)
+            q, (k, v) = attention.q_proj(normed), self.both[layer].chunk(2, -1)
+            q, k, v = (state.unflatten(-1, (-1, attention.head_dim)) for state in (q, k, v))  # (T, H or H_kv, D)
+            if attention.q_norm is not None:
+                q, k = attention.q_norm(q), attention.k_norm(k)
+            q, k, v = (state.transpose(0, 1) for state in (q, k, v))
+            tables = self.model.model.rotary_emb(normed[None], torch.arange(len(normed))[None])
+            q, k = (apply_rotary_pos_emb(state[None], state[None], *tables)[0][0] for state in (q, k))
+            return q, k, v
+
+    check(build(config_of(method, **shape)), Loops)
+
+
+def read_as(c, bits):
+    """Return s times the code of each channel of a token's latent."""
+    largest = [(2**b - 1) / 2 for b in bits]
+    covered = [abs(c_i) / (STEPS[b] * m) for c_i, b, m in zip(c, bits, largest, strict=True) if b >= 4]
+    scale = float(torch.tensor(max([(sum(c_i**2 for c_i in c) / len(c)) ** 0.5, *covered])).to(torch.float16))
+    codes = [math.floor(c_i / (scale * STEPS[b])) + 0.5 for c_i, b in zip(c, bits, strict=True)]
+    return [scale * min(max(code, -m), m) for code, m in zip(codes, largest, strict=True)]
+
+
+CHOICES = {
+    "two key-value heads": (SharedChoice(groups=((0, 1, 4), (2, 3, 5)), tokens=5, sinks=1, window=2), {}),
+    "one key-value head, a share": (
+        SharedChoice(groups=((1, 3), (2, 4, 5)), tokens=0.3, sinks=0, window=1, least=0),
+        {"num_key_value_heads": 1},
+    ),
+    "a share, but at least so many": (
+        SharedChoice(groups=((0, 1, 2), (3, 4, 5)), tokens=0.3, sinks=0, window=1, least=3, sparse_choosers=(3,)),
+        {},
+    ),
+    "as many, other heads, own choice": (
+        SharedChoice(
+            groups=((0, 2, 5), (3,)),
+            tokens=4,
+            sinks=2,
+            window=1,
+            sparse_choosers=(0, 3),
+            chooser_heads=((), (), (3, 3, 0, 1), (), (), (1, 0, 3, 2)),
+        ),
+        {"num_key_value_heads": 4, "qk_norm": False},
+    ),
+}
+
+
+class Chooses(Naive):
+    """Chooses, masks and attends token by token, as docs/methods/equations.md says."""
+
+    def __init__(self, model):
+        super().__init__(model)
+        self.method, self.choices = model.config.methods[0], {}
+        self.chooser_of = {layer: group[0] for group in self.method.groups for layer in group}
+
+    def attention(self, layer, q, k, v):
+        chooser = self.chooser_of.get(layer)
+        scale, groups = self.layers[layer].self_attn.scaling, len(q) // len(k)
+        maps = [softmax_map(q[h], k[h // groups], scale) for h in range(len(q))]
+        if chooser == layer:
+            self.choices[layer] = [self.chosen(maps[h * groups : (h + 1) * groups]) for h in range(len(k))]
+        heads = []
+        for h, weights in enumerate(maps):
+            pair = h // groups
+            if chooser is not None and (chooser != layer or layer in self.method.sparse_choosers):
+                named = self.method.chooser_heads[layer] if self.method.chooser_heads else ()
+                choice = self.choices[chooser][named[pair] if named else pair]
+                for row, kept in enumerate(choice):
+                    for column in range(len(weights)):
+                        if column not in kept:
+                            weights[row, column] = 0
+                    weights[row] /= weights[row].sum()
+            heads.append(weights @ v[pair])
+        return torch.cat(heads, -1)
+
+    def chosen(self, maps):
+        """Return, for each token, the set of tokens that one key-value head chooses."""
+        method, result = self.method, []
+        for row in range(len(maps[0])):
+            seen = row + 1
+            count = int(method.tokens)
+            if method.tokens < 1:
+                count = max(math.ceil(method.tokens * seen - 1e-9), method.sinks + method.window, method.least)
+            mass = [sum(float(weights[row, column]) for weights in maps) for column in range(seen)]
+            always = [column for column in range(seen) if column < method.sinks or column >= seen - method.window]
+            others = sorted((column for column in range(seen) if column not in always), key=lambda j: -mass[j])
+            result.append(set((always + others)[: max(count, len(always))]))
+        return result
+
+
+@pytest.mark.parametrize("case", CHOICES)
+def test_shared_choice(case):
+    method, shape = CHOICES[case]
+    check(build(config_of(method, **shape)), Chooses, length=13)
+
+
+@pytest.mark.parametrize("case", CHOICES)
+def test_shared_choice_with_a_cache(case):
+    """Token by token through a cache, and in two pieces."""
+    method, shape = CHOICES[case]
+    model, ids = build(config_of(method, **shape)), tokens(batch=1, length=13)
+    with torch.no_grad():
+        expected = Chooses(model).run(ids[0])
+    for sizes in ([1] * 13, [8, 3, 1, 1]):
+        assert (steps(model, ids, sizes)[0][0] - expected).abs().max() < 1e-6

@@ -1,6 +1,4 @@
-"""Shared choice: its equation against loops, cached and not, with padding; reads by the plan; what is refused."""
-
-import math
+"""Shared choice: cached, padded and in blocks; reads by the plan; what is refused. Its equation: test_equations.py."""
 
 import pytest
 import torch
@@ -12,97 +10,15 @@ from crosslayer.core.methods import load_method, merge_plans
 from crosslayer.core.methods.shared_choice import SharedChoice
 from crosslayer.core.plan import DepthPlan, TokenCount
 from crosslayer.testing.tiny import build, config_of, steps, tokens
-from tests.core.methods.naive import Naive, check, softmax_map
 
 LENGTH = 13
 SWAPPED = ((1, 0), (0, 1), (0, 1), (0, 1))
-SHAPES = {
-    "two key-value heads": (SharedChoice(groups=((0, 1, 4), (2, 3, 5)), tokens=5, sinks=1, window=2), {}),
-    "one key-value head, a share": (
-        SharedChoice(groups=((1, 3), (2, 4, 5)), tokens=0.3, sinks=0, window=1, least=0),
-        {"num_key_value_heads": 1},
-    ),
-    "a share, but at least so many": (
-        SharedChoice(groups=((0, 1, 2), (3, 4, 5)), tokens=0.3, sinks=0, window=1, least=3, sparse_choosers=(3,)),
-        {},
-    ),
-    "as many, other heads, own choice": (
-        SharedChoice(
-            groups=((0, 2, 5), (3,)),
-            tokens=4,
-            sinks=2,
-            window=1,
-            sparse_choosers=(0, 3),
-            chooser_heads=((), (), (3, 3, 0, 1), (), (), (1, 0, 3, 2)),
-        ),
-        {"num_key_value_heads": 4, "qk_norm": False},
-    ),
-}
-
-
-class Loops(Naive):
-    """Chooses, masks and attends token by token."""
-
-    def __init__(self, model):
-        super().__init__(model)
-        self.method, self.choices = model.config.methods[0], {}
-        self.chooser_of = {layer: group[0] for group in self.method.groups for layer in group}
-
-    def attention(self, layer, q, k, v):
-        chooser = self.chooser_of.get(layer)
-        scale, groups = self.layers[layer].self_attn.scaling, len(q) // len(k)
-        maps = [softmax_map(q[h], k[h // groups], scale) for h in range(len(q))]
-        if chooser == layer:
-            self.choices[layer] = [self.chosen(maps[h * groups : (h + 1) * groups]) for h in range(len(k))]
-        heads = []
-        for h, weights in enumerate(maps):
-            pair = h // groups
-            if chooser is not None and (chooser != layer or layer in self.method.sparse_choosers):
-                named = self.method.chooser_heads[layer] if self.method.chooser_heads else ()
-                choice = self.choices[chooser][named[pair] if named else pair]
-                for row, kept in enumerate(choice):
-                    for column in range(len(weights)):
-                        if column not in kept:
-                            weights[row, column] = 0
-                    weights[row] /= weights[row].sum()
-            heads.append(weights @ v[pair])
-        return torch.cat(heads, -1)
-
-    def chosen(self, maps):
-        """Return, for each token, the set of tokens that one key-value head chooses."""
-        method, result = self.method, []
-        for row in range(len(maps[0])):
-            seen = row + 1
-            count = int(method.tokens)
-            if method.tokens < 1:
-                count = max(math.ceil(method.tokens * seen - 1e-9), method.sinks + method.window, method.least)
-            mass = [sum(float(weights[row, column]) for weights in maps) for column in range(seen)]
-            always = [column for column in range(seen) if column < method.sinks or column >= seen - method.window]
-            others = sorted((column for column in range(seen) if column not in always), key=lambda j: -mass[j])
-            result.append(set((always + others)[: max(count, len(always))]))
-        return result
-
-
-@pytest.mark.parametrize("case", SHAPES)
-def test_equation(case):
-    method, shape = SHAPES[case]
-    check(build(config_of(method, **shape)), Loops, length=LENGTH)
-
-
-@pytest.mark.parametrize("case", SHAPES)
-def test_equation_with_a_cache(case):
-    """Token by token through a cache, and in two pieces."""
-    method, shape = SHAPES[case]
-    model, ids = build(config_of(method, **shape)), tokens(batch=1, length=LENGTH)
-    with torch.no_grad():
-        expected = Loops(model).run(ids[0])
-    for sizes in ([1] * LENGTH, [8, 3, 1, 1]):
-        assert (steps(model, ids, sizes)[0][0] - expected).abs().max() < 1e-6
+METHOD = SharedChoice(groups=((0, 1, 4), (2, 3, 5)), tokens=5, sinks=1, window=2)
 
 
 def test_a_choice_matters():
     """The loops would pass if nothing were chosen; with few tokens logits move by far more than a rounding."""
-    model, ids = build(config_of(SHAPES["two key-value heads"][0])), tokens(length=LENGTH)
+    model, ids = build(config_of(METHOD)), tokens(length=LENGTH)
     plain = build(config_of(None))
     plain.load_state_dict(model.state_dict())
     with torch.no_grad():

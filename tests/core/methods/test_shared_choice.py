@@ -47,7 +47,7 @@ def sharing(draw):
     )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(sharing(), st.integers(0, 99))
 @example(SharedChoice(groups=((0, 1),), tokens=4.0, sinks=1, window=2, sparse_choosers=(0,), chooser_heads=SWAPPED), 0)
 def test_any_options_give_the_same_with_a_cache(method, seed):

@@ -75,9 +75,14 @@ def stream_file(path: Path, column: str, reading: Reading | None = None) -> Iter
     for text in READERS[file_kind(path)](path, column, reading or Reading()):
         if text.strip():
             empty = False
-            yield text
+            yield with_line_feeds(text)
     if empty:
         raise ValueError(f"{path.name!r} {'holds no text' if path.stat().st_size else 'is empty'}")
+
+
+def with_line_feeds(text: str) -> str:
+    """Return text in which every line ends in a line feed, whatever system it was saved on."""
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def _check_regular(path: Path) -> None:
@@ -96,14 +101,14 @@ def _txt_documents(path: Path, column: str, reading: Reading) -> Iterator[str]:
     lines: list[str] = []
     size = 0
     for line in _lines(path, reading):
-        separates = line.rstrip("\r\n") == DOCUMENT_LINE
+        separates = line.rstrip("\n") == DOCUMENT_LINE
         if separates or size + len(line) > LONGEST:
-            yield "".join(lines).strip("\r\n")
+            yield "".join(lines).strip("\n")
             lines, size = [], 0
         if not separates:
             lines.append(line)
             size += len(line)
-    yield "".join(lines).strip("\r\n")
+    yield "".join(lines).strip("\n")
 
 
 def _jsonl_documents(path: Path, column: str, reading: Reading) -> Iterator[str]:
@@ -186,10 +191,13 @@ def _readable_table(path: Path) -> Iterator[None]:
 
 
 def _lines(path: Path, reading: Reading) -> Iterator[str]:
-    """Yield the lines of a text, which only a line feed ends, with it; of one longer than `LONGEST`, parts."""
+    """Yield the lines of a text, each with a line feed at its end; of one longer than `LONGEST`, parts.
+
+    A carriage return ends a line too, with or without a line feed behind it; a byte order mark is left out.
+    """
     before = reading.done
     try:
-        with _opened(path) as (packed, file), io.TextIOWrapper(file, encoding="utf-8", newline="\n") as text:
+        with _opened(path) as (packed, file), io.TextIOWrapper(file, encoding="utf-8-sig") as text:
             while line := text.readline(LONGEST):
                 if "\0" in line:
                     raise UnicodeError

@@ -85,7 +85,7 @@ def export(
 def _card(model: PreTrainedModel | str | Path, loaded: PreTrainedModel, name: str, to: str, tokenizer: bool) -> str:
     """Return the model's card, or a short one if it has none, with a section on how to use the format `to`."""
     path = None if isinstance(model, PreTrainedModel) else Path(model).expanduser() / "README.md"
-    facts, body = split_card(path.read_text(encoding="utf-8") if path is not None and path.is_file() else "")
+    facts, body = split_card(path.read_text(encoding="utf-8-sig") if path is not None and path.is_file() else "")
     methods = title(loaded.config.methods) if isinstance(loaded.config, CrossLayerConfig) else ""
     body = body or f"# {name}\n\n{methods or 'No methods.'}"
     note = f"Written by `crosslayer export --to {to}`: it opens without crosslayer."

@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 
 from crosslayer.corpus.files import DOCUMENT_LINE, Reading, local_files, say_skipped, stream_file, with_line_feeds
+from crosslayer.extras import check_extra
 from crosslayer.hub import dataset_revision, reading_dataset
 from crosslayer.output.progress import QUIET, say
 
@@ -113,12 +114,9 @@ def stream_dataset(name: str, config: str | None, split: str, column: str, seed:
 
     Rows whose `column` has no text are skipped, and their number is said; `seed` decides the order of rows.
     """
-    try:
-        import datasets
-    except ImportError as error:
-        raise ValueError(
-            f"{name!r} is no local file, and a datasets name needs: pip install 'crosslayer[train]'"
-        ) from error
+    check_extra("train", f"{name!r} is not a local file; as the name of a dataset it", "datasets")
+    import datasets
+
     with _readable(name), reading_dataset(name):
         rows = datasets.load_dataset(name, config, split=split, streaming=True)
         return _texts(name, rows.shuffle(seed=seed, buffer_size=SHUFFLED), column)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from crosslayer.extras import check_extra
 from crosslayer.output.progress import say
 
 DOCUMENT_LINE = "<|doc|>"  # a line that separates documents in a .txt file
@@ -151,10 +152,9 @@ def row_text(row: Any, location: str, column: str) -> str | None:
 
 
 def _parquet_documents(path: Path, column: str, reading: Reading) -> Iterator[str]:
-    try:
-        import pyarrow.parquet as parquet
-    except ImportError as error:
-        raise ValueError("reading .parquet needs pyarrow: pip install 'crosslayer[train]'") from error
+    check_extra("train", "reading .parquet", "pyarrow")
+    import pyarrow.parquet as parquet
+
     with _readable_table(path), _opened(path) as (_, unpacked):
         file = parquet.ParquetFile(io.BytesIO(unpacked.read()) if path.suffix in PACKINGS else path)
         names = file.schema_arrow.names

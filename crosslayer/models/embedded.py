@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from crosslayer.extras import check_extra
 from crosslayer.output.folder import exclusive, filled
 
 if TYPE_CHECKING:
@@ -90,11 +91,7 @@ def _is_converted(target: Path) -> bool:
 
 def _check_gguf() -> None:
     """Name the packages that reading a GGUF file needs; transformers names none that is missing."""
-    try:
-        import accelerate  # noqa: F401
-        import gguf  # noqa: F401
-    except ImportError as error:
-        raise ValueError("reading a GGUF model needs two packages: pip install 'crosslayer[demo]'") from error
+    check_extra("demo", "reading a GGUF model", "accelerate", "gguf")
 
 
 def _convert(source: Path, folder: Path) -> None:

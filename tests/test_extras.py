@@ -44,7 +44,9 @@ def bare(monkeypatch):
     """An environment with the core packages alone."""
     found = importlib.util.find_spec
     missing = {"datasets", "pyarrow", "accelerate", "gguf", "peft"}
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name in missing else found(name, *rest))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name in missing else found(name, *rest)
+    )
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ def sentences(record: Needles) -> list[str]:
                 f"At {listed(low)} tokens the baseline itself retrieves fewer than {LOW:.0%}, so the candidate has "
                 "nothing to lose there."
             )
-    written += SmallerCache(settings.evict, settings.kv_bits).sentences(record.candidate.name)
+    written += SmallerCache(settings.evict, settings.kv_bits).sentences()
     depths = len(settings.depths)
     return [
         *written,

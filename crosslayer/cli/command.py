@@ -18,7 +18,9 @@ from crosslayer.cli.printing import print_headline, print_line, print_table
 from crosslayer.output.progress import Progress, Silent, say
 
 TYPES = {"int": int, "float": float, "bool": bool}
-METAVARS = {"settings": "KEY=VALUE", "vary": "KEY=V1,V2", "allow_methods": "MODULE"}
+METAVARS = {"settings": "KEY=VALUE", "vary": "KEY=V1,V2", "allow_methods": "MODULE"}  # by name; else by annotation:
+METAVARS |= {"DomainTexts": "TEXT", "Text": "TEXT", "Sequence[str]": "<str>"}
+PANELS = dict.fromkeys(("out", "force", "remote_code_shim"), "Output")  # of the help; all others are in "Options"
 
 
 def command_of(verb: Verb) -> Callable[..., None]:
@@ -29,7 +31,9 @@ def command_of(verb: Verb) -> Callable[..., None]:
 
     parameters = [_parameter(option, typer.Argument(help=option.text)) for option in verb.arguments]
     for option in verb.options:
-        named = typer.Option(option.flag, help=option.text, metavar=METAVARS.get(option.name))
+        metavar = METAVARS.get(option.name) or METAVARS.get(option.kind)
+        panel = "Text" if option.kind in TEXTS or option in SOURCE else PANELS.get(option.name)
+        named = typer.Option(option.flag, help=option.text, metavar=metavar, rich_help_panel=panel)
         parameters.append(_parameter(option, named))
     command.__doc__ = f"{verb.call.about}\n\n{verb.call.text}"
     command.__dict__["__signature__"] = inspect.Signature(parameters)

@@ -54,7 +54,7 @@ class Loadable:
             return load_model(str(self.source), dtype=self.dtype, device=self.device)[0]
 
     def facts(self, model: PreTrainedModel, named: Callable[[str], str] = str) -> dict[str, Any]:
-        """Return what a record tells of the loaded model: the fields of `ModelFacts`, with the name as `named` gives it."""
+        """Return what a record tells of the loaded model, the fields of `ModelFacts`; `named` changes its name."""
         return model_facts(model, named(self.name))
 
 

@@ -130,3 +130,29 @@ def test_documents_name_only_options_that_exist():
         text = re.sub(r"python\s+benchmarks/[^`]*`", "", (root / name).read_text())  # scripts have options of their own
         named = set(re.findall(r"--[a-z]+[a-z-]*", text)) - {"--no-deps", "--lens"}
         assert len(named) > 5 and named <= known, (name, named - known)
+
+
+def test_help_cuts_no_name_of_an_option_at_80_columns(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    for verb in cli.VERBS:
+        assert run(monkeypatch, verb.name, "--help") == 0
+        shown = set(re.findall(r"--[a-z0-9-]+(?= )", capsys.readouterr().out))
+        names = {name for option in verb.options for name in option.flag.split("/")}
+        assert names <= shown, (verb.name, names - shown)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["generate", "smollm2", "The", "--kv_bits", "4"], "--kv_bits; did you mean --kv-bits?"),
+        (["bench", "a", "b", "--repeat", "3"], "--repeat; did you mean --repeats?"),
+        (
+            ["generate", "smollm2", "The", "--evict", "h2o:0.4"],
+            "--evict; it is an option of bench, evaluate and needles",
+        ),
+        (["plan", "smollm2", "--nothing-like-it"], "--nothing-like-it"),
+    ],
+)
+def test_an_unknown_option_names_what_is_near(monkeypatch, capsys, words, expected):
+    assert run(monkeypatch, *words) == 2
+    assert capsys.readouterr().err == f"crosslayer: error: No such option: {expected}\n"

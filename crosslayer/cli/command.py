@@ -15,6 +15,7 @@ import typer
 from crosslayer import _start
 from crosslayer.cli.declared import REQUIRED, SOURCE, TEXTS, Call, Option, Verb
 from crosslayer.cli.printing import print_headline, print_line, print_table
+from crosslayer.output.folder import check_free, check_target, held
 from crosslayer.output.progress import Progress, Silent, say
 
 TYPES = {"int": int, "float": float, "bool": bool}
@@ -55,6 +56,12 @@ def _parameter(option: Option, declared: Any) -> inspect.Parameter:
 
 def run(verb: Verb, typed: dict[str, Any]) -> None:
     """Run a verb with the values that were typed, and print the result."""
+    is_first = os.environ.get("RANK", "0") == "0"  # among the processes that torchrun starts
+    if is_first and typed.get("out") is not None:
+        target = Path(typed["out"]).expanduser().resolve()
+        with held(target):  # a folder in use is refused before anything is imported
+            if verb.is_saved:
+                check_free(target, typed["force"])
     if verb.needs_torch and "torch" not in sys.modules:  # which takes seconds
         say("importing torch and transformers")
     if typed["allow_methods"]:
@@ -69,7 +76,6 @@ def run(verb: Verb, typed: dict[str, Any]) -> None:
         made["saver"] = _saver(typed["out"], typed["force"])
     save, then = made.pop("saver", None), made.pop("then", None)
     arguments = _values(verb.call, typed) | made
-    is_first = os.environ.get("RANK", "0") == "0"  # among the processes that torchrun starts
     if any(option.name == "progress" for option in verb.call.parameters):
         arguments["progress"] = Progress if is_first else Silent
     shortened = [re.sub(r"(^|=)[/~].*/", r"\1", word) for word in sys.argv[1:]]  # absolute paths: the last part only
@@ -87,8 +93,6 @@ def run(verb: Verb, typed: dict[str, Any]) -> None:
 
 def _saver(out: str | None, force: bool) -> Callable[[Any], Path] | None:
     """Check the output folder before any work is done, and return a function that saves a result in it."""
-    from crosslayer.output.folder import check_target
-
     if out is None:
         return None
     check_target(Path(out), force)

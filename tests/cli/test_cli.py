@@ -1,6 +1,7 @@
 """The command line as a user meets it: a folder of results, or one line and exit status 2."""
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -14,6 +15,7 @@ import typer
 
 import crosslayer
 from crosslayer import cli
+from crosslayer.output.folder import held
 from tests.cli.test_start import heeding
 from tests.helpers.text import WORDS, tokenizer
 from tests.helpers.tiny import tiny, tokens
@@ -156,3 +158,40 @@ def test_help_cuts_no_name_of_an_option_at_80_columns(monkeypatch, capsys):
 def test_an_unknown_option_names_what_is_near(monkeypatch, capsys, words, expected):
     assert run(monkeypatch, *words) == 2
     assert capsys.readouterr().err == f"crosslayer: error: No such option: {expected}\n"
+
+
+WITH_OUT = {  # the words that each command needs
+    "bench": "model --baseline other",
+    "compare": "--recipe smoke --methods vanilla",
+    "diagnose": "model",
+    "evaluate": "model --tasks piqa",
+    "export": "model --to hf",
+    "heal": "retrofit --recipe heal-smoke",
+    "intervene": "model --waiver 5",
+    "needles": "model",
+    "plan": "model",
+    "retrofit": "model",
+    "train": "smoke",
+    "verify": "model",
+}
+
+
+SAVING = {verb.name: verb for verb in cli.VERBS if any(option.name == "out" for option in verb.options)}
+
+
+@pytest.mark.parametrize("name", SAVING)
+def test_a_folder_in_use_is_refused_before_anything_is_imported(monkeypatch, tmp_path, capsys, name):
+    def imports(name):
+        raise AssertionError(f"{name} was imported first")
+
+    monkeypatch.setattr("crosslayer.cli.command.import_module", imports)
+    words = [name, *WITH_OUT[name].split(), "--out", str(tmp_path / "out")]
+    with held(tmp_path / "out"):
+        assert run(monkeypatch, *words) == 2
+    said = capsys.readouterr().err
+    assert f"(process {os.getpid()})" in said and said.count("\n") == 1
+    (tmp_path / "out").mkdir()
+    if SAVING[name].is_saved:
+        assert run(monkeypatch, *words) == 2
+        assert "--force" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]

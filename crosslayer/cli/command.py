@@ -57,11 +57,12 @@ def _parameter(option: Option, declared: Any) -> inspect.Parameter:
 def run(verb: Verb, typed: dict[str, Any]) -> None:
     """Run a verb with the values that were typed, and print the result."""
     is_first = os.environ.get("RANK", "0") == "0"  # among the processes that torchrun starts
-    if is_first and typed.get("out") is not None:
-        target = Path(typed["out"]).expanduser().resolve()
-        with held(target):  # a folder in use is refused before anything is imported
-            if verb.is_saved:
-                check_free(target, typed["force"])
+    out = None if typed.get("out") is None else Path(typed["out"]).expanduser().resolve()
+    saves = out is not None and verb.is_saved
+    if out is not None and is_first:
+        with held(out):  # a folder in use is refused before anything is imported
+            if saves:
+                check_free(out, typed["force"])
     if verb.needs_torch and "torch" not in sys.modules:  # which takes seconds
         say("importing torch and transformers")
     if typed["allow_methods"]:
@@ -71,10 +72,11 @@ def run(verb: Verb, typed: dict[str, Any]) -> None:
     call = getattr(import_module(f"crosslayer.verbs.{verb.name}.run"), verb.name)
     own = {name: getattr(import_module(f"crosslayer.cli.{verb.name}"), name) for name in verb.beside}
     _start.interrupts.at_once = False
+    if saves:
+        check_target(out, typed["force"])
     made = {name: function(**_values(verb.beside[name], typed)) for name, function in own.items()}
-    if verb.is_saved and "saver" not in made:
-        made["saver"] = _saver(typed["out"], typed["force"])
-    save, then = made.pop("saver", None), made.pop("then", None)
+    save = made.pop("saver", lambda result: result.save(typed["out"], typed["force"])) if saves else None
+    then = made.pop("then", None)
     arguments = _values(verb.call, typed) | made
     if any(option.name == "progress" for option in verb.call.parameters):
         arguments["progress"] = Progress if is_first else Silent
@@ -89,14 +91,6 @@ def run(verb: Verb, typed: dict[str, Any]) -> None:
     if then is not None:
         then(result)
     raise typer.Exit(result.exit_status)
-
-
-def _saver(out: str | None, force: bool) -> Callable[[Any], Path] | None:
-    """Check the output folder before any work is done, and return a function that saves a result in it."""
-    if out is None:
-        return None
-    check_target(Path(out), force)
-    return lambda result: result.save(out, force)
 
 
 def _show(result: Any, out: str | None, save: Callable[[Any], Path] | None) -> None:

@@ -14,12 +14,7 @@ def remedy(extra: str) -> str:
 
 
 def check_extra(extra: str, what: str, *packages: str) -> None:
-    """Refuse to continue where `what` needs packages of an extra that are not installed.
-
-    Raises:
-        ValueError: names the missing packages and the remedy.
-
-    """
+    """Raise a ValueError with the remedy where `what` needs packages of an extra that are not installed."""
     missing = [package for package in packages if importlib.util.find_spec(package) is None]
     if missing:
         raise ValueError(f"{what} needs {', '.join(missing)}: {remedy(extra)}")

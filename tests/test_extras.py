@@ -55,12 +55,13 @@ def bare(monkeypatch):
         ("train", "datasets", lambda folder: load_documents(TextSource("some/set"))),
         ("train", "pyarrow", lambda folder: load_documents(TextSource(str(folder / "a.parquet")))),
         ("train", "accelerate", lambda folder: training_arguments(folder, 0, {})),
-        ("demo", "accelerate, gguf", lambda folder: embedded._check_gguf()),
+        ("demo", "accelerate, gguf", lambda folder: embedded.embedded_folder("smollm2")),
         ("heal", "peft", lambda folder: check_parameters([StagePart.model_construct(parameters="lora")])),
     ],
 )
-def test_a_missing_package_is_named_with_its_extra(tmp_path, bare, extra, missing, call):
+def test_a_missing_package_is_named_with_its_extra(monkeypatch, tmp_path, bare, extra, missing, call):
     (tmp_path / "a.parquet").write_bytes(b"")
+    monkeypatch.setattr(embedded, "_paths", lambda name: (tmp_path / "model.gguf", tmp_path / "not-converted"))
     with pytest.raises(ValueError) as caught:
         call(tmp_path)
     assert missing in str(caught.value) and f"pip install '.[{extra}]'" in str(caught.value)

@@ -40,17 +40,13 @@ def explain(error: Exception, options: Collection[str] = ()) -> tuple[int, str]:
 
 
 def usage_line(message: str, flags: Mapping[str, Collection[str]]) -> str:
-    """Return the line of a usage error; `flags` are the options of each verb, as they are typed.
-
-    An unknown option gets the verbs that have it, or else what is near among the options of this verb.
-    """
+    """Return the line of a usage error, with what helps for an unknown option; `flags` are the options of each verb."""
     line = _one_line(message)
     match = UNKNOWN_OPTION.fullmatch(line)
     if match is None:
         return line
     name, near = match.groups()
-    verbs = [verb for verb, names in flags.items() if name in names]
-    if verbs:
+    if verbs := [verb for verb, names in flags.items() if name in names]:
         return f"No such option: {name}; it is an option of {listed(verbs)}"
     return line if near is None else f"No such option: {name}; did you mean {near.replace(', ', ' or ')}?"
 

@@ -191,10 +191,7 @@ def _readable_table(path: Path) -> Iterator[None]:
 
 
 def _lines(path: Path, reading: Reading) -> Iterator[str]:
-    """Yield the lines of a text, each with a line feed at its end; of one longer than `LONGEST`, parts.
-
-    A carriage return ends a line too, with or without a line feed behind it; a byte order mark is left out.
-    """
+    """Yield the lines of a text, whatever ends them, each with a line feed; of one longer than `LONGEST`, parts."""
     before = reading.done
     try:
         with _opened(path) as (packed, file), io.TextIOWrapper(file, encoding="utf-8-sig") as text:

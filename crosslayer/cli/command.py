@@ -21,7 +21,7 @@ from crosslayer.output.progress import Progress, Silent, say
 TYPES = {"int": int, "float": float, "bool": bool}
 METAVARS = {"settings": "KEY=VALUE", "vary": "KEY=V1,V2", "allow_methods": "MODULE"}  # by name; else by annotation:
 METAVARS |= {"DomainTexts": "TEXT", "Text": "TEXT", "Sequence[str]": "<str>"}
-PANELS = dict.fromkeys(("out", "force", "remote_code_shim"), "Output")  # of the help; all others are in "Options"
+PANELS = {name: "Output" for name in ("out", "force", "remote_code_shim")}  # of the help; others are in "Options"
 
 
 def command_of(verb: Verb) -> Callable[..., None]:
@@ -58,10 +58,9 @@ def run(verb: Verb, typed: dict[str, Any]) -> None:
     """Run a verb with the values that were typed, and print the result."""
     is_first = os.environ.get("RANK", "0") == "0"  # among the processes that torchrun starts
     out = None if typed.get("out") is None else Path(typed["out"]).expanduser().resolve()
-    saves = out is not None and verb.is_saved
     if out is not None and is_first:
         with held(out):  # a folder in use is refused before anything is imported
-            if saves:
+            if verb.is_saved:
                 check_free(out, typed["force"])
     if verb.needs_torch and "torch" not in sys.modules:  # which takes seconds
         say("importing torch and transformers")
@@ -72,11 +71,10 @@ def run(verb: Verb, typed: dict[str, Any]) -> None:
     call = getattr(import_module(f"crosslayer.verbs.{verb.name}.run"), verb.name)
     own = {name: getattr(import_module(f"crosslayer.cli.{verb.name}"), name) for name in verb.beside}
     _start.interrupts.at_once = False
-    if saves:
+    if verb.is_saved and out is not None:
         check_target(out, typed["force"])
     made = {name: function(**_values(verb.beside[name], typed)) for name, function in own.items()}
-    save = made.pop("saver", lambda result: result.save(typed["out"], typed["force"])) if saves else None
-    then = made.pop("then", None)
+    save, then = made.pop("saver", lambda result: result.save(typed["out"], typed["force"])), made.pop("then", None)
     arguments = _values(verb.call, typed) | made
     if any(option.name == "progress" for option in verb.call.parameters):
         arguments["progress"] = Progress if is_first else Silent
@@ -87,7 +85,7 @@ def run(verb: Verb, typed: dict[str, Any]) -> None:
     finally:
         _start.command_line = None
     if is_first:
-        _show(result, typed.get("out"), save)
+        _show(result, typed.get("out"), save if verb.is_saved and out else None)
     if then is not None:
         then(result)
     raise typer.Exit(result.exit_status)

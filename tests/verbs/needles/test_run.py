@@ -177,7 +177,7 @@ def test_a_smaller_cache_is_in_the_name_of_the_candidate(folder):
         assert (result.headline()["model"], result.headline()["baseline"]) == (name, "model")
         assert [title for title, *_ in result.tables()] == [name, "model"]
         first, second, *_ = result.sentences()
-        assert first.startswith(name) and second.startswith("The baseline, model,")
+        assert first.startswith(f"The candidate, {name},") and second.startswith("The baseline, model,")
         page = result.layout()
         assert f"{name} against model" in page.title and [panel.title for panel in page.panels][0].startswith(name)
 

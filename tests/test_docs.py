@@ -5,8 +5,10 @@ A tiny model with as many layers takes the place of smollm2. What a block needs 
 """
 
 import inspect
+import itertools
 import re
 import shlex
+import tomllib
 from itertools import dropwhile
 from pathlib import Path
 from typing import NamedTuple
@@ -19,6 +21,7 @@ import crosslayer
 from crosslayer.cli import app, main
 from crosslayer.core.methods import method_names
 from crosslayer.models import embedded
+from crosslayer.verbs.retrofit.moments import is_enough
 from tests.helpers.daily import daily
 from tests.helpers.text import WORDS, tokenizer, words
 from tests.helpers.tiny import tiny
@@ -137,7 +140,75 @@ def test_what_needs_nothing_runs(page, folder, monkeypatch, capsys):
 
 
 def test_the_version_of_a_source_tree_is_the_fallback_of_the_build():
-    import tomllib
-
     built = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["version"]["fallback-version"]
     assert f'return "{built}"' in inspect.getsource(crosslayer._version)
+
+
+def rows(page: str, head: str) -> list[list[str]]:
+    """The cells of a table on a page, below its head, by row."""
+    _, _, table = (ROOT / page).read_text().partition(f"{head}\n")
+    lines = itertools.takewhile(lambda line: line.startswith("|"), table.splitlines()[1:])
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
+
+
+def test_usage_lists_every_extra():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    listed = {row[0].strip("`") for row in rows("docs/reference/usage.md", "| extra | adds |")}
+    assert listed == set(project["optional-dependencies"])
+
+
+NUMBERS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
+NUMBERS += [f"{stem}teen" for stem in ("thir", "four", "fif", "six", "seven", "eigh", "nine")]
+NUMBERS += ["twenty", *(f"twenty-{digit}" for digit in NUMBERS[1:10])]
+
+
+def test_the_number_of_methods_and_of_findings_is_that_of_the_pages():
+    tour, findings = (ROOT / "docs/start/tour.md").read_text(), (ROOT / "docs/results/findings.md").read_text()
+    (methods,) = re.findall(r"`crosslayer methods` lists all ([\w-]+):", tour)
+    assert NUMBERS.index(methods) == len(method_names())
+    count = NUMBERS[len(re.findall(r"(?m)^## \d+\. ", findings))]
+    assert f"[{count} findings](results/findings.md)" in (ROOT / "docs/README.md").read_text()
+    assert f"[{count.capitalize()} findings](docs/results/findings.md)" in (ROOT / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("page", "head", "verb"),
+    [
+        ("docs/guides/train.md", "| on the page | meaning |", "compare"),
+        ("docs/guides/convert.md", "| on the page | what |", "heal"),
+    ],
+)
+def test_a_guide_explains_what_stands_on_a_page(page, head, verb):
+    """The first cells of these tables are the words of the page, of which the code may hold the end as a variable."""
+    code = "\n".join(path.read_text() for path in sorted((ROOT / "crosslayer/verbs" / verb).glob("*.py")))
+    names = [name for row in rows(page, head) for name in re.split(", (?=KL)|; ", row[0])]
+    assert len(names) >= 5
+    missing = [name for name in names if name.removesuffix(" training text") not in code]
+    assert not missing, missing
+
+
+def test_what_a_command_of_methods_prints_is_on_the_page(monkeypatch, capsys):
+    (shown,) = [block.body for block in blocks("docs/guides/convert.md") if block.kind == "text"]
+    monkeypatch.setattr("sys.argv", ["crosslayer", "methods", "cla"])
+    with pytest.raises(SystemExit):
+        main()
+    printed = capsys.readouterr().out.splitlines()
+    assert [line for line in shown.splitlines() if line not in printed] == ["…", "…"]
+
+
+def test_pages_fit_with_enough_text():
+    """To refit W_o and W_c of SmolLM2, whose W_o and W_c have 576 inputs each; as texts from the package have it."""
+    amounts = [
+        (page, int(windows), int(length))
+        for page in PAGES
+        for windows, length in re.findall(r"calibration[ =](\d+),? (?:--)?length[ =](\d+)", (ROOT / page).read_text())
+    ]
+    assert len(amounts) > 5
+    for page, windows, length in amounts:
+        sizes = [len(range(domain, windows, 3)) for domain in range(3)]
+        assert is_enough(2 * 576, sizes, length, "refit"), (page, windows, length)
+
+
+def test_the_attributes_of_a_diagnosis_on_its_page_exist():
+    text = (DOCS / "reference" / "measures.md").read_text()
+    assert "`words`" not in text and set(re.findall(r"`(\w+)\(\)`", text)) <= set(dir(crosslayer.Diagnosis))

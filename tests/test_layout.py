@@ -110,12 +110,46 @@ def test_methods_never_import_one_another():
         ]
 
 
+LINES, BODY = 400, 60  # of a file; of a function, without signature and docstring, so that any option can be explained
+
+
+def body_lines(function: ast.FunctionDef) -> int:
+    """How many lines the statements of a function have, from the first behind its docstring."""
+    body = function.body[1:] if ast.get_docstring(function) is not None else function.body
+    return body[-1].end_lineno - body[0].lineno + 1 if body else 0
+
+
 def test_files_and_functions_are_small():
-    for path in PACKAGE.rglob("*.py"):
-        assert path.read_text().count("\n") <= 400, path.name
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.FunctionDef):
-                assert node.end_lineno - node.body[0].lineno < 60, f"{path.name}: {node.name}"
+    large = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        text, name = path.read_text(), path.relative_to(PACKAGE)
+        if (count := text.count("\n")) > LINES:
+            large.append(f"{name} has {count} lines, at most {LINES} are allowed: move one idea to a file of its own")
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef) and (count := body_lines(node)) > BODY:
+                large.append(
+                    f"{node.name} in {name} has {count} lines of statements, at most {BODY} are allowed (signature and "
+                    "docstring do not count): move a step of it to a function"
+                )
+    assert not large, "\n".join(large)
+
+
+def test_signature_and_docstring_do_not_count_as_lines_of_a_function():
+    options = "".join(f"    option{number}: int = 0,\n" for number in range(50))
+    lines = "".join(f"    {number}\n" for number in range(60))
+    for docstring in ("", '    """One.\n\n' + "    two\n" * 80 + '    """\n'):
+        (function,) = ast.parse(f"def f(\n{options}):\n{docstring}{lines}").body
+        assert body_lines(function) == 60
+    (empty,) = ast.parse('def f():\n    """One."""').body
+    assert body_lines(empty) == 0
+
+
+def test_no_file_has_the_marks_of_a_merge():
+    root = PACKAGE.parent
+    names = subprocess.run(["git", "ls-files", "-z"], cwd=root, capture_output=True, text=True, check=True).stdout
+    mark = re.compile(rb"(?m)^(?:<{7}|>{7}|\|{7})(?: |\r?$)")
+    marked = [name for name in names.split("\0") if (root / name).is_file() and mark.search((root / name).read_bytes())]
+    assert not marked, f"resolve the conflict in {', '.join(marked)}"
 
 
 def test_import_changes_nothing_in_transformers():

@@ -68,8 +68,8 @@ def main() -> None:
     except (KeyboardInterrupt, typer.Abort):
         status = INTERRUPTED
     except typer.TyperException as error:  # no message: the help was shown
-        message = error.format_message() if isinstance(error, typer.BadParameter) else str(error)
-        status = _fail(errors.USER_ERROR, " ".join(message.split()))
+        flags = {verb.name: [flag for option in verb.options for flag in option.flag.split("/")] for verb in VERBS}
+        status = _fail(errors.USER_ERROR, errors.usage_line(error.format_message(), flags))
     except Exception as error:
         if "--debug" in sys.argv:
             traceback.print_exc()

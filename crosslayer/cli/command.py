@@ -15,10 +15,13 @@ import typer
 from crosslayer import _start
 from crosslayer.cli.declared import REQUIRED, SOURCE, TEXTS, Call, Option, Verb
 from crosslayer.cli.printing import print_headline, print_line, print_table
+from crosslayer.output.folder import check_free, check_target, held
 from crosslayer.output.progress import Progress, Silent, say
 
 TYPES = {"int": int, "float": float, "bool": bool}
-METAVARS = {"settings": "KEY=VALUE", "vary": "KEY=V1,V2", "allow_methods": "MODULE"}
+METAVARS = {"settings": "KEY=VALUE", "vary": "KEY=V1,V2", "allow_methods": "MODULE"}  # by name; else by annotation:
+METAVARS |= {"DomainTexts": "TEXT", "Text": "TEXT", "Sequence[str]": "<str>"}
+PANELS = {name: "Output" for name in ("out", "force", "remote_code_shim")}  # of the help; others are in "Options"
 
 
 def command_of(verb: Verb) -> Callable[..., None]:
@@ -29,7 +32,9 @@ def command_of(verb: Verb) -> Callable[..., None]:
 
     parameters = [_parameter(option, typer.Argument(help=option.text)) for option in verb.arguments]
     for option in verb.options:
-        named = typer.Option(option.flag, help=option.text, metavar=METAVARS.get(option.name))
+        metavar = METAVARS.get(option.name) or METAVARS.get(option.kind)
+        panel = "Text" if option.kind in TEXTS or option in SOURCE else PANELS.get(option.name)
+        named = typer.Option(option.flag, help=option.text, metavar=metavar, rich_help_panel=panel)
         parameters.append(_parameter(option, named))
     command.__doc__ = f"{verb.call.about}\n\n{verb.call.text}"
     command.__dict__["__signature__"] = inspect.Signature(parameters)
@@ -51,6 +56,12 @@ def _parameter(option: Option, declared: Any) -> inspect.Parameter:
 
 def run(verb: Verb, typed: dict[str, Any]) -> None:
     """Run a verb with the values that were typed, and print the result."""
+    is_first = os.environ.get("RANK", "0") == "0"  # among the processes that torchrun starts
+    out = None if typed.get("out") is None else Path(typed["out"]).expanduser().resolve()
+    if out is not None and is_first:
+        with held(out):  # a folder in use is refused before anything is imported
+            if verb.is_saved:
+                check_free(out, typed["force"])
     if verb.needs_torch and "torch" not in sys.modules:  # which takes seconds
         say("importing torch and transformers")
     if typed["allow_methods"]:
@@ -60,12 +71,11 @@ def run(verb: Verb, typed: dict[str, Any]) -> None:
     call = getattr(import_module(f"crosslayer.verbs.{verb.name}.run"), verb.name)
     own = {name: getattr(import_module(f"crosslayer.cli.{verb.name}"), name) for name in verb.beside}
     _start.interrupts.at_once = False
+    if verb.is_saved and out is not None:
+        check_target(out, typed["force"])
     made = {name: function(**_values(verb.beside[name], typed)) for name, function in own.items()}
-    if verb.is_saved and "saver" not in made:
-        made["saver"] = _saver(typed["out"], typed["force"])
-    save, then = made.pop("saver", None), made.pop("then", None)
+    save, then = made.pop("saver", lambda result: result.save(typed["out"], typed["force"])), made.pop("then", None)
     arguments = _values(verb.call, typed) | made
-    is_first = os.environ.get("RANK", "0") == "0"  # among the processes that torchrun starts
     if any(option.name == "progress" for option in verb.call.parameters):
         arguments["progress"] = Progress if is_first else Silent
     shortened = [re.sub(r"(^|=)[/~].*/", r"\1", word) for word in sys.argv[1:]]  # absolute paths: the last part only
@@ -75,20 +85,10 @@ def run(verb: Verb, typed: dict[str, Any]) -> None:
     finally:
         _start.command_line = None
     if is_first:
-        _show(result, typed.get("out"), save)
+        _show(result, typed.get("out"), save if verb.is_saved and out else None)
     if then is not None:
         then(result)
     raise typer.Exit(result.exit_status)
-
-
-def _saver(out: str | None, force: bool) -> Callable[[Any], Path] | None:
-    """Check the output folder before any work is done, and return a function that saves a result in it."""
-    from crosslayer.output.folder import check_target
-
-    if out is None:
-        return None
-    check_target(Path(out), force)
-    return lambda result: result.save(out, force)
 
 
 def _show(result: Any, out: str | None, save: Callable[[Any], Path] | None) -> None:

@@ -3,13 +3,15 @@
 import os
 import re
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from crosslayer._start import EndedTooSoon
+from crosslayer.output.formatting import listed
 
 STOPPED, USER_ERROR, INTERNAL_ERROR = 1, 2, 70  # also: 0 for success, 1 for failed checks, 130 for an interrupt
 # how error messages of the library name an option
 OPTION = re.compile(r"`([a-z_]+)`|^([a-z_]+)(?:(?:\.\d+)?(?= must |: Input)|(?= is ))")
+UNKNOWN_OPTION = re.compile(r"No such option: (\S+)(?: \(Possible options: (.*)\))?")  # typer's words
 MEMORY = ("can't allocate memory", "not enough memory", "out of memory")  # in torch's RuntimeErrors
 
 
@@ -35,6 +37,18 @@ def explain(error: Exception, options: Collection[str] = ()) -> tuple[int, str]:
     if name == "SafetensorError":  # raised when the disk is full while weights are written
         return USER_ERROR, f"weights could not be read or written: {text}"
     return INTERNAL_ERROR, f"internal error: {name}: {text[:200]} (--debug shows the traceback; please report it)"
+
+
+def usage_line(message: str, flags: Mapping[str, Collection[str]]) -> str:
+    """Return the line of a usage error, with what helps for an unknown option; `flags` are the options of each verb."""
+    line = _one_line(message)
+    match = UNKNOWN_OPTION.fullmatch(line)
+    if match is None:
+        return line
+    name, near = match.groups()
+    if verbs := [verb for verb, names in flags.items() if name in names]:
+        return f"No such option: {name}; it is an option of {listed(verbs)}"
+    return line if near is None else f"No such option: {name}; did you mean {near.replace(', ', ' or ')}?"
 
 
 def _message(error: Exception) -> str:

@@ -87,7 +87,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
         raise ValueError(f"--file must be at most {FILE_LIMIT:,} bytes, and {path.name!r} is larger")
     try:
         read = json.loads if path.suffix == ".json" else yaml.safe_load
-        entries = read(path.read_text(encoding="utf-8"))
+        entries = read(path.read_text(encoding="utf-8-sig"))
     except json.JSONDecodeError as error:
         raise ValueError(f"--file {path.name!r}, line {error.lineno}: {error.msg}") from None
     except yaml.MarkedYAMLError as error:

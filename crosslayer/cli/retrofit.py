@@ -14,10 +14,7 @@ def saver(out: str, force: bool, *, remote_code_shim: bool = False) -> Callable[
         remote_code_shim: add an auto_map file, for programs that load models with `trust_remote_code`.
 
     """
-    from crosslayer.output.folder import check_target
     from crosslayer.output.progress import say
-
-    check_target(Path(out), force)
 
     def save(report: Any) -> Path:
         if remote_code_shim and not report.takes_shim:

@@ -13,7 +13,8 @@ from typing import Any
 
 import psutil
 
-from crosslayer.corpus.files import DOCUMENT_LINE, Reading, local_files, say_skipped, stream_file
+from crosslayer.corpus.files import DOCUMENT_LINE, Reading, local_files, say_skipped, stream_file, with_line_feeds
+from crosslayer.extras import check_extra
 from crosslayer.hub import dataset_revision, reading_dataset
 from crosslayer.output.progress import QUIET, say
 
@@ -113,12 +114,9 @@ def stream_dataset(name: str, config: str | None, split: str, column: str, seed:
 
     Rows whose `column` has no text are skipped, and their number is said; `seed` decides the order of rows.
     """
-    try:
-        import datasets
-    except ImportError as error:
-        raise ValueError(
-            f"{name!r} is no local file, and a datasets name needs: pip install 'crosslayer[train]'"
-        ) from error
+    check_extra("train", f"{name!r} is not a local file; as the name of a dataset it", "datasets")
+    import datasets
+
     with _readable(name), reading_dataset(name):
         rows = datasets.load_dataset(name, config, split=split, streaming=True)
         return _texts(name, rows.shuffle(seed=seed, buffer_size=SHUFFLED), column)
@@ -131,7 +129,7 @@ def _texts(name: str, rows: Iterable[dict[str, Any]], column: str) -> Iterator[s
             if column not in row:
                 raise KeyError(f"column {column!r} is not there; it has {', '.join(row)}")
             if isinstance(row[column], str):
-                yield row[column]
+                yield with_line_feeds(row[column])
             else:
                 skipped += 1
     say_skipped(name, skipped)
@@ -157,6 +155,8 @@ def source_digest(source: TextSource) -> str:
     names = [source.column] if files else [source.name, source.config, source.split, source.column]
     if source.name is not None and not files and (revision := dataset_revision(source.name)):
         names.append(revision)
+    if source.name is not None:
+        names.append("line feeds")  # how lines end in what is read; tokens of another reading are not these
     digest = hashlib.sha256(repr(names).encode())
     for path in files:
         with path.open("rb") as file:

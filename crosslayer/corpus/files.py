@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from crosslayer.extras import check_extra
 from crosslayer.output.progress import say
 
 DOCUMENT_LINE = "<|doc|>"  # a line that separates documents in a .txt file
@@ -75,9 +76,14 @@ def stream_file(path: Path, column: str, reading: Reading | None = None) -> Iter
     for text in READERS[file_kind(path)](path, column, reading or Reading()):
         if text.strip():
             empty = False
-            yield text
+            yield with_line_feeds(text)
     if empty:
         raise ValueError(f"{path.name!r} {'holds no text' if path.stat().st_size else 'is empty'}")
+
+
+def with_line_feeds(text: str) -> str:
+    """Return text in which every line ends in a line feed, whatever system it was saved on."""
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def _check_regular(path: Path) -> None:
@@ -96,14 +102,14 @@ def _txt_documents(path: Path, column: str, reading: Reading) -> Iterator[str]:
     lines: list[str] = []
     size = 0
     for line in _lines(path, reading):
-        separates = line.rstrip("\r\n") == DOCUMENT_LINE
+        separates = line.rstrip("\n") == DOCUMENT_LINE
         if separates or size + len(line) > LONGEST:
-            yield "".join(lines).strip("\r\n")
+            yield "".join(lines).strip("\n")
             lines, size = [], 0
         if not separates:
             lines.append(line)
             size += len(line)
-    yield "".join(lines).strip("\r\n")
+    yield "".join(lines).strip("\n")
 
 
 def _jsonl_documents(path: Path, column: str, reading: Reading) -> Iterator[str]:
@@ -146,10 +152,9 @@ def row_text(row: Any, location: str, column: str) -> str | None:
 
 
 def _parquet_documents(path: Path, column: str, reading: Reading) -> Iterator[str]:
-    try:
-        import pyarrow.parquet as parquet
-    except ImportError as error:
-        raise ValueError("reading .parquet needs pyarrow: pip install 'crosslayer[train]'") from error
+    check_extra("train", "reading .parquet", "pyarrow")
+    import pyarrow.parquet as parquet
+
     with _readable_table(path), _opened(path) as (_, unpacked):
         file = parquet.ParquetFile(io.BytesIO(unpacked.read()) if path.suffix in PACKINGS else path)
         names = file.schema_arrow.names
@@ -186,10 +191,10 @@ def _readable_table(path: Path) -> Iterator[None]:
 
 
 def _lines(path: Path, reading: Reading) -> Iterator[str]:
-    """Yield the lines of a text, which only a line feed ends, with it; of one longer than `LONGEST`, parts."""
+    """Yield the lines of a text, whatever ends them, each with a line feed; of one longer than `LONGEST`, parts."""
     before = reading.done
     try:
-        with _opened(path) as (packed, file), io.TextIOWrapper(file, encoding="utf-8", newline="\n") as text:
+        with _opened(path) as (packed, file), io.TextIOWrapper(file, encoding="utf-8-sig") as text:
             while line := text.readline(LONGEST):
                 if "\0" in line:
                     raise UnicodeError

@@ -82,14 +82,19 @@ class SmallerCache(NamedTuple):
         else:
             yield None
 
-    def sentences(self, name: str) -> list[str]:
-        """Return what is done with the cache of a model."""
+    def named(self, model: str) -> str:
+        """Return how results call a model that runs with such a cache, as against the model itself: smollm2, 4 bits."""
+        bits = None if self.kv_bits is None else parse_kv_bits(self.kv_bits).name
+        return ", ".join(filter(None, (model, self.evict, bits)))
+
+    def sentences(self) -> list[str]:
+        """Return what is done with the cache of the candidate."""
         lines = []
         if self.evict is not None:
             about = parse_eviction(self.evict).rule.about
-            lines.append(f"The KV cache of {name} evicts tokens ({self.evict}); it keeps {about}.")
+            lines.append(f"The candidate's KV cache evicts tokens ({self.evict}); it keeps {about}.")
         if self.kv_bits is not None:
-            lines.append(f"The KV cache of {name} is quantised ({parse_kv_bits(self.kv_bits).about}).")
+            lines.append(f"The candidate's KV cache is quantised ({parse_kv_bits(self.kv_bits).about}).")
         return lines
 
 

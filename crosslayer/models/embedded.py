@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from crosslayer.extras import check_extra
 from crosslayer.output.folder import exclusive, filled
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def embedded_folder(name: str) -> Path:
     source, target = _paths(name)
     if _is_converted(target):
         return target
-    _check_gguf()
+    check_extra("demo", "reading a GGUF model", "accelerate", "gguf")
     try:
         with exclusive(target, wait=True):
             if not _is_converted(target):  # by another process, just now
@@ -79,22 +80,13 @@ def embedded_config(name: str) -> "PreTrainedConfig":
     source, folder = _paths(name)
     if _is_converted(folder):
         return AutoConfig.from_pretrained(folder)
-    _check_gguf()
+    check_extra("demo", "reading a GGUF model", "accelerate", "gguf")
     with quiet_transformers():
         return AutoConfig.from_pretrained(source.parent, gguf_file=source.name)
 
 
 def _is_converted(target: Path) -> bool:
     return all((target / name).is_file() for name in ("config.json", "model.safetensors", "tokenizer.json"))
-
-
-def _check_gguf() -> None:
-    """Name the packages that reading a GGUF file needs; transformers names none that is missing."""
-    try:
-        import accelerate  # noqa: F401
-        import gguf  # noqa: F401
-    except ImportError as error:
-        raise ValueError("reading a GGUF model needs two packages: pip install 'crosslayer[demo]'") from error
 
 
 def _convert(source: Path, folder: Path) -> None:

@@ -37,7 +37,7 @@ def _stated(path: Path) -> dict[str, str | list[str]]:
     """Return what a card states; of its base only where it is ours, as others mean what they were made of."""
     if not path.is_file():
         return {}
-    facts, _ = split_card(path.read_text(encoding="utf-8", errors="replace"))
+    facts, _ = split_card(path.read_text(encoding="utf-8-sig", errors="replace"))
     tags = facts.get("tags")
     ours = isinstance(tags, list) and "crosslayer" in tags
     return {name: facts[name] for name in (*COPIED, *(["base_model"] if ours else [])) if _is_words(facts.get(name))}

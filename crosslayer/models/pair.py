@@ -1,5 +1,6 @@
 """A model and, where one is wanted, another that it is compared with: each a name, or loaded already."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -52,9 +53,9 @@ class Loadable:
         with progress(f"loading {self.source}", 0):
             return load_model(str(self.source), dtype=self.dtype, device=self.device)[0]
 
-    def facts(self, model: PreTrainedModel) -> dict[str, Any]:
-        """Return what a record tells of the model once it is loaded: the fields of `ModelFacts`."""
-        return model_facts(model, self.name)
+    def facts(self, model: PreTrainedModel, named: Callable[[str], str] = str) -> dict[str, Any]:
+        """Return what a record tells of the loaded model, the fields of `ModelFacts`; `named` changes its name."""
+        return model_facts(model, named(self.name))
 
 
 def pair(

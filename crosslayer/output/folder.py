@@ -63,6 +63,8 @@ def exclusive(target: Path, wait: bool = False) -> Iterator[None]:
     try:
         _acquire(lock, path.parent)
         try:
+            with contextlib.suppress(OSError):
+                path.write_text(str(os.getpid()))  # for the message of another process
             _repair(target)
             yield
         finally:
@@ -153,13 +155,20 @@ def _lock_of(target: Path) -> Iterator[None]:
             stack.enter_context(exclusive(target))
         except BlockingIOError:
             raise ValueError(
-                f"the folder {target.name!r} is being written by another process; name another folder"
+                f"the folder {target.name!r} is being written by another process{_holder(target)}; name another folder"
             ) from None
         except UnicodeEncodeError:
             raise ValueError(f"the name of the folder, {target.name!a}, must be valid UTF-8") from None
         except OSError as error:
             raise ValueError(f"the folder {target.name!r} cannot be written: {error.strerror or error}") from None
         yield
+
+
+def _holder(target: Path) -> str:
+    """Return which process holds the lock of a folder, where the lock says so."""
+    with contextlib.suppress(OSError, ValueError):
+        return f" (process {int(_beside(target, 'lock').read_bytes()[:10])})"
+    return ""
 
 
 @contextlib.contextmanager

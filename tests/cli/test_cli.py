@@ -1,6 +1,7 @@
 """The command line as a user meets it: a folder of results, or one line and exit status 2."""
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -14,6 +15,7 @@ import typer
 
 import crosslayer
 from crosslayer import cli
+from crosslayer.output.folder import held
 from tests.cli.test_start import heeding
 from tests.helpers.text import WORDS, tokenizer
 from tests.helpers.tiny import tiny, tokens
@@ -130,3 +132,66 @@ def test_documents_name_only_options_that_exist():
         text = re.sub(r"python\s+benchmarks/[^`]*`", "", (root / name).read_text())  # scripts have options of their own
         named = set(re.findall(r"--[a-z]+[a-z-]*", text)) - {"--no-deps", "--lens"}
         assert len(named) > 5 and named <= known, (name, named - known)
+
+
+def test_help_cuts_no_name_of_an_option_at_80_columns(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    for verb in cli.VERBS:
+        assert run(monkeypatch, verb.name, "--help") == 0
+        shown = set(re.findall(r"--[a-z0-9-]+(?= )", capsys.readouterr().out))
+        names = {name for option in verb.options for name in option.flag.split("/")}
+        assert names <= shown, (verb.name, names - shown)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["generate", "smollm2", "The", "--kv_bits", "4"], "--kv_bits; did you mean --kv-bits?"),
+        (["bench", "a", "b", "--repeat", "3"], "--repeat; did you mean --repeats?"),
+        (
+            ["generate", "smollm2", "The", "--evict", "h2o:0.4"],
+            "--evict; it is an option of bench, evaluate and needles",
+        ),
+        (["plan", "smollm2", "--nothing-like-it"], "--nothing-like-it"),
+    ],
+)
+def test_an_unknown_option_names_what_is_near(monkeypatch, capsys, words, expected):
+    assert run(monkeypatch, *words) == 2
+    assert capsys.readouterr().err == f"crosslayer: error: No such option: {expected}\n"
+
+
+WITH_OUT = {  # the words that each command needs
+    "bench": "model --baseline other",
+    "compare": "--recipe smoke --methods vanilla",
+    "diagnose": "model",
+    "evaluate": "model --tasks piqa",
+    "export": "model --to hf",
+    "heal": "retrofit --recipe heal-smoke",
+    "intervene": "model --waiver 5",
+    "needles": "model",
+    "plan": "model",
+    "retrofit": "model",
+    "train": "smoke",
+    "verify": "model",
+}
+
+
+SAVING = {verb.name: verb for verb in cli.VERBS if any(option.name == "out" for option in verb.options)}
+
+
+@pytest.mark.parametrize("name", SAVING)
+def test_a_folder_in_use_is_refused_before_anything_is_imported(monkeypatch, tmp_path, capsys, name):
+    def imports(name):
+        raise AssertionError(f"{name} was imported first")
+
+    monkeypatch.setattr("crosslayer.cli.command.import_module", imports)
+    words = [name, *WITH_OUT[name].split(), "--out", str(tmp_path / "out")]
+    with held(tmp_path / "out"):
+        assert run(monkeypatch, *words) == 2
+    said = capsys.readouterr().err
+    assert f"(process {os.getpid()})" in said and said.count("\n") == 1
+    (tmp_path / "out").mkdir()
+    if SAVING[name].is_saved:
+        assert run(monkeypatch, *words) == 2
+        assert "--force" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -226,6 +226,39 @@ def test_bad_files_get_one_clear_line(tmp_path, name, content, message):
     assert "\n" not in str(error.value)
 
 
+TEXT = "one\ntwo\n\n<|doc|>\nthree\n"
+ROWS = "".join(json.dumps({"text": text}) + "\n" for text in ("one\ntwo", "three"))
+WRITERS = {  # the same text, as programs of other systems save it
+    "mark": lambda text: b"\xef\xbb\xbf" + text.encode(),
+    "windows": lambda text: text.replace("\n", "\r\n").replace("\\n", "\\r\\n").encode(),
+    "old mac": lambda text: text.replace("\n", "\r").replace("\\n", "\\r").encode(),
+    "all": lambda text: b"\xef\xbb\xbf" + text.replace("\n", "\r\n").encode(),
+}
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.parametrize("name", ["a.txt", "a.md.gz", "a.jsonl", "a.jsonl.xz"])
+def test_line_ends_and_byte_order_marks_change_no_document(tmp_path, name, writer):
+    content = WRITERS[writer](ROWS if "jsonl" in name else TEXT)
+    pack = {".gz": gzip.compress, ".xz": lzma.compress}.get(name[-3:], bytes)
+    (tmp_path / name).write_bytes(pack(content))
+    assert load_documents(TextSource(str(tmp_path / name))) == ["one\ntwo", "three"]
+
+
+def test_line_ends_in_tables_change_no_document(tmp_path, monkeypatch):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    datasets = pytest.importorskip("datasets")
+    import pyarrow
+
+    table = {"text": ["one\r\ntwo", "three\rfour"]}
+    parquet.write_table(pyarrow.table(table), tmp_path / "a.parquet")
+    rows = datasets.Dataset.from_dict(table).to_iterable_dataset()
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: rows)
+    _hub_says(monkeypatch, tmp_path, "a" * 40)
+    for name in (str(tmp_path / "a.parquet"), "some/set"):
+        assert sorted(load_documents(TextSource(name))) == ["one\ntwo", "three\nfour"]
+
+
 def test_unknown_names(tmp_path):
     with pytest.raises(ValueError, match="does not exist"):
         load_documents(TextSource(str(tmp_path / "missing.txt")))

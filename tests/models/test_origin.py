@@ -26,6 +26,8 @@ def test_a_folder_says_what_its_card_says(tmp_path):
     assert origin(tmp_path) == {"license": "other", "license_name": "mine", "language": ["en", "de"]}
     (tmp_path / "README.md").write_text(FOREIGN.replace("chat", "crosslayer"))  # `no` is no word in YAML
     assert origin(tmp_path) == {"license": "other", "license_name": "mine", "base_model": "org/parent"}
+    (tmp_path / "README.md").write_bytes(b"\xef\xbb\xbf" + FOREIGN.replace("\n", "\r\n").encode())  # saved on Windows
+    assert origin(tmp_path)["license"] == "other"
     for broken in ("---\n[\n---\n", "---\n" + "[" * 5000 + "\n---\n", "no card"):
         (tmp_path / "README.md").write_text(broken)
         assert origin(tmp_path) == {}

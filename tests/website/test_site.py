@@ -41,7 +41,7 @@ def site(tmp_path_factory):
     if built:
         return Path(built).resolve()
     if not all(importlib.util.find_spec(name) for name in ("zensical", "latex2mathml", "mkdocstrings")):
-        pytest.skip("what builds the site is not installed: pip install 'crosslayer[docs]'")
+        pytest.skip("what builds the site is not installed: pip install '.[docs]'")
     sys.path.insert(0, str(WEBSITE))
     try:
         import build

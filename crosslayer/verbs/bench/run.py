@@ -141,9 +141,9 @@ def bench_transformers(
     if not rows:
         raise ValueError(f"nothing was measured: {skipped[0].reason}")
     facts = {}
-    for source, (role, one) in zip(sources, models.items(), strict=True):
+    for source, cache, (role, one) in zip(sources, (smaller, SmallerCache()), models.items(), strict=True):
         size = sum(parameter.numel() * parameter.element_size() for parameter in one.parameters())
-        facts[role] = MeasuredModel(**source.facts(one), bytes=size)
+        facts[role] = MeasuredModel(**source.facts(one, cache.named), bytes=size)
     return Benchmark(
         models=Both(**facts),
         settings=settings,

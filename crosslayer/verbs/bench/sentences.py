@@ -1,10 +1,11 @@
 """The sentences and table cells of a benchmark; gains and losses are worded alike."""
 
 from collections.abc import Iterable, Sequence
+from typing import get_args
 
 from crosslayer.eviction.running import SmallerCache
 from crosslayer.output.formatting import percent
-from crosslayer.stats.ratios import CLEAR
+from crosslayer.stats.ratios import CLEAR, FEWEST, Verdict
 from crosslayer.verbs.bench.record import MEASURES, BenchSettings, Comparison, Note, Row, Skip
 from crosslayer.verbs.bench.result import Benchmark
 
@@ -14,7 +15,7 @@ TITLES = {
     "tpot_static": "time per token, static cache",
 }
 BYTES = {"GB": 1e9, "MB": 1e6, "kB": 1e3}
-NO_INTERVAL = "With fewer than three pairs of runs there is no interval, so nothing is called faster or slower."
+TOO_FEW = f"too few pairs: an interval needs at least {FEWEST}, a verdict 5 (--repeats 5)"
 
 
 def sentences(record: Benchmark) -> list[str]:
@@ -82,7 +83,7 @@ def span(ratios: Iterable[float], digits: int) -> str:
 def _time_sentence(rows: Sequence[Row], measure: str) -> str:
     """Return a sentence on a measure: where the candidate is faster, slower or neither."""
     clauses = []
-    for verdict in ("faster", "slower", "no difference seen"):
+    for verdict in get_args(Verdict):
         group = [row for row in rows if row.times()[measure].verdict == verdict]
         if group:
             listed = ", ".join(f"{row.context} × {row.batch}" for row in group)
@@ -95,16 +96,15 @@ def _time_sentence(rows: Sequence[Row], measure: str) -> str:
 
 def _interval_sentence(record: Benchmark) -> str:
     pairs, covered = record.settings.repeats, percent(record.interval_coverage, 1)
-    if pairs < 3:
-        return NO_INTERVAL
-    sentence = f"Each ratio is the median of {pairs} pairs of runs, with its {covered} interval"
+    sentence = f"Each ratio is the median of {pairs} pair{'s' if pairs > 1 else ''} of runs"
+    sentence += f", with its {covered} interval" if record.interval_coverage else ""
     if record.interval_coverage < CLEAR:
-        return f"{sentence}: too few pairs to call anything faster or slower; use --repeats 5 or more."
+        return f"{sentence}; {TOO_FEW}."
     return f"{sentence}; a candidate counts as faster or slower only where the interval excludes 1."
 
 
 def _cache_sentences(settings: BenchSettings) -> list[str]:
-    lines = SmallerCache(settings.evict, settings.kv_bits).sentences("the candidate")
+    lines = SmallerCache(settings.evict, settings.kv_bits).sentences()
     if not lines:
         return []
     stored = [

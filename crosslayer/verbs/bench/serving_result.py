@@ -7,8 +7,9 @@ from pydantic import Field
 from crosslayer.output.formatting import listed, percent
 from crosslayer.output.page import Page, Table
 from crosslayer.output.result import Result
+from crosslayer.stats.ratios import CLEAR
 from crosslayer.verbs.bench.record import Both, ServedModel, ServingRow, ServingSettings
-from crosslayer.verbs.bench.sentences import NO_INTERVAL, durations, ratio, size
+from crosslayer.verbs.bench.sentences import TOO_FEW, durations, ratio, size
 
 
 class ServingBenchmark(Result):
@@ -68,8 +69,8 @@ class ServingBenchmark(Result):
             f"{candidate.kv_tokens:,} tokens of {candidate.name} and {baseline.kv_tokens:,} of {baseline.name}."
         ]
         written += [f"{model.name}: {model.not_saved}" for model in models if model.not_saved is not None]
-        if self.settings.repeats < 3:
-            written.append(NO_INTERVAL)
+        if self.interval_coverage < CLEAR:
+            written.append(f"{self.settings.repeats} pairs of runs are {TOO_FEW}.")
         longest = max(self.settings.contexts) + self.settings.new_tokens
         needed = longest * max(self.settings.requests)
         full = [model.name for model in models if model.kv_tokens < needed]

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import yaml
 
+from crosslayer.extras import check_extra
 from crosslayer.hub import reading_dataset
 from crosslayer.verbs.evaluate.record import EvaluateSettings
 
@@ -37,9 +38,7 @@ GROUPS: dict[str, list[list[str]]] = {
 
 def check_installed() -> str:
     """Return lm-eval's version."""
-    missing = [name for name in ("lm_eval", "accelerate", "datasets") if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ValueError(f"evaluate needs {', '.join(missing)}: run pip install 'crosslayer[eval]'")
+    check_extra("eval", "evaluate", "lm_eval", "accelerate", "datasets")
     return importlib.metadata.version("lm_eval")
 
 

@@ -143,7 +143,7 @@ def _wikitext(source: Path, folder: Path, target: Path) -> list[str]:
     for split, short in (("validation", "valid"), ("test", "test")):
         path, name = source / f"wikitext2_{short}.txt", f"wikitext2.{split}.jsonl"
         if path.is_file():
-            pages = articles(path.read_text(encoding="utf-8"))
+            pages = articles(path.read_text(encoding="utf-8-sig"))
             lines = "".join(json.dumps({"page": page}, ensure_ascii=False) + "\n" for page in pages)
             (folder / name).write_text(lines, encoding="utf-8")
             files[split] = str(target / name)

@@ -137,7 +137,7 @@ def _score(
         lm = language_model(model, source.tokenizer, settings.batch, progress, cache.evict, new_cache)
         results = harness.score(lm, tasks, settings)
     facts = EvaluatedModel(
-        **source.facts(model),
+        **source.facts(model, cache.named),
         seconds=round(time.perf_counter() - started, 3),
         requests=lm.requests,
         shortened=lm.shortened,

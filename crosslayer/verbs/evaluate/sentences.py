@@ -47,7 +47,7 @@ def difference(row: ScoreRow) -> str:
 
 def _cache_sentences(record: Evaluation) -> list[str]:
     settings, candidate = record.settings, record.models.candidate
-    lines = SmallerCache(settings.evict, settings.kv_bits).sentences(candidate.name)
+    lines = SmallerCache(settings.evict, settings.kv_bits).sentences()
     if settings.evict is None:
         return lines
     if candidate.reduced:

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from crosslayer.core.decoder import CrossLayerConfig
 from crosslayer.core.decoder.weights import to_config
 from crosslayer.environment import quiet_transformers
+from crosslayer.extras import check_extra
 from crosslayer.models.load import public_name, ready_model
 from crosslayer.models.origin import origin
 from crosslayer.models.pair import causal_config
@@ -85,7 +86,7 @@ def export(
 def _card(model: PreTrainedModel | str | Path, loaded: PreTrainedModel, name: str, to: str, tokenizer: bool) -> str:
     """Return the model's card, or a short one if it has none, with a section on how to use the format `to`."""
     path = None if isinstance(model, PreTrainedModel) else Path(model).expanduser() / "README.md"
-    facts, body = split_card(path.read_text(encoding="utf-8") if path is not None and path.is_file() else "")
+    facts, body = split_card(path.read_text(encoding="utf-8-sig") if path is not None and path.is_file() else "")
     methods = title(loaded.config.methods) if isinstance(loaded.config, CrossLayerConfig) else ""
     body = body or f"# {name}\n\n{methods or 'No methods.'}"
     note = f"Written by `crosslayer export --to {to}`: it opens without crosslayer."
@@ -118,9 +119,8 @@ def _write(
     if to == "deci":
         decilm.write(model, config, folder)
         return model, {"architecture": "DeciLMForCausalLM", **facts}
-    try:
-        from crosslayer.verbs.export import llama_cpp
-    except ModuleNotFoundError as error:
-        raise ValueError("`to` gguf needs gguf: run pip install 'crosslayer[gguf]'") from error
+    check_extra("gguf", "`to` gguf", "gguf")
+    from crosslayer.verbs.export import llama_cpp
+
     llama_cpp.write(model, config, tokenizer, name, folder)
     return model, {"architecture": llama_cpp.architecture(remaining_layers(config)), **facts}

@@ -86,12 +86,13 @@ def generate(
     _check_ids(loaded, ids, max_new_tokens)
     streamer = None if write is None else _Pieces(own, write)
     started = time.perf_counter()
-    with evaluating(loaded), SmallerCache(kv_bits=kv_bits).running(loaded) as new_cache, progress("generating", 0):
+    smaller = SmallerCache(kv_bits=kv_bits)
+    with evaluating(loaded), smaller.running(loaded) as new_cache, progress("generating", 0):
         cache = DynamicCache(config=loaded.config) if new_cache is None else new_cache()
         new = _continue(loaded, own, ids.to(loaded.device), cache, sampling, streamer)
     seconds = time.perf_counter() - started
     return Continuation(
-        model=public_name(model),
+        model=smaller.named(public_name(model)),
         prompt=prompt,
         text=str(own.decode(new, skip_special_tokens=True)),
         new_tokens=len(new),

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from crosslayer.corpus.files import Reading, file_kind, jsonl_rows, local_files, row_text, say_skipped
+from crosslayer.corpus.files import Reading, file_kind, jsonl_rows, local_files, row_text, say_skipped, with_line_feeds
 from crosslayer.verbs.train.mixture import IGNORED
 from crosslayer.verbs.train.recipe import Part
 from crosslayer.verbs.train.shards import Shards
@@ -87,7 +87,7 @@ def read_examples(files: Iterable[Path], columns: Columns, reading: Reading | No
             if response is None or not response.strip():
                 skipped += 1
             else:
-                yield _prompt(row, location, columns), response
+                yield with_line_feeds(_prompt(row, location, columns)), with_line_feeds(response)
         say_skipped(path.name, skipped)
 
 

@@ -5,7 +5,6 @@ stage as finished; the checkpoints are then removed. A stage trains W_c only, al
 merged when it ends.
 """
 
-import importlib.util
 import shutil
 import warnings
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from transformers import PreTrainedModel, TrainerCallback, TrainerControl, Train
 
 from crosslayer.core.method import Compensation
 from crosslayer.environment import quiet_transformers
+from crosslayer.extras import check_extra
 from crosslayer.output.folder import set_modes, write_whole
 from crosslayer.output.progress import Meter
 from crosslayer.output.record import validation_message
@@ -168,8 +168,8 @@ def compensations(model: nn.Module) -> list[Compensation]:
 
 def check_parameters(stages: Sequence[StagePart]) -> None:
     """Raise if a stage needs a package that is not installed."""
-    if any(stage.parameters == "lora" for stage in stages) and importlib.util.find_spec("peft") is None:
-        raise ValueError("parameters: lora needs peft: pip install 'crosslayer[heal]'")
+    if any(stage.parameters == "lora" for stage in stages):
+        check_extra("heal", "parameters: lora", "peft")
 
 
 def unfreeze(model: PreTrainedModel, parameters: str, lora: LoraPart | None = None) -> PreTrainedModel:

@@ -150,7 +150,7 @@ def _ask(
             for texts in answers(model, source.tokenizer, of_length, **options, new_cache=new_cache):
                 responses += texts
                 meter.step(len(responses), len(samples), f"{length} tokens")
-    return ModelAnswers(**source.facts(model), answers=tuple(responses))
+    return ModelAnswers(**source.facts(model, cache.named), answers=tuple(responses))
 
 
 def answers(

@@ -12,7 +12,8 @@ def sentences(record: Needles) -> list[str]:
     """Return the scores of each model by length, the differences, and how both are measured."""
     settings, written, paired = record.settings, [], ""
     for model, by_length in zip(record.models, record.by_length, strict=True):
-        name = f"The baseline, {model.name}," if model is record.baseline else model.name
+        role = "baseline" if model is record.baseline else "candidate"
+        name = f"The {role}, {model.name}," if record.baseline is not None or ", " in model.name else model.name
         shares = [f"{share(score)} at {score.length:,}" for score in by_length]
         sentence = f"{name} retrieves {hidden_numbers(settings.keys)}: {', '.join(shares)} tokens"
         if settings.keys > 1:
@@ -28,7 +29,7 @@ def sentences(record: Needles) -> list[str]:
                 f"At {listed(low)} tokens the baseline itself retrieves fewer than {LOW:.0%}, so the candidate has "
                 "nothing to lose there."
             )
-    written += SmallerCache(settings.evict, settings.kv_bits).sentences(record.candidate.name)
+    written += SmallerCache(settings.evict, settings.kv_bits).sentences()
     depths = len(settings.depths)
     return [
         *written,

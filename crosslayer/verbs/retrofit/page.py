@@ -11,6 +11,8 @@ from crosslayer.verbs.retrofit.result import Alternative, CurvePoint, MeasuredBa
 from crosslayer.verbs.retrofit.sentences import interval, kl, ratio, sentences, with_interval
 
 NAMES_SHOWN = 6  # of weights
+FITTED = {"none": "nothing", "zero": "nothing", "refit": "W_c and W_o", "refit-o": "W_o", "fisher": "latents"}
+CHANGES = {"dropped": "removed", "merged": "changed"}  # of weights, in words
 FIT_LINES = (  # of the calibration figure: name, field of a fit, color, dashed
     ("per token, before", "token_before", 0, True),
     ("per token, after", "token_after", 0, False),
@@ -39,7 +41,7 @@ def _cards(record: RetrofitReport) -> list[tuple[str, str, str]]:
     """Return the headline cards: title, figure, explanation."""
     worst, calibration = record.damage.domains[0], record.calibration.windows
     domain = f"on {worst.name} ({'calibration' if worst.seen else 'unseen'} text)"
-    text = f"fitted on {sum(calibration.values())} windows of {', '.join(calibration)}"
+    text = f"on {sum(calibration.values())} windows of {', '.join(calibration)}"
     size = ("KV cache", f"{record.cache.share:.2%}", "of the original's bytes, as allocated")
     if record.plan.has_choices:
         size = (
@@ -51,7 +53,7 @@ def _cards(record: RetrofitReport) -> list[tuple[str, str, str]]:
         size,
         ("Perplexity", f"×{worst.ratio:.3f}", f"95% CI {interval(worst.ratio_ci95)}, {domain}"),
         ("KL", f"{worst.kl:.3f}", f"nats/token, 95% CI {interval(worst.kl_ci95)}, {domain}"),
-        ("Compensation", record.calibration.fit, text if calibration else "no calibration text"),
+        ("Fitted", FITTED.get(record.calibration.fit, "W_c"), text if calibration else "no calibration text"),
     ]
     if record.needles is not None:
         total = sum(len(result.found) for result in record.needles.retrofit)
@@ -157,7 +159,7 @@ def _tables(record: RetrofitReport) -> list[Table]:
     weights = []
     for change, names in record.weights.model_dump().items():
         shown = names[:NAMES_SHOWN]
-        weights.append([change, str(len(names)), [*shown, "…"] if len(names) > len(shown) else shown])
+        weights.append([CHANGES.get(change, change), str(len(names)), [*shown, *["…"] * (len(names) > len(shown))]])
     states = (*PASSED, "mlps") if record.plan.has_choices else (*STATES, "mlps")
     plan = [
         [str(layer), *(record.plan.source_label(state, layer) for state in states)] for layer in record.changed_layers

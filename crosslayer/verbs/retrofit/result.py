@@ -173,7 +173,7 @@ class Alternative(Frozen):
 
 
 SHIM_FILE = "modeling_shim.py"
-SHIM = '''"""Lets `trust_remote_code=True` find the installed package: pip install crosslayer."""
+SHIM = '''"""Lets `trust_remote_code=True` find crosslayer, which must be installed."""
 
 import crosslayer
 

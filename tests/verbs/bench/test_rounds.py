@@ -113,6 +113,8 @@ def test_a_candidate_may_have_a_quantised_cache(bits):
     (listed,) = (one for one in row.quantised if one.kind == kind)
     assert listed.candidate == planned and listed.ratio == planned / row.cache.dynamic.baseline
     assert any("is quantised" in line for line in benchmark.sentences())
+    headline, label = benchmark.headline(), bits if bits == "fp8" else f"{bits} bits"
+    assert headline["candidate"] == f"{headline['baseline']}, {label}"
     assert any(title.startswith("With fewer bits") for title, *_ in benchmark.layout().tables)
     with pytest.raises(ValueError, match="load the baseline separately"):
         short(candidate, candidate, 48, new_tokens=4, kv_bits=bits)

@@ -6,7 +6,7 @@ import itertools
 import pytest
 
 from crosslayer.cli.printing import print_table
-from crosslayer.stats.ratios import coverage
+from crosslayer.stats.ratios import coverage, verdict
 from crosslayer.testing.tiny import build, config_of
 from crosslayer.verbs.bench.page import measurements
 from crosslayer.verbs.bench.record import MEASURES
@@ -47,6 +47,22 @@ def test_losses_are_said_as_plainly_as_gains_and_briefly(six):
     assert table[0] == "context 512, batch 4"
     ranges = [panel.y_range for panel in six.layout().panels]
     assert ranges[::2] == [ranges[0]] * 2 and ranges[1::2] == [ranges[1]] * 2
+
+
+@pytest.mark.parametrize("pairs", [1, 2, 4])
+def test_too_few_pairs_have_one_name_everywhere(six, pairs):
+    """In sentences, in the table and on the page; an interval is named only where there is one."""
+    rows = six.record()["rows"]
+    for row, measure in itertools.product(rows, MEASURES):
+        interval = row[measure]["interval"] if pairs > 2 else None
+        row[measure] |= {"interval": interval, "verdict": verdict(interval, pairs)}
+    settings = {**six.record()["settings"], "repeats": pairs}
+    record = {**six.record(), "rows": rows, "settings": settings, "interval_coverage": coverage(pairs)}
+    few = Benchmark.from_record(record)
+    (_, head, cells), *_ = few.tables()
+    text = " ".join([*few.sentences(), *head, *(cell for row in cells for cell in row), str(few.layout().cards)])
+    assert "no difference" not in text and text.count("too few pairs") >= 3 * len(rows)
+    assert ("% interval" in text) == (pairs > 2)
 
 
 def test_the_printed_table_has_a_row_a_setting_and_cuts_nothing(six, capsys):

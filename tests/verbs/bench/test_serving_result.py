@@ -24,7 +24,8 @@ def test_the_result_comes_back_and_says_what_the_cache_holds(tmp_path):
     )
     result.save(tmp_path / "out")
     assert crosslayer.load_result(tmp_path / "out") == result
-    first, waiting = result.sentences()
+    first, few, waiting = result.sentences()
+    assert "too few pairs" in few
     assert "hold 300 tokens of ours and 10 of old" in first and "30.00x" in first
     assert "cache of old is too small" in waiting
     assert result.headline()["throughput"][0]["ratio"] == 2.0 and "30.00x" in result.page()

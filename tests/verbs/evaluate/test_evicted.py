@@ -56,6 +56,7 @@ def test_it_is_said_how_many_requests_lost_tokens(pair, tasks, evict, share):
     options = {"tasks": NAMES[:1], "include_path": tasks, "device": "cpu", "num_fewshot": 2, "evict": evict}
     evaluation = crosslayer.evaluate(pair[0], **options)
     candidate = evaluation.models.candidate
+    assert candidate.name == f"{evaluation.headline()['candidate'].partition(', ')[0]}, {evict}"
     assert candidate.requests == 14 * 4 and candidate.reduced == share * candidate.requests
     said = " ".join(sentences(evaluation))
     assert ("evicted in 56 of 56 requests" if share else "No tokens were evicted: all 56 requests fit") in said

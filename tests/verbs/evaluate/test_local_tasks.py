@@ -1,5 +1,6 @@
 """The script that writes tasks which read local files."""
 
+import json
 import subprocess
 import sys
 
@@ -67,3 +68,10 @@ def test_articles_of_wikitext_begin_with_their_headings():
     pages = articles(text)
     assert [page.split("\n")[0] for page in pages] == [" = Robert = ", " = Du Fu = "]
     assert "".join(pages) == text.removeprefix(" \n")
+
+
+def test_an_article_behind_a_byte_order_mark_is_read(tmp_path):
+    (tmp_path / "wikitext2_test.txt").write_bytes(b"\xef\xbb\xbf = Robert = \r\n \r\n He is . \r\n")
+    crosslayer.write_local_tasks(tmp_path, tmp_path / "tasks")
+    pages = (tmp_path / "tasks" / "wikitext2.test.jsonl").read_text()
+    assert [json.loads(line)["page"] for line in pages.splitlines()] == [" = Robert = \n \n He is . \n"]

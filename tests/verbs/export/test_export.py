@@ -157,7 +157,7 @@ def test_a_stock_model_goes_to_every_form(tmp_path):
 def test_cards_of_all_forms_say_what_the_model_is_and_how_it_is_used(tmp_path):
     model = ours("plain")
     model.name_or_path = str(cache_folder() / "smollm2-0123456789abcdef")  # as if loaded from there
-    for to, install in (("hf", "pip install transformers"), ("deci", "pip install 'crosslayer[vllm]'")):
+    for to, install in (("hf", "pip install transformers"), ("deci", "pip install '.[vllm]'")):
         crosslayer.export(model, tmp_path / to, words(), to=to)
         card = (tmp_path / to / "README.md").read_text()
         data = ModelCard(card).data

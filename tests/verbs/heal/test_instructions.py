@@ -48,6 +48,14 @@ def test_the_prompt_is_the_papers(tmp_path):
     assert empty == PROMPT.format(instruction="", input="")
 
 
+def test_line_ends_and_byte_order_marks_change_no_example(tmp_path):
+    row = {"instruction": "Add.\nNow.", "input": "1\n+ 1", "choices": ["2\n", "3"], "response": "2\n3"}
+    plain = table(tmp_path, [row])
+    windows = tmp_path / "windows.jsonl"
+    windows.write_bytes(b"\xef\xbb\xbf" + plain.read_bytes().replace(rb"\n", rb"\r\n") + b"\r\n")
+    assert list(read_examples([windows], COLUMNS)) == list(read_examples([plain], COLUMNS))
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [

@@ -176,6 +176,8 @@ def test_the_verb_writes_a_whole_folder_that_can_be_run_again(monkeypatch, tmp_p
     (tmp_path / "same.yaml").write_text(yaml.safe_dump(json.loads(json.dumps(record["interventions"]))))
     for file in (out / "record.json", tmp_path / "same.yaml"):
         assert typed_interventions(file=str(file)) == result.interventions
+        file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes().replace(b"\n", b"\r\n"))  # saved on Windows
+        assert typed_interventions(file=str(file)) == result.interventions
     again = intervene("minilm", interventions=result.interventions, sequences=2, length=64, probes=1)
     assert again.interventions == result.interventions
     assert again.positions == result.positions and again.controls == result.controls

@@ -165,6 +165,23 @@ def test_the_command_says_what_the_call_returns(monkeypatch, folder, tmp_path, c
     assert np.isclose(result.differences[0].mean, 0)
 
 
+def test_a_smaller_cache_is_in_the_name_of_the_candidate(folder):
+    """So that a model beside itself is not confused with itself: in sentences, tables, figures and the JSON line."""
+    options = {"lengths": [512], "depths": [50], "keys": 1, "samples": 1, "new_tokens": 1}
+    for smaller, name in (
+        ({"kv_bits": "4"}, "model, 4 bits"),
+        ({"evict": "h2o:0.5"}, "model, h2o:0.5"),
+        ({"evict": "h2o:0.5", "kv_bits": "fp8"}, "model, h2o:0.5, fp8"),
+    ):
+        result = crosslayer.needles(folder, baseline=folder, **options, **smaller)
+        assert (result.headline()["model"], result.headline()["baseline"]) == (name, "model")
+        assert [title for title, *_ in result.tables()] == [name, "model"]
+        first, second, *_ = result.sentences()
+        assert first.startswith(f"The candidate, {name},") and second.startswith("The baseline, model,")
+        page = result.layout()
+        assert f"{name} against model" in page.title and [panel.title for panel in page.panels][0].startswith(name)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -90,7 +90,7 @@ def test_the_card_says_what_the_original_is_and_how_the_model_is_used(hub, small
     card = crosslayer.push(small, "me/tiny-cla").card
     assert ModelCard(card).data.pipeline_tag == "text-generation"
     use = card.partition("## Use\n\n")[2].partition("\n## ")[0]
-    assert use.startswith("```sh\npip install crosslayer\n") and "\ncrosslayer serve me/tiny-cla\n" in use
+    assert use.startswith("```sh\npip install .  #") and "\ncrosslayer serve me/tiny-cla\n" in use
     python = use.partition("```python\n")[2].partition("```")[0]
     assert python.splitlines()[0].startswith("import crosslayer")
     assert 'AutoTokenizer.from_pretrained("me/tiny-cla")' in python

@@ -69,6 +69,20 @@ def test_the_call_gives_arrays_and_the_model(source, report):
     assert all(kept[name].data_ptr() != weight.data_ptr() for name, weight in source.named_parameters() if name in kept)
 
 
+@pytest.mark.parametrize(
+    ("fit", "fitted"),
+    [("fisher", "latents"), ("layerwise", "W_c"), ("refit", "W_c and W_o"), ("refit-o", "W_o"), ("none", "nothing")],
+)
+def test_the_page_names_what_was_fitted_and_what_became_of_weights(report, fit, fitted):
+    record = report.record()
+    record["calibration"]["fit"] = fit
+    page = RetrofitReport.from_record(record).layout()
+    assert [card[1] for card in page.cards if card[0] == "Fitted"] == [fitted] and "fisher" not in str(page.cards)
+    (rows,) = [rows for name, _, rows in page.tables if name == "Weights"]
+    assert [row[0] for row in rows] == ["removed", "changed", "new", "refitted"]
+    assert [row[1] for row in rows] == [str(len(names)) for names in record["weights"].values()]
+
+
 def test_a_report_is_its_record(report):
     again = RetrofitReport.from_record(json.loads(json.dumps(report.record(), allow_nan=False)))
     assert again == report and again.page() == report.page() and again.sentences() == report.sentences()

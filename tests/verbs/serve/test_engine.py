@@ -52,7 +52,7 @@ def test_another_version_registers_nothing_and_says_so(vllm, caplog):
     plugin.register()
     assert not vllm.registered
     assert "needs vLLM 0.32, got vLLM 0.33.1" in caplog.text
-    with pytest.raises(ValueError, match=r"got vLLM 0\.33\.1; run pip install 'crosslayer\[vllm\]'"):
+    with pytest.raises(ValueError, match=r"got vLLM 0\.33\.1; run pip install '\.\[vllm\]'"):
         engine.check_engine()
 
 
@@ -144,9 +144,9 @@ def test_the_command_line_says_it_in_one_line(tmp_path, monkeypatch, capsys):
         return error
 
     monkeypatch.setitem(sys.modules, "vllm", None)
-    assert "pip install 'crosslayer[vllm]'" in line("serve", tmp_path / "nothing")
+    assert "pip install '.[vllm]'" in line("serve", tmp_path / "nothing")
     both = ("bench", "smollm2", "--baseline", "smollm2")
-    assert "pip install 'crosslayer[vllm]'" in line(*both, "--engine", "vllm")
+    assert "pip install '.[vllm]'" in line(*both, "--engine", "vllm")
     assert "--engine must be transformers or vllm, got 'vlm'" in line(*both, "--engine", "vlm")
     assert "--kv-memory needs --engine vllm" in line(*both, "--kv-memory", "1")
     assert "--device, --attention, --evict and --kv-bits need --engine transformers" in line(

@@ -38,6 +38,12 @@ def recipe(tmp_path):
     return path
 
 
+def test_a_recipe_saved_on_windows_is_the_same(recipe):
+    expected = load_recipe(recipe)
+    recipe.write_bytes(b"\xef\xbb\xbf" + PLAIN.replace("\n", "\r\n").encode())
+    assert load_recipe(recipe) == expected
+
+
 def refusal(path: Path, *settings: str) -> str:
     with pytest.raises(ValueError) as caught:
         load_recipe(path, settings)

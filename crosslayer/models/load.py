@@ -73,7 +73,7 @@ def load_model(
         if attention is not None:
             config._attn_implementation = attention
         tokenizer = _tokenizer(folder)
-        loaded: Any = _auto_class(config).from_pretrained(
+        loaded: Any = auto_class(config).from_pretrained(
             folder,
             config=config,
             dtype=wanted,
@@ -178,7 +178,7 @@ def is_causal(config: PreTrainedConfig) -> bool:
     return any(n.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")) for n in names)
 
 
-def _auto_class(config: PreTrainedConfig) -> type:
+def auto_class(config: PreTrainedConfig) -> Any:
     """Return the class that loads a config's model; of one that also reads images or sound, the text is used."""
     if not is_causal(config):
         return AutoModel

@@ -52,3 +52,10 @@ def test_the_text_model_is_measured_and_continues_text(folder):
     assert written.cache_bytes == crosslayer.plan(str(folder), length=ids.shape[1], dtype="float32").stored_bytes
     diagnosis = crosslayer.diagnose(str(folder), sequences=1, length=48, device="cpu")
     assert diagnosis.map_similarity.shape == (3, 3)
+
+
+@pytest.mark.parametrize("folder", ["qwen2_5_vl"], indirect=True)
+def test_it_is_verified_with_the_class_that_its_folder_names(folder):
+    result = crosslayer.verify(str(folder), dtypes=["float32"], device="cpu", compile_backend="eager")
+    (check,) = [check for check in result.checks if check.name == "save and load"]
+    assert (check.status, check.reason) == ("PASS", "must be bit-identical")

@@ -10,22 +10,22 @@ from transformers import PreTrainedModel
 from crosslayer.models.load import load_config
 
 
-def stored_dtype(source: PreTrainedModel | str | Path, model: PreTrainedModel) -> torch.dtype:
-    """Return the dtype in which a change of `model` is saved: that of its checkpoint, or its own if that is narrower.
+@torch.no_grad()
+def round_to_stored(
+    changed: PreTrainedModel, model: PreTrainedModel, source: PreTrainedModel | str | Path
+) -> torch.dtype:
+    """Round the weights of a changed model to the dtype in which it will be saved, and return this dtype.
 
-    `source` is the name that the model was loaded from, or the model itself.
+    It is that of the files of `source`, from which `model` was loaded, or the model's own where that is narrower. The
+    weights keep the dtype that they are computed in.
     """
     own = None if isinstance(source, PreTrainedModel) else load_config(str(source)).dtype
-    return min(model.dtype, own or model.dtype, key=lambda dtype: dtype.itemsize)
-
-
-@torch.no_grad()
-def round_weights(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Round a model's weights to those of `dtype`, in which it will be saved; they keep their own dtype."""
-    for weight in model.parameters():
+    dtype = min(model.dtype, own or model.dtype, key=lambda dtype: dtype.itemsize)
+    for weight in changed.parameters():
         rounded = weight.to(dtype).to(weight.dtype)
         if not torch.equal(rounded, weight):  # others may share memory with the original
             weight.data = rounded
+    return dtype
 
 
 @contextmanager

@@ -100,18 +100,17 @@ def embedded_files(name: str) -> list[Path]:
         ValueError: a package is not installed, or lacks its file.
 
     """
-    entry = EMBEDDED[name]
-    found = [_file(package, file) for package, file in zip(entry.packages, entry.files, strict=True)]
-    missing = [package for package, path in zip(entry.packages, found, strict=True) if path is None]
+    missing = missing_packages(name)
     if missing:
-        raise ValueError(f"the embedded model {name!r} needs {_install(name, missing)}")
+        raise ValueError(f"the embedded model {name!r} needs packages that are missing: {_install(name, missing)}")
+    found = map(_file, EMBEDDED[name].packages, EMBEDDED[name].files)
     return [path for path in found if path is not None]
 
 
-def is_installed(name: str) -> bool:
-    """Return whether all packages of an embedded model are installed."""
+def missing_packages(name: str) -> list[str]:
+    """Return the packages of an embedded model that are not installed, or lack their file."""
     entry = EMBEDDED[name]
-    return all(map(_file, entry.packages, entry.files))
+    return [package for package, file in zip(entry.packages, entry.files, strict=True) if _file(package, file) is None]
 
 
 def _file(package: str, filename: str) -> Path | None:
@@ -126,10 +125,8 @@ def _file(package: str, filename: str) -> Path | None:
 
 def _install(name: str, packages: Sequence[str]) -> str:
     """Return the command that installs packages of a model, also over damaged ones, and the terms of its use."""
-    terms = EMBEDDED[name].terms
-    which = "its package" if len(packages) == 1 else f"{len(packages)} packages"
-    ending = f"; its use is subject to {terms}" if terms else ""
-    return f"{which}: pip install --no-deps --force-reinstall {' '.join(packages)}{ending}"
+    terms = f"; its use is subject to {EMBEDDED[name].terms}" if EMBEDDED[name].terms else ""
+    return f"pip install --no-deps --force-reinstall {' '.join(packages)}{terms}"
 
 
 def _folder(name: str) -> Path:
@@ -161,10 +158,8 @@ def _join(name: str, target: Path) -> None:
                     digest.update(block)
                     joined.write(block)
     if digest.hexdigest() != EMBEDDED[name].sha256:
-        install = _install(name, EMBEDDED[name].packages)
-        raise ValueError(
-            f"the packages of {name!r} hold another file, of SHA-256 {digest.hexdigest()}; it needs {install}"
-        )
+        found, install = digest.hexdigest(), _install(name, EMBEDDED[name].packages)
+        raise ValueError(f"the packages of {name!r} hold another file, of SHA-256 {found}; reinstall them: {install}")
 
 
 def _convert(folder: Path) -> None:

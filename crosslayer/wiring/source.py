@@ -35,7 +35,7 @@ def read_source(name: str) -> Source:
     parts = embedded_files(name) if name in EMBEDDED else [Path(name).expanduser()]
     path = parts[0]
     if name in EMBEDDED and EMBEDDED[name].sha256:  # the first part has the header
-        return Source(gguf_config(path)[0], sum(part.stat().st_size for part in parts))
+        return Source(*gguf_config(path))._replace(weights_bytes=sum(part.stat().st_size for part in parts))
     if path.suffix == ".gguf" and path.is_file():
         return Source(*gguf_config(path))
     if path.is_file() and path.suffix == ".safetensors":

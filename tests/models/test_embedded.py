@@ -84,7 +84,10 @@ def test_once_converted_the_packages_are_not_needed(parts):
 def test_the_plan_needs_the_first_part_alone(parts, tmp_path, gguf):
     plan = crosslayer.plan("parts", length=100)
     assert (plan.model, plan.type, len(plan.layers)) == ("parts", "llama", len(ours("plain").model.layers))
-    assert plan.weights_bytes == len(gguf) and not (tmp_path / "cache").exists()
+    (tmp_path / "whole.gguf").write_bytes(gguf)
+    whole = crosslayer.plan(tmp_path / "whole.gguf", length=100, engine="transformers")
+    assert plan.stored_bytes == whole.stored_bytes
+    assert plan.weights_bytes > len(gguf) // PARTS + 1 and not (tmp_path / "cache").exists()
 
 
 @pytest.mark.parametrize("use", [crosslayer.load_model, crosslayer.plan, crosslayer.generate], ids=lambda f: f.__name__)

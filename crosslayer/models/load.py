@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
@@ -22,7 +24,7 @@ from crosslayer.core.transformers_versions import attention_that_caps
 from crosslayer.environment import quiet_transformers
 from crosslayer.hub import hub_source, is_hub_name
 from crosslayer.models.checks import check_layers
-from crosslayer.models.embedded import EMBEDDED, embedded_config, embedded_folder
+from crosslayer.models.embedded import EMBEDDED, embedded_folder
 from crosslayer.output.formatting import folder_name
 from crosslayer.output.progress import Meter, Silent
 
@@ -70,9 +72,8 @@ def load_model(
         attention = attention_that_caps(config, config._attn_implementation)
         if attention is not None:
             config._attn_implementation = attention
-        auto = AutoModelForCausalLM if is_causal(config) else AutoModel
         tokenizer = _tokenizer(folder)
-        loaded: Any = auto.from_pretrained(
+        loaded: Any = auto_class(config).from_pretrained(
             folder,
             config=config,
             dtype=wanted,
@@ -96,9 +97,6 @@ def load_config(name: str) -> PreTrainedConfig:
     """Load a model's config alone; a folder needs no weights, and of the hub nothing but config.json is fetched."""
     import crosslayer.core.decoder  # noqa: F401  registers our model
 
-    if name in EMBEDDED:
-        with one_line_errors(name):
-            return embedded_config(name)
     source = model_source(name, needs_weights=False)
     with one_line_errors(name):
         values, _ = PreTrainedConfig.get_config_dict(source)
@@ -178,6 +176,13 @@ def is_causal(config: PreTrainedConfig) -> bool:
     """Return whether a config's model is a causal language model, by the class that it names."""
     names = config.architectures or []
     return any(n.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")) for n in names)
+
+
+def auto_class(config: PreTrainedConfig) -> Any:
+    """Return the class that loads a config's model; of one that also reads images or sound, the text is used."""
+    if not is_causal(config):
+        return AutoModel
+    return AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForMultimodalLM
 
 
 def model_source(name: str, needs_weights: bool = True) -> str:

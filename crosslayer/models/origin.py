@@ -21,7 +21,8 @@ def origin(model: PreTrainedModel | str | Path) -> dict[str, str | list[str]]:
     embedded = name if name in EMBEDDED else embedded_name(folder)
     if embedded is not None:
         entry = EMBEDDED[embedded]
-        return {"base_model": entry.hub, "license": entry.license, "language": entry.language}
+        language = {} if entry.language is None else {"language": entry.language}
+        return {"base_model": entry.hub, "license": entry.license, **language}
     if folder.is_dir():
         return _stated(folder / CARD)
     if "/" not in name or not is_hub_name(name):  # the class of a model that was built here

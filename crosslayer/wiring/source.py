@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from crosslayer.models.checks import check_layers
-from crosslayer.models.embedded import EMBEDDED, embedded_file
+from crosslayer.models.embedded import EMBEDDED, embedded_files
 from crosslayer.wiring.gguf import gguf_config
 from crosslayer.wiring.plain_config import plain_config
 
@@ -32,7 +32,10 @@ def read_source(name: str) -> Source:
     """
     if name == STDIN:
         return Source(_config(_parsed(sys.stdin.read(LARGEST + 1), "standard input"), "standard input"))
-    path = embedded_file(name) if name in EMBEDDED else Path(name).expanduser()
+    parts = embedded_files(name) if name in EMBEDDED else [Path(name).expanduser()]
+    path = parts[0]
+    if name in EMBEDDED and EMBEDDED[name].sha256:  # the first part has the header
+        return Source(*gguf_config(path))._replace(weights_bytes=sum(part.stat().st_size for part in parts))
     if path.suffix == ".gguf" and path.is_file():
         return Source(*gguf_config(path))
     if path.is_file() and path.suffix == ".safetensors":

@@ -14,10 +14,8 @@ from safetensors.torch import load_file, save_file
 
 import crosslayer
 from crosslayer import hub
-from crosslayer.models import embedded
 from crosslayer.models import load as models
 from crosslayer.models.load import resolve_dtype
-from crosslayer.output.folder import exclusive
 from crosslayer.testing.tiny import build, config_of
 from tests.helpers.tiny import tiny
 
@@ -294,7 +292,7 @@ def test_what_the_hub_says_is_one_line_and_comes_at_once(fake_hub, name, message
     with pytest.raises(ValueError, match=message) as error:
         crosslayer.load_model(name)
     assert time.monotonic() - started < 2 and len(fake_hub) == 1
-    assert "\n" not in str(error.value) and "embedded model (smollm2, minilm)" in str(error.value)
+    assert "\n" not in str(error.value) and "embedded model (smollm2, qwen, gemma3, minilm)" in str(error.value)
 
 
 def test_the_hub_is_waited_for_under_five_seconds():
@@ -330,68 +328,3 @@ def test_what_is_no_name_of_the_hub_is_not_sought_there(fake_hub):
 
 
 # ---- the cache of converted models
-
-
-@pytest.fixture
-def conversions(monkeypatch, tmp_path):
-    """The calls that convert; they leave files of the right names in the cache, which is empty."""
-    calls = []
-
-    def convert(source, folder):
-        calls.append(source.name)
-        for name in ("config.json", "model.safetensors", "tokenizer.json"):
-            (folder / name).write_text("{}")
-
-    monkeypatch.setattr(embedded, "_convert", convert)
-    monkeypatch.setenv("CROSSLAYER_CACHE", str(tmp_path / "cache"))
-    return calls
-
-
-def test_a_gguf_file_is_converted_once(conversions, tmp_path):
-    target = embedded.embedded_folder("smollm2")
-    assert embedded.embedded_folder("smollm2") == target and len(conversions) == 1
-    (target / "model.safetensors").unlink()
-    assert embedded.embedded_folder("smollm2") == target and len(conversions) == 2
-    assert [path.name for path in (tmp_path / "cache").iterdir()] == [target.name]
-
-
-def test_processes_that_need_it_at_once_wait_for_the_first(conversions, tmp_path):
-    target = embedded.embedded_folder("smollm2")
-    shutil.rmtree(target)
-    with exclusive(target):
-        waiting = threading.Thread(target=embedded.embedded_folder, args=("smollm2",))
-        waiting.start()
-        waiting.join(0.5)
-        assert waiting.is_alive()
-        target.mkdir()
-        for name in ("config.json", "model.safetensors", "tokenizer.json"):
-            (target / name).write_text("{}")
-    waiting.join(10)
-    assert not waiting.is_alive() and len(conversions) == 1
-
-
-def test_a_failed_conversion_leaves_nothing(monkeypatch, conversions, tmp_path):
-    monkeypatch.setattr(embedded, "_convert", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
-        embedded.embedded_folder("smollm2")
-    assert not (tmp_path / "cache").exists()
-
-
-def test_a_cache_that_cannot_be_written_names_the_variable(monkeypatch, conversions, tmp_path):
-    import errno
-
-    (tmp_path / "file").write_text("x")
-    monkeypatch.setenv("CROSSLAYER_CACHE", str(tmp_path / "file" / "cache"))
-    with pytest.raises(
-        ValueError, match=r"cache' cannot be written \(Not a directory\); set CROSSLAYER_CACHE to"
-    ) as error:
-        crosslayer.load_model("smollm2")
-    assert "\n" not in str(error.value)
-
-    def full(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setenv("CROSSLAYER_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(embedded, "_convert", full)
-    with pytest.raises(ValueError, match=r"No space left on device\); set CROSSLAYER_CACHE"):
-        crosslayer.load_model("smollm2")

@@ -67,7 +67,7 @@ def bench(
     """Compare KV cache size, time to first token, time per token and peak memory of a model with a baseline.
 
     Args:
-        model: the candidate: hub name, local folder, or smollm2 (embedded). In Python also a loaded model.
+        model: the candidate: hub name, local folder, smollm2, qwen or gemma3. In Python also a loaded model.
         baseline: the model to compare with, given like `model`.
         contexts: prompt lengths in tokens.
         batches: batch sizes; with vLLM, numbers of concurrent requests.

@@ -53,7 +53,7 @@ def diagnose(
     """Find attention sinks, value drains, massive activations and redundant layers in a pretrained model.
 
     Args:
-        model: hub name, local folder, or smollm2 or minilm (embedded). In Python also a loaded model.
+        model: hub name, local folder, smollm2, qwen, gemma3 or minilm. In Python also a loaded model.
         text: a .txt, .md, .jsonl or .parquet file, a folder of them, or a Hugging Face dataset; default the embedded
             corpus. In Python also token ids (B, T), T ≥ 2, without padding, a `TextSource` or texts.
         tokenizer: in Python, the tokenizer of a loaded model; token ids are then shown as text.

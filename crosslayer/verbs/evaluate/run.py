@@ -50,7 +50,7 @@ def evaluate(
     Scores are computed by lm-eval itself. Differences are paired: both models answer the same items.
 
     Args:
-        model: the candidate: hub name, local folder, or smollm2 (embedded). In Python also a loaded model.
+        model: the candidate: hub name, local folder, smollm2, qwen or gemma3. In Python also a loaded model.
         tokenizer: in Python, tokenizer of loaded models.
         tasks: comma-separated lm-eval tasks, or groups of tasks as in papers (docs/guides/measure.md).
         baseline: a model to compare with, item by item. In Python a loaded one uses the tokenizer of `model`.

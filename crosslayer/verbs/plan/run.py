@@ -32,8 +32,8 @@ def plan(
     Only the config is read, of the hub nothing else is downloaded.
 
     Args:
-        model: hub name, local folder, config.json, .gguf file, - for a config on standard input, smollm2 or minilm. In
-            Python also a model or a config.
+        model: hub name, local folder, config.json, .gguf file, - for a config on standard input, smollm2, qwen, gemma3
+            or minilm. In Python also a model or a config.
         length: tokens in the KV cache; several make a table.
         batch: number of sequences.
         dtype: dtype of the model; default that of the config, else bfloat16.

@@ -3,16 +3,17 @@
 Its fields are what `record.json` holds.
 """
 
-import json
 from pathlib import Path
 from typing import Any, Literal, Self
 
 import numpy as np
+import torch
 from pydantic import Field, PrivateAttr, model_validator
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from crosslayer.core.plan import STATES, DepthPlan
 from crosslayer.environment import quiet_transformers
+from crosslayer.models.stored import weights_in
 from crosslayer.output.folder import whole_folder
 from crosslayer.output.manifest import write_manifest
 from crosslayer.output.record import Frozen, ModelFacts
@@ -23,6 +24,7 @@ from crosslayer.verbs.bench.record import StepTime
 from crosslayer.verbs.needles.retrieval import Retrieval, count_retrieved
 from crosslayer.verbs.retrofit.moments import Fit
 from crosslayer.verbs.retrofit.request import RetrofitOptions
+from crosslayer.verbs.retrofit.shim import write_shim
 from crosslayer.wiring.kv_bits import KINDS
 
 
@@ -172,25 +174,6 @@ class Alternative(Frozen):
         return self.of if self.kv_bits is None else f"{self.of}, {KINDS[self.kv_bits]}"
 
 
-SHIM_FILE = "modeling_shim.py"
-SHIM = '''"""Lets `trust_remote_code=True` find crosslayer, which must be installed."""
-
-import crosslayer
-
-
-class CrossLayerConfig(crosslayer.CrossLayerConfig):
-    pass
-
-
-class CrossLayerForCausalLM(crosslayer.CrossLayerForCausalLM):
-    config_class = CrossLayerConfig
-'''
-AUTO_MAP = {
-    "AutoConfig": "modeling_shim.CrossLayerConfig",
-    "AutoModelForCausalLM": "modeling_shim.CrossLayerForCausalLM",
-}
-
-
 class RetrofitReport(Result):
     """The report of a retrofit; its fields are what `record.json` holds, and two reports compare by them.
 
@@ -240,14 +223,17 @@ class RetrofitReport(Result):
 
     _model: PreTrainedModel | None = PrivateAttr(None)
     _tokenizer: PreTrainedTokenizerBase | None = PrivateAttr(None)
+    _dtype: torch.dtype | None = PrivateAttr(None)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, RetrofitReport) and self.record() == other.record()
 
-    def of_model(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> "RetrofitReport":
-        """Return the same report with its converted model."""
+    def of_model(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, dtype: torch.dtype
+    ) -> "RetrofitReport":
+        """Return the same report with its converted model, whose weights will be saved in `dtype`."""
         report = self.model_copy()
-        report._model, report._tokenizer = model, tokenizer
+        report._model, report._tokenizer, report._dtype = model, tokenizer, dtype
         return report
 
     @property
@@ -381,15 +367,12 @@ class RetrofitReport(Result):
         if remote_code_shim and not self.takes_shim:
             raise ValueError(f"a remote-code shim needs a crosslayer model, got a stock {type(model).__name__}")
         with whole_folder(target, force) as partial:
-            with quiet_transformers():
+            with quiet_transformers(), weights_in(model, self._dtype):
                 model.save_pretrained(partial)
                 if self._tokenizer is not None:
                     self._tokenizer.save_pretrained(partial)
             if remote_code_shim:
-                (partial / SHIM_FILE).write_text(SHIM, encoding="utf-8")
-                config = json.loads((partial / "config.json").read_text(encoding="utf-8"))
-                config["auto_map"] = AUTO_MAP
-                (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+                write_shim(partial)
             self._write(partial)
             card = self.sibling("card").model_card(self, self._tokenizer is not None)
             (partial / "README.md").write_text(card, encoding="utf-8")

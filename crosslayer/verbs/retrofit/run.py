@@ -15,6 +15,7 @@ from crosslayer.core.methods import Entry, merge_plans, to_entry
 from crosslayer.corpus.windows import Windows
 from crosslayer.models.load import load_config, model_facts, public_name, ready_model
 from crosslayer.models.origin import origin
+from crosslayer.models.stored import round_to_stored
 from crosslayer.output.progress import Meter, Silent
 from crosslayer.probe.indexers import can_share
 from crosslayer.probe.intercept import evaluating, layer_stack, no_cache, plan_of
@@ -89,7 +90,7 @@ def retrofit(
     """Share or remove layers of a pretrained model, compensate for it, and report memory saved and quality lost.
 
     Args:
-        model: Hub name, local folder, or smollm2 (embedded). In Python also a loaded model, which is not changed.
+        model: Hub name, local folder, smollm2 or qwen. In Python also a loaded model, which is not changed.
         text: evaluation text, repeatable: one domain each, named by NAME=FILE; default all embedded domains. In
             Python also token ids (N, `length`), documents, sources, or a dict of these by domain.
         tokenizer: in Python, the tokenizer of a loaded model.
@@ -130,7 +131,7 @@ def retrofit(
             with a budget also half and twice the budget, and bits alone and rank alone.
         seed: random seed.
         bos: begin each window with the BOS token: auto (as the tokenizer does), yes or no.
-        dtype: float32, bfloat16, …; default float32 on a CPU. In Python only if `model` is a name.
+        dtype: dtype to compute in, not to save in; default float32 on a CPU. In Python only if `model` is a name.
         device: cpu, cuda, …; default the GPU if there is one. In Python only if `model` is a name.
         progress: in Python, a progress meter.
 
@@ -207,6 +208,7 @@ def _report(
             share_weights=model is not source,
             moments=moments,
         )
+    stored = round_to_stored(converted.model, model, source)  # what is measured is what will be saved
     starts["damage"] = time.perf_counter()  # with hidden numbers
     damage = _evaluate(model, converted, windows["evaluation"], frozenset(seen), options.seed, progress)
     needles = _needles(model, converted.model, tokenizer, options.seed, progress) if options.needles else None
@@ -240,7 +242,7 @@ def _report(
         fitted=list(seen),
         seconds=_seconds(starts),
     )
-    return report.of_model(converted.model, tokenizer)
+    return report.of_model(converted.model, tokenizer, stored)
 
 
 def _seconds(starts: Mapping[str, float]) -> dict[str, float]:

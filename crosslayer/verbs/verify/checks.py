@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel, StaticCache
+from transformers import PreTrainedModel, StaticCache
 
 from crosslayer.core.decoder.caches import cache_bytes
 from crosslayer.core.plan import allocated_tokens
 from crosslayer.core.transformers_versions import CACHE, disable_checkpointing, enable_checkpointing
+from crosslayer.models.load import auto_class
 from crosslayer.probe.intercept import AttentionCall, plan_of, stored_shares, visited
 from crosslayer.verbs.verify.result import FAIL, NOT_APPLICABLE, PASS, Check
 from crosslayer.verbs.verify.subject import FEW, NEW, Subject, widened
@@ -203,7 +204,7 @@ def _save_and_load(subject: Subject) -> Measurement:
     """Save as safetensors and load again: weights and logits must be bit-identical."""
     with tempfile.TemporaryDirectory() as folder:
         subject.model.save_pretrained(folder)
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = auto_class(subject.model.config).from_pretrained(
             folder,
             dtype=subject.model.dtype,
             attn_implementation=subject.model.config._attn_implementation,

@@ -48,7 +48,7 @@ def verify(
     other checks are not run.
 
     Args:
-        model: hub name, local folder, or smollm2 (embedded), loaded in float32. In Python also a loaded model.
+        model: hub name, local folder, smollm2, qwen or gemma3, loaded in float32. In Python also a loaded model.
         tokenizer: in Python, the tokenizer of a loaded model; its special tokens are not used as test ids.
         dtypes: dtypes to check; each is compared with a plain pass in the same dtype. A model that caches codes is
             checked in float64 instead, since rounding in lower precisions decides between neighboring codes.

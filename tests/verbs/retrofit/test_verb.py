@@ -10,11 +10,14 @@ import sys
 
 import pytest
 import torch
+from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import crosslayer
 from crosslayer.core.methods import allow_methods
 from crosslayer.output.manifest import check_files
 from crosslayer.verbs.retrofit.result import RetrofitReport
+from crosslayer.verbs.verify.run import check_manifest
 from tests.cli.test_cli import run
 from tests.helpers.text import WORDS, tokenizer
 from tests.helpers.tiny import tiny
@@ -162,6 +165,24 @@ WAYS = [
     ("--method", "drop", "--layers", "2,5", "--part", "mlp"),
     ("--method", '{"name": "cla", "group": 2, "compensation": "attention"}', "--merge", "mean"),
 ]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("words", [("--method", "uniattn"), ("--method", "drop", "--part", "layer")], ids=str)
+def test_the_folder_keeps_the_dtype_of_the_original_and_what_was_measured(
+    monkeypatch, inputs, tmp_path, capsys, dtype, words
+):
+    original, out = tmp_path / "original", tmp_path / "out"
+    model = tiny("llama", dtype=dtype, vocab_size=len(WORDS), num_hidden_layers=8)
+    model.save_pretrained(original)
+    tokenizer().save_pretrained(original)
+    more = ("--text", inputs / "text.txt", "--out", out, "--layers", "6-7", *QUICK, "--no-needles", "--no-alternatives")
+    assert run(monkeypatch, "retrofit", original, *words, *more, "--device", "cpu") == 0
+    with safe_open(out / "model.safetensors", "pt") as file:
+        assert {file.get_tensor(name).dtype for name in file.keys()} == {dtype}  # noqa: SIM118
+    assert json.loads((out / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
+    checks = {check.name: check for check in check_manifest(crosslayer.load_model(str(out), device="cpu")[0], out)}
+    assert checks["manifest: fingerprint"].difference == 0  # the saved weights are those that were measured
 
 
 @pytest.mark.parametrize("options", WAYS, ids=str)

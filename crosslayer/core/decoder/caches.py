@@ -10,6 +10,7 @@ from transformers.cache_utils import DynamicLayer, StaticLayer
 
 from crosslayer.core.columns import ColumnLayer, Columns
 from crosslayer.core.decoder.configuration import CrossLayerConfig
+from crosslayer.core.sixteen_bits import in_16_bits
 from crosslayer.core.transformers_versions import CACHES_KNOW_READERS, EMPTY_LAYER
 
 
@@ -125,6 +126,16 @@ def check_quantized(config: CrossLayerConfig) -> None:
 
 def cache_bytes(cache: Cache) -> int:
     """Return the allocated bytes of a cache's states; a storage that several tensors share counts once."""
+    return sum(tensor.untyped_storage().nbytes() for tensor in _states(cache))
+
+
+def bytes_in_16_bits(cache: Cache) -> int:
+    """Return these bytes with numbers of at most 16 bits: what a share of the 16-bit cache is counted from."""
+    return sum(in_16_bits(tensor.untyped_storage().nbytes(), tensor.element_size()) for tensor in _states(cache))
+
+
+def _states(cache: Cache) -> list[Tensor]:
+    """Return one tensor of each storage that holds states, floats or codes."""
     storages = {}
     for layer in cache.layers:
         for value in vars(layer).values():
@@ -132,6 +143,5 @@ def cache_bytes(cache: Cache) -> int:
                 tensors = part.tensors() if isinstance(part, Columns) else [part]
                 for tensor in tensors:
                     if isinstance(tensor, Tensor) and (tensor.is_floating_point() or tensor.dtype == torch.uint8):
-                        storage = tensor.untyped_storage()
-                        storages[storage.data_ptr()] = storage.nbytes()
-    return sum(size for pointer, size in storages.items() if pointer)
+                        storages[tensor.untyped_storage().data_ptr()] = tensor
+    return [tensor for pointer, tensor in storages.items() if pointer]

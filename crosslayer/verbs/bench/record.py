@@ -91,18 +91,24 @@ class Bytes(Both[int]):
     predicted_ratio: float | None = None
 
 
+class AllocatedBytes(Bytes):
+    """Bytes that a cache allocates, in the dtype of the run."""
+
+    share: float = Field(description="candidate over the baseline's 16-bit cache, both with numbers of at most 16 bits")
+
+
 class CacheBytes(Frozen):
     """Bytes that a dynamic and a static cache allocate."""
 
-    dynamic: Bytes
-    static: Bytes
+    dynamic: AllocatedBytes
+    static: AllocatedBytes
 
 
 class QuantisedBytes(Both[int]):
-    """Bytes of the caches of both models if they were quantised, by their plans, which say what is allocated."""
+    """Bytes of the caches of 16-bit models if they were quantised, by their plans, which say what is allocated."""
 
     kind: str = Field(description="int8, int4 or fp8")
-    ratio: float = Field(description="candidate over the baseline's cache that is not quantised")
+    ratio: float = Field(description="candidate over the baseline's 16-bit cache")
     baseline_ratio: float = Field(description="baseline over the same")
 
 

@@ -13,7 +13,7 @@ import torch
 from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 from transformers.cache_utils import DynamicLayer
 
-from crosslayer.core.decoder.caches import cache_bytes
+from crosslayer.core.decoder.caches import bytes_in_16_bits, cache_bytes
 from crosslayer.core.transformers_versions import CACHE, EMPTY_LAYER
 from crosslayer.eviction.cache import EvictionCache
 from crosslayer.eviction.running import NewCache
@@ -21,7 +21,7 @@ from crosslayer.verbs.bench.costs import Load, Operators, Rates, Structure, pred
 from crosslayer.verbs.bench.machine import measure_rates, operators, seconds
 from crosslayer.verbs.bench.memory import Models, eager_skip, peak_memory
 from crosslayer.verbs.bench.record import MEASURES, ROLES, BenchSettings, Comparison, Role, Row
-from crosslayer.verbs.bench.summary import WarmUp, compared, middle, row, unsteadiest
+from crosslayer.verbs.bench.summary import CacheSize, WarmUp, compared, middle, row, unsteadiest
 
 WARM_UP = 2  # steps that are not counted
 EAGER_REPEATS = 2  # eager prefill is many times slower and only for reference, so it gets no interval
@@ -152,7 +152,7 @@ class Rounds:
         with peak_memory(self.device) as peak:
             dynamic = self.prefill(role)
             self.decode(role, dynamic)
-        dynamic_bytes = _allocated(dynamic)
+        size = _size(dynamic)
         static = self.static(role, dynamic)
         del dynamic
         self.decode(role, static)
@@ -160,7 +160,7 @@ class Rounds:
         if role not in self.smaller:
             empty = StaticCache(config=self.models[role].config, max_cache_len=2)
         counts = Operators(dynamic=self._operators(role, self._empty(role)), static=self._operators(role, empty))
-        return WarmUp(peak.bytes, peak.reason, dynamic_bytes, _allocated(static), counts)
+        return WarmUp(peak.bytes, peak.reason, size, _size(static), counts)
 
     def _operators(self, role: Role, cache: Cache) -> int:
         """Return how many operators a decoding step runs, for any length."""
@@ -186,6 +186,7 @@ class Rounds:
         self.times[measure][role].append(seconds(work, self.device) / steps)
 
 
-def _allocated(cache: Cache) -> int:
-    """Return the bytes of a cache's states and of the positions and attention sums that eviction stores."""
-    return cache_bytes(cache) + (cache.overhead_bytes() if isinstance(cache, EvictionCache) else 0)
+def _size(cache: Cache) -> CacheSize:
+    """Return the size of a cache's states, and of the positions and attention sums that eviction stores."""
+    overhead = cache.overhead_bytes() if isinstance(cache, EvictionCache) else 0
+    return CacheSize(cache_bytes(cache) + overhead, bytes_in_16_bits(cache) + overhead)

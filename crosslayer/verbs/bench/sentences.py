@@ -25,7 +25,8 @@ def sentences(record: Benchmark) -> list[str]:
     peaks = [row.peak_memory.ratio for row in rows if row.peak_memory.ratio is not None]
     reasons = dict.fromkeys(row.peak_memory.reason for row in rows if row.peak_memory.reason is not None)
     return [
-        f"KV cache: {span([row.cache.dynamic.ratio for row in rows], 3)} the baseline's size{read}.",
+        f"KV cache: {of_16_bits(row.cache.dynamic.share for row in rows)} of the baseline's 16-bit cache (allocated in "
+        f"{record.models.candidate.dtype}: {span([row.cache.dynamic.ratio for row in rows], 3)} the baseline's){read}.",
         *(_time_sentence(rows, measure) for measure in MEASURES),
         *([f"Peak memory above the weights: {span(peaks, 2)} the baseline's."] if peaks else []),
         *(f"Peak memory: {reason}." for reason in reasons),
@@ -76,6 +77,13 @@ def span(ratios: Iterable[float], digits: int) -> str:
     """Format the range of ratios: 0.85x, or 0.85x to 0.97x."""
     ends = sorted(ratios)
     low, high = f"{ends[0]:.{digits}f}x", f"{ends[-1]:.{digits}f}x"
+    return low if low == high else f"{low} to {high}"
+
+
+def of_16_bits(shares: Iterable[float]) -> str:
+    """Format the range of shares of the 16-bit cache: 50.0%, or 31.2% to 38.9%."""
+    ends = sorted(shares)
+    low, high = percent(ends[0], 1), percent(ends[-1], 1)
     return low if low == high else f"{low} to {high}"
 
 

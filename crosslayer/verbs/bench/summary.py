@@ -3,6 +3,7 @@
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -11,6 +12,7 @@ from crosslayer.verbs.bench.costs import Load, Operators, Prediction, Rates, Str
 from crosslayer.verbs.bench.record import (
     MEASURES,
     ROLES,
+    AllocatedBytes,
     Both,
     Bytes,
     CacheBytes,
@@ -27,14 +29,21 @@ FAR = 0.2  # a prediction that is further off is explained
 Seconds = Mapping[Role, Sequence[float]]  # of each repeat
 
 
+class CacheSize(NamedTuple):
+    """Bytes that a cache allocates, and the same with numbers of at most 16 bits."""
+
+    allocated: int
+    in_16_bits: int
+
+
 @dataclass(frozen=True)
 class WarmUp:
     """Counts from a model's first run: bytes of peak memory and of both caches, operators of a decoding step."""
 
     peak: int | None
     peak_reason: str | None
-    dynamic_bytes: int
-    static_bytes: int
+    dynamic: CacheSize
+    static: CacheSize
     operators: Operators
 
 
@@ -89,8 +98,8 @@ def row(
         context=load.context,
         batch=load.batch,
         cache=CacheBytes(
-            dynamic=_bytes([candidate.dynamic_bytes, baseline.dynamic_bytes], cached),
-            static=_bytes([candidate.static_bytes, baseline.static_bytes], cached),
+            dynamic=_allocated(candidate.dynamic, baseline.dynamic, cached),
+            static=_allocated(candidate.static, baseline.static, cached),
         ),
         reads=reads,
         **measured,
@@ -107,6 +116,11 @@ def row(
 
 def _bytes(counts: Sequence[int], predicted: float | None = None) -> Bytes:
     return Bytes(candidate=counts[0], baseline=counts[1], ratio=counts[0] / counts[1], predicted_ratio=predicted)
+
+
+def _allocated(candidate: CacheSize, baseline: CacheSize, predicted: float | None) -> AllocatedBytes:
+    figures = _bytes([candidate.allocated, baseline.allocated], predicted)
+    return AllocatedBytes(**dict(figures), share=candidate.in_16_bits / baseline.in_16_bits)
 
 
 def compared(

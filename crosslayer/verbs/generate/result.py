@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from pydantic import Field
+
 from crosslayer.output.record import Frozen
 from crosslayer.output.shown import Shown
 
@@ -15,7 +17,10 @@ class Continuation(Shown, Frozen):
     new_tokens: int
     seconds: float
     tokens_per_second: float
-    cache_bytes: int
+    cache_bytes: int = Field(description="allocated, in the dtype of the run")
+    kv_share: float | None = Field(
+        description="of the model's 16-bit cache without sharing or fewer bits; None if its size is not known"
+    )
 
     def sentences(self) -> list[str]:
         """Return an empty line, which ends the text printed piece by piece."""

@@ -10,7 +10,9 @@ from pydantic import Field, model_validator
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
-from crosslayer.core.decoder.caches import cache_bytes
+from crosslayer.core.decoder.caches import bytes_in_16_bits, cache_bytes
+from crosslayer.core.decoder.configuration import CrossLayerConfig
+from crosslayer.core.sixteen_bits import DTYPE
 from crosslayer.core.transformers_versions import CACHE
 from crosslayer.environment import quiet_transformers
 from crosslayer.eviction.running import SmallerCache
@@ -21,6 +23,7 @@ from crosslayer.output.record import Options, Seed
 from crosslayer.probe.intercept import evaluating
 from crosslayer.probe.tokens import positions
 from crosslayer.verbs.generate.result import Continuation
+from crosslayer.wiring.read import read_plan
 
 COLDEST, HOTTEST = 0.001, 1000.0  # temperatures; below, logits overflow
 
@@ -98,7 +101,20 @@ def generate(
         seconds=round(seconds, 3),
         tokens_per_second=round(len(new) / seconds, 2),
         cache_bytes=cache_bytes(cache),
+        kv_share=_share(loaded, cache),
     )
+
+
+def _share(model: PreTrainedModel, cache: Cache) -> float | None:
+    """Return a cache's share of the 16-bit cache of the model without methods, after as many tokens."""
+    config = model.config
+    if isinstance(config, CrossLayerConfig):
+        config = CrossLayerConfig(**{**config.to_dict(), "cross_layer": None})
+    try:
+        whole = read_plan(config, cache.get_seq_length(), DTYPE).stored_bytes
+    except ValueError:  # a plan does not count such a model
+        return None
+    return round(bytes_in_16_bits(cache) / whole, 4) if whole else None
 
 
 class _Pieces(TextStreamer):

@@ -18,6 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from crosslayer.core.choice import ChoiceMethod
 from crosslayer.core.method import Method
+from crosslayer.core.sixteen_bits import DTYPE
 from crosslayer.corpus.windows import Windows
 from crosslayer.output.progress import Meter
 from crosslayer.probe.indexers import FULL, SHARED, chosen_tokens, with_tokens_of_indexers
@@ -25,7 +26,7 @@ from crosslayer.probe.intercept import final_hidden
 from crosslayer.probe.what_if import find_sublayers, what_if
 from crosslayer.verbs.diagnose.groups import Groups
 from crosslayer.verbs.retrofit.choosers import check_reachable, check_some_are_left_out
-from crosslayer.verbs.retrofit.damage import Run, logits_of
+from crosslayer.verbs.retrofit.damage import Run, log_probabilities, logits_of
 from crosslayer.verbs.retrofit.greedy import PASSES, TOO_SMALL
 from crosslayer.verbs.retrofit.kinds import OWN, READER, Kinds, KindSearch, evenly, groups_of
 from crosslayer.verbs.retrofit.request import Request
@@ -56,12 +57,12 @@ class WhatIfMeasure(KlMeasure):
         return wired
 
     def logits(self, methods: list[Method]) -> Iterable[tuple[Tensor, Tensor]]:
-        """Return the logits of the original and of the model with these methods, (T, V) each, by window."""
+        """Return log-probabilities of the original and logits of the wired model, (T, V) each, by window."""
         head: Any = self.model.get_output_embeddings()
         for ids, hidden in zip(self.ids, self.hidden, strict=True):
             with what_if(self.model, methods, self.sublayers):
                 after = final_hidden(self.model, ids)
-            yield head(hidden), head(after)
+            yield log_probabilities(head(hidden)), head(after)
 
 
 def default_context(config: PreTrainedConfig) -> int:
@@ -106,7 +107,7 @@ class IndexedLayers:
         text: Any = changed.get_text_config()
         for number, kind in zip(self.numbers, kinds, strict=True):
             text.indexer_types[number] = SHARED if kind == READER else FULL
-        return read_plan(changed, dtype="bfloat16").read_at(self.context)
+        return read_plan(changed, dtype=DTYPE).read_at(self.context)
 
 
 @torch.no_grad()

@@ -9,7 +9,6 @@ from transformers import PreTrainedTokenizerBase
 from crosslayer.corpus.documents import TextSource, load_documents
 from crosslayer.corpus.domains import FITTED, embedded_domains, shared_out, split_domains
 from crosslayer.corpus.windows import Windows, check_text
-from crosslayer.verbs.retrofit.damage import MIN_WINDOWS
 from crosslayer.verbs.retrofit.request import Request
 
 CHOICE_WINDOWS, SEARCH_WINDOWS, CURVE_WINDOWS = 4, 2, 24
@@ -58,10 +57,7 @@ class Texts:
 
     def window_counts(self, request: Request) -> dict[str, dict[str, int]]:
         """Return how many windows are needed, by purpose and domain."""
-        options, least = request.options, MIN_WINDOWS * len(self.evaluation)
-        if options.windows < least:
-            domains = f" for {len(self.evaluation)} domains" if len(self.evaluation) > 1 else ""
-            raise ValueError(f"`windows` must be at least {least}{domains}, got {options.windows}")
+        options = request.options
         for name, domain in self.domains.items():
             if isinstance(domain, Tensor) and (domain.dim() != 2 or domain.shape[1] != options.length):
                 raise ValueError(

@@ -27,7 +27,7 @@ from crosslayer.verbs.diagnose.groups import PAPER_SIZE, Groups, paper_groups
 from crosslayer.verbs.retrofit.cache import CacheShare
 from crosslayer.verbs.retrofit.calibrate import fit_layer, fitted_layers, input_width
 from crosslayer.verbs.retrofit.convert import convert_weights, plain_decoder
-from crosslayer.verbs.retrofit.damage import Run, compare, damage, difference, logits_of, losses
+from crosslayer.verbs.retrofit.damage import Run, compare, damage, difference, log_probabilities, logits_of, losses
 from crosslayer.verbs.retrofit.greedy import PASSES, TOO_SMALL
 from crosslayer.verbs.retrofit.moments import REFITS, is_enough
 from crosslayer.verbs.retrofit.request import Request
@@ -163,7 +163,7 @@ class KlMeasure(ABC):
 
     @abstractmethod
     def logits(self, methods: list[Method]) -> Iterable[tuple[Tensor, Tensor]]:
-        """Return the logits of both on the search text, (T, V) each, by window; the original runs only once."""
+        """Return log-probabilities of the original and the logits of the other, (T, V) each, by window."""
 
     def kl(self, methods: list[Method]) -> float:
         """Return the mean KL to the original over the windows, in nats/token."""
@@ -184,7 +184,7 @@ class Measure(KlMeasure):
         self.request = request
         plain = plain_decoder(model)
         self.inputs = LayerInputs(plain, self.ids)
-        self.original = self.inputs.logits(plain)
+        self.original = [log_probabilities(logits) for logits in self.inputs.logits(plain)]
         self.fitted_layers = None
         if calibration is not None and request.fits:
             fit = request.fit if request.fit in REFITS else "layerwise"
@@ -207,7 +207,7 @@ class Measure(KlMeasure):
         return logits_of(self.candidate(methods))
 
     def logits(self, methods: list[Method]) -> Iterable[tuple[Tensor, Tensor]]:
-        """Return the logits of the original and of the compensated model, (T, V) each, by window."""
+        """Return log-probabilities of the original and logits of the compensated model, (T, V) each, by window."""
         return zip(self.original, self.inputs.logits(self.candidate(methods)), strict=True)
 
     def __call__(self, assignment: Assignment) -> float:

@@ -1,0 +1,56 @@
+"""The fewest windows with which a retrofit can be fitted and judged; all options below are named at once."""
+
+import math
+
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from crosslayer.core.decoder.weights import to_config
+from crosslayer.verbs.retrofit.calibrate import input_width
+from crosslayer.verbs.retrofit.damage import MIN_WINDOWS
+from crosslayer.verbs.retrofit.moments import TOKENS_PER_INPUT, least_sequences
+from crosslayer.verbs.retrofit.request import QUICK_SETS, Request, RetrofitOptions
+from crosslayer.verbs.retrofit.texts import Texts
+
+QUICK_LENGTH = 128  # tokens of a window, unless the text is token ids, whose rows are windows
+
+
+def checked_options(texts: Texts, request: Request, config: PreTrainedConfig) -> RetrofitOptions:
+    """Return the options, with `quick` those of a first look; `config` is that of the original.
+
+    Raises:
+        ValueError: there are too few windows to fit or to judge, or `quick` comes with an option that it decides.
+
+    """
+    options, wrong = request.options, []
+    if options.quick:
+        for name in QUICK_SETS:
+            if vars(options)[name] != RetrofitOptions.model_fields[name].default:
+                raise ValueError(f"`{name}` has no effect with `quick`, which decides it; remove one of them")
+        lengths = [text.shape[-1] for text in texts.domains.values() if isinstance(text, Tensor)]
+        options = options.model_copy(update={"length": max(lengths, default=QUICK_LENGTH)})
+    for option, (count, why) in _least(texts, request, config, options.length).items():
+        if options.quick:
+            options = options.model_copy(update={option: count})
+        elif vars(options)[option] < count:
+            wrong.append(f"`{option}` must be at least {count} ({why}), got {vars(options)[option]}")
+    if wrong:
+        raise ValueError(f"{'; '.join(wrong)}; for a first look give `quick` instead")
+    return options
+
+
+def _least(texts: Texts, request: Request, config: PreTrainedConfig, length: int) -> dict[str, tuple[int, str]]:
+    """Return the least number of windows of `length` tokens by option, and the reason."""
+    least = {"windows": (MIN_WINDOWS * len(texts.evaluation), f"{MIN_WINDOWS} of each domain")}
+    fewest = 0
+    if request.many_tokens:
+        tokens = TOKENS_PER_INPUT * config.get_text_config().hidden_size
+        fewest, why = math.ceil(tokens / length), f"`select` correlation reads at least {tokens} tokens"
+        least["calibration"] = fewest, why
+    if request.fits and not request.calibrates:
+        width = input_width(to_config(config), request.fit)
+        count = least_sequences(width, len(texts.calibration), length, request.fit)
+        if count > fewest:
+            why = f"{request.fit} fits {width} inputs, with {TOKENS_PER_INPUT} tokens each beside those held out"
+            least["calibration"] = count, why
+    return least

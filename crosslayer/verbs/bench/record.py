@@ -91,17 +91,17 @@ class Bytes(Both[int]):
     predicted_ratio: float | None = None
 
 
-class AllocatedBytes(Bytes):
-    """Bytes that a cache allocates, in the dtype of the run."""
+class CacheSize(Bytes):
+    """Bytes that a cache allocates in the dtype of the run, and what share of the baseline's 16-bit cache that is."""
 
-    share: float = Field(description="candidate over the baseline's 16-bit cache, both with numbers of at most 16 bits")
+    share: float
 
 
 class CacheBytes(Frozen):
-    """Bytes that a dynamic and a static cache allocate."""
+    """The sizes of a dynamic and a static cache."""
 
-    dynamic: AllocatedBytes
-    static: AllocatedBytes
+    dynamic: CacheSize
+    static: CacheSize
 
 
 class QuantisedBytes(Both[int]):

@@ -21,7 +21,7 @@ from crosslayer.verbs.bench.costs import Load, Operators, Rates, Structure, pred
 from crosslayer.verbs.bench.machine import measure_rates, operators, seconds
 from crosslayer.verbs.bench.memory import Models, eager_skip, peak_memory
 from crosslayer.verbs.bench.record import MEASURES, ROLES, BenchSettings, Comparison, Role, Row
-from crosslayer.verbs.bench.summary import CacheSize, WarmUp, compared, middle, row, unsteadiest
+from crosslayer.verbs.bench.summary import WarmUp, compared, middle, row, unsteadiest
 
 WARM_UP = 2  # steps that are not counted
 EAGER_REPEATS = 2  # eager prefill is many times slower and only for reference, so it gets no interval
@@ -152,7 +152,7 @@ class Rounds:
         with peak_memory(self.device) as peak:
             dynamic = self.prefill(role)
             self.decode(role, dynamic)
-        size = _size(dynamic)
+        sizes = _sizes(dynamic)
         static = self.static(role, dynamic)
         del dynamic
         self.decode(role, static)
@@ -160,7 +160,7 @@ class Rounds:
         if role not in self.smaller:
             empty = StaticCache(config=self.models[role].config, max_cache_len=2)
         counts = Operators(dynamic=self._operators(role, self._empty(role)), static=self._operators(role, empty))
-        return WarmUp(peak.bytes, peak.reason, size, _size(static), counts)
+        return WarmUp(peak.bytes, peak.reason, sizes, _sizes(static), counts)
 
     def _operators(self, role: Role, cache: Cache) -> int:
         """Return how many operators a decoding step runs, for any length."""
@@ -186,7 +186,7 @@ class Rounds:
         self.times[measure][role].append(seconds(work, self.device) / steps)
 
 
-def _size(cache: Cache) -> CacheSize:
-    """Return the size of a cache's states, and of the positions and attention sums that eviction stores."""
+def _sizes(cache: Cache) -> tuple[int, int]:
+    """Return the bytes of states, and of positions and sums that eviction stores: allocated, and in 16 bits."""
     overhead = cache.overhead_bytes() if isinstance(cache, EvictionCache) else 0
-    return CacheSize(cache_bytes(cache) + overhead, bytes_in_16_bits(cache) + overhead)
+    return cache_bytes(cache) + overhead, bytes_in_16_bits(cache) + overhead

@@ -19,14 +19,15 @@ NO_INTERVAL = "With fewer than three pairs of runs there is no interval, so noth
 
 def sentences(record: Benchmark) -> list[str]:
     """Return what was measured over all contexts and batch sizes."""
-    rows = record.rows
+    rows, caches = record.rows, [row.cache.dynamic for row in record.rows]
+    shares = [percent(end(cache.share for cache in caches), 1) for end in (min, max)]
     reads = [row.reads.ratio for row in rows if row.reads is not None]
     read = f"; a decoding step reads {span(reads, 2)} as many keys and values" if reads else ""
     peaks = [row.peak_memory.ratio for row in rows if row.peak_memory.ratio is not None]
     reasons = dict.fromkeys(row.peak_memory.reason for row in rows if row.peak_memory.reason is not None)
     return [
-        f"KV cache: {of_16_bits(row.cache.dynamic.share for row in rows)} of the baseline's 16-bit cache (allocated in "
-        f"{record.models.candidate.dtype}: {span([row.cache.dynamic.ratio for row in rows], 3)} the baseline's){read}.",
+        f"KV cache: {' to '.join(dict.fromkeys(shares))} of the baseline's 16-bit cache (allocated in "
+        f"{record.models.candidate.dtype}: {span([cache.ratio for cache in caches], 3)} the baseline's){read}.",
         *(_time_sentence(rows, measure) for measure in MEASURES),
         *([f"Peak memory above the weights: {span(peaks, 2)} the baseline's."] if peaks else []),
         *(f"Peak memory: {reason}." for reason in reasons),
@@ -77,13 +78,6 @@ def span(ratios: Iterable[float], digits: int) -> str:
     """Format the range of ratios: 0.85x, or 0.85x to 0.97x."""
     ends = sorted(ratios)
     low, high = f"{ends[0]:.{digits}f}x", f"{ends[-1]:.{digits}f}x"
-    return low if low == high else f"{low} to {high}"
-
-
-def of_16_bits(shares: Iterable[float]) -> str:
-    """Format the range of shares of the 16-bit cache: 50.0%, or 31.2% to 38.9%."""
-    ends = sorted(shares)
-    low, high = percent(ends[0], 1), percent(ends[-1], 1)
     return low if low == high else f"{low} to {high}"
 
 

@@ -3,7 +3,6 @@
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
@@ -12,10 +11,10 @@ from crosslayer.verbs.bench.costs import Load, Operators, Prediction, Rates, Str
 from crosslayer.verbs.bench.record import (
     MEASURES,
     ROLES,
-    AllocatedBytes,
     Both,
     Bytes,
     CacheBytes,
+    CacheSize,
     Comparison,
     Note,
     PeakMemory,
@@ -29,21 +28,14 @@ FAR = 0.2  # a prediction that is further off is explained
 Seconds = Mapping[Role, Sequence[float]]  # of each repeat
 
 
-class CacheSize(NamedTuple):
-    """Bytes that a cache allocates, and the same with numbers of at most 16 bits."""
-
-    allocated: int
-    in_16_bits: int
-
-
 @dataclass(frozen=True)
 class WarmUp:
     """Counts from a model's first run: bytes of peak memory and of both caches, operators of a decoding step."""
 
     peak: int | None
     peak_reason: str | None
-    dynamic: CacheSize
-    static: CacheSize
+    dynamic: tuple[int, int]  # allocated, and in 16 bits
+    static: tuple[int, int]
     operators: Operators
 
 
@@ -98,8 +90,8 @@ def row(
         context=load.context,
         batch=load.batch,
         cache=CacheBytes(
-            dynamic=_allocated(candidate.dynamic, baseline.dynamic, cached),
-            static=_allocated(candidate.static, baseline.static, cached),
+            dynamic=_size(candidate.dynamic, baseline.dynamic, cached),
+            static=_size(candidate.static, baseline.static, cached),
         ),
         reads=reads,
         **measured,
@@ -118,9 +110,9 @@ def _bytes(counts: Sequence[int], predicted: float | None = None) -> Bytes:
     return Bytes(candidate=counts[0], baseline=counts[1], ratio=counts[0] / counts[1], predicted_ratio=predicted)
 
 
-def _allocated(candidate: CacheSize, baseline: CacheSize, predicted: float | None) -> AllocatedBytes:
-    figures = _bytes([candidate.allocated, baseline.allocated], predicted)
-    return AllocatedBytes(**dict(figures), share=candidate.in_16_bits / baseline.in_16_bits)
+def _size(candidate: tuple[int, int], baseline: tuple[int, int], predicted: float | None) -> CacheSize:
+    figures = _bytes([candidate[0], baseline[0]], predicted)
+    return CacheSize(**dict(figures), share=candidate[1] / baseline[1])
 
 
 def compared(

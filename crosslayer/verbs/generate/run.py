@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -110,11 +111,9 @@ def _share(model: PreTrainedModel, cache: Cache) -> float | None:
     config = model.config
     if isinstance(config, CrossLayerConfig):
         config = CrossLayerConfig(**{**config.to_dict(), "cross_layer": None})
-    try:
-        whole = read_plan(config, cache.get_seq_length(), DTYPE).stored_bytes
-    except ValueError:  # a plan does not count such a model
-        return None
-    return round(bytes_in_16_bits(cache) / whole, 4) if whole else None
+    with suppress(ValueError):  # a plan does not count every model
+        return round(bytes_in_16_bits(cache) / read_plan(config, cache.get_seq_length(), DTYPE).stored_bytes, 4)
+    return None
 
 
 class _Pieces(TextStreamer):

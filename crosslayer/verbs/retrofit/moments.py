@@ -67,14 +67,10 @@ def check_enough(width: int, sizes: Sequence[int], length: int, fit: str) -> Non
     """Raise if `sizes` (sequences by domain) of `length` tokens are too few to fit `width` inputs."""
     if fit not in (*LEAST_SQUARES, *WITH_PENALTY) or is_enough(width, sizes, length, fit):
         return
-    domains, count = len(sizes), least_sequences(width, len(sizes), length, fit)
-    held = _held_out(_evenly(count, domains), fit)
-    turns = " in turn" if domains > 1 else ""
-    held_out = f", and {held} held out{turns} to choose a penalty" if held else ""
+    count = least_sequences(width, len(sizes), length, fit)
     raise ValueError(
-        f"{fit} needs at least {count * length} tokens of calibration text, got {sum(sizes) * length} "
-        f"({count} windows of {length}: {count - held} to fit, with {TOKENS_PER_INPUT} tokens for each of "
-        f"the {width} inputs of {FITTED_WEIGHTS.get(fit, 'the linear compensation W_c')}{held_out})"
+        f"{fit} needs at least {count} calibration windows of {length} tokens, got {sum(sizes)}: {TOKENS_PER_INPUT} "
+        f"tokens for each of {width} inputs of {FITTED_WEIGHTS.get(fit, 'W_c')}, beside those held out"
     )
 
 

@@ -26,7 +26,7 @@ def layout(record: RetrofitReport) -> Page:
     evaluated = f"{settings.windows} windows of {settings.length} tokens, {', '.join(record.judged)}"
     calibrated = f"calibrated on {', '.join(record.fitted)}" if record.fitted else "not calibrated"
     return Page(
-        title=f"Retrofit of {model.name}" + (" (a quick look)" if settings.quick else ""),
+        title=f"Retrofit of {model.name}" + (" (quick)" if settings.quick else ""),
         subtitle=f"{record.title} · {classes} · {evaluated} · {calibrated}",
         cards=_cards(record),
         sentences=sentences(record),

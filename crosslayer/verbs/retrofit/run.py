@@ -32,12 +32,11 @@ from crosslayer.verbs.retrofit.convert import Converted, convert
 from crosslayer.verbs.retrofit.damage import by_domain, logits_of, logits_uncompensated, losses
 from crosslayer.verbs.retrofit.greedy import PASSES
 from crosslayer.verbs.retrofit.indexers import default_context
-from crosslayer.verbs.retrofit.latents import StateMoments, read_windows
+from crosslayer.verbs.retrofit.latents import read_windows
 from crosslayer.verbs.retrofit.minimums import checked_options
 from crosslayer.verbs.retrofit.moments import REFITS
 from crosslayer.verbs.retrofit.request import Request, RetrofitOptions, plain_method
 from crosslayer.verbs.retrofit.result import (
-    Alternative,
     Architecture,
     CacheRecord,
     Calibration,
@@ -127,7 +126,7 @@ def retrofit(
         windows: evaluation windows, all domains together; at least 16 per domain.
         calibration: calibration windows, all domains together.
         length: tokens per window.
-        quick: a first look, in a fraction of the time: as few windows as the fit and the intervals need, of 128 tokens.
+        quick: a first estimate in a fraction of the time: as few windows as fit and intervals need, of 128 tokens.
         full: also measure what quantised caches of both models cost instead (float8, 8 and 4 bits; for latents with a
             budget also half and twice the budget, and bits alone and rank alone), time a decoding step of both after
             `kv_context` tokens, at most 8,192, and where tokens are chosen hide numbers in up to 8,192 tokens.
@@ -216,7 +215,8 @@ def _report(
     step = _step(model, converted.model, cache.context, progress) if options.full else None
     judged = Judged(windows["evaluation"], cache.context, tokenizer if needles else None, options.seed)
     starts["alternatives"] = time.perf_counter()
-    alternatives = _alternatives(model, converted.model, request, moments, judged, progress)
+    beside = latents_beside(model, request, moments) if options.full else None  # None: nothing is measured
+    alternatives = () if beside is None else measure_alternatives(model, converted.model, beside, judged, progress)
     report = RetrofitReport(
         architecture=Architecture(
             **model_facts(model, public_name(source)),
@@ -331,20 +331,6 @@ def _calibration(converted: Converted, request: Request, windows: Mapping[str, T
     if request.calibrates:
         fit, windows = "fisher", read_windows(windows)
     return Calibration(fit=fit, windows={name: len(ids) for name, ids in windows.items()}, layers=converted.fits)
-
-
-def _alternatives(
-    model: PreTrainedModel,
-    converted: PreTrainedModel,
-    request: Request,
-    moments: list[StateMoments] | None,
-    judged: Judged,
-    progress: Meter,
-) -> tuple[Alternative, ...]:
-    """Measure what other caches cost; nothing where they are not asked for, or not defined."""
-    if not request.options.full or request.indexed:
-        return ()
-    return measure_alternatives(model, converted, latents_beside(model, request, moments), judged, progress)
 
 
 def _step(model: PreTrainedModel, converted: PreTrainedModel, context: int, progress: Meter) -> StepTime | None:

@@ -15,7 +15,7 @@ from crosslayer.verbs.retrofit.moments import FITTED_WEIGHTS
 from crosslayer.verbs.retrofit.result import Alternative, Damage, DomainDamage, MeasuredBaseline, RetrofitReport
 
 ENGINES_SHARE = ("GlmMoeDsaForCausalLM",)  # models whose indexers vLLM and SGLang share by a pattern of letters
-QUICK = "A quick look: few and short windows, for the fit too. Run it without --quick before you rely on a number."
+QUICK = "A first estimate (--quick): few and short windows, for the fit too. Run it without --quick to rely on it."
 SHOWN = 200  # characters of an option in a title
 
 

@@ -139,7 +139,7 @@ def indexers_by_damage(
     for number, kind, before in zip(layers.numbers, kinds, layers.start, strict=True):
         names[number] = layers.method.name() if kind != before else UNCHANGED
     steps, baselines = _compared(layers, search)
-    record = search_record(measure, search.passes, names, steps, baselines, windows["trade-off"], progress)
+    record = search_record(measure, search.passes, names, steps, baselines, windows.get("trade-off"), progress)
     return layers.methods(kinds), Choice(how="search", groups=layers.groups(kinds), search=record)
 
 

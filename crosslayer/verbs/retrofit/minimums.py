@@ -12,7 +12,7 @@ from crosslayer.verbs.retrofit.moments import TOKENS_PER_INPUT, least_sequences
 from crosslayer.verbs.retrofit.request import QUICK_SETS, Request, RetrofitOptions
 from crosslayer.verbs.retrofit.texts import Texts
 
-QUICK_LENGTH = 128  # tokens of a window, unless the text is token ids, whose rows are windows
+QUICK_LENGTH = 128  # tokens of a window, unless tokens are chosen or the text is token ids, whose rows are windows
 
 
 def checked_options(texts: Texts, request: Request, config: PreTrainedConfig) -> RetrofitOptions:
@@ -36,7 +36,8 @@ def checked_options(texts: Texts, request: Request, config: PreTrainedConfig) ->
     given = [name for name in QUICK_SETS if vars(options)[name] != RetrofitOptions.model_fields[name].default]
     if given:
         raise ValueError(f"`{given[0]}` has no effect with `quick`, which decides it; remove one of them")
-    length = max((text.shape[-1] for text in texts.domains.values() if isinstance(text, Tensor)), default=QUICK_LENGTH)
+    usual = options.length if request.has_choices else QUICK_LENGTH
+    length = max((text.shape[-1] for text in texts.domains.values() if isinstance(text, Tensor)), default=usual)
     least = {option: count for option, (count, _) in _least(texts, request, config, length).items()}
     return options.model_copy(update={"length": length, **least})
 

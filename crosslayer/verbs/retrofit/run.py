@@ -44,13 +44,13 @@ from crosslayer.verbs.retrofit.result import (
     Needles,
     RetrofitReport,
 )
-from crosslayer.verbs.retrofit.search import expected_passes
+from crosslayer.verbs.retrofit.search import QUICK_RANKED, RANKED, expected_passes
 from crosslayer.verbs.retrofit.sentences import title
 from crosslayer.verbs.retrofit.texts import DomainTexts, Texts
 from crosslayer.verbs.retrofit.trade_off import TOKENS
 from crosslayer.wiring.read import read_plan
 
-FIT, ASKED = 4, 2  # about how many passes the fit of a layer takes, and a prompt with its answer
+FIT, ASKED = 4, 1.6  # about how many passes the fit of a layer takes, and a prompt with its answer
 LONGEST_STEP = 8192  # tokens before a timed decoding step, at most: both models read them as a prompt
 
 
@@ -126,7 +126,7 @@ def retrofit(
         windows: evaluation windows, all domains together; at least 16 per domain.
         calibration: calibration windows, all domains together.
         length: tokens per window.
-        quick: a first estimate in a fraction of the time: as few windows as fit and intervals need, of 128 tokens.
+        quick: a first estimate in a fraction of the time: the least windows, of 128 tokens, and a shorter search.
         full: also measure what quantised caches of both models cost instead (float8, 8 and 4 bits; for latents with a
             budget also half and twice the budget, and bits alone and rank alone), time a decoding step of both after
             `kv_context` tokens, at most 8,192, and where tokens are chosen hide numbers in up to 8,192 tokens.
@@ -268,7 +268,10 @@ def _announce_time(
     tokens = {purpose: cut.ids.numel() for purpose, cut in windows.items()}
     options, searched = request.options, 0
     if request.searches:
-        searched = PASSES if request.searches_choosers else expected_passes(model.config.num_hidden_layers) + 1
+        searched = PASSES
+    if request.searches and not request.searches_choosers:
+        most = QUICK_RANKED if options.quick else RANKED
+        searched = expected_passes(model.config.num_hidden_layers, most)
     repeats = {  # about how often a model runs on the windows of each purpose
         "evaluation": 3 if request.fits else 2,  # original, retrofit, and without compensation
         "calibration": 4 if request.calibrates else 1,

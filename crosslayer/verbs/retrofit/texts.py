@@ -70,7 +70,8 @@ class Texts:
             counts["choice"] = shared_out(CHOICE_WINDOWS, self.calibration)
         if request.searches:
             counts["search"] = shared_out(max(SEARCH_WINDOWS, len(self.calibration)), self.calibration)
-            counts["trade-off"] = shared_out(CURVE_WINDOWS, self.evaluation)
+            if not options.quick:
+                counts["trade-off"] = shared_out(CURVE_WINDOWS, self.evaluation)
         if self.is_explicit and not counts.keys() - {"evaluation"}:
             raise ValueError("`calibration_text` has no effect: nothing is fitted and no layers are chosen; remove it")
         return counts

@@ -24,7 +24,7 @@ from crosslayer.corpus.documents import TextSource, load_documents
 from crosslayer.corpus.windows import split
 from crosslayer.environment import environment
 from crosslayer.verbs.retrofit.convert import convert_weights
-from crosslayer.verbs.retrofit.damage import compare, log_probabilities
+from crosslayer.verbs.retrofit.damage import compare
 
 RESULTS = Path(__file__).parent / "results" / "theorem.json"
 BLOCK = (18, 19, 20, 21)
@@ -130,7 +130,7 @@ def ratio(block: Block, ids: Tensor, weights: list[Tensor] | None) -> dict[str, 
     entering = torch.cat(block.entering)
     for number, window in enumerate(ids):
         stream = entering[number : number + 1]
-        rows.append(compare(log_probabilities(block.plain.logits(stream)), block.converted.logits(stream), window))
+        rows.append(compare(block.plain.logits(stream).log_softmax(-1), block.converted.logits(stream), window))
     before, after, kl = torch.tensor(rows).mean(0).tolist()
     return {"ratio": float(torch.tensor(after - before).exp()), "kl": kl}
 

@@ -31,7 +31,7 @@ from crosslayer.corpus.windows import Windows
 from crosslayer.environment import environment
 from crosslayer.verbs.retrofit.calibrate import calibrate
 from crosslayer.verbs.retrofit.convert import convert_weights
-from crosslayer.verbs.retrofit.damage import Losses, compare, damage, difference, log_probabilities
+from crosslayer.verbs.retrofit.damage import Losses, compare, damage, difference
 
 RESULTS = Path(__file__).parent / "results" / "transfer.json"
 FOURS = "18-21,22-25,26-29"
@@ -145,7 +145,7 @@ def measure(model: Any, name: str, texts: dict[str, Windows], args: argparse.Nam
             stream = known(window[None])
             original = plain.logits(stream)
             for fit, rows in cells.items():
-                rows.append(compare(log_probabilities(original), uppers[fit].logits(stream), window))
+                rows.append(compare(original.log_softmax(-1), uppers[fit].logits(stream), window))
         rows = [row for row, kind in enumerate(texts["judged"].domains) if kind == domain]
         cells = {fit: pack(losses, [texts["judged"].documents[row] for row in rows]) for fit, losses in cells.items()}
         save(name, {"cells": {domain: cells}})

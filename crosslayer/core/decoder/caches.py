@@ -124,18 +124,11 @@ def check_quantized(config: CrossLayerConfig) -> None:
         )
 
 
-def cache_bytes(cache: Cache) -> int:
-    """Return the allocated bytes of a cache's states; a storage that several tensors share counts once."""
-    return sum(tensor.untyped_storage().nbytes() for tensor in _states(cache))
+def cache_bytes(cache: Cache, sixteen: bool = False) -> int:
+    """Return the allocated bytes of a cache's states; a storage that several tensors share counts once.
 
-
-def bytes_in_16_bits(cache: Cache) -> int:
-    """Return these bytes with numbers of at most 16 bits: what a share of the 16-bit cache is counted from."""
-    return sum(in_16_bits(tensor.untyped_storage().nbytes(), tensor.element_size()) for tensor in _states(cache))
-
-
-def _states(cache: Cache) -> list[Tensor]:
-    """Return one tensor of each storage that holds states, floats or codes."""
+    With `sixteen` a number has at most 16 bits: so a share of the 16-bit cache is counted.
+    """
     storages = {}
     for layer in cache.layers:
         for value in vars(layer).values():
@@ -143,5 +136,7 @@ def _states(cache: Cache) -> list[Tensor]:
                 tensors = part.tensors() if isinstance(part, Columns) else [part]
                 for tensor in tensors:
                     if isinstance(tensor, Tensor) and (tensor.is_floating_point() or tensor.dtype == torch.uint8):
-                        storages[tensor.untyped_storage().data_ptr()] = tensor
-    return [tensor for pointer, tensor in storages.items() if pointer]
+                        storage, item = tensor.untyped_storage(), tensor.element_size()
+                        size = storage.nbytes()
+                        storages[storage.data_ptr()] = in_16_bits(size, item) if sixteen else size
+    return sum(size for pointer, size in storages.items() if pointer)

@@ -89,19 +89,14 @@ class Bytes(Both[int]):
 
     ratio: float
     predicted_ratio: float | None = None
-
-
-class CacheSize(Bytes):
-    """Bytes that a cache allocates in the dtype of the run, and what share of the baseline's 16-bit cache that is."""
-
-    share: float
+    share: float = Field(description="the ratio in 16 bits: of the baseline's 16-bit cache")
 
 
 class CacheBytes(Frozen):
-    """The sizes of a dynamic and a static cache."""
+    """Bytes that a dynamic and a static cache allocate."""
 
-    dynamic: CacheSize
-    static: CacheSize
+    dynamic: Bytes
+    static: Bytes
 
 
 class QuantisedBytes(Both[int]):

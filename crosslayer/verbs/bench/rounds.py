@@ -13,7 +13,7 @@ import torch
 from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 from transformers.cache_utils import DynamicLayer
 
-from crosslayer.core.decoder.caches import bytes_in_16_bits, cache_bytes
+from crosslayer.core.decoder.caches import cache_bytes
 from crosslayer.core.transformers_versions import CACHE, EMPTY_LAYER
 from crosslayer.eviction.cache import EvictionCache
 from crosslayer.eviction.running import NewCache
@@ -189,4 +189,4 @@ class Rounds:
 def _sizes(cache: Cache) -> tuple[int, int]:
     """Return the bytes of states, and of positions and sums that eviction stores: allocated, and in 16 bits."""
     overhead = cache.overhead_bytes() if isinstance(cache, EvictionCache) else 0
-    return cache_bytes(cache) + overhead, bytes_in_16_bits(cache) + overhead
+    return cache_bytes(cache) + overhead, cache_bytes(cache, sixteen=True) + overhead

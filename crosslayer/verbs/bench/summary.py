@@ -14,7 +14,6 @@ from crosslayer.verbs.bench.record import (
     Both,
     Bytes,
     CacheBytes,
-    CacheSize,
     Comparison,
     Note,
     PeakMemory,
@@ -90,8 +89,8 @@ def row(
         context=load.context,
         batch=load.batch,
         cache=CacheBytes(
-            dynamic=_size(candidate.dynamic, baseline.dynamic, cached),
-            static=_size(candidate.static, baseline.static, cached),
+            dynamic=_bytes(*zip(candidate.dynamic, baseline.dynamic, strict=True), predicted=cached),
+            static=_bytes(*zip(candidate.static, baseline.static, strict=True), predicted=cached),
         ),
         reads=reads,
         **measured,
@@ -106,13 +105,9 @@ def row(
     )
 
 
-def _bytes(counts: Sequence[int], predicted: float | None = None) -> Bytes:
-    return Bytes(candidate=counts[0], baseline=counts[1], ratio=counts[0] / counts[1], predicted_ratio=predicted)
-
-
-def _size(candidate: tuple[int, int], baseline: tuple[int, int], predicted: float | None) -> CacheSize:
-    figures = _bytes([candidate[0], baseline[0]], predicted)
-    return CacheSize(**dict(figures), share=candidate[1] / baseline[1])
+def _bytes(counts: Sequence[int], in_16_bits: Sequence[int] | None = None, predicted: float | None = None) -> Bytes:
+    ratio, share = (one[0] / one[1] for one in (counts, in_16_bits or counts))
+    return Bytes(candidate=counts[0], baseline=counts[1], ratio=ratio, share=share, predicted_ratio=predicted)
 
 
 def compared(

@@ -18,9 +18,7 @@ class Continuation(Shown, Frozen):
     seconds: float
     tokens_per_second: float
     cache_bytes: int = Field(description="allocated, in the dtype of the run")
-    kv_share: float | None = Field(
-        description="of the model's 16-bit cache without sharing or fewer bits; None if its size is not known"
-    )
+    kv_share: float | None = Field(description="of the original's 16-bit cache; None if no plan counts that")
 
     def sentences(self) -> list[str]:
         """Return an empty line, which ends the text printed piece by piece."""

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
-from crosslayer.core.decoder.caches import bytes_in_16_bits, cache_bytes
+from crosslayer.core.decoder.caches import cache_bytes
 from crosslayer.core.decoder.configuration import CrossLayerConfig
 from crosslayer.core.sixteen_bits import DTYPE
 from crosslayer.core.transformers_versions import CACHE
@@ -112,7 +112,8 @@ def _share(model: PreTrainedModel, cache: Cache) -> float | None:
     if isinstance(config, CrossLayerConfig):
         config = CrossLayerConfig(**{**config.to_dict(), "cross_layer": None})
     with suppress(ValueError):  # a plan does not count every model
-        return round(bytes_in_16_bits(cache) / read_plan(config, cache.get_seq_length(), DTYPE).stored_bytes, 4)
+        whole = read_plan(config, cache.get_seq_length(), DTYPE).stored_bytes
+        return round(cache_bytes(cache, sixteen=True) / whole, 4)
     return None
 
 

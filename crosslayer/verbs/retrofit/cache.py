@@ -8,7 +8,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from crosslayer.core.columns import ColumnLayer
-from crosslayer.core.decoder.caches import bytes_in_16_bits
+from crosslayer.core.decoder.caches import cache_bytes
 from crosslayer.core.plan import DepthPlan
 from crosslayer.core.sixteen_bits import in_16_bits
 from crosslayer.core.transformers_versions import CACHE
@@ -73,5 +73,5 @@ def token_bytes(model: PreTrainedModel, context: int = CONTEXT) -> float:
             keys = layer.keys[:, :, :1].expand(-1, -1, count, -1)  # (1, H_kv, 1, D) → (1, H_kv, count, D)
             values = layer.values[:, :, :1].expand(-1, -1, count, -1)
             filled.update(keys, values, number)
-        total += bytes_in_16_bits(filled)
+        total += cache_bytes(filled, sixteen=True)
     return total / context

@@ -71,7 +71,7 @@ def losses(
     """Compare converted models, by name, with the original, window by window; the original runs once for all."""
     rows: dict[str, list[tuple[float, float, float]]] = {name: [] for name in after}
     for number, ids in enumerate(windows.ids):
-        original = log_probabilities(before(ids[None])[0])  # (T, V)
+        original = before(ids[None])[0].float().log_softmax(-1)  # (T, V)
         for name, run in after.items():
             rows[name].append(compare(original, run(ids[None])[0], ids))
         if progress is not None:
@@ -83,11 +83,6 @@ def losses(
     return compared
 
 
-def log_probabilities(logits: Tensor) -> Tensor:
-    """Return logarithms of probabilities, in float32: once for all models that are compared with the original."""
-    return logits.float().log_softmax(-1)
-
-
 def compare(before: Tensor, after: Tensor, ids: Tensor) -> tuple[float, float, float]:
     """Return mean losses before and after, and mean KL, of a window, the last row unused.
 
@@ -97,7 +92,7 @@ def compare(before: Tensor, after: Tensor, ids: Tensor) -> tuple[float, float, f
     sums = torch.zeros(3, dtype=torch.float64)
     for start in range(0, len(targets), ROWS):
         rows = slice(start, min(start + ROWS, len(targets)))
-        log_before, log_after = before[rows], log_probabilities(after[rows])  # (R, V)
+        log_before, log_after = before[rows], after[rows].float().log_softmax(-1)  # (R, V)
         target = targets[rows, None]  # (R, 1)
         sums[0] -= log_before.gather(1, target).double().sum().cpu()
         sums[1] -= log_after.gather(1, target).double().sum().cpu()

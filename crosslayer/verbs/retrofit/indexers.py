@@ -26,7 +26,7 @@ from crosslayer.probe.intercept import final_hidden
 from crosslayer.probe.what_if import find_sublayers, what_if
 from crosslayer.verbs.diagnose.groups import Groups
 from crosslayer.verbs.retrofit.choosers import check_reachable, check_some_are_left_out
-from crosslayer.verbs.retrofit.damage import Run, log_probabilities, logits_of
+from crosslayer.verbs.retrofit.damage import Run, logits_of
 from crosslayer.verbs.retrofit.greedy import PASSES, TOO_SMALL
 from crosslayer.verbs.retrofit.kinds import OWN, READER, Kinds, KindSearch, evenly, groups_of
 from crosslayer.verbs.retrofit.request import Request
@@ -62,7 +62,7 @@ class WhatIfMeasure(KlMeasure):
         for ids, hidden in zip(self.ids, self.hidden, strict=True):
             with what_if(self.model, methods, self.sublayers):
                 after = final_hidden(self.model, ids)
-            yield log_probabilities(head(hidden)), head(after)
+            yield head(hidden).float().log_softmax(-1), head(after)
 
 
 def default_context(config: PreTrainedConfig) -> int:

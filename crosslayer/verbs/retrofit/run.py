@@ -33,7 +33,6 @@ from crosslayer.verbs.retrofit.damage import by_domain, logits_of, logits_uncomp
 from crosslayer.verbs.retrofit.greedy import PASSES
 from crosslayer.verbs.retrofit.indexers import default_context
 from crosslayer.verbs.retrofit.latents import read_windows
-from crosslayer.verbs.retrofit.minimums import checked_options
 from crosslayer.verbs.retrofit.moments import REFITS
 from crosslayer.verbs.retrofit.request import Request, RetrofitOptions, plain_method
 from crosslayer.verbs.retrofit.result import (
@@ -169,7 +168,7 @@ def _open_texts(
         texts = Texts.load(text, calibration_text, options.seed)
     if request.fit in REFITS and request.post_norms:
         raise ValueError(POST_NORM_ERROR)
-    request.options = checked_options(texts, request, source)
+    request.options = texts.checked_options(request, source)
     texts.window_counts(request)  # raises for what is wrong with them
     return request, texts
 
@@ -268,10 +267,8 @@ def _announce_time(
     tokens = {purpose: cut.ids.numel() for purpose, cut in windows.items()}
     options, searched = request.options, 0
     if request.searches:
-        searched = PASSES
-    if request.searches and not request.searches_choosers:
-        most = QUICK_RANKED if options.quick else RANKED
-        searched = expected_passes(model.config.num_hidden_layers, most)
+        usual = expected_passes(model.config.num_hidden_layers, QUICK_RANKED if options.quick else RANKED)
+        searched = PASSES if request.searches_choosers else usual
     repeats = {  # about how often a model runs on the windows of each purpose
         "evaluation": 3 if request.fits else 2,  # original, retrofit, and without compensation
         "calibration": 4 if request.calibrates else 1,

@@ -27,7 +27,7 @@ from crosslayer.verbs.diagnose.groups import PAPER_SIZE, Groups, paper_groups
 from crosslayer.verbs.retrofit.cache import CacheShare
 from crosslayer.verbs.retrofit.calibrate import fit_layer, fitted_layers, input_width
 from crosslayer.verbs.retrofit.convert import convert_weights, plain_decoder
-from crosslayer.verbs.retrofit.damage import Run, compare, damage, difference, log_probabilities, logits_of, losses
+from crosslayer.verbs.retrofit.damage import Run, compare, damage, difference, logits_of, losses
 from crosslayer.verbs.retrofit.greedy import PASSES, TOO_SMALL
 from crosslayer.verbs.retrofit.moments import REFITS, is_enough
 from crosslayer.verbs.retrofit.request import Request
@@ -185,7 +185,7 @@ class Measure(KlMeasure):
         self.request = request
         plain = plain_decoder(model)
         self.inputs = LayerInputs(plain, self.ids)
-        self.original = [log_probabilities(logits) for logits in self.inputs.logits(plain)]
+        self.original = [logits.float().log_softmax(-1) for logits in self.inputs.logits(plain)]
         self.fitted_layers = None
         if calibration is not None and request.fits:
             fit = request.fit if request.fit in REFITS else "layerwise"

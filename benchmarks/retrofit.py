@@ -24,7 +24,7 @@ from crosslayer.corpus.windows import Windows, split
 from crosslayer.environment import environment
 from crosslayer.output.progress import Silent
 from crosslayer.verbs.bench.run import bench
-from crosslayer.verbs.retrofit.cache import allocated
+from crosslayer.verbs.retrofit.cache import token_bytes
 from crosslayer.verbs.retrofit.choose import choose
 from crosslayer.verbs.retrofit.convert import convert
 from crosslayer.verbs.retrofit.damage import damage, logits_of, losses
@@ -108,7 +108,7 @@ def damages(model, name, texts) -> dict[str, Any]:
         )
     return {
         "methods": [to_entry(method) for method in converted["none"].methods],
-        "kv_share": allocated(converted["none"].model) / allocated(model),
+        "kv_share": token_bytes(converted["none"].model) / token_bytes(model),
         "damage": rows,
         "windows": {
             variant: {key: [round(float(x), 6) for x in vars(measured)[key]] for key in ("before", "after", "kl")}

@@ -130,7 +130,7 @@ def ratio(block: Block, ids: Tensor, weights: list[Tensor] | None) -> dict[str, 
     entering = torch.cat(block.entering)
     for number, window in enumerate(ids):
         stream = entering[number : number + 1]
-        rows.append(compare(block.plain.logits(stream), block.converted.logits(stream), window))
+        rows.append(compare(block.plain.logits(stream).log_softmax(-1), block.converted.logits(stream), window))
     before, after, kl = torch.tensor(rows).mean(0).tolist()
     return {"ratio": float(torch.tensor(after - before).exp()), "kl": kl}
 

@@ -145,7 +145,7 @@ def measure(model: Any, name: str, texts: dict[str, Windows], args: argparse.Nam
             stream = known(window[None])
             original = plain.logits(stream)
             for fit, rows in cells.items():
-                rows.append(compare(original, uppers[fit].logits(stream), window))
+                rows.append(compare(original.log_softmax(-1), uppers[fit].logits(stream), window))
         rows = [row for row, kind in enumerate(texts["judged"].domains) if kind == domain]
         cells = {fit: pack(losses, [texts["judged"].documents[row] for row in rows]) for fit, losses in cells.items()}
         save(name, {"cells": {domain: cells}})

@@ -36,16 +36,6 @@ def browser():
     yield from offline_browser()
 
 
-@pytest.fixture(autouse=True)
-def _reports_without_alternatives(request, monkeypatch):
-    """Let reports measure quantised caches and steps only in tests that are marked so: it takes much of their time."""
-    module = sys.modules.get("crosslayer.verbs.retrofit.run")
-    if module is not None and request.node.get_closest_marker("alternatives") is None:
-        monkeypatch.setattr(module, "measure_alternatives", lambda *_: ())
-        monkeypatch.setattr(module, "latents_beside", lambda *_: [])
-        monkeypatch.setattr(module, "_step", lambda *_: None)
-
-
 def global_state() -> dict:
     """Return what a test may change for those behind it, of libraries that are imported already."""
     found = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}

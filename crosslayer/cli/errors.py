@@ -10,7 +10,7 @@ from crosslayer.output.formatting import listed
 
 STOPPED, USER_ERROR, INTERNAL_ERROR = 1, 2, 70  # also: 0 for success, 1 for failed checks, 130 for an interrupt
 # how error messages of the library name an option
-OPTION = re.compile(r"`([a-z_]+)`|^([a-z_]+)(?:(?:\.\d+)?(?= must |: Input)|(?= is ))")
+OPTION = re.compile(r"`([a-z_]+)`|(?:^|(?<=; ))([a-z_]+)(?:(?:\.\d+)?(?= must |: Input)|(?= is ))")
 UNKNOWN_OPTION = re.compile(r"No such option: (\S+)(?: \(Possible options: (.*)\))?")  # typer's words
 MEMORY = ("can't allocate memory", "not enough memory", "out of memory")  # in torch's RuntimeErrors
 

@@ -47,9 +47,12 @@ def open_text(
     """Return the documents of a text, or token ids as they are, before any model is there to cut them."""
     if isinstance(text, Tensor):
         return text
+    wrong = []
     for name, value, least in (("sequences", sequences, 1), ("length", length, 2), ("seed", seed, 0)):
         if not least <= value < 2**63:  # torch takes no larger seed
-            raise ValueError(f"`{name}` is {value}; it must be at least {least}, and below 2⁶³")
+            wrong.append(f"`{name}` is {value}; it must be at least {least}, and below 2⁶³")
+    if wrong:
+        raise ValueError("; ".join(wrong))
     check_text(text, "text")
     documents = [text] if isinstance(text, str) else text
     if documents is None or isinstance(documents, TextSource):

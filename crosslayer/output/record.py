@@ -18,6 +18,7 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic_core import ErrorDetails
 
 from crosslayer import _start
 
@@ -116,7 +117,7 @@ class ModelFacts(Frozen):
 
 
 class Options(BaseModel):
-    """The options of a verb, checked together."""
+    """The options of a verb, checked together: an error names every option that is wrong."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -124,20 +125,24 @@ class Options(BaseModel):
         try:
             super().__init__(**options)
         except ValidationError as error:
-            first = error.errors()[0]
-            own = first.get("ctx", {}).get("error")  # our own message, which names the option
-            value = "" if first["type"] == "missing" else f", got {first['input']!r:.60}"
-            raise ValueError(str(own) if own else validation_message(error) + value) from None
+            wrong: dict[Any, str] = {}  # by option; of several types that it may have, only the first counts
+            for details in error.errors():
+                own = details.get("ctx", {}).get("error")  # our own message, which names the option
+                wrong.setdefault(details["loc"][:1], str(own) if own else _message(details))
+            raise ValueError("; ".join(wrong.values())) from None
 
 
 def validation_message(error: ValidationError) -> str:
     """Return the first error of untrusted data in one line: the path of its key, if any, and what it must be."""
-    first = error.errors()[0]
-    path, message = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
+    return _message(error.errors()[0])
+
+
+def _message(details: ErrorDetails) -> str:
+    path, message = ".".join(map(str, details["loc"])), details["msg"].removeprefix("Value error, ")
     path = path if path.isprintable() else repr(path)
     if message.startswith(PYDANTIC):
-        rule, value = message.removeprefix(PYDANTIC).partition(", unable to parse")[0], first["input"]
-        got = f", got {reprlib.repr(value)}" if isinstance(value, str | int | float) else ""
+        rule, value = message.removeprefix(PYDANTIC).partition(", unable to parse")[0], details["input"]
+        got = f", got {reprlib.repr(value)}" if isinstance(value, str | int | float | None) else ""
         return f"{path or 'it'} must be {rule}{got}"
     return f"{path}: {message}" if path else message
 

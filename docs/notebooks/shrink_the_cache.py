@@ -8,7 +8,7 @@
 # %%
 import crosslayer
 
-report = crosslayer.retrofit("smollm2", method="uniattn", layers="26-29", calibration=54, length=64, needles=False)
+report = crosslayer.retrofit("smollm2", method="uniattn", layers="26-29", quick=True)
 print("\n".join(report.sentences()))
 
 # %% [markdown]
@@ -33,7 +33,7 @@ print(crosslayer.generate("small", "The whale is", max_new_tokens=16).text)
 # The share of the cache is measured on the caches that both models allocate:
 
 # %%
-print(f"{report.kv_share:.2%} of the original's bytes")
+print(f"{report.kv_share:.2%} of the original's 16-bit cache")
 
 # %% [markdown]
 # Next: `crosslayer verify small` checks that every way to run it gives the same numbers, and `crosslayer heal small`

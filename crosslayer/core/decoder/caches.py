@@ -10,6 +10,7 @@ from transformers.cache_utils import DynamicLayer, StaticLayer
 
 from crosslayer.core.columns import ColumnLayer, Columns
 from crosslayer.core.decoder.configuration import CrossLayerConfig
+from crosslayer.core.sixteen_bits import in_16_bits
 from crosslayer.core.transformers_versions import CACHES_KNOW_READERS, EMPTY_LAYER
 
 
@@ -123,8 +124,11 @@ def check_quantized(config: CrossLayerConfig) -> None:
         )
 
 
-def cache_bytes(cache: Cache) -> int:
-    """Return the allocated bytes of a cache's states; a storage that several tensors share counts once."""
+def cache_bytes(cache: Cache, sixteen: bool = False) -> int:
+    """Return the allocated bytes of a cache's states; a storage that several tensors share counts once.
+
+    With `sixteen` a number has at most 16 bits: so a share of the 16-bit cache is counted.
+    """
     storages = {}
     for layer in cache.layers:
         for value in vars(layer).values():
@@ -132,6 +136,7 @@ def cache_bytes(cache: Cache) -> int:
                 tensors = part.tensors() if isinstance(part, Columns) else [part]
                 for tensor in tensors:
                     if isinstance(tensor, Tensor) and (tensor.is_floating_point() or tensor.dtype == torch.uint8):
-                        storage = tensor.untyped_storage()
-                        storages[storage.data_ptr()] = storage.nbytes()
+                        storage, item = tensor.untyped_storage(), tensor.element_size()
+                        size = storage.nbytes()
+                        storages[storage.data_ptr()] = in_16_bits(size, item) if sixteen else size
     return sum(size for pointer, size in storages.items() if pointer)

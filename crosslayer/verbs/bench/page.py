@@ -24,7 +24,7 @@ def layout(record: Benchmark) -> Page:
     """Return the page."""
     settings, baseline, threads = record.settings, record.models.baseline, record.environment.machine.threads
     last = record.rows[-1]
-    cards = [("KV cache", f"{last.cache.dynamic.ratio:.1%}", f"of the baseline's size; {configuration(last)}")]
+    cards = [("KV cache", f"{last.cache.dynamic.share:.1%}", f"of the baseline's 16-bit cache; {configuration(last)}")]
     for measure, time in last.times().items():
         low, high = time.interval or (None, None)
         interval = "no interval" if low is None else f"{_covered(record)} interval {low:.2f}-{high:.2f}"
@@ -53,14 +53,14 @@ def overview(record: Benchmark) -> Table:
     rows = []
     for row in record.rows:
         cache, peak = row.cache.dynamic, row.peak_memory
-        cells = [f"{cache.ratio:.3f}x\n{size(cache.candidate)} / {size(cache.baseline)}"]
+        cells = [f"{cache.share:.1%}\n{size(cache.candidate)} / {size(cache.baseline)}"]
         cells += [
             f"{ratio(time.ratio, time.interval)}\n{time.verdict}\n{durations(time)}" for time in row.times().values()
         ]
         sizes = " / ".join(size(count) for count in peak.both() if count is not None)
         cells.append(UNKNOWN if peak.ratio is None else f"{peak.ratio:.2f}x\n{sizes}")
         rows.append([str(row.context), str(row.batch), *cells])
-    return title, ["context", "batch", "KV cache", *heads, "peak memory"], rows
+    return title, ["context", "batch", "KV cache\n(of the 16-bit cache;\nallocated)", *heads, "peak memory"], rows
 
 
 def _covered(record: Benchmark) -> str:
@@ -76,10 +76,10 @@ def _details(record: Benchmark) -> list[Table]:
     for row in record.rows:
         for one in row.quantised:
             shares = ((one.baseline_ratio, one.baseline), (one.ratio, one.candidate))
-            cells = [f"{share:.3f}x\n{size(count)}" for share, count in shares]
+            cells = [f"{share:.1%}\n{size(count)}" for share, count in shares]
             quantised.append([configuration(row), one.kind, *cells])
     if quantised:
-        title = "With fewer bits (÷ the baseline's cache as it is; `--kv-bits` measures the time)"
+        title = "With fewer bits (of the baseline's 16-bit cache; `--kv-bits` measures the time)"
         tables.append((title, ["configuration", "type", "baseline", "candidate"], quantised))
     off = [[configuration(row), TITLES[measure], note.words] for row, measure, note in far_off(record)]
     if off:
@@ -96,6 +96,7 @@ def measurements(record: Benchmark) -> list[list[str]]:
             predicted = "" if cache.predicted_ratio is None else f"{cache.predicted_ratio:.3f}x"
             sizes = map(size, cache.both())
             lines.append([f"KV cache, {kind}, allocated", *sizes, f"{cache.ratio:.3f}x", predicted])
+            lines.append([f"KV cache, {kind}, of the baseline's 16-bit cache", "", "", f"{cache.share:.1%}", ""])
         lines += [_time_row(TITLES[measure], time) for measure, time in row.times().items()]
         for kind, time in (("dynamic", row.tpot_dynamic), ("static", row.tpot_static)):
             speeds = [f"{row.batch / timing.median:.1f}" for timing in time.both()]
@@ -140,7 +141,7 @@ def _ratios(group: list[Row], covered: str | None) -> Panel:
         low, high = zip(*intervals, strict=True) if len(intervals) == len(times) else (None, None)
         name = TITLES[measure] + ("" if low is None else f" ({covered} interval)")
         lines.append(Line(name, x, [time.ratio for time in times], low, high))
-    lines.append(Line("KV cache", x, [row.cache.dynamic.ratio for row in group]))
+    lines.append(Line("KV cache, in 16 bits", x, [row.cache.dynamic.share for row in group]))
     bars = "" if covered is None else f" Error bars, drawn side by side: {covered} intervals of the median ratio."
     caption = f"Below 1 the candidate needs less time or memory.{bars}"
     return _panel("ratios", "Ratios by context", caption, "candidate ÷ baseline", group, lines)

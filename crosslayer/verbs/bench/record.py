@@ -89,6 +89,7 @@ class Bytes(Both[int]):
 
     ratio: float
     predicted_ratio: float | None = None
+    share: float = Field(description="the ratio in 16 bits: of the baseline's 16-bit cache")
 
 
 class CacheBytes(Frozen):
@@ -99,10 +100,10 @@ class CacheBytes(Frozen):
 
 
 class QuantisedBytes(Both[int]):
-    """Bytes of the caches of both models if they were quantised, by their plans, which say what is allocated."""
+    """Bytes of the caches of 16-bit models if they were quantised, by their plans, which say what is allocated."""
 
     kind: str = Field(description="int8, int4 or fp8")
-    ratio: float = Field(description="candidate over the baseline's cache that is not quantised")
+    ratio: float = Field(description="candidate over the baseline's 16-bit cache")
     baseline_ratio: float = Field(description="baseline over the same")
 
 

@@ -17,7 +17,7 @@ class Benchmark(Result):
     static cache. The axis of models is candidate, baseline.
     """
 
-    schema_: Literal["crosslayer/bench/3"] = Field(default="crosslayer/bench/3", alias="schema")
+    schema_: Literal["crosslayer/bench/4"] = Field(default="crosslayer/bench/4", alias="schema")
     models: Both[MeasuredModel]
     settings: BenchSettings
     rows: tuple[Row, ...] = Field(min_length=1)
@@ -42,9 +42,9 @@ class Benchmark(Result):
         return np.array([row.cache.dynamic.both() for row in self.rows])
 
     @property
-    def cache_ratios(self) -> np.ndarray:
-        """Ratios candidate / baseline of the bytes of a dynamic cache, (N,)."""
-        return np.array([row.cache.dynamic.ratio for row in self.rows])
+    def kv_shares(self) -> np.ndarray:
+        """The candidate's dynamic cache as a share of the baseline's 16-bit cache, (N,)."""
+        return np.array([row.cache.dynamic.share for row in self.rows])
 
     @property
     def medians(self) -> np.ndarray:
@@ -84,8 +84,9 @@ class Benchmark(Result):
 
 
 def _figures(row: Row) -> dict[str, Any]:
-    cache = round(row.cache.dynamic.ratio, 4)
-    figures: dict[str, Any] = {"context": row.context, "batch": row.batch, "cache": cache}
+    cache = row.cache.dynamic
+    figures: dict[str, Any] = {"context": row.context, "batch": row.batch, "kv_share": round(cache.share, 4)}
+    figures |= {"allocated_bytes": cache.candidate, "baseline_allocated_bytes": cache.baseline}
     for measure, time in row.times().items():
         interval = time.interval and [round(end, 3) for end in time.interval]
         figures[measure] = {"ratio": round(time.ratio, 3), "interval": interval}

@@ -152,7 +152,7 @@ class Rounds:
         with peak_memory(self.device) as peak:
             dynamic = self.prefill(role)
             self.decode(role, dynamic)
-        dynamic_bytes = _allocated(dynamic)
+        sizes = _sizes(dynamic)
         static = self.static(role, dynamic)
         del dynamic
         self.decode(role, static)
@@ -160,7 +160,7 @@ class Rounds:
         if role not in self.smaller:
             empty = StaticCache(config=self.models[role].config, max_cache_len=2)
         counts = Operators(dynamic=self._operators(role, self._empty(role)), static=self._operators(role, empty))
-        return WarmUp(peak.bytes, peak.reason, dynamic_bytes, _allocated(static), counts)
+        return WarmUp(peak.bytes, peak.reason, sizes, _sizes(static), counts)
 
     def _operators(self, role: Role, cache: Cache) -> int:
         """Return how many operators a decoding step runs, for any length."""
@@ -186,6 +186,7 @@ class Rounds:
         self.times[measure][role].append(seconds(work, self.device) / steps)
 
 
-def _allocated(cache: Cache) -> int:
-    """Return the bytes of a cache's states and of the positions and attention sums that eviction stores."""
-    return cache_bytes(cache) + (cache.overhead_bytes() if isinstance(cache, EvictionCache) else 0)
+def _sizes(cache: Cache) -> tuple[int, int]:
+    """Return the bytes of states, and of positions and sums that eviction stores: allocated, and in 16 bits."""
+    overhead = cache.overhead_bytes() if isinstance(cache, EvictionCache) else 0
+    return cache_bytes(cache) + overhead, cache_bytes(cache, sixteen=True) + overhead

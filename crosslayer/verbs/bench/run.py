@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from crosslayer.core.sixteen_bits import DTYPE
 from crosslayer.environment import quiet_transformers
 from crosslayer.eviction.running import NewCache, SmallerCache
 from crosslayer.models.pair import Named, pair
@@ -210,7 +211,7 @@ def quantised_bytes(models: Models, load: Load) -> tuple[QuantisedBytes, ...]:
 
     def stored(role: Role, kind: str | None) -> int:
         model = models[role]
-        return read_plan(model, load.total, model.dtype, kv_dtype=kind, batch=load.batch).stored_bytes
+        return read_plan(model, load.total, DTYPE, kv_dtype=kind, batch=load.batch).stored_bytes
 
     try:
         whole = stored("baseline", None)

@@ -20,13 +20,15 @@ TOO_FEW = f"too few pairs: an interval needs at least {FEWEST}, a verdict 5 (--r
 
 def sentences(record: Benchmark) -> list[str]:
     """Return what was measured over all contexts and batch sizes."""
-    rows = record.rows
+    rows, caches = record.rows, [row.cache.dynamic for row in record.rows]
+    shares = [percent(end(cache.share for cache in caches), 1) for end in (min, max)]
     reads = [row.reads.ratio for row in rows if row.reads is not None]
     read = f"; a decoding step reads {span(reads, 2)} as many keys and values" if reads else ""
     peaks = [row.peak_memory.ratio for row in rows if row.peak_memory.ratio is not None]
     reasons = dict.fromkeys(row.peak_memory.reason for row in rows if row.peak_memory.reason is not None)
     return [
-        f"KV cache: {span([row.cache.dynamic.ratio for row in rows], 3)} the baseline's size{read}.",
+        f"KV cache: {' to '.join(dict.fromkeys(shares))} of the baseline's 16-bit cache (allocated in "
+        f"{record.models.candidate.dtype}: {span([cache.ratio for cache in caches], 3)} the baseline's){read}.",
         *(_time_sentence(rows, measure) for measure in MEASURES),
         *([f"Peak memory above the weights: {span(peaks, 2)} the baseline's."] if peaks else []),
         *(f"Peak memory: {reason}." for reason in reasons),

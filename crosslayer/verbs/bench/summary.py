@@ -33,8 +33,8 @@ class WarmUp:
 
     peak: int | None
     peak_reason: str | None
-    dynamic_bytes: int
-    static_bytes: int
+    dynamic: tuple[int, int]  # allocated, and in 16 bits
+    static: tuple[int, int]
     operators: Operators
 
 
@@ -89,8 +89,8 @@ def row(
         context=load.context,
         batch=load.batch,
         cache=CacheBytes(
-            dynamic=_bytes([candidate.dynamic_bytes, baseline.dynamic_bytes], cached),
-            static=_bytes([candidate.static_bytes, baseline.static_bytes], cached),
+            dynamic=_bytes(*zip(candidate.dynamic, baseline.dynamic, strict=True), predicted=cached),
+            static=_bytes(*zip(candidate.static, baseline.static, strict=True), predicted=cached),
         ),
         reads=reads,
         **measured,
@@ -105,8 +105,9 @@ def row(
     )
 
 
-def _bytes(counts: Sequence[int], predicted: float | None = None) -> Bytes:
-    return Bytes(candidate=counts[0], baseline=counts[1], ratio=counts[0] / counts[1], predicted_ratio=predicted)
+def _bytes(counts: Sequence[int], in_16_bits: Sequence[int] | None = None, predicted: float | None = None) -> Bytes:
+    ratio, share = (one[0] / one[1] for one in (counts, in_16_bits or counts))
+    return Bytes(candidate=counts[0], baseline=counts[1], ratio=ratio, share=share, predicted_ratio=predicted)
 
 
 def compared(

@@ -22,7 +22,7 @@ class Evaluation(Result):
     lm-eval returned (except the git commit, which is None), unless the evaluation was loaded from a folder.
     """
 
-    schema_: Literal["crosslayer/evaluate/3"] = Field(default="crosslayer/evaluate/3", alias="schema")
+    schema_: Literal["crosslayer/evaluate/4"] = Field(default="crosslayer/evaluate/4", alias="schema")
     models: EvaluatedModels
     settings: EvaluateSettings
     rows: tuple[ScoreRow, ...] = Field(min_length=1)
@@ -72,7 +72,7 @@ class Evaluation(Result):
         return {
             "candidate": self.models.candidate.name,
             "baseline": None if baseline is None else baseline.name,
-            **({} if self.cost is None else {"kv_share": round(self.cost.cache.dynamic.ratio, 6)}),
+            **({} if self.cost is None else {"kv_share": round(self.cost.cache.dynamic.share, 6)}),
             "results": [{"task": row.name, **_figures(row)} for row in self.rows],
             "groups": [{"group": row.name, **_figures(row)} for row in self.groups],
         }

@@ -64,8 +64,8 @@ def _cost_sentences(record: Evaluation) -> list[str]:
     if cost is None:
         return []
     return [
-        f"At {cost.context} tokens the KV cache is {cost.cache.dynamic.ratio:.2%} of the baseline's size; time to "
-        f"first token {judged(cost.ttft)}, time per further token {judged(cost.tpot_dynamic)} (candidate ÷ baseline)."
+        f"At {cost.context} tokens the KV cache is {cost.cache.dynamic.share:.2%} of the baseline's 16-bit cache; time "
+        f"to first token {judged(cost.ttft)}, per further token {judged(cost.tpot_dynamic)} (candidate ÷ baseline)."
     ]
 
 

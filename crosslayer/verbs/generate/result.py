@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from pydantic import Field
+
 from crosslayer.output.record import Frozen
 from crosslayer.output.shown import Shown
 
@@ -15,7 +17,8 @@ class Continuation(Shown, Frozen):
     new_tokens: int
     seconds: float
     tokens_per_second: float
-    cache_bytes: int
+    cache_bytes: int = Field(description="allocated, in the dtype of the run")
+    kv_share: float | None = Field(description="of the original's 16-bit cache; None if no plan counts that")
 
     def sentences(self) -> list[str]:
         """Return an empty line, which ends the text printed piece by piece."""

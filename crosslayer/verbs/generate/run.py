@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -11,6 +12,8 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
 from crosslayer.core.decoder.caches import cache_bytes
+from crosslayer.core.decoder.configuration import CrossLayerConfig
+from crosslayer.core.sixteen_bits import DTYPE
 from crosslayer.core.transformers_versions import CACHE
 from crosslayer.environment import quiet_transformers
 from crosslayer.eviction.running import SmallerCache
@@ -21,6 +24,7 @@ from crosslayer.output.record import Options, Seed
 from crosslayer.probe.intercept import evaluating
 from crosslayer.probe.tokens import positions
 from crosslayer.verbs.generate.result import Continuation
+from crosslayer.wiring.read import read_plan
 
 COLDEST, HOTTEST = 0.001, 1000.0  # temperatures; below, logits overflow
 
@@ -99,7 +103,19 @@ def generate(
         seconds=round(seconds, 3),
         tokens_per_second=round(len(new) / seconds, 2),
         cache_bytes=cache_bytes(cache),
+        kv_share=_share(loaded, cache),
     )
+
+
+def _share(model: PreTrainedModel, cache: Cache) -> float | None:
+    """Return a cache's share of the 16-bit cache of the model without methods, after as many tokens."""
+    config = model.config
+    if isinstance(config, CrossLayerConfig):
+        config = CrossLayerConfig(**{**config.to_dict(), "cross_layer": None})
+    with suppress(ValueError):  # a plan does not count every model
+        whole = read_plan(config, cache.get_seq_length(), DTYPE).stored_bytes
+        return round(cache_bytes(cache, sixteen=True) / whole, 4)
+    return None
 
 
 class _Pieces(TextStreamer):

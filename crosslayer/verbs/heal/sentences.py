@@ -98,7 +98,7 @@ def _variant(record: Recovery, variant: Variant) -> str:
         comparison = retrieval_sentence(last.needles, record.untrained_original.needles)
         needles = f" Hidden numbers retrieved, stage by stage: {counts}. {comparison}"
     return (
-        f"{variant.name} ({variant.title}; {variant.cache_share:.0%} of the cache), on {before.name} "
+        f"{variant.name} ({variant.title}; {variant.cache_share:.0%} of the 16-bit cache), on {before.name} "
         f"({seen_label(record, before)}): KL to the original {kls} nats/token, perplexity ratio "
         f"{before.damage.ratio:.3f} → {after.damage.ratio:.3f}. {gap}{needles}"
     )

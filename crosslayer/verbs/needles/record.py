@@ -41,13 +41,16 @@ class NeedlesSettings(Options):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        wrong = []
         if min(self.lengths) < SHORTEST:
-            raise ValueError(f"`lengths` must be at least {SHORTEST} tokens, got {min(self.lengths)}")
-        wrong = [depth for depth in self.depths if not 0 <= depth <= 100]
-        if wrong:
-            raise ValueError(f"`depths` must be 0-100, got {wrong[0]}")
+            wrong.append(f"`lengths` must be at least {SHORTEST} tokens, got {min(self.lengths)}")
+        outside = [depth for depth in self.depths if not 0 <= depth <= 100]
+        if outside:
+            wrong.append(f"`depths` must be 0-100, got {outside[0]}")
         if not 1 <= self.keys <= len(KEYS):
-            raise ValueError(f"`keys` must be 1-{len(KEYS)}, got {self.keys}")
+            wrong.append(f"`keys` must be 1-{len(KEYS)}, got {self.keys}")
+        if wrong:
+            raise ValueError("; ".join(wrong))
         return self
 
 

@@ -14,6 +14,7 @@ from crosslayer.verbs.needles.record import difference, is_retrieved
 from crosslayer.verbs.needles.run import needles
 
 LENGTHS = (256, 512, 1024, 2048)
+QUICK_LENGTHS = (512,)
 LONG_LENGTHS = (512, 1024, 2048, 4096, 8192)  # for what depends on the length: chosen tokens
 SAMPLES = 2  # at each of five depths
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from crosslayer.core.latents import LatentMethod
+from crosslayer.core.sixteen_bits import DTYPE
 from crosslayer.corpus.windows import Windows
 from crosslayer.output.formatting import listed
 from crosslayer.output.progress import Meter
@@ -25,7 +26,6 @@ from crosslayer.wiring.read import read_plan
 MEASURED = (("original", "fp8"), ("original", "8"), ("original", "4"), ("retrofit", "4"))
 ASKED = ("original", "4")  # for hidden numbers, too
 WINDOWS = 16  # of the evaluation text, from all domains
-DTYPE = "bfloat16"  # in which the original's cache is counted
 
 
 class Compared(NamedTuple):

@@ -10,6 +10,7 @@ from transformers.cache_utils import DynamicLayer
 from crosslayer.core.columns import ColumnLayer
 from crosslayer.core.decoder.caches import cache_bytes
 from crosslayer.core.plan import DepthPlan
+from crosslayer.core.sixteen_bits import in_16_bits
 from crosslayer.core.transformers_versions import CACHE
 from crosslayer.probe.shapes import LayerShape
 
@@ -49,8 +50,8 @@ class CacheShare:
 
 
 @torch.no_grad()
-def allocated(model: PreTrainedModel, context: int = CONTEXT) -> float:
-    """Return the bytes that a dynamic cache allocates for each of `context` tokens, without blocks allocated ahead.
+def token_bytes(model: PreTrainedModel, context: int = CONTEXT) -> float:
+    """Return the bytes of a dynamic cache for each of `context` tokens, in 16 bits, without blocks allocated ahead.
 
     A short prompt shows what each layer stores. A cache is then filled with `context` tokens of it, layer by layer and
     in two steps, so that sliding windows are cut as in decoding. The model never runs on the long context.
@@ -61,15 +62,16 @@ def allocated(model: PreTrainedModel, context: int = CONTEXT) -> float:
     total = 0
     for number, layer in enumerate(cache.layers):
         if isinstance(layer, ColumnLayer):
-            total += context * sum(t[:, :, :1].nbytes for columns in layer.columns for t in columns.tensors())
+            tensors = [tensor[:, :, :1] for columns in layer.columns for tensor in columns.tensors()]
+            total += context * sum(in_16_bits(tensor.nbytes, tensor.element_size()) for tensor in tensors)
         if not isinstance(layer, DynamicLayer) or layer.keys is None or layer.values is None:
             continue
         index = getattr(layer, "indexer_keys", None)  # (1, PROMPT, D) of an indexer
-        total += 0 if index is None else context * index[:, :1].nbytes
+        total += 0 if index is None else context * in_16_bits(index[:, :1].nbytes, index.element_size())
         filled = DynamicCache(config=model.config)
         for count in (context - 1, 1):
             keys = layer.keys[:, :, :1].expand(-1, -1, count, -1)  # (1, H_kv, 1, D) → (1, H_kv, count, D)
             values = layer.values[:, :, :1].expand(-1, -1, count, -1)
             filled.update(keys, values, number)
-        total += cache_bytes(filled)
+        total += cache_bytes(filled, sixteen=True)
     return total / context

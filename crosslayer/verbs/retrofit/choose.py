@@ -33,7 +33,7 @@ from crosslayer.verbs.retrofit.choosers import check_some_are_left_out, choosers
 from crosslayer.verbs.retrofit.convert import convert, plain_decoder
 from crosslayer.verbs.retrofit.indexers import indexers_by_damage
 from crosslayer.verbs.retrofit.latents import StateMoments, levels_of, measure_moments, with_bits, with_errors
-from crosslayer.verbs.retrofit.moments import RANK_CUTOFF, TOKENS_PER_INPUT
+from crosslayer.verbs.retrofit.moments import RANK_CUTOFF
 from crosslayer.verbs.retrofit.request import Request
 from crosslayer.verbs.retrofit.result import Choice
 from crosslayer.verbs.retrofit.search import MethodClass
@@ -283,11 +283,6 @@ def error_bounds(model: PreTrainedModel, ids: Tensor, step: Callable[[int, int],
     """
     plain = plain_decoder(model)
     width, layers = plain.config.hidden_size, plain.config.num_hidden_layers
-    if ids.numel() < TOKENS_PER_INPUT * width:
-        raise ValueError(
-            f"`select` correlation needs at least {TOKENS_PER_INPUT * width} tokens of calibration text "
-            f"({TOKENS_PER_INPUT} for each of the {width} channels of the stream), got {ids.numel()}"
-        )
     streams = Streams(plain, plain, ids, run_on="converted")
     bounds = []
     for layer in range(layers):

@@ -147,7 +147,7 @@ def choosers_by_damage(
         raise ValueError(TOO_SMALL.format(options.kl_budget))
     steps, baselines = search.compared(best)
     names = [UNCHANGED if kind == ALL else method.name() for kind in best.kinds]
-    record = search_record(search.measure, search.passes, names, steps, baselines, windows["trade-off"], progress)
+    record = search_record(search.measure, search.passes, names, steps, baselines, windows.get("trade-off"), progress)
     chosen = search.method(best.kinds, best.candidate)
     return [chosen], Choice(how="search", groups=[list(group) for group in chosen.groups], search=record)
 

@@ -71,7 +71,7 @@ def losses(
     """Compare converted models, by name, with the original, window by window; the original runs once for all."""
     rows: dict[str, list[tuple[float, float, float]]] = {name: [] for name in after}
     for number, ids in enumerate(windows.ids):
-        original = before(ids[None])[0]  # (T, V)
+        original = before(ids[None])[0].float().log_softmax(-1)  # (T, V)
         for name, run in after.items():
             rows[name].append(compare(original, run(ids[None])[0], ids))
         if progress is not None:
@@ -84,13 +84,15 @@ def losses(
 
 
 def compare(before: Tensor, after: Tensor, ids: Tensor) -> tuple[float, float, float]:
-    """Return mean losses before and after, and mean KL, of a window; logits (T, V), the last row unused."""
+    """Return mean losses before and after, and mean KL, of a window, the last row unused.
+
+    `before` (T, V) are log-probabilities of the original, `after` (T, V) logits of the other model.
+    """
     targets = ids[1:].to(before.device)  # (T − 1,)
     sums = torch.zeros(3, dtype=torch.float64)
     for start in range(0, len(targets), ROWS):
         rows = slice(start, min(start + ROWS, len(targets)))
-        log_before = before[rows].float().log_softmax(-1)  # (R, V)
-        log_after = after[rows].float().log_softmax(-1)
+        log_before, log_after = before[rows], after[rows].float().log_softmax(-1)  # (R, V)
         target = targets[rows, None]  # (R, 1)
         sums[0] -= log_before.gather(1, target).double().sum().cpu()
         sums[1] -= log_after.gather(1, target).double().sum().cpu()

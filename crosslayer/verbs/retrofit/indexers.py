@@ -18,6 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from crosslayer.core.choice import ChoiceMethod
 from crosslayer.core.method import Method
+from crosslayer.core.sixteen_bits import DTYPE
 from crosslayer.corpus.windows import Windows
 from crosslayer.output.progress import Meter
 from crosslayer.probe.indexers import FULL, SHARED, chosen_tokens, with_tokens_of_indexers
@@ -56,12 +57,12 @@ class WhatIfMeasure(KlMeasure):
         return wired
 
     def logits(self, methods: list[Method]) -> Iterable[tuple[Tensor, Tensor]]:
-        """Return the logits of the original and of the model with these methods, (T, V) each, by window."""
+        """Return log-probabilities of the original and logits of the wired model, (T, V) each, by window."""
         head: Any = self.model.get_output_embeddings()
         for ids, hidden in zip(self.ids, self.hidden, strict=True):
             with what_if(self.model, methods, self.sublayers):
                 after = final_hidden(self.model, ids)
-            yield head(hidden), head(after)
+            yield head(hidden).float().log_softmax(-1), head(after)
 
 
 def default_context(config: PreTrainedConfig) -> int:
@@ -106,7 +107,7 @@ class IndexedLayers:
         text: Any = changed.get_text_config()
         for number, kind in zip(self.numbers, kinds, strict=True):
             text.indexer_types[number] = SHARED if kind == READER else FULL
-        return read_plan(changed, dtype="bfloat16").read_at(self.context)
+        return read_plan(changed, dtype=DTYPE).read_at(self.context)
 
 
 @torch.no_grad()
@@ -138,7 +139,7 @@ def indexers_by_damage(
     for number, kind, before in zip(layers.numbers, kinds, layers.start, strict=True):
         names[number] = layers.method.name() if kind != before else UNCHANGED
     steps, baselines = _compared(layers, search)
-    record = search_record(measure, search.passes, names, steps, baselines, windows["trade-off"], progress)
+    record = search_record(measure, search.passes, names, steps, baselines, windows.get("trade-off"), progress)
     return layers.methods(kinds), Choice(how="search", groups=layers.groups(kinds), search=record)
 
 

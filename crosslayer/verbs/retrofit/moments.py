@@ -67,17 +67,22 @@ def check_enough(width: int, sizes: Sequence[int], length: int, fit: str) -> Non
     """Raise if `sizes` (sequences by domain) of `length` tokens are too few to fit `width` inputs."""
     if fit not in (*LEAST_SQUARES, *WITH_PENALTY) or is_enough(width, sizes, length, fit):
         return
-    domains = len(sizes)
-    evenly = ([len(range(first, count, domains)) for first in range(domains)] for count in itertools.count(1))
-    least = next(shared for shared in evenly if is_enough(width, shared, length, fit))
-    held = _held_out(least, fit)
-    turns = " in turn" if domains > 1 else ""
-    held_out = f", and {held} held out{turns} to choose a penalty" if held else ""
+    count = least_sequences(width, len(sizes), length, fit)
     raise ValueError(
-        f"{fit} needs at least {sum(least) * length} tokens of calibration text, got {sum(sizes) * length} "
-        f"({sum(least)} windows of {length}: {sum(least) - held} to fit, with {TOKENS_PER_INPUT} tokens for each of "
-        f"the {width} inputs of {FITTED_WEIGHTS.get(fit, 'the linear compensation W_c')}{held_out})"
+        f"{fit} needs at least {count} calibration windows of {length} tokens, got {sum(sizes)}: {TOKENS_PER_INPUT} "
+        f"tokens for each of {width} inputs of {FITTED_WEIGHTS.get(fit, 'W_c')}, beside those held out"
     )
+
+
+def least_sequences(width: int, domains: int, length: int, fit: str) -> int:
+    """Return how many sequences of `length` tokens, the same of each domain, are enough to fit `width` inputs."""
+    if fit not in (*LEAST_SQUARES, *WITH_PENALTY):
+        return 1
+    return next(count for count in itertools.count(1) if is_enough(width, _evenly(count, domains), length, fit))
+
+
+def _evenly(count: int, domains: int) -> list[int]:
+    return [len(range(first, count, domains)) for first in range(domains)]
 
 
 def is_enough(width: int, sizes: Sequence[int], length: int, fit: str) -> bool:
@@ -152,20 +157,13 @@ class Moments:
             weight = pseudo_inverse(x - center, self.epsilon) @ (error - offset)  # (C, C)
             return torch.cat([weight, (offset - center @ weight)[None]]), (), None
         penalties, left = self._penalties() if fit in WITH_PENALTY else ((), None)
-        return self._solved(penalties), penalties, left
+        return self._solved(penalties, self.gram.sum(0), self.cross.sum(0)), penalties, left
 
-    def _solved(
-        self, penalties: Sequence[float], without: int | None = None, combinations: Tensor | None = None
-    ) -> Tensor:
-        """Solve XᵀX W = XᵀE over all folds, or all but one; for E, or for combinations (C, K) of it.
+    def _solved(self, penalties: Sequence[float], gram: Tensor, cross: Tensor) -> Tensor:
+        """Solve XᵀX W = XᵀE, (I, I) and (I, C) or combinations of its columns (I, K).
 
         There is a penalty per block, in units of the inputs' mean square; without any it is least squares.
         """
-        gram, cross = self.gram.sum(0), self.cross.sum(0)
-        if without is not None:
-            gram, cross = gram - self.gram[without], cross - self.cross[without]
-        if combinations is not None:
-            cross = cross @ combinations
         energy = gram.diagonal()[: sum(self.blocks)]  # of each input, (I,)
         if not self.bias:
             return self._ridge(gram, cross, energy, penalties)
@@ -200,14 +198,16 @@ class Moments:
             generator = torch.Generator().manual_seed(0)
             combinations = torch.linalg.qr(torch.randn(width, COMBINATIONS, dtype=torch.float64, generator=generator)).Q
         combinations = combinations.to(self.cross)
-        crosses = {fold: self.cross[fold] @ combinations for fold in self.held}
+        gram, cross = self.gram.sum(0), self.cross.sum(0)
+        others = {fold: (gram - self.gram[fold], cross - self.cross[fold]) for fold in self.held}  # without a fold
+        combined = {fold: (others[fold][1] @ combinations, self.cross[fold] @ combinations) for fold in self.held}
 
         @functools.cache
         def error(indices: tuple[int, ...]) -> float:  # up to the energy of E, which is constant
             penalties = [PENALTIES[index] for index in indices]
             return sum(
-                _explained(self._solved(penalties, fold, combinations), self.gram[fold], cross)
-                for fold, cross in crosses.items()
+                _explained(self._solved(penalties, others[fold][0], without), self.gram[fold], own)
+                for fold, (without, own) in combined.items()
             )
 
         equal = [(index,) * len(self.blocks) for index in range(len(PENALTIES))]
@@ -217,7 +217,7 @@ class Moments:
             best, next_best = next_best, min(_neighbors(next_best), key=error)
         penalties = tuple(PENALTIES[index] for index in best)
         energy = float(self.energy[self.held].sum())
-        rest = sum(self._error(self._solved(penalties, fold), [fold]) for fold in self.held)
+        rest = sum(self._error(self._solved(penalties, *others[fold]), [fold]) for fold in self.held)
         return penalties, (max(rest, 0.0) / energy) ** 0.5 if energy else 0.0
 
     def _error(self, weight: Tensor, fold_numbers: list[int]) -> float:

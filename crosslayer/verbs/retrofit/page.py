@@ -28,7 +28,7 @@ def layout(record: RetrofitReport) -> Page:
     evaluated = f"{settings.windows} windows of {settings.length} tokens, {', '.join(record.judged)}"
     calibrated = f"calibrated on {', '.join(record.fitted)}" if record.fitted else "not calibrated"
     return Page(
-        title=f"Retrofit of {model.name}",
+        title=f"Retrofit of {model.name}" + (" (quick)" if settings.quick else ""),
         subtitle=f"{record.title} · {classes} · {evaluated} · {calibrated}",
         cards=_cards(record),
         sentences=sentences(record),
@@ -42,7 +42,7 @@ def _cards(record: RetrofitReport) -> list[tuple[str, str, str]]:
     worst, calibration = record.damage.domains[0], record.calibration.windows
     domain = f"on {worst.name} ({'calibration' if worst.seen else 'unseen'} text)"
     text = f"on {sum(calibration.values())} windows of {', '.join(calibration)}"
-    size = ("KV cache", f"{record.cache.share:.2%}", "of the original's bytes, as allocated")
+    size = ("KV cache", f"{record.cache.share:.2%}", "of the original's 16-bit cache, as allocated")
     if record.plan.has_choices:
         size = (
             "Read",
@@ -113,7 +113,7 @@ def _bytes_and_damage(rows: Sequence[Alternative]) -> Panel:
         share, damage, low, high = (list(column) for column in zip(*points, strict=True))
         lines.append(Line(name, share, damage, low, high))
     caption = (
-        "Share of the original's bfloat16 cache against KL to the original, with 95% intervals; lower left is better."
+        "Share of the original's 16-bit cache against KL to the original, with 95% intervals; lower left is better."
     )
     axes = ("share of the KV cache", "KL (nats/token)")
     ticks = {share / 10: f"{10 * share}%" for share in range(1, 11)}
@@ -146,7 +146,7 @@ def _alternatives(record: RetrofitReport) -> Table:
         cost = with_interval(row.kl, row.kl_ci95, 4)
         rows.append([row.name, f"{row.share:.1%}", cost, than, found, [row.options] if row.options else "–"])
     head = ["cache", "bytes", "KL", "KL less the retrofit's", "hidden numbers", "to have it"]
-    return "What other caches cost (share of the original's bfloat16 cache; KL in nats/token)", head, rows
+    return "What other caches cost (share of the original's 16-bit cache; KL in nats/token)", head, rows
 
 
 def _tables(record: RetrofitReport) -> list[Table]:

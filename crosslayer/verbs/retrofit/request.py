@@ -18,6 +18,7 @@ from crosslayer.verbs.retrofit.search import searched_methods
 
 SELECTS = ("similarity", "greedy", "correlation", "distance")
 AXES = ("depth", "bits", "rank")  # in which a cache becomes smaller
+QUICK_SETS = ("windows", "calibration", "length")  # what `quick` decides
 ONE_OF = (
     "give one of `method`, `kv_budget`, `kl_budget` and `read_budget`; the budgets choose methods and layers themselves"
 )
@@ -51,9 +52,8 @@ class RetrofitOptions(Options):
     windows: int = 96
     calibration: int = Field(default=128, ge=1)
     length: int = Field(default=512, ge=2)
-    needles: bool = True
-    step_time: bool = True
-    alternatives: bool = True
+    quick: bool = False
+    full: bool = False
     seed: Seed = 0
     bos: str = "auto"
 
@@ -64,6 +64,8 @@ class RetrofitOptions(Options):
             raise ValueError(ONE_OF)
         if self.read_budget is not None and self.read_budget >= 1:
             raise ValueError(f"`read_budget` must be above 0 and below 1, got {self.read_budget:g}")
+        if self.quick and self.full:
+            raise ValueError("give one of `quick` and `full`")
         for axis in self.axes.split(","):
             check_choice("retrofit", "axes", axis, AXES)
         check_choice("retrofit", "compensation", self.compensation, ("none", *FITS, None))
@@ -82,7 +84,7 @@ class RetrofitOptions(Options):
 
     def changed(self) -> dict[str, Any]:
         """Return the options that are not at their default."""
-        return self.model_dump(exclude_defaults=True)
+        return self.model_dump(exclude_defaults=True, exclude=set(QUICK_SETS) if self.quick else None)
 
 
 class Request:

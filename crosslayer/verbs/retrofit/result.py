@@ -98,7 +98,7 @@ class Calibration(Frozen):
 
 
 class CacheRecord(Frozen):
-    """Bytes that a dynamic cache allocates for each of `context` tokens, and how much of it a step reads."""
+    """Bytes of a dynamic cache for each of `context` tokens, in 16 bits, and how much of it a step reads."""
 
     context: int
     bytes_per_token_before: float
@@ -161,7 +161,7 @@ class Alternative(Frozen):
     of: str = Field(description="original, retrofit, or latents by some axes")
     kv_bits: str | None = Field(description="8, 4, fp8, or None: not quantised")
     options: str = Field(description="what to add to `crosslayer generate` or `retrofit` to have it; empty: nothing")
-    share: float = Field(description="bytes over those of the original's bfloat16 cache, at the report's context")
+    share: float = Field(description="bytes over those of the original's 16-bit cache, at the report's context")
     kl: float = Field(description="to the original, in nats/token")
     kl_ci95: Interval
     minus_retrofit: float = Field(description="its KL minus that of the retrofit that is not quantised, paired")
@@ -182,7 +182,7 @@ class RetrofitReport(Result):
     Shapes: D domains, the worst unseen one first; L layers of the original.
     """
 
-    schema_: Literal["crosslayer/retrofit/10"] = Field(default="crosslayer/retrofit/10", alias="schema")
+    schema_: Literal["crosslayer/retrofit/11"] = Field(default="crosslayer/retrofit/11", alias="schema")
     architecture: Architecture
     methods: list[dict[str, Any]] = Field(description="name and options of each method, as in a config")
     title: str = Field(description="the methods with their options, as a line of text")
@@ -193,13 +193,13 @@ class RetrofitReport(Result):
     cache: CacheRecord
     damage: Domains
     step: StepTime | None = Field(
-        default=None, description="time of a decoding step; None if it was switched off or the context is too short"
+        default=None, description="time of a decoding step; None without `full`, or if the context is too long"
     )
     needles: Needles | None = Field(
-        default=None, description="None if it was switched off, or the model's context or tokenizer does not allow it"
+        default=None, description="None if the model's context or tokenizer does not allow it"
     )
     alternatives: tuple[Alternative, ...] = Field(
-        default=(), description="the retrofit, and quantised caches of both models; empty if they were not measured"
+        default=(), description="the retrofit, and quantised caches of both models; empty without `full`"
     )
     settings: RetrofitOptions = Field(description="all options")
     judged: list[str] = Field(description="evaluation domains")
@@ -343,6 +343,7 @@ class RetrofitReport(Result):
             "perplexity_after": round(worst.perplexity_after, 4),
             "perplexity_ratio_ci95": [round(end, 4) for end in worst.ratio_ci95],
             "kl": round(worst.kl, 5),
+            **({"quick": True} if self.settings.quick else {}),
             "needles": None if self.needles is None else count_retrieved(self.needles.retrofit),
             "seconds": round(sum(self.seconds.values()), 1),
         }

@@ -1,7 +1,7 @@
 """A whole retrofit: choose layers, convert, calibrate, measure the damage, and return a report."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -12,31 +12,31 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from crosslayer.core.decoder.weights import to_config
 from crosslayer.core.methods import Entry, merge_plans, to_entry
+from crosslayer.core.sixteen_bits import DTYPE
 from crosslayer.corpus.windows import Windows
 from crosslayer.models.load import load_config, model_facts, public_name, ready_model
 from crosslayer.models.origin import origin
 from crosslayer.models.stored import round_to_stored
 from crosslayer.output.progress import Meter, Silent
 from crosslayer.probe.indexers import can_share
-from crosslayer.probe.intercept import evaluating, layer_stack, no_cache, plan_of
+from crosslayer.probe.intercept import evaluating, layer_stack, no_cache
 from crosslayer.probe.tokens import check_ids
 from crosslayer.probe.what_if import find_sublayers
 from crosslayer.verbs.bench.record import StepTime
 from crosslayer.verbs.bench.run import step_time
-from crosslayer.verbs.needles.retrieval import LENGTHS, LONG_LENGTHS, measure_retrieval, prompt_tokens
+from crosslayer.verbs.needles.retrieval import LENGTHS, LONG_LENGTHS, QUICK_LENGTHS, measure_retrieval, prompt_tokens
 from crosslayer.verbs.retrofit.alternatives import MEASURED, WINDOWS, Judged, latents_beside, measure_alternatives
-from crosslayer.verbs.retrofit.cache import CONTEXT, CacheShare, allocated
-from crosslayer.verbs.retrofit.calibrate import POST_NORM_ERROR, input_width
+from crosslayer.verbs.retrofit.cache import CONTEXT, CacheShare, token_bytes
+from crosslayer.verbs.retrofit.calibrate import POST_NORM_ERROR
 from crosslayer.verbs.retrofit.choose import choose
 from crosslayer.verbs.retrofit.convert import Converted, convert
 from crosslayer.verbs.retrofit.damage import by_domain, logits_of, logits_uncompensated, losses
 from crosslayer.verbs.retrofit.greedy import PASSES
 from crosslayer.verbs.retrofit.indexers import default_context
-from crosslayer.verbs.retrofit.latents import StateMoments, read_windows
-from crosslayer.verbs.retrofit.moments import REFITS, check_enough
+from crosslayer.verbs.retrofit.latents import read_windows
+from crosslayer.verbs.retrofit.moments import REFITS
 from crosslayer.verbs.retrofit.request import Request, RetrofitOptions, plain_method
 from crosslayer.verbs.retrofit.result import (
-    Alternative,
     Architecture,
     CacheRecord,
     Calibration,
@@ -44,11 +44,13 @@ from crosslayer.verbs.retrofit.result import (
     Needles,
     RetrofitReport,
 )
-from crosslayer.verbs.retrofit.search import expected_passes
+from crosslayer.verbs.retrofit.search import QUICK_RANKED, RANKED, expected_passes
 from crosslayer.verbs.retrofit.sentences import title
 from crosslayer.verbs.retrofit.texts import DomainTexts, Texts
+from crosslayer.verbs.retrofit.trade_off import TOKENS
 from crosslayer.wiring.read import read_plan
 
+FIT, ASKED = 4, 1.6  # about how many passes the fit of a layer takes, and a prompt with its answer
 LONGEST_STEP = 8192  # tokens before a timed decoding step, at most: both models read them as a prompt
 
 
@@ -78,9 +80,8 @@ def retrofit(
     windows: int = 96,
     calibration: int = 128,
     length: int = 512,
-    needles: bool = True,
-    step_time: bool = True,
-    alternatives: bool = True,
+    quick: bool = False,
+    full: bool = False,
     seed: int = 0,
     bos: str = "auto",
     dtype: str | torch.dtype | None = None,
@@ -125,10 +126,10 @@ def retrofit(
         windows: evaluation windows, all domains together; at least 16 per domain.
         calibration: calibration windows, all domains together.
         length: tokens per window.
-        needles: test whether both models retrieve 40 numbers hidden in texts of 256 to 2,048 tokens.
-        step_time: time a decoding step of both models after `kv_context` tokens, at most 8,192, beside its prediction.
-        alternatives: measure what quantised caches of both models cost instead: float8, 8 and 4 bits; for latents
-            with a budget also half and twice the budget, and bits alone and rank alone.
+        quick: a first estimate in a fraction of the time: the least windows, of 128 tokens, and a shorter search.
+        full: also measure what quantised caches of both models cost instead (float8, 8 and 4 bits; for latents with a
+            budget also half and twice the budget, and bits alone and rank alone), time a decoding step of both after
+            `kv_context` tokens, at most 8,192, and where tokens are chosen hide numbers in up to 8,192 tokens.
         seed: random seed.
         bos: begin each window with the BOS token: auto (as the tokenizer does), yes or no.
         dtype: dtype to compute in, not to save in; default float32 on a CPU. In Python only if `model` is a name.
@@ -168,10 +169,8 @@ def _open_texts(
         texts = Texts.load(text, calibration_text, options.seed)
     if request.fit in REFITS and request.post_norms:
         raise ValueError(POST_NORM_ERROR)
-    counts = texts.window_counts(request)  # raises if there are too few windows
-    if request.fits:
-        sizes = [count for count in counts["calibration"].values() if count]
-        check_enough(input_width(to_config(source), request.fit), sizes, options.length, request.fit)
+    request.options = texts.checked_options(request, source)
+    texts.window_counts(request)  # raises for what is wrong with them
     return request, texts
 
 
@@ -211,13 +210,14 @@ def _report(
     stored = round_to_stored(converted.model, model, source)  # what is measured is what will be saved
     starts["damage"] = time.perf_counter()  # with hidden numbers
     damage = _evaluate(model, converted, windows["evaluation"], frozenset(seen), options.seed, progress)
-    needles = _needles(model, converted.model, tokenizer, options.seed, progress) if options.needles else None
+    needles = _needles(model, converted.model, tokenizer, request, progress)
     cache = _cache(model, converted.model, request)
     starts["step"] = time.perf_counter()
-    step = _step(model, converted.model, cache.context, progress) if options.step_time else None
+    step = _step(model, converted.model, cache.context, progress) if options.full else None
     judged = Judged(windows["evaluation"], cache.context, tokenizer if needles else None, options.seed)
     starts["alternatives"] = time.perf_counter()
-    alternatives = _alternatives(model, converted.model, request, moments, judged, progress)
+    beside = latents_beside(model, request, moments) if options.full else None  # None: nothing is measured
+    alternatives = () if beside is None else measure_alternatives(model, converted.model, beside, judged, progress)
     report = RetrofitReport(
         architecture=Architecture(
             **model_facts(model, public_name(source)),
@@ -267,39 +267,48 @@ def _announce_time(
             model(input_ids=window, **no_cache(model))
             passes.append(time.perf_counter() - before)
     tokens = {purpose: cut.ids.numel() for purpose, cut in windows.items()}
-    searched = 0
+    options, searched = request.options, 0
     if request.searches:
-        searched = PASSES if request.searches_choosers else expected_passes(model.config.num_hidden_layers) + 1
+        usual = expected_passes(model.config.num_hidden_layers, QUICK_RANKED if options.quick else RANKED)
+        searched = PASSES if request.searches_choosers else usual
     repeats = {  # about how often a model runs on the windows of each purpose
         "evaluation": 3 if request.fits else 2,  # original, retrofit, and without compensation
-        "calibration": 4 if request.fits else 1,  # both models, whole and by layer
+        "calibration": 4 if request.calibrates else 1,
         "choice": 1,
         "search": searched,
         "trade-off": 8,  # the original, at most five points of the curve, fixed blocks
     }
     forwarded = sum(repeats[purpose] * count for purpose, count in tokens.items())
-    if request.options.needles and tokenizer is not None:
-        lengths = LONG_LENGTHS if request.has_choices else LENGTHS
-        forwarded += (3 if request.options.alternatives else 2) * prompt_tokens(lengths)
-    if request.options.step_time:
-        forwarded += 2 * min(request.options.kv_context or CONTEXT, LONGEST_STEP)
-    if request.options.alternatives and not request.indexed:
-        forwarded += (len(MEASURED) + 2) * min(WINDOWS, len(windows["evaluation"])) * request.options.length
+    if request.fits and not request.searches_choosers:  # each configuration fits about a layer: its moments, a penalty
+        forwarded += FIT * searched * min(TOKENS, tokens["calibration"]) / model.config.num_hidden_layers
+    if tokenizer is not None:
+        forwarded += ASKED * (3 if options.full else 2) * prompt_tokens(_lengths(request) or LENGTHS)
+    if options.full:
+        forwarded += 2 * min(options.kv_context or CONTEXT, LONGEST_STEP)
+    if options.full and not request.indexed:
+        forwarded += (len(MEASURED) + 2) * min(WINDOWS, len(windows["evaluation"])) * options.length
     seconds = min(passes) / window.numel() * forwarded
     if seconds >= 60:
         with progress(f"this will take about {round(seconds / 60)} min", 0):
             pass
 
 
+def _lengths(request: Request) -> Sequence[int] | None:
+    """Return the lengths at which hidden numbers are asked for; None: the usual ones."""
+    if request.options.quick:
+        return QUICK_LENGTHS
+    return LONG_LENGTHS if request.options.full and request.has_choices else None
+
+
 def _needles(
     model: PreTrainedModel,
     converted: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | None,
-    seed: int,
+    request: Request,
     progress: Meter,
 ) -> Needles | None:
     """Ask both models for hidden numbers; None if they cannot be asked."""
-    lengths = LONG_LENGTHS if read_plan(converted).plan.has_choices else None
+    seed, lengths = request.options.seed, _lengths(request)
     retrieved = measure_retrieval(converted, tokenizer, seed, progress, lengths=lengths)
     if not retrieved:
         return None
@@ -326,20 +335,6 @@ def _calibration(converted: Converted, request: Request, windows: Mapping[str, T
     return Calibration(fit=fit, windows={name: len(ids) for name, ids in windows.items()}, layers=converted.fits)
 
 
-def _alternatives(
-    model: PreTrainedModel,
-    converted: PreTrainedModel,
-    request: Request,
-    moments: list[StateMoments] | None,
-    judged: Judged,
-    progress: Meter,
-) -> tuple[Alternative, ...]:
-    """Measure what other caches cost; nothing where they are not asked for, or not defined."""
-    if not request.options.alternatives or request.indexed:
-        return ()
-    return measure_alternatives(model, converted, latents_beside(model, request, moments), judged, progress)
-
-
 def _step(model: PreTrainedModel, converted: PreTrainedModel, context: int, progress: Meter) -> StepTime | None:
     """Time a decoding step; None if a model has too few positions, or there is too little memory."""
     with progress("timing a decoding step", 0), suppress(ValueError, torch.OutOfMemoryError):
@@ -350,13 +345,8 @@ def _step(model: PreTrainedModel, converted: PreTrainedModel, context: int, prog
 def _cache(model: PreTrainedModel, converted: PreTrainedModel, request: Request) -> CacheRecord:
     context = request.options.kv_context or (default_context(model.config) if request.indexed else None)
     context = CacheShare(find_sublayers(model).shapes, context).context
-    before, after = allocated(model, context), allocated(converted, context)
-    plan = plan_of(converted.config)
-    if plan is not None and plan.has_codes:
-        before *= (
-            2 / model.dtype.itemsize
-        )  # codes have the same size whatever the dtype; the original's is 16 bits then
-    original, changed = (read_plan(each, dtype="bfloat16") for each in (model, converted))
+    before, after = token_bytes(model, context), token_bytes(converted, context)
+    original, changed = (read_plan(each, dtype=DTYPE) for each in (model, converted))
     layers = range(len(original.layers)) if changed.plan.has_choices else ()
     return CacheRecord(
         context=context,

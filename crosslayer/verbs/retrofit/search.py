@@ -18,7 +18,7 @@ from crosslayer.verbs.retrofit.greedy import PASSES, GreedySearch
 
 MethodClass = type[Method]
 UNCHANGED = "own"  # in records: a layer that no method acts on
-RANKED = 200  # at most, passes of the first ranking
+RANKED, QUICK_RANKED = 200, 30  # at most, passes of the first ranking, with `quick` too
 Move = tuple[MethodClass, int]  # a method and the layer that it is assigned to
 
 
@@ -28,9 +28,9 @@ def searched_methods() -> list[MethodClass]:
     return [cls for cls in classes if cls.saves]
 
 
-def expected_passes(layers: int) -> int:
-    """Return about how many configurations a search measures in a model of so many layers."""
-    return min(PASSES, layers * len(searched_methods()) * 3 // 2)
+def expected_passes(layers: int, most: int = RANKED) -> int:
+    """Return about how many configurations a search measures in a model of so many layers, if it ranks at most some."""
+    return min(PASSES, min(most, layers * len(searched_methods())) + layers)
 
 
 @dataclass(frozen=True)
@@ -107,6 +107,7 @@ class Search(GreedySearch[Assignment, Move]):
     shapes: Sequence[LayerShape | None]  # of each layer's attention
     classes: Sequence[MethodClass] = field(default_factory=searched_methods)  # methods to try
     context: int | None = None  # tokens at which the cache is counted; None: the default of `CacheShare`
+    most: int = RANKED  # moves of the first ranking
 
     def __post_init__(self):
         self.cache = CacheShare(self.shapes, self.context)
@@ -144,7 +145,7 @@ class Search(GreedySearch[Assignment, Move]):
     def ranked(self, start: Assignment) -> dict[Move, float]:
         """Return the cost of each move alone; in deep models of those on every n-th layer."""
         moves = self.moves(start)
-        step = math.ceil(len(moves) / RANKED)
+        step = math.ceil(len(moves) / self.most)
         return {move: self.cost(start, move, 0.0) for move in moves if move[1] % step == 0}
 
     def revise(self, costs: dict[Move, float], wiring: Assignment, taken: Move | None) -> None:

@@ -15,6 +15,7 @@ from crosslayer.verbs.retrofit.moments import FITTED_WEIGHTS
 from crosslayer.verbs.retrofit.result import Alternative, Damage, DomainDamage, MeasuredBaseline, RetrofitReport
 
 ENGINES_SHARE = ("GlmMoeDsaForCausalLM",)  # models whose indexers vLLM and SGLang share by a pattern of letters
+QUICK = "A first estimate (--quick): few and short windows, for the fit too. Run it without --quick to rely on it."
 SHOWN = 200  # characters of an option in a title
 
 
@@ -52,13 +53,16 @@ def sentences(record: RetrofitReport) -> list[str]:
     cache, model, domains = record.cache, record.architecture, record.damage.domains
     worst = domains[0]
     lines = [
-        f"{record.title}: KV cache {cache.share:.2%} of the original's ({cache.bytes_per_token_before:,.0f} → "
-        f"{cache.bytes_per_token_after:,.0f} bytes per token at {cache.context:,.0f} tokens), parameters "
-        f"{model.parameters / 1e6:.1f} → {model.parameters_after / 1e6:.1f} M.",
+        f"{record.title}: KV cache {cache.share:.2%} of the original's 16-bit cache "
+        f"({cache.bytes_per_token_before:,.0f} → {cache.bytes_per_token_after:,.0f} bytes per token at "
+        f"{cache.context:,.0f} tokens), parameters {model.parameters / 1e6:.1f} → "
+        f"{model.parameters_after / 1e6:.1f} M.",
         f"Worst {'calibration' if worst.seen else 'unseen'} domain ({worst.name}): perplexity "
         f"{worst.perplexity_before:.2f} → {worst.perplexity_after:.2f} (×{worst.ratio:.3f}, 95% CI "
         f"{interval(worst.ratio_ci95)}); KL to the original {kl(worst)} nats/token.",
     ]
+    if record.settings.quick:
+        lines.insert(0, QUICK)
     if record.plan.has_choices:
         lines.append(
             f"A decoding step after {cache.context:,} tokens reads {cache.read_share:.1%} of the cached bytes that the "
@@ -132,7 +136,7 @@ def _alternatives(rows: Sequence[Alternative]) -> str:
     ]
     verdict = f" For memory alone, {' or '.join(cheaper)} does less damage with no more bytes." if cheaper else ""
     return (
-        f"Other caches (KL in nats/token, share of the original's bfloat16 cache): {'; '.join(described)}; "
+        f"Other caches (KL in nats/token, share of the original's 16-bit cache): {'; '.join(described)}; "
         f"the retrofit as it is {with_interval(retrofit.kl, retrofit.kl_ci95)} at {retrofit.share:.0%}.{verdict}"
     )
 

@@ -1,17 +1,22 @@
 """The text of a retrofit by domain: calibration text and evaluation text, with no token used for both."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from crosslayer.core.decoder.weights import to_config
 from crosslayer.corpus.documents import TextSource, load_documents
 from crosslayer.corpus.domains import FITTED, embedded_domains, shared_out, split_domains
 from crosslayer.corpus.windows import Windows, check_text
+from crosslayer.verbs.retrofit.calibrate import input_width
 from crosslayer.verbs.retrofit.damage import MIN_WINDOWS
-from crosslayer.verbs.retrofit.request import Request
+from crosslayer.verbs.retrofit.moments import TOKENS_PER_INPUT, least_sequences
+from crosslayer.verbs.retrofit.request import QUICK_SETS, Request, RetrofitOptions
 
+QUICK_LENGTH = 128  # tokens of a window
 CHOICE_WINDOWS, SEARCH_WINDOWS, CURVE_WINDOWS = 4, 2, 24
 Documents = Tensor | TextSource | Iterable[str]
 DomainTexts = Documents | Sequence[TextSource] | Mapping[str, Documents] | None
@@ -58,10 +63,7 @@ class Texts:
 
     def window_counts(self, request: Request) -> dict[str, dict[str, int]]:
         """Return how many windows are needed, by purpose and domain."""
-        options, least = request.options, MIN_WINDOWS * len(self.evaluation)
-        if options.windows < least:
-            domains = f" for {len(self.evaluation)} domains" if len(self.evaluation) > 1 else ""
-            raise ValueError(f"`windows` must be at least {least}{domains}, got {options.windows}")
+        options = request.options
         for name, domain in self.domains.items():
             if isinstance(domain, Tensor) and (domain.dim() != 2 or domain.shape[1] != options.length):
                 raise ValueError(
@@ -74,10 +76,45 @@ class Texts:
             counts["choice"] = shared_out(CHOICE_WINDOWS, self.calibration)
         if request.searches:
             counts["search"] = shared_out(max(SEARCH_WINDOWS, len(self.calibration)), self.calibration)
-            counts["trade-off"] = shared_out(CURVE_WINDOWS, self.evaluation)
+            if not options.quick:
+                counts["trade-off"] = shared_out(CURVE_WINDOWS, self.evaluation)
         if self.is_explicit and not counts.keys() - {"evaluation"}:
             raise ValueError("`calibration_text` has no effect: nothing is fitted and no layers are chosen; remove it")
         return counts
+
+    def least(self, request: Request, config: PreTrainedConfig, length: int) -> dict[str, tuple[int, str]]:
+        """Return the fewest windows of `length` tokens with which a model is fitted and judged, by option, and why."""
+        least = {"windows": (MIN_WINDOWS * len(self.evaluation), f"{MIN_WINDOWS} of each domain")}
+        if request.many_tokens:
+            tokens = TOKENS_PER_INPUT * config.get_text_config().hidden_size
+            least["calibration"] = math.ceil(tokens / length), f"`select` correlation reads at least {tokens} tokens"
+        if request.fits and not request.calibrates:
+            width = input_width(to_config(config), request.fit)
+            count = least_sequences(width, len(self.calibration), length, request.fit)
+            why = f"{request.fit} fits {width} inputs, with {TOKENS_PER_INPUT} tokens each beside those held out"
+            least["calibration"] = max(least.get("calibration", (0, "")), (count, why))
+        return least
+
+    def checked_options(self, request: Request, config: PreTrainedConfig) -> RetrofitOptions:
+        """Return the options, with `quick` the least; raise for all options together that are below it."""
+        options = request.options
+        if not options.quick:
+            least = self.least(request, config, options.length)
+            wrong = [
+                f"`{option}` must be at least {count} ({why}), got {vars(options)[option]}"
+                for option, (count, why) in least.items()
+                if vars(options)[option] < count
+            ]
+            if wrong:
+                raise ValueError(f"{'; '.join(wrong)}; for a first estimate give `quick` instead")
+            return options
+        for name in QUICK_SETS:
+            if vars(options)[name] != RetrofitOptions.model_fields[name].default:
+                raise ValueError(f"`{name}` has no effect with `quick`, which decides it; remove one of them")
+        lengths = [text.shape[-1] for text in self.domains.values() if isinstance(text, Tensor)]  # rows are windows
+        length = max(lengths, default=options.length if request.has_choices else QUICK_LENGTH)
+        least = {option: count for option, (count, _) in self.least(request, config, length).items()}
+        return options.model_copy(update={"length": length, **least})
 
     def windows(self, tokenizer: PreTrainedTokenizerBase | None, request: Request) -> dict[str, Windows]:
         """Cut the windows for every purpose."""

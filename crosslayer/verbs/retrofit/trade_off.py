@@ -32,7 +32,7 @@ from crosslayer.verbs.retrofit.greedy import PASSES, TOO_SMALL
 from crosslayer.verbs.retrofit.moments import REFITS, is_enough
 from crosslayer.verbs.retrofit.request import Request
 from crosslayer.verbs.retrofit.result import Choice, CurvePoint, MeasuredBaseline, SearchRecord
-from crosslayer.verbs.retrofit.search import Assignment, MethodClass, Search, expected_passes
+from crosslayer.verbs.retrofit.search import QUICK_RANKED, RANKED, Assignment, MethodClass, Search, expected_passes
 from crosslayer.verbs.retrofit.streams import Streams, layers_of
 
 TOKENS = 8192  # of a fit during the search, or more where its inputs need them
@@ -132,8 +132,9 @@ def methods_by_damage(
     options, shapes = request.options, find_sublayers(model).shapes
     with progress("running the original", 0):
         measure = Measure(model, windows["search"], request, windows.get("calibration"))
-    search = Search(measure, shapes, context=options.kv_context)
-    expected = expected_passes(len(shapes))
+    most = QUICK_RANKED if options.quick else RANKED
+    search = Search(measure, shapes, context=options.kv_context, most=most)
+    expected = expected_passes(len(shapes), most)
     with progress(f"searching, about {expected} of at most {PASSES} configurations", expected) as bar:
         measure.step = lambda: bar.step(min(search.passes, expected), expected)
         chosen = search.run(options.kv_budget, options.kl_budget)
@@ -141,7 +142,7 @@ def methods_by_damage(
     if not methods:
         raise ValueError(TOO_SMALL.format(options.kl_budget))
     steps, baselines = _compared(measure, search)
-    record = search_record(measure, search.passes, chosen.names(), steps, baselines, windows["trade-off"], progress)
+    record = search_record(measure, search.passes, chosen.names(), steps, baselines, windows.get("trade-off"), progress)
     return methods, Choice(how="search", search=record)
 
 
@@ -163,7 +164,7 @@ class KlMeasure(ABC):
 
     @abstractmethod
     def logits(self, methods: list[Method]) -> Iterable[tuple[Tensor, Tensor]]:
-        """Return the logits of both on the search text, (T, V) each, by window; the original runs only once."""
+        """Return log-probabilities of the original and the logits of the other, (T, V) each, by window."""
 
     def kl(self, methods: list[Method]) -> float:
         """Return the mean KL to the original over the windows, in nats/token."""
@@ -184,7 +185,7 @@ class Measure(KlMeasure):
         self.request = request
         plain = plain_decoder(model)
         self.inputs = LayerInputs(plain, self.ids)
-        self.original = self.inputs.logits(plain)
+        self.original = [logits.float().log_softmax(-1) for logits in self.inputs.logits(plain)]
         self.fitted_layers = None
         if calibration is not None and request.fits:
             fit = request.fit if request.fit in REFITS else "layerwise"
@@ -207,7 +208,7 @@ class Measure(KlMeasure):
         return logits_of(self.candidate(methods))
 
     def logits(self, methods: list[Method]) -> Iterable[tuple[Tensor, Tensor]]:
-        """Return the logits of the original and of the compensated model, (T, V) each, by window."""
+        """Return log-probabilities of the original and logits of the compensated model, (T, V) each, by window."""
         return zip(self.original, self.inputs.logits(self.candidate(methods)), strict=True)
 
     def __call__(self, assignment: Assignment) -> float:
@@ -280,13 +281,15 @@ def search_record(
     names: list[str],
     steps: Sequence[Step],
     baselines: Mapping[str, Baseline],
-    windows: Windows,
+    windows: Windows | None,
     progress: Meter,
 ) -> SearchRecord:
-    """Measure steps of a search, and each baseline against the last of them, on windows that it did not use.
+    """Measure steps of a search, and each baseline against the last of them, on windows that it did not use, if any.
 
     `passes` is how many configurations the search measured, and `names` (L,) which method acts on each layer.
     """
+    if windows is None:
+        return SearchRecord(passes=passes, methods=names, curve=[], baselines=[])
     methods = {str(number): step.methods for number, step in enumerate(steps)}
     methods |= {name: baseline.methods for name, baseline in baselines.items()}
     runs = {name: measure.run(chosen) for name, chosen in methods.items()}

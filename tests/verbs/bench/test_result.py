@@ -56,14 +56,14 @@ def test_arrays_have_an_axis_of_settings(benchmark):
     assert tuple(benchmark.rows[0].times()) == MEASURES
     assert benchmark.medians[0, 2, 1] == benchmark.rows[0].tpot_static.baseline.median
     assert benchmark.ratios[0, 0] == benchmark.rows[0].ttft.ratio
-    assert benchmark.cache_ratios[0] == benchmark.rows[0].cache.dynamic.ratio
+    assert benchmark.kv_shares[0] == benchmark.rows[0].cache.dynamic.share
     assert (benchmark.intervals[..., 0] <= benchmark.ratios).all() and np.isfinite(benchmark.predicted_ratios).all()
 
 
 def test_a_saved_bench_is_loaded_again_equal(benchmark, tmp_path):
     page = benchmark.save(tmp_path / "out").read_text()
     record = json.loads((tmp_path / "out" / "record.json").read_text())
-    assert record == benchmark.record() and record["schema"] == "crosslayer/bench/3"
+    assert record == benchmark.record() and record["schema"] == "crosslayer/bench/4"
     assert Benchmark.from_record(record) == benchmark and page == Benchmark.from_record(record).page()
     assert record["models"]["candidate"]["class"] == "CrossLayerForCausalLM" and record["command"] is None
     assert "KV cache, static, allocated" in page and "random tokens, 3 decoded" in page
@@ -75,7 +75,7 @@ def test_a_saved_bench_is_loaded_again_equal(benchmark, tmp_path):
     for change in ({"rows": []}, {"rows": instant}, {"colour": "red"}):
         with pytest.raises(ValidationError):
             Benchmark.from_record({**record, **change})
-    with pytest.raises(ValueError, match="this release reads crosslayer/bench/3"):
+    with pytest.raises(ValueError, match="this release reads crosslayer/bench/4"):
         Benchmark.from_record({**record, "schema": "crosslayer/bench/2"})
 
 
@@ -95,9 +95,16 @@ def test_intervals_are_drawn_side_by_side_with_a_legend_that_names_them(benchmar
 
 def test_sentences_and_headline(benchmark):
     written = sentences(benchmark)
-    assert "0.833x" in written[0] and "1.00x" in written[0]
+    assert "83.3%" in written[0] and "0.833x" in written[0] and "1.00x" in written[0]
     assert any("median of 3 pairs of runs" in sentence and "75.0%" in sentence for sentence in written)
-    assert benchmark.headline()["results"][0].keys() == {"context", "batch", "cache", *MEASURES}
+    assert benchmark.headline()["results"][0].keys() == {
+        "context",
+        "batch",
+        "kv_share",
+        "allocated_bytes",
+        "baseline_allocated_bytes",
+        *MEASURES,
+    }
     assert benchmark.headline()["candidate"] == "CrossLayerForCausalLM"
 
 

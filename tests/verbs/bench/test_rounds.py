@@ -111,7 +111,9 @@ def test_a_candidate_may_have_a_quantised_cache(bits):
     assert row.cache.dynamic.candidate == row.cache.static.candidate == planned
     assert row.eager is None and row.no_eager == "the cache is quantised" and row.reads is None
     (listed,) = (one for one in row.quantised if one.kind == kind)
-    assert listed.candidate == planned and listed.ratio == planned / row.cache.dynamic.baseline
+    counted = [crosslayer.plan(candidate, length=52, dtype="bfloat16", kv_dtype=kind).stored_bytes]
+    counted.append(crosslayer.plan(baseline, length=52, dtype="bfloat16").stored_bytes)
+    assert listed.candidate == counted[0] and listed.ratio == row.cache.dynamic.share == counted[0] / counted[1]
     assert any("is quantised" in line for line in benchmark.sentences())
     headline, label = benchmark.headline(), bits if bits == "fp8" else f"{bits} bits"
     assert headline["candidate"] == f"{headline['baseline']}, {label}"

@@ -71,5 +71,5 @@ def test_the_printed_table_has_a_row_a_setting_and_cuts_nothing(six, capsys):
     assert "median of 5 pairs of runs" in lines[0] and not any("…" in line for line in lines)
     assert sum(line.count("(ratio, 93.8% interval)") for line in lines) == 3
     assert sum("(1.200-1.300)" in line for line in lines) == 6 and len({len(line) for line in lines[1:]}) == 1
-    starts = [line.split()[:2] for line in lines if "0.833x" in line]
+    starts = [line.split()[:2] for line in lines if "83.3%" in line]
     assert starts == [[str(c), str(b)] for c in (512, 2048, 8192) for b in (1, 4)]

@@ -75,7 +75,7 @@ def test_only_the_candidate_evicts_and_its_cost_stands_beside_its_scores(monkeyp
     )
     page = evaluation.page()
     assert evaluation.cost is not None
-    ratio = evaluation.cost.cache.dynamic.ratio
+    ratio = evaluation.cost.cache.dynamic.share
     assert 0.6 < ratio < 0.8 and evaluation.headline()["kv_share"] == round(ratio, 6)  # 32 of 48 tokens, and positions
     assert "(streaming:32)" in page and "time per token" in page
     with pytest.raises(ValueError, match="set `baseline` too"):

@@ -21,7 +21,7 @@ def test_generate_streams_and_ends_with_its_figures(monkeypatch, saved, capsys):
     assert run(monkeypatch, "generate", saved, "the whale w9", "--max-new-tokens", 5) == 0
     lines = capsys.readouterr().out.strip().splitlines()
     headline = json.loads(lines[-1])
-    assert set(headline) == {"model", "new_tokens", "seconds", "tokens_per_second", "cache_bytes"}
+    assert set(headline) == {"model", "new_tokens", "seconds", "tokens_per_second", "cache_bytes", "kv_share"}
     model, words = load_model(str(saved))
     ids = words("the whale w9", return_tensors="pt")["input_ids"]
     again = model.generate(ids, max_new_tokens=5, do_sample=False, attention_mask=torch.ones_like(ids))

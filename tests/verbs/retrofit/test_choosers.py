@@ -138,9 +138,7 @@ def words(count):
     ],
 )
 def test_the_verb_meets_a_budget(budget, tmp_path):
-    report = crosslayer.retrofit(
-        tiny("llama"), words(60), needles=False, alternatives=False, windows=16, length=48, **budget
-    )
+    report = crosslayer.retrofit(tiny("llama"), words(60), windows=16, length=48, **budget)
     assert report.cache.share == 1 and report.cache.read_share < 1
     if "read_budget" in budget:
         assert report.cache.read_share <= 0.6
@@ -197,6 +195,6 @@ REFUSED = {
 
 @pytest.mark.parametrize("message", REFUSED)
 def test_refusals(message):
-    options = {"needles": False, "alternatives": False, "windows": 16, "length": 48}
+    options = {"windows": 16, "length": 48}
     with pytest.raises(ValueError, match=message):
         crosslayer.retrofit(tiny("llama"), words(60), **options, **REFUSED[message])

@@ -12,7 +12,7 @@ from crosslayer.core.options import parse_layers
 from crosslayer.core.transformers_versions import CACHE
 from crosslayer.probe.what_if import find_sublayers, what_if
 from crosslayer.testing.tiny import build, config_of
-from crosslayer.verbs.retrofit.cache import CacheShare, allocated
+from crosslayer.verbs.retrofit.cache import CacheShare, token_bytes
 from crosslayer.verbs.retrofit.convert import convert, convert_weights
 from tests.helpers.cases import SHAPES
 from tests.helpers.nested import FACTOR, Nested
@@ -161,11 +161,11 @@ def test_the_cache_is_counted_beyond_the_window():
     assert source.config.layer_types == ["full_attention"] * 2 + ["sliding_attention"] * 2
     for context, expected in ((40, (40 + 40 + 8) / (40 + 40 + 8 + 8)), (4, 3 / 4)):
         made = convert_weights(source, [load_method({"name": "drop", "attention": (3,)})]).model
-        assert allocated(made, context) / allocated(source, context) == pytest.approx(expected, abs=1e-12)
+        assert token_bytes(made, context) / token_bytes(source, context) == pytest.approx(expected, abs=1e-12)
         cache = DynamicCache(config=made.config)
         for length in (context - 1, 1):  # as it is in decoding
             made(tokens(batch=1, length=length), **{CACHE: cache})
-        assert cache_bytes(cache) == pytest.approx(allocated(made, context) * context)
+        assert cache_bytes(cache, sixteen=True) == pytest.approx(token_bytes(made, context) * context)
         counted = CacheShare(find_sublayers(source).shapes, context).of(made.config.plan)
         assert counted == pytest.approx(expected, abs=1e-12)  # the search counts what the report does
 
@@ -175,7 +175,7 @@ def test_the_cache_allocates_the_share_that_the_paper_counts(name, layers, group
     source = tiny("llama", num_hidden_layers=layers)
     method = method_class(name).from_groups(parse_layers(groups, layers), layers)
     made = convert_weights(source, [method]).model
-    assert allocated(made) / allocated(source) == pytest.approx(share, abs=1e-12)
+    assert token_bytes(made) / token_bytes(source) == pytest.approx(share, abs=1e-12)
     assert made.config.plan.cached_fraction() == pytest.approx(share, abs=1e-12)
     cache = DynamicCache(config=made.config)
     made(tokens(batch=3, length=5), **{CACHE: cache})

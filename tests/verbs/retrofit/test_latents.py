@@ -167,7 +167,6 @@ def test_the_fit_is_better_than_weights_alone(model):
     assert divergence(convert(model, method, calibration=TEXT).model) < divergence(convert(model, method).model)
 
 
-@pytest.mark.alternatives
 def test_report(model, monkeypatch):
     """A budget becomes bits, and the report's bytes are the cache's."""
     monkeypatch.setattr(sentences, "SHOWN", 20)  # of 6 layers
@@ -180,7 +179,7 @@ def test_report(model, monkeypatch):
         windows=16,
         calibration=6,
         length=24,
-        needles=False,
+        full=True,
     )
     assert [row.name for row in report.alternatives] == [
         *("retrofit", "original, fp8", "original, int8"),
@@ -206,7 +205,7 @@ def test_axes_choose_bits_rank_and_depth(model):
     """Only what an axis allows changes, and the cache keeps to the budget."""
 
     def entry(axes):
-        options = {"windows": 16, "calibration": 6, "length": 24, "needles": False, "kv_budget": 0.25}
+        options = {"windows": 16, "calibration": 6, "length": 24, "kv_budget": 0.25}
         report = retrofit(model, {"one": tokens(20, 24)}, axes=axes, calibration_text={"two": TEXT["two"]}, **options)
         assert report.cache.share == pytest.approx(0.25, abs=0.05 if axes == "rank" else 0.01)
         return report.methods[0]

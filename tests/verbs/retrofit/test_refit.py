@@ -180,7 +180,7 @@ REFUSED = {
     ),
     "bias": ({"method": "uniattn", "bias": True, "compensation": "refit-o"}, "`bias` has no effect"),
     "merged": ({"method": "cla", "merge": "mean"}, "use `compensation` ridge"),
-    "text": ({"method": "cla", "calibration": 3}, r"refit needs at least \d+ tokens .*inputs of W_o and .*W_c"),
+    "text": ({"method": "cla", "calibration": 3}, r"`calibration` must be at least \d+ \(refit fits \d+ inputs"),
 }
 
 

@@ -93,7 +93,7 @@ def test_a_report_is_its_record(report):
     with pytest.raises(ValueError, match=r"no model; .*crosslayer.load_model\(FOLDER\)"):
         _ = again.model
     for wrong in ({"schema": "crosslayer/retrofit/2"}, {"paper": {}}):
-        with pytest.raises(ValueError, match="this release reads crosslayer/retrofit/10|paper"):
+        with pytest.raises(ValueError, match="this release reads crosslayer/retrofit/11|paper"):
             RetrofitReport.from_record(report.record() | wrong)
 
 
@@ -339,20 +339,17 @@ def test_both_models_retrieve_hidden_numbers(monkeypatch):
     assert total == 20 and report.headline()["needles"] == 0
     assert any("hidden" in line and f"{total}" in line for line in report.sentences())
     assert ("Hidden numbers", f"0 of {total}") in [card[:2] for card in report.layout().cards]
-    silent = crosslayer.retrofit(model, text, TOKENIZER, **options, needles=False)
-    assert silent.needles is None and silent.headline()["needles"] is None
 
 
 def test_without_a_tokenizer_there_is_no_retrieval(report):
     assert report.needles is None and not any("hidden" in line for line in report.sentences())
 
 
-@pytest.mark.alternatives
 def test_quantised_caches_stand_beside_the_retrofit(monkeypatch):
     monkeypatch.setattr(retrieval, "LENGTHS", (384,))
     model, text = random_model(torch.float32), {"web": ids(40, 0, 96), "code": ids(40, 1, 96)}
     options = {"method": "drop", "layers": "1", "compensation": "none", "windows": 32, "length": 96}
-    report = crosslayer.retrofit(model, text, TOKENIZER, **options)
+    report = crosslayer.retrofit(model, text, TOKENIZER, **options, full=True)
     rows = {row.name: row for row in report.alternatives}
     assert list(rows) == ["retrofit", "original, fp8", "original, int8", "original, int4", "retrofit, int4"]
     assert rows["retrofit"].share == report.cache.share == 0.5 and rows["retrofit"].minus_retrofit == 0
@@ -369,17 +366,16 @@ def test_quantised_caches_stand_beside_the_retrofit(monkeypatch):
     assert report.step is not None and report.step.context == report.cache.context
     assert report.step.time.predicted_ratio is not None
     assert any(line.startswith(f"A decoding step after {report.step.context:,} tokens takes") for line in lines)
-    alone = crosslayer.retrofit(model, text, TOKENIZER, **options, needles=False, alternatives=False, step_time=False)
+    alone = crosslayer.retrofit(model, text, **options)
     assert (
         alone.step is None and alone.alternatives == () and not any("fewer bits" in line for line in alone.sentences())
     )
     options["length"] = 32  # all tokens stay exact with 4 bits
-    short = crosslayer.retrofit(model, {"web": ids(40, 0, 32)}, TOKENIZER, **options, needles=False)
+    short = crosslayer.retrofit(model, {"web": ids(40, 0, 32)}, TOKENIZER, **options, full=True)
     assert [row.name for row in short.alternatives] == ["retrofit", "original, fp8", "original, int8"]
 
 
-@pytest.mark.alternatives
 def test_where_quantised_caches_are_not_defined_there_are_none():
     model = tiny("mistral", dtype=torch.float32, sliding_window=4)
     options = {"method": "cla", "layers": "1-2", "compensation": "none", "windows": 16, "length": 8}
-    assert crosslayer.retrofit(model, ids(40, 0)[:, :8], **options).alternatives == ()
+    assert crosslayer.retrofit(model, ids(40, 0)[:, :8], **options, full=True).alternatives == ()

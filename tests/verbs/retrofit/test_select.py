@@ -134,11 +134,6 @@ def test_layers_are_ranked_by_canonical_correlations(source):
     assert list(np.argsort(bounds)) == list(np.argsort(expected))
 
 
-def test_too_little_text_for_correlations(source):
-    with pytest.raises(ValueError, match=r"`select` correlation needs at least 64 tokens .*got 48"):
-        error_bounds(source, text(4), lambda done, total: None)
-
-
 def retrofitted(source, **options):
     ids = {"a": text(90), "b": text(90).flip(0)}
     sizes = {"windows": 32, "length": 12, "layers": "auto"}

@@ -10,7 +10,7 @@ from benchmarks.retrofit import WIRINGS
 from crosslayer.core.methods import method_class
 from crosslayer.core.options import parse_layers
 from crosslayer.output.manifest import write_manifest
-from crosslayer.verbs.retrofit.cache import allocated
+from crosslayer.verbs.retrofit.cache import token_bytes
 from crosslayer.verbs.retrofit.convert import convert
 from crosslayer.verbs.verify.run import verify
 
@@ -30,7 +30,7 @@ def test_what_if_is_the_retrofit_without_training(smollm2, name):
     method, groups = WIRINGS[name]
     chosen = method_class(method).from_groups(parse_layers(groups, 30), 30)
     made = convert(model, chosen, share_weights=True).model
-    assert allocated(made) / allocated(model) == pytest.approx(SHARES[name], abs=1e-12)
+    assert token_bytes(made) / token_bytes(model) == pytest.approx(SHARES[name], abs=1e-12)
     ids = tokenizer("It was the best of times, it was the worst of times, it was", return_tensors="pt").input_ids
     options = {"max_new_tokens": 24, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
     with torch.no_grad(), crosslayer.what_if(model, chosen.plan(30)):

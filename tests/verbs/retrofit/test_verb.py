@@ -242,9 +242,9 @@ BAD = [
     (("--method", "cla", "--kv-budget", 0.8), "remove it, or --method cla"),
     ((), "give one of --method, --kv-budget, --kl-budget and --read-budget"),
     (("--kv-budget", 0.01, "--calibration", 16), "--kv-budget must be from 0.1250 (one of 8 layers) to 1, got 0.01"),
-    (("--method", "cla", "--windows", 15), "--windows must be at least 16, got 15"),
-    (("--kv-budget", 0.7, "--calibration", 2), "refit needs at least 144 tokens of calibration text, got 32"),
-    (("--method", "uniattn", "--calibration", 2), "refit needs at least 144 tokens of calibration text, got 32"),
+    (("--method", "cla", "--windows", 15), "--windows must be at least 16 (16 of each domain), got 15"),
+    (("--kv-budget", 0.7, "--calibration", 2), "--calibration must be at least 9 (refit fits 64 inputs"),
+    (("--method", "uniattn", "--calibration", 2), "--calibration must be at least 9 (refit fits 64 inputs"),
     (("--method", "cla", "--compensation", "none", "--calibration", 64), "--calibration 64 has no effect"),
     (("--method", "cla", "--compensation", "none", "--layers", "6-7", "--calibration-text", "TEXT"),
      "--calibration-text has no effect"),
@@ -276,7 +276,7 @@ def test_bad_input_is_one_line(monkeypatch, inputs, tmp_path, capsys, options, m
 
 @pytest.mark.parametrize(
     ("kind", "message"),
-    [("llama", "refit needs at least 144 tokens of calibration text, got 32"), ("gpt2", "'gpt2' cannot be converted")],
+    [("llama", "--calibration must be at least 9 (refit fits 64 inputs"), ("gpt2", "'gpt2' cannot be converted")],
 )
 def test_what_the_config_rules_out_is_refused_before_weights_are_read(
     monkeypatch, inputs, tmp_path, capsys, kind, message

@@ -33,12 +33,12 @@ def transformers_config(values: dict[str, Any], name: str) -> PreTrainedConfig:
         return CONFIG_MAPPING[model_type].from_dict(values)
 
 
-def count_parameters(config: PreTrainedConfig | dict[str, Any]) -> int | None:
-    """Return the parameters of a config's whole model, built without memory; None if transformers cannot build it."""
+def count_parameters(config: Any) -> int | None:
+    """Return the parameters of the whole model of a config, or of its fields; None if transformers cannot build it."""
     try:
         with one_line_errors("config"), torch.device("meta"):
             config = transformers_config(config, "config") if isinstance(config, dict) else config
-            model_class = next(mapping[type(config)] for mapping in WHOLE if type(config) in mapping)
+            model_class: Any = next(mapping[type(config)] for mapping in WHOLE if type(config) in mapping)
             return sum(weight.numel() for weight in model_class(config).parameters())
     except ValueError:
         return None

@@ -84,7 +84,7 @@ def report_of(plan: ModelPlan) -> PlanReport:
         residual=plan.residual,
         figures=plan.headline(),
         findings=tuple(plan.findings()),
-        layers=tuple(_layer(plan, layer) for layer in range(len(plan.layers))),
+        layers=tuple(_layer(plan.shown, layer) for layer in range(len(plan.layers))),
         curve=_at(plan, lengths),
         sizes=_at(plan, plan.lengths),
         methods=tuple(
@@ -100,15 +100,16 @@ def report_of(plan: ModelPlan) -> PlanReport:
 
 
 def _at(plan: ModelPlan | None, lengths: Sequence[int]) -> tuple[PlannedLength, ...]:
+    if plan is None:
+        return ()
     sizes = []
-    for length in lengths if plan is not None else ():
+    for length in lengths:
         stored, read, full = plan.stored_at(length), plan.read_at(length), plan.full_at(length)
         sizes.append(PlannedLength(length=length, stored_bytes=stored, read_bytes=read, full_bytes=full))
     return tuple(sizes)
 
 
-def _layer(plan: ModelPlan, layer: int) -> PlannedLayer:
-    shown = plan.shown
+def _layer(shown: ModelPlan, layer: int) -> PlannedLayer:
     sources = {source for state in ("keys", "values") for source in shown.plan.reads(state, layer)}
     return PlannedLayer(
         mask=shown.layers[layer].mask,

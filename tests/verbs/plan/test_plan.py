@@ -79,12 +79,14 @@ EIGHT = {  # an 8B model, 8,030,261,248 parameters
 def test_without_a_file_weights_are_counted_from_the_config(tmp_path, monkeypatch, capsys):
     (tmp_path / "config.json").write_text(json.dumps(EIGHT))
     assert crosslayer.plan(tmp_path).weights_bytes is None
-    for options, size in (({}, 2), ({"dtype": "float32", "kv_dtype": "bfloat16"}, 4), ({"engine": "llama.cpp"}, 2)):
-        plan = crosslayer.plan(tmp_path, memory="48GiB", **options)
+    for dtype, engine, size, cells in (
+        ("bfloat16", "transformers", 2, 1),
+        ("float32", "transformers", 4, 1),
+        ("bfloat16", "llama.cpp", 2, 256),
+    ):
+        plan = crosslayer.plan(tmp_path, memory="48GiB", dtype=dtype, kv_dtype="bfloat16", engine=engine)
         assert plan.parameters == 8_030_261_248 and plan.weights_bytes == size * plan.parameters
-        free = 48 * 2**30 - size * plan.parameters
-        cells = 256 if options.get("engine") else 1
-        assert plan.fitting_length() == free // 2**17 // cells * cells
+        assert plan.fitting_length() == (48 * 2**30 - size * plan.parameters) // 2**17 // cells * cells
     assert crosslayer.plan(tmp_path, memory="24GiB").fitting_length() == 74_075
     assert crosslayer.plan(AutoConfig.for_model(**EIGHT), memory="24GiB").fitting_length() == 74_075
     assert run(monkeypatch, "plan", tmp_path, "--memory", "24GiB", "--json") == 0
@@ -188,7 +190,7 @@ def test_engines_refuse_what_is_not_known_of_them():
 def test_what_sharing_would_save(folder):
     plan = crosslayer.plan(folder, length=10, method=["cla", '{"name": "cla", "group": 4}', "yoco"])
     pairs, fours, yoco = plan.shared
-    assert [one.plan.stored_bytes for one in (pairs, fours)] == [5 * TOKEN, 2.5 * TOKEN]
+    assert [one.plan and one.plan.stored_bytes for one in (pairs, fours)] == [5 * TOKEN, 2.5 * TOKEN]
     assert pairs.pretrained == "yes, by retrofit" and yoco.pretrained == "no, only trained from scratch"
     assert plan.headline()["stored_bytes_by_method"]["cla"] == 5 * TOKEN
     alone = crosslayer.plan(folder, method="cla")

@@ -82,26 +82,27 @@ def run(verb: Verb, typed: dict[str, Any]) -> None:
     _start.command_line = shlex.join(["crosslayer", *shortened])
     try:
         result = call(**arguments)
+        if is_first:
+            _show(result, typed.get("out"), save if verb.is_saved and out else None, typed["json"])
     finally:
         _start.command_line = None
-    if is_first:
-        _show(result, typed.get("out"), save if verb.is_saved and out else None)
     if then is not None:
         then(result)
     raise typer.Exit(result.exit_status)
 
 
-def _show(result: Any, out: str | None, save: Callable[[Any], Path] | None) -> None:
+def _show(result: Any, out: str | None, save: Callable[[Any], Path] | None, only_json: bool) -> None:
     page = None if out is None else Path(out) / "report.html"
     if save is not None:
         say("writing the report")
         page = save(result)
-    for table in result.tables():
-        print_table(*table)
-    for sentence in result.sentences():
-        print_line(sentence)
-    if page is not None and page.is_file():
-        print_line(f"report: {page}")
+    if not only_json:
+        for table in result.tables():
+            print_table(*table)
+        for sentence in result.sentences():
+            print_line(sentence)
+        if page is not None and page.is_file():
+            print_line(f"report: {page}")
     print_headline(result.headline())
 
 

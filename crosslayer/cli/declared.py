@@ -54,6 +54,7 @@ SOURCE = (  # options for text in a table or a dataset
 FORCE = Option("force", "bool", False, "replace the output folder if it exists.")
 EVERYWHERE = (
     Option("allow_methods", "Sequence[str] | None", None, "your own Python module to import; repeatable."),
+    Option("json", "bool", False, "print nothing but the line of JSON on stdout."),
     Option("debug", "bool", False, "show the traceback of an error."),
 )
 

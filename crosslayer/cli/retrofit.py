@@ -24,12 +24,13 @@ def saver(out: str, force: bool, *, remote_code_shim: bool = False) -> Callable[
     return save
 
 
-def then(model: str, out: str, *, heal: str | None = None) -> Callable[[Any], None] | None:
+def then(model: str, out: str, json: bool, *, heal: str | None = None) -> Callable[[Any], None] | None:
     """Return a function that heals the retrofit, or None without `heal`; the recipe is checked at once.
 
     Args:
         model: the original model.
         out: the folder of the retrofit.
+        json: whether only JSON is printed.
         heal: a recipe to then train the model with, as `crosslayer heal` does; saved in OUT-healed.
 
     """
@@ -44,5 +45,5 @@ def then(model: str, out: str, *, heal: str | None = None) -> Callable[[Any], No
         raise ValueError(f"the folder {healed.name!r}, for the healed model, exists; remove it or choose another `out`")
     verb = declared.read_verb("heal")
     typed = {option.name: option.default for option in verb.options}
-    typed |= {"retrofits": [out], "recipe": heal, "out": str(healed), "original": model}
+    typed |= {"retrofits": [out], "recipe": heal, "out": str(healed), "original": model, "json": json}
     return lambda report: command.run(verb, typed)

@@ -1,9 +1,10 @@
-"""Metadata of a GGUF file: the config of its model, and the bytes of its weights; tensors are never read.
+"""Header of a GGUF file: the config of its model, and the size of its weights, which are never read themselves.
 
 The format is described in ggml's docs/gguf.md. What a file does not say, such as which layers of an architecture have a
 window, is llama.cpp's own rule, by its sources (llama-hparams, llama-model, models/*).
 """
 
+import math
 import re
 import struct
 from pathlib import Path
@@ -22,23 +23,36 @@ PERIODS = {"gemma2": 2, "gemma3": 6, "gemma3n": 5, "cohere2": 4, "gpt-oss": 2, "
 CHUNKED = {"llama4": (8192, 4)}  # architecture → tokens of a chunk, and the period
 NO_WINDOW = ("llama", "phi3", "qwen2", "qwen2moe", "qwen3", "qwen3moe", "starcoder2", "mistral3")  # whatever they say
 GEMMA_3N_OWN = 20  # layers with keys and values of their own, in Gemma 3n
+# general.type, or the architecture of older files → what a file holds that is not a model
+OTHERS = {"adapter": "a LoRA adapter", "imatrix": "an importance matrix", "mmproj": "a projector"}
+OTHERS["clip"] = OTHERS["mmproj"]
 UNREAD = ("rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7", "falcon-h1", "t5", "t5encoder", "deepseek4")
 
 
-def gguf_config(file: Path) -> tuple[GgufConfig, int]:
-    """Return the config of a GGUF file, and the bytes of its weights in all of its parts.
+def gguf_config(file: Path) -> tuple[GgufConfig, int, int]:
+    """Return the config of a GGUF file, and the bytes and the elements of its weights in all of its parts.
 
     Raises:
-        ValueError: the file is damaged or not GGUF, a part is missing, or its architecture cannot be read.
+        ValueError: the file is damaged or not a model, a part is missing, or its architecture cannot be read.
 
     """
     parts = _parts(file)
-    metadata = read_metadata(parts[0])
+    headers = [read_header(part) for part in parts]
+    metadata = headers[0][0]
+    if (other := not_a_model(metadata)) is not None:
+        raise ValueError(f"{file.name} is {other}, not a model; name the model's own file")
     architecture = metadata.get("general.architecture")
     if not isinstance(architecture, str) or architecture in UNREAD:
         raise ValueError(f"{file.name}: the KV cache of architecture {architecture!r} cannot be read from GGUF")
     values = {name.removeprefix(f"{architecture}."): value for name, value in metadata.items()}
-    return _config(architecture, values, file.name), sum(part.stat().st_size for part in parts)
+    size = sum(part.stat().st_size for part in parts)
+    return _config(architecture, values, file.name), size, sum(elements for _, elements in headers)
+
+
+def not_a_model(metadata: dict[str, Any]) -> str | None:
+    """Return what a GGUF file with this metadata holds instead of a model, None if it holds one."""
+    kinds = (str(metadata.get(name)) for name in ("general.type", "general.architecture"))
+    return next((OTHERS[kind] for kind in kinds if kind in OTHERS), None)
 
 
 def _parts(file: Path) -> list[Path]:
@@ -53,11 +67,11 @@ def _parts(file: Path) -> list[Path]:
     return parts
 
 
-def read_metadata(file: Path) -> dict[str, Any]:
-    """Return the metadata of a GGUF file, arrays with their first items alone.
+def read_header(file: Path) -> tuple[dict[str, Any], int]:
+    """Return the metadata of a GGUF file, arrays with their first items alone, and the elements of its tensors.
 
     Raises:
-        ValueError: the file is not GGUF, or is cut off in the middle.
+        ValueError: the file is not GGUF, is damaged, or is cut off in the middle.
 
     """
     metadata: dict[str, Any] = {}
@@ -66,20 +80,23 @@ def read_metadata(file: Path) -> dict[str, Any]:
             raise ValueError(f"{file.name} is no GGUF file")
         try:
             version = _number(opened, "I")
+            if version in (2 << 24, 3 << 24):
+                raise ValueError(f"{file.name} is a big-endian GGUF file; only little-endian ones can be read")
             if version not in (2, 3):
                 raise ValueError(f"{file.name} has version {version} of GGUF; 2 and 3 can be read")
-            _number(opened, "Q")  # tensors
+            tensors = _count(opened)
             for _ in range(_count(opened)):
                 name = _string(opened)
                 metadata[name] = _value(opened, _number(opened, "I"))
+            elements = sum(_elements(opened) for _ in range(tensors))
         except struct.error:
             known = f"; architecture {metadata['general.architecture']}" if "general.architecture" in metadata else ""
             raise ValueError(
-                f"{file.name} ends in the middle of its metadata, after {len(metadata)} fields{known}"
+                f"{file.name} ends in the middle of its header, after {len(metadata)} fields{known}"
             ) from None
         except _Damaged as error:
             raise ValueError(f"{file.name} is damaged: {error}") from None
-    return metadata
+    return metadata, elements
 
 
 class _Damaged(Exception):
@@ -94,7 +111,18 @@ def _number(file: BinaryIO, kind: str) -> Any:
 def _count(file: BinaryIO) -> int:
     count = _number(file, "Q")
     if count > MOST_ITEMS:
-        raise _Damaged(f"it claims {count} items of metadata")
+        raise _Damaged(f"it claims {count} items of metadata, or tensors")
+    return count
+
+
+def _elements(file: BinaryIO) -> int:
+    """Read the entry of a tensor, and return the number of its elements."""
+    name, axes = _string(file), _number(file, "I")
+    if axes > 4:  # as in ggml
+        raise _Damaged(f"its tensor {name!r:.60} has {axes} axes")
+    count = math.prod(_number(file, "Q") for _ in range(axes))
+    for kind in "IQ":  # type and offset
+        _number(file, kind)
     return count
 
 
@@ -170,15 +198,16 @@ def _config(architecture: str, values: dict[str, Any], name: str) -> GgufConfig:
                 "attention_chunk_size": windows[layer],
             }
         )
+    own_kv = GEMMA_3N_OWN if architecture == "gemma3n" else layers - whole("attention.shared_kv_layers", 0)
     fields = {
         "model_type": architecture,
         "num_hidden_layers": layers,
         "hidden_size": width,
         "num_attention_heads": max(heads) or None,
         "vocab_size": 1,  # a GGUF file's model is a language model
-        "use_cache": "attention.causal" not in values or bool(values["attention.causal"]),
+        "masked": not values.get("attention.causal", True),
         "layer_types": _layer_types(architecture, values, kv_heads, windows),
-        "num_kv_shared_layers": _sharing(architecture, values, layers, whole),
+        "num_kv_shared_layers": max(0, layers - own_kv),
         "conv_L_cache": values.get("shortconv.l_cache"),
         "mamba_d_conv": values.get("ssm.conv_kernel"),
         "mamba_d_state": values.get("ssm.state_size"),
@@ -189,12 +218,6 @@ def _config(architecture: str, values: dict[str, Any], name: str) -> GgufConfig:
         "dtype": "float16",
     }
     return GgufConfig(fields, layers=[PlainConfig({**fields, **one}) for one in own])
-
-
-def _sharing(architecture: str, values: dict[str, Any], layers: int, whole: Any) -> int:
-    if architecture == "gemma3n":
-        return max(0, layers - GEMMA_3N_OWN)
-    return whole("attention.shared_kv_layers", 0)
 
 
 def _windows(architecture: str, values: dict[str, Any], layers: int, name: str) -> list[int | None]:

@@ -15,7 +15,7 @@ from crosslayer.wiring.dtypes import DEFAULT, dtype_name, item_sizes
 from crosslayer.wiring.fields import NO_KV_CACHE, depth_plan, layer_states, layer_types_of, residual_form
 from crosslayer.wiring.plain_config import GgufConfig, PlainConfig
 from crosslayer.wiring.result import ModelPlan
-from crosslayer.wiring.source import read_source
+from crosslayer.wiring.source import Source, read_source
 from crosslayer.wiring.states import LayerStates
 from crosslayer.wiring.values import field, int_field
 
@@ -51,28 +51,37 @@ def read_plan(
         raise ValueError(f"length must be at least 1 token, got {min(lengths, default='none')}")
     if batch < 1:
         raise ValueError(f"batch must be at least 1 sequence, got {batch}")
-    name, weights_bytes, config, caches = None, None, model, True
+    name, caches, source = None, True, Source(model)
     if isinstance(model, str | Path):
         name = folder_name(str(model))
-        config, weights_bytes = read_source(str(model))
+        source = read_source(str(model))
     elif hasattr(model, "state_dict"):
         from crosslayer.wiring.transformers_config import takes_cache
 
-        config, name, caches = model.config, model.name_or_path, takes_cache(model)
-        weights_bytes = sum(weight.numel() * weight.itemsize for weight in model.parameters())
+        name, caches = model.name_or_path, takes_cache(model)
+        source = Source(model.config, sum(weight.numel() * weight.itemsize for weight in model.parameters()))
+    config, weights_bytes, parameters, values = source
     wiring = read_wiring(config)
     dtype = dtype_name(dtype or wiring["dtype"])
     is_file = isinstance(config, GgufConfig) and model not in EMBEDDED
     engine = engine or ("llama.cpp" if is_file else "transformers")
+    sizes = item_sizes(dtype, kv_dtype, engine)
+    if memory is not None and weights_bytes is None:
+        from crosslayer.wiring.transformers_config import count_parameters
+
+        parameters = count_parameters(config if values is None else values)
+    if engine == "llama.cpp" and weights_bytes is not None:
+        parameters = None  # it loads a file as it is
     return ModelPlan(
         **{**wiring, "caches": wiring["caches"] and caches, "dtype": dtype},
         model=folder_name(name or "") or wiring["type"],
         kv_dtype=kv_dtype or dtype,
         engine=engine,
-        sizes=item_sizes(dtype, kv_dtype, engine),
+        sizes=sizes,
         lengths=lengths,
         batch=batch,
-        weights_bytes=weights_bytes,
+        weights_bytes=weights_bytes if parameters is None else round(parameters * sizes.model),
+        parameters=parameters,
         memory=memory,
     )
 

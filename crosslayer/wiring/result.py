@@ -1,24 +1,28 @@
 """The wiring of a model, as read from its config, and the size of its KV cache."""
 
+import itertools
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from crosslayer.core.plan import CACHED, DepthPlan
-from crosslayer.output.formatting import readable_bytes
+from crosslayer.output.formatting import UNKNOWN, ranges, readable_bytes
 from crosslayer.output.shown import Shown, Table
 from crosslayer.wiring.engines import Stored, allocated, check_engine, fixed_bytes
 from crosslayer.wiring.states import ItemSizes, LayerStates
 
 MOST_TOKENS = 2**40  # beyond any context
+SIXTEEN_BITS = ItemSizes(2, 2)
+SHARE = "of the 16-bit cache"
+COLUMNS = ["stored", SHARE, "read for the last token"]
 
 
-@dataclass(frozen=True)
-class Sharing:
-    """A cross-layer method, the plan of the model with it, and whether a pretrained model can take it, in words."""
+class Sharing(NamedTuple):
+    """A cross-layer method, the model's plan with it, None if it is not possible, and what a pretrained model needs."""
 
     method: str
-    plan: "ModelPlan"
+    plan: "ModelPlan | None"
     pretrained: str
 
 
@@ -44,6 +48,7 @@ class ModelPlan(Shown):
         sizes: bytes per element of both.
         engine: whose allocation is counted: transformers, vllm or llama.cpp.
         weights_bytes: bytes of the weights, None if they are not known.
+        parameters: number of parameters from which these are counted, None if they are the bytes of files.
         memory: bytes for weights and cache together, None if they were not asked for.
         shared: the same with methods that share across layers.
 
@@ -64,6 +69,7 @@ class ModelPlan(Shown):
     sizes: ItemSizes
     engine: str = "transformers"
     weights_bytes: int | None = None
+    parameters: int | None = None
     memory: int | None = None
     shared: tuple[Sharing, ...] = ()
 
@@ -71,9 +77,9 @@ class ModelPlan(Shown):
         if self.methods and (self.engine != "transformers" or self.sizes.kind is not None):
             what = "a quantised KV cache" if self.sizes.kind is not None else self.engine
             if self.plan.has_latents:
-                raise ValueError(f"{what} is not defined for latents, which {' + '.join(self.methods)} caches")
+                raise ValueError(f"{' + '.join(self.methods)} caches latents, which {what} does not store")
             if self.plan.has_choices:
-                raise ValueError(f"{what} is not defined for layers that attend to chosen tokens only")
+                raise ValueError(f"layers attend to chosen tokens only, which {what} does not do")
         if self.caches:
             check_engine(self.engine, self.kv_dtype, self._stored)
         several = [i for i in range(self.plan.layers) if max(self.plan.read_count(s, i) for s in CACHED) > 1]
@@ -88,7 +94,11 @@ class ModelPlan(Shown):
     @property
     def layer_bytes(self) -> tuple[int, ...]:
         """(L,), the bytes of each layer's states."""
-        return tuple(round(self.batch * self.held(layer, self.length)) for layer in range(len(self.layers)))
+        held = []
+        for states, own in self._stored:
+            size = states.stored_bytes(self.length, self.sizes, own) + states.fixed_bytes(self.length, self.sizes)
+            held.append(round(self.batch * size) if self.caches else 0)
+        return tuple(held)
 
     @property
     def stored_bytes(self) -> int:
@@ -98,7 +108,7 @@ class ModelPlan(Shown):
     @property
     def kv_bytes(self) -> int:
         """Bytes of states that grow with the text."""
-        return self._sum(lambda states, layer: self._growing(states, layer, self.length))
+        return self._sum(lambda states, layer: states.stored_bytes(self.length, self.sizes, self._own(layer)))
 
     @property
     def fixed_bytes(self) -> int:
@@ -111,14 +121,10 @@ class ModelPlan(Shown):
         return self.read_at(self.length)
 
     @property
-    def full_bytes(self) -> int:
-        """Bytes that the cache would hold if every layer stored its own keys and values of all tokens."""
-        return self.full_at(self.length)
-
-    @property
     def kv_share(self) -> float:
-        """Bytes that grow with the text, as the engine allocates them, over those of a full cache; 0 without any."""
-        return (self.stored_bytes - self.fixed_bytes) / self.full_bytes if self.full_bytes else 0.0
+        """Bytes that the engine allocates over those of the 16-bit cache; 0 without any."""
+        full = self.full_at(self.length)
+        return self.stored_bytes / full if full else 0.0
 
     def stored_at(self, length: int) -> int:
         """Return the bytes that the engine allocates for sequences of `length` tokens."""
@@ -140,8 +146,8 @@ class ModelPlan(Shown):
         return read * (counts[0] * states.keys + counts[1] * states.values) / (states.keys + states.values)
 
     def full_at(self, length: int) -> int:
-        """Return the bytes of a full cache of sequences of `length` tokens."""
-        sizes = [states.full_bytes(length, self.sizes) for states in self.layers]
+        """Return the bytes of the 16-bit cache: every layer's own keys and values of all tokens, in 16 bits."""
+        sizes = [states.full_bytes(length, SIXTEEN_BITS) for states in self.layers]
         return round(self.batch * sum(size or max(sizes) for size in sizes))
 
     def fitting_length(self) -> int | None:
@@ -157,13 +163,8 @@ class ModelPlan(Shown):
         if free < self.stored_at(1):
             weights = "" if self.weights_bytes is None else f" beside {readable_bytes(self.weights_bytes)} of weights"
             raise ValueError(f"`memory` of {readable_bytes(self.memory)} does not hold the cache of one token{weights}")
-        low, high = 1, MOST_TOKENS
-        if self.stored_at(high) <= free:
-            return None
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if self.stored_at(middle) <= free else (low, middle)
-        return low
+        fitting = bisect_right(range(MOST_TOKENS + 1), free, key=self.stored_at) - 1
+        return None if fitting == MOST_TOKENS else fitting
 
     @property
     def _stored(self) -> list[Stored]:
@@ -172,77 +173,69 @@ class ModelPlan(Shown):
     def _own(self, layer: int) -> dict[str, float]:
         return {state: self.plan.stored_share(state, layer) for state in self.plan.stored(layer)}
 
-    def _growing(self, states: LayerStates, layer: int, length: int) -> float:
-        return states.stored_bytes(length, self.sizes, self._own(layer))
-
-    def held(self, layer: int, length: int) -> float:
-        """Return the bytes of a layer's states of one sequence."""
-        states = self.layers[layer]
-        return self._growing(states, layer, length) + states.fixed_bytes(length, self.sizes) if self.caches else 0.0
-
     def _sum(self, of_layer: Callable[[LayerStates, int], float]) -> int:
         """Return the sum over layers and sequences, 0 without a cache."""
         total = sum(of_layer(states, layer) for layer, states in enumerate(self.layers)) if self.caches else 0
         return round(self.batch * total)
 
     def diagram(self) -> str:
-        """Return a table of what each layer reads and stores, and its mask, a line per layer."""
+        """Return a table of what each layer reads and stores, and its mask; alike neighbors share a line."""
         lines = self.plan.diagram().splitlines()[: len(self.layers) + 1]
         if not self.caches:
             lines = [line[: lines[0].index("cache")].rstrip() for line in lines]
         masks = ["mask", *(states.mask for states in self.layers)]
         width = max(map(len, lines)) + 2
-        return "\n".join(f"{line:<{width}}{mask}" for line, mask in zip(lines, masks, strict=True))
+        lines = [f"{line:<{width}}{mask}"[len("layer") :] for line, mask in zip(lines, masks, strict=True)]
+        alike = itertools.groupby(range(len(self.layers)), key=lambda layer: lines[layer + 1])
+        return "\n".join([f"  layer{lines[0]}", *(f"{ranges(layers):>7}{line}" for line, layers in alike)])
 
     def tables(self) -> list[Table]:
         """Return the sizes by length, if there are several, and what methods would save."""
-        if not self.caches:
-            return []
-        return [*self._by_length(), *self._by_method()]
+        tables: list[Table] = []
+        if self.caches and len(self.lengths) > 1:
+            title = f"KV cache of {self.model} in {self.kv_dtype}, batch {self.batch}, as {self.engine} allocates it"
+            tables.append((title, ["tokens", *COLUMNS], [[f"{n:,}", *self._cells(n)] for n in self.lengths]))
+        if self.caches and self.shared:
+            rows = []
+            for method, plan, pretrained in self.shared:
+                rows.append([method, *([UNKNOWN] * 3 if plan is None else plan._cells(self.length)), pretrained])
+            title = f"With sharing across layers, at {self.length:,} tokens"
+            tables.append((title, ["method", *COLUMNS, "in a pretrained model"], rows))
+        return tables
 
-    def _by_method(self) -> list[Table]:
-        if not self.shared:
-            return []
-        rows = []
-        for sharing in self.shared:
-            stored = sharing.plan.stored_bytes
-            ratio = f"{stored / self.stored_bytes:.1%}" if self.stored_bytes else "–"
-            read = readable_bytes(sharing.plan.read_bytes)
-            rows.append([sharing.method, readable_bytes(stored), ratio, read, sharing.pretrained])
-        title = f"With sharing across layers, at {self.length:,} tokens"
-        head = ["method", "stored", "of this cache", "read for the last token", "in a pretrained model"]
-        return [(title, head, rows)]
-
-    def _by_length(self) -> list[Table]:
-        if len(self.lengths) == 1:
-            return []
-        rows = []
-        for length in self.lengths:
-            stored, full = self.stored_at(length), self.full_at(length)
-            share = f"{stored / full:.1%}" if full else "–"
-            rows.append([f"{length:,}", readable_bytes(stored), share, readable_bytes(self.read_at(length))])
-        title = f"KV cache of {self.model} in {self.kv_dtype}, batch {self.batch}, as {self.engine} allocates it"
-        return [(title, ["tokens", "stored", "of a full cache", "read for the last token"], rows)]
+    def _cells(self, length: int) -> list[str]:
+        """Return the cells of `COLUMNS` at a length."""
+        stored, full = self.stored_at(length), self.full_at(length)
+        share = f"{stored / full:.1%}" if full else UNKNOWN
+        return [readable_bytes(stored), share, readable_bytes(self.read_at(length))]
 
     def sentences(self) -> list[str]:
-        """Return the diagram of the wiring, and sentences on the model and its cache."""
+        """Return sentences on the cache and the model, and the diagram of the wiring."""
+        return [*self.findings(), self.shown.diagram()]
+
+    @property
+    def shown(self) -> "ModelPlan":
+        """The plan whose layers are shown: with the method, if there is one alone."""
+        return (self.shared[0].plan if len(self.shared) == 1 else None) or self
+
+    def findings(self) -> list[str]:
+        """Return sentences on the cache and the model."""
         headline = self.headline()
         own = f", {headline['own_kv_layers']} with keys or values of their own" if self.caches else ""
         methods = f", with {', '.join(self.methods)}" if self.methods else ""
         lines = [
-            self.shared[0].plan.diagram() if len(self.shared) == 1 else self.diagram(),
             f"{self.model} ({self.type}): {len(self.layers)} layers, {headline['attention_layers']} with softmax "
             f"attention{own}{methods}.",
             f"Residual: {self.residual}.",
         ]
         if not self.caches:
-            return [*lines, "The model is an encoder and has no KV cache."]
-        return [*lines, self._cost(), *self._memory()]
+            return ["The model is an encoder and has no KV cache.", *lines]
+        return [self._cost(), *self._memory(), *lines]
 
     def _cost(self) -> str:
         stored, batch = self.stored_bytes, "" if self.batch == 1 else f" × {self.batch} sequences"
         verb = "stored" if self.engine == "transformers" else f"allocated by {self.engine}"
-        share = f", {self.kv_share:.2%} of a full one" if self.full_bytes else ""
+        share = f", {self.kv_share:.2%} {SHARE}" if self.kv_share else ""
         fixed = f"; {readable_bytes(self.fixed_bytes)} of it do not grow with the text" if self.fixed_bytes else ""
         return (
             f"KV cache at {self.length:,} tokens{batch} in {self.kv_dtype}: {readable_bytes(stored)} {verb} "
@@ -252,13 +245,14 @@ class ModelPlan(Shown):
 
     def _memory(self) -> list[str]:
         weights = None if self.weights_bytes is None else readable_bytes(self.weights_bytes)
-        lines = [] if weights is None else [f"Weights: {weights}."]
+        counted = "as stored" if self.parameters is None else f"{self.parameters:,} parameters in {self.dtype}"
+        lines = [] if weights is None else [f"Weights: {weights}, {counted}."]
         if self.memory is not None:
             length = self.fitting_length()
-            beside = "" if weights is None else f" beside {weights} of weights"
+            beside = "without weights (not counted)" if weights is None else f"beside {weights} of weights"
             most = "Any number of tokens fits" if length is None else f"{length:,} tokens fit"
             each = "" if self.batch == 1 else f" of each of {self.batch} sequences"
-            lines.append(f"{most}{each} into {readable_bytes(self.memory)}{beside}.")
+            lines.append(f"{most}{each} into {readable_bytes(self.memory)} {beside}.")
         return lines
 
     def headline(self) -> dict[str, Any]:
@@ -283,7 +277,7 @@ class ModelPlan(Shown):
         if len(self.lengths) > 1:
             figures["stored_bytes_by_length"] = {str(length): self.stored_at(length) for length in self.lengths}
         if self.shared:
-            figures["stored_bytes_by_method"] = {one.method: one.plan.stored_bytes for one in self.shared}
+            figures["stored_bytes_by_method"] = {name: plan and plan.stored_bytes for name, plan, _ in self.shared}
         if self.weights_bytes is not None:
             figures["weights_bytes"] = self.weights_bytes
         if self.memory is not None:

@@ -1,7 +1,7 @@
 """What a cross-layer method would make of a model's cache, without weights."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,16 +12,32 @@ if TYPE_CHECKING:
     from crosslayer.core.method import Method
 
 
-def share(plan: ModelPlan, entry: Any) -> Sharing:
-    """Return the plan of a model with a method, by its name (a typical instance), as JSON or as a `Method`.
+def share(plan: ModelPlan, entries: Sequence[Any]) -> tuple[Sharing, ...]:
+    """Return the plan of a model with each method, by its name (a typical instance), as JSON or as a `Method`.
+
+    Of several methods, one that is not possible for the model, or not in its engine, has the reason in place of a plan.
 
     Raises:
-        ValueError: the method is unknown, or not possible for the model.
+        ValueError: a method is unknown, or the only one is not possible.
 
     """
     from crosslayer.core.methods import to_entry
 
-    method = _method(entry, len(plan.layers))
+    shared = []
+    for entry in entries:
+        method = _method(entry, len(plan.layers))
+        label = entry if isinstance(entry, str) else str(to_entry(method))
+        try:
+            shared.append(Sharing(label, _with(plan, method), _in_pretrained(method, plan)))
+        except ValueError as error:
+            if len(entries) == 1:
+                raise
+            shared.append(Sharing(label, None, f"not served by {plan.engine}: {error}"))
+    return tuple(shared)
+
+
+def _with(plan: ModelPlan, method: "Method") -> ModelPlan:
+    """Return the plan of a model with a method, or raise the `ValueError` that says why there is none."""
     for layer, states in enumerate(plan.layers):
         if not states.keys:
             raise ValueError(f"{method.name()}: layer {layer} ({states.mask}) has no keys and values to share")
@@ -56,9 +72,7 @@ def share(plan: ModelPlan, entry: Any) -> Sharing:
     if plan.engine == "llama.cpp" and reading:
         raise ValueError(f"llama.cpp cannot share across layers as {method.name()} does; use another `engine`")
     kept = (states if merged.attends(layer) else LayerStates("no attention") for layer, states in enumerate(layers))
-    wired = replace(plan, plan=merged, layers=tuple(kept), methods=(*plan.methods, method.name()), shared=())
-    label = entry if isinstance(entry, str) else str(to_entry(method))
-    return Sharing(label, wired, _in_pretrained(method, plan))
+    return replace(plan, plan=merged, layers=tuple(kept), methods=(*plan.methods, method.name()), shared=())
 
 
 def _method(entry: Any, layers: int) -> "Method":

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from crosslayer.models.checks import check_layers
 from crosslayer.models.embedded import EMBEDDED, embedded_files
-from crosslayer.wiring.gguf import gguf_config
+from crosslayer.wiring.gguf import gguf_config, not_a_model, read_header
 from crosslayer.wiring.plain_config import plain_config
 
 STDIN = "-"
@@ -17,10 +17,12 @@ ALTERNATIVES = f"use a hub name, a folder, a config.json, a .gguf file, - for st
 
 
 class Source(NamedTuple):
-    """A config, transformers' own or one with the same fields, and the bytes of the weights if they are known."""
+    """A config, transformers' own or one with the same fields, the size of its weights, and config.json's fields."""
 
     config: Any
     weights_bytes: int | None = None
+    parameters: int | None = None
+    values: dict[str, Any] | None = None
 
 
 def read_source(name: str) -> Source:
@@ -31,17 +33,18 @@ def read_source(name: str) -> Source:
 
     """
     if name == STDIN:
-        return Source(_config(_parsed(sys.stdin.read(LARGEST + 1), "standard input"), "standard input"))
+        return _source(sys.stdin.read(LARGEST + 1), "standard input")
     parts = embedded_files(name) if name in EMBEDDED else [Path(name).expanduser()]
     path = parts[0]
     if name in EMBEDDED and EMBEDDED[name].sha256:  # the first part has the header
-        return Source(*gguf_config(path))._replace(weights_bytes=sum(part.stat().st_size for part in parts))
+        config, _, elements = gguf_config(path)
+        return Source(config, sum(part.stat().st_size for part in parts), elements)
     if path.suffix == ".gguf" and path.is_file():
         return Source(*gguf_config(path))
     if path.is_file() and path.suffix == ".safetensors":
         path = path.parent
     if path.is_file():
-        return Source(_config(_parsed(_text(path), name), name))
+        return _source(_text(path), name)
     if path.is_dir():
         return _folder(path, name)
     return _hub(name)
@@ -50,11 +53,12 @@ def read_source(name: str) -> Source:
 def _folder(folder: Path, name: str) -> Source:
     file = folder / "config.json"
     if file.is_file():
-        return Source(_config(_parsed(_text(file), name), name), _weights_bytes(folder))
+        return _source(_text(file), name, _weights_bytes(folder))
     files = sorted(folder.glob("*.gguf"))
     if not files:
         raise ValueError(f"{name!r} has no config.json and no .gguf file; {ALTERNATIVES}")
-    return Source(*gguf_config(files[0]))
+    models = (file for file in files if not_a_model(read_header(file)[0]) is None)
+    return Source(*gguf_config(next(models, files[0])))
 
 
 def _weights_bytes(folder: Path) -> int | None:
@@ -82,7 +86,7 @@ def _hub(name: str) -> Source:
     from huggingface_hub import hf_hub_download
 
     file = Path(hf_hub_download(name, "config.json"))
-    return Source(_config(_parsed(_text(file), name), name), _hub_weights_bytes(name))
+    return _source(_text(file), name, _hub_weights_bytes(name))
 
 
 def _hub_weights_bytes(name: str) -> int | None:
@@ -112,6 +116,11 @@ def _parsed(text: str, name: str) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ValueError(f"{name!r} is no config: it holds a {type(values).__name__}, not an object")
     return values
+
+
+def _source(text: str, name: str, weights_bytes: int | None = None) -> Source:
+    values = _parsed(text, name)
+    return Source(_config(values, name), weights_bytes, values=values)
 
 
 def _config(values: dict[str, Any], name: str) -> Any:

@@ -3,16 +3,18 @@
 import inspect
 from typing import Any
 
+import torch
 import transformers
 from transformers import CONFIG_MAPPING, PreTrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+from transformers.models.auto import modeling_auto as auto
 
 import crosslayer.core.decoder  # noqa: F401  registers our model
 from crosslayer.core.plan import DepthPlan
 from crosslayer.core.transformers_versions import CACHE, layers_without_cache
 from crosslayer.models.load import one_line_errors
 
-ENCODERS = frozenset(MODEL_FOR_MASKED_LM_MAPPING_NAMES)  # masked language models; some can be decoders too
+ENCODERS = frozenset(auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES)  # masked language models; some can be decoders too
+WHOLE = (auto.MODEL_FOR_MULTIMODAL_LM_MAPPING, auto.MODEL_FOR_CAUSAL_LM_MAPPING, auto.MODEL_MAPPING)
 
 
 def transformers_config(values: dict[str, Any], name: str) -> PreTrainedConfig:
@@ -29,6 +31,17 @@ def transformers_config(values: dict[str, Any], name: str) -> PreTrainedConfig:
         )
     with one_line_errors(name):
         return CONFIG_MAPPING[model_type].from_dict(values)
+
+
+def count_parameters(config: Any) -> int | None:
+    """Return the parameters of the whole model of a config, or of its fields; None if transformers cannot build it."""
+    try:
+        with one_line_errors("config"), torch.device("meta"):
+            config = transformers_config(config, "config") if isinstance(config, dict) else config
+            model_class: Any = next(mapping[type(config)] for mapping in WHOLE if type(config) in mapping)
+            return sum(weight.numel() for weight in model_class(config).parameters())
+    except ValueError:
+        return None
 
 
 def is_encoder_type(*model_types: str) -> bool:

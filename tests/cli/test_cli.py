@@ -76,6 +76,13 @@ def test_diagnose_writes_a_whole_folder(monkeypatch, tmp_path, capsys):
     assert [p.name for p in tmp_path.iterdir()] == ["results"]
 
 
+def test_json_is_all_that_is_printed(monkeypatch, tmp_path, capsys):
+    for words in (["plan", "minilm", "--out", tmp_path / "plan"], ["info"], ["methods"]):
+        assert run(monkeypatch, *words, "--json") == 0
+        assert isinstance(json.loads(capsys.readouterr().out), dict)
+    assert (tmp_path / "plan" / "report.html").is_file()
+
+
 def test_a_folder_of_something_else_is_never_replaced(monkeypatch, tmp_path, capsys):
     (tmp_path / "thesis.tex").write_text("years of work")
     assert run(monkeypatch, "diagnose", "minilm", "--out", tmp_path, "--force") == 2

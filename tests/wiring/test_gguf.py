@@ -9,7 +9,7 @@ import pytest
 import crosslayer
 from tests.cli.test_cli import run
 
-INTEGER, TEXT, ARRAY = 4, 8, 9
+INTEGER, BOOLEAN, TEXT, ARRAY = 4, 7, 8, 9
 
 
 def packed(text: str) -> bytes:
@@ -23,14 +23,18 @@ def entry(name: str, value) -> bytes:
         kind = TEXT if isinstance(value[0], str) else INTEGER
         items = b"".join(packed(one) if kind == TEXT else struct.pack("<I", one) for one in value)
         return packed(name) + struct.pack("<IIQ", ARRAY, kind, len(value)) + items
+    if isinstance(value, bool):
+        return packed(name) + struct.pack("<I?", BOOLEAN, value)
     return packed(name) + struct.pack("<II", INTEGER, value)
 
 
-def gguf(architecture: str, tensors: int = 0, **fields) -> bytes:
-    """Return a file of metadata; `__` in the name of a field is a dot."""
+def gguf(architecture: str, tensors: int = 0, kind: str | None = None, **fields) -> bytes:
+    """Return a file of metadata and so many tensors of 8 × 16; `__` in the name of a field is a dot."""
     named = {f"{architecture}.{name.replace('__', '.')}": value for name, value in fields.items()}
     entries = {"general.architecture": architecture, "tokenizer.ggml.tokens": ["a"] * 50, **named}
+    entries |= {"general.type": kind} if kind else {}
     body = b"".join(entry(name, value) for name, value in entries.items())
+    body += b"".join(packed(f"t{i}") + struct.pack("<IQQIQ", 2, 8, 16, 2, 0) for i in range(tensors))
     return b"GGUF" + struct.pack("<IQQ", 3, tensors, len(entries)) + body
 
 
@@ -49,6 +53,36 @@ def test_a_llama(tmp_path):
     assert plan.engine == "llama.cpp" and plan.stored_at(300) == plan.stored_at(512)
     assert plan.weights_bytes == (tmp_path / "m.gguf").stat().st_size
     assert crosslayer.plan(tmp_path, length=512).stored_bytes == plan.stored_bytes
+
+
+def test_weights_are_counted_as_they_are_loaded(tmp_path):
+    (tmp_path / "m.gguf").write_bytes(gguf("llama", tensors=5, **LLAMA))
+    plan = crosslayer.plan(tmp_path, engine="transformers", dtype="float32", memory="1GiB")
+    assert plan.parameters == 5 * 8 * 16 and plan.weights_bytes == 4 * 5 * 8 * 16
+    assert plan.fitting_length() == (2**30 - plan.weights_bytes) // (4 * 2 * 2 * 8 * 4)
+    packed = crosslayer.plan(tmp_path)  # llama.cpp loads the file as it is
+    assert packed.weights_bytes == (tmp_path / "m.gguf").stat().st_size and packed.parameters is None
+
+
+def test_an_encoder_has_no_cache(tmp_path):
+    for causal, stored in ((False, 0), (True, 256 * 4 * 2 * 16 * 2)):
+        (tmp_path / "m.gguf").write_bytes(gguf("bert", **LLAMA, attention__causal=causal))
+        plan = crosslayer.plan(tmp_path / "m.gguf", length=256)
+        assert (plan.caches, plan.stored_bytes) == (causal, stored)
+
+
+KINDS = [("llama", "adapter", "a LoRA adapter"), ("clip", None, "a projector"), ("qwen2vl", "mmproj", "a projector")]
+KINDS += [("imatrix", "imatrix", "an importance matrix")]
+
+
+@pytest.mark.parametrize(("architecture", "kind", "words"), KINDS)
+def test_a_file_beside_the_model_is_not_taken_for_it(tmp_path, architecture, kind, words):
+    (tmp_path / "a.gguf").write_bytes(gguf(architecture, kind=kind))
+    for source in (tmp_path / "a.gguf", tmp_path):
+        with pytest.raises(ValueError, match=f"a.gguf is {words}, not a model"):
+            crosslayer.plan(source)
+    (tmp_path / "m.gguf").write_bytes(gguf("llama", kind="model", **LLAMA))
+    assert crosslayer.plan(tmp_path, length=512).stored_bytes == 512 * 4 * 2 * (2 * 8) * 2
 
 
 def test_windows_by_period_and_by_list(tmp_path):
@@ -98,9 +132,10 @@ def test_layers_without_attention(tmp_path):
 def test_a_file_in_parts(tmp_path):
     name = "m-0000{}-of-00002.gguf"
     (tmp_path / name.format(1)).write_bytes(gguf("llama", **LLAMA))
-    (tmp_path / name.format(2)).write_bytes(b"GGUF" + bytes(1000))
+    (tmp_path / name.format(2)).write_bytes(gguf("llama", tensors=3) + bytes(1000))
     size = sum(file.stat().st_size for file in tmp_path.iterdir())
     assert crosslayer.plan(tmp_path / name.format(2)).weights_bytes == size
+    assert crosslayer.plan(tmp_path / name.format(2), engine="vllm").weights_bytes == 3 * 8 * 16 * 2
     (tmp_path / name.format(1)).unlink()
     with pytest.raises(ValueError, match="one of 2 parts; m-00001-of-00002.gguf is missing"):
         crosslayer.plan(tmp_path / name.format(2))
@@ -114,7 +149,10 @@ def test_a_file_in_parts(tmp_path):
         (b"GGUF" + struct.pack("<IQQ", 3, 0, 2**60), "damaged: it claims 1152921504606846976 items"),
         (b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 2**50), "damaged: it claims a text of 1125899906842624 bytes"),
         (b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + packed("a") + struct.pack("<I", 77), "a value of type 77"),
-        (gguf("llama", **LLAMA)[:-9], "in the middle of its metadata, after 5 fields; architecture llama"),
+        (gguf("llama", **LLAMA)[:-9], "in the middle of its header, after 5 fields; architecture llama"),
+        (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "is a big-endian GGUF file"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 2**60, 0), "damaged: it claims 1152921504606846976 items"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 1, 0) + packed("t") + struct.pack("<I", 9), "its tensor 't' has 9 axes"),
         (gguf("rwkv7", **LLAMA), "the KV cache of architecture 'rwkv7' cannot be read"),
         (gguf("unheard_of", **LLAMA, attention__sliding_window=8), "which layers of architecture 'unheard_of' have"),
         (gguf("llama", **{**LLAMA, "block_count": 5000}), "block_count is 5000; it must be from 1 to 4096"),
@@ -130,7 +168,7 @@ def test_what_cannot_be_read_is_one_line(tmp_path, data, message):
 
 
 def test_every_cut_ends_in_one_line(tmp_path):
-    data = gguf("llama", **LLAMA)
+    data = gguf("llama", tensors=2, **LLAMA)
     for end in range(len(data)):
         (tmp_path / "m.gguf").write_bytes(data[:end])
         with pytest.raises(ValueError, match=r"no GGUF file|in the middle"):

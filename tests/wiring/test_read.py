@@ -229,8 +229,9 @@ def test_a_config_is_enough(monkeypatch, tmp_path, capsys):
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
     assert run(monkeypatch, "plan", tmp_path, "--length", 24, "--dtype", "bfloat16") == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["layer", "queries", "keys", "values", "mlp", "cache", "mask"]
-    assert lines[4] == "    3  own      ← 1      ← 1      own   –            window 8"
+    assert lines[-6].split() == ["layer", "queries", "keys", "values", "mlp", "cache", "mask"]
+    assert [line.split()[0] for line in lines[-5:-1]] == ["0-1", "2", "3-4", "5"]
+    assert lines[-3] == "    3-4  own      ← 1      ← 1      own   –            window 8"
     assert "Residual: 4 streams (alternating updates)." in lines
     headline = json.loads(lines[-1])
     assert headline["model"] == tmp_path.name and headline["own_kv_layers"] == 3 and headline["kv_share"] == 0.2639
@@ -249,12 +250,13 @@ def test_an_embedded_model_is_not_converted(monkeypatch, tmp_path):
     monkeypatch.setenv("CROSSLAYER_CACHE", str(tmp_path))
     plan = crosslayer.plan("smollm2", length=2048)
     assert plan.stored_bytes == 2048 * 23_040 and plan.dtype == "float16"
+    assert plan.parameters == 134_515_008 and plan.weights_bytes == 2 * 134_515_008
     assert not list(tmp_path.iterdir())
 
 
 def test_an_encoder_keeps_no_cache():
     plan = crosslayer.plan("minilm")
-    assert plan.stored_bytes == plan.read_bytes == 0 and "encoder" in plan.sentences()[-1]
+    assert plan.stored_bytes == plan.read_bytes == 0 and "encoder" in plan.sentences()[0]
     assert "cache" not in plan.diagram()
 
 

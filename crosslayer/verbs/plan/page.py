@@ -1,10 +1,11 @@
 """The page of a plan, from its record alone: who reads whom, bytes by layer, bytes by length."""
 
-from crosslayer.output.formatting import percent, readable_bytes
+from crosslayer.output.formatting import UNKNOWN, percent, readable_bytes
 from crosslayer.output.page import Cell, Page, Table
 from crosslayer.output.panel import COLORS, QUIET, Line, Panel
 from crosslayer.output.wires import Wires
 from crosslayer.verbs.plan.result import PlannedLength, PlanReport
+from crosslayer.wiring.result import COLUMNS, SHARE
 
 MIB = 2**20
 
@@ -13,10 +14,11 @@ def layout(record: PlanReport) -> Page:
     """Return the page."""
     settings, last = record.settings, max(record.sizes, key=lambda size: size.length)
     sequences = "one sequence" if settings.batch == 1 else f"{settings.batch} sequences"
+    stored, share, read = _cells(last)
     cards = [
-        ("KV cache", readable_bytes(last.stored_bytes), f"at {last.length:,} tokens, {sequences}, {settings.kv_dtype}"),
-        ("of a full cache", share(last), f"all layers, all tokens: {readable_bytes(last.full_bytes)}"),
-        ("read for the last token", readable_bytes(last.read_bytes), "a layer that reads another's states counts too"),
+        ("KV cache", stored, f"at {last.length:,} tokens, {sequences}, {settings.kv_dtype}"),
+        (SHARE, share, f"all layers, all tokens, in 16 bits: {readable_bytes(last.full_bytes)}"),
+        ("read for the last token", read, "a layer that reads another's states counts too"),
     ]
     return Page(
         title=f"KV cache of {record.model}",
@@ -34,27 +36,24 @@ def sentences(record: PlanReport) -> list[str]:
     return list(record.findings)
 
 
-def share(size: PlannedLength) -> str:
-    """Return the share of a full cache."""
-    return percent(size.stored_bytes / size.full_bytes, 1) if size.full_bytes else "–"
-
-
 def _lengths(record: PlanReport) -> Table:
-    rows: list[list[Cell]] = []
-    for size in record.sizes:
-        sizes = [readable_bytes(number) for number in (size.stored_bytes, size.full_bytes, size.read_bytes)]
-        rows.append([f"{size.length:,}", sizes[0], share(size), *sizes[1:]])
-    head = ["tokens", "stored", "of a full cache", "a full cache", "read for the last token"]
-    return "By length", head, rows
+    rows: list[list[Cell]] = [[f"{size.length:,}", *_cells(size)] for size in record.sizes]
+    return "By length", ["tokens", *COLUMNS], rows
 
 
 def _methods(record: PlanReport) -> Table:
     rows: list[list[Cell]] = []
     for method in record.methods:
-        stored, plain = method.stored_bytes[-1], record.curve[-1].stored_bytes
-        rows.append([method.method, readable_bytes(stored), percent(stored / plain, 1), method.pretrained])
-    title = f"With sharing across layers, at {record.curve[-1].length:,} tokens"
-    return title, ["method", "stored", "of this cache", "in a pretrained model"], rows
+        cells = _cells(max(method.sizes, key=lambda size: size.length)) if method.sizes else [UNKNOWN] * 3
+        rows.append([method.method, *cells, method.pretrained])
+    title = f"With sharing across layers, at {max(record.settings.length):,} tokens"
+    return title, ["method", *COLUMNS, "in a pretrained model"], rows
+
+
+def _cells(size: PlannedLength) -> list[str]:
+    """Return the cells of `COLUMNS`."""
+    share = percent(size.stored_bytes / size.full_bytes, 1) if size.full_bytes else UNKNOWN
+    return [readable_bytes(size.stored_bytes), share, readable_bytes(size.read_bytes)]
 
 
 def _wires(record: PlanReport) -> Panel:
@@ -80,14 +79,15 @@ def _curve(record: PlanReport) -> Panel:
     lines = [Line("this model", x, [size.stored_bytes / MIB for size in record.curve], color=COLORS[0])]
     if record.curve[-1].full_bytes:
         full = [size.full_bytes / MIB for size in record.curve]
-        lines.append(Line("all layers, all tokens", x, full, color=QUIET, dashed=True))
+        lines.append(Line("the 16-bit cache", x, full, color=QUIET, dashed=True))
     for number, method in enumerate(record.methods, 1):
-        y = [stored / MIB for stored in method.stored_bytes]
-        lines.append(Line(f"with {method.method}", x, y, color=COLORS[number % len(COLORS)]))
+        if method.curve:
+            y = [size.stored_bytes / MIB for size in method.curve]
+            lines.append(Line(f"with {method.method}", x, y, color=COLORS[number % len(COLORS)]))
     return Panel(
         key="lengths",
         title="Bytes over length",
-        sentence=f"What {record.settings.engine} allocates, beside a cache of all layers' own keys and values.",
+        sentence=f"What {record.settings.engine} allocates, beside the 16-bit cache: all layers, all tokens.",
         x_title="tokens",
         y_title="MiB",
         lines=lines,

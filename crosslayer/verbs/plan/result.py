@@ -1,5 +1,6 @@
 """A plan as a record."""
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from pydantic import Field
@@ -31,7 +32,7 @@ class PlannedLayer(Frozen):
 
 
 class PlannedLength(Frozen):
-    """Bytes at a length: stored, read for the last token, and of a full cache."""
+    """Bytes at a length: stored, read for the last token, and of the 16-bit cache."""
 
     length: int = Field(ge=1)
     stored_bytes: int = Field(ge=0)
@@ -40,17 +41,18 @@ class PlannedLength(Frozen):
 
 
 class PlannedMethod(Frozen):
-    """The model with a method: bytes at each of the lengths, and whether a pretrained model can take it, in words."""
+    """The model with a method at the same lengths, none if it is not possible, and what a pretrained model needs."""
 
     method: str
     pretrained: str
-    stored_bytes: tuple[int, ...]
+    sizes: tuple[PlannedLength, ...]
+    curve: tuple[PlannedLength, ...]
 
 
 class PlanReport(Result):
     """What a plan saves; `layers` and `methods` at the longest length asked, `curve` over many."""
 
-    schema_: Literal["crosslayer/plan/1"] = Field(default="crosslayer/plan/1", alias="schema")
+    schema_: Literal["crosslayer/plan/2"] = Field(default="crosslayer/plan/2", alias="schema")
     settings: PlanSettings
     model: str
     type: str
@@ -81,28 +83,33 @@ def report_of(plan: ModelPlan) -> PlanReport:
         type=plan.type,
         residual=plan.residual,
         figures=plan.headline(),
-        findings=tuple(plan.sentences()[1:]),
-        layers=tuple(_layer(plan, layer) for layer in range(len(plan.layers))),
-        curve=tuple(_at(plan, length) for length in lengths),
-        sizes=tuple(_at(plan, length) for length in plan.lengths),
+        findings=tuple(plan.findings()),
+        layers=tuple(_layer(plan.shown, layer) for layer in range(len(plan.layers))),
+        curve=_at(plan, lengths),
+        sizes=_at(plan, plan.lengths),
         methods=tuple(
             PlannedMethod(
                 method=sharing.method,
                 pretrained=sharing.pretrained,
-                stored_bytes=tuple(sharing.plan.stored_at(length) for length in lengths),
+                sizes=_at(sharing.plan, plan.lengths),
+                curve=_at(sharing.plan, lengths),
             )
             for sharing in plan.shared
         ),
     )
 
 
-def _at(plan: ModelPlan, length: int) -> PlannedLength:
-    sizes = {"stored_bytes": plan.stored_at(length), "read_bytes": plan.read_at(length)}
-    return PlannedLength(length=length, full_bytes=plan.full_at(length), **sizes)
+def _at(plan: ModelPlan | None, lengths: Sequence[int]) -> tuple[PlannedLength, ...]:
+    if plan is None:
+        return ()
+    sizes = []
+    for length in lengths:
+        stored, read, full = plan.stored_at(length), plan.read_at(length), plan.full_at(length)
+        sizes.append(PlannedLength(length=length, stored_bytes=stored, read_bytes=read, full_bytes=full))
+    return tuple(sizes)
 
 
-def _layer(plan: ModelPlan, layer: int) -> PlannedLayer:
-    shown = plan.shared[0].plan if len(plan.shared) == 1 else plan  # the one whose diagram is printed
+def _layer(shown: ModelPlan, layer: int) -> PlannedLayer:
     sources = {source for state in ("keys", "values") for source in shown.plan.reads(state, layer)}
     return PlannedLayer(
         mask=shown.layers[layer].mask,

@@ -41,7 +41,7 @@ def plan(
             q8_0, q5_1, q5_0, q4_1, q4_0 or iq4_nl (llama.cpp); default that of the model.
         engine: whose allocation is counted: transformers, vllm or llama.cpp; default llama.cpp for a .gguf file, else
             transformers.
-        memory: size such as 24GiB: how many tokens fit into it beside the weights.
+        memory: size such as 24GiB: how many tokens fit beside the weights (without a file, counted from the config).
         method: cross-layer method to apply, by name (with typical options) or as JSON, {"name": NAME, OPTION: VALUE};
             several are compared.
 
@@ -56,5 +56,4 @@ def plan(
         return result
     from crosslayer.wiring.sharing import share
 
-    entries = [method] if isinstance(method, str | Mapping | type) else method
-    return replace(result, shared=tuple(share(read, entry) for entry in entries))
+    return replace(result, shared=share(read, [method] if isinstance(method, str | Mapping | type) else method))

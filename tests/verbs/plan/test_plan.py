@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForImageTextToText
 
 import crosslayer
 from crosslayer.output.wires import Wires
@@ -64,9 +64,52 @@ def test_what_fits_into_memory(folder, monkeypatch, capsys):
     plan = crosslayer.plan(folder, memory=f"{1000 + 77 * TOKEN + TOKEN // 2}B")
     assert plan.fitting_length() == 77 and plan.weights_bytes == 1000
     assert run(monkeypatch, "plan", folder, "--memory", "1GiB") == 0
-    assert "tokens fit into 1.00 GiB beside 1,000 bytes of weights" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "Weights: 1,000 bytes, as stored" in out and "fit into 1.00 GiB beside 1,000 bytes of weights" in out
     with pytest.raises(ValueError, match="does not hold the cache of one token beside 1,000 bytes of weights"):
         crosslayer.plan(folder, memory="1000").sentences()
+
+
+EIGHT = {  # an 8B model, 8,030,261,248 parameters
+    "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "dtype": "bfloat16",
+}  # fmt: skip
+
+
+def test_without_a_file_weights_are_counted_from_the_config(tmp_path, monkeypatch, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(EIGHT))
+    assert crosslayer.plan(tmp_path).weights_bytes is None
+    for dtype, engine, size, cells in (
+        ("bfloat16", "transformers", 2, 1),
+        ("float32", "transformers", 4, 1),
+        ("bfloat16", "llama.cpp", 2, 256),
+    ):
+        plan = crosslayer.plan(tmp_path, memory="48GiB", dtype=dtype, kv_dtype="bfloat16", engine=engine)
+        assert plan.parameters == 8_030_261_248 and plan.weights_bytes == size * plan.parameters
+        assert plan.fitting_length() == (48 * 2**30 - size * plan.parameters) // 2**17 // cells * cells
+    assert crosslayer.plan(tmp_path, memory="24GiB").fitting_length() == 74_075
+    assert crosslayer.plan(AutoConfig.for_model(**EIGHT), memory="24GiB").fitting_length() == 74_075
+    assert run(monkeypatch, "plan", tmp_path, "--memory", "24GiB", "--json") == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["weights_bytes"] == 16_060_522_496 and figures["fitting_length"] == 74_075
+
+
+def test_a_composite_is_counted_as_a_whole(tmp_path):
+    text = {**BASE, "num_hidden_layers": 2, "num_key_value_heads": 2, "head_dim": 8, "dtype": "float32"}
+    tower = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = AutoConfig.for_model("gemma3", text_config=text, vision_config=tower, mm_tokens_per_image=4)
+    model = AutoModelForImageTextToText.from_config(config)
+    config.save_pretrained(tmp_path)
+    plan = crosslayer.plan(tmp_path, memory="1GiB")
+    assert plan.parameters == model.num_parameters() > model.model.language_model.num_parameters()
+
+
+def test_weights_that_cannot_be_counted_are_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("crosslayer.wiring.transformers_config.WHOLE", ())
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    plan = crosslayer.plan(tmp_path, memory="1GiB")
+    assert plan.weights_bytes is None and "weights_bytes" not in plan.headline()
+    assert any("without weights" in sentence for sentence in plan.sentences())
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "3XB", "-1GiB", "nan", "1e400", "inf", "0"])
@@ -126,6 +169,8 @@ def test_bad_configs_are_one_line(tmp_path, text, message):
         ({"method": "no_such"}, "method 'no_such' is not known"),
         ({"method": "{"}, "`method` must be a name or a JSON object"),
         ({"method": "cla", "engine": "llama.cpp"}, "llama.cpp cannot share across layers as cla does"),
+        ({"method": "kv_latents", "engine": "vllm"}, "kv_latents caches latents, which vllm does not store"),
+        ({"method": ["cla", "no_such"]}, "method 'no_such' is not known"),
     ],
 )
 def test_bad_options(folder, options, message):
@@ -145,11 +190,44 @@ def test_engines_refuse_what_is_not_known_of_them():
 def test_what_sharing_would_save(folder):
     plan = crosslayer.plan(folder, length=10, method=["cla", '{"name": "cla", "group": 4}', "yoco"])
     pairs, fours, yoco = plan.shared
-    assert [one.plan.stored_bytes for one in (pairs, fours)] == [5 * TOKEN, 2.5 * TOKEN]
+    assert [one.plan and one.plan.stored_bytes for one in (pairs, fours)] == [5 * TOKEN, 2.5 * TOKEN]
     assert pairs.pretrained == "yes, by retrofit" and yoco.pretrained == "no, only trained from scratch"
     assert plan.headline()["stored_bytes_by_method"]["cla"] == 5 * TOKEN
     alone = crosslayer.plan(folder, method="cla")
-    assert "← 0" in alone.sentences()[0] and "← 0" not in plan.sentences()[0]
+    assert "← 0" in alone.sentences()[-1] and "← 0" not in plan.sentences()[-1]
+
+
+def test_a_method_that_is_not_possible_is_a_row(folder, tmp_path):
+    plan = crosslayer.plan(folder, length=100, method=["kv_latents", "cla"], engine="vllm")
+    (latents, *cells, reason), (cla, stored, *_) = plan.tables()[0][2]
+    assert (latents, cla) == ("kv_latents", "cla") and set(cells) == {"–"} and stored != "–"
+    assert reason.startswith("not served by vllm: ") and reason.endswith("latents, which vllm does not store")
+    assert plan.headline()["stored_bytes_by_method"] == {"kv_latents": None, "cla": 112 * TOKEN // 2}
+    plan.save(tmp_path / "out")
+    report = load_result(tmp_path / "out")
+    assert isinstance(report, PlanReport) and [len(method.sizes) for method in report.methods] == [0, 1]
+    assert reason in report.page()
+
+
+def test_shares_are_of_the_16_bit_cache(folder):
+    """One denominator, whatever the dtype of the model."""
+    for dtype, kv_dtype, share in (("bfloat16", None, 1), ("float32", None, 2), ("float32", "bfloat16", 1)):
+        plan = crosslayer.plan(folder, length=[64, 128], dtype=dtype, kv_dtype=kv_dtype, method=["cla", "yoco"])
+        lengths, methods = plan.tables()
+        assert plan.full_at(128) == 128 * TOKEN and plan.kv_share == share
+        assert lengths[1][2] == methods[1][2] == "of the 16-bit cache"
+        assert [row[2] for row in lengths[2]] == [f"{share:.1%}"] * 2
+        assert methods[2][0][2] == f"{share / 2:.1%}"
+
+
+def test_neighbors_that_are_alike_share_a_line(tmp_path):
+    config = {"model_type": "llama", **BASE, "num_key_value_heads": 2, "num_hidden_layers": 120}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert [line.split()[0] for line in crosslayer.plan(tmp_path).diagram().splitlines()] == ["layer", "0-119"]
+    drop = {"name": "drop", "attention": [110]}
+    lines = crosslayer.plan(tmp_path, method=[drop]).sentences()[-1].splitlines()
+    assert [line.split()[0] for line in lines] == ["layer", "0-109", "110", "111-119"]
+    assert len({line.index("full") for line in lines if "full" in line}) == 1
 
 
 def test_layers_of_different_kinds_cannot_share(tmp_path):
@@ -170,13 +248,25 @@ def test_what_is_saved_is_read_again(folder, tmp_path, monkeypatch):
     assert run(monkeypatch, "plan", folder, "--length", "100,300", "--method", "cla", "--out", out) == 0
     report = load_result(out)
     assert isinstance(report, PlanReport) and [size.stored_bytes for size in report.sizes] == [100 * TOKEN, 300 * TOKEN]
-    assert report.methods[0].stored_bytes[0] == 256 * TOKEN // 2
+    assert report.methods[0].curve[0].stored_bytes == 256 * TOKEN // 2
+    assert report.command == f"crosslayer plan {folder.name} --length 100,300 --method cla --out out"
     assert [layer.sources for layer in report.layers] == [(), (0,), (), (2,)]
     assert {path.name for path in (out / "figures").iterdir()} == {"layers.svg", "lengths.svg"}
     page = (out / "report.html").read_text()
     assert "KV cache of model" in page and "1 of 4" not in page and "2 of 4 read another" in page
     crosslayer.plan(folder).save(tmp_path / "again")
     assert load_result(tmp_path / "again").headline()["stored_bytes"] == 4096 * TOKEN
+
+
+def test_page_and_terminal_have_the_same_lengths(folder, tmp_path):
+    plan = crosslayer.plan(folder, length=[512, 100], method=["cla", "yoco"])
+    plan.save(tmp_path / "out")
+    report = load_result(tmp_path / "out")
+    assert isinstance(report, PlanReport)
+    page = report.layout()
+    for (_, *printed), (_, *shown) in zip(plan.tables(), [*page.lead, *page.tables], strict=True):
+        assert printed == shown  # heads and rows
+    assert [size.length for size in report.methods[0].sizes] == [512, 100]
 
 
 def test_lines_of_sources_that_overlap_lie_beside_each_other():
@@ -186,7 +276,8 @@ def test_lines_of_sources_that_overlap_lie_beside_each_other():
 
 
 def test_it_answers_without_torch(folder):
-    """Importing torch and transformers takes seconds; neither is needed for a local config."""
+    """Importing torch and transformers takes seconds; neither is needed for a local model."""
+    (folder / "model.safetensors").write_bytes(bytes(1000))
     code = (
         f"import sys; sys.argv = ['crosslayer', 'plan', {str(folder)!r}, '--memory', '1GiB']\n"
         "from crosslayer.cli import main\n"

@@ -20,7 +20,7 @@ from crosslayer.models.stored import round_to_stored
 from crosslayer.output.progress import Meter, Silent
 from crosslayer.probe.indexers import can_share
 from crosslayer.probe.intercept import evaluating, layer_stack, no_cache
-from crosslayer.probe.tokens import check_ids
+from crosslayer.probe.tokens import check_ids, positions
 from crosslayer.probe.what_if import find_sublayers
 from crosslayer.verbs.bench.record import StepTime
 from crosslayer.verbs.bench.run import step_time
@@ -50,7 +50,7 @@ from crosslayer.verbs.retrofit.texts import DomainTexts, Texts
 from crosslayer.verbs.retrofit.trade_off import TOKENS
 from crosslayer.wiring.read import read_plan
 
-FIT, ASKED = 4, 1.6  # about how many passes the fit of a layer takes, and a prompt with its answer
+FIT, ASKED = 4, 1.8  # about how many passes the fit of a layer takes, and a prompt with its answer
 LONGEST_STEP = 8192  # tokens before a timed decoding step, at most: both models read them as a prompt
 
 
@@ -282,7 +282,8 @@ def _announce_time(
     if request.fits and not request.searches_choosers:  # each configuration fits about a layer: its moments, a penalty
         forwarded += FIT * searched * min(TOKENS, tokens["calibration"]) / model.config.num_hidden_layers
     if tokenizer is not None:
-        forwarded += ASKED * (3 if options.full else 2) * prompt_tokens(_lengths(request) or LENGTHS)
+        asked = [length for length in _lengths(request) or LENGTHS if length <= positions(model)]
+        forwarded += ASKED * (3 if options.full else 2) * prompt_tokens(asked)
     if options.full:
         forwarded += 2 * min(options.kv_context or CONTEXT, LONGEST_STEP)
     if options.full and not request.indexed:

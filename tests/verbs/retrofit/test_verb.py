@@ -200,7 +200,7 @@ def test_a_budget_is_met_and_its_curve_stands_in_the_report(monkeypatch, inputs,
     assert retrofit(monkeypatch, inputs, out, "--kv-budget", 0.7, "--compensation", "none", "--length", 8) == 0
     output = capsys.readouterr()
     assert json.loads(output.out.strip().splitlines()[-1])["kv_share"] <= 0.7
-    assert "searching, about 36 of at most 300 configurations" in output.err
+    assert "searching, about 32 of at most 300 configurations" in output.err
     record = json.loads((out / "record.json").read_text())
     assert record["judged"] == record["fitted"] == ["text.txt"]
     search = record["choice"]["search"]

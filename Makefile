@@ -124,7 +124,7 @@ tables: $(STAMP)
 # what transformers' config classes default to, for `crosslayer plan`, and the table of shipped models: with each new
 # version of transformers
 defaults: $(STAMP)
-	$(BIN)/python -m crosslayer.wiring.defaults
+	$(BIN)/python -m benchmarks.config_defaults
 	$(BIN)/python benchmarks/cache_sizes.py
 
 # the site, out/site: links are checked, and every page is opened in Chromium at two widths

@@ -282,7 +282,10 @@ def _reason(error: Exception) -> str:
     if "does not appear to have a file" in text and "safetensors" in text:
         return "it has no safetensors weights; pickled weights are refused"
     if "trust_remote_code" in text:
-        return "it needs code out of its own folder or repository, which is never run"
+        return (
+            "it needs code out of its own folder or repository, which is never run; try `crosslayer serve` if vLLM has "
+            "the model, or the folder that it was exported from"
+        )
     first = re.split(r"\. (?=[A-Z])", text)[0]
     return first if len(first) <= SENTENCE else f"{first[:SENTENCE]} …"
 

@@ -144,7 +144,8 @@ def _choosers(config: Any) -> tuple[int, ...]:
 
 def _sizes(config: Any, layer_type: str, layer: int) -> tuple[int, int, int]:
     """Return the elements of a token's keys and values in a layer's cache, and the number of heads (0: a latent)."""
-    latent = int_field(config, layer, "kv_lora_rank")
+    off = field(config, "use_mla") is False  # published configs then have sizes of 0
+    latent = None if off else int_field(config, layer, "kv_lora_rank")
     if latent is not None:
         rope = int_field(config, layer, "qk_rope_head_dim", least=0, default=0)
         return latent, rope if _rotates(config, layer) else 0, 0
@@ -155,10 +156,11 @@ def _sizes(config: Any, layer_type: str, layer: int) -> tuple[int, int, int]:
     if layer_type in SLIDING and not prefix:
         heads *= SLIDING_HEADS.get(config.model_type, 1)
     whole = config.hidden_size // config.num_attention_heads
-    size = int_field(config, layer, *(f"{prefix}{name}" for name in HEAD_SIZE), default=whole)
+    size = whole if off else int_field(config, layer, *(f"{prefix}{name}" for name in HEAD_SIZE), default=whole)
     if layer_type in COMPRESSED or field(config, "keys_hold_values"):
         return heads * size, 0, heads
-    return heads * size, heads * int_field(config, layer, f"{prefix}v_head_dim", default=size), heads
+    value_size = size if off else int_field(config, layer, f"{prefix}v_head_dim", default=size)
+    return heads * size, heads * value_size, heads
 
 
 def _index_size(config: Any, layer: int) -> int:

@@ -1,7 +1,7 @@
 """A config.json without transformers' config classes, whose import takes seconds.
 
-`config_defaults.json` has the defaults of each model type, written and compared by `crosslayer.wiring.defaults`. What a
-class derives from other fields in ways that are not known here is left to transformers.
+`config_defaults.json` has what is known of each model type, written and compared by `make defaults`. A
+config is read here only if each of its fields is known for its type; all others are left to transformers.
 """
 
 import functools
@@ -9,8 +9,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from crosslayer.wiring.fields import KNOWN
+
 DEFAULTS = Path(__file__).with_name("config_defaults.json")
-STRUCTURE = ("layer", "pattern", "block", "window", "attn", "attention")  # in names of fields that may decide on layers
 
 
 class PlainConfig:
@@ -45,29 +46,42 @@ class GgufConfig(PlainConfig):
 
 
 @functools.cache
+def table() -> dict[str, Any]:
+    """Return the table: `types`, see `defaults`, and `inert`, see there."""
+    return json.loads(DEFAULTS.read_text(encoding="utf-8"))
+
+
 def defaults() -> dict[str, dict[str, Any]]:
     """Return what is known of each model type.
 
     - `values`: defaults of fields that the wiring is read from;
-    - `names`: how config.json names a field → its name here;
+    - `names`: other names of these fields → their names here;
     - `needed`: fields that a class derives, so that config.json must have them;
     - `types`: the types of the first layers, which repeat, where config.json has none;
     - `fixed`: fields that change the wiring in other ways → the value for which they do not;
-    - `text`: the field with the config of the language model, and that config's default type;
+    - `known`: further fields of the type, which do not change the wiring;
+    - `text`: the field with the config of the language model, and that config's type;
+    - `any_text`: whether that config can be of another type;
     - `masked`: whether it is a masked language model, which keeps no cache.
     """
-    return json.loads(DEFAULTS.read_text(encoding="utf-8"))
+    return table()["types"]
+
+
+@functools.cache
+def inert() -> frozenset[str]:
+    """Return the fields that change the wiring of no model type."""
+    return frozenset(table()["inert"])
 
 
 def plain_config(values: dict[str, Any]) -> PlainConfig | None:
     """Return a config.json's fields with the defaults of its model type; None if only transformers can tell them."""
     entry = defaults().get(str(values.get("model_type")))
-    if entry is None:
+    if entry is None or not _is_known(values, entry):
         return None
     if "text" in entry:
         field, model_type = entry["text"]
         part = values.get(field) or {}
-        if not isinstance(part, dict):
+        if not isinstance(part, dict) or part.get("model_type", model_type) != model_type and not entry.get("any_text"):
             return None
         text = plain_config({"model_type": model_type, **part})
         if text is None:
@@ -75,6 +89,20 @@ def plain_config(values: dict[str, Any]) -> PlainConfig | None:
         text.dtype = text.dtype or values.get("dtype") or values.get("torch_dtype")
         return PlainConfig({**entry["values"], **_own(values)}, text)
     return _flat(values, entry)
+
+
+def _is_known(values: dict[str, Any], entry: dict[str, Any]) -> bool:
+    """Return whether the model type has each field of a config.json, and none has a value that its class acts on."""
+    fixed, names = entry.get("fixed", {}), entry.get("names", {})
+    parts = ("values", "names", "needed", "fixed", "known")
+    known = {"model_type", *names.values(), *(name for part in parts for name in entry.get(part, ()))}
+    if "types" in entry:
+        known |= {"layer_types"}
+    if not values.keys() - inert() <= known:
+        return False
+    if any(name in values and values[name] != values[other] for other, name in names.items() if other in values):
+        return False
+    return all(values.get(name, value) == value for name, value in fixed.items())
 
 
 def _own(values: dict[str, Any]) -> dict[str, Any]:
@@ -89,23 +117,20 @@ def _flat(values: dict[str, Any], entry: dict[str, Any]) -> PlainConfig | None:
     own = {names.get(name, name): value for name, value in values.items()}  # null is a value: no window
     own["dtype"] = own.get("dtype") or own.get("torch_dtype")
     merged = {**entry["values"], **own}
-    fixed = entry.get("fixed", {})
-    if any(name in own and own[name] != value for name, value in fixed.items()):
+    if any(merged.get(name) is None for name in entry.get("needed", ())):
         return None
-    if any(merged.get(name) is None for name in entry.get("needed", ())) or own.get("per_layer_config"):
-        return None
+    layers = merged.get("num_hidden_layers")
     if "types" in entry and own.get("layer_types") is None:
-        known = {*entry["values"], *fixed, "architectures"}
-        if any(_is_structure(name, value) for name, value in own.items() if name not in known):
-            return None
-        layers = merged["num_hidden_layers"]
         if not isinstance(layers, int):
             return None
         unit = entry["types"]
         merged["layer_types"] = (unit * (layers // len(unit) + 1))[:layers]
     types = merged.get("layer_types")
-    if types is not None and not (isinstance(types, list) and len(types) == merged.get("num_hidden_layers")):
-        return None
+    for named in (types, merged.get("layers_block_type")):
+        if named is None:
+            continue
+        if not isinstance(named, list) or len(named) != layers or not all(one in KNOWN for one in named):
+            return None  # the class knows older names, and fewer or more layers
     merged["masked"] = entry.get("masked", False)
     if "global_head_dim" in merged and types is not None and types[-1] != "full_attention":
         return None  # the class changes the last layer
@@ -123,8 +148,3 @@ def _global_layers(values: dict[str, Any]) -> list[PlainConfig] | None:
     full = PlainConfig({**values, **own})
     limited = PlainConfig(values)
     return [full if layer_type == "full_attention" else limited for layer_type in values["layer_types"]]
-
-
-def _is_structure(name: str, value: Any) -> bool:
-    """Return whether a field may decide on the types of layers: a list, a text or an object of such a name."""
-    return isinstance(value, list | dict | str) and any(word in name for word in STRUCTURE)

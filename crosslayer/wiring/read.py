@@ -33,6 +33,7 @@ REFUSED = {  # model types whose states are of another kind
 }
 NEEDED = ("num_hidden_layers", "hidden_size", "vocab_size")
 CAUSAL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")  # how names of classes with a cache end
+ENCODERS = ("Encoder", "Bidirectional", "MaskedLM")  # in names of classes without one, on a decoder's type
 
 
 def read_plan(
@@ -44,6 +45,7 @@ def read_plan(
     batch: int = 1,
     engine: str | None = None,
     memory: int | None = None,
+    like: str | None = None,
 ) -> ModelPlan:
     """Return which layers of a model share states, what its cache holds, and the form of its residual: see `plan`."""
     lengths = (length,) if isinstance(length, int) else tuple(length)
@@ -54,13 +56,19 @@ def read_plan(
     name, caches, source = None, True, Source(model)
     if isinstance(model, str | Path):
         name = folder_name(str(model))
-        source = read_source(str(model))
+        source = read_source(str(model), like)
     elif hasattr(model, "state_dict"):
         from crosslayer.wiring.transformers_config import takes_cache
 
         name, caches = model.name_or_path, takes_cache(model)
         source = Source(model.config, sum(weight.numel() * weight.itemsize for weight in model.parameters()))
     config, weights_bytes, parameters, values = source
+    if like is not None and values is None:
+        raise ValueError(f"--like must come with a config.json, got a {type(config).__name__}; leave it out")
+    if values is not None and not isinstance(config, PlainConfig):
+        from crosslayer.wiring.ignored import check_ignored
+
+        check_ignored(values, config, str(name), read_wiring)
     wiring = read_wiring(config)
     dtype = dtype_name(dtype or wiring["dtype"])
     is_file = isinstance(config, GgufConfig) and model not in EMBEDDED
@@ -126,10 +134,16 @@ def read_wiring(config: Any) -> dict[str, Any]:
 
 def _caches(config: Any, text: Any) -> bool:
     """Return whether a config's model keeps a cache, by its class or its model type."""
-    if config.architectures and not any(name.endswith(CAUSAL) for name in config.architectures):
-        return False
     if _is_encoder_type(config, text) and not field(text, "is_decoder", default=False):
         return False
+    classes = config.architectures or ()
+    if classes and not any(name.endswith(CAUSAL) for name in classes):  # another head, or none, on a decoder or encoder
+        from crosslayer.wiring.transformers_config import is_decoder_type
+
+        bidirectional = field(text, "use_bidirectional_attention") is True
+        named = any(word in name for name in classes for word in ENCODERS)
+        if bidirectional or named or not is_decoder_type(config.model_type, text.model_type):
+            return False
     return field(text, "use_cache", "layer_types") is not None
 
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from crosslayer.models.checks import check_layers
 from crosslayer.models.embedded import EMBEDDED, embedded_files
+from crosslayer.wiring.blocks import DECILM, block_config
 from crosslayer.wiring.gguf import gguf_config, not_a_model, read_header
 from crosslayer.wiring.plain_config import plain_config
 
@@ -25,15 +26,15 @@ class Source(NamedTuple):
     values: dict[str, Any] | None = None
 
 
-def read_source(name: str) -> Source:
-    """Return the config that a name stands for.
+def read_source(name: str, like: str | None = None) -> Source:
+    """Return the config that a name stands for; a config.json is read as one of the model type `like`, if it is set.
 
     Raises:
         ValueError: there is none, or it cannot be read.
 
     """
     if name == STDIN:
-        return _source(sys.stdin.read(LARGEST + 1), "standard input")
+        return _source(sys.stdin.read(LARGEST + 1), "standard input", like)
     parts = embedded_files(name) if name in EMBEDDED else [Path(name).expanduser()]
     path = parts[0]
     if name in EMBEDDED and EMBEDDED[name].sha256:  # the first part has the header
@@ -44,16 +45,16 @@ def read_source(name: str) -> Source:
     if path.is_file() and path.suffix == ".safetensors":
         path = path.parent
     if path.is_file():
-        return _source(_text(path), name)
+        return _source(_text(path), name, like)
     if path.is_dir():
-        return _folder(path, name)
-    return _hub(name)
+        return _folder(path, name, like)
+    return _hub(name, like)
 
 
-def _folder(folder: Path, name: str) -> Source:
+def _folder(folder: Path, name: str, like: str | None) -> Source:
     file = folder / "config.json"
     if file.is_file():
-        return _source(_text(file), name, _weights_bytes(folder))
+        return _source(_text(file), name, like, _weights_bytes(folder))
     files = sorted(folder.glob("*.gguf"))
     if not files:
         raise ValueError(f"{name!r} has no config.json and no .gguf file; {ALTERNATIVES}")
@@ -72,7 +73,7 @@ def _weights_bytes(folder: Path) -> int | None:
     return sum(file.stat().st_size for file in files) or None
 
 
-def _hub(name: str) -> Source:
+def _hub(name: str, like: str | None) -> Source:
     from crosslayer.hub import hub_source, is_hub_name
 
     if not is_hub_name(name):
@@ -82,11 +83,11 @@ def _hub(name: str) -> Source:
     except ValueError as error:
         raise ValueError(f"{error}; {ALTERNATIVES}") from error
     if source != name:  # the hub is away, and the cache has the model
-        return _folder(Path(source), name)
+        return _folder(Path(source), name, like)
     from huggingface_hub import hf_hub_download
 
     file = Path(hf_hub_download(name, "config.json"))
-    return _source(_text(file), name, _hub_weights_bytes(name))
+    return _source(_text(file), name, like, _hub_weights_bytes(name))
 
 
 def _hub_weights_bytes(name: str) -> int | None:
@@ -118,18 +119,20 @@ def _parsed(text: str, name: str) -> dict[str, Any]:
     return values
 
 
-def _source(text: str, name: str, weights_bytes: int | None = None) -> Source:
+def _source(text: str, name: str, like: str | None, weights_bytes: int | None = None) -> Source:
     values = _parsed(text, name)
+    if like is not None:
+        values["model_type"] = like
     return Source(_config(values, name), weights_bytes, values=values)
 
 
 def _config(values: dict[str, Any], name: str) -> Any:
     model_type = values.get("model_type")
     if not isinstance(model_type, str):
-        raise ValueError(f"{name!r} is no config of a model: it has no model_type")
+        raise ValueError(f"{name!r} is no config of a model: it has no model_type; try --like TYPE")
     for part in (values, *(part for part in values.values() if isinstance(part, dict))):
         check_layers(part.get("num_hidden_layers"))  # before a config makes lists of so many
-    config = plain_config(values)
+    config = block_config(values) if model_type == DECILM else plain_config(values)
     if config is not None:
         return config
     from crosslayer.wiring.transformers_config import transformers_config

@@ -25,6 +25,7 @@ def plan(
     kv_dtype: str | None = None,
     engine: str | None = None,
     memory: str | None = None,
+    like: str | None = None,
     method: "Sequence[Entry] | None" = None,
 ) -> Plan:
     """Show how large a model's KV cache is, which layers share keys and values, masks and residual stream.
@@ -42,6 +43,7 @@ def plan(
         engine: whose allocation is counted: transformers, vllm or llama.cpp; default llama.cpp for a .gguf file, else
             transformers.
         memory: size such as 24GiB: how many tokens fit beside the weights (without a file, counted from the config).
+        like: model type of transformers as which to read a config.json whose own type is unknown.
         method: cross-layer method to apply, by name (with typical options) or as JSON, {"name": NAME, OPTION: VALUE};
             several are compared.
 
@@ -50,7 +52,7 @@ def plan(
 
     """
     limit = None if memory is None else parse_bytes(memory)
-    read = read_plan(model, length, dtype, kv_dtype=kv_dtype, batch=batch, engine=engine, memory=limit)
+    read = read_plan(model, length, dtype, kv_dtype=kv_dtype, batch=batch, engine=engine, memory=limit, like=like)
     result = Plan(**vars(read))
     if not method:
         return result

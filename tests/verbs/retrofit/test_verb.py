@@ -176,7 +176,7 @@ def test_the_folder_keeps_the_dtype_of_the_original_and_what_was_measured(
     model = tiny("llama", dtype=dtype, vocab_size=len(WORDS), num_hidden_layers=8)
     model.save_pretrained(original)
     tokenizer().save_pretrained(original)
-    more = ("--text", inputs / "text.txt", "--out", out, "--layers", "6-7", *QUICK, "--no-needles", "--no-alternatives")
+    more = ("--text", inputs / "text.txt", "--out", out, "--layers", "6-7", *QUICK)
     assert run(monkeypatch, "retrofit", original, *words, *more, "--device", "cpu") == 0
     with safe_open(out / "model.safetensors", "pt") as file:
         assert {file.get_tensor(name).dtype for name in file.keys()} == {dtype}  # noqa: SIM118

@@ -41,9 +41,8 @@ class Option:
 
     @property
     def flag(self) -> str:
-        """How it is typed: "--new-tokens", or "--needles/--no-needles" for a flag that is on by default."""
-        name = SPELLED.get(self.name, "--" + self.name.replace("_", "-"))
-        return f"{name}/--no-{name[2:]}" if self.kind == "bool" and self.default is True else name
+        """How it is typed, such as "--new-tokens"."""
+        return SPELLED.get(self.name, "--" + self.name.replace("_", "-"))
 
 
 SOURCE = (  # options for text in a table or a dataset

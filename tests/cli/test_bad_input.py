@@ -185,7 +185,7 @@ CASES = [
     ("retrofit {kit}/model --method cla --merge sum", "merge must be one of .*, got 'sum'"),
     ("retrofit {kit}/model --method cla --target head", "target must be one of .*, got 'head'"),
     ("retrofit {kit}/model --method cla --compensation magic", "compensation must be one of .*, got 'magic'"),
-    ("retrofit {kit}/model --method cla --windows 3", "--windows must be at least 16, got 3"),
+    ("retrofit {kit}/model --method cla --windows 3", "--windows must be at least 16 .16 of each domain., got 3"),
     ("retrofit {kit}/model --method cla --layers 6-9", "'6-9' is out of range; layers go from 0 to 7"),
     ("retrofit {kit}/model --method cla --layers 1,2", "each group must have at least two layers"),
     ("retrofit {kit}/small_vocabulary --method cla --layers 1-2", "the vocabulary has 64"),

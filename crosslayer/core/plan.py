@@ -369,11 +369,8 @@ class DepthPlan:
 
 
 def allocated_tokens(tokens: int) -> int:
-    """Return for how many tokens memory is allocated where `tokens` are stored in whole blocks.
-
-    The first blocks are smaller, so that the cache of a short text, too, takes at most a quarter more than its tokens.
-    """
-    block = min(BLOCK, max(1, 2 ** (tokens.bit_length() - 3)))
+    """Return for how many tokens memory is allocated, in blocks that grow to `BLOCK`: at most a quarter ahead."""
+    block = min(BLOCK, 1 << max(0, tokens.bit_length() - 3))
     return -(-tokens // block) * block
 
 

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
+from crosslayer.core.columns import ColumnLayer
 from crosslayer.core.plan import CACHED, DepthPlan
 from crosslayer.core.transformers_versions import CACHE, given_cache
 from crosslayer.eviction.cache import EvictionCache
 from crosslayer.eviction.eviction import Eviction, parse_eviction
 from crosslayer.eviction.state import GroupState, Step, padding
 from crosslayer.probe.intercept import AttentionCall, evaluating, intercepted
-from crosslayer.core.columns import ColumnLayer
 from crosslayer.quantization.cache import QuantisedLayer, Reading
 from crosslayer.quantization.offsets import key_offsets
 from crosslayer.quantization.running import (
@@ -160,7 +160,7 @@ class _Run:
         if self.read_kinds is not None:
             kinds = self.read_kinds[call.layer]
             call = in_rotated_channels(call, kinds, self.is_stored)
-            call = call if self.is_stored else rounded(call, kinds, None, None)
+            call = call if self.is_stored else rounded(call, kinds)
         number = self.group_of[call.layer]
         if number not in self.steps:
             group, new = self.cache.groups[number], call.query.shape[2]
@@ -196,7 +196,6 @@ def _checked_plan(model: PreTrainedModel, eviction: Eviction, bits: KvBits | Non
         bits.check_layers([layer for layer in range(plan.layers) if plan.stored(layer)], plan.layers)
         if any(map(keeps_recent, map(bits.kind, range(plan.layers)))) and key_offsets(model):
             raise ValueError(
-                f"KV bits {bits.text!r}: below 8 bits a model whose keys have a bias needs all tokens, got an eviction; "
-                "try 8 or fp8, or leave the eviction out"
+                f"KV bits {bits.text!r}: eviction needs 8 bits or fp8 if keys have a bias, got fewer; try 8"
             )
     return wiring

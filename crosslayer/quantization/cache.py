@@ -22,10 +22,10 @@ from crosslayer.wiring.kv_bits import KvBits, keeps_recent
 
 
 class Reading:
-    """What a cache knows of the texts it holds, for all layers: which columns are tokens, how many of them stay exact.
+    """Which columns of a cache are tokens, and how many of the latest stay exact, the same for all layers.
 
-    `ranks` (B or 1, S) counts the tokens of a text up to a column, so that padding counts for nothing; None: each column
-    is a token. `kept` is how many of the latest columns stay exact until the next call.
+    `ranks` (B or 1, S) counts the tokens of a text up to a column, without padding; None: each column is a token.
+    `kept` is how many of the latest columns stay exact until the next call.
     """
 
     def __init__(self, recent: int):

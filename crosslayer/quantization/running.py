@@ -107,35 +107,36 @@ class _Run:
         """Check the cache that a forward pass receives, and note which columns are tokens."""
         arguments = call_arguments(body, args, kwargs)
         cache = given_cache(arguments)
-        ours = isinstance(cache, QuantizedKVCache) and cache.bits == self.bits and cache.returns_rotated
-        if cache is not None and not ours:
+        ours = cache if isinstance(cache, QuantizedKVCache) else None
+        if cache is not None and (ours is None or ours.bits != self.bits or not ours.returns_rotated):
             raise ValueError(
                 f"the model runs under `quantizing` but got another cache ({type(cache).__name__}); pass "
                 f"{CACHE}=new_cache(), with the function that `quantizing` gives"
             )
-        self.is_cached, before = cache is not None, 0 if cache is None else cache.get_seq_length()
-        self.ranks = token_ranks(arguments, before)
-        self.exact = 0
-        if ours:
-            self.exact = max(0, before - cache.reading.kept)
-            cache.reading.see(self.ranks)
+        before = 0 if ours is None else ours.get_seq_length()
+        self.is_cached, self.exact, self.ranks = ours is not None, 0, token_ranks(arguments, before)
+        if ours is not None:
+            self.exact = max(0, before - ours.reading.kept)
+            ours.reading.see(self.ranks)
         self.is_divided = int(first_exact(self.ranks, self.ranks[:, -1], self.bits.recent).max()) > self.exact
 
     def handle(self, call: AttentionCall) -> AttentionCall:
         """Let each query of a call read what it would read if the text came token by token."""
-        kinds, offset = self.kinds[call.layer], self.offsets.get(call.layer)
+        kinds, exact, ranks = self.kinds[call.layer], self.exact, self.ranks.to(call.key.device)
         recent = [kind if keeps_recent(kind) else None for kind in kinds]
+        is_divided = self.is_divided and any(recent)
         call = in_rotated_channels(call, kinds, self.is_cached)
-        if not self.is_cached:  # the states all of whose tokens are read as they are stored
-            others = [None if keeps_recent(kind) else kind for kind in kinds]
-            call = rounded(call, others, offset, self.ranks)
-        if not any(recent) or not self.is_divided:
+        if self.is_cached and not is_divided:
+            return call
+        offset = self.offsets.get(call.layer) if rotates(kinds[0]) else None
+        shift = 0.0 if offset is None else offset.at((ranks[:, exact:] - 1).clamp_min(0)).to(call.key.dtype)
+        if not self.is_cached:  # the others are read as they are stored, whatever the query
+            call = rounded(call, [None if keeps_recent(kind) else kind for kind in kinds], shift)
+        if not is_divided:
             return call
         if call.position_bias is not None:
             raise ValueError("a quantised KV cache is not defined for attention with a position bias")
-        exact, ranks = self.exact, self.ranks.to(call.key.device)
-        later = replace(call, key=call.key[:, :, exact:], value=call.value[:, :, exact:])
-        later = rounded(later, recent, offset, ranks[:, exact:])
+        later = rounded(replace(call, key=call.key[:, :, exact:], value=call.value[:, :, exact:]), recent, shift)
         return replace(call, parts=tuple(queries_by_block(call, later, ranks, self.bits.recent)))
 
 
@@ -175,17 +176,14 @@ def in_rotated_channels(call: AttentionCall, kinds: tuple[str | None, str | None
     )
 
 
-def rounded(
-    call: AttentionCall, kinds: Sequence[str | None], offset: KeyOffset | None, ranks: Tensor | None
-) -> AttentionCall:
-    """Return a call whose keys and values are quantised and back; without an offset no `ranks` of tokens are needed."""
-    (by_keys, by_values), key, value = kinds, call.key, call.value
-    if by_keys is not None:
-        shift = 0 if offset is None or not rotates(by_keys) else offset.at((ranks - 1).clamp_min(0)).to(key.dtype)
-        key = codec_of(by_keys).rounded(key - shift) + shift
-    if by_values is not None:
-        value = codec_of(by_values).rounded(value)
-    return replace(call, key=key, value=value)
+def rounded(call: AttentionCall, kinds: Sequence[str | None], shift: Tensor | float = 0.0) -> AttentionCall:
+    """Return a call whose keys and values are quantised and back, keys less a shift (B or 1, H_kv, T, D)."""
+    keys, values = kinds
+    return replace(
+        call,
+        key=call.key if keys is None else codec_of(keys).rounded(call.key - shift) + shift,
+        value=call.value if values is None else codec_of(values).rounded(call.value),
+    )
 
 
 def queries_by_block(
@@ -208,9 +206,8 @@ def queries_by_block(
         near, far = max(exact, int(near.min())), max(exact, int(far.max()))
         last = width if ahead else before + end
         old = (ranks[:, None] <= rank[..., None] - recent)[:, None]  # (B or 1, 1, Q, S)
-        parts = [(old | quantised)[..., :far], ~old[..., near:last]]
-        places = (slice(0, far), slice(near, last))
-        reads = [part & allowed[:, :, start:end, place] for part, place in zip(parts, places, strict=True)]
+        by_codes = (old | quantised)[..., :far] & allowed[:, :, start:end, :far]
+        exactly = ~old[..., near:last] & allowed[:, :, start:end, near:last]
         keys, values = (
             torch.cat([own[:, :, :exact], other[:, :, : far - exact], own[:, :, near:last]], 2)
             for own, other in ((call.key, rounded_states.key), (call.value, rounded_states.value))
@@ -221,7 +218,7 @@ def queries_by_block(
             query=call.query[:, :, start:end],
             key=keys,
             value=values,
-            mask=mask_for(call, torch.cat(reads, -1)),
+            mask=mask_for(call, torch.cat([by_codes, exactly], -1)),
             options=call.options if sinks is None else {**call.options, "sinks": sinks[:, :, start:end]},
         )
 

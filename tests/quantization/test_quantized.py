@@ -104,7 +104,9 @@ def naive(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("family", "implementation"), [("llama", "sdpa"), ("llama", "eager"), ("gpt2", "sdpa"), ("qwen2", "sdpa")])
+@pytest.mark.parametrize(
+    ("family", "implementation"), [("llama", "sdpa"), ("llama", "eager"), ("gpt2", "sdpa"), ("qwen2", "sdpa")]
+)
 def test_a_text_is_read_as_a_loop_over_tokens_reads_it(family, implementation, kind):
     model, ids = tiny(family, implementation), tokens(2, 24)
     add_key_biases(model)

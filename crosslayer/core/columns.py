@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from crosslayer.core.plan import allocated_tokens
 
@@ -135,19 +135,22 @@ class ColumnLayer(CacheLayerMixin):
             self.batch_select_indices(torch.arange(len(memory), device=memory.device).repeat_interleave(repeats))
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last `-tokens_to_remove` tokens.
+        """Remove the last `-tokens_to_remove` tokens, as the installed transformers' own cache does.
 
         Raises:
-            ValueError: what was evicted or rounded because of them cannot be restored.
+            ValueError: what was evicted or rounded because of them cannot be restored, or transformers refuses it.
 
         """
         if not self.is_croppable:
             raise ValueError(
                 "a cache that evicts or quantises cannot be cropped, so assisted generation does not work with it"
             )
-        self.seen -= abs(tokens_to_remove)
+        own = DynamicLayer()
+        own.update(*2 * [torch.empty(1, 1, self.seen, 1)])
+        own.crop(tokens_to_remove)
+        self.seen = own.get_seq_length()
         for stored in self.columns:
-            stored.used -= abs(tokens_to_remove)
+            stored.used = self.seen
 
 
 def _grown(stored: Tensor, used: int, rows: int) -> Tensor:

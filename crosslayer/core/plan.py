@@ -369,8 +369,9 @@ class DepthPlan:
 
 
 def allocated_tokens(tokens: int) -> int:
-    """Return for how many tokens memory is allocated where `tokens` are stored in whole blocks."""
-    return -(-tokens // BLOCK) * BLOCK
+    """Return for how many tokens memory is allocated, in blocks that grow to `BLOCK`: at most a quarter ahead."""
+    block = min(BLOCK, 1 << max(0, tokens.bit_length() - 3))
+    return -(-tokens // block) * block
 
 
 def _layers_of(entry: Entry) -> tuple[int, ...]:

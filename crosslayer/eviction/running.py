@@ -13,13 +13,15 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
+from crosslayer.core.columns import ColumnLayer
 from crosslayer.core.plan import CACHED, DepthPlan
 from crosslayer.core.transformers_versions import CACHE, given_cache
 from crosslayer.eviction.cache import EvictionCache
 from crosslayer.eviction.eviction import Eviction, parse_eviction
 from crosslayer.eviction.state import GroupState, Step, padding
 from crosslayer.probe.intercept import AttentionCall, evaluating, intercepted
-from crosslayer.quantization.cache import new_layer
+from crosslayer.quantization.cache import QuantisedLayer, Reading
+from crosslayer.quantization.offsets import key_offsets
 from crosslayer.quantization.running import (
     call_arguments,
     called_with_cache,
@@ -31,7 +33,7 @@ from crosslayer.quantization.running import (
     rounded,
     state_kinds,
 )
-from crosslayer.wiring.kv_bits import KvBits, parse_kv_bits
+from crosslayer.wiring.kv_bits import KvBits, keeps_recent, parse_kv_bits
 from crosslayer.wiring.result import ModelPlan
 
 NewCache = Callable[[], Cache]  # makes an empty cache for the model that runs
@@ -129,7 +131,7 @@ class _Run:
     def new_cache(self) -> EvictionCache:
         """Return an empty cache."""
         amounts = [self.eviction.amount(layer) for layer in self.first_layers]
-        layers = [new_layer(kind) for kind in self.stored_kinds]
+        layers = [ColumnLayer() if kind is None else QuantisedLayer(kind, Reading(0)) for kind in self.stored_kinds]
         return EvictionCache(layers, [GroupState(self.eviction.rule, amount) for amount in amounts], self)
 
     def begin(self, body: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -192,4 +194,8 @@ def _checked_plan(model: PreTrainedModel, eviction: Eviction, bits: KvBits | Non
     eviction.check_layers(plan.layers, sharing_groups(plan))
     if bits is not None:
         bits.check_layers([layer for layer in range(plan.layers) if plan.stored(layer)], plan.layers)
+        if any(map(keeps_recent, map(bits.kind, range(plan.layers)))) and key_offsets(model):
+            raise ValueError(
+                f"KV bits {bits.text!r}: eviction needs 8 bits or fp8 if keys have a bias, got fewer; try 8"
+            )
     return wiring

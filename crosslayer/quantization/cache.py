@@ -7,7 +7,7 @@ makes no difference how a text is cut into calls.
 Shapes: B batch, T new tokens, S cached + new tokens, H_kv key-value heads, D head size.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
@@ -17,46 +17,82 @@ from transformers.cache_utils import DynamicLayer
 
 from crosslayer.core.columns import ColumnLayer, Columns
 from crosslayer.quantization.codec import codec_of, rotated, rotates
+from crosslayer.quantization.offsets import KeyOffset
 from crosslayer.wiring.kv_bits import KvBits, keeps_recent
+
+
+class Reading:
+    """Which columns of a cache are tokens, and how many of the latest stay exact, the same for all layers.
+
+    `ranks` (B or 1, S) counts the tokens of a text up to a column, without padding; None: each column is a token.
+    `kept` is how many of the latest columns stay exact until the next call.
+    """
+
+    def __init__(self, recent: int):
+        self.recent, self.kept = recent, recent - 1
+        self.ranks: Tensor | None = None
+
+    def see(self, ranks: Tensor) -> None:
+        """Take note of the texts that the next call reads."""
+        self.ranks, first = ranks, first_exact(ranks, ranks[:, -1] + 1, self.recent)
+        self.kept = ranks.shape[1] - int(first.min())
+
+    def positions(self, start: int, end: int, device: torch.device) -> Tensor:
+        """Return the positions of columns in their texts, (B or 1, end - start)."""
+        if self.ranks is None:
+            return torch.arange(start, end, device=device)[None]
+        return (self.ranks[:, start:end] - 1).clamp_min(0).to(device)
+
+
+def first_exact(ranks: Tensor, rank: Tensor, recent: int) -> Tensor:
+    """Return the first column (B or 1,) that a text's token number `rank` (B or 1,) reads exactly."""
+    return (ranks <= (rank - recent).clamp_min(0)[:, None]).sum(-1)
 
 
 class Quantised(Columns):
     """Keys or values that are quantised, the latest tokens excepted.
 
-    All tokens are stored quantised, and beside it as they are those that the next query reads exactly: `tail`
-    (B, H_kv, at most recent - 1, D). If the type wants it, states are rotated; they come back so if `returns_rotated`.
+    Behind the columns with codes come those that the next query reads exactly, as they are: `tail` (B, H_kv, at most
+    `reading.kept`, D). If the type wants it, states are rotated; they come back so if `returns_rotated`.
+    `offset` is subtracted from the keys, which are the first heads, before they are rounded.
     """
 
-    def __init__(self, kind: str, recent: int, returns_rotated: bool):
+    def __init__(self, kind: str, reading: Reading, returns_rotated: bool):
         super().__init__()
-        self.codec, self.recent = codec_of(kind), recent if keeps_recent(kind) else 0
+        self.codec, self.reading = codec_of(kind), reading
+        self.keeps_recent = keeps_recent(kind) and reading.recent > 0
         self.rotates, self.returns_rotated = rotates(kind), returns_rotated
         self.tail = torch.empty(0)
+        self.offset: KeyOffset | None = None
 
     def encode(self, states: Tensor) -> tuple[Tensor, ...]:
-        """Return the codes of states (B, H_kv, T, D) that are rotated already, and what belongs to them."""
-        return self.codec.encode(states)
+        """Return the codes of the next states (B, H_kv, T, D), rotated already, and what belongs to them."""
+        return self.codec.encode(self._shifted(states.clone(), self.used, -1))
 
     def update(self, states: Tensor) -> Tensor:
         """Store new states (B, H_kv, T, D); return all, (B, H_kv, S, D), the new and the latest ones exact."""
         states = rotated(states) if self.rotates else states
-        self.append(states)
-        if not self.recent:
-            return self._returned(self._decoded(states, self.used, self.used))
-        exact = torch.cat([self.tail, states], 2) if self.used > states.shape[2] else states
-        quantised = self.used - exact.shape[2]
-        self.tail = exact[:, :, max(0, exact.shape[2] - self.recent + 1) :].clone()  # a view would hold all of it
-        read = self._decoded(states, quantised, self.used)
-        read[:, :, quantised:] = exact
+        exact = torch.cat([self.tail, states], 2) if self.tail.numel() else states
+        before, leaving = self.used, exact.shape[2]
+        if self.keeps_recent:
+            leaving = max(0, leaving - self.reading.kept)
+            self.tail = exact[:, :, leaving:].clone()  # a view would hold all of it
+        self.append(exact[:, :, :leaving])
+        quantised = before if self.keeps_recent else self.used  # columns that are read so
+        read = states.new_empty((*states.shape[:2], before + exact.shape[2], states.shape[3]))
+        if quantised:
+            codes = tuple(tensor[:, :, :quantised] for tensor in self.memory)
+            self.codec.decode(codes, read[:, :, :quantised])
+            self._shifted(read[:, :, :quantised], 0, 1)
+        read[:, :, quantised:] = exact[:, :, quantised - before :]
         return self._returned(read)
 
-    def _decoded(self, like: Tensor, count: int, width: int) -> Tensor:
-        """Return memory (B, H_kv, width, D) whose first `count` columns hold the stored states."""
-        batch, heads, _, size = like.shape
-        out = like.new_empty((batch, heads, width, size))
-        if count:
-            self.codec.decode(tuple(tensor[:, :, :count] for tensor in self.memory), out[:, :, :count])
-        return out
+    def _shifted(self, states: Tensor, start: int, sign: int) -> Tensor:
+        """Add the keys' offset to states (B, H_kv, T, D) of columns from `start` on, or subtract it; return them."""
+        if self.offset is not None and states.shape[2]:
+            positions = self.reading.positions(start, start + states.shape[2], states.device)
+            states[:, : len(self.offset.still)].add_(self.offset.at(positions), alpha=sign)
+        return states
 
     def _returned(self, states: Tensor) -> Tensor:
         return rotated(states, back=True) if self.rotates and not self.returns_rotated else states
@@ -64,7 +100,7 @@ class Quantised(Columns):
     def select(self, rows: Tensor) -> None:
         """Select rows of the batch, in this order; a row may occur several times."""
         super().select(rows)
-        if self.recent:
+        if self.tail.numel():
             self.tail = self.tail[rows.to(self.tail.device)]
 
     def tensors(self) -> tuple[Tensor, ...]:
@@ -72,18 +108,25 @@ class Quantised(Columns):
         return *self.memory, self.tail
 
 
-def new_layer(kind: str | None, recent: int = 0, returns_rotated: bool = True) -> ColumnLayer:
-    """Return an empty layer of a cache whose keys and values are stored as `kind`; None: as they are.
+class QuantisedLayer(ColumnLayer):
+    """A layer whose keys and values are stored as `kind`; below 8 bits the latest tokens stay exact."""
 
-    Of types with less than 8 bits, the `recent` latest tokens stay exact.
-    """
-    return ColumnLayer(Columns if kind is None else partial(Quantised, kind, recent, returns_rotated))
+    def __init__(self, kind: str, reading: Reading, returns_rotated: bool = True, offset: KeyOffset | None = None):
+        super().__init__(partial(Quantised, kind, reading, returns_rotated))
+        self.offset = offset if rotates(kind) else None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Take dtype and device from the states, and subtract the offset from keys only."""
+        super().lazy_initialization(key_states, value_states)
+        if isinstance(self.columns[0], Quantised):
+            self.columns[0].offset = self.offset
 
 
 class QuantizedKVCache(Cache):
     """A cache for a model's config; `kinds` are the types of its layers' keys and values, None: as they are.
 
-    Keys and values come back rotated if `returns_rotated`, as `quantizing` expects them.
+    `offsets` are those of the layers' keys. Keys and values come back rotated if `returns_rotated`, as `quantizing`
+    expects them.
 
     Raises:
         ValueError: a layer to be quantised caches other states than keys and values of all tokens.
@@ -91,14 +134,20 @@ class QuantizedKVCache(Cache):
     """
 
     def __init__(
-        self, config: PreTrainedConfig, bits: KvBits, kinds: Sequence[str | None], returns_rotated: bool = False
+        self,
+        config: PreTrainedConfig,
+        bits: KvBits,
+        kinds: Sequence[str | None],
+        offsets: Mapping[int, KeyOffset],
+        returns_rotated: bool = False,
     ):
         layers = DynamicCache(config=config).layers
+        self.reading = Reading(bits.recent)
         for layer, kind in enumerate(kinds):
             if kind is None:
                 continue
             if type(layers[layer]) is not DynamicLayer:
                 raise ValueError(f"layer {layer} caches more than keys and values, which cannot be quantised")
-            layers[layer] = new_layer(kind, bits.recent, returns_rotated)
+            layers[layer] = QuantisedLayer(kind, self.reading, returns_rotated, offsets.get(layer))
         super().__init__(layers=layers)
         self.bits, self.returns_rotated = bits, returns_rotated

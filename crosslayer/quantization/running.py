@@ -8,7 +8,7 @@ Shapes: B batch, T new tokens, S cached + new tokens, H heads, H_kv key-value he
 """
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -21,8 +21,9 @@ from transformers import PreTrainedModel
 from crosslayer.core.plan import CACHED
 from crosslayer.core.transformers_versions import CACHE, given_cache
 from crosslayer.probe.intercept import AttentionCall, evaluating, intercepted, layer_stack
-from crosslayer.quantization.cache import QuantizedKVCache
+from crosslayer.quantization.cache import QuantizedKVCache, first_exact
 from crosslayer.quantization.codec import codec_of, rotated, rotates
+from crosslayer.quantization.offsets import KeyOffset, key_offsets
 from crosslayer.wiring.kv_bits import KvBits, keeps_recent, parse_kv_bits
 from crosslayer.wiring.read import read_plan
 from crosslayer.wiring.result import ModelPlan
@@ -45,7 +46,8 @@ def quantized_cache(model: PreTrainedModel, bits: KvBits | str | int = 4) -> Qua
 
     """
     bits = bits if isinstance(bits, KvBits) else parse_kv_bits(bits)
-    return QuantizedKVCache(model.config, bits, stored_kinds(_check(model, bits), bits))
+    kinds = stored_kinds(_check(model, bits), bits)
+    return QuantizedKVCache(model.config, bits, kinds, key_offsets(model))
 
 
 @contextmanager
@@ -66,10 +68,12 @@ def quantizing(model: PreTrainedModel, bits: KvBits | str | int) -> Iterator[Cal
     bits = bits if isinstance(bits, KvBits) else parse_kv_bits(bits)
     plan = _check(model, bits)
     check_masks(model, "a quantised KV cache")
-    run, kinds = _Run(bits, plan), stored_kinds(plan, bits)
-    QuantizedKVCache(model.config, bits, kinds)  # refuses what it cannot store, also if texts are only scored
+    kinds, offsets = stored_kinds(plan, bits), key_offsets(model)
+    run = _Run(bits, plan, offsets)
+    new_cache = partial(QuantizedKVCache, model.config, bits, kinds, offsets, returns_rotated=True)
+    new_cache()  # refuses what it cannot store, also if texts are only scored
     with torch.no_grad(), evaluating(model), called_with_cache(model, run.begin), intercepted(model, run.handle):
-        yield lambda: QuantizedKVCache(model.config, bits, kinds, returns_rotated=True)
+        yield new_cache
 
 
 @contextmanager
@@ -93,35 +97,56 @@ def call_arguments(body: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict
 class _Run:
     """The state of one use of `quantizing`, over all forward passes."""
 
-    def __init__(self, bits: KvBits, plan: ModelPlan):
-        self.bits, self.kinds, self.is_cached = bits, state_kinds(plan, bits), False
+    def __init__(self, bits: KvBits, plan: ModelPlan, offsets: Mapping[int, KeyOffset]):
+        self.bits, self.kinds, self.offsets = bits, state_kinds(plan, bits), offsets
+        self.is_cached = self.is_divided = False
+        self.exact = 0  # the first column that comes exact, out of a cache or without one
+        self.ranks = torch.empty(0)  # (B or 1, S), how many tokens of a text lie up to a column
 
     def begin(self, body: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Check the cache that a forward pass receives."""
-        cache = given_cache(call_arguments(body, args, kwargs))
-        ours = isinstance(cache, QuantizedKVCache) and cache.bits == self.bits and cache.returns_rotated
-        if cache is not None and not ours:
+        """Check the cache that a forward pass receives, and note which columns are tokens."""
+        arguments = call_arguments(body, args, kwargs)
+        cache = given_cache(arguments)
+        ours = cache if isinstance(cache, QuantizedKVCache) else None
+        if cache is not None and (ours is None or ours.bits != self.bits or not ours.returns_rotated):
             raise ValueError(
                 f"the model runs under `quantizing` but got another cache ({type(cache).__name__}); pass "
                 f"{CACHE}=new_cache(), with the function that `quantizing` gives"
             )
-        self.is_cached = cache is not None
+        before = 0 if ours is None else ours.get_seq_length()
+        self.is_cached, self.exact, self.ranks = ours is not None, 0, token_ranks(arguments, before)
+        if ours is not None:
+            self.exact = max(0, before - ours.reading.kept)
+            ours.reading.see(self.ranks)
+        self.is_divided = int(first_exact(self.ranks, self.ranks[:, -1], self.bits.recent).max()) > self.exact
 
     def handle(self, call: AttentionCall) -> AttentionCall:
         """Let each query of a call read what it would read if the text came token by token."""
-        kinds = self.kinds[call.layer]
+        kinds, exact, ranks = self.kinds[call.layer], self.exact, self.ranks.to(call.key.device)
+        recent = [kind if keeps_recent(kind) else None for kind in kinds]
+        is_divided = self.is_divided and any(recent)
         call = in_rotated_channels(call, kinds, self.is_cached)
-        if not any(map(keeps_recent, kinds)):
-            return call if self.is_cached else rounded(call, kinds)
-        new, width = call.query.shape[2], call.key.shape[2]
-        before = width - new
-        exact = max(0, before - self.bits.recent + 1)  # the first column that is not quantised yet
-        if width - 1 - exact < self.bits.recent:
-            return call  # no query reads quantised what another reads exactly
+        if self.is_cached and not is_divided:
+            return call
+        offset = self.offsets.get(call.layer) if rotates(kinds[0]) else None
+        shift = 0.0 if offset is None else offset.at((ranks[:, exact:] - 1).clamp_min(0)).to(call.key.dtype)
+        if not self.is_cached:  # the others are read as they are stored, whatever the query
+            call = rounded(call, [None if keeps_recent(kind) else kind for kind in kinds], shift)
+        if not is_divided:
+            return call
         if call.position_bias is not None:
             raise ValueError("a quantised KV cache is not defined for attention with a position bias")
-        rounded_states = rounded(replace(call, key=call.key[:, :, exact:], value=call.value[:, :, exact:]), kinds)
-        return replace(call, parts=tuple(queries_by_block(call, rounded_states, exact, self.bits.recent)))
+        later = rounded(replace(call, key=call.key[:, :, exact:], value=call.value[:, :, exact:]), recent, shift)
+        return replace(call, parts=tuple(queries_by_block(call, later, ranks, self.bits.recent)))
+
+
+def token_ranks(arguments: Mapping[str, Any], before: int) -> Tensor:
+    """Return how many tokens of a text lie up to each column, (B or 1, S), from a call's mask (B, S) if it has one."""
+    mask = arguments.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.ndim == 2:
+        return mask.long().cumsum(-1)
+    new = next(arguments[name] for name in ("input_ids", "inputs_embeds") if arguments.get(name) is not None)
+    return torch.arange(1, before + new.shape[1] + 1, device=new.device)[None]
 
 
 def stored_kinds(plan: ModelPlan, bits: KvBits) -> list[str | None]:
@@ -151,37 +176,38 @@ def in_rotated_channels(call: AttentionCall, kinds: tuple[str | None, str | None
     )
 
 
-def rounded(call: AttentionCall, kinds: tuple[str | None, str | None]) -> AttentionCall:
-    """Return a call whose keys and values are quantised and back."""
+def rounded(call: AttentionCall, kinds: Sequence[str | None], shift: Tensor | float = 0.0) -> AttentionCall:
+    """Return a call whose keys and values are quantised and back, keys less a shift (B or 1, H_kv, T, D)."""
     keys, values = kinds
     return replace(
         call,
-        key=call.key if keys is None else codec_of(keys).rounded(call.key),
+        key=call.key if keys is None else codec_of(keys).rounded(call.key - shift) + shift,
         value=call.value if values is None else codec_of(values).rounded(call.value),
     )
 
 
 def queries_by_block(
-    call: AttentionCall, rounded_states: AttentionCall, exact: int, recent: int
+    call: AttentionCall, rounded_states: AttentionCall, ranks: Tensor, recent: int
 ) -> Iterator[AttentionCall]:
     """Return calls of `QUERIES` queries each, which read the `recent` latest tokens exactly and all others quantised.
 
-    In `call` the columns before `exact` are quantised already; `rounded_states` are the others, quantised.
+    In `call` the first columns are quantised already; `rounded_states` are the others, quantised. `ranks` (B or 1, S)
+    counts the tokens up to a column.
     """
     new, width = call.query.shape[2], call.key.shape[2]
-    before = width - new
+    before, exact = width - new, width - rounded_states.key.shape[2]
     allowed = allowed_by(call)  # (B or 1, 1, T, S)
-    ages = torch.arange(before, width)[:, None] - torch.arange(width)  # (T, S), of a key when a query reads it
-    ages = ages.to(allowed.device)
-    ahead = bool((allowed & (ages < 0)).any())  # queries that attend to later tokens
+    ahead = bool(allowed.triu(before + 1).any())  # queries that attend to later tokens
+    quantised = torch.arange(width, device=ranks.device) < exact
     for start in range(0, new, QUERIES):
         end = min(start + QUERIES, new)
-        far = max(exact, before + end - recent)  # columns that are read quantised, by some query
-        near = max(exact, before + start - recent + 1)  # the first column that is read exactly, by some query
+        rank = ranks[:, before + start : before + end]  # (B or 1, Q)
+        near, far = (first_exact(ranks, rank[:, at], recent) for at in (0, -1))  # (B or 1,)
+        near, far = max(exact, int(near.min())), max(exact, int(far.max()))
         last = width if ahead else before + end
-        is_rounded = (ages[start:end, :far] >= recent) | (torch.arange(far, device=ages.device) < exact)
-        is_exact = ages[start:end, near:last] < recent
-        reads = [is_rounded & allowed[:, :, start:end, :far], is_exact & allowed[:, :, start:end, near:last]]
+        old = (ranks[:, None] <= rank[..., None] - recent)[:, None]  # (B or 1, 1, Q, S)
+        by_codes = (old | quantised)[..., :far] & allowed[:, :, start:end, :far]
+        exactly = ~old[..., near:last] & allowed[:, :, start:end, near:last]
         keys, values = (
             torch.cat([own[:, :, :exact], other[:, :, : far - exact], own[:, :, near:last]], 2)
             for own, other in ((call.key, rounded_states.key), (call.value, rounded_states.value))
@@ -192,7 +218,7 @@ def queries_by_block(
             query=call.query[:, :, start:end],
             key=keys,
             value=values,
-            mask=mask_for(call, torch.cat(reads, -1)),
+            mask=mask_for(call, torch.cat([by_codes, exactly], -1)),
             options=call.options if sinks is None else {**call.options, "sinks": sinks[:, :, start:end]},
         )
 

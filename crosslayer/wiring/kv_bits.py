@@ -98,12 +98,10 @@ def groups(size: int) -> int:
 def stored_bytes(kind: str, size: int, length: int, item: float, recent: int = RECENT) -> float:
     """Return the bytes of a head's keys, or values, of a text of `length` tokens.
 
-    `item` is the size of an element that is not quantised, in bytes. Memory is allocated in blocks of 16 tokens.
+    `item` is the size of an element that is not quantised, in bytes. Memory for codes is allocated in blocks.
     """
-    quantised = allocated_tokens(length) * token_bytes(kind, size)
-    if not keeps_recent(kind):
-        return quantised
-    return quantised + min(length, recent - 1) * size * item
+    exact = min(length, recent - 1) if keeps_recent(kind) else 0
+    return allocated_tokens(length - exact) * token_bytes(kind, size) + exact * size * item
 
 
 def keeps_recent(kind: str | None) -> bool:

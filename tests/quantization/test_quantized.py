@@ -10,21 +10,22 @@ from transformers import AutoConfig, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 import crosslayer
-from crosslayer.core.columns import ColumnLayer
 from crosslayer.core.decoder.caches import cache_bytes
 from crosslayer.core.packing import pack, unpack
 from crosslayer.core.transformers_versions import CACHE, EMPTY_LAYER
 from crosslayer.eviction.running import evicting
-from crosslayer.probe.intercept import intercepted
+from crosslayer.probe.intercept import intercepted, layer_stack, visited
 from crosslayer.quantization import cache as cache_module
 from crosslayer.quantization import running
-from crosslayer.quantization.codec import RANGE, codec_of, rotation
+from crosslayer.quantization.cache import QuantisedLayer
+from crosslayer.quantization.codec import RANGE, codec_of, rotated, rotation
+from crosslayer.quantization.offsets import key_offsets
 from crosslayer.quantization.running import quantized_cache, quantizing, stored_kinds
 from crosslayer.testing.tiny import TOLERANCE, build, config_of, tokens
 from crosslayer.wiring.kv_bits import KvBits, groups, parse_kv_bits, stored_bytes, token_bytes
 from crosslayer.wiring.read import read_plan
 from tests.helpers.smaller_caches import EAGER, PLANS, UNIATTN, attending_with
-from tests.helpers.tiny import tiny
+from tests.helpers.tiny import CAUSAL, tiny
 
 KINDS = ("int8", "int4", "int3", "int2", "fp8")
 FEW = ("int8", "int4", "fp8")  # all ways to store
@@ -51,12 +52,32 @@ def bits_of(kind, **options):
     return KvBits(kind, everywhere=kind, recent=RECENT, **options)
 
 
-def rounded(kind, states):
+def add_key_biases(model):
+    """Let the key projections of a Qwen 2 have biases that exceed the rest of the keys, as trained ones do."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("k_proj.bias"):
+            parameter.data.normal_(0, 5, generator=torch.Generator().manual_seed(0))
+
+
+def rounded_states(kind, states):
     codec = codec_of(kind)
     if kind == "fp8":
         return codec.rounded(states)
     matrix = rotation(states.shape[-1], states.dtype, states.device)
     return codec.rounded(states @ matrix) @ matrix.T
+
+
+def key_bias(module, positions):
+    """Return what the bias of the key projection adds to the keys at positions, (1, H_kv, T, D)."""
+    if hasattr(module, "c_attn"):  # GPT-2
+        return module.c_attn.bias.chunk(3)[1].view(1, module.num_heads, 1, module.head_dim)
+    if module.k_proj.bias is None:
+        return 0.0
+    bias = module.k_proj.bias.view(1, -1, 1, module.head_dim)
+    angles = positions[:, None] * 10000.0 ** -(torch.arange(0, module.head_dim, 2) / module.head_dim)
+    angles = torch.cat([angles, angles], -1)
+    first, second = bias.chunk(2, -1)
+    return bias * angles.cos() + torch.cat([-second, first], -1) * angles.sin()
 
 
 def naive(kind):
@@ -66,7 +87,9 @@ def naive(kind):
         groups = query.shape[1] // key.shape[1]
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         states = [states.repeat_interleave(groups, 1) for states in (key, value)]
-        coarse = [rounded(kind, each).repeat_interleave(groups, 1) for each in (key, value)]
+        shift = 0.0 if kind == "fp8" else key_bias(module, torch.arange(key.shape[2]))
+        coarse = [rounded_states(kind, key - shift) + shift, rounded_states(kind, value)]
+        coarse = [each.repeat_interleave(groups, 1) for each in coarse]
         rows = []
         for at in range(query.shape[2]):
             exact = max(0, at - RECENT + 1) if kind in ("int4", "int3", "int2") else at + 1
@@ -81,9 +104,12 @@ def naive(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("family", "implementation"), [("llama", "sdpa"), ("llama", "eager"), ("gpt2", "sdpa")])
+@pytest.mark.parametrize(
+    ("family", "implementation"), [("llama", "sdpa"), ("llama", "eager"), ("gpt2", "sdpa"), ("qwen2", "sdpa")]
+)
 def test_a_text_is_read_as_a_loop_over_tokens_reads_it(family, implementation, kind):
     model, ids = tiny(family, implementation), tokens(2, 24)
+    add_key_biases(model)
     plain = model(ids, use_cache=False).logits
     with quantizing(model, bits_of(kind)):
         ours = model(ids, use_cache=False).logits
@@ -105,6 +131,23 @@ def test_cuts_make_no_difference_and_bytes_are_those_predicted(plan, kind):
             assert (torch.cat(pieces, 1) - full).abs().max() < TOLERANCE, sizes
             states, heads, size = model.config.plan.stored_states(), 2, model.config.head_dim
             assert cache_bytes(cache) == 2 * states * heads * stored_bytes(kind, size, 24, 8, recent=RECENT)
+
+
+@pytest.mark.parametrize("text", ["8@0,4@1", "4@0,8@1", "fp8@0,4@1-5", "4@0-2,fp8@3-5", "8@2,4@3", "4@2,8@3"])
+@pytest.mark.parametrize("plan", ["svformer", UNIATTN, "cla"], ids=str)
+def test_keys_and_values_of_a_layer_may_have_types_of_their_own(plan, text):
+    """Both keep the latest tokens exact, one of them does, or none."""
+    model, ids = build(config_of(plan)), tokens(2, 24)
+    stores = [model.config.plan.stored(layer) for layer in range(6)]
+    bits = replace(parse_kv_bits(text), recent=RECENT)
+    if not any(bits.kind(layer) for layer in range(6) if stores[layer]):
+        return
+    with quantizing(model, bits) as new_cache:
+        full = model(ids, use_cache=False).logits
+        for sizes in ([1] * 24, [9, 1, 14]):
+            cache = new_cache()
+            pieces = [model(part, **{CACHE: cache}).logits for part in ids.split(sizes, dim=1)]
+            assert (torch.cat(pieces, 1) - full).abs().max() < TOLERANCE, sizes
 
 
 @settings(max_examples=15, deadline=None)
@@ -160,6 +203,70 @@ def test_beams_and_padded_rows_are_those_of_single_texts(plan, kind):
 
 
 @pytest.mark.parametrize("kind", FEW)
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("pads", [(3, 20, 0), (20, 0, 5), (0, 7, 1)])
+def test_padding_anywhere_makes_no_difference(pads, family, kind):
+    """Two turns of a text with padding before, between and behind them, beside another text with none."""
+    model, text = tiny(family), tokens(2, 24)
+    add_key_biases(model)
+    first, between, last = pads
+    columns = first + 12 + between + 12 + last
+    ids, mask = torch.zeros(2, columns, dtype=torch.long), torch.zeros(2, columns, dtype=torch.long)
+    ids[1], mask[1] = tokens(1, columns, seed=3)[0], 1
+    for start, part in ((first, text[0, :12]), (first + 12 + between, text[0, 12:])):
+        ids[0, start : start + 12], mask[0, start : start + 12] = part, 1
+    positions = (mask.cumsum(-1) - 1).clamp_min(0)
+    with quantizing(model, bits_of(kind)) as new_cache:
+        alone = model(text[:1], use_cache=False).logits[0]
+        beside = model(ids[1:], use_cache=False).logits[0]
+        scored = model(ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
+        for sizes in ([columns], [first + 12, columns - first - 12], [1] * columns):
+            cache, pieces, end = new_cache(), [], 0
+            for size in sizes:
+                start, end = end, end + size
+                options = {"attention_mask": mask[:, :end], "position_ids": positions[:, start:end], CACHE: cache}
+                pieces.append(model(ids[:, start:end], **options).logits)
+            for logits in (torch.cat(pieces, 1), scored):
+                assert (logits[0, mask[0].bool()] - alone).abs().max() < FLOAT32, sizes
+                assert (logits[1] - beside).abs().max() < FLOAT32, sizes
+
+
+BIASED = ["qwen2", "gpt_neox", "gpt2", "opt", "phi", "starcoder2", "stablelm", "gpt_oss", "glm4", "glm"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", BIASED)
+def test_the_offset_of_keys_is_what_their_bias_adds(family, dtype):
+    """Whatever the names and the rotary layout of a family; in the first layer, whose input no bias changes."""
+    options = {} if family in CAUSAL else {**CAUSAL["qwen3"], "attention_bias": True}
+    options |= {"use_qkv_bias": True} if family == "stablelm" else {}
+    model, ids = tiny(family, dtype=dtype, **options), tokens(1, 40)
+    keys, offset = [], key_offsets(model)[0].at(torch.arange(40)[None])
+    for _ in range(2):
+        with visited(model, lambda call: keys.append(rotated(call.key)) if call.layer == 0 else None):
+            model(ids, use_cache=False)
+        for name, parameter in layer_stack(model)[0].named_parameters():
+            if name.endswith("bias") and "norm" not in name and "ln_1" not in name:
+                parameter.data.zero_()
+    with_bias, without = keys
+    assert offset.abs().max() > 0.2
+    assert (with_bias - without - offset).abs().max() < (1e-4 if dtype == torch.float32 else 0.1)
+
+
+def test_models_whose_keys_have_no_bias_have_no_offset():
+    for family in ("llama", "qwen3", "gemma3_text"):
+        assert key_offsets(tiny(family)) == {}
+
+
+def test_eviction_needs_keys_without_bias_below_8_bits():
+    model = tiny("qwen2")
+    with pytest.raises(ValueError, match="bias"), evicting(model, "h2o:0.4", "4"):
+        pass
+    with evicting(model, "h2o:0.4", "8"):
+        model(tokens(1, 24), use_cache=False)
+
+
+@pytest.mark.parametrize("kind", FEW)
 @pytest.mark.parametrize("spec", ["h2o:0.4", "streaming:32"])
 @pytest.mark.parametrize("plan", [None, "cla", UNIATTN], ids=str)
 def test_what_is_kept_under_eviction_is_quantised(plan, spec, kind):
@@ -190,6 +297,14 @@ def test_plan_says_what_is_allocated(kind):
                 assert planned == cache_bytes(cache), (type(model), sizes)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("item", [2, 4])
+def test_no_text_takes_more_bytes_than_the_plain_cache(kind, item):
+    for size in (16, 64, 80, 128):
+        for length in range(1, 300):
+            assert stored_bytes(kind, size, length, item) <= length * size * item, (size, length)
+
+
 @pytest.mark.parametrize("bits", ["8", "4", "fp8@0-1"])
 def test_verify_checks_a_quantised_cache(bits):
     checks = crosslayer.verify(build(config_of(UNIATTN)), kv_bits=bits).applicable
@@ -210,7 +325,7 @@ def test_a_cache_by_itself_generates():
     assert new.shape == (1, 34)
     cache = quantized_cache(model, "8@0-1,fp8@2-3")
     model(ids, **{CACHE: cache})
-    assert [type(layer) for layer in cache.layers[::2]] == [ColumnLayer, ColumnLayer, DynamicLayer]
+    assert [type(layer) for layer in cache.layers[::2]] == [QuantisedLayer, QuantisedLayer, DynamicLayer]
     assert {type(layer) for layer in cache.layers[1::2]} == {EMPTY_LAYER}
     assert cache.get_seq_length() == 30
     cache.reset()

@@ -19,7 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from crosslayer.core.transformers_versions import CACHE
-from crosslayer.quantization.cache import new_layer
+from crosslayer.quantization.cache import QuantisedLayer, Reading
 from crosslayer.verbs.bench.costs import Load, Rates, Structure
 from crosslayer.wiring.kv_bits import RECENT
 
@@ -154,7 +154,7 @@ def _decoding(model: Structure, load: Load, filled: Callable[..., Tensor]) -> fl
     layers, sizes = [], []
     for attention in model.attention:
         if attention.kind is not None and any(attention.stored):
-            layers.append(new_layer(attention.kind, RECENT))
+            layers.append(QuantisedLayer(attention.kind, Reading(RECENT)))
             shares = zip(attention.stored, (attention.key_size, attention.value_size), strict=True)
             sizes.append([attention.kv_heads, *(round(share * size) for share, size in shares)])
     if not layers:

@@ -18,6 +18,7 @@ from crosslayer.verbs.bench.sentences import (
     sentences,
     size,
 )
+from crosslayer.wiring.kv_bits import RECENT
 
 
 def layout(record: Benchmark) -> Page:
@@ -79,7 +80,10 @@ def _details(record: Benchmark) -> list[Table]:
             cells = [f"{share:.1%}\n{size(count)}" for share, count in shares]
             quantised.append([configuration(row), one.kind, *cells])
     if quantised:
-        title = "With fewer bits (of the baseline's 16-bit cache; `--kv-bits` measures the time)"
+        title = (
+            f"With fewer bits (of the baseline's 16-bit cache; below 8 the latest {RECENT} tokens stay exact; "
+            "`--kv-bits` measures the time)"
+        )
         tables.append((title, ["configuration", "type", "baseline", "candidate"], quantised))
     off = [[configuration(row), TITLES[measure], note.words] for row, measure, note in far_off(record)]
     if off:

@@ -6,6 +6,7 @@ from pydantic import Field
 
 from crosslayer.output.record import Frozen
 from crosslayer.output.shown import Shown
+from crosslayer.wiring.kv_bits import parse_kv_bits
 
 
 class Continuation(Shown, Frozen):
@@ -20,9 +21,13 @@ class Continuation(Shown, Frozen):
     cache_bytes: int = Field(description="allocated, in the dtype of the run")
     kv_share: float | None = Field(description="of the original's 16-bit cache; None if no plan counts that")
 
+    kv_bits: str | None = Field(description="bits of the KV cache; None: not quantised")
+
     def sentences(self) -> list[str]:
-        """Return an empty line, which ends the text printed piece by piece."""
-        return [""]
+        """Return an empty line, which ends the text printed piece by piece, and how the cache is quantised."""
+        return (
+            [""] if self.kv_bits is None else ["", f"The KV cache is quantised ({parse_kv_bits(self.kv_bits).about})."]
+        )
 
     def headline(self) -> dict[str, Any]:
         """Return the model's name and the figures."""

@@ -104,6 +104,7 @@ def generate(
         tokens_per_second=round(len(new) / seconds, 2),
         cache_bytes=cache_bytes(cache),
         kv_share=_share(loaded, cache),
+        kv_bits=kv_bits,
     )
 
 

@@ -5,11 +5,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 
 from crosslayer import verify
 from crosslayer.core.columns import ColumnLayer
 from crosslayer.core.latents import SCALE, STEPS, UNIT, CodedColumns, coded
 from crosslayer.core.methods.kv_latents import KVLatents
+from crosslayer.core.plan import allocated_tokens
 from crosslayer.core.transformers_versions import CACHE
 from crosslayer.testing.tiny import build, config_of, steps, tokens
 from crosslayer.wiring.read import read_plan
@@ -36,9 +38,33 @@ def test_the_cache_returns_what_was_stored(bits, length, data):
     read, _ = layer.update(stored.flip(0)[:, :, -1:], stored[:, :, -1:, :0])
     assert torch.equal(read, stored.flip(0))
     (allocated,) = {tensor.shape[2] for tensor in layer.columns[0].tensors()}
-    rows = -(-length // 16) * 16
+    rows = allocated_tokens(length)
     assert allocated == rows
     assert sum(tensor.nbytes for tensor in layer.columns[0].tensors()) == 2 * rows * (sum(bits) + SCALE)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 12])
+@pytest.mark.parametrize("argument", [-30, -13, -12, -11, -5, -1, 0, 1, 5, 12, 30])
+def test_codes_are_cropped_as_transformers_crops_states(argument, tokens):
+    latents = torch.randn(2, tokens, UNIT)
+    stored = coded(latents, [8])[:, None]  # (B, 1, T, R + 1)
+    ours, own = ColumnLayer(lambda: CodedColumns([8]), exact=True), DynamicLayer()
+    if tokens:
+        for layer in (ours, own):
+            layer.update(stored, stored[..., :0])
+    try:
+        own.crop(argument)
+    except ValueError:
+        with pytest.raises(ValueError):
+            ours.crop(argument)
+        assert ours.get_seq_length() == tokens
+        return
+    ours.crop(argument)
+    assert ours.get_seq_length() == own.get_seq_length()
+    assert ours.get_mask_sizes(1) == own.get_mask_sizes(1)
+    if own.get_seq_length():
+        more = [layer.update(stored[:, :, :1], stored[:, :, :1, :0])[0] for layer in (ours, own)]
+        assert torch.equal(*more)
 
 
 @pytest.mark.parametrize("method", [KVLatents(rank=0.25), KVLatents(bits=BITS, groups=((0, 1, 2),))])

@@ -21,7 +21,15 @@ def test_generate_streams_and_ends_with_its_figures(monkeypatch, saved, capsys):
     assert run(monkeypatch, "generate", saved, "the whale w9", "--max-new-tokens", 5) == 0
     lines = capsys.readouterr().out.strip().splitlines()
     headline = json.loads(lines[-1])
-    assert set(headline) == {"model", "new_tokens", "seconds", "tokens_per_second", "cache_bytes", "kv_share"}
+    assert set(headline) == {
+        "model",
+        "new_tokens",
+        "seconds",
+        "tokens_per_second",
+        "cache_bytes",
+        "kv_share",
+        "kv_bits",
+    }
     model, words = load_model(str(saved))
     ids = words("the whale w9", return_tensors="pt")["input_ids"]
     again = model.generate(ids, max_new_tokens=5, do_sample=False, attention_mask=torch.ones_like(ids))
@@ -44,6 +52,15 @@ def test_the_call_returns_what_the_command_prints(monkeypatch, saved, capsys):
     assert run(monkeypatch, "generate", saved, "the whale w9", *options) == 0
     assert capsys.readouterr().out.splitlines()[0] == continuation.text
     assert Continuation.model_validate(continuation.model_dump()) == continuation
+
+
+@pytest.mark.parametrize("bits", ["8", "4", "2", "fp8"])
+def test_a_short_text_takes_no_more_bytes_with_fewer_bits(saved, bits):
+    plain = generate(saved, "the whale w9", max_new_tokens=5)
+    fewer = generate(saved, "the whale w9", max_new_tokens=5, kv_bits=bits)
+    assert fewer.cache_bytes <= plain.cache_bytes
+    assert ("64 tokens" in fewer.sentences()[-1]) == (bits in "42")  # what stays exact
+    assert plain.sentences() == [""]
 
 
 def test_the_call_refuses_what_is_wrong_before_it_loads(saved):

@@ -358,8 +358,7 @@ class DepthPlan:
         return "← " + "+".join("own" if source == layer else str(source) for source in sources)
 
     def _cache_cell(self, layer: int) -> str:
-        latent = self.latents[layer]
-        if latent is not None:
+        if (latent := self.latents[layer]) is not None:
             return f"latent, {latent.share:.1%} of both"
         states = []
         for state in self.stored(layer):

@@ -3,7 +3,7 @@
 import json
 import math
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -18,7 +18,6 @@ from pydantic import (
     field_validator,
     model_validator,
 )
-from pydantic_core import ErrorDetails
 
 from crosslayer import _start
 
@@ -137,7 +136,7 @@ def validation_message(error: ValidationError) -> str:
     return _message(error.errors()[0])
 
 
-def _message(details: ErrorDetails) -> str:
+def _message(details: Mapping[str, Any]) -> str:
     path, message = ".".join(map(str, details["loc"])), details["msg"].removeprefix("Value error, ")
     path = path if path.isprintable() else repr(path)
     if message.startswith(PYDANTIC):

@@ -123,7 +123,7 @@ def test_dropped_attention_beside_latents():
 
 @pytest.mark.parametrize("engine", ["vllm", "llama.cpp"])
 def test_other_engines_are_refused(engine):
-    with pytest.raises(ValueError, match="not defined for latents"):
+    with pytest.raises(ValueError, match=f"kv_latents caches latents, which {engine} does not store"):
         read_plan(config_of(KVLatents()), 16, "float16", engine=engine)
 
 

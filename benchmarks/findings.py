@@ -139,7 +139,7 @@ def bits() -> Finding:
         f"On six domains that nothing was fitted on, 4 bits keep {shares['smollm2', '4']:.0%} of the 16-bit cache at "
         f"a KL of {four['kl'][0]:.4f} ({spread(*four['kl'][1:], 4)}) nats a token; attention dropped in five "
         f"searched layers keeps {shares['drop5', None]:.0%} at {drop['kl'][0]:.2f} ({spread(*drop['kl'][1:])}), "
-        f"and with 4 bits besides {shares['drop5', '4']:.0%} at {both['kl'][0]:.2f}. Of "
+        f"and adding 4 bits keeps {shares['drop5', '4']:.0%} at {both['kl'][0]:.2f}. Of "
         f"twenty hidden numbers each at 512 and at 2,048 tokens 4 bits retrieve {found[0]}, the five dropped layers "
         f"{found[1]}. So bits come first, and layers where reads or compute count, or where a model was trained so.",
         panel.key,

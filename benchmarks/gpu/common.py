@@ -78,6 +78,6 @@ def peak_bytes(device: str) -> int | None:
 
 
 def save(file: Path, record: dict) -> None:
-    """Write a record with the date, versions and machine; a part that is stopped leaves what it had."""
+    """Write a record with the date, versions and machine, replacing what an earlier call wrote."""
     everything = {"date": str(date.today()), **environment().model_dump(), **record}
     file.write_text(json.dumps(everything, indent=1) + "\n")

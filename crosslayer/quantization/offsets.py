@@ -32,7 +32,7 @@ Tables = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # of cos and sin (1,
 class KeyOffset:
     """What a bias adds to the keys of a layer: `still` where cos = 1, `turned` where sin = 1, both (H_kv, 1, D).
 
-    `angles` has the radians by which each of the D channels turns from a position to the next.
+    `angles` holds how far each of the D channels turns from one position to the next, in radians.
     """
 
     still: Tensor

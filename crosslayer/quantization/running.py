@@ -71,7 +71,7 @@ def quantizing(model: PreTrainedModel, bits: KvBits | str | int) -> Iterator[Cal
     kinds, offsets = stored_kinds(plan, bits), key_offsets(model)
     run = _Run(bits, plan, offsets)
     new_cache = partial(QuantizedKVCache, model.config, bits, kinds, offsets, returns_rotated=True)
-    new_cache()  # refuses what it cannot store, also if texts are only scored
+    new_cache()  # raises for layers that cannot be quantized, even if no cache is used later
     with torch.no_grad(), evaluating(model), called_with_cache(model, run.begin), intercepted(model, run.handle):
         yield new_cache
 

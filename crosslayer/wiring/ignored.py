@@ -48,7 +48,7 @@ def check_ignored(values: dict[str, Any], config: PreTrainedConfig, name: str, r
 
 
 def _sharing(beside: dict[str, Any]) -> list[str]:
-    """Return the fields by which layers share keys and values, unless one of them is false."""
+    """Return the fields that make layers share keys and values; none if one of these fields is False."""
     found = {}
     for name, value in beside.items():
         words = set(name.split("_"))

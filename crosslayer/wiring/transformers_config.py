@@ -63,9 +63,10 @@ def mentioned(kind: type[PreTrainedConfig]) -> frozenset[str]:
             if not isinstance(part, ast.FunctionDef):
                 continue
             for node in ast.walk(part):
-                name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "value", None)
-                if isinstance(name, str) and name.isidentifier():
-                    names.add(name)
+                if isinstance(node, ast.Attribute):
+                    names.add(node.attr)
+                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    names.add(node.value)
     return frozenset(names)
 
 

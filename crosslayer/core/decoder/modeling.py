@@ -365,7 +365,7 @@ class CrossLayerForCausalLM(CrossLayerPreTrainedModel, GenerationMixin):
 
 
 class CrossLayerForSequenceClassification(GenericForSequenceClassification, CrossLayerPreTrainedModel):
-    """The body and a classifier, which reads the last token that is no padding; weights of a language model load."""
+    """The body with a classifier over the last token that is not padding; loads a language model's weights."""
 
 
 def masks_of(

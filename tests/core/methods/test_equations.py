@@ -390,7 +390,7 @@ CHOICES = {
         SharedChoice(groups=((1, 3), (2, 4, 5)), tokens=0.3, sinks=0, window=1, least=0),
         {"num_key_value_heads": 1},
     ),
-    "a share, but at least so many": (
+    "a share of the tokens with a minimum": (
         SharedChoice(groups=((0, 1, 2), (3, 4, 5)), tokens=0.3, sinks=0, window=1, least=3, sparse_choosers=(3,)),
         {},
     ),

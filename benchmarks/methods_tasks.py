@@ -3,9 +3,9 @@
     python benchmarks/methods_tasks.py RUNS_FOLDER --tasks TASKS_FOLDER --json FILE
         [--names hellaswag,openbookqa,winogrande,arc_easy,arc_challenge,piqa] [--limit 2000] [--baseline vanilla]
 
-RUNS_FOLDER holds folders ARM-SEED as `crosslayer compare` leaves them, TASKS_FOLDER is what `python -m
-crosslayer.verbs.evaluate.local_tasks` writes. An item's difference is the mean over the seeds that both variants have;
-intervals are over items. Differences seed by seed stand beside them.
+RUNS_FOLDER holds folders ARM-SEED as `crosslayer compare` leaves them, TASKS_FOLDER is what `python
+benchmarks/local_tasks.py` writes. An item's difference is the mean over the seeds that both variants have; intervals
+are over items. Differences seed by seed stand beside them.
 """
 
 import argparse

@@ -5,7 +5,7 @@
         [--lengths 256,512] [--text NAME=FILE …] [--no-cost] [--dtype bfloat16]
 
 The first row is the baseline: every other is paired with it, item by item, window by window, needle by needle.
-TASKS_FOLDER is what `python -m crosslayer.verbs.evaluate.local_tasks` writes; an empty --names leaves tasks out.
+TASKS_FOLDER is what `python benchmarks/local_tasks.py` writes; an empty --names leaves tasks out.
 Perplexity and KL are of windows of 512 tokens: of the embedded corpus, or of as many windows of each --text, which may
 be an embedded domain. Needles are RULER's with a single key. What is measured stands in FILE after each row.
 """

@@ -21,7 +21,6 @@ from crosslayer.verbs.compare.result import Comparison as Comparison
 from crosslayer.verbs.compare.run import compare as compare
 from crosslayer.verbs.diagnose.result import Diagnosis as Diagnosis
 from crosslayer.verbs.diagnose.run import diagnose as diagnose
-from crosslayer.verbs.evaluate.local_tasks import write_local_tasks as write_local_tasks
 from crosslayer.verbs.evaluate.result import Evaluation as Evaluation
 from crosslayer.verbs.evaluate.run import evaluate as evaluate
 from crosslayer.verbs.export.run import export as export

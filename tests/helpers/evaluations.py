@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from crosslayer.verbs.evaluate.local_tasks import write_local_tasks
+from benchmarks.local_tasks import write_local_tasks
 from tests.helpers.text import WORDS, tokenizer
 from tests.helpers.tiny import tiny
 

@@ -23,7 +23,6 @@ from crosslayer.extras import check_extra
 from crosslayer.hub import reading_dataset
 from crosslayer.verbs.evaluate.record import EvaluateSettings
 
-SCRIPT = "python -m crosslayer.verbs.evaluate.local_tasks"
 LOCAL = "_local"  # ending of the names of tasks that read local files
 LM_EVAL_SEED = 1234  # lm-eval's default for numpy, torch and few-shot examples; our seed is added to it
 SHOWN = 160  # characters of a library's error that are shown
@@ -239,7 +238,7 @@ def _reason(error: Exception) -> str:
     text = " ".join(str(error).split())
     if any(word in text or word in type(error).__name__ for word in OFFLINE):
         return (
-            f"its data is on the Hugging Face hub, which cannot be reached; run `{SCRIPT} DATA OUT` to write tasks "
-            "that read local files, and pass --include-path OUT"
+            f"its data is on the Hugging Face hub, which cannot be reached; `python benchmarks/local_tasks.py DATA OUT` "
+            "in a clone of crosslayer writes tasks that read local files, for --include-path OUT"
         )
     return f"{type(error).__name__}: {text[:SHOWN]}"

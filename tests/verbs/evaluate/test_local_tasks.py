@@ -7,7 +7,8 @@ import sys
 import pytest
 
 import crosslayer
-from crosslayer.verbs.evaluate.local_tasks import articles
+from benchmarks import local_tasks
+from benchmarks.local_tasks import articles, write_local_tasks
 from tests.helpers import evaluations
 
 WRITTEN = {
@@ -19,7 +20,7 @@ WRITTEN = {
 
 def test_every_task_is_written_and_runs(tmp_path, pair):
     data = evaluations.data(tmp_path / "data")
-    names = crosslayer.write_local_tasks(data, tmp_path / "tasks")
+    names = write_local_tasks(data, tmp_path / "tasks")
     assert set(names) == WRITTEN
     evaluation = crosslayer.evaluate(pair[0], tasks=names[:-3], include_path=tmp_path / "tasks", limit=3)
     kinds = {(row.name, row.metric): row.kind for row in evaluation.rows}
@@ -40,7 +41,7 @@ def test_the_script_says_what_it_wrote_and_what_is_wrong(tmp_path):
     data = evaluations.data(tmp_path / "data", items=3)
 
     def run(*words):
-        command = [sys.executable, "-m", "crosslayer.verbs.evaluate.local_tasks", *map(str, words)]
+        command = [sys.executable, local_tasks.__file__, *map(str, words)]
         return subprocess.run(command, capture_output=True, text=True)
 
     done = run(data, tmp_path / "tasks")
@@ -51,15 +52,15 @@ def test_the_script_says_what_it_wrote_and_what_is_wrong(tmp_path):
 
 def test_a_folder_is_replaced_only_where_it_is_ours(tmp_path):
     data = evaluations.data(tmp_path / "data", items=3)
-    crosslayer.write_local_tasks(data, tmp_path / "tasks")
-    crosslayer.write_local_tasks(data, tmp_path / "tasks", force=True)
+    write_local_tasks(data, tmp_path / "tasks")
+    write_local_tasks(data, tmp_path / "tasks", force=True)
     (tmp_path / "tasks" / "mine.yaml").write_text("task: mine")
     with pytest.raises(ValueError, match="holds more than crosslayer wrote"):
-        crosslayer.write_local_tasks(data, tmp_path / "tasks", force=True)
+        write_local_tasks(data, tmp_path / "tasks", force=True)
     with pytest.raises(ValueError, match="no known data files"):
-        crosslayer.write_local_tasks(tmp_path / "tasks", tmp_path / "out")
+        write_local_tasks(tmp_path / "tasks", tmp_path / "out")
     with pytest.raises(ValueError, match="must be a folder"):
-        crosslayer.write_local_tasks(tmp_path / "nowhere", tmp_path / "out")
+        write_local_tasks(tmp_path / "nowhere", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -72,6 +73,6 @@ def test_articles_of_wikitext_begin_with_their_headings():
 
 def test_an_article_behind_a_byte_order_mark_is_read(tmp_path):
     (tmp_path / "wikitext2_test.txt").write_bytes(b"\xef\xbb\xbf = Robert = \r\n \r\n He is . \r\n")
-    crosslayer.write_local_tasks(tmp_path, tmp_path / "tasks")
+    write_local_tasks(tmp_path, tmp_path / "tasks")
     pages = (tmp_path / "tasks" / "wikitext2.test.jsonl").read_text()
     assert [json.loads(line)["page"] for line in pages.splitlines()] == [" = Robert = \n \n He is . \n"]

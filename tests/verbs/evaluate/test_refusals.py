@@ -112,7 +112,7 @@ def test_data_that_is_away_names_what_helps_at_once(monkeypatch, capsys, pair, t
     assert time.monotonic() - started < 10 and not constants.HF_HUB_OFFLINE
     assert asked == [("someone/questions", "README.md", hub.PATIENCE, "dataset")]
     assert "task 'mine' cannot be loaded: its data is on the Hugging Face hub, which cannot be reached" in said
-    assert "crosslayer.verbs.evaluate.local_tasks DATA OUT" in said and "--include-path OUT" in said
+    assert "benchmarks/local_tasks.py DATA OUT" in said and "--include-path OUT" in said
 
 
 def test_a_task_that_is_wrong_is_named(monkeypatch, capsys, pair, tmp_path):
@@ -211,8 +211,8 @@ def test_groups_take_local_tasks_where_there_are_any():
 
 
 def test_our_groups_are_tasks_of_the_harness():
+    from benchmarks.local_tasks import STOCK
     from crosslayer.verbs.evaluate.harness import stock_folder
-    from crosslayer.verbs.evaluate.local_tasks import STOCK
 
     names = {option for options in sum(GROUPS.values(), []) for option in options} - {"medqa_5options"}
     assert names <= set(STOCK)

@@ -1,4 +1,6 @@
-"""Writes lm-eval tasks that read local files: `python -m crosslayer.verbs.evaluate.local_tasks DATA OUT`.
+"""Write lm-eval tasks that read local files.
+
+    python benchmarks/local_tasks.py DATA OUT [--force]
 
 Each task is lm-eval's own definition (`include:`) with another path of its data, so prompts and scores are the same.
 DATA holds files TASK.SPLIT.jsonl (or .jsonl.gz) with the columns of the data set on the Hugging Face hub; SPLIT is
@@ -181,7 +183,7 @@ def _blimp(source: Path, folder: Path, target: Path) -> list[str]:
 
 def main() -> None:
     """Write tasks for the folder on the command line, and print their names."""
-    parser = argparse.ArgumentParser(prog="python -m crosslayer.verbs.evaluate.local_tasks", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python benchmarks/local_tasks.py", description=__doc__)
     parser.add_argument("data", help="folder of files TASK.SPLIT.jsonl")
     parser.add_argument("out", help="folder to write, for crosslayer evaluate --include-path")
     parser.add_argument("--force", action="store_true", help="replace the folder")

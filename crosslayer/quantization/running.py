@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from crosslayer.core.plan import CACHED
 from crosslayer.core.transformers_versions import CACHE, given_cache
 from crosslayer.probe.intercept import AttentionCall, evaluating, intercepted, layer_stack
-from crosslayer.quantization.cache import QuantizedKVCache, first_exact
+from crosslayer.quantization.cache import QuantizedKVCache, Reading, first_exact
 from crosslayer.quantization.codec import codec_of, rotated, rotates
 from crosslayer.quantization.offsets import KeyOffset, key_offsets
 from crosslayer.wiring.kv_bits import KvBits, keeps_recent, parse_kv_bits
@@ -101,7 +101,7 @@ class _Run:
         self.bits, self.kinds, self.offsets = bits, state_kinds(plan, bits), offsets
         self.is_cached = self.is_divided = False
         self.exact = 0  # the first column that comes exact, out of a cache or without one
-        self.ranks = torch.empty(0)  # (B or 1, S), how many tokens of a text lie up to a column
+        self.reading = Reading(bits.recent)
 
     def begin(self, body: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Check the cache that a forward pass receives, and note which columns are tokens."""
@@ -114,22 +114,25 @@ class _Run:
                 f"{CACHE}=new_cache(), with the function that `quantizing` gives"
             )
         before = 0 if ours is None else ours.get_seq_length()
-        self.is_cached, self.exact, self.ranks = ours is not None, 0, token_ranks(arguments, before)
-        if ours is not None:
-            self.exact = max(0, before - ours.reading.kept)
-            ours.reading.see(self.ranks)
-        self.is_divided = int(first_exact(self.ranks, self.ranks[:, -1], self.bits.recent).max()) > self.exact
+        self.is_cached = ours is not None
+        self.reading = Reading(self.bits.recent) if ours is None else ours.reading
+        self.exact = 0 if ours is None else max(0, before - self.reading.kept)
+        ranks = token_ranks(arguments, before)
+        self.reading.see(ranks)
+        self.is_divided = int(first_exact(ranks, ranks[:, -1], self.bits.recent).max()) > self.exact
 
     def handle(self, call: AttentionCall) -> AttentionCall:
         """Let each query of a call read what it would read if the text came token by token."""
-        kinds, exact, ranks = self.kinds[call.layer], self.exact, self.ranks.to(call.key.device)
+        kinds, exact = self.kinds[call.layer], self.exact
         recent = [kind if keeps_recent(kind) else None for kind in kinds]
         is_divided = self.is_divided and any(recent)
         call = in_rotated_channels(call, kinds, self.is_cached)
         if self.is_cached and not is_divided:
             return call
-        offset = self.offsets.get(call.layer) if rotates(kinds[0]) else None
-        shift = 0.0 if offset is None else offset.at((ranks[:, exact:] - 1).clamp_min(0)).to(call.key.dtype)
+        shift: Tensor | float = 0.0
+        if rotates(kinds[0]) and call.layer in self.offsets:
+            positions = self.reading.positions(exact, call.key.shape[2], call.key.device)
+            shift = self.offsets[call.layer].at(positions).to(call.key.dtype)
         if not self.is_cached:  # the others are read as they are stored, whatever the query
             call = rounded(call, [None if keeps_recent(kind) else kind for kind in kinds], shift)
         if not is_divided:
@@ -137,7 +140,10 @@ class _Run:
         if call.position_bias is not None:
             raise ValueError("a quantised KV cache is not defined for attention with a position bias")
         later = rounded(replace(call, key=call.key[:, :, exact:], value=call.value[:, :, exact:]), recent, shift)
-        return replace(call, parts=tuple(queries_by_block(call, later, ranks, self.bits.recent)))
+        assert self.reading.ranks is not None
+        return replace(
+            call, parts=tuple(queries_by_block(call, later, self.reading.ranks.to(call.key.device), self.bits.recent))
+        )
 
 
 def token_ranks(arguments: Mapping[str, Any], before: int) -> Tensor:

@@ -36,6 +36,7 @@ from crosslayer.quantization.running import (
 from crosslayer.wiring.kv_bits import KvBits, keeps_recent, parse_kv_bits
 from crosslayer.wiring.result import ModelPlan
 
+LARGE_EXCESS = 100.0  # of the mean key's energy over the deviations': codes below 8 bits are then too coarse
 NewCache = Callable[[], Cache]  # makes an empty cache for the model that runs
 
 
@@ -194,8 +195,11 @@ def _checked_plan(model: PreTrainedModel, eviction: Eviction, bits: KvBits | Non
     eviction.check_layers(plan.layers, sharing_groups(plan))
     if bits is not None:
         bits.check_layers([layer for layer in range(plan.layers) if plan.stored(layer)], plan.layers)
-        if any(map(keeps_recent, map(bits.kind, range(plan.layers)))) and key_offsets(model):
-            raise ValueError(
-                f"KV bits {bits.text!r}: eviction needs 8 bits or fp8 if keys have a bias, got fewer; try 8"
-            )
+        if any(map(keeps_recent, map(bits.kind, range(plan.layers)))):
+            excess = max((offset.excess for offset in key_offsets(model).values()), default=0.0)
+            if excess > LARGE_EXCESS:  # positions of kept tokens are not known, so the offset cannot be subtracted
+                raise ValueError(
+                    f"KV bits {bits.text!r}: eviction needs 8 bits or fp8 if the mean of keys exceeds their spread "
+                    f"tenfold, got {excess**0.5:.0f} times; try 8"
+                )
     return wiring

@@ -1,8 +1,8 @@
 """A transformers cache whose keys and values are quantised, layer by layer.
 
-With 8 bits or float8 all tokens are read back as they are stored. Below, a query reads the latest tokens exactly, all
-others quantised. The tokens of a call read one another exactly, unless the model runs under `quantizing`: there it
-makes no difference how a text is cut into calls.
+With 8 bits or float8 all tokens are read back as they are stored. Below, a query reads the first token and the latest
+ones exactly, all others quantised. The tokens of a call read one another exactly, unless the model runs under
+`quantizing`: there it makes no difference how a text is cut into calls.
 
 Shapes: B batch, T new tokens, S cached + new tokens, H_kv key-value heads, D head size.
 """
@@ -37,6 +37,12 @@ class Reading:
         self.ranks, first = ranks, first_exact(ranks, ranks[:, -1] + 1, self.recent)
         self.kept = ranks.shape[1] - int(first.min())
 
+    def first_columns(self, device: torch.device) -> Tensor:
+        """Return the column of each text's first token, (B or 1,)."""
+        if self.ranks is None:
+            return torch.zeros(1, dtype=torch.long, device=device)
+        return (self.ranks == 0).sum(-1).to(device)
+
     def positions(self, start: int, end: int, device: torch.device) -> Tensor:
         """Return the positions of columns in their texts, (B or 1, end - start)."""
         if self.ranks is None:
@@ -50,11 +56,12 @@ def first_exact(ranks: Tensor, rank: Tensor, recent: int) -> Tensor:
 
 
 class Quantised(Columns):
-    """Keys or values that are quantised, the latest tokens excepted.
+    """Keys or values that are quantised; below 8 bits not the first token of a text, nor the latest ones.
 
-    Behind the columns with codes come those that the next query reads exactly, as they are: `tail` (B, H_kv, at most
-    `reading.kept`, D). If the type wants it, states are rotated; they come back so if `returns_rotated`.
-    `offset` is subtracted from the keys, which are the first heads, before they are rounded.
+    `first` (B, H_kv, 1, D) stands in the place of the first token's codes. Behind the columns with codes come those
+    that the next query reads exactly, as they are: `tail` (B, H_kv, at most `reading.kept`, D). If the type wants it,
+    states are rotated; they come back so if `returns_rotated`. `offset` is subtracted from the keys, which are the
+    first heads, before they are rounded.
     """
 
     def __init__(self, kind: str, reading: Reading, returns_rotated: bool):
@@ -62,7 +69,7 @@ class Quantised(Columns):
         self.codec, self.reading = codec_of(kind), reading
         self.keeps_recent = keeps_recent(kind) and reading.recent > 0
         self.rotates, self.returns_rotated = rotates(kind), returns_rotated
-        self.tail = torch.empty(0)
+        self.first = self.tail = torch.empty(0)
         self.offset: KeyOffset | None = None
 
     def encode(self, states: Tensor) -> tuple[Tensor, ...]:
@@ -76,7 +83,11 @@ class Quantised(Columns):
         before, leaving = self.used, exact.shape[2]
         if self.keeps_recent:
             leaving = max(0, leaving - self.reading.kept)
+            if before + leaving == 1:  # the first token, which is exact
+                leaving = 0
             self.tail = exact[:, :, leaving:].clone()  # a view would hold all of it
+            if leaving:
+                self._keep_first(exact[:, :, :leaving])
         self.append(exact[:, :, :leaving])
         quantised = before if self.keeps_recent else self.used  # columns that are read so
         read = states.new_empty((*states.shape[:2], before + exact.shape[2], states.shape[3]))
@@ -84,8 +95,30 @@ class Quantised(Columns):
             codes = tuple(tensor[:, :, :quantised] for tensor in self.memory)
             self.codec.decode(codes, read[:, :, :quantised])
             self._shifted(read[:, :, :quantised], 0, 1)
+            if self.keeps_recent:
+                self._put_first(read[:, :, :quantised])
         read[:, :, quantised:] = exact[:, :, quantised - before :]
         return self._returned(read)
+
+    def _keep_first(self, states: Tensor) -> None:
+        """Keep the first tokens that are among the next states (B, H_kv, T, D) to get codes."""
+        column, inside = self._first_column(states, self.used)
+        picked = states.gather(2, column)
+        self.first = torch.where(inside, picked, self.first) if self.first.numel() else picked
+
+    def _put_first(self, states: Tensor) -> None:
+        """Put the first tokens in their places among the columns that had codes, (B, H_kv, T, D)."""
+        column, inside = self._first_column(states, 0)
+        states.scatter_(2, column, torch.where(inside, self.first, states.gather(2, column)))
+
+    def _first_column(self, states: Tensor, start: int) -> tuple[Tensor, Tensor]:
+        """Return where the first tokens lie in states (B, H_kv, T, D) of columns from `start` on, and whether they do.
+
+        Shapes: (B, H_kv, 1, D) and (B or 1, 1, 1, 1).
+        """
+        column = (self.reading.first_columns(states.device) - start)[:, None, None, None]
+        last = states.shape[2] - 1
+        return column.clamp(0, last).expand(*states.shape[:2], 1, states.shape[3]), (column >= 0) & (column <= last)
 
     def _shifted(self, states: Tensor, start: int, sign: int) -> Tensor:
         """Add the keys' offset to states (B, H_kv, T, D) of columns from `start` on, or subtract it; return them."""
@@ -100,16 +133,17 @@ class Quantised(Columns):
     def select(self, rows: Tensor) -> None:
         """Select rows of the batch, in this order; a row may occur several times."""
         super().select(rows)
-        if self.tail.numel():
-            self.tail = self.tail[rows.to(self.tail.device)]
+        self.first, self.tail = (
+            tensor[rows.to(tensor.device)] if tensor.numel() else tensor for tensor in (self.first, self.tail)
+        )
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Return everything that is allocated."""
-        return *self.memory, self.tail
+        return *self.memory, self.first, self.tail
 
 
 class QuantisedLayer(ColumnLayer):
-    """A layer whose keys and values are stored as `kind`; below 8 bits the latest tokens stay exact."""
+    """A layer whose keys and values are stored as `kind`; below 8 bits the first token and the latest stay exact."""
 
     def __init__(self, kind: str, reading: Reading, returns_rotated: bool = True, offset: KeyOffset | None = None):
         super().__init__(partial(Quantised, kind, reading, returns_rotated))

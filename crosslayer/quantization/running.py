@@ -46,8 +46,8 @@ def quantized_cache(model: PreTrainedModel, bits: KvBits | str | int = 4) -> Qua
 
     """
     bits = bits if isinstance(bits, KvBits) else parse_kv_bits(bits)
-    kinds = stored_kinds(_check(model, bits), bits)
-    return QuantizedKVCache(model.config, bits, kinds, key_offsets(model))
+    plan = _check(model, bits)
+    return QuantizedKVCache(model.config, bits, stored_kinds(plan, bits), _stored(key_offsets(model), plan))
 
 
 @contextmanager
@@ -70,7 +70,7 @@ def quantizing(model: PreTrainedModel, bits: KvBits | str | int) -> Iterator[Cal
     check_masks(model, "a quantised KV cache")
     kinds, offsets = stored_kinds(plan, bits), key_offsets(model)
     run = _Run(bits, plan, offsets)
-    new_cache = partial(QuantizedKVCache, model.config, bits, kinds, offsets, returns_rotated=True)
+    new_cache = partial(QuantizedKVCache, model.config, bits, kinds, _stored(offsets, plan), returns_rotated=True)
     new_cache()  # raises for layers that cannot be quantized, even if no cache is used later
     with torch.no_grad(), evaluating(model), called_with_cache(model, run.begin), intercepted(model, run.handle):
         yield new_cache
@@ -139,11 +139,11 @@ class _Run:
             return call
         if call.position_bias is not None:
             raise ValueError("a quantised KV cache is not defined for attention with a position bias")
-        later = rounded(replace(call, key=call.key[:, :, exact:], value=call.value[:, :, exact:]), recent, shift)
         assert self.reading.ranks is not None
-        return replace(
-            call, parts=tuple(queries_by_block(call, later, self.reading.ranks.to(call.key.device), self.bits.recent))
-        )
+        ranks = self.reading.ranks.to(call.key.device)
+        later = replace(call, key=call.key[:, :, exact:], value=call.value[:, :, exact:])
+        later = rounded(later, recent, shift, first=(ranks[:, exact:] == 1)[:, None, :, None])
+        return replace(call, parts=tuple(queries_by_block(call, later, ranks, self.bits.recent)))
 
 
 def token_ranks(arguments: Mapping[str, Any], before: int) -> Tensor:
@@ -159,6 +159,11 @@ def stored_kinds(plan: ModelPlan, bits: KvBits) -> list[str | None]:
     """Return the types in which layers store keys and values: not those with a window, nor those that store none."""
     layers = enumerate(plan.layers)
     return [bits.kind(layer) if plan.plan.stored(layer) and one.window is None else None for layer, one in layers]
+
+
+def _stored(offsets: Mapping[int, KeyOffset], plan: ModelPlan) -> dict[int, KeyOffset]:
+    """Return the offsets of the keys that layers store; others read those of another layer."""
+    return {layer: offset for layer, offset in offsets.items() if "keys" in plan.plan.stored(layer)}
 
 
 def state_kinds(plan: ModelPlan, bits: KvBits) -> list[tuple[str | None, str | None]]:
@@ -182,20 +187,30 @@ def in_rotated_channels(call: AttentionCall, kinds: tuple[str | None, str | None
     )
 
 
-def rounded(call: AttentionCall, kinds: Sequence[str | None], shift: Tensor | float = 0.0) -> AttentionCall:
-    """Return a call whose keys and values are quantised and back, keys less a shift (B or 1, H_kv, T, D)."""
-    keys, values = kinds
-    return replace(
-        call,
-        key=call.key if keys is None else codec_of(keys).rounded(call.key - shift) + shift,
-        value=call.value if values is None else codec_of(values).rounded(call.value),
-    )
+def rounded(
+    call: AttentionCall,
+    kinds: Sequence[str | None],
+    shift: Tensor | float = 0.0,
+    first: Tensor | None = None,
+) -> AttentionCall:
+    """Return a call whose keys and values are quantised and back, keys less a shift (B or 1, H_kv, T, D).
+
+    Where `first` (B or 1, 1, T, 1) is true they stay as they are.
+    """
+    keys, values = call.key, call.value
+    if kinds[0] is not None:
+        keys = codec_of(kinds[0]).rounded(call.key - shift) + shift
+    if kinds[1] is not None:
+        values = codec_of(kinds[1]).rounded(call.value)
+    if first is not None:
+        keys, values = torch.where(first, call.key, keys), torch.where(first, call.value, values)
+    return replace(call, key=keys, value=values)
 
 
 def queries_by_block(
     call: AttentionCall, rounded_states: AttentionCall, ranks: Tensor, recent: int
 ) -> Iterator[AttentionCall]:
-    """Return calls of `QUERIES` queries each, which read the `recent` latest tokens exactly and all others quantised.
+    """Return calls of `QUERIES` queries each, which read the `recent` latest tokens exactly, others as rounded.
 
     In `call` the first columns are quantised already; `rounded_states` are the others, quantised. `ranks` (B or 1, S)
     counts the tokens up to a column.

@@ -2,7 +2,7 @@
 
 As text, `4` stores keys and values of every layer with 4 bits, `8@0-11,4@12-29` by layer; `fp8` is float8 (e4m3).
 
-Below 8 bits the latest 64 tokens stay exact, since much of attention goes to them.
+Below 8 bits the first token and the latest 64 stay exact, since much of attention goes to them.
 """
 
 from collections.abc import Sequence
@@ -53,7 +53,7 @@ class KvBits:
     def about(self) -> str:
         """What is stored, in words."""
         kinds = {self.everywhere, *self.layers}
-        exact = f"; the latest {self.recent} tokens exact" if any(map(keeps_recent, kinds)) else ""
+        exact = f"; the first token and the latest {self.recent} exact" if any(map(keeps_recent, kinds)) else ""
         return f"{self.name}{exact}"
 
     def check_layers(self, quantisable: Sequence[int], count: int) -> None:
@@ -100,12 +100,17 @@ def stored_bytes(kind: str, size: int, length: int, item: float, recent: int = R
 
     `item` is the size of an element that is not quantised, in bytes. Memory for codes is allocated in blocks.
     """
-    exact = min(length, recent - 1) if keeps_recent(kind) else 0
-    return allocated_tokens(length - exact) * token_bytes(kind, size) + exact * size * item
+    if not keeps_recent(kind) or not recent:
+        return allocated_tokens(length) * token_bytes(kind, size)
+    latest = min(length, recent - 1)
+    coded = length - latest
+    if coded <= 1:
+        return length * size * item
+    return allocated_tokens(coded) * token_bytes(kind, size) + (latest + 1) * size * item  # the first token too
 
 
 def keeps_recent(kind: str | None) -> bool:
-    """Return whether the latest tokens stay exact: with less than 8 bits."""
+    """Return whether the first token and the latest stay exact: with less than 8 bits."""
     return kind in ("int4", "int3", "int2")
 
 

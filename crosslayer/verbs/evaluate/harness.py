@@ -238,7 +238,7 @@ def _reason(error: Exception) -> str:
     text = " ".join(str(error).split())
     if any(word in text or word in type(error).__name__ for word in OFFLINE):
         return (
-            f"its data is on the Hugging Face hub, which cannot be reached; `python benchmarks/local_tasks.py DATA OUT` "
+            "its data is on the Hugging Face hub, which cannot be reached; `python benchmarks/local_tasks.py DATA OUT` "
             "in a clone of crosslayer writes tasks that read local files, for --include-path OUT"
         )
     return f"{type(error).__name__}: {text[:SHOWN]}"

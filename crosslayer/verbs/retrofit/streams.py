@@ -69,9 +69,14 @@ class Streams:
                 stream.copy_(self._run(self.layers_before[layer], layer, stream, {})[0])
 
     def compute_states(self, layer: int) -> None:
-        """Compute and keep the states of a layer that others read, without advancing the streams."""
-        for number, stream in enumerate(self.after):
-            _, self.carries[number] = self._run(self.layers_after[layer], layer, stream, self.carries[number])
+        """Compute and keep the states of a layer that others read, without its MLP; the streams do not advance."""
+        block = self.layers_after[layer]
+        mlp, block.mlp = block.mlp, None
+        try:
+            for number, stream in enumerate(self.after):
+                _, self.carries[number] = self._run(block, layer, stream, self.carries[number])
+        finally:
+            block.mlp = mlp
 
     def errors(self, layer: int, target: str, reads: Sequence[str] = ("normed",)) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield X (B, T, I) and E (B, T, C) of each batch: inputs of the fit, and error of the converted stream.

@@ -42,11 +42,6 @@ class Benchmark(Result):
         return np.array([row.cache.dynamic.both() for row in self.rows])
 
     @property
-    def kv_shares(self) -> np.ndarray:
-        """The candidate's dynamic cache as a share of the baseline's 16-bit cache, (N,)."""
-        return np.array([row.cache.dynamic.share for row in self.rows])
-
-    @property
     def medians(self) -> np.ndarray:
         """Median seconds over repeats by measure and model, (N, 3, 2)."""
         times = [[[timing.median for timing in time.both()] for time in row.times().values()] for row in self.rows]
@@ -62,12 +57,6 @@ class Benchmark(Result):
         """Lower and upper ends of the intervals of `ratios`, (N, 3, 2); NaN without an interval."""
         none = (np.nan, np.nan)
         return np.array([[time.interval or none for time in row.times().values()] for row in self.rows])
-
-    @property
-    def predicted_ratios(self) -> np.ndarray:
-        """Predicted `ratios`, (N, 3); NaN without a prediction."""
-        ratios = [[time.predicted_ratio for time in row.times().values()] for row in self.rows]
-        return np.array(ratios, dtype=float)
 
     def tables(self) -> list[Table]:
         """Return the short table: a row for each context and batch size."""

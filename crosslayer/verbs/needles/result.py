@@ -84,11 +84,6 @@ class Needles(Result):
         """The ends of Wilson's 95% intervals of `scores`, (M, N, D, 2)."""
         return np.array([[one.interval for one in cells] for cells in self.cells]).reshape(*self.scores.shape, 2)
 
-    @property
-    def scores_by_length(self) -> np.ndarray:
-        """The share over all depths, (M, N)."""
-        return np.array([[one.share for one in scores] for scores in self.by_length])
-
     def tables(self) -> list[Table]:
         """Return a table of scores for each model: a row for each length, a column for each depth."""
         return self.sibling("page").scores(self)

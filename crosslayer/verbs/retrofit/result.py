@@ -297,20 +297,8 @@ class RetrofitReport(Result):
         return np.array([domain.kl_ci95 for domain in self.damage.domains])
 
     @property
-    def compensation_gain(self) -> np.ndarray:
-        """KL with compensation minus KL without it, in nats/token, below 0 where it helps, (D,); NaN without a fit."""
-        gains = [domain.gain for domain in self.damage.domains]
-        return np.array([np.nan if gain is None else gain.kl for gain in gains])
-
-    @property
-    def fit_r2(self) -> np.ndarray:
-        """R² of the fit on calibration text, by layer, (L,); NaN for layers without one."""
-        left = {fit.layer: fit.token_after / fit.token_before for fit in self.calibration.layers if fit.token_before}
-        return np.array([1 - left.get(layer, np.nan) ** 2 for layer in range(self.architecture.layers)])
-
-    @property
     def fit_r2_left_out(self) -> np.ndarray:
-        """The same on held-out calibration text (below 0: worse than no compensation), (L,); NaN where none was."""
+        """R² of each layer's fit on held-out calibration text, (L,): below 0 is worse than none; NaN without a fit."""
         left = {fit.layer: fit.left_out for fit in self.calibration.layers if fit.left_out is not None}
         return np.array([1 - left.get(layer, np.nan) ** 2 for layer in range(self.architecture.layers)])
 

@@ -33,7 +33,7 @@ def compared():
 def test_an_oracle_finds_all_and_random_weights_nothing(compared):
     assert compared.scores.shape == (2, 2, 3) and compared.intervals.shape == (2, 2, 3, 2)
     assert (compared.scores[0] == 0).all() and (compared.scores[1] == 1).all()
-    assert compared.scores_by_length.tolist() == [[0, 0], [1, 1]]
+    assert [[one.share for one in scores] for scores in compared.by_length] == [[0, 0], [1, 1]]
     for difference in compared.differences:
         assert (difference.gained, difference.lost, difference.n, difference.mean) == (0, 9, 9, -1)
         assert difference.verdict == "worse"

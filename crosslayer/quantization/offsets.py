@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from crosslayer.probe.intercept import AttentionCall, visited
+from crosslayer.probe.intercept import AttentionCall, evaluating, visited
 from crosslayer.quantization.codec import rotated, work_dtype
 
 TOKENS = 32  # of the random text
@@ -149,7 +149,7 @@ class _Passes:
         calls: dict[int, AttentionCall] = {}
         hooks = [module.register_forward_pre_hook(hook, with_kwargs=True) for module in modules] if hook else []
         try:
-            with visited(self.model, lambda call: calls.update({call.layer: call})):
+            with evaluating(self.model), visited(self.model, lambda call: calls.update({call.layer: call})):
                 self.model.base_model(text, use_cache=False)
         finally:
             for handle in hooks:

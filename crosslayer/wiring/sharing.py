@@ -37,7 +37,12 @@ def share(plan: ModelPlan, entries: Sequence[Any]) -> tuple[Sharing, ...]:
 
 
 def _with(plan: ModelPlan, method: "Method") -> ModelPlan:
-    """Return the plan of a model with a method, or raise the `ValueError` that says why there is none."""
+    """Return the plan of a model with a method.
+
+    Raises:
+        ValueError: the method cannot be applied to the model; the message gives the reason.
+
+    """
     for layer, states in enumerate(plan.layers):
         if not states.keys:
             raise ValueError(f"{method.name()}: layer {layer} ({states.mask}) has no keys and values to share")

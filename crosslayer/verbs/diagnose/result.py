@@ -210,7 +210,7 @@ class Verdict(Frozen):
 
 
 class Diagnosis(Result):
-    """What `diagnose` measured, and what it means: `verdict` in numbers, `sentences()` in words.
+    """The measurements of `diagnose`; `verdict` sums them up in numbers, `sentences()` in words.
 
     Every measure in `measures` is an attribute here too: `diagnosis.entropy` is the array of its means over sequences,
     float64, NaN where a layer has no such sublayer; `diagnosis.measures.entropy.interval` is its 95% interval, (L, 2),

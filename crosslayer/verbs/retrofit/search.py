@@ -29,7 +29,7 @@ def searched_methods() -> list[MethodClass]:
 
 
 def expected_passes(layers: int, most: int = RANKED) -> int:
-    """Return about how many configurations a search measures in a model of so many layers, if it ranks at most some."""
+    """Estimate how many configurations a search measures in so many layers; `most` limits the first ranking."""
     return min(PASSES, min(most, layers * len(searched_methods())) + layers)
 
 

@@ -58,7 +58,7 @@ def first_exact(ranks: Tensor, rank: Tensor, recent: int) -> Tensor:
 class Quantised(Columns):
     """Keys or values that are quantised; below 8 bits not the first token of a text, nor the latest ones.
 
-    `first` (B, H_kv, 1, D) stands in the place of the first token's codes. Behind the columns with codes come those
+    `first` (B, H_kv, 1, D) replaces the codes of the first token. Behind the columns with codes come those
     that the next query reads exactly, as they are: `tail` (B, H_kv, at most `reading.kept`, D). If the type wants it,
     states are rotated; they come back so if `returns_rotated`. `offset` is subtracted from the keys, which are the
     first heads, before they are rounded.
@@ -107,7 +107,7 @@ class Quantised(Columns):
         self.first = torch.where(inside, picked, self.first) if self.first.numel() else picked
 
     def _put_first(self, states: Tensor) -> None:
-        """Put the first tokens in their places among the columns that had codes, (B, H_kv, T, D)."""
+        """Put the first tokens back into their columns among the columns that had codes, (B, H_kv, T, D)."""
         column, inside = self._first_column(states, 0)
         states.scatter_(2, column, torch.where(inside, self.first, states.gather(2, column)))
 

@@ -90,8 +90,8 @@ def _exactly(measured: Tensor, tables: Iterable[Tensor]) -> tuple[float, ...]:
     turning, nearest = measured > 0, {}
     for table in tables:
         ratios = (table[:, None] / measured[turning]).log().abs()  # (angles, channels that turn)
-        closest, place = ratios.min(0)
-        nearest[float(closest.sum())] = table[place]
+        closest, index = ratios.min(0)
+        nearest[float(closest.sum())] = table[index]
     angles = measured.clone()
     if nearest:
         angles[turning] = nearest[min(nearest)]
@@ -109,7 +109,7 @@ class _Passes:
         self.model = model
         size, generator = model.config.get_text_config().vocab_size, torch.Generator().manual_seed(0)
         self.text = torch.randint(size, (1, TOKENS), generator=generator).to(model.device)
-        self.states: dict[nn.Module, dict[str | int, Any]] = {}  # of each module, by name or place of the argument
+        self.states: dict[nn.Module, dict[str | int, Any]] = {}  # of each module, by name or index of the argument
         self.rotary: set[nn.Module] = set()  # modules with tables
         modules = {layer: call.module for layer, call in self._calls(self.text[:, :1]).items()}
         self._calls(self.text, modules.values(), self._note)
@@ -130,7 +130,7 @@ class _Passes:
             changed = {name: states.get(name, value) for name, value in kwargs.items()}
             if module in self.rotary:
                 changed["position_embeddings"] = tables(*kwargs["position_embeddings"])
-            return tuple(states.get(place, value) for place, value in enumerate(args)), changed
+            return tuple(states.get(index, value) for index, value in enumerate(args)), changed
 
         calls = self._calls(self.text, self.states, replay)
         return {layer: call.key[0].to(work_dtype(call.key.dtype)) for layer, call in calls.items()}

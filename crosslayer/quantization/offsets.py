@@ -1,6 +1,6 @@
 """What the keys of a layer have in common, which a quantized cache subtracts before it rounds.
 
-The bias of a key projection, or the weight of a norm of keys, gives keys a mean that may exceed their spread fiftyfold,
+The bias of a key projection, or the weight of a norm of keys, gives keys a mean that may exceed their spread 180-fold,
 and makes the steps of codes as much larger. Rotary positions turn the mean with the key. At position n it is
 
     o(n) = m cos(nθ) + m' sin(nθ),    m' = m turned by a quarter

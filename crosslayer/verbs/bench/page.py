@@ -81,8 +81,8 @@ def _details(record: Benchmark) -> list[Table]:
             quantised.append([configuration(row), one.kind, *cells])
     if quantised:
         title = (
-            f"With fewer bits (of the baseline's 16-bit cache; below 8 the latest {RECENT} tokens stay exact; "
-            "`--kv-bits` measures the time)"
+            "With fewer bits (of the baseline's 16-bit cache; below 8 the first token and the latest "
+            f"{RECENT} stay exact; `--kv-bits` measures the time)"
         )
         tables.append((title, ["configuration", "type", "baseline", "candidate"], quantised))
     off = [[configuration(row), TITLES[measure], note.words] for row, measure, note in far_off(record)]

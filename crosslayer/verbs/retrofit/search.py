@@ -29,7 +29,7 @@ def searched_methods() -> list[MethodClass]:
 
 
 def expected_passes(layers: int, most: int = RANKED) -> int:
-    """Estimate how many configurations a search measures in so many layers; `most` limits the first ranking."""
+    """Estimate how many configurations a search measures, with at most `most` in its first ranking."""
     return min(PASSES, min(most, layers * len(searched_methods())) + layers)
 
 

@@ -4,7 +4,7 @@ Only that model is loaded with the package; every verb is loaded when its name i
 """
 
 from crosslayer._path import IS_COMMAND  # before any other import
-from crosslayer._start import hide_bars, interrupts, open_streams
+from crosslayer._start import hide_bars, interrupts, keep_memory, open_streams
 
 _HOMES: dict[str, str] = {}  # where each public name is defined, by the stub beside this file
 
@@ -56,6 +56,7 @@ def __dir__() -> list[str]:
 if IS_COMMAND:
     open_streams()
     interrupts.watch()
+    keep_memory()
     hide_bars()  # a verb imports what it needs
 else:
     import crosslayer.core.decoder  # noqa: F401  registers the model

@@ -1,9 +1,11 @@
 """How a command starts: its streams are open, it heeds signals, and other libraries draw nothing into logs."""
 
+import ctypes
 import os
 import signal
 import sys
 import time
+from contextlib import suppress
 from types import FrameType
 
 from crosslayer._path import NAME
@@ -34,6 +36,14 @@ def hide_bars() -> None:
     if not sys.stderr.isatty():
         for name in BARS:
             os.environ.setdefault(name, "1")
+
+
+def keep_memory() -> None:
+    """Let glibc keep freed blocks, such as logits, instead of mapping them anew: a tenth of a CPU's forward pass."""
+    with suppress(OSError, AttributeError, TypeError):  # another C library, or Windows
+        library = ctypes.CDLL(None)
+        library.mallopt(-3, 1 << 28)  # M_MMAP_THRESHOLD: larger blocks are mapped
+        library.mallopt(-1, 1 << 30)  # M_TRIM_THRESHOLD: what is kept at most
 
 
 class Interrupts:

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -173,3 +174,23 @@ def test_no_bar_is_drawn_in_a_log():
     environment = {name: value for name, value in os.environ.items() if name not in BARS} | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert done.returncode == 0 and done.stderr == ""
+
+
+BLOCKS = """
+import resource, sys
+if sys.argv[1] == "kept":
+    from crosslayer._start import keep_memory
+    keep_memory()
+for _ in range(20):
+    b"x" * (64 << 20)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have no such setting")
+def test_freed_blocks_are_used_again():
+    faults = {}
+    for way in ("kept", "mapped"):
+        words = [sys.executable, "-c", BLOCKS, way]
+        faults[way] = int(subprocess.run(words, capture_output=True, text=True, check=True, cwd=ROOT).stdout)
+    assert faults["kept"] < faults["mapped"] / 4

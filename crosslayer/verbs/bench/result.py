@@ -27,27 +27,6 @@ class Benchmark(Result):
     seconds: float
 
     @property
-    def contexts(self) -> np.ndarray:
-        """Prompt lengths in tokens, (N,)."""
-        return np.array([row.context for row in self.rows])
-
-    @property
-    def batches(self) -> np.ndarray:
-        """Batch sizes, (N,)."""
-        return np.array([row.batch for row in self.rows])
-
-    @property
-    def cache_bytes(self) -> np.ndarray:
-        """Bytes that a dynamic cache of each model allocates, (N, 2)."""
-        return np.array([row.cache.dynamic.both() for row in self.rows])
-
-    @property
-    def medians(self) -> np.ndarray:
-        """Median seconds over repeats by measure and model, (N, 3, 2)."""
-        times = [[[timing.median for timing in time.both()] for time in row.times().values()] for row in self.rows]
-        return np.array(times)
-
-    @property
     def ratios(self) -> np.ndarray:
         """Median ratios candidate / baseline of times over pairs of runs, by measure, (N, 3)."""
         return np.array([[time.ratio for time in row.times().values()] for row in self.rows])

@@ -163,30 +163,6 @@ class Effect(Result):
         loss = self.main.loss_behind
         return None if loss is None else np.array([loss.before.mean, loss.after.mean])
 
-    @property
-    def attention_by_bin(self) -> np.ndarray:
-        """Mean attention that a position receives, by bin, (2, L, bins), 0 to 1; bins start at `edges`."""
-        bins = self.attention_by_position
-        return np.array([bins.before.mean, bins.after.mean], dtype=float)
-
-    @property
-    def edges(self) -> np.ndarray:
-        """First position of each bin of `attention_by_bin`, (bins,), tokens."""
-        return np.array(self.attention_by_position.before.edges)
-
-    @property
-    def scan_attention(self) -> np.ndarray:
-        """Attention received with the interventions in the layers of each `scan` only, (groups, L), 0 to 1."""
-        layers = self.model.layers
-        return np.array([trial.attention_received.mean for trial in self.scan], dtype=float).reshape(-1, layers)
-
-    @property
-    def control_attention(self) -> np.ndarray:
-        """Attention received by the position of each control, (controls, 2, L), 0 to 1."""
-        readings = [reading for control in self.controls for reading in (control.before, control.after)]
-        means = [reading.attention_received.mean for reading in readings]
-        return np.array(means, dtype=float).reshape(-1, 2, self.model.layers)
-
     def headline(self) -> dict[str, Any]:
         """Return the few numbers that the command line prints last: the change at the main position."""
         return self.sibling("page").headline(self)

@@ -2,11 +2,18 @@
 
 import time
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 from crosslayer.core.transformers_versions import CACHE
 from crosslayer.environment import quiet_transformers
@@ -14,7 +21,7 @@ from crosslayer.eviction.running import NewCache, SmallerCache
 from crosslayer.models.pair import Loadable, Named, pair
 from crosslayer.output.progress import Meter, Silent
 from crosslayer.probe.intercept import evaluating
-from crosslayer.verbs.needles.record import ModelAnswers, NeedlesSettings, Question
+from crosslayer.verbs.needles.record import ModelAnswers, NeedlesSettings, Question, is_retrieved
 from crosslayer.verbs.needles.result import Needles
 from crosslayer.verbs.needles.sample import Sample, Samples, prompt_ids
 
@@ -146,8 +153,9 @@ def _ask(
         progress(f"asking {source.name}", len(samples)) as meter,
     ):
         for length in settings.lengths:
-            of_length = [ids for ids, sample in zip(prompts, samples, strict=True) if sample.length == length]
-            for texts in answers(model, source.tokenizer, of_length, **options, new_cache=new_cache):
+            of_length = [pair for pair in zip(prompts, samples, strict=True) if pair[1].length == length]
+            ids, values = [ids for ids, _ in of_length], [sample.value for _, sample in of_length]
+            for texts in answers(model, source.tokenizer, ids, values, **options, new_cache=new_cache):
                 responses += texts
                 meter.step(len(responses), len(samples), f"{length} tokens")
     return ModelAnswers(**source.facts(model, cache.named), answers=tuple(responses))
@@ -157,6 +165,7 @@ def answers(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Sequence[int]],
+    values: Sequence[str],
     *,
     new_tokens: int = 32,
     batch: int = 8,
@@ -164,6 +173,7 @@ def answers(
 ) -> Iterator[list[str]]:
     """Yield the greedy answers of a model in evaluation mode to N prompts (token ids), in order, batch by batch.
 
+    An answer ends as soon as it contains its value (N), which decides its score.
     Prompts of a batch are padded on the left; the answers do not depend on `batch`, up to rounding. Only the special
     tokens of the model's generation_config are used. `new_cache` makes the cache of each batch.
     """
@@ -172,6 +182,7 @@ def answers(
     settings = model.generation_config
     for start in range(0, len(prompts), batch):
         ids, mask = padded(prompts[start : start + batch], padding)  # (B, T) each
+        retrieved = _Retrieved(tokenizer, values[start : start + batch], ids.shape[1])
         model.generation_config = GenerationConfig(  # otherwise generate uses defaults from the model's folder
             bos_token_id=settings.bos_token_id, eos_token_id=settings.eos_token_id, do_sample=False
         )
@@ -181,11 +192,25 @@ def answers(
                 attention_mask=mask.to(model.device),
                 **{CACHE: None if new_cache is None else new_cache()},
                 max_new_tokens=new_tokens,
+                stopping_criteria=StoppingCriteriaList([retrieved]),
                 pad_token_id=padding,
             )  # (B, T + N)
         finally:
             model.generation_config = settings
         yield [str(tokenizer.decode(row, skip_special_tokens=True)) for row in sequences[:, ids.shape[1] :]]
+
+
+class _Retrieved(StoppingCriteria):
+    """Whether the answers, from column `start`, contain the values that were asked for."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, values: Sequence[str], start: int):
+        self.tokenizer, self.values, self.start = tokenizer, values, start
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Any:
+        """Return whether each answer is complete, (B,)."""
+        texts = self.tokenizer.batch_decode(input_ids[:, self.start :], skip_special_tokens=True)
+        found = [is_retrieved(str(text), value) for text, value in zip(texts, self.values, strict=True)]
+        return torch.tensor(found, device=input_ids.device)
 
 
 def padded(prompts: Sequence[Sequence[int]], padding: int) -> tuple[Tensor, Tensor]:

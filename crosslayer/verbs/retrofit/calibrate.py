@@ -99,8 +99,11 @@ def is_reader(block: CrossLayerDecoderLayer) -> bool:
     return attention is not None and (bool(attention.sources) or attention.attends_to_choice)
 
 
-def fit_layer(streams: Streams, layer: int, fit: str, sizes: list[int], groups: int = 1) -> Fit:
-    """Fit W_c and W_o of a layer, where it has them and the fit covers them, to the layer's error."""
+def fit_layer(streams: Streams, layer: int, fit: str, sizes: list[int], groups: int = 1, roughly: bool = False) -> Fit:
+    """Fit W_c and W_o of a layer, where it has them and the fit covers them, to the layer's error.
+
+    `roughly`: with the same penalty for both.
+    """
     block = streams.layers_after[layer]
     compensation, attention = block.compensation, block.self_attn if fit in REFITS and is_reader(block) else None
     assert compensation is None or isinstance(compensation, Compensation)
@@ -114,7 +117,7 @@ def fit_layer(streams: Streams, layer: int, fit: str, sizes: list[int], groups: 
     target = "attention" if compensation is None else compensation.target
     for x, error in streams.errors(layer, target, list(inputs)):  # (B, T, I), (B, T, C)
         moments.add(x, error)
-    weight, penalties, left_out = moments.solve(fit)  # (I [+ 1, the bias], C)
+    weight, penalties, left_out = moments.solve(fit, roughly)  # (I [+ 1, the bias], C)
     penalty_of = dict(zip(inputs, penalties, strict=False))
     if attention is not None:
         old = attention.o_proj.weight  # may share its tensor with the original model

@@ -47,7 +47,7 @@ class WhatIfMeasure(KlMeasure):
         self.hidden = [final_hidden(model, ids) for ids in self.ids]
 
     def run(self, methods: list[Method]) -> Run:
-        """Return a function from ids (1, T) to the logits (1, T, V) of the model with these methods."""
+        """Return a function from ids (B, T) to the logits (B, T, V) of the model with these methods."""
         run = logits_of(self.model)
 
         def wired(ids: Tensor) -> Tensor:

@@ -129,8 +129,8 @@ class Moments:
             x = torch.cat([x, x.new_ones(*x.shape[:2], 1)], dim=-1)  # (B, T, I)
         for inputs, errors in zip(x, error, strict=True):  # (T, I), (T, C)
             fold, group = self.fold_of[self.added], self.added * self.groups // self.sequences
-            self.gram[fold] += inputs.T @ inputs
-            self.cross[fold] += inputs.T @ errors
+            self.gram[fold].addmm_(inputs.T, inputs)
+            self.cross[fold].addmm_(inputs.T, errors)
             self.energy[fold] += errors.square().sum()
             self.inputs[group] += inputs
             self.errors[group] += errors
@@ -142,10 +142,10 @@ class Moments:
         members = self.members[:, None, None]
         return (self.inputs / members).flatten(0, 1), (self.errors / members).flatten(0, 1)
 
-    def solve(self, fit: str) -> tuple[Tensor, tuple[float, ...], float | None]:
+    def solve(self, fit: str, roughly: bool = False) -> tuple[Tensor, tuple[float, ...], float | None]:
         """Return W (I, C) with X W ≈ E, the chosen penalties of its blocks, and the relative error on held-out folds.
 
-        Without a choice these are () and None. The last row of W is the bias, if there is one.
+        Without a choice these are () and None; `roughly` is as in `fit_layer`. The last row of W is a bias, if any.
         """
         if fit == "zero":
             return torch.zeros_like(self.cross[0]), (), None
@@ -156,7 +156,7 @@ class Moments:
             x, center, offset = x[:, :-1], x[:, :-1].mean(0), error.mean(0)
             weight = pseudo_inverse(x - center, self.epsilon) @ (error - offset)  # (C, C)
             return torch.cat([weight, (offset - center @ weight)[None]]), (), None
-        penalties, left = self._penalties() if fit in WITH_PENALTY else ((), None)
+        penalties, left = self._penalties(roughly) if fit in WITH_PENALTY else ((), None)
         return self._solved(penalties, self.gram.sum(0), self.cross.sum(0)), penalties, left
 
     def _solved(self, penalties: Sequence[float], gram: Tensor, cross: Tensor) -> Tensor:
@@ -187,8 +187,10 @@ class Moments:
             added.append(torch.full_like(centered, penalty * (mean or 1.0)))  # inputs of zeros get weights of zero
         return torch.cholesky_solve(cross, torch.linalg.cholesky(gram + torch.cat(added).diag()))
 
-    def _penalties(self) -> tuple[tuple[float, ...], float]:
+    def _penalties(self, roughly: bool) -> tuple[tuple[float, ...], float | None]:
         """Return the penalties with the smallest error on held-out folds, and that error relative to E.
+
+        `roughly`: the best equal penalties, and None.
 
         Ridge fits each entry of E independently, so a few random combinations of them suffice to rank penalties.
         """
@@ -212,6 +214,8 @@ class Moments:
 
         equal = [(index,) * len(self.blocks) for index in range(len(PENALTIES))]
         best = min(equal if len(self.blocks) == 1 else equal[2::2], key=error)
+        if roughly:
+            return tuple(PENALTIES[index] for index in best), None
         next_best = min(_neighbors(best), key=error)
         while error(next_best) < error(best):
             best, next_best = next_best, min(_neighbors(next_best), key=error)

@@ -297,12 +297,6 @@ class RetrofitReport(Result):
         return np.array([domain.kl_ci95 for domain in self.damage.domains])
 
     @property
-    def fit_r2_left_out(self) -> np.ndarray:
-        """R² of each layer's fit on held-out calibration text, (L,): below 0 is worse than none; NaN without a fit."""
-        left = {fit.layer: fit.left_out for fit in self.calibration.layers if fit.left_out is not None}
-        return np.array([1 - left.get(layer, np.nan) ** 2 for layer in range(self.architecture.layers)])
-
-    @property
     def index_pattern(self) -> str | None:
         """Which layers of a model with indexers have their own, in letters that engines take; None without indexers."""
         return None if self.takes_shim or not self.plan.has_choices else pattern(self.plan.choices)

@@ -17,7 +17,7 @@ from crosslayer.verbs.retrofit.moments import TOKENS_PER_INPUT, least_sequences
 from crosslayer.verbs.retrofit.request import QUICK_SETS, Request, RetrofitOptions
 
 QUICK_LENGTH = 128  # tokens of a window
-CHOICE_WINDOWS, SEARCH_WINDOWS, CURVE_WINDOWS = 4, 2, 24
+CHOICE_WINDOWS, SEARCH_WINDOWS, CURVE_WINDOWS = 4, 2, 16
 Documents = Tensor | TextSource | Iterable[str]
 DomainTexts = Documents | Sequence[TextSource] | Mapping[str, Documents] | None
 

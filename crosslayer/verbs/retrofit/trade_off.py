@@ -2,7 +2,8 @@
 
 A configuration that is bad without compensation may be nearly free with it, so the search compensates each before it
 measures. There a layer is fitted on the original's *own* stream, independently of all other changes, so that each fit
-is computed once and cached. The chosen configuration is then fitted again from the first layer, on its own streams.
+is computed once and cached, with a single penalty. The chosen configuration is then fitted again from the first layer,
+on its own streams.
 
 Memory: the input of every layer of the original, for the tokens of these fits.
 """
@@ -91,7 +92,7 @@ class FittedLayers:
                     source_streams.compute_states(source)
                     both = zip(streams.carries, source_streams.carries, strict=True)
                     streams.carries = [{**own, **shared} for own, shared in both]
-                fit_layer(streams, layer, self.fit, self.sizes)
+                fit_layer(streams, layer, self.fit, self.sizes, roughly=True)
                 weights = block.state_dict().items()
                 self.cache[key] = {
                     name: weight for name, weight in weights if "compensation" in name or "o_proj" in name
@@ -160,7 +161,7 @@ class KlMeasure(ABC):
 
     @abstractmethod
     def run(self, methods: list[Method]) -> Run:
-        """Return a function from ids (1, T) to the logits (1, T, V) of the model with these methods, for any text."""
+        """Return a function from ids (B, T) to the logits (B, T, V) of the model with these methods, for any text."""
 
     @abstractmethod
     def logits(self, methods: list[Method]) -> Iterable[tuple[Tensor, Tensor]]:
@@ -204,7 +205,7 @@ class Measure(KlMeasure):
         return candidate
 
     def run(self, methods: list[Method]) -> Run:
-        """Return a function from ids (1, T) to the logits (1, T, V) of the compensated model."""
+        """Return a function from ids (B, T) to the logits (B, T, V) of the compensated model."""
         return logits_of(self.candidate(methods))
 
     def logits(self, methods: list[Method]) -> Iterable[tuple[Tensor, Tensor]]:

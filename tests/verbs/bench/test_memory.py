@@ -23,7 +23,7 @@ def test_eager_and_what_is_too_large_are_skipped_with_a_word(monkeypatch):
     monkeypatch.setattr(memory, "free_memory", lambda device: 60_000)
     meter = Recorder()
     benchmark = short(*models, (2, 60), progress=meter)
-    assert [*benchmark.contexts] == [2] and meter.steps[-1][:2] == (4, 4)
+    assert [row.context for row in benchmark.rows] == [2] and meter.steps[-1][:2] == (4, 4)
     assert benchmark.rows[0].eager is not None and benchmark.rows[0].no_eager is None
     assert benchmark.skipped[0].context == 60 and "needs about" in benchmark.skipped[0].reason
     assert any("context 60, batch 1 needs about" in sentence for sentence in sentences(benchmark))

@@ -32,7 +32,6 @@ def test_allocated_bytes_are_the_plans(benchmark):
         assert cache.ratio == plan.cached_fraction() == cache.predicted_ratio
         assert cache.baseline == 2 * 15 * 12 * STATE * BYTES
     assert row.reads.ratio == 1
-    assert benchmark.cache_bytes.tolist() == [[row.cache.dynamic.candidate, row.cache.dynamic.baseline]]
 
 
 def test_times_are_within_their_intervals(benchmark):
@@ -49,11 +48,8 @@ def test_times_are_within_their_intervals(benchmark):
 
 
 def test_arrays_have_an_axis_of_settings(benchmark):
-    assert benchmark.contexts.tolist() == [12] and benchmark.batches.tolist() == [2]
-    assert benchmark.ratios.shape == (1, 3)
-    assert benchmark.medians.shape == benchmark.intervals.shape == (1, 3, 2)
+    assert benchmark.ratios.shape == (1, 3) and benchmark.intervals.shape == (1, 3, 2)
     assert tuple(benchmark.rows[0].times()) == MEASURES
-    assert benchmark.medians[0, 2, 1] == benchmark.rows[0].tpot_static.baseline.median
     assert benchmark.ratios[0, 0] == benchmark.rows[0].ttft.ratio
     assert (benchmark.intervals[..., 0] <= benchmark.ratios).all()
 

@@ -95,7 +95,7 @@ def test_scan_controls_and_what_is_left_alone():
     assert [trial.layers for trial in result.scan] == [[], part, whole]
     assert result.scan[0].attention_received == received.before
     assert result.scan[2].attention_received == received.after
-    assert np.allclose(result.scan_attention[1, :2], result.attention_received[0, :2], atol=1e-12)
+    assert np.allclose(result.scan[1].attention_received.array[:2], result.attention_received[0, :2], atol=1e-12)
     gaps = np.abs(result.scan[1].hidden_norm_ratio.array - result.hidden_norm_ratio[0])
     assert gaps[:2].max() < 1e-12 and gaps[2] > 1e-3  # entering the layers up to the changed one, and the next
     changes = {change.position: change for change in result.positions}
@@ -113,7 +113,7 @@ def test_scan_controls_and_what_is_left_alone():
 def test_swaps_are_controlled_by_random_content():
     model, ids = tiny("gpt2"), tokens()
     result = intervene(model, ids, interventions=[PositionSwap(K, 0), TokenSwap(3, "bos")], controls=1)
-    assert result.scan == [] and result.scan_attention.shape == (0, 3) and result.main.position == K
+    assert result.scan == [] and result.main.position == K
     swap, token = result.controls[0].interventions
     assert swap.position == K == result.controls[0].position and token.token == "random"
     assert result.controls[0].before.attention_received == result.main.attention_received.before
@@ -308,13 +308,13 @@ def test_a_ratio_to_nothing_is_no_number():
 def test_arrays_have_the_shapes_that_they_say(family):
     changes = [PositionSwap(K, 0), waiver(K)]
     result = intervene(tiny(family), tokens(), interventions=changes, scan=[[0], [1, 2]], controls=2)
-    layers, bins = 3, len(result.edges)
+    layers, bins = 3, result.attention_by_position
     for array in (result.attention_received, result.hidden_norm_ratio, result.value_norm_ratio, result.mlp_l1_l2):
         assert array.shape == (2, layers) and array.dtype == np.float64 and np.isfinite(array).all()
-    assert result.attention_by_bin.shape == (2, layers, bins)
-    inside = [*result.edges].index(K)  # watched positions have bins of their own
-    assert np.allclose(result.attention_by_bin[:, :, inside], result.attention_received, atol=1e-12)
-    assert result.scan_attention.shape == (4, layers) and result.control_attention.shape == (2, 2, layers)
+    inside = bins.before.edges.index(K)  # watched positions have bins of their own
+    for row, binned in zip(result.attention_received, (bins.before.mean, bins.after.mean), strict=True):
+        assert np.allclose([of_layer[inside] for of_layer in binned], row, atol=1e-12)
+    assert len(result.scan) == 4 and len(result.controls) == 2
     assert result.loss_behind is None if family == "bert" else result.loss_behind.shape == (2,)
 
 
@@ -353,7 +353,7 @@ def test_isolating_a_token_of_smollm2_moves_the_sink_to_it():
     assert result.hidden_norm_ratio[1, 12:19].min() > 100
     assert result.value_norm_ratio[1, 12:29].max() < 0.5
     assert [trial.layers for trial in result.scan] == [[], [*range(12, 30)], [*range(30)]]
-    assert result.scan_attention[1, 12:29].max() < 0.01
+    assert result.scan[1].attention_received.array[12:29].max() < 0.01
     assert result.model.name == "smollm2" and result.settings.length == 512
 
 
@@ -364,4 +364,6 @@ def test_the_row_of_position_0_makes_a_sink_of_minilm_and_a_random_row_does_not(
     result = intervene(model, ids, interventions=[PositionSwap(383, 0)], controls=2, probes=4)
     before, after = result.attention_received[:, 1:5]
     assert (after > 20 * before).all()
-    assert (result.control_attention[:, 1, 1:5] < 3 * before).all() and len(result.controls) == 2
+    assert len(result.controls) == 2
+    for control in result.controls:
+        assert (control.after.attention_received.array[1:5] < 3 * before).all()

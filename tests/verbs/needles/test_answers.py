@@ -16,8 +16,9 @@ def prompts():
     return [prompt_ids(TOKENIZER, MADE.sample(length, 50, 0).prompt) for length in (512, 640, 513)]
 
 
-def said(model, asked, tokenizer=TOKENIZER, **options):
-    return [text for texts in answers(model, tokenizer, asked, new_tokens=8, **options) for text in texts]
+def said(model, asked, tokenizer=TOKENIZER, values=None, **options):
+    values = values or ["never said"] * len(asked)
+    return [text for texts in answers(model, tokenizer, asked, values, new_tokens=8, **options) for text in texts]
 
 
 def test_batches_say_what_single_prompts_say():
@@ -27,6 +28,18 @@ def test_batches_say_what_single_prompts_say():
     ids = torch.tensor(asked[:1])
     new = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False)[0, ids.shape[1] :]
     assert alone[0] == TOKENIZER.decode(new, skip_special_tokens=True)
+
+
+def test_an_answer_ends_with_its_value():
+    model, asked = random_model(), prompts()
+    whole = said(model, asked)
+    values = [whole[0][:3].strip(), "never said", whole[2][:5].strip()]
+    ended = said(model, asked, values=values)
+    assert ended == said(model, asked, values=values, batch=1)
+    assert ended[1] == whole[1]
+    for number in (0, 2):
+        assert values[number] in ended[number] and len(ended[number]) < len(whole[number])
+        assert whole[number].startswith(ended[number])
 
 
 def test_settings_of_the_folder_change_nothing():

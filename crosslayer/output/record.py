@@ -29,14 +29,14 @@ DEEPEST = 32  # nested lists and objects, far more than any record has
 
 def _unique(numbers: Any, field: ValidationInfo) -> Any:
     if isinstance(numbers, str) or not isinstance(numbers, Iterable):
-        raise ValueError(f"{field.field_name} must be a list of whole numbers, got {numbers!r}")
+        raise ValueError(f"{field.field_name} must be a list, got {numbers!r}")
     unique = tuple(dict.fromkeys(numbers))
     if not unique:
-        raise ValueError(f"{field.field_name} must have at least one number")
+        raise ValueError(f"{field.field_name} must have at least one value")
     return unique
 
 
-SEVERAL = BeforeValidator(_unique)  # for an option that is a list of numbers; duplicates are removed
+SEVERAL = BeforeValidator(_unique)  # for an option that is a list; duplicates are removed
 
 
 class Frozen(BaseModel):

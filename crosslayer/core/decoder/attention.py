@@ -13,20 +13,21 @@ from transformers import Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward  # Llama's, and it caps scores
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, repeat_kv
 
 from crosslayer.core.choice import TokenChoice, mask_of
 from crosslayer.core.decoder.caches import update_both, update_single
 from crosslayer.core.decoder.configuration import CrossLayerConfig
 from crosslayer.core.decoder.family import norm
 from crosslayer.core.method import INPUT, Carry, Compensation, HeadMixer, StateReader, Wiring, state_reader
-from crosslayer.core.plan import STATES
+from crosslayer.core.plan import PASSED, STATES, DepthPlan
 from crosslayer.core.sources import SharedStates, outside_layer_graphs
 from crosslayer.core.transformers_versions import read_paged, takes_cache
 
 UNWATCHED = (sdpa_attention_forward, eager_attention_forward)  # attention functions that no probe has replaced
 SHARED = "states"  # key in the carry: the states that later layers read
-States = list[Tensor | None]  # queries, keys and values, and chosen tokens; None if another layer's are read
+CHOICE, MAP = PASSED.index("choices"), len(PASSED)  # in `States`; a map is not a state of the plan
+States = list[Tensor | None]  # queries, keys, values, chosen tokens, softmax map; None if another layer's are read
 Inputs = tuple[Tensor, Tensor, Tensor]  # of the query, key and value projections
 
 
@@ -46,7 +47,13 @@ class CrossLayerAttention(nn.Module):
         self.attention_dropout = config.attention_dropout or 0.0
         self.sliding_window = config.sliding_window if config.layer_types[layer_idx] == "sliding_attention" else None
         self.stored = wiring.plan.stored(layer_idx)
-        self.sources, self.carried = wiring.sources[layer_idx], wiring.carried[layer_idx]
+        self.sources, self.carried = dict(wiring.sources[layer_idx]), dict(wiring.carried[layer_idx])
+        map_sources = [map_source(wiring.plan, layer) for layer in range(wiring.plan.layers)]
+        if map_sources[layer_idx] is not None:
+            self.sources[MAP] = (f"map.{map_sources[layer_idx]}",)
+        self.shares_map = layer_idx in map_sources
+        if self.shares_map:
+            self.carried[MAP] = f"map.{layer_idx}"
         # the compiler distinguishes layers by what is read of them: these flags are few, the names behind them many
         self.reads_others, self.is_read = bool(self.sources), bool(self.carried)
         plan = wiring.plan
@@ -135,16 +142,17 @@ class CrossLayerAttention(nn.Module):
             states, carry = self._through_latents(states, for_k, carry, cache, column_embeddings)
         elif cache is not None and self.stored:
             states = self._cached(states, cache)  # the layer's own keys, values: (B, H_kv, S, D)
-        own, choice = [*states, None], None
+        own: States = [*states, None, None]
+        choice = shared_map = None
         if self.reader is not None:
             new = hidden_states.shape[1]
             states, attention_mask = self._read_several(self.reader, own, attention_mask, new, carry)
         elif self.reads_others:
-            *states, choice = self._read_others(own, carry)
+            *states, choice, shared_map = self._read_others(own, carry)
         if self.choice is None:
-            out = self._attend(states, attention_mask, **kwargs)  # (B, T, H, D)
+            out, own[MAP] = self._attend(states, attention_mask, shared_map, **kwargs)  # (B, T, H, D), (B, H, T, S)
         else:
-            out, own[-1] = self._attend_to_choice(self.choice, choice, states, attention_mask, **kwargs)
+            out, own[CHOICE] = self._attend_to_choice(self.choice, choice, states, attention_mask, **kwargs)
         if self.is_read:
             carry = self._carry(own, carry)
         for mixer in self.mixers:  # type: ignore[assignment]
@@ -234,12 +242,12 @@ class CrossLayerAttention(nn.Module):
             choice = module.choose(q, k, mask, self.scaling, softcap)
         if watched and choice is not None and self.attends_to_choice:  # a probe sees all keys and rows in one call
             chosen = mask_of(module.of_reader(choice), k.shape[2], q.shape[1] // k.shape[1], mask)
-            return self._attend(states, chosen, **kwargs), choice
+            return self._attend(states, chosen, **kwargs)[0], choice
         if not self.attends_to_choice:
-            return self._attend(states, mask, **kwargs), choice
+            return self._attend(states, mask, **kwargs)[0], choice
 
         def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-            return self._attend([q, k, v], mask, **kwargs)
+            return self._attend([q, k, v], mask, **kwargs)[0]
 
         return module.attend(q, k, v, mask, choice, attend), choice
 
@@ -248,7 +256,14 @@ class CrossLayerAttention(nn.Module):
         implementation = self.config._attn_implementation or "eager"
         return ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
 
-    def _attend(self, states: States, attention_mask: Any, **kwargs: Any) -> Tensor:
+    def _attend(
+        self, states: States, attention_mask: Any, shared_map: Tensor | None = None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the output (B, T, H, D), and the softmax map (B, H, T, S) if later layers use it and it was built.
+
+        `shared_map` is the source's, (B, H, T, S). Attention that builds no map computes it again from the queries and
+        keys, and so does dropout, which differs from layer to layer.
+        """
         dropout = self.attention_dropout if self.training else 0.0
         options = {"dropout": dropout, "scaling": self.scaling, "sliding_window": self.sliding_window}
         options = {**options, **self.softcap, **kwargs}
@@ -257,7 +272,14 @@ class CrossLayerAttention(nn.Module):
         if paged is not None:
             assert k is not None and v is not None
             k, v = read_paged(paged, k, v, self.layer_idx, options)
-        return self._attention()(self, q, k, v, attention_mask, **options)[0]
+        attention = self._attention()
+        builds_map = attention is eager_attention_forward and not dropout
+        if shared_map is not None and builds_map:
+            assert v is not None
+            out = shared_map @ repeat_kv(v, self.num_key_value_groups)  # (B, H, T, D)
+            return out.transpose(1, 2), None
+        out, built = attention(self, q, k, v, attention_mask, **options)
+        return out, built if builds_map and self.shares_map else None
 
     def _cached(self, states: States, cache: Cache) -> States:
         q, k, v = states
@@ -267,6 +289,17 @@ class CrossLayerAttention(nn.Module):
             return [q, update_single(cache, k, self.layer_idx), v]
         assert v is not None
         return [q, k, update_single(cache, v, self.layer_idx)]
+
+
+def map_source(plan: DepthPlan, layer: int) -> int | None:
+    """Return the layer whose softmax map a layer uses, since it reads both its queries and its keys; None: its own."""
+    source = plan.keys[layer]
+    if not isinstance(source, int) or source == layer or plan.queries[layer] != source:
+        return None
+    for each in (layer, source):
+        if isinstance(plan.values[each], tuple) or plan.latents[each] or plan.involves_choice(each):
+            return None
+    return source
 
 
 def _rotate(states: States, rotary: tuple[Tensor, Tensor]) -> States:

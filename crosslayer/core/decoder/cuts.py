@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.initialization import no_init_weights
 
+from crosslayer.core.decoder.attention import CrossLayerAttention
 from crosslayer.core.decoder.configuration import CrossLayerConfig
 from crosslayer.core.decoder.modeling import CrossLayerForCausalLM
 from crosslayer.core.method import Carry
@@ -122,6 +123,9 @@ def find_cuts(config: CrossLayerConfig, starts: Sequence[int]) -> tuple[Cut, ...
     watch = _Watch(starts)
     with FakeTensorMode(), no_init_weights():
         model = CrossLayerForCausalLM(config)
+        for module in model.modules():
+            if isinstance(module, CrossLayerAttention):
+                module.shares_map = False  # queries and keys cross a cut, which are smaller
         for start in starts:
             model.model.layers[start].register_forward_pre_hook(watch.arrive)
         ids = torch.zeros(1, 2, dtype=torch.long)

@@ -2,9 +2,9 @@
 
     x'_n = x_n + A_l V_n W_o + Norm(x_n) W_c,  l = the source of n's superblock
 
-Flows: queries and keys (which shares the map without building it). Reads: every reader, its source's. Cache: keys of
-sources, values of all layers. Source: UniAttn (arXiv 2502.00439), Eq. 5 and Table 12; as in its code, W_c reads the
-normalised input.
+Flows: queries and keys; with eager attention the softmax map itself, which other implementations never build. Reads:
+every reader, its source's. Cache: keys of sources, values of all layers. Source: UniAttn (arXiv 2502.00439), Eq. 5 and
+Table 12; as in its code, W_c reads the normalised input.
 """
 
 from collections.abc import Sequence

@@ -12,11 +12,13 @@ Shapes: B batch, T tokens of the prompt, S tokens in the cache, H heads, H_kv ke
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from crosslayer.core.decoder.attention import map_source
 from crosslayer.core.latents import LatentDecoder
 from crosslayer.core.method import Mixing
 from crosslayer.core.plan import TokenCount, allocated_tokens
@@ -33,6 +35,7 @@ class Attention:
     keys and values; `row` is over how many of them attention runs, concatenated. `kind` is the type of a quantised
     cache in which it stores them, None: as they are. `codes` are the bytes of a token's latent if it consists of codes.
     `chosen` is how many tokens it attends to, None: all; `limited` says of keys and values whether only these are read.
+    `shares_map`: eager attention takes its softmax map from another layer.
     """
 
     heads: int
@@ -47,6 +50,7 @@ class Attention:
     codes: int | None = None
     chosen: TokenCount | None = None
     limited: tuple[bool, bool] = (False, False)
+    shares_map: bool = False
 
     def read(self, length: int) -> int:
         """Return how many elements of keys and values a new token reads from `length` cached ones, for a batch of 1."""
@@ -77,14 +81,15 @@ class Attention:
         seen = length if self.window is None else min(length, self.window)
         return round(seen * self.kv_heads * (counts[0] * self.key_size + counts[1] * self.value_size))
 
-    def flops(self, tokens: int) -> int:
+    def flops(self, tokens: int, eager: bool = False) -> int:
         """Return FLOPs of a causal prompt: a multiplication and an addition per pair of tokens in QKᵀ and in AV.
 
         If the window is shorter than the prompt, the mask is explicit, and SDPA computes every pair.
         """
         cut = self.window is not None and self.window < tokens
         pairs = tokens * tokens if cut else tokens * (tokens + 1) // 2
-        return 2 * self.row * pairs * self.heads * (self.key_size + self.value_size)
+        key_size = 0 if eager and self.shares_map else self.key_size
+        return 2 * self.row * pairs * self.heads * (key_size + self.value_size)
 
 
 @dataclass(frozen=True)
@@ -104,9 +109,10 @@ class Structure:
     itemsize: int
     latents: int = 0
 
-    def prefill_flops(self, batch: int, tokens: int) -> tuple[int, int]:
+    def prefill_flops(self, batch: int, tokens: int, eager: bool = False) -> tuple[int, int]:
         """Return FLOPs of a prompt (B, T): of the matrices without the head, and of attention."""
-        return 2 * self.matrices * batch * tokens, batch * sum(layer.flops(tokens) for layer in self.attention)
+        attention = sum(layer.flops(tokens, eager) for layer in self.attention)
+        return 2 * self.matrices * batch * tokens, batch * attention
 
     def weight_bytes(self) -> int:
         """Return bytes of weights that a decoding step reads, for any batch size."""
@@ -159,6 +165,7 @@ def attentions(model: PreTrainedModel, kinds: Sequence[str | None] = ()) -> tupl
                 codes=None if latent is None else latent.bytes,
                 chosen=None if plan is None or chooser is None else plan.chosen,
                 limited=(chooser not in (None, layer), chooser is not None),
+                shares_map=plan is not None and map_source(plan, layer) is not None,
             )
         )
     return tuple(attention)
@@ -248,11 +255,12 @@ class Prediction(Frozen):
 
 @dataclass(frozen=True)
 class Load:
-    """A configuration: B sequences of `context` tokens, then `new_tokens` decoded step by step."""
+    """A configuration: B sequences of `context` tokens, then `new_tokens` decoded step by step, and the attention."""
 
     context: int
     batch: int
     new_tokens: int
+    attention: Literal["sdpa", "eager"] = "sdpa"
 
     @property
     def total(self) -> int:
@@ -267,7 +275,7 @@ def predict(model: Structure, rates: Rates, load: Load, operators: Operators) ->
     A quantised cache is always as large as its text. With it the first token is not predicted, since the prompt, too,
     reads rounded keys and values, for which attention runs over up to twice as many columns.
     """
-    matrices, attention = model.prefill_flops(load.batch, load.context)
+    matrices, attention = model.prefill_flops(load.batch, load.context, load.attention == "eager")
     weights = model.weight_bytes() / rates.weights
     halfway = load.context + (load.new_tokens + 1) // 2
     prefill = {

@@ -61,12 +61,10 @@ def operators(work: Callable[[], Any]) -> int:
 
 
 @torch.no_grad()
-def measure_rates(
-    model: Structure, load: Load, target: PreTrainedModel, attention: str, quantised: Structure | None = None
-) -> Rates:
+def measure_rates(model: Structure, load: Load, target: PreTrainedModel, quantised: Structure | None = None) -> Rates:
     """Measure the rates for a configuration with buffers of a model's shapes; takes a few seconds on a CPU.
 
-    `target` gives device and dtype. The named attention implementation is called by itself. `quantised` is a model with
+    `target` gives device and dtype. The attention implementation is called by itself. `quantised` is a model with
     a quantised cache, for the rate at which that is read.
     """
     device, dtype = target.device, target.dtype
@@ -77,9 +75,9 @@ def measure_rates(
     products, weights = _matrices(model, load, filled)
     return Rates(
         matrices=products,
-        attention=_attention(model, load, filled, attention),
+        attention=_attention(model, load, filled, load.attention),
         weights=weights,
-        states=_states(model, load, filled, attention),
+        states=_states(model, load, filled, load.attention),
         copies=_copies(model, load, filled),
         operator=_operator(device, dtype),
         decoding=None if quantised is None else _decoding(quantised, load, filled),

@@ -93,11 +93,14 @@ def too_large(models: Models, structures: Mapping[Role, Structure], load: Load, 
         model = models["candidate"]
         heads = model.config.get_text_config().num_attention_heads
         need += load.batch * heads * load.context**2 * (2 + model.dtype.itemsize)
+    if load.attention == "eager":  # two copies of a layer's maps
+        heads = max(layer.heads for structure in structures.values() for layer in structure.attention)
+        need += 2 * load.batch * heads * load.context**2 * 4
     if need <= free:
         return None
     return (
-        f"context {load.context}, batch {load.batch} needs about {need / 1e9:.1f} GB of memory, and "
-        f"{free / 1e9:.1f} GB are free"
+        f"context {load.context}, batch {load.batch} needs about {need / 1e9:.1f} GB of memory with {load.attention} "
+        f"attention, and {free / 1e9:.1f} GB are free"
     )
 
 
@@ -105,12 +108,3 @@ def _activation_bytes(structure: Structure, tokens: int) -> int:
     """Return roughly how many bytes an MLP's activations and the residual streams around it take."""
     outputs, inputs = structure.shape
     return tokens * (3 * outputs + 4 * inputs) * structure.itemsize
-
-
-def eager_skip(model: PreTrainedModel, load: Load) -> str | None:
-    """Return why eager attention is not run: two copies of a layer's attention maps exceed half of the free memory."""
-    heads, free = model.config.get_text_config().num_attention_heads, free_memory(model.device)
-    need = 2 * load.batch * heads * load.context**2 * 4
-    if need <= free / 2:
-        return None
-    return f"skipped: eager attention maps need {need / 1e9:.1f} GB, more than half of the {free / 1e9:.1f} GB free"

@@ -36,7 +36,7 @@ def layout(record: Benchmark) -> Page:
         subtitle=(
             f"random tokens, {settings.new_tokens} decoded after each prompt · {settings.repeats} pairs of alternating "
             f"runs · {baseline.dtype} on {baseline.device}, {threads} thread{'s' if threads > 1 else ''} · "
-            f"{settings.attention} attention"
+            f"{' and '.join(settings.attention)} attention"
         ),
         cards=cards,
         sentences=sentences(record),
@@ -60,8 +60,12 @@ def overview(record: Benchmark) -> Table:
         ]
         sizes = " / ".join(size(count) for count in peak.both() if count is not None)
         cells.append(UNKNOWN if peak.ratio is None else f"{peak.ratio:.2f}x\n{sizes}")
-        rows.append([str(row.context), str(row.batch), *cells])
-    return title, ["context", "batch", "KV cache\n(of the 16-bit cache;\nallocated)", *heads, "peak memory"], rows
+        rows.append([str(row.context), str(row.batch), row.attention, *cells])
+    return (
+        title,
+        ["context", "batch", "attention", "KV cache\n(of the 16-bit cache;\nallocated)", *heads, "peak memory"],
+        rows,
+    )
 
 
 def _covered(record: Benchmark) -> str:
@@ -105,12 +109,13 @@ def measurements(record: Benchmark) -> list[list[str]]:
         for kind, time in (("dynamic", row.tpot_dynamic), ("static", row.tpot_static)):
             speeds = [f"{row.batch / timing.median:.1f}" for timing in time.both()]
             lines.append([f"tokens/s, {kind} cache", *speeds, f"{1 / time.ratio:.3f}x", ""])
-        peak, title = row.peak_memory, "time to first token, both eager"
+        peak = row.peak_memory
         sizes = [UNKNOWN if count is None else size(count) for count in peak.both()]
         compared = peak.reason or ("" if peak.ratio is None else f"{peak.ratio:.2f}x")
         lines.append(["peak memory above the weights", *sizes, compared, ""])
-        no_eager = [title, UNKNOWN, UNKNOWN, row.no_eager or "", ""]
-        lines.append(no_eager if row.eager is None else _time_row(title, row.eager))
+        if row.softmax_share is not None:
+            shares = [f"{share:.1%}" for share in row.softmax_share.both()]
+            lines.append(["softmax, of the time to first token", *shares, "", ""])
         rows += [[configuration(row), *cells] for cells in lines]
     return rows
 
@@ -128,8 +133,8 @@ def _time_row(title: str, time: Comparison) -> list[str]:
 def _panels(record: Benchmark) -> list[Panel]:
     """Return the figures of each batch size: ratios, and time per token where it is predicted."""
     ratios, predictions = [], []
-    for batch in dict.fromkeys(row.batch for row in record.rows):
-        group = sorted((row for row in record.rows if row.batch == batch), key=lambda row: row.context)
+    for kind in dict.fromkeys((row.batch, row.attention) for row in record.rows):
+        group = sorted((row for row in record.rows if (row.batch, row.attention) == kind), key=lambda row: row.context)
         ratios.append(_ratios(group, _covered(record) if record.interval_coverage else None))
         if all(timing.predicted is not None for row in group for timing in row.tpot_dynamic.both()):
             predictions.append(_prediction(group))
@@ -168,6 +173,12 @@ def _prediction(group: list[Row]) -> Panel:
 
 
 def _panel(key: str, title: str, caption: str, axis: str, group: list[Row], lines: list[Line]) -> Panel:
-    batch, ticks = group[0].batch, {float(row.context): str(row.context) for row in group}
-    heading, titles, log_x = f"{title}, batch {batch}", ("context (tokens)", axis), len(group) > 1
-    return Panel(f"{key}_batch_{batch}", heading, caption, *titles, lines, log_x=log_x, bars=True, x_ticks=ticks)
+    batch, attention, ticks = (
+        group[0].batch,
+        group[0].attention,
+        {float(row.context): str(row.context) for row in group},
+    )
+    heading, titles, log_x = f"{title}, batch {batch}, {attention}", ("context (tokens)", axis), len(group) > 1
+    return Panel(
+        f"{key}_batch_{batch}_{attention}", heading, caption, *titles, lines, log_x=log_x, bars=True, x_ticks=ticks
+    )

@@ -11,19 +11,20 @@ from crosslayer.verbs.bench.costs import Operators, Prediction, Rates
 from crosslayer.wiring.kv_bits import KvBitsText
 
 Role = Literal["candidate", "baseline"]
+AttentionKind = Literal["sdpa", "eager"]
 ROLES: tuple[Role, Role] = ("candidate", "baseline")
 MEASURES = ("ttft", "tpot_dynamic", "tpot_static")
 Value = TypeVar("Value")
 
 
 class BenchSettings(Options):
-    """The options of a benchmark: every context (prompt length in tokens) is measured with every batch size."""
+    """The options of a benchmark: every context (tokens of the prompt) with every batch size and attention."""
 
     contexts: Annotated[tuple[PositiveInt, ...], SEVERAL]
     batches: Annotated[tuple[PositiveInt, ...], SEVERAL] = (1,)
     new_tokens: PositiveInt
     repeats: PositiveInt
-    attention: Literal["sdpa", "eager"] = "sdpa"
+    attention: Annotated[tuple[AttentionKind, ...], SEVERAL] = ("sdpa",)
     seed: Seed = 0
     evict: Evict | None = Field(default=None, description="eviction policy of the candidate's cache")
     kv_bits: KvBitsText | None = Field(default=None, description="bits of the candidate's cache")
@@ -128,10 +129,11 @@ class UnsteadyRate(Frozen):
 
 
 class Row(Frozen):
-    """The measurements at one context (prompt length in tokens) and batch size."""
+    """The measurements at one context (prompt length in tokens), batch size and attention implementation."""
 
     context: PositiveInt
     batch: PositiveInt
+    attention: AttentionKind
     cache: CacheBytes
     quantised: tuple[QuantisedBytes, ...] = Field(default=(), description="empty if one of the models allows none")
     reads: Bytes | None = Field(description="keys and values that the last step reads; None without a prediction")
@@ -142,8 +144,7 @@ class Row(Frozen):
     rates: Rates | None = Field(description="measured machine rates; None without a prediction")
     unsteadiest_rate: UnsteadyRate | None
     operators: Both[Operators]
-    eager: Comparison | None = Field(description="time to first token, both with eager attention")
-    no_eager: str | None = Field(description="why eager attention was not measured")
+    softmax_share: Both[float] | None = Field(default=None, description="of the time to first token, if eager")
 
     def times(self) -> dict[str, Comparison]:
         """Return the times by measure, in the order of `MEASURES`."""
@@ -151,10 +152,11 @@ class Row(Frozen):
 
 
 class Skip(Frozen):
-    """A context and batch size that did not fit into memory."""
+    """A context, batch size and attention that did not fit into memory."""
 
     context: int
     batch: int
+    attention: AttentionKind
     reason: str
 
 

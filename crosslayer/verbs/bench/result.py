@@ -17,7 +17,7 @@ class Benchmark(Result):
     static cache. The axis of models is candidate, baseline.
     """
 
-    schema_: Literal["crosslayer/bench/4"] = Field(default="crosslayer/bench/4", alias="schema")
+    schema_: Literal["crosslayer/bench/5"] = Field(default="crosslayer/bench/5", alias="schema")
     models: Both[MeasuredModel]
     settings: BenchSettings
     rows: tuple[Row, ...] = Field(min_length=1)
@@ -53,7 +53,12 @@ class Benchmark(Result):
 
 def _figures(row: Row) -> dict[str, Any]:
     cache = row.cache.dynamic
-    figures: dict[str, Any] = {"context": row.context, "batch": row.batch, "kv_share": round(cache.share, 4)}
+    figures: dict[str, Any] = {
+        "context": row.context,
+        "batch": row.batch,
+        "attention": row.attention,
+        "kv_share": round(cache.share, 4),
+    }
     figures |= {"allocated_bytes": cache.candidate, "baseline_allocated_bytes": cache.baseline}
     for measure, time in row.times().items():
         interval = time.interval and [round(end, 3) for end in time.interval]

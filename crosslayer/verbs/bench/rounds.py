@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
+from torch.nn import functional
 from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 from transformers.cache_utils import DynamicLayer
 
@@ -19,12 +21,11 @@ from crosslayer.eviction.cache import EvictionCache
 from crosslayer.eviction.running import NewCache
 from crosslayer.verbs.bench.costs import Load, Operators, Rates, Structure, predict
 from crosslayer.verbs.bench.machine import measure_rates, operators, seconds
-from crosslayer.verbs.bench.memory import Models, eager_skip, peak_memory
-from crosslayer.verbs.bench.record import MEASURES, ROLES, BenchSettings, Comparison, Role, Row
+from crosslayer.verbs.bench.memory import Models, peak_memory
+from crosslayer.verbs.bench.record import MEASURES, ROLES, BenchSettings, Both, Comparison, Role, Row
 from crosslayer.verbs.bench.summary import WarmUp, compared, middle, row, unsteadiest
 
 WARM_UP = 2  # steps that are not counted
-EAGER_REPEATS = 2  # eager prefill is many times slower and only for reference, so it gets no interval
 
 
 @contextmanager
@@ -66,30 +67,38 @@ class Rounds:
         generator = torch.Generator().manual_seed(settings.seed)
         self.ids = torch.randint(0, vocabulary, (load.batch, load.total), generator=generator).to(self.device)  # (B, S)
         self.times: dict[str, dict[Role, list[float]]] = {}  # measure -> role -> seconds of each repeat
-        for measure in (*MEASURES, "eager"):
+        for measure in MEASURES:
             self.times[measure] = {role: [] for role in ROLES}
         self.smaller: dict[Role, NewCache] = {} if new_cache is None else {"candidate": new_cache}
-        self.no_eager = "attention is eager already" if settings.attention == "eager" else None
-        if self.smaller:
-            self.no_eager = "the cache is quantised" if settings.evict is None else "tokens are evicted"
 
     def run(self, tick: Callable[[], None]) -> Row:
         """Return the row of the record; `tick` is called after the warm-up and after every round."""
         warm_ups: dict[Role, WarmUp] = {role: self._warm_up(role) for role in ROLES}
         rates: list[Rates] = []
         tick()
-        self.no_eager = self.no_eager or eager_skip(self.models["baseline"], self.load)
         for repeat in range(self.settings.repeats):
-            order = ROLES if repeat % 2 else ROLES[::-1]
-            self._round(order)
-            if repeat < EAGER_REPEATS and self.no_eager is None:
-                with attention_of(self.models, "eager"):
-                    for role in order:
-                        self._time("eager", role, partial(self.prefill, role))
+            self._round(ROLES if repeat % 2 else ROLES[::-1])
             if self.structures:
                 rates.append(self._rates())
             tick()
-        return row(self.load, self.times, warm_ups, self.structures, rates, self.no_eager)
+        measured = row(self.load, self.times, warm_ups, self.structures, rates)
+        if self.load.attention != "eager" or self.smaller:
+            return measured
+        shares = {role: self.softmax_share(role) for role in ROLES}
+        return measured.model_copy(update={"softmax_share": Both(**shares)})
+
+    def softmax_share(self, role: Role) -> float:
+        """Return which share of the time of a prompt softmax takes."""
+        taken, softmax = [], functional.softmax
+
+        def timed(*args: Any, **kwargs: Any) -> torch.Tensor:
+            results: list[torch.Tensor] = []
+            taken.append(seconds(lambda: results.append(softmax(*args, **kwargs)), self.device))
+            return results[0]
+
+        with mock.patch.object(functional, "softmax", timed):
+            total = seconds(partial(self.prefill, role), self.device)
+        return sum(taken) / total
 
     def prefill(self, role: Role) -> Cache:
         """Run the prompt through a fresh cache, dynamic or smaller; only the last logits are computed."""
@@ -133,7 +142,7 @@ class Rounds:
 
     def _rates(self) -> Rates:
         costs = self.structures["baseline"], self.structures["candidate"]
-        return measure_rates(costs[0], self.load, self.models["baseline"], self.settings.attention, quantised=costs[1])
+        return measure_rates(costs[0], self.load, self.models["baseline"], quantised=costs[1])
 
     def static(self, role: Role, cache: Cache) -> Cache:
         """Return a static cache with the prompt: copied from the dynamic cache, or run again if a window has cut it.

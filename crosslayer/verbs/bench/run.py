@@ -26,6 +26,7 @@ from crosslayer.verbs.bench.costs import Load, Structure, structure
 from crosslayer.verbs.bench.memory import Models, too_large
 from crosslayer.verbs.bench.record import (
     ROLES,
+    AttentionKind,
     BenchSettings,
     Both,
     MeasuredModel,
@@ -55,7 +56,7 @@ def bench(
     batches: Sequence[int] = (1,),
     new_tokens: int = 64,
     repeats: int = 5,
-    attention: str = "sdpa",
+    attention: Sequence[str] = ("sdpa",),
     evict: str | None = None,
     kv_bits: str | None = None,
     engine: str = "transformers",
@@ -74,7 +75,7 @@ def bench(
         batches: batch sizes; with vLLM, numbers of concurrent requests.
         new_tokens: tokens to decode after the prompt.
         repeats: pairs of runs; an interval needs at least 3, a verdict at least 5.
-        attention: attention implementation of both models: sdpa (flash on a GPU) or eager.
+        attention: attention implementations of both models: sdpa (flash on a GPU), eager, or both, as sdpa,eager.
         evict: eviction policy of the candidate's KV cache, such as h2o:0.4; the baseline keeps all tokens.
         kv_bits: bits of the candidate's KV cache: 8, 4, 3, 2, fp8, or by layer, such as 8@0-11,4@12-29.
         engine: engine that runs both models: transformers or vllm.
@@ -92,7 +93,7 @@ def bench(
     """
     options: dict[str, Any] = {"contexts": contexts, "new_tokens": new_tokens, "repeats": repeats, "seed": seed}
     if engine == "vllm":
-        if device is not None or attention != "sdpa" or evict is not None or kv_bits is not None:
+        if device is not None or tuple(attention) != ("sdpa",) or evict is not None or kv_bits is not None:
             raise ValueError(
                 "`device`, `attention`, `evict` and `kv_bits` need `engine` transformers; leave them out with vllm"
             )
@@ -126,19 +127,21 @@ def bench_transformers(
     _check(models, settings)
     started = time.perf_counter()
     structures: dict[Role, Structure] = {}
+    rows, skipped = [], []
     reason = None if settings.evict is None else "no prediction: tokens are evicted"
     with torch.no_grad(), quiet_transformers(), ExitStack() as stack:
         for one in models.values():
             stack.enter_context(evaluating(one))
-        stack.enter_context(attention_of(models, settings.attention))
         try:
             structures |= {
                 role: structure(models[role], quantised_types(models[role], role, settings)) for role in ROLES
             }
         except ValueError as error:
             reason = reason or f"no prediction: {error}"
-        with smaller.running(models["candidate"]) as new_cache:
-            rows, skipped = _measured(models, new_cache, structures, settings, progress)
+        for attention in settings.attention:
+            with attention_of(models, attention), smaller.running(models["candidate"]) as new_cache:
+                measured = _measured(models, new_cache, structures, settings, attention, progress)
+            rows, skipped = rows + measured[0], skipped + measured[1]
     if not rows:
         raise ValueError(f"nothing was measured: {skipped[0].reason}")
     facts = {}
@@ -166,7 +169,7 @@ def step_time(models: Models, context: int, batch: int = 1, steps: int = 18) -> 
     """
     attention = models["baseline"].config.get_text_config()._attn_implementation
     attention = attention if attention in ("sdpa", "eager") else "sdpa"
-    settings = BenchSettings(contexts=(context,), batches=(batch,), new_tokens=steps, repeats=1, attention=attention)
+    settings = BenchSettings(contexts=(context,), batches=(batch,), new_tokens=steps, repeats=1)
     _check(models, settings)
     with ExitStack() as stack:
         for model in models.values():
@@ -175,7 +178,7 @@ def step_time(models: Models, context: int, batch: int = 1, steps: int = 18) -> 
             structures: dict[Role, Structure] = {role: structure(models[role]) for role in ROLES}
         except ValueError:  # there is no prediction for such a model
             structures = {}
-        load = Load(context, batch, steps)
+        load = Load(context, batch, steps, attention)
         reason = too_large(models, structures, load)
         if reason is not None:
             raise ValueError(reason)
@@ -230,10 +233,12 @@ def _measured(
     new_cache: NewCache | None,
     structures: dict[Role, Structure],
     settings: BenchSettings,
+    attention: AttentionKind,
     progress: Meter,
 ) -> tuple[list[Row], list[Skip]]:
     """Measure every configuration that fits into memory; `new_cache` makes the candidate's caches if it evicts."""
-    loads = [Load(context, batch, settings.new_tokens) for batch in settings.batches for context in settings.contexts]
+    sizes = itertools.product(settings.batches, settings.contexts)
+    loads = [Load(context, batch, settings.new_tokens, attention) for batch, context in sizes]
     rounds = settings.repeats + 1
     total, done = len(loads) * rounds, itertools.count(1)
     rows, skipped = [], []
@@ -249,7 +254,7 @@ def _measured(
                 row = Rounds(models, predicted, load, settings, new_cache).run(tick)
                 rows.append(row.model_copy(update={"quantised": quantised_bytes(models, load)}))
                 continue
-            skipped.append(Skip(context=load.context, batch=load.batch, reason=reason))
+            skipped.append(Skip(context=load.context, batch=load.batch, attention=attention, reason=reason))
             for _ in range(rounds):
                 tick()
     return rows, skipped

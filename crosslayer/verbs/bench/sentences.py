@@ -6,7 +6,7 @@ from typing import get_args
 from crosslayer.eviction.running import SmallerCache
 from crosslayer.output.formatting import percent
 from crosslayer.stats.ratios import CLEAR, FEWEST, Verdict
-from crosslayer.verbs.bench.record import MEASURES, BenchSettings, Comparison, Note, Row, Skip
+from crosslayer.verbs.bench.record import MEASURES, ROLES, BenchSettings, Comparison, Note, Row, Skip
 from crosslayer.verbs.bench.result import Benchmark
 
 TITLES = {
@@ -32,6 +32,7 @@ def sentences(record: Benchmark) -> list[str]:
         *(_time_sentence(rows, measure) for measure in MEASURES),
         *([f"Peak memory above the weights: {span(peaks, 2)} the baseline's."] if peaks else []),
         *(f"Peak memory: {reason}." for reason in reasons),
+        *_softmax_sentences(rows),
         _interval_sentence(record),
         *_cache_sentences(record.settings),
         _prediction_sentence(record),
@@ -40,8 +41,12 @@ def sentences(record: Benchmark) -> list[str]:
 
 
 def configuration(row: Row | Skip) -> str:
-    """Name a configuration: context 512, batch 4."""
-    return f"context {row.context}, batch {row.batch}"
+    """Name a configuration: context 512, batch 4, sdpa."""
+    return f"context {row.context}, batch {row.batch}, {row.attention}"
+
+
+def _short(row: Row) -> str:
+    return f"{row.context} × {row.batch}" + (" (eager)" if row.attention == "eager" else "")
 
 
 def far_off(record: Benchmark) -> list[tuple[Row, str, Note]]:
@@ -88,12 +93,25 @@ def _time_sentence(rows: Sequence[Row], measure: str) -> str:
     for verdict in get_args(Verdict):
         group = [row for row in rows if row.times()[measure].verdict == verdict]
         if group:
-            listed = ", ".join(f"{row.context} × {row.batch}" for row in group)
+            listed = ", ".join(map(_short, group))
             everywhere = len(group) == len(rows) > 1
-            where = "at every context and batch size" if everywhere else f"at context × batch = {listed}"
+            where = "in every configuration" if everywhere else f"at context × batch = {listed}"
             ratios = span([row.times()[measure].ratio for row in group], 3)
             clauses.append(f"{verdict} {where} ({ratios} the baseline's)")
     return f"{TITLES[measure].capitalize()}: {'; '.join(clauses)}."
+
+
+def _softmax_sentences(rows: Sequence[Row]) -> list[str]:
+    """Return how much of a prompt's time softmax takes with eager attention."""
+    shares = [row.softmax_share for row in rows if row.softmax_share is not None]
+    if not shares:
+        return []
+    ends = {role: [percent(end(getattr(share, role) for share in shares), 0) for end in (min, max)] for role in ROLES}
+    spans = {role: " to ".join(dict.fromkeys(pair)) for role, pair in ends.items()}
+    return [
+        f"With eager attention softmax takes {spans['candidate']} of the time to first token, in the baseline "
+        f"{spans['baseline']}."
+    ]
 
 
 def _interval_sentence(record: Benchmark) -> str:
@@ -132,5 +150,5 @@ def _prediction_sentence(record: Benchmark) -> str:
     row, measure, note = max(off, key=lambda entry: abs(entry[2].off))
     times = [time for one in record.rows for time in one.times().values()]
     predictions = 3 * sum(time.predicted_ratio is not None for time in times)  # candidate, baseline and ratio
-    where = f"{TITLES[measure]} at {row.context} × {row.batch}"
+    where = f"{TITLES[measure]} at {_short(row)}"
     return f"{len(off)} of {predictions} predictions are more than 20% off; the worst, {where}: {note.words}.{prompt}"

@@ -60,11 +60,10 @@ def row(
     warm_ups: Mapping[Role, WarmUp],
     structures: Mapping[Role, Structure],
     rates: Sequence[Rates],
-    no_eager: str | None,
 ) -> Row:
     """Return the row of a configuration from the times of both models, their warm-up and the rates of every repeat.
 
-    `structures` and `rates` are empty without a prediction; with `no_eager`, the reason, no eager times are needed.
+    `structures` and `rates` are empty without a prediction.
     """
     predictions: dict[Role, dict[str, Prediction]] = {}
     usual, unsteady = (middle(rates), unsteadiest(rates)) if rates else (None, None)
@@ -88,6 +87,7 @@ def row(
     return Row(
         context=load.context,
         batch=load.batch,
+        attention=load.attention,
         cache=CacheBytes(
             dynamic=_bytes(*zip(candidate.dynamic, baseline.dynamic, strict=True), predicted=cached),
             static=_bytes(*zip(candidate.static, baseline.static, strict=True), predicted=cached),
@@ -100,8 +100,6 @@ def row(
         rates=usual,
         unsteadiest_rate=unsteady,
         operators=Both(candidate=candidate.operators, baseline=baseline.operators),
-        eager=compared(times["eager"]) if no_eager is None else None,
-        no_eager=no_eager,
     )
 
 

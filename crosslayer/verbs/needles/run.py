@@ -206,7 +206,7 @@ class _Retrieved(StoppingCriteria):
     def __init__(self, tokenizer: PreTrainedTokenizerBase, values: Sequence[str], start: int):
         self.tokenizer, self.values, self.start = tokenizer, values, start
 
-    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Any:
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
         """Return whether each answer is complete, (B,)."""
         texts = self.tokenizer.batch_decode(input_ids[:, self.start :], skip_special_tokens=True)
         found = [is_retrieved(str(text), value) for text, value in zip(texts, self.values, strict=True)]

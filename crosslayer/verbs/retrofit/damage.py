@@ -71,13 +71,15 @@ def losses(
 ) -> dict[str, Losses]:
     """Compare converted models, by name, with the original, window by window; the original runs once for all."""
     rows: dict[str, list[tuple[float, float, float]]] = {name: [] for name in after}
+    done = 0
     for batch in windows.ids.split(max(1, BATCH_TOKENS // windows.ids.shape[1])):
         original = before(batch).float().log_softmax(-1)  # (B, T, V)
         for name, run in after.items():
             logits = run(batch)
             rows[name] += [compare(*of_window) for of_window in zip(original, logits, batch, strict=True)]
+        done += len(batch)
         if progress is not None:
-            progress(len(rows[name]), len(windows))
+            progress(done, len(windows))
     compared = {}
     for name in after:
         nll_before, nll_after, kl = np.array(rows[name]).T  # (N, 3) → three of (N,)

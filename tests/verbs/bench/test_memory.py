@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from crosslayer.verbs.bench import memory
-from crosslayer.verbs.bench.costs import Load
+from crosslayer.verbs.bench.costs import Load, structure
 from crosslayer.verbs.bench.memory import free_memory, peak_memory
 from crosslayer.verbs.bench.sentences import sentences
 from tests.helpers.benches import short
@@ -13,18 +13,12 @@ from tests.helpers.meters import Recorder
 from tests.helpers.tiny import tiny
 
 
-def test_eager_and_what_is_too_large_are_skipped_with_a_word(monkeypatch):
+def test_what_is_too_large_is_skipped_with_a_word(monkeypatch):
     models = (tiny("llama"), tiny("llama"))
-    need = 2 * 2 * 4 * 12**2 * 4
-    monkeypatch.setattr(memory, "free_memory", lambda device: 2 * need - 1)
-    assert memory.eager_skip(models[1], Load(12, 2, 1)) is not None
-    monkeypatch.setattr(memory, "free_memory", lambda device: 2 * need)
-    assert memory.eager_skip(models[1], Load(12, 2, 1)) is None
     monkeypatch.setattr(memory, "free_memory", lambda device: 60_000)
     meter = Recorder()
     benchmark = short(*models, (2, 60), progress=meter)
     assert [row.context for row in benchmark.rows] == [2] and meter.steps[-1][:2] == (4, 4)
-    assert benchmark.rows[0].eager is not None and benchmark.rows[0].no_eager is None
     assert benchmark.skipped[0].context == 60 and "needs about" in benchmark.skipped[0].reason
     assert any("context 60, batch 1 needs about" in sentence for sentence in sentences(benchmark))
     monkeypatch.setattr(memory, "free_memory", lambda device: 1000)
@@ -41,14 +35,22 @@ def test_a_prompt_that_is_read_with_eviction_needs_a_mask_for_each_head(monkeypa
         short(tiny("llama"), tiny("llama"), 60, evict="h2o:0.4")
 
 
-def test_eager_that_does_not_fit_is_a_row_with_the_reason(monkeypatch):
-    monkeypatch.setattr(memory, "_activation_bytes", lambda structure, tokens: 0)
-    free = 2 * 4 * 60**2 * 4
-    monkeypatch.setattr(memory, "free_memory", lambda device: 2 * free - 1)
-    row = short(tiny("llama"), tiny("llama"), 60).rows[0]
-    assert row.eager is None and row.no_eager.startswith("skipped: eager attention")
-    row = short(tiny("llama"), tiny("llama"), 4, attention="eager").rows[0]
-    assert row.eager is None and row.no_eager == "attention is eager already"
+def test_eager_attention_needs_two_copies_of_a_layer_s_maps(monkeypatch):
+    models = {"candidate": tiny("llama"), "baseline": tiny("llama")}
+    structures = {role: structure(model) for role, model in models.items()}
+    needs = {}
+    for attention in ("sdpa", "eager"):
+        load, free = Load(60, 2, 1, attention), 0
+        while memory.too_large(models, structures, load) is not None or not free:
+            free += 1600
+            monkeypatch.setattr(memory, "free_memory", lambda device, free=free: free)
+        needs[attention] = free
+    assert needs["eager"] - needs["sdpa"] == pytest.approx(2 * 2 * 4 * 60**2 * 4, abs=1600)  # heads, pairs, float32
+    benchmark = short(*models.values(), 60, attention=["sdpa", "eager"])
+    assert [row.attention for row in benchmark.rows] == ["sdpa", "eager"] and not benchmark.skipped
+    monkeypatch.setattr(memory, "free_memory", lambda device: needs["sdpa"] // 2 + 1600)
+    benchmark = short(*models.values(), 60, attention=["sdpa", "eager"])
+    assert [row.attention for row in benchmark.rows] == ["sdpa"] and benchmark.skipped[0].attention == "eager"
 
 
 def test_a_container_leaves_no_more_than_its_limit(monkeypatch, tmp_path):

@@ -42,7 +42,7 @@ def test_experts_are_measured_but_not_predicted():
     assert benchmark.rows[0].cache.dynamic.ratio == 1 and benchmark.rows[0].rates is None
     assert all(time.predicted_ratio is None for time in benchmark.rows[0].times().values())
     assert np.isnan(benchmark.intervals).all()
-    assert [panel.key for panel in benchmark.layout().panels] == ["ratios_batch_1"]
+    assert [panel.key for panel in benchmark.layout().panels] == ["ratios_batch_1_sdpa"]
     words = sentences(benchmark)
     assert sum(TOO_FEW in word for word in words) == 1
     assert any(word.startswith("No prediction: ") for word in words)

@@ -14,14 +14,14 @@ from tests.helpers.tiny import tiny
     [
         ({"contexts": (0,)}, r"contexts\.0 must be greater than 0"),
         ({"contexts": ()}, "contexts must have at least one"),
-        ({"contexts": 8}, "^contexts .*list of whole numbers.* 8$"),
+        ({"contexts": 8}, "^contexts must be a list, got 8$"),
         ({"seed": -1}, "seed must be greater than or equal to 0"),
         ({"seed": 2**64}, "seed must be less than"),
         ({"batches": (1, -2)}, r"batches\.1 must be greater than 0"),
         ({"new_tokens": 0}, "new_tokens must be greater than 0"),
         ({"repeats": 0}, "repeats must be greater than 0, got 0"),
         ({"contexts": ("x",)}, r"contexts\.0 must be a valid integer"),
-        ({"attention": "flex"}, "attention must be 'sdpa' or 'eager'"),
+        ({"attention": ("flex",)}, r"attention\.0 must be 'sdpa' or 'eager'"),
     ],
 )
 def test_settings_that_are_refused(settings, message):
@@ -31,9 +31,7 @@ def test_settings_that_are_refused(settings, message):
 
 
 def test_a_context_that_is_named_twice_is_measured_once():
-    settings = BenchSettings(
-        contexts=[16, 8, 16], batches=range(1, 3), new_tokens=1, repeats=1, attention="sdpa", seed=0
-    )
+    settings = BenchSettings(contexts=[16, 8, 16], batches=range(1, 3), new_tokens=1, repeats=1, seed=0)
     assert settings.contexts == (16, 8) and settings.batches == (1, 2)
 
 
@@ -57,7 +55,7 @@ def test_learned_positions_end_and_rotary_positions_go_on():
         (["--batches", "0"], "--batches must be greater than 0, got 0"),
         (["--contexts", ""], "got ''"),
         (["--new-tokens", "0"], "--new-tokens must be greater than 0, got 0"),
-        (["--attention", "flash"], "--attention must be 'sdpa' or 'eager'"),
+        (["--attention", "sdpa,flash"], "must be 'sdpa' or 'eager'"),
         (["--contexts", "4"], "bench needs a causal LM"),
     ],
 )

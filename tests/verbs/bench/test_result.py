@@ -44,7 +44,7 @@ def test_times_are_within_their_intervals(benchmark):
         assert time.verdict == "too few pairs"  # three
     speed = f"{2 / row.tpot_static.baseline.median:.1f}"
     assert speed in next(cells for cells in measurements(benchmark) if cells[1] == "tokens/s, static cache")
-    assert row.eager.interval is None and row.eager.baseline.median > 0
+    assert row.attention == "sdpa" and row.softmax_share is None
 
 
 def test_arrays_have_an_axis_of_settings(benchmark):
@@ -57,19 +57,20 @@ def test_arrays_have_an_axis_of_settings(benchmark):
 def test_a_saved_bench_is_loaded_again_equal(benchmark, tmp_path):
     page = benchmark.save(tmp_path / "out").read_text()
     record = json.loads((tmp_path / "out" / "record.json").read_text())
-    assert record == benchmark.record() and record["schema"] == "crosslayer/bench/4"
+    assert record == benchmark.record() and record["schema"] == "crosslayer/bench/5"
     assert Benchmark.from_record(record) == benchmark and page == Benchmark.from_record(record).page()
     assert record["models"]["candidate"]["class"] == "CrossLayerForCausalLM" and record["command"] is None
     assert "KV cache, static, allocated" in page and "random tokens, 3 decoded" in page
     for interval in ("candidate\n(median, quartiles)", "candidate ÷ baseline\n(median, 75.0% interval)"):
         assert f"<th>{interval}</th>" in page  # what each interval is of
-    assert {path.stem for path in (tmp_path / "out" / "figures").iterdir()} == {"ratios_batch_2", "prediction_batch_2"}
+    figures = {path.stem for path in (tmp_path / "out" / "figures").iterdir()}
+    assert figures == {"ratios_batch_2_sdpa", "prediction_batch_2_sdpa"}
     instant = copy.deepcopy(record["rows"])
     instant[0]["ttft"]["ratio"] = 0.0
     for change in ({"rows": []}, {"rows": instant}, {"colour": "red"}):
         with pytest.raises(ValidationError):
             Benchmark.from_record({**record, **change})
-    with pytest.raises(ValueError, match="this release reads crosslayer/bench/4"):
+    with pytest.raises(ValueError, match="this release reads crosslayer/bench/5"):
         Benchmark.from_record({**record, "schema": "crosslayer/bench/2"})
 
 
@@ -94,6 +95,7 @@ def test_sentences_and_headline(benchmark):
     assert benchmark.headline()["results"][0].keys() == {
         "context",
         "batch",
+        "attention",
         "kv_share",
         "allocated_bytes",
         "baseline_allocated_bytes",

@@ -9,7 +9,7 @@ from crosslayer.core.decoder.caches import cache_bytes
 from crosslayer.core.transformers_versions import CACHE
 from crosslayer.testing.tiny import build, config_of
 from crosslayer.verbs.bench import run as module
-from crosslayer.verbs.bench.costs import Load
+from crosslayer.verbs.bench.costs import Load, structure
 from crosslayer.verbs.bench.rounds import static_copy
 from crosslayer.verbs.bench.sentences import sentences
 from crosslayer.wiring.kv_bits import KINDS
@@ -46,7 +46,7 @@ def test_sides_take_turns_and_the_order_alternates():
     prompts = [side for side, length, _ in calls if length == 9]
     odd, even = ["baseline", "candidate"], ["candidate", "baseline"]
     assert prompts[:2] == even  # the warm-up
-    assert prompts[2:] == [*odd, *odd, *even, *even, *odd]  # the second pair of the first two rounds: eager
+    assert prompts[2:] == [*odd, *even, *odd]
     steps = [call[0] for call in calls[-8:]]
     assert steps == ["baseline", "baseline", "candidate", "candidate"] * 2
     assert [call[2] for call in calls[-8:]] == ["Dynami"] * 4 + ["Static"] * 4
@@ -69,7 +69,7 @@ def test_the_attention_of_a_model_comes_back(monkeypatch):
     seen = []
     config = models[0].config
     models[0].register_forward_pre_hook(lambda *_: seen.append(config._attn_implementation))
-    short(*models, 4)
+    short(*models, 4, attention=["sdpa", "eager"])
     assert {"sdpa", "eager"} <= set(seen)
     assert [model.config._attn_implementation for model in models] == ["eager", "sdpa"]
     monkeypatch.setattr(module, "structure", lambda *_: 1 / 0)
@@ -87,7 +87,7 @@ def test_a_candidate_may_evict_beside_a_full_cache():
     known = 3 * heads * 20 * 8  # of each pair of layers: a position and a sum for 16 tokens and 4 new ones
     assert row.cache.dynamic.candidate == 3 * states * heads * 32 + known
     assert row.cache.static.candidate == row.cache.dynamic.candidate  # a single kind of cache
-    assert row.eager is None and row.no_eager == "tokens are evicted" and row.reads is None
+    assert row.reads is None
     assert "(h2o:32)" in " ".join(sentences(benchmark))
     assert benchmark.record()["no_prediction"] == "no prediction: tokens are evicted"
     with pytest.raises(ValueError, match="did you mean .h2o."):
@@ -109,7 +109,7 @@ def test_a_candidate_may_have_a_quantised_cache(bits):
         assert work["copies"] == 0 and "decoding" not in full
         assert work["decoding"] == pytest.approx(states / row.rates.decoding)
     assert row.cache.dynamic.candidate == row.cache.static.candidate == planned
-    assert row.eager is None and row.no_eager == "the cache is quantised" and row.reads is None
+    assert row.reads is None
     (listed,) = (one for one in row.quantised if one.kind == kind)
     counted = [crosslayer.plan(candidate, length=52, dtype="bfloat16", kv_dtype=kind).stored_bytes]
     counted.append(crosslayer.plan(baseline, length=52, dtype="bfloat16").stored_bytes)
@@ -121,3 +121,13 @@ def test_a_candidate_may_have_a_quantised_cache(bits):
     assert "latest 64" in title  # they stay exact below 8 bits, so that int4 may take more than int8
     with pytest.raises(ValueError, match="load the baseline separately"):
         short(candidate, candidate, 48, new_tokens=4, kv_bits=bits)
+
+
+def test_softmax_s_share_of_the_prompt_is_measured_with_eager_attention():
+    candidate, baseline = build(config_of(UNIATTN)), build(config_of(None))
+    plain, eager = short(candidate, baseline, 48, attention=["sdpa", "eager"]).rows
+    assert plain.softmax_share is None
+    assert all(0 < share < 1 for share in eager.softmax_share.both())
+    flops = [structure(model).prefill_flops(1, 48, eager=True)[1] for model in (candidate, baseline)]
+    work = [timing.predicted.work["attention"] for timing in eager.ttft.both()]
+    assert work[0] / work[1] == pytest.approx(flops[0] / flops[1]) and flops[0] / flops[1] == pytest.approx(5 / 6)

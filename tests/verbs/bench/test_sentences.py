@@ -39,12 +39,12 @@ def test_losses_are_said_as_plainly_as_gains_and_briefly(six):
     faster, slower = first.split("; ")
     assert "faster" in faster and "512 × 1 (0.500x" in faster
     assert "slower" in slower and "512 × 4, 2048 × 1, 2048 × 4, 8192 × 1, 8192 × 4 (1.250x" in slower
-    assert dynamic.startswith("Time per token, dynamic cache: slower at every context") and "(1.250x" in dynamic
-    assert "no difference seen at every context" in static and "(0.910x to 0.940x" in static
+    assert dynamic.startswith("Time per token, dynamic cache: slower in every configuration") and "(1.250x" in dynamic
+    assert "no difference seen in every configuration" in static and "(0.910x to 0.940x" in static
     (off,) = [sentence for sentence in written if "2 of 54 predictions" in sentence]
     assert "time to first token at 512 × 4: the ratio is -0.7" in off and len(written) <= 8
     table = next(row for row in measurements(six) if row[1] == "time to first token" and row[5].endswith("off)"))
-    assert table[0] == "context 512, batch 4"
+    assert table[0] == "context 512, batch 4, sdpa"
     ranges = [panel.y_range for panel in six.layout().panels]
     assert ranges[::2] == [ranges[0]] * 2 and ranges[1::2] == [ranges[1]] * 2
 

@@ -5,11 +5,11 @@ The float32 softmax of transformers' eager attention is replaced by one in float
 
 import pytest
 import torch
-from torch.nn import functional
 
 from crosslayer.core.decoder import attention
 from crosslayer.testing.tiny import build, close, config_of, tokens, tolerance
 from tests.helpers.cases import CASES
+from tests.helpers.eager import use_float64_softmax
 
 SHARED = {  # by case: how many of 6 layers compute a map
     "uniattn, two blocks": 4,
@@ -26,8 +26,7 @@ CAPPED = {"attn_logit_softcapping": 3.0}
 
 @pytest.fixture(autouse=True)
 def softmax_in_float64(monkeypatch):
-    softmax = functional.softmax
-    monkeypatch.setattr(functional, "softmax", lambda x, dim=-1, dtype=None: softmax(x, dim=dim))
+    use_float64_softmax(monkeypatch)
 
 
 @pytest.fixture

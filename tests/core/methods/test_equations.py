@@ -16,6 +16,7 @@ from crosslayer.core.methods.kv_latents import KVLatents
 from crosslayer.core.methods.shared_choice import SharedChoice
 from crosslayer.testing.tiny import build, config_of, steps
 from tests.core.methods.naive import Naive, attend, check, softmax_map
+from tests.helpers.eager import use_float64_softmax
 from tests.helpers.tiny import tokens
 
 
@@ -151,8 +152,9 @@ def test_svformer(share, letters, anchors):
     check(build(config_of([{"name": "svformer", "share": share, "anchors": anchors}])), Loops)
 
 
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])  # with eager attention readers use the source's map
 @pytest.mark.parametrize("target", ["attention", "heads", "mlp", None])
-def test_uniattn(target):
+def test_uniattn(target, attention, monkeypatch):
     blocks = ((1, 2, 3), (4, 5))
 
     class Loops(Naive):
@@ -185,7 +187,10 @@ def test_uniattn(target):
                 x = x + layer.mlp(layer.post_attention_layernorm(x)) + self.added(number, normed)
             return self.model.lm_head(self.model.model.norm(x))
 
-    check(build(config_of([{"name": "uniattn", "superblocks": blocks, "compensation": target}])), Loops)
+    model = build(config_of([{"name": "uniattn", "superblocks": blocks, "compensation": target}]))
+    model.set_attn_implementation(attention)
+    use_float64_softmax(monkeypatch)
+    check(model, Loops)
 
 
 def test_drop():

@@ -64,9 +64,11 @@ def choose(model: PreTrainedModel, request: Request, windows: dict[str, Windows]
         return Chosen(*indexers_by_damage(model, windows, request, progress))
     if request.searches_choosers:
         return Chosen(*choosers_by_damage(model, windows, request, progress))
-    if request.method is not None:
-        method = _checked(request.method, model, request)
-        return Chosen([method], Choice(how="as options"))
+    if request.method is not None or request.methods:
+        whole = request.methods if request.method is None else [request.method]
+        methods = [_checked(method, model, request) for method in whole]
+        find_sublayers(model).check(merge_plans(methods, layers))
+        return Chosen(methods, Choice(how="as options"))
     if cls is None:
         return Chosen(*methods_by_damage(model, windows, request, progress))
     if option == "auto":

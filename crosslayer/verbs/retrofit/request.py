@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from crosslayer.core.choice import ChoiceMethod
 from crosslayer.core.latents import LatentMethod
 from crosslayer.core.method import Compensated, Method
-from crosslayer.core.methods import Entry, load_method, method_class, method_names, to_entry
+from crosslayer.core.methods import Entry, load_methods, method_class, method_names, to_entry
 from crosslayer.core.options import check_choice
 from crosslayer.output.record import Options, Seed
 from crosslayer.verbs.retrofit.moments import FITS, LAYER_ONLY, REFITS
@@ -32,7 +32,7 @@ Budget = Annotated[float, Field(gt=0, allow_inf_nan=False)] | None
 class RetrofitOptions(Options):
     """The options of `crosslayer retrofit`, checked against one another where no method is needed for that."""
 
-    method: str | dict[str, Any] | None = None
+    method: str | dict[str, Any] | list[dict[str, Any]] | None = None
     layers: str = "top-half"
     kv_budget: Budget = None
     kv_context: int | None = Field(default=None, ge=2)
@@ -100,18 +100,19 @@ class Request:
 
         """
         self.options, self.post_norms, self.indexed = options, post_norms, indexed
-        # a class whose layers are still to be chosen, or a method with all its options
-        self.method_class, self.method = _method_of(options.method)
+        # a class whose layers are still to be chosen, or methods with all their options
+        self.method_class, self.methods = _methods_of(options.method)
+        self.method = self.methods[0] if len(self.methods) == 1 else None
         self.axes = frozenset(options.axes.split(","))
         if self.axes & {"bits", "rank"}:
             self._take_latents()
         elif isinstance(self.method, LatentMethod):
             self.axes = frozenset(AXES)
-        self.searches_tokens = not isinstance(options.method, dict) and "{" not in (options.method or "")
+        self.searches_tokens = options.method is None or (isinstance(options.method, str) and "{" not in options.method)
         self._take_choices()
         self.searches_choosers = isinstance(self.method, ChoiceMethod) and self.has_budget
         self.searches = self.searches_choosers or (
-            self.method_class is None and self.method is None
+            self.method_class is None and self.method is None and not self.methods
         )  # a budget chooses layers
         self.part = self.select = None  # what the method drops; how layers are chosen
         if self.method_class is not None and self.method_class.parts:
@@ -189,9 +190,13 @@ class Request:
 
     def _has_targets(self) -> bool:
         """Return whether any method of the request can have a W_c."""
-        if self.method is not None:
-            return _compensation(self.method) is not None
+        if self.method is not None or self.methods:
+            return any(_compensation(method) is not None for method in self._whole())
         return self.method_class is None or bool(self.method_class.targets)
+
+    def _whole(self) -> list[Method]:
+        """Return the methods with all their options."""
+        return self.methods if self.method is None else [self.method]
 
     def _default_fit(self, post_norms: bool) -> str:
         if not self._has_targets() or (
@@ -200,13 +205,13 @@ class Request:
             return "none"  # W_c would have to write where the dropped part wrote
         if self.options.merge != "first":
             return "ridge"  # a merged source is outside what a layerwise fit corrects
-        shares = (self.method or self.method_class or Method).grouped  # a search may choose a grouped method
-        target = self.options.target if self.method is None else _compensation(self.method)
-        return "refit" if shares and target in (None, "attention") and not post_norms else "layerwise"
+        shares = any(one.grouped for one in self._whole() or [self.method_class or Method])  # so may a search
+        targets = [_compensation(method) for method in self._whole()] or [self.options.target]
+        return "refit" if shares and {*targets} <= {None, "attention"} and not post_norms else "layerwise"
 
     def _check(self) -> None:
         """Raise for an option without effect, and for a value that the methods do not have."""
-        options, cls, has_class = self.options, self.method_class, self.method is None
+        options, cls, has_class = self.options, self.method_class, not self._whole()
         merges = (self.method or cls or Method).merges
         targets = {target for each in ([cls] if cls else searched_methods()) for target in each.targets}
         choices = {  # valid values that depend on the method; empty: the option has no effect
@@ -231,23 +236,28 @@ class Request:
                 raise ValueError(f"`{option}`{value} has no effect with the other options; remove it")
             if option in choices:
                 check_choice("retrofit", option, value, choices[option])
-        chosen = self.method or cls
-        if chosen is not None and options.kv_budget is not None and not self.calibrates:
+        chosen = self._whole() or ([cls] if cls is not None else [])
+        names = " and ".join(one.name() for one in chosen)
+        if chosen and options.kv_budget is not None and not self.calibrates:
             raise ValueError(
                 f"`kv_budget` chooses methods and layers itself, or the bits of a `method` with latents; remove "
-                f"it, or `method` {chosen.name()}"
+                f"it, or `method` {names}"
             )
+        if len(chosen) > 1 and any(isinstance(one, LatentMethod | ChoiceMethod) for one in chosen):
+            raise ValueError(f"`method` must be one method if layers cache latents or choose tokens, got {names}")
         if self.fit in REFITS and self.indexed is not None:
             raise ValueError(f"`compensation` {self.fit} has no effect on {self.indexed}, whose weights are kept")
-        if self.fit in REFITS and chosen is not None and not chosen.grouped:
+        if self.fit in REFITS and chosen and not any(one.grouped for one in chosen):
             raise ValueError(
-                f"`compensation` {self.fit} refits W_o of layers that read another layer's states, and {chosen.name()} "
-                "has none; use layerwise"
+                f"`compensation` {self.fit} refits W_o of layers that read another layer's states, and {names} has "
+                "none; use layerwise"
             )
 
 
-def plain_method(method: Entry | None) -> str | dict[str, Any] | None:
-    """Return a method as plain data, as options hold it; of a class its name."""
+def plain_method(method: Entry | Sequence[Entry] | None) -> str | dict[str, Any] | list[dict[str, Any]] | None:
+    """Return a method, or several, as plain data, as options hold it; of a class its name."""
+    if isinstance(method, Sequence) and not isinstance(method, str):
+        return [to_entry(one) for one in load_methods(method)]
     if isinstance(method, type):
         return method.name()
     if isinstance(method, Method):
@@ -255,22 +265,22 @@ def plain_method(method: Entry | None) -> str | dict[str, Any] | None:
     return dict(method) if isinstance(method, Mapping) else method
 
 
-def _method_of(value: str | dict[str, Any] | None) -> tuple[type[Method] | None, Method | None]:
-    """Return the class of a method whose layers are to be chosen, or a whole method; neither where a budget chooses."""
+def _methods_of(value: str | dict[str, Any] | list[dict[str, Any]] | None) -> tuple[type[Method] | None, list[Method]]:
+    """Return the class of a method whose layers are to be chosen, or whole methods; neither where a budget chooses."""
     if value is None:
-        return None, None
-    if isinstance(value, dict):
-        return None, load_method(value)
-    if value.lstrip().startswith("{"):
+        return None, []
+    if not isinstance(value, str):
+        return None, load_methods(value)
+    if value.lstrip().startswith(("{", "[")):
         try:
-            return None, load_method(json.loads(value))
+            return None, load_methods(json.loads(value))
         except json.JSONDecodeError as error:
-            raise ValueError(f"`method` must be a name or a JSON object, got {value!r} ({error})") from None
+            raise ValueError(f"`method` must be a name, a JSON object or a list, got {value!r} ({error})") from None
         except RecursionError:
             raise ValueError("`method` must be a name or a JSON object, got JSON that is nested too deeply") from None
     cls = method_class(value)
     takes_groups = cls.from_groups.__func__ is not Method.from_groups.__func__  # type: ignore[attr-defined]
-    return (cls, None) if takes_groups else (None, load_method(value))
+    return (cls, []) if takes_groups else (None, load_methods(value))
 
 
 def _compensation(method: Method) -> str | None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from crosslayer.core.decoder.weights import to_config
-from crosslayer.core.methods import Entry, merge_plans, to_entry
+from crosslayer.core.methods import Entry, merge_plans, to_entry, wire
 from crosslayer.core.sixteen_bits import DTYPE
 from crosslayer.corpus.windows import Windows
 from crosslayer.models.load import load_config, model_facts, public_name, ready_model
@@ -59,7 +59,7 @@ def retrofit(
     text: DomainTexts = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     *,
-    method: Entry | None = None,
+    method: Entry | Sequence[Entry] | None = None,
     layers: str = "top-half",
     kv_budget: float | None = None,
     kv_context: int | None = None,
@@ -96,7 +96,7 @@ def retrofit(
             Python also token ids (N, `length`), documents, sources, or a dict of these by domain.
         tokenizer: in Python, the tokenizer of a loaded model.
         method: a method (`crosslayer methods` lists them) or a module of your own, on the layers of --layers; or a
-            method with all its options as JSON: {"name": NAME, OPTION: VALUE}.
+            method with all its options as JSON: {"name": NAME, OPTION: VALUE}, or a list of these.
         layers: layers to convert (0-based): groups such as 18-21,22-25 or 18+20,19+21, top-half, or auto.
         kv_budget: instead of --method: search for the methods and layers that keep this share of the KV cache (0 to 1);
             with a method whose layers cache latents: their size, as a share of a cache in 16 bits.
@@ -165,6 +165,8 @@ def _open_texts(
         request = Request(options, indexed=source.get_text_config().model_type)
     else:
         request = Request(options, to_config(source).has_post_norms)
+    if len(request.methods) > 1:
+        wire(request.methods, source.get_text_config().num_hidden_layers)  # raises if they collide
     with progress("reading the text", 0):
         texts = Texts.load(text, calibration_text, options.seed)
     if request.fit in REFITS and request.post_norms:

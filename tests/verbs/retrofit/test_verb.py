@@ -79,6 +79,30 @@ def test_the_folder_is_whole_with_report_and_card(monkeypatch, inputs, tmp_path,
     assert "crosslayer retrofit model --text text.txt" in card and "conditional on these texts" in card
 
 
+SEVERAL = [
+    {"name": "uniattn", "superblocks": [[4, 5, 6]], "compensation": "attention"},
+    {"name": "drop", "attention": [2], "compensation": "attention"},
+]
+
+
+def test_several_methods_in_one_retrofit(monkeypatch, inputs, tmp_path, capsys):
+    assert retrofit(monkeypatch, inputs, tmp_path / "out", "--method", json.dumps(SEVERAL)) == 0
+    line = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    assert (line["method"], line["layers"]) == ("uniattn+drop", [2, 5, 6])
+    report = RetrofitReport.from_record(json.loads((tmp_path / "out" / "record.json").read_text()))
+    assert [fit.layer for fit in report.calibration.layers] == [2, 5, 6] and report.calibration.fit == "refit"
+    assert len(report.weights.refitted) == 2  # W_o of the readers
+    for entries, message in (
+        ([SEVERAL[0], {"name": "cla", "groups": [[5, 6]]}], "layer 6: uniattn reads keys of layer 4 and cla of"),
+        ([SEVERAL[0], {"name": "kv_latents"}], "must be one method"),
+        ([SEVERAL[0], {"name": "cal"}], "did you mean 'cla'"),
+    ):
+        monkeypatch.setattr("crosslayer.verbs.retrofit.run.ready_model", lambda *args, **options: 1 / 0)
+        assert retrofit(monkeypatch, inputs, tmp_path / "no", "--method", json.dumps(entries)) == 2
+        (error,) = capsys.readouterr().err.strip().splitlines()[-1:]
+        assert message in error
+
+
 OPENED = """
 import sys, torch
 from transformers import AutoModelForCausalLM as A

@@ -148,9 +148,13 @@ def _automatic(model: PreTrainedModel, request: Request, cls: MethodClass, windo
     sublayer = "attention" if first.mlps[0] is not None else "layer"
     if request.select == "greedy":
         chosen = _greedy(model, ids, sublayer, count, plan_of)
-    elif request.select == "similarity":
+    elif request.select in ("similarity", "top-half-similarity"):
         diagnosis = diagnose(model, ids, progress=progress)
         similarity = diagnosis.attention_io_similarity if sublayer == "attention" else diagnosis.layer_io_similarity
+        if request.select == "top-half-similarity":
+            if count > layers - layers // 2:
+                raise ValueError(f"`count` must be at most {layers - layers // 2}, the top half, got {count}")
+            similarity = np.where(np.arange(layers) < layers // 2, -np.inf, similarity)
         chosen = np.argsort(-similarity, kind="stable")[:count]  # of (L,)
     elif sublayer != "attention":
         raise ValueError("`select` correlation ranks attention only; use similarity or greedy for whole layers")

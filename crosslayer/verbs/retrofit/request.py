@@ -16,7 +16,7 @@ from crosslayer.output.record import Options, Seed
 from crosslayer.verbs.retrofit.moments import FITS, LAYER_ONLY, REFITS
 from crosslayer.verbs.retrofit.search import searched_methods
 
-SELECTS = ("similarity", "greedy", "correlation", "distance")
+SELECTS = ("similarity", "top-half-similarity", "greedy", "correlation", "distance")
 AXES = ("depth", "bits", "rank")  # in which a cache becomes smaller
 QUICK_SETS = ("windows", "calibration", "length")  # what `quick` decides
 ONE_OF = (
@@ -291,5 +291,5 @@ def _compensation(method: Method) -> str | None:
 def selects(cls: type[Method]) -> tuple[str, ...]:
     """Return the ways to choose the layers of a method; the first is the default."""
     if not cls.grouped:
-        return ("similarity", "greedy", "correlation")
+        return ("similarity", "top-half-similarity", "greedy", "correlation")
     return ("similarity",) if cls.consecutive else ("distance", "similarity")

@@ -1,5 +1,7 @@
 """How text chooses layers, against naive loops: by the distance of caches, and by canonical correlations."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ import crosslayer
 from crosslayer.core.methods import method_class
 from crosslayer.core.transformers_versions import CACHE
 from crosslayer.probe.what_if import find_sublayers
+from crosslayer.verbs.retrofit import choose as choose_module
 from crosslayer.verbs.retrofit.choose import averaged_caches, dissimilar_groups, error_bounds, ranked_pairs
 from tests.helpers.tiny import VOCABULARY, tiny
 
@@ -140,6 +143,17 @@ def retrofitted(source, **options):
     return crosslayer.retrofit(source, ids, **{**sizes, **options})
 
 
+def test_llm_drop_takes_the_most_similar_attentions_of_the_top_half(source, monkeypatch):
+    similarity = np.array([0.9, 0.8, 0.7, 0.1, 0.3, 0.2])
+    monkeypatch.setattr(choose_module, "diagnose", lambda *_, **__: SimpleNamespace(attention_io_similarity=similarity))
+    options = {"method": "drop", "compensation": "none"}
+    assert retrofitted(source, count=2, **options).methods[0]["attention"] == (0, 1)
+    options["select"] = "top-half-similarity"
+    assert retrofitted(source, count=2, **options).methods[0]["attention"] == (4, 5)
+    with pytest.raises(ValueError, match="`count` must be at most 3, the top half, got 4"):
+        retrofitted(source, count=4, **options)
+
+
 def test_retrofits_by_both_choices(source):
     """What is chosen is what the model gets; the report says how, and readers have no projections."""
     shared = retrofitted(source, method="kvsharer", count=2, threshold=0.0)
@@ -163,7 +177,10 @@ def test_retrofits_by_both_choices(source):
     [
         ({"method": "cla", "select": "distance"}, "select must be one of 'similarity'"),
         ({"method": "kvsharer", "select": "correlation"}, "must be one of 'distance', 'similarity'"),
-        ({"method": "drop", "select": "distance"}, "must be one of 'similarity', 'greedy', 'correlation'"),
+        (
+            {"method": "drop", "select": "distance"},
+            "must be one of 'similarity', 'top-half-similarity', 'greedy', 'correlation'",
+        ),
         ({"method": "drop", "select": "nearest"}, "'greedy', 'correlation', 'distance', None"),
         ({"method": "drop", "part": "layer", "select": "correlation"}, "`select` correlation ranks attention only"),
         ({"method": "drop", "threshold": 0.8}, "`threshold` 0.8 has no effect"),

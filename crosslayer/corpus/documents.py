@@ -13,7 +13,17 @@ from typing import Any
 
 import psutil
 
-from crosslayer.corpus.files import DOCUMENT_LINE, Reading, local_files, say_skipped, stream_file, with_line_feeds
+from crosslayer.corpus.files import (
+    DOCUMENT_LINE,
+    Reading,
+    file_kind,
+    jsonl_rows,
+    local_files,
+    say_skipped,
+    stream_file,
+    with_line_feeds,
+)
+from crosslayer.corpus.instructions import document_of
 from crosslayer.extras import check_extra
 from crosslayer.hub import dataset_revision, reading_dataset
 from crosslayer.output.progress import QUIET, say
@@ -109,27 +119,42 @@ def stream_documents(source: TextSource, reading: Reading | None = None) -> Iter
         yield from load_documents(source)
 
 
+def stream_rows(source: TextSource, reading: Reading | None = None) -> Iterator[tuple[str, Any]]:
+    """Yield the rows of .jsonl files or of a dataset, in their order, each with its location in words."""
+    assert source.name is not None, "the embedded corpus has no rows"
+    for path in (files := local_files(source.name)):
+        if file_kind(path) != ".jsonl":
+            raise ValueError(f"instructions must be in .jsonl files (.gz, .xz) or a dataset, got {path.name!r}")
+        yield from jsonl_rows(path, reading)
+    if not files:
+        for number, row in enumerate(_opened_dataset(source.name, source.config, source.split), 1):
+            yield f"{source.name!r}, row {number}", row
+
+
+def _opened_dataset(name: str, config: str | None, split: str) -> Any:
+    check_extra("train", f"{name!r} is not a local file; as the name of a dataset it", "datasets")
+    import datasets
+
+    with _readable(name), reading_dataset(name):
+        return datasets.load_dataset(name, config, split=split, streaming=True)
+
+
 def stream_dataset(name: str, config: str | None, split: str, column: str, seed: int) -> Iterator[str]:
     """Open a dataset at once, so that an unreadable name is said before a model is loaded; stream its texts.
 
     Rows whose `column` has no text are skipped, and their number is said; `seed` decides the order of rows.
     """
-    check_extra("train", f"{name!r} is not a local file; as the name of a dataset it", "datasets")
-    import datasets
-
-    with _readable(name), reading_dataset(name):
-        rows = datasets.load_dataset(name, config, split=split, streaming=True)
-        return _texts(name, rows.shuffle(seed=seed, buffer_size=SHUFFLED), column)
+    rows = _opened_dataset(name, config, split)
+    return _texts(name, rows.shuffle(seed=seed, buffer_size=SHUFFLED), column)
 
 
 def _texts(name: str, rows: Iterable[dict[str, Any]], column: str) -> Iterator[str]:
     skipped = 0
     with _readable(name):
         for row in rows:
-            if column not in row:
-                raise KeyError(f"column {column!r} is not there; it has {', '.join(row)}")
-            if isinstance(row[column], str):
-                yield with_line_feeds(row[column])
+            text = row[column] if column in row else document_of(row, "a row", column)
+            if isinstance(text, str):
+                yield with_line_feeds(text)
             else:
                 skipped += 1
     say_skipped(name, skipped)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from crosslayer.corpus.instructions import document_of
 from crosslayer.extras import check_extra
 from crosslayer.output.progress import say
 
@@ -115,7 +116,7 @@ def _txt_documents(path: Path, column: str, reading: Reading) -> Iterator[str]:
 def _jsonl_documents(path: Path, column: str, reading: Reading) -> Iterator[str]:
     skipped = 0
     for location, row in jsonl_rows(path, reading):
-        text = row_text(row, location, column)
+        text = document_of(row, location, column)
         if text is None:
             skipped += 1
         else:
@@ -136,19 +137,6 @@ def jsonl_rows(path: Path, reading: Reading | None = None) -> Iterator[tuple[str
         except (ValueError, RecursionError):
             raise ValueError(f"{location}: not JSON; each line of .jsonl holds an object") from None
         yield location, row
-
-
-def row_text(row: Any, location: str, column: str) -> str | None:
-    """Return the text in a column of a row, None where it is null."""
-    if not isinstance(row, dict) or column not in row:
-        keys = ", ".join(row) if isinstance(row, dict) else type(row).__name__
-        raise ValueError(f"{location}: no text in column {column!r}; it has {keys}")
-    text = row[column]
-    if text is not None and not isinstance(text, str):
-        raise ValueError(f"{location}: no text in column {column!r}; it holds a value of type {type(text).__name__}")
-    if text is not None and any("\ud800" <= character <= "\udfff" for character in text):
-        raise ValueError(f"{location}: column {column!r} holds half of a character (a surrogate)")
-    return text
 
 
 def _parquet_documents(path: Path, column: str, reading: Reading) -> Iterator[str]:

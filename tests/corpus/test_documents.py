@@ -289,7 +289,7 @@ def test_a_dataset_is_streamed_and_its_column_checked(tmp_path, monkeypatch):
     assert packed(documents, tokenizer(), sequences=2, length=20).ids.shape == (2, 20)
     assert asked == {"name": "some/set", "config": "en", "split": "validation", "streaming": True}
     assert len(list(stream_documents(TextSource("some/set")))) == 20
-    with pytest.raises(ValueError, match="column 'body' is not there; it has text"):
+    with pytest.raises(ValueError, match="no text in column 'body'; it has text"):
         list(load_documents(TextSource("some/set", column="body")))
 
 

@@ -1,8 +1,7 @@
-"""Instructions with their responses: read from tables, tokenized, and packed into rows.
+"""Instructions with their responses: read from tables or datasets, tokenized, and packed into rows.
 
 An example is two consecutive documents of a shard, prompt and response. A row holds whole examples, which do not attend
-to each other; its loss counts responses only, with their end tokens, or prompts too. The rest of a row is padding. The
-prompt is that of arXiv 2502.00439 (appendix B).
+to each other; its loss counts responses only, with their end tokens, or prompts too. The rest of a row is padding.
 
 Shapes: T tokens of a row, E examples.
 """
@@ -10,26 +9,22 @@ Shapes: T tokens of a row, E examples.
 import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar, Self
 
 import numpy as np
 import torch
+from pydantic import model_validator
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from crosslayer.corpus.files import Reading, file_kind, jsonl_rows, local_files, row_text, say_skipped, with_line_feeds
+from crosslayer.corpus.documents import TextSource, stream_rows
+from crosslayer.corpus.files import Reading, say_skipped, with_line_feeds
+from crosslayer.corpus.instructions import PROMPT, Example, example_of
 from crosslayer.verbs.train.mixture import IGNORED
 from crosslayer.verbs.train.recipe import Part
+from crosslayer.verbs.train.recipe_file import WrongKey
 from crosslayer.verbs.train.shards import Shards
 from crosslayer.verbs.train.texts import FIRST, Domain
-
-PROMPT = (
-    "Below is an instruction that describes a task, paired with an input that provides further context. Write a "
-    "response that appropriately completes the request.\n\n### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n"
-    "### Response:"
-)
-Example = tuple[str, str]  # prompt, response
 
 
 class Columns(Part):
@@ -43,11 +38,20 @@ class Columns(Part):
     """The column of a list of answers to choose from, added after the input, one per line; or null."""
     response: str = "response"
     """The column of the response."""
+    messages: str | None = None
+    """Instead of these: the column of a conversation, a list of {role, content}; those of a single turn are read."""
+
+    @model_validator(mode="after")
+    def _check_messages(self) -> Self:
+        others = self.model_fields_set - {"messages"}
+        if self.messages is not None and others:
+            raise WrongKey(min(others), "has no effect with messages; remove it")
+        return self
 
 
 @dataclass(frozen=True)
 class Instructions(Domain):
-    """A domain of instructions in .jsonl files; every 20th is held out, or those in `validation` are."""
+    """A domain of instructions in .jsonl files or a dataset; every 20th is held out, or those in `validation` are."""
 
     columns: Columns = Columns()
     parts: ClassVar[int] = 2
@@ -70,38 +74,22 @@ class Instructions(Domain):
 
     def _examples(self, held_out: bool, reading: Reading | None) -> Iterator[Example]:
         source = self.validation if held_out and self.validation is not None else self.source
-        assert source.name is not None, "an instruction domain has files"
-        for number, example in enumerate(read_examples(local_files(source.name), self.columns, reading)):
+        for number, example in enumerate(read_examples(source, self.columns, reading)):
             if self.validation is not None or (number % self.every == FIRST) == held_out:
                 yield example
 
 
-def read_examples(files: Iterable[Path], columns: Columns, reading: Reading | None = None) -> Iterator[Example]:
-    """Yield prompt and response of every row that has a response; `reading` counts what is read."""
-    for path in files:
-        if file_kind(path) != ".jsonl":
-            raise ValueError(f"instructions must be in .jsonl files (.gz, .xz), got {path.name!r}")
-        skipped = 0
-        for location, row in jsonl_rows(path, reading):
-            response = row_text(row, location, columns.response)
-            if response is None or not response.strip():
-                skipped += 1
-            else:
-                yield with_line_feeds(_prompt(row, location, columns)), with_line_feeds(response)
-        say_skipped(path.name, skipped)
-
-
-def _prompt(row: Any, location: str, columns: Columns) -> str:
-    instruction = row_text(row, location, columns.instruction) or ""
-    lines = [] if columns.input is None else [row_text(row, location, columns.input) or ""]
-    if columns.choices is not None:
-        choices = row.get(columns.choices)
-        if not isinstance(choices, list) or not all(isinstance(choice, str) for choice in choices):
-            raise ValueError(
-                f"{location}: column {columns.choices!r} must hold a list of texts; the columns are {', '.join(row)}"
-            )
-        lines += [f"- {choice}" for choice in choices]
-    return PROMPT.format(instruction=instruction, input="\n".join(filter(None, lines)))
+def read_examples(source: TextSource, columns: Columns, reading: Reading | None = None) -> Iterator[Example]:
+    """Yield prompt and response of every row that has a response; `reading` counts what is read of files."""
+    skipped = 0
+    for location, row in stream_rows(source, reading):
+        example = example_of(row, location, **columns.model_dump())
+        if example is None:
+            skipped += 1
+        else:
+            prompt, response = example
+            yield with_line_feeds(prompt), with_line_feeds(response)
+    say_skipped(source.describe(), skipped)
 
 
 def _documents(examples: Iterable[Example]) -> Iterator[str]:

@@ -8,7 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from crosslayer.corpus.documents import TextSource
 from crosslayer.corpus.domains import EMBEDDED
-from crosslayer.corpus.files import file_kind
+from crosslayer.corpus.files import READERS, file_kind
 from crosslayer.output.record import Seed
 from crosslayer.verbs.heal.instructions import Columns, Instructions
 from crosslayer.verbs.retrofit.damage import MIN_WINDOWS
@@ -25,15 +25,16 @@ class HealDomainPart(DomainPart):
     """A domain of plain text, or of instructions with their responses."""
 
     columns: Columns | None = None
-    """For instructions: the columns of .jsonl files. Null: plain text."""
+    """For instructions: the columns of .jsonl files, or of a dataset. Null: plain text."""
 
     @model_validator(mode="after")
     def _check_columns(self) -> Self:
         if self.columns is None:
             return self
-        if self.source is None or file_kind(Path(self.source)) != ".jsonl":
-            raise WrongKey("columns", f"needs a source of .jsonl files, got {self.source!r}")
-        for option in ("config", "split", "column"):
+        suffix = None if self.source is None else file_kind(Path(self.source))
+        if suffix is None or (suffix in READERS and suffix != ".jsonl"):
+            raise WrongKey("columns", f"needs a source of .jsonl files, or a dataset, got {self.source!r}")
+        for option in ("column", *(("config", "split") if suffix == ".jsonl" else ())):
             if vars(self)[option] != DomainPart.model_fields[option].default:
                 raise WrongKey(option, "has no effect with columns; remove it")
         return self

@@ -118,8 +118,8 @@ def retrofit(
         merge: how to merge a group's pretrained weights: first, mean or svd, as far as the method has them.
         part: what to remove, where the method has a choice: attention, mlp or layer.
         bias: give W_c a bias.
-        select: how --layers auto chooses: similarity (default where possible), top-half-similarity (LLMDrop in the
-            UniAttn paper), greedy, correlation or distance.
+        select: how --layers auto chooses: similarity (default where possible), top-half-similarity (in the
+            upper half only), greedy, correlation or distance.
         size: layers per block of --layers top-half.
         count: how many layers --layers auto converts into readers, or drops.
         threshold: minimum cosine of the last hidden states to the original's, for --select distance.

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from crosslayer.corpus.documents import TextSource
+from crosslayer import hub
+from crosslayer.corpus.documents import TextSource, load_documents
 from crosslayer.verbs.heal.instructions import PROMPT, Columns, ExampleRows, Instructions, read_examples
 from crosslayer.verbs.heal.recipe import load_heal_recipe
 from crosslayer.verbs.heal.rows import read_rows
@@ -30,6 +31,10 @@ def table(folder, rows, name="table.jsonl"):
     return path
 
 
+def of(path):
+    return TextSource(str(path))
+
+
 def shards_of(folder, tokenizer, examples):
     documents = [text for example in examples for text in example]
     return tokenise(documents, tokenizer, folder / "shards", fingerprint="0" * 64, parts=2)
@@ -38,7 +43,7 @@ def shards_of(folder, tokenizer, examples):
 def test_the_prompt_is_the_papers(tmp_path):
     row = {"instruction": "Add.", "input": "1 + 1", "choices": ["2", "3"], "response": "2"}
     path = table(tmp_path, [row, {**row, "instruction": None, "input": None, "choices": []}, {**row, "response": " "}])
-    (prompt, response), (empty, _) = read_examples([path], COLUMNS)
+    (prompt, response), (empty, _) = read_examples(of(path), COLUMNS)
     assert response == "2"
     assert prompt == (
         "Below is an instruction that describes a task, paired with an input that provides further context. "
@@ -53,7 +58,7 @@ def test_line_ends_and_byte_order_marks_change_no_example(tmp_path):
     plain = table(tmp_path, [row])
     windows = tmp_path / "windows.jsonl"
     windows.write_bytes(b"\xef\xbb\xbf" + plain.read_bytes().replace(rb"\n", rb"\r\n") + b"\r\n")
-    assert list(read_examples([windows], COLUMNS)) == list(read_examples([plain], COLUMNS))
+    assert list(read_examples(of(windows), COLUMNS)) == list(read_examples(of(plain), COLUMNS))
 
 
 @pytest.mark.parametrize(
@@ -74,13 +79,58 @@ def test_line_ends_and_byte_order_marks_change_no_example(tmp_path):
 def test_errors_name_the_line(row, message, tmp_path):
     good = {"instruction": "a", "input": "", "choices": [], "response": "b"}
     with pytest.raises(ValueError, match=message):
-        list(read_examples([table(tmp_path, [good, row])], COLUMNS))
+        list(read_examples(of(table(tmp_path, [good, row])), COLUMNS))
+
+
+TURN = [{"role": "user", "content": "Add 1."}, {"role": "assistant", "content": "2"}]
+
+
+def test_conversations_of_a_single_turn_are_examples(tmp_path, capsys):
+    system = {"role": "system", "content": "Be brief."}
+    rows = [{"messages": turns} for turns in (TURN, [system, *TURN], [*TURN, *TURN], TURN[:1], [])]
+    examples = list(read_examples(of(table(tmp_path, rows)), Columns(messages="messages")))
+    plain, briefly = (PROMPT.format(instruction=asked, input="") for asked in ("Add 1.", "Be brief.\n\nAdd 1."))
+    assert examples == [(plain, "2"), (briefly, "2")]
+    assert "skipped 3 rows" in capsys.readouterr().err
+    for held in ("x", [1], [{"role": "user"}], [{"role": "user", "content": 3}]):
+        with pytest.raises(ValueError, match="line 1: .*(messages|content)"):
+            list(read_examples(of(table(tmp_path, [{"messages": held}])), Columns(messages="messages")))
+    with pytest.raises(ValueError, match="response.* has no effect with messages"):
+        Columns(messages="messages", response="answer")
+
+
+def test_datasets_hold_instructions_too(monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    rows = [{"messages": TURN}] * 25
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: datasets.Dataset.from_list(rows))
+    monkeypatch.setattr(hub, "ask_hub", lambda *_: None)
+    domain = Instructions("x", TextSource("some/set"), columns=Columns(messages="messages"))
+    assert len(list(domain.training())) == 2 * 23 and len(list(domain.held_out())) == 2 * 2
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": TURN},
+        {"instruction": "Add 1.", "output": "2"},
+        {"instruction": "Add 1.", "input": "", "response": "2"},
+    ],
+    ids=str,
+)
+def test_instructions_are_text_in_their_prompt(row, tmp_path):
+    """As calibration text, for example."""
+    (document,) = load_documents(of(table(tmp_path, [row])))
+    assert document == PROMPT.format(instruction="Add 1.", input="") + "2"
+    (text,) = load_documents(of(table(tmp_path, [{**row, "text": "own"}])))
+    assert text == "own"
+    with pytest.raises(ValueError, match="no text in column 'body'"):
+        list(load_documents(TextSource(str(table(tmp_path, [row])), column="body")))
 
 
 def test_a_table_that_is_no_jsonl_is_refused(tmp_path):
     (tmp_path / "a.txt").write_text("a")
     with pytest.raises(ValueError, match=r"instructions must be in .jsonl files .*got 'a.txt'"):
-        list(read_examples([tmp_path / "a.txt"], COLUMNS))
+        list(read_examples(of(tmp_path / "a.txt"), COLUMNS))
 
 
 def test_every_20th_is_held_out_and_nothing_is_in_both(tmp_path):

@@ -41,7 +41,7 @@ def test_shipped_recipes_are_read(path):
         ("objective.loss=sft", "objective.loss: .*'text', 'response' or 'distill', got 'sft'"),
         ("objective.hidden=1", "objective.hidden: must be 0 unless loss is distill, got 1"),
         ("objective.loss=response", "^objective.loss: response needs columns, domain 'web' has none"),
-        ("data.domains.0.columns={}", "data.domains.0.columns: needs a source of .jsonl files, got None"),
+        ("data.domains.0.columns={}", "data.domains.0.columns: needs a source of .jsonl files, or a dataset, got None"),
         ("data.domains.0.name=wob", "data.domains.0.name: .* got 'wob'; did you mean 'web'?"),
         ("eval.windows=20", "eval.windows: must be at least 32 for 2 domains, got 20"),
         ("eval.domains=[wob]", "eval.domains: 'wob' is not an embedded domain; did you mean 'web'"),
@@ -81,10 +81,17 @@ def test_enough_of_an_embedded_domain_is_held_out_to_measure_on(tmp_path):
     assert 0.15 < held_out / (held_out + kept) < 0.25
 
 
-def test_instructions_of_a_dataset_are_refused(tmp_path):
-    domains = [{"name": "x", "source": "some/dataset", "columns": {}}]
-    with pytest.raises(ValueError, match=r"columns: needs a source of .jsonl files, got 'some/dataset'"):
-        load_heal_recipe(recipe_in(tmp_path, data={"domains": domains}))
+def test_instructions_come_from_jsonl_files_or_a_dataset(tmp_path):
+    def recipe(source, **options):
+        domains = [{"name": "x", "source": source, "columns": {}, **options}]
+        return load_heal_recipe(recipe_in(tmp_path, data={"domains": domains}))
+
+    domain = recipe("some/dataset", split="test").data.domains[0].domain()
+    assert (domain.source.name, domain.source.split) == ("some/dataset", "test")
+    with pytest.raises(ValueError, match=r"columns: needs a source of .jsonl files, or a dataset, got 'a.txt'"):
+        recipe("a.txt")
+    with pytest.raises(ValueError, match="split: has no effect with columns"):
+        recipe("a.jsonl", split="test")
 
 
 def keys(part_class, prefix=""):

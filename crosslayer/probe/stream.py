@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from crosslayer.core.method import Residual
+from crosslayer.core.method import Compensation, Residual
 from crosslayer.probe.intercept import attention_layers, layer_stack
 from crosslayer.probe.measures import working
 
@@ -40,6 +40,7 @@ class LayerStream:
         attention: the module whose output attention adds to the stream.
         mlp: the module whose output the MLP adds to the stream.
         over_depth: whether the layer reads something else than it receives.
+        updates: what attention and the MLP add, as they produced it, (…, T, C).
 
     """
 
@@ -51,6 +52,7 @@ class LayerStream:
     attention: nn.Module | None
     mlp: nn.Module | None
     over_depth: bool = False
+    updates: tuple[Tensor | None, Tensor | None] = (None, None)
 
     @property
     def before(self) -> Tensor:
@@ -133,7 +135,8 @@ class _LayerWatch:
         inner = [] if self.attention is None or any(map(_is_norm, children)) else self.attention.modules()
         if self.attention is not None and any(isinstance(module, nn.LayerNorm) for module in inner):
             self.attention_out = _last_linear(self.attention) or self.attention  # it adds the residual too (BERT)
-        self.blocks = {c: _last_linear(c) for c in children if c is not self.attention and _matrices(c)}
+        blocks = [c for c in children if c is not self.attention and not isinstance(c, Compensation)]
+        self.blocks = {block: _last_linear(block) for block in blocks if _matrices(block)}
         self._clear()
 
     def hook(self, hooks: ExitStack) -> None:
@@ -286,6 +289,7 @@ class _LayerWatch:
             self.attention_out,
             mlp,
             over_depth,
+            (self.attention_update, update),
         )
         self._clear()
 

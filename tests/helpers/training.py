@@ -83,15 +83,13 @@ def course(steps, **parts):
     return SchedulePart(steps=steps, **parts).course(steps)
 
 
-def trainer_of(folder, model=None, data=None, validation=None, schedule=None, meter=Silent, depth_norms=False, **train):
+def trainer_of(folder, model=None, data=None, validation=None, schedule=None, meter=Silent, **train):
     train = {"per_device_train_batch_size": 4, "learning_rate": 1e-2, "logging_steps": 1, "save_steps": 2, **train}
     schedule = course(STEPS, warmup=2) if schedule is None else schedule
     arguments = training_arguments(folder, 0, schedule, {"use_cpu": True, **train})
     data = Random(schedule["max_steps"] * arguments.train_batch_size) if data is None else data
     validation = {"a": Random(6, seed=1)} if validation is None else validation
-    return CrossLayerTrainer(
-        model_of() if model is None else model, arguments, data, validation, meter=meter, depth_norms=depth_norms
-    )
+    return CrossLayerTrainer(model_of() if model is None else model, arguments, data, validation, meter=meter)
 
 
 def losses(trainer):

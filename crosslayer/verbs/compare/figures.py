@@ -6,12 +6,13 @@ import numpy as np
 
 from crosslayer.output.panel import COLORS, QUIET, Dots, Line, Panel, same_scale
 from crosslayer.stats.means import FEWEST
-from crosslayer.verbs.compare.record import COSTS, ComparedRun, Configuration, Law
+from crosslayer.verbs.compare.record import COSTS, ComparedRun, Configuration, Law, SnapshotMeans
 from crosslayer.verbs.compare.result import Comparison
 from crosslayer.verbs.compare.sentences import titled
 
 TOGETHER = 6  # lines of variants in a figure
 LOSS, SNAPSHOT = "nats per token", "Mean over seeds, on a few held-out windows."
+LATER = "Of attention and MLPs from the second layer on."
 BANDS = (
     " Bands: 95% confidence intervals over seeds.",
     " The band of two seeds spans both curves and is no confidence interval.",
@@ -26,7 +27,14 @@ CURVES = {  # quantity → title, caption and axis
     "first_token": ("Attention on the first token", SNAPSHOT, "share, mean over layers"),
     "sink_rate": ("Sink rate", SNAPSHOT, "share of heads, mean over layers"),
     "stream_growth": ("Growth of the residual stream", SNAPSHOT, "norm at the last layer / at the first"),
+    "entropy": ("Entropy of attention", SNAPSHOT, "nats, mean over layers"),
+    "token_similarity": ("Over-smoothing", SNAPSHOT, "cosine of different tokens, mean over layers"),
+    "output_spread": ("Outputs of sublayers over depth", f"{SNAPSHOT} {LATER}", "largest norm / smallest"),
+    "gradient_spread": ("Gradients over depth", f"{SNAPSHOT} {LATER}", "largest norm / smallest"),
 }
+
+OF_SNAPSHOTS = {"first_token": "first_token_share"}  # quantity → field
+OF_SNAPSHOTS |= {name: name for name in CURVES if name in SnapshotMeans.model_fields}
 
 
 def drawn_panels(record: Comparison) -> list[Panel]:
@@ -108,9 +116,7 @@ def _by_step(run: ComparedRun) -> dict[str, Mapping[int, float | None]]:
     return {
         "training_loss": dict(zip(run.curve.steps, run.curve.losses, strict=True)),
         "validation_loss": dict(zip(run.validation.steps, run.validation.losses, strict=True)),
-        "first_token": {snapshot.step: snapshot.first_token_share for snapshot in run.snapshots},
-        "sink_rate": {snapshot.step: snapshot.sink_rate for snapshot in run.snapshots},
-        "stream_growth": {snapshot.step: snapshot.stream_growth for snapshot in run.snapshots},
+        **{name: {one.step: getattr(one, field) for one in run.snapshots} for name, field in OF_SNAPSHOTS.items()},
     }
 
 

@@ -30,6 +30,15 @@ COLUMNS: tuple[tuple[str, Read, float, str], ...] = (  # title, how it is read f
     ("KV bytes stored", lambda run: run.kv_bytes_per_token, 1, ""),
     ("KV bytes read", lambda run: run.kv_read_bytes_per_token, 1, ""),
 )
+SNAPSHOTS = (  # measure, title, form
+    ("first_token_share", "attention on the first token", "{:.1%}"),
+    ("sink_rate", "sink rate", "{:.1%}"),
+    ("entropy", "entropy of attention\n(nats)", "{:.2f}"),
+    ("token_similarity", "token similarity\n(cosine)", "{:.3f}"),
+    ("stream_growth", "growth of the residual stream", "× {:.2f}"),
+    ("output_spread", "outputs: largest ÷ smallest\n(from the second layer on)", "{:.2f}"),
+    ("gradient_spread", "gradients by them, likewise", "{:.2f}"),
+)
 
 
 def layout(record: Comparison) -> Page:
@@ -146,15 +155,16 @@ def _domains(record: Comparison, configuration: str) -> Table:
 
 
 def _snapshots(record: Comparison) -> Table:
-    """Return sinks and the growth of the residual stream at the end, where the recipe asks for snapshots."""
+    """Return what snapshots measured at the end, where the recipe asks for them."""
     rows = []
     for configuration in record.configurations:
         for variant in record.ordered:
-            share, rate, growth = last_snapshots(record.of(configuration.label, variant))
-            if share is not None and rate is not None and growth is not None:
-                rows.append([configuration.label, variant, f"{share:.1%}", f"{rate:.1%}", f"× {growth:.2f}"])
-    head = ["variant", "attention on the first token", "sink rate", "growth of the residual stream"]
-    return _with_configurations("Attention sinks at the end of training, means over layers", head, rows)
+            known = last_snapshots(record.of(configuration.label, variant))
+            if known:
+                cells = [form.format(known[name]) if name in known else UNKNOWN for name, _, form in SNAPSHOTS]
+                rows.append([configuration.label, variant, *cells])
+    head = ["variant", *(title for _, title, _ in SNAPSHOTS)]
+    return _with_configurations("Inside the models at the end of training, means over layers", head, rows)
 
 
 def _critical(record: Comparison) -> Table:

@@ -25,9 +25,8 @@ from crosslayer.verbs.compare.record import (
     SnapshotMeans,
     Trace,
     Variant,
-    mean_of_known,
 )
-from crosslayer.verbs.train.record import Snapshot
+from crosslayer.verbs.train.record import Layers, Snapshot, mean_of_known
 from crosslayer.verbs.train.result import TrainingRun
 
 RECORD, RUNS = "record.json", "runs"
@@ -222,8 +221,20 @@ def _compared(entry: Placed) -> ComparedRun:
 def _snapshot_means(snapshot: Snapshot) -> SnapshotMeans:
     norms = [norm for norm in snapshot.stream_norm if norm is not None]
     growth = norms[-1] / norms[0] if norms and norms[0] > 0 else None
-    shares, rates = mean_of_known(snapshot.first_token_share), mean_of_known(snapshot.sink_rate)
-    return SnapshotMeans(step=snapshot.step, first_token_share=shares, sink_rate=rates, stream_growth=growth)
+    means = ("first_token_share", "sink_rate", "entropy", "token_similarity")
+    return SnapshotMeans(
+        step=snapshot.step,
+        stream_growth=growth,
+        output_spread=_spread(snapshot.attention_output_norm, snapshot.mlp_output_norm),
+        gradient_spread=_spread(snapshot.attention_gradient_norm, snapshot.mlp_gradient_norm),
+        **{name: mean_of_known(getattr(snapshot, name)) for name in means},
+    )
+
+
+def _spread(attention: Layers, mlp: Layers) -> float | None:
+    """Return the largest norm over the smallest from the second layer on, None if one is not known or zero."""
+    norms = [norm for norm in (*attention[1:], *mlp[1:]) if norm is not None]
+    return max(norms) / min(norms) if norms and min(norms) > 0 else None
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Sequence
-from statistics import fmean
 from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -57,19 +56,20 @@ class Trace(Frozen):
         return self
 
 
-def mean_of_known(values: Sequence[float | None]) -> float | None:
-    """Return the mean of the values that are not None; None if there is no such value."""
-    known = [value for value in values if value is not None]
-    return fmean(known) if known else None
-
-
 class SnapshotMeans(Frozen):
-    """A snapshot of a model after a step: means over layers, and the residual stream's last norm / its first."""
+    """A snapshot of a model after a step: means over layers, and the residual stream's last norm / its first.
+
+    A spread is the largest norm over the smallest, from the second layer on: the first writes into the embedding.
+    """
 
     step: int
     first_token_share: float | None
     sink_rate: float | None
     stream_growth: float | None
+    entropy: float | None = None
+    token_similarity: float | None = None
+    output_spread: float | None = Field(default=None, description="of what attention and MLPs add")
+    gradient_spread: float | None = Field(default=None, description="of the gradient by what they add")
 
 
 class ComparedRun(Frozen):

@@ -12,9 +12,10 @@ from crosslayer.verbs.compare.record import (
     Law,
     LengthTrend,
     Outcome,
-    mean_of_known,
+    SnapshotMeans,
 )
 from crosslayer.verbs.compare.result import Comparison
+from crosslayer.verbs.train.record import mean_of_known
 
 
 def sentences(record: Comparison) -> list[str]:
@@ -62,14 +63,12 @@ def written_verdict(result: Outcome) -> str:
     return f"{result.final.verdict} before correction only"
 
 
-def last_snapshots(runs: Sequence[ComparedRun]) -> tuple[float | None, float | None, float | None]:
-    """Return first-token share, sink rate and residual stream growth at the end: means over runs, or None."""
+def last_snapshots(runs: Sequence[ComparedRun]) -> dict[str, float]:
+    """Return the measures at the end of training by name, means over runs, as far as they are known."""
     ends = [run.snapshots[-1] for run in runs if run.snapshots]
-    return (
-        mean_of_known([end.first_token_share for end in ends]),
-        mean_of_known([end.sink_rate for end in ends]),
-        mean_of_known([end.stream_growth for end in ends]),
-    )
+    names = [name for name in SnapshotMeans.model_fields if name != "step"]
+    means = {name: mean_of_known([getattr(end, name) for end in ends]) for name in names}
+    return {name: mean for name, mean in means.items() if mean is not None}
 
 
 def titled(title: str, label: str) -> str:
@@ -204,15 +203,26 @@ def _trend(trend: LengthTrend, baseline: str) -> str:
 def _inside(record: Comparison, configuration: str) -> list[str]:
     """Say between which values attention on the first token and the growth of the stream lie, over all variants."""
     ends = {variant: last_snapshots(record.of(configuration, variant)) for variant in record.ordered}
-    shares = {variant: share for variant, (share, rate, _) in ends.items() if share is not None and rate is not None}
-    growth = {variant: growth for variant, (_, _, growth) in ends.items() if growth is not None}
-    if not len(shares) == len(growth) == len(ends):
+    if not all({"first_token_share", "sink_rate", "stream_growth"} <= {*known} for known in ends.values()):
         return []
-    return [
+    shares, growth = (
+        {variant: known[name] for variant, known in ends.items()} for name in ("first_token_share", "stream_growth")
+    )
+    lines = [
         f"{_prefix(configuration)}At the end of training, the first token receives {_ends(shares, '{:.1%}')} of the "
         f"attention, and the norm of the residual stream grows by {_ends(growth, '× {:.2f}')} from the first layer to "
         "the last."
     ]
+    if all({"output_spread", "gradient_spread"} <= {*known} for known in ends.values()):
+        outputs, gradients = (
+            {variant: known[name] for variant, known in ends.items()} for name in ("output_spread", "gradient_spread")
+        )
+        lines.append(
+            f"{_prefix(configuration)}From the second layer on, the largest output of a sublayer has "
+            f"{_ends(outputs, '{:.1f}')} times the norm of the smallest; of the gradients by them it is "
+            f"{_ends(gradients, '{:.1f}')} times."
+        )
+    return lines
 
 
 def _ends(values: dict[str, float], form: str) -> str:

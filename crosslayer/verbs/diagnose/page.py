@@ -22,7 +22,7 @@ from crosslayer.verbs.diagnose.curves import (
     numbers,
     position_panel,
 )
-from crosslayer.verbs.diagnose.result import Diagnosis, TopToken
+from crosslayer.verbs.diagnose.result import Diagnosis, Outputs, TopToken
 from crosslayer.verbs.diagnose.verdict import notes, verdict_sentences
 
 FIRST, *OTHERS = COLORS  # on the whole page the first color is that of the first token
@@ -143,6 +143,7 @@ def panels(record: Diagnosis) -> list[Panel]:
         title, axis = "Approximations of cross-layer attention", "cosine, mean over tokens"
         figures.append(_by_layer("cross_layer", title, sentence, axis, lines))
     figures += choice_panels(record.choices) if record.choices else []
+    figures += _output_panels(record.outputs) if record.outputs else []
     if record.position_table is not None:
         table = record.position_table
         outliers = ", ".join(f"{row} ({table.norms[row]:.2f})" for row in table.outliers[:4]) or "none"
@@ -153,6 +154,19 @@ def panels(record: Diagnosis) -> list[Panel]:
         axes = ("position", "L2 norm of the row")
         figures.append(Panel("position_table", "Position table", sentence, *axes, [line], wide=True))
     return figures
+
+
+def _output_panels(outputs: Outputs) -> list[Panel]:
+    """Return the figures on what sublayers add, and on the gradient by it."""
+    scale = {"log_y": True, "bounds": NORM}
+    added = [curve(outputs.attention_output_norm, "attention"), curve(outputs.mlp_output_norm, "MLP")]
+    gradients = [curve(outputs.attention_gradient_norm, "attention"), curve(outputs.mlp_gradient_norm, "MLP")]
+    sentence = "Mean norm over tokens of what each sublayer adds to the residual stream."
+    of_gradients = "Mean norm over tokens of the gradient of the summed loss by what each sublayer adds."
+    return [
+        _by_layer("output_norm", "What sublayers add", sentence, "L2 norm", added, **scale),
+        _by_layer("gradient_norm", "Gradients over depth", of_gradients, "L2 norm, nats", gradients, **scale),
+    ]
 
 
 def _by_layer(key: str, title: str, sentence: str, axis: str, lines: list[Line], **options: Any) -> Panel:

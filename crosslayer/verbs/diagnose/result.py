@@ -94,6 +94,15 @@ class CrossLayer(Frozen):
     identity_first: Measure
 
 
+class Outputs(Frozen):
+    """What sublayers add to the residual stream, and the gradient of the summed loss by it: mean norms over tokens."""
+
+    attention_output_norm: Measure
+    mlp_output_norm: Measure
+    attention_gradient_norm: Measure
+    mlp_gradient_norm: Measure
+
+
 class ChosenTokens(Frozen):
     """What a layer's choice of tokens recovers of other layers' attention, chooser first; 0 to 1.
 
@@ -224,6 +233,7 @@ class Diagnosis(Result):
     by_stream: ByStream | None = None
     cross_layer: CrossLayer | None
     choices: list[ChosenTokens] | None = None
+    outputs: Outputs | None = None
     depth_weights: DepthWeights | None = None
     importance_by_position: PositionBins
     top_tokens: list[list[TopToken]]
@@ -236,7 +246,7 @@ class Diagnosis(Result):
     def _check_shapes(self) -> Self:
         """Raise if a measure does not have one entry for each layer or stream of the model."""
         layers = self.model.layers
-        for measures in (self.measures, self.cross_layer, self.by_stream):
+        for measures in (self.measures, self.cross_layer, self.outputs, self.by_stream):
             for name, measure in measures or ():
                 if measure is not None:
                     free = (layers,) if name in PAIRS else measure.array.shape[1:]

@@ -17,6 +17,7 @@ from crosslayer.output.progress import Meter, Silent
 from crosslayer.output.record import Measure
 from crosslayer.output.summary import by_position, measure
 from crosslayer.probe.intercept import evaluating
+from crosslayer.probe.outputs import output_norms
 from crosslayer.verbs.diagnose.inputs import Inputs, read_inputs
 from crosslayer.verbs.diagnose.result import (
     ByStream,
@@ -26,6 +27,7 @@ from crosslayer.verbs.diagnose.result import (
     DiagnosedModel,
     Diagnosis,
     Measures,
+    Outputs,
     Settings,
 )
 from crosslayer.verbs.diagnose.sequence import SequenceMeasures, measure_sequence
@@ -46,6 +48,7 @@ def diagnose(
     bos: str = "auto",
     cross_layer: bool = False,
     choices: bool = False,
+    outputs: bool = False,
     dtype: str | torch.dtype | None = None,
     device: str | torch.device | None = None,
     progress: Meter = Silent,
@@ -66,6 +69,8 @@ def diagnose(
             Fig. 4); costs about six more attention calls per layer.
         choices: also measure how much of a layer's attention falls on the tokens that another layer would choose, for a
             sixteenth, an eighth and a quarter of the tokens; takes about twice the time.
+        outputs: also measure the norm of what attention and the MLP add in each layer, and of the gradient of the loss
+            by it; takes about three times the time, and memory for a backward pass.
         dtype: float32, bfloat16, …; default float32 on a CPU. In Python only if `model` is a name or path.
         device: cpu, cuda, …; default the GPU if there is one. In Python only if `model` is a name or path.
         progress: in Python, shows progress.
@@ -81,18 +86,23 @@ def diagnose(
     options = {**cut, "dtype": dtype, "device": device, "meter": progress}
     diagnoses = []
     for source in [model] if baseline is None else [baseline, model]:
-        diagnoses.append(_diagnose(read_inputs(source, text, tokenizer, **options), cross_layer, choices, progress))
+        inputs = read_inputs(source, text, tokenizer, **options)
+        diagnoses.append(_diagnose(inputs, cross_layer, choices, outputs, progress))
     *others, diagnosis = diagnoses
     return diagnosis.model_copy(update={"baseline": others[0]}) if others else diagnosis
 
 
-def _diagnose(inputs: Inputs, cross_layer: bool, choices: bool, progress: Meter) -> Diagnosis:
-    started, measured = time.perf_counter(), []
+def _diagnose(inputs: Inputs, cross_layer: bool, choices: bool, outputs: bool, progress: Meter) -> Diagnosis:
+    if outputs and not inputs.model.can_generate():
+        raise ValueError(f"`outputs` needs a causal language model with a loss, {inputs.facts.name} has none")
+    started, measured, norms = time.perf_counter(), [], []
     with evaluating(inputs.model), progress(f"diagnosing {inputs.facts.name}", len(inputs.ids)) as meter:
         for sequence in inputs.ids:
             measured.append(measure_sequence(inputs.model, sequence, cross_layer, choices))
+            norms += [output_norms(inputs.model, sequence)] if outputs else []
             meter.step(len(measured), len(inputs.ids))
-    return _diagnosis(inputs, measured, cross_layer, started)
+    diagnosis = _diagnosis(inputs, measured, cross_layer, started)
+    return diagnosis.model_copy(update={"outputs": Outputs(**_averages(norms))}) if norms else diagnosis
 
 
 def _diagnosis(inputs: Inputs, measured: Sequence[SequenceMeasures], cross_layer: bool, started: float) -> Diagnosis:

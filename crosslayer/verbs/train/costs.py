@@ -8,6 +8,7 @@ weights + gradients + optimizer states   4 bytes per parameter each; Adam has tw
                                          (if the loss is computed in chunks: logits of one chunk)
 """
 
+import json
 import statistics
 from typing import Any
 
@@ -45,9 +46,10 @@ def trained_model(model: PreTrainedModel, length: int) -> TrainedModel:
     dtype = resolve_dtype(plan.dtype, model.device)
     assert isinstance(dtype, torch.dtype)
     methods = model.config.cross_layer if isinstance(model, CrossLayerForCausalLM) else []
+    entries = [dict(entry) if isinstance(entry, dict) else {"name": entry} for entry in methods]
     return TrainedModel(  # pyright: ignore[reportCallIssue]
         class_=type(model).__name__,
-        methods=[dict(entry) if isinstance(entry, dict) else {"name": entry} for entry in methods],
+        methods=json.loads(json.dumps(entries)),  # tuples become lists, as in a record that is read again
         layers=model.config.get_text_config().num_hidden_layers,
         parameters=model.num_parameters(),
         flops_per_token=PASSES * _forward_flops(model, length),

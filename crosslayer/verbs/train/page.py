@@ -2,10 +2,23 @@
 
 from crosslayer.output.page import Page, Table
 from crosslayer.output.panel import Line, Panel
+from crosslayer.verbs.train.record import mean_of_known
 from crosslayer.verbs.train.result import TrainingRun
 
 LINES = 6  # of a figure with a line for each snapshot
 UNIT = "nats per token"
+BY_LAYER = (  # of snapshots: measure, title, sentence, axis
+    ("first_token_share", "Attention on the first token", "Share of all attention.", "share"),
+    ("stream_norm", "Residual stream", "Mean norm over tokens.", "norm"),
+    ("attention_output_norm", "What attention adds", "Mean norm over tokens.", "norm"),
+    ("mlp_output_norm", "What the MLP adds", "Mean norm over tokens.", "norm"),
+    ("attention_gradient_norm", "Gradient by attention's output", "Of the summed loss, mean norm over tokens.", "norm"),
+    ("mlp_gradient_norm", "Gradient by the MLP's output", "Of the summed loss, mean norm over tokens.", "norm"),
+)
+BY_STEP = (
+    ("entropy", "Entropy of attention during training", "Of the attention that tokens receive, in nats."),
+    ("token_similarity", "Over-smoothing during training", "Mean cosine of different tokens' hidden states."),
+)
 
 
 def layout(record: TrainingRun) -> Page:
@@ -69,19 +82,26 @@ def _curves(record: TrainingRun) -> list[Panel]:
 
 
 def _snapshots(record: TrainingRun) -> list[Panel]:
-    """Return sinks and the norm of the residual stream by layer, one line per step."""
+    """Return sinks, norms and gradients by layer, one line per step, and means over layers by step."""
     shown = record.snapshots
     if not shown:
         return []
     if len(shown) > LINES:
         shown = (shown[0], shown[len(shown) // 2], shown[-1])
     layers = [float(layer) for layer in range(record.model.layers)]
-    sinks = [Line(f"step {snapshot.step}", layers, snapshot.first_token_share) for snapshot in shown]
-    norms = [Line(f"step {snapshot.step}", layers, snapshot.stream_norm) for snapshot in shown]
-    return [
-        Panel("first_token_share", "Attention on the first token", "Share of all attention.", "layer", "share", sinks),
-        Panel("stream_norm", "Residual stream", "Mean norm over tokens.", "layer", "norm", norms, log_y=True),
-    ]
+    panels = []
+    for name, title, sentence, axis in BY_LAYER:
+        lines = [Line(f"step {one.step}", layers, getattr(one, name)) for one in shown if getattr(one, name)]
+        if lines:
+            panels.append(Panel(name, title, sentence, "layer", axis, lines, log_y=axis == "norm"))
+    steps = [float(one.step) for one in record.snapshots]
+    for name, title, sentence in BY_STEP:
+        means = [mean_of_known(getattr(one, name)) for one in record.snapshots]
+        if len(steps) > 1 and means[0] is not None:
+            panels.append(
+                Panel(f"{name}_by_step", title, sentence, "step", "mean over layers", [Line("", steps, means)])
+            )
+    return panels
 
 
 def _domains(record: TrainingRun) -> Table:

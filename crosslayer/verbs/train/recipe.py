@@ -314,9 +314,7 @@ class EvalPart(Part):
     windows: Count = 32
     """Held-out sequences per domain, or as many as it has."""
     snapshots: int = Field(default=0, ge=0, lt=2**31)
-    """Held-out sequences on which each evaluation measures sinks and norms of every layer; 0: none."""
-    depth_norms: bool = False
-    """Whether to log the gradient norm of each layer, before clipping, in `log.jsonl`."""
+    """Held-out sequences on which each evaluation measures sinks, norms and gradients of every layer; 0: none."""
 
 
 class Recipe(Part):

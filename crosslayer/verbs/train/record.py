@@ -1,6 +1,7 @@
 """The components of a training run's `record.json`: losses in nats per token, times in seconds."""
 
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import Any, Self
 
 from pydantic import Field, model_validator
@@ -81,6 +82,12 @@ class Validation(Frozen):
 Layers = list[float | None]
 
 
+def mean_of_known(values: Sequence[float | None]) -> float | None:
+    """Return the mean of the values that are not None; None if there is no such value."""
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None
+
+
 class Snapshot(Frozen):
     """Measures of a few held-out windows after a step, by layer; None where a layer lacks the sublayer."""
 
@@ -90,9 +97,15 @@ class Snapshot(Frozen):
     value_norm_ratio: Layers = Field(description="norm of the first token's value over the median")
     hidden_norm_ratio: Layers = Field(description="norm of the first token's hidden state over the median")
     stream_norm: Layers = Field(description="mean norm of the residual stream")
+    entropy: Layers = Field(default=[], description="of the attention that tokens receive, nats")
+    token_similarity: Layers = Field(default=[], description="mean cosine of different tokens' hidden states")
+    attention_output_norm: Layers = Field(default=[], description="mean norm of what attention adds")
+    mlp_output_norm: Layers = Field(default=[], description="mean norm of what the MLP adds")
+    attention_gradient_norm: Layers = Field(default=[], description="of the gradient of the summed loss by the former")
+    mlp_gradient_norm: Layers = Field(default=[], description="of the gradient of the summed loss by the latter")
 
     @model_validator(mode="after")
     def _check_lengths(self) -> Self:
-        if len({len(layers) for name, layers in vars(self).items() if name != "step"}) > 1:
+        if len({len(layers) for name, layers in vars(self).items() if name != "step" and layers}) > 1:
             raise ValueError("the measures of a snapshot must have the same number of layers")
         return self

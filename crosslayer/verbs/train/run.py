@@ -110,7 +110,6 @@ def _train(recipe: Recipe, folder: Path, resume: bool, progress: Meter) -> Train
             held_out,
             tokenizer,
             progress,
-            recipe.eval.depth_norms,
             windows_of_each(list(held_out.values()), recipe.eval.snapshots),
             recipe.optimizer,
         )

@@ -1,4 +1,4 @@
-"""Snapshots during training: gradient norms, and sinks and norms on a few held-out windows, for every layer.
+"""Snapshots during training: sinks, norms and gradients on a few held-out windows, for every layer.
 
 Data flow: windows → measures of each (`verbs/diagnose/sequence.py`) → means in the log → `Snapshot`s in the record.
 Shapes: N windows, T tokens, L layers.
@@ -11,19 +11,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import get_total_norm
 from torch.utils.data import Subset
 from transformers import PreTrainedModel
 
 from crosslayer.probe.intercept import evaluating
+from crosslayer.probe.outputs import output_norms
 from crosslayer.verbs.diagnose.sequence import measure_sequence
 from crosslayer.verbs.train.attention import readable_masks
 from crosslayer.verbs.train.record import Snapshot
 
 MEASURES = tuple(name for name in Snapshot.model_fields if name != "step")
-LAYER = re.compile(r"\.(\d+)\.")  # in a parameter's name
 KEY = re.compile(r"snapshot_(\w+)_layer_(\d+)")  # in the log
 
 
@@ -34,7 +33,7 @@ def snapshot(model: PreTrainedModel, windows: Tensor) -> dict[str, float]:
     A measure is NaN where a layer lacks the sublayer.
     """
     with evaluating(model), readable_masks(model):
-        measured = [measure_sequence(model, window).measures for window in windows]
+        measured = [{**measure_sequence(model, window).measures, **output_norms(model, window)} for window in windows]
     means = {name: np.mean([measures[name] for measures in measured], axis=0) for name in MEASURES}  # (L,) each
     return {
         f"snapshot_{name}_layer_{layer}": float(value) for name in MEASURES for layer, value in enumerate(means[name])
@@ -64,16 +63,6 @@ def windows_of_each(domains: Sequence[Subset[dict[str, Tensor]]], count: int) ->
     for number in range(max(len(rows) for rows in domains)):
         windows += [rows[number]["input_ids"] for rows in domains if number < len(rows)]
     return torch.stack(windows[:count])
-
-
-def layer_norms(model: nn.Module) -> dict[int, float]:
-    """Return the gradient norm of each layer; a parameter's layer is the first number in its name."""
-    gradients: dict[int, list[Tensor]] = {}
-    for name, parameter in model.named_parameters():
-        layer = LAYER.search(name)
-        if layer is not None and parameter.grad is not None:
-            gradients.setdefault(int(layer[1]), []).append(parameter.grad)
-    return {layer: as_number(get_total_norm(tensors)) for layer, tensors in gradients.items()}
 
 
 def as_number(norm: Any) -> float:

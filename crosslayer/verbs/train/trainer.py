@@ -44,7 +44,7 @@ from crosslayer.verbs.train.costs import without_logits
 from crosslayer.verbs.train.mixture import ORDER
 from crosslayer.verbs.train.optimizers import mixing_parameters, optimizer_of
 from crosslayer.verbs.train.recipe import OptimizerPart
-from crosslayer.verbs.train.snapshots import as_number, layer_norms, snapshot
+from crosslayer.verbs.train.snapshots import as_number, snapshot
 
 PICKLED = "training_args.bin"  # a file that Trainer adds to a model
 
@@ -76,16 +76,14 @@ class CrossLayerTrainer(Trainer):
         eval_dataset: Dataset | Mapping[str, Dataset],
         tokenizer: PreTrainedTokenizerBase | None = None,
         meter: Meter = Silent,
-        depth_norms: bool = False,
         probed: Tensor | None = None,
         optimizer: OptimizerPart | None = None,
     ):
         """Prepare a run of an initialised model; `args` are from `training_arguments`.
 
         Rows of data are `input_ids`, `position_ids` and `labels` (T,): for training as many as all steps read, in that
-        order; for evaluation also a mapping by domain. With `depth_norms`, each layer's gradient norm before clipping
-        is logged as `grad_norm_layer_0` and so on. On `probed`, token ids (N, T), each evaluation measures sinks and
-        norms of every layer.
+        order; for evaluation also a mapping by domain. On `probed`, token ids (N, T), each evaluation measures sinks,
+        norms and gradients of every layer.
         """
         needed = args.max_steps * step_sequences(args)
         items = len(train_dataset)  # type: ignore[arg-type]
@@ -96,7 +94,7 @@ class CrossLayerTrainer(Trainer):
         self._resumed: Resumed | None = None
         self._staging, self._micro_batch = False, 0
         self._clock: tuple[float, int] | None = None  # time and tokens of the last logged training loss
-        self._probed, self._optimizer, self._wants_norms, self._norms = probed, optimizer, depth_norms, {}
+        self._probed, self._optimizer = probed, optimizer
         use_cache = model.config.use_cache
         super().__init__(
             model,
@@ -188,15 +186,10 @@ class CrossLayerTrainer(Trainer):
         return loss
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        """Return the norm of the whole gradient; before a logged step, also measure each layer's."""
+        """Return the norm of the whole gradient."""
         norm = as_number(super()._get_grad_norm(model, grad_norm))
         if not self.args.fp16:  # which skips such a step and lowers its scale
             self._check_finite("gradient's norm", norm, 0, self.args.gradient_accumulation_steps - 1)
-        if self._wants_norms and (self.state.global_step + 1) % self.state.logging_steps == 0:
-            limit = self.args.max_grad_norm
-            clipped = max(1.0, (norm + 1e-6) / limit) if limit > 0 else 1.0  # the factor by which it has been divided
-            norms = layer_norms(self.accelerator.unwrap_model(model))
-            self._norms = {f"grad_norm_layer_{layer}": clipped * value for layer, value in norms.items()}
         return norm
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -207,7 +200,6 @@ class CrossLayerTrainer(Trainer):
             logs["tokens"] = tokens
             logs["tokens_per_second"] = (tokens - self._clock[1]) / (now - self._clock[0])
             self._clock = now, tokens
-            logs |= self._norms
         super().log(logs, start_time)
 
     def evaluate(

@@ -35,7 +35,6 @@ def run(folder, size, **train):
             per_device_train_batch_size=size,
             gradient_accumulation_steps=2,
             per_device_eval_batch_size=2,
-            depth_norms=True,
             **train,
         )
         if stop is not None:

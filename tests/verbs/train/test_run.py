@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerFast
 import crosslayer
 from crosslayer.core.decoder import CrossLayerForCausalLM
 from crosslayer.corpus.documents import TextSource
+from crosslayer.probe.outputs import output_norms
 from crosslayer.verbs.train.mixture import FixedRows, spread
 from crosslayer.verbs.train.recipe import load_recipe
 from crosslayer.verbs.train.texts import Domain
@@ -75,6 +76,12 @@ def test_snapshots_are_a_diagnosis_of_the_model_at_that_step(recipe, tmp_path):
     assert last.first_token_share == pytest.approx(diagnosis.first_token_share.tolist(), rel=1e-6)
     assert last.stream_norm == pytest.approx(diagnosis.stream_norm.tolist(), rel=1e-6)
     assert last.sink_rate == diagnosis.sink_rate.tolist()
+    assert last.entropy == pytest.approx(diagnosis.entropy.tolist(), rel=1e-6)
+    assert last.token_similarity == pytest.approx(diagnosis.token_similarity.tolist(), rel=1e-6)
+    norms = [output_norms(model, window) for window in windows]
+    for name in norms[0]:
+        expected = sum(each[name] for each in norms) / len(norms)
+        assert getattr(last, name) == pytest.approx(expected.tolist(), rel=1e-5)
 
 
 def load_recipe_config(folder):

@@ -1,6 +1,5 @@
 """The trainer: weight decay, the learning rate, exact losses, exact resuming, the log, and the saved model."""
 
-import copy
 import json
 import math
 
@@ -228,21 +227,6 @@ def test_a_batch_with_too_many_logits_trains_and_is_evaluated_in_chunks(more, tm
     assert losses(runs[1]) == pytest.approx(losses(runs[0]), abs=1e-6 if "bf16" not in more else 2e-3)
     for window, other in zip(*(run.window_losses["eval_a_loss"] for run in runs), strict=True):
         assert window == pytest.approx(other, rel=1e-5 if "bf16" not in more else 2e-3)
-
-
-@pytest.mark.parametrize("limit", [0.1, 100.0, 0.0], ids="limit {}".format)
-def test_gradient_norms_by_depth_are_those_before_clipping(limit, tmp_path):
-    model = model_of(attention_dropout=0.0)
-    expected = copy.deepcopy(model).train()
-    batch = {name: torch.stack([Random(4)[i][name] for i in range(4)]) for name in Random(1)[0]}
-    expected(**batch, use_cache=False).loss.backward()
-    squares = [
-        sum(parameter.grad.square().sum().item() for parameter in layer.parameters()) for layer in expected.model.layers
-    ]
-    trainer = trainer_of(tmp_path, model, schedule=course(2), max_grad_norm=limit, depth_norms=True)
-    trainer.train()
-    logged = [log_of(tmp_path)[0][f"grad_norm_layer_{i}"] for i in range(2)]
-    assert logged == pytest.approx([square**0.5 for square in squares], rel=1e-4)
 
 
 def test_several_gpus_in_a_single_process_are_refused(tmp_path, monkeypatch):

@@ -7,6 +7,7 @@ buffers (linear in S, bounded by a choice of R) beside the queries and keys.
 Shapes: L layers, H heads, S tokens (queries and keys of a sequence), R rows of a block, D head size.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +28,7 @@ class MapSums:
     `columns` (L, S): sums over rows of the head-averaged map; `diagonal` (L, S): its diagonal. `first_by_head` (L, H):
     sums of column 0, NaN where a layer has fewer heads. `gram`, `gram_without_first` (L, L): inner products of
     head-averaged maps, flattened, with and without column 0. `gram_by_head` (H, L, L): the same of single heads.
+    `contribution` (L, 2): the map times the norms of values, summed over rows and heads, in column 0 and in all.
     """
 
     columns: Tensor
@@ -35,19 +37,23 @@ class MapSums:
     gram: Tensor
     gram_without_first: Tensor
     gram_by_head: Tensor
+    contribution: Tensor
 
 
 @torch.no_grad()
-def map_sums(calls: list[AttentionCall]) -> MapSums:
-    """Return the sums over the maps of all `calls` (a call for each layer, batch 1, as many queries as keys)."""
-    return _Blocks(calls).run()
+def map_sums(calls: list[AttentionCall], norms: Sequence[Tensor] = ()) -> MapSums:
+    """Return the sums over the maps of all `calls` (a call for each layer, batch 1, as many queries as keys).
+
+    `norms` are those of the layers' values, (H_kv, S) each; without them `contribution` is zero.
+    """
+    return _Blocks(calls, norms).run()
 
 
 class _Blocks:
     """Walks over the row blocks of a sequence; `scores` and `mean` are the two buffers."""
 
-    def __init__(self, calls: list[AttentionCall]):
-        self.calls = calls
+    def __init__(self, calls: list[AttentionCall], norms: Sequence[Tensor]):
+        self.calls, self.norms = calls, [working(each) for each in norms]
         self.layers, self.size = len(calls), calls[0].key.shape[2]
         self.heads = [call.query.shape[1] for call in calls]
         self.query = [working(call.query[0]) for call in calls]  # (H, S, D)
@@ -64,6 +70,7 @@ class _Blocks:
         self.gram = torch.zeros(self.layers, self.layers, **double)
         self.rest = torch.zeros(self.layers, self.layers, **double)
         self.by_head = torch.zeros(max(self.heads), self.layers, self.layers, **double)
+        self.contribution = torch.zeros(self.layers, 2, **double)
 
     def run(self) -> MapSums:
         for start in range(0, self.size, self.rows):
@@ -71,7 +78,7 @@ class _Blocks:
         first = self.first.clone()
         for layer, heads in enumerate(self.heads):
             first[layer, heads:] = torch.nan
-        return MapSums(self.columns, self.diagonal, first, self.gram, self.rest, self.by_head)
+        return MapSums(self.columns, self.diagonal, first, self.gram, self.rest, self.by_head, self.contribution)
 
     def _block(self, start: int, stop: int) -> None:
         width = self.masks.width(stop)
@@ -84,6 +91,7 @@ class _Blocks:
             self._probabilities(scores, head, start, stop, biases)
             self.first[:, head] += scores[:, :, 0].sum(dim=1)
             self.by_head[head] += _inner_products(scores)
+            self._add_contribution(scores.sum(dim=1), head)
             if min(self.heads) == max(self.heads):
                 mean.add_(scores, alpha=1 / self.heads[0])
             else:
@@ -95,6 +103,14 @@ class _Blocks:
         rest = _inner_products(mean)
         self.rest += rest
         self.gram += rest + first @ first.T
+
+    def _add_contribution(self, columns: Tensor, head: int) -> None:
+        """Add the column sums of a head (L, width), times the norms of the values that it reads."""
+        for i, norms in enumerate(self.norms):
+            if head < self.heads[i]:
+                of_head = norms[head * len(norms) // self.heads[i], : columns.shape[1]]  # (width,)
+                parts = columns[i] * of_head
+                self.contribution[i] += torch.stack([parts[0], parts.sum()]).double()
 
     def _probabilities(self, scores: Tensor, head: int, start: int, stop: int, biases: list[Tensor | None]) -> None:
         """Fill `scores` (L, R, width) with the softmax rows of a head; zeros where a layer lacks it."""

@@ -8,6 +8,7 @@ Sources by their arXiv numbers: 2410.17897 (Value Residual Learning), 2406.15786
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 SMALLEST_NORM = 1e-12  # a vector of zeros is at right angles to every other
 
@@ -31,6 +32,20 @@ def hidden_norms(stream: Tensor) -> Tensor:
 def value_norms(value: Tensor) -> Tensor:
     """Return the L2 norm over the head size, averaged over heads, (H, T, D) → (T,). Low at token 0: a value drain."""
     return working(value).norm(dim=-1).mean(dim=0)
+
+
+def cosines_with_queries(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the mean cosine of later queries with the first key, and with the keys between, () each.
+
+    `query` (H, T, D) and `key` (H_kv, T, D), as attention takes them; the waiver's Eq. 6: Q · K = ‖Q‖ ‖K‖ cos θ.
+    """
+    queries = functional.normalize(working(query), dim=-1)
+    keys = functional.normalize(working(key), dim=-1).repeat_interleave(len(query) // len(key), dim=0)  # (H, T, D)
+    first = torch.linalg.vecdot(queries[:, 1:], keys[:, :1])  # (H, T − 1)
+    before = keys[:, 1:-1].cumsum(dim=1)  # sums of the keys from the second to each
+    counts = torch.arange(1, before.shape[1] + 1, device=query.device)
+    others = torch.linalg.vecdot(queries[:, 2:], before) / counts  # (H, T − 2)
+    return first.mean(), others.mean() if others.numel() else others.new_tensor(torch.nan)
 
 
 def value_spectrum(value: Tensor) -> Tensor:

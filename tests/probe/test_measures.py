@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
+from torch.nn import functional
 
 import crosslayer
 from crosslayer.output.summary import by_position, measure
@@ -95,7 +96,8 @@ class Naive:
     def expected(self):
         found, count = {}, len(self.layers)
         for name in ("first_token_share", "entropy", "sink_rate", "value_norm_ratio", "hidden_norm_ratio", "mlp_l1_l2",
-                     "token_similarity", "attention_io_similarity", "layer_io_similarity", "stream_norm"):  # fmt: skip
+                     "token_similarity", "attention_io_similarity", "layer_io_similarity", "stream_norm",
+                     "first_contribution"):  # fmt: skip
             found[name] = [getattr(self, name)(i) for i in range(count)]
         found["top_importance"] = [sorted(self.importance(i), reverse=True)[:10] for i in range(count)]
         found["value_spectrum"] = [self.value_spectrum(i) for i in range(count)]
@@ -124,6 +126,14 @@ class Naive:
             np.mean([math.sqrt(sum(float(c) ** 2 for c in v[h, t])) for h in range(len(v))]) for t in range(v.shape[1])
         ]
         return norms[0] / np.median(norms[1:])
+
+    def first_contribution(self, i):
+        maps, v = self.maps[i], self.values[i]
+        sums = [0.0] * maps.shape[1]
+        for h in range(len(maps)):
+            for j in range(maps.shape[1]):
+                sums[j] += sum(float(a) for a in maps[h, :, j]) * float(v[h * len(v) // len(maps), j].norm())
+        return sums[0] / sum(sums)
 
     def norms(self, i):
         return [math.sqrt(sum(float(c) ** 2 for c in token)) for token in self.hidden[i]]
@@ -180,7 +190,8 @@ def test_measures_equal_naive_loops(family):
         width = measured.interval
         # half-widths come from differences, which lose a few digits
         assert np.abs(width[..., 1] - width[..., 0] - 2 * half).max() < 1e-8 * max(1.0, np.abs(expected).max()), name
-    assert set(naive[0]) | {"mlp_l1_l2_others"} == set(type(measures).model_fields)
+    others = {"mlp_l1_l2_others", "key_norm_ratio", "query_key_cosine", "query_key_cosine_others"}
+    assert set(naive[0]) | others == set(type(measures).model_fields)
 
 
 def random_call(size, heads=2, kv_heads=1, layer=0, mask=None, **options):
@@ -318,3 +329,38 @@ def test_calls_have_rotated_queries():
     plain = attention.k_proj(x).view(1, ids.shape[1], 2, 8).transpose(1, 2)
     assert torch.allclose(calls[0].key[:, :, 0], plain[:, :, 0])  # position 0 is not rotated
     assert not torch.allclose(calls[0].key[:, :, 5], plain[:, :, 5])
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 2)])
+def test_attention_times_the_norms_of_values_by_loops(heads, kv_heads):
+    """The waiver's Eq. 5: the norm of a value that is weighted is the weight times its norm."""
+    calls = [random_call(20, heads=heads, kv_heads=kv_heads, layer=layer) for layer in range(2)]
+    norms = [call.value[0].norm(dim=-1) for call in calls]
+    sums = map_sums(calls, norms)
+    for layer, call in enumerate(calls):
+        first = every = 0.0
+        for head in range(heads):
+            kv_head = head * kv_heads // heads
+            scores = call.query[0, head] @ call.key[0, kv_head].T * call.scaling
+            weights = scores.masked_fill(torch.ones(20, 20).triu(1).bool(), -math.inf).softmax(-1)
+            for row in range(20):
+                for column in range(row + 1):
+                    part = float((weights[row, column] * call.value[0, kv_head, column]).norm())
+                    every += part
+                    first += part if column == 0 else 0.0
+        assert sums.contribution[layer].tolist() == pytest.approx([first, every], rel=1e-9)
+    assert not map_sums(calls).contribution.any()
+
+
+def test_angles_of_queries_and_keys_by_loops():
+    call = random_call(9, heads=4, kv_heads=2)
+    first, others = m.cosines_with_queries(call.query[0], call.key[0])
+    with_first, with_others = [], []
+    for head in range(4):
+        key = call.key[0, head // 2]
+        for row in range(1, 9):
+            cosines = [float(functional.cosine_similarity(call.query[0, head, row], key[i], dim=0)) for i in range(row)]
+            with_first.append(cosines[0])
+            with_others += [sum(cosines[1:]) / len(cosines[1:])] if row > 1 else []
+    assert first.item() == pytest.approx(sum(with_first) / len(with_first), rel=1e-9)
+    assert others.item() == pytest.approx(sum(with_others) / len(with_others), rel=1e-9)

@@ -5,7 +5,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from crosslayer.output.formatting import measured_on
+from crosslayer.output.formatting import UNKNOWN, measured_on
 from crosslayer.output.page import Page, Table
 from crosslayer.output.panel import COLORS, QUIET, Heat, Line, Panel
 from crosslayer.output.record import Measure
@@ -97,9 +97,30 @@ def _tables(record: Diagnosis) -> list[Table]:
     facts = record.model.model_dump(by_alias=True, exclude_none=True)
     masks = [mask or "no attention" for mask in record.model.masks]
     facts["masks"] = ", ".join(f"{masks.count(mask)} × {mask}" for mask in dict.fromkeys(masks))
+    neighbours = record.verdict.neighbours
+    similar = []
+    for name, held in (
+        ("whole", neighbours.statistics),
+        ("without the first token", neighbours.statistics_without_first),
+    ):
+        if held is not None:
+            gap = UNKNOWN if held.top_less_bottom is None else f"{held.top_less_bottom:+.3f}"
+            similar.append(
+                [
+                    name,
+                    f"{held.mean:.3f}",
+                    gap,
+                    *(f"{each:.3f}" for each in (held.largest, held.smallest, held.deviation)),
+                ]
+            )
     title = "Tokens that receive most attention, by layer (share of all attention)"
     rows = [[name.replace("_", " "), str(fact)] for name, fact in facts.items()]
-    return [(title, ["layer", "tokens"], tokens), ("Model", ["fact", "value"], rows)]
+    head = ["maps", "mean", "upper less lower half", "largest", "smallest", "standard deviation"]
+    return [
+        ("Similarity of neighbouring layers' maps (cosine)", head, similar),
+        (title, ["layer", "tokens"], tokens),
+        ("Model", ["fact", "value"], rows),
+    ]
 
 
 def _visible(entry: TopToken) -> str:
@@ -193,6 +214,7 @@ def _sink_panels(record: Diagnosis) -> list[Panel]:
     lines = [
         curve(measures.first_token_share, "first token's share a′₀", FIRST),
         curve(measures.sink_rate, "sink rate", OTHERS[0]),
+        curve(measures.first_contribution, "its share of attention × norm of values", OTHERS[1]),
     ]
     sink = _by_layer("first_token_share", "Attention on the first token", sentence, "share", lines, bounds=SHARE)
     layer, top = highest(measures.hidden_norm_ratio)
@@ -208,8 +230,17 @@ def _sink_panels(record: Diagnosis) -> list[Panel]:
         f"Norm of the first token's values over the median of the other tokens: at least {low:.2f}×, in layer {layer}. "
         "Where it is low and attention to the token is high, that attention adds little."
     )
-    lines = [curve(measures.value_norm_ratio, color=FIRST)]
+    lines = [curve(measures.value_norm_ratio, "values", FIRST), curve(measures.key_norm_ratio, "keys", OTHERS[0])]
     drain = _by_layer("value_norm_ratio", "Value drain", sentence, ratio, lines, **scale)
+    sentence = (
+        "Mean cosine of later queries with the first token's key, and with the other keys before them: scores are "
+        "‖q‖ ‖k‖ cos θ, so a sink needs a large cosine or a large key."
+    )
+    lines = [
+        curve(measures.query_key_cosine, "first token's key", FIRST),
+        curve(measures.query_key_cosine_others, "keys between", QUIET),
+    ]
+    angle = _by_layer("query_key_cosine", "Angle of queries and keys", sentence, "cosine", lines)
     sentence = (
         f"L1 over L2 norm of the MLP's output: √C = {flat:.0f} for a flat vector, near 1 for a few huge channels. A "
         "fall for the first token marks the MLP that writes (or erases) its massive activation."
@@ -219,7 +250,7 @@ def _sink_panels(record: Diagnosis) -> list[Panel]:
         curve(measures.mlp_l1_l2_others, "median of the others", QUIET),
     ]
     flatness = _by_layer("mlp_l1_l2", "Flatness of the MLP's output", sentence, "L1 / L2", lines, bounds=(1, flat))
-    return [positions, sink, peak, drain, flatness]
+    return [positions, sink, peak, drain, angle, flatness]
 
 
 def _with_streams(record: Diagnosis, name: str, color: str) -> list[Line]:

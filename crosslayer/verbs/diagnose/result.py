@@ -59,6 +59,12 @@ class Measures(Frozen):
     top_importance: Measure = Field(description="ten largest shares of attention, largest first, (L, 10), at most T")
     sink_rate: Measure = Field(description="share of heads that give token 0 more than 0.3 of attention, (L,), 0 to 1")
     value_norm_ratio: Measure = Field(description="norm of token 0's values over the median of the others, (L,)")
+    key_norm_ratio: Measure = Field(description="the same of its keys, (L,)")
+    query_key_cosine: Measure = Field(description="mean cosine of later queries with token 0's key, (L,)")
+    query_key_cosine_others: Measure = Field(description="the same with the keys between, (L,)")
+    first_contribution: Measure = Field(
+        description="token 0's share of attention times the norm of the values, over rows and heads, (L,), 0 to 1"
+    )
     hidden_norm_ratio: Measure = Field(description="the same of the hidden states at the input of a layer, (L,)")
     mlp_l1_l2: Measure = Field(description="L1 over L2 norm of the MLP's output at token 0, (L,), 1 to √C")
     mlp_l1_l2_others: Measure = Field(description="the same, median of the other tokens, (L,)")
@@ -176,11 +182,23 @@ class Redundancy(Frozen):
     layers: list[RankedLayer]
 
 
+class Statistics(Frozen):
+    """Statistics of the similarity of neighbouring layers' attention maps over all layers (2502.00439, Table 11)."""
+
+    mean: float
+    top_less_bottom: float | None = Field(description="mean of the upper half minus mean of the lower half")
+    largest: float
+    smallest: float
+    deviation: float = Field(description="standard deviation")
+
+
 class Neighbours(Frozen):
     """Mean similarity of the attention maps of neighbouring layers in the upper half; None if there are none."""
 
     map_similarity: float | None
     map_similarity_without_first: float | None
+    statistics: Statistics | None = None
+    statistics_without_first: Statistics | None = None
 
 
 class KeptShare(Frozen):
@@ -226,7 +244,7 @@ class Diagnosis(Result):
     None for a single sequence. Layers and positions count from 0. Definitions and sources: docs/reference/measures.md.
     """
 
-    schema_: Literal["crosslayer/diagnose/5"] = Field(default="crosslayer/diagnose/5", alias="schema")
+    schema_: Literal["crosslayer/diagnose/6"] = Field(default="crosslayer/diagnose/6", alias="schema")
     model: DiagnosedModel
     settings: Settings
     measures: Measures

@@ -29,7 +29,16 @@ SOURCES = ("previous", "first")
 FORMS = ("current", "identity")
 SINK_THRESHOLD = 0.3  # mean attention to token 0 above which a head counts in the sink rate
 BY_STREAM = tuple(ByStream.model_fields)  # measured on the mean of the residual streams, and on each
-OF_LAYERS = (*BY_STREAM, "mlp_l1_l2", "mlp_l1_l2_others", "value_norm_ratio", "value_spectrum")
+OF_LAYERS = (
+    *BY_STREAM,
+    "mlp_l1_l2",
+    "mlp_l1_l2_others",
+    "value_norm_ratio",
+    "value_spectrum",
+    "key_norm_ratio",
+    "query_key_cosine",
+    "query_key_cosine_others",
+)
 ByLayer = dict[int, Tensor]
 
 
@@ -121,7 +130,8 @@ def measure_sequence(
     with visited(model, recorder.attention), streams(model, recorder.stream), depth_reads(model) as depth:
         model.base_model(input_ids=ids, **no_cache(model))  # the logits are not needed
     layers, calls = len(layer_stack(model)), sorted(recorder.calls, key=lambda call: call.layer)
-    of_pairs, of_maps, shares = _measure_maps(calls)
+    norms = [recorder.value_norms[call.layer] for call in calls]
+    of_pairs, of_maps, shares = _measure_maps(calls, norms)
     measures = {name: spread(by_layer, layers) for name, by_layer in {**recorder.by_layer, **of_maps}.items()}
     attending = [call.layer for call in calls]
     for name, matrix in of_pairs.items():
@@ -159,6 +169,7 @@ class _Recorder:
         self.calls: list[AttentionCall] = []
         self.by_layer: dict[str, ByLayer] = {name: {} for name in OF_LAYERS}
         self.by_stream: dict[str, ByLayer] = {name: {} for name in BY_STREAM}
+        self.value_norms: ByLayer = {}
         self.over_depth = False
 
     def attention(self, call: AttentionCall) -> None:
@@ -171,6 +182,11 @@ class _Recorder:
         value = call.value[0]  # (H_kv, T, D)
         self.by_layer["value_norm_ratio"][call.layer] = m.over_median(m.value_norms(value))
         self.by_layer["value_spectrum"][call.layer] = m.value_spectrum(value)
+        self.by_layer["key_norm_ratio"][call.layer] = m.over_median(m.value_norms(call.key[0]))
+        first, others = m.cosines_with_queries(call.query[0], call.key[0])
+        self.by_layer["query_key_cosine"][call.layer] = first
+        self.by_layer["query_key_cosine_others"][call.layer] = others
+        self.value_norms[call.layer] = m.working(value).norm(dim=-1)  # (H_kv, T)
         if self.cosines is not None:
             self.cosines.measure(call)
         self.calls.append(replace(call, value=call.value[:, :, :0].clone()))
@@ -214,14 +230,17 @@ def _measure_stream(stream: LayerStream, number: int | None = None) -> dict[str,
     return measures
 
 
-def _measure_maps(calls: list[AttentionCall]) -> tuple[dict[str, Tensor], dict[str, ByLayer], ByLayer]:
+def _measure_maps(
+    calls: list[AttentionCall], norms: list[Tensor]
+) -> tuple[dict[str, Tensor], dict[str, ByLayer], ByLayer]:
     """Return measures of pairs of attention layers, (L, L), measures of single layers, and the shares a'."""
-    layers, sums = [call.layer for call in calls], map_sums(calls)
+    layers, sums = [call.layer for call in calls], map_sums(calls, norms)
     shares = m.importance(sums.columns)  # (L, T)
     sinking = (sums.first_by_head / calls[0].key.shape[2] > SINK_THRESHOLD).double()  # (L, H); all rows see token 0
     sinking[sums.first_by_head.isnan()] = torch.nan
     of_layers = {
         "first_token_share": shares[:, 0],
+        "first_contribution": sums.contribution[:, 0] / sums.contribution[:, 1],
         "entropy": m.entropy(shares),
         "sink_rate": sinking.nanmean(dim=-1),
         "top_importance": m.top_importance(shares),

@@ -22,6 +22,7 @@ from crosslayer.verbs.diagnose.result import (
     RankedLayer,
     Redundancy,
     Sink,
+    Statistics,
     Superblocks,
     Verdict,
 )
@@ -43,6 +44,8 @@ def verdict(measures: Measures, shapes: Shapes, length: int) -> Verdict:
     neighbours = Neighbours(
         map_similarity=top_half_mean(measures.map_similarity),
         map_similarity_without_first=top_half_mean(measures.map_similarity_without_first),
+        statistics=map_statistics(measures.map_similarity),
+        statistics_without_first=map_statistics(measures.map_similarity_without_first),
     )
     keeps_cache = all(shape is None or shape.causal for shape in shapes)
     cache = _cache(measures, redundancy, shapes, length) if keeps_cache else None
@@ -70,13 +73,32 @@ def sink_of(measures: Measures, shapes: Shapes, length: int) -> Sink:
 
 def top_half_mean(similarity: Measure) -> float | None:
     """Return the mean similarity of neighbouring attention layers in the upper half; None if there is no such pair."""
+    upper = [cosine for layer, cosine in _neighbours(similarity) if layer >= len(similarity.mean) // 2]
+    return float(np.mean(upper)) if upper else None
+
+
+def map_statistics(similarity: Measure) -> Statistics | None:
+    """Return the statistics of the similarity of neighbouring attention layers; None if there are none."""
+    pairs, half = _neighbours(similarity), len(similarity.mean) // 2
+    if not pairs:
+        return None
+    cosines = [cosine for _, cosine in pairs]
+    upper, lower = ([cosine for layer, cosine in pairs if (layer >= half) == is_upper] for is_upper in (True, False))
+    return Statistics(
+        mean=float(np.mean(cosines)),
+        top_less_bottom=float(np.mean(upper) - np.mean(lower)) if upper and lower else None,
+        largest=max(cosines),
+        smallest=min(cosines),
+        deviation=float(np.std(cosines)),
+    )
+
+
+def _neighbours(similarity: Measure) -> list[tuple[int, float]]:
+    """Return the lower layer and the similarity of each pair of neighbouring attention layers."""
     matrix = similarity.array  # (L, L)
     layers = np.flatnonzero(~np.isnan(matrix.diagonal()))
-    pairs = [
-        matrix[above, below] for below, above in zip(layers, layers[1:], strict=False) if below >= len(matrix) // 2
-    ]
-    known = [cosine for cosine in pairs if not np.isnan(cosine)]
-    return float(np.mean(known)) if known else None
+    pairs = [(int(below), float(matrix[above, below])) for below, above in zip(layers, layers[1:], strict=False)]
+    return [(layer, cosine) for layer, cosine in pairs if not np.isnan(cosine)]
 
 
 def sharing_methods() -> list[type[Method]]:

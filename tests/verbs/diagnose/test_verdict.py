@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 import crosslayer
 from crosslayer.core.methods import merge_plans
 from crosslayer.output.formatting import counted, named_layers, ranges
+from crosslayer.output.summary import measure
 from crosslayer.probe.shapes import LayerShape, may_share
 from crosslayer.verbs.diagnose.groups import paper_groups, similar_groups
 from crosslayer.verbs.diagnose.result import Measures, Sink
-from crosslayer.verbs.diagnose.verdict import sharing_methods, verdict, verdict_sentences
+from crosslayer.verbs.diagnose.verdict import map_statistics, sharing_methods, verdict, verdict_sentences
 from tests.helpers.tiny import tiny, tokens
 
 FULL = LayerShape(9, 3, 64, 64, causal=True)
@@ -172,3 +173,19 @@ def test_the_sentences_on_redundancy_fit_none_one_and_several_layers():
     assert "in layers 0 (0.500) and 1 (0.500)," in text(ranked[:2], [0, 1])
     assert "the two layers where it changes its input least (0-1) would keep 87.5%" in text(ranked[:2], [0, 1])
     assert "No neighbouring layers" in " ".join(verdict_sentences(verdict(measures(2), shapes[:2], 512)))
+
+
+def test_statistics_of_neighbouring_maps_by_hand():
+    """Table 11 of arXiv 2502.00439; layer 2 has no attention, so 1 and 3 are neighbours."""
+    matrix = np.full((1, 6, 6), np.nan)
+    for layer in (0, 1, 3, 4, 5):
+        matrix[0, layer, layer] = 1
+    for (below, above), cosine in {(0, 1): 0.5, (1, 3): 0.25, (3, 4): 0.75, (4, 5): 1.0}.items():
+        matrix[0, below, above] = matrix[0, above, below] = cosine
+    found = map_statistics(measure(matrix))
+    assert (found.mean, found.largest, found.smallest) == (0.625, 1.0, 0.25)
+    assert found.top_less_bottom == (0.75 + 1.0) / 2 - (0.5 + 0.25) / 2
+    assert found.deviation == pytest.approx(np.std([0.5, 0.25, 0.75, 1.0]))
+    alone = np.full((1, 2, 2), np.nan)
+    alone[0, 0, 0] = 1
+    assert map_statistics(measure(alone)) is None

@@ -133,7 +133,7 @@ def _visible(entry: TopToken) -> str:
 
 def panels(record: Diagnosis) -> list[Panel]:
     """Return all figures of the page, in order."""
-    figures = [*_sink_panels(record), *_map_panels(record), *_layer_panels(record), _spectrum(record)]
+    figures = [*_sink_panels(record), *_map_panels(record), *_layer_panels(record), *_spectrum(record)]
     for name, sublayer in (("attention_io_similarity", "attention"), ("layer_io_similarity", "whole layers")):
         if getattr(record.by_stream, name, None) is not None:
             title = f"What {sublayer} change{'s' if sublayer == 'attention' else ''}, by residual stream"
@@ -351,7 +351,8 @@ def _layer_panels(record: Diagnosis) -> list[Panel]:
     return [changes, entropy, top, smoothing, norm]
 
 
-def _spectrum(record: Diagnosis) -> Panel:
+def _spectrum(record: Diagnosis) -> list[Panel]:
+    """Return the figures on the eigenvalues of the values: relative to the largest, and the largest itself."""
     rows = record.measures.value_spectrum.mean
     z: list[list[float | None]] = []
     for row in rows:
@@ -361,4 +362,8 @@ def _spectrum(record: Diagnosis) -> Panel:
         "Eigenvalues of the covariance of the values (all heads together), relative to the largest. Rows that darken "
         f"early: values of low rank. Shown are the first {len(z[0])} of {len(rows[0])}."
     )
-    return Panel("value_spectrum", "Spectrum of the values", sentence, "eigenvalue k", LAYER, heat=heat, wide=True)
+    spectra = Panel("value_spectrum", "Spectrum of the values", sentence, "eigenvalue k", LAYER, heat=heat, wide=True)
+    line = Line("", numbers(rows), [row[0] for row in rows], color=QUIET)
+    sentence = "Largest eigenvalue of the second moment of the values, all heads together."
+    scale = {"log_y": True, "bounds": NORM}
+    return [spectra, _by_layer("largest_eigenvalue", "Size of the values", sentence, "eigenvalue", [line], **scale)]

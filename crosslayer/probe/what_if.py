@@ -97,9 +97,6 @@ class Sublayers:
 @torch.no_grad()
 def find_sublayers(model: PreTrainedModel) -> Sublayers:
     """Find the layers' shapes and modules by a forward pass over two tokens."""
-    plan = plan_of(model.config)
-    if plan is not None and plan != DepthPlan.identity(plan.layers):
-        raise ValueError("what-if needs a model without cross-layer methods; this model has some already")
     calls: list[AttentionCall] = []
     seen: list[LayerStream] = []
     ids = torch.tensor([[0, 1]], device=next(model.parameters()).device)
@@ -130,6 +127,9 @@ def what_if(model: PreTrainedModel, plan: Wish, sublayers: Sublayers | None = No
     """
     if model.training and is_checkpointing(model):
         raise ValueError(CHECKPOINTED)
+    own = plan_of(model.config)
+    if own is not None and own != DepthPlan.identity(own.layers):
+        raise ValueError("what-if needs a model without cross-layer methods; this model has some already")
     sublayers, methods = sublayers or find_sublayers(model), []
     if not isinstance(plan, DepthPlan):
         methods = load_methods(plan)

@@ -32,26 +32,20 @@ IGNORED = {
 
 
 def to_config(source: PreTrainedConfig, cross_layer: Any = None) -> CrossLayerConfig:
-    """Translate a config to ours and add methods; a config of ours without methods only gets the methods.
+    """Translate a config to ours and add methods; a config of ours keeps those that it has.
 
     Raises:
-        ValueError: the model type or an attribute cannot be translated, or the model already has methods or linear
-            attention.
+        ValueError: the model type or an attribute cannot be translated, the model has linear attention, or a method
+            collides with one that the model has.
 
     """
     if isinstance(source, CrossLayerConfig):
-        if source.methods:
-            names = ", ".join(method.name() for method in source.methods)
-            raise ValueError(
-                f"the model already has {names}, but a retrofit needs a model without methods; train both together "
-                f"instead (model.method: [{names}, …])"
-            )
         if source.linear_layers:
             raise ValueError(
                 f"layers {list(source.linear_layers)} have linear attention, which a retrofit cannot share; use a "
                 "model whose layers all have softmax attention"
             )
-        return CrossLayerConfig(**{**source.to_dict(), "cross_layer": cross_layer})
+        return CrossLayerConfig(**{**source.to_dict(), "cross_layer": [*source.cross_layer, *(cross_layer or ())]})
     known = model_types()
     if source.model_type not in known:
         raise ValueError(

@@ -19,7 +19,7 @@ from crosslayer.core.decoder.configuration import CrossLayerConfig
 from crosslayer.core.decoder.family import rotary
 from crosslayer.core.decoder.modeling import CrossLayerForCausalLM
 from crosslayer.core.decoder.weights import to_config
-from crosslayer.core.method import Compensation, Method, Mixing, Wiring
+from crosslayer.core.method import Compensated, Compensation, Method, Mixing, Wiring
 from crosslayer.core.methods import Entry, load_methods, merge_plans, mixes, to_entry
 from crosslayer.core.options import check_choice
 from crosslayer.core.plan import DepthPlan
@@ -27,7 +27,7 @@ from crosslayer.probe.indexers import SHARED, can_share, indexer_types, with_cho
 from crosslayer.verbs.retrofit.calibrate import Text, calibrate, uncovered_layers, why_no_refit
 from crosslayer.verbs.retrofit.latents import StateMoments, fit_latents, latent_of, measure_moments, with_errors
 from crosslayer.verbs.retrofit.moments import FITS, LAYER_ONLY, REFITS, Fit
-from crosslayer.verbs.retrofit.request import ONLY_INDEXERS
+from crosslayer.verbs.retrofit.request import ONLY_INDEXERS, WIRED
 from crosslayer.verbs.retrofit.result import Weights
 
 
@@ -246,6 +246,9 @@ def convert(
         raise ValueError(
             f"fit and merge have no effect on {model.config.model_type}, whose weights are kept; remove them"
         )
+    wired = isinstance(model.config, CrossLayerConfig) and bool(model.config.methods)
+    if wired and (fit is not None or merge != "first" or any(_compensated(method) for method in chosen)):
+        raise ValueError(f"{WIRED}; leave out fit, merge and compensation")
     initial, fits = convert_weights(model, chosen, merge), []
     converted = initial.model
     latent = latent_of(chosen)
@@ -254,7 +257,7 @@ def convert(
     if latent is not None and (moments is not None or calibration is not None):
         assert isinstance(converted, CrossLayerForCausalLM)
         _fit_latents(plain_decoder(model), converted, calibration, moments, progress)
-    if fit not in REFITS and not any(isinstance(module, Compensation) for module in converted.modules()):
+    if wired or (fit not in REFITS and not any(isinstance(module, Compensation) for module in converted.modules())):
         fit = None
     elif fit != "zero":
         plain = plain_decoder(model)
@@ -271,6 +274,10 @@ def convert(
     outputs = [f"model.layers.{layer}.self_attn.o_proj.weight" for layer in changed]  # W_o in all families
     refitted = {name: originals[name] for name in outputs}
     return Converted(converted, initial.weights.model_copy(update={"refitted": outputs}), fit, fits, refitted)
+
+
+def _compensated(method: Method) -> bool:
+    return isinstance(method, Compensated) and method.compensation is not None
 
 
 def _fit_latents(

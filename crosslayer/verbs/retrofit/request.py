@@ -26,6 +26,7 @@ ONLY_INDEXERS = (
     "layers of {} choose tokens by indexers, and can only share their choices: give `read_budget` or `kl_budget` "
     "alone, or a method whose layers share choices"
 )
+WIRED = "nothing can be fitted or searched in a model that has methods already"
 Budget = Annotated[float, Field(gt=0, allow_inf_nan=False)] | None
 
 
@@ -90,16 +91,19 @@ class RetrofitOptions(Options):
 class Request:
     """The options of a retrofit, interpreted for its methods."""
 
-    def __init__(self, options: RetrofitOptions, post_norms: bool = False, indexed: str | None = None):
+    def __init__(
+        self, options: RetrofitOptions, post_norms: bool = False, indexed: str | None = None, wired: bool = False
+    ):
         """Interpret options.
 
         Args:
             options: what the user asked for.
             post_norms: attention's output is normed before the residual, so W_o is not refitted.
             indexed: the model's type, if its layers choose tokens by indexers.
+            wired: the model has methods already.
 
         """
-        self.options, self.post_norms, self.indexed = options, post_norms, indexed
+        self.options, self.post_norms, self.indexed, self.wired = options, post_norms, indexed, wired
         # a class whose layers are still to be chosen, or methods with all their options
         self.method_class, self.methods = _methods_of(options.method)
         self.method = self.methods[0] if len(self.methods) == 1 else None
@@ -125,6 +129,8 @@ class Request:
         self.fits = self.fit not in ("none", "zero") or self.calibrates  # on calibration text
         self.adds = self.fit not in ("none", "refit-o")  # a W_c, wherever a method may have one
         self._check()
+        if wired and (self.searches or self.fits or self.adds or self.options.merge != "first"):
+            raise ValueError(f"{WIRED}; give `method`, with `compensation` none")
 
     def _take_latents(self) -> None:
         """Give every layer a latent, where a budget is for bits or rank too."""
@@ -199,8 +205,10 @@ class Request:
         return self.methods if self.method is None else [self.method]
 
     def _default_fit(self, post_norms: bool) -> str:
-        if not self._has_targets() or (
-            self.method_class is not None and self.part not in (None, *self.method_class.targets)
+        if (
+            self.wired
+            or not self._has_targets()
+            or (self.method_class is not None and self.part not in (None, *self.method_class.targets))
         ):
             return "none"  # W_c would have to write where the dropped part wrote
         if self.options.merge != "first":

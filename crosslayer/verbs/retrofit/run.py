@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from crosslayer.core.decoder.weights import to_config
-from crosslayer.core.methods import Entry, merge_plans, to_entry, wire
+from crosslayer.core.methods import Entry, merge_plans, to_entry
 from crosslayer.core.sixteen_bits import DTYPE
 from crosslayer.corpus.windows import Windows
 from crosslayer.models.load import load_config, model_facts, public_name, ready_model
@@ -165,9 +165,10 @@ def _open_texts(
             raise ValueError(f"{source.model_type} holds more than a language model, which cannot be converted")
         request = Request(options, indexed=source.get_text_config().model_type)
     else:
-        request = Request(options, to_config(source).has_post_norms)
-    if len(request.methods) > 1:
-        wire(request.methods, source.get_text_config().num_hidden_layers)  # raises if they collide
+        config = to_config(source)
+        request = Request(options, config.has_post_norms, wired=bool(config.methods))
+    if request.methods and not can_share(source):
+        to_config(source, [to_entry(one) for one in request.methods])  # raises if they collide
     with progress("reading the text", 0):
         texts = Texts.load(text, calibration_text, options.seed)
     if request.fit in REFITS and request.post_norms:
@@ -231,7 +232,9 @@ def _report(
         ),
         methods=[to_entry(method) for method in methods],
         title=title(methods),
-        plan=read_plan(converted.model).plan if request.indexed else merge_plans(methods, len(layer_stack(model))),
+        plan=read_plan(converted.model).plan
+        if request.indexed or request.wired
+        else merge_plans(methods, len(layer_stack(model))),
         choice=choice,
         weights=converted.weights,
         calibration=_calibration(converted, request, calibration),

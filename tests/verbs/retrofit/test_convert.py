@@ -6,12 +6,13 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+import crosslayer
 from crosslayer.core.decoder.caches import cache_bytes
 from crosslayer.core.methods import load_method, method_class
 from crosslayer.core.options import parse_layers
 from crosslayer.core.transformers_versions import CACHE
 from crosslayer.probe.what_if import find_sublayers, what_if
-from crosslayer.testing.tiny import build, config_of
+from crosslayer.testing.tiny import build, close, config_of
 from crosslayer.verbs.retrofit.cache import CacheShare, token_bytes
 from crosslayer.verbs.retrofit.convert import convert, convert_weights
 from tests.helpers.cases import SHAPES
@@ -269,10 +270,36 @@ def test_a_plain_model_of_ours_is_converted_as_it_is(name):
     assert fitted.fits[0].token_after < fitted.fits[0].token_before
 
 
-def test_a_model_of_ours_that_is_not_plain_is_not_retrofitted():
+UNIATTN = {"name": "uniattn", "superblocks": ((1, 2, 3),)}
+
+
+def test_readers_of_a_retrofit_lose_their_attention():
+    """Fig. 7 of arXiv 2502.00439; the oracle is both at once, with the same weights."""
+    source, ids = build(config_of(UNIATTN)), tokens()
+    dropped = {"name": "drop", "attention": (2, 3)}
+    made = convert(source, dropped)
+    assert made.model.config.cross_layer == config_of([UNIATTN, dropped]).cross_layer and made.fits == []
+    assert [layer.self_attn is None for layer in made.model.model.layers] == [False, False, True, True, False, False]
+    both = build(config_of([UNIATTN, dropped]))
+    both.load_state_dict(made.model.state_dict())
+    with torch.no_grad():
+        close(made.model(ids).logits, both(ids).logits, "both at once")
+        assert (made.model(ids).logits - source(ids).logits).abs().max() > 1e-3
+    report = crosslayer.retrofit(
+        source, tokens(16, 12), method="drop", layers="2", compensation="none", length=12, windows=16
+    )
+    assert report.plan.keys[2] is None and report.plan.queries[3] == 1 and report.calibration.layers == []
+    wired = "nothing can be fitted or searched in a model that has methods"
+    for options in ({"kv_budget": 0.5}, {"method": "drop", "layers": "2", "compensation": "layerwise"}):
+        with pytest.raises(ValueError, match=wired):
+            crosslayer.retrofit(source, tokens(64, 12), length=12, windows=16, **options)
+    with pytest.raises(ValueError, match=wired):
+        convert(source, {**dropped, "compensation": "attention"}, fit="zero")
+
+
+def test_a_second_method_that_collides_with_the_first_is_refused():
     source = build(config_of(["resformer", "cla"]))
-    message = r"the model already has resformer, cla, .* train both together .*model.method: \[resformer, cla, …\]"
-    with pytest.raises(ValueError, match=message):
-        convert(source, {"name": "uniattn", "superblocks": ((1, 2),)})
+    with pytest.raises(ValueError, match="uniattn .*cla|cla .*uniattn"):
+        convert(source, {"name": "uniattn", "superblocks": ((1, 2),), "compensation": None})
     with pytest.raises(ValueError, match=r"layers \[0, 2\] have linear attention, which a retrofit cannot share"):
         convert(build(config_of([], **SHAPES["linear attention"][1])), {"name": "cla", "groups": ((3, 5),)})

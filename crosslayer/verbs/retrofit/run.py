@@ -50,7 +50,7 @@ from crosslayer.verbs.retrofit.texts import DomainTexts, Texts
 from crosslayer.verbs.retrofit.trade_off import TOKENS
 from crosslayer.wiring.read import read_plan
 
-FIT, ASKED = 4, 1.8  # about how many passes the fit of a layer takes, and a prompt with its answer
+FIT, ASKED = 3, 1.1  # about how many passes the fit of a layer takes, and a prompt with its answer
 LONGEST_STEP = 8192  # tokens before a timed decoding step, at most: both models read them as a prompt
 
 

@@ -95,7 +95,7 @@ def test_two_ranks_train_as_one(kind, tmp_path):
     two = json.loads((tmp_path / "two" / "results.json").read_text())
     one = results(run(tmp_path / "one", 4))
     assert two["losses"] == pytest.approx(one["losses"], abs=1e-5)
-    assert len(two["norms"]) == STEPS * 3  # of the whole and of each layer
+    assert len(two["norms"]) == STEPS
     assert two["norms"] == pytest.approx(one["norms"], abs=1e-5)
     assert two["final"] == pytest.approx(one["final"], abs=1e-5)
     assert two["windows"]["eval_a_loss"] == pytest.approx(one["windows"]["eval_a_loss"], abs=1e-5)

@@ -33,7 +33,7 @@ SHARES = ("first_token_share", "adjacent_map_similarity", "attention_received", 
 FLAT = (1, math.sqrt(32))
 POSSIBLE = {  # by figure: bands lie between these
     **dict.fromkeys(SHARES, (0, 1)),
-    **dict.fromkeys(("io_similarity", "token_similarity", "cross_layer"), (-1, 1)),
+    **dict.fromkeys(("io_similarity", "token_similarity", "cross_layer", "query_key_cosine"), (-1, 1)),
     **dict.fromkeys(("hidden_norm_ratio", "value_norm_ratio", "stream_norm", "trade_off"), (0, math.inf)),
     "entropy": (0, math.log(48)),
     "mlp_l1_l2": FLAT,
@@ -164,7 +164,7 @@ def pages(tmp_path_factory):
 @pytest.mark.parametrize("width", [pytest.param(1280, marks=pytest.mark.slow), 390])
 def test_nothing_is_cut_overlaps_or_needs_the_network(browser, pages, width):
     resize(browser, width)
-    figures = {"diagnosed": 17, "intervened": 10, "benched": 4, "retrofitted": 3, "verified": 0}
+    figures = {"diagnosed": 19, "intervened": 10, "benched": 4, "retrofitted": 3, "verified": 0}
     for name, file in pages.items():
         opened(browser, file)
         assert len(browser.find_elements("css selector", ".figure")) == figures[name], name
@@ -182,19 +182,19 @@ def test_a_click_on_the_legend_hides_a_line_its_band_and_its_values(browser, pag
     def marks():
         return [len(figure.find_elements("css selector", f".mark-{kind} path")) for kind in ("line", "area")]
 
-    assert marks() == [2, 2]
+    assert marks() == [3, 3]
 
     def tooltip():
         ActionChains(browser).move_to_element_with_offset(figure, 0, -40).move_to_element(figure).perform()
         return WebDriverWait(browser, 10).until(lambda b: b.find_element("css selector", "#vg-tooltip-element").text)
 
-    for expected in (1, 2):
+    for expected in (2, 3):
         browser.execute_script("arguments[0].click()", button)
         WebDriverWait(browser, 10).until(lambda _, expected=expected: marks() == [expected, expected])
-        assert button.get_attribute("aria-pressed") == str(expected == 2).lower()
+        assert button.get_attribute("aria-pressed") == str(expected == 3).lower()
         words = tooltip()
         assert "layer" in words and "sink rate" in words and "(0 to 1)" in words
-        assert (button.text in words) == (expected == 2)
+        assert (button.text in words) == (expected == 3)
 
 
 def shown(file):

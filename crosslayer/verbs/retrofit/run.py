@@ -11,7 +11,9 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from crosslayer.core.decoder.weights import to_config
+from crosslayer.core.method import Method
 from crosslayer.core.methods import Entry, merge_plans, to_entry
+from crosslayer.core.plan import DepthPlan
 from crosslayer.core.sixteen_bits import DTYPE
 from crosslayer.corpus.windows import Windows
 from crosslayer.models.load import load_config, model_facts, public_name, ready_model
@@ -232,9 +234,7 @@ def _report(
         ),
         methods=[to_entry(method) for method in methods],
         title=title(methods),
-        plan=read_plan(converted.model).plan
-        if request.indexed or request.wired
-        else merge_plans(methods, len(layer_stack(model))),
+        plan=_plan(model, converted.model, methods, request),
         choice=choice,
         weights=converted.weights,
         calibration=_calibration(converted, request, calibration),
@@ -249,6 +249,13 @@ def _report(
         seconds=_seconds(starts),
     )
     return report.of_model(converted.model, tokenizer, stored)
+
+
+def _plan(model: PreTrainedModel, converted: PreTrainedModel, methods: Sequence[Method], request: Request) -> DepthPlan:
+    """Return the plan of the retrofit, over all layers of the original."""
+    if request.indexed or request.wired:
+        return read_plan(converted).plan
+    return merge_plans(methods, len(layer_stack(model)))
 
 
 def _seconds(starts: Mapping[str, float]) -> dict[str, float]:

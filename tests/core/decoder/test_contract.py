@@ -93,7 +93,8 @@ def through_the_cache(monkeypatch):
         if kwargs[CACHE] is None:
             shared = [name for names in self.sources.values() for name in names]
             states = carry.get(attention.SHARED, SharedStates({}))
-            states = states.updated({name: torch.zeros_like(states[name]) for name in shared})
+            known = {name: states[name] for name in shared if states[name] is not None}  # not maps that are not built
+            states = states.updated({name: torch.zeros_like(state) for name, state in known.items()})
             carry = {**carry, attention.SHARED: states}
         return plain(self, hidden_states, carry, **kwargs)
 

@@ -259,7 +259,7 @@ def test_a_method_of_ones_own(monkeypatch, inputs, tmp_path, capsys):
 BAD = [
     (("--method", "uniattn", "--layers", "6-9"), "'6-9' is out of range; layers go from 0 to 7"),
     (("--method", "uniatn"), "method 'uniatn' is not known; did you mean 'uniattn'?"),
-    (("--method", "{'name': 'cla'}"), "--method must be a name or a JSON object, got "),
+    (("--method", "{'name': 'cla'}"), "--method must be a name, a JSON object or a list, got "),
     (("--method", '{"name": "cla", "group": 2}', "--compensation", "ridge"), "--compensation ridge has no effect"),
     (("--method", '{"name": "cla", "group": 2}', "--layers", "4-5"), "--layers 4-5 has no effect"),
     (("--method", "cla", "--kv-context", 1), "--kv-context must be greater than or equal to 2"),

@@ -11,6 +11,7 @@ keys), Fig. 11 (previous); its later version has trained weights.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -145,7 +146,7 @@ class _Mixer(HeadMixer):
             return raw
         return torch.add(raw if own == 1 else raw * own, added, alpha=first)
 
-    def _weight_of_added(self, weights: Tensor, carry: Carry) -> Tensor:
+    def _weight_of_added(self, weights: Any, carry: Carry) -> Tensor:
         return weights[0]
 
 
@@ -169,7 +170,7 @@ class _MixerPlus(_Mixer):
             carry = {**carry, f"{self.key}.shares": self.total * self.logits.softmax(0)}  # (N − 1,)
         return super().before(q, k, v, carry)
 
-    def _weight_of_added(self, weights: Tensor, carry: Carry) -> Tensor:
+    def _weight_of_added(self, weights: Any, carry: Carry) -> Tensor:
         return carry[f"{self.key}.shares"][self.index]
 
 

@@ -39,7 +39,7 @@ def hide_bars() -> None:
 
 
 def keep_memory() -> None:
-    """Let glibc keep freed blocks, such as logits, instead of mapping them anew: a tenth of a CPU's forward pass."""
+    """Make glibc reuse freed blocks, such as logits; mapping them again takes a tenth of a forward pass on a CPU."""
     with suppress(OSError, AttributeError, TypeError):  # another C library, or Windows
         library = ctypes.CDLL(None)
         library.mallopt(-3, 1 << 28)  # M_MMAP_THRESHOLD: larger blocks are mapped

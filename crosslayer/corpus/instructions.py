@@ -53,7 +53,7 @@ def _single_turn(row: Any, location: str, column: str) -> Example | None:
 
 
 def document_of(row: Any, location: str, column: str) -> str | None:
-    """Return the text of a row, None where there is none.
+    """Return the text of a row; None if the row has no text.
 
     A row without `column` "text", but with the usual columns of instructions, gives its prompt and response.
     """

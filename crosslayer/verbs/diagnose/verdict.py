@@ -78,7 +78,7 @@ def top_half_mean(similarity: Measure) -> float | None:
 
 
 def map_statistics(similarity: Measure) -> Statistics | None:
-    """Return the statistics of the similarity of neighbouring attention layers; None if there are none."""
+    """Return statistics of the map similarity of neighbouring layers; None if the model has no neighbouring layers."""
     pairs, half = _neighbours(similarity), len(similarity.mean) // 2
     if not pairs:
         return None

@@ -6,7 +6,7 @@ from typing import get_args
 from crosslayer.eviction.running import SmallerCache
 from crosslayer.output.formatting import percent
 from crosslayer.stats.ratios import CLEAR, FEWEST, Verdict
-from crosslayer.verbs.bench.record import MEASURES, ROLES, BenchSettings, Comparison, Note, Row, Skip
+from crosslayer.verbs.bench.record import MEASURES, BenchSettings, Comparison, Note, Row, Skip
 from crosslayer.verbs.bench.result import Benchmark
 
 TITLES = {
@@ -106,12 +106,12 @@ def _softmax_sentences(rows: Sequence[Row]) -> list[str]:
     shares = [row.softmax_share for row in rows if row.softmax_share is not None]
     if not shares:
         return []
-    ends = {role: [percent(end(getattr(share, role) for share in shares), 0) for end in (min, max)] for role in ROLES}
-    spans = {role: " to ".join(dict.fromkeys(pair)) for role, pair in ends.items()}
-    return [
-        f"With eager attention softmax takes {spans['candidate']} of the time to first token, in the baseline "
-        f"{spans['baseline']}."
-    ]
+    spans = []
+    for of_role in zip(*(share.both() for share in shares), strict=True):
+        ends = [percent(end(of_role), 0) for end in (min, max)]
+        spans.append(" to ".join(dict.fromkeys(ends)))
+    candidate, baseline = spans
+    return [f"With eager attention softmax takes {candidate} of the time to first token, in the baseline {baseline}."]
 
 
 def _interval_sentence(record: Benchmark) -> str:

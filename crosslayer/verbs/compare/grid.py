@@ -1,7 +1,8 @@
 """The runs of a comparison: configurations × variants × seeds, with every recipe checked before the first run starts.
 
 A variant without methods is called "vanilla"; otherwise a method is named with its non-default options,
-"name(option=2)", and several are joined by "+".
+"name(option=2)", and several are joined by "+". Grouped-query and multi-query attention are variants too:
+"NAME+num_key_value_heads=1".
 """
 
 import json
@@ -13,54 +14,68 @@ from pathlib import Path
 from typing import Any, Self
 
 from crosslayer.core.methods import load_methods, method_class, to_entry
-from crosslayer.verbs.compare.record import Budget, Configuration
+from crosslayer.verbs.compare.record import Budget, Configuration, Variant
 from crosslayer.verbs.train.recipe import Recipe, load_recipe
 from crosslayer.verbs.train.recipe_file import nearest, parse_value
 
 LONGEST = 60  # characters of a component of a folder's name
-FIXED = {"model.method": "methods", "seed": "seeds", "name": "out"}  # keys that --vary refuses → the option to use
+HEADS = "num_key_value_heads"  # the key of a model's shape that belongs to its variant
+FIXED = {  # keys that --vary refuses → the option to use
+    "model.method": "methods",
+    f"model.shape.{HEADS}": "methods",
+    "seed": "seeds",
+    "name": "out",
+}
 PLAIN = "vanilla"
 NAME = re.compile(r"[A-Za-z_][\w.]{0,99}", re.ASCII)
 STEPS, TOKENS = "schedule.steps", "schedule.tokens"  # keys that a budget sets
 Methods = list[dict[str, Any]]  # of a variant, as in a config
 
 
-def read_methods(methods: str | Sequence[Any]) -> list[Methods]:
-    """Return the methods of each variant, in the form of a config.
+def read_methods(methods: str | Sequence[Any], heads: int | None = None) -> list[Variant]:
+    """Return the variants to train.
 
     `methods` is a YAML flow list without its brackets, "vanilla, NAME, {name: NAME, option: 2}", or a list of these
-    entries. An entry that is a list combines several methods; "vanilla" and null mean no method.
+    entries. An entry that is a list combines several methods; "vanilla" and null mean no method. An entry may hold
+    {num_key_value_heads: 1}, alone or beside methods; by default a variant has the recipe's own number, `heads`.
     """
     entries = parse_value(f"[{methods}]", f"methods {methods!r}") if isinstance(methods, str) else methods
     if not entries:
         raise ValueError("`methods` must name at least two variants, got none; for example vanilla, NAME")
-    variants: dict[str, Methods] = {}
+    variants: dict[str, Variant] = {}
     for entry in entries:
-        variant = _variant(entry)
-        if label_of(variant) in variants:
-            raise ValueError(f"`methods` names {label_of(variant)} twice")
-        variants[label_of(variant)] = variant
+        variant = _variant(entry, heads)
+        if variant.label in variants:
+            raise ValueError(f"`methods` names {variant.label} twice")
+        variants[variant.label] = variant
     return [*variants.values()]
 
 
-def _variant(entry: Any) -> Methods:
-    if entry is None or entry in (PLAIN, {"name": PLAIN}):
-        return []
-    if not isinstance(entry, str | dict | list):
+def _variant(entry: Any, heads: int | None) -> Variant:
+    if not isinstance(entry, str | dict | list | None):
         raise ValueError(
             f"`methods` must hold method names, {{name: NAME, option: VALUE}} or lists of these, got {entry!r}"
         )
+    parts = entry if isinstance(entry, list) else [entry]
+    methods = [part for part in parts if not (isinstance(part, dict) and part.keys() == {HEADS})]
+    for part in parts:
+        if part not in methods:
+            heads = part[HEADS]
+            if type(heads) is not int or heads < 1:
+                raise ValueError(f"`methods`: {HEADS} must be a whole number above 0, got {heads!r}")
+    if methods in ([None], [PLAIN], [{"name": PLAIN}]):
+        methods = []
     try:
-        return json.loads(
-            json.dumps([to_entry(method) for method in load_methods(entry)])
-        )  # JSON turns tuples into lists
+        plain = json.dumps([to_entry(method) for method in load_methods(methods)])
+        return variant_of(json.loads(plain), heads)  # JSON turns tuples into lists
     except (ValueError, TypeError) as error:  # TypeError: an option that JSON cannot hold
         raise ValueError(f"`methods`: {error}; {PLAIN} means no method") from None
 
 
-def label_of(methods: Methods) -> str:
-    """Return the name of a variant."""
-    return "+".join(map(_method_label, methods)) or PLAIN
+def variant_of(methods: Methods, heads: int | None = None) -> Variant:
+    """Return the variant of methods, and of a number of key/value heads if its recipe states one."""
+    parts = [*map(_method_label, methods), *([] if heads is None else [f"{HEADS}={heads}"])]
+    return Variant(label="+".join(parts) or PLAIN, methods=methods, num_key_value_heads=heads)
 
 
 def _method_label(entry: dict[str, Any]) -> str:
@@ -90,16 +105,16 @@ def pick_baseline(labels: Sequence[str], baseline: str | None) -> str:
 
 @dataclass(frozen=True)
 class Cell:
-    """A run to be trained: its configuration, its methods, and its recipe, whose name is the run's folder."""
+    """A run to be trained: its configuration, its variant, and its recipe, whose name is the run's folder."""
 
     configuration: Configuration
-    methods: Methods
+    variant: Variant
     recipe: Recipe
 
     @property
     def key(self) -> str:
         """The name of the variant in its configuration, without the seed."""
-        return _key(self.configuration, self.methods)
+        return _key(self.configuration, self.variant)
 
 
 @dataclass(frozen=True)
@@ -108,7 +123,7 @@ class Grid:
 
     path: Path
     overrides: tuple[str, ...]
-    variants: tuple[Methods, ...]
+    variants: tuple[Variant, ...]
     seeds: int
     varied: dict[str, list[Any]]
 
@@ -132,26 +147,28 @@ class Grid:
         prefixes = [
             f"{name}-" if name else "" for name in _folders([configuration.label for configuration in configurations])
         ]
-        variants = _folders([label_of(methods) for methods in self.variants])
+        names = _folders([variant.label for variant in self.variants])
         cells = []
         for seed in range(first, first + self.seeds):
             for configuration, prefix in zip(configurations, prefixes, strict=True):
-                for methods, variant in zip(self.variants, variants, strict=True):
-                    own = [f"seed={seed}", f"name={prefix}{variant}-{seed}"]
+                for variant, name in zip(self.variants, names, strict=True):
+                    own = [f"seed={seed}", f"name={prefix}{name}-{seed}"]
                     if steps is not None:
-                        own += [f"{STEPS}={steps[_key(configuration, methods)]}", f"{TOKENS}=null"]
-                    cells.append(Cell(configuration, methods, self.recipe(configuration, methods, own)))
+                        own += [f"{STEPS}={steps[_key(configuration, variant)]}", f"{TOKENS}=null"]
+                    cells.append(Cell(configuration, variant, self.recipe(configuration, variant, own)))
         return cells
 
-    def recipe(self, configuration: Configuration, methods: Methods, more: Sequence[str] = ()) -> Recipe:
+    def recipe(self, configuration: Configuration, variant: Variant, more: Sequence[str] = ()) -> Recipe:
         """Return the recipe of a variant in a configuration, with more overrides."""
         values = [f"{key}={json.dumps(value)}" for key, value in configuration.values.items()]
-        method = json.dumps(methods or None)
+        own = [f"model.method={json.dumps(variant.methods or None)}"]
+        if variant.num_key_value_heads is not None:
+            own.append(f"model.shape.{HEADS}={variant.num_key_value_heads}")
         try:
-            return load_recipe(self.path, [*self.overrides, *values, f"model.method={method}", *more])
+            return load_recipe(self.path, [*self.overrides, *values, *own, *more])
         except ValueError as error:
             varied = f" with {configuration.label}" if configuration.label else ""
-            raise ValueError(f"{label_of(methods)}{varied}: {error}") from None
+            raise ValueError(f"{variant.label}{varied}: {error}") from None
 
 
 def read_grid(
@@ -177,11 +194,12 @@ def read_grid(
         for number, value in enumerate(varied[key]):
             if value in varied[key][:number]:
                 raise ValueError(f"`vary` must name each value once, got {value!r} twice in {text!r}")
-    return Grid(Path(path), tuple(overrides), tuple(read_methods(methods)), seeds, varied)
+    heads = load_recipe(path, overrides).model.shape.get(HEADS)
+    return Grid(Path(path), tuple(overrides), tuple(read_methods(methods, heads)), seeds, varied)
 
 
-def _key(configuration: Configuration, methods: Methods) -> str:
-    return " · ".join(filter(None, (configuration.label, label_of(methods))))
+def _key(configuration: Configuration, variant: Variant) -> str:
+    return " · ".join(filter(None, (configuration.label, variant.label)))
 
 
 def _folders(labels: Sequence[str]) -> list[str]:

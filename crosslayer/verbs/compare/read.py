@@ -1,7 +1,7 @@
 """Reads finished training runs, which may be untrusted, and sorts them into configurations and variants.
 
-A configuration is a recipe without name, seed and method. Only a run's `record.json` is read, and `grid.json` of the
-comparison that trained it: with a budget of time or FLOPs each variant has its own schedule.
+A configuration is a recipe without name, seed, method and number of key/value heads. Only a run's `record.json` is
+read, and `grid.json` of the comparison that trained it: with a budget of time or FLOPs each variant has its own schedule.
 """
 
 import json
@@ -16,7 +16,7 @@ import numpy as np
 from crosslayer.output.record import read_record
 from crosslayer.output.result import load_as
 from crosslayer.verbs.compare.budget import State, read_state
-from crosslayer.verbs.compare.grid import label_of
+from crosslayer.verbs.compare.grid import HEADS, variant_of
 from crosslayer.verbs.compare.record import (
     MISSING,
     Budget,
@@ -30,7 +30,12 @@ from crosslayer.verbs.train.record import Layers, Snapshot, mean_of_known
 from crosslayer.verbs.train.result import TrainingRun
 
 RECORD, RUNS = "record.json", "runs"
-OWN = ("name.", "seed.", "model.method.")  # recipe keys that differ between runs of a configuration
+OWN = (
+    "name.",
+    "seed.",
+    "model.method.",
+    f"model.shape.{HEADS}.",
+)  # recipe keys that differ between runs of a configuration
 STEPS = ("schedule.steps", "schedule.tokens")  # keys that a budget of time or FLOPs sets for each variant
 
 
@@ -84,7 +89,7 @@ def load_run(folder: Path) -> TrainingRun:
         for name in (run.name, run.model.dtype, *(domain.name for domain in run.domains)):
             if not name.isprintable():
                 raise ValueError(f"names must be printable, got {name!r}")
-        label_of(run.model.methods)
+        variant_of_run(run)
         data = run.recipe.get("data")
         length = data.get("length") if isinstance(data, dict) else None
         if isinstance(length, bool) or not isinstance(length, int) or length < 1:
@@ -99,6 +104,14 @@ def load_run(folder: Path) -> TrainingRun:
     except ValueError as error:
         raise ValueError(f"{folder.name}: {error}") from None
     return run
+
+
+def variant_of_run(run: TrainingRun) -> Variant:
+    """Return the variant that a run trained."""
+    heads = _flat(run.recipe).get(f"model.shape.{HEADS}")
+    if heads is not None and type(heads) is not int:
+        raise ValueError(f"model.shape.{HEADS} of its recipe must be a whole number, got {heads!r}")
+    return variant_of(run.model.methods, heads)
 
 
 def sort_runs(folders: Sequence[Path]) -> Sorted:
@@ -154,8 +167,9 @@ def assemble(placed: Sequence[Placed]) -> Sorted:
     first: dict[str, Placed] = {}
     seen: dict[tuple[str, str, int], Placed] = {}
     for entry in placed:
-        label, methods = label_of(entry.run.model.methods), entry.run.model.methods
-        variants.setdefault(label, Variant(label=label, methods=methods))
+        variant = variant_of_run(entry.run)
+        label = variant.label
+        variants.setdefault(label, variant)
         same = seen.setdefault((entry.configuration.label, label, entry.run.seed), entry)
         if same is not entry:
             raise ValueError(f"{same.name} and {entry.name} are both {label} with seed {entry.run.seed}; pass only one")
@@ -192,7 +206,7 @@ def _compared(entry: Placed) -> ComparedRun:
     speeds = [speed for speed in run.curve.tokens_per_second if speed > 0]
     return ComparedRun(
         configuration=entry.configuration.label,
-        variant=label_of(run.model.methods),
+        variant=variant_of_run(run).label,
         seed=run.seed,
         name=run.name,
         parameters=run.model.parameters,
@@ -238,9 +252,9 @@ def _spread(attention: Layers, mlp: Layers) -> float | None:
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested mappings as one mapping with dotted keys; lists stay whole."""
+    """Return nested mappings as one mapping with dotted keys; lists stay whole, empty mappings vanish."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         name = f"{prefix}{key}"
-        flat |= _flat(value, f"{name}.") if isinstance(value, dict) and value else {name: value}
+        flat |= _flat(value, f"{name}.") if isinstance(value, dict) else {name: value}
     return flat

@@ -35,10 +35,11 @@ class Configuration(Frozen):
 
 
 class Variant(Frozen):
-    """A model variant: no method, one, or several together."""
+    """A model variant: no method, one, or several together, and its key/value heads if the recipe states them."""
 
     label: str = Field(min_length=1)
     methods: list[dict[str, Any]]
+    num_key_value_heads: int | None = None
 
 
 class Trace(Frozen):

@@ -16,10 +16,20 @@ from typing import Any
 from crosslayer.output.folder import check_target, held, write_whole
 from crosslayer.output.progress import Meter, Silent
 from crosslayer.verbs.compare.budget import SHORT, STATE, State, Stopped, measured, read_budget, read_state
-from crosslayer.verbs.compare.grid import Cell, Grid, label_of, pick_baseline, read_grid
+from crosslayer.verbs.compare.grid import Cell, Grid, pick_baseline, read_grid
 from crosslayer.verbs.compare.laws import laws, trends
 from crosslayer.verbs.compare.outcomes import outcomes
-from crosslayer.verbs.compare.read import RECORD, RUNS, Placed, Sorted, assemble, load_run, run_folders, sort_runs
+from crosslayer.verbs.compare.read import (
+    RECORD,
+    RUNS,
+    Placed,
+    Sorted,
+    assemble,
+    load_run,
+    run_folders,
+    sort_runs,
+    variant_of_run,
+)
 from crosslayer.verbs.compare.record import Budget
 from crosslayer.verbs.compare.result import Comparison
 from crosslayer.verbs.train.recipe import Recipe, load_recipe
@@ -53,7 +63,8 @@ def compare(
         out: folder for report.html and record.json, and with a recipe for the runs. Required with a recipe.
         recipe: train the runs from this recipe instead of reading finished ones.
         methods: variants to compare, such as 'vanilla, NAME, {name: NAME, option: 2}, [NAME, NAME]'. In Python also a
-            list of these; "vanilla" or None means no method, an inner list combines several.
+            list of these; "vanilla" or None means no method, an inner list combines several. An entry or a part of one
+            may be {num_key_value_heads: 1}: grouped-query attention, with 1 multi-query attention.
         seeds: number of seeds per variant, starting at the recipe's seed; default 3, the fewest that give intervals.
         vary: recipe key and values to compare in, repeatable: model.size=tiny,mini. Every combination is a
             configuration.
@@ -86,7 +97,7 @@ def compare(
         return comparison
     _check_training(runs, methods, out, force)
     grid = read_grid(recipe, methods or (), SEEDS if seeds is None else seeds, vary or (), settings)
-    baseline = pick_baseline([label_of(variant) for variant in grid.variants], baseline)
+    baseline = pick_baseline([variant.label for variant in grid.variants], baseline)
     requested = None if budget is None else read_budget(budget)
     grid = grid.within(requested)
     grid.cells()  # checks all recipes before the folder is created
@@ -173,7 +184,7 @@ class _Job:
                     raise
                 what = Stopped(what=str(stop), recipe=digest)
                 self._keep(stopped={**self.state.stopped, name: what})
-        finished = {label_of(entry.run.model.methods) for entry in placed}
+        finished = {variant_of_run(entry.run).label for entry in placed}
         if baseline not in finished or len(finished) < 2:
             each = "; ".join(f"{name}: {stop.what}" for name, stop in self.state.stopped.items())
             raise ValueError(f"nothing to compare with {baseline}, because these runs stopped: {each}")
@@ -202,7 +213,7 @@ class _Job:
 
         def short(key: str, folder: Path) -> TrainingRun:
             with self.progress(f"measuring a step of {key}", 0):
-                return train(self.grid.recipe(first[key].configuration, first[key].methods, SHORT), folder)
+                return train(self.grid.recipe(first[key].configuration, first[key].variant, SHORT), folder)
 
         budget, steps = measured(budget, [*first], short, self.folder / ".measured")
         self._keep(budget=budget, steps=steps)

@@ -6,7 +6,7 @@ import pytest
 
 import crosslayer
 from crosslayer.verbs.compare.budget import State
-from crosslayer.verbs.compare.grid import label_of, read_methods
+from crosslayer.verbs.compare.grid import read_methods, variant_of
 from tests.cli.test_bad_input import type_in
 from tests.helpers.runs import run, written
 
@@ -187,8 +187,21 @@ def test_labels_say_what_is_not_the_default():
         "vanilla, cla, {name: cla, group: 4}, [resformer, {name: cla, group: 4}], {name: attnres, block: 2}"
     )
     labels = ["vanilla", "cla", "cla(group=4)", "resformer+cla(group=4)", "attnres(block=2)"]
-    assert [label_of(variant) for variant in variants] == labels
-    assert read_methods([None, "cla"])[0] == [] and label_of([{"name": "mine.own", "a": "x"}]) == "mine.own(a=x)"
+    assert [variant.label for variant in variants] == labels
+    assert read_methods([None, "cla"])[0].methods == []
+    assert variant_of([{"name": "mine.own", "a": "x"}]).label == "mine.own(a=x)"
+
+
+def test_grouped_query_attention_is_a_variant():
+    heads = "{num_key_value_heads: 1}"
+    variants = read_methods(f"vanilla, {heads}, [svformer, {heads}], [vanilla, {{num_key_value_heads: 2}}]", heads=4)
+    assert [variant.num_key_value_heads for variant in variants] == [4, 1, 1, 2]
+    assert [variant.label for variant in variants] == [
+        "num_key_value_heads=4",
+        "num_key_value_heads=1",
+        "svformer+num_key_value_heads=1",
+        "num_key_value_heads=2",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -201,6 +214,9 @@ def test_labels_say_what_is_not_the_default():
         ("", "`methods` must name at least two variants, got none"),
         ("vanilla, {name: cla", "methods 'vanilla, {name: cla'"),
         ("vanilla, &a cla, *a", "alias *a is not allowed"),
+        ("vanilla, {num_key_value_heads: 0}", "num_key_value_heads must be a whole number above 0, got 0"),
+        ("vanilla, {num_key_value_heads: true}", "num_key_value_heads must be a whole number above 0, got True"),
+        ("vanilla, [vanilla, cla]", "method 'vanilla' is not known"),
     ],
 )
 def test_wrong_methods_are_refused(methods, message):

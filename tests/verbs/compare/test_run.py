@@ -173,6 +173,20 @@ def test_the_page_in_a_browser(whole, browser):
         assert browser.execute_script(LOOK) == [] and complaints(browser) == []
 
 
+def test_grouped_query_attention_is_paired_with_other_variants(recipe, tmp_path):
+    """ResFormer's Fig. 13: multi-query attention with SVFormer keeps 3 of 16 states."""
+    folder = tmp_path / "heads"
+    trained = crosslayer.compare(
+        out=folder, recipe=recipe, methods="vanilla, [svformer, {num_key_value_heads: 1}]", seeds=1
+    )
+    read = crosslayer.compare([folder])
+    for result in (trained, read):
+        assert [each.label for each in result.configurations] == [""]
+        assert [outcome.variant for outcome in result.outcomes] == ["svformer+num_key_value_heads=1"]
+        bytes_by_variant = {entry.variant: entry.kv_bytes_per_token for entry in result.runs}
+        assert bytes_by_variant == {"vanilla": 256, "svformer+num_key_value_heads=1": 48}
+
+
 def test_an_option_that_no_record_can_hold_is_refused(monkeypatch):
     """A user-defined method may have such an option; a label would show its `repr`."""
     monkeypatch.setattr("crosslayer.verbs.compare.grid.to_entry", lambda method: {"name": "own", "option": Path("a")})
@@ -196,6 +210,8 @@ def test_an_option_that_no_record_can_hold_is_refused(monkeypatch):
         ({"budget": "time=-1"}, "`budget` must be a number above 0, got 'time=-1'"),
         ({"budget": "time=nan"}, "must be a number above 0"),
         ({"budget": "tokens=1e4", "vary": ["schedule.tokens=1,2"]}, "`budget` sets schedule.tokens"),
+        ({"vary": ["model.shape.num_key_value_heads=1,2"]}, "`vary` must not name model.shape.num_key_value_heads"),
+        ({"methods": "vanilla, {num_key_value_heads: 3}"}, "num_key_value_heads=3: model.shape"),
         ({"vary": ["model.method=cla"]}, "`vary` must not name model.method, got 'model.method=cla'; use `methods`"),
         (
             {"vary": ["model.sise=tiny"]},

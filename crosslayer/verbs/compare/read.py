@@ -1,7 +1,8 @@
 """Reads finished training runs, which may be untrusted, and sorts them into configurations and variants.
 
 A configuration is a recipe without name, seed, method and number of key/value heads. Only a run's `record.json` is
-read, and `grid.json` of the comparison that trained it: with a budget of time or FLOPs each variant has its own schedule.
+read, and `grid.json` of the comparison that trained it: with a budget of time or FLOPs each variant has a schedule of
+its own.
 """
 
 import json

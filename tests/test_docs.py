@@ -102,6 +102,21 @@ def test_the_command_line_knows_every_command(page):
             cli.commands[verb].make_context(verb, rest, resilient_parsing=False)
 
 
+PAPERS = sorted(page for page in PAGES if page.startswith("docs/papers/"))
+
+
+@pytest.mark.parametrize("page", PAPERS)
+def test_the_command_line_knows_every_command_of_a_paper(page):
+    """The commands in the tables *figure → command → … → verdict*, and the figures beside them."""
+    cli, text = typer.main.get_command(app), (ROOT / page).read_text()
+    commands = [shlex.split(code) for code in re.findall(r"`(crosslayer [^`]+)`", text)]
+    assert len(commands) >= 10
+    for _, verb, *rest in commands:
+        cli.commands[verb].make_context(verb, rest, resilient_parsing=False)
+    figures = re.findall(r"!\[[^]]*\]\(([^)]+)\)", text)
+    assert figures and all((ROOT / page).parent.joinpath(figure).is_file() for figure in figures)
+
+
 @pytest.mark.parametrize("page", FRONT)
 def test_the_commands_of_the_front_pages_stand_on_other_pages(page):
     shown = {tuple(words) for page in set(PAGES) - set(FRONT) for block in blocks(page) for words in block.commands}

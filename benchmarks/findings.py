@@ -301,16 +301,21 @@ def shared_maps() -> Finding:
     plain = medians["plain, eager"]
     names = {
         "plain, eager": "plain, eager",
-        "UniAttn, eager, computed again": "UniAttn, eager, map computed again",
-        "UniAttn, eager": "UniAttn, eager, map handed on",
+        "UniAttn, eager, computed again": "recomputed, eager",
+        "UniAttn, eager": "handed on, eager",
         "plain, sdpa": "plain, SDPA",
-        "UniAttn, sdpa": "UniAttn, SDPA",
+        "UniAttn, sdpa": "recomputed, SDPA",
     }
     shares = {
         title: (medians[name] / plain, *(end / plain for end in measured["quartiles"][name]))
         for name, title in names.items()
     }
-    panel = dots("shared_maps", "Time to read a prompt, by attention", "share of plain eager attention", shares)
+    panel = dots(
+        "shared_maps",
+        "Time to read a prompt: plain, and UniAttn with maps handed on or recomputed",
+        "share of plain eager attention",
+        shares,
+    )
     save_svg(panel, FIGURES)
     handed, sdpa, fused = (ratios[key] for key in ("eager, map handed on", "sdpa", "plain: sdpa over eager"))
     return Finding(

@@ -5,6 +5,8 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from crosslayer.output.formatting import UNKNOWN, measured_on
 from crosslayer.output.page import Page, Table
 from crosslayer.output.panel import COLORS, QUIET, Heat, Line, Panel
@@ -250,7 +252,21 @@ def _sink_panels(record: Diagnosis) -> list[Panel]:
         curve(measures.mlp_l1_l2_others, "median of the others", QUIET),
     ]
     flatness = _by_layer("mlp_l1_l2", "Flatness of the MLP's output", sentence, "L1 / L2", lines, bounds=(1, flat))
-    return [positions, sink, peak, drain, angle, flatness]
+    return [positions, *_norm_panels(record), sink, peak, drain, angle, flatness]
+
+
+def _norm_panels(record: Diagnosis) -> list[Panel]:
+    """Return the norms of values and of hidden states by layer and position (arXiv 2410.17897, Fig. 19)."""
+    figures = []
+    for key, title, bins in (
+        ("value_norms_by_position", "Norm of the values, by position", record.value_norms_by_position),
+        ("hidden_norms_by_position", "Norm of the hidden states, by position", record.hidden_norms_by_position),
+    ):
+        norms = [norm for row in bins.mean for norm in row if norm] or [1.0]
+        limits = float(np.floor(np.log10(min(norms)))), float(np.ceil(np.log10(max(norms))))
+        sentence = "L2 norm, on a logarithmic scale. A left column that differs from its row: the first token's states."
+        figures.append(position_panel(key, title, sentence, bins, 1.0, "log₁₀ of the norm", limits))
+    return figures
 
 
 def _with_streams(record: Diagnosis, name: str, color: str) -> list[Line]:

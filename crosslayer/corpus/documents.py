@@ -6,8 +6,8 @@ import hashlib
 import re
 import tarfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from crosslayer.corpus.files import (
     with_line_feeds,
 )
 from crosslayer.corpus.instructions import document_of
+from crosslayer.corpus.rows import is_chosen
 from crosslayer.extras import check_extra
 from crosslayer.hub import dataset_revision, reading_dataset
 from crosslayer.output.progress import QUIET, say
@@ -44,6 +45,7 @@ class TextSource:
         split: split of a dataset.
         column: text column of a table or dataset.
         domain: how results call the text; default a short name of the source.
+        where: only rows of a table or dataset with these values, by column: {"meta.redpajama_set_name": "RedPajamaC4"}.
 
     """
 
@@ -52,6 +54,7 @@ class TextSource:
     split: str = "train"
     column: str = "text"
     domain: str | None = None
+    where: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     @classmethod
     def named(cls, text: str, **options: Any) -> "TextSource":
@@ -84,7 +87,7 @@ def load_documents(source: TextSource, seed: int = 0) -> Iterable[str]:
     files = local_files(source.name)
     if files:
         return list(_told(stream_documents(source), source.describe()))
-    return stream_dataset(source.name, source.config, source.split, source.column, seed)
+    return stream_dataset(source, seed)
 
 
 def _told(documents: Iterable[str], name: str) -> Iterator[str]:
@@ -113,8 +116,8 @@ def stream_documents(source: TextSource, reading: Reading | None = None) -> Iter
     """
     files = [] if source.name is None else local_files(source.name)
     if files:
-        for path in files:
-            yield from stream_file(path, source.column, reading)
+        texts = (text for path in files for text in stream_file(path, source.column, reading, source.where))
+        yield from _some(texts, source)
     else:
         yield from load_documents(source)
 
@@ -131,6 +134,17 @@ def stream_rows(source: TextSource, reading: Reading | None = None) -> Iterator[
             yield f"{source.name!r}, row {number}", row
 
 
+def _some(texts: Iterable[str], source: TextSource) -> Iterator[str]:
+    """Yield the texts of a source; refuse a `where` that leaves none."""
+    empty = True
+    for text in texts:
+        empty = False
+        yield text
+    if empty and source.where:
+        wanted = ", ".join(f"{column} = {value!r}" for column, value in source.where.items())
+        raise ValueError(f"`where` must choose rows with text, and none of {source.describe()!r} has {wanted}")
+
+
 def _opened_dataset(name: str, config: str | None, split: str) -> Any:
     check_extra("train", f"{name!r} is not a local file; as the name of a dataset it", "datasets")
     import datasets
@@ -139,19 +153,20 @@ def _opened_dataset(name: str, config: str | None, split: str) -> Any:
         return datasets.load_dataset(name, config, split=split, streaming=True)
 
 
-def stream_dataset(name: str, config: str | None, split: str, column: str, seed: int) -> Iterator[str]:
+def stream_dataset(source: TextSource, seed: int) -> Iterator[str]:
     """Open a dataset at once, so that an unreadable name is said before a model is loaded; stream its texts.
 
-    Rows whose `column` has no text are skipped, and their number is said; `seed` decides the order of rows.
+    Rows whose column has no text are skipped, and their number is said; `seed` decides the order of rows.
     """
-    rows = _opened_dataset(name, config, split)
-    return _texts(name, rows.shuffle(seed=seed, buffer_size=SHUFFLED), column)
+    name = str(source.name)
+    rows = _opened_dataset(name, source.config, source.split).shuffle(seed=seed, buffer_size=SHUFFLED)
+    return _some(_texts(name, rows, source.column, source.where), source)
 
 
-def _texts(name: str, rows: Iterable[dict[str, Any]], column: str) -> Iterator[str]:
+def _texts(name: str, rows: Iterable[dict[str, Any]], column: str, where: Mapping[str, Any]) -> Iterator[str]:
     skipped = 0
     with _readable(name):
-        for row in rows:
+        for row in (row for row in rows if is_chosen(row, "a row", where)):
             text = row[column] if column in row else document_of(row, "a row", column)
             if isinstance(text, str):
                 yield with_line_feeds(text)
@@ -180,6 +195,8 @@ def source_digest(source: TextSource) -> str:
     names = [source.column] if files else [source.name, source.config, source.split, source.column]
     if source.name is not None and not files and (revision := dataset_revision(source.name)):
         names.append(revision)
+    if source.where:
+        names.append(repr(sorted(source.where.items())))
     if source.name is not None:
         names.append("line feeds")  # how lines end in what is read; tokens of another reading are not these
     digest = hashlib.sha256(repr(names).encode())

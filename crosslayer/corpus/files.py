@@ -6,13 +6,14 @@ import io
 import json
 import lzma
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from crosslayer.corpus.instructions import document_of
+from crosslayer.corpus.rows import is_chosen
 from crosslayer.extras import check_extra
 from crosslayer.output.progress import say
 
@@ -68,17 +69,19 @@ def file_kind(path: Path) -> str:
     return Path(path.stem).suffix if path.suffix in PACKINGS else path.suffix
 
 
-def stream_file(path: Path, column: str, reading: Reading | None = None) -> Iterator[str]:
-    """Yield the documents of a file one after the other; `column` names the text in a table, `reading` counts."""
+def stream_file(path: Path, column: str, reading: Reading | None, where: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the documents of a file, of a table the `column` of rows that `where` chooses, if any; `reading` counts."""
     _check_regular(path)
+    if where and file_kind(path) in PLAIN:
+        raise ValueError(f"`where` needs columns, and {path.name!r} has none; give .jsonl, .parquet or a dataset")
     if file_kind(path) not in READERS:
         raise ValueError(f"{path.name!r} has the suffix {path.suffix!r}; text files end in {SUFFIXES}")
     empty = True
-    for text in READERS[file_kind(path)](path, column, reading or Reading()):
+    for text in READERS[file_kind(path)](path, column, reading or Reading(), where):
         if text.strip():
             empty = False
             yield with_line_feeds(text)
-    if empty:
+    if empty and not where:
         raise ValueError(f"{path.name!r} {'holds no text' if path.stat().st_size else 'is empty'}")
 
 
@@ -99,7 +102,7 @@ def say_skipped(name: str, rows: int) -> None:
         say(f"{name}: skipped {rows} row{'s' if rows > 1 else ''} without text")
 
 
-def _txt_documents(path: Path, column: str, reading: Reading) -> Iterator[str]:
+def _txt_documents(path: Path, column: str, reading: Reading, where: Mapping[str, Any]) -> Iterator[str]:
     lines: list[str] = []
     size = 0
     for line in _lines(path, reading):
@@ -113,9 +116,11 @@ def _txt_documents(path: Path, column: str, reading: Reading) -> Iterator[str]:
     yield "".join(lines).strip("\n")
 
 
-def _jsonl_documents(path: Path, column: str, reading: Reading) -> Iterator[str]:
+def _jsonl_documents(path: Path, column: str, reading: Reading, where: Mapping[str, Any]) -> Iterator[str]:
     skipped = 0
     for location, row in jsonl_rows(path, reading):
+        if not is_chosen(row, location, where):
+            continue
         text = document_of(row, location, column)
         if text is None:
             skipped += 1
@@ -139,7 +144,7 @@ def jsonl_rows(path: Path, reading: Reading | None = None) -> Iterator[tuple[str
         yield location, row
 
 
-def _parquet_documents(path: Path, column: str, reading: Reading) -> Iterator[str]:
+def _parquet_documents(path: Path, column: str, reading: Reading, where: Mapping[str, Any]) -> Iterator[str]:
     check_extra("train", "reading .parquet", "pyarrow")
     import pyarrow.parquet as parquet
 
@@ -149,7 +154,8 @@ def _parquet_documents(path: Path, column: str, reading: Reading) -> Iterator[st
     if column not in names:
         raise ValueError(f"{path.name!r} has no column {column!r}; it has {', '.join(names)}")
     skipped = 0
-    for text in _parquet_rows(path, file, column, reading):
+    for row in _parquet_rows(path, file, [*{column, *where}], reading):
+        text = row[column] if is_chosen(row, repr(path.name), where) else ""
         if text is None:
             skipped += 1
         elif isinstance(text, str):
@@ -159,14 +165,14 @@ def _parquet_documents(path: Path, column: str, reading: Reading) -> Iterator[st
     say_skipped(path.name, skipped)
 
 
-def _parquet_rows(path: Path, file: Any, column: str, reading: Reading) -> Iterator[Any]:
-    """Yield the values of a column, read a batch of rows at a time, each counted as its share of the file."""
+def _parquet_rows(path: Path, file: Any, columns: list[str], reading: Reading) -> Iterator[dict[str, Any]]:
+    """Yield rows of some columns, read a batch of rows at a time, each counted as its share of the file."""
     before, rows = reading.done, 0
     with _readable_table(path):
-        for batch in file.iter_batches(columns=[column]):
+        for batch in file.iter_batches(columns=columns):
             rows += batch.num_rows
             reading.done = before + path.stat().st_size * rows // file.metadata.num_rows
-            yield from batch.column(0).to_pylist()
+            yield from batch.to_pylist()
 
 
 @contextmanager
@@ -229,7 +235,7 @@ class _Unpacked(io.RawIOBase):
 
 PACKINGS: dict[str, Callable[[Any], Any]] = {".gz": gzip.open, ".xz": lzma.open}
 PLAIN = (".txt", ".md")  # whose text has no columns
-READERS: dict[str, Callable[[Path, str, Reading], Iterator[str]]] = {
+READERS: dict[str, Callable[[Path, str, Reading, Mapping[str, Any]], Iterator[str]]] = {
     **dict.fromkeys(PLAIN, _txt_documents),
     ".jsonl": _jsonl_documents,
     ".parquet": _parquet_documents,

@@ -1,5 +1,6 @@
 """Cells of rows of tables, which are untrusted."""
 
+from collections.abc import Mapping
 from typing import Any
 
 
@@ -14,3 +15,17 @@ def row_text(row: Any, location: str, column: str) -> str | None:
     if text is not None and any("\ud800" <= character <= "\udfff" for character in text):
         raise ValueError(f"{location}: column {column!r} holds half of a character (a surrogate)")
     return text
+
+
+def is_chosen(row: Any, location: str, where: Mapping[str, Any]) -> bool:
+    """Return whether a row has all values of `where`, by column; a dot leads into a column that holds an object."""
+    for column, wanted in where.items():
+        value = row
+        for name in column.split("."):
+            if not isinstance(value, dict) or name not in value:
+                keys = ", ".join(value) if isinstance(value, dict) else type(value).__name__
+                raise ValueError(f"{location}: no column {column!r} for `where`; at {name!r} it has {keys}")
+            value = value[name]
+        if value != wanted:
+            return False
+    return True

@@ -175,7 +175,7 @@ def drawn(panel: Panel) -> list[Line]:
 
 
 def chart(panel: Panel) -> dict[str, Any]:
-    """Return a panel as a Vega-Lite chart, without title and legend, which the page adds."""
+    """Return a panel as a Vega-Lite chart with title and legend; a page has its own instead of these."""
     if panel.heat is not None:
         layers, datasets = _heat_layers(panel, panel.heat), {}
     elif panel.dots is not None:
@@ -186,7 +186,11 @@ def chart(panel: Panel) -> dict[str, Any]:
         layers, datasets = _line_layers(panel), {"lines": _rows(panel)}
     return {
         "$schema": f"https://vega.github.io/schema/vega-lite/v{VERSION.split('.')[0]}.json",
-        "background": None,
+        "title": panel.title,
+        "background": "white",
+        "padding": 12,
+        "width": 360 if panel.heat is not None and panel.heat.square else 520,
+        "height": panel.height or 360,
         "config": CONFIG,
         "params": [{"name": "hidden", "value": []}],  # names of lines that the page's legend has switched off
         "datasets": datasets,
@@ -196,19 +200,10 @@ def chart(panel: Panel) -> dict[str, Any]:
 
 def save_svg(panel: Panel, folder: Path) -> Path:
     """Write a panel into `folder`/<key>.svg, with title and legend."""
-    square = panel.heat is not None and panel.heat.square
-    spec = chart(panel) | {"title": panel.title, "background": "white", "padding": 12}
-    spec |= {"width": 360 if square else 520, "height": panel.height or 360}
-    if panel.heat is not None:
-        spec["layer"][0]["encoding"]["color"]["legend"] = {"title": panel.heat.label}
-    elif len(panel.lines) > 1:
-        for layer in spec["layer"]:
-            for channel in {"color", "stroke", "strokeDash"} & layer["encoding"].keys():
-                layer["encoding"][channel]["legend"] = {"title": None, "orient": "bottom", "columns": 2}
     import vl_convert  # 30 MB, and only pages need it
 
     path = folder / f"{panel.key}.svg"
-    path.write_text(vl_convert.vegalite_to_svg(spec, vl_version=VERSION), encoding="utf-8")
+    path.write_text(vl_convert.vegalite_to_svg(chart(panel), vl_version=VERSION), encoding="utf-8")
     return path
 
 
@@ -219,9 +214,10 @@ def _line_layers(panel: Panel) -> list[dict[str, Any]]:
     y = _axis(panel.y_title, _heights(panel), panel.log_y, panel.y_ticks)
     if panel.y_range is not None:
         y["scale"] |= {"domain": [*panel.y_range]}
-    color = {"field": "line", "type": "nominal", "legend": None}
+    legend = {"title": None, "orient": "bottom", "columns": 2} if len(lines) > 1 else None
+    color = {"field": "line", "type": "nominal", "legend": legend}
     color["scale"] = {"domain": names, "range": [line.color for line in lines]}
-    dash = {"field": "line", "type": "nominal", "legend": None}
+    dash = {"field": "line", "type": "nominal", "legend": legend}
     dash["scale"] = {"domain": names, "range": [[2, 3] if line.dashed else [1, 0] for line in lines]}
     encoding = {"x": {"field": "at" if panel.bars else "x", **x}, "y": {"field": "y", **y}, "color": color}
     bar = {**encoding, "y": {"field": "low", **y}, "y2": {"field": "high"}}
@@ -295,7 +291,7 @@ def _heat_layers(panel: Panel, heat: Heat) -> list[dict[str, Any]]:
     y = _axis(panel.y_title, heat.y, False, panel.y_ticks)
     y["scale"] |= {"domain": [min(heat.y) - 0.5, max(heat.y) + 0.5], "padding": 0}
     scale = {"scheme": "viridis", "domain": [*heat.limits], "clamp": True}
-    color = {"field": "z", "type": "quantitative", "scale": scale, "legend": None}
+    color = {"field": "z", "type": "quantitative", "scale": scale, "legend": {"title": heat.label}}
     encoding = {"x": {"field": "x", **x}, "x2": {"field": "x2"}, "y": {"field": "y", **y}, "y2": {"field": "y2"}}
     encoding |= {"color": color, "stroke": color}  # the stroke hides seams between cells
     encoding["tooltip"] = [

@@ -28,12 +28,12 @@ def summarise(sample: np.ndarray) -> dict[str, Any]:
     return {"mean": plain(mean), "ci95": plain(np.stack([mean - half, mean + half], axis=-1)), "n": count}
 
 
-def by_position(shares: np.ndarray, single: Iterable[int] = ()) -> PositionBins:
-    """Return importance by position, (N, L, T), averaged over sequences and bins that widen with the position.
+def by_position(sample: np.ndarray, single: Iterable[int] = ()) -> PositionBins:
+    """Return a quantity by position, (N, L, T), averaged over sequences and bins that widen with the position.
 
     Positions in `single` have bins of their own.
     """
-    mean = shares.mean(axis=0)  # (L, T)
+    mean = sample.mean(axis=0)  # (L, T)
     size = mean.shape[-1]
     edges = np.unique(np.geomspace(1, size + 1, POSITION_BINS + 1).round().astype(int) - 1)[:-1]
     edges = np.unique([*edges, *(edge for p in single for edge in (p, p + 1) if edge < size)])

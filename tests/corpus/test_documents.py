@@ -293,6 +293,68 @@ def test_a_dataset_is_streamed_and_its_column_checked(tmp_path, monkeypatch):
         list(load_documents(TextSource("some/set", column="body")))
 
 
+NAMES = ("C4", "Github", "C4", "C4", "Book")
+CHOICE = {"meta.redpajama_set_name": "RedPajamaC4"}
+
+
+def named_rows():
+    """Rows in the layout of SlimPajama."""
+    rows = [
+        {"text": f"text {number}", "meta": {"redpajama_set_name": f"RedPajama{n}"}} for number, n in enumerate(NAMES)
+    ]
+    return [*rows, {"text": None, "meta": {"redpajama_set_name": "RedPajamaC4"}}]
+
+
+@pytest.fixture(params=["jsonl", "jsonl.gz", "parquet", "parquet.xz", "dataset"])
+def named(request, tmp_path, monkeypatch):
+    """Return the name of a table in the layout of SlimPajama."""
+    if request.param == "dataset":
+        datasets = pytest.importorskip("datasets")
+        rows = datasets.Dataset.from_list(named_rows()).to_iterable_dataset()
+        monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: rows)
+        _hub_says(monkeypatch, tmp_path, "a" * 40)
+        return "some/set"
+    path = tmp_path / f"rows.{request.param}"
+    if "parquet" in request.param:
+        parquet, pyarrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+        parquet.write_table(pyarrow.Table.from_pylist(named_rows()), tmp_path / "plain.parquet")
+        content = (tmp_path / "plain.parquet").read_bytes()
+    else:
+        content = "".join(json.dumps(row) + "\n" for row in named_rows()).encode()
+    path.write_bytes({".gz": gzip.compress, ".xz": lzma.compress}.get(path.suffix, bytes)(content))
+    return str(path)
+
+
+def test_rows_are_chosen_by_the_values_of_columns(named):
+    for read in (load_documents, stream_documents):
+        assert sorted(read(TextSource(named, where=CHOICE))) == ["text 0", "text 2", "text 3"]
+    assert list(load_documents(TextSource(named, where={**CHOICE, "text": "text 2"}))) == ["text 2"]
+    assert len(list(load_documents(TextSource(named)))) == len(NAMES)
+    digests = {source_digest(TextSource(named, where=where)) for where in ({}, CHOICE, {"text": "text 2"})}
+    assert len(digests) == 3
+
+
+@pytest.mark.parametrize(
+    ("where", "said"),
+    [
+        ({"meta.redpajama_set_name": "C4"}, r"`where` must choose .* has meta\.redpajama_set_name = 'C4'$"),
+        ({"meta.name": "C4"}, r"no column 'meta\.name' for `where`"),
+        ({"subset": "C4"}, "no column 'subset' for `where`; at 'subset' it has .*text"),
+        ({"text.name": "C4"}, r"no column 'text\.name' for `where`; at 'name' it has str"),
+    ],
+)
+def test_a_choice_of_nothing_is_refused(named, where, said):
+    with pytest.raises(ValueError, match=said) as error:
+        list(load_documents(TextSource(named, where=where)))
+    assert "\n" not in str(error.value)
+
+
+def test_plain_text_has_no_columns_to_choose_by(tmp_path):
+    (tmp_path / "a.txt").write_text("one")
+    with pytest.raises(ValueError, match=r"`where` needs columns, and 'a\.txt' has none; give \.jsonl"):
+        load_documents(TextSource(str(tmp_path), where=CHOICE))
+
+
 @pytest.mark.parametrize("there", [False, True], ids=["away", "there"])
 def test_a_dataset_is_waited_for_only_where_the_hub_answers(monkeypatch, there):
     datasets = pytest.importorskip("datasets")

@@ -164,7 +164,7 @@ def pages(tmp_path_factory):
 @pytest.mark.parametrize("width", [pytest.param(1280, marks=pytest.mark.slow), 390])
 def test_nothing_is_cut_overlaps_or_needs_the_network(browser, pages, width):
     resize(browser, width)
-    figures = {"diagnosed": 19, "intervened": 10, "benched": 4, "retrofitted": 3, "verified": 0}
+    figures = {"diagnosed": 21, "intervened": 10, "benched": 4, "retrofitted": 3, "verified": 0}
     for name, file in pages.items():
         opened(browser, file)
         assert len(browser.find_elements("css selector", ".figure")) == figures[name], name
@@ -255,7 +255,10 @@ def test_values_stand_at_their_x_whatever_the_axis_is_called(tmp_path, title):
 
 
 def test_positions_are_counted_from_zero(pages):
-    for name, keys in {"diagnosed": ["importance_by_position"], "intervened": ["attention_before"]}.items():
+    for name, keys in {
+        "diagnosed": ["importance_by_position", "value_norms_by_position"],
+        "intervened": ["attention_before"],
+    }.items():
         for key in keys:
             layer = shown(pages[name])[key]["layer"][0]
             x, cells = layer["encoding"]["x"], layer["transform"][2]["from"]["data"]["values"]

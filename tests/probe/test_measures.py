@@ -120,11 +120,14 @@ class Naive:
     def sink_rate(self, i):
         return sum(float(head[:, 0].mean()) > 0.3 for head in self.maps[i]) / len(self.maps[i])
 
-    def value_norm_ratio(self, i):
+    def value_norms(self, i):
         v = self.values[i]
-        norms = [
+        return [
             np.mean([math.sqrt(sum(float(c) ** 2 for c in v[h, t])) for h in range(len(v))]) for t in range(v.shape[1])
         ]
+
+    def value_norm_ratio(self, i):
+        norms = self.value_norms(i)
         return norms[0] / np.median(norms[1:])
 
     def first_contribution(self, i):
@@ -180,8 +183,9 @@ def cosine(a, b):
 def test_measures_equal_naive_loops(family):
     implementation = "eager" if family == "gemma2" else "sdpa"
     model, ids = tiny(family, implementation, num_hidden_layers=3), tokens(batch=2, length=19)
-    measures = crosslayer.diagnose(model, ids).measures
-    naive = [Naive(model, sequence).expected() for sequence in ids]
+    diagnosis = crosslayer.diagnose(model, ids)
+    measures, loops = diagnosis.measures, [Naive(model, sequence) for sequence in ids]
+    naive = [loop.expected() for loop in loops]
     for name in naive[0]:
         expected = np.stack([sequence[name] for sequence in naive])
         measured = getattr(measures, name)
@@ -192,6 +196,12 @@ def test_measures_equal_naive_loops(family):
         assert np.abs(width[..., 1] - width[..., 0] - 2 * half).max() < 1e-8 * max(1.0, np.abs(expected).max()), name
     others = {"mlp_l1_l2_others", "key_norm_ratio", "query_key_cosine", "query_key_cosine_others"}
     assert set(naive[0]) | others == set(type(measures).model_fields)
+    for bins, norms in (
+        (diagnosis.value_norms_by_position, "value_norms"),
+        (diagnosis.hidden_norms_by_position, "norms"),
+    ):
+        expected = np.mean([[getattr(loop, norms)(i) for i in range(3)] for loop in loops], axis=0)  # (L, T)
+        assert bins.edges == [*range(19)] and np.abs(np.array(bins.mean) - expected).max() < TOLERANCE, norms
 
 
 def random_call(size, heads=2, kv_heads=1, layer=0, mask=None, **options):

@@ -5,10 +5,12 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from crosslayer.output.formatting import UNKNOWN, measured_on
 from crosslayer.output.page import Page, Table
 from crosslayer.output.panel import COLORS, QUIET, Heat, Line, Panel
-from crosslayer.output.record import Measure
+from crosslayer.output.record import Measure, PositionBins
 from crosslayer.verbs.diagnose.baseline import beside, panels_beside
 from crosslayer.verbs.diagnose.choices import choice_panels, choice_sentence
 from crosslayer.verbs.diagnose.curves import (
@@ -99,20 +101,12 @@ def _tables(record: Diagnosis) -> list[Table]:
     facts["masks"] = ", ".join(f"{masks.count(mask)} × {mask}" for mask in dict.fromkeys(masks))
     neighbours = record.verdict.neighbours
     similar = []
-    for name, held in (
-        ("whole", neighbours.statistics),
-        ("without the first token", neighbours.statistics_without_first),
-    ):
+    shown = {"whole": neighbours.statistics, "without the first token": neighbours.statistics_without_first}
+    for name, held in shown.items():
         if held is not None:
             gap = UNKNOWN if held.top_less_bottom is None else f"{held.top_less_bottom:+.3f}"
-            similar.append(
-                [
-                    name,
-                    f"{held.mean:.3f}",
-                    gap,
-                    *(f"{each:.3f}" for each in (held.largest, held.smallest, held.deviation)),
-                ]
-            )
+            spread = [f"{each:.3f}" for each in (held.largest, held.smallest, held.deviation)]
+            similar.append([name, f"{held.mean:.3f}", gap, *spread])
     title = "Tokens that receive most attention, by layer (share of all attention)"
     rows = [[name.replace("_", " "), str(fact)] for name, fact in facts.items()]
     head = ["maps", "mean", "upper less lower half", "largest", "smallest", "standard deviation"]
@@ -250,7 +244,20 @@ def _sink_panels(record: Diagnosis) -> list[Panel]:
         curve(measures.mlp_l1_l2_others, "median of the others", QUIET),
     ]
     flatness = _by_layer("mlp_l1_l2", "Flatness of the MLP's output", sentence, "L1 / L2", lines, bounds=(1, flat))
-    return [positions, sink, peak, drain, angle, flatness]
+    return [positions, *_norm_panels(record), sink, peak, drain, angle, flatness]
+
+
+def _norm_panels(record: Diagnosis) -> list[Panel]:
+    """Return the norms of values and of hidden states by layer and position (arXiv 2410.17897, Fig. 19)."""
+    figures = []
+    for states in ("value", "hidden"):
+        key, title = f"{states}_norms_by_position", f"Norm of the {states} states, by position"
+        bins: PositionBins = getattr(record, key)
+        norms = [norm for row in bins.mean for norm in row if norm] or [1.0]
+        limits = float(np.floor(np.log10(min(norms)))), float(np.ceil(np.log10(max(norms))))
+        sentence = "L2 norm, on a logarithmic scale. A left column that differs from its row: the first token's states."
+        figures.append(position_panel(key, title, sentence, bins, 1.0, "log₁₀ of the norm", limits))
+    return figures
 
 
 def _with_streams(record: Diagnosis, name: str, color: str) -> list[Line]:

@@ -244,7 +244,7 @@ class Diagnosis(Result):
     None for a single sequence. Layers and positions count from 0. Definitions and sources: docs/reference/measures.md.
     """
 
-    schema_: Literal["crosslayer/diagnose/6"] = Field(default="crosslayer/diagnose/6", alias="schema")
+    schema_: Literal["crosslayer/diagnose/7"] = Field(default="crosslayer/diagnose/7", alias="schema")
     model: DiagnosedModel
     settings: Settings
     measures: Measures
@@ -254,6 +254,8 @@ class Diagnosis(Result):
     outputs: Outputs | None = None
     depth_weights: DepthWeights | None = None
     importance_by_position: PositionBins
+    value_norms_by_position: PositionBins = Field(description="L2 norm over the head size, mean over key-value heads")
+    hidden_norms_by_position: PositionBins = Field(description="L2 norm at the input of a layer")
     top_tokens: list[list[TopToken]]
     position_table: PositionTable | None
     verdict: Verdict

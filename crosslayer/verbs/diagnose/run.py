@@ -138,6 +138,8 @@ def _diagnosis(inputs: Inputs, measured: Sequence[SequenceMeasures], cross_layer
         or None,
         depth_weights=DepthWeights(readers=readers, weights=measure(depth)) if readers else None,
         importance_by_position=by_position(shares),
+        value_norms_by_position=by_position(np.stack([sequence.value_norms for sequence in measured])),
+        hidden_norms_by_position=by_position(np.stack([sequence.hidden_norms for sequence in measured])),
         top_tokens=top_tokens(shares, inputs.ids.cpu().numpy(), inputs.tokenizer),
         position_table=position_table(inputs.model),
         verdict=conclusions,

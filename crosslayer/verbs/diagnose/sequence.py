@@ -115,6 +115,8 @@ class SequenceMeasures:
     cross_layer: dict[str, np.ndarray]  # by name, (L,); empty unless requested
     by_stream: dict[str, np.ndarray]  # by name, (L, N) for N residual streams; empty if N is 1
     shares: np.ndarray  # each token's share of a layer's attention, a' (L, T)
+    value_norms: np.ndarray  # L2 norm of each token's values over the head size, mean over key-value heads, (L, T)
+    hidden_norms: np.ndarray  # L2 norm of each token's hidden state, mean of the streams, at a layer's input, (L, T)
     shapes: list[LayerShape | None]  # of each layer's attention; None if it has none
     over_depth: bool  # whether layers read by attention over depth
     depth: DepthReads  # weights of attention over depth, if the model has it
@@ -144,6 +146,8 @@ def measure_sequence(
         by_stream={name: spread(by_layer, layers) for name, by_layer in recorder.by_stream.items() if by_layer},
         cross_layer={name: spread(by_layer, layers) for name, by_layer in cosines.items()},
         shares=spread(shares, layers),
+        value_norms=spread({layer: norms.mean(dim=0) for layer, norms in recorder.value_norms.items()}, layers),
+        hidden_norms=spread(recorder.hidden_norms, layers),
         shapes=shapes,
         over_depth=recorder.over_depth,
         depth=depth,
@@ -170,6 +174,7 @@ class _Recorder:
         self.by_layer: dict[str, ByLayer] = {name: {} for name in OF_LAYERS}
         self.by_stream: dict[str, ByLayer] = {name: {} for name in BY_STREAM}
         self.value_norms: ByLayer = {}
+        self.hidden_norms: ByLayer = {}
         self.over_depth = False
 
     def attention(self, call: AttentionCall) -> None:
@@ -198,6 +203,7 @@ class _Recorder:
             dtype = str(last.dtype).removeprefix("torch.")
             raise ValueError(f"layer {stream.layer} produces hidden states that are not finite in {dtype}; try float32")
         self.over_depth = self.over_depth or stream.over_depth
+        self.hidden_norms[stream.layer] = m.hidden_norms(mean_stream(stream.entering))  # (T,)
         for name, measure in _measure_stream(stream).items():
             self.by_layer[name][stream.layer] = measure
         if len(stream.entering) > 1:

@@ -34,7 +34,7 @@ class HealDomainPart(DomainPart):
         suffix = None if self.source is None else file_kind(Path(self.source))
         if suffix is None or (suffix in READERS and suffix != ".jsonl"):
             raise WrongKey("columns", f"needs a source of .jsonl files, or a dataset, got {self.source!r}")
-        for option in ("column", *(("config", "split") if suffix == ".jsonl" else ())):
+        for option in ("column", "where", *(("config", "split") if suffix == ".jsonl" else ())):
             if vars(self)[option] != DomainPart.model_fields[option].default:
                 raise WrongKey(option, "has no effect with columns; remove it")
         return self

@@ -1,5 +1,7 @@
 """The page of a training run, from its record alone."""
 
+from statistics import fmean
+
 from crosslayer.output.page import Page, Table
 from crosslayer.output.panel import Line, Panel
 from crosslayer.verbs.train.record import mean_of_known
@@ -118,6 +120,8 @@ def _domains(record: TrainingRun) -> Table:
         ]
         for domain in record.domains
     ]
+    if len(rows) > 1:
+        rows.append(["mean", *[""] * 5, f"{fmean(record.validation[-1].losses.values()):.4f}"])
     return "Text", head, rows
 
 

@@ -6,6 +6,7 @@ Llama layers, untied embeddings and head, rotary base 10,000. The others suit a 
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -167,6 +168,9 @@ class DomainPart(Part):
     """Split of the dataset."""
     column: str = "text"
     """Column of a table or a dataset that holds the text."""
+    where: dict[str, str | int | float | bool] = Field(default={}, exclude_if=lambda where: not where)
+    """Only rows with these values, by column: `{meta.redpajama_set_name: RedPajamaC4}`; a dot leads into a column that
+    holds an object."""
     validation: str | None = Field(default=None, min_length=1)
     """Held-out text, in the form of `source`; of a dataset, the split `validation`. Null: every 20th document, or every
     20th chunk of long documents."""
@@ -188,18 +192,19 @@ class DomainPart(Part):
             raise WrongKey(
                 "name", f"must be an embedded domain, got {self.name!r}; {nearest(self.name, list(EMBEDDED))}"
             )
-        for option in ("config", "split", "column"):
+        for option in ("config", "split", "column", "where"):
             if vars(self)[option] != DomainPart.model_fields[option].default:
                 raise WrongKey(option, "has no effect without source; remove it")
         return self
 
     def training_source(self) -> TextSource:
         """Return the source of the training text."""
-        return TextSource(self.source, self.config, self.split, self.column)
+        return TextSource(self.source, self.config, self.split, self.column, where=self.where)
 
     def validation_source(self) -> TextSource | None:
         """Return the source of the held-out text; None: it is held out of the training text."""
-        return None if self.validation is None else TextSource(self.validation, self.config, "validation", self.column)
+        source = replace(self.training_source(), name=self.validation, split="validation")
+        return None if self.validation is None else source
 
 
 class DataPart(Part):

@@ -287,6 +287,8 @@ def test_values_are_those_of_yamls_core_schema(recipe):
         ("data.domains.0.name=boks", "data.domains.0.name: must be an embedded domain, got 'boks'; did you mean 'books'?"),
         ("data.domains.0.name=../x", "data.domains.0.name: must be …, got '../x'"),
         ("data.domains.0.split=test", "data.domains.0.split: has no effect without source; remove it"),
+        ("data.domains.0.where={meta: web}", "data.domains.0.where: has no effect without source; remove it"),
+        ("data.domains.0.where=[web]", "data.domains.0.where: must …, got ['web']"),
         ("data.domains.1.name=books", "data.domains: must have different names, got 'books' twice"),
         ("schedule={}", "schedule: must have either steps or tokens (the other one null), got neither"),
         ("schedule.tokens=2e5", "schedule: must have either steps or tokens (the other one null), got both"),

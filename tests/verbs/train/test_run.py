@@ -107,6 +107,34 @@ def test_the_page(whole, browser):
         fits(browser, width)
 
 
+def test_a_mixture_of_domains_of_one_table_has_a_loss_of_each(recipe, tmp_path):
+    """SlimPajama's layout and the shipped mixture, with a local table in place of the hub's."""
+    shipped = load_recipe("slimpajama-domains").data.domains
+    assert {domain.name: domain.weight for domain in shipped} == {
+        "commoncrawl": 50, "c4": 20, "github": 10, "books": 5, "arxiv": 5, "wikipedia": 5, "stackexchange": 5,
+    }  # fmt: skip  # arXiv 2410.17897, Table 2
+    names = [str(domain.where["meta.redpajama_set_name"]) for domain in shipped]
+    assert len({*names}) == 7 and all(name.startswith("RedPajama") for name in names)
+    rows = [{"text": f"{name} " * 80, "meta": {"redpajama_set_name": name}} for name in names for _ in range(2)]
+    for split, part in {"training": rows, "validation": rows[::2]}.items():
+        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    own = {"source": str(tmp_path / "training.jsonl"), "validation": str(tmp_path / "validation.jsonl")}
+    domains = [{**domain.model_dump(), **own} for domain in shipped]
+    settings = [f"data.domains={json.dumps(domains)}", "schedule.steps=2", "schedule.warmup=0", "eval.every=1"]
+    run = crosslayer.train(recipe, tmp_path / "run", settings=settings)
+    assert [domain.share for domain in run.domains] == pytest.approx([0.5, 0.2, 0.1, 0.05, 0.05, 0.05, 0.05])
+    for domain, name in zip(run.domains, names, strict=True):
+        assert domain.tokens == 2 * (80 * (len(name) + 1) + 1), name  # bytes of its own rows, with their ends
+    log = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    for entry in run.validation:
+        for name, loss in entry.losses.items():
+            logged = [line[f"eval_{name}_loss"] for line in log if f"eval_{name}_loss" in line]
+            assert loss in logged and len(logged) == 2
+    page, last = (tmp_path / "run" / "report.html").read_text(), run.validation[-1].losses
+    cells = [f"<td data-name='validation loss'>{loss:.4f}</td>" for loss in (*last.values(), sum(last.values()) / 7)]
+    assert len(last) == 7 and all(cell in page for cell in cells)
+
+
 def test_an_interrupted_run_resumes_and_ends_the_same(recipe, whole, tmp_path, monkeypatch):
     from crosslayer.verbs.train import run as module
 

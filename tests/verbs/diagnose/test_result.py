@@ -15,6 +15,7 @@ from tests.helpers.tiny import tiny, tokens
 
 LAYERS = 3
 SHAPES = {
+    "first_token_by_head": (LAYERS, 4),
     "top_importance": (LAYERS, 10),
     "value_spectrum": (LAYERS, 16),  # 2 key-value heads of 8
     "map_similarity": (LAYERS, LAYERS),
@@ -64,7 +65,7 @@ def test_an_old_record_is_refused_by_its_version():
     record = crosslayer.diagnose(tiny("llama"), tokens()).record()
     with pytest.raises(
         ValueError,
-        match="^the record has the schema 'crosslayer/diagnosis/2'; this release reads crosslayer/diagnose/6$",
+        match="^the record has the schema 'crosslayer/diagnosis/2'; this release reads crosslayer/diagnose/7$",
     ):
         crosslayer.Diagnosis.from_record({**record, "schema": "crosslayer/diagnosis/2"})
     with pytest.raises(ValueError, match="Extra inputs are not permitted"):

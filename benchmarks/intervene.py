@@ -7,7 +7,7 @@
 Figure 3 of the paper: position 255 of a causal model, isolated or not, behind <|im_start|>, <|endoftext|>, a random
 token, or the fixed beginning of the chat template (3.3.1); behind the first, positions 64, 128 and 383 too. Figure 4:
 position 383 of a BERT-like encoder with the position row of 0, of 511 or a random row, between [CLS] and [SEP] or
-random tokens; and with row 0 and a random row scaled to the norms 0.5, 1 and 2. Intervals are a bootstrap over documents.
+random tokens; and with row 0 and a random row scaled to the norms 0.5, 1 and 2. Intervals are over documents.
 """
 
 import argparse
@@ -37,7 +37,7 @@ from crosslayer.verbs.intervene.kinds import Kind, PositionSwap, positions_of, w
 from crosslayer.verbs.intervene.readings import Passes, Sample, change
 
 HERE = Path(__file__).parent
-RESULTS, FIGURES = HERE / "results" / "intervene.json", HERE.parent / "docs" / "figures"
+RESULTS, FIGURES = HERE / "results" / "waiver.json", HERE.parent / "docs" / "figures"
 LENGTH, CAUSAL, ENCODER = 512, 255, 383
 POSITIONS = (CAUSAL, 64, 128, 383)  # isolated behind a special first token, one at a time
 NORMS = (0.5, 1.0, 2.0)  # of a row of the position table
@@ -172,8 +172,8 @@ def cost(repeats: int) -> dict[str, Any]:
 def tables(results: dict[str, Any]) -> str:
     """Return the results as Markdown."""
     lines = [
-        "| first token | position | | attention received, layers 12-28 | first token's | last row's | largest hidden norm "
-        "÷ median | value norm ÷ median | first token's | loss behind it |",
+        "| first token | position | | attention received, layers 12-28 | first token's | last row's | largest hidden "
+        "norm ÷ median | value norm ÷ median | first token's | loss behind it |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for start, group in results["smollm2"].items():

@@ -298,7 +298,8 @@ def test_spectrum_with_fewer_tokens_than_dimensions():
 
 def test_interval_of_one_sequence_is_none_and_gaps_stay():
     single = measure(np.array([[1.0, np.nan]]))
-    assert single.model_dump() == {"mean": [1.0, None], "ci95": None, "n": 1} and single.interval is None
+    assert single.model_dump() == {"mean": [1.0, None], "ci95": None, "n": 1, "over": "sequences"}
+    assert single.interval is None
     two = measure(np.array([[1.0, np.nan], [3.0, np.nan]]))
     assert two.ci95 is not None and two.mean == [2.0, None] and two.ci95[1] == [None, None]
     assert two.ci95[0] == pytest.approx([2 - 12.706204736432095, 2 + 12.706204736432095])

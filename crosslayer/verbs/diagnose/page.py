@@ -50,9 +50,7 @@ def layout(record: Diagnosis) -> Page:
 
 def sentences(record: Diagnosis) -> list[str]:
     """Return what is unusual about the model, then the verdict."""
-    chosen = []
-    if record.choices:
-        chosen.append(choice_sentence(record.choices, record.map_similarity_without_first))
+    chosen = [choice_sentence(record.choices, record.map_similarity_without_first)] if record.choices else []
     return [*notes(record.model), *verdict_sentences(record.verdict), *chosen]
 
 

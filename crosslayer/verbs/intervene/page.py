@@ -35,7 +35,7 @@ def describe(interventions: Sequence[Kind]) -> str:
     for intervention in interventions:
         options = []
         for name, option in to_entry(intervention).items():
-            if name == "kind" or (name, option) == ("layers", "all"):
+            if name == "kind" or option is None or (name, option) == ("layers", "all"):
                 continue
             if isinstance(option, tuple):
                 name = name.removesuffix("s") if len(option) == 1 else name
@@ -188,8 +188,7 @@ def _panels(record: Effect) -> list[Panel]:
     heats, scale = [], (1.0, "log₁₀ of the share", (-4.0, 0.0), main.position)
     sentence = "Mean attention that a position receives from the tokens that may see it. Bright columns are sinks."
     for when, bins in record.attention_by_position:
-        title = f"Attention received by position, {when}"
-        heats.append(position_panel(f"attention_{when}", title, sentence, bins, *scale))
+        heats.append(position_panel(f"attention_{when}", f"Attention by position, {when}", sentence, bins, *scale))
     for when, bins in record.last_row_by_position:
         heats.append(position_panel(f"last_row_{when}", f"{LAST_ROW[0]}, {when}", LAST_ROW[1], bins, *scale))
     heats.append(head_panel("attention_by_head", main.attention_by_head.after, f"{at} after the intervention"))

@@ -11,7 +11,7 @@ FORMS = {  # the fields of each intervention, separated by colons; in the order 
     "waiver": ("positions",),
     "forbid": ("positions",),
     "scale_values": ("positions", "factor"),
-    "position_swap": ("position", "source"),
+    "position_swap": ("position", "source", "norm"),
     "token_swap": ("position", "token"),
     "ablate": ("layer", "position", "value"),
 }
@@ -34,7 +34,7 @@ def interventions(
         waiver: POSITIONS: let these tokens attend only to themselves, such as 255 or 255,300.
         forbid: POSITIONS: let no other token attend to these.
         scale_values: POSITIONS:FACTOR: multiply the values of these tokens by a factor.
-        position_swap: POSITION:ROW: use another row of a learned position table.
+        position_swap: POSITION:ROW[:NORM]: use another row of a learned position table, scaled to a norm.
         token_swap: POSITION:TOKEN: replace a token by an id, bos or random.
         ablate: LAYER:POSITION[:zero|mean]: replace the output of a layer by zero or the mean of other tokens.
         file: a JSON or YAML file with more interventions, applied last.
@@ -59,7 +59,7 @@ def interventions(
 def _entry(kind: str, text: str, layers: Sequence[int] | None) -> dict[str, Any]:
     """Parse an intervention in the form of `FORMS`, such as "255,300" or "0:0.5", into plain data."""
     values, names = text.split(":"), FORMS[kind]
-    optional = 1 if kind == "ablate" else 0  # its value
+    optional = 1 if kind in ("ablate", "position_swap") else 0  # its value, its norm
     if not len(names) - optional <= len(values) <= len(names):
         raise ValueError(
             f"--{kind.replace('_', '-')} must be {':'.join(names).upper()}, with commas between positions, got {text!r}"

@@ -1,11 +1,12 @@
 """Documents cut into pieces of text, and pieces into tokens."""
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import cast
 
 from transformers import PreTrainedTokenizerBase
 
+MESSAGE = "\0"  # of a user; in no template
 WORD = 1000  # characters; a text that has spaces has some within so many
 
 
@@ -30,11 +31,25 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
 
-def special_tokens(tokenizer: PreTrainedTokenizerBase, bos: str = "auto") -> tuple[list[int], list[int]]:
+def special_tokens(
+    tokenizer: PreTrainedTokenizerBase, bos: str = "auto", prefix: str | Sequence[int] | None = None
+) -> tuple[list[int], list[int]]:
     """Return the tokens that a sequence begins and ends with.
 
-    With `bos` "auto" that is what the tokenizer puts there, with "yes" the beginning token alone, with "no" none.
+    With `bos` "auto" that is what the tokenizer puts there, with "yes" the beginning token alone, with "no" none. Then
+    comes the prefix: a text, token ids, or for "chat" what the chat template puts before a user's message.
     """
+    if prefix is not None:
+        if prefix == "chat":
+            if tokenizer.chat_template is None:
+                raise ValueError("prefix = 'chat', but this tokenizer has no chat template; give the prefix as text")
+            chat = tokenizer.apply_chat_template([{"role": "user", "content": MESSAGE}], tokenize=False)
+            prefix = str(chat).partition(MESSAGE)[0]
+        fixed = token_ids(tokenizer, prefix) if isinstance(prefix, str) else [*prefix]
+        if not fixed:
+            raise ValueError("prefix must have at least one token, got none; leave it out for plain text")
+        first, last = special_tokens(tokenizer, bos)
+        return (fixed if fixed[: len(first)] == first else first + fixed), last
     if bos not in ("auto", "yes", "no"):
         raise ValueError(f"bos = {bos!r} is not known; use auto, yes or no")
     if bos == "no":

@@ -100,6 +100,7 @@ def packed(
     length: int = 512,
     seed: int = 0,
     bos: str = "auto",
+    prefix: str | Sequence[int] | None = None,
 ) -> Windows:
     """Cut documents into windows, a single window from each piece of text, so that they come from all of it.
 
@@ -111,15 +112,17 @@ def packed(
         seed: of the order in which pieces are taken.
         bos: "auto" keeps what the tokenizer puts first and last ([CLS] and [SEP], say), "yes" forces the beginning
             token, "no" gives plain text.
+        prefix: what every window begins with behind that, as `special_tokens` has it.
 
     Raises:
         ValueError: there is too little text; the message says how many tokens there are.
 
     """
-    first, last = special_tokens(tokenizer, bos)
+    first, last = special_tokens(tokenizer, bos, prefix)
     size = length - len(first) - len(last)
     if sequences < 1 or size < 1:
-        raise ValueError(f"sequences = {sequences} and length = {length} leave no tokens for text; both must be larger")
+        fixed = f"{len(first) + len(last)} fixed tokens"
+        raise ValueError(f"sequences = {sequences} and length = {length} leave no text beside {fixed}; use larger ones")
     _check_estimate(documents, tokenizer, sequences, size)
     bodies, rest = _pack_bodies(documents, tokenizer, sequences, size, seed)
     if len(bodies) < sequences:

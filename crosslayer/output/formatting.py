@@ -69,20 +69,15 @@ def counted(count: int, noun: str) -> str:
     return f"{digits[count] if count < len(digits) else count} {noun}{'' if count == 1 else 's'}"
 
 
-def measured_on(sequences: int, length: int, text: str | None, documents: Sequence[int] | None) -> str:
-    """Return the text that was measured, and what the bands of the figures are.
+def measured_on(sequences: int, length: int, text: str | None, documents: Sequence[int], over: str) -> str:
+    """Return the text that was measured, and what the bands of the figures are, from the settings of a record.
 
-    Args:
-        sequences: number of sequences.
-        length: tokens of each.
-        text: the name of the text; None for token ids.
-        documents: the document of each sequence, below 0 if it is joined from several.
-
+    `text` is None for token ids, `documents` empty; `over` says what intervals are over, "sequences" or "documents".
     """
     windows = f"{sequences} sequences of {length} tokens, {text or 'own tokens'}"
     origin = f" · {_origin(documents)}" if documents else ""
-    bands = "95% Student-t intervals over sequences, taken as independent, clipped to possible values"
-    return f"{windows}{origin} · bands: {bands}"
+    bands = "bootstrap over documents" if over == "documents" else "Student-t over sequences, taken as independent"
+    return f"{windows}{origin} · bands: 95% intervals ({bands}), clipped to possible values"
 
 
 def _origin(documents: Sequence[int]) -> str:

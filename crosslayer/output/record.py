@@ -5,7 +5,7 @@ import math
 import reprlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 from pydantic import (
@@ -46,15 +46,16 @@ class Frozen(BaseModel):
 
 
 class Measure(Frozen):
-    """A measure by layer: mean over n sequences and 95 % Student-t interval, a pair [low, high] for each entry."""
+    """A measure, usually by layer: mean over n sequences and 95 % interval, a pair [low, high] for each entry."""
 
-    mean: list[Any]
+    mean: Any
     ci95: list[Any] | None = Field(description="None for a single sequence")
     n: int = Field(ge=1)
+    over: Literal["sequences", "documents"] = Field(default="sequences", description="Student's t, or a bootstrap")
 
     @field_validator("mean", "ci95")
     @classmethod
-    def _check_numbers(cls, rows: list[Any] | None) -> list[Any] | None:
+    def _check_numbers(cls, rows: Any) -> Any:
         if rows is not None and not _are_numbers(rows):
             raise ValueError("it must hold only numbers and null")
         return rows

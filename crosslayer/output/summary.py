@@ -1,6 +1,6 @@
 """Means over sequences with their intervals, and importance by position, for records."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -9,19 +9,23 @@ from scipy import stats
 from crosslayer.output.record import Measure, PositionBins
 
 POSITION_BINS = 128
+Ends = Callable[[np.ndarray], np.ndarray]  # from values (N, …) to the ends (…, 2) of the interval of their mean
 
 
-def measure(sample: np.ndarray) -> Measure:
+def measure(sample: np.ndarray, over_documents: Ends | None = None) -> Measure:
     """Return a measure by layer for a record, from its values (N, L), (N, L, L) or (N, L, k) over N sequences."""
-    return Measure.model_validate(summarise(sample))
+    return Measure.model_validate(summarise(sample, over_documents))
 
 
-def summarise(sample: np.ndarray) -> dict[str, Any]:
-    """Return the mean over sequences and its 95% Student-t interval, (N, …) → {"mean", "ci95", "n"}.
+def summarise(sample: np.ndarray, over_documents: Ends | None = None) -> dict[str, Any]:
+    """Return the mean over sequences and its 95% interval, (N, …) → fields of a `Measure`.
 
-    `ci95` has a pair [low, high] for each entry of the mean; it is None for a single sequence.
+    `ci95` has a pair [low, high] for each entry of the mean: what `over_documents` returns, otherwise Student's t over
+    sequences, which is None for a single one.
     """
     count, mean = len(sample), sample.mean(axis=0)
+    if over_documents is not None:
+        return {"mean": plain(mean), "ci95": plain(over_documents(sample)), "n": count, "over": "documents"}
     if count < 2:
         return {"mean": plain(mean), "ci95": None, "n": count}
     half = stats.t.ppf(0.975, count - 1) * stats.sem(sample, axis=0)

@@ -25,19 +25,25 @@ BUFFER_ELEMENTS = 8_000_000  # 32 MB in float32: large enough for full-speed pro
 class MapSums:
     """What the measures need of the maps of a sequence, for the L visited layers.
 
-    `columns` (L, S): sums over rows of the head-averaged map; `diagonal` (L, S): its diagonal. `first_by_head` (L, H):
-    sums of column 0, NaN where a layer has fewer heads. `gram`, `gram_without_first` (L, L): inner products of
-    head-averaged maps, flattened, with and without column 0. `gram_by_head` (H, L, L): the same of single heads.
-    `contribution` (L, 2): the map times the norms of values, summed over rows and heads, in column 0 and in all.
+    Of each head's map, NaN where a layer has fewer heads: `columns_by_head` (L, H, S), sums over rows, and
+    `diagonal_by_head` (L, H, S). `last` (L, S): the last row of the head-averaged map. `gram`, `gram_without_first`
+    (L, L): inner products of head-averaged maps, flattened, with and without column 0. `gram_by_head` (H, L, L): the
+    same of single heads. `contribution` (L, 2): the map times the norms of values, summed over rows and heads, in
+    column 0 and in all.
     """
 
-    columns: Tensor
-    diagonal: Tensor
-    first_by_head: Tensor
+    columns_by_head: Tensor
+    diagonal_by_head: Tensor
+    last: Tensor
     gram: Tensor
     gram_without_first: Tensor
     gram_by_head: Tensor
     contribution: Tensor
+
+    @property
+    def columns(self) -> Tensor:
+        """Sums over rows of the head-averaged map, (L, S)."""
+        return self.columns_by_head.nanmean(dim=1)
 
 
 @torch.no_grad()
@@ -64,21 +70,23 @@ class _Blocks:
         self.scores = like.new_empty(self.layers * self.rows * self.size)
         self.mean = like.new_empty(self.layers * self.rows * self.size)
         double = {"dtype": torch.float64, "device": like.device}
-        self.columns = torch.zeros(self.layers, self.size, **double)
-        self.diagonal = torch.zeros(self.layers, self.size, **double)
-        self.first = torch.zeros(self.layers, max(self.heads), **double)
+        self.columns = torch.zeros(self.layers, max(self.heads), self.size, **double)
+        self.diagonal, self.last = torch.zeros_like(self.columns), self.columns[:, 0]
         self.gram = torch.zeros(self.layers, self.layers, **double)
         self.rest = torch.zeros(self.layers, self.layers, **double)
         self.by_head = torch.zeros(max(self.heads), self.layers, self.layers, **double)
-        self.contribution = torch.zeros(self.layers, 2, **double)
 
     def run(self) -> MapSums:
         for start in range(0, self.size, self.rows):
             self._block(start, min(start + self.rows, self.size))
-        first = self.first.clone()
+        contribution = self.columns.new_zeros(self.layers, 2)
         for layer, heads in enumerate(self.heads):
-            first[layer, heads:] = torch.nan
-        return MapSums(self.columns, self.diagonal, first, self.gram, self.rest, self.by_head, self.contribution)
+            self.columns[layer, heads:], self.diagonal[layer, heads:] = torch.nan, torch.nan
+            if self.norms:
+                norms = self.norms[layer].double()  # (H_kv, S)
+                parts = self.columns[layer, :heads] * norms.repeat_interleave(heads // len(norms), dim=0)  # (H, S)
+                contribution[layer] = torch.stack([parts[:, 0].sum(), parts.sum()])
+        return MapSums(self.columns, self.diagonal, self.last, self.gram, self.rest, self.by_head, contribution)
 
     def _block(self, start: int, stop: int) -> None:
         width = self.masks.width(stop)
@@ -89,28 +97,19 @@ class _Blocks:
         mean.zero_()
         for head in range(max(self.heads)):
             self._probabilities(scores, head, start, stop, biases)
-            self.first[:, head] += scores[:, :, 0].sum(dim=1)
+            self.columns[:, head, :width] += scores.sum(dim=1)
+            self.diagonal[:, head, start:stop] = scores.diagonal(offset=start, dim1=1, dim2=2)
             self.by_head[head] += _inner_products(scores)
-            self._add_contribution(scores.sum(dim=1), head)
             if min(self.heads) == max(self.heads):
                 mean.add_(scores, alpha=1 / self.heads[0])
             else:
                 mean.add_(scores / torch.tensor(self.heads, device=scores.device).view(-1, 1, 1))
-        self.columns[:, :width] += mean.sum(dim=1)
-        self.diagonal[:, start:stop] = mean.diagonal(offset=start, dim1=1, dim2=2)
+        self.last = mean[:, -1].clone().double()  # (L, S), in the end that of the last block
         first = mean[:, :, 0].clone().double()  # (L, R)
         mean[:, :, 0] = 0
         rest = _inner_products(mean)
         self.rest += rest
         self.gram += rest + first @ first.T
-
-    def _add_contribution(self, columns: Tensor, head: int) -> None:
-        """Add the column sums of a head (L, width), times the norms of the values that it reads."""
-        for i, norms in enumerate(self.norms):
-            if head < self.heads[i]:
-                of_head = norms[head * len(norms) // self.heads[i], : columns.shape[1]]  # (width,)
-                parts = columns[i] * of_head
-                self.contribution[i] += torch.stack([parts[0], parts.sum()]).double()
 
     def _probabilities(self, scores: Tensor, head: int, start: int, stop: int, biases: list[Tensor | None]) -> None:
         """Fill `scores` (L, R, width) with the softmax rows of a head; zeros where a layer lacks it."""

@@ -86,6 +86,12 @@ def l1_over_l2(update: Tensor) -> Tensor:
     return working(update).norm(p=1, dim=-1) / working(update).norm(dim=-1)
 
 
+def channel_ratios(update: Tensor) -> Tensor:
+    """Return |u| over its median, (C,) → (C,): huge in the channels of a massive activation (the waiver, Fig. 1)."""
+    sizes = working(update).abs()
+    return sizes / sizes.quantile(0.5).clamp_min(SMALLEST_NORM)
+
+
 def importance(column_sums: Tensor) -> Tensor:
     """Return a' = a / Σa from column sums of the maps over all rows and heads, (L, T) → (L, T) (2410.17897, 4.1.3)."""
     return column_sums / column_sums.sum(dim=-1, keepdim=True)

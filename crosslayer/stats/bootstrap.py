@@ -1,16 +1,19 @@
-"""Intervals for means over windows of text: a bootstrap that draws windows within their documents.
+"""Intervals for means over windows of text: bootstraps that draw windows within documents, or whole documents.
 
-Intervals are percentiles of windows drawn again within each document, n − 1 of its n (Rao and Wu 1988), so that the
+`Bootstrap` has percentiles of windows drawn again within each document, n − 1 of its n (Rao and Wu 1988), so that the
 spread is not understated. Documents of fewer than 8 windows are drawn together (with the first larger document, where
 they have fewer than 8 in all); where that leaves a single stratum, windows are taken as independent. Draws are spread
 by Student's t over the normal quantile, since a domain may have 16 windows only. All is conditional on this text.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
-from scipy import stats
 
 from crosslayer.output.record import Frozen
+from crosslayer.output.summary import Ends
 from crosslayer.stats import LEVEL, NORMAL, Interval
+from crosslayer.stats.means import FEWEST, t_quantile
 
 DRAWS = 4000
 STRATUM = 8  # windows, below which a document is no stratum of its own
@@ -38,8 +41,7 @@ class Bootstrap:
             count = len(rows)
             drawn = generator.multinomial(count - 1, np.full(count, 1 / count), size=DRAWS)  # (DRAWS, count)
             weights[:, rows] = drawn * (count / (count - 1) / windows)
-        freedom = windows - len(self.strata)
-        spread = stats.t.ppf((1 + LEVEL) / 2, freedom) / NORMAL
+        spread = t_quantile(windows - len(self.strata)) / NORMAL
         self.weights = (1 + spread * (weights * windows - 1)) / windows  # (DRAWS, N)
 
     def means(self, values: np.ndarray) -> np.ndarray:
@@ -68,6 +70,27 @@ class Bootstrap:
         draws = self.means(gap)
         shares = 1 - self.means(left) / np.where(draws > 0, draws, np.nan)
         return Estimate(value=float(1 - left.mean() / gap.mean()), ci95=percentiles(shares[np.isfinite(shares)]))
+
+
+def over_documents(documents: Sequence[int]) -> Ends | None:
+    """Return the function from values (N, …) of windows to the 95 % interval (…, 2) of their mean, over documents.
+
+    D − 1 of the D documents are drawn with all of their windows, which are not independent, and draws are spread by
+    Student's t, as above. A number below 0 is a document by itself. None where there are fewer than three.
+    """
+    each = [name if name >= 0 else -1 - window for window, name in enumerate(documents)]
+    names, of_window = np.unique(each, return_inverse=True)
+    if len(names) < FEWEST:
+        return None
+    drawn = np.random.default_rng(0).multinomial(len(names) - 1, [1 / len(names)] * len(names), size=DRAWS)
+    weights = drawn[:, of_window] / drawn[:, of_window].sum(axis=1, keepdims=True) - 1 / len(documents)  # (DRAWS, N)
+    weights = 1 / len(documents) + t_quantile(len(names) - 1) / NORMAL * weights
+
+    def ends(values: np.ndarray) -> np.ndarray:
+        columns = values.reshape(len(values), -1).T
+        return np.array([percentiles(weights @ column) for column in columns]).reshape(*values.shape[1:], 2)
+
+    return ends
 
 
 def percentiles(draws: np.ndarray) -> Interval:

@@ -52,10 +52,26 @@ def test_special_tokens_stand_where_the_tokenizer_puts_them():
         special_tokens(both, "perhaps")
 
 
+def test_a_prefix_stands_behind_the_special_tokens():
+    both, documents = tokenizer("[CLS] $A [SEP]", cls_token="[CLS]", sep_token="[SEP]"), [words(0, 500)]
+    for prefix in ("w7 w8", [WORDS["w7"], WORDS["w8"]], "[CLS] w7 w8"):  # which may begin with them
+        ids = packed(documents, both, sequences=2, length=20, prefix=prefix).ids
+        assert ids[:, :3].tolist() == [[0, WORDS["w7"], WORDS["w8"]]] * 2 and ids[:, -1].tolist() == [1, 1]
+        assert ids.shape == (2, 20) and len(set(ids[:, 3:-1].flatten().tolist())) == 32
+    with pytest.raises(ValueError, match="length = 4 leave no text beside 4 fixed tokens"):
+        packed(documents, both, sequences=2, length=4, prefix="w7 w8")
+    with pytest.raises(ValueError, match="prefix must have at least one token, got none"):
+        special_tokens(both, "no", "")
+    with pytest.raises(ValueError, match="prefix = 'chat', but this tokenizer has no chat template"):
+        special_tokens(both, "no", "chat")
+    both.chat_template = "{% for m in messages %}[CLS] w1 w2 {{ m.content }} [SEP]{% endfor %}"
+    assert special_tokens(both, "auto", "chat") == ([0, WORDS["w1"], WORDS["w2"]], [1])
+
+
 def test_too_little_text_says_how_much_there_is():
     with pytest.raises(ValueError, match=r"the text has 30 tokens; 2 sequences of 20 need 40"):
         packed([words(0, 30)], tokenizer(), sequences=2, length=20)
-    with pytest.raises(ValueError, match="leave no tokens"):
+    with pytest.raises(ValueError, match="sequences = 1 and length = 2 leave no text beside 2 fixed tokens"):
         packed([words(0, 30)], tokenizer("[CLS] $A [SEP]"), sequences=1, length=2)
 
 

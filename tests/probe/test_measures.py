@@ -99,6 +99,7 @@ class Naive:
                      "token_similarity", "attention_io_similarity", "layer_io_similarity", "stream_norm",
                      "first_contribution"):  # fmt: skip
             found[name] = [getattr(self, name)(i) for i in range(count)]
+        found["first_token_by_head"] = [[self.received(i, h) for h in range(4)] for i in range(count)]
         found["top_importance"] = [sorted(self.importance(i), reverse=True)[:10] for i in range(count)]
         found["value_spectrum"] = [self.value_spectrum(i) for i in range(count)]
         pairs = [[self.similarities(i, j) for j in range(count)] for i in range(count)]
@@ -117,8 +118,11 @@ class Naive:
     def entropy(self, i):
         return -sum(a * math.log(a) for a in self.importance(i))
 
+    def received(self, i, head):
+        return sum(float(row[0]) for row in self.maps[i][head]) / len(self.maps[i][head])
+
     def sink_rate(self, i):
-        return sum(float(head[:, 0].mean()) > 0.3 for head in self.maps[i]) / len(self.maps[i])
+        return sum(self.received(i, head) > 0.3 for head in range(4)) / 4
 
     def value_norms(self, i):
         v = self.values[i]
@@ -230,7 +234,8 @@ def test_blocks_of_rows_join_up(size):
     future = torch.ones(size, size).triu(1).bool()
     maps = torch.stack([reference(call, future) for call in calls])
     sums = map_sums(calls)
-    assert (sums.columns - maps.sum(1)).abs().max() < 1e-10
+    assert (sums.columns - maps.sum(1)).abs().max() < 1e-10 and (sums.last - maps[:, -1]).abs().max() < 1e-10
+    assert (sums.diagonal_by_head.mean(1) - maps.diagonal(dim1=1, dim2=2)).abs().max() < 1e-10
     assert (sums.gram - torch.einsum("aij,bij->ab", maps, maps)).abs().max() < 1e-10
     rest = maps[..., 1:]
     assert (sums.gram_without_first - torch.einsum("aij,bij->ab", rest, rest)).abs().max() < 1e-10
@@ -268,7 +273,8 @@ def test_layers_with_different_numbers_of_heads():
     sums = map_sums(calls)
     for i, call in enumerate(calls):
         assert (sums.columns[i] - reference(call, future).sum(0)).abs().max() < 1e-12
-    assert sums.first_by_head[0].isnan().tolist() == [False, False, True, True]
+    for by_head in (sums.columns_by_head, sums.diagonal_by_head):
+        assert by_head[0].isnan().all(dim=-1).tolist() == [False, False, True, True] and not by_head[1].isnan().any()
     heads = m.gram_cosine(sums.gram_by_head)
     assert heads[2:, 0, 1].isnan().all() and not heads[:2].isnan().any()
 
@@ -302,7 +308,8 @@ def test_spectrum_with_fewer_tokens_than_dimensions():
 
 def test_interval_of_one_sequence_is_none_and_gaps_stay():
     single = measure(np.array([[1.0, np.nan]]))
-    assert single.model_dump() == {"mean": [1.0, None], "ci95": None, "n": 1} and single.interval is None
+    assert single.model_dump() == {"mean": [1.0, None], "ci95": None, "n": 1, "over": "sequences"}
+    assert single.interval is None
     two = measure(np.array([[1.0, np.nan], [3.0, np.nan]]))
     assert two.ci95 is not None and two.mean == [2.0, None] and two.ci95[1] == [None, None]
     assert two.ci95[0] == pytest.approx([2 - 12.706204736432095, 2 + 12.706204736432095])

@@ -6,11 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from crosslayer.output.panel import Line, Panel, by_position
+from crosslayer.output.panel import Heat, Line, Panel, by_position
 from crosslayer.output.record import Measure, PositionBins
 from crosslayer.output.summary import plain
 
 LAYER = "layer"
+LAST_ROW = ("The last token's attention, by position", "Attention of the last token to each position, mean over heads.")
 SHARE, COSINE, NORM = (0.0, 1.0), (-1.0, 1.0), (0.0, math.inf)  # possible values
 
 
@@ -33,6 +34,13 @@ def position_panel(
     z = plain(np.log10(np.maximum(np.array(bins.mean, dtype=float) * scale, 10 ** (limits[0] - 2))))  # (L, bins)
     drawn: dict[str, Any] = by_position(bins.edges, bins.length, z, label, limits, position)
     return Panel(key, title, sentence, "position (0 = first token)", LAYER, wide=True, **drawn)
+
+
+def head_panel(key: str, measure: Measure, token: str, axis: str = "head") -> Panel:
+    """Return a heat map of the attention that a token receives, by layer and head, (L, H), or what else `axis` says."""
+    heat = Heat(numbers(measure.mean[0]), numbers(measure.mean), measure.mean, "attention", SHARE)
+    title, sentence = f"Attention on {token}, by {axis}", f"Attention that {token} receives, in each layer and {axis}."
+    return Panel(key, title, sentence, axis, LAYER, heat=heat)
 
 
 def known(measure: Measure) -> dict[int, float]:

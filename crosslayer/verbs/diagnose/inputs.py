@@ -1,5 +1,6 @@
 """The inputs of a measurement: a model, token ids cut from a text, and what the record says about both."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from crosslayer.corpus.pieces import special_tokens
 from crosslayer.corpus.windows import Text, Windows, open_text, packed, text_name
 from crosslayer.models.load import model_facts, public_name, ready_model
 from crosslayer.output.progress import Meter
@@ -36,18 +38,21 @@ def read_inputs(
     length: int,
     seed: int,
     bos: str,
+    prefix: str | Sequence[int] | None,
     dtype: str | torch.dtype | None,
     device: str | torch.device | None,
     meter: Meter,
 ) -> Inputs:
     """Load a model and cut the text into token ids; the text is opened first, so that errors in it come early."""
+    if prefix is not None and isinstance(text, Tensor):
+        raise ValueError("`prefix` must be None for token ids, got one; put its ids before them")
     opened = open_text(text, sequences=sequences, length=length, seed=seed, meter=meter)
     loaded, tokenizer = ready_model(model, tokenizer, dtype=dtype, device=device, meter=meter)
     facts: dict[str, Any] = model_facts(loaded, public_name(model))
     facts |= {"layers": len(layer_stack(loaded))}  # of two stacks, the one that is measured
     config = loaded.config
     probed = ProbedModel(**facts, type=config.model_type, hidden_size=config.get_text_config().hidden_size)
-    cut = not isinstance(opened, Tensor)
+    cut, fixed = not isinstance(opened, Tensor), []
     if isinstance(opened, Tensor):
         windows = Windows(opened, ())
     elif tokenizer is None:
@@ -55,7 +60,8 @@ def read_inputs(
     else:
         check_length(loaded, length)
         with meter("tokenizing the text", 0):
-            windows = packed(opened, tokenizer, sequences=sequences, length=length, seed=seed, bos=bos)
+            windows = packed(opened, tokenizer, sequences=sequences, length=length, seed=seed, bos=bos, prefix=prefix)
+        fixed = [] if prefix is None else special_tokens(tokenizer, bos, prefix)[0]
     check_ids(loaded, windows.ids)
     if getattr(getattr(loaded, "active_peft_config", None), "is_prompt_learning", False):
         raise ValueError("prompt-learning adapters add tokens outside the layers; use the base model")
@@ -66,5 +72,6 @@ def read_inputs(
         length=windows.ids.shape[1],
         seed=seed if cut else None,
         bos=bos if cut else None,
+        prefix=fixed,
     )
     return Inputs(loaded, tokenizer, windows.ids, probed, settings)

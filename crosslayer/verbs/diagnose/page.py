@@ -15,10 +15,12 @@ from crosslayer.verbs.diagnose.baseline import beside, panels_beside
 from crosslayer.verbs.diagnose.choices import choice_panels, choice_sentence
 from crosslayer.verbs.diagnose.curves import (
     COSINE,
+    LAST_ROW,
     LAYER,
     NORM,
     SHARE,
     curve,
+    head_panel,
     highest,
     lowest,
     numbers,
@@ -34,7 +36,8 @@ EIGENVALUES = 64  # shown of each spectrum
 def layout(record: Diagnosis) -> Page:
     """Return the parts of the page."""
     model, settings = record.model, record.settings
-    text = measured_on(settings.sequences, settings.length, settings.text, settings.documents)
+    over = record.measures.stream_norm.over
+    text = measured_on(settings.sequences, settings.length, settings.text, settings.documents, over)
     streams = f" · {model.streams} residual streams" if model.streams > 1 else ""
     return Page(
         title=f"Diagnosis of {model.name}",
@@ -49,9 +52,7 @@ def layout(record: Diagnosis) -> Page:
 
 def sentences(record: Diagnosis) -> list[str]:
     """Return what is unusual about the model, then the verdict."""
-    chosen = []
-    if record.choices:
-        chosen.append(choice_sentence(record.choices, record.map_similarity_without_first))
+    chosen = [choice_sentence(record.choices, record.map_similarity_without_first)] if record.choices else []
     return [*notes(record.model), *verdict_sentences(record.verdict), *chosen]
 
 
@@ -93,26 +94,27 @@ def _cards(record: Diagnosis) -> list[tuple[str, str, str]]:
 def _tables(record: Diagnosis) -> list[Table]:
     """Return the table of top tokens by layer, and the table of facts about the model."""
     tokens = []
-    for layer, entries in enumerate(record.top_tokens):
-        if entries:
-            tokens.append([str(layer), [f"{_visible(entry)} {entry.share:.1%}" for entry in entries]])
+    for layer, (entries, tops) in enumerate(zip(record.top_tokens, record.top_channels, strict=True)):
+        channels = [f"{channel}: {value:.3g} (×{ratio:.3g})" for channel, value, ratio in tops]
+        tokens.append([str(layer), [f"{_visible(entry)} {entry.share:.1%}" for entry in entries], channels])
     facts = record.model.model_dump(by_alias=True, exclude_none=True)
     masks = [mask or "no attention" for mask in record.model.masks]
     facts["masks"] = ", ".join(f"{masks.count(mask)} × {mask}" for mask in dict.fromkeys(masks))
-    neighbours = record.verdict.neighbours
-    similar = []
-    shown = {"whole": neighbours.statistics, "without the first token": neighbours.statistics_without_first}
-    for name, held in shown.items():
+    similar, neighbours = [], record.verdict.neighbours
+    maps = {"whole": neighbours.statistics, "without the first token": neighbours.statistics_without_first}
+    for name, held in maps.items():
         if held is not None:
             gap = UNKNOWN if held.top_less_bottom is None else f"{held.top_less_bottom:+.3f}"
-            spread = [f"{each:.3f}" for each in (held.largest, held.smallest, held.deviation)]
-            similar.append([name, f"{held.mean:.3f}", gap, *spread])
-    title = "Tokens that receive most attention, by layer (share of all attention)"
+            others = (f"{each:.3f}" for each in (held.largest, held.smallest, held.deviation))
+            similar.append([name, f"{held.mean:.3f}", gap, *others])
+    title = (
+        "By layer: tokens that receive most attention; largest channels of the MLP's output at token 0 (× the median)"
+    )
     rows = [[name.replace("_", " "), str(fact)] for name, fact in facts.items()]
     head = ["maps", "mean", "upper less lower half", "largest", "smallest", "standard deviation"]
     return [
         ("Similarity of neighbouring layers' maps (cosine)", head, similar),
-        (title, ["layer", "tokens"], tokens),
+        (title, ["layer", "tokens", "channels"], tokens),
         ("Model", ["fact", "value"], rows),
     ]
 
@@ -128,6 +130,8 @@ def _visible(entry: TopToken) -> str:
 def panels(record: Diagnosis) -> list[Panel]:
     """Return all figures of the page, in order."""
     figures = [*_sink_panels(record), *_map_panels(record), *_layer_panels(record), *_spectrum(record)]
+    if record.prefix_share is not None:
+        figures.append(head_panel("prefix_share", record.prefix_share, "the prefix", "position"))
     for name, sublayer in (("attention_io_similarity", "attention"), ("layer_io_similarity", "whole layers")):
         if getattr(record.by_stream, name, None) is not None:
             title = f"What {sublayer} change{'s' if sublayer == 'attention' else ''}, by residual stream"
@@ -200,6 +204,7 @@ def _sink_panels(record: Diagnosis) -> list[Panel]:
     )
     title, label = "Attention received, by position", "log₁₀ of a′ · T"
     positions = position_panel("importance_by_position", title, sentence, bins, bins.length, label, (-1.0, 2.0))
+    last = position_panel("last_row", *LAST_ROW, record.last_row_by_position, 1.0, "log₁₀ of the share", (-4.0, 0.0))
     layer, top = highest(measures.first_token_share)
     sentence = (
         f"The first token's share of all attention: at most {top:.1%}, in layer {layer} "
@@ -244,7 +249,8 @@ def _sink_panels(record: Diagnosis) -> list[Panel]:
         curve(measures.mlp_l1_l2_others, "median of the others", QUIET),
     ]
     flatness = _by_layer("mlp_l1_l2", "Flatness of the MLP's output", sentence, "L1 / L2", lines, bounds=(1, flat))
-    return [positions, *_norm_panels(record), sink, peak, drain, angle, flatness]
+    heads = head_panel("first_token_by_head", measures.first_token_by_head, "the first token")
+    return [positions, last, *_norm_panels(record), sink, heads, peak, drain, angle, flatness]
 
 
 def _norm_panels(record: Diagnosis) -> list[Panel]:

@@ -39,6 +39,7 @@ class TextSettings(Frozen):
     length: int = Field(ge=2)
     seed: int | None
     bos: str | None
+    prefix: list[int] = Field(default=[], description="ids that every sequence begins with, if a prefix was given")
 
 
 class Settings(TextSettings):
@@ -55,6 +56,7 @@ class Measures(Frozen):
     """
 
     first_token_share: Measure = Field(description="the first token's share of all attention, (L,), 0 to 1")
+    first_token_by_head: Measure = Field(description="mean attention of a head's rows to token 0, (L, H), 0 to 1")
     entropy: Measure = Field(description="entropy of the attention that tokens receive, (L,), nats; ln T if even")
     top_importance: Measure = Field(description="ten largest shares of attention, largest first, (L, 10), at most T")
     sink_rate: Measure = Field(description="share of heads that give token 0 more than 0.3 of attention, (L,), 0 to 1")
@@ -256,7 +258,12 @@ class Diagnosis(Result):
     importance_by_position: PositionBins
     value_norms_by_position: PositionBins = Field(description="L2 norm over the head size, mean over key-value heads")
     hidden_norms_by_position: PositionBins = Field(description="L2 norm at the input of a layer")
+    last_row_by_position: PositionBins = Field(description="attention of the last token to each position")
+    prefix_share: Measure | None = Field(default=None, description="a' of each of the prefix's n tokens, (L, n)")
     top_tokens: list[list[TopToken]]
+    top_channels: list[list[tuple[int, float, float]]] = Field(
+        description="largest channels of the MLP's output at token 0, by layer: index, value, magnitude over the median"
+    )
     position_table: PositionTable | None
     verdict: Verdict
     baseline: "Diagnosis | None" = Field(default=None, description="of the model that it is shown beside, same text")

@@ -15,9 +15,10 @@ from crosslayer.corpus.windows import Text
 from crosslayer.models.load import load_config
 from crosslayer.output.progress import Meter, Silent
 from crosslayer.output.record import Measure
-from crosslayer.output.summary import by_position, measure
+from crosslayer.output.summary import Ends, by_position, measure
 from crosslayer.probe.intercept import evaluating
 from crosslayer.probe.outputs import output_norms
+from crosslayer.stats.bootstrap import over_documents
 from crosslayer.verbs.diagnose.inputs import Inputs, read_inputs
 from crosslayer.verbs.diagnose.result import (
     ByStream,
@@ -31,7 +32,7 @@ from crosslayer.verbs.diagnose.result import (
     Settings,
 )
 from crosslayer.verbs.diagnose.sequence import SequenceMeasures, measure_sequence
-from crosslayer.verbs.diagnose.tokens import position_table, top_tokens
+from crosslayer.verbs.diagnose.tokens import position_table, top_channels, top_tokens
 from crosslayer.verbs.diagnose.verdict import verdict
 
 
@@ -46,6 +47,7 @@ def diagnose(
     length: int = 512,
     seed: int = 0,
     bos: str = "auto",
+    prefix: str | Sequence[int] | None = None,
     cross_layer: bool = False,
     choices: bool = False,
     outputs: bool = False,
@@ -65,6 +67,7 @@ def diagnose(
         length: tokens per sequence.
         seed: random seed for the order of the text.
         bos: whether sequences start with the BOS token: auto (as the tokenizer does), yes or no.
+        prefix: text that every sequence begins with; chat: that of the chat template. In Python also token ids.
         cross_layer: also measure how well a value residual approximates attention over two layers (arXiv 2410.17897,
             Fig. 4); costs about six more attention calls per layer.
         choices: also measure how much of a layer's attention falls on the tokens that another layer would choose, for a
@@ -82,7 +85,7 @@ def diagnose(
     """
     if isinstance(baseline, str | Path):
         load_config(str(baseline))  # an error in its name shows before the first model is measured
-    cut = {"sequences": sequences, "length": length, "seed": seed, "bos": bos}
+    cut = {"sequences": sequences, "length": length, "seed": seed, "bos": bos, "prefix": prefix}
     options = {**cut, "dtype": dtype, "device": device, "meter": progress}
     diagnoses = []
     for source in [model] if baseline is None else [baseline, model]:
@@ -101,17 +104,19 @@ def _diagnose(inputs: Inputs, cross_layer: bool, choices: bool, outputs: bool, p
             measured.append(measure_sequence(inputs.model, sequence, cross_layer, choices))
             norms += [output_norms(inputs.model, sequence)] if outputs else []
             meter.step(len(measured), len(inputs.ids))
+    over = over_documents(inputs.settings.documents)
     diagnosis = _diagnosis(inputs, measured, cross_layer, started)
-    return diagnosis.model_copy(update={"outputs": Outputs(**_averages(norms))}) if norms else diagnosis
+    return diagnosis.model_copy(update={"outputs": Outputs(**_averages(norms, over))}) if norms else diagnosis
 
 
 def _diagnosis(inputs: Inputs, measured: Sequence[SequenceMeasures], cross_layer: bool, started: float) -> Diagnosis:
     """Average the measures over the sequences and build the result."""
     shapes, readers = measured[0].shapes, measured[0].depth.readers
+    over, prefix = over_documents(inputs.settings.documents), range(len(inputs.settings.prefix))
     shares = np.stack([sequence.shares for sequence in measured])  # (N, L, T)
-    measures = Measures(**_averages([sequence.measures for sequence in measured]))
-    cosines = _averages([sequence.cross_layer for sequence in measured])
-    single = _averages([sequence.by_stream for sequence in measured])
+    measures = Measures(**_averages([sequence.measures for sequence in measured], over))
+    cosines = _averages([sequence.cross_layer for sequence in measured], over)
+    single = _averages([sequence.by_stream for sequence in measured], over)
     depth = np.stack([sequence.depth.table() for sequence in measured])  # (N, readers, sources)
     conclusions = verdict(measures, shapes, inputs.settings.length)
     known = [shape for shape in shapes if shape is not None]
@@ -132,21 +137,24 @@ def _diagnosis(inputs: Inputs, measured: Sequence[SequenceMeasures], cross_layer
         by_stream=ByStream(**single) if single else None,
         cross_layer=CrossLayer(**cosines) if cosines else None,
         choices=[
-            ChosenTokens(share=share, **_averages([sequence.choices[share] for sequence in measured]))
+            ChosenTokens(share=share, **_averages([sequence.choices[share] for sequence in measured], over))
             for share in measured[0].choices
         ]
         or None,
-        depth_weights=DepthWeights(readers=readers, weights=measure(depth)) if readers else None,
-        importance_by_position=by_position(shares),
-        value_norms_by_position=by_position(np.stack([sequence.value_norms for sequence in measured])),
-        hidden_norms_by_position=by_position(np.stack([sequence.hidden_norms for sequence in measured])),
+        depth_weights=DepthWeights(readers=readers, weights=measure(depth, over)) if readers else None,
+        importance_by_position=by_position(shares, prefix),
+        last_row_by_position=by_position(np.stack([sequence.last for sequence in measured]), prefix),
+        value_norms_by_position=by_position(np.stack([sequence.value_norms for sequence in measured]), prefix),
+        hidden_norms_by_position=by_position(np.stack([sequence.hidden_norms for sequence in measured]), prefix),
+        prefix_share=measure(shares[..., : len(prefix)], over) if prefix else None,
         top_tokens=top_tokens(shares, inputs.ids.cpu().numpy(), inputs.tokenizer),
+        top_channels=top_channels(np.stack([sequence.channels for sequence in measured])),
         position_table=position_table(inputs.model),
         verdict=conclusions,
         seconds=time.perf_counter() - started,
     )
 
 
-def _averages(by_sequence: Sequence[dict[str, np.ndarray]]) -> dict[str, Measure]:
+def _averages(by_sequence: Sequence[dict[str, np.ndarray]], over: Ends | None) -> dict[str, Measure]:
     names = by_sequence[0].keys()
-    return {name: measure(np.stack([measures[name] for measures in by_sequence])) for name in names}
+    return {name: measure(np.stack([measures[name] for measures in by_sequence]), over) for name in names}

@@ -23,22 +23,12 @@ from crosslayer.probe.maps import is_causal, map_sums
 from crosslayer.probe.shapes import LayerShape
 from crosslayer.probe.stream import LayerStream, mean_stream, streams
 from crosslayer.verbs.diagnose.choices import measure_choices
-from crosslayer.verbs.diagnose.result import ByStream
+from crosslayer.verbs.diagnose.result import ByStream, Measures
 
 SOURCES = ("previous", "first")
 FORMS = ("current", "identity")
 SINK_THRESHOLD = 0.3  # mean attention to token 0 above which a head counts in the sink rate
 BY_STREAM = tuple(ByStream.model_fields)  # measured on the mean of the residual streams, and on each
-OF_LAYERS = (
-    *BY_STREAM,
-    "mlp_l1_l2",
-    "mlp_l1_l2_others",
-    "value_norm_ratio",
-    "value_spectrum",
-    "key_norm_ratio",
-    "query_key_cosine",
-    "query_key_cosine_others",
-)
 ByLayer = dict[int, Tensor]
 
 
@@ -117,6 +107,8 @@ class SequenceMeasures:
     shares: np.ndarray  # each token's share of a layer's attention, a' (L, T)
     value_norms: np.ndarray  # L2 norm of each token's values over the head size, mean over key-value heads, (L, T)
     hidden_norms: np.ndarray  # L2 norm of each token's hidden state, mean of the streams, at a layer's input, (L, T)
+    last: np.ndarray  # the last token's attention to each, (L, T)
+    channels: np.ndarray  # of the MLP's output at token 0: values, and magnitudes over their median, (L, 2, C)
     shapes: list[LayerShape | None]  # of each layer's attention; None if it has none
     over_depth: bool  # whether layers read by attention over depth
     depth: DepthReads  # weights of attention over depth, if the model has it
@@ -133,7 +125,7 @@ def measure_sequence(
         model.base_model(input_ids=ids, **no_cache(model))  # the logits are not needed
     layers, calls = len(layer_stack(model)), sorted(recorder.calls, key=lambda call: call.layer)
     norms = [recorder.value_norms[call.layer] for call in calls]
-    of_pairs, of_maps, shares = _measure_maps(calls, norms)
+    of_pairs, of_maps, shares, last = _measure_maps(calls, norms)
     measures = {name: spread(by_layer, layers) for name, by_layer in {**recorder.by_layer, **of_maps}.items()}
     attending = [call.layer for call in calls]
     for name, matrix in of_pairs.items():
@@ -148,6 +140,8 @@ def measure_sequence(
         shares=spread(shares, layers),
         value_norms=spread({layer: norms.mean(dim=0) for layer, norms in recorder.value_norms.items()}, layers),
         hidden_norms=spread(recorder.hidden_norms, layers),
+        last=spread(last, layers),
+        channels=spread(recorder.channels, layers),
         shapes=shapes,
         over_depth=recorder.over_depth,
         depth=depth,
@@ -156,13 +150,12 @@ def measure_sequence(
 
 
 def spread(by_layer: ByLayer, layers: int) -> np.ndarray:
-    """Return an array over all layers, (L,) for scalars and (L, k) for vectors; NaN for layers without a value."""
-    width = max((row.numel() for row in by_layer.values()), default=1)
-    full = np.full((layers, width), np.nan)
-    for layer, row in by_layer.items():
-        full[layer, : row.numel()] = row.double().cpu().numpy()
-    scalars = all(row.dim() == 0 for row in by_layer.values())
-    return full[:, 0] if scalars else full
+    """Return the values (…) of layers as an array (L, …); NaN for layers without a value, and behind shorter rows."""
+    shapes = [tuple(value.shape) for value in by_layer.values()]
+    full = np.full((layers, *(max(sizes) for sizes in zip(*shapes, strict=True))), np.nan)
+    for layer, value in by_layer.items():
+        full[(layer, *map(slice, value.shape))] = value.double().cpu().numpy()
+    return full
 
 
 class _Recorder:
@@ -171,10 +164,11 @@ class _Recorder:
     def __init__(self, cosines: CrossLayerCosines | None):
         self.cosines = cosines
         self.calls: list[AttentionCall] = []
-        self.by_layer: dict[str, ByLayer] = {name: {} for name in OF_LAYERS}
+        self.by_layer: dict[str, ByLayer] = {name: {} for name in Measures.model_fields}
         self.by_stream: dict[str, ByLayer] = {name: {} for name in BY_STREAM}
         self.value_norms: ByLayer = {}
         self.hidden_norms: ByLayer = {}
+        self.channels: ByLayer = {}
         self.over_depth = False
 
     def attention(self, call: AttentionCall) -> None:
@@ -214,6 +208,8 @@ class _Recorder:
             flatness = m.l1_over_l2(stream.mlp_update)  # (T,)
             self.by_layer["mlp_l1_l2"][stream.layer] = flatness[0]
             self.by_layer["mlp_l1_l2_others"][stream.layer] = flatness[1:].quantile(0.5)
+            first = m.working(stream.mlp_update[0])  # (C,)
+            self.channels[stream.layer] = torch.stack([first, m.channel_ratios(first)])
 
 
 def _measure_stream(stream: LayerStream, number: int | None = None) -> dict[str, Tensor]:
@@ -238,14 +234,15 @@ def _measure_stream(stream: LayerStream, number: int | None = None) -> dict[str,
 
 def _measure_maps(
     calls: list[AttentionCall], norms: list[Tensor]
-) -> tuple[dict[str, Tensor], dict[str, ByLayer], ByLayer]:
-    """Return measures of pairs of attention layers, (L, L), measures of single layers, and the shares a'."""
+) -> tuple[dict[str, Tensor], dict[str, ByLayer], ByLayer, ByLayer]:
+    """Return measures of pairs of attention layers, (L, L), and of single layers; the shares a'; the last rows."""
     layers, sums = [call.layer for call in calls], map_sums(calls, norms)
     shares = m.importance(sums.columns)  # (L, T)
-    sinking = (sums.first_by_head / calls[0].key.shape[2] > SINK_THRESHOLD).double()  # (L, H); all rows see token 0
-    sinking[sums.first_by_head.isnan()] = torch.nan
+    by_head = sums.columns_by_head[:, :, 0] / calls[0].key.shape[2]  # (L, H), a mean over rows: all see token 0
+    sinking = (by_head > SINK_THRESHOLD).double().masked_fill(by_head.isnan(), torch.nan)
     of_layers = {
         "first_token_share": shares[:, 0],
+        "first_token_by_head": by_head,
         "first_contribution": sums.contribution[:, 0] / sums.contribution[:, 1],
         "entropy": m.entropy(shares),
         "sink_rate": sinking.nanmean(dim=-1),
@@ -257,4 +254,4 @@ def _measure_maps(
         "map_similarity_without_first": m.gram_cosine(sums.gram_without_first),
     }
     by_layer = {name: dict(zip(layers, rows, strict=True)) for name, rows in of_layers.items()}
-    return of_pairs, by_layer, dict(zip(layers, shares, strict=True))
+    return of_pairs, by_layer, dict(zip(layers, shares, strict=True)), dict(zip(layers, sums.last, strict=True))

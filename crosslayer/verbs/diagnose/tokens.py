@@ -1,4 +1,4 @@
-"""The tokens that receive most of a layer's attention, and the norms of a learned position table."""
+"""The tokens that receive most attention, the MLP's largest channels, and the norms of a learned position table."""
 
 from collections import defaultdict
 
@@ -52,6 +52,15 @@ def _text(token: int, ids: np.ndarray, tokenizer: PreTrainedTokenizerBase | None
     text = tokenizer.decode([token])
     assert isinstance(text, str)
     return text
+
+
+def top_channels(channels: np.ndarray) -> list[list[tuple[int, float, float]]]:
+    """Return index, mean value and mean ratio of each layer's largest channels, from values and ratios (N, L, 2, C)."""
+    tops = []
+    for means in channels.mean(axis=0):  # NaN where a layer has no MLP
+        order = [] if np.isnan(means).any() else np.argsort(-means[1])[:SHOWN].tolist()
+        tops.append([(channel, float(means[0, channel]), float(means[1, channel])) for channel in order])
+    return tops
 
 
 def position_table(model: PreTrainedModel) -> PositionTable | None:

@@ -158,10 +158,11 @@ class ScaleValues(InAttention):
 
 @dataclass(frozen=True, config=STRICT)
 class PositionSwap(Intervention):
-    """`position` gets row `source` of a learned position table (BERT, GPT-2), or `source` as a vector (C,)."""
+    """`position` gets row `source` of a learned position table (BERT, GPT-2), or a vector (C,), scaled to a norm."""
 
     position: Position
     source: Whole | tuple[float, ...]
+    norm: Annotated[FiniteFloat, Field(gt=0), BeforeValidator(_no_boolean)] | None = None
     kind: Literal["position_swap"] = "position_swap"
 
     def enter(self, model: PreTrainedModel, running: Running, stack: ExitStack) -> None:
@@ -169,7 +170,7 @@ class PositionSwap(Intervention):
         embedding = position_embedding(model)
         if embedding is None:
             raise ValueError(f"position_swap needs a learned position table, and {type(model).__name__} has none")
-        if self.source == self.position:
+        if self.source == self.position and self.norm is None:
             raise ValueError(f"position {self.position} has its own row already; choose another row")
         _, table = embedding
         weight, limit = table.weight, position_limit(model)
@@ -188,6 +189,9 @@ class PositionSwap(Intervention):
             row = torch.tensor(self.source, dtype=weight.dtype, device=weight.device)
             if row.shape != before.shape:
                 raise ValueError(f"position_swap: the vector must have {weight.shape[1]} entries, got {len(row)}")
+
+        if self.norm is not None:
+            row = torch.nn.functional.normalize(row, dim=0) * self.norm
 
         def write(state: Tensor) -> None:
             with torch.no_grad():

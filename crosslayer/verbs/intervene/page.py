@@ -10,12 +10,13 @@ import numpy as np
 from crosslayer.output.formatting import counted, listed, measured_on, ranges, signed, signed_interval
 from crosslayer.output.page import Page, Table
 from crosslayer.output.panel import COLORS, QUIET, Line, Panel, same_scale
-from crosslayer.output.record import Measure
 from crosslayer.verbs.diagnose.curves import (
+    LAST_ROW,
     LAYER,
     NORM,
     SHARE,
     curve,
+    head_panel,
     highest,
     lowest,
     mean_over_layers,
@@ -34,7 +35,7 @@ def describe(interventions: Sequence[Kind]) -> str:
     for intervention in interventions:
         options = []
         for name, option in to_entry(intervention).items():
-            if name == "kind" or (name, option) == ("layers", "all"):
+            if name == "kind" or option is None or (name, option) == ("layers", "all"):
                 continue
             if isinstance(option, tuple):
                 name = name.removesuffix("s") if len(option) == 1 else name
@@ -121,12 +122,8 @@ def headline(record: Effect) -> dict[str, Any]:
 
     def both(change: Change, digits: int, figure: Any) -> dict[str, float | None]:
         """Return a number before and after; None if no layer has the measure."""
-
-        def rounded(measure: Measure) -> float | None:
-            value = figure(measure)
-            return None if np.isnan(value) else round(value, digits)
-
-        return {"before": rounded(change.before), "after": rounded(change.after)}
+        values = {"before": figure(change.before), "after": figure(change.after)}
+        return {when: None if np.isnan(value) else round(value, digits) for when, value in values.items()}
 
     return {
         "model": record.model.name,
@@ -142,8 +139,8 @@ def headline(record: Effect) -> dict[str, Any]:
 
 def layout(record: Effect) -> Page:
     """Return the parts of the page."""
-    settings = record.settings
-    text = measured_on(settings.sequences, settings.length, settings.text, settings.documents)
+    settings, over = record.settings, record.main.attention_received.before.over
+    text = measured_on(settings.sequences, settings.length, settings.text, settings.documents, over)
     facts = record.model.model_dump(by_alias=True)
     table: Table = ("Model", ["fact", "value"], [[name.replace("_", " "), str(fact)] for name, fact in facts.items()])
     return Page(
@@ -186,23 +183,22 @@ def _shares(change: PositionChange) -> str:
 
 def _panels(record: Effect) -> list[Panel]:
     """Return all figures of the page, in order."""
-    by_position, main, first = record.attention_by_position, record.positions[0], _first_token(record)
+    main, first = record.positions[0], _first_token(record)
     at, rows = f"position {main.position}", "later tokens" if record.model.causal else "the other tokens"
-    sentence = (
-        "Mean attention that a position receives from the tokens that may see it, on a logarithmic axis. Bright "
-        "columns are sinks."
-    )
-    heats = []
-    for when, bins in (("before", by_position.before), ("after", by_position.after)):
-        title, label, scale = f"Attention received by position, {when}", "log₁₀ of the share", (-4.0, 0.0)
-        heats.append(position_panel(f"attention_{when}", title, sentence, bins, 1.0, label, scale, main.position))
+    heats, scale = [], (1.0, "log₁₀ of the share", (-4.0, 0.0), main.position)
+    sentence = "Mean attention that a position receives from the tokens that may see it. Bright columns are sinks."
+    for when, bins in record.attention_by_position:
+        heats.append(position_panel(f"attention_{when}", f"Attention by position, {when}", sentence, bins, *scale))
+    for when, bins in record.last_row_by_position:
+        heats.append(position_panel(f"last_row_{when}", f"{LAST_ROW[0]}, {when}", LAST_ROW[1], bins, *scale))
+    heats.append(head_panel("attention_by_head", main.attention_by_head.after, f"{at} after the intervention"))
     title, sentence = f"Attention on {at}", f"Mean attention that {at} receives from {rows}."
     received = [_change("attention_received", title, sentence, RECEIVED, main.attention_received, SHARE)]
     if first is not None:
-        title, sentence = (
-            "Attention on the first token",
-            f"The same for the first token: the attention that it loses if {at} gains some.",
-        )
+        token = "the first token after the intervention"
+        heats.append(head_panel("first_token_by_head", first.attention_by_head.after, token))
+        title = "Attention on the first token"
+        sentence = f"The same for the first token: the attention that it loses if {at} gains some."
         received.append(_change("first_token", title, sentence, RECEIVED, first.attention_received, SHARE))
     ratio = "norm ÷ median of the others"
     peak = f"Hidden state of {at} at the input of each layer. The layer before a jump writes a massive activation."

@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 from crosslayer.output.progress import Steps
-from crosslayer.output.summary import measure, summarise
+from crosslayer.output.summary import Ends, measure
 from crosslayer.probe import measures as m
 from crosslayer.probe.entries import has_entries
 from crosslayer.probe.intercept import AttentionCall, layer_stack, no_cache, visited
@@ -28,15 +28,16 @@ from crosslayer.probe.maps import is_causal, map_sums, rows_that_see
 from crosslayer.probe.stream import LayerStream, streams
 from crosslayer.verbs.diagnose.sequence import ByLayer, spread
 from crosslayer.verbs.intervene.kinds import Kind, intervening
-from crosslayer.verbs.intervene.result import Change, LossChange, PositionChange, Reading, Role, Scalar
+from crosslayer.verbs.intervene.result import Change, PositionChange, Reading, Role
 
 
 @dataclass(frozen=True)
 class Sample:
     """The readings of N sequences in float64; NaN where a layer has no such sublayer.
 
-    `measures` are those of a `Reading` by name, (N, L, P), with `mlp_l1_l2` if some layer has a separate MLP.
-    `received` (N, L, T) is the attention that every token receives. `loss_behind` (N, P) is the mean cross-entropy in
+    `measures` are those of a `Reading` by name, (N, L, P), with `mlp_l1_l2` if some layer has a separate MLP, and
+    `attention_by_head` (N, L, P, H). `received` (N, L, T) is the attention that every token receives, `last` (N, L, T)
+    what the last one gives to each. `loss_behind` (N, P) is the mean cross-entropy in
     nats of the predictions of the tokens after a position: None if it was not requested or the model does not predict
     next tokens, NaN for positions before the first one requested.
     """
@@ -44,11 +45,13 @@ class Sample:
     causal: bool
     measures: dict[str, np.ndarray]
     received: np.ndarray
+    last: np.ndarray
     loss_behind: np.ndarray | None
 
     def reading(self, index: int, count: int | None = None) -> Reading:
         """Summarise the readings of measured position number `index` over the first `count` sequences."""
-        return Reading(**{name: measure(sample[:count, :, index]) for name, sample in self.measures.items()})
+        names = [name for name in Reading.model_fields if name in self.measures]
+        return Reading(**{name: measure(self.measures[name][:count, :, index]) for name in names})
 
 
 class Passes:
@@ -81,6 +84,7 @@ class Passes:
             causal=causal,
             measures=measures,
             received=np.stack([spread(observer.received, layers) for observer in observers]),
+            last=np.stack([spread(observer.last, layers) for observer in observers]),
             loss_behind=np.stack(losses) if causal and losses[0] is not None else None,
         )
 
@@ -93,7 +97,8 @@ class _Observer:
         self.causal = True
         self.rows: ByLayer = {}  # how many other rows may see each token
         self.received: ByLayer = {}
-        self.measures: dict[str, ByLayer] = {name: {} for name in Reading.model_fields}
+        self.last: ByLayer = {}
+        self.measures: dict[str, ByLayer] = {name: {} for name in (*Reading.model_fields, "attention_by_head")}
 
     def run(self, sequence: Tensor, interventions: Sequence[Kind], loss_from: int | None) -> np.ndarray | None:
         """Run the sequence, (T,); return the loss after each position, (P,), if it is requested."""
@@ -118,6 +123,8 @@ class _Observer:
         output = self.model(input_ids=ids, **no_cache(self.model), **keep)
         logits = output.logits[0, -rows:-1].float()  # (rows - 1, vocabulary)
         nll = cross_entropy(logits, ids[0, loss_from + 2 :], reduction="none").double()  # (rows - 1,)
+        if not nll.isfinite().all():
+            raise ValueError("the loss is not finite; try another dtype such as float32")
         losses = np.full(len(self.positions), np.nan)
         for i, position in enumerate(self.positions):
             if position >= loss_from:
@@ -135,9 +142,10 @@ class _Observer:
 
     def _measure_attention(self, call: AttentionCall) -> None:
         sums = map_sums([call])
-        received = (sums.columns[0] - sums.diagonal[0]) / self.rows[call.layer].clamp(min=1)  # (T,)
-        self.received[call.layer] = received
-        self.measures["attention_received"][call.layer] = received[self.positions]
+        by_head = (sums.columns_by_head[0] - sums.diagonal_by_head[0]) / self.rows[call.layer].clamp(min=1)  # (H, T)
+        self.received[call.layer], self.last[call.layer] = by_head.mean(dim=0), sums.last[0]  # (T,)
+        self.measures["attention_received"][call.layer] = by_head.mean(dim=0)[self.positions]
+        self.measures["attention_by_head"][call.layer] = by_head[:, self.positions].T  # (P, H)
         self.measures["value_norm_ratio"][call.layer] = self._ratios(m.value_norms(call.value[0]))  # (H, T, D) → (P,)
 
     def _measure_stream(self, stream: LayerStream) -> None:
@@ -150,26 +158,20 @@ class _Observer:
         return torch.stack([m.over_median(norms, position) for position in self.positions])
 
 
-def change_at(position: int, role: Role, index: int, before: Sample, after: Sample) -> PositionChange:
-    """Return the change at measured position number `index`."""
-    changes = {}
-    for name, sample in before.measures.items():
-        changes[name] = change(sample[..., index], after.measures[name][..., index])
-    loss = loss_change(before.loss_behind, after.loss_behind, index)
-    return PositionChange(position=position, role=role, **changes, loss_behind=loss)
+def changes_at(roles: dict[int, Role], before: Sample, after: Sample, over: Ends | None) -> list[PositionChange]:
+    """Return the change at each measured position, with intervals over documents where `over` gives them."""
+    positions = []
+    for index, (position, role) in enumerate(roles.items()):
+        changes = {}
+        for name, sample in before.measures.items():
+            changes[name] = change(sample[:, :, index], after.measures[name][:, :, index], over)
+        if before.loss_behind is not None and after.loss_behind is not None:
+            losses = [sample.loss_behind[:, index] for sample in (before, after)]
+            changes["loss_behind"] = None if np.isnan(losses[0]).all() else change(*losses, over)
+        positions.append(PositionChange(position=position, role=role, **changes))
+    return positions
 
 
-def change(before: np.ndarray, after: np.ndarray) -> Change:
-    """Summarise readings by layer, (N, L) each, and their paired difference."""
-    return Change(before=measure(before), after=measure(after), difference=measure(after - before))
-
-
-def loss_change(before: np.ndarray | None, after: np.ndarray | None, index: int) -> LossChange | None:
-    """Summarise the losses after a position, of (N, P) each, and their paired difference."""
-    if before is None or after is None or np.isnan(before[:, index]).all():
-        return None
-    start, end = before[:, index], after[:, index]
-    if not np.isfinite([start, end]).all():
-        raise ValueError("the loss is not finite; try another dtype such as float32")
-    samples = {"before": start, "after": end, "difference": end - start}
-    return LossChange(**{name: Scalar.model_validate(summarise(losses)) for name, losses in samples.items()})
+def change(before: np.ndarray, after: np.ndarray, over: Ends | None = None) -> Change:
+    """Summarise readings by layer, (N, L) or (N, L, H) each, and their paired difference."""
+    return Change(before=measure(before, over), after=measure(after, over), difference=measure(after - before, over))

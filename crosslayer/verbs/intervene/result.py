@@ -16,16 +16,8 @@ from crosslayer.verbs.intervene.kinds import Entry
 Role = Literal["intervened", "first token", "left alone"]
 
 
-class Scalar(Frozen):
-    """A measure without layers: mean over n sequences and 95% Student-t interval."""
-
-    mean: float
-    ci95: list[float] | None = Field(description="None for a single sequence")
-    n: int = Field(ge=1)
-
-
 class Change(Frozen):
-    """A measure by layer before and after an intervention, with the paired difference over sequences."""
+    """A measure before and after an intervention, with the paired difference over sequences."""
 
     before: Measure
     after: Measure
@@ -33,16 +25,8 @@ class Change(Frozen):
 
     @property
     def means(self) -> np.ndarray:
-        """The means before and after, (2, L), float64; NaN where a layer has no such sublayer."""
+        """The means before and after, (2, L) or (2,), float64; NaN where a layer has no such sublayer."""
         return np.stack([self.before.array, self.after.array])
-
-
-class LossChange(Frozen):
-    """Cross-entropy of the predictions of the tokens after a position, in nats per token, before and after."""
-
-    before: Scalar
-    after: Scalar
-    difference: Scalar
 
 
 class Reading(Frozen):
@@ -63,8 +47,11 @@ class PositionChange(Frozen):
     hidden_norm_ratio: Change
     value_norm_ratio: Change
     mlp_l1_l2: Change | None = Field(default=None, description="None if no layer has a separate MLP")
-    loss_behind: LossChange | None = Field(
-        description="None for encoders, and for positions before the first one intervened on"
+    attention_by_head: Change = Field(description="`attention_received` of each head, (L, H)")
+    loss_behind: Change | None = Field(
+        default=None,
+        description="cross-entropy of the predictions of later tokens, nats per token; None for encoders, and for "
+        "positions before the first one intervened on",
     )
 
 
@@ -111,12 +98,13 @@ class Effect(Result):
     Shapes: L layers; 2 stands for before and after.
     """
 
-    schema_: Literal["crosslayer/intervene/4"] = Field(default="crosslayer/intervene/4", alias="schema")
+    schema_: Literal["crosslayer/intervene/5"] = Field(default="crosslayer/intervene/5", alias="schema")
     model: IntervenedModel
     settings: Settings
     interventions: list[Entry] = Field(min_length=1)
     positions: list[PositionChange] = Field(min_length=1)
     attention_by_position: AttentionByPosition
+    last_row_by_position: AttentionByPosition = Field(description="attention that the last token gives to each")
     scan: list[Trial]
     controls: list[Control]
     seconds: float
@@ -124,12 +112,13 @@ class Effect(Result):
     @model_validator(mode="after")
     def _check_layers(self) -> Self:
         """Raise if a measure does not have one entry for each layer."""
-        models: list[Any] = [*self.positions, *self.scan]
-        models += [reading for control in self.controls for reading in (control.before, control.after)]
-        models += [value for position in self.positions for _, value in position if isinstance(value, Change)]
-        for name, measure in (field for model in models for field in model):
+        models: list[tuple[str, Any]] = [("", trial) for trial in self.scan]
+        models += [("", reading) for control in self.controls for reading in (control.before, control.after)]
+        models += [pair for position in self.positions for pair in position if isinstance(pair[1], Change)]
+        for of, name, measure in ((of, *field) for of, model in models for field in model):
             if isinstance(measure, Measure):
-                measure.check(name, (self.model.layers,))
+                shapes = {"loss_behind": (), "attention_by_head": (self.model.layers, *measure.array.shape[1:2])}
+                measure.check(name, shapes.get(of, (self.model.layers,)))
         return self
 
     @property
@@ -137,31 +126,12 @@ class Effect(Result):
         """The change at the main position, the first of the first intervention, with intervals."""
         return self.positions[0]
 
-    @property
-    def attention_received(self) -> np.ndarray:
-        """Mean attention from the rows that may see the position, (2, L), 0 to 1; NaN without attention."""
-        return self.main.attention_received.means
-
-    @property
-    def hidden_norm_ratio(self) -> np.ndarray:
-        """Norm of the hidden state at the input of a layer over the median of the other tokens, (2, L), no unit."""
-        return self.main.hidden_norm_ratio.means
-
-    @property
-    def value_norm_ratio(self) -> np.ndarray:
-        """Norm of the values over the median of the other tokens, (2, L), no unit; NaN without attention."""
-        return self.main.value_norm_ratio.means
-
-    @property
-    def mlp_l1_l2(self) -> np.ndarray | None:
-        """L1 over L2 norm of the MLP's output, (2, L), 1 to √C; None if no layer has a separate MLP."""
-        return None if self.main.mlp_l1_l2 is None else self.main.mlp_l1_l2.means
-
-    @property
-    def loss_behind(self) -> np.ndarray | None:
-        """Mean cross-entropy of the predictions of later tokens, (2,), nats per token; None for encoders."""
-        loss = self.main.loss_behind
-        return None if loss is None else np.array([loss.before.mean, loss.after.mean])
+    def __getattr__(self, name: str) -> Any:
+        """Return the means of a measure at the main position, before and after: (2, L), or (2,) for `loss_behind`."""
+        if name not in (*Reading.model_fields, "attention_by_head", "loss_behind"):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        change: Change | None = getattr(self.main, name)
+        return None if change is None else change.means
 
     def headline(self) -> dict[str, Any]:
         """Return the few numbers that the command line prints last: the change at the main position."""

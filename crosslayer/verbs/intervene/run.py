@@ -19,9 +19,10 @@ from crosslayer.corpus.windows import Text
 from crosslayer.output.progress import Meter, Silent
 from crosslayer.output.summary import by_position
 from crosslayer.probe.intercept import evaluating
+from crosslayer.stats.bootstrap import over_documents
 from crosslayer.verbs.diagnose.inputs import Inputs, read_inputs
 from crosslayer.verbs.intervene.kinds import Kind, acting_layers, intervening, positions_of
-from crosslayer.verbs.intervene.readings import Passes, change_at
+from crosslayer.verbs.intervene.readings import Passes, changes_at
 from crosslayer.verbs.intervene.result import (
     AttentionByPosition,
     Control,
@@ -47,6 +48,7 @@ def intervene(
     length: int = 512,
     seed: int = 0,
     bos: str = "auto",
+    prefix: str | Sequence[int] | None = None,
     dtype: str | torch.dtype | None = None,
     device: str | torch.device | None = None,
     progress: Meter = Silent,
@@ -70,6 +72,7 @@ def intervene(
         length: tokens per sequence.
         seed: random seed for the order of the text and for the controls.
         bos: whether sequences start with the BOS token: auto (as the tokenizer does), yes or no.
+        prefix: text that every sequence begins with; chat: that of the chat template. In Python also token ids.
         dtype: float32, bfloat16, …; default float32 on a CPU. In Python only if `model` is a name or path.
         device: cpu, cuda, …; default the GPU if there is one. In Python only if `model` is a name or path.
         progress: in Python, shows progress.
@@ -84,7 +87,8 @@ def intervene(
     cut: dict[str, Any] = {"sequences": sequences, "length": length, "seed": seed}
     options: dict[str, Any] = {"interventions": interventions, "scan": scan, "controls": controls, "probes": probes}
     request = Request(**options, **cut)
-    inputs = read_inputs(model, text, tokenizer, bos=bos, dtype=dtype, device=device, meter=progress, **cut)
+    cut |= {"bos": bos, "prefix": prefix}
+    inputs = read_inputs(model, text, tokenizer, dtype=dtype, device=device, meter=progress, **cut)
     return _measure(inputs, request, progress)
 
 
@@ -122,14 +126,18 @@ def _measure(inputs: Inputs, request: Request, progress: Meter) -> Effect:
         everywhere = sorted({layer for intervention in interventions for layer in acting_layers(model, intervention)})
         nowhere = Trial(layers=[], **dict(before.reading(0, probes)))
         scan = [nowhere, *scan, Trial(layers=everywhere, **dict(after.reading(0, probes)))]
+    single = {*roles, *range(len(inputs.settings.prefix))}
+    received, last_row = (
+        AttentionByPosition(before=by_position(start, single), after=by_position(end, single))
+        for start, end in ((before.received, after.received), (before.last, after.last))
+    )
     return Effect(
         model=IntervenedModel(**dict(inputs.facts), causal=before.causal),
         settings=Settings(**{**dict(inputs.settings), "seed": request.seed}, probes=probes),
         interventions=list(interventions),
-        positions=[change_at(position, role, i, before, after) for i, (position, role) in enumerate(roles.items())],
-        attention_by_position=AttentionByPosition(
-            before=by_position(before.received, roles), after=by_position(after.received, roles)
-        ),
+        positions=changes_at(roles, before, after, over_documents(inputs.settings.documents)),
+        attention_by_position=received,
+        last_row_by_position=last_row,
         scan=scan,
         controls=control_runs,
         seconds=time.perf_counter() - started,

@@ -146,7 +146,7 @@ def elsewhere(model: PreTrainedModel, intervention: Kind, shift: int, length: in
     if isinstance(intervention, PositionSwap):
         own = (intervention.position, intervention.source)
         rows = [row for row in range(position_limit(model) or 0) if row not in own]
-        return PositionSwap(intervention.position, int(draw.choice(rows)))
+        return PositionSwap(intervention.position, int(draw.choice(rows)), intervention.norm)
     if isinstance(intervention, TokenSwap):
         return TokenSwap(intervention.position, "random", int(draw.integers(2**31)))
     if isinstance(intervention, Ablate):

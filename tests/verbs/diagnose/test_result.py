@@ -15,6 +15,7 @@ from tests.helpers.tiny import tiny, tokens
 
 LAYERS = 3
 SHAPES = {
+    "first_token_by_head": (LAYERS, 4),
     "top_importance": (LAYERS, 10),
     "value_spectrum": (LAYERS, 16),  # 2 key-value heads of 8
     "map_similarity": (LAYERS, LAYERS),

@@ -276,14 +276,14 @@ def test_a_result_is_saved_and_loaded_again_equal(tmp_path):
     page = result.save(tmp_path / "out")
     assert page == tmp_path / "out" / "report.html" and page.read_text() == result.page()
     record = json.loads((tmp_path / "out" / "record.json").read_text())
-    assert record == result.record() and record["schema"] == "crosslayer/intervene/4"
+    assert record == result.record() and record["schema"] == "crosslayer/intervene/5"
     again = Effect.from_record(record)
     assert again == result and again.page() == result.page() and again.headline() == result.headline()
     assert again.interventions == changes and again.settings.text is None and again.command is None
     assert "srcdoc" in result._repr_html_()
     assert ["seconds", f"{result.seconds:.1f}"] in result.run_details()[2]
     assert crosslayer.load_result(tmp_path / "out") == result
-    with pytest.raises(ValueError, match="'crosslayer/intervention/2'; this release reads crosslayer/intervene/4"):
+    with pytest.raises(ValueError, match="'crosslayer/intervention/2'; this release reads crosslayer/intervene/5"):
         Effect.from_record({**record, "schema": "crosslayer/intervention/2"})
     for broken in ({"positions": []}, {"colour": 1}, {"model": {**record["model"], "layers": 4}}):
         with pytest.raises(ValidationError):

@@ -6,6 +6,7 @@ Shapes: T tokens of all sequences, N sources, R readers, C hidden.
 """
 
 import functools
+import math
 from collections.abc import Sequence
 
 import torch
@@ -20,7 +21,10 @@ def attend(sources: Sequence[Tensor], direction: Tensor, eps: float) -> tuple[Te
     """Return the weighted sum (…, C) of sources (…, C), the scores and the inverse RMS of sources, (N, T) each."""
     with exact(direction.device):
         if len(sources) * sources[0].numel() <= STACKED:
-            return _attend_stacked(sources, direction, eps)
+            stacked, norms = _stacked(sources, eps)
+            result, scores = _mixed(stacked, norms, direction)
+            inverse = norms.T.reciprocal().mul_(math.sqrt(len(direction)))
+            return result.to(sources[0].dtype).view(sources[0].shape), scores.T.contiguous(), inverse.contiguous()
         kept = promoted(sources)
         dtype = wide_type(kept)
         operands = operands_of(sources)
@@ -30,6 +34,43 @@ def attend(sources: Sequence[Tensor], direction: Tensor, eps: float) -> tuple[Te
         scores = _products(operands, direction.to(dtype).expand(tokens, -1)).mul_(inverse)
         result = _weighted(operands, scores.softmax(dim=0).to(kept))
         return result.view(sources[0].shape), scores, inverse
+
+
+def read(sources: Sequence[Tensor], direction: Tensor, eps: float) -> Tensor:
+    """Return the weighted sum (…, C) alone, as inference needs it."""
+    newest = sources[-1]
+    if len(sources) * newest.numel() > STACKED or torch.is_autocast_enabled(newest.device.type):
+        return attend(sources, direction, eps)[0]
+    result, _ = _mixed(*_stacked(sources, eps), direction)
+    return result.to(newest.dtype).view(newest.shape)
+
+
+def read_ahead(sources: Sequence[Tensor], directions: Tensor, eps: float) -> list[tuple[Tensor, Tensor]]:
+    """Return the weighted sum (…, C) and the log-sum-exp of scores (…, 1) for each direction of (S, C).
+
+    Sources are normed and read once for all directions: phase 1 of the two-phase form. Sums are in float32 or wider.
+    """
+    with exact(directions.device):
+        stacked, norms = _stacked(sources, eps)
+        scores = torch.matmul(stacked, directions.T.to(stacked.dtype))  # (T, N, S)
+        scores = scores.mul_(math.sqrt(directions.shape[1])).div_(norms.unsqueeze(-1))
+        sums = torch.bmm(scores.softmax(1).transpose(1, 2), stacked)  # (T, S, C)
+        shape = sources[0].shape[:-1]
+        return [
+            (each.view(*shape, -1), total.view(*shape, 1))
+            for each, total in zip(sums.unbind(1), scores.logsumexp(1).unbind(1), strict=True)
+        ]
+
+
+def merge(ahead: tuple[Tensor, Tensor], newest: Tensor, direction: Tensor, eps: float) -> Tensor:
+    """Return the weighted sum (…, C) over one source more, by the online softmax of phase 2."""
+    closed, total = ahead
+    with exact(newest.device):
+        source = wide(newest)
+        norms = _norms(source, eps).unsqueeze(-1)
+        score = torch.matmul(source, direction.to(source.dtype)).unsqueeze(-1)
+        share = torch.addcdiv(total, score, norms, value=-math.sqrt(len(direction))).sigmoid_()  # of the closed blocks
+        return torch.lerp(source, closed, share).to(newest.dtype)
 
 
 def differentiate(
@@ -108,15 +149,30 @@ def _is_next(source: Tensor, following: Tensor) -> bool:
     )
 
 
-def _attend_stacked(sources: Sequence[Tensor], direction: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `attend` with fewer operators: for few tokens, these cost more than a copy of the sources."""
-    stacked = torch.stack(tuple(sources), dim=-2)  # (…, N, C)
-    widened = wide(stacked)
-    inverse = torch.linalg.vector_norm(widened, dim=-1).square_().div_(len(direction)).add_(eps).rsqrt_()  # (…, N)
-    scores = torch.matmul(widened, direction.to(widened.dtype)).mul_(inverse)
-    result = torch.matmul(scores.softmax(-1).unsqueeze(-2), widened).squeeze(-2).to(stacked.dtype)  # (…, C)
-    scores, inverse = (each.view(-1, len(sources)).T.contiguous() for each in (scores, inverse))  # (N, T)
-    return result, scores, inverse
+def _stacked(sources: Sequence[Tensor], eps: float) -> tuple[Tensor, Tensor]:
+    """Return sources side by side (T, N, C), in float32 or wider, and their norms (T, N).
+
+    For few tokens, operators cost more than a copy of the sources.
+    """
+    stacked = wide(torch.stack(tuple(sources), dim=-2).view(-1, len(sources), sources[0].shape[-1]))
+    return stacked, _norms(stacked, eps)
+
+
+def _norms(source: Tensor, eps: float) -> Tensor:
+    """Return √C · rms(v) of v (…, C): (…,)."""
+    width = source.shape[-1]
+    return torch.hypot(torch.linalg.vector_norm(source, dim=-1), _scalar(width * eps, source.dtype, source.device))
+
+
+@functools.cache
+def _scalar(square: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.tensor(math.sqrt(square), dtype=dtype, device=device)
+
+
+def _mixed(stacked: Tensor, norms: Tensor, direction: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the weighted sum (T, 1, C) of sources (T, N, C), and their scores (T, N)."""
+    scores = torch.matmul(stacked, direction.to(stacked.dtype)).mul_(math.sqrt(len(direction))).div_(norms)
+    return torch.bmm(scores.softmax(-1).unsqueeze(1), stacked), scores
 
 
 def _weighted(operands: Sequence[Tensor], weights: Tensor) -> Tensor:

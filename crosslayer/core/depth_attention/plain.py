@@ -21,10 +21,10 @@ def attend(sources: Sequence[Tensor], direction: Tensor, eps: float) -> tuple[Te
     """Return the weighted sum (…, C) of sources (…, C), the scores and the inverse RMS of sources, (N, T) each."""
     with exact(direction.device):
         if len(sources) * sources[0].numel() <= STACKED:
-            stacked, norms = _stacked(sources, eps)
-            result, scores = _mixed(stacked, norms, direction)
-            inverse = norms.T.reciprocal().mul_(math.sqrt(len(direction)))
-            return result.to(sources[0].dtype).view(sources[0].shape), scores.T.contiguous(), inverse.contiguous()
+            sums, scores, norms = _stacked(sources, direction[None], eps)
+            inverse = norms.T.reciprocal().mul_(math.sqrt(len(direction)))  # (N, T)
+            result = sums.to(promoted(sources)).view(sources[0].shape)
+            return result, scores.squeeze(-1).T.contiguous(), inverse.contiguous()
         kept = promoted(sources)
         dtype = wide_type(kept)
         operands = operands_of(sources)
@@ -41,35 +41,28 @@ def read(sources: Sequence[Tensor], direction: Tensor, eps: float) -> Tensor:
     newest = sources[-1]
     if len(sources) * newest.numel() > STACKED or torch.is_autocast_enabled(newest.device.type):
         return attend(sources, direction, eps)[0]
-    result, _ = _mixed(*_stacked(sources, eps), direction)
-    return result.to(newest.dtype).view(newest.shape)
+    return _stacked(sources, direction[None], eps)[0].to(newest.dtype).view(newest.shape)
 
 
 def read_ahead(sources: Sequence[Tensor], directions: Tensor, eps: float) -> list[tuple[Tensor, Tensor]]:
-    """Return the weighted sum (…, C) and the log-sum-exp of scores (…, 1) for each direction of (S, C).
+    """Return the weighted sum (…, C) and the log-sum-exp of scores (…, 1) for each of S directions (S, C).
 
-    Sources are normed and read once for all directions: phase 1 of the two-phase form. Sums are in float32 or wider.
+    Phase 1 of the two-phase form: sources are normed and read once for all. Results are in float32 or wider.
     """
     with exact(directions.device):
-        stacked, norms = _stacked(sources, eps)
-        scores = torch.matmul(stacked, directions.T.to(stacked.dtype))  # (T, N, S)
-        scores = scores.mul_(math.sqrt(directions.shape[1])).div_(norms.unsqueeze(-1))
-        sums = torch.bmm(scores.softmax(1).transpose(1, 2), stacked)  # (T, S, C)
-        shape = sources[0].shape[:-1]
-        return [
-            (each.view(*shape, -1), total.view(*shape, 1))
-            for each, total in zip(sums.unbind(1), scores.logsumexp(1).unbind(1), strict=True)
-        ]
+        sums, scores, _ = _stacked(sources, directions, eps)
+        tokens = sources[0].shape[:-1]
+        totals = scores.logsumexp(1).view(*tokens, -1, 1)  # (…, S, 1)
+        return list(zip(sums.view(*tokens, *directions.shape).unbind(-2), totals.unbind(-2), strict=True))
 
 
 def merge(ahead: tuple[Tensor, Tensor], newest: Tensor, direction: Tensor, eps: float) -> Tensor:
-    """Return the weighted sum (…, C) over one source more, by the online softmax of phase 2."""
-    closed, total = ahead
+    """Return the weighted sum (…, C) with one source more: phase 2, the online softmax."""
     with exact(newest.device):
-        source = wide(newest)
-        norms = _norms(source, eps).unsqueeze(-1)
-        score = torch.matmul(source, direction.to(source.dtype)).unsqueeze(-1)
-        share = torch.addcdiv(total, score, norms, value=-math.sqrt(len(direction))).sigmoid_()  # of the closed blocks
+        (closed, total), source = ahead, wide(newest)
+        score = torch.matmul(source, direction.to(source.dtype).unsqueeze(-1))  # (…, 1)
+        norm = _norms(source, eps).unsqueeze(-1)
+        share = torch.addcdiv(total, score, norm, value=-math.sqrt(len(direction))).sigmoid_()  # of the closed blocks
         return torch.lerp(source, closed, share).to(newest.dtype)
 
 
@@ -149,30 +142,27 @@ def _is_next(source: Tensor, following: Tensor) -> bool:
     )
 
 
-def _stacked(sources: Sequence[Tensor], eps: float) -> tuple[Tensor, Tensor]:
-    """Return sources side by side (T, N, C), in float32 or wider, and their norms (T, N).
+def _stacked(sources: Sequence[Tensor], directions: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the sums (T, S, C) and scores (T, N, S) for directions (S, C), and the norms √C · rms(v), (T, N).
 
-    For few tokens, operators cost more than a copy of the sources.
+    It copies the sources: for few tokens, more operators would cost more.
     """
-    stacked = wide(torch.stack(tuple(sources), dim=-2).view(-1, len(sources), sources[0].shape[-1]))
-    return stacked, _norms(stacked, eps)
+    stacked = wide(torch.stack(tuple(sources), dim=-2).view(-1, len(sources), directions.shape[1]))  # (T, N, C)
+    norms = _norms(stacked, eps)
+    scores = torch.matmul(stacked, directions.to(stacked.dtype).T)
+    scores = scores.mul_(math.sqrt(directions.shape[1])).div_(norms.unsqueeze(-1))
+    return torch.bmm(scores.softmax(1).mT, stacked), scores, norms
 
 
 def _norms(source: Tensor, eps: float) -> Tensor:
     """Return √C · rms(v) of v (…, C): (…,)."""
-    width = source.shape[-1]
-    return torch.hypot(torch.linalg.vector_norm(source, dim=-1), _scalar(width * eps, source.dtype, source.device))
+    floor = _scalar(math.sqrt(source.shape[-1] * eps), source.dtype, source.device)
+    return torch.hypot(torch.linalg.vector_norm(source, dim=-1), floor)
 
 
 @functools.cache
-def _scalar(square: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.tensor(math.sqrt(square), dtype=dtype, device=device)
-
-
-def _mixed(stacked: Tensor, norms: Tensor, direction: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the weighted sum (T, 1, C) of sources (T, N, C), and their scores (T, N)."""
-    scores = torch.matmul(stacked, direction.to(stacked.dtype)).mul_(math.sqrt(len(direction))).div_(norms)
-    return torch.bmm(scores.softmax(-1).unsqueeze(1), stacked), scores
+def _scalar(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.tensor(value, dtype=dtype, device=device)
 
 
 def _weighted(operands: Sequence[Tensor], weights: Tensor) -> Tensor:

@@ -141,10 +141,6 @@ class Residual(Mixing):
         """Return the stream after adding the sublayer's update (B, T, C)."""
         return stream + update, carry
 
-    def depth_weights(self, stream: Tensor, carry: Carry) -> Tensor | None:
-        """Return the weight of each source in the result of `read`, (N, B, T), the embedding first, if it has any."""
-        return None
-
 
 class Compensation(nn.Linear, Mixing):
     """A linear compensation (W_c): adds `normed @ W_c [+ b]` to the update that `target` (of `TARGETS`) names.

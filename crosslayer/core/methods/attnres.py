@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from crosslayer.core import custom_ops
-from crosslayer.core.depth_attention import depth_attention, depth_scores, exact, inverse_rms, keep, wide
+from crosslayer.core.depth_attention import depth_attention, exact, inverse_rms, keep, wide
 from crosslayer.core.depth_attention.plain import merge, read_ahead
 from crosslayer.core.method import Carry, Config, Method, Residual, Wiring
 from crosslayer.core.options import check_choice
@@ -165,13 +165,6 @@ class _Depth(_Reader):
         directions = torch.stack(queries) * torch.stack([reader.gain for reader in readers])  # (S, C)
         return dict(zip(readers, read_ahead(sources, directions, self.eps), strict=True))
 
-    def depth_weights(self, stream: Tensor, carry: Carry) -> Tensor:
-        if self.is_first:
-            return stream.new_ones(1, *stream.shape[:-1])
-        direction = self.query * self.gain
-        sources = (*carry.get(SOURCES, ()), stream)
-        return torch.stack([depth_scores(source, direction, self.eps) for source in sources]).softmax(dim=0)
-
 
 class _Ablated(_Reader):
     """Reads with the options of an ablation."""
@@ -213,15 +206,6 @@ class _Ablated(_Reader):
             for weight, source in zip(weights, sources, strict=True)
         ]
         return functools.reduce(torch.add, terms).flatten(-2), carry
-
-    def depth_weights(self, stream: Tensor, carry: Carry) -> Tensor:
-        """Return the weights averaged over the heads; zero outside the window."""
-        sources = (*carry.get(SOURCES, ()), stream)
-        result = stream.new_zeros(len(sources), *stream.shape[:-1])
-        seen = self._window(range(len(sources)))
-        weights = self._weights([sources[number] for number in seen]).mean(dim=-1) if not self.is_first else 1.0
-        result[list(seen)] = weights
-        return result
 
     def _window(self, sources):
         window = self.method.window

@@ -125,9 +125,9 @@ class ChosenTokens(Frozen):
 
 
 class DepthWeights(Frozen):
-    """Attention over depth: mean weights (readers, sources), None where a source comes after its reader.
+    """What each sublayer's input takes from earlier outputs, (readers, sources); None where a source comes later.
 
-    The first source is the embedding, the last reader is the output.
+    The first source is the embedding, the last reader the output.
     """
 
     readers: list[str]
@@ -244,7 +244,7 @@ class Diagnosis(Result):
     None for a single sequence. Layers and positions count from 0. Definitions and sources: docs/reference/measures.md.
     """
 
-    schema_: Literal["crosslayer/diagnose/6"] = Field(default="crosslayer/diagnose/6", alias="schema")
+    schema_: Literal["crosslayer/diagnose/7"] = Field(default="crosslayer/diagnose/7", alias="schema")
     model: DiagnosedModel
     settings: Settings
     measures: Measures

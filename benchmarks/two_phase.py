@@ -1,4 +1,4 @@
-"""Attention Residuals in blocks at inference: one softmax a sublayer, and the two-phase form, against the plain decoder.
+"""Attention Residuals in blocks at inference, with one softmax a sublayer and in two phases, against the plain decoder.
 
     python benchmarks/two_phase.py [--rounds 100] [--json FILE]
 
@@ -51,10 +51,10 @@ def build(layers, method):
     return model
 
 
-def seconds(run):
+def seconds(run, *args, **options):
     """Return the processor time of a call."""
     started = time.thread_time()
-    run()
+    run(*args, **options)
     return time.thread_time() - started
 
 
@@ -67,11 +67,11 @@ def measure(layers, methods, ids, rounds):
             caches = {name: filled(model, ids) for name, model in models.items()}
         for name in list(models) if number % 2 else list(models)[::-1]:
             model, new = models[name], ids[:1, number % 200 : number % 200 + 1]
-            step = seconds(lambda: model(new, **{CACHE: caches[name]}, use_cache=True))
+            step = seconds(model, new, **{CACHE: caches[name]}, use_cache=True)
             if number >= 0:
                 times[name, "decoding"].append(step)
                 if number % 5 == 0:
-                    times[name, "prompt"].append(seconds(lambda: model(ids[:1, :512], use_cache=False)))
+                    times[name, "prompt"].append(seconds(model, ids[:1, :512], use_cache=False))
     rows = {}
     for name, model in models.items():
         row = rows[f"{layers} layers, {name}"] = {}
@@ -83,7 +83,9 @@ def measure(layers, methods, ids, rounds):
             row["difference"] = float((own - other).abs().max() / other.abs().max())
             for kind in ("decoding", "prompt"):
                 one_phase = times[name.split(",")[0], kind]
-                row[kind]["over_one_phase"], row[kind]["over_one_phase_ci95"] = paired_ratio(times[name, kind], one_phase)
+                row[kind]["over_one_phase"], row[kind]["over_one_phase_ci95"] = paired_ratio(
+                    times[name, kind], one_phase
+                )
     return rows
 
 
@@ -100,7 +102,9 @@ def main():
     for layers, methods in DEPTHS.items():
         rows |= measure(layers, methods, ids, options.rounds)
     for name, row in rows.items():
-        print(f"| {name} | " + " | ".join(f"{row[k]['ratio']:.3f} {row[k]['ci95']}" for k in ("decoding", "prompt")), row)
+        print(
+            f"| {name} | " + " | ".join(f"{row[k]['ratio']:.3f} {row[k]['ci95']}" for k in ("decoding", "prompt")), row
+        )
     result = {"date": str(date.today()), "rounds": options.rounds, "shape": SHAPE, "rows": rows}
     options.json.write_text(json.dumps(result | environment().model_dump(), indent=1) + "\n")
 

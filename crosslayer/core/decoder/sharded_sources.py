@@ -1,13 +1,11 @@
-"""Prompts of Attention Residuals whose sources are sharded along the sequence over the ranks of tensor parallelism.
+"""Prompts of Attention Residuals with sources sharded along the sequence over the ranks of tensor parallelism.
 
-    plan = sharded_sources(config)
-    AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(tp_size=2, tp_plan=plan))
+    DistributedConfig(tp_size=2, tp_plan=sharded_sources(config))
 
-A sublayer's output is reduce-scattered, not all-reduced; a rank keeps, and reads, the sources of its T / P tokens; what it
-read is all-gathered. A rank then holds N · T / P · C numbers of sources, and what it sends is that of the all-reduce.
-Training, and prompts whose length P does not divide (single tokens, too), run as without.
+A sublayer's output is reduce-scattered, not all-reduced. A rank keeps and reads the sources of its T / P tokens only;
+what it read is all-gathered. Training, and lengths that P does not divide, run as without.
 
-Source: "Attention Residuals" (arXiv 2603.15031), section 4.2.
+Source: "Attention Residuals" (arXiv 2603.15031), memory-efficient prefilling.
 """
 
 from typing import Any
@@ -24,17 +22,11 @@ ROWS, READER = "crosslayer_rows_by_sequence", "crosslayer_sharded_sources"
 
 
 def sharded_sources(config: CrossLayerConfig) -> dict[str, str]:
-    """Return what a language model changes in its tensor-parallel plan.
-
-    Raises:
-        ValueError: the model has no Attention Residuals, or sublayers whose outputs are no rows of a split matrix.
-
-    """
+    """Return what a language model changes in its tensor-parallel plan; ValueError for models that cannot."""
     wiring = config.wiring
-    if not any(method.name() == "attnres" for method in wiring.methods):
-        raise ValueError("sharded sources need the method attnres; add it to cross_layer")
-    if config.num_local_experts or wiring.linear or wiring.plan.has_latents or any(wiring.compensation):
-        raise ValueError("sharded sources work without experts, linear attention, latents and W_c only")
+    whole = config.num_local_experts or wiring.linear or wiring.plan.has_latents or any(wiring.compensation)
+    if whole or not any(method.name() == "attnres" for method in wiring.methods):
+        raise ValueError("sharded sources need the method attnres, and no experts, linear attention, latents or W_c")
     rows = [f"model.{name}" for name, style in config.base_model_tp_plan.items() if style == "rowwise"]
     sites = {f"model.layers.*.{site}_residual" for _, site in wiring.sublayers}
     return dict.fromkeys(rows, ROWS) | dict.fromkeys((*sites, "model.final_residual"), READER)

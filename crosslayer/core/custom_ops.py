@@ -47,6 +47,11 @@ def uses_definition() -> bool:
     return transformed or torch.compiler.is_exporting()
 
 
+def is_inference() -> bool:
+    """Return whether only numbers are wanted, eagerly: no gradient, no graph, and no dispatch mode that counts."""
+    return not (torch.is_grad_enabled() or torch.compiler.is_compiling() or is_intercepted() or uses_definition())
+
+
 def differentiates_definition(grad: Tensor) -> bool:
     """Return whether a backward pass is to go through the definition: it is differentiated itself, or batched."""
     if is_compiled_autograd():

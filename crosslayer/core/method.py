@@ -141,10 +141,6 @@ class Residual(Mixing):
         """Return the stream after adding the sublayer's update (B, T, C)."""
         return stream + update, carry
 
-    def depth_weights(self, stream: Tensor, carry: Carry) -> Tensor | None:
-        """Return the weight of each source in the result of `read`, (N, B, T), the embedding first, if it has any."""
-        return None
-
 
 class Compensation(nn.Linear, Mixing):
     """A linear compensation (W_c): adds `normed @ W_c [+ b]` to the update that `target` (of `TARGETS`) names.
@@ -293,6 +289,9 @@ class Method:
     def final(self, config: Config, wiring: Wiring) -> Residual | None:
         """Return a module whose `read` gives the final norm's input; None: the stream."""
         return None
+
+    def connect(self, residuals: Sequence[Residual]) -> None:
+        """Let the residuals of a model, bottom up and that of the output last, know of one another."""
 
     def inherit(self, weights: dict[str, Tensor], config: Config, wiring: Wiring, merge: str) -> list[str]:
         """Adapt pretrained weights in `weights`; projections that readers do not need are removed by the caller.

@@ -1,78 +1,89 @@
-"""Record how much of each source a sublayer reads, in models of this package whose residuals weigh sources over depth.
+"""What the input of each sublayer takes from the embedding and from the output of each earlier sublayer.
 
-    with depth_reads(model) as reads:
-        model(ids)
-    reads.readers  # ["0 attn", "0 mlp", …, "output"]
-    reads.table()  # (readers, sources): mean weights over tokens, NaN where a source comes later than its reader
+    with depth_mixing(model) as mixing:
+        model(ids)  # a single sequence
+    mixing.readers  # ["0 attn", "0 mlp", …, "output"]
+    mixing.table()  # (readers, sources): mean weights over tokens, NaN where a source comes later than its reader
 
-Shapes: N sources, the embedding first; B batch, T tokens.
+Plain residuals give ones, DenseFormer its trained weights, Attention Residuals α (in blocks, that of the block for each
+of its sublayers). No module is asked: token by token, the weights solve x = Σ_j m_j v_j for the read x and the outputs
+v_j, which has one solution if there are more channels than sources and none depends on the others.
+
+Source: the depth mixing matrix of "Attention Residuals" (arXiv 2603.15031), section 6.
+Shapes: N sources, T tokens, C hidden.
 """
 
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
-from torch import Tensor, nn
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
 
-from crosslayer.core.method import Carry, Residual
+from crosslayer.probe.stream import LayerStream, streams
+
+TOKENS = 64  # of a sequence, evenly spaced: more would change a mean little
+OWN = 1e-5  # smallest part of each source that earlier ones do not explain
+LOST = 1e-3  # largest part of what is read that no source explains, 1 − the ratio of norms
 
 
-class DepthReads:
-    """What was read so far, summed over tokens and forward passes."""
+class DepthMixing:
+    """The reads and outputs of a forward pass, of `TOKENS` tokens."""
 
     def __init__(self):
-        self._sums: dict[str, np.ndarray] = {}
-        self._tokens: dict[str, int] = {}
+        self.readers: list[str] = []
+        self._reads: list[tuple[Tensor, int]] = []  # (T, C), and how many sources there were
+        self._sources: list[Tensor] = []  # (T, C)
 
-    @property
-    def readers(self) -> list[str]:
-        """The sublayers that weigh sources, in the order in which they ran: "3 attn", "3 mlp", at last "output"."""
-        return list(self._sums)
+    def see(self, stream: LayerStream) -> None:
+        """Record a layer."""
+        if not self._sources:
+            self._sources.append(_some(stream.before))
+        for site, read, update in zip(("attn", "mlp"), stream.reads, stream.updates, strict=True):
+            if update is not None:
+                self.read(f"{stream.layer} {site}", update if read is None else read)  # an update explains no read
+                self._sources.append(_some(update))
 
-    def table(self) -> np.ndarray:
-        """Return the mean weights (readers, sources), NaN where a source comes later than its reader."""
-        sources = max((len(sums) for sums in self._sums.values()), default=0)
-        result = np.full((len(self._sums), sources), np.nan)
-        for row, (reader, sums) in enumerate(self._sums.items()):
-            result[row, : len(sums)] = sums / self._tokens[reader]
+    def read(self, reader: str, read: Tensor) -> None:
+        """Record what is read (…, T, C)."""
+        self.readers.append(reader)
+        self._reads.append((_some(read), len(self._sources)))
+
+    def table(self) -> np.ndarray | None:
+        """Return the mean weights (readers, sources); None if what is read is no sum of outputs, or not of these."""
+        sources = torch.stack(self._sources, dim=-1)  # (T, C, N)
+        if sources.shape[1] < sources.shape[2]:
+            return None
+        basis, factors = torch.linalg.qr(sources)  # (T, C, N), (T, N, N): the first n columns serve the first n sources
+        known = (factors.diagonal(dim1=1, dim2=2).abs() > OWN * sources.norm(dim=1)).all(dim=1)  # (T,)
+        result = np.full((len(self._reads), sources.shape[2]), np.nan)
+        for row, (read, count) in enumerate(self._reads):
+            inside = (basis[..., :count].mT @ read.unsqueeze(-1))[known]  # (T, n, 1)
+            lost = 1 - inside.norm() / read[known].norm()
+            if not known.any() or not lost.abs() < LOST:
+                return None
+            weights = torch.linalg.solve_triangular(factors[known, :count, :count], inside, upper=True)
+            result[row, :count] = weights.mean(dim=(0, 2)).cpu()
         return result
-
-    def see(self, reader: str, weights: Tensor) -> None:
-        """Add the weights (N, B, T) of one call."""
-        sums = weights.detach().double().flatten(1).sum(dim=1).cpu().numpy()
-        self._sums[reader] = self._sums.get(reader, np.zeros(len(sums))) + sums
-        self._tokens[reader] = self._tokens.get(reader, 0) + weights[0].numel()
 
 
 @contextmanager
-def depth_reads(model: nn.Module) -> Iterator[DepthReads]:
-    """Record the weights over depth of every forward pass; on exit the model is as it was.
-
-    Nothing is recorded of models without residuals that weigh sources (`Residual.depth_weights`).
-    """
-    reads, residuals = DepthReads(), {name: m for name, m in model.named_modules() if isinstance(m, Residual)}
-    before = {name: vars(residual)["read"] for name, residual in residuals.items() if "read" in vars(residual)}
+def depth_mixing(model: PreTrainedModel) -> Iterator[DepthMixing]:
+    """Record a forward pass of a single sequence; hooks are removed on exit."""
+    mixing, last = DepthMixing(), []
+    norm = dict(model.base_model.named_children()).get("norm")
+    hook = None if norm is None else norm.register_forward_pre_hook(lambda _, args: last.append(args[0]))
     try:
-        for name, residual in residuals.items():
-            match = re.search(r"(\d+)\.(\w+)_residual$", name)
-            reader = "output" if match is None else f"{match[1]} {match[2]}"
-            vars(residual)["read"] = _recording(residual, reader, reads)  # shadows the method of its class
-        yield reads
+        with streams(model, mixing.see):
+            yield mixing
+        if last:
+            mixing.read("output", last[-1])
     finally:
-        for name, residual in residuals.items():
-            del vars(residual)["read"]
-            if name in before:
-                residual.read = before[name]
+        if hook is not None:
+            hook.remove()
 
 
-def _recording(residual: Residual, reader: str, reads: DepthReads) -> Callable[[Tensor, Carry], tuple[Tensor, Carry]]:
-    read = residual.read
-
-    def recorded(stream: Tensor, carry: Carry) -> tuple[Tensor, Carry]:
-        weights = residual.depth_weights(stream, carry)
-        if weights is not None:
-            reads.see(reader, weights)
-        return read(stream, carry)
-
-    return recorded
+def _some(states: Tensor) -> Tensor:
+    states = states.detach().reshape(-1, states.shape[-1])  # (T, C)
+    return states[torch.linspace(0, len(states) - 1, min(TOKENS, len(states))).round().long()].double()

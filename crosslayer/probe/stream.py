@@ -41,6 +41,7 @@ class LayerStream:
         mlp: the module whose output the MLP adds to the stream.
         over_depth: whether the layer reads something else than it receives.
         updates: what attention and the MLP add, as they produced it, (…, T, C).
+        reads: what they read, before a norm, (…, T, C).
 
     """
 
@@ -53,6 +54,7 @@ class LayerStream:
     mlp: nn.Module | None
     over_depth: bool = False
     updates: tuple[Tensor | None, Tensor | None] = (None, None)
+    reads: tuple[Tensor | None, Tensor | None] = (None, None)
 
     @property
     def before(self) -> Tensor:
@@ -257,6 +259,11 @@ class _LayerWatch:
         linear = self.blocks[last.block]
         return linear, None if linear is None else self.linear.get(linear)
 
+    def _read_by_mlp(self) -> Tensor | None:
+        if self.attention_update is None:
+            return self.read
+        return self.read_after if self.after_attention is None else self.after_attention
+
     def _around_attention(self, entering: Tensor) -> tuple[Tensor, Tensor] | None:
         """Return the streams before and after attention, or what is read before and after it."""
         if self.after_attention is not None:
@@ -290,6 +297,7 @@ class _LayerWatch:
             mlp,
             over_depth,
             (self.attention_update, update),
+            (self.read, self._read_by_mlp()),
         )
         self._clear()
 

@@ -33,7 +33,7 @@ def inverse_rms(source: Tensor, eps: float) -> Tensor:
 
 def wide(source: Tensor) -> Tensor:
     """Return a tensor in float32, or in its own type where that is wider."""
-    return source.to(wide_type(source.dtype))
+    return source if source.dtype.itemsize >= 4 else source.float()
 
 
 def wide_type(dtype: torch.dtype) -> torch.dtype:

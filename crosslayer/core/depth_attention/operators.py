@@ -20,7 +20,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from crosslayer.core import custom_ops
 from crosslayer.core.depth_attention.definition import exact, listed, promoted, wide_type
-from crosslayer.core.depth_attention.plain import attend, differentiate, source_gradient
+from crosslayer.core.depth_attention.plain import attend, differentiate, read, source_gradient
 from crosslayer.core.sources import Sources
 
 SLOTS = 8  # sources in a bank, whose memory is freed as a whole
@@ -32,11 +32,11 @@ _OPERATORS = torch.ops.crosslayer
 def depth_attention(sources: Sequence[Tensor], direction: Tensor, eps: float) -> Tensor:
     """Return Σ_i α_i v_i (…, C) over sources (…, C) for a direction (C,)."""
     sources = list(sources)
+    if custom_ops.is_inference() and _kernels(len(sources), *sources) is None:
+        return read(sources, direction, eps)  # the dispatcher would take a tenth of a decoding step's read
     if custom_ops.uses_definition():
         return _definition(direction, *sources, eps=eps)
-    if torch.compiler.is_compiling() or torch.is_grad_enabled() or custom_ops.is_intercepted():
-        return _OPERATORS.depth_attention(sources, direction, eps)[0]
-    return _attend(sources, direction, eps)[0]  # the dispatcher would take a tenth of a decoding step's read
+    return _OPERATORS.depth_attention(sources, direction, eps)[0]
 
 
 def keep(source: Tensor, earlier: Sources, total: int) -> Sources:

@@ -6,6 +6,7 @@ Shapes: T tokens of all sequences, N sources, R readers, C hidden.
 """
 
 import functools
+import math
 from collections.abc import Sequence
 
 import torch
@@ -20,7 +21,10 @@ def attend(sources: Sequence[Tensor], direction: Tensor, eps: float) -> tuple[Te
     """Return the weighted sum (…, C) of sources (…, C), the scores and the inverse RMS of sources, (N, T) each."""
     with exact(direction.device):
         if len(sources) * sources[0].numel() <= STACKED:
-            return _attend_stacked(sources, direction, eps)
+            sums, scores, norms = _stacked(sources, direction[None], eps)
+            inverse = norms.T.reciprocal().mul_(math.sqrt(len(direction)))  # (N, T)
+            result = sums.to(promoted(sources)).view(sources[0].shape)
+            return result, scores.squeeze(-1).T.contiguous(), inverse.contiguous()
         kept = promoted(sources)
         dtype = wide_type(kept)
         operands = operands_of(sources)
@@ -30,6 +34,36 @@ def attend(sources: Sequence[Tensor], direction: Tensor, eps: float) -> tuple[Te
         scores = _products(operands, direction.to(dtype).expand(tokens, -1)).mul_(inverse)
         result = _weighted(operands, scores.softmax(dim=0).to(kept))
         return result.view(sources[0].shape), scores, inverse
+
+
+def read(sources: Sequence[Tensor], direction: Tensor, eps: float) -> Tensor:
+    """Return the weighted sum (…, C) alone, as inference needs it."""
+    newest = sources[-1]
+    if len(sources) * newest.numel() > STACKED or torch.is_autocast_enabled(newest.device.type):
+        return attend(sources, direction, eps)[0]
+    return _stacked(sources, direction[None], eps)[0].to(newest.dtype).view(newest.shape)
+
+
+def read_ahead(sources: Sequence[Tensor], directions: Tensor, eps: float) -> list[tuple[Tensor, Tensor]]:
+    """Return the weighted sum (…, C) and the log-sum-exp of scores (…, 1) for each of S directions (S, C).
+
+    Phase 1 of the two-phase form: sources are normed and read once for all. Results are in float32 or wider.
+    """
+    with exact(directions.device):
+        sums, scores, _ = _stacked(sources, directions, eps)
+        tokens = sources[0].shape[:-1]
+        totals = scores.logsumexp(1).view(*tokens, -1, 1)  # (…, S, 1)
+        return list(zip(sums.view(*tokens, *directions.shape).unbind(-2), totals.unbind(-2), strict=True))
+
+
+def merge(ahead: tuple[Tensor, Tensor], newest: Tensor, direction: Tensor, eps: float) -> Tensor:
+    """Return the weighted sum (…, C) with one source more: phase 2, the online softmax."""
+    with exact(newest.device):
+        (closed, total), source = ahead, wide(newest)
+        score = torch.matmul(source, direction.to(source.dtype).unsqueeze(-1))  # (…, 1)
+        norm = _norms(source, eps).unsqueeze(-1)
+        share = torch.addcdiv(total, score, norm, value=-math.sqrt(len(direction))).sigmoid_()  # of the closed blocks
+        return torch.lerp(source, closed, share).to(newest.dtype)
 
 
 def differentiate(
@@ -108,15 +142,27 @@ def _is_next(source: Tensor, following: Tensor) -> bool:
     )
 
 
-def _attend_stacked(sources: Sequence[Tensor], direction: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `attend` with fewer operators: for few tokens, these cost more than a copy of the sources."""
-    stacked = torch.stack(tuple(sources), dim=-2)  # (…, N, C)
-    widened = wide(stacked)
-    inverse = torch.linalg.vector_norm(widened, dim=-1).square_().div_(len(direction)).add_(eps).rsqrt_()  # (…, N)
-    scores = torch.matmul(widened, direction.to(widened.dtype)).mul_(inverse)
-    result = torch.matmul(scores.softmax(-1).unsqueeze(-2), widened).squeeze(-2).to(stacked.dtype)  # (…, C)
-    scores, inverse = (each.view(-1, len(sources)).T.contiguous() for each in (scores, inverse))  # (N, T)
-    return result, scores, inverse
+def _stacked(sources: Sequence[Tensor], directions: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the sums (T, S, C) and scores (T, N, S) for directions (S, C), and the norms √C · rms(v), (T, N).
+
+    It copies the sources: for few tokens, more operators would cost more.
+    """
+    stacked = wide(torch.stack(tuple(sources), dim=-2).view(-1, len(sources), directions.shape[1]))  # (T, N, C)
+    norms = _norms(stacked, eps)
+    scores = torch.matmul(stacked, directions.to(stacked.dtype).T)
+    scores = scores.mul_(math.sqrt(directions.shape[1])).div_(norms.unsqueeze(-1))
+    return torch.bmm(scores.softmax(1).mT, stacked), scores, norms
+
+
+def _norms(source: Tensor, eps: float) -> Tensor:
+    """Return √C · rms(v) of v (…, C): (…,)."""
+    floor = _scalar(math.sqrt(source.shape[-1] * eps), source.dtype, source.device)
+    return torch.hypot(torch.linalg.vector_norm(source, dim=-1), floor)
+
+
+@functools.cache
+def _scalar(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.tensor(value, dtype=dtype, device=device)
 
 
 def _weighted(operands: Sequence[Tensor], weights: Tensor) -> Tensor:

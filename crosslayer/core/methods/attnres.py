@@ -13,14 +13,17 @@ Source: "Attention Residuals" (arXiv 2603.15031); softmax over depth in float32,
 """
 
 import functools
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from crosslayer.core.depth_attention import depth_attention, depth_scores, exact, inverse_rms, keep, wide
+from crosslayer.core import custom_ops
+from crosslayer.core.depth_attention import depth_attention, exact, inverse_rms, keep, wide
+from crosslayer.core.depth_attention.plain import merge, read_ahead
 from crosslayer.core.method import Carry, Config, Method, Residual, Wiring
 from crosslayer.core.options import check_choice
 from crosslayer.core.sources import Sources, outside_layer_graphs
@@ -45,6 +48,8 @@ class AttnRes(Method):
     """Number of groups of channels, each with its own weights."""
     window: int | None = None
     """How many of the newest sources are read, in addition to the embedding; None: all."""
+    two_phase: bool = False
+    """Whether inference answers the queries of a block over the closed blocks at once, then merges the running sum."""
 
     def __post_init__(self):
         check_choice("attnres", "query", self.query, ("static", "input"))
@@ -52,6 +57,8 @@ class AttnRes(Method):
         for option, value in (("depth_heads", self.depth_heads), ("window", self.window)):
             if value is not None and value < 1:
                 raise ValueError(f"attnres: {option} must be at least 1, got {value}")
+        if self.two_phase and (self.block is None or not self.published):
+            raise ValueError("attnres: two_phase needs block, and no ablation: the full form has nothing to batch")
         if self.weights == "static" and (self.query != "static" or not self.key_norm):
             raise ValueError(
                 "attnres: weights 'static' has neither queries nor keys; leave query at 'static' and key_norm at True"
@@ -60,7 +67,7 @@ class AttnRes(Method):
     @property
     def published(self) -> bool:
         """Whether the options are the paper's form, with any block size."""
-        return self == AttnRes(self.block)
+        return replace(self, block=None, two_phase=False) == AttnRes()
 
     def residual(self, config: Config, wiring: Wiring, layer: int, site: str) -> Residual:
         """Let each sublayer but the first read earlier outputs with its own query."""
@@ -89,6 +96,13 @@ class AttnRes(Method):
             return _Ablated(self, config, total, opens=True)
         return _Depth(config, total, opens=True, total=total)
 
+    def connect(self, residuals: Sequence[Residual]) -> None:
+        """Let the reader that opens a block know the others, whose queries it answers over the closed blocks."""
+        openers = [number for number, reader in enumerate(residuals) if isinstance(reader, _Depth) and reader.opens]
+        if self.two_phase:
+            for start, end in itertools.pairwise(openers):
+                residuals[start].block = tuple(residuals[start:end])
+
     def _size(self, count: int) -> int:
         size = 1 if self.block is None else self.block
         if not 1 <= size <= count:
@@ -114,6 +128,7 @@ class _Depth(_Reader):
     def __init__(self, config: Config, sources: int, opens: bool, total: int):
         super().__init__(sources, opens)
         self.total, self.eps = total, config.rms_norm_eps
+        self.block: tuple[_Depth, ...] = ()  # in the two-phase form, the readers of the block that this one opens
         if not self.is_first:
             self.query = nn.Parameter(torch.zeros(config.hidden_size))
             self.gain = nn.Parameter(torch.ones(config.hidden_size))
@@ -129,17 +144,26 @@ class _Depth(_Reader):
         closed = carry.get(SOURCES, Sources())
         sources = keep(stream, closed, self.total) if self.opens else closed.with_newest(stream)
         if self.opens:
-            carry = {**carry, SOURCES: sources}
+            closed = Sources(sources, sources.bank, self._read_ahead(sources))
+            carry = {**carry, SOURCES: closed}
         if self.is_first:
             return stream, carry
-        return depth_attention(sources, self.query * self.gain, self.eps), carry
+        ahead = closed.ahead.get(self)
+        if ahead is None:
+            return depth_attention(sources, self.query * self.gain, self.eps), carry
+        if self.opens:
+            return ahead[0].to(stream.dtype), carry
+        return merge(ahead, stream, self.query * self.gain, self.eps), carry
 
-    def depth_weights(self, stream: Tensor, carry: Carry) -> Tensor:
-        if self.is_first:
-            return stream.new_ones(1, *stream.shape[:-1])
-        direction = self.query * self.gain
-        sources = (*carry.get(SOURCES, ()), stream)
-        return torch.stack([depth_scores(source, direction, self.eps) for source in sources]).softmax(dim=0)
+    def _read_ahead(self, sources: Sources) -> dict["_Depth", tuple[Tensor, Tensor]]:
+        """Return what each reader of the block gets from the closed blocks."""
+        readers = [reader for reader in self.block if not reader.is_first]
+        queries = [reader.query for reader in readers]
+        here = all(type(query) is nn.Parameter and not query.is_meta for query in queries)  # not sharded or offloaded
+        if not readers or not here or not custom_ops.is_inference():
+            return {}
+        directions = torch.stack(queries) * torch.stack([reader.gain for reader in readers])  # (S, C)
+        return dict(zip(readers, read_ahead(sources, directions, self.eps), strict=True))
 
 
 class _Ablated(_Reader):
@@ -182,15 +206,6 @@ class _Ablated(_Reader):
             for weight, source in zip(weights, sources, strict=True)
         ]
         return functools.reduce(torch.add, terms).flatten(-2), carry
-
-    def depth_weights(self, stream: Tensor, carry: Carry) -> Tensor:
-        """Return the weights averaged over the heads; zero outside the window."""
-        sources = (*carry.get(SOURCES, ()), stream)
-        result = stream.new_zeros(len(sources), *stream.shape[:-1])
-        seen = self._window(range(len(sources)))
-        weights = self._weights([sources[number] for number in seen]).mean(dim=-1) if not self.is_first else 1.0
-        result[list(seen)] = weights
-        return result
 
     def _window(self, sources):
         window = self.method.window

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from crosslayer.output.panel import COLORS, QUIET, Dots, Line, Panel, same_scale
+from crosslayer.output.panel import COLORS, QUIET, Dots, Heat, Line, Panel, same_scale
 from crosslayer.stats.means import FEWEST
 from crosslayer.verbs.compare.record import COSTS, ComparedRun, Configuration, Law, SnapshotMeans
 from crosslayer.verbs.compare.result import Comparison
@@ -43,7 +43,7 @@ def drawn_panels(record: Comparison) -> list[Panel]:
     for number, configuration in enumerate(record.configurations):
         suffix = "" if len(record.configurations) == 1 else f"_{number}"
         panels += [*_differences(record, configuration, suffix), *_relative(record, configuration, suffix)]
-        panels += _curves(record, configuration, suffix)
+        panels += [*_curves(record, configuration, suffix), *_mixing(record, configuration, suffix)]
     return [*panels, *_laws(record)]
 
 
@@ -110,6 +110,31 @@ def _curves(record: Comparison, configuration: Configuration, suffix: str) -> li
             groups.append([line for line in lines if line is not None])
         panels += _panels(f"{key}{suffix}", title, configuration, caption, axis, groups)
     return panels
+
+
+def _mixing(record: Comparison, configuration: Configuration, suffix: str) -> list[Panel]:
+    """Return the depth-mixing matrices of all variants in one figure, mean over seeds, a column apart."""
+    columns, columns_of, ticks = [], [], {}
+    for variant in record.ordered:
+        known = [run.depth_mixing for run in record.of(configuration.label, variant) if run.depth_mixing is not None]
+        if known and (not columns or len(columns[0]) == len(known[0].readers)):
+            matrix = np.mean([np.array(one.weights, dtype=float) for one in known], axis=0)  # (readers, sources)
+            matrix /= np.nanmax(np.abs(matrix), axis=1, keepdims=True)
+            ticks[len(columns) + matrix.shape[1] / 2] = variant
+            columns += [*matrix.T, np.full(len(matrix), np.nan)]
+            columns_of += [*(f"{variant}, source {number}" for number in range(matrix.shape[1])), ""]
+    if len(ticks) < 2:
+        return []
+    z = np.array(columns).T
+    cells, limits = np.where(np.isnan(z), None, z).tolist(), (min(0.0, float(np.nanmin(z))), 1.0)
+    heat = Heat([*range(len(columns))], [*range(len(z))], cells, "weight", limits, columns=columns_of)
+    caption = (
+        "What the input of each sublayer (row) takes from the embedding (a variant's first column) and from each "
+        "earlier sublayer's output, as a share of the row's largest: a norm follows, so a row's scale does not matter. "
+        "Trained models, means over held-out tokens and seeds. The last row is the output."
+    )
+    title = titled("Depth mixing", configuration.label)
+    return [Panel(f"depth_mixing{suffix}", title, caption, "", "sublayer", heat=heat, wide=True, x_ticks=ticks)]
 
 
 def _by_step(run: ComparedRun) -> dict[str, Mapping[int, float | None]]:

@@ -230,6 +230,7 @@ def _compared(entry: Placed) -> ComparedRun:
             losses=tuple((run.validation_losses @ shares).tolist()),
         ),
         snapshots=tuple(map(_snapshot_means, run.snapshots)),
+        depth_mixing=run.depth_mixing,
     )
 
 

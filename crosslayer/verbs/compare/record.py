@@ -10,6 +10,7 @@ from crosslayer.environment import Machine
 from crosslayer.output.record import Frozen
 from crosslayer.stats import Interval
 from crosslayer.stats.means import Difference, Verdict
+from crosslayer.verbs.train.record import DepthMixing
 
 ALPHA = 0.05  # an adjusted p-value below it is significant
 SHORTEST = 2  # logged entries that a band must at least lie on one side of 0, since a single one may by chance
@@ -97,6 +98,7 @@ class ComparedRun(Frozen):
     curve: Trace = Field(description="training loss, each the mean since the previous entry")
     validation: Trace = Field(description="held-out loss over the mixture")
     snapshots: tuple[SnapshotMeans, ...]
+    depth_mixing: DepthMixing | None = None
 
 
 class RelativeCurve(Frozen):

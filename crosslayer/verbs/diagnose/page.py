@@ -142,8 +142,8 @@ def panels(record: Diagnosis) -> list[Panel]:
         z = record.depth_weights.weights.mean
         heat = Heat(numbers(z[0]), numbers(z), z, "mean weight", SHARE)
         sentence = (
-            "Mean weight of every source that a sublayer reads; the last row is the output. A bright diagonal: each "
-            "sublayer reads the one before. A bright first column: the embedding is still read."
+            "Mean weight of each earlier output in what a sublayer reads; the last row is the output. Plain residuals "
+            "have ones. A bright diagonal: each sublayer reads the one before. A bright first column: the embedding."
         )
         axes = ("source (0 = embedding)", "sublayer")
         figures.append(Panel("depth_weights", "Weights over depth", sentence, *axes, heat=heat, wide=True))

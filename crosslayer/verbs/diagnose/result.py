@@ -127,9 +127,9 @@ class ChosenTokens(Frozen):
 
 
 class DepthWeights(Frozen):
-    """Attention over depth: mean weights (readers, sources), None where a source comes after its reader.
+    """What each sublayer's input takes from earlier outputs, (readers, sources); None where a source comes later.
 
-    The first source is the embedding, the last reader is the output.
+    The first source is the embedding, the last reader the output.
     """
 
     readers: list[str]

@@ -111,13 +111,14 @@ def _diagnose(inputs: Inputs, cross_layer: bool, choices: bool, outputs: bool, p
 
 def _diagnosis(inputs: Inputs, measured: Sequence[SequenceMeasures], cross_layer: bool, started: float) -> Diagnosis:
     """Average the measures over the sequences and build the result."""
-    shapes, readers = measured[0].shapes, measured[0].depth.readers
+    shapes, tables = measured[0].shapes, [sequence.depth.table() for sequence in measured]  # (readers, sources) each
     over, prefix = over_documents(inputs.settings.documents), range(len(inputs.settings.prefix))
     shares = np.stack([sequence.shares for sequence in measured])  # (N, L, T)
     measures = Measures(**_averages([sequence.measures for sequence in measured], over))
     cosines = _averages([sequence.cross_layer for sequence in measured], over)
     single = _averages([sequence.by_stream for sequence in measured], over)
-    depth = np.stack([sequence.depth.table() for sequence in measured])  # (N, readers, sources)
+    depth = [table for table in tables if table is not None]
+    weights = DepthWeights(readers=measured[0].depth.readers, weights=measure(np.stack(depth), over)) if depth else None
     conclusions = verdict(measures, shapes, inputs.settings.length)
     known = [shape for shape in shapes if shape is not None]
     facts = DiagnosedModel(
@@ -141,7 +142,7 @@ def _diagnosis(inputs: Inputs, measured: Sequence[SequenceMeasures], cross_layer
             for share in measured[0].choices
         ]
         or None,
-        depth_weights=DepthWeights(readers=readers, weights=measure(depth, over)) if readers else None,
+        depth_weights=weights,
         importance_by_position=by_position(shares, prefix),
         last_row_by_position=by_position(np.stack([sequence.last for sequence in measured]), prefix),
         value_norms_by_position=by_position(np.stack([sequence.value_norms for sequence in measured]), prefix),

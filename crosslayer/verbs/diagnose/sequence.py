@@ -16,7 +16,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from crosslayer.probe import measures as m
-from crosslayer.probe.depth import DepthReads, depth_reads
+from crosslayer.probe.depth import DepthMixing, depth_mixing
 from crosslayer.probe.entries import over_tokens
 from crosslayer.probe.intercept import AttentionCall, layer_stack, no_cache, visited
 from crosslayer.probe.maps import is_causal, map_sums
@@ -111,7 +111,7 @@ class SequenceMeasures:
     channels: np.ndarray  # of the MLP's output at token 0: values, and magnitudes over their median, (L, 2, C)
     shapes: list[LayerShape | None]  # of each layer's attention; None if it has none
     over_depth: bool  # whether layers read by attention over depth
-    depth: DepthReads  # weights of attention over depth, if the model has it
+    depth: DepthMixing  # what sublayers take from earlier ones
     choices: dict[float, dict[str, np.ndarray]]  # of chosen tokens, by share and name; empty unless requested
 
 
@@ -121,7 +121,7 @@ def measure_sequence(
     """Run the model over token ids (T,) and measure every layer."""
     recorder = _Recorder(CrossLayerCosines() if cross_layer else None)
     ids = ids[None].to(next(model.parameters()).device)  # (1, T)
-    with visited(model, recorder.attention), streams(model, recorder.stream), depth_reads(model) as depth:
+    with visited(model, recorder.attention), streams(model, recorder.stream), depth_mixing(model) as depth:
         model.base_model(input_ids=ids, **no_cache(model))  # the logits are not needed
     layers, calls = len(layer_stack(model)), sorted(recorder.calls, key=lambda call: call.layer)
     norms = [recorder.value_norms[call.layer] for call in calls]

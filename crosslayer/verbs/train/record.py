@@ -88,6 +88,13 @@ def mean_of_known(values: Sequence[float | None]) -> float | None:
     return fmean(known) if known else None
 
 
+class DepthMixing(Frozen):
+    """What each sublayer's input takes from the embedding and earlier outputs; None where a source comes later."""
+
+    readers: list[str]
+    weights: list[Layers] = Field(description="(readers, sources), mean over tokens")
+
+
 class Snapshot(Frozen):
     """Measures of a few held-out windows after a step, by layer; None where a layer lacks the sublayer."""
 

@@ -6,14 +6,14 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from crosslayer.output.result import Result
-from crosslayer.verbs.train.record import Curve, Snapshot, TrainedDomain, TrainedModel, Validation
+from crosslayer.verbs.train.record import Curve, DepthMixing, Snapshot, TrainedDomain, TrainedModel, Validation
 
 
 class TrainingRun(Result):
     """What `crosslayer.train` returns. Shapes: N logged entries, M evaluations, D domains in the recipe's order."""
 
-    schema_: Literal["crosslayer/train/4"] = Field(
-        "crosslayer/train/4", validation_alias="schema", serialization_alias="schema"
+    schema_: Literal["crosslayer/train/5"] = Field(
+        "crosslayer/train/5", validation_alias="schema", serialization_alias="schema"
     )
     name: str
     seed: int
@@ -24,6 +24,7 @@ class TrainingRun(Result):
     validation: tuple[Validation, ...] = Field(min_length=1)
     windows: dict[str, list[float]] = Field(description="last validation loss of every window, by domain")
     snapshots: tuple[Snapshot, ...] = ()
+    depth_mixing: DepthMixing | None = Field(default=None, description="of the trained model, on the same windows")
     steps: int = Field(ge=1)
     tokens: int = Field(ge=1)
     seconds: float = Field(ge=0, description="of training steps only, over all resumed sections")

@@ -31,7 +31,7 @@ from crosslayer.verbs.train.mixture import ORDER, FixedRows, Mixture, spread
 from crosslayer.verbs.train.recipe import Recipe, load_recipe
 from crosslayer.verbs.train.record import TrainedDomain, Validation, curve_of, training_seconds
 from crosslayer.verbs.train.result import TrainingRun
-from crosslayer.verbs.train.snapshots import snapshots_in, windows_of_each
+from crosslayer.verbs.train.snapshots import depth_mixing_of, snapshots_in, windows_of_each
 from crosslayer.verbs.train.texts import Domain, DomainShards
 from crosslayer.verbs.train.tokenizers import kept_tokenizer
 from crosslayer.verbs.train.trainer import CrossLayerTrainer
@@ -176,6 +176,7 @@ def _result(recipe: Recipe, trainer: CrossLayerTrainer, mixture: Mixture, **cost
         validation=tuple(Validation(step=step, losses=losses) for step, losses in validation.items()),
         windows={name: losses.tolist() for name, losses in windows.items()},
         snapshots=snapshots_in(history),
+        depth_mixing=depth_mixing_of(trainer.accelerator.unwrap_model(trainer.model), trainer.probed),
         steps=trainer.state.max_steps,
         tokens=trainer.state.num_input_tokens_seen,
         seconds=training_seconds(history),

@@ -16,11 +16,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import Subset
 from transformers import PreTrainedModel
 
-from crosslayer.probe.intercept import evaluating
+from crosslayer.probe.depth import depth_mixing
+from crosslayer.probe.intercept import evaluating, no_cache
 from crosslayer.probe.outputs import output_norms
 from crosslayer.verbs.diagnose.sequence import measure_sequence
 from crosslayer.verbs.train.attention import readable_masks
-from crosslayer.verbs.train.record import Snapshot
+from crosslayer.verbs.train.record import DepthMixing, Snapshot
 
 MEASURES = tuple(name for name in Snapshot.model_fields if name != "step")
 KEY = re.compile(r"snapshot_(\w+)_layer_(\d+)")  # in the log
@@ -38,6 +39,20 @@ def snapshot(model: PreTrainedModel, windows: Tensor) -> dict[str, float]:
     return {
         f"snapshot_{name}_layer_{layer}": float(value) for name in MEASURES for layer, value in enumerate(means[name])
     }
+
+
+@torch.no_grad()
+def depth_mixing_of(model: PreTrainedModel, windows: Tensor | None) -> DepthMixing | None:
+    """Return what sublayers read of earlier ones, mean over windows (N, T); None without windows, or if unknown."""
+    tables, readers = [], []
+    for window in () if windows is None else windows:
+        with evaluating(model), depth_mixing(model) as mixing:
+            model(input_ids=window[None].to(model.device), **no_cache(model))
+        tables, readers = [*tables, mixing.table()], mixing.readers
+    if not tables or any(table is None for table in tables):
+        return None
+    means = np.mean(tables, axis=0)
+    return DepthMixing(readers=readers, weights=np.where(np.isnan(means), None, means).tolist())
 
 
 def snapshots_in(history: Sequence[dict[str, Any]]) -> tuple[Snapshot, ...]:

@@ -94,7 +94,7 @@ class CrossLayerTrainer(Trainer):
         self._resumed: Resumed | None = None
         self._staging, self._micro_batch = False, 0
         self._clock: tuple[float, int] | None = None  # time and tokens of the last logged training loss
-        self._probed, self._optimizer = probed, optimizer
+        self.probed, self._optimizer = probed, optimizer
         use_cache = model.config.use_cache
         super().__init__(
             model,
@@ -208,8 +208,8 @@ class CrossLayerTrainer(Trainer):
         """Evaluate as Trainer does, and take a snapshot of the layers; this does not count as training time."""
         with self._untimed():
             metrics = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
-            if eval_dataset is None and self._probed is not None:  # Trainer calls this again for each domain
-                self.log(snapshot(self.accelerator.unwrap_model(self.model), self._probed))
+            if eval_dataset is None and self.probed is not None:  # Trainer calls this again for each domain
+                self.log(snapshot(self.accelerator.unwrap_model(self.model), self.probed))
         return metrics
 
     @contextlib.contextmanager

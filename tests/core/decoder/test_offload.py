@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from crosslayer.core.decoder import CrossLayerForCausalLM
-from crosslayer.probe.depth import depth_reads
+from crosslayer.probe.depth import depth_mixing
 from crosslayer.testing import tiny as contract
 from tests.helpers.cases import CASES, SINGLE
 from tests.helpers.tiny import tokens
@@ -49,11 +49,11 @@ def test_layers_that_lie_on_a_disk(model, tmp_path):
 
 
 def test_weights_over_depth_are_recorded_of_an_offloaded_model():
-    model, ids = contract.build(contract.config_of("attnres")), tokens(length=8)
-    with depth_reads(model) as expected, torch.no_grad():
+    model, ids = contract.build(contract.config_of("attnres")), tokens(batch=1, length=8)
+    with depth_mixing(model) as expected, torch.no_grad():
         model(ids)
     accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
-    with depth_reads(model) as result, torch.no_grad():
+    with depth_mixing(model) as result, torch.no_grad():
         model(ids)
     assert result.readers == expected.readers and len(result.readers) == 13
     np.testing.assert_array_equal(result.table(), expected.table())

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from crosslayer import testing as contract
 from crosslayer.core import custom_ops
-from crosslayer.core.depth_attention import depth_attention, keep, listed, operators, plain
+from crosslayer.core.depth_attention import depth_attention, depth_scores, keep, listed, operators, plain
 from crosslayer.core.methods.attnres import AttnRes
 from crosslayer.core.sources import Sources
 from crosslayer.testing.tiny import build, close, config_of
@@ -488,12 +488,10 @@ def test_scaling_a_source_leaves_the_weights_as_they_are(reader):
     residuals = [r for layer in model.layers for r in (layer.attn_residual, layer.mlp_residual)]
     residual = [*residuals, model.final_residual][reader]
     *closed, stream = torch.randn(reader + 1, 2, 5, 32, dtype=torch.float64)
-    weights = residual.depth_weights(stream, {"attnres.sources": Sources(closed)})
+    direction = residual.query * residual.gain
+    weights = torch.stack([depth_scores(v, direction, 0.0) for v in (*closed, stream)]).softmax(dim=0)
+    read, _ = residual.read(stream, {"attnres.sources": Sources(closed)})
     closed[0] = closed[0] * 1e3
+    again, _ = residual.read(stream, {"attnres.sources": Sources(closed)})
     assert weights.shape == (reader + 1, 2, 5) and weights.std() > 0
-    close(
-        residual.depth_weights(stream, {"attnres.sources": Sources(closed)}),
-        weights,
-        "weights of a scaled source",
-        1e-12,
-    )
+    close(again - read, weights[0].unsqueeze(-1) * closed[0] * 0.999, "a scaled source with its weight", 1e-10)

@@ -1,0 +1,70 @@
+"""Prompts of Attention Residuals with sources sharded along the sequence over the ranks of tensor parallelism.
+
+    DistributedConfig(tp_size=2, tp_plan=sharded_sources(config))
+
+A sublayer's output is reduce-scattered, not all-reduced. A rank keeps and reads the sources of its T / P tokens only;
+what it read is all-gathered. Training, and lengths that P does not divide, run as without.
+
+Source: "Attention Residuals" (arXiv 2603.15031), memory-efficient prefilling.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES, RowwiseParallel, TensorParallelLayer
+
+from crosslayer.core.decoder.configuration import CrossLayerConfig
+from crosslayer.core.method import Carry, Residual
+
+ROWS, READER = "crosslayer_rows_by_sequence", "crosslayer_sharded_sources"
+
+
+def sharded_sources(config: CrossLayerConfig) -> dict[str, str]:
+    """Return what a language model changes in its tensor-parallel plan; ValueError for models that cannot."""
+    wiring = config.wiring
+    whole = config.num_local_experts or wiring.linear or wiring.plan.has_latents or any(wiring.compensation)
+    if whole or not any(method.name() == "attnres" for method in wiring.methods):
+        raise ValueError("sharded sources need the method attnres, and no experts, linear attention, latents or W_c")
+    rows = [f"model.{name}" for name, style in config.base_model_tp_plan.items() if style == "rowwise"]
+    sites = {f"model.layers.*.{site}_residual" for _, site in wiring.sublayers}
+    return dict.fromkeys(rows, ROWS) | dict.fromkeys((*sites, "model.final_residual"), READER)
+
+
+def _is_sharded(tokens: int, mesh: Any) -> bool:
+    return not torch.is_grad_enabled() and tokens % mesh.size() == 0
+
+
+class _Rows(RowwiseParallel):
+    """Reduces and scatters the output (B, T, C) along the sequence."""
+
+    def transform_output_post_forward(self, module: Any, output: Tensor, mesh: Any) -> Tensor:
+        style = RowwiseParallel(output_layouts=Shard(1)) if _is_sharded(output.shape[1], mesh) else RowwiseParallel()
+        return style.transform_output_post_forward(module, output, mesh)
+
+
+class _Reader(TensorParallelLayer):
+    """Reads what the rank has of the sources; the first reader takes its part of the embedding."""
+
+    def install_forward(self, module: Residual, mesh: Any) -> Residual:
+        forward = module.forward
+
+        def sharded(stream: Tensor, carry: Carry, update: Tensor | None = None) -> tuple[Tensor, Carry]:
+            if update is not None:
+                return forward(stream, carry, update)
+            if module.is_first:
+                carry = {**carry, READER: _is_sharded(stream.shape[1], mesh)}
+            if not carry[READER]:
+                return forward(stream, carry)
+            if module.is_first:
+                stream = stream.chunk(mesh.size(), dim=1)[mesh.get_local_rank()].clone()
+            read, carry = forward(stream, carry)
+            return DTensor.from_local(read, mesh, [Shard(1)], run_check=False).full_tensor(), carry
+
+        module.forward = sharded
+        return module
+
+
+ALL_PARALLEL_STYLES.register(ROWS, _Rows())
+ALL_PARALLEL_STYLES.register(READER, _Reader())

@@ -76,6 +76,7 @@ class Measures(Frozen):
     attention_io_similarity: Measure = Field(description="mean over tokens of cos(x, x + Attn(x)), (L,)")
     layer_io_similarity: Measure = Field(description="mean over tokens of cos(x, layer(x)), (L,)")
     stream_norm: Measure = Field(description="mean L2 norm of the hidden states at the input of a layer, (L,)")
+    depth_factor: Measure = Field(description="mean over tokens of ‖layer(x) − x‖ / ‖x‖, (L,)")
 
 
 class ByStream(Frozen):
@@ -92,12 +93,18 @@ class ByStream(Frozen):
 
 
 class CrossLayer(Frozen):
-    """How well approximations match attention over two layers, cosines (L,); None if there is no second layer."""
+    """How well approximations match attention over two layers, cosines (L,); None if there is no second layer.
+
+    And if a layer attended to the keys of the layer below: the norm of the softmax's Jacobian, and by how much the
+    layer below changes the map, over the map's norm, (L,).
+    """
 
     current_previous: Measure
     current_first: Measure
     identity_previous: Measure
     identity_first: Measure
+    softmax_jacobian: Measure | None = None
+    map_response: Measure | None = None
 
 
 class Outputs(Frozen):
@@ -244,7 +251,7 @@ class Diagnosis(Result):
     None for a single sequence. Layers and positions count from 0. Definitions and sources: docs/reference/measures.md.
     """
 
-    schema_: Literal["crosslayer/diagnose/6"] = Field(default="crosslayer/diagnose/6", alias="schema")
+    schema_: Literal["crosslayer/diagnose/7"] = Field(default="crosslayer/diagnose/7", alias="schema")
     model: DiagnosedModel
     settings: Settings
     measures: Measures

@@ -7,11 +7,13 @@ Shapes: L layers of the stack, B batch, T tokens, C hidden, H heads, H_kv key-va
 (L, …), NaN if a layer has no such sublayer.
 """
 
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
@@ -19,7 +21,7 @@ from crosslayer.probe import measures as m
 from crosslayer.probe.depth import DepthReads, depth_reads
 from crosslayer.probe.entries import over_tokens
 from crosslayer.probe.intercept import AttentionCall, layer_stack, no_cache, visited
-from crosslayer.probe.maps import is_causal, map_sums
+from crosslayer.probe.maps import BLOCKED, is_causal, map_sums
 from crosslayer.probe.shapes import LayerShape
 from crosslayer.probe.stream import LayerStream, mean_stream, streams
 from crosslayer.verbs.diagnose.choices import measure_choices
@@ -31,6 +33,7 @@ SINK_THRESHOLD = 0.3  # mean attention to token 0 above which a head counts in t
 BY_STREAM = tuple(ByStream.model_fields)  # measured on the mean of the residual streams, and on each
 OF_LAYERS = (
     *BY_STREAM,
+    "depth_factor",
     "mlp_l1_l2",
     "mlp_l1_l2_others",
     "value_norm_ratio",
@@ -137,7 +140,9 @@ def measure_sequence(
     for name, matrix in of_pairs.items():
         measures[name] = np.full((layers, layers), np.nan)
         measures[name][np.ix_(attending, attending)] = matrix.cpu().numpy()
-    cosines = {} if recorder.cosines is None else recorder.cosines.by_form
+    cosines = {} if recorder.cosines is None else dict(recorder.cosines.by_form)
+    if cosines and not recorder.over_depth:
+        cosines |= _responses(model, ids)
     shapes = LayerShape.read(recorder.calls, model.config.get_text_config(), layers)
     return SequenceMeasures(
         measures=measures,
@@ -149,6 +154,42 @@ def measure_sequence(
         depth=depth,
         choices=measure_choices(calls, shapes) if choices else {},
     )
+
+
+def _responses(model: PreTrainedModel, ids: Tensor) -> dict[str, ByLayer]:
+    """Return what the layer below changes in a layer's map of that layer's keys (arXiv 2502.00439, appendix C).
+
+    Scores A = Q(x_i) K_iᵀ/√d and their change by Q(x_{i+1}): layer i + 1 runs twice, also on what layer i received.
+    """
+    calls: dict[int, list[AttentionCall]] = {}
+    entered: list[Tensor] = []
+
+    def run_twice(layer: nn.Module, args: Any, kwargs: Any) -> None:
+        if entered:
+            layer.forward(entered[-1], *args[1:], **kwargs)
+        entered.append(args[0])
+
+    with ExitStack() as hooks, visited(model, lambda call: calls.setdefault(call.layer, []).append(over_tokens(call))):
+        for layer in layer_stack(model):
+            hooks.callback(layer.register_forward_pre_hook(run_twice, with_kwargs=True).remove)
+        model.base_model(input_ids=ids, **no_cache(model))
+    found: dict[str, ByLayer] = {"softmax_jacobian": {}, "map_response": {}}
+    for layer in sorted(layer for layer in calls if layer - 1 in calls):
+        (below, own), key = calls[layer], m.working(calls[layer - 1][-1].key[0])  # (H_kv, T, D)
+        if key.shape != own.key.shape[1:]:
+            continue
+        mask, by_head = _mask(own), []
+        for head in range(own.query.shape[1]):
+            keys = key[head * len(key) // own.query.shape[1]].T * own.scaling
+            scores, new = (m.working(call.query[0, head]) @ keys for call in (below, own))  # (T, T)
+            seen = mask if mask is None or mask.dim() == 2 else mask[0, head % mask.shape[1]]
+            if seen is not None:
+                blocked = ~seen if seen.dtype == torch.bool else seen < torch.finfo(seen.dtype).min / 2
+                scores, new = scores.masked_fill(blocked, BLOCKED), new.masked_fill(blocked, BLOCKED)
+            by_head.append(m.softmax_response(scores, new - scores))
+        for name, norms in zip(found, zip(*by_head, strict=True), strict=True):
+            found[name][layer] = torch.stack(norms).mean()
+    return found
 
 
 def spread(by_layer: ByLayer, layers: int) -> np.ndarray:
@@ -225,6 +266,7 @@ def _measure_stream(stream: LayerStream, number: int | None = None) -> dict[str,
     }
     if stream.leaving is not None:
         measures["layer_io_similarity"] = m.mean_cosine(before, pick(stream.leaving))
+        measures["depth_factor"] = m.depth_factor(before, pick(stream.leaving))
     if around is not None and (number is None or len(around[0]) > 1):
         measures["attention_io_similarity"] = m.mean_cosine(pick(around[0]), pick(around[1]))
     return measures

@@ -28,9 +28,7 @@ def saver(out: str, force: bool, sweep: list[str] | None, *, remote_code_shim: b
     return save
 
 
-def then(
-    model: str, out: str, json: bool, sweep: list[str] | None, *, heal: str | None = None
-) -> Callable[[Any], None] | None:
+def then(model: str, out: str, json: bool, sweep: Any, *, heal: str | None = None) -> Callable[[Any], None] | None:
     """Return a function that heals the retrofit, or None without `heal`; the recipe is checked at once.
 
     Args:

@@ -157,10 +157,9 @@ class Compensation(nn.Linear, Mixing):
 
     def __init__(self, config: Config, target: str, bias: bool = False):
         assert config.head_dim is not None and config.num_key_value_heads is not None
-        self.target, inputs = target, config.hidden_size
-        outputs = config.num_attention_heads * config.head_dim if target in ON_HEADS else inputs
-        if target == FROM_VALUES:
-            inputs = config.num_key_value_heads * config.head_dim
+        self.target, self.reads_values, size = target, target == FROM_VALUES, config.head_dim
+        inputs = config.num_key_value_heads * size if self.reads_values else config.hidden_size
+        outputs = config.num_attention_heads * size if target in ON_HEADS else config.hidden_size
         super().__init__(inputs, outputs, bias=bias)
 
     def reset(self) -> None:

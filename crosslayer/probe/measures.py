@@ -2,8 +2,8 @@
 
 Shapes: T tokens, C hidden, H key-value heads, D head size, L layers.
 
-Sources by arXiv numbers: 2410.17897 (Value Residual Learning), 2406.15786 (What Matters in Transformers?), 2502.00439
-(UniAttn), 2403.03853 (ShortGPT). The waiver: Unveiling and Controlling Anomalous Attention Distribution in Transformers.
+Sources by arXiv numbers: 2410.17897 (Value Residual Learning), 2406.15786 (What Matters in Transformers?), 2403.03853
+(ShortGPT), 2502.00439 (softmax unification), 2407.01601 (the waiver).
 """
 
 import torch

@@ -19,17 +19,7 @@ from crosslayer.core.choice import TokenChoice, mask_of
 from crosslayer.core.decoder.caches import update_both, update_single
 from crosslayer.core.decoder.configuration import CrossLayerConfig
 from crosslayer.core.decoder.family import norm
-from crosslayer.core.method import (
-    FROM_VALUES,
-    INPUT,
-    ON_HEADS,
-    Carry,
-    Compensation,
-    HeadMixer,
-    StateReader,
-    Wiring,
-    state_reader,
-)  # fmt: skip
+from crosslayer.core.method import INPUT, ON_HEADS, Carry, Compensation, HeadMixer, StateReader, Wiring, state_reader
 from crosslayer.core.plan import PASSED, STATES, DepthPlan
 from crosslayer.core.sources import SharedStates, outside_layer_graphs
 from crosslayer.core.transformers_versions import read_paged, takes_cache
@@ -139,7 +129,7 @@ class CrossLayerAttention(nn.Module):
             self._project(for_k, self.k_proj, self.k_norm),  # (B, H_kv, T, D)
             self._project(for_v, self.v_proj, None),  # (B, H_kv, T, D)
         ]
-        projected = states[2]
+        v: Any = states[2]
         if position_embeddings is not None:
             states = _rotate(states, position_embeddings)
         if self.shows_input:
@@ -170,11 +160,8 @@ class CrossLayerAttention(nn.Module):
             out, carry = mixer.after(out, carry)
         out = out.reshape(*hidden_states.shape[:-1], -1).contiguous()  # (B, T, H·D)
         if self.compensation is not None:
-            read = hidden_states
-            if self.compensation.target == FROM_VALUES:
-                assert projected is not None
-                read = projected.transpose(1, 2).flatten(2)  # (B, T, H_kv·D)
-            out = out + self.compensation(read)
+            reads_values = v is not None and self.compensation.reads_values
+            out = out + self.compensation(v.transpose(1, 2).flatten(2) if reads_values else hidden_states)
         return self.o_proj(out), carry
 
     def _project(self, hidden_states: Tensor, linear: nn.Module | None, norm: nn.Module | None) -> Tensor | None:

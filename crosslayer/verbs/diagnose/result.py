@@ -93,11 +93,7 @@ class ByStream(Frozen):
 
 
 class CrossLayer(Frozen):
-    """How well approximations match attention over two layers, cosines (L,); None if there is no second layer.
-
-    And if a layer attended to the keys of the layer below: the norm of the softmax's Jacobian, and by how much the
-    layer below changes the map, over the map's norm, (L,).
-    """
+    """Cosines of approximations with attention over two layers, and how a map of the keys below responds, (L,)."""
 
     current_previous: Measure
     current_first: Measure

@@ -175,20 +175,19 @@ def _responses(model: PreTrainedModel, ids: Tensor) -> dict[str, ByLayer]:
         model.base_model(input_ids=ids, **no_cache(model))
     found: dict[str, ByLayer] = {"softmax_jacobian": {}, "map_response": {}}
     for layer in sorted(layer for layer in calls if layer - 1 in calls):
-        (below, own), key = calls[layer], m.working(calls[layer - 1][-1].key[0])  # (H_kv, T, D)
-        if key.shape != own.key.shape[1:]:
+        (below, own), key = calls[layer], m.working(calls[layer - 1][-1].key[0]).mT  # (H_kv, D, T)
+        if key.mT.shape != own.key.shape[1:]:
             continue
-        mask, by_head = _mask(own), []
+        mask, group, by_head = _mask(own), own.query.shape[1] // len(key), []
         for head in range(own.query.shape[1]):
-            keys = key[head * len(key) // own.query.shape[1]].T * own.scaling
-            scores, new = (m.working(call.query[0, head]) @ keys for call in (below, own))  # (T, T)
-            seen = mask if mask is None or mask.dim() == 2 else mask[0, head % mask.shape[1]]
-            if seen is not None:
+            scores, new = (m.working(call.query[0, head]) @ key[head // group] * own.scaling for call in (below, own))
+            if mask is not None:
+                seen = mask if mask.dim() == 2 else mask[0, head % mask.shape[1]]  # (T, T)
                 blocked = ~seen if seen.dtype == torch.bool else seen < torch.finfo(seen.dtype).min / 2
                 scores, new = scores.masked_fill(blocked, BLOCKED), new.masked_fill(blocked, BLOCKED)
-            by_head.append(m.softmax_response(scores, new - scores))
-        for name, norms in zip(found, zip(*by_head, strict=True), strict=True):
-            found[name][layer] = torch.stack(norms).mean()
+            by_head.append(torch.stack(m.softmax_response(scores, new - scores)))
+        for by_layer, norm in zip(found.values(), torch.stack(by_head).mean(dim=0), strict=True):
+            by_layer[layer] = norm
     return found
 
 

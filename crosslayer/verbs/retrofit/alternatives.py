@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import numpy as np
@@ -165,11 +166,9 @@ def _takes_quantised(model: PreTrainedModel) -> bool:
 def _run(compared: Compared) -> Run:
     """Return the forward pass of a model with its cache."""
     plain, bits = logits_of(compared.model), compared.kv_bits
-    if bits is None:
-        return plain
 
     def run(ids: Tensor) -> Tensor:
-        with quantizing(compared.model, bits):
+        with nullcontext() if bits is None else quantizing(compared.model, bits):
             return plain(ids)
 
     return run

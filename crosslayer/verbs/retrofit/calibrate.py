@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from crosslayer.core.decoder.configuration import CrossLayerConfig
 from crosslayer.core.decoder.layer import CrossLayerDecoderLayer
 from crosslayer.core.decoder.modeling import CrossLayerForCausalLM
-from crosslayer.core.method import FROM_VALUES, ON_HEADS, Compensation, Method
+from crosslayer.core.method import ON_HEADS, Compensation, Method
 from crosslayer.core.options import check_choice
 from crosslayer.verbs.retrofit.moments import FITS, REFITS, Fit, Moments, check_enough
 from crosslayer.verbs.retrofit.streams import Streams, computes_the_same, layers_of, same_weights
@@ -113,7 +113,7 @@ def fit_layer(streams: Streams, layer: int, fit: str, sizes: list[int], groups: 
         compensation.reset()
     inputs = {} if attention is None else {"heads": attention.o_proj.in_features}
     heads = sum(inputs.values())
-    read = "values" if compensation is not None and compensation.target == FROM_VALUES else "normed"
+    read = "values" if compensation is not None and compensation.reads_values else "normed"
     inputs |= {read: compensation.in_features} if compensation is not None else {}
     biased = compensation is not None and compensation.bias is not None
     moments = Moments(streams.after[0], sizes, groups, biased, list(inputs.values()))

@@ -156,10 +156,7 @@ class Needles(Frozen):
 
 
 class Alternative(Frozen):
-    """A cache of the original, the retrofit or other latents, on some of the evaluation windows; or a sweep's variant.
-
-    Variants are measured on all evaluation windows, and the first stands for the retrofit.
-    """
+    """A cache of the original, the retrofit or other latents, on a few windows; or a sweep's variant, on all."""
 
     of: str = Field(description="original, retrofit, latents by some axes, or the swept options with their values")
     kv_bits: str | None = Field(description="8, 4, fp8, or None: not quantised")
@@ -337,7 +334,7 @@ class RetrofitReport(Result):
     def save(self, folder: str | Path, force: bool = False, remote_code_shim: bool = False) -> Path:
         """Write the model's folder, all of it or nothing: weights, tokenizer, card, record, page, figures, manifest.
 
-        A sweep has no model to keep: of it the record, the page and the figures are written.
+        Of a sweep, without the model: its record, page and figures.
 
         Args:
             folder: the output folder.

@@ -27,20 +27,12 @@ from crosslayer.probe.what_if import find_sublayers
 from crosslayer.verbs.bench.record import StepTime
 from crosslayer.verbs.bench.run import step_time
 from crosslayer.verbs.needles.retrieval import LENGTHS, LONG_LENGTHS, QUICK_LENGTHS, measure_retrieval, prompt_tokens
-from crosslayer.verbs.retrofit.alternatives import (
-    MEASURED,
-    WINDOWS,
-    Compared,
-    Judged,
-    latents_beside,
-    measure_alternatives,
-    rows_of,
-)  # fmt: skip
+from crosslayer.verbs.retrofit import alternatives as beside
 from crosslayer.verbs.retrofit.cache import CONTEXT, CacheShare, token_bytes
 from crosslayer.verbs.retrofit.calibrate import POST_NORM_ERROR
 from crosslayer.verbs.retrofit.choose import Chosen, choose
 from crosslayer.verbs.retrofit.convert import Converted, convert
-from crosslayer.verbs.retrofit.damage import Losses, by_domain, logits_of, logits_uncompensated, losses
+from crosslayer.verbs.retrofit.damage import by_domain, logits_of, logits_uncompensated, losses
 from crosslayer.verbs.retrofit.greedy import PASSES
 from crosslayer.verbs.retrofit.indexers import default_context
 from crosslayer.verbs.retrofit.latents import read_windows
@@ -50,7 +42,6 @@ from crosslayer.verbs.retrofit.result import (
     Architecture,
     CacheRecord,
     Calibration,
-    Domains,
     Needles,
     RetrofitReport,
 )
@@ -214,23 +205,45 @@ def _report(
     calibration = windows["calibration"].by_domain() if request.fits else {}
     seen = texts.calibration if windows.keys() & {"calibration", "choice", "search"} else ()
     starts["choose"] = time.perf_counter()
-    variants = [_converted(source, model, each, windows, starts, progress) for each in requests.values()]
-    (methods, choice, moments), converted, stored = variants[0]
-    compared = [Compared(name, made.model) for name, (_, made, _) in zip(requests, variants, strict=True)]
-    starts["damage"] = time.perf_counter()  # with hidden numbers
-    evaluation, seed = windows["evaluation"], options.seed
-    damage, measured = _evaluate(model, converted, compared, evaluation, frozenset(seen), seed, progress)
+    made: list[tuple[Chosen, Converted]] = []
+    for each in requests.values():
+        chosen = choose(model, each, windows, progress)
+        starts["convert"], fit = time.perf_counter(), each.fit_of(chosen.methods)
+        with progress("calibrating", model.config.num_hidden_layers) as bar:
+            converted = convert(
+                model,
+                chosen.methods,
+                calibration=windows["calibration"].by_domain() if each.fits else None,
+                fit=None if fit == "none" else fit,
+                groups=each.options.groups,
+                merge=each.options.merge,
+                progress=bar.step,
+                share_weights=model is not source or bool(options.sweep),
+                moments=chosen.moments,
+            )
+        stored = round_to_stored(converted.model, model, source)  # what is measured is what will be saved
+        made.append((chosen, converted))
+    (methods, choice, moments), converted = made[0]
+    compared = [beside.Compared(name, one.model) for name, (_, one) in zip(requests, made, strict=True)]
+    starts["damage"], evaluation, seed = time.perf_counter(), windows["evaluation"], options.seed  # with hidden numbers
+    runs = {str(number): logits_of(one.model) for number, one in enumerate(compared)}
+    if converted.fits:
+        runs["without"] = logits_uncompensated(converted.model, converted.refitted)
+    with progress("measuring the damage", len(evaluation)) as bar:
+        measured = losses(logits_of(model), runs, evaluation, bar.step)
+    without = measured.pop("without", None)
+    damage = by_domain(measured["0"], without, frozenset(seen), seed)
     needles = None if options.sweep else _needles(model, converted.model, tokenizer, request, progress)
     cache = _cache(model, converted.model, request)
     starts["step"] = time.perf_counter()
     step = _step(model, converted.model, cache.context, progress) if options.full else None
-    judged, alternatives = Judged(evaluation, cache.context, tokenizer if needles else None, seed), ()
+    judged, alternatives = beside.Judged(evaluation, cache.context, tokenizer if needles else None, seed), ()
     starts["alternatives"] = time.perf_counter()
     if options.sweep:
-        alternatives = rows_of(model, compared, measured, judged, progress)
+        alternatives = beside.rows_of(model, compared, [*measured.values()], judged, progress)
     elif options.full:
-        beside = latents_beside(model, request, moments)
-        alternatives = measure_alternatives(model, converted.model, beside, judged, progress)
+        latents = beside.latents_beside(model, request, moments)
+        alternatives = beside.measure_alternatives(model, converted.model, latents, judged, progress)
     report = RetrofitReport(
         architecture=Architecture(
             **model_facts(model, public_name(source)),
@@ -256,32 +269,6 @@ def _report(
         seconds=_seconds(starts),
     )
     return report.of_model(converted.model, tokenizer, stored)
-
-
-def _converted(
-    source: PreTrainedModel | str | Path,
-    model: PreTrainedModel,
-    request: Request,
-    windows: Mapping[str, Windows],
-    starts: dict[str, float],
-    progress: Meter,
-) -> tuple[Chosen, Converted, torch.dtype]:
-    """Choose layers, convert and fit; the model is rounded to the dtype in which it will be saved."""
-    chosen = choose(model, request, windows, progress)
-    starts["convert"], fit = time.perf_counter(), request.fit_of(chosen.methods)
-    with progress("calibrating", model.config.num_hidden_layers) as bar:
-        converted = convert(
-            model,
-            chosen.methods,
-            calibration=windows["calibration"].by_domain() if request.fits else None,
-            fit=None if fit == "none" else fit,
-            groups=request.options.groups,
-            merge=request.options.merge,
-            progress=bar.step,
-            share_weights=model is not source or bool(request.options.sweep),
-            moments=chosen.moments,
-        )
-    return chosen, converted, round_to_stored(converted.model, model, source)  # what is measured will be saved
 
 
 def _plan(model: PreTrainedModel, converted: PreTrainedModel, methods: Sequence[Method], request: Request) -> DepthPlan:
@@ -333,7 +320,7 @@ def _announce_time(
     if options.full:
         forwarded += 2 * min(options.kv_context or CONTEXT, LONGEST_STEP)
     if options.full and not request.indexed:
-        forwarded += (len(MEASURED) + 2) * min(WINDOWS, len(windows["evaluation"])) * options.length
+        forwarded += (len(beside.MEASURED) + 2) * min(beside.WINDOWS, len(windows["evaluation"])) * options.length
     seconds = min(passes) / window.numel() * forwarded
     if seconds >= 60:
         with progress(f"this will take about {round(seconds / 60)} min", 0):
@@ -360,25 +347,6 @@ def _needles(
     if not retrieved:
         return None
     return Needles(original=measure_retrieval(model, tokenizer, seed, progress, lengths=lengths), retrofit=retrieved)
-
-
-def _evaluate(
-    model: PreTrainedModel,
-    converted: Converted,
-    variants: Sequence[Compared],
-    windows: Windows,
-    seen: frozenset[str],
-    seed: int,
-    progress: Meter,
-) -> tuple[Domains, list[Losses]]:
-    """Measure the damage with compensation and, where anything was fitted, without; and the losses of each variant."""
-    runs = {str(number): logits_of(variant.model) for number, variant in enumerate(variants)}
-    if converted.fits:
-        runs["without"] = logits_uncompensated(converted.model, converted.refitted)
-    with progress("measuring the damage", len(windows)) as bar:
-        measured = losses(logits_of(model), runs, windows, bar.step)
-    without = measured.pop("without", None)
-    return by_domain(measured["0"], without, seen, seed), list(measured.values())
 
 
 def _calibration(converted: Converted, request: Request, windows: Mapping[str, Tensor]) -> Calibration:

@@ -111,11 +111,8 @@ class Streams:
         """
         captured: dict[str, Tensor] = {}
 
-        def keep(name: str) -> Callable[[nn.Module, Any, Tensor], None]:
-            return lambda _module, _args, output: captured.update({name: output})
-
-        def keep_heads(_: nn.Module, args: Any) -> None:
-            captured["heads"] = args[0]
+        def keep(name: str) -> Callable[..., None]:  # a hook before a module, or behind it
+            return lambda _, args, output=None: captured.update({name: args[0] if output is None else output})
 
         def keep_stream(_: nn.Module, args: Any) -> None:
             captured["stream"] = args[0]
@@ -125,7 +122,7 @@ class Streams:
         assert block.input_layernorm is not None
         handles = [block.input_layernorm.register_forward_hook(keep("normed"))]
         if block.self_attn is not None:
-            handles.append(block.self_attn.o_proj.register_forward_pre_hook(keep_heads))
+            handles.append(block.self_attn.o_proj.register_forward_pre_hook(keep("heads")))
             if block.self_attn.v_proj is not None:
                 handles.append(block.self_attn.v_proj.register_forward_hook(keep("values")))
         if target != "mlp" and block.mlp is not None:

@@ -280,6 +280,11 @@ BAD = [
         {"name": "uniattn", "compensation": "ffn"},
         "must be one of 'attention', 'heads', 'mlp', 'heads-from-values', None",
     ),
+    ({"name": "cla", "compensation": "heads-from-values"}, "must be one of 'attention', 'heads', 'mlp', None"),
+    (
+        [{"name": "uniattn", "superblocks": ((2, 3),), "compensation": "heads-from-values"}, "svformer"],
+        "layer 3: uniattn has a W_c of the output of W_v, which the layer does not have; use compensation 'heads'",
+    ),
     ({"name": "drop", "attention": (9,)}, "got 9"),
     ({"name": "drop", "layers": tuple(range(6))}, "no layer has attention"),
     ({"name": "cla", "group": "2"}, "^cla: group must be int, got '2'$"),

@@ -20,7 +20,7 @@ from crosslayer.output.progress import Progress, Silent, say
 
 TYPES = {"int": int, "float": float, "bool": bool}
 METAVARS = {"settings": "KEY=VALUE", "vary": "KEY=V1,V2", "allow_methods": "MODULE"}  # by name; else by annotation:
-METAVARS |= {"DomainTexts": "TEXT", "Text": "TEXT", "Sequence[str]": "<str>"}
+METAVARS |= {"sweep": "KEY=V1,V2", "DomainTexts": "TEXT", "Text": "TEXT", "Sequence[str]": "<str>"}
 PANELS = {name: "Output" for name in ("out", "force", "remote_code_shim")}  # of the help; others are in "Options"
 
 

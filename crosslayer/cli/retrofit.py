@@ -5,16 +5,20 @@ from pathlib import Path
 from typing import Any
 
 
-def saver(out: str, force: bool, *, remote_code_shim: bool = False) -> Callable[[Any], Path]:
+def saver(out: str, force: bool, sweep: list[str] | None, *, remote_code_shim: bool = False) -> Callable[[Any], Path]:
     """Return a function that saves the model and its report.
 
     Args:
         out: the folder.
         force: replace it if it exists.
+        sweep: as in the call.
         remote_code_shim: add an auto_map file, for programs that load models with `trust_remote_code`.
 
     """
     from crosslayer.output.progress import say
+
+    if sweep and remote_code_shim:
+        raise ValueError("`remote_code_shim` has no effect with `sweep`, which saves no model; remove one of them")
 
     def save(report: Any) -> Path:
         if remote_code_shim and not report.takes_shim:
@@ -24,13 +28,14 @@ def saver(out: str, force: bool, *, remote_code_shim: bool = False) -> Callable[
     return save
 
 
-def then(model: str, out: str, json: bool, *, heal: str | None = None) -> Callable[[Any], None] | None:
+def then(model: str, out: str, json: bool, sweep: Any, *, heal: str | None = None) -> Callable[[Any], None] | None:
     """Return a function that heals the retrofit, or None without `heal`; the recipe is checked at once.
 
     Args:
         model: the original model.
         out: the folder of the retrofit.
         json: whether only JSON is printed.
+        sweep: as in the call.
         heal: a recipe to then train the model with, as `crosslayer heal` does; saved in OUT-healed.
 
     """
@@ -39,6 +44,8 @@ def then(model: str, out: str, json: bool, *, heal: str | None = None) -> Callab
 
     if heal is None:
         return None
+    if sweep:
+        raise ValueError("`heal` has no effect with `sweep`, which saves no model; remove one of them")
     load_heal_recipe(heal)
     healed = Path(out).with_name(f"{Path(out).name}-healed")
     if healed.exists():

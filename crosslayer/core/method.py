@@ -26,6 +26,8 @@ else:
 
 # a linear compensation (W_c) adds after W_o, before W_o, or to the MLP's update
 TARGETS = ("attention", "heads", "mlp")
+FROM_VALUES = "heads-from-values"  # before W_o, too, but of the output of W_v instead of the layer's input
+ON_HEADS = ("heads", FROM_VALUES)
 Carry = dict[str, Any]  # what earlier layers pass to later ones: replaced, never mutated
 State = Tensor | None  # queries, keys or values; None if the layer reads another layer's
 Mixed = tuple[State, State, State, Carry]
@@ -145,13 +147,15 @@ class Residual(Mixing):
 class Compensation(nn.Linear, Mixing):
     """A linear compensation (W_c): adds `normed @ W_c [+ b]` to the update that `target` (of `TARGETS`) names.
 
-    It begins at zero, and maps (B, T, C) to (B, T, C), or to (B, T, H·D) before W_o.
+    It begins at zero, and maps (B, T, C) to (B, T, C), or to (B, T, H·D) before W_o; with the target `FROM_VALUES` it
+    maps the layer's own values (B, T, H_kv·D) instead.
     """
 
     def __init__(self, config: Config, target: str, bias: bool = False):
-        assert config.head_dim is not None
-        self.target, inputs = target, config.hidden_size
-        outputs = config.num_attention_heads * config.head_dim if target == "heads" else inputs
+        assert config.head_dim is not None and config.num_key_value_heads is not None
+        self.target, self.reads_values, size = target, target == FROM_VALUES, config.head_dim
+        inputs = config.num_key_value_heads * size if self.reads_values else config.hidden_size
+        outputs = config.num_attention_heads * size if target in ON_HEADS else config.hidden_size
         super().__init__(inputs, outputs, bias=bias)
 
     def reset(self) -> None:

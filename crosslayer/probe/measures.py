@@ -2,8 +2,8 @@
 
 Shapes: T tokens, C hidden, H key-value heads, D head size, L layers.
 
-Sources by their arXiv numbers: 2410.17897 (Value Residual Learning), 2406.15786 (What Matters in Transformers?), and
-2403.03853 (ShortGPT); "the waiver" is Unveiling and Controlling Anomalous Attention Distribution in Transformers.
+Sources by arXiv numbers: 2410.17897 (Value Residual Learning), 2406.15786 (What Matters in Transformers?), 2403.03853
+(ShortGPT), 2502.00439 (softmax unification), 2407.01601 (the waiver).
 """
 
 import torch
@@ -79,6 +79,23 @@ def mean_cosine(before: Tensor, after: Tensor) -> Tensor:
     products = torch.linalg.vecdot(working(before), working(after))  # (T,)
     norms = hidden_norms(before).clamp_min(SMALLEST_NORM) * hidden_norms(after).clamp_min(SMALLEST_NORM)
     return (products / norms).mean()
+
+
+def depth_factor(before: Tensor, after: Tensor) -> Tensor:
+    """Return ‖after − before‖ / ‖before‖ averaged over the tokens, (T, C) twice → () (2502.00439, Eq. 7)."""
+    return (hidden_norms(after - before) / hidden_norms(before).clamp_min(SMALLEST_NORM)).mean()
+
+
+def softmax_response(scores: Tensor, change: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ‖J‖ and ‖J δ‖ / ‖p‖ averaged over rows, of scores and their change δ, (..., S) twice → () each.
+
+    p = softmax(scores), J = diag(p) − p pᵀ, ‖J‖² = Σp² − 2 Σp³ + (Σp²)² (2502.00439, appendices C and G).
+    """
+    p = scores.softmax(dim=-1)
+    square = p.square().sum(dim=-1)
+    jacobian = (square - 2 * p.pow(3).sum(dim=-1) + square.square()).clamp_min(0).sqrt()
+    moved = p * (change - torch.linalg.vecdot(p, change)[..., None])
+    return jacobian.mean(), (moved.norm(dim=-1) / square.sqrt()).mean()
 
 
 def l1_over_l2(update: Tensor) -> Tensor:

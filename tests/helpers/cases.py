@@ -25,6 +25,7 @@ VARIANTS = {
     "svformer all, every two": [{"name": "svformer", "share": ("queries", "keys", "values"), "every": 2}],
     "cla of 4 in the top": [{"name": "cla", "group": 4, "start": 1, "end": 6}],
     "uniattn heads": [{"name": "uniattn", "superblocks": BLOCKS, "compensation": "heads"}],
+    "uniattn heads-from-values": [{"name": "uniattn", "superblocks": BLOCKS, "compensation": "heads-from-values"}],
     "uniattn mlp": [{"name": "uniattn", "superblocks": BLOCKS, "compensation": "mlp"}],
     "uniattn none": [{"name": "uniattn", "superblocks": BLOCKS, "compensation": None}],
     "cla groups, compensated": [{"name": "cla", "groups": ((1, 2, 3), (4, 5)), "compensation": "attention"}],

@@ -97,7 +97,7 @@ class Naive:
         found, count = {}, len(self.layers)
         for name in ("first_token_share", "entropy", "sink_rate", "value_norm_ratio", "hidden_norm_ratio", "mlp_l1_l2",
                      "token_similarity", "attention_io_similarity", "layer_io_similarity", "stream_norm",
-                     "first_contribution"):  # fmt: skip
+                     "first_contribution", "depth_factor"):  # fmt: skip
             found[name] = [getattr(self, name)(i) for i in range(count)]
         found["first_token_by_head"] = [[self.received(i, h) for h in range(4)] for i in range(count)]
         found["top_importance"] = [sorted(self.importance(i), reverse=True)[:10] for i in range(count)]
@@ -164,6 +164,10 @@ class Naive:
 
     def layer_io_similarity(self, i):
         return np.mean([cosine(x, y) for x, y in zip(self.hidden[i], self.after[i], strict=True)])
+
+    def depth_factor(self, i):
+        pairs = zip(self.hidden[i].tolist(), self.after[i].tolist(), strict=True)
+        return np.mean([math.dist(x, y) / math.hypot(*x) for x, y in pairs])
 
     def value_spectrum(self, i):
         v = self.values[i]

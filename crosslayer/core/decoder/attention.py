@@ -19,7 +19,7 @@ from crosslayer.core.choice import TokenChoice, mask_of
 from crosslayer.core.decoder.caches import update_both, update_single
 from crosslayer.core.decoder.configuration import CrossLayerConfig
 from crosslayer.core.decoder.family import norm
-from crosslayer.core.method import INPUT, Carry, Compensation, HeadMixer, StateReader, Wiring, state_reader
+from crosslayer.core.method import INPUT, ON_HEADS, Carry, Compensation, HeadMixer, StateReader, Wiring, state_reader
 from crosslayer.core.plan import PASSED, STATES, DepthPlan
 from crosslayer.core.sources import SharedStates, outside_layer_graphs
 from crosslayer.core.transformers_versions import read_paged, takes_cache
@@ -32,7 +32,7 @@ Inputs = tuple[Tensor, Tensor, Tensor]  # of the query, key and value projection
 
 
 class CrossLayerAttention(nn.Module):
-    """Attention of a layer; a W_c with the target "heads" adds to the heads' output, before W_o."""
+    """Attention of a layer; a W_c with a target in `ON_HEADS` adds to the heads' output, before W_o."""
 
     def __init__(self, config: CrossLayerConfig, wiring: Wiring, layer_idx: int):
         super().__init__()
@@ -71,8 +71,8 @@ class CrossLayerAttention(nn.Module):
         if plan.involves_choice(layer_idx):
             modules = [method.choice(config, wiring, layer_idx) for method in wiring.methods]
             (self.choice,) = [module for module in modules if module is not None]
-        on_heads = wiring.compensation[layer_idx] == "heads"
-        self.compensation = Compensation(config, "heads", wiring.compensation_bias[layer_idx]) if on_heads else None
+        target, bias = wiring.compensation[layer_idx], wiring.compensation_bias[layer_idx]
+        self.compensation = Compensation(config, target, bias) if target in ON_HEADS else None
 
     def _add_projections(self, config: CrossLayerConfig, has_own: list[bool], value_share: float) -> None:
         assert config.num_key_value_heads is not None
@@ -129,6 +129,7 @@ class CrossLayerAttention(nn.Module):
             self._project(for_k, self.k_proj, self.k_norm),  # (B, H_kv, T, D)
             self._project(for_v, self.v_proj, None),  # (B, H_kv, T, D)
         ]
+        v: Any = states[2]
         if position_embeddings is not None:
             states = _rotate(states, position_embeddings)
         if self.shows_input:
@@ -159,7 +160,8 @@ class CrossLayerAttention(nn.Module):
             out, carry = mixer.after(out, carry)
         out = out.reshape(*hidden_states.shape[:-1], -1).contiguous()  # (B, T, H·D)
         if self.compensation is not None:
-            out = out + self.compensation(hidden_states)
+            reads_values = v is not None and self.compensation.reads_values
+            out = out + self.compensation(v.transpose(1, 2).flatten(2) if reads_values else hidden_states)
         return self.o_proj(out), carry
 
     def _project(self, hidden_states: Tensor, linear: nn.Module | None, norm: nn.Module | None) -> Tensor | None:

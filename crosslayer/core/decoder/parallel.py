@@ -13,7 +13,7 @@ from transformers.integrations.tensor_parallel import (
     TensorParallelLayer,
 )
 
-from crosslayer.core.method import INPUT, Config, HeadMixer, Method, Mixing, Wiring
+from crosslayer.core.method import FROM_VALUES, INPUT, Config, HeadMixer, Method, Mixing, Wiring
 
 WHOLE = "crosslayer_whole"
 BY_HEAD = "crosslayer_by_head"
@@ -53,6 +53,7 @@ COMPENSATION = {
     "attention": ("layers.*.attn_compensation", WHOLE),
     "heads": ("layers.*.self_attn.compensation", "colwise"),
     "mlp": ("layers.*.mlp_compensation", WHOLE),
+    FROM_VALUES: ("layers.*.self_attn.compensation", WHOLE),
 }
 
 
@@ -104,15 +105,18 @@ def tensor_parallel_plan(config: Config, wiring: Wiring) -> dict[str, str]:
     if wiring.plan.has_latents:  # keys and values of all heads are made together: attention is replicated
         below = any(isinstance(read, tuple) for read in wiring.plan.keys)
         plan = {"embed_tokens": "embedding_rowwise", **dict.fromkeys((*LATENTS, *(BELOW if below else ())), WHOLE)}
+    whole = wiring.plan.has_latents or FROM_VALUES in wiring.compensation  # a W_c of all heads' values
+    if FROM_VALUES in wiring.compensation:
+        plan |= dict.fromkeys(PLAN, WHOLE)
     plan |= config.components.mlp_split if config.num_local_experts is None else EXPERTS
     if config.components.learned_positions:
         plan["embed_positions"] = WHOLE
     if wiring.linear:
         plan |= LINEAR
     if config.qk_norm:
-        plan |= dict.fromkeys(NORMS, WHOLE if wiring.plan.has_latents else "replicated_with_grad_allreduce")
+        plan |= dict.fromkeys(NORMS, WHOLE if whole else "replicated_with_grad_allreduce")
     if any(type(method).heads is not Method.heads for method in wiring.methods):
-        plan[MIXERS] = BY_HEAD
+        plan[MIXERS] = WHOLE if whole else BY_HEAD
     if any(wiring.reads_several):
-        plan[READER] = BY_HEAD
+        plan[READER] = WHOLE if whole else BY_HEAD
     return plan | dict(COMPENSATION[target] for target in wiring.compensation if target is not None)

@@ -16,7 +16,7 @@ from itertools import combinations
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, get_type_hints
 
-from crosslayer.core.method import Compensated, Method, Wiring, options_of
+from crosslayer.core.method import FROM_VALUES, Compensated, Method, Wiring, options_of
 from crosslayer.core.plan import STATES, DepthPlan
 
 if TYPE_CHECKING:
@@ -226,6 +226,11 @@ def _wire(methods: tuple[Method, ...], layers: int, linear: tuple[int, ...]) -> 
             if method.compensation == "mlp" and plan.mlps[layer] is None:
                 raise ValueError(
                     f"layer {layer}: {method.name()} adds its W_c to the MLP's update, but the layer has no MLP"
+                )
+            if method.compensation == FROM_VALUES and (plan.values[layer] != layer or plan.latents[layer]):
+                raise ValueError(
+                    f"layer {layer}: {method.name()} has a W_c of the output of W_v, which the layer does not have; "
+                    "use compensation 'heads'"
                 )
             compensated[layer] = method
     targets = tuple(compensated[layer].compensation if layer in compensated else None for layer in every)

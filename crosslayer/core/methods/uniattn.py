@@ -4,14 +4,16 @@
 
 Flows: queries and keys; with eager attention the softmax map itself, which other implementations never build. Reads:
 every reader, its source's. Cache: keys of sources, values of all layers. Source: UniAttn (arXiv 2502.00439), Eq. 5 and
-Table 12; as in its code, W_c reads the normalised input.
+Table 12; as in its code, W_c reads the normalised input. Table 12's last row reads the output of W_v instead:
+
+    x'_n = x_n + (A_l V_n + V_n W_c) W_o,  W_c (H_kv·D, H·D)
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from crosslayer.core.method import Compensated
+from crosslayer.core.method import FROM_VALUES, TARGETS, Compensated
 from crosslayer.core.options import group_sources, sharing_groups
 from crosslayer.core.plan import DepthPlan
 
@@ -20,12 +22,13 @@ from crosslayer.core.plan import DepthPlan
 class UniAttn(Compensated):
     """Superblocks share the softmax map of their first layer; every reader has a W_c."""
 
-    saves = ("keys",)
+    saves, targets = ("keys",), (*TARGETS, FROM_VALUES)
 
     superblocks: tuple[tuple[int, ...], ...] = ()
     """Groups of 0-based layers in rising order, consecutive in the paper; other layers share nothing."""
     compensation: str | None = "attention"
-    """What W_c adds to: "attention" (after W_o), "heads" (before W_o), "mlp" (the MLP's update), None: no W_c."""
+    """What W_c adds to: "attention" (after W_o), "heads" (before W_o), "mlp" (the MLP's update), "heads-from-values"
+    (before W_o, of the output of W_v), None: no W_c."""
 
     def plan(self, layers: int) -> DepthPlan:
         """Let the layers of a superblock read its first layer's queries and keys."""

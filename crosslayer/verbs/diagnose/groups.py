@@ -11,14 +11,14 @@ PAPER_SIZE = 4  # layers in one of the paper's superblocks
 Groups = list[list[int]]
 
 
-def paper_groups(shapes: list[LayerShape | None], size: int = PAPER_SIZE) -> Groups:
+def paper_groups(shapes: list[LayerShape | None], size: int = PAPER_SIZE, count: int | None = None) -> Groups:
     """Return the paper's superblocks: `size` layers each, from the last layer down, within the upper half.
 
-    Layers left over stay single, and a block whose layers may not share is skipped.
+    With `count`: of the whole model, until there are so many. Layers left over stay single, and a block whose layers
+    may not share is skipped.
     """
-    groups = []
-    stop = len(shapes)
-    while stop - size >= len(shapes) // 2:
+    groups, stop, lowest = [], len(shapes), len(shapes) // 2 if count is None else 0
+    while stop - size >= lowest and len(groups) != count:
         group = list(range(stop - size, stop))
         if all(may_share(shapes[group[0]], shapes[layer]) for layer in group):
             groups.insert(0, group)

@@ -78,6 +78,7 @@ class Measures(Frozen):
     attention_io_similarity: Measure = Field(description="mean over tokens of cos(x, x + Attn(x)), (L,)")
     layer_io_similarity: Measure = Field(description="mean over tokens of cos(x, layer(x)), (L,)")
     stream_norm: Measure = Field(description="mean L2 norm of the hidden states at the input of a layer, (L,)")
+    depth_factor: Measure = Field(description="mean over tokens of ‖layer(x) − x‖ / ‖x‖, (L,)")
 
 
 class ByStream(Frozen):
@@ -94,12 +95,14 @@ class ByStream(Frozen):
 
 
 class CrossLayer(Frozen):
-    """How well approximations match attention over two layers, cosines (L,); None if there is no second layer."""
+    """Cosines of approximations with attention over two layers, and how a map of the keys below responds, (L,)."""
 
     current_previous: Measure
     current_first: Measure
     identity_previous: Measure
     identity_first: Measure
+    softmax_jacobian: Measure | None = None
+    map_response: Measure | None = None
 
 
 class Outputs(Frozen):

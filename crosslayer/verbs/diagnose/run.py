@@ -117,8 +117,9 @@ def _diagnosis(inputs: Inputs, measured: Sequence[SequenceMeasures], cross_layer
     measures = Measures(**_averages([sequence.measures for sequence in measured], over))
     cosines = _averages([sequence.cross_layer for sequence in measured], over)
     single = _averages([sequence.by_stream for sequence in measured], over)
-    depth = [table for table in tables if table is not None]
-    weights = DepthWeights(readers=measured[0].depth.readers, weights=measure(np.stack(depth), over)) if depth else None
+    weights = None
+    if all(table is not None for table in tables):
+        weights = DepthWeights(readers=measured[0].depth.readers, weights=measure(np.stack(tables), over))
     conclusions = verdict(measures, shapes, inputs.settings.length)
     known = [shape for shape in shapes if shape is not None]
     facts = DiagnosedModel(

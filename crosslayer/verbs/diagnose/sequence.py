@@ -7,11 +7,13 @@ Shapes: L layers of the stack, B batch, T tokens, C hidden, H heads, H_kv key-va
 (L, …), NaN if a layer has no such sublayer.
 """
 
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
@@ -19,7 +21,7 @@ from crosslayer.probe import measures as m
 from crosslayer.probe.depth import DepthMixing, depth_mixing
 from crosslayer.probe.entries import over_tokens
 from crosslayer.probe.intercept import AttentionCall, layer_stack, no_cache, visited
-from crosslayer.probe.maps import is_causal, map_sums
+from crosslayer.probe.maps import BLOCKED, is_causal, map_sums
 from crosslayer.probe.shapes import LayerShape
 from crosslayer.probe.stream import LayerStream, mean_stream, streams
 from crosslayer.verbs.diagnose.choices import measure_choices
@@ -131,7 +133,9 @@ def measure_sequence(
     for name, matrix in of_pairs.items():
         measures[name] = np.full((layers, layers), np.nan)
         measures[name][np.ix_(attending, attending)] = matrix.cpu().numpy()
-    cosines = {} if recorder.cosines is None else recorder.cosines.by_form
+    cosines = {} if recorder.cosines is None else dict(recorder.cosines.by_form)
+    if cosines and not recorder.over_depth:
+        cosines |= _responses(model, ids)
     shapes = LayerShape.read(recorder.calls, model.config.get_text_config(), layers)
     return SequenceMeasures(
         measures=measures,
@@ -147,6 +151,41 @@ def measure_sequence(
         depth=depth,
         choices=measure_choices(calls, shapes) if choices else {},
     )
+
+
+def _responses(model: PreTrainedModel, ids: Tensor) -> dict[str, ByLayer]:
+    """Return what the layer below changes in a layer's map of that layer's keys (arXiv 2502.00439, appendix C).
+
+    Scores A = Q(x_i) K_iᵀ/√d and their change by Q(x_{i+1}): layer i + 1 runs twice, also on what layer i received.
+    """
+    calls: dict[int, list[AttentionCall]] = {}
+    entered: list[Tensor] = []
+
+    def run_twice(layer: nn.Module, args: Any, kwargs: Any) -> None:
+        if entered:
+            layer.forward(entered[-1], *args[1:], **kwargs)
+        entered.append(args[0])
+
+    with ExitStack() as hooks, visited(model, lambda call: calls.setdefault(call.layer, []).append(over_tokens(call))):
+        for layer in layer_stack(model):
+            hooks.callback(layer.register_forward_pre_hook(run_twice, with_kwargs=True).remove)
+        model.base_model(input_ids=ids, **no_cache(model))
+    found: dict[str, ByLayer] = {"softmax_jacobian": {}, "map_response": {}}
+    for layer in sorted(layer for layer in calls if layer - 1 in calls):
+        (below, own), key = calls[layer], m.working(calls[layer - 1][-1].key[0]).mT  # (H_kv, D, T)
+        if key.mT.shape != own.key.shape[1:]:
+            continue
+        mask, group, by_head = _mask(own), own.query.shape[1] // len(key), []
+        for head in range(own.query.shape[1]):
+            scores, new = (m.working(call.query[0, head]) @ key[head // group] * own.scaling for call in (below, own))
+            if mask is not None:
+                seen = mask if mask.dim() == 2 else mask[0, head % mask.shape[1]]  # (T, T)
+                blocked = ~seen if seen.dtype == torch.bool else seen < torch.finfo(seen.dtype).min / 2
+                scores, new = scores.masked_fill(blocked, BLOCKED), new.masked_fill(blocked, BLOCKED)
+            by_head.append(torch.stack(m.softmax_response(scores, new - scores)))
+        for by_layer, norm in zip(found.values(), torch.stack(by_head).mean(dim=0), strict=True):
+            by_layer[layer] = norm
+    return found
 
 
 def spread(by_layer: ByLayer, layers: int) -> np.ndarray:
@@ -227,6 +266,7 @@ def _measure_stream(stream: LayerStream, number: int | None = None) -> dict[str,
     }
     if stream.leaving is not None:
         measures["layer_io_similarity"] = m.mean_cosine(before, pick(stream.leaving))
+        measures["depth_factor"] = m.depth_factor(before, pick(stream.leaving))
     if around is not None and (number is None or len(around[0]) > 1):
         measures["attention_io_similarity"] = m.mean_cosine(pick(around[0]), pick(around[1]))
     return measures

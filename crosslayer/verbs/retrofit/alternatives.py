@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +17,7 @@ from crosslayer.output.progress import Meter
 from crosslayer.quantization.running import quantized_cache, quantizing
 from crosslayer.verbs.needles.retrieval import measure_retrieval
 from crosslayer.verbs.retrofit.convert import convert
-from crosslayer.verbs.retrofit.damage import Run, damage, difference, logits_of, losses
+from crosslayer.verbs.retrofit.damage import Losses, Run, damage, difference, logits_of, losses
 from crosslayer.verbs.retrofit.latents import StateMoments, levels_of, with_bits
 from crosslayer.verbs.retrofit.request import AXES, Request
 from crosslayer.verbs.retrofit.result import Alternative
@@ -98,7 +99,7 @@ def measure_alternatives(
         rows of the models for which quantised caches are defined; nothing if they are not for the original.
 
     """
-    windows, context, tokenizer, seed = judged
+    windows = judged.windows
     models = {"original": original, "retrofit": retrofit}
     quantisable = [of for of, model in models.items() if _takes_quantised(model)]
     if "original" not in quantisable:
@@ -119,6 +120,18 @@ def measure_alternatives(
     runs = {str(number): _run(one) for number, one in enumerate(compared)}
     with progress("measuring other caches", len(fewer)) as bar:
         measured = list(losses(logits_of(original), runs, fewer, bar.step).values())
+    return rows_of(original, compared, measured, judged, progress)
+
+
+def rows_of(
+    original: PreTrainedModel,
+    compared: Sequence[Compared],
+    measured: Sequence[Losses],
+    judged: Judged,
+    progress: Meter,
+) -> tuple[Alternative, ...]:
+    """Return a row of the table for each model and its losses; the differences are to the first."""
+    _, context, tokenizer, seed = judged
     rows, whole = [], read_plan(original, context, DTYPE).stored_bytes
     for one, own in zip(compared, measured, strict=True):
         gap, interval = difference(own, measured[0], seed)
@@ -133,6 +146,7 @@ def measure_alternatives(
                 share=read_plan(one.model, context, DTYPE, kv_dtype=kind).stored_bytes / whole,
                 kl=cost.kl,
                 kl_ci95=cost.kl_ci95,
+                kl_by_domain={domain: float(own.of(domain).kl.mean()) for domain in dict.fromkeys(own.domains)},
                 minus_retrofit=gap,
                 minus_retrofit_ci95=interval,
                 needles=measure_retrieval(one.model, tokenizer, seed, progress, kv_bits=one.kv_bits) if asked else (),
@@ -152,11 +166,9 @@ def _takes_quantised(model: PreTrainedModel) -> bool:
 def _run(compared: Compared) -> Run:
     """Return the forward pass of a model with its cache."""
     plain, bits = logits_of(compared.model), compared.kv_bits
-    if bits is None:
-        return plain
 
     def run(ids: Tensor) -> Tensor:
-        with quantizing(compared.model, bits):
+        with nullcontext() if bits is None else quantizing(compared.model, bits):
             return plain(ids)
 
     return run

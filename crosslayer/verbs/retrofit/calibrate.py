@@ -2,6 +2,8 @@
 
     E = target − x'_converted  (residual streams after attention),  X = the normed input of the layer,  X W_c ≈ E
 
+X is the output of W_v where W_c reads that.
+
 "layerwise": the target is the original layer's output on the *converted* model's stream, so that W_c corrects the
 change of this layer only. For all other fits the target is the original model's own stream, so that W_c also has to
 correct the errors of the layers before it, which generalizes to similar text only.
@@ -24,7 +26,7 @@ from torch import Tensor, nn
 from crosslayer.core.decoder.configuration import CrossLayerConfig
 from crosslayer.core.decoder.layer import CrossLayerDecoderLayer
 from crosslayer.core.decoder.modeling import CrossLayerForCausalLM
-from crosslayer.core.method import Compensation, Method
+from crosslayer.core.method import ON_HEADS, Compensation, Method
 from crosslayer.core.options import check_choice
 from crosslayer.verbs.retrofit.moments import FITS, REFITS, Fit, Moments, check_enough
 from crosslayer.verbs.retrofit.streams import Streams, computes_the_same, layers_of, same_weights
@@ -111,7 +113,8 @@ def fit_layer(streams: Streams, layer: int, fit: str, sizes: list[int], groups: 
         compensation.reset()
     inputs = {} if attention is None else {"heads": attention.o_proj.in_features}
     heads = sum(inputs.values())
-    inputs |= {"normed": streams.after[0].shape[-1]} if compensation is not None else {}
+    read = "values" if compensation is not None and compensation.reads_values else "normed"
+    inputs |= {read: compensation.in_features} if compensation is not None else {}
     biased = compensation is not None and compensation.bias is not None
     moments = Moments(streams.after[0], sizes, groups, biased, list(inputs.values()))
     target = "attention" if compensation is None else compensation.target
@@ -126,18 +129,18 @@ def fit_layer(streams: Streams, layer: int, fit: str, sizes: list[int], groups: 
     if compensation is not None:
         weight = torch.cat([weight[:heads], _write(block, compensation, weight[heads:])])
     return moments.report(
-        layer, weight, penalty=penalty_of.get("normed"), left_out=left_out, output_penalty=penalty_of.get("heads")
+        layer, weight, penalty=penalty_of.get(read), left_out=left_out, output_penalty=penalty_of.get("heads")
     )
 
 
 def _write(block: CrossLayerDecoderLayer, compensation: Compensation, weight: Tensor) -> Tensor:
-    """Set W_c to a solution (C [+ 1, the bias], C), and return what of it reaches the stream."""
+    """Set W_c to a solution (inputs [+ 1, the bias], C), and return what of it reaches the stream."""
     written = weight.T
-    if compensation.target == "heads":
+    if compensation.target in ON_HEADS:
         assert block.self_attn is not None
         projection = block.self_attn.o_proj.weight.double()  # (C, H·D)
-        written = torch.linalg.pinv(projection) @ written  # (H·D, C [+ 1])
-        weight = (projection @ written).T  # what passes through W_o, (C [+ 1], C)
+        written = torch.linalg.pinv(projection) @ written  # (H·D, inputs [+ 1])
+        weight = (projection @ written).T  # what passes through W_o, (inputs [+ 1], C)
     compensation.weight.copy_(written[:, : compensation.in_features])
     if compensation.bias is not None:
         compensation.bias.copy_(written[:, -1])
@@ -152,9 +155,9 @@ def _check(model: CrossLayerForCausalLM, domains: list[Tensor], fit: str, groups
         raise ValueError("no layer has a W_c to fit; give the method compensation='attention'")
     if fit in REFITS and (reason := why_no_refit(model)) is not None:
         raise ValueError(reason)
-    if model.config.has_post_norms and "heads" in wiring.compensation:
+    if model.config.has_post_norms and {*ON_HEADS} & {*wiring.compensation}:
         raise ValueError(
-            "this model norms attention's output before the residual, so W_c cannot have target 'heads'; use "
+            "this model norms attention's output before the residual, so W_c cannot write before W_o; use "
             "target 'attention'"
         )
     if any(type(method).residual is not Method.residual for method in wiring.methods):

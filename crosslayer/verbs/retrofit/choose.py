@@ -34,7 +34,7 @@ from crosslayer.verbs.retrofit.convert import convert, plain_decoder
 from crosslayer.verbs.retrofit.indexers import indexers_by_damage
 from crosslayer.verbs.retrofit.latents import StateMoments, levels_of, measure_moments, with_bits, with_errors
 from crosslayer.verbs.retrofit.moments import RANK_CUTOFF
-from crosslayer.verbs.retrofit.request import Request
+from crosslayer.verbs.retrofit.request import Request, RetrofitOptions
 from crosslayer.verbs.retrofit.result import Choice
 from crosslayer.verbs.retrofit.search import MethodClass
 from crosslayer.verbs.retrofit.streams import Streams
@@ -74,7 +74,7 @@ def choose(model: PreTrainedModel, request: Request, windows: dict[str, Windows]
     if option == "auto":
         groups = _automatic(model, request, cls, windows["calibration" if request.many_tokens else "choice"], progress)
     elif option == "top-half":
-        groups = _top_half(model, cls, request.options.size)
+        groups = _top(model, cls, request.options)
     else:
         groups = parse_layers(option, layers)
     method = _checked(request.compensated(request.from_groups(groups, layers)), model, request)
@@ -107,9 +107,12 @@ def _latents(model: PreTrainedModel, request: Request, windows: Windows, progres
     return Chosen(with_bits([request.method], moments, budget, levels), Choice(how=how), moments)
 
 
-def _top_half(model: PreTrainedModel, cls: MethodClass, size: int) -> Groups:
-    """Return blocks of the top half from the last layer down; for a method on single layers, each without its first."""
-    blocks = paper_groups(find_sublayers(model).shapes, size)
+def _top(model: PreTrainedModel, cls: MethodClass, options: RetrofitOptions) -> Groups:
+    """Return blocks of layers from the last down; for a method on single layers, each without its first."""
+    size, count = options.size, options.count
+    blocks = paper_groups(find_sublayers(model).shapes, size, count and count // (size - 1))
+    if count is not None and len(blocks) * (size - 1) < count:
+        raise ValueError(f"`count` must be at most {len(blocks) * (size - 1)} for `size` {size}, got {count}")
     if not blocks:
         raise ValueError(
             f"the top half has no {size} consecutive layers with the same mask; give `layers` (groups with gaps: "

@@ -247,7 +247,8 @@ def convert(
             f"fit and merge have no effect on {model.config.model_type}, whose weights are kept; remove them"
         )
     wired = isinstance(model.config, CrossLayerConfig) and bool(model.config.methods)
-    if wired and (fit is not None or merge != "first" or any(_compensated(method) for method in chosen)):
+    compensated = any(isinstance(method, Compensated) and method.compensation for method in chosen)
+    if wired and (fit is not None or merge != "first" or compensated):
         raise ValueError(f"{WIRED}; leave out fit, merge and compensation")
     initial, fits = convert_weights(model, chosen, merge), []
     converted = initial.model
@@ -274,10 +275,6 @@ def convert(
     outputs = [f"model.layers.{layer}.self_attn.o_proj.weight" for layer in changed]  # W_o in all families
     refitted = {name: originals[name] for name in outputs}
     return Converted(converted, initial.weights.model_copy(update={"refitted": outputs}), fit, fits, refitted)
-
-
-def _compensated(method: Method) -> bool:
-    return isinstance(method, Compensated) and method.compensation is not None
 
 
 def _fit_latents(

@@ -76,7 +76,7 @@ def panels(record: RetrofitReport) -> list[Panel]:
         caption = "RMS difference to the original's residual stream, before and after the fit, on calibration text."
         title = "What the compensation recovers"
         figures.append(Panel("calibration", title, caption, "layer", "RMS error", lines, log_y=True, wide=True))
-    if record.alternatives:
+    if record.alternatives and not record.settings.sweep:
         figures.append(_bytes_and_damage(record.alternatives))
     search = record.choice.search
     if search is not None and search.curve:
@@ -135,16 +135,26 @@ def _trade_off(curve: list[CurvePoint], baselines: list[MeasuredBaseline], of_re
     return Panel("trade_off", title, caption, *axes, lines, wide=True, bounds=(0, math.inf))
 
 
+def tables(record: RetrofitReport) -> list[Table]:
+    """Return the table that is printed, too: that of a sweep."""
+    return [_alternatives(record)] if record.settings.sweep else []
+
+
 def _alternatives(record: RetrofitReport) -> Table:
-    """Return the table of quantised caches beside the retrofit's."""
-    rows = []
+    """Return the table of quantised caches beside the retrofit's, or of a sweep's variants."""
+    rows, swept = [], bool(record.settings.sweep)
     retrieved = None if record.needles is None else record.needles.retrofit
     for number, row in enumerate(record.alternatives):
         asked = retrieved if number == 0 else row.needles
         found = f"{count_retrieved(asked)} of {sum(len(result.found) for result in asked)}" if asked else "–"
         than = "–" if number == 0 else with_interval(row.minus_retrofit, row.minus_retrofit_ci95)
         cost = with_interval(row.kl, row.kl_ci95, 4)
-        rows.append([row.name, f"{row.share:.1%}", cost, than, found, [row.options] if row.options else "–"])
+        means = [f"{row.kl_by_domain[domain]:.3f}" for domain in record.domains]
+        rest = means if swept else [found, [row.options] if row.options else "–"]
+        rows.append([row.name, f"{row.share:.1%}", cost, than, *rest])
+    if swept:
+        head = ["variant", "bytes", "KL", "KL less the first's", *(f"on {domain}" for domain in record.domains)]
+        return "Variants (share of the original's 16-bit cache; KL in nats/token)", head, rows
     head = ["cache", "bytes", "KL", "KL less the retrofit's", "hidden numbers", "to have it"]
     return "What other caches cost (share of the original's 16-bit cache; KL in nats/token)", head, rows
 

@@ -1,7 +1,9 @@
 """The options of a retrofit, and what they mean for its methods. An option without effect raises an error."""
 
 import dataclasses
+import itertools
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Self
 
@@ -18,6 +20,7 @@ from crosslayer.verbs.retrofit.search import searched_methods
 
 SELECTS = ("similarity", "top-half-similarity", "greedy", "correlation", "distance")
 AXES = ("depth", "bits", "rank")  # in which a cache becomes smaller
+SWEPT = ("method", "layers", "compensation", "target", "groups", "merge", "select", "size", "count")
 QUICK_SETS = ("windows", "calibration", "length")  # what `quick` decides
 ONE_OF = (
     "give one of `method`, `kv_budget`, `kl_budget` and `read_budget`; the budgets choose methods and layers themselves"
@@ -57,6 +60,7 @@ class RetrofitOptions(Options):
     full: bool = False
     seed: Seed = 0
     bos: str = "auto"
+    sweep: tuple[str, ...] = ()
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -67,6 +71,8 @@ class RetrofitOptions(Options):
             raise ValueError(f"`read_budget` must be above 0 and below 1, got {self.read_budget:g}")
         if self.quick and self.full:
             raise ValueError("give one of `quick` and `full`")
+        if self.sweep and (budgets or self.full):
+            raise ValueError("`sweep` needs `method`, without a budget and without `full`; remove one of them")
         for axis in self.axes.split(","):
             check_choice("retrofit", "axes", axis, AXES)
         check_choice("retrofit", "compensation", self.compensation, ("none", *FITS, None))
@@ -82,6 +88,19 @@ class RetrofitOptions(Options):
                 "their sources; use `compensation` ridge"
             )
         return self
+
+    def variants(self) -> dict[str, "RetrofitOptions"]:
+        """Return the options of every combination of swept values, by what is typed for it; without a sweep its own."""
+        swept: dict[str, list[str]] = {}
+        for text in self.sweep:
+            key, *values = re.split("[=,]", text.replace(" ", ""))
+            if key not in SWEPT or key in swept or "" in values or not 0 < len(values) == len(set(values)):
+                form = f"KEY=VALUE,VALUE, each once, with a KEY of {', '.join(SWEPT)}"
+                raise ValueError(f"`sweep` must be {form}, got {text!r}; for example size=2,3,4")
+            swept[key] = values
+        chosen = [dict(zip(swept, values, strict=True)) for values in itertools.product(*swept.values())]
+        typed = [" ".join(f"--{key} {value}" for key, value in each.items()) for each in chosen]
+        return {name: RetrofitOptions(**self.model_dump() | own) for name, own in zip(typed, chosen, strict=True)}
 
     def changed(self) -> dict[str, Any]:
         """Return the options that are not at their default."""
@@ -232,7 +251,7 @@ class Request:
             "layers": cls is not None,
             "threshold": self.select == "distance",
             "size": cls is not None and options.layers == "top-half",
-            "count": cls is not None and options.layers == "auto",
+            "count": cls is not None and options.layers in ("auto", "top-half"),
             "groups": self.fit == "mean",
             "calibration": self.fits or self.many_tokens,
             "bias": self.adds and has_class and (cls is None or bool(cls.targets)),
@@ -244,6 +263,8 @@ class Request:
                 raise ValueError(f"`{option}`{value} has no effect with the other options; remove it")
             if option in choices:
                 check_choice("retrofit", option, value, choices[option])
+        if options.layers == "top-half" and (options.count or 0) % (options.size - 1):
+            raise ValueError(f"`count` must be a multiple of `size` − 1 = {options.size - 1}, got {options.count}")
         chosen = self._whole() or ([cls] if cls is not None else [])
         names = " and ".join(one.name() for one in chosen)
         if chosen and options.kv_budget is not None and not self.calibrates:

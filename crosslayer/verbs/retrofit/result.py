@@ -156,14 +156,15 @@ class Needles(Frozen):
 
 
 class Alternative(Frozen):
-    """A cache of the original, the retrofit or other latents, measured on some of the evaluation windows."""
+    """A cache of the original, the retrofit or other latents, on a few windows; or a sweep's variant, on all."""
 
-    of: str = Field(description="original, retrofit, or latents by some axes")
+    of: str = Field(description="original, retrofit, latents by some axes, or the swept options with their values")
     kv_bits: str | None = Field(description="8, 4, fp8, or None: not quantised")
     options: str = Field(description="what to add to `crosslayer generate` or `retrofit` to have it; empty: nothing")
     share: float = Field(description="bytes over those of the original's 16-bit cache, at the report's context")
     kl: float = Field(description="to the original, in nats/token")
     kl_ci95: Interval
+    kl_by_domain: dict[str, float] = Field(description="its mean on the windows of each domain")
     minus_retrofit: float = Field(description="its KL minus that of the retrofit that is not quantised, paired")
     minus_retrofit_ci95: Interval
     needles: tuple[Retrieval, ...] = Field(description="empty where no numbers were asked for")
@@ -182,7 +183,7 @@ class RetrofitReport(Result):
     Shapes: D domains, the worst unseen one first; L layers of the original.
     """
 
-    schema_: Literal["crosslayer/retrofit/11"] = Field(default="crosslayer/retrofit/11", alias="schema")
+    schema_: Literal["crosslayer/retrofit/12"] = Field(default="crosslayer/retrofit/12", alias="schema")
     architecture: Architecture
     methods: list[dict[str, Any]] = Field(description="name and options of each method, as in a config")
     title: str = Field(description="the methods with their options, as a line of text")
@@ -333,6 +334,8 @@ class RetrofitReport(Result):
     def save(self, folder: str | Path, force: bool = False, remote_code_shim: bool = False) -> Path:
         """Write the model's folder, all of it or nothing: weights, tokenizer, card, record, page, figures, manifest.
 
+        Of a sweep, without the model: its record, page and figures.
+
         Args:
             folder: the output folder.
             force: replace an existing folder of results.
@@ -346,6 +349,8 @@ class RetrofitReport(Result):
                 `remote_code_shim` is set for a model of a stock class.
 
         """
+        if self.settings.sweep:
+            return super().save(folder, force)
         model, target = self.model, Path(folder)
         if remote_code_shim and not self.takes_shim:
             raise ValueError(f"a remote-code shim needs a crosslayer model, got a stock {type(model).__name__}")

@@ -27,10 +27,10 @@ from crosslayer.probe.what_if import find_sublayers
 from crosslayer.verbs.bench.record import StepTime
 from crosslayer.verbs.bench.run import step_time
 from crosslayer.verbs.needles.retrieval import LENGTHS, LONG_LENGTHS, QUICK_LENGTHS, measure_retrieval, prompt_tokens
-from crosslayer.verbs.retrofit.alternatives import MEASURED, WINDOWS, Judged, latents_beside, measure_alternatives
+from crosslayer.verbs.retrofit import alternatives as beside
 from crosslayer.verbs.retrofit.cache import CONTEXT, CacheShare, token_bytes
 from crosslayer.verbs.retrofit.calibrate import POST_NORM_ERROR
-from crosslayer.verbs.retrofit.choose import choose
+from crosslayer.verbs.retrofit.choose import Chosen, choose
 from crosslayer.verbs.retrofit.convert import Converted, convert
 from crosslayer.verbs.retrofit.damage import by_domain, logits_of, logits_uncompensated, losses
 from crosslayer.verbs.retrofit.greedy import PASSES
@@ -42,7 +42,6 @@ from crosslayer.verbs.retrofit.result import (
     Architecture,
     CacheRecord,
     Calibration,
-    Domains,
     Needles,
     RetrofitReport,
 )
@@ -88,6 +87,7 @@ def retrofit(
     bos: str = "auto",
     dtype: str | torch.dtype | None = None,
     device: str | torch.device | None = None,
+    sweep: Sequence[str] = (),
     progress: Meter = Silent,
 ) -> RetrofitReport:
     """Share or remove layers of a pretrained model, compensate for it, and report memory saved and quality lost.
@@ -115,7 +115,8 @@ def retrofit(
         compensation: how to compensate for the change, by a linear map W_c of each converted layer's input: layerwise
             (default), ridge (default with --merge), zero, mean, lstsq or lmmse; refit (default where layers attend to
             another layer's states) fits W_c together with W_o, refit-o W_o alone; or none.
-        target: where the output of W_c is added: attention (default where possible), heads or mlp.
+        target: where the output of W_c is added: attention (default where possible), heads, mlp, or heads-from-values
+            (of the output of W_v, not of the layer's input).
         groups: groups of windows, each with its own mean, for --compensation mean (v of Theorem 3.1).
         merge: how to merge a group's pretrained weights: first, mean or svd, as far as the method has them.
         part: what to remove, where the method has a choice: attention, mlp or layer.
@@ -123,7 +124,7 @@ def retrofit(
         select: how --layers auto chooses: similarity (default where possible), top-half-similarity (in the
             upper half only), greedy, correlation or distance.
         size: layers per block of --layers top-half.
-        count: how many layers --layers auto converts into readers, or drops.
+        count: how many layers --layers auto or top-half converts into readers, or drops; also below the middle.
         threshold: minimum cosine of the last hidden states to the original's, for --select distance.
         calibration_text: text to fit and search on, repeatable; default --text, or embedded books, web and docs.
         windows: evaluation windows, all domains together; at least 16 per domain.
@@ -137,6 +138,8 @@ def retrofit(
         bos: begin each window with the BOS token: auto (as the tokenizer does), yes or no.
         dtype: dtype to compute in, not to save in; default float32 on a CPU. In Python only if `model` is a name.
         device: cpu, cuda, …; default the GPU if there is one. In Python only if `model` is a name.
+        sweep: KEY=VALUE,VALUE, repeatable: convert by every combination of values of method, layers, compensation,
+            target, groups, merge, select, size or count, and write a table of their damage, but no model.
         progress: in Python, a progress meter.
 
     Raises:
@@ -147,10 +150,10 @@ def retrofit(
     arguments = locals()
     arguments["method"] = plain_method(method)
     options = RetrofitOptions(**{name: arguments[name] for name in RetrofitOptions.model_fields})
-    request, texts = _open_texts(options, model, text, calibration_text, progress)
+    requests, texts = _open_texts(options, model, text, calibration_text, progress)
     loaded, tokenizer = ready_model(model, tokenizer, dtype=dtype, device=device, meter=progress)
     with evaluating(loaded):
-        return _report(model, loaded, tokenizer, request, texts, progress)
+        return _report(model, loaded, tokenizer, requests, texts, progress)
 
 
 def _open_texts(
@@ -159,71 +162,88 @@ def _open_texts(
     text: DomainTexts,
     calibration_text: DomainTexts,
     progress: Meter,
-) -> tuple[Request, Texts]:
-    """Open the texts and check everything that can be checked before the model is loaded."""
+) -> tuple[dict[str, Request], Texts]:
+    """Open the texts and check all that can be checked before the model is loaded, for each variant of a sweep."""
     source = model.config if isinstance(model, PreTrainedModel) else load_config(str(model))
     if can_share(source):
         if source.get_text_config() is not source:
             raise ValueError(f"{source.model_type} holds more than a language model, which cannot be converted")
-        request = Request(options, indexed=source.get_text_config().model_type)
+        facts = {"indexed": source.get_text_config().model_type}
     else:
         config = to_config(source)
-        request = Request(options, config.has_post_norms, wired=bool(config.methods))
-    if request.methods and not can_share(source):
-        to_config(source, [to_entry(one) for one in request.methods])  # raises if they collide
+        facts = {"post_norms": config.has_post_norms, "wired": bool(config.methods)}
+    requests = {name: Request(each, **facts) for name, each in options.variants().items()}
+    for request in requests.values():
+        if request.methods and not can_share(source):
+            to_config(source, [to_entry(one) for one in request.methods])  # raises if they collide
+        if request.fit in REFITS and request.post_norms:
+            raise ValueError(POST_NORM_ERROR)
     with progress("reading the text", 0):
         texts = Texts.load(text, calibration_text, options.seed)
-    if request.fit in REFITS and request.post_norms:
-        raise ValueError(POST_NORM_ERROR)
-    request.options = texts.checked_options(request, source)
-    texts.window_counts(request)  # raises for what is wrong with them
-    return request, texts
+    for request in requests.values():
+        request.options = texts.checked_options(request, source)
+    texts.window_counts(*requests.values())  # raises for what is wrong with them
+    return requests, texts
 
 
 def _report(
     source: PreTrainedModel | str | Path,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | None,
-    request: Request,
+    requests: Mapping[str, Request],
     texts: Texts,
     progress: Meter,
 ) -> RetrofitReport:
-    """Retrofit a model, which was loaded from `source` or is `source` itself."""
-    options, starts = request.options, {"read": time.perf_counter()}  # of phases
+    """Retrofit a model, which was loaded from `source` or is `source` itself; of a sweep the first variant."""
+    request, starts = next(iter(requests.values())), {"read": time.perf_counter()}  # of phases
+    options = request.options
     with progress("tokenizing the text", 0):
-        windows = texts.windows(tokenizer, request)
+        windows = texts.windows(tokenizer, *requests.values())
     for cut in windows.values():
         check_ids(model, cut.ids)
-    _announce_time(model, tokenizer, request, windows, progress)
+    _announce_time(model, tokenizer, [*requests.values()], windows, progress)
     calibration = windows["calibration"].by_domain() if request.fits else {}
     seen = texts.calibration if windows.keys() & {"calibration", "choice", "search"} else ()
     starts["choose"] = time.perf_counter()
-    methods, choice, moments = choose(model, request, windows, progress)
-    starts["convert"] = time.perf_counter()
-    fit = request.fit_of(methods)
-    with progress("calibrating", model.config.num_hidden_layers) as bar:
-        converted = convert(
-            model,
-            methods,
-            calibration=calibration or None,
-            fit=None if fit == "none" else fit,
-            groups=options.groups,
-            merge=options.merge,
-            progress=bar.step,
-            share_weights=model is not source,
-            moments=moments,
-        )
-    stored = round_to_stored(converted.model, model, source)  # what is measured is what will be saved
-    starts["damage"] = time.perf_counter()  # with hidden numbers
-    damage = _evaluate(model, converted, windows["evaluation"], frozenset(seen), options.seed, progress)
-    needles = _needles(model, converted.model, tokenizer, request, progress)
+    made: list[tuple[Chosen, Converted]] = []
+    for each in requests.values():
+        chosen = choose(model, each, windows, progress)
+        starts["convert"], fit = time.perf_counter(), each.fit_of(chosen.methods)
+        with progress("calibrating", model.config.num_hidden_layers) as bar:
+            converted = convert(
+                model,
+                chosen.methods,
+                calibration=windows["calibration"].by_domain() if each.fits else None,
+                fit=None if fit == "none" else fit,
+                groups=each.options.groups,
+                merge=each.options.merge,
+                progress=bar.step,
+                share_weights=model is not source or bool(options.sweep),
+                moments=chosen.moments,
+            )
+        stored = round_to_stored(converted.model, model, source)  # what is measured is what will be saved
+        made.append((chosen, converted))
+    (methods, choice, moments), converted = made[0]
+    compared = [beside.Compared(name, one.model) for name, (_, one) in zip(requests, made, strict=True)]
+    starts["damage"], evaluation, seed = time.perf_counter(), windows["evaluation"], options.seed  # with hidden numbers
+    runs = {str(number): logits_of(one.model) for number, one in enumerate(compared)}
+    if converted.fits:
+        runs["without"] = logits_uncompensated(converted.model, converted.refitted)
+    with progress("measuring the damage", len(evaluation)) as bar:
+        measured = losses(logits_of(model), runs, evaluation, bar.step)
+    without = measured.pop("without", None)
+    damage = by_domain(measured["0"], without, frozenset(seen), seed)
+    needles = None if options.sweep else _needles(model, converted.model, tokenizer, request, progress)
     cache = _cache(model, converted.model, request)
     starts["step"] = time.perf_counter()
     step = _step(model, converted.model, cache.context, progress) if options.full else None
-    judged = Judged(windows["evaluation"], cache.context, tokenizer if needles else None, options.seed)
+    judged, alternatives = beside.Judged(evaluation, cache.context, tokenizer if needles else None, seed), ()
     starts["alternatives"] = time.perf_counter()
-    beside = latents_beside(model, request, moments) if options.full else None  # None: nothing is measured
-    alternatives = () if beside is None else measure_alternatives(model, converted.model, beside, judged, progress)
+    if options.sweep:
+        alternatives = beside.rows_of(model, compared, [*measured.values()], judged, progress)
+    elif options.full:
+        latents = beside.latents_beside(model, request, moments)
+        alternatives = beside.measure_alternatives(model, converted.model, latents, judged, progress)
     report = RetrofitReport(
         architecture=Architecture(
             **model_facts(model, public_name(source)),
@@ -267,7 +287,7 @@ def _seconds(starts: Mapping[str, float]) -> dict[str, float]:
 def _announce_time(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | None,
-    request: Request,
+    requests: Sequence[Request],
     windows: Mapping[str, Windows],
     progress: Meter,
 ) -> None:
@@ -280,13 +300,13 @@ def _announce_time(
             model(input_ids=window, **no_cache(model))
             passes.append(time.perf_counter() - before)
     tokens = {purpose: cut.ids.numel() for purpose, cut in windows.items()}
-    options, searched = request.options, 0
+    request, searched, options = requests[0], 0, requests[0].options
     if request.searches:
         usual = expected_passes(model.config.num_hidden_layers, QUICK_RANKED if options.quick else RANKED)
         searched = PASSES if request.searches_choosers else usual
     repeats = {  # about how often a model runs on the windows of each purpose
-        "evaluation": 3 if request.fits else 2,  # original, retrofit, and without compensation
-        "calibration": 4 if request.calibrates else 1,
+        "evaluation": len(requests) + 1 + request.fits,  # original, variants, and the first without compensation
+        "calibration": 4 if request.calibrates else len(requests),
         "choice": 1,
         "search": searched,
         "trade-off": 8,  # the original, at most five points of the curve, fixed blocks
@@ -294,13 +314,13 @@ def _announce_time(
     forwarded = sum(repeats[purpose] * count for purpose, count in tokens.items())
     if request.fits and not request.searches_choosers:  # each configuration fits about a layer: its moments, a penalty
         forwarded += FIT * searched * min(TOKENS, tokens["calibration"]) / model.config.num_hidden_layers
-    if tokenizer is not None:
+    if tokenizer is not None and not options.sweep:
         asked = [length for length in _lengths(request) or LENGTHS if length <= positions(model)]
         forwarded += ASKED * (3 if options.full else 2) * prompt_tokens(asked)
     if options.full:
         forwarded += 2 * min(options.kv_context or CONTEXT, LONGEST_STEP)
     if options.full and not request.indexed:
-        forwarded += (len(MEASURED) + 2) * min(WINDOWS, len(windows["evaluation"])) * options.length
+        forwarded += (len(beside.MEASURED) + 2) * min(beside.WINDOWS, len(windows["evaluation"])) * options.length
     seconds = min(passes) / window.numel() * forwarded
     if seconds >= 60:
         with progress(f"this will take about {round(seconds / 60)} min", 0):
@@ -327,18 +347,6 @@ def _needles(
     if not retrieved:
         return None
     return Needles(original=measure_retrieval(model, tokenizer, seed, progress, lengths=lengths), retrofit=retrieved)
-
-
-def _evaluate(
-    model: PreTrainedModel, converted: Converted, windows: Windows, seen: frozenset[str], seed: int, progress: Meter
-) -> Domains:
-    """Measure the damage with compensation and, where anything was fitted, without."""
-    runs = {"after": logits_of(converted.model)}
-    if converted.fits:
-        runs["without"] = logits_uncompensated(converted.model, converted.refitted)
-    with progress("measuring the damage", len(windows)) as bar:
-        measured = losses(logits_of(model), runs, windows, bar.step)
-    return by_domain(measured["after"], measured.get("without"), seen, seed)
 
 
 def _calibration(converted: Converted, request: Request, windows: Mapping[str, Tensor]) -> Calibration:

@@ -94,7 +94,9 @@ def sentences(record: RetrofitReport) -> list[str]:
     )
     if record.needles is not None:
         lines.append(retrieval_sentence(record.needles.retrofit, record.needles.original))
-    if record.alternatives:
+    if record.settings.sweep:
+        lines.append(f"The table has {len(record.alternatives)} variants, the rest is of the first; no model is saved.")
+    elif record.alternatives:
         lines.append(_alternatives(record.alternatives))
     baselines = record.choice.search.baselines if record.choice.search is not None else []
     return lines + [_search(record, baseline) for baseline in baselines]

@@ -7,7 +7,7 @@ Shapes: B sequences of a batch, T tokens, C hidden.
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -81,8 +81,8 @@ class Streams:
     def errors(self, layer: int, target: str, reads: Sequence[str] = ("normed",)) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield X (B, T, I) and E (B, T, C) of each batch: inputs of the fit, and error of the converted stream.
 
-        X is the layer's "normed" input, or the concatenated "heads" that its W_o reads, or both. `target` is where W_c
-        writes. The original's own stream, if any, advances by this layer.
+        X is the layer's "normed" input, the "values" of its W_v, or the concatenated "heads" that its W_o reads, or
+        several of them. `target` is where W_c writes. The original's own stream, if any, advances by this layer.
         """
         self._separate(layer)
         for number, stream in enumerate(self.after):
@@ -106,16 +106,13 @@ class Streams:
     ) -> dict[str, Tensor]:
         """Run a layer, with `stop` only as far as W_c needs, and return tensors by name.
 
-        "normed" and "heads" are the inputs of W_c and W_o; "stream" is the stream that W_c adds to, "output" the
-        layer's output, if the run got there.
+        "normed" or "values" is the input of W_c, "heads" that of W_o; "stream" is what W_c adds to, "output" that of
+        the layer, if the run got there.
         """
         captured: dict[str, Tensor] = {}
 
-        def keep_normed(_: nn.Module, args: Any, output: Tensor) -> None:
-            captured["normed"] = output
-
-        def keep_heads(_: nn.Module, args: Any) -> None:
-            captured["heads"] = args[0]
+        def keep(name: str) -> Callable[..., None]:  # a hook before a module, or behind it
+            return lambda _, args, output=None: captured.update({name: args[0] if output is None else output})
 
         def keep_stream(_: nn.Module, args: Any) -> None:
             captured["stream"] = args[0]
@@ -123,9 +120,11 @@ class Streams:
                 raise _EnoughError
 
         assert block.input_layernorm is not None
-        handles = [block.input_layernorm.register_forward_hook(keep_normed)]
+        handles = [block.input_layernorm.register_forward_hook(keep("normed"))]
         if block.self_attn is not None:
-            handles.append(block.self_attn.o_proj.register_forward_pre_hook(keep_heads))
+            handles.append(block.self_attn.o_proj.register_forward_pre_hook(keep("heads")))
+            if block.self_attn.v_proj is not None:
+                handles.append(block.self_attn.v_proj.register_forward_hook(keep("values")))
         if target != "mlp" and block.mlp is not None:
             assert block.mlp_norm is not None
             handles.append(block.mlp_norm.register_forward_pre_hook(keep_stream))

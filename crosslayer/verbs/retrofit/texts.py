@@ -61,20 +61,20 @@ class Texts:
             raise ValueError(f"{duplicates[0]!r} is the name of an embedded domain; give `text` too, or rename it")
         return cls({**domains, **embedded}, tuple(calibrated or FITTED), tuple(embedded), bool(calibrated))
 
-    def window_counts(self, request: Request) -> dict[str, dict[str, int]]:
-        """Return how many windows are needed, by purpose and domain."""
-        options = request.options
+    def window_counts(self, *requests: Request) -> dict[str, dict[str, int]]:
+        """Return how many windows are needed, by purpose and domain; the variants of a sweep have the same ones."""
+        options = max((request.options for request in requests), key=lambda each: each.calibration)
         for name, domain in self.domains.items():
             if isinstance(domain, Tensor) and (domain.dim() != 2 or domain.shape[1] != options.length):
                 raise ValueError(
                     f"{name}: token ids must have shape (N, length={options.length}), got {tuple(domain.shape)}"
                 )
         counts = {"evaluation": shared_out(options.windows, self.evaluation)}
-        if request.fits or request.many_tokens:
+        if any(request.fits or request.many_tokens for request in requests):
             counts["calibration"] = shared_out(options.calibration, self.calibration)
-        if options.layers == "auto" and not request.many_tokens:
+        if any(request.options.layers == "auto" and not request.many_tokens for request in requests):
             counts["choice"] = shared_out(CHOICE_WINDOWS, self.calibration)
-        if request.searches:
+        if any(request.searches for request in requests):
             counts["search"] = shared_out(max(SEARCH_WINDOWS, len(self.calibration)), self.calibration)
             if not options.quick:
                 counts["trade-off"] = shared_out(CURVE_WINDOWS, self.evaluation)
@@ -116,11 +116,11 @@ class Texts:
         least = {option: count for option, (count, _) in self.least(request, config, length).items()}
         return options.model_copy(update={"length": length, **least})
 
-    def windows(self, tokenizer: PreTrainedTokenizerBase | None, request: Request) -> dict[str, Windows]:
+    def windows(self, tokenizer: PreTrainedTokenizerBase | None, *requests: Request) -> dict[str, Windows]:
         """Cut the windows for every purpose."""
-        options = request.options
+        options = requests[0].options
         cut = {"length": options.length, "seed": options.seed, "bos": options.bos}
-        return split_domains(self.domains, tokenizer, parts=self.window_counts(request), **cut)
+        return split_domains(self.domains, tokenizer, parts=self.window_counts(*requests), **cut)
 
 
 def _by_name(text: DomainTexts, name: str) -> dict[str, Documents]:

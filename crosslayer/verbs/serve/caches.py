@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from crosslayer.core.decoder import CrossLayerConfig
-from crosslayer.core.method import Method, Mixing, StateReader
+from crosslayer.core.method import FROM_VALUES, Method, Mixing, StateReader
 from crosslayer.core.plan import CACHED
 from crosslayer.output.formatting import ranges
 
@@ -108,6 +108,8 @@ def not_split(config: CrossLayerConfig, ranks: int) -> str | None:
         return f"its {heads} key-value heads cannot be divided among {ranks} processes"
     if min(config.plan.value_shares) < 1:
         return "its layers compute only a share of their value heads, which vLLM does not split"
+    if FROM_VALUES in config.wiring.compensation:
+        return "its W_c reads the values of all heads, which vLLM splits"
     for method, layer, module in _modules(config):
         if module.split_by_head:
             return f"{method.name()} has parameters of each head in layer {layer}, which vLLM does not split"

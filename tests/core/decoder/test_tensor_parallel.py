@@ -26,6 +26,7 @@ NAMES = (
     "fusedkv lite", "cross_attention", "skipv1, qk-norm, biases", "identity_mapping", "neutreno", "denseformer",
     "yoco", "value_embeddings", "value_embeddings + yoco + attnres", "uniattn + resformer, gemma2", "gpt2",
     "mixture of experts", "attnres, linear attention", "kvsharer heads, bias", "uniattn mlp, bias", "drop, bias",
+    "uniattn heads-from-values",
 )  # fmt: skip
 SHARDED = {name: CASES[name] for name in NAMES}
 SHARDED |= {"resformer, qk-norm": (["resformer"], {"qk_norm": True}), "two W_c": (BEFORE_AND_AFTER, {})}

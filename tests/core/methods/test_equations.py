@@ -153,7 +153,7 @@ def test_svformer(share, letters, anchors):
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])  # with eager attention readers use the source's map
-@pytest.mark.parametrize("target", ["attention", "heads", "mlp", None])
+@pytest.mark.parametrize("target", ["attention", "heads", "mlp", "heads-from-values", None])
 def test_uniattn(target, attention, monkeypatch):
     blocks = ((1, 2, 3), (4, 5))
 
@@ -171,9 +171,10 @@ def test_uniattn(target, attention, monkeypatch):
             if target is None or self.source(layer) == layer:
                 return 0
             weight = self.layers[layer].compensation.weight
-            update = torch.stack([sum(weight[:, c] * row[c] for c in range(len(row))) for row in normed])
+            read = self.layers[layer].self_attn.v_proj(normed) if target == "heads-from-values" else normed
+            update = torch.stack([sum(weight[:, c] * row[c] for c in range(len(row))) for row in read])
             # W_o is linear and has no bias here, so what is added before it is added after it
-            return self.layers[layer].self_attn.o_proj(update) if target == "heads" else update
+            return self.layers[layer].self_attn.o_proj(update) if "heads" in target else update
 
         def run(self, ids):
             if target != "mlp":

@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import crosslayer
 from crosslayer.probe.intercept import visited
@@ -65,6 +66,37 @@ def test_no_mask_means_causal_within_the_window(family):
             cosines.measure(call if mask else dataclasses.replace(call, mask=None))
         by_mask.append(torch.stack([cosine for form in cosines.by_form.values() for cosine in form.values()]))
     assert (by_mask[0] - by_mask[1]).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_the_response_of_a_map_to_the_layer_below_by_loops(family):
+    model, ids = tiny(family, num_hidden_layers=3), tokens(batch=1, length=12)
+    cosines = crosslayer.diagnose(model, ids, cross_layer=True).cross_layer
+    hidden, calls = [], []
+    for layer in model.model.layers:
+        layer.register_forward_pre_hook(lambda _, args: hidden.append(args[0]))
+    with torch.no_grad(), visited(model, calls.append):
+        model.base_model(ids, use_cache=False)
+    cos, sin = model.model.rotary_emb(hidden[0], torch.arange(12)[None])
+    window = 8 if family == "mistral" else 12
+    for number in (1, 2):
+        layer, key = model.model.layers[number], calls[number - 1].key[0]
+        with torch.no_grad():
+            queries = []
+            for x in hidden[number - 1 : number + 1]:
+                q = layer.self_attn.q_proj(layer.input_layernorm(x)).view(1, 12, -1, key.shape[-1]).transpose(1, 2)
+                queries.append(apply_rotary_pos_emb(q, q, cos, sin)[0][0])
+        norms, ratios = [], []
+        for head in range(len(queries[0])):
+            for row in range(12):
+                k = key[head * len(key) // len(queries[0]), max(0, row - window + 1) : row + 1]
+                old, new = (k @ q[head, row] * layer.self_attn.scaling for q in queries)
+                jacobian = torch.autograd.functional.jacobian(lambda scores: torch.softmax(scores, 0), old)
+                norms.append(jacobian.norm().item())
+                ratios.append(((jacobian @ (new - old)).norm() / torch.softmax(old, 0).norm()).item())
+        assert cosines.softmax_jacobian.array[number] == pytest.approx(np.mean(norms), abs=1e-9)
+        assert cosines.map_response.array[number] == pytest.approx(np.mean(ratios), abs=1e-9)
+    assert np.isnan(cosines.map_response.array[0])
 
 
 def test_capped_scores_are_refused():

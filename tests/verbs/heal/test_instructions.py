@@ -108,6 +108,20 @@ def test_datasets_hold_instructions_too(monkeypatch):
     assert len(list(domain.training())) == 2 * 23 and len(list(domain.held_out())) == 2 * 2
 
 
+def test_a_dataset_of_one_json_array_is_read(monkeypatch, tmp_path):
+    """As axiong/pmc_llama_instructions holds them: a list of instruction, input and output."""
+    datasets = pytest.importorskip("datasets")
+    rows = [{"source": "pmc", "instruction": "Add 1.", "input": str(number), "output": "2"} for number in range(25)]
+    (tmp_path / "train.json").write_text(json.dumps(rows))
+    files = {"data_files": str(tmp_path / "train.json"), "split": "train", "cache_dir": str(tmp_path / "cache")}
+    loaded = datasets.load_dataset("json", **files)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: loaded)
+    monkeypatch.setattr(hub, "ask_hub", lambda *_: None)
+    columns = Columns(instruction="instruction", input="input", response="output")
+    documents = list(Instructions("x", TextSource("some/set"), columns=columns).training())
+    assert documents[:2] == [PROMPT.format(instruction="Add 1.", input="0"), "2"] and len(documents) == 2 * 23
+
+
 @pytest.mark.parametrize(
     "row",
     [

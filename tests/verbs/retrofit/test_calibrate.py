@@ -21,6 +21,7 @@ METHODS = {
     "drop": {"name": "drop", "attention": (2, 4), "compensation": "attention"},
     "heads": {"name": "uniattn", "superblocks": ((1, 2), (3, 4, 5)), "compensation": "heads"},
     "mlp": {"name": "uniattn", "superblocks": ((1, 2), (3, 4, 5)), "compensation": "mlp"},
+    "values": {"name": "uniattn", "superblocks": ((1, 2), (3, 4, 5)), "compensation": "heads-from-values"},
 }
 
 
@@ -60,7 +61,7 @@ def test_the_mean_fit_interpolates_the_means_where_rows_are_few(source):
     assert all(fit.mean_after > 1e-3 for fit in more)
 
 
-@pytest.mark.parametrize("name", ["uniattn", "drop", "mlp"])
+@pytest.mark.parametrize("name", ["uniattn", "drop", "mlp", "values"])
 def test_against_a_naive_loop_from_below(source, name):
     """Run the whole models for each layer, take X and E by hooks, solve with torch.linalg.lstsq."""
     ids = text()
@@ -83,20 +84,26 @@ def test_against_a_naive_loop_from_below(source, name):
                 handles.append(layer.register_forward_hook(keep(key)))
             else:
                 handles.append(layer.post_attention_layernorm.register_forward_pre_hook(keep(key)))
-        handles.append(naive.model.layers[fit.layer].input_layernorm.register_forward_hook(keep("normed")))
+        layer = naive.model.layers[fit.layer]
+        read = layer.self_attn.v_proj if name == "values" else layer.input_layernorm
+        handles.append(read.register_forward_hook(keep("normed")))
         with torch.no_grad():
             source(ids), naive(ids)
             for handle in handles:
                 handle.remove()
             x, error = seen["normed"].flatten(0, 1), (seen["theirs"] - seen["ours"]).flatten(0, 1)
             weight = torch.linalg.lstsq(x, error).solution
-            naive.model.layers[fit.layer].compensation.weight.copy_(weight.T)
+            written = weight.T
+            if name == "values":  # what is added before W_o, and what of it passes through W_o
+                written = torch.linalg.pinv(layer.self_attn.o_proj.weight) @ weight.T
+                weight = (layer.self_attn.o_proj.weight @ written).T
+            layer.compensation.weight.copy_(written)
         before = error.square().sum(-1).mean().sqrt().item()
         after = (error - x @ weight).square().sum(-1).mean().sqrt().item()
         # 1e-6: the norms compute in float32, so that two orders of summation differ by 6e-8 now and then
         assert fit.token_before == pytest.approx(before, rel=1e-6)
         assert fit.token_after == pytest.approx(after, rel=1e-6)
-        assert (model.model.layers[fit.layer].compensation.weight - weight.T).abs().max() < 1e-5
+        assert (model.model.layers[fit.layer].compensation.weight - written).abs().max() < 1e-5
 
 
 def test_the_pseudo_inverse_does_not_invert_what_float32_rounds():

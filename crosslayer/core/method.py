@@ -251,7 +251,6 @@ class Method:
     - `parts`: which sublayers the method can act on (`--part`), if there is a choice; the first is the default.
     - `reads_tokens`: its modules read the ids of the new tokens (B, T) from `carry[TOKENS]`; the model then needs
       `input_ids` and refuses `inputs_embeds`.
-    - `merges`: how pretrained weights of a group can be merged; the first, "first", leaves them as they are.
     """
 
     targets: ClassVar[tuple[str, ...]] = ()
@@ -259,7 +258,6 @@ class Method:
     grouped: ClassVar[bool] = True
     consecutive: ClassVar[bool] = True
     parts: ClassVar[tuple[str, ...]] = ()
-    merges: ClassVar[tuple[str, ...]] = ("first",)
     reads_tokens: ClassVar[bool] = False
 
     def plan(self, layers: int) -> DepthPlan:
@@ -297,20 +295,16 @@ class Method:
     def connect(self, residuals: Sequence[Residual]) -> None:
         """Let the residuals of a model, bottom up and that of the output last, know of one another."""
 
-    def inherit(self, weights: dict[str, Tensor], config: Config, wiring: Wiring, merge: str) -> list[str]:
+    def inherit(self, weights: dict[str, Tensor], config: Config, wiring: Wiring) -> list[str]:
         """Adapt pretrained weights in `weights`; projections that readers do not need are removed by the caller.
 
         Args:
             weights: tensors by their names in the decoder; replace entries, never write into a tensor.
             config: of the decoder that loads them.
             wiring: the combined methods of that decoder.
-            merge: one of `merges`.
 
         Returns:
             the names of the changed weights.
-
-        Raises:
-            ValueError: the merge is impossible with these weights.
 
         """
         return []

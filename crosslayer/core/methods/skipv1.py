@@ -31,7 +31,7 @@ class SkipV1(Method):
         values = (0, *((0, layer) for layer in own[1:]))
         return DepthPlan(own, own, values, own, value_shares=(1.0, *(0.5,) * (layers - 1)))
 
-    def inherit(self, weights: dict[str, Tensor], config: Config, wiring: Wiring, merge: str) -> list[str]:
+    def inherit(self, weights: dict[str, Tensor], config: Config, wiring: Wiring) -> list[str]:
         """Keep the rows of the value heads that a layer computes itself."""
         changed = []
         for layer in range(1, config.num_hidden_layers):

@@ -182,10 +182,9 @@ def input_width(config: CrossLayerConfig, fit: str) -> int:
 
 
 def uncovered_layers(original: CrossLayerForCausalLM, model: CrossLayerForCausalLM, fit: str) -> list[int]:
-    """Return the layers with a change that no layerwise fit corrects, and only "ridge" does.
+    """Return the layers with a change that only "ridge" corrects, such as a dropped MLP that W_c does not replace.
 
-    Such as a source without W_c whose keys and values were merged, or a dropped MLP that W_c does not replace. The
-    models share their weights' tensors.
+    The models share their weights' tensors.
     """
     fitted, targets, uncovered = fitted_layers(model, fit), model.config.wiring.compensation, []
     for layer, (before, after) in enumerate(zip(layers_of(original), layers_of(model), strict=True)):

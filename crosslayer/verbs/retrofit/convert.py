@@ -1,7 +1,7 @@
 """Convert a pretrained model by methods and fit its compensation.
 
-Weights are kept, dropped, merged or new, and all are listed. Kept weights are the source model's own tensors, which the
-caller copies if needed.
+Weights are kept, dropped, changed or new, and all are listed. Kept weights are the source model's own tensors,
+which the caller copies if needed.
 """
 
 import copy
@@ -52,11 +52,11 @@ class Converted:
 
 
 @torch.no_grad()
-def convert_weights(source: PreTrainedModel, methods: list[Method], merge: str = "first") -> Converted:
+def convert_weights(source: PreTrainedModel, methods: list[Method]) -> Converted:
     """Convert a model of a supported family (decoder/families); the source model is not changed.
 
     If whole layers are dropped and nothing else changes, or the layers of a model with indexers share these, the result
-    is of the source's own class. `merge` is how a group's weights are merged, one of a method's `merges`.
+    is of the source's own class.
     """
     extremes = {name: weight.aminmax() for name, weight in source.named_parameters() if weight.numel()}
     broken = [name for name, ends in extremes.items() if not all(end.isfinite() for end in ends)]  # 10 times faster
@@ -66,22 +66,15 @@ def convert_weights(source: PreTrainedModel, methods: list[Method], merge: str =
         return _share_indexers(source, methods)
     config = to_config(source.config, [to_entry(method) for method in methods])
     dropped = _dropped_layers(config.wiring)
-    if dropped and merge == "first":
+    if dropped:
         return _drop_layers(source, dropped)
     weights = dict(source.state_dict())
-    merging = [method for method in config.wiring.methods if merge in method.merges]
-    if merge != "first" and not merging:
-        rules = sorted({rule for method in config.wiring.methods for rule in method.merges})
-        raise ValueError(f"merge must be {' or '.join(rules) or 'first'} for these methods, got {merge!r}")
-    merged = [name for method in merging for name in method.inherit(weights, config, config.wiring, merge)]
-    if merge != "first" and not merged:
-        raise ValueError(f"merge {merge!r} needs groups of layers that share, and there are none; use first")
+    changed = [name for method in config.wiring.methods for name in method.inherit(weights, config, config.wiring)]
     model = _build(source, config, weights)
     names = set(model.state_dict())
-    kept = [name for name in merged if name in names]
-    return Converted(
-        model, Weights(dropped=sorted(set(weights) - names), merged=kept, new=sorted(names - set(weights)))
-    )
+    kept = [name for name in changed if name in names]
+    removed, new = sorted(set(weights) - names), sorted(names - set(weights))
+    return Converted(model, Weights(dropped=removed, changed=kept, new=new))
 
 
 def plain_decoder(source: PreTrainedModel) -> CrossLayerForCausalLM:
@@ -166,7 +159,7 @@ def _drop_layers(source: PreTrainedModel, layers: list[int]) -> Converted:
     model.load_state_dict(weights, strict=True, assign=True)
     model.tie_weights()
     model.generation_config = copy.deepcopy(source.generation_config)
-    return Converted(model.eval(), Weights(dropped=sorted(dropped), merged=[], new=[]))
+    return Converted(model.eval(), Weights(dropped=sorted(dropped), changed=[], new=[]))
 
 
 def _share_indexers(source: PreTrainedModel, methods: Sequence[Method]) -> Converted:
@@ -197,7 +190,7 @@ def _share_indexers(source: PreTrainedModel, methods: Sequence[Method]) -> Conve
     model.tie_weights()
     if source.can_generate():
         model.generation_config = copy.deepcopy(source.generation_config)
-    return Converted(model.eval(), Weights(dropped=sorted(set(weights) - names), merged=[], new=[]))
+    return Converted(model.eval(), Weights(dropped=sorted(set(weights) - names), changed=[], new=[]))
 
 
 @torch.no_grad()
@@ -208,7 +201,6 @@ def convert(
     calibration: Text | None = None,
     fit: str | None = None,
     groups: int = 1,
-    merge: str = "first",
     progress: Callable[[int, int], None] | None = None,
     share_weights: bool = False,
     moments: Sequence[StateMoments] | None = None,
@@ -225,9 +217,8 @@ def convert(
         fit: "zero", "mean" (arXiv 2502.00439, Theorem 3.1), "lstsq", "lmmse", "ridge", "layerwise", "refit" or
             "refit-o" (see calibrate.py).
             Default: "refit" where layers attend to another layer's states, else "layerwise"; or "ridge" if there is a
-            change that these do not correct (a merge, a dropped MLP).
+            change that these do not correct (a dropped MLP).
         groups: v of Theorem 3.1: how many groups of sequences have a mean of their own, for fit "mean".
-        merge: how to merge a group's pretrained weights, one of a method's `merges`.
         progress: called after each calibrated layer with (done, total).
         share_weights: share kept tensors with `model`; training one then changes both.
         moments: for latents, what `measure_moments` measured; by default it is measured on `calibration`.
@@ -242,15 +233,13 @@ def convert(
     if same and not any(mixes(method) for method in chosen):
         names = ", ".join(method.name() for method in chosen) or "no method"
         raise ValueError(f"{names} changes nothing with these options; give layers")
-    if can_share(model.config) and (fit is not None or merge != "first"):
-        raise ValueError(
-            f"fit and merge have no effect on {model.config.model_type}, whose weights are kept; remove them"
-        )
+    if can_share(model.config) and fit is not None:
+        raise ValueError(f"fit has no effect on {model.config.model_type}, whose weights are kept; remove it")
     wired = isinstance(model.config, CrossLayerConfig) and bool(model.config.methods)
     compensated = any(isinstance(method, Compensated) and method.compensation for method in chosen)
-    if wired and (fit is not None or merge != "first" or compensated):
-        raise ValueError(f"{WIRED}; leave out fit, merge and compensation")
-    initial, fits = convert_weights(model, chosen, merge), []
+    if wired and (fit is not None or compensated):
+        raise ValueError(f"{WIRED}; leave out fit and compensation")
+    initial, fits = convert_weights(model, chosen), []
     converted = initial.model
     latent = latent_of(chosen)
     if latent is not None and latent.bits is not None and moments is None and calibration is None:
@@ -300,9 +289,7 @@ def _fit(plain: CrossLayerForCausalLM, model: CrossLayerForCausalLM, fit: str | 
         return fit
     uncovered = uncovered_layers(plain, model, fit or "layerwise")
     if fit is not None and uncovered:
-        raise ValueError(
-            f"fit {fit!r} cannot correct the change of layers {uncovered} (a merged source or a dropped MLP); use ridge"
-        )
+        raise ValueError(f"fit {fit!r} cannot correct the change of layers {uncovered} (a dropped MLP); use ridge")
     if fit is None:
         fit = "ridge" if uncovered else "refit" if why_no_refit(model) is None else "layerwise"
     return fit

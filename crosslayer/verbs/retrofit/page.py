@@ -12,7 +12,7 @@ from crosslayer.verbs.retrofit.sentences import interval, kl, ratio, sentences, 
 
 NAMES_SHOWN = 6  # of weights
 FITTED = {"none": "nothing", "zero": "nothing", "refit": "W_c and W_o", "refit-o": "W_o", "fisher": "latents"}
-CHANGES = {"dropped": "removed", "merged": "changed"}  # of weights, in words
+CHANGES = {"dropped": "removed", "changed": "changed"}  # of weights, in words
 FIT_LINES = (  # of the calibration figure: name, field of a fit, color, dashed
     ("per token, before", "token_before", 0, True),
     ("per token, after", "token_after", 0, False),

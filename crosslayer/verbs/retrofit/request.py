@@ -15,12 +15,12 @@ from crosslayer.core.method import Compensated, Method
 from crosslayer.core.methods import Entry, load_methods, method_class, method_names, to_entry
 from crosslayer.core.options import check_choice
 from crosslayer.output.record import Options, Seed
-from crosslayer.verbs.retrofit.moments import FITS, LAYER_ONLY, REFITS
+from crosslayer.verbs.retrofit.moments import FITS, REFITS
 from crosslayer.verbs.retrofit.search import searched_methods
 
 SELECTS = ("similarity", "top-half-similarity", "greedy", "correlation", "distance")
 AXES = ("depth", "bits", "rank")  # in which a cache becomes smaller
-SWEPT = ("method", "layers", "compensation", "target", "groups", "merge", "select", "size", "count")
+SWEPT = ("method", "layers", "compensation", "target", "groups", "select", "size", "count")
 QUICK_SETS = ("windows", "calibration", "length")  # what `quick` decides
 ONE_OF = (
     "give one of `method`, `kv_budget`, `kl_budget` and `read_budget`; the budgets choose methods and layers themselves"
@@ -47,7 +47,6 @@ class RetrofitOptions(Options):
     bias: bool = False
     target: str | None = None
     groups: int = Field(default=1, ge=1)
-    merge: str = "first"
     part: str | None = None
     select: str | None = None
     threshold: float = Field(default=0.5, ge=-1, le=1)
@@ -81,11 +80,6 @@ class RetrofitOptions(Options):
             raise ValueError(
                 f"`compensation` {self.compensation} needs `target` attention, got {self.target}: only that "
                 "W_c can be fitted together with W_o"
-            )
-        if self.compensation in LAYER_ONLY and self.merge != "first":
-            raise ValueError(
-                f"`compensation` {self.compensation} compensates readers only, but `merge` {self.merge} also changes "
-                "their sources; use `compensation` ridge"
             )
         return self
 
@@ -148,7 +142,7 @@ class Request:
         self.fits = self.fit not in ("none", "zero") or self.calibrates  # on calibration text
         self.adds = self.fit not in ("none", "refit-o")  # a W_c, wherever a method may have one
         self._check()
-        if wired and (self.searches or self.fits or self.adds or self.options.merge != "first"):
+        if wired and (self.searches or self.fits or self.adds):
             raise ValueError(f"{WIRED}; give `method`, with `compensation` none")
 
     def _take_latents(self) -> None:
@@ -230,8 +224,6 @@ class Request:
             or (self.method_class is not None and self.part not in (None, *self.method_class.targets))
         ):
             return "none"  # W_c would have to write where the dropped part wrote
-        if self.options.merge != "first":
-            return "ridge"  # a merged source is outside what a layerwise fit corrects
         shares = any(one.grouped for one in self._whole() or [self.method_class or Method])  # so may a search
         targets = [_compensation(method) for method in self._whole()] or [self.options.target]
         return "refit" if shares and {*targets} <= {None, "attention"} and not post_norms else "layerwise"
@@ -239,10 +231,8 @@ class Request:
     def _check(self) -> None:
         """Raise for an option without effect, and for a value that the methods do not have."""
         options, cls, has_class = self.options, self.method_class, not self._whole()
-        merges = (self.method or cls or Method).merges
         targets = {target for each in ([cls] if cls else searched_methods()) for target in each.targets}
         choices = {  # valid values that depend on the method; empty: the option has no effect
-            "merge": merges if len(merges) > 1 else (),
             "part": cls.parts if cls else (),
             "select": selects(cls) if cls and self.select else (),
             "target": sorted(targets) if self.adds and has_class and (cls is None or len(targets) > 1) else (),

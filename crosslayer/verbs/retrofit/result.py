@@ -84,7 +84,7 @@ class Weights(Frozen):
     """What became of the original's weights, by name."""
 
     dropped: list[str]
-    merged: list[str]
+    changed: list[str]
     new: list[str]
     refitted: list[str] = Field(default=[], description="W_o that were refitted")
 

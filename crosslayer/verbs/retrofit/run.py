@@ -70,7 +70,6 @@ def retrofit(
     compensation: str | None = None,
     target: str | None = None,
     groups: int = 1,
-    merge: str = "first",
     part: str | None = None,
     bias: bool = False,
     select: str | None = None,
@@ -113,12 +112,11 @@ def retrofit(
             several, such as depth,bits,rank. With bits or rank layers cache latents: far less damage at the same bytes,
             but decoding is slower, and vLLM does not serve them.
         compensation: how to compensate for the change, by a linear map W_c of each converted layer's input: layerwise
-            (default), ridge (default with --merge), zero, mean, lstsq or lmmse; refit (default where layers attend to
+            (default), ridge, zero, mean, lstsq or lmmse; refit (default where layers attend to
             another layer's states) fits W_c together with W_o, refit-o W_o alone; or none.
         target: where the output of W_c is added: attention (default where possible), heads, mlp, or heads-from-values
             (of the output of W_v, not of the layer's input).
         groups: groups of windows, each with its own mean, for --compensation mean (v of Theorem 3.1).
-        merge: how to merge a group's pretrained weights: first, mean or svd, as far as the method has them.
         part: what to remove, where the method has a choice: attention, mlp or layer.
         bias: give W_c a bias.
         select: how --layers auto chooses: similarity (default where possible), top-half-similarity (in the
@@ -139,7 +137,7 @@ def retrofit(
         dtype: dtype to compute in, not to save in; default float32 on a CPU. In Python only if `model` is a name.
         device: cpu, cuda, …; default the GPU if there is one. In Python only if `model` is a name.
         sweep: KEY=VALUE,VALUE, repeatable: convert by every combination of values of method, layers, compensation,
-            target, groups, merge, select, size or count, and write a table of their damage, but no model.
+            target, groups, select, size or count, and write a table of their damage, but no model.
         progress: in Python, a progress meter.
 
     Raises:
@@ -216,7 +214,6 @@ def _report(
                 calibration=windows["calibration"].by_domain() if each.fits else None,
                 fit=None if fit == "none" else fit,
                 groups=each.options.groups,
-                merge=each.options.merge,
                 progress=bar.step,
                 share_weights=model is not source or bool(options.sweep),
                 moments=chosen.moments,

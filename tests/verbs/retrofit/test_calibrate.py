@@ -356,7 +356,7 @@ def test_a_mixer_below_separates_the_streams(source):
 
 
 def test_what_changes_outside_of_w_c_is_fitted_by_ridge(source):
-    """No layerwise fit corrects a merged source or a dropped MLP: ridge by default, and layerwise is refused.
+    """No layerwise fit corrects a dropped MLP: ridge by default, and layerwise is refused.
 
     Otherwise W_o of readers is refitted, where W_c writes to the stream.
     """
@@ -366,18 +366,12 @@ def test_what_changes_outside_of_w_c_is_fitted_by_ridge(source):
     assert convert(source, METHODS["cla"], calibration=ids).fit == "refit"
     assert convert(source, METHODS["mlp"], calibration=ids).fit == "layerwise"
     assert convert(source, "cla").fit is None
-    cases = [
-        (METHODS["cla"], "mean", [1, 3]),
-        (METHODS["cla"], "svd", [1, 3]),
-        (both, "first", [4]),
-        (alone, "first", [1]),
-    ]
-    for method, merge, layers in cases:
-        assert convert(source, method, calibration=ids, merge=merge).fit == "ridge"
+    for method, layers in ((both, [4]), (alone, [1])):
+        assert convert(source, method, calibration=ids).fit == "ridge"
         with pytest.raises(ValueError, match=rf"layers {re.escape(str(layers))}.*use ridge"):
-            convert(source, method, calibration=ids, merge=merge, fit="layerwise")
+            convert(source, method, calibration=ids, fit="layerwise")
         with pytest.raises(ValueError, match=rf"fit 'lmmse' .*layers {re.escape(str(layers))}"):
-            convert(source, method, calibration=ids, merge=merge, fit="lmmse")
+            convert(source, method, calibration=ids, fit="lmmse")
 
 
 @pytest.mark.parametrize("domains", [1, 2, 3, 6])

@@ -1,4 +1,4 @@
-"""What a conversion keeps, drops and merges, and what the caches of the results hold."""
+"""What a conversion keeps and drops, and what the caches of the results hold."""
 
 import copy
 
@@ -83,56 +83,11 @@ def test_weights_that_stay_are_the_sources_own(family):
     assert {name.split(".")[2] for name in made.weights.dropped} == {"2", "3", "5"}
     assert (
         all(".q_" in name or ".k_" in name for name in made.weights.dropped)
-        and not made.weights.merged
+        and not made.weights.changed
         and not made.weights.new
     )
     apart = convert(source, method("uniattn")).model.state_dict()
     assert all(torch.equal(apart[n], weights[n]) and apart[n].data_ptr() != weights[n].data_ptr() for n in apart)
-
-
-def test_merging_equal_layers_changes_nothing_and_the_svd_beats_the_first():
-    """Where a group's layers have one projection, each merge must be exact; else the SVD must fit its states best."""
-    source, ids = tiny("qwen2", num_hidden_layers=4), tokens()
-    cla = load_method({"name": "cla", "groups": ((1, 2),)})
-    norms = [source.model.layers[i].input_layernorm for i in (1, 2)]
-    with torch.no_grad():
-        for state in "kv":
-            kept, reader = (getattr(source.model.layers[i].self_attn, f"{state}_proj") for i in (1, 2))
-            reader.weight.copy_(kept.weight * norms[0].weight / norms[1].weight)  # one map of the normed stream
-            reader.bias.copy_(kept.bias)
-        expected = convert_weights(source, [cla]).model(ids).logits
-        for merge in ("mean", "svd"):
-            made = convert_weights(source, [cla], merge)
-            assert (made.model(ids).logits - expected).abs().max() < 1e-9, merge
-            assert any(".1.self_attn.k_proj" in name for name in made.weights.merged)
-
-
-def test_the_svd_folds_its_factors_exactly():
-    """A reader whose keys are turned pairs of the source's, and whose values a matrix of them, loses nothing."""
-    source, ids = tiny("llama", num_hidden_layers=4), tokens()
-    one, two = source.model.layers[1], source.model.layers[2]
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        two.input_layernorm.weight.copy_(one.input_layernorm.weight)
-        size = one.self_attn.head_dim
-        keys = one.self_attn.k_proj.weight.view(-1, 2, size // 2, 32)
-        angle = torch.rand(keys.shape[0], size // 2, 1, generator=generator, dtype=torch.float64) * 6
-        turned = [
-            keys[:, 0] * angle.cos() - keys[:, 1] * angle.sin(),
-            keys[:, 0] * angle.sin() + keys[:, 1] * angle.cos(),
-        ]
-        two.self_attn.k_proj.weight.copy_(torch.stack(turned, dim=1).reshape(-1, 32))
-        values = one.self_attn.v_proj.weight.view(-1, size, 32)
-        matrix = torch.randn(len(values), size, size, generator=generator, dtype=torch.float64)
-        two.self_attn.v_proj.weight.copy_((matrix @ values).reshape(-1, 32))
-        two.self_attn.o_proj.weight.zero_()  # both layers now read one input: the reader's own, up to the MLP
-        one.self_attn.o_proj.weight.zero_()
-        one.mlp.down_proj.weight.zero_()
-        two.self_attn.o_proj.weight.copy_(torch.randn(32, 32, generator=generator, dtype=torch.float64) * 0.3)
-        expected = source(ids).logits
-        found = convert_weights(source, [load_method({"name": "cla", "groups": ((1, 2),)})], "svd").model(ids).logits
-        plain = convert_weights(source, [load_method({"name": "cla", "groups": ((1, 2),)})]).model(ids).logits
-    assert (found - expected).abs().max() < 1e-8 < 1e-3 < (plain - expected).abs().max()
 
 
 def test_whole_layers_give_the_stock_class():
@@ -215,21 +170,8 @@ def test_what_a_mixer_inherits_stays(monkeypatch):
     assert torch.equal(weight, matrix) and not others.any()
 
 
-def test_dropped_layers_are_not_merged():
-    source, ids = tiny("llama", num_hidden_layers=4), tokens()
-    methods = [load_method({"name": "cla", "groups": ((1, 2, 3),)}), load_method({"name": "drop", "attention": (2,)})]
-    before = convert_weights(source, methods, "mean").model(ids).logits
-    with torch.no_grad():
-        source.model.layers[2].self_attn.k_proj.weight.mul_(100)
-        assert torch.equal(convert_weights(source, methods, "mean").model(ids).logits, before)
-
-
 def test_bad_conversions():
     source = tiny("llama")
-    with pytest.raises(ValueError, match="merge must be first for these methods, got 'svd'"):
-        convert_weights(source, [load_method({"name": "uniattn", "superblocks": ((1, 2),)})], "svd")
-    with pytest.raises(ValueError, match="which qk_norm would undo"):
-        convert_weights(tiny("qwen3"), [load_method("cla")], "svd")
     with pytest.raises(ValueError, match="uniattn changes nothing"):
         convert(source, "uniattn")
     with torch.no_grad():

@@ -90,7 +90,7 @@ def test_what_engines_read_is_in_the_config(planted):
 
 def test_a_fit_of_weights_that_are_kept_is_refused(planted):
     method = {"name": "shared_choice", "groups": ((0, 1),)}
-    with pytest.raises(ValueError, match="fit and merge have no effect on glm_moe_dsa, whose weights are kept"):
+    with pytest.raises(ValueError, match="fit has no effect on glm_moe_dsa, whose weights are kept"):
         crosslayer.convert(planted, method, fit="refit-o", calibration=text(2))
 
 

@@ -179,7 +179,6 @@ REFUSED = {
         "`target` attention has no effect",
     ),
     "bias": ({"method": "uniattn", "bias": True, "compensation": "refit-o"}, "`bias` has no effect"),
-    "merged": ({"method": "cla", "merge": "mean"}, "use `compensation` ridge"),
     "text": ({"method": "cla", "calibration": 3}, r"`calibration` must be at least \d+ \(refit fits \d+ inputs"),
 }
 

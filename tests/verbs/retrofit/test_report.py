@@ -210,11 +210,11 @@ def test_a_method_may_be_its_class_wherever_it_may_be_its_name(source):
 
 
 def test_a_method_of_the_registry_needs_no_other_file(monkeypatch):
-    """What a request needs of a method is in its class: targets, parts, merges, groups, what it saves."""
+    """What a request needs of a method is in its class: targets, parts, groups, what it saves."""
     from crosslayer.verbs.retrofit import request, search
 
     class Halves(Method):
-        targets, parts, merges, saves = ("heads",), ("left", "right"), ("first", "sum"), ("values",)
+        targets, parts, saves = ("heads",), ("left", "right"), ("values",)
 
         @classmethod
         def from_groups(cls, groups, layers, part="left"):
@@ -222,7 +222,7 @@ def test_a_method_of_the_registry_needs_no_other_file(monkeypatch):
 
     monkeypatch.setattr(request, "method_class", lambda name: Halves)
     monkeypatch.setattr(search, "method_class", lambda name: Halves)
-    parsed = Request(RetrofitOptions(method="halves", compensation="ridge", merge="sum", part="right"))
+    parsed = Request(RetrofitOptions(method="halves", compensation="ridge", part="right"))
     assert (parsed.method_class, parsed.part, parsed.target(Halves)) == (Halves, "right", "heads")
     assert Request(RetrofitOptions(method="halves")).part == "left"
     assert set(search.searched_methods()) == {Halves}
@@ -232,7 +232,6 @@ def test_a_method_of_the_registry_needs_no_other_file(monkeypatch):
         Request(RetrofitOptions(method="halves", compensation="ridge"))
     monkeypatch.setattr(Halves, "targets", ("heads",))
     for wrong, message in (
-        ({"merge": "mean"}, "merge must be one of 'first', 'sum', got 'mean'"),
         ({"part": "middle"}, "part must be one of 'left', 'right', got 'middle'"),
         ({"target": "heads"}, "`target` heads has no effect"),
     ):
@@ -308,7 +307,6 @@ def test_bad_calls_are_one_line(source):
         ({"kl_budget": 1.0}, "give one of `method`, `kv_budget`, `kl_budget`"),
         ({"dtype": "float32"}, "dtype and device are for a model that is named"),
         ({"calibration_text": ids(9, 1)}, "`calibration_text` has no effect"),
-        ({"merge": "sum"}, "merge must be one of 'first', 'mean', 'svd', got 'sum'"),
         ({"part": "mlp"}, "`part` mlp has no effect"),
     ]
     for changes, message in cases:

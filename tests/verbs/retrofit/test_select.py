@@ -192,7 +192,6 @@ def test_retrofits_by_both_choices(source):
         ({"method": "kvsharer", "compensation": "none", "bias": True}, "`bias` has no effect"),
         ({"method": "drop", "part": "mlp", "bias": True}, "`bias` has no effect"),
         ({"method": {"name": "drop", "attention": [1]}, "layers": "top-half", "bias": True}, "`bias` has no effect"),
-        ({"method": "cla", "compensation": "lmmse", "merge": "mean"}, "`compensation` lmmse .* `merge` mean"),
     ],
     ids=str,
 )

@@ -181,13 +181,13 @@ def test_by_default_three_embedded_domains_calibrate_and_six_evaluate(monkeypatc
 
 
 WAYS = [
-    ("--method", "cla", "--layers", "auto", "--merge", "mean"),
+    ("--method", "cla", "--layers", "auto", "--compensation", "ridge"),
     ("--method", "drop", "--layers", "auto", "--select", "greedy", "--count", 2),
     ("--method", "drop", "--layers", "auto", "--select", "correlation", "--compensation", "lmmse", "--bias"),
     ("--method", "kvsharer", "--layers", "auto", "--count", 2, "--threshold", 0.1),
     ("--method", "svformer", "--layers", "0-7", "--compensation", "lstsq"),
     ("--method", "drop", "--layers", "2,5", "--part", "mlp"),
-    ("--method", '{"name": "cla", "group": 2, "compensation": "attention"}', "--merge", "mean"),
+    ("--method", '{"name": "cla", "group": 2, "compensation": "attention"}'),
 ]
 
 
@@ -214,7 +214,6 @@ def test_other_ways(monkeypatch, inputs, tmp_path, options):
     assert retrofit(monkeypatch, inputs, tmp_path / "out", *options, "--windows", 16) == 0
     record = json.loads((tmp_path / "out" / "record.json").read_text())
     assert record["settings"]["compensation"] in (None, record["calibration"]["fit"])
-    assert (record["calibration"]["fit"] == "ridge") == ("--merge" in options)
     AutoTokenizer.from_pretrained(tmp_path / "out")
     AutoModelForCausalLM.from_pretrained(tmp_path / "out").generate(torch.tensor([[5, 6]]), max_new_tokens=3)
 
@@ -278,8 +277,6 @@ BAD = [
     (("--method", "cla", "--layers", "auto", "--select", "distance"), "must be one of 'similarity'"),
     (("--method", "kvsharer", "--layers", "auto", "--threshold", 1), "0 layers can share with a cosine above"),
     (("--method", "svformer", "--compensation", "none", "--bias"), "--bias has no effect"),
-    (("--method", "cla", "--merge", "svd", "--compensation", "layerwise"), "layerwise compensates readers only"),
-    (("--method", "uniattn", "--merge", "svd"), "--merge svd has no effect"),
     (("--method", "uniattn", "--layers", "1,2,4-5"), "at least two layers, got [[1], [2]]"),
     (("--method", "drop", "--layers", "auto", "--count", 8), "--count must be below 8, the number of layers"),
     (("--method", "cla", "--target", "head"), "target must be one of 'attention', 'heads', 'mlp', got 'head'"),

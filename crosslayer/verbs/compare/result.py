@@ -12,8 +12,8 @@ from crosslayer.verbs.compare.record import Budget, ComparedRun, Configuration, 
 class Comparison(Result):
     """What `crosslayer.compare` returns. Shapes: A outcomes (a variant and the baseline in a configuration)."""
 
-    schema_: Literal["crosslayer/compare/4"] = Field(
-        "crosslayer/compare/4", validation_alias="schema", serialization_alias="schema"
+    schema_: Literal["crosslayer/compare/3"] = Field(
+        "crosslayer/compare/3", validation_alias="schema", serialization_alias="schema"
     )
     name: str
     baseline: str

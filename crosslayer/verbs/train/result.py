@@ -12,8 +12,8 @@ from crosslayer.verbs.train.record import Curve, DepthMixing, Snapshot, TrainedD
 class TrainingRun(Result):
     """What `crosslayer.train` returns. Shapes: N logged entries, M evaluations, D domains in the recipe's order."""
 
-    schema_: Literal["crosslayer/train/5"] = Field(
-        "crosslayer/train/5", validation_alias="schema", serialization_alias="schema"
+    schema_: Literal["crosslayer/train/4"] = Field(
+        "crosslayer/train/4", validation_alias="schema", serialization_alias="schema"
     )
     name: str
     seed: int

@@ -247,6 +247,7 @@ class Method:
     - `parts`: which sublayers the method can act on (`--part`), if there is a choice; the first is the default.
     - `reads_tokens`: its modules read the ids of the new tokens (B, T) from `carry[TOKENS]`; the model then needs
       `input_ids` and refuses `inputs_embeds`.
+    - `reads_sources`: its residuals read outputs of earlier sublayers, token by token, and write nothing else.
     - `merges`: how pretrained weights of a group can be merged; the first, "first", leaves them as they are.
     """
 
@@ -257,6 +258,7 @@ class Method:
     parts: ClassVar[tuple[str, ...]] = ()
     merges: ClassVar[tuple[str, ...]] = ("first",)
     reads_tokens: ClassVar[bool] = False
+    reads_sources: ClassVar[bool] = False
 
     def plan(self, layers: int) -> DepthPlan:
         """Return which layer reads which states."""

@@ -251,6 +251,7 @@ class Method:
     - `parts`: which sublayers the method can act on (`--part`), if there is a choice; the first is the default.
     - `reads_tokens`: its modules read the ids of the new tokens (B, T) from `carry[TOKENS]`; the model then needs
       `input_ids` and refuses `inputs_embeds`.
+    - `reads_sources`: its residuals read outputs of earlier sublayers, token by token, and write nothing else.
     """
 
     targets: ClassVar[tuple[str, ...]] = ()
@@ -259,6 +260,7 @@ class Method:
     consecutive: ClassVar[bool] = True
     parts: ClassVar[tuple[str, ...]] = ()
     reads_tokens: ClassVar[bool] = False
+    reads_sources: ClassVar[bool] = False
 
     def plan(self, layers: int) -> DepthPlan:
         """Return which layer reads which states."""

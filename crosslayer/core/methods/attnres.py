@@ -16,6 +16,7 @@ import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +36,7 @@ SOURCES = "attnres.sources"
 class AttnRes(Method):
     """Sublayers (attention or MLP) read the outputs of earlier sublayers, or of blocks of them."""
 
+    reads_sources: ClassVar[bool] = True
     block: int | None = None
     """Sublayers per block; None: the full form, where each sublayer is a block."""
 

@@ -203,25 +203,9 @@ def _report(
     calibration = windows["calibration"].by_domain() if request.fits else {}
     seen = texts.calibration if windows.keys() & {"calibration", "choice", "search"} else ()
     starts["choose"] = time.perf_counter()
-    made: list[tuple[Chosen, Converted]] = []
-    for each in requests.values():
-        chosen = choose(model, each, windows, progress)
-        starts["convert"], fit = time.perf_counter(), each.fit_of(chosen.methods)
-        with progress("calibrating", model.config.num_hidden_layers) as bar:
-            converted = convert(
-                model,
-                chosen.methods,
-                calibration=windows["calibration"].by_domain() if each.fits else None,
-                fit=None if fit == "none" else fit,
-                groups=each.options.groups,
-                progress=bar.step,
-                share_weights=model is not source or bool(options.sweep),
-                moments=chosen.moments,
-            )
-        stored = round_to_stored(converted.model, model, source)  # what is measured is what will be saved
-        made.append((chosen, converted))
-    (methods, choice, moments), converted = made[0]
-    compared = [beside.Compared(name, one.model) for name, (_, one) in zip(requests, made, strict=True)]
+    made = [_converted(source, model, each, windows, starts, progress) for each in requests.values()]
+    (methods, choice, moments), converted, stored = made[0]
+    compared = [beside.Compared(name, one.model) for name, (_, one, _) in zip(requests, made, strict=True)]
     starts["damage"], evaluation, seed = time.perf_counter(), windows["evaluation"], options.seed  # with hidden numbers
     runs = {str(number): logits_of(one.model) for number, one in enumerate(compared)}
     if converted.fits:
@@ -266,6 +250,31 @@ def _report(
         seconds=_seconds(starts),
     )
     return report.of_model(converted.model, tokenizer, stored)
+
+
+def _converted(
+    source: PreTrainedModel | str | Path,
+    model: PreTrainedModel,
+    request: Request,
+    windows: Mapping[str, Windows],
+    starts: dict[str, float],
+    progress: Meter,
+) -> tuple[Chosen, Converted, torch.dtype]:
+    """Choose layers, convert and fit; the weights are rounded to the dtype in which they will be saved."""
+    chosen = choose(model, request, windows, progress)
+    starts["convert"], fit = time.perf_counter(), request.fit_of(chosen.methods)
+    with progress("calibrating", model.config.num_hidden_layers) as bar:
+        converted = convert(
+            model,
+            chosen.methods,
+            calibration=windows["calibration"].by_domain() if request.fits else None,
+            fit=None if fit == "none" else fit,
+            groups=request.options.groups,
+            progress=bar.step,
+            share_weights=model is not source or bool(request.options.sweep),
+            moments=chosen.moments,
+        )
+    return chosen, converted, round_to_stored(converted.model, model, source)
 
 
 def _plan(model: PreTrainedModel, converted: PreTrainedModel, methods: Sequence[Method], request: Request) -> DepthPlan:

@@ -194,6 +194,16 @@ def test_uniattn(target, attention, monkeypatch):
     check(model, Loops)
 
 
+def test_a_w_c_of_the_values_needs_a_w_v():
+    uniattn = {"name": "uniattn", "superblocks": ((2, 3),), "compensation": "heads-from-values"}
+    with pytest.raises(
+        ValueError, match="layer 3: uniattn has a W_c of the output of W_v, .*; use compensation 'heads'"
+    ):
+        config_of([uniattn, "svformer"])
+    with pytest.raises(ValueError, match="must be one of 'attention', 'heads', 'mlp', None"):
+        config_of([{"name": "cla", "compensation": "heads-from-values"}])
+
+
 def test_drop():
     model = build(config_of([{"name": "drop", "attention": (0, 3), "mlp": (2,), "layers": (4,)}]))
     existing = [(layer.self_attn is not None, layer.mlp is not None) for layer in model.model.layers]

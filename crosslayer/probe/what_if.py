@@ -1,7 +1,7 @@
 """Pretend to share: what a wiring would do to a model that is left as it is.
 
 Queries, keys and values of other layers are put into the attention calls of the unmodified model, and dropped
-sublayers add nothing. Weights that a retrofit merges or adds (SVD-merged keys, W_c) are outside of it.
+sublayers add nothing. Weights that a retrofit merges or adds (W_c) are outside of it.
 
 Flows: states of the sources, within a forward pass. Reads: every reader. Cache: unchanged, nothing is saved.
 """

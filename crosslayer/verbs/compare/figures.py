@@ -24,7 +24,7 @@ CURVES = {  # quantity → title, caption and axis
         "Held-out text, domains weighted as in training; mean over seeds.",
         LOSS,
     ),
-    "first_token": ("Attention on the first token", SNAPSHOT, "share, mean over layers"),
+    "first_token_share": ("Attention on the first token", SNAPSHOT, "share, mean over layers"),
     "sink_rate": ("Sink rate", SNAPSHOT, "share of heads, mean over layers"),
     "stream_growth": ("Growth of the residual stream", SNAPSHOT, "norm at the last layer / at the first"),
     "entropy": ("Entropy of attention", SNAPSHOT, "nats, mean over layers"),
@@ -32,9 +32,6 @@ CURVES = {  # quantity → title, caption and axis
     "output_spread": ("Outputs of sublayers over depth", f"{SNAPSHOT} {LATER}", "largest norm / smallest"),
     "gradient_spread": ("Gradients over depth", f"{SNAPSHOT} {LATER}", "largest norm / smallest"),
 }
-
-OF_SNAPSHOTS = {"first_token": "first_token_share"}  # quantity → field
-OF_SNAPSHOTS |= {name: name for name in CURVES if name in SnapshotMeans.model_fields}
 
 
 def drawn_panels(record: Comparison) -> list[Panel]:
@@ -141,7 +138,7 @@ def _by_step(run: ComparedRun) -> dict[str, Mapping[int, float | None]]:
     return {
         "training_loss": dict(zip(run.curve.steps, run.curve.losses, strict=True)),
         "validation_loss": dict(zip(run.validation.steps, run.validation.losses, strict=True)),
-        **{name: {one.step: getattr(one, field) for one in run.snapshots} for name, field in OF_SNAPSHOTS.items()},
+        **{name: {one.step: getattr(one, name) for one in run.snapshots} for name in SnapshotMeans.model_fields},
     }
 
 

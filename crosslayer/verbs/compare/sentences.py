@@ -17,6 +17,13 @@ from crosslayer.verbs.compare.record import (
 from crosslayer.verbs.compare.result import Comparison
 from crosslayer.verbs.train.record import mean_of_known
 
+INSIDE = {  # measures of snapshots: what is said of them
+    "first_token_share": ("attention on the first token", "{:.1%}"),
+    "stream_growth": ("norm of the residual stream, last layer over first", "{:.2f}"),
+    "output_spread": ("norms of sublayers' outputs from the second layer on, largest over smallest", "{:.1f}"),
+    "gradient_spread": ("the same of gradients by these outputs", "{:.1f}"),
+}
+
 
 def sentences(record: Comparison) -> list[str]:
     """Return the findings, most important first."""
@@ -201,28 +208,14 @@ def _trend(trend: LengthTrend, baseline: str) -> str:
 
 
 def _inside(record: Comparison, configuration: str) -> list[str]:
-    """Say between which values attention on the first token and the growth of the stream lie, over all variants."""
+    """Say between which values the measures of the last snapshots lie, over all variants, as far as all have them."""
     ends = {variant: last_snapshots(record.of(configuration, variant)) for variant in record.ordered}
-    if not all({"first_token_share", "sink_rate", "stream_growth"} <= {*known} for known in ends.values()):
-        return []
-    shares, growth = (
-        {variant: known[name] for variant, known in ends.items()} for name in ("first_token_share", "stream_growth")
-    )
-    lines = [
-        f"{_prefix(configuration)}At the end of training, the first token receives {_ends(shares, '{:.1%}')} of the "
-        f"attention, and the norm of the residual stream grows by {_ends(growth, '× {:.2f}')} from the first layer to "
-        "the last."
-    ]
-    if all({"output_spread", "gradient_spread"} <= {*known} for known in ends.values()):
-        outputs, gradients = (
-            {variant: known[name] for variant, known in ends.items()} for name in ("output_spread", "gradient_spread")
-        )
-        lines.append(
-            f"{_prefix(configuration)}From the second layer on, the largest output of a sublayer has "
-            f"{_ends(outputs, '{:.1f}')} times the norm of the smallest; of the gradients by them it is "
-            f"{_ends(gradients, '{:.1f}')} times."
-        )
-    return lines
+    known = [name for name in INSIDE if all(name in end for end in ends.values())]
+    said = []
+    for name in known:
+        title, form = INSIDE[name]
+        said.append(f"{title} {_ends({variant: end[name] for variant, end in ends.items()}, form)}")
+    return [f"{_prefix(configuration)}At the end of training: {'; '.join(said)}."] if said else []
 
 
 def _ends(values: dict[str, float], form: str) -> str:

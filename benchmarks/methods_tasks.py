@@ -1,4 +1,4 @@
-"""What the runs of a comparison score on tasks, beside those of the baseline: the table of docs/results/evidence.md.
+"""What the runs of a comparison score on tasks, beside those of the baseline: the table of docs/papers/resformer.md.
 
     python benchmarks/methods_tasks.py RUNS_FOLDER --tasks TASKS_FOLDER --json FILE
         [--names hellaswag,openbookqa,winogrande,arc_easy,arc_challenge,piqa] [--limit 2000] [--baseline vanilla]

@@ -42,5 +42,5 @@ before, after = effect.attention_received  # (2, L)
 print(f"attention on position 64, largest over layers: {before.max():.1%} before, {after.max():.1%} after")
 
 # %% [markdown]
-# A token that attends only to itself becomes a sink at any position. [Evidence](../results/evidence.md) has more text,
+# A token that attends only to itself becomes a sink at any position. [The waiver's page](../papers/waiver.md) has more text,
 # and controls.

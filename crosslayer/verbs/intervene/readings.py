@@ -166,8 +166,8 @@ def changes_at(roles: dict[int, Role], before: Sample, after: Sample, over: Ends
         for name, sample in before.measures.items():
             changes[name] = change(sample[:, :, index], after.measures[name][:, :, index], over)
         if before.loss_behind is not None and after.loss_behind is not None:
-            losses = [sample.loss_behind[:, index] for sample in (before, after)]
-            changes["loss_behind"] = None if np.isnan(losses[0]).all() else change(*losses, over)
+            start, end = before.loss_behind[:, index], after.loss_behind[:, index]
+            changes["loss_behind"] = None if np.isnan(start).all() else change(start, end, over)
         positions.append(PositionChange(position=position, role=role, **changes))
     return positions
 

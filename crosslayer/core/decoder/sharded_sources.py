@@ -66,5 +66,5 @@ class _Reader(TensorParallelLayer):
         return module
 
 
-ALL_PARALLEL_STYLES.register(ROWS, _Rows())
-ALL_PARALLEL_STYLES.register(READER, _Reader())
+ALL_PARALLEL_STYLES.register(ROWS, _Rows())  # type: ignore[arg-type]
+ALL_PARALLEL_STYLES.register(READER, _Reader())  # type: ignore[arg-type]

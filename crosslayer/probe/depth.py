@@ -5,11 +5,11 @@
     mixing.readers  # ["0 attn", "0 mlp", …, "output"]
     mixing.table()  # (readers, sources): mean weights over tokens, NaN where a source comes later than its reader
 
-Plain residuals give ones, DenseFormer its trained weights, Attention Residuals α (in blocks, that of the block for each
-of its sublayers). No module is asked: token by token, the weights solve x = Σ_j m_j v_j for the read x and the outputs
-v_j, which has one solution if there are more channels than sources and none depends on the others.
+Plain residuals give ones, Attention Residuals α (in blocks, that of the block for each of its sublayers). No module is
+asked: token by token, the weights solve x = Σ_j m_j v_j for the read x and the outputs v_j, which has one solution if
+there are more channels than sources and none depends on the others.
 
-Source: the depth mixing matrix of "Attention Residuals" (arXiv 2603.15031), section 6.
+Source: the depth mixing matrix of "Attention Residuals" (arXiv 2603.15031).
 Shapes: N sources, T tokens, C hidden.
 """
 

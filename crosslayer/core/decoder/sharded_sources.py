@@ -26,7 +26,7 @@ def sharded_sources(config: CrossLayerConfig) -> dict[str, str]:
     wiring = config.wiring
     whole = config.num_local_experts or wiring.linear or wiring.plan.has_latents or any(wiring.compensation)
     if whole or not any(method.reads_sources for method in wiring.methods):
-        raise ValueError("sharded sources need the method attnres, and no experts, linear attention, latents or W_c")
+        raise ValueError("sharded sources need Attention Residuals, and no experts, linear attention, latents or W_c")
     rows = [f"model.{name}" for name, style in config.base_model_tp_plan.items() if style == "rowwise"]
     sites = {f"model.layers.*.{site}_residual" for _, site in wiring.sublayers}
     return dict.fromkeys(rows, ROWS) | dict.fromkeys((*sites, "model.final_residual"), READER)
@@ -66,5 +66,5 @@ class _Reader(TensorParallelLayer):
         return module
 
 
-ALL_PARALLEL_STYLES.register(ROWS, _Rows())
-ALL_PARALLEL_STYLES.register(READER, _Reader())
+ALL_PARALLEL_STYLES.register(ROWS, _Rows())  # type: ignore[arg-type]
+ALL_PARALLEL_STYLES.register(READER, _Reader())  # type: ignore[arg-type]

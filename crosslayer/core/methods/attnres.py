@@ -100,10 +100,11 @@ class AttnRes(Method):
 
     def connect(self, residuals: Sequence[Residual]) -> None:
         """Let the reader that opens a block know the others, whose queries it answers over the closed blocks."""
-        openers = [number for number, reader in enumerate(residuals) if isinstance(reader, _Depth) and reader.opens]
         if self.two_phase:
+            readers = [reader for reader in residuals if isinstance(reader, _Depth)]
+            openers = [number for number, reader in enumerate(readers) if reader.opens]
             for start, end in itertools.pairwise(openers):
-                residuals[start].block = tuple(residuals[start:end])
+                readers[start].block = tuple(readers[start:end])
 
     def _size(self, count: int) -> int:
         size = 1 if self.block is None else self.block
@@ -164,7 +165,7 @@ class _Depth(_Reader):
         here = all(type(query) is nn.Parameter and not query.is_meta for query in queries)  # not sharded or offloaded
         if not readers or not here or not custom_ops.is_inference():
             return {}
-        directions = torch.stack(queries) * torch.stack([reader.gain for reader in readers])  # (S, C)
+        directions = torch.stack(tuple(queries)) * torch.stack([reader.gain for reader in readers])  # (S, C)
         return dict(zip(readers, read_ahead(sources, directions, self.eps), strict=True))
 
 

@@ -123,7 +123,8 @@ def _mixing(record: Comparison, configuration: Configuration, suffix: str) -> li
     if len(ticks) < 2:
         return []
     z = np.array(columns).T
-    cells, limits = np.where(np.isnan(z), None, z).tolist(), (min(0.0, float(np.nanmin(z))), 1.0)
+    cells = [[None if np.isnan(weight) else float(weight) for weight in row] for row in z]
+    limits = (min(0.0, float(np.nanmin(z))), 1.0)
     heat = Heat([*range(len(columns))], [*range(len(z))], cells, "weight", limits, columns=columns_of)
     caption = (
         "What the input of each sublayer (row) takes from the embedding (a variant's first column) and from each "

@@ -51,8 +51,8 @@ def depth_mixing_of(model: PreTrainedModel, windows: Tensor | None) -> DepthMixi
         tables, readers = [*tables, mixing.table()], mixing.readers
     if not tables or any(table is None for table in tables):
         return None
-    means = np.mean(tables, axis=0)
-    return DepthMixing(readers=readers, weights=np.where(np.isnan(means), None, means).tolist())
+    weights = [[None if np.isnan(weight) else float(weight) for weight in row] for row in np.mean(tables, axis=0)]
+    return DepthMixing(readers=readers, weights=weights)
 
 
 def snapshots_in(history: Sequence[dict[str, Any]]) -> tuple[Snapshot, ...]:

@@ -129,7 +129,7 @@ class CrossLayerAttention(nn.Module):
             self._project(for_k, self.k_proj, self.k_norm),  # (B, H_kv, T, D)
             self._project(for_v, self.v_proj, None),  # (B, H_kv, T, D)
         ]
-        v: Any = states[2]
+        v = states[2]
         if position_embeddings is not None:
             states = _rotate(states, position_embeddings)
         if self.shows_input:
@@ -160,8 +160,8 @@ class CrossLayerAttention(nn.Module):
             out, carry = mixer.after(out, carry)
         out = out.reshape(*hidden_states.shape[:-1], -1).contiguous()  # (B, T, H·D)
         if self.compensation is not None:
-            reads_values = v is not None and self.compensation.reads_values
-            out = out + self.compensation(v.transpose(1, 2).flatten(2) if reads_values else hidden_states)
+            read: Any = v if self.compensation.reads_values else hidden_states
+            out = out + self.compensation(read.transpose(1, 2).flatten(2) if self.compensation.reads_values else read)
         return self.o_proj(out), carry
 
     def _project(self, hidden_states: Tensor, linear: nn.Module | None, norm: nn.Module | None) -> Tensor | None:

@@ -92,7 +92,9 @@ class RetrofitOptions(Options):
                 form = f"KEY=VALUE,VALUE, each once, with a KEY of {', '.join(SWEPT)}"
                 raise ValueError(f"`sweep` must be {form}, got {text!r}; for example size=2,3,4")
             swept[key] = values
-        chosen = [dict(zip(swept, values, strict=True)) for values in itertools.product(*swept.values())]
+        chosen: list[dict[str, Any]] = [
+            dict(zip(swept, values, strict=True)) for values in itertools.product(*swept.values())
+        ]
         typed = [" ".join(f"--{key} {value}" for key, value in each.items()) for each in chosen]
         return {name: RetrofitOptions(**self.model_dump() | own) for name, own in zip(typed, chosen, strict=True)}
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -166,7 +167,7 @@ def _open_texts(
     if can_share(source):
         if source.get_text_config() is not source:
             raise ValueError(f"{source.model_type} holds more than a language model, which cannot be converted")
-        facts = {"indexed": source.get_text_config().model_type}
+        facts: dict[str, Any] = {"indexed": source.get_text_config().model_type}
     else:
         config = to_config(source)
         facts = {"post_norms": config.has_post_norms, "wired": bool(config.methods)}
@@ -256,7 +257,7 @@ def _converted(
     source: PreTrainedModel | str | Path,
     model: PreTrainedModel,
     request: Request,
-    windows: Mapping[str, Windows],
+    windows: dict[str, Windows],
     starts: dict[str, float],
     progress: Meter,
 ) -> tuple[Chosen, Converted, torch.dtype]:

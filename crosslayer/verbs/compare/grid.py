@@ -56,13 +56,14 @@ def _variant(entry: Any, heads: int | None) -> Variant:
         raise ValueError(
             f"`methods` must hold method names, {{name: NAME, option: VALUE}} or lists of these, got {entry!r}"
         )
-    parts = entry if isinstance(entry, list) else [entry]
-    methods = [part for part in parts if not (isinstance(part, dict) and part.keys() == {HEADS})]
-    for part in parts:
-        if part not in methods:
-            heads = part[HEADS]
-            if type(heads) is not int or heads < 1:
-                raise ValueError(f"`methods`: {HEADS} must be a whole number above 0, got {heads!r}")
+    methods: list[Any] = []
+    for part in entry if isinstance(entry, list) else [entry]:
+        if not isinstance(part, dict) or part.keys() != {HEADS}:
+            methods.append(part)
+            continue
+        heads = part[HEADS]
+        if type(heads) is not int or heads < 1:
+            raise ValueError(f"`methods`: {HEADS} must be a whole number above 0, got {heads!r}")
     if methods in ([None], [PLAIN], [{"name": PLAIN}]):
         methods = []
     try:

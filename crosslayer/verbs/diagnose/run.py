@@ -117,9 +117,9 @@ def _diagnosis(inputs: Inputs, measured: Sequence[SequenceMeasures], cross_layer
     measures = Measures(**_averages([sequence.measures for sequence in measured], over))
     cosines = _averages([sequence.cross_layer for sequence in measured], over)
     single = _averages([sequence.by_stream for sequence in measured], over)
-    weights = None
-    if all(table is not None for table in tables):
-        weights = DepthWeights(readers=measured[0].depth.readers, weights=measure(np.stack(tables), over))
+    weights, mixing = None, [table for table in tables if table is not None]  # of all sequences, or of none
+    if len(mixing) == len(tables):
+        weights = DepthWeights(readers=measured[0].depth.readers, weights=measure(np.stack(mixing), over))
     conclusions = verdict(measures, shapes, inputs.settings.length)
     known = [shape for shape in shapes if shape is not None]
     facts = DiagnosedModel(

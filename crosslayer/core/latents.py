@@ -151,7 +151,7 @@ class LatentMethod(Method):
         """Return the channels R of a layer's latent, of `width` = 2·H_kv·D channels of keys and values."""
         return max(1, round(self.rank * width)) if self.bits is None else UNIT * sum(map(bool, self.bits[layer]))
 
-    def inherit(self, weights: dict[str, Tensor], config: Config, wiring: Wiring, merge: str) -> list[str]:
+    def inherit(self, weights: dict[str, Tensor], config: Config, wiring: Wiring) -> list[str]:
         """Factor W_k and W_v of each layer together, from the weights alone, without the layers below."""
         return [
             name

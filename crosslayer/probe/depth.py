@@ -52,9 +52,11 @@ class DepthMixing:
 
     def table(self) -> np.ndarray | None:
         """Return the mean weights (readers, sources); None if what is read is no sum of outputs, or not of these."""
-        sources = torch.stack(self._sources, dim=-1)  # (T, C, N)
-        if sources.shape[1] < sources.shape[2]:
+        tokens, channels = self._sources[0].shape
+        states = [*self._sources, *(read for read, _ in self._reads)]
+        if channels < len(self._sources) or any(state.shape[0] != tokens for state in states):  # of several streams
             return None
+        sources = torch.stack(self._sources, dim=-1)  # (T, C, N)
         basis, factors = torch.linalg.qr(sources)  # (T, C, N), (T, N, N): the first n columns serve the first n sources
         known = (factors.diagonal(dim1=1, dim2=2).abs() > OWN * sources.norm(dim=1)).all(dim=1)  # (T,)
         result = np.full((len(self._reads), sources.shape[2]), np.nan)

@@ -177,7 +177,7 @@ CASES = [
     ("retrofit {kit}/model --kv-budget 0.5 --layers 0-3", "--layers 0-3 has no effect with the other options"),
     ("retrofit {kit}/model --method uniattn --part mlp", "--part mlp has no effect with the other options"),
     ("retrofit {kit}/model --method cla --select greedy", "--select greedy has no effect with the other options"),
-    ("retrofit {kit}/model --method cla --count 2", "--count 2 has no effect with the other options"),
+    ("retrofit {kit}/model --method cla --count 2", "--count must be a multiple of --size − 1 = 3, got 2"),
     ("retrofit {kit}/model --method cla --groups 2", "--groups 2 has no effect with the other options"),
     ("retrofit {kit}/model --method cla --layers 0-1 --size 3", "--size 3 has no effect with the other options"),
     ("retrofit {kit}/model --method cla --size 1", "--size must be greater than or equal to 2, got 1"),

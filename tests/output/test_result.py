@@ -122,7 +122,10 @@ def test_every_text_of_a_page_is_escaped(small):
         ({"schema": None}, "record.json has the schema 'None'; this release reads"),
         ({"schema": ["crosslayer/small/2"]}, "this release reads crosslayer/other/1, crosslayer/small/2"),
         ({"schema": "x" * 10_000}, "x'; this release reads"),
-        ({"norm": {"mean": "high", "ci95": None, "n": 1}}, "record.json: norm.mean must be a valid list"),
+        (
+            {"norm": {"mean": "high", "ci95": None, "n": 1}},
+            "record.json: norm.mean: it must hold only numbers and null",
+        ),
         ({"model": None}, "record.json: model must be a valid string"),
         ({"more": 1}, "record.json: more: Extra inputs are not permitted"),
     ],

@@ -19,7 +19,17 @@ from crosslayer.core.choice import TokenChoice, mask_of
 from crosslayer.core.decoder.caches import update_both, update_single
 from crosslayer.core.decoder.configuration import CrossLayerConfig
 from crosslayer.core.decoder.family import norm
-from crosslayer.core.method import INPUT, ON_HEADS, Carry, Compensation, HeadMixer, StateReader, Wiring, state_reader
+from crosslayer.core.method import (
+    FROM_VALUES,
+    INPUT,
+    ON_HEADS,
+    Carry,
+    Compensation,
+    HeadMixer,
+    StateReader,
+    Wiring,
+    state_reader,
+)
 from crosslayer.core.plan import PASSED, STATES, DepthPlan
 from crosslayer.core.sources import SharedStates, outside_layer_graphs
 from crosslayer.core.transformers_versions import read_paged, takes_cache
@@ -73,6 +83,7 @@ class CrossLayerAttention(nn.Module):
             (self.choice,) = [module for module in modules if module is not None]
         target, bias = wiring.compensation[layer_idx], wiring.compensation_bias[layer_idx]
         self.compensation = Compensation(config, target, bias) if target in ON_HEADS else None
+        self.values_compensate = target == FROM_VALUES
 
     def _add_projections(self, config: CrossLayerConfig, has_own: list[bool], value_share: float) -> None:
         assert config.num_key_value_heads is not None
@@ -160,8 +171,7 @@ class CrossLayerAttention(nn.Module):
             out, carry = mixer.after(out, carry)
         out = out.reshape(*hidden_states.shape[:-1], -1).contiguous()  # (B, T, H·D)
         if self.compensation is not None:
-            read: Any = v if self.compensation.reads_values else hidden_states
-            out = out + self.compensation(read.transpose(1, 2).flatten(2) if self.compensation.reads_values else read)
+            out = out + self.compensation(v.transpose(1, 2).flatten(2) if self.values_compensate else hidden_states)
         return self.o_proj(out), carry
 
     def _project(self, hidden_states: Tensor, linear: nn.Module | None, norm: nn.Module | None) -> Tensor | None:

@@ -266,7 +266,8 @@ def _measure_stream(stream: LayerStream, number: int | None = None) -> dict[str,
     }
     if stream.leaving is not None:
         measures["layer_io_similarity"] = m.mean_cosine(before, pick(stream.leaving))
-        measures["depth_factor"] = m.depth_factor(before, pick(stream.leaving))
+        if number is None:
+            measures["depth_factor"] = m.depth_factor(before, pick(stream.leaving))
     if around is not None and (number is None or len(around[0]) > 1):
         measures["attention_io_similarity"] = m.mean_cosine(pick(around[0]), pick(around[1]))
     return measures

@@ -304,7 +304,7 @@ def test_sinks_and_stream_at_the_end_are_reported(tmp_path):
     ]
     result = compared(tmp_path, *runs)
     (sentence,) = [line for line in sentences(result) if "first token" in line]
-    assert "25.0% (resformer) to 50.0% (vanilla)" in sentence and "× 4.00 (resformer) to × 20.00 (vanilla)" in sentence
+    assert "25.0% (resformer) to 50.0% (vanilla)" in sentence and "4.00 (resformer) to 20.00 (vanilla)" in sentence
     assert [panel.key for panel in result.layout().panels][-3:] == ["first_token_share", "sink_rate", "stream_growth"]
 
 

@@ -61,6 +61,7 @@ def test_diagnosis_leaves_the_model_as_it_was(family):
             about_attention = name not in (
                 "hidden_norm_ratio",
                 "layer_io_similarity",
+                "depth_factor",
                 "stream_norm",
                 "token_similarity",
             )

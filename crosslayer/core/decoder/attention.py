@@ -171,7 +171,11 @@ class CrossLayerAttention(nn.Module):
             out, carry = mixer.after(out, carry)
         out = out.reshape(*hidden_states.shape[:-1], -1).contiguous()  # (B, T, H·D)
         if self.compensation is not None:
-            out = out + self.compensation(v.transpose(1, 2).flatten(2) if self.values_compensate else hidden_states)
+            read = hidden_states
+            if self.values_compensate:
+                assert v is not None
+                read = v.transpose(1, 2).flatten(2)  # (B, T, H_kv·D)
+            out = out + self.compensation(read)
         return self.o_proj(out), carry
 
     def _project(self, hidden_states: Tensor, linear: nn.Module | None, norm: nn.Module | None) -> Tensor | None:

@@ -46,8 +46,6 @@ WIRINGS = {
 CHOSEN = {  # method, how its layers are chosen, how many
     "kvsharer-5": ("kvsharer", "distance", 5),
     "kvsharer-9": ("kvsharer", "distance", 9),
-    "nbl-5": ("drop", "correlation", 5),
-    "nbl-9": ("drop", "correlation", 9),
 }
 CHOICE = 4  # of the calibration windows, where a choice does not need as many as W_c
 VARIANTS: dict[str, tuple[str | None, dict[str, Any]]] = {
@@ -57,8 +55,6 @@ VARIANTS: dict[str, tuple[str | None, dict[str, Any]]] = {
     "lstsq": ("attention", {"fit": "lstsq"}),
     "ridge": ("attention", {"fit": "ridge"}),
     "layerwise": ("attention", {"fit": "layerwise"}),
-    "lmmse, bias": ("attention", {"fit": "lmmse"}),
-    "ridge, bias": ("attention", {"fit": "ridge"}),
 }
 
 
@@ -124,13 +120,11 @@ def damages(model, name, texts) -> dict[str, Any]:
 
 def belongs(name: str, variant: str) -> bool:
     """Return whether a variant of W_c is measured for a wiring."""
-    if name.startswith("nbl"):  # its own rule, and ridge with and without a bias
-        return variant in ("none", "lmmse, bias", "ridge", "ridge, bias")
     if name in CHOSEN:
         return variant in ("none", "lstsq", "ridge")
     if "groups" in VARIANTS[variant][1]:
         return WIRINGS[name][0] == "uniattn"  # Theorem 3.1 is UniAttn's
-    return not variant.endswith("bias")
+    return True
 
 
 def wired(model, name: str, texts) -> Method:

@@ -1,9 +1,9 @@
 """The choice of layers: as given, the top half, or by measurements on text.
 
-Shapes: N sequences, B of a batch, T tokens, C hidden, H key-value heads, D head size, L layers, R rank.
+Shapes: N sequences, B of a batch, T tokens, C hidden, H key-value heads, D head size, L layers.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import NamedTuple
 
@@ -33,11 +33,9 @@ from crosslayer.verbs.retrofit.choosers import check_some_are_left_out, choosers
 from crosslayer.verbs.retrofit.convert import convert, plain_decoder
 from crosslayer.verbs.retrofit.indexers import indexers_by_damage
 from crosslayer.verbs.retrofit.latents import StateMoments, levels_of, measure_moments, with_bits, with_errors
-from crosslayer.verbs.retrofit.moments import RANK_CUTOFF
 from crosslayer.verbs.retrofit.request import Request, RetrofitOptions
 from crosslayer.verbs.retrofit.result import Choice
 from crosslayer.verbs.retrofit.search import MethodClass
-from crosslayer.verbs.retrofit.streams import Streams
 from crosslayer.verbs.retrofit.trade_off import methods_by_damage
 
 
@@ -72,7 +70,7 @@ def choose(model: PreTrainedModel, request: Request, windows: dict[str, Windows]
     if cls is None:
         return Chosen(*methods_by_damage(model, windows, request, progress))
     if option == "auto":
-        groups = _automatic(model, request, cls, windows["calibration" if request.many_tokens else "choice"], progress)
+        groups = _automatic(model, request, cls, windows["choice"], progress)
     elif option == "top-half":
         groups = _top(model, cls, request.options)
     else:
@@ -151,7 +149,7 @@ def _automatic(model: PreTrainedModel, request: Request, cls: MethodClass, windo
     sublayer = "attention" if first.mlps[0] is not None else "layer"
     if request.select == "greedy":
         chosen = _greedy(model, ids, sublayer, count, plan_of)
-    elif request.select in ("similarity", "top-half-similarity"):
+    else:
         diagnosis = diagnose(model, ids, progress=progress)
         similarity = diagnosis.attention_io_similarity if sublayer == "attention" else diagnosis.layer_io_similarity
         if request.select == "top-half-similarity":
@@ -159,11 +157,6 @@ def _automatic(model: PreTrainedModel, request: Request, cls: MethodClass, windo
                 raise ValueError(f"`count` must be at most {layers - layers // 2}, the top half, got {count}")
             similarity = np.where(np.arange(layers) < layers // 2, -np.inf, similarity)
         chosen = np.argsort(-similarity, kind="stable")[:count]  # of (L,)
-    elif sublayer != "attention":
-        raise ValueError("`select` correlation ranks attention only; use similarity or greedy for whole layers")
-    else:
-        with progress("choosing layers", layers) as bar:
-            chosen = np.argsort(error_bounds(model, ids, bar.step), kind="stable")[:count]
     return [[int(layer)] for layer in sorted(chosen)]
 
 
@@ -276,50 +269,3 @@ def _groups(source_of: dict[int, int]) -> Groups:
 def _last_hidden(model: PreTrainedModel, sequence: Tensor) -> Tensor:
     """Return the output of the final norm for a sequence (T,), as a single vector (T·C,)."""
     return working(final_hidden(model, sequence)).flatten()
-
-
-@torch.no_grad()
-def error_bounds(model: PreTrainedModel, ids: Tensor, step: Callable[[int, int], None]) -> list[float]:
-    """Return an upper bound of the error of a linear map instead of each layer's attention, (L,).
-
-        NMSE = E‖y − ŷ‖² / tr Cov(y)  ≤  rank Cov(y) − Σ ρ_i²,  ŷ = the best linear map of x, with bias
-
-    x is the stream that enters a layer and y = x + Attn(Norm(x)) the stream after its attention; ρ_i are the singular
-    values of Cov(x)^(−1/2) Cov(x, y) Cov(y)^(−1/2). With covariances of full rank this is Σ (1 − ρ_i²), by which
-    arXiv 2505.21077 ranks layers; its code takes these x and y. W_c reads Norm(x), not x, which the bound ignores.
-
-    Memory: the stream at one layer for all tokens, and second moments of that layer.
-    """
-    plain = plain_decoder(model)
-    width, layers = plain.config.hidden_size, plain.config.num_hidden_layers
-    streams = Streams(plain, plain, ids, run_on="converted")
-    bounds = []
-    for layer in range(layers):
-        bounds.append(_bound(streams.around_attention(layer), width, streams.after[0].device))
-        if layer < layers - 1:
-            streams.advance(layer)
-        step(layer + 1, layers)
-    return bounds
-
-
-def _bound(pairs: Iterable[tuple[Tensor, Tensor]], width: int, device: torch.device) -> float:
-    """Return rank Cov(y) − Σ ρ_i², from batches of x and y, (B, T, C) each; in float64."""
-    rows, total = 0, torch.zeros(2 * width, dtype=torch.float64, device=device)  # of x and y, (2C,)
-    gram = torch.zeros(2 * width, 2 * width, dtype=torch.float64, device=device)
-    for pair in pairs:
-        both = torch.cat(pair, dim=-1).flatten(0, 1).double()  # (B·T, 2C)
-        rows += len(both)
-        total += both.sum(0)
-        gram += both.T @ both
-    covariance = gram / rows - torch.outer(total / rows, total / rows)
-    left, _ = _whitening(covariance[:width, :width])
-    right, rank = _whitening(covariance[width:, width:])
-    correlations = torch.linalg.svdvals(left.T @ covariance[:width, width:] @ right).clamp(max=1)
-    return rank - float(correlations.square().sum())
-
-
-def _whitening(covariance: Tensor) -> tuple[Tensor, int]:
-    """Return V with Vᵀ Cov V = 1 (C, R), and the rank R of the covariance (C, C)."""
-    values, vectors = torch.linalg.eigh(covariance)
-    kept = values > values[-1] * RANK_CUTOFF
-    return vectors[:, kept] * values[kept].rsqrt(), int(kept.sum())

@@ -18,7 +18,7 @@ from crosslayer.output.record import Options, Seed
 from crosslayer.verbs.retrofit.moments import FITS, REFITS
 from crosslayer.verbs.retrofit.search import searched_methods
 
-SELECTS = ("similarity", "top-half-similarity", "greedy", "correlation", "distance")
+SELECTS = ("similarity", "top-half-similarity", "greedy", "distance")
 AXES = ("depth", "bits", "rank")  # in which a cache becomes smaller
 SWEPT = ("method", "layers", "compensation", "target", "groups", "select", "size", "count")
 QUICK_SETS = ("windows", "calibration", "length")  # what `quick` decides
@@ -138,7 +138,6 @@ class Request:
             self.part = options.part or self.method_class.parts[0]
         if self.method_class is not None and options.layers == "auto":
             self.select = options.select or selects(self.method_class)[0]
-        self.many_tokens = self.select == "correlation"  # the choice reads the whole calibration text
         self.fit = options.compensation or self._default_fit(post_norms)
         self.calibrates = isinstance(self.method, LatentMethod)  # the method itself is fitted to text
         self.fits = self.fit not in ("none", "zero") or self.calibrates  # on calibration text
@@ -245,7 +244,7 @@ class Request:
             "size": cls is not None and options.layers == "top-half",
             "count": cls is not None and options.layers in ("auto", "top-half"),
             "groups": self.fit == "mean",
-            "calibration": self.fits or self.many_tokens,
+            "calibration": self.fits,
             "bias": self.adds and has_class and (cls is None or bool(cls.targets)),
             "compensation": not self.adds or self._has_targets(),
         }
@@ -312,5 +311,5 @@ def _compensation(method: Method) -> str | None:
 def selects(cls: type[Method]) -> tuple[str, ...]:
     """Return the ways to choose the layers of a method; the first is the default."""
     if not cls.grouped:
-        return ("similarity", "top-half-similarity", "greedy", "correlation")
+        return "similarity", "top-half-similarity", "greedy"
     return ("similarity",) if cls.consecutive else ("distance", "similarity")

@@ -121,7 +121,7 @@ def retrofit(
         part: what to remove, where the method has a choice: attention, mlp or layer.
         bias: give W_c a bias.
         select: how --layers auto chooses: similarity (default where possible), top-half-similarity (in the
-            upper half only), greedy, correlation or distance.
+            upper half only), greedy or distance.
         size: layers per block of --layers top-half.
         count: how many layers --layers auto or top-half converts into readers, or drops; also below the middle.
         threshold: minimum cosine of the last hidden states to the original's, for --select distance.

@@ -96,11 +96,6 @@ class Streams:
             yield x, original["stream"] - converted["stream"]
         self.passed = layer
 
-    def around_attention(self, layer: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the converted model's stream of each batch before a layer and after its attention, (B, T, C) each."""
-        for stream, carry in zip(self.after, self.carries, strict=True):
-            yield stream, self._capture(self.layers_after[layer], layer, stream, carry, "attention")["stream"]
-
     def _capture(
         self, block: CrossLayerDecoderLayer, layer: int, stream: Tensor, carry: Carry, target: str, stop: bool = True
     ) -> dict[str, Tensor]:

@@ -1,6 +1,5 @@
 """The text of a retrofit by domain: calibration text and evaluation text, with no token used for both."""
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -70,9 +69,9 @@ class Texts:
                     f"{name}: token ids must have shape (N, length={options.length}), got {tuple(domain.shape)}"
                 )
         counts = {"evaluation": shared_out(options.windows, self.evaluation)}
-        if any(request.fits or request.many_tokens for request in requests):
+        if any(request.fits for request in requests):
             counts["calibration"] = shared_out(options.calibration, self.calibration)
-        if any(request.options.layers == "auto" and not request.many_tokens for request in requests):
+        if any(request.options.layers == "auto" for request in requests):
             counts["choice"] = shared_out(CHOICE_WINDOWS, self.calibration)
         if any(request.searches for request in requests):
             counts["search"] = shared_out(max(SEARCH_WINDOWS, len(self.calibration)), self.calibration)
@@ -85,14 +84,11 @@ class Texts:
     def least(self, request: Request, config: PreTrainedConfig, length: int) -> dict[str, tuple[int, str]]:
         """Return the fewest windows of `length` tokens with which a model is fitted and judged, by option, and why."""
         least = {"windows": (MIN_WINDOWS * len(self.evaluation), f"{MIN_WINDOWS} of each domain")}
-        if request.many_tokens:
-            tokens = TOKENS_PER_INPUT * config.get_text_config().hidden_size
-            least["calibration"] = math.ceil(tokens / length), f"`select` correlation reads at least {tokens} tokens"
         if request.fits and not request.calibrates:
             width = input_width(to_config(config), request.fit)
             count = least_sequences(width, len(self.calibration), length, request.fit)
             why = f"{request.fit} fits {width} inputs, with {TOKENS_PER_INPUT} tokens each beside those held out"
-            least["calibration"] = max(least.get("calibration", (0, "")), (count, why))
+            least["calibration"] = count, why
         return least
 
     def checked_options(self, request: Request, config: PreTrainedConfig) -> RetrofitOptions:

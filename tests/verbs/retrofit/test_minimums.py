@@ -46,15 +46,6 @@ def test_all_that_is_too_little_is_named_at_once_and_that_much_is_enough(source,
     assert quick.damage == report.damage and quick.methods == report.methods
 
 
-def test_what_a_choice_by_correlation_reads_is_a_minimum_too(source):
-    options = {"method": "drop", "layers": "auto", "select": "correlation", "count": 2, "compensation": "none"}
-    with pytest.raises(ValueError, match="`select` correlation") as error:
-        crosslayer.retrofit(source, TEXT, **options, windows=3, calibration=1, length=LENGTH)
-    enough = least(str(error.value))
-    assert enough == {"windows": 48, "calibration": -(-2 * source.config.hidden_size // LENGTH)}
-    crosslayer.retrofit(source, TEXT, **options, **enough, length=LENGTH)
-
-
 def test_a_quick_look_is_marked_everywhere(source, tmp_path):
     report = crosslayer.retrofit(source, TEXT, method="cla", layers="6-7", quick=True)
     assert report.headline()["quick"] is True

@@ -183,7 +183,7 @@ def test_by_default_three_embedded_domains_calibrate_and_six_evaluate(monkeypatc
 WAYS = [
     ("--method", "cla", "--layers", "auto", "--compensation", "ridge"),
     ("--method", "drop", "--layers", "auto", "--select", "greedy", "--count", 2),
-    ("--method", "drop", "--layers", "auto", "--select", "correlation", "--compensation", "lmmse", "--bias"),
+    ("--method", "drop", "--layers", "auto", "--count", 2, "--compensation", "lmmse", "--bias"),
     ("--method", "kvsharer", "--layers", "auto", "--count", 2, "--threshold", 0.1),
     ("--method", "svformer", "--layers", "0-7", "--compensation", "lstsq"),
     ("--method", "drop", "--layers", "2,5", "--part", "mlp"),

@@ -89,7 +89,7 @@ def damages(model, name, texts) -> dict[str, Any]:
         if not belongs(name, variant):
             continue
         started = time.perf_counter()
-        chosen = dataclasses.replace(bare, compensation=target, compensation_bias=variant.endswith("bias"))
+        chosen = dataclasses.replace(bare, compensation=target)
         converted[variant] = convert(model, chosen, calibration=texts["calibration"].ids, share_weights=True, **options)
         fits[variant] = [dataclasses.asdict(fit) for fit in converted[variant].fits]
         seconds[variant] = time.perf_counter() - started

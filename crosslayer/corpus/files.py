@@ -99,7 +99,7 @@ def _check_regular(path: Path) -> None:
 def say_skipped(name: str, rows: int) -> None:
     """Say how many rows of a table hold no text, if there are any."""
     if rows:
-        say(f"{name}: skipped {rows} row{'s' if rows > 1 else ''} without text")
+        say(f"{name}: skipped {rows} row{'s' if rows > 1 else ''} without text or response")
 
 
 def _txt_documents(path: Path, column: str, reading: Reading, where: Mapping[str, Any]) -> Iterator[str]:

@@ -189,13 +189,13 @@ def test_only_a_line_feed_ends_a_row_and_rows_without_text_are_counted(tmp_path,
     rows = [{"text": "one\u2028two\x85three"}, {"text": None}, {"text": None, "id": 3}]
     table.write_bytes("\r\n".join(json.dumps(row, ensure_ascii=False) for row in rows).encode())
     assert load_documents(TextSource(str(table))) == ["one\u2028two\x85three"]
-    assert capsys.readouterr().err == "a.jsonl: skipped 2 rows without text\n"
+    assert capsys.readouterr().err == "a.jsonl: skipped 2 rows without text or response\n"
     parquet = pytest.importorskip("pyarrow.parquet")
     import pyarrow
 
     parquet.write_table(pyarrow.table({"text": ["one", None]}), tmp_path / "a.parquet")
     assert load_documents(TextSource(str(tmp_path / "a.parquet"))) == ["one"]
-    assert capsys.readouterr().err == "a.parquet: skipped 1 row without text\n"
+    assert capsys.readouterr().err == "a.parquet: skipped 1 row without text or response\n"
 
 
 @pytest.mark.parametrize(

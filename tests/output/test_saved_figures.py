@@ -68,7 +68,8 @@ def saved(browser, tmp_path_factory):
 
 def press(browser, key, kind):
     button = browser.find_element("xpath", f"//div[@id='figure-{key}']/..//div[@class='save']/button[text()='{kind}']")
-    browser.execute_script("arguments[0].click()", button)
+    browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", button)
+    button.click()  # as a user: a page may not download several files by itself
 
 
 def test_the_data_of_a_figure(saved):

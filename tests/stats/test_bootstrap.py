@@ -1,4 +1,4 @@
-"""Intervals over documents: against a bootstrap by loops, their coverage, and where there are none."""
+"""Intervals over documents: equal to a bootstrap written as loops, their coverage, and when none is given."""
 
 import numpy as np
 import pytest

@@ -2,8 +2,8 @@
 
     DistributedConfig(tp_size=2, tp_plan=sharded_sources(config))
 
-A sublayer's output is reduce-scattered, not all-reduced. A rank keeps and reads the sources of its T / P tokens only;
-what it read is all-gathered. Training, and lengths that P does not divide, run as without.
+Each sublayer's output is reduce-scattered instead of all-reduced. Each rank keeps and reads the sources of its own
+T / P tokens, and the results are all-gathered. Training, and sequences whose length P does not divide, are not sharded.
 
 Source: "Attention Residuals" (arXiv 2603.15031), memory-efficient prefilling.
 """

@@ -14,8 +14,8 @@ Groups = list[list[int]]
 def paper_groups(shapes: list[LayerShape | None], size: int = PAPER_SIZE, count: int | None = None) -> Groups:
     """Return the paper's superblocks: `size` layers each, from the last layer down, within the upper half.
 
-    With `count`: of the whole model, until there are so many. Layers left over stay single, and a block whose layers
-    may not share is skipped.
+    With `count`, return that many blocks and go below the middle if needed. Layers left over stay single, and a block
+    whose layers may not share is skipped.
     """
     groups, stop, lowest = [], len(shapes), len(shapes) // 2 if count is None else 0
     while stop - size >= lowest and len(groups) != count:

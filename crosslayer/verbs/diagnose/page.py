@@ -10,7 +10,7 @@ import numpy as np
 from crosslayer.output.formatting import UNKNOWN, measured_on
 from crosslayer.output.page import Page, Table
 from crosslayer.output.panel import COLORS, QUIET, Heat, Line, Panel
-from crosslayer.output.record import Measure, PositionBins
+from crosslayer.output.record import Measure
 from crosslayer.verbs.diagnose.baseline import beside, panels_beside
 from crosslayer.verbs.diagnose.choices import choice_panels, choice_sentence
 from crosslayer.verbs.diagnose.curves import (
@@ -256,9 +256,8 @@ def _sink_panels(record: Diagnosis) -> list[Panel]:
 def _norm_panels(record: Diagnosis) -> list[Panel]:
     """Return the norms of values and of hidden states by layer and position (arXiv 2410.17897, Fig. 19)."""
     figures = []
-    for states in ("value", "hidden"):
+    for states, bins in (("value", record.value_norms_by_position), ("hidden", record.hidden_norms_by_position)):
         key, title = f"{states}_norms_by_position", f"Norm of the {states} states, by position"
-        bins: PositionBins = getattr(record, key)
         norms = [norm for row in bins.mean for norm in row if norm] or [1.0]
         limits = float(np.floor(np.log10(min(norms)))), float(np.ceil(np.log10(max(norms))))
         sentence = "L2 norm, on a logarithmic scale. A left column that differs from its row: the first token's states."

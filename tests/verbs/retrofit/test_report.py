@@ -210,7 +210,7 @@ def test_a_method_may_be_its_class_wherever_it_may_be_its_name(source):
 
 
 def test_a_method_of_the_registry_needs_no_other_file(monkeypatch):
-    """What a request needs of a method is in its class: targets, parts, groups, what it saves."""
+    """A request reads everything about a method from its class: targets, parts, groups and saved states."""
     from crosslayer.verbs.retrofit import request, search
 
     class Halves(Method):

@@ -22,7 +22,6 @@ from crosslayer.core.options import parse_layers
 from crosslayer.corpus.documents import TextSource, load_documents
 from crosslayer.corpus.windows import Windows, split
 from crosslayer.environment import environment
-from crosslayer.output.progress import Silent
 from crosslayer.verbs.bench.run import bench
 from crosslayer.verbs.retrofit.cache import token_bytes
 from crosslayer.verbs.retrofit.choose import choose
@@ -136,7 +135,7 @@ def wired(model, name: str, texts) -> Method:
         )
         calibration = texts["calibration"]
         windows = {"calibration": calibration, "choice": Windows(calibration.ids[:CHOICE], ())}
-        (chosen,), choice = choose(model, request, windows, Silent)
+        (chosen,), choice = choose(model, request, windows)
         print(f"{name:>13} {choice.groups}", flush=True)
         return chosen
     method, groups = WIRINGS[name]

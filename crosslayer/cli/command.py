@@ -16,7 +16,7 @@ from crosslayer import _start
 from crosslayer.cli.declared import REQUIRED, SOURCE, TEXTS, Call, Option, Verb
 from crosslayer.cli.printing import print_headline, print_line, print_table
 from crosslayer.output.folder import check_free, check_target, held
-from crosslayer.output.progress import Progress, Silent, say
+from crosslayer.output.progress import Progress, Silent, metered_by, say
 
 TYPES = {"int": int, "float": float, "bool": bool}
 METAVARS = {"settings": "KEY=VALUE", "vary": "KEY=V1,V2", "allow_methods": "MODULE"}  # by name; else by annotation:
@@ -76,12 +76,11 @@ def run(verb: Verb, typed: dict[str, Any]) -> None:
     made = {name: function(**_values(verb.beside[name], typed)) for name, function in own.items()}
     save, then = made.pop("saver", lambda result: result.save(typed["out"], typed["force"])), made.pop("then", None)
     arguments = _values(verb.call, typed) | made
-    if any(option.name == "progress" for option in verb.call.parameters):
-        arguments["progress"] = Progress if is_first else Silent
     shortened = [re.sub(r"(^|=)[/~].*/", r"\1", word) for word in sys.argv[1:]]  # absolute paths: the last part only
     _start.command_line = shlex.join(["crosslayer", *shortened])
     try:
-        result = call(**arguments)
+        with metered_by(Progress if is_first else Silent):
+            result = call(**arguments)
         if is_first:
             _show(result, typed.get("out"), save if verb.is_saved and out else None, typed["json"])
     finally:

@@ -162,7 +162,7 @@ def _parameters(arguments: ast.arguments, texts: dict[str, str]) -> Iterator[Opt
 def _value(default: ast.expr | None) -> Any:
     if default is None:
         return REQUIRED
-    return None if ast.unparse(default) == "Silent" else ast.literal_eval(default)
+    return ast.literal_eval(default)
 
 
 def _joined(text: str) -> str:

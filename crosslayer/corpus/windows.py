@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from crosslayer.corpus.documents import TextSource, load_documents
 from crosslayer.corpus.pieces import pieces, special_tokens, token_ids
-from crosslayer.output.progress import Meter, Silent
+from crosslayer.output.progress import progress
 
 JOINED = -1  # the document of a window that is joined from several
 SAMPLES, SAMPLE = 64, 2000  # pieces, and characters of each, that say how many tokens a text has
@@ -41,9 +41,7 @@ class Windows:
         return {name: self.ids[[domain == name for domain in self.domains]] for name in names}
 
 
-def open_text(
-    text: Text, *, sequences: int, length: int, seed: int = 0, meter: Meter = Silent
-) -> Tensor | Iterable[str]:
+def open_text(text: Text, *, sequences: int, length: int, seed: int = 0) -> Tensor | Iterable[str]:
     """Return the documents of a text, or token ids as they are, before any model is there to cut them."""
     if isinstance(text, Tensor):
         return text
@@ -57,7 +55,7 @@ def open_text(
     documents = [text] if isinstance(text, str) else text
     if documents is None or isinstance(documents, TextSource):
         source = documents or TextSource()
-        with meter(f"reading {source.describe()}", 0):
+        with progress(f"reading {source.describe()}", 0):
             documents = load_documents(source, seed)
     size = sum(len(text.encode()) for text in documents) if isinstance(documents, list) else None
     if size is not None and size < sequences * length:  # no token is shorter than a byte

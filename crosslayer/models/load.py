@@ -26,7 +26,7 @@ from crosslayer.hub import hub_source, is_hub_name
 from crosslayer.models.checks import check_layers
 from crosslayer.models.embedded import EMBEDDED, embedded_folder
 from crosslayer.output.formatting import folder_name
-from crosslayer.output.progress import Meter, Silent
+from crosslayer.output.progress import progress
 
 logger = logging.getLogger(__name__)
 
@@ -131,7 +131,6 @@ def ready_model(
     *,
     dtype: str | torch.dtype | None = None,
     device: str | torch.device | None = None,
-    meter: Meter = Silent,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     """Return a model and its tokenizer: as they are, or, where `model` is a name, loaded by `load_model`."""
     if isinstance(model, PreTrainedModel):
@@ -140,7 +139,7 @@ def ready_model(
         return model, tokenizer
     if tokenizer is not None:
         raise ValueError("a model that is named brings its own tokenizer; leave tokenizer=… out")
-    with meter(f"loading {model}", 0):
+    with progress(f"loading {model}", 0):
         return load_model(str(model), dtype=dtype, device=device)
 
 

@@ -19,7 +19,7 @@ from crosslayer.models.load import (
     public_name,
     resolve_device,
 )
-from crosslayer.output.progress import Meter
+from crosslayer.output.progress import progress
 from crosslayer.probe.tokens import config_positions
 
 Named = PreTrainedModel | str | Path
@@ -46,7 +46,7 @@ class Loadable:
         """How many positions it has; far more than enough where its config names no limit."""
         return config_positions(self.config) or 2**31
 
-    def load(self, progress: Meter) -> PreTrainedModel:
+    def load(self) -> PreTrainedModel:
         """Return the model; one that is named is loaded at every call, and its memory is free once nobody holds it."""
         if isinstance(self.source, PreTrainedModel):
             return self.source

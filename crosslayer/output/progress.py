@@ -3,8 +3,9 @@
 import os
 import sys
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from typing import Protocol, Self, TextIO
 
 QUIET = 5  # seconds between two lines
@@ -54,6 +55,30 @@ class Silent(AbstractContextManager):
 
     def step(self, done: int, total: int, doing: str = "") -> None:
         """Show nothing."""
+
+
+_METER: ContextVar[Meter] = ContextVar("meter", default=Silent)
+
+
+def progress(what: str, total: int = 0) -> AbstractContextManager[Steps]:
+    """Begin a task of `total` steps (0: unknown) on the meter of `metered_by`; without one nothing is shown."""
+    return _METER.get()(what, total)
+
+
+@contextmanager
+def metered_by(meter: Meter) -> Iterator[None]:
+    """Show what runs in the block with a meter, such as `Progress`."""
+    token = _METER.set(meter)
+    try:
+        yield
+    finally:
+        _METER.reset(token)
+
+
+def prefixed(task: str) -> AbstractContextManager[None]:
+    """Show the task's name before what is done in the block."""
+    meter = _METER.get()
+    return metered_by(lambda what, total: meter(f"{task}: {what}", total))
 
 
 class Progress:

@@ -9,7 +9,6 @@ from torch.utils.data import Dataset
 from transformers import TrainerCallback
 
 from crosslayer.core.decoder import CrossLayerForCausalLM
-from crosslayer.output.progress import Silent
 from crosslayer.testing import tiny as contract
 from crosslayer.verbs.train.arguments import training_arguments
 from crosslayer.verbs.train.initialise import initialise
@@ -83,13 +82,13 @@ def course(steps, **parts):
     return SchedulePart(steps=steps, **parts).course(steps)
 
 
-def trainer_of(folder, model=None, data=None, validation=None, schedule=None, meter=Silent, **train):
+def trainer_of(folder, model=None, data=None, validation=None, schedule=None, **train):
     train = {"per_device_train_batch_size": 4, "learning_rate": 1e-2, "logging_steps": 1, "save_steps": 2, **train}
     schedule = course(STEPS, warmup=2) if schedule is None else schedule
     arguments = training_arguments(folder, 0, schedule, {"use_cpu": True, **train})
     data = Random(schedule["max_steps"] * arguments.train_batch_size) if data is None else data
     validation = {"a": Random(6, seed=1)} if validation is None else validation
-    return CrossLayerTrainer(model_of() if model is None else model, arguments, data, validation, meter=meter)
+    return CrossLayerTrainer(model_of() if model is None else model, arguments, data, validation)
 
 
 def losses(trainer):

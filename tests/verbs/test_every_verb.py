@@ -55,12 +55,9 @@ def layout(record):
     "run.py": '''
 """Counts."""
 from collections.abc import Sequence
-from crosslayer.output.progress import Meter, Silent
 from crosslayer.verbs.count.result import Count
 
-def count(
-    text: str, *, times: int = 1, sizes: Sequence[int] = (2, 3), loud: bool = False, progress: Meter = Silent
-) -> Count:
+def count(text: str, *, times: int = 1, sizes: Sequence[int] = (2, 3), loud: bool = False) -> Count:
     """Count words.
 
     Args:
@@ -68,7 +65,6 @@ def count(
         times: how often.
         sizes: what is added.
         loud: whether once more.
-        progress: in Python, shows what is being done.
 
     """
     return Count(words=len(text.split()) * times + sum(sizes) + loud)

@@ -18,7 +18,7 @@ from crosslayer.core.sixteen_bits import DTYPE
 from crosslayer.environment import quiet_transformers
 from crosslayer.eviction.running import NewCache, SmallerCache
 from crosslayer.models.pair import Named, pair
-from crosslayer.output.progress import Meter, Silent
+from crosslayer.output.progress import progress
 from crosslayer.probe.intercept import evaluating
 from crosslayer.quantization.running import stored_kinds
 from crosslayer.stats.ratios import coverage
@@ -64,7 +64,6 @@ def bench(
     seed: int = 0,
     dtype: str | torch.dtype | None = None,
     device: str | torch.device | None = None,
-    progress: Meter = Silent,
 ) -> Benchmark | ServingBenchmark:
     """Compare KV cache size, time to first token, time per token and peak memory of a model with a baseline.
 
@@ -84,7 +83,6 @@ def bench(
         dtype: float32, bfloat16, …; default float32 on a CPU. In Python only for models given by name or path; default
             that of the other model if it is loaded.
         device: cpu, cuda, …; default the GPU if there is one. In Python only for models given by name or path.
-        progress: in Python, shows progress.
 
     Raises:
         ValueError: an option is wrong, a model cannot be loaded, is not a causal language model or has fewer positions
@@ -99,13 +97,13 @@ def bench(
             )
         options |= {"requests": batches, "dtype": dtype}
         options |= {"kv_bytes": memory_bytes(1.0 if kv_memory is None else kv_memory)}
-        return bench_vllm(model, baseline, ServingSettings(**options), progress)
+        return bench_vllm(model, baseline, ServingSettings(**options))
     if engine != "transformers":
         raise ValueError(f"`engine` must be transformers or vllm, got {engine!r}")
     if kv_memory is not None:
         raise ValueError("`kv_memory` needs `engine` vllm; transformers allocates the cache as it grows")
     options |= {"batches": batches, "attention": attention, "evict": evict, "kv_bits": kv_bits}
-    return bench_transformers(model, baseline, BenchSettings(**options), dtype, device, progress)
+    return bench_transformers(model, baseline, BenchSettings(**options), dtype, device)
 
 
 def bench_transformers(
@@ -114,7 +112,6 @@ def bench_transformers(
     settings: BenchSettings,
     dtype: str | torch.dtype | None = None,
     device: str | torch.device | None = None,
-    progress: Meter = Silent,
 ) -> Benchmark:
     """Compare two models with transformers, in this process; for options and errors see `bench`."""
     smaller = SmallerCache(settings.evict, settings.kv_bits)
@@ -123,7 +120,7 @@ def bench_transformers(
     sources = pair("bench", model, baseline, dtype=dtype, device=device, needs_tokenizer=False)
     models: dict[Role, PreTrainedModel] = {}
     for role, source in zip(ROLES, sources, strict=True):
-        models[role] = source.load(progress)
+        models[role] = source.load()
     _check(models, settings)
     started = time.perf_counter()
     structures: dict[Role, Structure] = {}
@@ -140,7 +137,7 @@ def bench_transformers(
             reason = reason or f"no prediction: {error}"
         for attention in settings.attention:
             with attention_of(models, attention), smaller.running(models["candidate"]) as new_cache:
-                measured = _measured(models, new_cache, structures, settings, attention, progress)
+                measured = _measured(models, new_cache, structures, settings, attention)
             rows, skipped = rows + measured[0], skipped + measured[1]
     if not rows:
         raise ValueError(f"nothing was measured: {skipped[0].reason}")
@@ -234,7 +231,6 @@ def _measured(
     structures: dict[Role, Structure],
     settings: BenchSettings,
     attention: AttentionKind,
-    progress: Meter,
 ) -> tuple[list[Row], list[Skip]]:
     """Measure every configuration that fits into memory; `new_cache` makes the candidate's caches if it evicts."""
     sizes = itertools.product(settings.batches, settings.contexts)

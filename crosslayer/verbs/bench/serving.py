@@ -12,7 +12,7 @@ import torch
 
 from crosslayer.core.decoder import CrossLayerConfig
 from crosslayer.core.methods import allowed_modules
-from crosslayer.output.progress import Meter
+from crosslayer.output.progress import progress
 from crosslayer.stats.ratios import coverage
 from crosslayer.verbs.bench.record import ROLES, Both, Role, ServedModel, ServingRow, ServingSettings
 from crosslayer.verbs.bench.serving_result import ServingBenchmark
@@ -26,7 +26,7 @@ QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_LOGGING_STREAM": "ext://sys.stderr
 GPU_SHARE = 0.45  # fraction of GPU memory for each of the two engines
 
 
-def bench_vllm(candidate: Any, baseline: Any, settings: ServingSettings, progress: Meter) -> ServingBenchmark:
+def bench_vllm(candidate: Any, baseline: Any, settings: ServingSettings) -> ServingBenchmark:
     """Measure cache capacity in tokens and throughput of two models, in two engines that run alternately."""
     longest = max(settings.contexts) + settings.new_tokens
     started = time.perf_counter()
@@ -41,8 +41,8 @@ def bench_vllm(candidate: Any, baseline: Any, settings: ServingSettings, progres
             served[role] = servable(str(model), kv_memory=memory, length=longest, dtype=settings.dtype)
         engines: dict[Role, Any] = {}
         for role in ROLES:
-            engines[role] = _started(served[role], settings, longest, progress, stack)
-        rows = _measured(engines, served, settings, progress)
+            engines[role] = _started(served[role], settings, longest, stack)
+        rows = _measured(engines, served, settings)
         models = {role: _facts(served[role], engines[role]) for role in ROLES}
     return ServingBenchmark(
         models=Both(**models),
@@ -62,7 +62,7 @@ def vllm_environment() -> Iterator[None]:
         yield
 
 
-def _started(served: Served, settings: ServingSettings, longest: int, progress: Meter, stack: ExitStack) -> Any:
+def _started(served: Served, settings: ServingSettings, longest: int, stack: ExitStack) -> Any:
     """Start an engine with a model; it shuts down when the stack closes."""
     from vllm import LLM  # type: ignore[import-not-found]
 
@@ -88,9 +88,7 @@ def _started(served: Served, settings: ServingSettings, longest: int, progress: 
     return engine
 
 
-def _measured(
-    engines: dict[Role, Any], served: dict[Role, Served], settings: ServingSettings, progress: Meter
-) -> list[ServingRow]:
+def _measured(engines: dict[Role, Any], served: dict[Role, Served], settings: ServingSettings) -> list[ServingRow]:
     """Return a row for each configuration; after a warm-up, candidate and baseline run alternately."""
     from vllm import SamplingParams  # type: ignore[import-not-found]
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from crosslayer.output.folder import check_target, held, write_whole
-from crosslayer.output.progress import Meter, Silent
+from crosslayer.output.progress import prefixed, progress
 from crosslayer.verbs.compare.budget import SHORT, STATE, State, Stopped, measured, read_budget, read_state
 from crosslayer.verbs.compare.grid import Cell, Grid, pick_baseline, read_grid
 from crosslayer.verbs.compare.laws import laws, trends
@@ -54,7 +54,6 @@ def compare(
     smooth: int | None = None,
     resume: bool = False,
     force: bool = False,
-    progress: Meter = Silent,
 ) -> Comparison:
     """Compare training runs, or train them first, paired by seed.
 
@@ -74,7 +73,6 @@ def compare(
         smooth: steps over which curves are smoothed; default 1/20 of a run.
         resume: keep the finished runs in the folder and train the missing ones.
         force: replace an existing folder of a comparison; never one of trained runs.
-        progress: in Python, shows progress.
 
     Raises:
         ValueError: a run, a recipe or an option is wrong, or runs cannot be compared.
@@ -103,7 +101,7 @@ def compare(
     grid.cells()  # checks all recipes before the folder is created
     folder, name = Path(out or "").expanduser().resolve(), load_recipe(recipe, settings).name
     with held(folder):
-        job = _Job(grid, folder, progress, _opened(folder, requested, resume))
+        job = _Job(grid, folder, _opened(folder, requested, resume))
         result = _comparison(job.train(baseline), name, baseline, smooth, job.state)
         job.remember(result)  # before the page can be read
         result.save_within(folder)
@@ -156,7 +154,6 @@ class _Job:
 
     grid: Grid
     folder: Path
-    progress: Meter
     state: State
 
     def train(self, baseline: str) -> Sorted:
@@ -212,7 +209,7 @@ class _Job:
             raise ValueError(f"the folder {self.folder.name!r} has a budget for other variants; use another name")
 
         def short(key: str, folder: Path) -> TrainingRun:
-            with self.progress(f"measuring a step of {key}", 0):
+            with progress(f"measuring a step of {key}", 0):
                 return train(self.grid.recipe(first[key].configuration, first[key].variant, SHORT), folder)
 
         budget, steps = measured(budget, [*first], short, self.folder / ".measured")
@@ -223,7 +220,8 @@ class _Job:
         folder = self.folder / RUNS / recipe.name
         if not (folder / RECORD).is_file():
             try:
-                train(recipe, folder, resume=True, progress=lambda *task: self.progress(f"{shown}: {task[0]}", task[1]))
+                with prefixed(shown):
+                    train(recipe, folder, resume=True)
             finally:
                 gc.collect()  # a trainer refers to itself and would keep its model in memory
         run = load_run(folder)

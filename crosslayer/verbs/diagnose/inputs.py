@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from crosslayer.corpus.pieces import special_tokens
 from crosslayer.corpus.windows import Text, Windows, open_text, packed, text_name
 from crosslayer.models.load import model_facts, public_name, ready_model
-from crosslayer.output.progress import Meter
+from crosslayer.output.progress import progress
 from crosslayer.probe.intercept import layer_stack
 from crosslayer.probe.tokens import check_ids, check_length
 from crosslayer.verbs.diagnose.result import ProbedModel, TextSettings
@@ -41,13 +41,12 @@ def read_inputs(
     prefix: str | Sequence[int] | None,
     dtype: str | torch.dtype | None,
     device: str | torch.device | None,
-    meter: Meter,
 ) -> Inputs:
     """Load a model and cut the text into token ids; the text is opened first, so that errors in it come early."""
     if prefix is not None and isinstance(text, Tensor):
         raise ValueError("`prefix` must be None for token ids, got one; put its ids before them")
-    opened = open_text(text, sequences=sequences, length=length, seed=seed, meter=meter)
-    loaded, tokenizer = ready_model(model, tokenizer, dtype=dtype, device=device, meter=meter)
+    opened = open_text(text, sequences=sequences, length=length, seed=seed)
+    loaded, tokenizer = ready_model(model, tokenizer, dtype=dtype, device=device)
     facts: dict[str, Any] = model_facts(loaded, public_name(model))
     facts |= {"layers": len(layer_stack(loaded))}  # of two stacks, the one that is measured
     config = loaded.config
@@ -59,7 +58,7 @@ def read_inputs(
         raise ValueError("texts need a tokenizer; pass tokenizer=…, or token ids (B, T)")
     else:
         check_length(loaded, length)
-        with meter("tokenizing the text", 0):
+        with progress("tokenizing the text", 0):
             windows = packed(opened, tokenizer, sequences=sequences, length=length, seed=seed, bos=bos, prefix=prefix)
         fixed = [] if prefix is None else special_tokens(tokenizer, bos, prefix)[0]
     check_ids(loaded, windows.ids)

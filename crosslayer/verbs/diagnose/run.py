@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from crosslayer.corpus.windows import Text
 from crosslayer.models.load import load_config
-from crosslayer.output.progress import Meter, Silent
+from crosslayer.output.progress import progress
 from crosslayer.output.record import Measure
 from crosslayer.output.summary import Ends, by_position, measure
 from crosslayer.probe.intercept import evaluating
@@ -53,7 +53,6 @@ def diagnose(
     outputs: bool = False,
     dtype: str | torch.dtype | None = None,
     device: str | torch.device | None = None,
-    progress: Meter = Silent,
 ) -> Diagnosis:
     """Find attention sinks, value drains, massive activations and redundant layers in a pretrained model.
 
@@ -76,7 +75,6 @@ def diagnose(
             by it; takes about three times the time, and memory for a backward pass.
         dtype: float32, bfloat16, …; default float32 on a CPU. In Python only if `model` is a name or path.
         device: cpu, cuda, …; default the GPU if there is one. In Python only if `model` is a name or path.
-        progress: in Python, shows progress.
 
     Raises:
         ValueError: the model or the text cannot be read, the model's attention cannot be measured, or the sequences
@@ -86,16 +84,16 @@ def diagnose(
     if isinstance(baseline, str | Path):
         load_config(str(baseline))  # an error in its name shows before the first model is measured
     cut = {"sequences": sequences, "length": length, "seed": seed, "bos": bos, "prefix": prefix}
-    options = {**cut, "dtype": dtype, "device": device, "meter": progress}
+    options = {**cut, "dtype": dtype, "device": device}
     diagnoses = []
     for source in [model] if baseline is None else [baseline, model]:
         inputs = read_inputs(source, text, tokenizer, **options)
-        diagnoses.append(_diagnose(inputs, cross_layer, choices, outputs, progress))
+        diagnoses.append(_diagnose(inputs, cross_layer, choices, outputs))
     *others, diagnosis = diagnoses
     return diagnosis.model_copy(update={"baseline": others[0]}) if others else diagnosis
 
 
-def _diagnose(inputs: Inputs, cross_layer: bool, choices: bool, outputs: bool, progress: Meter) -> Diagnosis:
+def _diagnose(inputs: Inputs, cross_layer: bool, choices: bool, outputs: bool) -> Diagnosis:
     if outputs and not inputs.model.can_generate():
         raise ValueError(f"`outputs` needs a causal language model with a loss, {inputs.facts.name} has none")
     started, measured, norms = time.perf_counter(), [], []

@@ -24,7 +24,7 @@ from crosslayer.core.transformers_versions import CACHE
 from crosslayer.eviction.cache import EvictionCache
 from crosslayer.eviction.eviction import Eviction, parse_eviction
 from crosslayer.eviction.running import NewCache
-from crosslayer.output.progress import Meter, Silent, Steps
+from crosslayer.output.progress import Steps, progress
 from crosslayer.verbs.bench.memory import free_memory
 
 CPU_TOKENS = 1024  # tokens in a batch
@@ -38,7 +38,6 @@ def language_model(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     batch: int | str,
-    progress: Meter,
     evict: str | None = None,
     new_cache: NewCache | None = None,
 ) -> "MeteredLM":
@@ -50,7 +49,6 @@ def language_model(
     else:
         lm = SmallerCacheLM(**options)
         lm.new_cache, lm.eviction = new_cache, None if evict is None else parse_eviction(evict)
-    lm.progress = progress
     return lm
 
 
@@ -82,7 +80,6 @@ _HFLM: Any = HFLM  # its decorator hides its type
 class MeteredLM(_HFLM):
     """lm-eval's model, with progress and counts; its answers are unchanged."""
 
-    progress: Meter = Silent
     counter: _Counter
     requests = 0  # texts that were scored or continued
     shortened = 0  # requests truncated on the left, because they exceed the model's positions
@@ -107,7 +104,7 @@ class MeteredLM(_HFLM):
     @contextmanager
     def _counting(self, what: str, total: int) -> Iterator[None]:
         before = self.cache_hook
-        with self.progress(what, total) as meter:
+        with progress(what, total) as meter:
             self.counter = _Counter(meter, total)
             self.set_cache_hook(self.counter)  # type: ignore[arg-type]
             try:

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from crosslayer.eviction.running import SmallerCache
 from crosslayer.models.pair import Loadable, Named, pair
-from crosslayer.output.progress import Meter, Silent
+from crosslayer.output.progress import progress
 from crosslayer.probe.intercept import evaluating
 from crosslayer.probe.tokens import positions
 from crosslayer.verbs.bench.record import BenchSettings, Row
@@ -43,7 +43,6 @@ def evaluate(
     allow_code: bool = False,
     dtype: str | torch.dtype | None = None,
     device: str | torch.device | None = None,
-    progress: Meter = Silent,
 ) -> Evaluation:
     """Score a model on lm-eval tasks; with a baseline, also paired differences and their intervals.
 
@@ -66,7 +65,6 @@ def evaluate(
         allow_code: allow task files in include_path to run Python code.
         dtype: float32, bfloat16, …; default float32 on a CPU. In Python only for models given by name or path.
         device: cpu, cuda, …; default the GPU if there is one. In Python only for models given by name or path.
-        progress: in Python, shows progress.
 
     Raises:
         ValueError: lm-eval is missing, a task is unknown or its data is unavailable, a model cannot be loaded or is not
@@ -88,9 +86,9 @@ def evaluate(
     models, results = [], []
     for number, source in enumerate(sources):
         if engine == "vllm":
-            facts, returned = _score_served(source, served[number], chosen, settings, progress)
+            facts, returned = _score_served(source, served[number], chosen, settings)
         else:  # the baseline has its own cache
-            facts, returned = _score(source, chosen, settings, SmallerCache() if number else cache, progress)
+            facts, returned = _score(source, chosen, settings, SmallerCache() if number else cache)
         models.append(facts)
         results.append(returned)
     other = results[1] if len(results) > 1 else None
@@ -100,7 +98,7 @@ def evaluate(
         settings=settings,
         rows=rows,
         groups=summary.group_rows(chosen.groups, rows, results[0], other),
-        cost=measure_cost(sources[0].load(progress), sources[1].load(progress), cache, progress) if cost else None,
+        cost=measure_cost(sources[0].load(), sources[1].load(), cache) if cost else None,
         lm_eval=version,
     )
     evaluation.lm_eval_results.update(zip(("candidate", "baseline"), results, strict=False))
@@ -126,15 +124,15 @@ def _check_cost(model: Named, baseline: Named | None, cost: bool) -> None:
 
 
 def _score(
-    source: Loadable, tasks: harness.Tasks, settings: EvaluateSettings, cache: SmallerCache, progress: Meter
+    source: Loadable, tasks: harness.Tasks, settings: EvaluateSettings, cache: SmallerCache
 ) -> tuple[EvaluatedModel, dict[str, Any]]:
     """Load a model and evaluate it; return facts about it, and what lm-eval returned."""
     from crosslayer.verbs.evaluate.lm import language_model
 
-    model = source.load(progress)
+    model = source.load()
     started = time.perf_counter()
     with harness.quiet(), sandboxed(), evaluating(model), cache.running(model) as new_cache:
-        lm = language_model(model, source.tokenizer, settings.batch, progress, cache.evict, new_cache)
+        lm = language_model(model, source.tokenizer, settings.batch, cache.evict, new_cache)
         results = harness.score(lm, tasks, settings)
     facts = EvaluatedModel(
         **source.facts(model, cache.named),
@@ -160,13 +158,13 @@ def dtype_name(source: Loadable) -> str | None:
 
 
 def _score_served(
-    source: Loadable, served: Served, tasks: harness.Tasks, settings: EvaluateSettings, progress: Meter
+    source: Loadable, served: Served, tasks: harness.Tasks, settings: EvaluateSettings
 ) -> tuple[EvaluatedModel, dict[str, Any]]:
     """Evaluate a model in vLLM; return facts about it, and what lm-eval returned."""
     with harness.quiet(), sandboxed(), vllm_environment():
         from crosslayer.verbs.evaluate.served import served_facts, served_model
 
-        with served_model(served, settings, dtype_name(source), progress) as lm:
+        with served_model(served, settings, dtype_name(source)) as lm:
             started = time.perf_counter()
             with progress("answering in vLLM", 0):
                 results = harness.score(lm, tasks, settings)
@@ -175,13 +173,13 @@ def _score_served(
     return EvaluatedModel(**facts, seconds=seconds, requests=lm.requests, shortened=lm.shortened), results
 
 
-def measure_cost(candidate: PreTrainedModel, baseline: PreTrainedModel, cache: SmallerCache, progress: Meter) -> Row:
+def measure_cost(candidate: PreTrainedModel, baseline: PreTrainedModel, cache: SmallerCache) -> Row:
     """Return the candidate's KV cache size and latency compared with the baseline's."""
     context = cost_context(map(positions, (candidate, baseline)))
     settings = BenchSettings(
         contexts=(context,), new_tokens=COST_TOKENS, repeats=COST_PAIRS, evict=cache.evict, kv_bits=cache.kv_bits
     )
-    return bench_transformers(candidate, baseline, settings, progress=progress).rows[0]
+    return bench_transformers(candidate, baseline, settings).rows[0]
 
 
 def cost_context(limits: Iterable[int]) -> int:

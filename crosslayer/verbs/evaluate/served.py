@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from vllm.platforms import current_platform  # type: ignore[import-not-found]
 
 from crosslayer.models.pair import Loadable
-from crosslayer.output.progress import Meter
+from crosslayer.output.progress import progress
 from crosslayer.verbs.evaluate.record import EvaluateSettings
 from crosslayer.verbs.serve.engine import Served
 
@@ -49,7 +49,7 @@ class ServedLM(_VLLM):
 
 
 @contextmanager
-def served_model(served: Served, settings: EvaluateSettings, dtype: str | None, progress: Meter) -> Iterator[ServedLM]:
+def served_model(served: Served, settings: EvaluateSettings, dtype: str | None) -> Iterator[ServedLM]:
     """Start vLLM with a model, and end it behind the `with`."""
     with progress(f"starting vLLM with {served.name}", 0):
         try:

@@ -17,7 +17,7 @@ from crosslayer.models.pair import causal_config
 from crosslayer.output.card import card, common_facts, split_card, use
 from crosslayer.output.folder import check_free, whole_folder
 from crosslayer.output.manifest import write_manifest
-from crosslayer.output.progress import Meter, Silent
+from crosslayer.output.progress import progress
 from crosslayer.verbs.export import decilm, stock
 from crosslayer.verbs.export.layers import remaining_layers
 from crosslayer.verbs.export.refusals import REFUSALS, check_form
@@ -36,7 +36,6 @@ def export(
     to: str,
     dtype: str | torch.dtype | None = None,
     force: bool = False,
-    progress: Meter = Silent,
 ) -> Exported:
     """Export a model to a format that does not need crosslayer, with a card and a manifest.
 
@@ -49,7 +48,6 @@ def export(
         to: hf (a stock class of transformers, Llama if possible), deci (vLLM's DeciLM) or gguf (llama.cpp).
         dtype: float32, bfloat16 or float16; default the dtype of the stored weights.
         force: replace a folder that crosslayer wrote.
-        progress: in Python, shows progress.
 
     Raises:
         ValueError: the model cannot be exported to this format (the message gives the reason and possible formats) or
@@ -69,7 +67,7 @@ def export(
     if named and dtype is None:
         dtype = config.dtype or torch.float32
     device = "cpu" if named else None
-    loaded, own = ready_model(model, tokenizer, dtype=dtype, device=device, meter=progress)
+    loaded, own = ready_model(model, tokenizer, dtype=dtype, device=device)
     if loaded.dtype not in DTYPES:
         dtype_name = str(loaded.dtype).removeprefix("torch.")
         raise ValueError(f"`dtype` must be float32, bfloat16 or float16, got {dtype_name}")

@@ -19,7 +19,7 @@ from crosslayer.environment import quiet_transformers
 from crosslayer.eviction.running import SmallerCache
 from crosslayer.models.load import public_name, ready_model
 from crosslayer.models.pair import causal_config
-from crosslayer.output.progress import Meter, Silent
+from crosslayer.output.progress import progress
 from crosslayer.output.record import Options, Seed
 from crosslayer.probe.intercept import evaluating
 from crosslayer.probe.tokens import positions
@@ -56,7 +56,6 @@ def generate(
     dtype: str | torch.dtype | None = None,
     device: str | torch.device | None = None,
     write: Callable[[str], Any] | None = None,
-    progress: Meter = Silent,
 ) -> Continuation:
     """Generate text from a prompt.
 
@@ -72,7 +71,6 @@ def generate(
         dtype: float32, bfloat16, …; default float32 on a CPU. In Python only if `model` is a name or path.
         device: cpu, cuda, …; default the GPU if there is one. In Python only if `model` is a name or path.
         write: in Python, called with each new piece of text.
-        progress: in Python, shows progress.
 
     Raises:
         ValueError: the prompt is empty or too long, the model cannot be loaded or is not a causal LM, there is no
@@ -83,7 +81,7 @@ def generate(
     if not prompt.strip():
         raise ValueError("the prompt is empty; give some text to continue")
     causal_config("generate", model)
-    loaded, own = ready_model(model, tokenizer, dtype=dtype, device=device, meter=progress)
+    loaded, own = ready_model(model, tokenizer, dtype=dtype, device=device)
     if own is None:
         raise ValueError("a loaded model needs its tokenizer; pass tokenizer=…")
     ids = _prompt_ids(own, prompt, chat)  # (1, T)

@@ -19,7 +19,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from crosslayer.corpus.windows import Windows
 from crosslayer.models.load import load_model
 from crosslayer.output.folder import write_whole
-from crosslayer.output.progress import Meter
 from crosslayer.output.record import Frozen
 from crosslayer.verbs.needles.retrieval import Retrieval, measure_retrieval
 from crosslayer.verbs.retrofit.damage import Losses, logits_of, losses
@@ -56,7 +55,6 @@ class Evaluator:
     tokenizer: PreTrainedTokenizerBase | None  # to test retrieval of hidden numbers; None: it is not tested
     windows: Windows
     held_out: Mapping[str, Subset[dict[str, Tensor]]]  # held-out rows of the training text, by domain
-    meter: Meter
 
     def measure(self, models: Mapping[Path, Path]) -> dict[Path, Measurement]:
         """Measure models, given as {file for the losses: model folder}; the original runs once for several models."""
@@ -65,8 +63,8 @@ class Evaluator:
             own = {"dtype": self.original.dtype, "device": self.original.device}
             loaded = {path: load_model(str(models[path]), **own)[0] for path in paths}
             runs = {str(path): logits_of(model) for path, model in loaded.items()}
-            with self.meter(f"measuring {', '.join(map(_label, paths))}", len(self.windows)) as bar:
-                results = losses(logits_of(self.original), runs, self.windows, bar.step)
+            doing = f"measuring {', '.join(map(_label, paths))}"
+            results = losses(logits_of(self.original), runs, self.windows, doing)
             for path, model in loaded.items():
                 measured[path] = self._measured(path, model, results[str(path)])
         return measured
@@ -78,7 +76,7 @@ class Evaluator:
 
     def _measured(self, path: Path, model: PreTrainedModel, losses: Losses) -> Measurement:
         held_out = {name: _mean_loss(model, rows) for name, rows in self.held_out.items()}
-        needles = measure_retrieval(model, self.tokenizer, progress=self.meter)
+        needles = measure_retrieval(model, self.tokenizer)
         path.parent.mkdir(parents=True, exist_ok=True)
         lists: dict[str, Any] = {name: vars(losses)[name].tolist() for name in ("before", "after", "kl")}
         content = Measured(text=self.text, held_out=held_out, needles=needles, **lists)

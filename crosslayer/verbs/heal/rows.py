@@ -8,7 +8,6 @@ from torch.utils.data import Subset
 from transformers import PreTrainedTokenizerFast
 
 from crosslayer.models.embedded import cache_folder
-from crosslayer.output.progress import Meter, Silent
 from crosslayer.verbs.heal.instructions import ExampleRows
 from crosslayer.verbs.heal.recipe import HealRecipe
 from crosslayer.verbs.train.mixture import FixedRows, Mixture, spread
@@ -56,10 +55,10 @@ class RecoveryRows:
         return ExampleRows(text, self.recipe.data.length, 0 if padding is None else padding, name, alone)
 
 
-def read_rows(recipe: HealRecipe, tokenizer: PreTrainedTokenizerFast, meter: Meter = Silent) -> RecoveryRows:
+def read_rows(recipe: HealRecipe, tokenizer: PreTrainedTokenizerFast) -> RecoveryRows:
     """Tokenize the text of a recipe, or read its tokens from the cache."""
     folder = cache_folder() / "tokens"
-    shards = {part.name: part.domain().shards(tokenizer, folder, meter) for part in recipe.data.domains}
+    shards = {part.name: part.domain().shards(tokenizer, folder) for part in recipe.data.domains}
     rows = RecoveryRows(recipe, tokenizer, shards)
     rows.training(1)  # raises now what a stage would raise later
     rows.held_out()

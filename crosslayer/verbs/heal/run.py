@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from crosslayer.models.load import load_model, public_name
 from crosslayer.output.folder import held, write_whole
-from crosslayer.output.progress import Meter, Silent
+from crosslayer.output.progress import progress
 from crosslayer.verbs.heal.measure import Evaluator, Measurement
 from crosslayer.verbs.heal.recipe import HealRecipe, embedded_source, load_heal_recipe
 from crosslayer.verbs.heal.record import State, Variant
@@ -41,7 +41,6 @@ def heal(
     original: str | None = None,
     settings: Sequence[str] = (),
     resume: bool = False,
-    progress: Meter = Silent,
 ) -> Recovery:
     """Train retrofits until they recover, and measure them after every stage.
 
@@ -58,7 +57,6 @@ def heal(
         settings: override a recipe key, repeatable: stages.0.schedule.steps=20. In Python only with a recipe that is a
             file.
         resume: continue in the output folder of the same recipe and retrofits; finished stages are not repeated.
-        progress: in Python, a progress meter.
 
     Returns:
         the record; the healed models are in `out / NAME / "model"`.
@@ -84,7 +82,7 @@ def heal(
         digests = {retrofit.name: retrofit.digest() for retrofit in opened}
         files = {RECIPE: text, HEALED: json.dumps(digests, indent=1)}
         _check_folder(target, files, resume)
-        job = _ready(recipe, opened, name, target, progress)
+        job = _ready(recipe, opened, name, target)
         target.mkdir(parents=True, exist_ok=True)
         for file, content in files.items():
             write_whole(target / file, content)
@@ -106,7 +104,7 @@ def _check_folder(folder: Path, files: dict[str, str], resume: bool) -> None:
             )
 
 
-def _ready(recipe: HealRecipe, retrofits: Sequence[Retrofit], original: str, folder: Path, progress: Meter) -> "_Job":
+def _ready(recipe: HealRecipe, retrofits: Sequence[Retrofit], original: str, folder: Path) -> "_Job":
     """Load the original and tokenize all text."""
     evaluation = evaluation_windows(recipe, retrofits)
     with progress(f"loading {public_name(original)}", 0):
@@ -116,14 +114,14 @@ def _ready(recipe: HealRecipe, retrofits: Sequence[Retrofit], original: str, fol
     check_original(public_name(original), model, retrofits)
     with progress("tokenizing the text", 0):
         windows = evaluation.windows(recipe, tokenizer)
-    rows = read_rows(recipe, tokenizer, progress)
+    rows = read_rows(recipe, tokenizer)
     for number, stage in enumerate(recipe.stages):
         try:
-            Stage(recipe, stage, rows, progress).arguments(folder)
+            Stage(recipe, stage, rows).arguments(folder)
         except ValueError as error:
             raise ValueError(f"stages.{number}: {error}") from None
-    evaluator = Evaluator(model, tokenizer if recipe.eval.needles else None, windows, rows.held_out(), progress)
-    return _Job(recipe, retrofits, folder, original, model, rows, evaluator, evaluation, progress)
+    evaluator = Evaluator(model, tokenizer if recipe.eval.needles else None, windows, rows.held_out())
+    return _Job(recipe, retrofits, folder, original, model, rows, evaluator, evaluation)
 
 
 @dataclass(frozen=True)
@@ -145,7 +143,6 @@ class _Job:
     rows: RecoveryRows
     evaluator: Evaluator
     evaluation: EvaluationWindows
-    progress: Meter
 
     def heal(self) -> Recovery:
         """Train and measure everything that is not finished yet."""
@@ -162,7 +159,7 @@ class _Job:
         for retrofit in self.retrofits:
             target, source = self.folder / retrofit.name / MODEL, histories[retrofit.name][-1].model
             if not target.exists():
-                with self.progress(f"writing {retrofit.name}/{MODEL}", 0):
+                with progress(f"writing {retrofit.name}/{MODEL}", 0):
                     save_healed(source, retrofit, target, trained=source != retrofit.folder)
         return self._result(histories)
 
@@ -191,14 +188,14 @@ class _Job:
         for earlier, step in enumerate(steps):
             if step.outcome.stopped is not None:
                 return Outcome(skipped=f"stage {earlier} stopped")
-        with self.progress(f"{retrofit.name}, stage {number} of {len(self.recipe.stages)}", 0):
+        with progress(f"{retrofit.name}, stage {number} of {len(self.recipe.stages)}", 0):
             model, _ = load_model(str(steps[-1].model), dtype=torch.float32)
         if stage.parameters == "compensation" and not compensations(model):
             return Outcome(skipped="there is no W_c")
         teacher = None
         if self.recipe.objective.loss == "distill":
             teacher = Teacher(self.model, retrofit.layers(model), self.recipe.objective.hidden)
-        return Stage(self.recipe, stage, self.rows, self.progress).train(model, folder, teacher)
+        return Stage(self.recipe, stage, self.rows).train(model, folder, teacher)
 
     def _train_original(self) -> Outcome:
         """Train a copy of the original with the last stage's settings, without early stop."""
@@ -206,10 +203,10 @@ class _Job:
         done = finished(folder)
         if done is not None:
             return done
-        with self.progress("original, last stage", 0):
+        with progress("original, last stage", 0):
             model, _ = load_model(self.original, dtype=torch.float32)
         stage = self.recipe.stages[-1].model_copy(update={"stop": None})
-        return Stage(self.recipe, stage, self.rows, self.progress).train(model, folder)
+        return Stage(self.recipe, stage, self.rows).train(model, folder)
 
     def _result(self, histories: dict[str, list[_Step]]) -> Recovery:
         untrained, trained = histories[ORIGINAL][0].measured, histories[ORIGINAL][-1]  # the same if it was not trained

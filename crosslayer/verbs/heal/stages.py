@@ -20,7 +20,6 @@ from crosslayer.core.method import Compensation
 from crosslayer.environment import quiet_transformers
 from crosslayer.extras import check_extra
 from crosslayer.output.folder import set_modes, write_whole
-from crosslayer.output.progress import Meter
 from crosslayer.output.record import validation_message
 from crosslayer.verbs.heal.early_stop import EarlyStop
 from crosslayer.verbs.heal.recipe import HealRecipe, LoraPart, StagePart
@@ -55,7 +54,6 @@ class Stage:
     recipe: HealRecipe
     part: StagePart
     rows: RecoveryRows
-    meter: Meter
 
     def train(self, model: PreTrainedModel, folder: Path, teacher: Teacher | None = None) -> Outcome:
         """Train a float32 model in place and save it; resume from the folder's latest complete checkpoint, if any.
@@ -106,7 +104,7 @@ class Stage:
         for each in (model,) if teacher is None else (model, teacher.model):
             set_attention(each, None, arguments)
         trainer_class = CrossLayerTrainer if teacher is None else DistillTrainer
-        trainer = trainer_class(model, arguments, data, {}, self.rows.tokenizer, self.meter)
+        trainer = trainer_class(model, arguments, data, {}, self.rows.tokenizer)
         if isinstance(trainer, DistillTrainer):
             assert teacher is not None
             teacher.model.to(arguments.device)  # type: ignore[arg-type]

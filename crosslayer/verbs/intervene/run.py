@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from crosslayer.corpus.windows import Text
-from crosslayer.output.progress import Meter, Silent
+from crosslayer.output.progress import progress
 from crosslayer.output.summary import by_position
 from crosslayer.probe.intercept import evaluating
 from crosslayer.stats.bootstrap import over_documents
@@ -51,7 +51,6 @@ def intervene(
     prefix: str | Sequence[int] | None = None,
     dtype: str | torch.dtype | None = None,
     device: str | torch.device | None = None,
-    progress: Meter = Silent,
 ) -> Effect:
     """Move, create or remove an attention sink, and measure the effect layer by layer.
 
@@ -75,7 +74,6 @@ def intervene(
         prefix: text that every sequence begins with; chat: that of the chat template. In Python also token ids.
         dtype: float32, bfloat16, …; default float32 on a CPU. In Python only if `model` is a name or path.
         device: cpu, cuda, …; default the GPU if there is one. In Python only if `model` is a name or path.
-        progress: in Python, shows progress.
 
     Raises:
         ValueError: an option, position or layer is invalid (a causal model needs two tokens after every position), the
@@ -88,11 +86,11 @@ def intervene(
     options: dict[str, Any] = {"interventions": interventions, "scan": scan, "controls": controls, "probes": probes}
     request = Request(**options, **cut)
     cut |= {"bos": bos, "prefix": prefix}
-    inputs = read_inputs(model, text, tokenizer, dtype=dtype, device=device, meter=progress, **cut)
-    return _measure(inputs, request, progress)
+    inputs = read_inputs(model, text, tokenizer, dtype=dtype, device=device, **cut)
+    return _measure(inputs, request)
 
 
-def _measure(inputs: Inputs, request: Request, progress: Meter) -> Effect:
+def _measure(inputs: Inputs, request: Request) -> Effect:
     """Run all sequences, (N, T), before and after the interventions, and the first `probes` in scan and controls."""
     started, interventions, probes = time.perf_counter(), request.interventions, request.probe_count
     model, ids, probed = inputs.model, inputs.ids, inputs.ids[:probes]

@@ -8,7 +8,7 @@ from pydantic import Field
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from crosslayer.output.formatting import signed
-from crosslayer.output.progress import Meter, Silent
+from crosslayer.output.progress import progress
 from crosslayer.output.record import Frozen
 from crosslayer.probe.tokens import positions
 from crosslayer.verbs.needles.record import difference, is_retrieved
@@ -37,7 +37,6 @@ def measure_retrieval(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | None,
     seed: int = 0,
-    progress: Meter = Silent,
     kv_bits: str | None = None,
     lengths: Sequence[int] | None = None,
 ) -> tuple[Retrieval, ...]:

@@ -19,7 +19,7 @@ from crosslayer.core.transformers_versions import CACHE
 from crosslayer.environment import quiet_transformers
 from crosslayer.eviction.running import NewCache, SmallerCache
 from crosslayer.models.pair import Loadable, Named, pair
-from crosslayer.output.progress import Meter, Silent
+from crosslayer.output.progress import progress
 from crosslayer.probe.intercept import evaluating
 from crosslayer.verbs.needles.record import ModelAnswers, NeedlesSettings, Question, is_retrieved
 from crosslayer.verbs.needles.result import Needles
@@ -42,7 +42,6 @@ def needles(
     seed: int = 0,
     dtype: str | torch.dtype | None = None,
     device: str | torch.device | None = None,
-    progress: Meter = Silent,
 ) -> Needles:
     """Hide numbers in long texts and ask a model for one of them (RULER), by length and depth.
 
@@ -64,7 +63,6 @@ def needles(
         seed: seed of all random choices.
         dtype: float32, bfloat16, …; default float32 on a CPU. In Python only for models given by name or path.
         device: cpu, cuda, …; default the GPU if there is one. In Python only for models given by name or path.
-        progress: in Python, shows progress.
 
     Raises:
         ValueError: an option is wrong, a model cannot be loaded, is not a causal language model or has fewer positions
@@ -87,14 +85,14 @@ def needles(
     for source in sources:
         if longest > source.positions:
             raise ValueError(f"length {longest} exceeds the {source.positions} positions of {source.name}")
-    drawn = _samples(sources[0].tokenizer, settings, progress)
+    drawn = _samples(sources[0].tokenizer, settings)
     prompts = [_prompts(source, drawn, new_tokens) for source in sources]
     models, seconds = [], 0.0
     caches = SmallerCache(evict, settings.kv_bits), SmallerCache()  # the baseline has its own
     for source, ids, cache in zip(sources, prompts, caches, strict=False):
-        model = source.load(progress)
+        model = source.load()
         started = time.monotonic()
-        models.append(_ask(model, source, drawn, ids, settings, cache, progress))
+        models.append(_ask(model, source, drawn, ids, settings, cache))
         seconds += time.monotonic() - started
         del model
     return Needles(
@@ -106,7 +104,7 @@ def needles(
     )
 
 
-def _samples(tokenizer: PreTrainedTokenizerBase, settings: NeedlesSettings, progress: Meter) -> list[Sample]:
+def _samples(tokenizer: PreTrainedTokenizerBase, settings: NeedlesSettings) -> list[Sample]:
     generator, samples = Samples(tokenizer, settings.keys, settings.new_tokens, settings.seed), []
     total = len(settings.cells) * settings.samples
     with progress("hiding needles", total) as meter:
@@ -141,7 +139,6 @@ def _ask(
     prompts: Sequence[Sequence[int]],
     settings: NeedlesSettings,
     cache: SmallerCache,
-    progress: Meter,
 ) -> ModelAnswers:
     """Ask a model all questions, length by length."""
     responses: list[str] = []

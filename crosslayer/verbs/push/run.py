@@ -7,7 +7,7 @@ from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
 from crosslayer.hub import is_hub_name
 from crosslayer.output.manifest import read_manifest
-from crosslayer.output.progress import Meter, Silent
+from crosslayer.output.progress import progress
 from crosslayer.verbs.push.result import Pushed
 from crosslayer.verbs.push.texts import CARD, RESULTS, own_texts
 
@@ -16,9 +16,7 @@ UNREACHABLE: type[Exception] = HfHubHTTPError.__bases__[0]  # type: ignore[assig
 SHOWN = 200  # characters shown of a server's message
 
 
-def push(
-    source: str | Path, repo: str, *, private: bool = False, dry_run: bool = False, progress: Meter = Silent
-) -> Pushed:
+def push(source: str | Path, repo: str, *, private: bool = False, dry_run: bool = False) -> Pushed:
     """Upload a model folder with its card, report and manifest to the Hugging Face hub.
 
     The repository's name is filled into the card, and the uploaded manifest has the hash of that card. The token is
@@ -29,7 +27,6 @@ def push(
         repo: NAME or OWNER/NAME on the Hugging Face hub; created if it does not exist.
         private: create the repository as private; an existing one must be private already.
         dry_run: print the card without uploading or contacting the hub.
-        progress: in Python, shows progress.
 
     Raises:
         ValueError: the folder was not written by crosslayer or was changed since, `repo` is not a valid name, there is

@@ -13,7 +13,6 @@ from crosslayer.core.latents import LatentMethod
 from crosslayer.core.sixteen_bits import DTYPE
 from crosslayer.corpus.windows import Windows
 from crosslayer.output.formatting import listed
-from crosslayer.output.progress import Meter
 from crosslayer.quantization.running import quantized_cache, quantizing
 from crosslayer.verbs.needles.retrieval import measure_retrieval
 from crosslayer.verbs.retrofit.convert import convert
@@ -82,7 +81,6 @@ def measure_alternatives(
     retrofit: PreTrainedModel,
     others: Sequence[Compared],
     judged: Judged,
-    progress: Meter,
 ) -> tuple[Alternative, ...]:
     """Return the cache's share, the KL to the original and the numbers retrieved with other caches.
 
@@ -93,7 +91,6 @@ def measure_alternatives(
         retrofit: the retrofit, likewise.
         others: other models to measure as they are.
         judged: on what they are measured.
-        progress: shows progress.
 
     Returns:
         rows of the models for which quantised caches are defined; nothing if they are not for the original.
@@ -118,9 +115,8 @@ def measure_alternatives(
         *others,
     ]
     runs = {str(number): _run(one) for number, one in enumerate(compared)}
-    with progress("measuring other caches", len(fewer)) as bar:
-        measured = list(losses(logits_of(original), runs, fewer, bar.step).values())
-    return rows_of(original, compared, measured, judged, progress)
+    measured = list(losses(logits_of(original), runs, fewer, "measuring other caches").values())
+    return rows_of(original, compared, measured, judged)
 
 
 def rows_of(
@@ -128,7 +124,6 @@ def rows_of(
     compared: Sequence[Compared],
     measured: Sequence[Losses],
     judged: Judged,
-    progress: Meter,
 ) -> tuple[Alternative, ...]:
     """Return a row of the table for each model and its losses; the differences are to the first."""
     _, context, tokenizer, seed = judged
@@ -149,7 +144,7 @@ def rows_of(
                 kl_by_domain={domain: float(own.of(domain).kl.mean()) for domain in dict.fromkeys(own.domains)},
                 minus_retrofit=gap,
                 minus_retrofit_ci95=interval,
-                needles=measure_retrieval(one.model, tokenizer, seed, progress, kv_bits=one.kv_bits) if asked else (),
+                needles=measure_retrieval(one.model, tokenizer, seed, kv_bits=one.kv_bits) if asked else (),
             )
         )
     return tuple(rows)

@@ -18,7 +18,7 @@ trained) W_o together with W_c: E is regressed on [concatenated heads ‖ X]; th
 W_c. "refit-o": W_o alone, which adds no parameters.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from crosslayer.core.decoder.layer import CrossLayerDecoderLayer
 from crosslayer.core.decoder.modeling import CrossLayerForCausalLM
 from crosslayer.core.method import ON_HEADS, Compensation, Method
 from crosslayer.core.options import check_choice
+from crosslayer.output.progress import progress
 from crosslayer.verbs.retrofit.moments import FITS, REFITS, Fit, Moments, check_enough
 from crosslayer.verbs.retrofit.streams import Streams, computes_the_same, layers_of, same_weights
 
@@ -46,7 +47,6 @@ def calibrate(
     text: Text,
     fit: str = "layerwise",
     groups: int = 1,
-    progress: Callable[[int, int], None] | None = None,
 ) -> list[Fit]:
     """Fit and set every W_c of `model`; the refits also refit W_o of every reader.
 
@@ -56,7 +56,6 @@ def calibrate(
         text: calibration ids (N, T), or these by domain; each domain in turn is held out to choose a penalty.
         fit: a fit of the list above; "zero" sets W_c to zero and reports the error without compensation.
         groups: v, the groups of sequences with a mean of their own, for "mean".
-        progress: called after each layer with (done, total).
 
     """
     domains = [text] if isinstance(text, Tensor) else list(text.values())
@@ -64,13 +63,13 @@ def calibrate(
     streams = Streams(original, model, torch.cat(domains), run_on=RUN_ON.get(fit, "own"))
     layers, fits = fitted_layers(model, fit), []
     highest = layers[-1]
-    for layer in range(highest + 1):
-        if layer in layers:
-            fits.append(fit_layer(streams, layer, fit, [len(ids) for ids in domains], groups))
-        if layer < highest:
-            streams.advance(layer)
-        if progress is not None:
-            progress(layer + 1, highest + 1)
+    with progress("calibrating", highest + 1) as bar:
+        for layer in range(highest + 1):
+            if layer in layers:
+                fits.append(fit_layer(streams, layer, fit, [len(ids) for ids in domains], groups))
+            if layer < highest:
+                streams.advance(layer)
+            bar.step(layer + 1, highest + 1)
     return fits
 
 

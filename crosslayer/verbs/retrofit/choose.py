@@ -20,7 +20,7 @@ from crosslayer.core.methods import merge_plans
 from crosslayer.core.options import parse_layers
 from crosslayer.core.plan import DepthPlan
 from crosslayer.corpus.windows import Windows
-from crosslayer.output.progress import Meter
+from crosslayer.output.progress import progress
 from crosslayer.probe.indexers import with_tokens_of_indexers
 from crosslayer.probe.intercept import AttentionCall, final_hidden, visited
 from crosslayer.probe.measures import mean_cosine, working
@@ -50,27 +50,27 @@ class Chosen(NamedTuple):
 States = dict[int, tuple[Tensor, Tensor]]  # keys and values by layer, (H, T, D) each
 
 
-def choose(model: PreTrainedModel, request: Request, windows: dict[str, Windows], progress: Meter) -> Chosen:
+def choose(model: PreTrainedModel, request: Request, windows: dict[str, Windows]) -> Chosen:
     """Return the methods with their layers, the record of the choice and, for latents, moments of keys and values.
 
     `windows` is text by purpose, as in `Texts.window_counts`.
     """
     layers, cls, option = model.config.num_hidden_layers, request.method_class, request.options.layers
     if request.calibrates:
-        return _latents(model, request, windows["calibration"], progress)
+        return _latents(model, request, windows["calibration"])
     if request.searches_choosers and request.indexed:
-        return Chosen(*indexers_by_damage(model, windows, request, progress))
+        return Chosen(*indexers_by_damage(model, windows, request))
     if request.searches_choosers:
-        return Chosen(*choosers_by_damage(model, windows, request, progress))
+        return Chosen(*choosers_by_damage(model, windows, request))
     if request.method is not None or request.methods:
         whole = request.methods if request.method is None else [request.method]
         methods = [_checked(method, model, request) for method in whole]
         find_sublayers(model).check(merge_plans(methods, layers))
         return Chosen(methods, Choice(how="as options"))
     if cls is None:
-        return Chosen(*methods_by_damage(model, windows, request, progress))
+        return Chosen(*methods_by_damage(model, windows, request))
     if option == "auto":
-        groups = _automatic(model, request, cls, windows["choice"], progress)
+        groups = _automatic(model, request, cls, windows["choice"])
     elif option == "top-half":
         groups = _top(model, cls, request.options)
     else:
@@ -88,19 +88,17 @@ def _checked(method: Method, model: PreTrainedModel, request: Request) -> Method
     return method
 
 
-def _latents(model: PreTrainedModel, request: Request, windows: Windows, progress: Meter) -> Chosen:
+def _latents(model: PreTrainedModel, request: Request, windows: Windows) -> Chosen:
     """Return a method whose layers cache latents, with bits for the budget, if there is one."""
     assert request.method is not None
     text, budget = windows.by_domain(), request.options.kv_budget
     plan = merge_plans([request.method], model.config.num_hidden_layers)
     plain, seed, levels = plain_decoder(model), request.options.seed, levels_of(request.axes)
-    with progress("measuring keys and values", 0) as bar:
-        moments = measure_moments(plain, text, plan, seed, bar.step)
+    moments = measure_moments(plain, text, plan, seed)
     methods = with_bits([request.method], moments, budget, levels)
     rounded = convert(model, methods, moments=moments, share_weights=True).model
     assert isinstance(rounded, CrossLayerForCausalLM)
-    with progress("measuring what errors cost", 0) as bar:
-        moments = with_errors(rounded, moments, text, seed, bar.step)
+    moments = with_errors(rounded, moments, text, seed)
     how = "as options" if budget is None else f"bits for {budget:g} of the cache"
     return Chosen(with_bits([request.method], moments, budget, levels), Choice(how=how), moments)
 
@@ -119,7 +117,7 @@ def _top(model: PreTrainedModel, cls: MethodClass, options: RetrofitOptions) -> 
     return blocks if cls.grouped else [[layer] for block in blocks for layer in block[1:]]
 
 
-def _automatic(model: PreTrainedModel, request: Request, cls: MethodClass, windows: Windows, progress: Meter) -> Groups:
+def _automatic(model: PreTrainedModel, request: Request, cls: MethodClass, windows: Windows) -> Groups:
     """Return layers chosen on text by the criterion of `select`."""
     ids, layers, options = windows.ids, model.config.num_hidden_layers, request.options
     count = options.count or max(1, layers // 2 // PAPER_SIZE * (PAPER_SIZE - 1))
@@ -135,7 +133,7 @@ def _automatic(model: PreTrainedModel, request: Request, cls: MethodClass, windo
         with progress("choosing layers", count) as bar:
             return dissimilar_groups(model, ids, plan_of, count, options.threshold, bar.step)
     if cls.grouped:
-        similarity = diagnose(model, ids, progress=progress).map_similarity_without_first  # (L, L)
+        similarity = diagnose(model, ids).map_similarity_without_first  # (L, L)
         groups = similar_groups(similarity, find_sublayers(model).shapes, count)
         reached = sum(len(group) - 1 for group in groups)
         if reached < count:
@@ -150,7 +148,7 @@ def _automatic(model: PreTrainedModel, request: Request, cls: MethodClass, windo
     if request.select == "greedy":
         chosen = _greedy(model, ids, sublayer, count, plan_of)
     else:
-        diagnosis = diagnose(model, ids, progress=progress)
+        diagnosis = diagnose(model, ids)
         similarity = diagnosis.attention_io_similarity if sublayer == "attention" else diagnosis.layer_io_similarity
         if request.select == "top-half-similarity":
             if count > layers - layers // 2:

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from crosslayer.core.choice import ChoiceMethod, TokenChoice
 from crosslayer.core.method import Method
 from crosslayer.corpus.windows import Windows
-from crosslayer.output.progress import Meter
+from crosslayer.output.progress import progress
 from crosslayer.probe.choices import choice_sums
 from crosslayer.probe.intercept import AttentionCall, final_hidden, visited
 from crosslayer.probe.what_if import find_sublayers
@@ -121,7 +121,7 @@ def programmed(own: Sequence[float], readers: Tensor, reads: float, share: float
 
 @torch.no_grad()
 def choosers_by_damage(
-    model: PreTrainedModel, windows: Mapping[str, Windows], request: Request, progress: Meter
+    model: PreTrainedModel, windows: Mapping[str, Windows], request: Request
 ) -> tuple[list[Method], Choice]:
     """Return the method that meets the request's budget of reads or of KL, and the record of the choice.
 
@@ -147,7 +147,7 @@ def choosers_by_damage(
         raise ValueError(TOO_SMALL.format(options.kl_budget))
     steps, baselines = search.compared(best)
     names = [UNCHANGED if kind == ALL else method.name() for kind in best.kinds]
-    record = search_record(search.measure, search.passes, names, steps, baselines, windows.get("trade-off"), progress)
+    record = search_record(search.measure, search.passes, names, steps, baselines, windows.get("trade-off"))
     chosen = search.method(best.kinds, best.candidate)
     return [chosen], Choice(how="search", groups=[list(group) for group in chosen.groups], search=record)
 

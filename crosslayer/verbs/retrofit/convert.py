@@ -6,7 +6,7 @@ which the caller copies if needed.
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -201,7 +201,6 @@ def convert(
     calibration: Text | None = None,
     fit: str | None = None,
     groups: int = 1,
-    progress: Callable[[int, int], None] | None = None,
     share_weights: bool = False,
     moments: Sequence[StateMoments] | None = None,
 ) -> Converted:
@@ -219,7 +218,6 @@ def convert(
             Default: "refit" where layers attend to another layer's states, else "layerwise"; or "ridge" if there is a
             change that these do not correct (a dropped MLP).
         groups: v of Theorem 3.1: how many groups of sequences have a mean of their own, for fit "mean".
-        progress: called after each calibrated layer with (done, total).
         share_weights: share kept tensors with `model`; training one then changes both.
         moments: for latents, what `measure_moments` measured; by default it is measured on `calibration`.
 
@@ -246,7 +244,7 @@ def convert(
         raise ValueError(f"{latent.name()}: bits need calibration=… (token ids), since weights alone give no scale")
     if latent is not None and (moments is not None or calibration is not None):
         assert isinstance(converted, CrossLayerForCausalLM)
-        _fit_latents(plain_decoder(model), converted, calibration, moments, progress)
+        _fit_latents(plain_decoder(model), converted, calibration, moments)
     if wired or (fit not in REFITS and not any(isinstance(module, Compensation) for module in converted.modules())):
         fit = None
     elif fit != "zero":
@@ -255,7 +253,7 @@ def convert(
         fit = _fit(plain, converted, fit)
         if calibration is None:
             raise ValueError(f"fit {fit!r} needs calibration=… (token ids); use fit='zero' without text")
-        fits = calibrate(plain, converted, calibration, fit, groups, progress)
+        fits = calibrate(plain, converted, calibration, fit, groups)
     if not share_weights:
         for parameter in converted.parameters():
             parameter.data = parameter.data.clone()
@@ -271,16 +269,15 @@ def _fit_latents(
     model: CrossLayerForCausalLM,
     calibration: Text | None,
     moments: Sequence[StateMoments] | None,
-    progress: Callable[[int, int], None] | None,
 ) -> None:
     """Fit latents by moments, or to calibration text: first by the original, then by what errors of latents cost."""
     if moments is not None:
         return fit_latents(plain, model, moments)
     assert calibration is not None
     text = {"text": calibration} if isinstance(calibration, Tensor) else calibration
-    moments = measure_moments(plain, text, model.config.plan, progress=progress)
+    moments = measure_moments(plain, text, model.config.plan)
     fit_latents(plain, model, moments)
-    fit_latents(plain, model, with_errors(model, moments, text, progress=progress))
+    fit_latents(plain, model, with_errors(model, moments, text))
 
 
 def _fit(plain: CrossLayerForCausalLM, model: CrossLayerForCausalLM, fit: str | None) -> str:

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from crosslayer.core.method import Compensation
 from crosslayer.corpus.windows import Windows
+from crosslayer.output.progress import progress
 from crosslayer.stats.bootstrap import Bootstrap, Interval, percentiles
 from crosslayer.verbs.retrofit.result import Damage, DomainDamage, Domains, Gain
 
@@ -67,19 +68,22 @@ def logits_uncompensated(model: PreTrainedModel, refitted: Mapping[str, Tensor])
 
 @torch.no_grad()
 def losses(
-    before: Run, after: dict[str, Run], windows: Windows, progress: Callable[[int, int], None] | None = None
+    before: Run, after: dict[str, Run], windows: Windows, doing: str = "measuring the damage"
 ) -> dict[str, Losses]:
-    """Compare converted models, by name, with the original, window by window; the original runs once for all."""
+    """Compare converted models, by name, with the original, window by window; the original runs once for all.
+
+    `doing` is what a progress meter shows.
+    """
     rows: dict[str, list[tuple[float, float, float]]] = {name: [] for name in after}
     done = 0
-    for batch in windows.ids.split(max(1, BATCH_TOKENS // windows.ids.shape[1])):
-        original = before(batch).float().log_softmax(-1)  # (B, T, V)
-        for name, run in after.items():
-            logits = run(batch)
-            rows[name] += [compare(*of_window) for of_window in zip(original, logits, batch, strict=True)]
-        done += len(batch)
-        if progress is not None:
-            progress(done, len(windows))
+    with progress(doing, len(windows)) as bar:
+        for batch in windows.ids.split(max(1, BATCH_TOKENS // windows.ids.shape[1])):
+            original = before(batch).float().log_softmax(-1)  # (B, T, V)
+            for name, run in after.items():
+                logits = run(batch)
+                rows[name] += [compare(*of_window) for of_window in zip(original, logits, batch, strict=True)]
+            done += len(batch)
+            bar.step(done, len(windows))
     compared = {}
     for name in after:
         nll_before, nll_after, kl = np.array(rows[name]).T  # (N, 3) → three of (N,)

@@ -20,7 +20,7 @@ from crosslayer.core.choice import ChoiceMethod
 from crosslayer.core.method import Method
 from crosslayer.core.sixteen_bits import DTYPE
 from crosslayer.corpus.windows import Windows
-from crosslayer.output.progress import Meter
+from crosslayer.output.progress import progress
 from crosslayer.probe.indexers import FULL, SHARED, chosen_tokens, with_tokens_of_indexers
 from crosslayer.probe.intercept import final_hidden
 from crosslayer.probe.what_if import find_sublayers, what_if
@@ -112,7 +112,7 @@ class IndexedLayers:
 
 @torch.no_grad()
 def indexers_by_damage(
-    model: PreTrainedModel, windows: Mapping[str, Windows], request: Request, progress: Meter
+    model: PreTrainedModel, windows: Mapping[str, Windows], request: Request
 ) -> tuple[list[Method], Choice]:
     """Return the method that meets the request's budget of reads or of KL, and the record of the choice.
 
@@ -139,7 +139,7 @@ def indexers_by_damage(
     for number, kind, before in zip(layers.numbers, kinds, layers.start, strict=True):
         names[number] = layers.method.name() if kind != before else UNCHANGED
     steps, baselines = _compared(layers, search)
-    record = search_record(measure, search.passes, names, steps, baselines, windows.get("trade-off"), progress)
+    record = search_record(measure, search.passes, names, steps, baselines, windows.get("trade-off"))
     return layers.methods(kinds), Choice(how="search", groups=layers.groups(kinds), search=record)
 
 

@@ -28,6 +28,7 @@ from crosslayer.core.method import Method
 from crosslayer.core.methods import merge_plans
 from crosslayer.core.plan import DepthPlan
 from crosslayer.corpus.windows import repeating
+from crosslayer.output.progress import progress
 from crosslayer.probe.intercept import evaluating
 from crosslayer.verbs.retrofit.streams import layers_of
 
@@ -62,7 +63,6 @@ def measure_moments(
     text: Mapping[str, Tensor],
     plan: DepthPlan,
     seed: int = 0,
-    progress: Callable[[int, int], None] | None = None,
 ) -> list[StateMoments]:
     """Return the moments of each layer's keys and values on text, windows (N, T) by domain.
 
@@ -72,11 +72,10 @@ def measure_moments(
             of a window is replaced by its beginning, since what copies from the context matters as much.
         plan: says which layer reads which below.
         seed: of the tokens that the model samples.
-        progress: called after each window with (done, total).
 
     """
     sums = [_Sums(model.device) for _ in range(plan.layers)]
-    for states in _windows(model, text, seed, progress):
+    for states in _windows(model, text, seed, "measuring keys and values"):
         for layer, (own, total) in enumerate(zip(states, sums, strict=True)):
             assert own is not None
             below = [other.value for i in _below(plan, layer) if (other := states[i]) is not None]
@@ -90,7 +89,6 @@ def with_errors(
     moments: Sequence[StateMoments],
     text: Mapping[str, Tensor],
     seed: int = 0,
-    progress: Callable[[int, int], None] | None = None,
 ) -> list[StateMoments]:
     """Return moments whose Fisher information is that of a model with latents, which were fitted by `moments`.
 
@@ -99,7 +97,7 @@ def with_errors(
     """
     sums: list[Tensor] = [torch.zeros_like(own.information) for own in moments]
     tokens = 0
-    for states in _windows(model, text, seed, progress):
+    for states in _windows(model, text, seed, "measuring what errors cost"):
         for layer, state in enumerate(states):
             if state is not None:
                 gradient = state.gradient[1:].double()
@@ -271,12 +269,13 @@ def _windows(
     model: CrossLayerForCausalLM,
     text: Mapping[str, Tensor],
     seed: int,
-    progress: Callable[[int, int], None] | None,
+    doing: str,
 ) -> Iterator[list[_State | None]]:
     """Yield the states of each layer on each window; None: a layer without attention."""
     windows, _ = repeating(torch.cat(list(read_windows(text).values())))
     generator = torch.Generator(model.device).manual_seed(seed)
-    with evaluating(model), torch.enable_grad(), _recorded(model) as recorded:
+    bars = progress(doing, len(windows))
+    with evaluating(model), torch.enable_grad(), _recorded(model) as recorded, bars as bar:
         for number, ids in enumerate(windows, 1):
             embeddings = model.get_input_embeddings()(ids[None].to(model.device)).detach().requires_grad_()
             logits = model(inputs_embeds=embeddings, use_cache=False).logits[0].float()
@@ -284,8 +283,7 @@ def _windows(
             functional.cross_entropy(logits, sampled, reduction="sum").backward()
             yield [_state(recorded[layer]) if layer in recorded else None for layer in range(len(layers_of(model)))]
             recorded.clear()
-            if progress is not None:
-                progress(number, len(windows))
+            bar.step(number, len(windows))
 
 
 def _state(outputs: Sequence[Tensor]) -> _State:

@@ -20,7 +20,7 @@ from crosslayer.corpus.windows import Windows
 from crosslayer.models.load import load_config, model_facts, public_name, ready_model
 from crosslayer.models.origin import origin
 from crosslayer.models.stored import round_to_stored
-from crosslayer.output.progress import Meter, Silent
+from crosslayer.output.progress import progress
 from crosslayer.probe.indexers import can_share
 from crosslayer.probe.intercept import evaluating, layer_stack, no_cache
 from crosslayer.probe.tokens import check_ids, positions
@@ -88,7 +88,6 @@ def retrofit(
     dtype: str | torch.dtype | None = None,
     device: str | torch.device | None = None,
     sweep: Sequence[str] = (),
-    progress: Meter = Silent,
 ) -> RetrofitReport:
     """Share or remove layers of a pretrained model, compensate for it, and report memory saved and quality lost.
 
@@ -139,7 +138,6 @@ def retrofit(
         device: cpu, cuda, …; default the GPU if there is one. In Python only if `model` is a name.
         sweep: KEY=VALUE,VALUE, repeatable: convert by every combination of values of method, layers, compensation,
             target, groups, select, size or count, and write a table of their damage, but no model.
-        progress: in Python, a progress meter.
 
     Raises:
         ValueError: options contradict each other, the model or the configuration is not supported, or there is too
@@ -149,10 +147,10 @@ def retrofit(
     arguments = locals()
     arguments["method"] = plain_method(method)
     options = RetrofitOptions(**{name: arguments[name] for name in RetrofitOptions.model_fields})
-    requests, texts = _open_texts(options, model, text, calibration_text, progress)
-    loaded, tokenizer = ready_model(model, tokenizer, dtype=dtype, device=device, meter=progress)
+    requests, texts = _open_texts(options, model, text, calibration_text)
+    loaded, tokenizer = ready_model(model, tokenizer, dtype=dtype, device=device)
     with evaluating(loaded):
-        return _report(model, loaded, tokenizer, requests, texts, progress)
+        return _report(model, loaded, tokenizer, requests, texts)
 
 
 def _open_texts(
@@ -160,7 +158,6 @@ def _open_texts(
     model: PreTrainedModel | str | Path,
     text: DomainTexts,
     calibration_text: DomainTexts,
-    progress: Meter,
 ) -> tuple[dict[str, Request], Texts]:
     """Open the texts and check all that can be checked before the model is loaded, for each variant of a sweep."""
     source = model.config if isinstance(model, PreTrainedModel) else load_config(str(model))
@@ -191,7 +188,6 @@ def _report(
     tokenizer: PreTrainedTokenizerBase | None,
     requests: Mapping[str, Request],
     texts: Texts,
-    progress: Meter,
 ) -> RetrofitReport:
     """Retrofit a model, which was loaded from `source` or is `source` itself; of a sweep the first variant."""
     request, starts = next(iter(requests.values())), {"read": time.perf_counter()}  # of phases
@@ -200,32 +196,31 @@ def _report(
         windows = texts.windows(tokenizer, *requests.values())
     for cut in windows.values():
         check_ids(model, cut.ids)
-    _announce_time(model, tokenizer, [*requests.values()], windows, progress)
+    _announce_time(model, tokenizer, [*requests.values()], windows)
     calibration = windows["calibration"].by_domain() if request.fits else {}
     seen = texts.calibration if windows.keys() & {"calibration", "choice", "search"} else ()
     starts["choose"] = time.perf_counter()
-    made = [_converted(source, model, each, windows, starts, progress) for each in requests.values()]
+    made = [_converted(source, model, each, windows, starts) for each in requests.values()]
     (methods, choice, moments), converted, stored = made[0]
     compared = [beside.Compared(name, one.model) for name, (_, one, _) in zip(requests, made, strict=True)]
     starts["damage"], evaluation, seed = time.perf_counter(), windows["evaluation"], options.seed  # with hidden numbers
     runs = {str(number): logits_of(one.model) for number, one in enumerate(compared)}
     if converted.fits:
         runs["without"] = logits_uncompensated(converted.model, converted.refitted)
-    with progress("measuring the damage", len(evaluation)) as bar:
-        measured = losses(logits_of(model), runs, evaluation, bar.step)
+    measured = losses(logits_of(model), runs, evaluation)
     without = measured.pop("without", None)
     damage = by_domain(measured["0"], without, frozenset(seen), seed)
-    needles = None if options.sweep else _needles(model, converted.model, tokenizer, request, progress)
+    needles = None if options.sweep else _needles(model, converted.model, tokenizer, request)
     cache = _cache(model, converted.model, request)
     starts["step"] = time.perf_counter()
-    step = _step(model, converted.model, cache.context, progress) if options.full else None
+    step = _step(model, converted.model, cache.context) if options.full else None
     judged, alternatives = beside.Judged(evaluation, cache.context, tokenizer if needles else None, seed), ()
     starts["alternatives"] = time.perf_counter()
     if options.sweep:
-        alternatives = beside.rows_of(model, compared, [*measured.values()], judged, progress)
+        alternatives = beside.rows_of(model, compared, [*measured.values()], judged)
     elif options.full:
         latents = beside.latents_beside(model, request, moments)
-        alternatives = beside.measure_alternatives(model, converted.model, latents, judged, progress)
+        alternatives = beside.measure_alternatives(model, converted.model, latents, judged)
     report = RetrofitReport(
         architecture=Architecture(
             **model_facts(model, public_name(source)),
@@ -259,22 +254,19 @@ def _converted(
     request: Request,
     windows: dict[str, Windows],
     starts: dict[str, float],
-    progress: Meter,
 ) -> tuple[Chosen, Converted, torch.dtype]:
     """Choose layers, convert and fit; the weights are rounded to the dtype in which they will be saved."""
-    chosen = choose(model, request, windows, progress)
+    chosen = choose(model, request, windows)
     starts["convert"], fit = time.perf_counter(), request.fit_of(chosen.methods)
-    with progress("calibrating", model.config.num_hidden_layers) as bar:
-        converted = convert(
-            model,
-            chosen.methods,
-            calibration=windows["calibration"].by_domain() if request.fits else None,
-            fit=None if fit == "none" else fit,
-            groups=request.options.groups,
-            progress=bar.step,
-            share_weights=model is not source or bool(request.options.sweep),
-            moments=chosen.moments,
-        )
+    converted = convert(
+        model,
+        chosen.methods,
+        calibration=windows["calibration"].by_domain() if request.fits else None,
+        fit=None if fit == "none" else fit,
+        groups=request.options.groups,
+        share_weights=model is not source or bool(request.options.sweep),
+        moments=chosen.moments,
+    )
     return chosen, converted, round_to_stored(converted.model, model, source)
 
 
@@ -296,7 +288,6 @@ def _announce_time(
     tokenizer: PreTrainedTokenizerBase | None,
     requests: Sequence[Request],
     windows: Mapping[str, Windows],
-    progress: Meter,
 ) -> None:
     """Show about how long the retrofit will take, from one measured forward pass, if it is a minute or more."""
     window = windows["evaluation"].ids[:1].to(model.device)
@@ -346,14 +337,13 @@ def _needles(
     converted: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | None,
     request: Request,
-    progress: Meter,
 ) -> Needles | None:
     """Ask both models for hidden numbers; None if they cannot be asked."""
     seed, lengths = request.options.seed, _lengths(request)
-    retrieved = measure_retrieval(converted, tokenizer, seed, progress, lengths=lengths)
+    retrieved = measure_retrieval(converted, tokenizer, seed, lengths=lengths)
     if not retrieved:
         return None
-    return Needles(original=measure_retrieval(model, tokenizer, seed, progress, lengths=lengths), retrofit=retrieved)
+    return Needles(original=measure_retrieval(model, tokenizer, seed, lengths=lengths), retrofit=retrieved)
 
 
 def _calibration(converted: Converted, request: Request, windows: Mapping[str, Tensor]) -> Calibration:
@@ -364,7 +354,7 @@ def _calibration(converted: Converted, request: Request, windows: Mapping[str, T
     return Calibration(fit=fit, windows={name: len(ids) for name, ids in windows.items()}, layers=converted.fits)
 
 
-def _step(model: PreTrainedModel, converted: PreTrainedModel, context: int, progress: Meter) -> StepTime | None:
+def _step(model: PreTrainedModel, converted: PreTrainedModel, context: int) -> StepTime | None:
     """Time a decoding step; None if a model has too few positions, or there is too little memory."""
     with progress("timing a decoding step", 0), suppress(ValueError, torch.OutOfMemoryError):
         return step_time({"candidate": converted, "baseline": model}, min(context, LONGEST_STEP))

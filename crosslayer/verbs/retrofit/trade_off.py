@@ -21,7 +21,7 @@ from crosslayer.core.decoder.modeling import CrossLayerForCausalLM
 from crosslayer.core.method import Method
 from crosslayer.core.plan import PASSED, STATES, DepthPlan
 from crosslayer.corpus.windows import Windows, repeating
-from crosslayer.output.progress import Meter
+from crosslayer.output.progress import progress
 from crosslayer.probe.shapes import LayerShape
 from crosslayer.probe.what_if import find_sublayers
 from crosslayer.verbs.diagnose.groups import PAPER_SIZE, Groups, paper_groups
@@ -123,7 +123,7 @@ def lowest_changed(plan: DepthPlan) -> int:
 
 @torch.no_grad()
 def methods_by_damage(
-    model: PreTrainedModel, windows: Mapping[str, Windows], request: Request, progress: Meter
+    model: PreTrainedModel, windows: Mapping[str, Windows], request: Request
 ) -> tuple[list[Method], Choice]:
     """Return the methods that meet the request's budget, and the record of the choice.
 
@@ -143,7 +143,7 @@ def methods_by_damage(
     if not methods:
         raise ValueError(TOO_SMALL.format(options.kl_budget))
     steps, baselines = _compared(measure, search)
-    record = search_record(measure, search.passes, chosen.names(), steps, baselines, windows.get("trade-off"), progress)
+    record = search_record(measure, search.passes, chosen.names(), steps, baselines, windows.get("trade-off"))
     return methods, Choice(how="search", search=record)
 
 
@@ -283,7 +283,6 @@ def search_record(
     steps: Sequence[Step],
     baselines: Mapping[str, Baseline],
     windows: Windows | None,
-    progress: Meter,
 ) -> SearchRecord:
     """Measure steps of a search, and each baseline against the last of them, on windows that it did not use, if any.
 
@@ -294,8 +293,7 @@ def search_record(
     methods = {str(number): step.methods for number, step in enumerate(steps)}
     methods |= {name: baseline.methods for name, baseline in baselines.items()}
     runs = {name: measure.run(chosen) for name, chosen in methods.items()}
-    with progress("measuring the trade-off on held-out text", len(windows)) as bar:
-        measured = losses(logits_of(measure.model), runs, windows, bar.step)
+    measured = losses(logits_of(measure.model), runs, windows, "measuring the trade-off on held-out text")
     curve, compared = [], []
     for number, step in enumerate(steps):
         cost = damage(measured[str(number)])

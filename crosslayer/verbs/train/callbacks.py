@@ -19,7 +19,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from crosslayer._path import NAME
 from crosslayer._start import interrupts
 from crosslayer.output.folder import write_whole
-from crosslayer.output.progress import Meter, Steps
+from crosslayer.output.progress import Steps, progress
 from crosslayer.verbs.train.checkpoints import checkpoints
 
 LOG = "log.jsonl"
@@ -33,8 +33,8 @@ class Log(TrainerCallback):
     writes and shows progress.
     """
 
-    def __init__(self, meter: Meter):
-        self.meter, self.stack = meter, contextlib.ExitStack()
+    def __init__(self):
+        self.stack = contextlib.ExitStack()
         self.steps: Steps | None = None
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
@@ -43,7 +43,7 @@ class Log(TrainerCallback):
             path = Path(str(args.output_dir)) / LOG
             path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(path, "".join(map(_line, state.log_history)))
-            self.steps = self.stack.enter_context(self.meter("training", state.max_steps))
+            self.steps = self.stack.enter_context(progress("training", state.max_steps))
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Log the last step, and show progress for steps that are not logged."""

@@ -19,7 +19,7 @@ from crosslayer.environment import quiet_transformers
 from crosslayer.models.embedded import cache_folder
 from crosslayer.models.load import load_model
 from crosslayer.output.folder import held, write_whole
-from crosslayer.output.progress import Meter, Silent
+from crosslayer.output.progress import progress
 from crosslayer.verbs.bench.memory import peak_memory
 from crosslayer.verbs.train.arguments import BATCH, batch_sequences, step_sequences, training_arguments
 from crosslayer.verbs.train.attention import check_attention, set_attention
@@ -45,7 +45,6 @@ def train(
     *,
     settings: Sequence[str] = (),
     resume: bool = False,
-    progress: Meter = Silent,
 ) -> TrainingRun:
     """Train a model from a recipe, from scratch or from an existing model.
 
@@ -57,7 +56,6 @@ def train(
         settings: override a key of the recipe, repeatable: train.learning_rate=3e-4.
         resume: continue from the last complete checkpoint of the same recipe, or start if there is none. The number of
             processes may change if `gradient_accumulation_steps` or `per_device_train_batch_size` keeps the batch size.
-        progress: in Python, shows progress.
 
     Returns:
         the run's record; the model is saved in `out / "model"`.
@@ -77,10 +75,10 @@ def train(
         if first:
             _prepare(target, recipe, resume)
         with resumable(target):
-            return _train(recipe, target, resume, progress)
+            return _train(recipe, target, resume)
 
 
-def _train(recipe: Recipe, folder: Path, resume: bool, progress: Meter) -> TrainingRun:
+def _train(recipe: Recipe, folder: Path, resume: bool) -> TrainingRun:
     length = recipe.data.length
     on_gpu = torch.accelerator.is_available() and not recipe.train.get("use_cpu", False)
     check_attention(recipe.model.attention, torch.device("cuda" if on_gpu else "cpu"))
@@ -89,7 +87,7 @@ def _train(recipe: Recipe, folder: Path, resume: bool, progress: Meter) -> Train
     course = recipe.schedule.course(steps, min(recipe.eval.every, steps))
     arguments = training_arguments(folder, recipe.seed, course, recipe.train)
     assert step_sequences(arguments) == sequences
-    tokenizer, shards = _texts(recipe, arguments, progress)
+    tokenizer, shards = _texts(recipe, arguments)
     weights = {domain.name: domain.weight for domain in recipe.data.domains}
     training = {name: splits.training for name, splits in shards.items()}
     mixture = Mixture(training, weights, length, recipe.seed, steps * sequences)
@@ -109,7 +107,6 @@ def _train(recipe: Recipe, folder: Path, resume: bool, progress: Meter) -> Train
             mixture,
             held_out,
             tokenizer,
-            progress,
             windows_of_each(list(held_out.values()), recipe.eval.snapshots),
             recipe.optimizer,
         )
@@ -125,9 +122,7 @@ def _train(recipe: Recipe, folder: Path, resume: bool, progress: Meter) -> Train
     return result
 
 
-def _texts(
-    recipe: Recipe, arguments: TrainingArguments, progress: Meter
-) -> tuple[PreTrainedTokenizerFast, dict[str, DomainShards]]:
+def _texts(recipe: Recipe, arguments: TrainingArguments) -> tuple[PreTrainedTokenizerFast, dict[str, DomainShards]]:
     """Return the tokenizer and the tokens of every domain, from the cache if they are there.
 
     A new model that cannot fit into memory is refused as soon as its vocabulary is known, before tokenising.
@@ -145,7 +140,7 @@ def _texts(
         with torch.device("meta"):
             model = CrossLayerForCausalLM(_config(recipe, tokenizer))
         check_memory(model, recipe, arguments)
-    return tokenizer, {domain.name: domain.shards(tokenizer, cache, progress) for domain in domains}
+    return tokenizer, {domain.name: domain.shards(tokenizer, cache) for domain in domains}
 
 
 def _result(recipe: Recipe, trainer: CrossLayerTrainer, mixture: Mixture, **costs: Any) -> TrainingRun:

@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerFast
 
 from crosslayer.corpus.files import Reading
 from crosslayer.output.folder import exclusive, filled, write_whole
-from crosslayer.output.progress import Meter, Silent, say
+from crosslayer.output.progress import progress, say
 from crosslayer.output.record import validation_message
 from crosslayer.verbs.train.checkpoints import sync
 from crosslayer.verbs.train.tokenizers import PART, batches, encoder, frame, pieces
@@ -131,7 +131,6 @@ def tokenise(
     *,
     fingerprint: str,
     parts: int = 1,
-    meter: Meter = Silent,
     reading: Reading | None = None,
 ) -> Shards:
     """Write the tokens of documents into a folder, or open the folder if it has the same fingerprint.
@@ -154,7 +153,7 @@ def tokenise(
         try:
             with exclusive(folder, wait=True):
                 if not _exists(folder, fingerprint):
-                    with _begun(folder) as begun, meter(f"{title} (%)" if known else title, 100 * known) as bar:
+                    with _begun(folder) as begun, progress(f"{title} (%)" if known else title, 100 * known) as bar:
                         for done in _write(documents, tokenizer, begun, fingerprint, parts):
                             bar.step(min(100, 100 * reading.done // reading.total) if known else done, 100 * known)
         except OSError as error:

@@ -13,7 +13,6 @@ from crosslayer.corpus.documents import TextSource, embedded_documents, reading_
 from crosslayer.corpus.domains import EMBEDDED
 from crosslayer.corpus.files import Reading
 from crosslayer.corpus.pieces import next_word
-from crosslayer.output.progress import Meter, Silent
 from crosslayer.verbs.train.shards import Shards, fingerprint, tokenise
 
 EVERY, FIRST = 20, 3  # chunks 3, 23, 43, … are held out; a text of four chunks has one
@@ -65,14 +64,14 @@ class Domain:
         if not count:
             raise ValueError("the text is too short to hold out a chunk; set validation to another source")
 
-    def shards(self, tokenizer: PreTrainedTokenizerFast, folder: Path, meter: Meter = Silent) -> DomainShards:
+    def shards(self, tokenizer: PreTrainedTokenizerFast, folder: Path) -> DomainShards:
         """Return the tokens of both; they are written into folders in `folder`, unless they are there already."""
         text = self.digest()
 
         def cut(split: str, documents: Callable[[Reading], Iterator[str]], source: TextSource) -> Shards:
             reading, digest = reading_of(source), fingerprint(f"{split}/{text}", tokenizer)
             target = folder / f"{re.sub(r'[^A-Za-z0-9]+', '-', self.name)}-{split}-{digest[:16]}"
-            options = {"fingerprint": digest, "parts": self.parts, "meter": meter, "reading": reading}
+            options = {"fingerprint": digest, "parts": self.parts, "reading": reading}
             return tokenise(documents(reading), tokenizer, target, **options)
 
         try:

@@ -35,7 +35,6 @@ from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from crosslayer._start import EndedTooSoon
 from crosslayer.output.folder import disk_error, set_modes
-from crosslayer.output.progress import Meter, Silent
 from crosslayer.verbs.train.arguments import step_sequences
 from crosslayer.verbs.train.attention import document_borders
 from crosslayer.verbs.train.callbacks import Interruption, Log
@@ -75,7 +74,6 @@ class CrossLayerTrainer(Trainer):
         train_dataset: Dataset,
         eval_dataset: Dataset | Mapping[str, Dataset],
         tokenizer: PreTrainedTokenizerBase | None = None,
-        meter: Meter = Silent,
         probed: Tensor | None = None,
         optimizer: OptimizerPart | None = None,
     ):
@@ -90,7 +88,7 @@ class CrossLayerTrainer(Trainer):
         if items < needed:
             raise ValueError(f"training data must have {needed:,} rows for {args.max_steps:,} steps, got {items:,}")
         self.window_losses: dict[str, np.ndarray] = {}
-        self.interruption, self._log = Interruption(), Log(meter)
+        self.interruption, self._log = Interruption(), Log()
         self._resumed: Resumed | None = None
         self._staging, self._micro_batch = False, 0
         self._clock: tuple[float, int] | None = None  # time and tokens of the last logged training loss

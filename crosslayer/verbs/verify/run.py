@@ -16,7 +16,7 @@ from crosslayer.environment import quiet_transformers
 from crosslayer.models.load import DTYPES, EMBEDDED, load_model, public_name, resolve_device
 from crosslayer.models.pair import causal_config
 from crosslayer.output import manifest
-from crosslayer.output.progress import Meter, Silent
+from crosslayer.output.progress import progress
 from crosslayer.output.record import read_record
 from crosslayer.probe.intercept import plan_of
 from crosslayer.verbs.verify.checks import CHECKS, EXACT, WEAK, WITH_BITS, Measurement, in_brief, judged, tolerance_of
@@ -38,7 +38,6 @@ def verify(
     device: str | None = None,
     folder: str | Path | None = None,
     compile_backend: str = "inductor",
-    progress: Meter = Silent,
 ) -> Verification:
     """Check that a causal language model is intact and gives the same logits in every way to run it.
 
@@ -56,7 +55,6 @@ def verify(
         device: cpu, cuda, …; default the GPU if there is one. In Python only if `model` is a name or path.
         folder: in Python, the folder of a loaded model; its `manifest.json` is checked too.
         compile_backend: in Python, the backend of `torch.compile`.
-        progress: in Python, shows progress.
 
     Raises:
         ValueError: the model does not exist, is not a causal LM with a key-value cache, or has too few positions; the
@@ -75,11 +73,11 @@ def verify(
                 "device applies only if the model is a name or path, got a loaded model; use model.to(device)"
             )
         path = None if folder is None else Path(folder).expanduser()
-        checks = _check_loaded(model, tokenizer, path, conditions, progress)
+        checks = _check_loaded(model, tokenizer, path, conditions)
     else:
         if tokenizer is not None or folder is not None:
             raise ValueError("tokenizer and folder apply only to a loaded model, got a name or path")
-        checks = _check_named(str(model), device, conditions, progress)
+        checks = _check_named(str(model), device, conditions)
     seconds = round(time.monotonic() - started, 1)
     return Verification(model=public_name(model), checks=tuple(checks), seconds=seconds)
 
@@ -103,7 +101,7 @@ def check_dtypes(dtypes: Sequence[str]) -> None:
         )
 
 
-def _check_named(name: str, device: str | None, conditions: Conditions, progress: Meter) -> list[Check]:
+def _check_named(name: str, device: str | None, conditions: Conditions) -> list[Check]:
     """Check the files of a model, load it in float32 and check it."""
     target, path = resolve_device(device), Path(name).expanduser()
     local = name not in EMBEDDED and ((path / "config.json").is_file() or (path / manifest.NAME).exists())
@@ -118,7 +116,7 @@ def _check_named(name: str, device: str | None, conditions: Conditions, progress
             if folder is None:
                 raise
             return [files, Check(name="load", dtype="float32", status=FAIL, reason=in_brief(error))]
-    return _check_loaded(model, tokenizer, folder, conditions, progress)
+    return _check_loaded(model, tokenizer, folder, conditions)
 
 
 def _check_loaded(
@@ -126,7 +124,6 @@ def _check_loaded(
     tokenizer: PreTrainedTokenizerBase | None,
     folder: Path | None,
     conditions: Conditions,
-    progress: Meter,
 ) -> list[Check]:
     """Run every check on copies of a loaded model."""
     name = type(model).__name__

@@ -4,6 +4,7 @@ import psutil
 import pytest
 import torch
 
+from crosslayer.output.progress import metered_by
 from crosslayer.verbs.bench import memory
 from crosslayer.verbs.bench.costs import Load, structure
 from crosslayer.verbs.bench.memory import free_memory, peak_memory
@@ -17,7 +18,8 @@ def test_what_is_too_large_is_skipped_with_a_word(monkeypatch):
     models = (tiny("llama"), tiny("llama"))
     monkeypatch.setattr(memory, "free_memory", lambda device: 60_000)
     meter = Recorder()
-    benchmark = short(*models, (2, 60), progress=meter)
+    with metered_by(meter):
+        benchmark = short(*models, (2, 60))
     assert [row.context for row in benchmark.rows] == [2] and meter.steps[-1][:2] == (4, 4)
     assert benchmark.skipped[0].context == 60 and "needs about" in benchmark.skipped[0].reason
     assert any("context 60, batch 1 needs about" in sentence for sentence in sentences(benchmark))

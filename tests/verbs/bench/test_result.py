@@ -8,6 +8,7 @@ import torch
 from pydantic import ValidationError
 
 from crosslayer.output.panel import chart
+from crosslayer.output.progress import metered_by
 from crosslayer.testing.tiny import build, config_of
 from crosslayer.verbs.bench.page import measurements
 from crosslayer.verbs.bench.record import MEASURES
@@ -112,7 +113,8 @@ def test_windows_are_known():
 
 def test_a_model_by_name_is_loaded_as_the_other_one_is(tmp_path):
     folder, meter = save(ours("cla"), tmp_path / "model"), Recorder()
-    benchmark = short(folder, tiny("llama", dtype=torch.float32).bfloat16(), 4, progress=meter)
+    with metered_by(meter):
+        benchmark = short(folder, tiny("llama", dtype=torch.float32).bfloat16(), 4)
     assert [model.dtype for model in benchmark.models.both()] == ["bfloat16"] * 2
     assert [model.name for model in benchmark.models.both()] == ["model", "LlamaForCausalLM"]
     assert meter.works == [(f"loading {folder}", 0), ("benchmarking", 2)]

@@ -7,6 +7,7 @@ from transformers import DynamicCache
 import crosslayer
 from crosslayer.core.decoder.caches import cache_bytes
 from crosslayer.core.transformers_versions import CACHE
+from crosslayer.output.progress import metered_by
 from crosslayer.testing.tiny import build, config_of
 from crosslayer.verbs.bench import run as module
 from crosslayer.verbs.bench.costs import Load, structure
@@ -41,7 +42,8 @@ def test_sides_take_turns_and_the_order_alternates():
 
         model.register_forward_pre_hook(note, with_kwargs=True)
     meter = Recorder()
-    short(models["candidate"], models["baseline"], 9, new_tokens=2, repeats=3, progress=meter)
+    with metered_by(meter):
+        short(models["candidate"], models["baseline"], 9, new_tokens=2, repeats=3)
     assert meter.works == [("benchmarking", 4)] and [step[:2] for step in meter.steps] == [(i, 4) for i in range(1, 5)]
     prompts = [side for side, length, _ in calls if length == 9]
     odd, even = ["baseline", "candidate"], ["candidate", "baseline"]

@@ -11,6 +11,7 @@ import torch
 import crosslayer
 from crosslayer.models import pair as loading
 from crosslayer.models.embedded import embedded_folder
+from crosslayer.output.progress import metered_by
 from crosslayer.verbs.evaluate import harness
 from tests.helpers.meters import Recorder
 
@@ -68,7 +69,8 @@ def test_nothing_of_the_process_changes(monkeypatch, pair, tasks, capfd, tmp_pat
     monkeypatch.chdir(tmp_path)  # where git finds no repository, and says so
     states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
     meter = Recorder()
-    crosslayer.evaluate(pair[0], tasks=["piqa_local", "wikitext2_local"], include_path=tasks, progress=meter)
+    with metered_by(meter):
+        crosslayer.evaluate(pair[0], tasks=["piqa_local", "wikitext2_local"], include_path=tasks)
     assert random.getstate() == states[0] and np.random.get_state()[1].tolist() == states[1]
     assert torch.equal(torch.get_rng_state(), states[2])
     captured = capfd.readouterr()

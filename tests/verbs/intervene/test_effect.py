@@ -14,6 +14,7 @@ from crosslayer.cli.intervene import interventions as typed_interventions
 from crosslayer.corpus.documents import TextSource, load_documents
 from crosslayer.corpus.windows import packed
 from crosslayer.models.load import load_model
+from crosslayer.output.progress import metered_by
 from crosslayer.verbs.intervene.kinds import (
     Ablate,
     Forbid,
@@ -87,7 +88,8 @@ def test_scan_controls_and_what_is_left_alone():
     modes = [module.training for module in model.modules()]
     weights = {name: w.clone() for name, w in model.state_dict().items()}
     meter, whole, part = Recorder(), [0, 1, 2], [1]
-    result = intervene(model, ids, interventions=[waiver(K)], scan=[whole, part], controls=2, probes=3, progress=meter)
+    with metered_by(meter):
+        result = intervene(model, ids, interventions=[waiver(K)], scan=[whole, part], controls=2, probes=3)
     assert meter.works == [("running", 15)] and meter.steps == [(done, 15, "") for done in range(1, 16)]
     assert [module.training for module in model.modules()] == modes
     assert all(torch.equal(w, weights[name]) for name, w in model.state_dict().items())

@@ -9,6 +9,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, TrainingArguments
 
 from crosslayer.core.decoder import CrossLayerForCausalLM
+from crosslayer.output.progress import metered_by
 from crosslayer.verbs.train import costs
 from crosslayer.verbs.train.checkpoints import checkpoints
 from crosslayer.verbs.train.trainer import TrainingStopped
@@ -185,7 +186,8 @@ def test_progress_is_shown(tmp_path):
         def step(self, done, total, doing=""):
             shown.append((done, total, doing.partition(" ")[0]))
 
-    trainer_of(tmp_path, schedule=course(3), logging_steps=2, meter=Meter).train()
+    with metered_by(Meter):
+        trainer_of(tmp_path, schedule=course(3), logging_steps=2).train()
     assert shown == [("training", 3), (1, 3, ""), (2, 3, "loss"), (3, 3, "loss"), "end"]
 
 

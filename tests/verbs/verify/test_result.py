@@ -6,6 +6,7 @@ import pytest
 
 from crosslayer import load_model, verify
 from crosslayer.core.decoder.weights import to_model
+from crosslayer.output.progress import metered_by
 from crosslayer.verbs.verify.result import Verification
 from tests.helpers.meters import Recorder
 from tests.helpers.saved import ours, save, tokenizer
@@ -21,7 +22,8 @@ def saved(tmp_path):
 def test_a_folder_and_its_loaded_model_give_the_same_rows(monkeypatch, saved):
     only(monkeypatch, "cache, uneven chunks", "cache bytes")
     meter = Recorder()
-    by_name = verify(str(saved), progress=meter)
+    with metered_by(meter):
+        by_name = verify(str(saved))
     model, words = load_model(str(saved))
     loaded = verify(model, words, folder=str(saved))
     assert by_name.checks == loaded.checks and by_name.passed and by_name.model == loaded.model == "model"

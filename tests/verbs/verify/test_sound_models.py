@@ -5,6 +5,7 @@ import torch
 
 from crosslayer import verify
 from crosslayer.core.transformers_versions import is_checkpointing
+from crosslayer.output.progress import metered_by
 from crosslayer.verbs.verify.checks import CHECKS
 from tests.helpers.daily import daily
 from tests.helpers.meters import Recorder
@@ -26,7 +27,8 @@ def test_every_row_passes_on_a_stock_llama_in_two_dtypes_and_leaves_it_alone():
     weights = {name: weight.clone() for name, weight in model.state_dict().items()}
     config, generation = model.config.to_dict(), model.generation_config
     model.model.embed_tokens.weight.requires_grad_(False)
-    verification = verify(model, compile_backend="aot_eager", progress=meter)
+    with metered_by(meter):
+        verification = verify(model, compile_backend="aot_eager")
     assert {row.status for row in verification.applicable} == {"PASS"} and verification.passed
     total = 2 * len(CHECKS)
     assert meter.works == [("verifying", total)]

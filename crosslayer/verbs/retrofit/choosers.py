@@ -87,11 +87,9 @@ def choosers_by_damage(
     candidates = [method]
     if request.searches_tokens and options.read_budget is not None:
         candidates = [_with_share(method, share * options.read_budget, length) for share in SHARES]
-    least = {
-        one: reads_of(fewest_reads(layers), one.count.share(context)) for one in _usable(candidates, length, context)
-    }
-    check_reachable(options.read_budget, min(least.values()))
-    candidates = [one for one, share in least.items() if options.read_budget is None or share <= options.read_budget]
+    candidates = _usable(candidates, length, context)
+    if options.read_budget is not None:
+        candidates = _reaching(candidates, options.read_budget, layers, context)
     with progress("running the original", 0):
         measure = Measure(model, windows["search"], request)
     searches: list[ChoiceSearch] = []
@@ -149,10 +147,17 @@ def _usable(candidates: Sequence[ChoiceMethod], length: int, context: int) -> li
     return fitting
 
 
-def check_reachable(budget: float | None, least: float) -> None:
-    """Raise if a budget of reads is below the least that any wiring reads."""
-    if budget is not None and budget < least:
-        raise ValueError(f"`read_budget` {budget:g} cannot be reached; the least is {least:.4f}")
+def _reaching(candidates: Sequence[ChoiceMethod], reads: float, layers: int, context: int) -> list[ChoiceMethod]:
+    """Return the methods that can meet a budget of reads.
+
+    Raises:
+        ValueError: there are none.
+
+    """
+    least = [reads_of(fewest_reads(layers), candidate.count.share(context)) for candidate in candidates]
+    if reads < min(least):
+        raise ValueError(f"`read_budget` {reads:g} cannot be reached; the least is {min(least):.4f}")
+    return [candidate for candidate, share in zip(candidates, least, strict=True) if share <= reads]
 
 
 class ChoiceSearch:
@@ -162,11 +167,11 @@ class ChoiceSearch:
     """
 
     def __init__(self, measure: Measure, candidate: ChoiceMethod, context: int):
-        self.candidate, self.layers = candidate, measure.model.config.num_hidden_layers
-        self.share = candidate.count.share(context)  # of the tokens, that are chosen
+        layers, share = measure.model.config.num_hidden_layers, candidate.count.share(context)
         choice = TokenChoice(candidate.count, candidate.sinks, candidate.window)
+        self.candidate = candidate
         self.recovered = recovered_attention(measure.model, measure.ids, choice)
-        self.greedy = KindSearch(lambda kinds: measure.kl([self.method(kinds)]), self.reads, (ALL,) * self.layers)
+        self.greedy = KindSearch(lambda kinds: measure.kl([self.method(kinds)]), layers, share)
 
     @property
     def best(self) -> tuple[Kinds, float]:
@@ -183,18 +188,14 @@ class ChoiceSearch:
             chooser_heads=matched_heads(self.recovered, groups),
         )
 
-    def reads(self, kinds: Kinds) -> float:
-        """Return the share of the original's keys and values that a decoding step reads."""
-        return reads_of(kinds, self.share)
-
     def compared(self) -> tuple[list[Step], dict[str, Baseline]]:
         """Return steps of the search, and choosers at equal distances if they are others than the best wiring's."""
-        name, steps = self.candidate.name(), []
-        for kinds, kl in spread_steps(self.greedy.curve[1:]):
+        name, search, steps = self.candidate.name(), self.greedy, []
+        for kinds, kl in spread_steps(search.curve[1:]):
             layers = {name: sum(kind != ALL for kind in kinds)}
-            steps.append(Step([self.method(kinds)], self.reads(kinds), kl, layers))
-        even = evenly(self.layers, affordable(self.layers, steps[-1].share, self.share))
+            steps.append(Step([self.method(kinds)], search.reads(kinds), kl, layers))
+        even = evenly(search.layers, affordable(search.layers, steps[-1].share, search.share))
         if even == self.best[0]:
             return steps, {}
         method = self.method(even)
-        return steps, {name: Baseline([method], [list(group) for group in method.groups], self.reads(even))}
+        return steps, {name: Baseline([method], [list(group) for group in method.groups], search.reads(even))}

@@ -24,15 +24,12 @@ def test_the_greedy_search_meets_its_budget():
     def measure(kinds):
         return sum({ALL: 0, OWN: own[i], READER: reader[i]}[kind] for i, kind in enumerate(kinds))
 
-    def reads(kinds):
-        return reads_of(kinds, 0.1)
-
-    search = KindSearch(measure, reads, (ALL,) * 6)
+    search = KindSearch(measure, 6, 0.1)
     kinds = search.run(reads=0.5)
     assert kinds == (ALL, READER, OWN, ALL, READER, READER)
     assert search.curve[-1][1] == pytest.approx(measure(kinds))
     assert reads_of(search.curve[-2][0], 0.1) > 0.5 >= reads_of(kinds, 0.1)
-    within = KindSearch(measure, reads, (ALL,) * 6).run(kl=0.6)
+    within = KindSearch(measure, 6, 0.1).run(kl=0.6)
     assert measure(within) <= 0.6 and within.count(ALL) < 6
 
 
@@ -43,11 +40,11 @@ def test_a_budget_of_reads_is_met_when_passes_run_out(monkeypatch):
     def measure(kinds):
         return 0.1 * sum(kind != ALL for kind in kinds) ** 2
 
-    search = KindSearch(measure, lambda kinds: reads_of(kinds, 0.1), (ALL,) * 6)
+    search = KindSearch(measure, 6, 0.1)
     kinds = search.run(reads=0.3)
     assert reads_of(kinds, 0.1) <= 0.3 and search.curve[-1][0] == kinds and search.passes == 15
     assert len(search.curve) > 2 and all(kl == pytest.approx(measure(taken)) for taken, kl in search.curve)
-    within = KindSearch(measure, lambda kinds: reads_of(kinds, 0.1), (ALL,) * 6)
+    within = KindSearch(measure, 6, 0.1)
     taken = within.run(kl=5.0)
     assert measure(taken) <= 5.0 and 0 < sum(kind != ALL for kind in taken) < 6
 
@@ -58,7 +55,6 @@ def test_groups_and_even_choosers():
     kinds = evenly(12, affordable(12, 0.5, 0.1))
     assert reads_of(kinds, 0.1) <= 0.5
     assert [layer for layer, kind in enumerate(kinds) if kind == ALL] == [0, 2, 5, 7, 10]
-    assert evenly(4, 2, OWN) == (OWN, READER, OWN, READER)
 
 
 def test_recovered_attention_by_loops():

@@ -100,7 +100,7 @@ def choosers_by_damage(
             searches[-1].greedy.run(options.read_budget, options.kl_budget)
             if len(searches) > 1 and searches[-1].best[1] > searches[-2].best[1]:
                 break
-    best = min(searches, key=lambda search: search.best[1])
+    best = min(searches, key=lambda search: (search.best[1], search.greedy.share))  # of equals, fewer tokens
     kinds, passes = best.best[0], sum(search.greedy.passes for search in searches)
     if kinds == (ALL,) * layers:
         raise ValueError(TOO_SMALL.format(options.kl_budget))

@@ -2,7 +2,8 @@
 
 A greedy search: one more layer attends to its own or another layer's choice, the one that adds the least measured KL
 per read that it saves. Each key-value head of a reader takes the choice of the chooser's head that recovers most of its
-attention. Where the number of chosen tokens is free, the search is repeated with half of them as long as the KL falls.
+attention. Where the number of chosen tokens is free, the search is repeated with twice as many and, unless that is
+better, with half as many.
 
 Shapes: L layers, H key-value heads, N sequences, T tokens.
 """
@@ -40,7 +41,7 @@ from crosslayer.verbs.retrofit.result import Choice
 from crosslayer.verbs.retrofit.search import UNCHANGED
 from crosslayer.verbs.retrofit.trade_off import Baseline, Measure, Step, search_record, spread_steps
 
-SHARES = (0.5, 0.25, 0.125)  # of a budget of reads: how many tokens are chosen
+SHARES = (0.25, 0.5, 0.125)  # of a budget of reads: how many tokens are chosen, in the order in which they are tried
 
 
 @torch.no_grad()
@@ -98,9 +99,9 @@ def choosers_by_damage(
         for candidate in candidates:
             searches.append(ChoiceSearch(measure, candidate, context))
             searches[-1].greedy.run(options.read_budget, options.kl_budget)
-            if len(searches) > 1 and searches[-1].best[1] > searches[-2].best[1]:
+            if searches[-1].best[1] < searches[0].best[1]:
                 break
-    best = min(searches, key=lambda search: (search.best[1], search.greedy.share))  # of equals, fewer tokens
+    best = min(searches, key=lambda search: search.best[1])
     kinds, passes = best.best[0], sum(search.greedy.passes for search in searches)
     if kinds == (ALL,) * layers:
         raise ValueError(TOO_SMALL.format(options.kl_budget))

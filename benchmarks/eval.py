@@ -27,7 +27,13 @@ TARGET = 1.03  # the upper end of the interval
 def by_us(model, tokenizer, options):
     started = time.perf_counter()
     evaluation = crosslayer.evaluate(
-        model, tokenizer, tasks=options.tasks, include_path=options.folder, limit=options.limit, batch=options.batch
+        model,
+        tokenizer,
+        tasks=options.tasks,
+        include_path=options.folder,
+        allow_code=True,
+        limit=options.limit,
+        batch=options.batch,
     )
     return time.perf_counter() - started, evaluation.lm_eval_results["candidate"]["results"]
 

@@ -9,6 +9,7 @@ release).
 """
 
 import argparse
+import importlib.util
 import json
 import re
 import sys
@@ -21,7 +22,7 @@ import yaml
 
 from crosslayer.output.folder import whole_folder
 from crosslayer.output.progress import print_to
-from crosslayer.verbs.evaluate.harness import LOCAL, check_installed, stock_folder
+from crosslayer.verbs.evaluate.harness import LOCAL, check_installed
 
 SPLITS = {
     "training_split": "train",
@@ -66,6 +67,13 @@ MEDQA = {  # with five options, which lm-eval lacks: columns question, options (
     "doc_to_choice": ["A", "B", "C", "D", "E"],
     "metric_list": [{"metric": name, "aggregation": "mean", "higher_is_better": True} for name in ("acc", "acc_norm")],
 }
+
+
+def stock_folder() -> Path:
+    """Return the folder of lm-eval's own tasks."""
+    spec = importlib.util.find_spec("lm_eval")
+    assert spec is not None and spec.origin is not None
+    return Path(spec.origin).resolve().parent / "tasks"
 
 
 def write_local_tasks(data: str | Path, out: str | Path, force: bool = False) -> tuple[str, ...]:
@@ -185,7 +193,7 @@ def main() -> None:
     """Write tasks for the folder on the command line, and print their names."""
     parser = argparse.ArgumentParser(prog="python benchmarks/local_tasks.py", description=__doc__)
     parser.add_argument("data", help="folder of files TASK.SPLIT.jsonl")
-    parser.add_argument("out", help="folder to write, for crosslayer evaluate --include-path")
+    parser.add_argument("out", help="folder to write, for crosslayer evaluate --allow-code --include-path")
     parser.add_argument("--force", action="store_true", help="replace the folder")
     options = parser.parse_args()
     try:

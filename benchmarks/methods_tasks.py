@@ -29,7 +29,13 @@ def right_answers(folder, tasks, options):
     model, tokenizer = load_model(str(folder / "model"))
     model.config.max_position_embeddings = POSITIONS
     results = evaluate(
-        model, tokenizer, tasks=tasks, include_path=options.tasks, limit=options.limit, batch=options.batch
+        model,
+        tokenizer,
+        tasks=tasks,
+        include_path=options.tasks,
+        allow_code=True,
+        limit=options.limit,
+        batch=options.batch,
     ).lm_eval_results["candidate"]
     return {
         task: np.array([sample["acc"] for sample in samples_of(results["samples"][task], "acc", "none")])

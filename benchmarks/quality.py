@@ -111,7 +111,13 @@ def measure(row, baseline, options):
     if options.names:
         tasks = [f"{task}_local" for task in options.names.split(",")]
         raw["tasks"] = evaluate(
-            model, tokenizer, tasks=tasks, include_path=options.tasks, limit=options.limit, **cache._asdict()
+            model,
+            tokenizer,
+            tasks=tasks,
+            include_path=options.tasks,
+            allow_code=True,
+            limit=options.limit,
+            **cache._asdict(),
         ).lm_eval_results["candidate"]
         rows = summary.rows(raw["tasks"], other["tasks"])
         result["tasks"] = [row.model_dump() for row in rows if row.metric == "acc"]

@@ -15,18 +15,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from crosslayer.core.choice import ChoiceMethod, TokenChoice, mask_of
+from crosslayer.core.choice import TokenChoice, mask_of
 from crosslayer.core.method import Method
 from crosslayer.core.methods import Entry, load_methods, merge_plans, mixes, wire
 from crosslayer.core.plan import PASSED, STATES, DepthPlan
 from crosslayer.core.transformers_versions import is_checkpointing
-from crosslayer.probe.indexers import (
-    IndexerTypes,
-    indexer_types,
-    shared_indexers,
-    with_choices,
-    with_tokens_of_indexers,
-)
 from crosslayer.probe.intercept import AttentionCall, intercepted, layer_stack, no_cache, plan_of, visited
 from crosslayer.probe.shapes import LayerShape, may_share
 from crosslayer.probe.stream import LayerStream, streams
@@ -44,25 +37,18 @@ CHECKPOINTED = (
 class Sublayers:
     """What a model's layers hold: the shape of each attention, and the modules that write to the stream, (L,) each.
 
-    None stands for a layer that has no such sublayer, or none that could be dropped alone. `indexers` says which layers
-    choose tokens by an indexer.
+    None stands for a layer that has no such sublayer, or none that could be dropped alone.
     """
 
     shapes: list[LayerShape | None]
     attention: list[nn.Module | None]
     mlps: list[nn.Module | None]
-    indexers: IndexerTypes
-
-    @property
-    def has_indexers(self) -> bool:
-        """Whether layers choose tokens by indexers."""
-        return any(self.indexers)
 
     def check(self, plan: DepthPlan) -> None:
         """Refuse a plan that these layers cannot follow."""
         if plan.layers != len(self.shapes):
             raise ValueError(f"the plan has {plan.layers} layers and the model {len(self.shapes)}")
-        for state in STATES if self.has_indexers else PASSED:  # indices of tokens fit any layer
+        for state in PASSED:
             for reader, source in enumerate(plan.sources(state)):
                 if source is None or source == reader:
                     continue
@@ -76,10 +62,8 @@ class Sublayers:
                     f"layer {reader} ({self._mask(reader)}) cannot read {state} of layer {source} "
                     f"({self._mask(source)}): layers share only where heads, sizes, masks and soft-caps agree"
                 )
-        if self.has_indexers:
-            with_choices(self.indexers, plan.choices)
         for layer, shape in enumerate(self.shapes):
-            if plan.involves_choice(layer) and not self.has_indexers and not (shape and shape.can_choose):
+            if plan.involves_choice(layer) and not (shape and shape.can_choose):
                 raise ValueError(
                     f"layer {layer} ({self._mask(layer)}) cannot choose tokens or attend to chosen ones, only layers "
                     "with full causal attention, without learned sinks, can"
@@ -108,7 +92,6 @@ def find_sublayers(model: PreTrainedModel) -> Sublayers:
         LayerShape.read(calls, model.config.get_text_config(), layers),
         [by_layer[i].attention for i in range(layers)],
         [by_layer[i].mlp for i in range(layers)],
-        indexer_types(model),
     )
 
 
@@ -146,13 +129,8 @@ def what_if(model: PreTrainedModel, plan: Wish, sublayers: Sublayers | None = No
             "of its own, which a what-if cannot show: convert the model by crosslayer.retrofit"
         )
     sublayers.check(plan)
-    choosing = {} if sublayers.has_indexers else _choices(model, methods, plan)
+    choosing = _choices(model, methods, plan)
     with ExitStack() as stack:
-        if sublayers.has_indexers and plan.has_choices:
-            for method in methods:
-                if isinstance(method, ChoiceMethod):
-                    with_tokens_of_indexers(method, model.config)
-            stack.enter_context(shared_indexers(model, with_choices(sublayers.indexers, plan.choices)))
         if any(plan.is_source(state, i) for state in STATES for i in range(plan.layers)):
             stack.enter_context(intercepted(model, _Loans(plan)))
         if choosing:

@@ -92,16 +92,6 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return adjusted
 
 
-def extended(p_value: float, pages: int) -> float:
-    """Return a p-value of all pairs adjusted for pages of fewer seeds that were seen before; below 0.05 it decides.
-
-    The first page spends an error of 0.05, each page k after it 0.01 / (k (k − 1)), which is 0.01 over all of them:
-    some page errs with a probability of at most 0.06, however often seeds are added. Unadjusted, adding them one by one
-    until something shows errs three times as often (Armitage and others, 1969; spending: Lan and DeMets, 1983).
-    """
-    return p_value if pages == 0 else min(1.0, p_value * 5 * pages * (pages + 1))
-
-
 def seeds_needed(values: Sequence[float], difference: float) -> int | None:
     """Return with how many pairs the 95 % interval would be narrower than a difference on either side.
 

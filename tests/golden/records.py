@@ -50,7 +50,9 @@ def evaluated(folder):
     candidate, baseline = (evaluations.saved(folder / name, seed) for name, seed in (("candidate", 1), ("baseline", 2)))
     tasks = evaluations.local_tasks(folder)
     names = ["arc_easy_local", "piqa_local", "wikitext2_local"]
-    return crosslayer.evaluate(candidate, tasks=names, baseline=baseline, include_path=tasks, batch=4).record()
+    return crosslayer.evaluate(
+        candidate, tasks=names, baseline=baseline, include_path=tasks, batch=4, allow_code=True
+    ).record()
 
 
 def retrieved(folder):

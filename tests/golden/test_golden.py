@@ -1,6 +1,7 @@
 """The numbers of every comparison stay what they were while its code is rewritten."""
 
 import json
+import re
 
 import pytest
 
@@ -9,6 +10,11 @@ from tests.golden.records import NUMBERS, RECORDS, measure
 GOLDEN = json.loads(NUMBERS.read_text())
 # float32 sums differ by kernel and by machine; what is rounded to a rank or to bits does not
 TOLERANCE = {"rel": 2e-3, "abs": 2e-5}
+# paths that a schema no longer has, by record, and why
+LEFT = {
+    "retrofit-choice": r"choice\.search\.passes",  # the dynamic programming ran more configurations
+    "compare": r"runs\.\d+\.length",  # only trends over lengths used it
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -20,11 +26,12 @@ def cache(tmp_path_factory):
 
 @pytest.mark.parametrize("name", RECORDS)
 def test_numbers_are_what_they_were(name):
-    found = measure(name)
-    assert sorted(found) == sorted(GOLDEN[name])
+    def kept(numbers):
+        return {path: value for path, value in numbers.items() if not re.fullmatch(LEFT.get(name, "-"), path)}
+
+    found, golden = kept(measure(name)), kept(GOLDEN[name])
+    assert sorted(found) == sorted(golden)
     wrong = {
-        path: (value, found[path])
-        for path, value in GOLDEN[name].items()
-        if found[path] != pytest.approx(value, **TOLERANCE)
+        path: (value, found[path]) for path, value in golden.items() if found[path] != pytest.approx(value, **TOLERANCE)
     }
     assert wrong == {}

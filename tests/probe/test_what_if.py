@@ -9,6 +9,7 @@ from crosslayer.core.methods.cla import CLA
 from crosslayer.core.methods.shared_choice import SharedChoice
 from crosslayer.core.transformers_versions import enable_checkpointing
 from crosslayer.verbs.retrofit.convert import convert
+from tests.helpers.shipped import shipped
 from tests.helpers.tiny import tiny, tokens
 
 DROPPED = {"name": "drop", "attention": [2]}
@@ -57,6 +58,13 @@ def test_chosen_tokens_are_those_of_the_converted_model(attention):
 def test_a_plan_does_not_say_how_to_choose():
     plan = SharedChoice(groups=((0, 1),)).plan(3)
     with pytest.raises(ValueError, match="give the method"), crosslayer.what_if(tiny("llama"), plan):
+        pass
+
+
+def test_layers_with_indexers_cannot_choose():
+    """They attend to chosen tokens already."""
+    model = shipped("glm_moe_dsa")
+    with pytest.raises(ValueError, match="cannot choose"), crosslayer.what_if(model, SharedChoice(groups=((0, 1),))):
         pass
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from crosslayer.stats.means import extended, holm, paired_difference, seeds_needed
+from crosslayer.stats.means import holm, paired_difference, seeds_needed
 
 
 def test_the_interval_covers_as_often_as_it_says():
@@ -87,20 +87,3 @@ def test_among_twelve_variants_that_are_all_alike_a_winner_is_seldom_called():
         alone += min(p_values) < 0.05
         together += min(holm(p_values)) < 0.05
     assert alone > 180 and together < 40  # 230 and 25 are expected, with standard deviations of 11 and 5
-
-
-@pytest.mark.slow
-def test_adding_seeds_until_something_shows_makes_nothing_show():
-    """From 3 to 12 seeds one at a time, unadjusted p-values call a winner in a sixth of comparisons without one."""
-    values = np.random.default_rng(0).normal(size=(2000, 12))
-    plain, adjusted = 0, 0
-    for pairs in values:
-        p_values = [paired_difference(pairs[:count].tolist(), [0.0] * count).p for count in range(3, 13)]
-        plain += min(p_values) < 0.05
-        adjusted += min(extended(value, pages) for pages, value in enumerate(p_values)) < 0.05
-    assert plain > 300 and adjusted < 130  # 358 and 98 are expected, with standard deviations of 17 and 10
-
-
-def test_what_all_pages_spend_is_bounded():
-    spent = [0.05 / (extended(1e-9, pages) / 1e-9) for pages in range(1000)]
-    assert spent[0] == 0.05 and spent[1] == pytest.approx(0.005) and sum(spent) < 0.06

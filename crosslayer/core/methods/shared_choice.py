@@ -4,8 +4,8 @@
 
 Flows: the choice of K tokens, for each new token and key-value head. Reads: K tokens in a reader; all of them in a
 chooser, all keys and the values of K tokens if it attends to its own choice. Cache: unchanged. Source: Kascade (arXiv
-2512.16391), for pretrained models without training; IndexCache (arXiv 2603.12201) for models with indexers. New here: a
-choice for every token of a prompt, so that cached and uncached runs agree.
+2512.16391), for pretrained models without training. New here: a choice for every token of a prompt, so that cached and
+uncached runs agree.
 """
 
 from collections.abc import Sequence

@@ -48,18 +48,12 @@ class Stopped(Frozen):
 class State(Frozen):
     """What `grid.json` holds, so that runs can be resumed and read."""
 
-    schema_: Literal["crosslayer/grid/1"] = Field(
-        "crosslayer/grid/1", validation_alias="schema", serialization_alias="schema"
+    schema_: Literal["crosslayer/grid/2"] = Field(
+        "crosslayer/grid/2", validation_alias="schema", serialization_alias="schema"
     )
     budget: Budget | None = None
     steps: dict[str, int] = Field({}, description="of each variant and configuration, if a budget sets them")
     stopped: dict[str, Stopped] = Field({}, description="runs that diverged, by name")
-    judged: tuple[tuple[int, ...], ...] = Field((), description="seeds of each page with p-values")
-
-    def before(self, seeds: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        """Return the seeds of each earlier page that the page of these seeds extends."""
-        before = self.judged[: self.judged.index(seeds)] if seeds in self.judged else self.judged
-        return tuple(fewer for fewer in before if set(fewer) < set(seeds))
 
 
 def read_state(folder: Path) -> State | None:

@@ -1,4 +1,4 @@
-"""Power laws over configurations: final loss by size or tokens, and critical points by sequence length.
+"""Power laws over configurations: final loss by size or tokens.
 
     L = A · C^−α, fitted as a straight line of log L over log C
 
@@ -18,7 +18,7 @@ from scipy import stats
 from crosslayer.stats import Interval
 from crosslayer.stats.means import FEWEST, t_interval, t_quantile
 from crosslayer.verbs.compare.read import Sorted
-from crosslayer.verbs.compare.record import COSTS, ComparedRun, Configuration, Cost, Law, LengthTrend, Outcome
+from crosslayer.verbs.compare.record import COSTS, ComparedRun, Configuration, Cost, Law
 
 SCALED = (
     "model.",
@@ -27,7 +27,6 @@ SCALED = (
     "train.",
     "eval.",
 )  # keys that may differ between the configurations of a law
-ALONG = ("data.length", "schedule.", "budget", "train.", "eval.")  # … and of a trend over lengths
 APART = 1.5  # the smallest factor between neighbouring costs: an exponent from closer ones would be noise
 CLOSE = 1 + 1e-6  # tolerance of the largest cost for rounding
 FARTHEST = 1000  # the largest factor between a cost and the cost to which a law is extrapolated
@@ -84,7 +83,7 @@ def laws(runs: Sorted, baseline: str) -> tuple[tuple[Law, ...], str | None]:
     """
     lines: list[Law] = []
     reason = "it needs two model sizes or two numbers of training tokens, at the same sequence length"
-    for where, names in _groups(runs.configurations, SCALED).items():
+    for where, names in _groups(runs.configurations).items():
         if len(names) < 2:
             continue
         measured = {variant.label: _runs_by_seed(runs, names, variant.label) for variant in runs.variants}
@@ -105,11 +104,11 @@ def laws(runs: Sorted, baseline: str) -> tuple[tuple[Law, ...], str | None]:
     return tuple(lines), None if lines else reason
 
 
-def _groups(configurations: Sequence[Configuration], free: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
-    """Group the labels of configurations that differ only in keys with a `free` prefix, by the keys that they share."""
+def _groups(configurations: Sequence[Configuration]) -> dict[str, tuple[str, ...]]:
+    """Group the labels of configurations that may differ in a law, by the keys that they share."""
     groups: dict[str, tuple[str, ...]] = {}
     for configuration in configurations:
-        fixed = {key: value for key, value in configuration.values.items() if not key.startswith(free)}
+        fixed = {key: value for key, value in configuration.values.items() if not key.startswith(SCALED)}
         common = Configuration.of(fixed).label
         groups[common] = (*groups.get(common, ()), configuration.label)
     return groups
@@ -172,40 +171,3 @@ def _law(variant: RunsBySeed, baseline: RunsBySeed, cost: Cost) -> dict[str, Any
         "fewer_interval": interval,
         "extrapolated": needed is not None and not law.smallest <= needed * reference.largest <= law.largest * CLOSE,
     }
-
-
-def trends(runs: Sorted, results: Sequence[Outcome]) -> tuple[LengthTrend, ...]:
-    """Return after how many tokens the baseline overtakes each variant, by sequence length, from two lengths on.
-
-    A trend goes through configurations that differ only in length, schedule, training arguments and evaluation, and is
-    extrapolated to twice the longest length.
-    """
-    lengths = {run.configuration: run.length for run in runs.runs}
-    batches = {run.configuration: run.tokens / run.steps for run in runs.runs}  # tokens per step
-    lines = []
-    for where, names in _groups(runs.configurations, ALONG).items():
-        for variant in runs.variants:
-            reached = {
-                lengths[result.configuration]: result.critical.mean * batches[result.configuration]
-                for result in results
-                if result.variant == variant.label and result.configuration in names
-                if result.overtaken and result.critical is not None and result.critical.mean is not None
-            }
-            if len(reached) < 2:
-                continue
-            reached = dict(sorted(reached.items()))
-            law = fit_power_law([*map(float, reached)], [*reached.values()])
-            interval, following = law.exponent_interval, 2 * max(reached)
-            lines.append(
-                LengthTrend(
-                    variant=variant.label,
-                    where=where,
-                    lengths=tuple(reached),
-                    tokens=tuple(reached.values()),
-                    exponent=-law.exponent,
-                    interval=None if interval is None else (-interval[1], -interval[0]),
-                    next_length=following,
-                    next_tokens=law.loss(following),
-                )
-            )
-    return tuple(lines)

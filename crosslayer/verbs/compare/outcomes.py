@@ -6,13 +6,11 @@ Shapes: S pairs (seeds with a run of both), N logged steps.
 
 import numpy as np
 
-from crosslayer.stats.means import extended, holm, paired_difference, seeds_needed, t_ends, t_interval
+from crosslayer.stats.means import holm, paired_difference, seeds_needed, t_ends, t_interval
 from crosslayer.verbs.compare.read import Sorted
 from crosslayer.verbs.compare.record import RELEVANT, ComparedRun, CriticalPoints, Outcome, RelativeCurve
 
 SHARE = 20  # by default a curve is smoothed over 1/20 of its length
-FARTHEST = 10  # run lengths up to which a crossing is extrapolated
-LAST = 1000  # last points of a curve that are extrapolated, as in the paper; the second half of a shorter curve
 
 
 def outcomes(runs: Sorted, baseline: str, smooth: int | None) -> tuple[Outcome, ...]:
@@ -27,8 +25,8 @@ def outcomes(runs: Sorted, baseline: str, smooth: int | None) -> tuple[Outcome, 
         if variant.label != baseline and (own := grouped.get((configuration.label, variant.label)))
     ]
     p_values = {row: each.final.p for row, each in enumerate(results) if each.final and each.final.p is not None}
-    for row, p in zip(p_values, holm([*p_values.values()]), strict=True):  # for all of this page and the earlier pages
-        results[row] = results[row].model_copy(update={"adjusted": extended(p, len(runs.extends))})
+    for row, p in zip(p_values, holm([*p_values.values()]), strict=True):
+        results[row] = results[row].model_copy(update={"adjusted": p})
     return tuple(results)
 
 
@@ -84,7 +82,6 @@ def _curve(
     complete = len(known) == len(reached)
     return curve, CriticalPoints(
         reached=tuple(reached),
-        expected=tuple(expected_critical_point(steps, line) for line in relative),
         mean=float(np.mean(known)) if complete else None,
         interval=t_interval(known) if complete else None,
     )
@@ -129,19 +126,3 @@ def critical_point(steps: np.ndarray, relative: np.ndarray) -> float | None:
     last = below[-1]
     low, high = relative[last], relative[last + 1]
     return float(steps[last] - low * (steps[last + 1] - steps[last]) / (high - low))
-
-
-def expected_critical_point(steps: np.ndarray, relative: np.ndarray) -> float | None:
-    """Return the step at which a line through the last points of a relative curve (N,) crosses 0.
-
-    They are the last 1,000, or the second half of a shorter curve. None if the line does not rise, if it crosses beyond
-    ten times the run's length, or if the curve is above 0 already, where `critical_point` applies.
-    """
-    if relative[-1] > 0 or len(steps) < 2:
-        return None
-    count = max(2, min(LAST, len(steps) // 2))
-    slope, intercept = np.polyfit(steps[-count:], relative[-count:], 1)
-    if slope <= 0:
-        return None
-    crossing = float(-intercept / slope)
-    return crossing if steps[-1] < crossing <= FARTHEST * steps[-1] else None

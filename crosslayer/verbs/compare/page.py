@@ -168,20 +168,17 @@ def _snapshots(record: Comparison) -> Table:
 
 
 def _critical(record: Comparison) -> Table:
-    """Return the critical points of variants that are overtaken, or still ahead and expected to be overtaken."""
+    """Return the critical points of variants that are overtaken."""
     rows = []
     for result in record.outcomes:
         points = result.critical
-        if points is None or not (result.overtaken or result.losing):
+        if points is None or not result.overtaken:
             continue
-        mean = UNKNOWN if points.mean is None else f"{points.mean:,.0f}"
+        mean = f"{points.mean:,.0f}"
         if points.interval is not None:
             mean += f" (95% CI {points.interval[0]:,.0f} to {points.interval[1]:,.0f})"
-        steps = []
-        for reached, expected in zip(points.reached, points.expected, strict=True):
-            later = UNKNOWN if expected is None else f"expected {expected:,.0f}"
-            steps.append(later if reached is None else f"{reached:,.0f}")
-        rows.append([result.configuration, result.variant, mean, ", ".join(steps)])
+        steps = ", ".join(f"{reached:,.0f}" for reached in points.reached)
+        rows.append([result.configuration, result.variant, mean, steps])
     title = f"Critical points: the step from which the training loss of {record.baseline} stays lower"
     return _with_configurations(title, ["variant", "mean step", "step by seed"], rows)
 

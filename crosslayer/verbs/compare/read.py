@@ -16,7 +16,7 @@ import numpy as np
 
 from crosslayer.output.record import read_record
 from crosslayer.output.result import load_as
-from crosslayer.verbs.compare.budget import State, read_state
+from crosslayer.verbs.compare.budget import read_state
 from crosslayer.verbs.compare.grid import HEADS, variant_of
 from crosslayer.verbs.compare.record import (
     MISSING,
@@ -58,7 +58,6 @@ class Sorted:
     domains: tuple[str, ...]
     runs: tuple[ComparedRun, ...]
     budget: Budget | None = None
-    extends: tuple[tuple[int, ...], ...] = ()  # seeds of each earlier page
 
     @property
     def seeds(self) -> tuple[int, ...]:
@@ -91,10 +90,6 @@ def load_run(folder: Path) -> TrainingRun:
             if not name.isprintable():
                 raise ValueError(f"names must be printable, got {name!r}")
         variant_of_run(run)
-        data = run.recipe.get("data")
-        length = data.get("length") if isinstance(data, dict) else None
-        if isinstance(length, bool) or not isinstance(length, int) or length < 1:
-            raise ValueError(f"data.length of its recipe must be a whole number above 0, got {length!r}")
         for steps in (
             run.curve.steps,
             [entry.step for entry in run.validation],
@@ -117,8 +112,7 @@ def variant_of_run(run: TrainingRun) -> Variant:
 
 def sort_runs(folders: Sequence[Path]) -> Sorted:
     """Read the runs in folders and sort them into configurations and variants by their recipes."""
-    states = [_state(folder) for folder in folders]
-    budgets = [None if state is None else state.budget for state in states]
+    budgets = [_budget(folder) for folder in folders]
     runs = [load_run(folder) for folder in folders]
     recipes = [_recipe(run, budget) for run, budget in zip(runs, budgets, strict=True)]
     keys = dict.fromkeys(key for recipe in recipes for key in recipe)
@@ -131,15 +125,14 @@ def sort_runs(folders: Sequence[Path]) -> Sorted:
     for folder, run, recipe in zip(folders, runs, recipes, strict=True):
         values = {key: recipe.get(key, MISSING) for key in differing}
         placed.append(Placed(run, folder.name, Configuration.of(values, distinguishing)))
-    result = assemble(placed)
-    before = [state.before(result.seeds) for state in states if state is not None]
-    return replace(result, budget=_agreed(budgets), extends=max(before, key=len, default=()))
+    return replace(assemble(placed), budget=_agreed(budgets))
 
 
-def _state(folder: Path) -> State | None:
-    """Return `grid.json` of the comparison that trained a run; None if the run was trained alone."""
+def _budget(folder: Path) -> Budget | None:
+    """Return the budget of the comparison that trained a run; None if there was none, or the run was trained alone."""
     runs = folder.resolve().parent
-    return read_state(runs.parent) if runs.name == RUNS else None
+    state = read_state(runs.parent) if runs.name == RUNS else None
+    return None if state is None else state.budget
 
 
 def _recipe(run: TrainingRun, budget: Budget | None) -> dict[str, Any]:
@@ -214,7 +207,6 @@ def _compared(entry: Placed) -> ComparedRun:
         flops_per_token=run.model.flops_per_token,
         steps=run.steps,
         tokens=run.tokens,
-        length=run.recipe["data"]["length"],
         seconds=run.seconds,
         step_seconds=run.tokens / run.steps / float(np.median(speeds)) if speeds else None,
         peak_bytes=run.peak_bytes,

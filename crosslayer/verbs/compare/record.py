@@ -85,7 +85,6 @@ class ComparedRun(Frozen):
     flops_per_token: float = Field(ge=0)
     steps: int = Field(ge=1)
     tokens: int = Field(ge=1)
-    length: int = Field(ge=1, description="tokens per sequence")
     seconds: float = Field(ge=0)
     step_seconds: float | None = Field(ge=0, description="median of the logged steps; None if none was logged")
     peak_bytes: int | None
@@ -136,21 +135,15 @@ class RelativeCurve(Frozen):
         return False
 
     @property
-    def ends(self) -> Verdict:
-        """Whether the variant is lower or higher over the last `stretch`."""
-        if self.high is not None and max(self.high[-self.stretch :]) < 0:
-            return "lower"
-        return "higher" if self.low is not None and min(self.low[-self.stretch :]) > 0 else "undecided"
+    def behind(self) -> bool:
+        """Whether the variant is higher over the last `stretch`; False for a single pair, which has no band."""
+        return self.low is not None and min(self.low[-self.stretch :]) > 0
 
 
 class CriticalPoints(Frozen):
-    """The step from which the baseline's training loss stays lower, by pair; None if that did not happen.
-
-    `expected` is the step at which a line through the end of the relative curve crosses 0, for pairs without one yet.
-    """
+    """The step from which the baseline's training loss stays lower, by pair; None if that did not happen."""
 
     reached: tuple[float | None, ...]
-    expected: tuple[float | None, ...]
     mean: float | None = Field(description="of `reached`, if all pairs reached it")
     interval: Interval | None
 
@@ -164,9 +157,7 @@ class Outcome(Frozen):
     missing: tuple[int, ...] = Field(description="seeds with a run of only one of the two")
     loss: float = Field(description="mean of the final loss over all runs of the variant")
     final: Difference | None = Field(description="of the final loss over the mixture; None without a pair")
-    adjusted: float | None = Field(
-        ge=0, le=1, description="p-value corrected for all comparisons of this page and the earlier pages"
-    )
+    adjusted: float | None = Field(ge=0, le=1, description="p-value corrected for all comparisons of this page")
     domains: dict[str, Difference]
     seeds_needed: int | None = Field(ge=1, description=f"to detect a difference of {RELEVANT}")
     curve: RelativeCurve | None = Field(description="None if steps differ, as variants then have different schedules")
@@ -183,13 +174,7 @@ class Outcome(Frozen):
     def overtaken(self) -> bool:
         """Whether the baseline overtook the variant: every pair has a critical point, and the curve ends above 0."""
         reached = self.critical is not None and self.critical.mean is not None
-        return reached and self.curve is not None and self.curve.ends == "higher"
-
-    @property
-    def losing(self) -> bool:
-        """Whether the variant is still ahead at the end, but some pair is expected to be overtaken."""
-        expected = self.critical is not None and any(point is not None for point in self.critical.expected)
-        return expected and self.curve is not None and self.curve.ends == "lower"
+        return reached and self.curve is not None and self.curve.behind
 
 
 class Law(Frozen):
@@ -212,19 +197,6 @@ class Law(Frozen):
     fewer: float | None
     fewer_interval: Interval | None = Field(description="from the laws of each seed, paired, from three seeds on")
     extrapolated: bool = Field(description="whether no run of the variant had the cost that it needs")
-
-
-class LengthTrend(Frozen):
-    """Critical points of a variant by sequence length: tokens = scale · length^exponent, extrapolated."""
-
-    variant: str
-    where: str = Field(description="what its configurations share, if there are several groups")
-    lengths: tuple[int, ...] = Field(min_length=2)
-    tokens: tuple[float, ...] = Field(description="read up to the critical point")
-    exponent: float
-    interval: Interval | None = Field(description="of the exponent, from three lengths on")
-    next_length: int
-    next_tokens: float
 
 
 class Budget(Frozen):

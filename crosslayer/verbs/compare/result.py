@@ -6,21 +6,20 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from crosslayer.output.result import Result
-from crosslayer.verbs.compare.record import Budget, ComparedRun, Configuration, Cost, Law, LengthTrend, Outcome, Variant
+from crosslayer.verbs.compare.record import Budget, ComparedRun, Configuration, Cost, Law, Outcome, Variant
 
 
 class Comparison(Result):
     """What `crosslayer.compare` returns. Shapes: A outcomes (a variant and the baseline in a configuration)."""
 
-    schema_: Literal["crosslayer/compare/3"] = Field(
-        "crosslayer/compare/3", validation_alias="schema", serialization_alias="schema"
+    schema_: Literal["crosslayer/compare/4"] = Field(
+        "crosslayer/compare/4", validation_alias="schema", serialization_alias="schema"
     )
     name: str
     baseline: str
     smooth: int | None = Field(ge=1, description="steps; None: 1/20 of each run")
     budget: Budget | None
     configurations: tuple[Configuration, ...] = Field(min_length=1)
-    extends: tuple[tuple[int, ...], ...] = Field((), description="seeds of each earlier page")
     variants: tuple[Variant, ...] = Field(min_length=1)
     domains: tuple[str, ...] = Field(min_length=1)
     runs: tuple[ComparedRun, ...] = Field(min_length=1)
@@ -28,14 +27,13 @@ class Comparison(Result):
     outcomes: tuple[Outcome, ...]
     laws: tuple[Law, ...]
     no_laws: str | None = Field(description="why there is no power law")
-    trends: tuple[LengthTrend, ...]
 
     @model_validator(mode="after")
     def _check_names(self) -> Self:
         configurations = {configuration.label for configuration in self.configurations}
         variants = {variant.label for variant in self.variants}
         entries = (*self.runs, *self.outcomes)
-        named = {self.baseline} | {entry.variant for entry in (*entries, *self.laws, *self.trends)}
+        named = {self.baseline} | {entry.variant for entry in (*entries, *self.laws)}
         if not {entry.configuration for entry in entries} <= configurations or not named <= variants:
             raise ValueError("configurations and variants must list those of every run and result")
         return self

@@ -17,7 +17,7 @@ from crosslayer.output.folder import check_target, held, write_whole
 from crosslayer.output.progress import prefixed, progress
 from crosslayer.verbs.compare.budget import SHORT, STATE, State, Stopped, measured, read_budget, read_state
 from crosslayer.verbs.compare.grid import Cell, Grid, pick_baseline, read_grid
-from crosslayer.verbs.compare.laws import laws, trends
+from crosslayer.verbs.compare.laws import laws
 from crosslayer.verbs.compare.outcomes import outcomes
 from crosslayer.verbs.compare.read import (
     RECORD,
@@ -103,7 +103,6 @@ def compare(
     with held(folder):
         job = _Job(grid, folder, _opened(folder, requested, resume))
         result = _comparison(job.train(baseline), name, baseline, smooth, job.state)
-        job.remember(result)  # before the page can be read
         result.save_within(folder)
     return result
 
@@ -185,15 +184,7 @@ class _Job:
         if baseline not in finished or len(finished) < 2:
             each = "; ".join(f"{name}: {stop.what}" for name, stop in self.state.stopped.items())
             raise ValueError(f"nothing to compare with {baseline}, because these runs stopped: {each}")
-        runs = assemble(placed)
-        return replace(runs, budget=self.state.budget, extends=self.state.before(runs.seeds))
-
-    def remember(self, result: Comparison) -> None:
-        """Record the seeds of a page with p-values, for the pages after it."""
-        seeds = tuple(sorted({run.seed for run in result.runs}))
-        known = any(set(seeds) <= set(judged) for judged in self.state.judged)
-        if not known and any(outcome.adjusted is not None for outcome in result.outcomes):
-            self._keep(judged=(*self.state.judged, seeds))
+        return replace(assemble(placed), budget=self.state.budget)
 
     def _schedule(self) -> None:
         """Measure the cost of a step of each variant, if the budget needs it and it is not known yet."""
@@ -239,7 +230,6 @@ def _comparison(
     runs: Sorted, name: str, baseline: str | None, smooth: int | None, state: State | None = None
 ) -> Comparison:
     baseline = pick_baseline([variant.label for variant in runs.variants], baseline)
-    results = outcomes(runs, baseline, smooth)
     lines, no_laws = laws(runs, baseline)
     return Comparison(  # pyright: ignore[reportCallIssue]
         name=name,
@@ -247,8 +237,7 @@ def _comparison(
         smooth=smooth,
         **vars(runs),
         stopped={} if state is None else {run: stop.what for run, stop in state.stopped.items()},
-        outcomes=results,
+        outcomes=outcomes(runs, baseline, smooth),
         laws=lines,
         no_laws=no_laws,
-        trends=trends(runs, results),
     )

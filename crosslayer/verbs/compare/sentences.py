@@ -10,7 +10,6 @@ from crosslayer.verbs.compare.record import (
     RELEVANT,
     ComparedRun,
     Law,
-    LengthTrend,
     Outcome,
     SnapshotMeans,
 )
@@ -34,7 +33,6 @@ def sentences(record: Comparison) -> list[str]:
         *(_overtaken(result, record.baseline) for result in record.outcomes if result.overtaken),
         *(_law(law, record) for law in record.laws if law.variant != record.baseline),
         *([f"No power law: {record.no_laws}."] if record.no_laws and len(record.configurations) > 1 else []),
-        *(_trend(trend, record.baseline) for trend in record.trends),
         *(line for configuration in record.configurations for line in _inside(record, configuration.label)),
         *_missing(record),
         "Intervals cover the variation between seeds on this held-out text; other text or recipes may rank variants "
@@ -143,23 +141,14 @@ def _undecided(result: Outcome, baseline: str) -> str:
 
 
 def _tests(record: Comparison) -> list[str]:
-    """Say which p-value is required after seeds were added, or because there are several comparisons."""
-    lines, pages = [], len(record.extends)
-    if pages:
-        counts = listed([str(len(seeds)) for seeds in record.extends])
-        lines.append(
-            f"Seeds were added after {'an earlier page' if pages == 1 else f'{pages} earlier pages'} with {counts} "
-            f"seeds, so lower and higher require p < {ALPHA / (5 * pages * (pages + 1)):.2g} here, not p < {ALPHA} "
-            "(the adjusted p-values include this): adding seeds until a difference appears would otherwise find one by "
-            "chance."
-        )
+    """Say which p-value is required because there are several comparisons."""
     count = sum(result.adjusted is not None for result in record.outcomes)
-    if count > 1:
-        lines.append(
-            f"This page makes {count} comparisons of the final loss. Each interval covers 95% by itself; lower and "
-            f"higher require a p-value below {ALPHA} after Holm's correction for all {count}."
-        )
-    return lines
+    if count < 2:
+        return []
+    return [
+        f"This page makes {count} comparisons of the final loss. Each interval covers 95% by itself; lower and higher "
+        f"require a p-value below {ALPHA} after Holm's correction for all {count}."
+    ]
 
 
 def _overtaken(result: Outcome, baseline: str) -> str:
@@ -191,19 +180,6 @@ def _law(law: Law, record: Comparison) -> str:
         f"{prefix}By power laws through {len(law.costs)} points, {law.variant} needs "
         f"{percent(sign * law.fewer, 1)} {word} {COSTS[law.cost]} ({interval}) to reach the loss of {baseline} at its "
         f"largest cost{beyond}."
-    )
-
-
-def _trend(trend: LengthTrend, baseline: str) -> str:
-    points = zip(trend.tokens, trend.lengths, strict=True)
-    reached = ", ".join(f"{tokens:,.0f} tokens at length {length:,}" for tokens, length in points)
-    interval = (
-        "no interval from two lengths" if trend.interval is None else f"95% CI {signed_interval(trend.interval, 2)}"
-    )
-    return (
-        f"{_prefix(trend.where)}{baseline} overtakes {trend.variant} after {reached}; extrapolated as a power of the "
-        f"length, with exponent {signed(trend.exponent, 2)} ({interval}), after about {trend.next_tokens:,.0f} tokens "
-        f"at length {trend.next_length:,}."
     )
 
 

@@ -2,9 +2,7 @@
 
 import contextlib
 import difflib
-import functools
 import importlib.metadata
-import importlib.util
 import io
 import json
 import logging
@@ -15,9 +13,9 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import jinja2
 import numpy as np
 import torch
-import yaml
 
 from crosslayer.extras import check_extra
 from crosslayer.hub import reading_dataset
@@ -26,7 +24,16 @@ from crosslayer.verbs.evaluate.record import EvaluateSettings
 LOCAL = "_local"  # ending of the names of tasks that read local files
 LM_EVAL_SEED = 1234  # lm-eval's default for numpy, torch and few-shot examples; our seed is added to it
 SHOWN = 160  # characters of a library's error that are shown
-REFUSALS = (AssertionError, AttributeError, LookupError, StopIteration, SyntaxError, TypeError)  # lm-eval's, of tasks
+REFUSALS = (  # what lm-eval and templates of tasks raise
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    StopIteration,
+    SyntaxError,
+    TypeError,
+    jinja2.TemplateError,
+)
 OFFLINE = ("OfflineModeIsEnabled", "Couldn't reach", "offline", "ConnectionError", "Max retries", "LocalEntryNotFound")
 # the tasks over which a paper reports a mean; each is a list of names, the last of which is lm-eval's own task
 GROUPS: dict[str, list[list[str]]] = {
@@ -91,7 +98,7 @@ class Tasks:
     """Tasks of lm-eval and of a user's folder, by name.
 
     Attributes:
-        allow_code: whether Python code in task files may run.
+        allow_code: whether code of the user's folder, and code that a model writes, may run.
         groups: tasks of each named group in `GROUPS`.
         loaded: tasks and groups of lm-eval, with their data.
 
@@ -107,7 +114,7 @@ class Tasks:
             self.manager = TaskManager(include_path=str(include_path), include_defaults=False)
             own = set(self.manager.all_tasks)
             if not own:
-                raise ValueError(f"{include_path.name!r} has no lm-eval tasks (YAML files with task: NAME)")
+                raise ValueError(f"{include_path.name!r} has no lm-eval tasks (valid YAML files with task: NAME)")
         tasks, self.groups = select(names, own)
         if not own >= set(tasks):  # reading lm-eval's own thousands of tasks takes seconds
             self.manager = TaskManager(include_path=None if include_path is None else str(include_path))
@@ -171,66 +178,14 @@ def score(lm: Any, tasks: Tasks, settings: EvaluateSettings) -> dict[str, Any]:
 
 
 def _check_folder(folder: Path, allow_code: bool) -> None:
-    """Refuse what is not a folder, and task files in it that refer to Python code, unless that is allowed."""
+    """Refuse what is not a folder, and any folder unless its code may run; nothing in it is read."""
     if not folder.is_dir():
         raise ValueError(f"`include_path` must be a folder with YAML files of tasks, got {str(folder)!r}")
-    for path in sorted(folder.rglob("*.yaml")):
-        if not allow_code and _names_code(path, set()):
-            raise ValueError(
-                f"{path.name!r} in {folder.name!r} refers to Python code (!function, class: or a metric that lm-eval "
-                "does not have), which would run with the task; read it, and set `allow_code` to allow it"
-            )
-
-
-def _names_code(path: Path, seen: set[Path]) -> bool:
-    """Return whether a task file, or one that it includes and that is not in `seen`, refers to code of its own."""
-    path = path.resolve()
-    if path in seen or path.is_relative_to(stock_folder()):
-        return False
-    seen.add(path)
-    try:
-        root = yaml.compose(path.read_bytes(), Loader=yaml.SafeLoader)  # bytes in any encoding, as lm-eval reads it
-    except OSError:
-        return False  # lm-eval cannot open it either
-    except (RecursionError, ValueError, yaml.YAMLError) as error:
-        reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error).splitlines()[0]
-        raise ValueError(f"{path.name!r} in {path.parent.name!r} is not valid YAML: {reason}") from error
-    nodes: dict[int, yaml.Node] = {}  # visited nodes, which may be referred to several times
-    waiting, included = [root], []
-    while waiting:
-        node = waiting.pop()
-        if node is None or id(node) in nodes:
-            continue
-        nodes[id(node)] = node
-        pairs = node.value if isinstance(node, yaml.MappingNode) else []
-        waiting += node.value if isinstance(node, yaml.SequenceNode) else [child for pair in pairs for child in pair]
-        plain = node.tag.startswith("tag:yaml.org,2002:") and not node.tag.startswith("tag:yaml.org,2002:python")
-        if not plain or any(_runs(key.value, value) for key, value in pairs):
-            return True
-        for value in (value for key, value in pairs if key.value == "include"):
-            names = value.value if isinstance(value, yaml.SequenceNode) else [value]
-            included += [path.parent / str(name.value) for name in names]
-    return any(_names_code(file, seen) for file in included)
-
-
-def _runs(name: Any, value: yaml.Node) -> bool:
-    """Return whether an entry of a task file has lm-eval run code that is not its own."""
-    if not isinstance(value, yaml.ScalarNode):
-        return name == "class"
-    if name == "metric":  # lm-eval passes a name that it does not know to `evaluate`, which runs a script
-        from lm_eval.api import metrics, registry
-
-        assert metrics is not None  # which registers them
-        return value.value not in registry.METRIC_REGISTRY
-    return name == "class" or name in ("hf_evaluate", "unsafe_code") and value.value.lower() in ("true", "yes", "on")
-
-
-@functools.cache
-def stock_folder() -> Path:
-    """Return the folder of lm-eval's own tasks."""
-    spec = importlib.util.find_spec("lm_eval")
-    assert spec is not None and spec.origin is not None
-    return Path(spec.origin).resolve().parent / "tasks"
+    if not allow_code:
+        raise ValueError(
+            f"`include_path` {folder.name!r} needs `allow_code`, since task files run Python code (functions, classes, "
+            "metrics and templates); read them first"
+        )
 
 
 def _reason(error: Exception) -> str:
@@ -239,6 +194,6 @@ def _reason(error: Exception) -> str:
     if any(word in text or word in type(error).__name__ for word in OFFLINE):
         return (
             "its data is on the Hugging Face hub, which cannot be reached; `python benchmarks/local_tasks.py DATA OUT` "
-            "in a clone of crosslayer writes tasks that read local files, for --include-path OUT"
+            "in a clone of crosslayer writes tasks that read local files, for --include-path OUT --allow-code"
         )
     return f"{type(error).__name__}: {text[:SHOWN]}"

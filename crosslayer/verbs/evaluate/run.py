@@ -19,7 +19,6 @@ from crosslayer.verbs.bench.serving import vllm_environment
 from crosslayer.verbs.evaluate import harness, summary
 from crosslayer.verbs.evaluate.record import EvaluatedModel, EvaluatedModels, EvaluateSettings
 from crosslayer.verbs.evaluate.result import Evaluation
-from crosslayer.verbs.evaluate.templates import sandboxed
 from crosslayer.verbs.serve.engine import Served, check_engine, servable
 
 COST_CONTEXT, COST_TOKENS, COST_PAIRS = 512, 16, 5  # of `cost`: prompt tokens, new tokens, pairs of runs
@@ -53,7 +52,7 @@ def evaluate(
         tokenizer: in Python, tokenizer of loaded models.
         tasks: comma-separated lm-eval tasks, or groups of tasks as in papers (docs/guides/measure.md).
         baseline: a model to compare with, item by item. In Python a loaded one uses the tokenizer of `model`.
-        include_path: folder with task files of your own; their templates run in a sandbox, for at most 10 s each.
+        include_path: folder with task files of your own; needs --allow-code.
         limit: number of items of each task, from the first; default all.
         num_fewshot: examples before each item; default as defined by the task.
         batch: batch size: auto (on a CPU computed from the number of tokens), or a number.
@@ -62,7 +61,7 @@ def evaluate(
         cost: also compare KV cache size and latency with the baseline.
         engine: engine that runs the models: transformers, or vllm, which shortens longer texts (docs/guides/serve.md).
         seed: seed for choosing few-shot examples; 0 gives lm-eval's default choice.
-        allow_code: allow task files in include_path to run Python code.
+        allow_code: run the code that include_path holds, and of lm-eval's tasks those that run what a model writes.
         dtype: float32, bfloat16, …; default float32 on a CPU. In Python only for models given by name or path.
         device: cpu, cuda, …; default the GPU if there is one. In Python only for models given by name or path.
 
@@ -81,7 +80,7 @@ def evaluate(
     served = [servable_source(source) for source in sources] if engine == "vllm" else []
     if cost:
         cost_context(source.positions for source in sources)
-    with harness.quiet(), sandboxed(), progress("reading tasks", 0):  # reading renders templates, too
+    with harness.quiet(), progress("reading tasks", 0):
         chosen = harness.Tasks(names, None if include_path is None else Path(include_path), allow_code)
     models, results = [], []
     for number, source in enumerate(sources):
@@ -131,7 +130,7 @@ def _score(
 
     model = source.load()
     started = time.perf_counter()
-    with harness.quiet(), sandboxed(), evaluating(model), cache.running(model) as new_cache:
+    with harness.quiet(), evaluating(model), cache.running(model) as new_cache:
         lm = language_model(model, source.tokenizer, settings.batch, cache.evict, new_cache)
         results = harness.score(lm, tasks, settings)
     facts = EvaluatedModel(
@@ -161,7 +160,7 @@ def _score_served(
     source: Loadable, served: Served, tasks: harness.Tasks, settings: EvaluateSettings
 ) -> tuple[EvaluatedModel, dict[str, Any]]:
     """Evaluate a model in vLLM; return facts about it, and what lm-eval returned."""
-    with harness.quiet(), sandboxed(), vllm_environment():
+    with harness.quiet(), vllm_environment():
         from crosslayer.verbs.evaluate.served import served_facts, served_model
 
         with served_model(served, settings, dtype_name(source)) as lm:

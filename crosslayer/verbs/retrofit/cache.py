@@ -66,8 +66,6 @@ def token_bytes(model: PreTrainedModel, context: int = CONTEXT) -> float:
             total += context * sum(in_16_bits(tensor.nbytes, tensor.element_size()) for tensor in tensors)
         if not isinstance(layer, DynamicLayer) or layer.keys is None or layer.values is None:
             continue
-        index = getattr(layer, "indexer_keys", None)  # (1, PROMPT, D) of an indexer
-        total += 0 if index is None else context * in_16_bits(index[:, :1].nbytes, index.element_size())
         filled = DynamicCache(config=model.config)
         for count in (context - 1, 1):
             keys = layer.keys[:, :, :1].expand(-1, -1, count, -1)  # (1, H_kv, 1, D) → (1, H_kv, count, D)

@@ -26,7 +26,7 @@ def model_card(record: RetrofitReport, tokenizer: bool = True) -> str:
         "## Use",
         use(form, tokenizer),
         "## Which layers share",
-        f"```text\n{_diagram(record)}\n```",
+        f"```text\n{record.plan.diagram()}\n```",
         "## How it was made",
         _how(record),
         f"Seed {record.settings.seed}. {versions}.",
@@ -34,12 +34,6 @@ def model_card(record: RetrofitReport, tokenizer: bool = True) -> str:
         LIMITS,
     ]
     return card(_facts(record, form), "\n\n".join(body) + "\n")
-
-
-def _diagram(record: RetrofitReport) -> str:
-    """Return what each layer reads; of a model with indexers without the last line, which does not count their keys."""
-    lines = record.plan.diagram().splitlines()
-    return "\n".join(lines if record.index_pattern is None else lines[:-1])
 
 
 def _facts(record: RetrofitReport, form: str) -> dict[str, Any]:

@@ -21,7 +21,6 @@ from crosslayer.core.options import parse_layers
 from crosslayer.core.plan import DepthPlan
 from crosslayer.corpus.windows import Windows
 from crosslayer.output.progress import progress
-from crosslayer.probe.indexers import with_tokens_of_indexers
 from crosslayer.probe.intercept import AttentionCall, final_hidden, visited
 from crosslayer.probe.measures import mean_cosine, working
 from crosslayer.probe.shapes import LayerShape, may_share
@@ -31,7 +30,6 @@ from crosslayer.verbs.diagnose.groups import PAPER_SIZE, Groups, paper_groups, s
 from crosslayer.verbs.diagnose.run import diagnose
 from crosslayer.verbs.retrofit.choosers import check_some_are_left_out, choosers_by_damage
 from crosslayer.verbs.retrofit.convert import convert, plain_decoder
-from crosslayer.verbs.retrofit.indexers import indexers_by_damage
 from crosslayer.verbs.retrofit.latents import StateMoments, levels_of, measure_moments, with_bits, with_errors
 from crosslayer.verbs.retrofit.request import Request, RetrofitOptions
 from crosslayer.verbs.retrofit.result import Choice
@@ -58,8 +56,6 @@ def choose(model: PreTrainedModel, request: Request, windows: dict[str, Windows]
     layers, cls, option = model.config.num_hidden_layers, request.method_class, request.options.layers
     if request.calibrates:
         return _latents(model, request, windows["calibration"])
-    if request.searches_choosers and request.indexed:
-        return Chosen(*indexers_by_damage(model, windows, request))
     if request.searches_choosers:
         return Chosen(*choosers_by_damage(model, windows, request))
     if request.method is not None or request.methods:
@@ -80,9 +76,8 @@ def choose(model: PreTrainedModel, request: Request, windows: dict[str, Windows]
 
 
 def _checked(method: Method, model: PreTrainedModel, request: Request) -> Method:
-    """Return the method as the model takes it; raise if layers cannot share, or windows would not show the damage."""
+    """Return the method; raise if the model's layers cannot share, or windows would not show the damage."""
     if isinstance(method, ChoiceMethod):
-        method = with_tokens_of_indexers(method, model.config) if request.indexed else method
         check_some_are_left_out(method, request.options.length)
     find_sublayers(model).check(method.plan(model.config.num_hidden_layers))
     return method

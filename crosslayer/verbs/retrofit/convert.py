@@ -5,7 +5,6 @@ which the caller copies if needed.
 """
 
 import copy
-import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from crosslayer.core.choice import ChoiceMethod
 from crosslayer.core.decoder.configuration import CrossLayerConfig
 from crosslayer.core.decoder.family import rotary
 from crosslayer.core.decoder.modeling import CrossLayerForCausalLM
@@ -23,11 +21,10 @@ from crosslayer.core.method import Compensated, Compensation, Method, Mixing, Wi
 from crosslayer.core.methods import Entry, load_methods, merge_plans, mixes, to_entry
 from crosslayer.core.options import check_choice
 from crosslayer.core.plan import DepthPlan
-from crosslayer.probe.indexers import SHARED, can_share, indexer_types, with_choices, with_tokens_of_indexers
 from crosslayer.verbs.retrofit.calibrate import Text, calibrate, uncovered_layers, why_no_refit
 from crosslayer.verbs.retrofit.latents import StateMoments, fit_latents, latent_of, measure_moments, with_errors
 from crosslayer.verbs.retrofit.moments import FITS, LAYER_ONLY, REFITS, Fit
-from crosslayer.verbs.retrofit.request import ONLY_INDEXERS, WIRED
+from crosslayer.verbs.retrofit.request import WIRED
 from crosslayer.verbs.retrofit.result import Weights
 
 
@@ -55,15 +52,12 @@ class Converted:
 def convert_weights(source: PreTrainedModel, methods: list[Method]) -> Converted:
     """Convert a model of a supported family (decoder/families); the source model is not changed.
 
-    If whole layers are dropped and nothing else changes, or the layers of a model with indexers share these, the result
-    is of the source's own class.
+    If whole layers are dropped and nothing else changes, the result is of the source's own class.
     """
     extremes = {name: weight.aminmax() for name, weight in source.named_parameters() if weight.numel()}
     broken = [name for name, ends in extremes.items() if not all(end.isfinite() for end in ends)]  # 10 times faster
     if broken:
         raise ValueError(f"weights must be finite; {len(broken)} hold NaN or infinity, the first is {broken[0]}")
-    if can_share(source.config):
-        return _share_indexers(source, methods)
     config = to_config(source.config, [to_entry(method) for method in methods])
     dropped = _dropped_layers(config.wiring)
     if dropped:
@@ -162,37 +156,6 @@ def _drop_layers(source: PreTrainedModel, layers: list[int]) -> Converted:
     return Converted(model.eval(), Weights(dropped=sorted(dropped), changed=[], new=[]))
 
 
-def _share_indexers(source: PreTrainedModel, methods: Sequence[Method]) -> Converted:
-    """Return a model of the source's own class whose layers share indexers, sharing its tensors."""
-    for method in methods:
-        if isinstance(method, ChoiceMethod):
-            with_tokens_of_indexers(method, source.config)  # raises for options without effect
-    plan = merge_plans(methods, source.config.get_text_config().num_hidden_layers)
-    if plan != dataclasses.replace(DepthPlan.identity(plan.layers), choices=plan.choices, chosen=plan.chosen):
-        raise ValueError(ONLY_INDEXERS.format(source.config.get_text_config().model_type))
-    config = copy.deepcopy(source.config)
-    text: Any = config.get_text_config()
-    types = with_choices(indexer_types(source), plan.choices)
-    types = [kind or old for kind, old in zip(types, text.indexer_types, strict=True)]
-    if types == text.indexer_types:
-        raise ValueError(f"{methods[0].name()} changes nothing: these layers share an indexer already")
-    text.indexer_types = types
-    for name in ("index_topk_freq", "index_skip_topk_offset"):  # by which engines would choose other layers
-        vars(text).pop(name, None)
-    text.index_topk_pattern = "".join("S" if kind == SHARED else "F" for kind in types)
-    model: Any = _empty(type(source), config, source)
-    weights, names = source.state_dict(), set(model.state_dict())
-    model.load_state_dict({name: weights[name] for name in names}, strict=True, assign=True)
-    for name, table in model.named_buffers():  # of positions, not in any checkpoint
-        if table.is_meta:
-            module, _, attribute = name.rpartition(".")
-            setattr(model.get_submodule(module), attribute, source.get_buffer(name))
-    model.tie_weights()
-    if source.can_generate():
-        model.generation_config = copy.deepcopy(source.generation_config)
-    return Converted(model.eval(), Weights(dropped=sorted(set(weights) - names), changed=[], new=[]))
-
-
 @torch.no_grad()
 def convert(
     model: PreTrainedModel,
@@ -231,8 +194,6 @@ def convert(
     if same and not any(mixes(method) for method in chosen):
         names = ", ".join(method.name() for method in chosen) or "no method"
         raise ValueError(f"{names} changes nothing with these options; give layers")
-    if can_share(model.config) and fit is not None:
-        raise ValueError(f"fit has no effect on {model.config.model_type}, whose weights are kept; remove it")
     wired = isinstance(model.config, CrossLayerConfig) and bool(model.config.methods)
     compensated = any(isinstance(method, Compensated) and method.compensation for method in chosen)
     if wired and (fit is not None or compensated):

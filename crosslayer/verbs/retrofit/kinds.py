@@ -1,7 +1,6 @@
 """What each layer attends to, all tokens or chosen ones, and the greedy search for it."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from crosslayer.verbs.diagnose.groups import Groups
@@ -39,14 +38,18 @@ class KindSearch(GreedySearch[Kinds, Move]):
 
     remeasured = 4
 
-    reads: Callable[[Kinds], float]  # the share of the original's keys and values that is read
-    start: Kinds  # of the original
+    layers: int
+    share: float  # of the tokens, that are chosen
     ranking: dict[Move, float] = field(default_factory=dict, init=False)  # KL of each move alone
 
     def run(self, reads: float | None = None, kl: float | None = None) -> Kinds:
         """Take moves until at most the share `reads` is read, or as long as the KL stays within `kl`."""
         most = -math.inf if reads is None else reads + 1e-9
-        return self.descend(self.start, lambda kinds: self.reads(kinds) <= most, kl)
+        return self.descend((ALL,) * self.layers, lambda kinds: self.reads(kinds) <= most, kl)
+
+    def reads(self, kinds: Kinds) -> float:
+        """Return the share of the original's keys and values that is read."""
+        return reads_of(kinds, self.share)
 
     def moves(self, wiring: Kinds) -> list[Move]:
         """Return each layer with what else it may attend to."""
@@ -90,7 +93,7 @@ def affordable(layers: int, reads: float, share: float) -> int:
     return max(1, math.floor(layers * (reads - share) / (1 - share) + 1e-9))
 
 
-def evenly(layers: int, count: int, kind: str = ALL) -> Kinds:
-    """Return so many choosers at equal distances, all of the same kind."""
+def evenly(layers: int, count: int) -> Kinds:
+    """Return so many choosers at equal distances, which attend to all tokens."""
     firsts = {round(number * layers / count) for number in range(count)}
-    return tuple(kind if layer in firsts else READER for layer in range(layers))
+    return tuple(ALL if layer in firsts else READER for layer in range(layers))

@@ -99,8 +99,7 @@ def _reads_by_layer(record: RetrofitReport) -> Panel:
     """Return the figure of what each layer reads."""
     layers = [float(layer) for layer in range(record.plan.layers)]
     lines = [Line("retrofit", layers, [100 * share for share in record.cache.layer_reads])]
-    keys = "" if record.index_pattern is None else " (keys of indexers included)"
-    caption = f"Share of what the original's layer reads{keys} in a step after {record.cache.context:,} tokens."
+    caption = f"Share of what the original's layer reads in a step after {record.cache.context:,} tokens."
     axes = ("layer", "% of the original's bytes")
     return Panel("layers", "What each layer reads", caption, *axes, lines, wide=True, bounds=(0, math.inf))
 

@@ -25,10 +25,6 @@ QUICK_SETS = ("windows", "calibration", "length")  # what `quick` decides
 ONE_OF = (
     "give one of `method`, `kv_budget`, `kl_budget` and `read_budget`; the budgets choose methods and layers themselves"
 )
-ONLY_INDEXERS = (
-    "layers of {} choose tokens by indexers, and can only share their choices: give `read_budget` or `kl_budget` "
-    "alone, or a method whose layers share choices"
-)
 WIRED = "nothing can be fitted or searched in a model that has methods already"
 Budget = Annotated[float, Field(gt=0, allow_inf_nan=False)] | None
 
@@ -106,19 +102,16 @@ class RetrofitOptions(Options):
 class Request:
     """The options of a retrofit, interpreted for its methods."""
 
-    def __init__(
-        self, options: RetrofitOptions, post_norms: bool = False, indexed: str | None = None, wired: bool = False
-    ):
+    def __init__(self, options: RetrofitOptions, post_norms: bool = False, wired: bool = False):
         """Interpret options.
 
         Args:
             options: what the user asked for.
             post_norms: attention's output is normed before the residual, so W_o is not refitted.
-            indexed: the model's type, if its layers choose tokens by indexers.
             wired: the model has methods already.
 
         """
-        self.options, self.post_norms, self.indexed, self.wired = options, post_norms, indexed, wired
+        self.options, self.post_norms, self.wired = options, post_norms, wired
         # a class whose layers are still to be chosen, or methods with all their options
         self.method_class, self.methods = _methods_of(options.method)
         self.method = self.methods[0] if len(self.methods) == 1 else None
@@ -168,14 +161,10 @@ class Request:
         options = self.options
         if self.method_class is not None and issubclass(self.method_class, ChoiceMethod) and self.has_budget:
             self.method, self.method_class = self.method_class(), None
-        if self.indexed is not None and options.kv_budget is not None:
-            raise ValueError(ONLY_INDEXERS.format(self.indexed))
-        if options.method is None and (options.read_budget is not None or self.indexed is not None):
+        if options.method is None and options.read_budget is not None:
             (cls,) = [cls for name in method_names() if issubclass(cls := method_class(name), ChoiceMethod)]
             self.method = cls()
         named = self.method or self.method_class
-        if self.indexed is not None and not self.has_choices:
-            raise ValueError(ONLY_INDEXERS.format(self.indexed))
         if named is not None and self.has_budget and not isinstance(named, ChoiceMethod):
             raise ValueError(ONE_OF)
         if isinstance(self.method, ChoiceMethod) and self.has_budget:
@@ -265,8 +254,6 @@ class Request:
             )
         if len(chosen) > 1 and any(isinstance(one, LatentMethod | ChoiceMethod) for one in chosen):
             raise ValueError(f"`method` must be one method if layers cache latents or choose tokens, got {names}")
-        if self.fit in REFITS and self.indexed is not None:
-            raise ValueError(f"`compensation` {self.fit} has no effect on {self.indexed}, whose weights are kept")
         if self.fit in REFITS and chosen and not any(one.grouped for one in chosen):
             raise ValueError(
                 f"`compensation` {self.fit} refits W_o of layers that read another layer's states, and {names} has "

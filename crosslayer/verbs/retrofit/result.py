@@ -18,7 +18,6 @@ from crosslayer.output.folder import whole_folder
 from crosslayer.output.manifest import write_manifest
 from crosslayer.output.record import Frozen, ModelFacts
 from crosslayer.output.result import Result
-from crosslayer.probe.indexers import pattern
 from crosslayer.stats import Interval
 from crosslayer.verbs.bench.record import StepTime
 from crosslayer.verbs.needles.retrieval import Retrieval, count_retrieved
@@ -33,9 +32,6 @@ class Architecture(ModelFacts):
 
     origin: dict[str, str | list[str]] = Field(
         default_factory=dict, description="base_model, license and language for the card, where known"
-    )
-    choices: list[int | None] = Field(
-        description="(L,) the layer whose choice of tokens each layer attends to, or none"
     )
     retrofit_class: str
     parameters_after: int
@@ -107,7 +103,7 @@ class CacheRecord(Frozen):
     read_share: float = Field(description="of the bytes that the original reads in a decoding step")
     layer_reads: list[float] = Field(
         default=[],
-        description="(L,) the same by layer, with indexers' keys, where layers attend to chosen tokens; else empty",
+        description="(L,) the same by layer, where layers attend to chosen tokens; else empty",
     )
 
 
@@ -183,7 +179,7 @@ class RetrofitReport(Result):
     Shapes: D domains, the worst unseen one first; L layers of the original.
     """
 
-    schema_: Literal["crosslayer/retrofit/12"] = Field(default="crosslayer/retrofit/12", alias="schema")
+    schema_: Literal["crosslayer/retrofit/13"] = Field(default="crosslayer/retrofit/13", alias="schema")
     architecture: Architecture
     methods: list[dict[str, Any]] = Field(description="name and options of each method, as in a config")
     title: str = Field(description="the methods with their options, as a line of text")
@@ -298,17 +294,12 @@ class RetrofitReport(Result):
         return np.array([domain.kl_ci95 for domain in self.damage.domains])
 
     @property
-    def index_pattern(self) -> str | None:
-        """Which layers of a model with indexers have their own, in letters that engines take; None without indexers."""
-        return None if self.takes_shim or not self.plan.has_choices else pattern(self.plan.choices)
-
-    @property
     def changed_layers(self) -> list[int]:
-        """Layers that read other layers' states, attend to another choice than before, or have no attention or MLP."""
+        """Layers that read other layers' states, attend to chosen tokens, or have no attention or MLP."""
         vectors = [self.plan.sources(state) for state in (*STATES, "mlps")]
         changed = []
-        for layer, choosers in enumerate(zip(self.architecture.choices, self.plan.choices, strict=True)):
-            if choosers[0] != choosers[1] or any(vector[layer] != layer for vector in vectors):
+        for layer, chooser in enumerate(self.plan.choices):
+            if chooser is not None or any(vector[layer] != layer for vector in vectors):
                 changed.append(layer)
         return changed
 

@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +20,6 @@ from crosslayer.models.load import load_config, model_facts, public_name, ready_
 from crosslayer.models.origin import origin
 from crosslayer.models.stored import round_to_stored
 from crosslayer.output.progress import progress
-from crosslayer.probe.indexers import can_share
 from crosslayer.probe.intercept import evaluating, layer_stack, no_cache
 from crosslayer.probe.tokens import check_ids, positions
 from crosslayer.probe.what_if import find_sublayers
@@ -35,7 +33,6 @@ from crosslayer.verbs.retrofit.choose import Chosen, choose
 from crosslayer.verbs.retrofit.convert import Converted, convert
 from crosslayer.verbs.retrofit.damage import by_domain, logits_of, logits_uncompensated, losses
 from crosslayer.verbs.retrofit.greedy import PASSES
-from crosslayer.verbs.retrofit.indexers import default_context
 from crosslayer.verbs.retrofit.latents import read_windows
 from crosslayer.verbs.retrofit.moments import REFITS
 from crosslayer.verbs.retrofit.request import Request, RetrofitOptions, plain_method
@@ -101,11 +98,9 @@ def retrofit(
         layers: layers to convert (0-based): groups such as 18-21,22-25 or 18+20,19+21, top-half, or auto.
         kv_budget: instead of --method: search for the methods and layers that keep this share of the KV cache (0 to 1);
             with a method whose layers cache latents: their size, as a share of a cache in 16 bits.
-        kv_context: context length at which the cache is counted; default 2048, twice the largest sliding window, or 16
-            times the tokens that indexers choose.
+        kv_context: context length at which the cache is counted; default 2048, or twice the largest sliding window.
         kl_budget: instead of --method: search within this KL to the original, in nats/token; with a method whose
-            layers choose tokens: who chooses for whom, with the fewest reads; for a model with indexers: which layers
-            share one.
+            layers choose tokens: who chooses for whom, with the fewest reads.
         read_budget: instead of --method: search which layers choose the tokens that others attend to, so that a
             decoding step reads this share of the cached bytes (0 to 1). The cache keeps its size.
         axes: in which --kv-budget makes the cache smaller: depth (layers share or lose attention), bits, rank, or
@@ -161,16 +156,11 @@ def _open_texts(
 ) -> tuple[dict[str, Request], Texts]:
     """Open the texts and check all that can be checked before the model is loaded, for each variant of a sweep."""
     source = model.config if isinstance(model, PreTrainedModel) else load_config(str(model))
-    if can_share(source):
-        if source.get_text_config() is not source:
-            raise ValueError(f"{source.model_type} holds more than a language model, which cannot be converted")
-        facts: dict[str, Any] = {"indexed": source.get_text_config().model_type}
-    else:
-        config = to_config(source)
-        facts = {"post_norms": config.has_post_norms, "wired": bool(config.methods)}
-    requests = {name: Request(each, **facts) for name, each in options.variants().items()}
+    config = to_config(source)
+    variants = options.variants().items()
+    requests = {name: Request(each, config.has_post_norms, bool(config.methods)) for name, each in variants}
     for request in requests.values():
-        if request.methods and not can_share(source):
+        if request.methods:
             to_config(source, [to_entry(one) for one in request.methods])  # raises if they collide
         if request.fit in REFITS and request.post_norms:
             raise ValueError(POST_NORM_ERROR)
@@ -225,7 +215,6 @@ def _report(
         architecture=Architecture(
             **model_facts(model, public_name(source)),
             origin=origin(model),
-            choices=list(read_plan(model).plan.choices),
             retrofit_class=type(converted.model).__name__,
             parameters_after=converted.model.num_parameters(),
         ),
@@ -272,7 +261,7 @@ def _converted(
 
 def _plan(model: PreTrainedModel, converted: PreTrainedModel, methods: Sequence[Method], request: Request) -> DepthPlan:
     """Return the plan of the retrofit, over all layers of the original."""
-    if request.indexed or request.wired:
+    if request.wired:
         return read_plan(converted).plan
     return merge_plans(methods, len(layer_stack(model)))
 
@@ -317,7 +306,6 @@ def _announce_time(
         forwarded += ASKED * (3 if options.full else 2) * prompt_tokens(asked)
     if options.full:
         forwarded += 2 * min(options.kv_context or CONTEXT, LONGEST_STEP)
-    if options.full and not request.indexed:
         forwarded += (len(beside.MEASURED) + 2) * min(beside.WINDOWS, len(windows["evaluation"])) * options.length
     seconds = min(passes) / window.numel() * forwarded
     if seconds >= 60:
@@ -362,8 +350,7 @@ def _step(model: PreTrainedModel, converted: PreTrainedModel, context: int) -> S
 
 
 def _cache(model: PreTrainedModel, converted: PreTrainedModel, request: Request) -> CacheRecord:
-    context = request.options.kv_context or (default_context(model.config) if request.indexed else None)
-    context = CacheShare(find_sublayers(model).shapes, context).context
+    context = CacheShare(find_sublayers(model).shapes, request.options.kv_context).context
     before, after = token_bytes(model, context), token_bytes(converted, context)
     original, changed = (read_plan(each, dtype=DTYPE) for each in (model, converted))
     layers = range(len(original.layers)) if changed.plan.has_choices else ()

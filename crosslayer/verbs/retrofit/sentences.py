@@ -1,6 +1,5 @@
 """A retrofit's methods and results as sentences."""
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +13,6 @@ from crosslayer.verbs.needles.retrieval import count_retrieved, retrieval_senten
 from crosslayer.verbs.retrofit.moments import FITTED_WEIGHTS
 from crosslayer.verbs.retrofit.result import Alternative, Damage, DomainDamage, MeasuredBaseline, RetrofitReport
 
-ENGINES_SHARE = ("GlmMoeDsaForCausalLM",)  # models whose indexers vLLM and SGLang share by a pattern of letters
 QUICK = "A first estimate (--quick): few and short windows, for the fit too. Run it without --quick to rely on it."
 SHOWN = 200  # characters of an option in a title
 
@@ -70,8 +68,6 @@ def sentences(record: RetrofitReport) -> list[str]:
         )
     if record.step is not None:
         lines.append(_step(record.step))
-    if record.index_pattern is not None:
-        lines.append(_indexers(record.index_pattern, record.architecture.class_ in ENGINES_SHARE))
     if len(domains) > 1:
         labels = {"unseen": False, "calibration": True}
         by_label = {
@@ -109,19 +105,6 @@ def _step(step: StepTime) -> str:
     return (
         f"A decoding step after {step.context:,} tokens takes {ratio_of_times(time.ratio, time.interval)} of the "
         f"original's time ({durations(time)}; {expected})."
-    )
-
-
-def _indexers(pattern: str, engines: bool) -> str:
-    """Return which layers share an indexer, and how engines take that with the original's weights, if they do."""
-    words = f"Indexers by layer (F: its own; S: it takes the choice of the nearest F below): {pattern}."
-    if not engines:
-        return words
-    options = json.dumps({"index_topk_pattern": pattern})
-    cached = json.dumps({"use_index_cache": True, "index_topk_pattern": pattern})
-    return (
-        f"{words} Engines take this with the original's weights: vLLM by --hf-overrides '{cached}', SGLang by "
-        f"--json-model-override-args '{options}'."
     )
 
 

@@ -9,8 +9,7 @@ Memory: the input of every layer of the original, for the tokens of these fits.
 """
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -147,43 +146,17 @@ def methods_by_damage(
     return methods, Choice(how="search", search=record)
 
 
-class KlMeasure(ABC):
-    """KL to the original of methods in a model, on text that ends by repeating its beginning.
+class Measure:
+    """KL to the original of converted and compensated models, on text that ends by repeating its beginning.
 
     The repeated tokens have half the weight: a model that can no longer retrieve from its context loses hardly anything
     on ordinary text, but fails at every question about it.
     """
 
-    def __init__(self, model: PreTrainedModel, windows: Windows):
-        self.model = model
+    def __init__(self, model: PreTrainedModel, windows: Windows, request: Request, calibration: Windows | None = None):
+        self.model, self.request = model, request
         self.ids, self.repeat_start = repeating(windows.ids)
         self.step = lambda: None  # called after each measurement
-
-    @abstractmethod
-    def run(self, methods: list[Method]) -> Run:
-        """Return a function from ids (B, T) to the logits (B, T, V) of the model with these methods, for any text."""
-
-    @abstractmethod
-    def logits(self, methods: list[Method]) -> Iterable[tuple[Tensor, Tensor]]:
-        """Return log-probabilities of the original and the logits of the other, (T, V) each, by window."""
-
-    def kl(self, methods: list[Method]) -> float:
-        """Return the mean KL to the original over the windows, in nats/token."""
-        divergences = []
-        for ids, (original, after) in zip(self.ids, self.logits(methods), strict=True):
-            for rows in (slice(self.repeat_start), slice(self.repeat_start, None)):
-                _, _, kl = compare(original[rows], after[rows], ids[rows])
-                divergences.append(kl)
-        self.step()
-        return sum(divergences) / len(divergences)
-
-
-class Measure(KlMeasure):
-    """KL of converted and compensated models."""
-
-    def __init__(self, model: PreTrainedModel, windows: Windows, request: Request, calibration: Windows | None = None):
-        super().__init__(model, windows)
-        self.request = request
         plain = plain_decoder(model)
         self.inputs = LayerInputs(plain, self.ids)
         self.original = [logits.float().log_softmax(-1) for logits in self.inputs.logits(plain)]
@@ -208,9 +181,15 @@ class Measure(KlMeasure):
         """Return a function from ids (B, T) to the logits (B, T, V) of the compensated model."""
         return logits_of(self.candidate(methods))
 
-    def logits(self, methods: list[Method]) -> Iterable[tuple[Tensor, Tensor]]:
-        """Return log-probabilities of the original and logits of the compensated model, (T, V) each, by window."""
-        return zip(self.original, self.inputs.logits(self.candidate(methods)), strict=True)
+    def kl(self, methods: list[Method]) -> float:
+        """Return the mean KL to the original over the windows, in nats/token."""
+        logits, divergences = self.inputs.logits(self.candidate(methods)), []
+        for ids, original, after in zip(self.ids, self.original, logits, strict=True):
+            for rows in (slice(self.repeat_start), slice(self.repeat_start, None)):
+                _, _, kl = compare(original[rows], after[rows], ids[rows])
+                divergences.append(kl)
+        self.step()
+        return sum(divergences) / len(divergences)
 
     def __call__(self, assignment: Assignment) -> float:
         """Return the KL of an assignment, compensated."""
@@ -277,7 +256,7 @@ def spread_steps(curve: Sequence[Any]) -> list[Any]:
 
 
 def search_record(
-    measure: KlMeasure,
+    measure: Measure,
     passes: int,
     names: list[str],
     steps: Sequence[Step],

@@ -146,31 +146,6 @@ def test_a_planted_critical_point(tmp_path):
     assert np.isclose(late[0].mean, 130)  # the mean over the last three points lags by one of them
 
 
-def test_a_critical_point_to_come_is_expected(tmp_path):
-    gap = 0.001 * (np.array(STEPS) - 400.0)
-    result = compared(tmp_path, *three(0.0), *(run("svformer", seed, 3.0, gap) for seed in range(3)), smooth=1)
-    points = result.outcomes[-1].critical
-    assert points.reached == (None,) * 3 and points.mean is None and np.allclose(points.expected, 400)
-    assert "expected 400" in result.page()
-
-
-def test_critical_points_over_lengths_are_continued(tmp_path):
-    runs = []
-    for length in (64, 256):
-        gap = 0.001 * (np.array(STEPS) - (20 + length / 2))
-        runs += [run("vanilla", seed, length=length) for seed in range(3)]
-        runs += [run("svformer", seed, 3.1, gap, length=length) for seed in range(3)]
-    result = compared(tmp_path, *runs, smooth=1)
-    (trend,) = result.trends
-    reached = np.array([52 * 8 * 64, 148 * 8 * 256])  # steps, of eight sequences
-    exponent = np.log(reached[1] / reached[0]) / np.log(4)
-    assert trend.lengths == (64, 256) and np.allclose(trend.tokens, reached) and np.isclose(trend.exponent, exponent)
-    assert trend.interval is None and trend.next_length == 512
-    assert np.isclose(trend.next_tokens, reached[1] * 2**exponent) and not result.laws
-    (sentence,) = [line for line in sentences(result) if "no interval from two lengths" in line]
-    assert "overtakes svformer after 26,624 tokens at length 64, 303,104 tokens at length 256;" in sentence
-
-
 @pytest.mark.parametrize("seeds", [1, 2, 3])
 def test_nothing_is_said_of_curves_that_differ_by_noise(tmp_path, seeds):
     """A band that holds point by point lies below 0 somewhere on most pages, and noise crosses 0 all the time."""
@@ -187,7 +162,7 @@ def test_nothing_is_said_of_curves_that_differ_by_noise(tmp_path, seeds):
     assert overtaken <= 2
 
 
-def test_a_variant_that_is_not_overtaken_has_no_trend(tmp_path):
+def test_a_variant_that_is_not_clearly_overtaken_is_not_named(tmp_path):
     """Every pair ends above 0, but so unevenly that the band does not."""
     runs = []
     for length in (64, 256):
@@ -196,7 +171,7 @@ def test_a_variant_that_is_not_overtaken_has_no_trend(tmp_path):
             runs += [run("vanilla", seed, length=length), run("svformer", seed, 3.0, rise, length=length)]
     result = compared(tmp_path, *runs, smooth=1)
     assert all(outcome.critical.mean is not None and not outcome.overtaken for outcome in result.outcomes)
-    assert not result.trends and "Critical points" not in result.page()
+    assert "Critical points" not in result.page()
 
 
 SIZES = {"tiny": 1_000_000, "mini": 3_000_000, "small": 9_000_000}

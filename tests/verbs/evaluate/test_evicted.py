@@ -40,7 +40,7 @@ def test_scores_are_those_of_a_text_that_is_read_token_by_token(monkeypatch, pai
     snapkv = replace(policies.POLICIES["snapkv"], window=8)
     monkeypatch.setitem(policies.POLICIES, "snapkv", snapkv)
     monkeypatch.setattr(policies, "WINDOW", 8)
-    options = {"tasks": NAMES[:1], "include_path": tasks, "device": "cpu", "num_fewshot": 2}
+    options = {"tasks": NAMES[:1], "include_path": tasks, "allow_code": True, "device": "cpu", "num_fewshot": 2}
     evaluation = crosslayer.evaluate(pair[0], **options, evict=evict)
     samples = evaluation.lm_eval_results["candidate"]["samples"][NAMES[0]]
     scores = [float(answer[0]) for sample in samples for answers in sample["resps"] for answer in answers]
@@ -53,7 +53,14 @@ def test_scores_are_those_of_a_text_that_is_read_token_by_token(monkeypatch, pai
 @pytest.mark.parametrize(("evict", "share"), [("h2o:0.4", 1.0), ("h2o:64", 0.0), ("snapkv:0.4", 0.0)])
 def test_it_is_said_how_many_requests_lost_tokens(pair, tasks, evict, share):
     """With two examples every request has more than 17 tokens, and fewer than 48."""
-    options = {"tasks": NAMES[:1], "include_path": tasks, "device": "cpu", "num_fewshot": 2, "evict": evict}
+    options = {
+        "tasks": NAMES[:1],
+        "include_path": tasks,
+        "allow_code": True,
+        "device": "cpu",
+        "num_fewshot": 2,
+        "evict": evict,
+    }
     evaluation = crosslayer.evaluate(pair[0], **options)
     candidate = evaluation.models.candidate
     assert candidate.name == f"{evaluation.headline()['candidate'].partition(', ')[0]}, {evict}"
@@ -63,15 +70,24 @@ def test_it_is_said_how_many_requests_lost_tokens(pair, tasks, evict, share):
 
 
 def test_an_eviction_that_keeps_all_changes_no_digit(pair, tasks):
-    plain = crosslayer.evaluate(pair[0], tasks=NAMES, include_path=tasks, batch=2, device="cpu")
-    evicted = crosslayer.evaluate(pair[0], tasks=NAMES, include_path=tasks, batch=2, device="cpu", evict="h2o:0.0")
+    plain = crosslayer.evaluate(pair[0], tasks=NAMES, include_path=tasks, allow_code=True, batch=2, device="cpu")
+    evicted = crosslayer.evaluate(
+        pair[0], tasks=NAMES, include_path=tasks, allow_code=True, batch=2, device="cpu", evict="h2o:0.0"
+    )
     check_equal(evicted.lm_eval_results["candidate"], plain.lm_eval_results["candidate"])
 
 
 def test_only_the_candidate_evicts_and_its_cost_stands_beside_its_scores(monkeypatch, pair, tasks):
     monkeypatch.setattr(machine, "BUFFER", 2**20)  # over which rates of the machine are measured
     evaluation = crosslayer.evaluate(
-        pair[0], baseline=pair[0], tasks=NAMES, include_path=tasks, device="cpu", evict="streaming:32", cost=True
+        pair[0],
+        baseline=pair[0],
+        tasks=NAMES,
+        include_path=tasks,
+        allow_code=True,
+        device="cpu",
+        evict="streaming:32",
+        cost=True,
     )
     page = evaluation.page()
     assert evaluation.cost is not None
@@ -79,4 +95,4 @@ def test_only_the_candidate_evicts_and_its_cost_stands_beside_its_scores(monkeyp
     assert 0.6 < ratio < 0.8 and evaluation.headline()["kv_share"] == round(ratio, 6)  # 32 of 48 tokens, and positions
     assert "(streaming:32)" in page and "time per token" in page
     with pytest.raises(ValueError, match="set `baseline` too"):
-        crosslayer.evaluate(pair[0], tasks=NAMES, include_path=tasks, cost=True)
+        crosslayer.evaluate(pair[0], tasks=NAMES, include_path=tasks, allow_code=True, cost=True)

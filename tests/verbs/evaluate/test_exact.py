@@ -45,7 +45,9 @@ def check_equal(ours, theirs):
 @pytest.mark.parametrize("shots", [None, 2])
 def test_a_tiny_model_scores_to_the_digit_as_in_the_harness(pair, tasks, shots):
     names = NAMES if shots is None else NAMES[:2]
-    evaluation = crosslayer.evaluate(pair[0], tasks=names, include_path=tasks, batch=4, num_fewshot=shots, device="cpu")
+    evaluation = crosslayer.evaluate(
+        pair[0], tasks=names, include_path=tasks, allow_code=True, batch=4, num_fewshot=shots, device="cpu"
+    )
     theirs = by_harness(pair[0], names, tasks, batch_size=4, num_fewshot=shots)
     check_equal(evaluation.lm_eval_results["candidate"], theirs)
     assert len(evaluation.rows) == (12 if shots is None else 4)
@@ -59,7 +61,7 @@ def test_a_tiny_model_scores_to_the_digit_as_in_the_harness(pair, tasks, shots):
 @pytest.mark.slow
 def test_smollm2_scores_to_the_digit_as_in_the_harness(tasks):
     names = ("arc_easy_local", "piqa_local")
-    evaluation = crosslayer.evaluate("smollm2", tasks=names, include_path=tasks, batch=4, device="cpu")
+    evaluation = crosslayer.evaluate("smollm2", tasks=names, include_path=tasks, allow_code=True, batch=4, device="cpu")
     check_equal(
         evaluation.lm_eval_results["candidate"], by_harness(embedded_folder("smollm2"), names, tasks, batch_size=4)
     )
@@ -70,7 +72,7 @@ def test_nothing_of_the_process_changes(monkeypatch, pair, tasks, capfd, tmp_pat
     states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
     meter = Recorder()
     with metered_by(meter):
-        crosslayer.evaluate(pair[0], tasks=["piqa_local", "wikitext2_local"], include_path=tasks)
+        crosslayer.evaluate(pair[0], tasks=["piqa_local", "wikitext2_local"], include_path=tasks, allow_code=True)
     assert random.getstate() == states[0] and np.random.get_state()[1].tolist() == states[1]
     assert torch.equal(torch.get_rng_state(), states[2])
     captured = capfd.readouterr()
@@ -84,7 +86,7 @@ def test_a_model_in_memory_and_its_batch_change_nothing_that_counts(pair, tasks)
     model, tokenizer = crosslayer.load_model(str(pair[0]), device="cpu")
     model.train()
     before = copy.deepcopy(model.state_dict())
-    options = {"tasks": "arc_easy_local,lambada_openai_local", "include_path": tasks}
+    options = {"tasks": "arc_easy_local,lambada_openai_local", "include_path": tasks, "allow_code": True}
     loaded = crosslayer.evaluate(model, tokenizer, baseline=model, **options)
     assert model.training and all(torch.equal(before[name], weight) for name, weight in model.state_dict().items())
     named = crosslayer.evaluate(pair[0], device="cpu", batch=1, **options)
@@ -103,5 +105,5 @@ def test_only_one_of_two_models_is_held_at_a_time(monkeypatch, pair, tasks):
         return model, tokenizer
 
     monkeypatch.setattr(loading, "load_model", watched)
-    crosslayer.evaluate(pair[0], baseline=pair[1], tasks="piqa_local", include_path=tasks, limit=2)
+    crosslayer.evaluate(pair[0], baseline=pair[1], tasks="piqa_local", include_path=tasks, allow_code=True, limit=2)
     assert len(held) == 2

@@ -22,7 +22,9 @@ def test_every_task_is_written_and_runs(tmp_path, pair):
     data = evaluations.data(tmp_path / "data")
     names = write_local_tasks(data, tmp_path / "tasks")
     assert set(names) == WRITTEN
-    evaluation = crosslayer.evaluate(pair[0], tasks=names[:-3], include_path=tmp_path / "tasks", limit=3)
+    evaluation = crosslayer.evaluate(
+        pair[0], tasks=names[:-3], include_path=tmp_path / "tasks", allow_code=True, limit=3
+    )
     kinds = {(row.name, row.metric): row.kind for row in evaluation.rows}
     assert kinds[("lambada_openai_local", "perplexity")] == "perplexity"
     assert kinds[("wikitext2_local", "word_perplexity")] == "perplexity"

@@ -17,7 +17,9 @@ NAMES = "arc_easy_local,lambada_openai_local,wikitext2_local,blimp_local"
 
 @pytest.fixture(scope="module")
 def evaluation(tasks, pair):
-    return crosslayer.evaluate(pair[0], baseline=pair[1], tasks=NAMES, include_path=tasks, device="cpu")
+    return crosslayer.evaluate(
+        pair[0], baseline=pair[1], tasks=NAMES, include_path=tasks, allow_code=True, device="cpu"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +103,7 @@ def test_a_hostile_record_is_refused_or_escaped(folder, tmp_path, name):
 
 
 def test_the_page_of_one_model_has_scores_alone(tasks, pair, browser, tmp_path):
-    alone = crosslayer.evaluate(pair[0], tasks="piqa_local,blimp_local", include_path=tasks)
+    alone = crosslayer.evaluate(pair[0], tasks="piqa_local,blimp_local", include_path=tasks, allow_code=True)
     assert all(row.paired is None and row.baseline is None for row in (*alone.rows, *alone.groups))
     assert crosslayer.load_result(alone.save(tmp_path / "out").parent) == alone
     opened(browser, tmp_path / "out" / "report.html")
@@ -149,6 +151,7 @@ def test_the_command_line_writes_all_of_it(monkeypatch, capsys, tasks, pair, tmp
         "piqa_local",
         "--include-path",
         tasks,
+        "--allow-code",
         "--limit",
         "5",
     ]

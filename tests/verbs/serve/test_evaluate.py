@@ -23,7 +23,12 @@ def test_scores_are_those_of_transformers(tmp_path, monkeypatch):
     model.save_pretrained(tmp_path / "model")
     evaluations.own_tokenizer().save_pretrained(tmp_path / "model")
     names = ("arc_easy_local", "piqa_local", "lambada_openai_local")
-    options = {"tasks": names, "include_path": evaluations.local_tasks(tmp_path), "dtype": "float32"}
+    options = {
+        "tasks": names,
+        "include_path": evaluations.local_tasks(tmp_path),
+        "allow_code": True,
+        "dtype": "float32",
+    }
     expected = crosslayer.evaluate(tmp_path / "model", device="cpu", **options)
     found = crosslayer.evaluate(tmp_path / "model", engine="vllm", **options)
     assert "Scored with vLLM." in found.sentences() and found.settings.engine == "vllm"

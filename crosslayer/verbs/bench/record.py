@@ -7,7 +7,6 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from crosslayer.eviction.eviction import Evict
 from crosslayer.output.record import SEVERAL, Frozen, ModelFacts, Options, Seed
 from crosslayer.stats.ratios import Verdict
-from crosslayer.verbs.bench.costs import Operators, Prediction, Rates
 from crosslayer.wiring.kv_bits import KvBitsText
 
 Role = Literal["candidate", "baseline"]
@@ -48,23 +47,15 @@ class MeasuredModel(ModelFacts):
 
 
 class Timing(Frozen):
-    """Seconds that a model takes: measured over repeats, and predicted."""
+    """Seconds that a model takes, over repeats."""
 
     median: PositiveFloat
     quartiles: tuple[PositiveFloat, PositiveFloat]
-    predicted: Prediction | None = None
 
     @property
     def spread(self) -> float:
         """How far apart the quartiles are, as a fraction: 0.2 means 20%."""
         return self.quartiles[1] / self.quartiles[0] - 1
-
-
-class Note(Frozen):
-    """A prediction that is far off: by how much (0.3: the measured value is 30% higher), and why."""
-
-    off: float
-    words: str
 
 
 class Comparison(Both[Timing]):
@@ -73,8 +64,6 @@ class Comparison(Both[Timing]):
     ratio: PositiveFloat
     interval: tuple[PositiveFloat, PositiveFloat] | None = Field(description="None with fewer than three pairs")
     verdict: Verdict
-    predicted_ratio: float | None = None
-    notes: tuple[Note, ...] = ()
 
 
 class StepTime(Frozen):
@@ -86,10 +75,9 @@ class StepTime(Frozen):
 
 
 class Bytes(Both[int]):
-    """Bytes of both models; `predicted_ratio` is what their plans predict."""
+    """Bytes of both models."""
 
     ratio: float
-    predicted_ratio: float | None = None
     share: float = Field(description="the ratio in 16 bits: of the baseline's 16-bit cache")
 
 
@@ -121,13 +109,6 @@ class PeakMemory(Both[int | None]):
         return self.candidate / self.baseline
 
 
-class UnsteadyRate(Frozen):
-    """The machine rate that varied most over repeats, and how far apart its quartiles are (0.2: 20%)."""
-
-    rate: str
-    spread: float
-
-
 class Row(Frozen):
     """The measurements at one context (prompt length in tokens), batch size and attention implementation."""
 
@@ -136,14 +117,13 @@ class Row(Frozen):
     attention: AttentionKind
     cache: CacheBytes
     quantised: tuple[QuantisedBytes, ...] = Field(default=(), description="empty if one of the models allows none")
-    reads: Bytes | None = Field(description="keys and values that the last step reads; None without a prediction")
+    reads: Bytes | None = Field(
+        default=None, description="read by the last step, by the plans; None for a smaller cache, or without a plan"
+    )
     ttft: Comparison = Field(description="time to first token")
     tpot_dynamic: Comparison = Field(description="time per further token with a dynamic cache")
     tpot_static: Comparison = Field(description="time per further token with a static cache")
     peak_memory: PeakMemory
-    rates: Rates | None = Field(description="measured machine rates; None without a prediction")
-    unsteadiest_rate: UnsteadyRate | None
-    operators: Both[Operators]
     softmax_share: Both[float] | None = Field(default=None, description="of the time to first token, if eager")
 
     def times(self) -> dict[str, Comparison]:

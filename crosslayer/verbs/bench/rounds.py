@@ -4,7 +4,7 @@ Shapes: B batch, T tokens of the prompt, S tokens in the cache.
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -19,11 +19,10 @@ from crosslayer.core.decoder.caches import cache_bytes
 from crosslayer.core.transformers_versions import CACHE, EMPTY_LAYER
 from crosslayer.eviction.cache import EvictionCache
 from crosslayer.eviction.running import NewCache
-from crosslayer.verbs.bench.costs import Load, Operators, Rates, Structure, predict
-from crosslayer.verbs.bench.machine import measure_rates, operators, seconds
-from crosslayer.verbs.bench.memory import Models, peak_memory
+from crosslayer.machine import peak_memory, seconds
+from crosslayer.verbs.bench.memory import Load, Models
 from crosslayer.verbs.bench.record import MEASURES, ROLES, BenchSettings, Both, Comparison, Role, Row
-from crosslayer.verbs.bench.summary import WarmUp, compared, middle, row, unsteadiest
+from crosslayer.verbs.bench.summary import WarmUp, compared, read_bytes, row
 
 WARM_UP = 2  # steps that are not counted
 
@@ -51,17 +50,16 @@ def static_copy(model: PreTrainedModel, cache: Cache, load: Load) -> StaticCache
 
 
 class Rounds:
-    """Measures a configuration: a warm-up of each model, which also counts bytes and operators, then timed pairs."""
+    """Measures a configuration: a warm-up of each model, which also counts bytes, then timed pairs."""
 
     def __init__(
         self,
         models: Models,
-        structures: Mapping[Role, Structure],
         load: Load,
         settings: BenchSettings,
         new_cache: NewCache | None = None,
     ):
-        self.models, self.structures, self.load, self.settings = models, structures, load, settings
+        self.models, self.load, self.settings = models, load, settings
         self.device = models["baseline"].device
         vocabulary = min(model.config.get_text_config().vocab_size for model in models.values())
         generator = torch.Generator().manual_seed(settings.seed)
@@ -74,18 +72,17 @@ class Rounds:
     def run(self, tick: Callable[[], None]) -> Row:
         """Return the row of the record; `tick` is called after the warm-up and after every round."""
         warm_ups: dict[Role, WarmUp] = {role: self._warm_up(role) for role in ROLES}
-        rates: list[Rates] = []
         tick()
         for repeat in range(self.settings.repeats):
             self._round(ROLES if repeat % 2 else ROLES[::-1])
-            if self.structures:
-                rates.append(self._rates())
             tick()
-        measured = row(self.load, self.times, warm_ups, self.structures, rates)
-        if self.load.attention != "eager" or self.smaller:
+        measured = row(self.load, self.times, warm_ups)
+        if self.smaller:
             return measured
-        shares = {role: self.softmax_share(role) for role in ROLES}
-        return measured.model_copy(update={"softmax_share": Both(**shares)})
+        more: dict[str, Any] = {"reads": read_bytes(self.models, self.load)}
+        if self.load.attention == "eager":
+            more["softmax_share"] = Both(**{role: self.softmax_share(role) for role in ROLES})
+        return measured.model_copy(update=more)
 
     def softmax_share(self, role: Role) -> float:
         """Return which share of the time of a prompt softmax takes."""
@@ -113,21 +110,11 @@ class Rounds:
     def steps(self) -> Comparison:
         """Return the time of a decoding step with a dynamic cache: the prompt runs once, then both take turns."""
         caches = {role: self.prefill(role) for role in ROLES}
-        counts: dict[Role, int] = {role: self._operators(role, self._empty(role)) for role in ROLES}
-        rates = [self._rates()] if self.structures else []
         for step in range(self.load.new_tokens):
             for role in ROLES if step % 2 else ROLES[::-1]:
                 at = self.load.context + step
                 self._time("tpot_dynamic", role, partial(self._step, role, caches[role], at))
-        times: dict[Role, list[float]] = {role: self.times["tpot_dynamic"][role][WARM_UP:] for role in ROLES}
-        if not rates:
-            return compared(times)
-        rates.append(self._rates())
-        predicted = {}
-        for role in ROLES:
-            operators = Operators(dynamic=counts[role], static=counts[role])
-            predicted[role] = predict(self.structures[role], middle(rates), self.load, operators)["tpot_dynamic"]
-        return compared(times, predicted, unsteadiest(rates))
+        return compared({role: self.times["tpot_dynamic"][role][WARM_UP:] for role in ROLES})
 
     def decode(self, role: Role, cache: Cache) -> None:
         """Run every new token through a cache that holds the prompt."""
@@ -139,10 +126,6 @@ class Rounds:
 
     def _empty(self, role: Role) -> Cache:
         return self.smaller[role]() if role in self.smaller else DynamicCache(config=self.models[role].config)
-
-    def _rates(self) -> Rates:
-        costs = self.structures["baseline"], self.structures["candidate"]
-        return measure_rates(costs[0], self.load, self.models["baseline"], quantised=costs[1])
 
     def static(self, role: Role, cache: Cache) -> Cache:
         """Return a static cache with the prompt: copied from the dynamic cache, or run again if a window has cut it.
@@ -165,17 +148,7 @@ class Rounds:
         static = self.static(role, dynamic)
         del dynamic
         self.decode(role, static)
-        empty = self._empty(role)
-        if role not in self.smaller:
-            empty = StaticCache(config=self.models[role].config, max_cache_len=2)
-        counts = Operators(dynamic=self._operators(role, self._empty(role)), static=self._operators(role, empty))
-        return WarmUp(peak.bytes, peak.reason, sizes, _sizes(static), counts)
-
-    def _operators(self, role: Role, cache: Cache) -> int:
-        """Return how many operators a decoding step runs, for any length."""
-        model, token = self.models[role], self.ids[:, :1]
-        model(token, **{CACHE: cache}, use_cache=True)
-        return operators(lambda: model(token, **{CACHE: cache}, use_cache=True))
+        return WarmUp(peak.bytes, peak.reason, sizes, _sizes(static))
 
     def _round(self, order: tuple[Role, ...]) -> None:
         caches: dict[Role, Cache] = {}

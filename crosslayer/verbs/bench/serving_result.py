@@ -15,7 +15,7 @@ from crosslayer.verbs.bench.sentences import TOO_FEW, durations, ratio, size
 class ServingBenchmark(Result):
     """What `crosslayer.bench` returns for engine vllm: how many tokens the caches hold, and a row per configuration."""
 
-    schema_: Literal["crosslayer/bench-serving/2"] = Field(default="crosslayer/bench-serving/2", alias="schema")
+    schema_: Literal["crosslayer/bench-serving/3"] = Field(default="crosslayer/bench-serving/3", alias="schema")
     models: Both[ServedModel]
     settings: ServingSettings
     engine: str = Field(description="vLLM and its version")

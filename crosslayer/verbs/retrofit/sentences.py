@@ -103,12 +103,11 @@ def sentences(record: RetrofitReport) -> list[str]:
 
 
 def _step(step: StepTime) -> str:
-    """Return how long a decoding step takes, beside its prediction."""
+    """Return how long a decoding step takes."""
     time = step.time
-    expected = "no prediction" if time.predicted_ratio is None else f"predicted: {time.predicted_ratio:.2f}"
     return (
         f"A decoding step after {step.context:,} tokens takes {ratio_of_times(time.ratio, time.interval)} of the "
-        f"original's time ({durations(time)}; {expected})."
+        f"original's time ({durations(time)})."
     )
 
 

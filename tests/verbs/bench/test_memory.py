@@ -4,9 +4,10 @@ import psutil
 import pytest
 import torch
 
+from crosslayer import machine
+from crosslayer.machine import free_memory, peak_memory
 from crosslayer.verbs.bench import memory
-from crosslayer.verbs.bench.costs import Load, structure
-from crosslayer.verbs.bench.memory import free_memory, peak_memory
+from crosslayer.verbs.bench.memory import Load
 from crosslayer.verbs.bench.sentences import sentences
 from tests.helpers.benches import short
 from tests.helpers.meters import Recorder
@@ -37,11 +38,10 @@ def test_a_prompt_that_is_read_with_eviction_needs_a_mask_for_each_head(monkeypa
 
 def test_eager_attention_needs_two_copies_of_a_layer_s_maps(monkeypatch):
     models = {"candidate": tiny("llama"), "baseline": tiny("llama")}
-    structures = {role: structure(model) for role, model in models.items()}
     needs = {}
     for attention in ("sdpa", "eager"):
         load, free = Load(60, 2, 1, attention), 0
-        while memory.too_large(models, structures, load) is not None or not free:
+        while memory.too_large(models, load) is not None or not free:
             free += 1600
             monkeypatch.setattr(memory, "free_memory", lambda device, free=free: free)
         needs[attention] = free
@@ -61,7 +61,7 @@ def test_a_container_leaves_no_more_than_its_limit(monkeypatch, tmp_path):
     group.mkdir()
     (group / "memory.max").write_text("3000000")
     (group / "memory.current").write_text("1000000")
-    monkeypatch.setattr(memory, "GROUP", group)
+    monkeypatch.setattr(machine, "GROUP", group)
     assert free_memory(cpu) == 2_000_000
     (group / "memory.stat").write_text("anon 100000\ninactive_file 900000\n")  # cached files, which are given up
     assert free_memory(cpu) == 2_900_000

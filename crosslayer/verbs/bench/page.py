@@ -1,20 +1,11 @@
 """The page of a benchmark, from its record alone: a short table, ratios and times by context, all measurements."""
 
-from crosslayer.output.formatting import UNKNOWN, percent
+from crosslayer.output.formatting import UNKNOWN, percent, readable_bytes
 from crosslayer.output.page import Page, Table
 from crosslayer.output.panel import COLORS, QUIET, Line, Panel, same_scale
 from crosslayer.verbs.bench.record import MEASURES, ROLES, Row
 from crosslayer.verbs.bench.result import Benchmark
-from crosslayer.verbs.bench.sentences import (
-    TITLES,
-    configuration,
-    duration,
-    durations,
-    judged,
-    ratio,
-    sentences,
-    size,
-)
+from crosslayer.verbs.bench.sentences import TITLES, configuration, sentences
 from crosslayer.wiring.kv_bits import RECENT
 
 
@@ -51,11 +42,9 @@ def overview(record: Benchmark) -> Table:
     rows = []
     for row in record.rows:
         cache, peak = row.cache.dynamic, row.peak_memory
-        cells = [f"{cache.share:.1%}\n{size(cache.candidate)} / {size(cache.baseline)}"]
-        cells += [
-            f"{ratio(time.ratio, time.interval)}\n{time.verdict}\n{durations(time)}" for time in row.times().values()
-        ]
-        sizes = " / ".join(size(count) for count in peak.both() if count is not None)
+        cells = [f"{cache.share:.1%}\n{readable_bytes(cache.candidate)} / {readable_bytes(cache.baseline)}"]
+        cells += [f"{time.ratio_text()}\n{time.verdict}\n{time.durations()}" for time in row.times().values()]
+        sizes = " / ".join(readable_bytes(count) for count in peak.both() if count is not None)
         cells.append(UNKNOWN if peak.ratio is None else f"{peak.ratio:.2f}x\n{sizes}")
         rows.append([str(row.context), str(row.batch), row.attention, *cells])
     return (
@@ -78,7 +67,7 @@ def _details(record: Benchmark) -> list[Table]:
     for row in record.rows:
         for one in row.quantised:
             shares = ((one.baseline_ratio, one.baseline), (one.ratio, one.candidate))
-            cells = [f"{share:.1%}\n{size(count)}" for share, count in shares]
+            cells = [f"{share:.1%}\n{readable_bytes(count)}" for share, count in shares]
             quantised.append([configuration(row), one.kind, *cells])
     if quantised:
         title = (
@@ -95,16 +84,15 @@ def measurements(record: Benchmark) -> list[list[str]]:
     for row in record.rows:
         lines = []
         for kind, cache in row.cache:
-            lines.append([f"KV cache, {kind}, allocated", *map(size, cache.both()), f"{cache.ratio:.3f}x"])
+            lines.append([f"KV cache, {kind}, allocated", *map(readable_bytes, cache.both()), f"{cache.ratio:.3f}x"])
             lines.append([f"KV cache, {kind}, of the baseline's 16-bit cache", "", "", f"{cache.share:.1%}"])
         for measure, time in row.times().items():
-            timings = [f"{duration(one.median)} ({' - '.join(map(duration, one.quartiles))})" for one in time.both()]
-            lines.append([TITLES[measure], *timings, judged(time)])
+            lines.append([TITLES[measure], *(timing.text() for timing in time.both()), time.text()])
         for kind, time in (("dynamic", row.tpot_dynamic), ("static", row.tpot_static)):
             speeds = [f"{row.batch / timing.median:.1f}" for timing in time.both()]
             lines.append([f"tokens/s, {kind} cache", *speeds, f"{1 / time.ratio:.3f}x"])
         peak = row.peak_memory
-        sizes = [UNKNOWN if count is None else size(count) for count in peak.both()]
+        sizes = [UNKNOWN if count is None else readable_bytes(count) for count in peak.both()]
         compared = peak.reason or ("" if peak.ratio is None else f"{peak.ratio:.2f}x")
         lines.append(["peak memory above the weights", *sizes, compared])
         if row.softmax_share is not None:

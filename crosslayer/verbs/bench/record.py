@@ -6,7 +6,7 @@ from pydantic import Field, PositiveFloat, PositiveInt
 
 from crosslayer.eviction.eviction import Evict
 from crosslayer.output.record import SEVERAL, Frozen, ModelFacts, Options, Seed
-from crosslayer.stats.ratios import Verdict
+from crosslayer.stats.times import TimeComparison
 from crosslayer.wiring.kv_bits import KvBitsText
 
 Role = Literal["candidate", "baseline"]
@@ -44,34 +44,6 @@ class MeasuredModel(ModelFacts):
     """A model that runs in transformers."""
 
     bytes: int = Field(description="size of its parameters")
-
-
-class Timing(Frozen):
-    """Seconds that a model takes, over repeats."""
-
-    median: PositiveFloat
-    quartiles: tuple[PositiveFloat, PositiveFloat]
-
-    @property
-    def spread(self) -> float:
-        """How far apart the quartiles are, as a fraction: 0.2 means 20%."""
-        return self.quartiles[1] / self.quartiles[0] - 1
-
-
-class Comparison(Both[Timing]):
-    """A time of both models: the median ratio candidate / baseline over pairs of runs, with its interval."""
-
-    ratio: PositiveFloat
-    interval: tuple[PositiveFloat, PositiveFloat] | None = Field(description="None with fewer than three pairs")
-    verdict: Verdict
-
-
-class StepTime(Frozen):
-    """The time of a decoding step of both models after `context` tokens."""
-
-    context: PositiveInt
-    batch: PositiveInt
-    time: Comparison
 
 
 class Bytes(Both[int]):
@@ -120,13 +92,13 @@ class Row(Frozen):
     reads: Bytes | None = Field(
         default=None, description="read by the last step, by the plans; None for a smaller cache, or without a plan"
     )
-    ttft: Comparison = Field(description="time to first token")
-    tpot_dynamic: Comparison = Field(description="time per further token with a dynamic cache")
-    tpot_static: Comparison = Field(description="time per further token with a static cache")
+    ttft: TimeComparison = Field(description="time to first token")
+    tpot_dynamic: TimeComparison = Field(description="time per further token with a dynamic cache")
+    tpot_static: TimeComparison = Field(description="time per further token with a static cache")
     peak_memory: PeakMemory
     softmax_share: Both[float] | None = Field(default=None, description="of the time to first token, if eager")
 
-    def times(self) -> dict[str, Comparison]:
+    def times(self) -> dict[str, TimeComparison]:
         """Return the times by measure, in the order of `MEASURES`."""
         return {"ttft": self.ttft, "tpot_dynamic": self.tpot_dynamic, "tpot_static": self.tpot_static}
 
@@ -168,7 +140,7 @@ class ServingRow(Frozen):
 
     context: PositiveInt
     requests: PositiveInt
-    time: Comparison
+    time: TimeComparison
     tokens_per_second: Both[PositiveFloat] = Field(description="new tokens of all requests")
 
     def throughput(self) -> tuple[float, tuple[float, float] | None]:

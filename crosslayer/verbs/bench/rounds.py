@@ -4,8 +4,9 @@ Shapes: B batch, T tokens of the prompt, S tokens in the cache.
 """
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -16,13 +17,14 @@ from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 from transformers.cache_utils import DynamicLayer
 
 from crosslayer.core.decoder.caches import cache_bytes
+from crosslayer.core.sixteen_bits import DTYPE
 from crosslayer.core.transformers_versions import CACHE, EMPTY_LAYER
 from crosslayer.eviction.cache import EvictionCache
 from crosslayer.eviction.running import NewCache
 from crosslayer.machine import peak_memory, seconds
-from crosslayer.verbs.bench.memory import Load, Models
-from crosslayer.verbs.bench.record import MEASURES, ROLES, BenchSettings, Both, Comparison, Role, Row
-from crosslayer.verbs.bench.summary import WarmUp, compared, read_bytes, row
+from crosslayer.stats.times import TimeComparison, compare_times
+from crosslayer.verbs.bench.memory import Load, Models, read_plans
+from crosslayer.verbs.bench.record import MEASURES, ROLES, BenchSettings, Both, Bytes, CacheBytes, PeakMemory, Role, Row
 
 WARM_UP = 2  # steps that are not counted
 
@@ -47,6 +49,16 @@ def static_copy(model: PreTrainedModel, cache: Cache, load: Load) -> StaticCache
         if isinstance(layer, DynamicLayer) and layer.keys is not None and layer.values is not None:
             static.update(layer.keys[:, :, : load.context], layer.values[:, :, : load.context], number)
     return static
+
+
+@dataclass(frozen=True)
+class WarmUp:
+    """Bytes that a model's first run allocates: peak memory, and both caches."""
+
+    peak: int | None
+    peak_reason: str | None
+    dynamic: tuple[int, int]  # allocated, and in 16 bits
+    static: tuple[int, int]
 
 
 class Rounds:
@@ -76,13 +88,27 @@ class Rounds:
         for repeat in range(self.settings.repeats):
             self._round(ROLES if repeat % 2 else ROLES[::-1])
             tick()
-        measured = row(self.load, self.times, warm_ups)
-        if self.smaller:
-            return measured
-        more: dict[str, Any] = {"reads": read_bytes(self.models, self.load)}
-        if self.load.attention == "eager":
-            more["softmax_share"] = Both(**{role: self.softmax_share(role) for role in ROLES})
-        return measured.model_copy(update=more)
+        candidate, baseline = (warm_ups[role] for role in ROLES)
+        shares = None
+        if self.load.attention == "eager" and not self.smaller:
+            shares = Both(candidate=self.softmax_share("candidate"), baseline=self.softmax_share("baseline"))
+        return Row(
+            context=self.load.context,
+            batch=self.load.batch,
+            attention=self.load.attention,
+            cache=CacheBytes(
+                dynamic=_bytes(*zip(candidate.dynamic, baseline.dynamic, strict=True)),
+                static=_bytes(*zip(candidate.static, baseline.static, strict=True)),
+            ),
+            reads=None if self.smaller else read_bytes(self.models, self.load),
+            ttft=compare_times(**self.times["ttft"]),
+            tpot_dynamic=compare_times(**self.times["tpot_dynamic"]),
+            tpot_static=compare_times(**self.times["tpot_static"]),
+            peak_memory=PeakMemory(
+                candidate=candidate.peak, baseline=baseline.peak, reason=candidate.peak_reason or baseline.peak_reason
+            ),
+            softmax_share=shares,
+        )
 
     def softmax_share(self, role: Role) -> float:
         """Return which share of the time of a prompt softmax takes."""
@@ -107,14 +133,14 @@ class Rounds:
         model(self.ids[:, : self.load.context], **options)
         return cache
 
-    def steps(self) -> Comparison:
+    def steps(self) -> TimeComparison:
         """Return the time of a decoding step with a dynamic cache: the prompt runs once, then both take turns."""
         caches = {role: self.prefill(role) for role in ROLES}
         for step in range(self.load.new_tokens):
             for role in ROLES if step % 2 else ROLES[::-1]:
                 at = self.load.context + step
                 self._time("tpot_dynamic", role, partial(self._step, role, caches[role], at))
-        return compared({role: self.times["tpot_dynamic"][role][WARM_UP:] for role in ROLES})
+        return compare_times(*(self.times["tpot_dynamic"][role][WARM_UP:] for role in ROLES))
 
     def decode(self, role: Role, cache: Cache) -> None:
         """Run every new token through a cache that holds the prompt."""
@@ -172,3 +198,16 @@ def _sizes(cache: Cache) -> tuple[int, int]:
     """Return the bytes of states, and of positions and sums that eviction stores: allocated, and in 16 bits."""
     overhead = cache.overhead_bytes() if isinstance(cache, EvictionCache) else 0
     return cache_bytes(cache) + overhead, cache_bytes(cache, sixteen=True) + overhead
+
+
+def read_bytes(models: Models, load: Load) -> Bytes | None:
+    """Return the bytes that the last step reads, by the plans; None if a model has no plan."""
+    plans, in_16_bits = (read_plans(models, load, dtype) for dtype in (None, DTYPE))
+    if not plans:
+        return None
+    return _bytes(*([plan[role].read_bytes for role in ROLES] for plan in (plans, in_16_bits)))
+
+
+def _bytes(counts: Sequence[int], in_16_bits: Sequence[int]) -> Bytes:
+    ratio, share = (one[0] / one[1] for one in (counts, in_16_bits))
+    return Bytes(candidate=counts[0], baseline=counts[1], ratio=ratio, share=share)

@@ -21,6 +21,7 @@ from crosslayer.models.pair import Named, pair
 from crosslayer.output.progress import Meter, Silent
 from crosslayer.probe.intercept import evaluating
 from crosslayer.stats.ratios import coverage
+from crosslayer.stats.times import StepTime
 from crosslayer.verbs.bench.memory import Load, Models, too_large
 from crosslayer.verbs.bench.record import (
     ROLES,
@@ -33,7 +34,6 @@ from crosslayer.verbs.bench.record import (
     Row,
     ServingSettings,
     Skip,
-    StepTime,
 )
 from crosslayer.verbs.bench.result import Benchmark
 from crosslayer.verbs.bench.rounds import Rounds, attention_of

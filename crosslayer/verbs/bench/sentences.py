@@ -6,7 +6,7 @@ from typing import get_args
 from crosslayer.eviction.running import SmallerCache
 from crosslayer.output.formatting import percent
 from crosslayer.stats.ratios import CLEAR, FEWEST, Verdict
-from crosslayer.verbs.bench.record import MEASURES, BenchSettings, Comparison, Row, Skip
+from crosslayer.verbs.bench.record import MEASURES, BenchSettings, Row, Skip
 from crosslayer.verbs.bench.result import Benchmark
 
 TITLES = {
@@ -15,7 +15,6 @@ TITLES = {
     "tpot_static": "time per token, static cache",
 }
 NOISY = 0.2  # the spread of equal runs above which the machine was busy
-BYTES = {"GB": 1e9, "MB": 1e6, "kB": 1e3}
 TOO_FEW = f"too few pairs: an interval needs at least {FEWEST}, a verdict 5 (--repeats 5)"
 
 
@@ -48,32 +47,6 @@ def configuration(row: Row | Skip) -> str:
 
 def _short(row: Row) -> str:
     return f"{row.context} × {row.batch}" + (" (eager)" if row.attention == "eager" else "")
-
-
-def size(count: float) -> str:
-    """Format a number of bytes with three digits: 23.6 MB."""
-    unit = next((unit for unit, value in BYTES.items() if count >= value), "B")
-    return f"{count / BYTES.get(unit, 1):.3g} {unit}"
-
-
-def duration(seconds: float) -> str:
-    """Format seconds with three digits, below 1 s as milliseconds."""
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
-
-
-def durations(time: Comparison) -> str:
-    """Format the medians of candidate and baseline: 1.18 s / 1.32 s."""
-    return " / ".join(duration(timing.median) for timing in time.both())
-
-
-def ratio(middle: float, interval: Sequence[float] | None) -> str:
-    """Format a ratio with its interval: 0.850x (0.812-0.893)."""
-    return f"{middle:.3f}x" + ("" if interval is None else f" ({interval[0]:.3f}-{interval[1]:.3f})")
-
-
-def judged(time: Comparison) -> str:
-    """Format a ratio of times with its interval and verdict."""
-    return f"{ratio(time.ratio, time.interval)} {time.verdict}"
 
 
 def span(ratios: Iterable[float], digits: int) -> str:

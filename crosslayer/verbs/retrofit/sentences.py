@@ -7,9 +7,7 @@ from typing import Any
 from crosslayer.core.method import Method, options_of
 from crosslayer.output.formatting import listed, ranges, signed, signed_interval
 from crosslayer.stats import Interval
-from crosslayer.verbs.bench.record import StepTime
-from crosslayer.verbs.bench.sentences import durations
-from crosslayer.verbs.bench.sentences import ratio as ratio_of_times
+from crosslayer.stats.times import StepTime
 from crosslayer.verbs.needles.retrieval import count_retrieved, retrieval_sentence
 from crosslayer.verbs.retrofit.moments import FITTED_WEIGHTS
 from crosslayer.verbs.retrofit.result import Alternative, Damage, DomainDamage, MeasuredBaseline, RetrofitReport
@@ -104,10 +102,9 @@ def sentences(record: RetrofitReport) -> list[str]:
 
 def _step(step: StepTime) -> str:
     """Return how long a decoding step takes."""
-    time = step.time
     return (
-        f"A decoding step after {step.context:,} tokens takes {ratio_of_times(time.ratio, time.interval)} of the "
-        f"original's time ({durations(time)})."
+        f"A decoding step after {step.context:,} tokens takes {step.time.ratio_text()} of the original's time "
+        f"({step.time.durations()})."
     )
 
 

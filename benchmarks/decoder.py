@@ -31,9 +31,9 @@ from crosslayer.core.decoder import CrossLayerConfig, CrossLayerForCausalLM
 from crosslayer.core.methods import method_class, method_names, to_entry
 from crosslayer.core.transformers_versions import CACHE
 from crosslayer.environment import environment
+from crosslayer.machine import peak_memory
 from crosslayer.stats.ratios import paired_ratio
 from crosslayer.testing.tiny import elements
-from crosslayer.verbs.bench.memory import peak_memory
 
 SHAPE = {
     "vocab_size": 8192, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8,

@@ -19,7 +19,7 @@ import torch
 
 from crosslayer.core.decoder import CrossLayerConfig, CrossLayerForCausalLM
 from crosslayer.environment import environment
-from crosslayer.verbs.bench.memory import peak_memory
+from crosslayer.machine import peak_memory
 from crosslayer.verbs.train.attention import WITHIN_DOCUMENTS
 
 WAYS = {"dense": "sdpa", "documents": WITHIN_DOCUMENTS}

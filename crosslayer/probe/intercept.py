@@ -114,12 +114,6 @@ def stored_shares(config: PreTrainedConfig, layer: int) -> dict[str, float]:
     return dict.fromkeys(CACHED, 0.0 if layer in layers_without_cache(config) else 1.0)
 
 
-def read_counts(config: PreTrainedConfig, layer: int) -> dict[str, float]:
-    """Return how many layers' keys and values attention of a layer reads: 1, unless a plan names several."""
-    plan = plan_of(config)
-    return dict.fromkeys(CACHED, 1.0) if plan is None else {state: plan.read_count(state, layer) for state in CACHED}
-
-
 def layer_stack(model: PreTrainedModel) -> nn.ModuleList:
     """Return the list of Transformer layers: the largest `ModuleList` with `num_hidden_layers` entries.
 

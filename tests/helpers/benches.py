@@ -4,11 +4,6 @@ from crosslayer.verbs.bench.run import bench
 
 UNIATTN = [{"name": "uniattn", "superblocks": [[1, 2, 3]]}]
 DROP = [{"name": "drop", "attention": [4, 5], "mlp": [0]}]
-# a layer of crosslayer.testing.SHAPE: q and o 32·32, k and v 32·16, three MLP matrices 32·48
-Q = OUT = 32 * 32
-K = V = 32 * 16
-MLP = 3 * 32 * 48
-LAYER = Q + K + V + OUT + MLP
 STATE = 2 * 8  # elements of the keys, or the values, of one token: H_kv · D
 BYTES = 8  # float64
 

@@ -113,8 +113,7 @@ def benched(folder):
     record = crosslayer.bench(model, model, contexts=(4,), new_tokens=1, repeats=3).record()
     row = record["rows"][0]
     record["rows"] = [copy.deepcopy(row) | {"context": c, "batch": b} for b in (1, 16) for c in (512, 2048, 32768)]
-    words = "the ratio is +50% off the prediction: " + "why " * 20
-    record["rows"][0]["ttft"]["notes"] = [{"off": 0.5, "words": words}]
+    record["rows"][0]["peak_memory"] = {"candidate": None, "baseline": None, "reason": "unknown: " + "why " * 20}
     return crosslayer.Benchmark.from_record(record).save(folder)
 
 

@@ -1,101 +1,64 @@
-"""Free memory, peak memory, and whether a configuration will fit, checked before it runs."""
+"""Whether a configuration fits into memory, checked before it runs."""
 
-import contextlib
-import ctypes
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
-import psutil
-import torch
+from torch import nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
-from crosslayer.verbs.bench.costs import Load, Structure
-from crosslayer.verbs.bench.record import Role
+from crosslayer.machine import free_memory
+from crosslayer.verbs.bench.record import AttentionKind, Role
+from crosslayer.wiring.read import read_plan
+from crosslayer.wiring.result import ModelPlan
 
 Models = Mapping[Role, PreTrainedModel]
-GROUP = Path("/sys/fs/cgroup")
-LIMITS = (  # limit of a control group, its usage, and the reclaimable file cache in that: versions 2 and 1
-    ("memory.max", "memory.current", "inactive_file"),
-    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
-)
 
 
-def free_memory(device: torch.device) -> float:
-    """Return bytes that can still be allocated, within the limit of a container."""
-    if device.type == "cuda":
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + cached
-    available = psutil.virtual_memory().available  # ignores the limit of this process's control group
-    for limit, usage, cached in LIMITS:
-        with contextlib.suppress(OSError, ValueError):
-            free = int((GROUP / limit).read_text()) - int((GROUP / usage).read_text())
-            statistics = (GROUP / usage).with_name("memory.stat")
-            fields = statistics.read_text().split() if statistics.is_file() else []
-            return min(available, free + (int(fields[fields.index(cached) + 1]) if cached in fields else 0))
-    return available
+@dataclass(frozen=True)
+class Load:
+    """A configuration: B sequences of `context` tokens, then `new_tokens` decoded step by step, and the attention."""
+
+    context: int
+    batch: int
+    new_tokens: int
+    attention: AttentionKind = "sdpa"
+
+    @property
+    def total(self) -> int:
+        """Tokens in the cache at the end."""
+        return self.context + self.new_tokens
 
 
-@dataclass
-class Peak:
-    """Peak memory inside the block above what was in use before; `reason` says why it is unknown."""
-
-    bytes: int | None = None
-    reason: str | None = None
-
-
-@contextlib.contextmanager
-def peak_memory(device: torch.device) -> Iterator[Peak]:
-    """Measure peak memory: allocated bytes on a GPU, the resident set on a CPU (Linux)."""
-    peak = Peak()
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        yield peak
-        peak.bytes = torch.cuda.max_memory_allocated(device) - before
-        return
+def read_plans(models: Models, load: Load, dtype: str | None = None) -> dict[Role, ModelPlan]:
+    """Return the plans of both models at the end of a configuration; empty if one of them has none."""
+    plans: dict[Role, ModelPlan] = {}
     try:
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).malloc_trim(0)  # return freed memory, or the block would reuse it uncounted
-        Path("/proc/self/clear_refs").write_text("5")  # resets the peak to the current resident set
-        before = _resident_peak()
-    except (OSError, TypeError):
-        peak.reason = "this system does not report a process's peak memory for part of its run"
-        yield peak
-        return
-    yield peak
-    peak.bytes = _resident_peak() - before
+        for role, model in models.items():
+            plans[role] = read_plan(model, load.total, dtype or model.dtype, batch=load.batch)
+    except ValueError:
+        return {}
+    return plans
 
 
-def _resident_peak() -> int:
-    """Return the largest resident set since the last reset, in bytes; psutil does not report it on Linux."""
-    line = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    if line is None:
-        raise OSError("no VmHWM")
-    return int(line[1]) * 1024
-
-
-def too_large(models: Models, structures: Mapping[Role, Structure], load: Load, evicts: bool = False) -> str | None:
+def too_large(models: Models, load: Load, evicts: bool = False) -> str | None:
     """Return why a configuration is skipped: caches, activations and logits would not fit in free memory.
 
-    If the candidate `evicts`, its prompt also needs a mask for each head, and its cache is at most the full one.
+    If the candidate `evicts`, its prompt also needs a mask for each head. Its cache is counted in full, evicted or
+    quantised: it is at most that.
     """
-    if not structures:
+    caches = [plan.stored_bytes for plan in read_plans(models, load).values()]
+    if not caches:
         return None
     free = free_memory(models["baseline"].device)
-    caches = [structure.cache_bytes(load.batch, load.total) for structure in structures.values()]
-    tokens = load.batch * load.context
-    activations = max(_activation_bytes(structure, tokens) for structure in structures.values())
+    activations = max(_activation_bytes(model, load.batch * load.context) for model in models.values())
     logits = max(load.batch * model.config.get_text_config().vocab_size * 8 for model in models.values())
     need = sum(caches) + max(caches) + activations + logits
     if evicts:  # the boolean mask that eviction makes, and the additive one that sdpa makes of it
         model = models["candidate"]
-        heads = model.config.get_text_config().num_attention_heads
-        need += load.batch * heads * load.context**2 * (2 + model.dtype.itemsize)
+        need += load.batch * _heads(model) * load.context**2 * (2 + model.dtype.itemsize)
     if load.attention == "eager":  # two copies of a layer's maps
-        heads = max(layer.heads for structure in structures.values() for layer in structure.attention)
-        need += 2 * load.batch * heads * load.context**2 * 4
+        need += 2 * load.batch * max(map(_heads, models.values())) * load.context**2 * 4
     if need <= free:
         return None
     return (
@@ -104,7 +67,15 @@ def too_large(models: Models, structures: Mapping[Role, Structure], load: Load, 
     )
 
 
-def _activation_bytes(structure: Structure, tokens: int) -> int:
+def _heads(model: PreTrainedModel) -> int:
+    return model.config.get_text_config().per_layer_config[0].num_attention_heads
+
+
+def _activation_bytes(model: PreTrainedModel, tokens: int) -> int:
     """Return roughly how many bytes an MLP's activations and the residual streams around it take."""
-    outputs, inputs = structure.shape
-    return tokens * (3 * outputs + 4 * inputs) * structure.itemsize
+    head, linear = model.get_output_embeddings(), (nn.Linear, Conv1D)
+    weights = [module.weight for module in model.modules() if isinstance(module, linear) and module is not head]
+    if not weights:  # all are stored in a form of their own
+        return 0
+    outputs, inputs = max(weights, key=lambda weight: weight.numel()).shape
+    return tokens * (3 * outputs + 4 * inputs) * weights[0].element_size()

@@ -1,23 +1,11 @@
 """The page of a benchmark, from its record alone: a short table, ratios and times by context, all measurements."""
 
-import itertools
-
-from crosslayer.output.formatting import UNKNOWN, percent
+from crosslayer.output.formatting import UNKNOWN, percent, readable_bytes
 from crosslayer.output.page import Page, Table
 from crosslayer.output.panel import COLORS, QUIET, Line, Panel, same_scale
-from crosslayer.verbs.bench.record import MEASURES, ROLES, Comparison, Row
+from crosslayer.verbs.bench.record import MEASURES, ROLES, Row
 from crosslayer.verbs.bench.result import Benchmark
-from crosslayer.verbs.bench.sentences import (
-    TITLES,
-    configuration,
-    duration,
-    durations,
-    far_off,
-    judged,
-    ratio,
-    sentences,
-    size,
-)
+from crosslayer.verbs.bench.sentences import TITLES, configuration, sentences
 from crosslayer.wiring.kv_bits import RECENT
 
 
@@ -54,11 +42,9 @@ def overview(record: Benchmark) -> Table:
     rows = []
     for row in record.rows:
         cache, peak = row.cache.dynamic, row.peak_memory
-        cells = [f"{cache.share:.1%}\n{size(cache.candidate)} / {size(cache.baseline)}"]
-        cells += [
-            f"{ratio(time.ratio, time.interval)}\n{time.verdict}\n{durations(time)}" for time in row.times().values()
-        ]
-        sizes = " / ".join(size(count) for count in peak.both() if count is not None)
+        cells = [f"{cache.share:.1%}\n{readable_bytes(cache.candidate)} / {readable_bytes(cache.baseline)}"]
+        cells += [f"{time.ratio_text()}\n{time.verdict}\n{time.durations()}" for time in row.times().values()]
+        sizes = " / ".join(readable_bytes(count) for count in peak.both() if count is not None)
         cells.append(UNKNOWN if peak.ratio is None else f"{peak.ratio:.2f}x\n{sizes}")
         rows.append([str(row.context), str(row.batch), row.attention, *cells])
     return (
@@ -75,13 +61,13 @@ def _covered(record: Benchmark) -> str:
 def _details(record: Benchmark) -> list[Table]:
     covered = f"median, {_covered(record)} interval" if record.interval_coverage else "median"
     heads = [f"{role}\n(median, quartiles)" for role in ROLES]
-    head = ["configuration", "measure", *heads, f"candidate ÷ baseline\n({covered})", "predicted"]
+    head = ["configuration", "measure", *heads, f"candidate ÷ baseline\n({covered})"]
     tables: list[Table] = [("All measurements", head, measurements(record))]
     quantised = []
     for row in record.rows:
         for one in row.quantised:
             shares = ((one.baseline_ratio, one.baseline), (one.ratio, one.candidate))
-            cells = [f"{share:.1%}\n{size(count)}" for share, count in shares]
+            cells = [f"{share:.1%}\n{readable_bytes(count)}" for share, count in shares]
             quantised.append([configuration(row), one.kind, *cells])
     if quantised:
         title = (
@@ -89,9 +75,6 @@ def _details(record: Benchmark) -> list[Table]:
             f"{RECENT} stay exact; `--kv-bits` measures the time)"
         )
         tables.append((title, ["configuration", "type", "baseline", "candidate"], quantised))
-    off = [[configuration(row), TITLES[measure], note.words] for row, measure, note in far_off(record)]
-    if off:
-        tables.append(("Predictions more than 20% off", ["configuration", "measure", "how far, and why"], off))
     return tables
 
 
@@ -101,45 +84,32 @@ def measurements(record: Benchmark) -> list[list[str]]:
     for row in record.rows:
         lines = []
         for kind, cache in row.cache:
-            predicted = "" if cache.predicted_ratio is None else f"{cache.predicted_ratio:.3f}x"
-            sizes = map(size, cache.both())
-            lines.append([f"KV cache, {kind}, allocated", *sizes, f"{cache.ratio:.3f}x", predicted])
-            lines.append([f"KV cache, {kind}, of the baseline's 16-bit cache", "", "", f"{cache.share:.1%}", ""])
-        lines += [_time_row(TITLES[measure], time) for measure, time in row.times().items()]
+            lines.append([f"KV cache, {kind}, allocated", *map(readable_bytes, cache.both()), f"{cache.ratio:.3f}x"])
+            lines.append([f"KV cache, {kind}, of the baseline's 16-bit cache", "", "", f"{cache.share:.1%}"])
+        for measure, time in row.times().items():
+            lines.append([TITLES[measure], *(timing.text() for timing in time.both()), time.text()])
         for kind, time in (("dynamic", row.tpot_dynamic), ("static", row.tpot_static)):
             speeds = [f"{row.batch / timing.median:.1f}" for timing in time.both()]
-            lines.append([f"tokens/s, {kind} cache", *speeds, f"{1 / time.ratio:.3f}x", ""])
+            lines.append([f"tokens/s, {kind} cache", *speeds, f"{1 / time.ratio:.3f}x"])
         peak = row.peak_memory
-        sizes = [UNKNOWN if count is None else size(count) for count in peak.both()]
+        sizes = [UNKNOWN if count is None else readable_bytes(count) for count in peak.both()]
         compared = peak.reason or ("" if peak.ratio is None else f"{peak.ratio:.2f}x")
-        lines.append(["peak memory above the weights", *sizes, compared, ""])
+        lines.append(["peak memory above the weights", *sizes, compared])
         if row.softmax_share is not None:
             shares = [f"{share:.1%}" for share in row.softmax_share.both()]
-            lines.append(["softmax, of the time to first token", *shares, "", ""])
+            lines.append(["softmax, of the time to first token", *shares, ""])
         rows += [[configuration(row), *cells] for cells in lines]
     return rows
 
 
-def _time_row(title: str, time: Comparison) -> list[str]:
-    timings = [f"{duration(one.median)} ({' - '.join(map(duration, one.quartiles))})" for one in time.both()]
-    predicted = ""
-    if time.predicted_ratio is not None:
-        seconds = [duration(timing.predicted.seconds) for timing in time.both() if timing.predicted is not None]
-        far = " (more than 20% off)" if time.notes else ""
-        predicted = f"{time.predicted_ratio:.3f}x; {' and '.join(seconds)}{far}"
-    return [title, *timings, judged(time), predicted]
-
-
 def _panels(record: Benchmark) -> list[Panel]:
-    """Return the figures of each batch size: ratios, and time per token where it is predicted."""
-    ratios, predictions = [], []
+    """Return the figures of each batch size and attention: ratios, and time per token."""
+    ratios, times = [], []
     for kind in dict.fromkeys((row.batch, row.attention) for row in record.rows):
         group = sorted((row for row in record.rows if (row.batch, row.attention) == kind), key=lambda row: row.context)
         ratios.append(_ratios(group, _covered(record) if record.interval_coverage else None))
-        if all(timing.predicted is not None for row in group for timing in row.tpot_dynamic.both()):
-            predictions.append(_prediction(group))
-    pairs = itertools.zip_longest(same_scale(ratios), same_scale(predictions))
-    return [panel for pair in pairs for panel in pair if panel is not None]
+        times.append(_times(group))
+    return [panel for pair in zip(same_scale(ratios), same_scale(times), strict=True) for panel in pair]
 
 
 def _ratios(group: list[Row], covered: str | None) -> Panel:
@@ -156,20 +126,15 @@ def _ratios(group: list[Row], covered: str | None) -> Panel:
     return _panel("ratios", "Ratios by context", caption, "candidate ÷ baseline", group, lines)
 
 
-def _prediction(group: list[Row]) -> Panel:
+def _times(group: list[Row]) -> Panel:
     x, lines = [float(row.context) for row in group], []
-    for number, (role, color) in enumerate(zip(ROLES, (COLORS[0], QUIET), strict=True)):
-        timings = [row.tpot_dynamic.both()[number] for row in group]
-        predicted = [1e3 * timing.predicted.seconds for timing in timings if timing.predicted is not None]
-        low, high = zip(*([1e3 * end for end in timing.quartiles] for timing in timings), strict=True)
+    for index, color in enumerate((COLORS[0], QUIET)):
+        timings = [row.tpot_dynamic.both()[index] for row in group]
         medians = [1e3 * timing.median for timing in timings]
-        lines.append(Line(f"{role}, measured (quartiles)", x, medians, low, high, color=color))
-        lines.append(Line(f"{role}, predicted", x, predicted, color=color, dashed=True))
-    caption = (
-        "Dynamic cache; error bars, drawn side by side: quartiles over runs. Predicted from the bytes read and copied, "
-        "and the rates that the machine reached in this run."
-    )
-    return _panel("prediction", "Time per token", caption, "milliseconds per token", group, lines)
+        low, high = zip(*([1e3 * end for end in timing.quartiles] for timing in timings), strict=True)
+        lines.append(Line(f"{ROLES[index]} (quartiles)", x, medians, low, high, color=color))
+    caption = "Dynamic cache; error bars, drawn side by side: quartiles over runs."
+    return _panel("times", "Time per token", caption, "milliseconds per token", group, lines)
 
 
 def _panel(key: str, title: str, caption: str, axis: str, group: list[Row], lines: list[Line]) -> Panel:

@@ -6,8 +6,7 @@ from pydantic import Field, PositiveFloat, PositiveInt
 
 from crosslayer.eviction.eviction import Evict
 from crosslayer.output.record import SEVERAL, Frozen, ModelFacts, Options, Seed
-from crosslayer.stats.ratios import Verdict
-from crosslayer.verbs.bench.costs import Operators, Prediction, Rates
+from crosslayer.stats.times import TimeComparison
 from crosslayer.wiring.kv_bits import KvBitsText
 
 Role = Literal["candidate", "baseline"]
@@ -47,49 +46,10 @@ class MeasuredModel(ModelFacts):
     bytes: int = Field(description="size of its parameters")
 
 
-class Timing(Frozen):
-    """Seconds that a model takes: measured over repeats, and predicted."""
-
-    median: PositiveFloat
-    quartiles: tuple[PositiveFloat, PositiveFloat]
-    predicted: Prediction | None = None
-
-    @property
-    def spread(self) -> float:
-        """How far apart the quartiles are, as a fraction: 0.2 means 20%."""
-        return self.quartiles[1] / self.quartiles[0] - 1
-
-
-class Note(Frozen):
-    """A prediction that is far off: by how much (0.3: the measured value is 30% higher), and why."""
-
-    off: float
-    words: str
-
-
-class Comparison(Both[Timing]):
-    """A time of both models: the median ratio candidate / baseline over pairs of runs, with its interval."""
-
-    ratio: PositiveFloat
-    interval: tuple[PositiveFloat, PositiveFloat] | None = Field(description="None with fewer than three pairs")
-    verdict: Verdict
-    predicted_ratio: float | None = None
-    notes: tuple[Note, ...] = ()
-
-
-class StepTime(Frozen):
-    """The time of a decoding step of both models after `context` tokens."""
-
-    context: PositiveInt
-    batch: PositiveInt
-    time: Comparison
-
-
 class Bytes(Both[int]):
-    """Bytes of both models; `predicted_ratio` is what their plans predict."""
+    """Bytes of both models."""
 
     ratio: float
-    predicted_ratio: float | None = None
     share: float = Field(description="the ratio in 16 bits: of the baseline's 16-bit cache")
 
 
@@ -121,13 +81,6 @@ class PeakMemory(Both[int | None]):
         return self.candidate / self.baseline
 
 
-class UnsteadyRate(Frozen):
-    """The machine rate that varied most over repeats, and how far apart its quartiles are (0.2: 20%)."""
-
-    rate: str
-    spread: float
-
-
 class Row(Frozen):
     """The measurements at one context (prompt length in tokens), batch size and attention implementation."""
 
@@ -136,17 +89,16 @@ class Row(Frozen):
     attention: AttentionKind
     cache: CacheBytes
     quantised: tuple[QuantisedBytes, ...] = Field(default=(), description="empty if one of the models allows none")
-    reads: Bytes | None = Field(description="keys and values that the last step reads; None without a prediction")
-    ttft: Comparison = Field(description="time to first token")
-    tpot_dynamic: Comparison = Field(description="time per further token with a dynamic cache")
-    tpot_static: Comparison = Field(description="time per further token with a static cache")
+    reads: Bytes | None = Field(
+        default=None, description="read by the last step, by the plans; None for a smaller cache, or without a plan"
+    )
+    ttft: TimeComparison = Field(description="time to first token")
+    tpot_dynamic: TimeComparison = Field(description="time per further token with a dynamic cache")
+    tpot_static: TimeComparison = Field(description="time per further token with a static cache")
     peak_memory: PeakMemory
-    rates: Rates | None = Field(description="measured machine rates; None without a prediction")
-    unsteadiest_rate: UnsteadyRate | None
-    operators: Both[Operators]
     softmax_share: Both[float] | None = Field(default=None, description="of the time to first token, if eager")
 
-    def times(self) -> dict[str, Comparison]:
+    def times(self) -> dict[str, TimeComparison]:
         """Return the times by measure, in the order of `MEASURES`."""
         return {"ttft": self.ttft, "tpot_dynamic": self.tpot_dynamic, "tpot_static": self.tpot_static}
 
@@ -188,7 +140,7 @@ class ServingRow(Frozen):
 
     context: PositiveInt
     requests: PositiveInt
-    time: Comparison
+    time: TimeComparison
     tokens_per_second: Both[PositiveFloat] = Field(description="new tokens of all requests")
 
     def throughput(self) -> tuple[float, tuple[float, float] | None]:

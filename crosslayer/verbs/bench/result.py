@@ -17,12 +17,11 @@ class Benchmark(Result):
     static cache. The axis of models is candidate, baseline.
     """
 
-    schema_: Literal["crosslayer/bench/5"] = Field(default="crosslayer/bench/5", alias="schema")
+    schema_: Literal["crosslayer/bench/6"] = Field(default="crosslayer/bench/6", alias="schema")
     models: Both[MeasuredModel]
     settings: BenchSettings
     rows: tuple[Row, ...] = Field(min_length=1)
     skipped: tuple[Skip, ...]
-    no_prediction: str | None = Field(description="why nothing is predicted")
     interval_coverage: float = Field(ge=0, le=1, description="coverage of the intervals of the median ratio")
     seconds: float
 

@@ -4,8 +4,9 @@ Shapes: B batch, T tokens of the prompt, S tokens in the cache.
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -16,14 +17,14 @@ from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 from transformers.cache_utils import DynamicLayer
 
 from crosslayer.core.decoder.caches import cache_bytes
+from crosslayer.core.sixteen_bits import DTYPE
 from crosslayer.core.transformers_versions import CACHE, EMPTY_LAYER
 from crosslayer.eviction.cache import EvictionCache
 from crosslayer.eviction.running import NewCache
-from crosslayer.verbs.bench.costs import Load, Operators, Rates, Structure, predict
-from crosslayer.verbs.bench.machine import measure_rates, operators, seconds
-from crosslayer.verbs.bench.memory import Models, peak_memory
-from crosslayer.verbs.bench.record import MEASURES, ROLES, BenchSettings, Both, Comparison, Role, Row
-from crosslayer.verbs.bench.summary import WarmUp, compared, middle, row, unsteadiest
+from crosslayer.machine import peak_memory, seconds
+from crosslayer.stats.times import TimeComparison, compare_times
+from crosslayer.verbs.bench.memory import Load, Models, read_plans
+from crosslayer.verbs.bench.record import MEASURES, ROLES, BenchSettings, Both, Bytes, CacheBytes, PeakMemory, Role, Row
 
 WARM_UP = 2  # steps that are not counted
 
@@ -50,18 +51,27 @@ def static_copy(model: PreTrainedModel, cache: Cache, load: Load) -> StaticCache
     return static
 
 
+@dataclass(frozen=True)
+class WarmUp:
+    """Bytes that a model's first run allocates: peak memory, and both caches."""
+
+    peak: int | None
+    peak_reason: str | None
+    dynamic: tuple[int, int]  # allocated, and in 16 bits
+    static: tuple[int, int]
+
+
 class Rounds:
-    """Measures a configuration: a warm-up of each model, which also counts bytes and operators, then timed pairs."""
+    """Measures a configuration: a warm-up of each model, which also counts bytes, then timed pairs."""
 
     def __init__(
         self,
         models: Models,
-        structures: Mapping[Role, Structure],
         load: Load,
         settings: BenchSettings,
         new_cache: NewCache | None = None,
     ):
-        self.models, self.structures, self.load, self.settings = models, structures, load, settings
+        self.models, self.load, self.settings = models, load, settings
         self.device = models["baseline"].device
         vocabulary = min(model.config.get_text_config().vocab_size for model in models.values())
         generator = torch.Generator().manual_seed(settings.seed)
@@ -74,18 +84,31 @@ class Rounds:
     def run(self, tick: Callable[[], None]) -> Row:
         """Return the row of the record; `tick` is called after the warm-up and after every round."""
         warm_ups: dict[Role, WarmUp] = {role: self._warm_up(role) for role in ROLES}
-        rates: list[Rates] = []
         tick()
         for repeat in range(self.settings.repeats):
             self._round(ROLES if repeat % 2 else ROLES[::-1])
-            if self.structures:
-                rates.append(self._rates())
             tick()
-        measured = row(self.load, self.times, warm_ups, self.structures, rates)
-        if self.load.attention != "eager" or self.smaller:
-            return measured
-        shares = {role: self.softmax_share(role) for role in ROLES}
-        return measured.model_copy(update={"softmax_share": Both(**shares)})
+        candidate, baseline = (warm_ups[role] for role in ROLES)
+        shares = None
+        if self.load.attention == "eager" and not self.smaller:
+            shares = Both(candidate=self.softmax_share("candidate"), baseline=self.softmax_share("baseline"))
+        return Row(
+            context=self.load.context,
+            batch=self.load.batch,
+            attention=self.load.attention,
+            cache=CacheBytes(
+                dynamic=_bytes(*zip(candidate.dynamic, baseline.dynamic, strict=True)),
+                static=_bytes(*zip(candidate.static, baseline.static, strict=True)),
+            ),
+            reads=None if self.smaller else read_bytes(self.models, self.load),
+            ttft=compare_times(**self.times["ttft"]),
+            tpot_dynamic=compare_times(**self.times["tpot_dynamic"]),
+            tpot_static=compare_times(**self.times["tpot_static"]),
+            peak_memory=PeakMemory(
+                candidate=candidate.peak, baseline=baseline.peak, reason=candidate.peak_reason or baseline.peak_reason
+            ),
+            softmax_share=shares,
+        )
 
     def softmax_share(self, role: Role) -> float:
         """Return which share of the time of a prompt softmax takes."""
@@ -110,24 +133,14 @@ class Rounds:
         model(self.ids[:, : self.load.context], **options)
         return cache
 
-    def steps(self) -> Comparison:
+    def steps(self) -> TimeComparison:
         """Return the time of a decoding step with a dynamic cache: the prompt runs once, then both take turns."""
         caches = {role: self.prefill(role) for role in ROLES}
-        counts: dict[Role, int] = {role: self._operators(role, self._empty(role)) for role in ROLES}
-        rates = [self._rates()] if self.structures else []
         for step in range(self.load.new_tokens):
             for role in ROLES if step % 2 else ROLES[::-1]:
                 at = self.load.context + step
                 self._time("tpot_dynamic", role, partial(self._step, role, caches[role], at))
-        times: dict[Role, list[float]] = {role: self.times["tpot_dynamic"][role][WARM_UP:] for role in ROLES}
-        if not rates:
-            return compared(times)
-        rates.append(self._rates())
-        predicted = {}
-        for role in ROLES:
-            operators = Operators(dynamic=counts[role], static=counts[role])
-            predicted[role] = predict(self.structures[role], middle(rates), self.load, operators)["tpot_dynamic"]
-        return compared(times, predicted, unsteadiest(rates))
+        return compare_times(*(self.times["tpot_dynamic"][role][WARM_UP:] for role in ROLES))
 
     def decode(self, role: Role, cache: Cache) -> None:
         """Run every new token through a cache that holds the prompt."""
@@ -139,10 +152,6 @@ class Rounds:
 
     def _empty(self, role: Role) -> Cache:
         return self.smaller[role]() if role in self.smaller else DynamicCache(config=self.models[role].config)
-
-    def _rates(self) -> Rates:
-        costs = self.structures["baseline"], self.structures["candidate"]
-        return measure_rates(costs[0], self.load, self.models["baseline"], quantised=costs[1])
 
     def static(self, role: Role, cache: Cache) -> Cache:
         """Return a static cache with the prompt: copied from the dynamic cache, or run again if a window has cut it.
@@ -165,17 +174,7 @@ class Rounds:
         static = self.static(role, dynamic)
         del dynamic
         self.decode(role, static)
-        empty = self._empty(role)
-        if role not in self.smaller:
-            empty = StaticCache(config=self.models[role].config, max_cache_len=2)
-        counts = Operators(dynamic=self._operators(role, self._empty(role)), static=self._operators(role, empty))
-        return WarmUp(peak.bytes, peak.reason, sizes, _sizes(static), counts)
-
-    def _operators(self, role: Role, cache: Cache) -> int:
-        """Return how many operators a decoding step runs, for any length."""
-        model, token = self.models[role], self.ids[:, :1]
-        model(token, **{CACHE: cache}, use_cache=True)
-        return operators(lambda: model(token, **{CACHE: cache}, use_cache=True))
+        return WarmUp(peak.bytes, peak.reason, sizes, _sizes(static))
 
     def _round(self, order: tuple[Role, ...]) -> None:
         caches: dict[Role, Cache] = {}
@@ -199,3 +198,16 @@ def _sizes(cache: Cache) -> tuple[int, int]:
     """Return the bytes of states, and of positions and sums that eviction stores: allocated, and in 16 bits."""
     overhead = cache.overhead_bytes() if isinstance(cache, EvictionCache) else 0
     return cache_bytes(cache) + overhead, cache_bytes(cache, sixteen=True) + overhead
+
+
+def read_bytes(models: Models, load: Load) -> Bytes | None:
+    """Return the bytes that the last step reads, by the plans; None if a model has no plan."""
+    plans, in_16_bits = (read_plans(models, load, dtype) for dtype in (None, DTYPE))
+    if not plans:
+        return None
+    return _bytes(*([plan[role].read_bytes for role in ROLES] for plan in (plans, in_16_bits)))
+
+
+def _bytes(counts: Sequence[int], in_16_bits: Sequence[int]) -> Bytes:
+    ratio, share = (one[0] / one[1] for one in (counts, in_16_bits))
+    return Bytes(candidate=counts[0], baseline=counts[1], ratio=ratio, share=share)

@@ -1,4 +1,4 @@
-"""Compares the KV cache, latency and memory of a candidate with those of a baseline; measured and predicted.
+"""Compares the KV cache, latency and memory of a candidate with those of a baseline.
 
 Candidate and baseline run alternately, so that a pair of runs sees the same machine load. A ratio is the median of
 candidate / baseline over pairs, with an interval whose ends are pairs too.
@@ -20,10 +20,9 @@ from crosslayer.eviction.running import NewCache, SmallerCache
 from crosslayer.models.pair import Named, pair
 from crosslayer.output.progress import progress
 from crosslayer.probe.intercept import evaluating
-from crosslayer.quantization.running import stored_kinds
 from crosslayer.stats.ratios import coverage
-from crosslayer.verbs.bench.costs import Load, Structure, structure
-from crosslayer.verbs.bench.memory import Models, too_large
+from crosslayer.stats.times import StepTime
+from crosslayer.verbs.bench.memory import Load, Models, too_large
 from crosslayer.verbs.bench.record import (
     ROLES,
     AttentionKind,
@@ -35,14 +34,12 @@ from crosslayer.verbs.bench.record import (
     Row,
     ServingSettings,
     Skip,
-    StepTime,
 )
 from crosslayer.verbs.bench.result import Benchmark
 from crosslayer.verbs.bench.rounds import Rounds, attention_of
 from crosslayer.verbs.bench.serving import bench_vllm
 from crosslayer.verbs.bench.serving_result import ServingBenchmark
 from crosslayer.verbs.serve.engine import memory_bytes
-from crosslayer.wiring.kv_bits import parse_kv_bits
 from crosslayer.wiring.read import read_plan
 
 LEARNED = 8  # a table of learned positions may have up to this many rows more than positions
@@ -123,21 +120,13 @@ def bench_transformers(
         models[role] = source.load()
     _check(models, settings)
     started = time.perf_counter()
-    structures: dict[Role, Structure] = {}
     rows, skipped = [], []
-    reason = None if settings.evict is None else "no prediction: tokens are evicted"
     with torch.no_grad(), quiet_transformers(), ExitStack() as stack:
         for one in models.values():
             stack.enter_context(evaluating(one))
-        try:
-            structures |= {
-                role: structure(models[role], quantised_types(models[role], role, settings)) for role in ROLES
-            }
-        except ValueError as error:
-            reason = reason or f"no prediction: {error}"
         for attention in settings.attention:
             with attention_of(models, attention), smaller.running(models["candidate"]) as new_cache:
-                measured = _measured(models, new_cache, structures, settings, attention)
+                measured = _measured(models, new_cache, settings, attention)
             rows, skipped = rows + measured[0], skipped + measured[1]
     if not rows:
         raise ValueError(f"nothing was measured: {skipped[0].reason}")
@@ -150,7 +139,6 @@ def bench_transformers(
         settings=settings,
         rows=tuple(rows),
         skipped=tuple(skipped),
-        no_prediction=reason,
         interval_coverage=coverage(settings.repeats),
         seconds=time.perf_counter() - started,
     )
@@ -158,7 +146,7 @@ def bench_transformers(
 
 @torch.no_grad()
 def step_time(models: Models, context: int, batch: int = 1, steps: int = 18) -> StepTime:
-    """Return the time of a decoding step of two models after `context` tokens, beside its prediction.
+    """Return the time of a decoding step of two models after `context` tokens.
 
     Raises:
         ValueError: a model has fewer positions, or there is too little memory.
@@ -171,23 +159,12 @@ def step_time(models: Models, context: int, batch: int = 1, steps: int = 18) -> 
     with ExitStack() as stack:
         for model in models.values():
             stack.enter_context(evaluating(model))
-        try:
-            structures: dict[Role, Structure] = {role: structure(models[role]) for role in ROLES}
-        except ValueError:  # there is no prediction for such a model
-            structures = {}
         load = Load(context, batch, steps, attention)
-        reason = too_large(models, structures, load)
+        reason = too_large(models, load)
         if reason is not None:
             raise ValueError(reason)
-        time = Rounds(models, structures, load, settings).steps()
+        time = Rounds(models, load, settings).steps()
     return StepTime(context=context, batch=batch, time=time)
-
-
-def quantised_types(model: PreTrainedModel, role: Role, settings: BenchSettings) -> Sequence[str | None]:
-    """Return the types in which layers store keys and values if a model's cache is quantised, else nothing."""
-    if role == "baseline" or settings.kv_bits is None:
-        return ()
-    return stored_kinds(read_plan(model), parse_kv_bits(settings.kv_bits))
 
 
 def _check(models: Models, settings: BenchSettings) -> None:
@@ -228,7 +205,6 @@ def quantised_bytes(models: Models, load: Load) -> tuple[QuantisedBytes, ...]:
 def _measured(
     models: Models,
     new_cache: NewCache | None,
-    structures: dict[Role, Structure],
     settings: BenchSettings,
     attention: AttentionKind,
 ) -> tuple[list[Row], list[Skip]]:
@@ -244,10 +220,9 @@ def _measured(
             meter.step(next(done), total)
 
         for load in loads:
-            reason = too_large(models, structures, load, evicts=new_cache is not None)
+            reason = too_large(models, load, evicts=new_cache is not None)
             if reason is None:
-                predicted = structures if settings.evict is None else {}
-                row = Rounds(models, predicted, load, settings, new_cache).run(tick)
+                row = Rounds(models, load, settings, new_cache).run(tick)
                 rows.append(row.model_copy(update={"quantised": quantised_bytes(models, load)}))
                 continue
             skipped.append(Skip(context=load.context, batch=load.batch, attention=attention, reason=reason))

@@ -6,7 +6,7 @@ from typing import get_args
 from crosslayer.eviction.running import SmallerCache
 from crosslayer.output.formatting import percent
 from crosslayer.stats.ratios import CLEAR, FEWEST, Verdict
-from crosslayer.verbs.bench.record import MEASURES, BenchSettings, Comparison, Note, Row, Skip
+from crosslayer.verbs.bench.record import MEASURES, BenchSettings, Row, Skip
 from crosslayer.verbs.bench.result import Benchmark
 
 TITLES = {
@@ -14,7 +14,7 @@ TITLES = {
     "tpot_dynamic": "time per token, dynamic cache",
     "tpot_static": "time per token, static cache",
 }
-BYTES = {"GB": 1e9, "MB": 1e6, "kB": 1e3}
+NOISY = 0.2  # the spread of equal runs above which the machine was busy
 TOO_FEW = f"too few pairs: an interval needs at least {FEWEST}, a verdict 5 (--repeats 5)"
 
 
@@ -22,8 +22,8 @@ def sentences(record: Benchmark) -> list[str]:
     """Return what was measured over all contexts and batch sizes."""
     rows, caches = record.rows, [row.cache.dynamic for row in record.rows]
     shares = [percent(end(cache.share for cache in caches), 1) for end in (min, max)]
-    reads = [row.reads.ratio for row in rows if row.reads is not None]
-    read = f"; a decoding step reads {span(reads, 2)} as many keys and values" if reads else ""
+    reads = [row.reads.share for row in rows if row.reads is not None]
+    read = f"; a decoding step reads {span(reads, 2)} as many bytes" if reads else ""
     peaks = [row.peak_memory.ratio for row in rows if row.peak_memory.ratio is not None]
     reasons = dict.fromkeys(row.peak_memory.reason for row in rows if row.peak_memory.reason is not None)
     return [
@@ -34,8 +34,8 @@ def sentences(record: Benchmark) -> list[str]:
         *(f"Peak memory: {reason}." for reason in reasons),
         *_softmax_sentences(rows),
         _interval_sentence(record),
+        *_noise_sentences(rows),
         *_cache_sentences(record.settings),
-        _prediction_sentence(record),
         *(f"Skipped: {skip.reason}." for skip in record.skipped),
     ]
 
@@ -47,37 +47,6 @@ def configuration(row: Row | Skip) -> str:
 
 def _short(row: Row) -> str:
     return f"{row.context} × {row.batch}" + (" (eager)" if row.attention == "eager" else "")
-
-
-def far_off(record: Benchmark) -> list[tuple[Row, str, Note]]:
-    """Return row, measure and note of every prediction that is more than 20% off."""
-    return [(row, measure, note) for row in record.rows for measure, time in row.times().items() for note in time.notes]
-
-
-def size(count: float) -> str:
-    """Format a number of bytes with three digits: 23.6 MB."""
-    unit = next((unit for unit, value in BYTES.items() if count >= value), "B")
-    return f"{count / BYTES.get(unit, 1):.3g} {unit}"
-
-
-def duration(seconds: float) -> str:
-    """Format seconds with three digits, below 1 s as milliseconds."""
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
-
-
-def durations(time: Comparison) -> str:
-    """Format the medians of candidate and baseline: 1.18 s / 1.32 s."""
-    return " / ".join(duration(timing.median) for timing in time.both())
-
-
-def ratio(middle: float, interval: Sequence[float] | None) -> str:
-    """Format a ratio with its interval: 0.850x (0.812-0.893)."""
-    return f"{middle:.3f}x" + ("" if interval is None else f" ({interval[0]:.3f}-{interval[1]:.3f})")
-
-
-def judged(time: Comparison) -> str:
-    """Format a ratio of times with its interval and verdict."""
-    return f"{ratio(time.ratio, time.interval)} {time.verdict}"
 
 
 def span(ratios: Iterable[float], digits: int) -> str:
@@ -123,6 +92,19 @@ def _interval_sentence(record: Benchmark) -> str:
     return f"{sentence}; a candidate counts as faster or slower only where the interval excludes 1."
 
 
+def _noise_sentences(rows: Sequence[Row]) -> list[str]:
+    """Return how far apart equal runs are, where that is more than a fifth."""
+    spreads = {}
+    for row in rows:
+        for measure, time in row.times().items():
+            where = f"{TITLES[measure]} at {_short(row)}"
+            spreads[where] = max(timing.spread for timing in time.both())
+    where = max(spreads, key=lambda name: spreads[name])
+    if spreads[where] <= NOISY:
+        return []
+    return [f"Equal runs vary: {where} has quartiles {spreads[where]:.0%} apart, so the machine was probably busy."]
+
+
 def _cache_sentences(settings: BenchSettings) -> list[str]:
     lines = SmallerCache(settings.evict, settings.kv_bits).sentences()
     if not lines:
@@ -136,19 +118,3 @@ def _cache_sentences(settings: BenchSettings) -> list[str]:
         "It is compared with both the dynamic and the static cache of the baseline; its size includes "
         f"{' and '.join(filter(None, stored))}.",
     ]
-
-
-def _prediction_sentence(record: Benchmark) -> str:
-    if record.no_prediction is not None:
-        return f"{record.no_prediction[:1].upper()}{record.no_prediction[1:]}."
-    off = far_off(record)
-    prompt = ""
-    if record.settings.kv_bits is not None:
-        prompt = " The time to first token is not predicted: the prompt, too, reads rounded keys and values."
-    if not off:
-        return f"Every prediction is within 20% of the measurement.{prompt}"
-    row, measure, note = max(off, key=lambda entry: abs(entry[2].off))
-    times = [time for one in record.rows for time in one.times().values()]
-    predictions = 3 * sum(time.predicted_ratio is not None for time in times)  # candidate, baseline and ratio
-    where = f"{TITLES[measure]} at {_short(row)}"
-    return f"{len(off)} of {predictions} predictions are more than 20% off; the worst, {where}: {note.words}.{prompt}"

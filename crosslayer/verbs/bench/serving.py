@@ -1,28 +1,21 @@
 """KV-cache capacity and throughput of two models in vLLM, compared in one run."""
 
 import itertools
-import os
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any
-from unittest.mock import patch
 
 import torch
 
 from crosslayer.core.decoder import CrossLayerConfig
-from crosslayer.core.methods import allowed_modules
 from crosslayer.output.progress import progress
 from crosslayer.stats.ratios import coverage
+from crosslayer.stats.times import compare_times
 from crosslayer.verbs.bench.record import ROLES, Both, Role, ServedModel, ServingRow, ServingSettings
 from crosslayer.verbs.bench.serving_result import ServingBenchmark
-from crosslayer.verbs.bench.summary import compared
 from crosslayer.verbs.serve.caches import not_saved
-from crosslayer.verbs.serve.engine import GIB, Served, check_engine, servable
-from crosslayer.verbs.serve.plugin import ALLOWED
+from crosslayer.verbs.serve.engine import GIB, Served, check_engine, servable, vllm_environment
 
-# environment variables of vLLM, unless the user has set them: its log would hide the result
-QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_LOGGING_STREAM": "ext://sys.stderr", "VLLM_NO_USAGE_STATS": "1"}
 GPU_SHARE = 0.45  # fraction of GPU memory for each of the two engines
 
 
@@ -52,14 +45,6 @@ def bench_vllm(candidate: Any, baseline: Any, settings: ServingSettings) -> Serv
         interval_coverage=coverage(settings.repeats),
         seconds=time.perf_counter() - started,
     )
-
-
-@contextmanager
-def vllm_environment() -> Iterator[None]:
-    """Silence vLLM and let its processes use the methods that are allowed here; restores the environment."""
-    quiet = {name: value for name, value in QUIET.items() if name not in os.environ}
-    with patch.dict(os.environ, quiet | {ALLOWED: ",".join(allowed_modules())}):
-        yield
 
 
 def _started(served: Served, settings: ServingSettings, longest: int, stack: ExitStack) -> Any:
@@ -110,7 +95,7 @@ def _measured(engines: dict[Role, Any], served: dict[Role, Served], settings: Se
                     if repeat >= 0:
                         times[role].append(time.perf_counter() - started)
                 meter.step(next(done), total)
-            compare = compared(times)
+            compare = compare_times(**times)
             tokens = requests * settings.new_tokens
             speeds = Both(candidate=tokens / compare.candidate.median, baseline=tokens / compare.baseline.median)
             rows.append(ServingRow(context=context, requests=requests, time=compare, tokens_per_second=speeds))

@@ -4,18 +4,18 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from crosslayer.output.formatting import listed, percent
+from crosslayer.output.formatting import listed, percent, readable_bytes, times_interval
 from crosslayer.output.page import Page, Table
 from crosslayer.output.result import Result
 from crosslayer.stats.ratios import CLEAR
 from crosslayer.verbs.bench.record import Both, ServedModel, ServingRow, ServingSettings
-from crosslayer.verbs.bench.sentences import TOO_FEW, durations, ratio, size
+from crosslayer.verbs.bench.sentences import TOO_FEW
 
 
 class ServingBenchmark(Result):
     """What `crosslayer.bench` returns for engine vllm: how many tokens the caches hold, and a row per configuration."""
 
-    schema_: Literal["crosslayer/bench-serving/2"] = Field(default="crosslayer/bench-serving/2", alias="schema")
+    schema_: Literal["crosslayer/bench-serving/3"] = Field(default="crosslayer/bench-serving/3", alias="schema")
     models: Both[ServedModel]
     settings: ServingSettings
     engine: str = Field(description="vLLM and its version")
@@ -34,12 +34,12 @@ class ServingBenchmark(Result):
         cards = [("KV tokens", f"{self.kv_tokens_ratio:.2f}x", "the baseline's, in the same memory")]
         for row in self.rows:
             note = f"{row.requests} requests of {row.context} tokens: {row.time.verdict}"
-            cards.append(("Throughput", ratio(*row.throughput()), note))
+            cards.append(("Throughput", times_interval(*row.throughput()), note))
         return Page(
             title=f"Benchmark of {models.candidate.name} against {models.baseline.name} in vLLM",
             subtitle=(
-                f"{self.engine} · {size(settings.kv_bytes)} of KV cache each · random tokens, {settings.new_tokens} "
-                f"decoded after each prompt · {settings.repeats} pairs of alternating runs"
+                f"{self.engine} · {readable_bytes(settings.kv_bytes)} of KV cache each · random tokens, "
+                f"{settings.new_tokens} decoded after each prompt · {settings.repeats} pairs of alternating runs"
             ),
             cards=cards,
             sentences=self.sentences(),
@@ -55,8 +55,8 @@ class ServingBenchmark(Result):
         rows = []
         for row in self.rows:
             speeds = [f"{speed:.1f}" for speed in row.tokens_per_second.both()]
-            times = durations(row.time)
-            verdict = f"{ratio(*row.throughput())} {row.time.verdict}"
+            times = row.time.durations()
+            verdict = f"{times_interval(*row.throughput())} {row.time.verdict}"
             rows.append([str(row.context), str(row.requests), *speeds, times, verdict])
         return [("Throughput", [*head, f"throughput ratio\n(candidate ÷ baseline{covered})"], rows)]
 
@@ -65,8 +65,9 @@ class ServingBenchmark(Result):
         candidate, baseline = self.models.candidate, self.models.baseline
         models = candidate, baseline
         written = [
-            f"KV cache capacity: {self.kv_tokens_ratio:.2f}x the baseline's: {size(self.settings.kv_bytes)} hold "
-            f"{candidate.kv_tokens:,} tokens of {candidate.name} and {baseline.kv_tokens:,} of {baseline.name}."
+            f"KV cache capacity: {self.kv_tokens_ratio:.2f}x the baseline's: "
+            f"{readable_bytes(self.settings.kv_bytes)} hold {candidate.kv_tokens:,} tokens of {candidate.name} and "
+            f"{baseline.kv_tokens:,} of {baseline.name}."
         ]
         written += [f"{model.name}: {model.not_saved}" for model in models if model.not_saved is not None]
         if self.interval_coverage < CLEAR:

@@ -24,8 +24,8 @@ from crosslayer.core.transformers_versions import CACHE
 from crosslayer.eviction.cache import EvictionCache
 from crosslayer.eviction.eviction import Eviction, parse_eviction
 from crosslayer.eviction.running import NewCache
+from crosslayer.machine import free_memory
 from crosslayer.output.progress import Steps, progress
-from crosslayer.verbs.bench.memory import free_memory
 
 CPU_TOKENS = 1024  # tokens in a batch
 LARGEST_BATCH = 64  # lm-eval's default

@@ -1,9 +1,8 @@
 """The page of an evaluation, from its record alone."""
 
-from crosslayer.output.formatting import UNKNOWN
+from crosslayer.output.formatting import UNKNOWN, readable_bytes
 from crosslayer.output.page import Mark, Page, Table
 from crosslayer.output.panel import Dots, Panel
-from crosslayer.verbs.bench.sentences import judged, size
 from crosslayer.verbs.evaluate.harness import LOCAL
 from crosslayer.verbs.evaluate.record import ScoreRow
 from crosslayer.verbs.evaluate.result import Evaluation
@@ -63,9 +62,9 @@ def _cost(record: Evaluation) -> Table:
     cost, rows = record.cost, (record.groups or record.rows)[:4]
     assert cost is not None
     cache = cost.cache.dynamic
-    ours = [size(cache.candidate), f"{cache.ratio:.2%}", judged(cost.ttft), judged(cost.tpot_dynamic)]
+    ours = [readable_bytes(cache.candidate), f"{cache.ratio:.2%}", cost.ttft.text(), cost.tpot_dynamic.text()]
     table = [
-        ["baseline", size(cache.baseline), "100%", "1x", "1x", *(score(row, row.baseline) for row in rows)],
+        ["baseline", readable_bytes(cache.baseline), "100%", "1x", "1x", *(score(row, row.baseline) for row in rows)],
         ["candidate", *ours, *(score(row, row.candidate) for row in rows)],
     ]
     head = ["", "KV cache", "of baseline", "time to first token", "time per token", *(row.title for row in rows)]

@@ -22,7 +22,7 @@ class Evaluation(Result):
     lm-eval returned (except the git commit, which is None), unless the evaluation was loaded from a folder.
     """
 
-    schema_: Literal["crosslayer/evaluate/4"] = Field(default="crosslayer/evaluate/4", alias="schema")
+    schema_: Literal["crosslayer/evaluate/5"] = Field(default="crosslayer/evaluate/5", alias="schema")
     models: EvaluatedModels
     settings: EvaluateSettings
     rows: tuple[ScoreRow, ...] = Field(min_length=1)

@@ -15,11 +15,10 @@ from crosslayer.probe.intercept import evaluating
 from crosslayer.probe.tokens import positions
 from crosslayer.verbs.bench.record import BenchSettings, Row
 from crosslayer.verbs.bench.run import bench_transformers
-from crosslayer.verbs.bench.serving import vllm_environment
 from crosslayer.verbs.evaluate import harness, summary
 from crosslayer.verbs.evaluate.record import EvaluatedModel, EvaluatedModels, EvaluateSettings
 from crosslayer.verbs.evaluate.result import Evaluation
-from crosslayer.verbs.serve.engine import Served, check_engine, servable
+from crosslayer.verbs.serve.engine import Served, check_engine, servable, vllm_environment
 
 COST_CONTEXT, COST_TOKENS, COST_PAIRS = 512, 16, 5  # of `cost`: prompt tokens, new tokens, pairs of runs
 

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 from crosslayer.eviction.running import SmallerCache
 from crosslayer.output.formatting import UNKNOWN, signed
-from crosslayer.verbs.bench.sentences import judged
 from crosslayer.verbs.evaluate.record import Score, ScoreRow
 from crosslayer.verbs.evaluate.result import Evaluation
 
@@ -65,7 +64,7 @@ def _cost_sentences(record: Evaluation) -> list[str]:
         return []
     return [
         f"At {cost.context} tokens the KV cache is {cost.cache.dynamic.share:.2%} of the baseline's 16-bit cache; time "
-        f"to first token {judged(cost.ttft)}, per further token {judged(cost.tpot_dynamic)} (candidate ÷ baseline)."
+        f"to first token {cost.ttft.text()}, per further token {cost.tpot_dynamic.text()} (candidate ÷ baseline)."
     ]
 
 

@@ -19,7 +19,7 @@ from crosslayer.output.manifest import write_manifest
 from crosslayer.output.record import Frozen, ModelFacts
 from crosslayer.output.result import Result
 from crosslayer.stats import Interval
-from crosslayer.verbs.bench.record import StepTime
+from crosslayer.stats.times import StepTime
 from crosslayer.verbs.needles.retrieval import Retrieval, count_retrieved
 from crosslayer.verbs.retrofit.moments import Fit
 from crosslayer.verbs.retrofit.request import RetrofitOptions

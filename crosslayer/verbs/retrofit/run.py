@@ -23,7 +23,7 @@ from crosslayer.output.progress import progress
 from crosslayer.probe.intercept import evaluating, layer_stack, no_cache
 from crosslayer.probe.tokens import check_ids, positions
 from crosslayer.probe.what_if import find_sublayers
-from crosslayer.verbs.bench.record import StepTime
+from crosslayer.stats.times import StepTime
 from crosslayer.verbs.bench.run import step_time
 from crosslayer.verbs.needles.retrieval import LENGTHS, LONG_LENGTHS, QUICK_LENGTHS, measure_retrieval, prompt_tokens
 from crosslayer.verbs.retrofit import alternatives as beside

@@ -6,9 +6,7 @@ from typing import Any
 from crosslayer.core.method import Method, options_of
 from crosslayer.output.formatting import listed, ranges, signed, signed_interval
 from crosslayer.stats import Interval
-from crosslayer.verbs.bench.record import StepTime
-from crosslayer.verbs.bench.sentences import durations
-from crosslayer.verbs.bench.sentences import ratio as ratio_of_times
+from crosslayer.stats.times import StepTime
 from crosslayer.verbs.needles.retrieval import count_retrieved, retrieval_sentence
 from crosslayer.verbs.retrofit.moments import FITTED_WEIGHTS
 from crosslayer.verbs.retrofit.result import Alternative, Damage, DomainDamage, MeasuredBaseline, RetrofitReport
@@ -99,12 +97,10 @@ def sentences(record: RetrofitReport) -> list[str]:
 
 
 def _step(step: StepTime) -> str:
-    """Return how long a decoding step takes, beside its prediction."""
-    time = step.time
-    expected = "no prediction" if time.predicted_ratio is None else f"predicted: {time.predicted_ratio:.2f}"
+    """Return how long a decoding step takes."""
     return (
-        f"A decoding step after {step.context:,} tokens takes {ratio_of_times(time.ratio, time.interval)} of the "
-        f"original's time ({durations(time)}; {expected})."
+        f"A decoding step after {step.context:,} tokens takes {step.time.ratio_text()} of the original's time "
+        f"({step.time.durations()})."
     )
 
 

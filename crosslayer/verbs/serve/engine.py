@@ -4,22 +4,27 @@ import importlib.metadata
 import math
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
+from unittest.mock import patch
 
 import torch
 from transformers import PreTrainedConfig
 
 from crosslayer.core.decoder import CrossLayerConfig
 from crosslayer.core.decoder.weights import to_config
+from crosslayer.core.methods import allowed_modules
 from crosslayer.extras import remedy
 from crosslayer.models.load import DTYPES, load_config, model_source, public_name
 from crosslayer.probe.tokens import config_positions
 from crosslayer.verbs.serve import bounded
 from crosslayer.verbs.serve.caches import TENSOR_PARALLEL, bytes_per_token, cache_item, not_servable, untested
-from crosslayer.verbs.serve.plugin import register_decilm, version_error
+from crosslayer.verbs.serve.plugin import ALLOWED, register_decilm, version_error
 
+# environment variables of vLLM, unless the user has set them: its log would hide the result
+QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_LOGGING_STREAM": "ext://sys.stderr", "VLLM_NO_USAGE_STATS": "1"}
 GIB = 2**30
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 BLOCKS = 16, 128  # tokens per block in vLLM, on a GPU and on a CPU
@@ -72,6 +77,14 @@ def servable(
         item = cache_item(values, torch.bfloat16 if dtype is None else DTYPES[dtype])
         _check_memory(config, name, kv_memory, longest, item / (2 if values.get(TENSOR_PARALLEL) == "2" else 1))
     return Served(model_source(model), name, config)
+
+
+@contextmanager
+def vllm_environment() -> Iterator[None]:
+    """Silence vLLM and let its processes use the methods that are allowed here; restores the environment."""
+    quiet = {name: value for name, value in QUIET.items() if name not in os.environ}
+    with patch.dict(os.environ, quiet | {ALLOWED: ",".join(allowed_modules())}):
+        yield
 
 
 def memory_bytes(kv_memory: float) -> int:

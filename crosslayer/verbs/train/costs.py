@@ -20,11 +20,8 @@ from transformers import PreTrainedModel, TrainingArguments
 from crosslayer.core.decoder import CrossLayerConfig, CrossLayerForCausalLM
 from crosslayer.core.decoder.modeling import AT_ONCE
 from crosslayer.core.transformers_versions import OLD_ARGUMENTS
-from crosslayer.models.load import resolve_dtype
+from crosslayer.machine import free_memory, seconds
 from crosslayer.probe.intercept import evaluating
-from crosslayer.verbs.bench.costs import attentions
-from crosslayer.verbs.bench.machine import seconds
-from crosslayer.verbs.bench.memory import free_memory
 from crosslayer.verbs.train.arguments import step_sequences
 from crosslayer.verbs.train.recipe import Recipe
 from crosslayer.verbs.train.record import TrainedModel
@@ -41,10 +38,6 @@ ADAM = ("adamw_torch", "adamw_torch_fused", "adamw_apex_fused", "adamw_anyprecis
 def trained_model(model: PreTrainedModel, length: int) -> TrainedModel:
     """Return the properties and costs of a model, over sequences of `length` tokens."""
     plan = read_plan(model, length)
-    with evaluating(model):
-        elements = sum(layer.read(length) for layer in attentions(model))
-    dtype = resolve_dtype(plan.dtype, model.device)
-    assert isinstance(dtype, torch.dtype)
     methods = model.config.cross_layer if isinstance(model, CrossLayerForCausalLM) else []
     entries = [dict(entry) if isinstance(entry, dict) else {"name": entry} for entry in methods]
     return TrainedModel(  # pyright: ignore[reportCallIssue]
@@ -54,7 +47,7 @@ def trained_model(model: PreTrainedModel, length: int) -> TrainedModel:
         parameters=model.num_parameters(),
         flops_per_token=PASSES * _forward_flops(model, length),
         kv_bytes_per_token=plan.kv_bytes / length,
-        kv_read_bytes_per_token=elements * dtype.itemsize / length,
+        kv_read_bytes_per_token=plan.read_bytes / length,
         dtype=plan.dtype,
     )
 

@@ -16,11 +16,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast, TrainingArgum
 
 from crosslayer.core.decoder import CrossLayerConfig, CrossLayerForCausalLM
 from crosslayer.environment import quiet_transformers
+from crosslayer.machine import peak_memory
 from crosslayer.models.embedded import cache_folder
 from crosslayer.models.load import load_model
 from crosslayer.output.folder import held, write_whole
 from crosslayer.output.progress import progress
-from crosslayer.verbs.bench.memory import peak_memory
 from crosslayer.verbs.train.arguments import BATCH, batch_sequences, step_sequences, training_arguments
 from crosslayer.verbs.train.attention import check_attention, set_attention
 from crosslayer.verbs.train.callbacks import SaveByTime, resumable

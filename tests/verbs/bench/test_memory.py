@@ -1,13 +1,10 @@
-"""What does not fit is skipped with a word, and free and peak memory are the machine's."""
+"""What does not fit is skipped with a word."""
 
-import psutil
 import pytest
-import torch
 
 from crosslayer.output.progress import metered_by
 from crosslayer.verbs.bench import memory
-from crosslayer.verbs.bench.costs import Load, structure
-from crosslayer.verbs.bench.memory import free_memory, peak_memory
+from crosslayer.verbs.bench.memory import Load
 from crosslayer.verbs.bench.sentences import sentences
 from tests.helpers.benches import short
 from tests.helpers.meters import Recorder
@@ -39,11 +36,10 @@ def test_a_prompt_that_is_read_with_eviction_needs_a_mask_for_each_head(monkeypa
 
 def test_eager_attention_needs_two_copies_of_a_layer_s_maps(monkeypatch):
     models = {"candidate": tiny("llama"), "baseline": tiny("llama")}
-    structures = {role: structure(model) for role, model in models.items()}
     needs = {}
     for attention in ("sdpa", "eager"):
         load, free = Load(60, 2, 1, attention), 0
-        while memory.too_large(models, structures, load) is not None or not free:
+        while memory.too_large(models, load) is not None or not free:
             free += 1600
             monkeypatch.setattr(memory, "free_memory", lambda device, free=free: free)
         needs[attention] = free
@@ -53,27 +49,3 @@ def test_eager_attention_needs_two_copies_of_a_layer_s_maps(monkeypatch):
     monkeypatch.setattr(memory, "free_memory", lambda device: needs["sdpa"] // 2 + 1600)
     benchmark = short(*models.values(), 60, attention=["sdpa", "eager"])
     assert [row.attention for row in benchmark.rows] == ["sdpa"] and benchmark.skipped[0].attention == "eager"
-
-
-def test_a_container_leaves_no_more_than_its_limit(monkeypatch, tmp_path):
-    cpu = torch.device("cpu")
-    free = free_memory(cpu)
-    assert 2**20 < free <= psutil.virtual_memory().total
-    group = tmp_path / "group"
-    group.mkdir()
-    (group / "memory.max").write_text("3000000")
-    (group / "memory.current").write_text("1000000")
-    monkeypatch.setattr(memory, "GROUP", group)
-    assert free_memory(cpu) == 2_000_000
-    (group / "memory.stat").write_text("anon 100000\ninactive_file 900000\n")  # cached files, which are given up
-    assert free_memory(cpu) == 2_900_000
-    (group / "memory.max").write_text("max")
-    assert free_memory(cpu) > 2_000_000
-
-
-def test_the_peak_of_a_block():
-    with peak_memory(torch.device("cpu")) as peak:
-        held = torch.ones(50 * 2**20 // 4)
-        del held
-    assert (peak.bytes is None) == (peak.reason is not None)
-    assert peak.bytes is None or 45 * 2**20 < peak.bytes < 150 * 2**20

@@ -1,8 +1,8 @@
 """The result of a bench in vLLM, which is loaded where there is no vLLM."""
 
 import crosslayer
+from crosslayer.stats.times import compare_times
 from crosslayer.verbs.bench.record import Both, ServedModel, ServingRow, ServingSettings
-from crosslayer.verbs.bench.summary import compared
 
 
 def test_the_result_comes_back_and_says_what_the_cache_holds(tmp_path):
@@ -11,7 +11,7 @@ def test_the_result_comes_back_and_says_what_the_cache_holds(tmp_path):
         candidate=ServedModel(name="ours", kv_tokens=300, **facts),
         baseline=ServedModel(name="old", kv_tokens=10, **facts),
     )
-    time = compared({"candidate": [1.0, 2.0, 3.0], "baseline": [2.0, 4.0, 6.0]})
+    time = compare_times([1.0, 2.0, 3.0], [2.0, 4.0, 6.0])
     settings = {"contexts": [8], "requests": [2], "new_tokens": 2, "repeats": 3, "kv_bytes": 2**30, "seed": 0}
     speeds = Both(candidate=2.0, baseline=1.0)
     result = crosslayer.ServingBenchmark(

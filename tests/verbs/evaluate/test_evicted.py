@@ -9,7 +9,6 @@ import crosslayer
 from crosslayer.core.transformers_versions import CACHE
 from crosslayer.eviction import policies
 from crosslayer.eviction.running import evicting
-from crosslayer.verbs.bench import machine
 from crosslayer.verbs.evaluate.sentences import sentences
 from tests.verbs.evaluate.test_exact import check_equal
 
@@ -77,8 +76,7 @@ def test_an_eviction_that_keeps_all_changes_no_digit(pair, tasks):
     check_equal(evicted.lm_eval_results["candidate"], plain.lm_eval_results["candidate"])
 
 
-def test_only_the_candidate_evicts_and_its_cost_stands_beside_its_scores(monkeypatch, pair, tasks):
-    monkeypatch.setattr(machine, "BUFFER", 2**20)  # over which rates of the machine are measured
+def test_only_the_candidate_evicts_and_its_cost_stands_beside_its_scores(pair, tasks):
     evaluation = crosslayer.evaluate(
         pair[0],
         baseline=pair[0],

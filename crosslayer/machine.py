@@ -1,0 +1,83 @@
+"""What a computation takes of this machine: free memory, the peak memory of a block, the seconds of a call."""
+
+import contextlib
+import ctypes
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+GROUP = Path("/sys/fs/cgroup")
+LIMITS = (  # limit of a control group, its usage, and the reclaimable file cache in that: versions 2 and 1
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
+)
+
+
+def free_memory(device: torch.device) -> float:
+    """Return bytes that can still be allocated, within the limit of a container."""
+    if device.type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + cached
+    available = psutil.virtual_memory().available  # ignores the limit of this process's control group
+    for limit, usage, cached in LIMITS:
+        with contextlib.suppress(OSError, ValueError):
+            free = int((GROUP / limit).read_text()) - int((GROUP / usage).read_text())
+            statistics = (GROUP / usage).with_name("memory.stat")
+            fields = statistics.read_text().split() if statistics.is_file() else []
+            return min(available, free + (int(fields[fields.index(cached) + 1]) if cached in fields else 0))
+    return available
+
+
+@dataclass
+class Peak:
+    """Peak memory inside the block above what was in use before; `reason` says why it is unknown."""
+
+    bytes: int | None = None
+    reason: str | None = None
+
+
+@contextlib.contextmanager
+def peak_memory(device: torch.device) -> Iterator[Peak]:
+    """Measure peak memory: allocated bytes on a GPU, the resident set on a CPU (Linux)."""
+    peak = Peak()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        yield peak
+        peak.bytes = torch.cuda.max_memory_allocated(device) - before
+        return
+    try:
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).malloc_trim(0)  # return freed memory, or the block would reuse it uncounted
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak to the current resident set
+        before = _resident_peak()
+    except (OSError, TypeError):
+        peak.reason = "this system does not report a process's peak memory for part of its run"
+        yield peak
+        return
+    yield peak
+    peak.bytes = _resident_peak() - before
+
+
+def _resident_peak() -> int:
+    """Return the largest resident set since the last reset, in bytes; psutil does not report it on Linux."""
+    line = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    if line is None:
+        raise OSError("no VmHWM")
+    return int(line[1]) * 1024
+
+
+def seconds(work: Callable[[], Any], device: torch.device) -> float:
+    """Return how long a call takes in seconds, including its work on the device."""
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    wait()
+    started = time.perf_counter()
+    work()
+    wait()
+    return time.perf_counter() - started

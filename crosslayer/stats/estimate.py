@@ -1,0 +1,81 @@
+"""A value with its interval: the one form in which every comparison is recorded, judged and written."""
+
+import math
+from typing import Literal
+
+import numpy as np
+from pydantic import Field
+from scipy import stats
+
+from crosslayer.output.formatting import UNKNOWN
+from crosslayer.output.record import Frozen
+from crosslayer.stats import LEVEL
+
+Verdict = Literal["lower", "higher", "no difference seen"]
+Better = Literal["lower", "higher"]
+ERROR = 1 - LEVEL  # of a p-value, above which no difference is seen
+FEWEST_DOMAINS = 3  # that a prediction interval needs
+
+
+class Estimate(Frozen):
+    """A value with its 95 % interval.
+
+    `low` and `high` are None where there is too little to give an interval. `none` is the value that means no
+    difference: 0 for a difference, 1 for a ratio.
+    """
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+    n: int = Field(ge=1, description="units that the interval is over")
+    over: str = Field(description="what these units are: windows, domains, seeds, items, samples, pairs of runs …")
+    how: str = Field(description="bootstrap, Student's t, Wilson, Agresti-Min, order statistics or prediction")
+    p: float | None = Field(default=None, ge=0, le=1, description="two-sided, where a test goes with it")
+    none: float = 0.0
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """The ends of the interval; None without one."""
+        return None if self.low is None or self.high is None else (self.low, self.high)
+
+    @property
+    def verdict(self) -> Verdict:
+        """Whether the value is lower or higher than no difference: the interval, and p if there is one, must say so."""
+        if self.interval is None or (self.p is not None and self.p >= ERROR):
+            return "no difference seen"
+        low, high = self.interval
+        if low <= self.none <= high:
+            return "no difference seen"
+        return "lower" if high < self.none else "higher"
+
+    def is_better(self, better: Better) -> bool | None:
+        """Return whether the difference is for the better; None if no difference is seen."""
+        return None if self.verdict == "no difference seen" else self.verdict == better
+
+    def text(self, digits: int = 3, signed: bool = False, percent: bool = False) -> str:
+        """Return the value with its interval: 0.343 (0.324-0.363), signed −0.031 (−0.040 to −0.022)."""
+        number = f"{'+' if signed else ''}.{digits}{'%' if percent else 'f'}"
+        value, *ends = (format(one, number).replace("-", "−") for one in (self.value, *(self.interval or ())))
+        joint = " to " if signed or "−" in "".join(ends) else "-"
+        return f"{value} ({joint.join(ends) or UNKNOWN})"
+
+
+def new_domain(means: np.ndarray, none: float = 0.0) -> Estimate:
+    """Return the mean over domains, with the 95 % prediction interval of the mean of one more domain.
+
+        x̄ ± t(0.975, D − 1) · s · √(1 + 1/D)
+
+    An interval over windows says what more text of the same domains would give. This one says what text of another kind
+    would, if it is drawn as these domains were.
+
+    Args:
+        means: the mean of each domain, (D,).
+        none: the value that means no difference.
+
+    """
+    count, value = len(means), float(means.mean())
+    facts = {"value": value, "n": count, "over": "domains", "how": "prediction", "none": none}
+    if count < FEWEST_DOMAINS:
+        return Estimate(**facts)
+    half = float(stats.t.ppf((1 + LEVEL) / 2, count - 1)) * float(means.std(ddof=1)) * math.sqrt(1 + 1 / count)
+    return Estimate(**facts, low=value - half, high=value + half)

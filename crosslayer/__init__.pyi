@@ -38,6 +38,9 @@ from crosslayer.verbs.intervene.kinds import intervening as intervening
 from crosslayer.verbs.intervene.kinds import waiver as waiver
 from crosslayer.verbs.intervene.result import Effect as Effect
 from crosslayer.verbs.intervene.run import intervene as intervene
+from crosslayer.verbs.measure.candidate import Candidate as Candidate
+from crosslayer.verbs.measure.result import Measurement as Measurement
+from crosslayer.verbs.measure.run import measure as measure
 from crosslayer.verbs.methods.run import methods as methods
 from crosslayer.verbs.needles.result import Needles as Needles
 from crosslayer.verbs.needles.run import needles as needles

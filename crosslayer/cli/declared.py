@@ -12,7 +12,7 @@ from typing import Any
 PACKAGE = Path(__file__).parent.parent
 REQUIRED = object()
 TEXTS = ("Text", "DomainTexts")  # annotations of text: from one source, and by domain
-SPELLED = {"settings": "--set"}  # overrides values of a recipe; other config tools call it --set too
+SPELLED = {"settings": "--set", "candidates": "--candidate"}  # each adds one; other config tools call it --set too
 
 
 @dataclass(frozen=True)

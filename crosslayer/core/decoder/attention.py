@@ -6,6 +6,7 @@ the linear compensation (W_c). Mixers are a list, often empty.
 Shapes: B batch, T new tokens, S cached + new tokens, C hidden, H heads, H_kv key-value heads, D head size.
 """
 
+import functools
 from typing import Any
 
 from torch import Tensor, nn
@@ -58,7 +59,7 @@ class CrossLayerAttention(nn.Module):
         self.sliding_window = config.sliding_window if config.layer_types[layer_idx] == "sliding_attention" else None
         self.stored = wiring.plan.stored(layer_idx)
         self.sources, self.carried = dict(wiring.sources[layer_idx]), dict(wiring.carried[layer_idx])
-        map_sources = [map_source(wiring.plan, layer) for layer in range(wiring.plan.layers)]
+        map_sources = find_map_sources(wiring.plan)
         if map_sources[layer_idx] is not None:
             self.sources[MAP] = (f"map.{map_sources[layer_idx]}",)
         self.shares_map = layer_idx in map_sources
@@ -305,6 +306,12 @@ class CrossLayerAttention(nn.Module):
             return [q, update_single(cache, k, self.layer_idx), v]
         assert v is not None
         return [q, k, update_single(cache, v, self.layer_idx)]
+
+
+@functools.lru_cache(8)  # every layer of a model asks
+def find_map_sources(plan: DepthPlan) -> tuple[int | None, ...]:
+    """Return the layer whose softmax map each layer uses, (L,); None: its own."""
+    return tuple(map_source(plan, layer) for layer in range(plan.layers))
 
 
 def map_source(plan: DepthPlan, layer: int) -> int | None:

@@ -31,7 +31,7 @@ from crosslayer.core.decoder.keywords import LEAKED, LOSS, check_keywords
 from crosslayer.core.decoder.layer import ROUTERS, CrossLayerDecoderLayer
 from crosslayer.core.decoder.packed import recurrent_mask
 from crosslayer.core.latents import column_positions
-from crosslayer.core.method import TOKENS, Carry, Mixing, Residual
+from crosslayer.core.method import TOKENS, Carry, Mixing
 from crosslayer.core.sources import BY_LAYER
 from crosslayer.core.transformers_versions import CACHE, NewPreTrainedModel, layers_without_cache, takes_cache
 from crosslayer.environment import check_flex
@@ -134,7 +134,7 @@ class CrossLayerModel(CrossLayerPreTrainedModel):
         self.token_readers = [method.name() for method in wiring.methods if method.reads_tokens]
         self.final_residual = next((residual for residual in residuals if residual is not None), None)
         for method in wiring.methods:
-            method.connect([module for module in self.modules() if isinstance(module, Residual)])
+            method.connect(self)
         self.gradient_checkpointing = False
         self.post_init()
 

@@ -15,7 +15,7 @@ Source: "Attention Residuals" (arXiv 2603.15031); softmax over depth in float32,
 import functools
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 from typing import ClassVar
 
 import torch
@@ -69,7 +69,8 @@ class AttnRes(Method):
     @property
     def published(self) -> bool:
         """Whether the options are the paper's form, with any block size."""
-        return replace(self, block=None, two_phase=False) == AttnRes()
+        ablations = (field for field in fields(self) if field.name not in ("block", "two_phase"))
+        return all(getattr(self, field.name) == field.default for field in ablations)
 
     def residual(self, config: Config, wiring: Wiring, layer: int, site: str) -> Residual:
         """Let each sublayer but the first read earlier outputs with its own query."""
@@ -98,10 +99,10 @@ class AttnRes(Method):
             return _Ablated(self, config, total, opens=True)
         return _Depth(config, total, opens=True, total=total)
 
-    def connect(self, residuals: Sequence[Residual]) -> None:
+    def connect(self, model: nn.Module) -> None:
         """Let the reader that opens a block know the others, whose queries it answers over the closed blocks."""
         if self.two_phase:
-            readers = [reader for reader in residuals if isinstance(reader, _Depth)]
+            readers = [reader for reader in model.modules() if isinstance(reader, _Depth)]
             openers = [number for number, reader in enumerate(readers) if reader.opens]
             for start, end in itertools.pairwise(openers):
                 readers[start].block = tuple(readers[start:end])

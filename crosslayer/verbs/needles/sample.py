@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from crosslayer.corpus.pieces import special_tokens, token_ids
 from crosslayer.verbs.needles.record import Question
-from crosslayer.verbs.needles.text import DIGITS, INTRODUCTION, KEYS, NEEDLE, PREFIX, QUESTION, haystack
+from crosslayer.verbs.needles.text import DIGITS, KEYS, RULER, Phrasing, haystack
 
 AHEAD = 50  # consecutive sentences that may be too long for the remaining tokens before the search ends
 
@@ -45,10 +45,18 @@ class Drawn:
 
 
 class Samples:
-    """Makes samples with `keys` needles; their length in tokens leaves `new_tokens` for the answer."""
+    """Makes samples with `keys` needles, in a phrasing; their length in tokens leaves `new_tokens` for the answer."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, keys: int = 4, new_tokens: int = 32, seed: int = 0):
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        keys: int = 4,
+        new_tokens: int = 32,
+        seed: int = 0,
+        phrasing: Phrasing = RULER,
+    ):
         self.tokenizer, self.keys, self.new_tokens, self.seed = tokenizer, keys, new_tokens, seed
+        self.phrasing = phrasing
         self.first = special_tokens(tokenizer)[0]
         self.costs: dict[int, int] = {}  # tokens of each sentence, with the space before it
 
@@ -65,7 +73,7 @@ class Samples:
             positions=sorted(draw.random() for _ in range(self.keys - 1)),
             start=draw.randrange(len(haystack())),
         )
-        text, prefix = written(drawn, self._fill(drawn, depth, length), depth)
+        text, prefix = written(drawn, self._fill(drawn, depth, length), depth, self.phrasing)
         return Sample(
             length=length,
             depth=depth,
@@ -80,7 +88,7 @@ class Samples:
 
     def _fill(self, drawn: Drawn, depth: int, length: int) -> list[str]:
         """Return the sentences of the haystack: all that fit from the first on; at the end long ones are skipped."""
-        limit, bare = length - self.new_tokens, self._count(" ".join(written(drawn, [], depth)))
+        limit, bare = length - self.new_tokens, self._count(" ".join(written(drawn, [], depth, self.phrasing)))
         left, missed, chosen = limit - bare, 0, []
         for step in range(len(haystack())):
             number = (drawn.start + step) % len(haystack())
@@ -96,7 +104,7 @@ class Samples:
                 break
         else:
             raise ValueError(f"`lengths` must be at most {length - left}, the size of the haystack, got {length}")
-        while chosen and self._count(" ".join(written(drawn, chosen, depth))) > limit:
+        while chosen and self._count(" ".join(written(drawn, chosen, depth, self.phrasing))) > limit:
             chosen.pop()
         if not chosen:
             raise ValueError(
@@ -114,12 +122,14 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
     return [*special_tokens(tokenizer)[0], *token_ids(tokenizer, prompt)]
 
 
-def written(drawn: Drawn, sentences: Sequence[str], depth: int) -> tuple[str, str]:
+def written(drawn: Drawn, sentences: Sequence[str], depth: int, phrasing: Phrasing = RULER) -> tuple[str, str]:
     """Return the text of a sample with these sentences as its haystack, and the beginning of the answer."""
-    needles = [NEEDLE.format(key=key, value=value) for key, value in zip(drawn.keys, drawn.values, strict=True)]
+    pairs = zip(drawn.keys, drawn.values, strict=True)
+    needles = [phrasing.needle.format(key=key, value=value) for key, value in pairs]
     lines = [*sentences]
     for position, needle in zip(reversed(drawn.positions), reversed(needles[1:]), strict=True):  # from the end
         lines.insert(int((len(sentences) + 1) * position), needle)
     lines.insert(len(lines) * depth // 100, needles[0])
-    question = QUESTION.format(key=drawn.keys[0])
-    return f"{INTRODUCTION}\n{' '.join(lines)}\n{question}", PREFIX.format(key=drawn.keys[0])
+    question = phrasing.question.format(key=drawn.keys[0])
+    text = f"{phrasing.introduction}\n{' '.join(lines)}\n{question}"
+    return text, phrasing.prefix.format(key=drawn.keys[0])

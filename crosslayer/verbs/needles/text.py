@@ -6,16 +6,44 @@ Source of the sentences, of keys made of an adjective and a noun, and of 7-digit
 
 import functools
 import re
+from typing import NamedTuple
 
 from crosslayer.corpus.domains import embedded_domains
 
-NEEDLE = "One of the special magic numbers for {key} is: {value}."
-INTRODUCTION = (
-    "A special magic number is hidden within the following text. Make sure to memorize it. I will quiz you about the "
-    "number afterwards."
+
+class Phrasing(NamedTuple):
+    """The sentences of a sample; `needle`, `question` and `prefix` have the key in them, `needle` the value too."""
+
+    needle: str
+    introduction: str
+    question: str
+    prefix: str
+
+
+RULER = Phrasing(
+    needle="One of the special magic numbers for {key} is: {value}.",
+    introduction=(
+        "A special magic number is hidden within the following text. Make sure to memorize it. I will quiz you about "
+        "the number afterwards."
+    ),
+    question="What is the special magic number for {key} mentioned in the provided text?",
+    prefix="The special magic number for {key} mentioned in the provided text is",
 )
-QUESTION = "What is the special magic number for {key} mentioned in the provided text?"
-PREFIX = "The special magic number for {key} mentioned in the provided text is"
+PHRASINGS = (  # a model that retrieves in one phrasing may fail in another
+    RULER,
+    Phrasing(
+        needle="The access code of the {key} is {value}.",
+        introduction="Read the following text. It contains an access code.",
+        question="Which access code does the text give for the {key}?",
+        prefix="The access code of the {key} is",
+    ),
+    Phrasing(
+        needle="Remember that locker {key} opens with {value}.",
+        introduction="Somewhere below, the text says how a locker is opened.",
+        question="With which number does locker {key} open?",
+        prefix="Locker {key} opens with",
+    ),
+)
 DIGITS = 7  # of a value
 
 DOMAIN = "books"

@@ -127,7 +127,7 @@ def test_the_words_are_those_of_rulers_own_generator(generator, keys):
     )
     lines = text.sentences_of(prompt.split("\n")[1])
     told = [line for line in lines if line.startswith("One of the special magic")]
-    assert len(told) == keys and text.NEEDLE.format(key=key, value=answers[0]) in told
+    assert len(told) == keys and text.RULER.needle.format(key=key, value=answers[0]) in told
     drawn = Drawn([key], answers, [], 0)
     ours, _ = written(drawn, [line for line in lines if answers[0] not in line], 0)
     assert [*ours.split("\n")[::2]] == [*prompt.split("\n")[::2]]  # introduction and question
@@ -136,8 +136,8 @@ def test_the_words_are_those_of_rulers_own_generator(generator, keys):
 
 def test_the_answer_begins_as_rulers_does():
     source = (ruler() / "prepare_niah.py").read_text()
-    assert constant("prepare_niah.py", "NEEDLE").replace("{type_needle_v}", "numbers") == text.NEEDLE
-    assert text.PREFIX.replace("number", "{type_needle_v[:-1]}", 1).replace("{key}", "{query}") in source
+    assert constant("prepare_niah.py", "NEEDLE").replace("{type_needle_v}", "numbers") == text.RULER.needle
+    assert text.RULER.prefix.replace("number", "{type_needle_v[:-1]}", 1).replace("{key}", "{query}") in source
 
 
 @pytest.mark.parametrize("said", ["It is 1234567.", "1234567\x01 and 7654321", " 123456", "", "ABC is 7654321"])

@@ -130,9 +130,9 @@ def test_what_is_wrong_is_said_in_a_line(options, message):
 def test_seconds_are_those_of_asking(monkeypatch, folder):
     clock, load = SimpleNamespace(now=0.0), Loadable.load
 
-    def slow(side, progress):
+    def slow(side):
         clock.now += 100
-        return load(side, progress)
+        return load(side)
 
     monkeypatch.setattr(Loadable, "load", slow)
     monkeypatch.setattr(verb, "time", SimpleNamespace(monotonic=lambda: clock.now))

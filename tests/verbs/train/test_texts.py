@@ -11,6 +11,7 @@ from typing import ClassVar
 import pytest
 
 from crosslayer.corpus.documents import TextSource
+from crosslayer.output.progress import metered_by
 from crosslayer.verbs.train import texts, tokenizers
 from crosslayer.verbs.train.texts import Domain
 from crosslayer.verbs.train.tokenizers import make_tokenizer
@@ -100,7 +101,8 @@ def test_progress_of_files_is_a_percentage(tmp_path, monkeypatch, kind):
             file.write_bytes({"gz": gzip.compress, "xz": lzma.compress}.get(kind.split(".")[-1], bytes)(content))
     Domain("web", TextSource(str(tmp_path))).shards(BYTES, tmp_path / "shards")
     assert not Noted.tasks
-    Domain("web", TextSource(str(tmp_path)), every=5).shards(BYTES, tmp_path / "shards", Noted)
+    with metered_by(Noted):
+        Domain("web", TextSource(str(tmp_path)), every=5).shards(BYTES, tmp_path / "shards")
     for split, (task, total, steps) in zip(("training", "validation"), Noted.tasks, strict=True):
         assert task.startswith(f"tokenising web-{split}-") and task.endswith(" (%)") and total == 100
         assert steps == sorted(steps) and steps[0] < 60 and steps[-1] == 100
@@ -109,7 +111,8 @@ def test_progress_of_files_is_a_percentage(tmp_path, monkeypatch, kind):
 
 def test_progress_of_other_sources_counts_documents(tmp_path, monkeypatch):
     monkeypatch.setattr(Noted, "tasks", [])
-    shards = Domain("science", TextSource()).shards(BYTES, tmp_path / "shards", Noted)
+    with metered_by(Noted):
+        shards = Domain("science", TextSource()).shards(BYTES, tmp_path / "shards")
     for split, (task, total, steps) in zip(shards, Noted.tasks, strict=True):
         assert task == f"tokenising {split.folder.name}" and total == 0 and steps[-1] == split.documents
 

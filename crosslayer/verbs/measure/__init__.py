@@ -1,0 +1,4 @@
+"""Judges any candidate for a smaller cache against the original: bytes, KL, retrieval, time, in one table."""
+
+GROUP = "Measure"
+OUT = "measured"

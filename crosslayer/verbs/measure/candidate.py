@@ -1,0 +1,127 @@
+"""What is judged: a model, and the way it keeps its cache."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import Cache, PreTrainedModel
+
+from crosslayer.core.plan import DepthPlan
+from crosslayer.eviction.policies import POLICIES
+from crosslayer.eviction.running import NewCache, SmallerCache
+from crosslayer.models.embedded import EMBEDDED
+from crosslayer.models.load import public_name
+from crosslayer.probe.what_if import what_if
+from crosslayer.wiring.kv_bits import KINDS
+
+Around = Callable[[PreTrainedModel], AbstractContextManager[Any]]  # gives a function that makes a cache, or anything
+BITS = {name: bits for bits, name in KINDS.items()}  # int4 → 4
+WHAT = (
+    f"a model (its name or folder), bits of the cache ({', '.join(BITS)}, or by layer: 8@0-11,4@12-29), an eviction "
+    f"({', '.join(f'{name}:0.5' for name in POLICIES)})"
+)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A model and the way it keeps its cache.
+
+    Attributes:
+        name: in tables.
+        model: its own, loaded or a name; None: the original.
+        around: a context manager around the model that makes its cache smaller; None: the cache is the model's own.
+        scores: whether the context manager also changes a pass without a cache, which scores a text. Otherwise a text
+            is read token by token, with a cache that the context manager gives.
+        engines: that can serve it.
+
+    """
+
+    name: str
+    model: PreTrainedModel | str | Path | None = None
+    around: Around | None = None
+    scores: bool = True
+    engines: tuple[str, ...] = ("transformers",)
+
+    @contextmanager
+    def running(self, model: PreTrainedModel) -> Iterator[NewCache | None]:
+        """Run the model with the candidate's cache; gives a function that makes an empty one, None for the model's."""
+        with nullcontext() if self.around is None else self.around(model) as given:
+            yield given if callable(given) else None
+
+
+def candidate_of(given: Any, name: str | None = None) -> Candidate:
+    """Return a candidate from a name, or in Python from a model, a plan, a cache class or a context manager.
+
+    Raises:
+        ValueError: it is none of these.
+
+    """
+    if isinstance(given, Candidate):
+        return given
+    if isinstance(given, PreTrainedModel):
+        return Candidate(name or public_name(given), given, engines=_engines(given.config))
+    if isinstance(given, DepthPlan):
+        return Candidate(name or "plan", around=lambda model: what_if(model, given))
+    if isinstance(given, type) and issubclass(given, Cache):
+        return Candidate(name or given.__name__, around=lambda model: _with_class(model, given), scores=False)
+    if isinstance(given, str | Path):
+        return _named(str(given), name)
+    if callable(given):
+        return Candidate(name or getattr(given, "__name__", type(given).__name__), around=given, scores=False)
+    raise ValueError(
+        f"a candidate must be {WHAT}, a plan, a cache class or a context manager; got {type(given).__name__}"
+    )
+
+
+def read_candidates(given: Sequence[Any] | Mapping[str, Any]) -> list[Candidate]:
+    """Return the candidates of a list, or of a mapping with a name for each; names must differ."""
+    if isinstance(given, Mapping):
+        candidates = [candidate_of(one, name) for name, one in given.items()]
+    else:
+        candidates = [candidate_of(one) for one in given]
+    if not candidates:
+        raise ValueError(f"`candidates` must name at least one: {WHAT}")
+    names = [candidate.name for candidate in candidates]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"two candidates are named {twice[0]!r}; give a mapping of names to candidates")
+    return candidates
+
+
+def _named(text: str, name: str | None) -> Candidate:
+    from crosslayer.models.load import load_config
+
+    is_eviction = text.partition(":")[0] in POLICIES
+    is_bits = text in BITS or text[:1].isdigit() or text.partition("@")[0] in BITS
+    if not Path(text).exists() and (is_eviction or is_bits):
+        smaller = SmallerCache(evict=text) if is_eviction else SmallerCache(kv_bits=BITS.get(text, text))
+        smaller.sentences()  # raises for what cannot be read
+        engines = ("transformers", "vLLM") if text == "fp8" else ("transformers",)
+        return Candidate(name or text, around=smaller.running, engines=engines)
+    if not Path(text).expanduser().is_dir() and "/" not in text and text not in EMBEDDED:
+        raise ValueError(f"unknown candidate {text!r}; it must be {WHAT}")
+    return Candidate(name or public_name(text), text, engines=_engines(load_config(text)))
+
+
+def _engines(config: Any) -> tuple[str, ...]:
+    """Return the engines that can serve a model of this type."""
+    if config.model_type != "crosslayer":
+        return "transformers", "vLLM", "llama.cpp"
+    names = {method["name"] for method in config.methods or ()}
+    return ("transformers",) if names & {"kv_latents", "shared_choice"} else ("transformers", "vLLM")
+
+
+@contextmanager
+def _with_class(model: PreTrainedModel, cls: type[Cache]) -> Iterator[NewCache]:
+    """Give a function that makes an empty cache of a class: `cls(config)`, or `cls()` where it takes nothing."""
+
+    def new_cache() -> Cache:
+        try:
+            return cls(config=model.config)  # type: ignore[call-arg]
+        except TypeError:
+            return cls()  # type: ignore[call-arg]
+
+    new_cache()  # raises at once
+    yield new_cache

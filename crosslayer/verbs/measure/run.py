@@ -1,0 +1,218 @@
+"""Measures candidates for a smaller cache, or a smaller model, against the original."""
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from crosslayer.corpus.domains import shared_out, split_domains
+from crosslayer.models.load import model_facts, public_name, ready_model
+from crosslayer.models.pair import causal_config
+from crosslayer.output.progress import progress
+from crosslayer.output.record import ModelFacts
+from crosslayer.probe.tokens import check_ids, positions
+from crosslayer.stats.bootstrap import Bootstrap
+from crosslayer.stats.estimate import Estimate, new_domain
+from crosslayer.stats.ratios import paired_ratio
+from crosslayer.stats.shares import mcnemar, share_difference
+from crosslayer.verbs.measure.candidate import Candidate, read_candidates
+from crosslayer.verbs.measure.judge import STEPS, WARM_UP, Judge
+from crosslayer.verbs.measure.result import NEW, MeasuredCandidate, Measurement, MeasureSettings, Row
+from crosslayer.verbs.retrofit.damage import MIN_WINDOWS
+from crosslayer.verbs.retrofit.texts import DomainTexts, Texts
+
+
+def measure(
+    model: PreTrainedModel | str | Path,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    candidates: Sequence[Any] | Mapping[str, Any] | None = None,
+    text: DomainTexts = None,
+    only: Sequence[str] = ("bytes", "kl", "needles", "time"),
+    windows: int = 96,
+    length: int = 256,
+    context: int = 1024,
+    lengths: Sequence[int] = (512, 1024),
+    samples: int = 2,
+    repeats: int = 5,
+    seed: int = 0,
+    bos: str = "auto",
+    dtype: str | torch.dtype | None = None,
+    device: str | torch.device | None = None,
+) -> Measurement:
+    """Judge smaller caches and smaller models against the original: bytes, KL, retrieval and time, in one table.
+
+    All candidates read the same windows, answer the same questions and take turns on the clock.
+
+    Args:
+        model: the original: hub name, local folder, smollm2, qwen or gemma3. In Python also a loaded model.
+        tokenizer: in Python, the tokenizer of a loaded model.
+        candidates: a model (name or folder), bits of the cache (int8, int4, fp8, 8@0-11,4@12-29) or an eviction
+            (h2o:0.5); repeatable; default fp8, int8 and int4. In Python also a loaded model, a `DepthPlan`, a class
+            of caches, or a context manager around the model, in a list or by name.
+        text: evaluation text, repeatable: one domain each, named by NAME=FILE; default all embedded domains. In
+            Python also token ids (N, `length`), documents, sources, or a dict of these by domain.
+        only: what is measured.
+        windows: evaluation windows, all domains together; at least 16 per domain.
+        length: tokens per window.
+        context: tokens after which the cache's bytes are counted and a decoding step is timed.
+        lengths: tokens of the texts in which numbers are hidden.
+        samples: hidden numbers at each length and each of five depths.
+        repeats: timed runs of each candidate.
+        seed: random seed.
+        bos: begin each window with the BOS token: auto (as the tokenizer does), yes or no.
+        dtype: float32, bfloat16, …; default float32 on a CPU. In Python only if `model` is a name.
+        device: cpu, cuda, …; default the GPU if there is one. In Python only if `model` is a name.
+
+    Raises:
+        ValueError: a candidate is unknown, an option is wrong, or there is too little text.
+
+    """
+    settings = MeasureSettings(
+        only=tuple(only),  # type: ignore[arg-type]
+        windows=windows,
+        length=length,
+        context=context,
+        lengths=tuple(lengths),
+        samples=samples,
+        repeats=repeats,
+        seed=seed,
+        bos=bos,
+    )
+    judged = read_candidates(("fp8", "int8", "int4") if candidates is None else candidates)
+    causal_config("measure", model)
+    texts = Texts.load(text, None, seed)
+    least = MIN_WINDOWS * len(texts.evaluation)
+    if windows < least:
+        raise ValueError(f"`windows` must be at least {least} ({MIN_WINDOWS} of each domain), got {windows}")
+    started = time.perf_counter()
+    loaded, tokenizer = ready_model(model, tokenizer, dtype=dtype, device=device)
+    if "time" in only or "bytes" in only:
+        most = positions(loaded) - WARM_UP - STEPS
+        if context > most:
+            raise ValueError(f"`context` must be at most {most}, the model's positions less the steps, got {context}")
+    if tokenizer is None and "needles" in only:
+        raise ValueError("a loaded model needs tokenizer=…, or leave needles out of `only`")
+    with progress("tokenizing the text", 0):
+        parts = {"evaluation": shared_out(windows, texts.evaluation)}
+        cut = split_domains(texts.domains, tokenizer, parts=parts, length=length, seed=seed, bos=bos)["evaluation"]
+    check_ids(loaded, cut.ids)
+    judge = Judge(loaded, tokenizer, cut, context, seed)
+    rows: list[Row] = []
+    if "bytes" in only:
+        rows += _bytes(judge, judged)
+    if "kl" in only:
+        rows += _kl(judge, judged)
+    if "needles" in only:
+        rows += _needles(judge, judged, settings)
+    if "time" in only:
+        rows += _time(judge, judged, repeats)
+    judge.close()
+    return Measurement(
+        original=ModelFacts(**model_facts(loaded, public_name(model))),
+        candidates=tuple(
+            MeasuredCandidate(name=one.name, engines=one.engines, failed=judge.failed.get(one.name)) for one in judged
+        ),
+        rows=tuple(row for row in rows if row.candidate not in judge.failed),
+        settings=settings,
+        seconds=round(time.perf_counter() - started, 1),
+    )
+
+
+def _bytes(judge: Judge, candidates: Sequence[Candidate]) -> list[Row]:
+    """Return the bytes that each cache holds after the context."""
+    original, rows = judge.held_bytes(None), []
+    assert original is not None
+    with progress("counting bytes", len(candidates)) as bar:
+        for done, candidate in enumerate(candidates, 1):
+            held = judge.held_bytes(candidate)
+            if held is not None:
+                share = Estimate(value=held / original, n=1, over="caches", how="counted", none=1.0)
+                facts = {"original": original, "value": held, "change": share}
+                rows.append(Row(quantity="bytes", unit="bytes", candidate=candidate.name, better="lower", **facts))
+            bar.step(done, len(candidates))
+    return rows
+
+
+def _kl(judge: Judge, candidates: Sequence[Candidate]) -> list[Row]:
+    """Return KL and the ratio of perplexities, of all windows and by domain, and the KL that a new domain may have."""
+    rows: list[Row] = []
+    for name, own in judge.kl(candidates).items():
+        domains = list(dict.fromkeys(own.domains))
+        for scope, losses in [("all", own), *((domain, own.of(domain)) for domain in domains)]:
+            bootstrap = Bootstrap(losses.documents)
+            facts: dict[str, Any] = {"candidate": name, "scope": scope, "better": "lower"}
+            low, high = bootstrap.interval(losses.kl)
+            kl = Estimate(value=losses.kl.mean(), low=low, high=high, n=len(losses.kl), over="windows", how="bootstrap")
+            rows.append(Row(quantity="KL", unit="nats/token", original=0.0, value=kl.value, change=kl, **facts))
+            before, after = float(np.exp(losses.before.mean())), float(np.exp(losses.after.mean()))
+            low, high = np.exp(bootstrap.interval(losses.after - losses.before)).tolist()
+            ratio = Estimate(
+                value=after / before, low=low, high=high, n=len(losses.kl), over="windows", how="bootstrap", none=1.0
+            )
+            rows.append(Row(quantity="perplexity", unit="", original=before, value=after, change=ratio, **facts))
+        if len(domains) > 1:
+            kl = new_domain(np.array([own.of(domain).kl.mean() for domain in domains]))
+            rows.append(Row(quantity="KL", unit="nats/token", candidate=name, scope=NEW, change=kl, better="lower"))
+    return rows
+
+
+def _needles(judge: Judge, candidates: Sequence[Candidate], settings: MeasureSettings) -> list[Row]:
+    """Return the share of hidden numbers that each candidate finds, of all and at each length."""
+    samples = judge.samples(settings.lengths, settings.samples)
+    original, rows = judge.retrieved(None, samples), []
+    assert original is not None
+    for candidate in candidates:
+        found = judge.retrieved(candidate, samples)
+        if found is None:
+            continue
+        for length in (None, *settings.lengths):
+            pairs = [
+                (ours, theirs)
+                for ours, theirs, sample in zip(found, original, samples, strict=True)
+                if length in (None, sample.length)
+            ]
+            gained, lost = sum(ours > theirs for ours, theirs in pairs), sum(ours < theirs for ours, theirs in pairs)
+            count = len(pairs)
+            low, high = share_difference(gained, lost, count)
+            change = Estimate(
+                value=(gained - lost) / count,
+                low=low,
+                high=high,
+                n=count,
+                over="samples",
+                how="Agresti-Min",
+                p=mcnemar(gained, lost),
+            )
+            rows.append(
+                Row(
+                    quantity="retrieval",
+                    unit="share",
+                    candidate=candidate.name,
+                    scope="all" if length is None else str(length),
+                    original=sum(theirs for _, theirs in pairs) / count,
+                    value=sum(ours for ours, _ in pairs) / count,
+                    change=change,
+                    better="higher",
+                )
+            )
+    return rows
+
+
+def _time(judge: Judge, candidates: Sequence[Candidate], repeats: int) -> list[Row]:
+    """Return the seconds of a decoding step, and their ratio over pairs."""
+    rows = []
+    for name, pairs in judge.step_times(candidates, repeats).items():
+        own, original = (list(times) for times in zip(*pairs, strict=True))
+        value, interval = paired_ratio(own, original)
+        low, high = interval or (None, None)
+        ratio = Estimate(
+            value=value, low=low, high=high, n=len(pairs), over="pairs of runs", how="order statistics", none=1.0
+        )
+        medians = {"original": float(np.median(original)), "value": float(np.median(own))}
+        rows.append(Row(quantity="step", unit="s", candidate=name, change=ratio, better="lower", **medians))
+    return rows

@@ -175,6 +175,7 @@ WITH_OUT = {  # the words that each command needs
     "export": "model --to hf",
     "heal": "retrofit --recipe heal-smoke",
     "intervene": "model --waiver 5",
+    "measure": "model",
     "needles": "model",
     "plan": "model",
     "retrofit": "model",

@@ -55,7 +55,7 @@ def candidate_of(given: Any, name: str | None = None) -> Candidate:
     """Return a candidate from a name, or in Python from a model, a plan, a cache class or a context manager.
 
     Raises:
-        ValueError: it is none of these.
+        ValueError: it is something else.
 
     """
     if isinstance(given, Candidate):
@@ -109,8 +109,8 @@ def _engines(config: Any) -> tuple[str, ...]:
     """Return the engines that can serve a model of this type."""
     if config.model_type != "crosslayer":
         return "transformers", "vLLM", "llama.cpp"
-    names = {method["name"] for method in config.methods or ()}
-    return ("transformers",) if names & {"kv_latents", "shared_choice"} else ("transformers", "vLLM")
+    plan = config.plan
+    return ("transformers",) if plan.has_latents or plan.has_choices else ("transformers", "vLLM")
 
 
 @contextmanager

@@ -37,7 +37,7 @@ def measure(
     length: int = 256,
     context: int = 1024,
     lengths: Sequence[int] = (512, 1024),
-    samples: int = 2,
+    samples: int = 1,
     repeats: int = 5,
     seed: int = 0,
     bos: str = "auto",

@@ -19,6 +19,11 @@ LEFT = {
 ENDS = [(r"(.*)\.interval\.0", r"\1.low"), (r"(.*)\.interval\.1", r"\1.high")]
 # where a schema has moved numbers to, by record: old path, new path, one after the other
 MOVED = {
+    "compare": [
+        (r"(outcomes\..*\.(?:final|domains\.\w+))\.mean", r"\1.change.value"),
+        (r"(outcomes\..*)\.(interval\..|p)", r"\1.change.\2"),
+        *ENDS,
+    ],
     "evaluate": [
         (r"(.*)\.paired\.estimate", r"\1.paired.change.value"),
         (r"(.*)\.paired\.(interval\..|p)", r"\1.paired.change.\2"),
@@ -26,7 +31,7 @@ MOVED = {
     ],
 }
 # what an `Estimate` says beside them
-NEW = {"evaluate": r".*\.change\.(n|none)"}
+NEW = dict.fromkeys(("compare", "evaluate"), r".*\.change\.(n|none)")
 
 
 def moved(path, name):

@@ -84,7 +84,7 @@ def _weighted(differences: np.ndarray, weights: np.ndarray) -> tuple[Estimate, f
     spread = float(((differences - value * weights) / weights.mean()).std(ddof=1))
     error = spread / math.sqrt(count)
     half = error * t_quantile(count - 1)
-    p = 2 * stats.t.sf(abs(value) / error, count - 1) if error else float(not value)
+    p = float(2 * stats.t.sf(abs(value) / error, count - 1) if error else not value)
     return Estimate(**facts, low=value - half, high=value + half, p=p), spread
 
 
@@ -104,7 +104,7 @@ def compare_groups(differences: Sequence[np.ndarray], weights: np.ndarray) -> Pa
         n=sum(map(len, differences)),
         over="items",
         how="Agresti-Min",
-        p=2 * stats.norm.sf(abs(value) / error),
+        p=float(2 * stats.norm.sf(abs(value) / error)),
     )
     return Paired(change=change)
 

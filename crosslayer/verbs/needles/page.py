@@ -96,7 +96,7 @@ def _map(number: int, record: Needles) -> Panel:
             for score in (best, worst)
         ]
         caption = f"Best: {ends[0]}. Worst: {ends[1]}. In parentheses: 95% intervals."
-    shares = [100 * score.share.value for score in cells]
+    shares: list[float | None] = [100 * score.share.value for score in cells]
     heat = Heat(
         [edge - 0.5 for edge in range(len(depths) + 1)],
         [*range(len(lengths))],

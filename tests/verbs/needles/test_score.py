@@ -59,7 +59,7 @@ def test_the_interval_is_students_where_both_hold():
     candidate = np.where(pairs[:, 1] < 0.8, baseline, pairs[:, 2] < 0.3)
     expected = paired_difference([*candidate.astype(float)], [*baseline.astype(float)])
     found = difference(256, candidate.tolist(), baseline.tolist()).change
-    assert found.value == pytest.approx(expected.mean)
+    assert found.value == pytest.approx(expected.value)
     assert found.interval == pytest.approx(expected.interval, abs=5e-4)
 
 

@@ -22,12 +22,11 @@ from scipy import stats
 from crosslayer.output.record import Frozen
 from crosslayer.stats import NORMAL
 from crosslayer.stats.estimate import Estimate
-from crosslayer.stats.means import t_quantile
+from crosslayer.stats.means import FEWEST, t_quantile
 from crosslayer.stats.shares import share_difference, share_error
 
 POWER = 0.8
 POINT = 0.01  # the difference for which items are counted: a point of a share, 1% of a perplexity
-FEWEST = 3  # items that an interval of a mean needs
 
 
 class Discordant(Frozen):

@@ -94,7 +94,7 @@ def _interval_sentence(record: Benchmark) -> str:
     pairs = record.settings.repeats
     rule = "a candidate counts as faster or slower only where the interval excludes 1"
     return (
-        f"Each ratio is the median of {pairs} pair{'s' if pairs > 1 else ''} of runs, with {covered(pairs)}; "
+        f"Each ratio is the median of {pairs} pair{'s' if pairs > 1 else ''} of runs ({covered(pairs)}); "
         f"{TOO_FEW if pairs < FEWEST else rule}."
     )
 

@@ -10,7 +10,6 @@ from crosslayer.verbs.compare.figures import drawn_panels
 from crosslayer.verbs.compare.record import COSTS, ComparedRun, Law
 from crosslayer.verbs.compare.result import Comparison
 from crosslayer.verbs.compare.sentences import (
-    by_seed,
     last_snapshots,
     seed_count,
     sentences,
@@ -86,10 +85,8 @@ def _cards(record: Comparison) -> list[tuple[str, str, str]]:
     finals = [(result.final, result.variant) for result in paired if result.final is not None]
     if finals:
         best, variant = min(finals, key=lambda final: final[0].change.value)
-        value, of = best.change.text(4, signed=True), "95% CI"
-        if best.change.interval is None:
-            value, of = signed(best.change.value), f"mean of {by_seed(best)}" if len(best.values) > 1 else seed_count(1)
-        cards.append((f"Lowest: {variant}", value, f"nats per token, {of}"))
+        of = "" if best.change.interval is None else ", 95% CI"
+        cards.append((f"Lowest: {variant}", signed(best.change.value), f"nats per token{of}: {with_values(best)}"))
     return cards
 
 

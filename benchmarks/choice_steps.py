@@ -95,17 +95,17 @@ def main():
     for load in options.loads:
         length, batch = map(int, load.split("x"))
         plain, chosen = measure(models, batch, length, options.pairs)
-        ratio, interval = paired_ratio(chosen, plain)
-        row = {"tokens": length, "sequences": batch, "ratio": ratio, "interval": interval}
+        ratio = paired_ratio(chosen, plain)
+        row = {"tokens": length, "sequences": batch, "ratio": ratio.value, "interval": ratio.interval}
         row |= {"plain_seconds": median(plain), "chosen_seconds": median(chosen)}
         row["reads"] = models[1].config.plan.read_states(length) / (2 * layers)
         rows.append(row)
         if length <= LONGEST_PROMPT:
             plain_prompt, chosen_prompt = measure_prompt(models, batch, length)
-            row["prompt_ratio"], row["prompt_interval"] = paired_ratio(chosen_prompt, plain_prompt)
-            low, high = row["prompt_interval"]
-            print(f"{load}: a prompt {row['prompt_ratio']:.3f} ({low:.3f}-{high:.3f}) of {median(plain_prompt):.2f} s")
-        times = f"{ratio:.3f} ({interval[0]:.3f}-{interval[1]:.3f}) of {median(plain):.3f} s"
+            prompt = paired_ratio(chosen_prompt, plain_prompt)
+            row |= {"prompt_ratio": prompt.value, "prompt_interval": prompt.interval}
+            print(f"{load}: a prompt {prompt.text()} of {median(plain_prompt):.2f} s")
+        times = f"{ratio.text()} of {median(plain):.3f} s"
         print(f"{load}: {times}, {row['reads']:.0%} of the reads", flush=True)
     if options.json:
         facts = {"date": str(date.today()), "environment": environment().model_dump(), "kinds": kinds}

@@ -135,10 +135,10 @@ def paired(case, base, ids, options):
                     seconds = measure(models[name], ids)
                 if number >= 0:
                     times[name].append(seconds)
-        ratio, interval = paired_ratio(times["case"], times["baseline"])
+        ratio = paired_ratio(times["case"], times["baseline"])
         row[kind] = {
-            "ratio": ratio,
-            "ci95": interval,
+            "ratio": ratio.value,
+            "ci95": ratio.interval,
             "seconds": {name: median(entries) for name, entries in times.items()},
             "spread": {name: [min(entries), max(entries)] for name, entries in times.items()},
         }

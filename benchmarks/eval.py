@@ -88,13 +88,13 @@ def main():
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     times = measure(options)
-    ratio, interval = paired_ratio(times["ours"], times["lm-eval"])
+    ratio = paired_ratio(times["ours"], times["lm-eval"])
     for name, values in times.items():
         low, median, high = np.quantile(values, [0.25, 0.5, 0.75])
         print(f"{name}: median {median:.2f} s, quartiles {low:.2f} to {high:.2f}")
-    if interval is not None:
-        met = "met" if interval[1] <= TARGET else "missed"
-        print(f"ratio {ratio:.4f} ({interval[0]:.4f} to {interval[1]:.4f}), covers {coverage(options.pairs):.1%}")
+    if ratio.high is not None:
+        met = "met" if ratio.high <= TARGET else "missed"
+        print(f"ratio {ratio.text(4)}, covers {coverage(options.pairs):.1%}")
         print(f"target, an upper end of at most {TARGET}: {met}")
     record = {
         "date": str(date.today()),
@@ -104,8 +104,8 @@ def main():
         "batch": options.batch,
         "seconds": times,
         "medians": {name: statistics.median(values) for name, values in times.items()},
-        "ratio": ratio,
-        "interval": interval,
+        "ratio": ratio.value,
+        "interval": ratio.interval,
         "coverage": coverage(options.pairs),
         "lm_eval": harness.check_installed(),
         "environment": environment().model_dump(),

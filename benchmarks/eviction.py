@@ -76,10 +76,10 @@ def measure(models, context, batch, options):
                 if pair:  # the first is a warm-up
                     times[side].append(seconds)
             bytes_ = [cache_bytes(caches[0]) + caches[0].overhead_bytes(), cache_bytes(caches[1])]
-    ratio, interval = paired_ratio(*times)
-    print(f"{context} x {batch}: a step takes {ratio:.3f} ({interval[0]:.3f}-{interval[1]:.3f}) of the full cache's")
+    ratio = paired_ratio(*times)
+    print(f"{context} x {batch}: a step takes {ratio.text()} of the full cache's")
     return {
-        "context": context, "batch": batch, "ratio": ratio, "interval": interval,
+        "context": context, "batch": batch, "ratio": ratio.value, "interval": ratio.interval,
         "seconds": [median(column) for column in times], "bytes": bytes_,
     }  # fmt: skip
 

@@ -91,8 +91,8 @@ def main():
     times = step_times(model, chosen, options.context, options.steps)
     for name, seconds in times.items():
         rows[name] = {"median": statistics.median(seconds), "total": sum(seconds), "steps": len(seconds)}
-        ratio, interval = paired_ratio(times["int4"], seconds)
-        rows[name]["int4_to_this"] = {"ratio": ratio, "interval": interval}
+        ratio = paired_ratio(times["int4"], seconds)
+        rows[name]["int4_to_this"] = {"ratio": ratio.value, "interval": ratio.interval}
     for row in rows.values():
         row["total_ratio"] = row["total"] / rows["full cache"]["total"]
     domains = embedded_domains()

@@ -126,7 +126,8 @@ def measure(row, baseline, options):
     result["kl"], result["kl_by_window"] = mean_interval(divergences), divergences.tolist()
     result["bytes"] = cache_bytes_of(model, cache)
     result["needles"] = [
-        {"share": sum(right) / len(right), **difference(length, right, other["needles"][length]).model_dump()}
+        {"share": sum(right) / len(right), "n": len(right)}
+        | difference(length, right, other["needles"][length]).model_dump()
         for length, right in raw["needles"].items()
     ]
     if baseline is not None and options.cost:

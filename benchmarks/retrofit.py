@@ -144,10 +144,11 @@ def wired(model, name: str, texts) -> Method:
 
 
 def times(model, name) -> dict[str, Any]:
-    """Return the bench of a wiring with W_c, as it would be used."""
+    """Return the bench of a wiring with W_c, as it would be used; rows as the headline has them."""
     chosen = dataclasses.replace(wired(model, name, {}), compensation="attention")
     converted = convert(model, chosen, fit="zero", share_weights=True).model
-    return bench(converted, model, contexts=(2048,), new_tokens=16).record()
+    measured = bench(converted, model, contexts=(2048,), new_tokens=16)
+    return {**measured.record(), "rows": measured.headline()["results"]}
 
 
 def table(results: dict[str, Any]) -> str:

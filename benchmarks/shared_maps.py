@@ -86,11 +86,11 @@ def main():
     torch.set_num_threads(options.threads)
     seconds = measured(options.tokens, options.rounds)
     ratios = {}
-    print("| ratio | median | interval |\n|---|---|---|")
+    print("| ratio | median (interval) |\n|---|---|")
     for name, (side, other) in PAIRS.items():
-        middle, interval = paired_ratio(seconds[side], seconds[other])
-        ratios[name] = {"median": middle, "interval": interval}
-        print(f"| {name} | {middle:.3f} | {interval[0]:.3f}-{interval[1]:.3f} |")
+        ratio = paired_ratio(seconds[side], seconds[other])
+        ratios[name] = {"median": ratio.value, "interval": ratio.interval}
+        print(f"| {name} | {ratio.text()} |")
     record = {
         "date": str(date.today()),
         "tokens": options.tokens,

@@ -128,13 +128,13 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         trainers = [ours(Path(folder) / "ours", steps, options), plain(Path(folder) / "plain", steps, options)]
         times = in_turns(trainers, options.pairs)
-    ratio, interval = paired_ratio(*times)
+    ratio = paired_ratio(*times)
     seconds = [median(column) for column in times]
-    print(f"step {ratio:.3f} ({interval[0]:.3f}-{interval[1]:.3f}) of plain Trainer's; {seconds[0]:.3f} s here")
+    print(f"step {ratio.text()} of plain Trainer's; {seconds[0]:.3f} s here")
     result = {
         "date": str(date.today()),
-        "ratio": ratio,
-        "ci95": interval,
+        "ratio": ratio.value,
+        "ci95": ratio.interval,
         "seconds": seconds,
         "pairs": options.pairs,
         "batch": options.batch,

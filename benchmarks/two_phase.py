@@ -76,16 +76,15 @@ def measure(layers, methods, ids, rounds):
     for name, model in models.items():
         row = rows[f"{layers} layers, {name}"] = {}
         for kind in ("decoding", "prompt"):
-            ratio, interval = paired_ratio(times[name, kind], times["plain decoder", kind])
-            row[kind] = {"ratio": ratio, "ci95": interval, "seconds": median(times[name, kind])}
+            ratio = paired_ratio(times[name, kind], times["plain decoder", kind])
+            row[kind] = {"ratio": ratio.value, "ci95": ratio.interval, "seconds": median(times[name, kind])}
         if name.endswith("two phases"):
             other, own = (m(ids[:1, :512], use_cache=False).logits for m in (models[name.split(",")[0]], model))
             row["difference"] = float((own - other).abs().max() / other.abs().max())
             for kind in ("decoding", "prompt"):
                 one_phase = times[name.split(",")[0], kind]
-                row[kind]["over_one_phase"], row[kind]["over_one_phase_ci95"] = paired_ratio(
-                    times[name, kind], one_phase
-                )
+                ratio = paired_ratio(times[name, kind], one_phase)
+                row[kind] |= {"over_one_phase": ratio.value, "over_one_phase_ci95": ratio.interval}
     return rows
 
 

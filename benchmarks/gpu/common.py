@@ -49,9 +49,10 @@ def in_turns(calls: dict[str, Callable[[], float]], pairs: int, warmup: int = 1)
     first = times[next(iter(calls))]
     rows = {}
     for name, entries in times.items():
-        ratio, interval = paired_ratio(entries, first)
+        ratio = paired_ratio(entries, first)
         median = sorted(entries)[len(entries) // 2]
-        rows[name] = {"seconds": median, "spread": [min(entries), max(entries)], "ratio": ratio, "interval": interval}
+        rows[name] = {"seconds": median, "spread": [min(entries), max(entries)]}
+        rows[name] |= {"ratio": ratio.value, "interval": ratio.interval}
     return rows
 
 

@@ -119,7 +119,7 @@ def timed(forms, count, tokens, width, device, rate):
                 "seconds": median(entries),
                 "spread": [min(entries), max(entries)],
                 "of_limit": median(entries) / limits[kind],
-                "ratio_to_operator": paired_ratio(entries, times["operator"][kind]),
+                "ratio_to_operator": paired_ratio(entries, times["operator"][kind]).model_dump(),
             }
             for kind, entries in kinds.items()
         }

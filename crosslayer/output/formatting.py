@@ -46,11 +46,6 @@ def readable_seconds(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
-def times_interval(factor: float, ends: Sequence[float] | None) -> str:
-    """Return a ratio with its interval: 0.850x (0.812-0.893)."""
-    return f"{factor:.3f}x" + ("" if ends is None else f" ({ends[0]:.3f}-{ends[1]:.3f})")
-
-
 def listed(items: Sequence[str]) -> str:
     """Return items as a sentence lists them: a; a and b; a, b and c."""
     return " and ".join([", ".join(items[:-1]), items[-1]]) if len(items) > 1 else "".join(items)

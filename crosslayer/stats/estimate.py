@@ -1,10 +1,11 @@
 """A value with its interval: the one form in which every comparison is recorded, judged and written."""
 
 import math
-from typing import Literal
+from collections.abc import Callable
+from typing import Literal, Self
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, model_validator
 from scipy import stats
 
 from crosslayer.output.formatting import UNKNOWN
@@ -33,6 +34,12 @@ class Estimate(Frozen):
     p: float | None = Field(default=None, ge=0, le=1, description="two-sided, where a test goes with it")
     none: float = 0.0
 
+    @model_validator(mode="after")
+    def _check_ratio(self) -> Self:
+        if self.none == 1 and min((self.value, *(self.interval or ()))) <= 0:
+            raise ValueError(f"a ratio must be above 0, got {self.value}")
+        return self
+
     @property
     def interval(self) -> tuple[float, float] | None:
         """The ends of the interval; None without one."""
@@ -52,12 +59,18 @@ class Estimate(Frozen):
         """Return whether the difference is for the better; None if no difference is seen."""
         return None if self.verdict == "no difference seen" else self.verdict == better
 
-    def text(self, digits: int = 3, signed: bool = False, percent: bool = False) -> str:
-        """Return the value with its interval: 0.343 (0.324-0.363), signed −0.031 (−0.040 to −0.022)."""
+    def mapped(self, function: Callable[[float], float]) -> Self:
+        """Return the estimate of a monotone function of the value: in points, or of the inverse ratio."""
+        low, high = sorted(map(function, self.interval)) if self.interval is not None else (None, None)
+        facts = {"value": function(self.value), "low": low, "high": high, "none": function(self.none)}
+        return self.model_copy(update=facts)
+
+    def text(self, digits: int = 3, signed: bool = False, percent: bool = False, unit: str = "") -> str:
+        """Return the value with its interval: 0.343 (0.324-0.363), signed −0.031 (−0.040 to −0.022), with a unit 2x."""
         number = f"{'+' if signed else ''}.{digits}{'%' if percent else 'f'}"
         value, *ends = (format(one, number).replace("-", "−") for one in (self.value, *(self.interval or ())))
         joint = " to " if signed or "−" in "".join(ends) else "-"
-        return f"{value} ({joint.join(ends) or UNKNOWN})"
+        return f"{value}{unit} ({joint.join(ends) or UNKNOWN})"
 
 
 def new_domain(means: np.ndarray, none: float = 0.0) -> Estimate:

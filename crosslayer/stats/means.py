@@ -9,44 +9,19 @@ Shapes: S pairs, M comparisons. Source of the adjusted p-values: Holm (1979).
 
 import math
 from collections.abc import Sequence
-from typing import Literal
 
 import numpy as np
-from pydantic import Field
 from scipy import stats
 
-from crosslayer.output.record import Frozen
-from crosslayer.stats import LEVEL, NORMAL, Interval
+from crosslayer.stats import LEVEL, NORMAL
+from crosslayer.stats.estimate import Estimate
 
 FEWEST = 3  # pairs that give an interval: of two, one degree of freedom makes it twelve times the standard error
 MOST = 100_000  # seeds that are still counted
 
-Verdict = Literal["lower", "higher", "undecided"]
 
-
-class Difference(Frozen):
-    """The mean of candidate − baseline over S pairs, with its 95 % interval by Student's t; None below three pairs."""
-
-    values: tuple[float, ...] = Field(min_length=1)
-    mean: float
-    interval: Interval | None
-    p: float | None = Field(ge=0, le=1, description="two-sided, for a difference of 0; None below three pairs")
-
-    @property
-    def verdict(self) -> Verdict:
-        """Whether the candidate's value is lower or higher; undecided where the interval holds 0 or is missing."""
-        if self.interval is None or self.interval[0] <= 0 <= self.interval[1]:
-            return "undecided"
-        return "lower" if self.interval[1] < 0 else "higher"
-
-    @property
-    def visible(self) -> float | None:
-        """The least mean that these pairs would have shown: half of the interval's width."""
-        return None if self.interval is None else (self.interval[1] - self.interval[0]) / 2
-
-
-def paired_difference(candidate: Sequence[float], baseline: Sequence[float]) -> Difference:
-    """Return the difference of values (S,) that belong together pair by pair."""
+def paired_difference(candidate: Sequence[float], baseline: Sequence[float]) -> Estimate:
+    """Return the mean difference of values (S,) that belong together pair by pair, with p for a difference of 0."""
     if len(candidate) != len(baseline) or not candidate:
         raise ValueError(
             f"pairs need as many candidates as baselines, at least one; got {len(candidate)} and {len(baseline)}"
@@ -54,19 +29,18 @@ def paired_difference(candidate: Sequence[float], baseline: Sequence[float]) -> 
     values = np.asarray(candidate, dtype=float) - np.asarray(baseline, dtype=float)  # (S,)
     if not np.isfinite(values).all():
         raise ValueError("a loss is not finite; leave out runs that diverged, and say so")
-    return Difference(
-        values=tuple(values.tolist()), mean=float(values.mean()), interval=t_interval(values), p=_p_value(values)
-    )
+    return t_mean(values).model_copy(update={"p": _p_value(values)})
 
 
-def t_interval(values: Sequence[float] | np.ndarray) -> Interval | None:
-    """Return the 95 % interval of the mean of values (S,) by Student's t; None below three."""
+def t_mean(values: Sequence[float] | np.ndarray) -> Estimate:
+    """Return the mean of values (S,) of seeds, with a 95 % interval by Student's t from three on."""
     ends = t_ends(np.asarray(values, dtype=float))
-    return None if ends is None else (float(ends[0]), float(ends[1]))
+    low, high = (None, None) if ends is None else map(float, ends)
+    return Estimate(value=float(np.mean(values)), low=low, high=high, n=len(values), over="seeds", how="Student's t")
 
 
 def t_ends(values: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return the ends (…) of the 95 % interval of the mean over S of values (S, …), as `t_interval` has it."""
+    """Return the ends (…) of the 95 % interval of the mean over S of values (S, …), as `t_mean` has it."""
     if len(values) < FEWEST:
         return None
     mean, half = values.mean(axis=0), stats.sem(values, axis=0) * t_quantile(len(values) - 1)

@@ -5,48 +5,43 @@ Student's t over pairs would give an interval of no width where no pair differs.
 """
 
 import math
-from typing import Literal
 
 from scipy import stats
 
-from crosslayer.stats import LEVEL, NORMAL, Interval
+from crosslayer.stats import LEVEL, NORMAL
+from crosslayer.stats.estimate import Estimate
 
-Verdict = Literal["better", "worse", "no difference seen"]
 
-
-def wilson(found: int, n: int) -> Interval:
-    """Return Wilson's 95 % interval of a share of n."""
+def share(found: int, n: int, over: str = "samples") -> Estimate:
+    """Return a share of n with Wilson's 95 % interval."""
     interval = stats.binomtest(found, n).proportion_ci(LEVEL, method="wilson")
-    return float(interval.low), float(interval.high)
+    return Estimate(value=found / n, low=interval.low, high=interval.high, n=n, over=over, how="Wilson")
 
 
-def share_difference(candidate: int, baseline: int, count: int) -> Interval:
-    """Return the 95 % interval of a difference of shares over items that both answer.
+def share_difference(candidate: int, baseline: int, count: int, over: str = "samples") -> Estimate:
+    """Return the difference of shares over items that both answer.
 
         (b − c) / (n + 2) ± z(0.975) · √(b + c + 1 − (b − c)² / (n + 2)) / (n + 2)
 
     Agresti and Min (2005), 10.1002/sim.1781: half an item is added to each cell of the table. Newcombe's interval for
-    pairs (1998) is nearly of no width where all answers agree: ± 0.2 points for 200 items, 120 of them right.
+    pairs (1998) is nearly of no width where all answers agree: ± 0.2 points for 200 items, 120 of them right. p is that
+    of McNemar's exact test.
 
     b items only the candidate has right, c only the baseline; n are all.
     """
     if not count:
         raise ValueError("pairs need at least one sample that both sides were asked; got none")
     half, middle = NORMAL * share_error(candidate, baseline, count), (candidate - baseline) / (count + 2)
-    return max(-1.0, middle - half), min(1.0, middle + half)
-
-
-def mcnemar(candidate: int, baseline: int) -> float:
-    """Return the two-sided p-value of McNemar's exact test, from the items that only one of both has right."""
-    count = candidate + baseline
-    return 1.0 if not count else float(stats.binomtest(candidate, count).pvalue)
-
-
-def verdict_of(interval: Interval | None, higher_is_better: bool = True, p: float = 0.0) -> Verdict:
-    """Return what the interval of a difference says, of shares beside the `p` of McNemar's test; None: nothing."""
-    if interval is None or interval[0] <= 0 <= interval[1] or p >= 1 - LEVEL:
-        return "no difference seen"
-    return "better" if (interval[0] > 0) == higher_is_better else "worse"
+    either = candidate + baseline
+    return Estimate(
+        value=(candidate - baseline) / count,
+        low=max(-1.0, middle - half),
+        high=min(1.0, middle + half),
+        n=count,
+        over=over,
+        how="Agresti-Min",
+        p=float(stats.binomtest(candidate, either).pvalue) if either else 1.0,
+    )
 
 
 def share_error(candidate: int, baseline: int, count: int) -> float:
@@ -56,3 +51,8 @@ def share_error(candidate: int, baseline: int, count: int) -> float:
     """
     total = count + 2
     return math.sqrt(candidate + baseline + 1 - (candidate - baseline) ** 2 / total) / total
+
+
+def in_points(change: Estimate) -> Estimate:
+    """Return a difference of shares in percentage points."""
+    return change.mapped(lambda share: 100 * share)

@@ -5,9 +5,12 @@ from collections.abc import Sequence
 import numpy as np
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from crosslayer.output.formatting import readable_seconds, times_interval
+from crosslayer.output.formatting import readable_seconds
 from crosslayer.output.record import Frozen
-from crosslayer.stats.ratios import Verdict, paired_ratio, verdict
+from crosslayer.stats.estimate import Estimate, Verdict
+from crosslayer.stats.ratios import paired_ratio
+
+SPEED: dict[Verdict, str] = {"lower": "faster", "higher": "slower"}  # how a lower or higher time reads
 
 
 class Timing(Frozen):
@@ -27,25 +30,24 @@ class Timing(Frozen):
 
 
 class TimeComparison(Frozen):
-    """A time of both models: the median ratio candidate / baseline over pairs of runs, with its interval."""
+    """A time of both models."""
 
     candidate: Timing
     baseline: Timing
-    ratio: PositiveFloat
-    interval: tuple[PositiveFloat, PositiveFloat] | None = Field(description="None with fewer than three pairs")
-    verdict: Verdict
+    change: Estimate = Field(description="the median ratio candidate / baseline over pairs of runs")
 
     def both(self) -> tuple[Timing, Timing]:
         """Return the candidate's times and the baseline's."""
         return self.candidate, self.baseline
 
-    def ratio_text(self) -> str:
-        """Return the ratio with its interval: 0.850x (0.812-0.893)."""
-        return times_interval(self.ratio, self.interval)
+    @property
+    def speed(self) -> str:
+        """The verdict on a time: faster, slower or no difference seen."""
+        return SPEED.get(self.change.verdict, self.change.verdict)
 
     def text(self) -> str:
         """Return the ratio with its interval and verdict: 0.850x (0.812-0.893) faster."""
-        return f"{self.ratio_text()} {self.verdict}"
+        return f"{self.change.text(unit='x')} {self.speed}"
 
     def durations(self) -> str:
         """Return the medians of candidate and baseline: 1.18 s / 1.32 s."""
@@ -62,15 +64,8 @@ class StepTime(Frozen):
 
 def compare_times(candidate: Sequence[float], baseline: Sequence[float]) -> TimeComparison:
     """Return medians, quartiles and ratio of times (pairs,) in seconds."""
-    ratio, interval = paired_ratio(candidate, baseline)
     timings = []
     for times in (candidate, baseline):
         low, median, high = (float(value) for value in np.quantile(times, [0.25, 0.5, 0.75]))
         timings.append(Timing(median=median, quartiles=(low, high)))
-    return TimeComparison(
-        candidate=timings[0],
-        baseline=timings[1],
-        ratio=ratio,
-        interval=interval,
-        verdict=verdict(interval, len(candidate)),
-    )
+    return TimeComparison(candidate=timings[0], baseline=timings[1], change=paired_ratio(candidate, baseline))

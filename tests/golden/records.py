@@ -60,7 +60,11 @@ def retrieved(folder):
     found = crosslayer.needles(
         random_model(torch.float32), TOKENIZER, baseline=oracle(), lengths=[512], depths=[0, 50], keys=2, samples=3
     )
-    return found.record() | {"scores": found.scores.tolist(), "intervals": found.intervals.tolist()}
+    shares = [[[cell.share for cell in cells]] for cells in found.cells]  # by model, the one length, and depth
+    return found.record() | {
+        "scores": [[[share.value for share in depths] for depths in model] for model in shares],
+        "intervals": [[[share.interval for share in depths] for depths in model] for model in shares],
+    }
 
 
 def compared(folder):

@@ -33,7 +33,19 @@ def test_text():
     assert estimate(-0.031, -0.04, -0.022).text(signed=True) == "−0.031 (−0.040 to −0.022)"
     assert estimate(0.031, -0.004, 0.022).text(signed=True) == "+0.031 (−0.004 to +0.022)"
     assert estimate(0.5, 0.25, 0.75).text(0, percent=True) == "50% (25%-75%)"
-    assert estimate(0.5).text(1) == "0.5 (–)"
+    assert estimate(0.5).text(1) == "0.5 (–)" and estimate(2, 1, 3).text(0, unit="x") == "2x (1-3)"
+
+
+def test_an_estimate_of_a_function_of_the_value():
+    inverse = estimate(0.5, 0.4, 0.8, none=1).mapped(lambda ratio: 1 / ratio)
+    assert (inverse.value, *inverse.interval, inverse.none) == (2, 1.25, 2.5, 1) and inverse.verdict == "higher"
+    assert estimate(0.5).mapped(lambda share: 100 * share).interval is None
+
+
+@pytest.mark.parametrize("facts", [{"value": 0.0}, {"value": 0.5, "low": -0.1, "high": 1.0}])
+def test_a_ratio_is_above_0(facts):
+    with pytest.raises(ValueError, match="ratio must be above 0"):
+        estimate(**facts, none=1)
 
 
 def test_a_new_domain_is_within_the_prediction_interval_as_often_as_promised():

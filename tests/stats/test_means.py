@@ -21,17 +21,18 @@ def test_the_interval_covers_as_often_as_it_says():
 def test_a_difference_of_one_standard_error_is_no_win():
     spread = np.array([-1.0, 0.0, 1.0])
     error = spread.std(ddof=1) / np.sqrt(3)
-    for size, verdict in ((1, "undecided"), (4.2, "undecided"), (4.4, "lower")):  # Student's t of 2 degrees: 4.30
+    unseen = "no difference seen"
+    for size, verdict in ((1, unseen), (4.2, unseen), (4.4, "lower")):  # Student's t of 2 degrees: 4.30
         difference = paired_difference((spread - size * error).tolist(), [0.0] * 3)
         assert difference.verdict == verdict
-        assert np.isclose(difference.visible, 4.3027 * error, rtol=1e-4)
+        assert np.isclose(difference.high - difference.low, 2 * 4.3027 * error, rtol=1e-4)
     assert paired_difference((spread + 4.4 * error).tolist(), [0.0] * 3).verdict == "higher"
 
 
 def test_two_pairs_give_no_interval_and_no_verdict():
     difference = paired_difference([1.0, 1.1], [2.0, 2.2])
-    assert np.allclose(difference.values, [-1.0, -1.1])
-    assert difference.interval is None and difference.visible is None and difference.verdict == "undecided"
+    assert np.isclose(difference.value, -1.05) and (difference.n, difference.over) == (2, "seeds")
+    assert difference.interval is None and difference.p is None and difference.verdict == "no difference seen"
 
 
 def test_the_seeds_that_are_needed_show_the_difference_and_one_less_does_not():
@@ -41,7 +42,8 @@ def test_the_seeds_that_are_needed_show_the_difference_and_one_less_does_not():
     for pairs in (count - 1, count):
         scaled = np.resize([1.0, -1.0], pairs)
         scaled = (scaled - scaled.mean()) / scaled.std(ddof=1) * values.std(ddof=1)  # so many with the same spread
-        half[pairs] = paired_difference(scaled.tolist(), [0.0] * pairs).visible
+        found = paired_difference(scaled.tolist(), [0.0] * pairs)
+        half[pairs] = (found.high - found.low) / 2
     assert half[count] < 0.005 <= half[count - 1]
 
 

@@ -1,11 +1,11 @@
 """The page of a benchmark, from its record alone: a short table, ratios and times by context, all measurements."""
 
-from crosslayer.output.formatting import UNKNOWN, percent, readable_bytes
+from crosslayer.output.formatting import UNKNOWN, readable_bytes
 from crosslayer.output.page import Page, Table
 from crosslayer.output.panel import COLORS, QUIET, Line, Panel, same_scale
 from crosslayer.verbs.bench.record import MEASURES, ROLES, Row
 from crosslayer.verbs.bench.result import Benchmark
-from crosslayer.verbs.bench.sentences import TITLES, configuration, sentences
+from crosslayer.verbs.bench.sentences import TITLES, configuration, covered, sentences
 from crosslayer.wiring.kv_bits import RECENT
 
 
@@ -15,10 +15,8 @@ def layout(record: Benchmark) -> Page:
     last = record.rows[-1]
     cards = [("KV cache", f"{last.cache.dynamic.share:.1%}", f"of the baseline's 16-bit cache; {configuration(last)}")]
     for measure, time in last.times().items():
-        low, high = time.interval or (None, None)
-        interval = "no interval" if low is None else f"{_covered(record)} interval {low:.2f}-{high:.2f}"
-        note = f"{interval}: {time.verdict}; {configuration(last)}"
-        cards.append((TITLES[measure].capitalize(), f"{time.ratio:.2f}x", note))
+        note = f"{time.speed} ({covered(settings.repeats)}); {configuration(last)}"
+        cards.append((TITLES[measure].capitalize(), time.change.text(2, unit="x"), note))
     return Page(
         title=f"Benchmark of {record.models.candidate.name} against {baseline.name}",
         subtitle=(
@@ -36,14 +34,14 @@ def layout(record: Benchmark) -> Page:
 
 def overview(record: Benchmark) -> Table:
     """Return the short table: a row for each context and batch size."""
-    covered = f"{_covered(record)} interval" if record.interval_coverage else "no interval"
-    heads = [f"{title}\n(ratio, {covered})".replace(", ", ",\n", title.count(", ")) for title in TITLES.values()]
+    interval = covered(record.settings.repeats)
+    heads = [f"{title}\n(ratio, {interval})".replace(", ", ",\n", title.count(", ")) for title in TITLES.values()]
     title = f"Candidate ÷ baseline; below it candidate / baseline (median of {record.settings.repeats} pairs of runs)"
     rows = []
     for row in record.rows:
         cache, peak = row.cache.dynamic, row.peak_memory
         cells = [f"{cache.share:.1%}\n{readable_bytes(cache.candidate)} / {readable_bytes(cache.baseline)}"]
-        cells += [f"{time.ratio_text()}\n{time.verdict}\n{time.durations()}" for time in row.times().values()]
+        cells += [f"{time.change.text(unit='x')}\n{time.speed}\n{time.durations()}" for time in row.times().values()]
         sizes = " / ".join(readable_bytes(count) for count in peak.both() if count is not None)
         cells.append(UNKNOWN if peak.ratio is None else f"{peak.ratio:.2f}x\n{sizes}")
         rows.append([str(row.context), str(row.batch), row.attention, *cells])
@@ -54,14 +52,10 @@ def overview(record: Benchmark) -> Table:
     )
 
 
-def _covered(record: Benchmark) -> str:
-    return percent(record.interval_coverage, 1)
-
-
 def _details(record: Benchmark) -> list[Table]:
-    covered = f"median, {_covered(record)} interval" if record.interval_coverage else "median"
     heads = [f"{role}\n(median, quartiles)" for role in ROLES]
-    head = ["configuration", "measure", *heads, f"candidate ÷ baseline\n({covered})"]
+    ratio = f"candidate ÷ baseline\n(median, {covered(record.settings.repeats)})"
+    head = ["configuration", "measure", *heads, ratio]
     tables: list[Table] = [("All measurements", head, measurements(record))]
     quantised = []
     for row in record.rows:
@@ -90,7 +84,7 @@ def measurements(record: Benchmark) -> list[list[str]]:
             lines.append([TITLES[measure], *(timing.text() for timing in time.both()), time.text()])
         for kind, time in (("dynamic", row.tpot_dynamic), ("static", row.tpot_static)):
             speeds = [f"{row.batch / timing.median:.1f}" for timing in time.both()]
-            lines.append([f"tokens/s, {kind} cache", *speeds, f"{1 / time.ratio:.3f}x"])
+            lines.append([f"tokens/s, {kind} cache", *speeds, f"{1 / time.change.value:.3f}x"])
         peak = row.peak_memory
         sizes = [UNKNOWN if count is None else readable_bytes(count) for count in peak.both()]
         compared = peak.reason or ("" if peak.ratio is None else f"{peak.ratio:.2f}x")
@@ -107,22 +101,20 @@ def _panels(record: Benchmark) -> list[Panel]:
     ratios, times = [], []
     for kind in dict.fromkeys((row.batch, row.attention) for row in record.rows):
         group = sorted((row for row in record.rows if (row.batch, row.attention) == kind), key=lambda row: row.context)
-        ratios.append(_ratios(group, _covered(record) if record.interval_coverage else None))
+        ratios.append(_ratios(group, covered(record.settings.repeats)))
         times.append(_times(group))
     return [panel for pair in zip(same_scale(ratios), same_scale(times), strict=True) for panel in pair]
 
 
-def _ratios(group: list[Row], covered: str | None) -> Panel:
+def _ratios(group: list[Row], interval: str) -> Panel:
     x, lines = [float(row.context) for row in group], []
     for measure in MEASURES:
         times = [row.times()[measure] for row in group]
-        intervals = [time.interval for time in times if time.interval is not None]
+        intervals = [time.change.interval for time in times if time.change.interval is not None]
         low, high = zip(*intervals, strict=True) if len(intervals) == len(times) else (None, None)
-        name = TITLES[measure] + ("" if low is None else f" ({covered} interval)")
-        lines.append(Line(name, x, [time.ratio for time in times], low, high))
+        lines.append(Line(f"{TITLES[measure]} ({interval})", x, [time.change.value for time in times], low, high))
     lines.append(Line("KV cache, in 16 bits", x, [row.cache.dynamic.share for row in group]))
-    bars = "" if covered is None else f" Error bars, drawn side by side: {covered} intervals of the median ratio."
-    caption = f"Below 1 the candidate needs less time or memory.{bars}"
+    caption = f"Below 1 the candidate needs less time or memory. Bars, side by side: {interval} of the median ratio."
     return _panel("ratios", "Ratios by context", caption, "candidate ÷ baseline", group, lines)
 
 

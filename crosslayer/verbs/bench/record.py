@@ -6,6 +6,7 @@ from pydantic import Field, PositiveFloat, PositiveInt
 
 from crosslayer.eviction.eviction import Evict
 from crosslayer.output.record import SEVERAL, Frozen, ModelFacts, Options, Seed
+from crosslayer.stats.estimate import Estimate
 from crosslayer.stats.times import TimeComparison
 from crosslayer.wiring.kv_bits import KvBitsText
 
@@ -143,7 +144,7 @@ class ServingRow(Frozen):
     time: TimeComparison
     tokens_per_second: Both[PositiveFloat] = Field(description="new tokens of all requests")
 
-    def throughput(self) -> tuple[float, tuple[float, float] | None]:
-        """Return the throughput ratio candidate / baseline and its interval: the inverse of the ratio of times."""
-        ends = self.time.interval
-        return 1 / self.time.ratio, None if ends is None else (1 / ends[1], 1 / ends[0])
+    @property
+    def throughput(self) -> Estimate:
+        """The throughput ratio candidate / baseline: the inverse of the ratio of times."""
+        return self.time.change.mapped(lambda ratio: 1 / ratio)

@@ -20,7 +20,6 @@ from crosslayer.eviction.running import NewCache, SmallerCache
 from crosslayer.models.pair import Named, pair
 from crosslayer.output.progress import progress
 from crosslayer.probe.intercept import evaluating
-from crosslayer.stats.ratios import coverage
 from crosslayer.stats.times import StepTime
 from crosslayer.verbs.bench.memory import Load, Models, too_large
 from crosslayer.verbs.bench.record import (
@@ -70,7 +69,7 @@ def bench(
         contexts: prompt lengths in tokens.
         batches: batch sizes; with vLLM, numbers of concurrent requests.
         new_tokens: tokens to decode after the prompt.
-        repeats: pairs of runs; an interval needs at least 3, a verdict at least 5.
+        repeats: pairs of runs; an interval needs at least 5.
         attention: attention implementations of both models: sdpa (flash on a GPU), eager, or both, as sdpa,eager.
         evict: eviction policy of the candidate's KV cache, such as h2o:0.4; the baseline keeps all tokens.
         kv_bits: bits of the candidate's KV cache: 8, 4, 3, 2, fp8, or by layer, such as 8@0-11,4@12-29.
@@ -139,7 +138,6 @@ def bench_transformers(
         settings=settings,
         rows=tuple(rows),
         skipped=tuple(skipped),
-        interval_coverage=coverage(settings.repeats),
         seconds=time.perf_counter() - started,
     )
 

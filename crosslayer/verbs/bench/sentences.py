@@ -5,7 +5,9 @@ from typing import get_args
 
 from crosslayer.eviction.running import SmallerCache
 from crosslayer.output.formatting import percent
-from crosslayer.stats.ratios import CLEAR, FEWEST, Verdict
+from crosslayer.stats.estimate import Verdict
+from crosslayer.stats.ratios import FEWEST, coverage
+from crosslayer.stats.times import SPEED
 from crosslayer.verbs.bench.record import MEASURES, BenchSettings, Row, Skip
 from crosslayer.verbs.bench.result import Benchmark
 
@@ -15,7 +17,7 @@ TITLES = {
     "tpot_static": "time per token, static cache",
 }
 NOISY = 0.2  # the spread of equal runs above which the machine was busy
-TOO_FEW = f"too few pairs: an interval needs at least {FEWEST}, a verdict 5 (--repeats 5)"
+TOO_FEW = f"too few pairs for an interval: it needs {FEWEST} (--repeats {FEWEST})"
 
 
 def sentences(record: Benchmark) -> list[str]:
@@ -40,6 +42,11 @@ def sentences(record: Benchmark) -> list[str]:
     ]
 
 
+def covered(pairs: int) -> str:
+    """Name the interval of so many pairs: 93.8% interval, or no interval."""
+    return f"{percent(coverage(pairs), 1)} interval" if pairs >= FEWEST else "no interval"
+
+
 def configuration(row: Row | Skip) -> str:
     """Name a configuration: context 512, batch 4, sdpa."""
     return f"context {row.context}, batch {row.batch}, {row.attention}"
@@ -60,13 +67,13 @@ def _time_sentence(rows: Sequence[Row], measure: str) -> str:
     """Return a sentence on a measure: where the candidate is faster, slower or neither."""
     clauses = []
     for verdict in get_args(Verdict):
-        group = [row for row in rows if row.times()[measure].verdict == verdict]
+        group = [row for row in rows if row.times()[measure].change.verdict == verdict]
         if group:
             listed = ", ".join(map(_short, group))
             everywhere = len(group) == len(rows) > 1
             where = "in every configuration" if everywhere else f"at context × batch = {listed}"
-            ratios = span([row.times()[measure].ratio for row in group], 3)
-            clauses.append(f"{verdict} {where} ({ratios} the baseline's)")
+            ratios = span([row.times()[measure].change.value for row in group], 3)
+            clauses.append(f"{SPEED.get(verdict, verdict)} {where} ({ratios} the baseline's)")
     return f"{TITLES[measure].capitalize()}: {'; '.join(clauses)}."
 
 
@@ -84,12 +91,12 @@ def _softmax_sentences(rows: Sequence[Row]) -> list[str]:
 
 
 def _interval_sentence(record: Benchmark) -> str:
-    pairs, covered = record.settings.repeats, percent(record.interval_coverage, 1)
-    sentence = f"Each ratio is the median of {pairs} pair{'s' if pairs > 1 else ''} of runs"
-    sentence += f", with its {covered} interval" if record.interval_coverage else ""
-    if record.interval_coverage < CLEAR:
-        return f"{sentence}; {TOO_FEW}."
-    return f"{sentence}; a candidate counts as faster or slower only where the interval excludes 1."
+    pairs = record.settings.repeats
+    rule = "a candidate counts as faster or slower only where the interval excludes 1"
+    return (
+        f"Each ratio is the median of {pairs} pair{'s' if pairs > 1 else ''} of runs ({covered(pairs)}); "
+        f"{TOO_FEW if pairs < FEWEST else rule}."
+    )
 
 
 def _noise_sentences(rows: Sequence[Row]) -> list[str]:

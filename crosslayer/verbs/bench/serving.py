@@ -9,7 +9,6 @@ import torch
 
 from crosslayer.core.decoder import CrossLayerConfig
 from crosslayer.output.progress import progress
-from crosslayer.stats.ratios import coverage
 from crosslayer.stats.times import compare_times
 from crosslayer.verbs.bench.record import ROLES, Both, Role, ServedModel, ServingRow, ServingSettings
 from crosslayer.verbs.bench.serving_result import ServingBenchmark
@@ -42,7 +41,6 @@ def bench_vllm(candidate: Any, baseline: Any, settings: ServingSettings) -> Serv
         settings=settings,
         engine=f"vLLM {vllm.__version__}",
         rows=tuple(rows),
-        interval_coverage=coverage(settings.repeats),
         seconds=time.perf_counter() - started,
     )
 

@@ -4,23 +4,22 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from crosslayer.output.formatting import listed, percent, readable_bytes, times_interval
+from crosslayer.output.formatting import listed, readable_bytes
 from crosslayer.output.page import Page, Table
 from crosslayer.output.result import Result
-from crosslayer.stats.ratios import CLEAR
+from crosslayer.stats.ratios import FEWEST, coverage
 from crosslayer.verbs.bench.record import Both, ServedModel, ServingRow, ServingSettings
-from crosslayer.verbs.bench.sentences import TOO_FEW
+from crosslayer.verbs.bench.sentences import TOO_FEW, covered
 
 
 class ServingBenchmark(Result):
     """What `crosslayer.bench` returns for engine vllm: how many tokens the caches hold, and a row per configuration."""
 
-    schema_: Literal["crosslayer/bench-serving/3"] = Field(default="crosslayer/bench-serving/3", alias="schema")
+    schema_: Literal["crosslayer/bench-serving/4"] = Field(default="crosslayer/bench-serving/4", alias="schema")
     models: Both[ServedModel]
     settings: ServingSettings
     engine: str = Field(description="vLLM and its version")
     rows: tuple[ServingRow, ...] = Field(min_length=1)
-    interval_coverage: float = Field(ge=0, le=1, description="coverage of the intervals of the median ratio")
     seconds: float
 
     @property
@@ -33,8 +32,8 @@ class ServingBenchmark(Result):
         models, settings = self.models, self.settings
         cards = [("KV tokens", f"{self.kv_tokens_ratio:.2f}x", "the baseline's, in the same memory")]
         for row in self.rows:
-            note = f"{row.requests} requests of {row.context} tokens: {row.time.verdict}"
-            cards.append(("Throughput", times_interval(*row.throughput()), note))
+            note = f"{row.requests} requests of {row.context} tokens: {row.time.speed}"
+            cards.append(("Throughput", row.throughput.text(unit="x"), note))
         return Page(
             title=f"Benchmark of {models.candidate.name} against {models.baseline.name} in vLLM",
             subtitle=(
@@ -50,15 +49,15 @@ class ServingBenchmark(Result):
 
     def tables(self) -> list[Table]:
         """Return the table: a row for each context and number of requests."""
-        covered = f", {percent(self.interval_coverage, 1)} interval" if self.interval_coverage else ""
+        interval = covered(self.settings.repeats)
         head = ["context", "requests", "tokens/s\ncandidate", "tokens/s\nbaseline", "time\ncandidate / baseline"]
         rows = []
         for row in self.rows:
             speeds = [f"{speed:.1f}" for speed in row.tokens_per_second.both()]
             times = row.time.durations()
-            verdict = f"{times_interval(*row.throughput())} {row.time.verdict}"
+            verdict = f"{row.throughput.text(unit='x')} {row.time.speed}"
             rows.append([str(row.context), str(row.requests), *speeds, times, verdict])
-        return [("Throughput", [*head, f"throughput ratio\n(candidate ÷ baseline{covered})"], rows)]
+        return [("Throughput", [*head, f"throughput ratio\n(candidate ÷ baseline, {interval})"], rows)]
 
     def sentences(self) -> list[str]:
         """Return what was measured."""
@@ -70,7 +69,7 @@ class ServingBenchmark(Result):
             f"{baseline.kv_tokens:,} of {baseline.name}."
         ]
         written += [f"{model.name}: {model.not_saved}" for model in models if model.not_saved is not None]
-        if self.interval_coverage < CLEAR:
+        if self.settings.repeats < FEWEST:
             written.append(f"{self.settings.repeats} pairs of runs are {TOO_FEW}.")
         longest = max(self.settings.contexts) + self.settings.new_tokens
         needed = longest * max(self.settings.requests)
@@ -83,15 +82,15 @@ class ServingBenchmark(Result):
         """Return both names and the ratios."""
         throughput = []
         for row in self.rows:
-            middle, interval = row.throughput()
-            ends = interval and [round(end, 3) for end in interval]
-            figures = {"context": row.context, "requests": row.requests, "ratio": round(middle, 3), "interval": ends}
+            ratio, ends = round(row.throughput.value, 3), row.throughput.interval
+            interval = ends and [round(end, 3) for end in ends]
+            figures = {"context": row.context, "requests": row.requests, "ratio": ratio, "interval": interval}
             throughput.append(figures)
         return {
             "candidate": self.models.candidate.name,
             "baseline": self.models.baseline.name,
             "kv_tokens": [self.models.candidate.kv_tokens, self.models.baseline.kv_tokens],
             "kv_tokens_ratio": round(self.kv_tokens_ratio, 4),
-            "interval_coverage": self.interval_coverage,
+            "interval_coverage": coverage(self.settings.repeats),
             "throughput": throughput,
         }

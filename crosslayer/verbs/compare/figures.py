@@ -48,22 +48,22 @@ def _differences(record: Comparison, configuration: Configuration, suffix: str) 
     """Return the differences of the final loss, one row per variant, the lowest on top."""
     results = [(each.variant, each.final) for each in record.outcomes if each.configuration == configuration.label]
     finals = sorted(
-        ((variant, final) for variant, final in results if final is not None), key=lambda result: result[1].mean
+        ((variant, final) for variant, final in results if final is not None), key=lambda result: result[1].change.value
     )
     if not finals:
         return []
-    intervals = [final.interval or (None, None) for _, final in finals]
+    changes = [final.change for _, final in finals]
     dots = Dots(
         names=[variant for variant, _ in finals],
-        x=[final.mean for _, final in finals],
-        low=[low for low, _ in intervals],
-        high=[high for _, high in intervals],
+        x=[change.value for change in changes],
+        low=[change.low for change in changes],
+        high=[change.high for change in changes],
         single=[final.values for _, final in finals],
     )
     caption = (
         f"Held-out loss minus that of {record.baseline}: left of 0 is lower. Small points: seeds; large: their mean"
     )
-    caption += ", with its 95% confidence interval." if any(final.interval for _, final in finals) else ", no interval."
+    caption += ", with its 95% confidence interval." if any(change.interval for change in changes) else ", no interval."
     title = titled("Difference of the final loss", configuration.label)
     return [Panel(f"difference{suffix}", title, caption, LOSS, "", dots=dots)]
 

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from crosslayer.stats import Interval
-from crosslayer.stats.means import FEWEST, t_interval, t_quantile
+from crosslayer.stats.estimate import Estimate
+from crosslayer.stats.means import FEWEST, t_mean, t_quantile
 from crosslayer.verbs.compare.read import Sorted
 from crosslayer.verbs.compare.record import COSTS, ComparedRun, Configuration, Cost, Law
 
@@ -41,14 +41,13 @@ class PowerLaw:
     """
 
     scale: float
-    exponent: float
-    exponent_interval: Interval | None
+    exponent: Estimate
     smallest: float
     largest: float
 
     def loss(self, cost: float) -> float:
         """Return the loss at a cost."""
-        return self.scale * cost**-self.exponent
+        return self.scale * cost**-self.exponent.value
 
 
 def fit_power_law(costs: Sequence[float], losses: Sequence[float]) -> PowerLaw:
@@ -58,11 +57,12 @@ def fit_power_law(costs: Sequence[float], losses: Sequence[float]) -> PowerLaw:
     if not all(np.isfinite(value) and value > 0 for value in (*costs, *losses)):
         raise ValueError("a power law needs costs and losses above 0")
     line: Any = stats.linregress(np.log(costs), np.log(losses))
-    interval = None
+    value, low, high = -line.slope, None, None
     if len(costs) >= FEWEST:  # two points always lie on a line
-        half = t_quantile(len(costs) - 2) * float(line.stderr)
-        interval = (-line.slope - half, -line.slope + half)
-    return PowerLaw(float(np.exp(line.intercept)), float(-line.slope), interval, min(costs), max(costs))
+        half = t_quantile(len(costs) - 2) * line.stderr
+        low, high = value - half, value + half
+    exponent = Estimate(value=value, low=low, high=high, n=len(costs), over="configurations", how="Student's t")
+    return PowerLaw(float(np.exp(line.intercept)), exponent, min(costs), max(costs))
 
 
 def relative_cost(method: PowerLaw, baseline: PowerLaw, cost: float) -> float | None:
@@ -70,9 +70,9 @@ def relative_cost(method: PowerLaw, baseline: PowerLaw, cost: float) -> float | 
 
     None if the method's law does not fall, or reaches that loss only beyond a thousandth or a thousand times the cost.
     """
-    if method.exponent <= 0:
+    if method.exponent.value <= 0:
         return None
-    logarithm = math.log(method.scale / baseline.loss(cost)) / method.exponent - math.log(cost)
+    logarithm = math.log(method.scale / baseline.loss(cost)) / method.exponent.value - math.log(cost)
     return math.exp(logarithm) if abs(logarithm) < math.log(FARTHEST) else None
 
 
@@ -152,22 +152,20 @@ def _law(variant: RunsBySeed, baseline: RunsBySeed, cost: Cost) -> dict[str, Any
 
     (law, losses), (reference, _) = fit(variant, seeds), fit(baseline, seeds)
     each = [(fit(variant, [seed])[0], fit(baseline, [seed])[0]) for seed in seeds]
-    needed, interval = None, None
-    if law.exponent > 0 and reference.exponent > 0:
+    needed, fewer = None, None
+    if reference.exponent.value > 0:
         needed = relative_cost(law, reference, reference.largest)
     if needed is not None:  # 1 − the geometric mean over seeds; no interval if a seed never reaches the loss
         by_seed = [relative_cost(own, other, other.largest) for own, other in each]
-        known = [math.log(value) for value in by_seed if value is not None]
-        ends = t_interval(known) if len(known) == len(by_seed) else None
-        interval = None if ends is None else (1 - math.exp(ends[1]), 1 - math.exp(ends[0]))
+        logs = [math.log(cost) for cost in by_seed if cost is not None]
+        mean = t_mean(logs if len(logs) == len(by_seed) else [math.log(needed)])
+        fewer = mean.mapped(lambda log: 1 - math.exp(log)).model_copy(update={"value": 1 - needed})
     return {
         "costs": _costs(variant[seeds[0]], cost),
         "losses": losses,
         "scale": law.scale,
         "exponent": law.exponent,
-        "exponent_interval": law.exponent_interval,
-        "exponent_over_seeds": t_interval([own.exponent for own, _ in each]),
-        "fewer": None if needed is None else 1 - needed,
-        "fewer_interval": interval,
+        "exponent_over_seeds": t_mean([own.exponent.value for own, _ in each]),
+        "fewer": fewer,
         "extrapolated": needed is not None and not law.smallest <= needed * reference.largest <= law.largest * CLOSE,
     }

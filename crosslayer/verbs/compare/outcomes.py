@@ -6,9 +6,9 @@ Shapes: S pairs (seeds with a run of both), N logged steps.
 
 import numpy as np
 
-from crosslayer.stats.means import holm, paired_difference, seeds_needed, t_ends, t_interval
+from crosslayer.stats.means import holm, paired_difference, seeds_needed, t_ends, t_mean
 from crosslayer.verbs.compare.read import Sorted
-from crosslayer.verbs.compare.record import RELEVANT, ComparedRun, CriticalPoints, Outcome, RelativeCurve
+from crosslayer.verbs.compare.record import RELEVANT, ComparedRun, CriticalPoints, Difference, Outcome, RelativeCurve
 
 SHARE = 20  # by default a curve is smoothed over 1/20 of its length
 
@@ -24,7 +24,7 @@ def outcomes(runs: Sorted, baseline: str, smooth: int | None) -> tuple[Outcome, 
         for variant in runs.variants
         if variant.label != baseline and (own := grouped.get((configuration.label, variant.label)))
     ]
-    p_values = {row: each.final.p for row, each in enumerate(results) if each.final and each.final.p is not None}
+    p_values = {row: p for row, each in enumerate(results) if each.final and (p := each.final.change.p) is not None}
     for row, p in zip(p_values, holm([*p_values.values()]), strict=True):
         results[row] = results[row].model_copy(update={"adjusted": p})
     return tuple(results)
@@ -36,10 +36,9 @@ def _outcome(own: dict[int, ComparedRun], others: dict[int, ComparedRun], smooth
     candidates, baselines = [own[seed] for seed in seeds], [others[seed] for seed in seeds]
     final, domains = None, {}
     if seeds:
-        final = paired_difference([run.final_loss for run in candidates], [run.final_loss for run in baselines])
+        final = _difference(*([run.final_loss for run in group] for group in (candidates, baselines)))
         for name in candidates[0].losses:
-            candidate, baseline = ([run.losses[name] for run in group] for group in (candidates, baselines))
-            domains[name] = paired_difference(candidate, baseline)
+            domains[name] = _difference(*([run.losses[name] for run in group] for group in (candidates, baselines)))
     curve, critical = _curve(candidates, baselines, smooth)
     return Outcome(
         configuration=first.configuration,
@@ -54,6 +53,11 @@ def _outcome(own: dict[int, ComparedRun], others: dict[int, ComparedRun], smooth
         curve=curve,
         critical=critical,
     )
+
+
+def _difference(candidates: list[float], baselines: list[float]) -> Difference:
+    values = tuple(candidate - baseline for candidate, baseline in zip(candidates, baselines, strict=True))
+    return Difference(values=values, change=paired_difference(candidates, baselines))
 
 
 def _curve(
@@ -79,12 +83,8 @@ def _curve(
         return curve, None
     reached = [critical_point(steps, line) for line in relative]
     known = [point for point in reached if point is not None]
-    complete = len(known) == len(reached)
-    return curve, CriticalPoints(
-        reached=tuple(reached),
-        mean=float(np.mean(known)) if complete else None,
-        interval=t_interval(known) if complete else None,
-    )
+    step = t_mean(known) if len(known) == len(reached) else None
+    return curve, CriticalPoints(reached=tuple(reached), step=step)
 
 
 def entries_of(steps: np.ndarray, smooth: int | None) -> int:

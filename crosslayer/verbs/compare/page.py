@@ -3,14 +3,13 @@
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 
-from crosslayer.output.formatting import UNKNOWN, percent, percent_interval, signed, signed_interval
+from crosslayer.output.formatting import UNKNOWN, signed
 from crosslayer.output.page import Page
 from crosslayer.output.shown import Table
 from crosslayer.verbs.compare.figures import drawn_panels
 from crosslayer.verbs.compare.record import COSTS, ComparedRun, Law
 from crosslayer.verbs.compare.result import Comparison
 from crosslayer.verbs.compare.sentences import (
-    by_seed,
     last_snapshots,
     seed_count,
     sentences,
@@ -82,32 +81,27 @@ def _cards(record: Comparison) -> list[tuple[str, str, str]]:
         (f"{verdict} than {record.baseline}", str(verdicts.count(verdict.lower())), f"of {len(paired)}, final loss")
         for verdict in ("Lower", "Higher")
     ]
-    cards.append(("Undecided", str(verdicts.count("undecided")), "no significant difference"))
+    cards.append(("No difference seen", str(verdicts.count("no difference seen")), f"of {len(paired)}, final loss"))
     finals = [(result.final, result.variant) for result in paired if result.final is not None]
     if finals:
-        best, variant = min(finals, key=lambda final: final[0].mean)
-        mean = f"mean of {by_seed(best)}" if len(best.values) > 1 else seed_count(1)
-        spread = mean if best.interval is None else f"95% CI {signed_interval(best.interval)}"
-        cards.append((f"Lowest: {variant}", signed(best.mean), f"nats per token, {spread}"))
+        best, variant = min(finals, key=lambda final: final[0].change.value)
+        of = "" if best.change.interval is None else ", 95% CI"
+        cards.append((f"Lowest: {variant}", signed(best.change.value), f"nats per token{of}: {with_values(best)}"))
     return cards
 
 
 def _finals(record: Comparison, configuration: str) -> Table:
     """Return the final losses; an interval stands only where it was computed, else the difference of each seed."""
-    head = ["variant", "seeds", "loss", f"difference to {record.baseline}", "95% CI", "p (Holm)", "verdict"]
+    head = ["variant", "seeds", "loss", f"difference to {record.baseline}", "p (Holm)", "verdict"]
     rows = []
     losses = [run.final_loss for run in record.of(configuration, record.baseline)]
     if losses:
-        rows.append([record.baseline, f"{len(losses)}", f"{statistics.fmean(losses):.4f}", "", "", "", "the baseline"])
+        rows.append([record.baseline, f"{len(losses)}", f"{statistics.fmean(losses):.4f}", "", "", "the baseline"])
     results = [result for result in record.outcomes if result.configuration == configuration]
     for result in sorted(results, key=lambda result: result.loss):
-        difference = interval = UNKNOWN
-        if result.final is not None and result.final.interval is None:
-            difference = by_seed(result.final)
-        elif result.final is not None:
-            difference, interval = signed(result.final.mean), signed_interval(result.final.interval)
+        difference = UNKNOWN if result.final is None else with_values(result.final)
         adjusted = UNKNOWN if result.adjusted is None else f"{result.adjusted:.3f}"
-        cells = [f"{len(result.seeds)}", f"{result.loss:.4f}", difference, interval, adjusted, written_verdict(result)]
+        cells = [f"{len(result.seeds)}", f"{result.loss:.4f}", difference, adjusted, written_verdict(result)]
         rows.append([result.variant, *cells])
     return titled("Final loss on held-out text, nats per token", configuration), head, rows
 
@@ -172,15 +166,12 @@ def _critical(record: Comparison) -> Table:
     rows = []
     for result in record.outcomes:
         points = result.critical
-        if points is None or not result.overtaken:
+        if points is None or points.step is None or not result.overtaken:
             continue
-        mean = f"{points.mean:,.0f}"
-        if points.interval is not None:
-            mean += f" (95% CI {points.interval[0]:,.0f} to {points.interval[1]:,.0f})"
         steps = ", ".join(f"{reached:,.0f}" for reached in points.reached)
-        rows.append([result.configuration, result.variant, mean, steps])
+        rows.append([result.configuration, result.variant, points.step.text(0), steps])
     title = f"Critical points: the step from which the training loss of {record.baseline} stays lower"
-    return _with_configurations(title, ["variant", "mean step", "step by seed"], rows)
+    return _with_configurations(title, ["variant", "mean step (95% CI)", "step by seed"], rows)
 
 
 def _with_configurations(title: str, head: list[str], rows: list[list[str]]) -> Table:
@@ -196,8 +187,7 @@ def _laws(record: Comparison) -> Iterator[Table]:
         "L = A · C^−α",
         "α, 95% CI over seeds",
         "α, 95% CI of the fit",
-        "C saved at the largest",
-        "95% CI",
+        "C saved at the largest\n(95% CI over seeds)",
     ]
     for (where, cost), group in record.law_groups().items():
         title = f"Power laws of the final loss, C {COSTS[cost]}, {len(group[0].costs)} points"
@@ -205,12 +195,10 @@ def _laws(record: Comparison) -> Iterator[Table]:
 
 
 def _law_row(law: Law, baseline: str) -> list[str]:
-    saved, interval = UNKNOWN, "no interval"
+    saved = UNKNOWN
     if law.variant == baseline:
-        saved = interval = ""
+        saved = ""
     elif law.fewer is not None:
-        saved = percent(law.fewer, 1) + (" (extrapolated)" if law.extrapolated else "")
-    if law.variant != baseline and law.fewer_interval is not None:
-        interval = percent_interval(law.fewer_interval, 1)
-    exponents = [signed_interval(ends) for ends in (law.exponent_over_seeds, law.exponent_interval)]
-    return [law.variant, f"{law.scale:.4g} · C^{signed(-law.exponent)}", *exponents, saved, interval]
+        saved = law.fewer.text(1, percent=True) + (" (extrapolated)" if law.extrapolated else "")
+    exponents = [exponent.text(4) for exponent in (law.exponent_over_seeds, law.exponent)]
+    return [law.variant, f"{law.scale:.4g} · C^{signed(-law.exponent.value)}", *exponents, saved]

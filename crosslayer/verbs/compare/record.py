@@ -8,8 +8,7 @@ from pydantic import Field, model_validator
 
 from crosslayer.environment import Machine
 from crosslayer.output.record import Frozen
-from crosslayer.stats import Interval
-from crosslayer.stats.means import Difference, Verdict
+from crosslayer.stats.estimate import Estimate, Verdict
 from crosslayer.verbs.train.record import DepthMixing
 
 ALPHA = 0.05  # an adjusted p-value below it is significant
@@ -140,12 +139,18 @@ class RelativeCurve(Frozen):
         return self.low is not None and min(self.low[-self.stretch :]) > 0
 
 
+class Difference(Frozen):
+    """A loss less the baseline's: of each pair of seeds, and their mean."""
+
+    values: tuple[float, ...] = Field(min_length=1)
+    change: Estimate
+
+
 class CriticalPoints(Frozen):
     """The step from which the baseline's training loss stays lower, by pair; None if that did not happen."""
 
     reached: tuple[float | None, ...]
-    mean: float | None = Field(description="of `reached`, if all pairs reached it")
-    interval: Interval | None
+    step: Estimate | None = Field(description="the mean of `reached`, if all pairs reached it")
 
 
 class Outcome(Frozen):
@@ -167,13 +172,13 @@ class Outcome(Frozen):
     def verdict(self) -> Verdict:
         """Whether the loss is lower or higher than the baseline's, corrected for all comparisons."""
         if self.final is None or self.adjusted is None or self.adjusted >= ALPHA:
-            return "undecided"
-        return self.final.verdict
+            return "no difference seen"
+        return self.final.change.verdict
 
     @property
     def overtaken(self) -> bool:
         """Whether the baseline overtook the variant: every pair has a critical point, and the curve ends above 0."""
-        reached = self.critical is not None and self.critical.mean is not None
+        reached = self.critical is not None and self.critical.step is not None
         return reached and self.curve is not None and self.curve.behind
 
 
@@ -191,11 +196,9 @@ class Law(Frozen):
     costs: tuple[float, ...]
     losses: tuple[float, ...]
     scale: float
-    exponent: float
-    exponent_interval: Interval | None = Field(description="of the fit, from three configurations on")
-    exponent_over_seeds: Interval | None = Field(description="from the laws of each seed, from three seeds on")
-    fewer: float | None
-    fewer_interval: Interval | None = Field(description="from the laws of each seed, paired, from three seeds on")
+    exponent: Estimate = Field(description="of the fit, over configurations")
+    exponent_over_seeds: Estimate = Field(description="the mean of each seed's own law")
+    fewer: Estimate | None = Field(description="the interval is from the laws of each seed, paired")
     extrapolated: bool = Field(description="whether no run of the variant had the cost that it needs")
 
 

@@ -2,7 +2,6 @@
 
 from typing import Any, Literal, Self
 
-import numpy as np
 from pydantic import Field, model_validator
 
 from crosslayer.output.result import Result
@@ -10,10 +9,10 @@ from crosslayer.verbs.compare.record import Budget, ComparedRun, Configuration, 
 
 
 class Comparison(Result):
-    """What `crosslayer.compare` returns. Shapes: A outcomes (a variant and the baseline in a configuration)."""
+    """What `crosslayer.compare` returns: an outcome for each variant in each configuration, and a page."""
 
-    schema_: Literal["crosslayer/compare/4"] = Field(
-        "crosslayer/compare/4", validation_alias="schema", serialization_alias="schema"
+    schema_: Literal["crosslayer/compare/5"] = Field(
+        "crosslayer/compare/5", validation_alias="schema", serialization_alias="schema"
     )
     name: str
     baseline: str
@@ -55,35 +54,19 @@ class Comparison(Result):
             groups.setdefault((law.where, law.cost), []).append(law)
         return groups
 
-    @property
-    def differences(self) -> np.ndarray:
-        """Final losses, variant − baseline, mean over pairs of seeds, (A,); NaN without a pair."""
-        return np.array([np.nan if result.final is None else result.final.mean for result in self.outcomes])
-
-    @property
-    def intervals(self) -> np.ndarray:
-        """Their 95% intervals, not corrected for multiple comparisons, (A, 2); NaN below three pairs."""
-        none = (np.nan, np.nan)
-        return np.array([(result.final and result.final.interval) or none for result in self.outcomes])
-
-    @property
-    def adjusted(self) -> np.ndarray:
-        """Their p-values after Holm's correction for all comparisons, (A,); NaN below three pairs."""
-        return np.array([result.adjusted for result in self.outcomes], dtype=float)
-
     def headline(self) -> dict[str, Any]:
         """Return the baseline, and for each variant and configuration the difference, its interval and the verdict."""
         results = []
         for outcome in self.outcomes:
-            final = outcome.final
+            change = outcome.final and outcome.final.change
             results.append(
                 {
                     **({"configuration": outcome.configuration} if outcome.configuration else {}),
                     "variant": outcome.variant,
                     "seeds": len(outcome.seeds),
                     "loss": round(outcome.loss, 5),
-                    "difference": None if final is None else round(final.mean, 5),
-                    "interval": [round(end, 5) for end in final.interval] if final and final.interval else None,
+                    "difference": None if change is None else round(change.value, 5),
+                    "interval": [round(end, 5) for end in change.interval] if change and change.interval else None,
                     "verdict": outcome.verdict,
                 }
             )

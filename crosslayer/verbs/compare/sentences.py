@@ -2,13 +2,15 @@
 
 from collections.abc import Sequence
 
-from crosslayer.output.formatting import listed, percent, percent_interval, signed, signed_interval
-from crosslayer.stats.means import FEWEST, MOST, Difference
+from crosslayer.output.formatting import listed, signed
+from crosslayer.stats.estimate import Estimate
+from crosslayer.stats.means import FEWEST, MOST
 from crosslayer.verbs.compare.record import (
     ALPHA,
     COSTS,
     RELEVANT,
     ComparedRun,
+    Difference,
     Law,
     Outcome,
     SnapshotMeans,
@@ -35,16 +37,14 @@ def sentences(record: Comparison) -> list[str]:
         *([f"No power law: {record.no_laws}."] if record.no_laws and len(record.configurations) > 1 else []),
         *(line for configuration in record.configurations for line in _inside(record, configuration.label)),
         *_missing(record),
-        "Intervals cover the variation between seeds on this held-out text; other text or recipes may rank variants "
-        "differently.",
+        "95% intervals, in parentheses from three seeds on, cover the variation between seeds on this held-out text; "
+        "other text or recipes may rank variants differently.",
     ]
 
 
 def with_values(difference: Difference) -> str:
     """Write the mean with its 95% confidence interval, or each seed's difference where there is no interval."""
-    if difference.interval is None:
-        return by_seed(difference)
-    return f"{signed(difference.mean)} (95% CI {signed_interval(difference.interval)})"
+    return by_seed(difference) if difference.change.interval is None else difference.change.text(4, signed=True)
 
 
 def by_seed(difference: Difference) -> str:
@@ -61,11 +61,11 @@ def written_verdict(result: Outcome) -> str:
     """Return the verdict on a variant, corrected for all comparisons of the page."""
     if result.final is None:
         return "no pair of runs"
-    if result.final.interval is None:
+    if result.final.change.interval is None:
         return f"none: {seed_count(len(result.seeds))}"
-    if result.verdict == result.final.verdict:
+    if result.verdict == result.final.change.verdict:
         return result.verdict
-    return f"{result.final.verdict} before correction only"
+    return f"{result.final.change.verdict} before correction only"
 
 
 def last_snapshots(runs: Sequence[ComparedRun]) -> dict[str, float]:
@@ -109,8 +109,8 @@ def _differences(record: Comparison, configuration: str) -> list[str]:
     results = [result for result in record.outcomes if result.configuration == configuration]
     results.sort(key=lambda result: result.loss)
     base = record.baseline
-    uncorrected = [result for result in results if result.final and result.final.verdict != result.verdict]
-    few = [result for result in results if result.final and result.final.interval is None]
+    uncorrected = [result for result in results if result.final and result.final.change.verdict != result.verdict]
+    few = [result for result in results if result.final and result.final.change.interval is None]
     groups = {
         f"Lower final loss than {base}, nats per token": [result for result in results if result.verdict == "lower"],
         f"Higher final loss than {base}, nats per token": [result for result in results if result.verdict == "higher"],
@@ -121,19 +121,19 @@ def _differences(record: Comparison, configuration: str) -> list[str]:
     for title, group in groups.items():
         each = "; ".join(f"{result.variant} {with_values(result.final)}" for result in group if result.final)
         lines += [f"{_prefix(configuration)}{title}: {each}."] if each else []
-    similar = [
-        result for result in results if result.final and result.final.interval and result.final.verdict == "undecided"
-    ]
-    return [*lines, *(f"{_prefix(configuration)}{_undecided(result, base)}" for result in similar)]
+    for result in results:
+        change = result.final and result.final.change
+        if change and change.interval and change.verdict == "no difference seen":
+            lines.append(_prefix(configuration) + _no_difference(result, change, base))
+    return lines
 
 
-def _undecided(result: Outcome, baseline: str) -> str:
-    assert result.final is not None and result.final.interval is not None and result.final.visible is not None
-    sentence = f"No significant difference between {result.variant} and {baseline}: {with_values(result.final)}"
-    low, high = result.final.interval
-    if max(-low, high) < RELEVANT:
+def _no_difference(result: Outcome, change: Estimate, baseline: str) -> str:
+    assert change.low is not None and change.high is not None
+    sentence = f"No difference seen between {result.variant} and {baseline}: {change.text(4, signed=True)}"
+    if max(-change.low, change.high) < RELEVANT:
         return f"{sentence}; the interval excludes a difference of {RELEVANT}."
-    if result.final.visible < RELEVANT:
+    if (change.high - change.low) / 2 < RELEVANT:  # the least mean that these pairs would have shown
         return f"{sentence}."
     needed = result.seeds_needed
     count = f"more than {MOST:,} seeds" if needed is None else f"about {needed:,} seeds"
@@ -152,11 +152,11 @@ def _tests(record: Comparison) -> list[str]:
 
 
 def _overtaken(result: Outcome, baseline: str) -> str:
-    assert result.critical is not None
+    assert result.critical is not None and result.critical.step is not None
     steps = ", ".join(f"{point:,.0f}" for point in result.critical.reached if point is not None)
     return (
         f"{_prefix(result.configuration)}{baseline} overtakes {result.variant} in training loss at step "
-        f"{result.critical.mean:,.0f} on average (by seed: {steps}) and stays ahead."
+        f"{result.critical.step.value:,.0f} on average (by seed: {steps}) and stays ahead."
     )
 
 
@@ -164,22 +164,19 @@ def _law(law: Law, record: Comparison) -> str:
     """Say at which cost a variant reaches the loss of the baseline at its largest cost."""
     prefix, baseline = _prefix(law.where), record.baseline
     pair = [other for other in record.laws if other.where == law.where and other.variant in (baseline, law.variant)]
-    rising = [other.variant for other in pair if other.exponent <= 0]
+    rising = [other.variant for other in pair if other.exponent.value <= 0]
     if rising:
         loss = f"{prefix}The loss of {listed(rising)}"
         return f"{loss} does not fall with {COSTS[law.cost]}, so the power laws do not say what would reach it."
     if law.fewer is None:
         return f"{prefix}The power law of {law.variant} does not reach the loss of {baseline}."
-    sign, word = (1, "fewer") if law.fewer >= 0 else (-1, "more")
-    interval = "no interval"
-    if law.fewer_interval is not None:
-        ends = sorted(sign * end for end in law.fewer_interval)
-        interval = f"95% CI over seeds {percent_interval(ends, 1)}"
+    sign, word = (1, "fewer") if law.fewer.value >= 0 else (-1, "more")
+    change = law.fewer.mapped(lambda share: sign * share)
     beyond = "; extrapolated, no run had this cost" if law.extrapolated else ""
     return (
         f"{prefix}By power laws through {len(law.costs)} points, {law.variant} needs "
-        f"{percent(sign * law.fewer, 1)} {word} {COSTS[law.cost]} ({interval}) to reach the loss of {baseline} at its "
-        f"largest cost{beyond}."
+        f"{change.text(1, percent=True)} {word} {COSTS[law.cost]} to reach the loss of {baseline} at its largest cost"
+        f"{beyond}."
     )
 
 

@@ -8,7 +8,7 @@ from crosslayer.verbs.evaluate.record import ScoreRow
 from crosslayer.verbs.evaluate.result import Evaluation
 from crosslayer.verbs.evaluate.sentences import difference, score, sentences
 
-KINDS = {"better": "pass", "worse": "fail", "no difference seen": "skip"}
+KINDS = {True: "pass", False: "fail", None: "skip"}  # by whether the candidate is better
 HEAD = [
     "task",
     "metric",
@@ -26,7 +26,7 @@ def layout(record: Evaluation) -> Page:
     baseline, shots, limit = record.models.baseline, record.settings.num_fewshot, record.settings.limit
     candidate, first = record.models.candidate, (record.groups or record.rows)[:4]
     against = "" if baseline is None else f" against {baseline.name}"
-    notes = ["" if row.paired is None else f"{difference(row)}: {row.paired.verdict}" for row in first]
+    notes = ["" if row.paired is None else f"{difference(row)}: {row.paired.change.verdict}" for row in first]
     return Page(
         title=f"Evaluation of {candidate.name}{against}",
         subtitle=(
@@ -74,7 +74,7 @@ def _cost(record: Evaluation) -> Table:
 def _cells(row: ScoreRow) -> list:
     paired, items, needed = row.paired, f"{row.items:,}", UNKNOWN
     if paired is not None and paired.discordant is not None:  # items that only one model gets right, McNemar's p
-        items += f"\n+{paired.discordant.candidate} −{paired.discordant.baseline}\np = {paired.p:.2g}"
+        items += f"\n+{paired.discordant.candidate} −{paired.discordant.baseline}\np = {paired.change.p:.2g}"
     if paired is not None and paired.items_for_a_point is not None:
         needed = f"{paired.items_for_a_point:,}" + ("\n(1%)" if row.kind == "perplexity" else "")
     return [
@@ -84,7 +84,7 @@ def _cells(row: ScoreRow) -> list:
         score(row, row.candidate),
         difference(row).replace(" (", "\n("),
         items,
-        UNKNOWN if paired is None else Mark(paired.verdict, KINDS[paired.verdict]),
+        UNKNOWN if paired is None else Mark(paired.change.verdict, KINDS[row.is_better]),
         needed,
     ]
 
@@ -101,23 +101,24 @@ def _panels(record: Evaluation) -> list[Panel]:
     panels = []
     if shares:
         caption = f"Candidate − baseline: to the right of 0 the candidate answers more items correctly. {bars}"
-        panels.append(Panel("differences", "Differences", caption, "points", "", dots=_dots(shares, 0.0)))
+        panels.append(Panel("differences", "Differences", caption, "points", "", dots=_dots(shares)))
     if ratios:
         caption = f"How far the candidate's perplexity is above the baseline's; to the left of 0 it is lower. {bars}"
-        panels.append(Panel("perplexities", "Perplexities", caption, "% above", "", dots=_dots(ratios, 1.0)))
+        panels.append(Panel("perplexities", "Perplexities", caption, "% above", "", dots=_dots(ratios)))
     return panels
 
 
-def _dots(rows: list[ScoreRow], equal: float) -> Dots:
-    """Return differences in percent; `equal` is the estimate between equal models."""
-    names, values = [], []
-    for row in rows:
-        assert row.paired is not None
-        names.append(f"{row.name.removesuffix(LOCAL)} ({_metric(row)})")
-        ends = row.paired.interval or (None, None)
-        values.append([None if end is None else 100 * (end - equal) for end in (row.paired.estimate, *ends)])
-    x, low, high = (list(column) for column in zip(*values, strict=True))
-    return Dots(names=names, x=x, low=low, high=high, single=[[] for _ in rows])  # type: ignore[arg-type]
+def _dots(rows: list[ScoreRow]) -> Dots:
+    """Return differences, or how far ratios are above 1, in percent."""
+    changes = [row.paired.change for row in rows if row.paired is not None]
+    changes = [change.mapped(lambda value, none=change.none: 100 * (value - none)) for change in changes]
+    return Dots(
+        names=[f"{row.name.removesuffix(LOCAL)} ({_metric(row)})" for row in rows],
+        x=[change.value for change in changes],
+        low=[change.low for change in changes],
+        high=[change.high for change in changes],
+        single=[[] for _ in rows],
+    )
 
 
 def _models(record: Evaluation) -> Table:

@@ -1,4 +1,4 @@
-"""Differences between two models on the same items, with intervals and verdicts.
+"""Differences between two models on the same items.
 
     D = Σ (x_i − y_i) / Σ w_i;   r_i = (x_i − y_i − D w_i) / mean(w);   D ± t(0.975, n − 1) · std(r) / √n
 
@@ -13,20 +13,20 @@ Shapes: n items, T tasks. Source of the number of items: Connor (1987).
 
 import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any
 
 import numpy as np
 from pydantic import Field
 from scipy import stats
 
 from crosslayer.output.record import Frozen
-from crosslayer.stats import NORMAL, Interval
-from crosslayer.stats.means import t_quantile
-from crosslayer.stats.shares import Verdict, mcnemar, share_difference, share_error, verdict_of
+from crosslayer.stats import NORMAL
+from crosslayer.stats.estimate import Estimate
+from crosslayer.stats.means import FEWEST, t_quantile
+from crosslayer.stats.shares import share_difference, share_error
 
 POWER = 0.8
 POINT = 0.01  # the difference for which items are counted: a point of a share, 1% of a perplexity
-FEWEST = 3  # items that an interval of a mean needs
 
 
 class Discordant(Frozen):
@@ -37,74 +37,54 @@ class Discordant(Frozen):
 
 
 class Paired(Frozen):
-    """Candidate − baseline, or candidate / baseline for perplexities, with its 95% interval."""
+    """A change over items: candidate − baseline, or candidate / baseline for perplexities.
 
-    form: Literal["difference", "ratio"]
-    estimate: float
-    interval: Interval | None = Field(description="None with fewer than three items, unless they are right or wrong")
-    p: float | None = Field(
-        ge=0, le=1, description="two-sided: McNemar's exact test, Student's t, or normal for groups"
-    )
+    p is McNemar's for items that are right or wrong, Student's t otherwise, and normal for groups of tasks.
+    """
+
+    change: Estimate
     discordant: Discordant | None = None
-    verdict: Verdict
     items_for_a_point: int | None = Field(
         default=None, description="items needed for 1 point, or 1% of a perplexity, with a power of 80%"
     )
 
 
-def compare_shares(candidate: np.ndarray, baseline: np.ndarray, higher_is_better: bool = True) -> Paired:
+def compare_shares(candidate: np.ndarray, baseline: np.ndarray) -> Paired:
     """Return the paired difference of shares of items (n,) that are 0 or 1."""
     only = int(((candidate == 1) & (baseline == 0)).sum()), int(((candidate == 0) & (baseline == 1)).sum())
-    interval, p = share_difference(*only, len(candidate)), mcnemar(*only)
     return Paired(
-        form="difference",
-        estimate=(only[0] - only[1]) / len(candidate),
-        interval=interval,
-        p=p,
+        change=share_difference(*only, len(candidate), over="items"),
         discordant=Discordant(candidate=only[0], baseline=only[1]),
-        verdict=verdict_of(interval, higher_is_better, p),
         items_for_a_point=items_for_shares(sum(only) / len(candidate)),
     )
 
 
-def compare_means(
-    candidate: np.ndarray, baseline: np.ndarray, weights: np.ndarray, higher_is_better: bool = True
-) -> Paired:
+def compare_means(candidate: np.ndarray, baseline: np.ndarray, weights: np.ndarray) -> Paired:
     """Return the paired difference of weighted means of items (n,)."""
-    estimate, _, interval, p = _weighted(candidate - baseline, weights)
-    verdict = verdict_of(interval, higher_is_better)
-    return Paired(form="difference", estimate=estimate, interval=interval, p=p, verdict=verdict)
+    return Paired(change=_weighted(candidate - baseline, weights)[0])
 
 
 def compare_perplexities(candidate: np.ndarray, baseline: np.ndarray, weights: np.ndarray) -> Paired:
     """Return the ratio of perplexities exp(−Σ x / Σ w), from the log likelihoods of items (n,)."""
-    estimate, spread, interval, p = _weighted(baseline - candidate, weights)  # of the log perplexity
+    change, spread = _weighted(baseline - candidate, weights)  # of the log perplexity
     needed = None
     if spread:  # number of items with which 1% is detected in 80% of cases
         quantiles = NORMAL + stats.norm.ppf(POWER)
         needed = max(FEWEST, math.ceil((quantiles * spread / math.log1p(POINT)) ** 2))
-    return Paired(
-        form="ratio",
-        estimate=math.exp(estimate),
-        interval=None if interval is None else (math.exp(interval[0]), math.exp(interval[1])),
-        p=p,
-        verdict=verdict_of(interval, higher_is_better=False),
-        items_for_a_point=needed,
-    )
+    return Paired(change=change.mapped(math.exp), items_for_a_point=needed)
 
 
-def _weighted(
-    differences: np.ndarray, weights: np.ndarray
-) -> tuple[float, float | None, Interval | None, float | None]:
-    """Return Σ d / Σ w of n items, the standard deviation of an item, the interval and p; None below `FEWEST`."""
-    count, estimate = len(differences), float(differences.sum() / weights.sum())
+def _weighted(differences: np.ndarray, weights: np.ndarray) -> tuple[Estimate, float | None]:
+    """Return Σ d / Σ w of n items, and the standard deviation of an item; no interval and None below `FEWEST`."""
+    count, value = len(differences), float(differences.sum() / weights.sum())
+    facts: dict[str, Any] = {"value": value, "n": count, "over": "items", "how": "Student's t"}
     if count < FEWEST:
-        return estimate, None, None, None
-    spread = float(((differences - estimate * weights) / weights.mean()).std(ddof=1))
+        return Estimate(**facts), None
+    spread = float(((differences - value * weights) / weights.mean()).std(ddof=1))
     error = spread / math.sqrt(count)
     half = error * t_quantile(count - 1)
-    p = 2 * stats.t.sf(abs(estimate) / error, count - 1) if error else float(not estimate)
-    return estimate, spread, (estimate - half, estimate + half), float(p)
+    p = float(2 * stats.t.sf(abs(value) / error, count - 1) if error else not value)
+    return Estimate(**facts, low=value - half, high=value + half, p=p), spread
 
 
 def compare_groups(differences: Sequence[np.ndarray], weights: np.ndarray) -> Paired:
@@ -114,16 +94,18 @@ def compare_groups(differences: Sequence[np.ndarray], weights: np.ndarray) -> Pa
     """
     shares = weights / weights.sum()
     errors = np.array([share_error(int((d > 0).sum()), int((d < 0).sum()), len(d)) for d in differences])
-    estimate = float(shares @ np.array([values.mean() for values in differences]))
+    value = float(shares @ np.array([values.mean() for values in differences]))
     error = float(np.sqrt(((shares * errors) ** 2).sum()))
-    interval = (max(-1.0, estimate - NORMAL * error), min(1.0, estimate + NORMAL * error))
-    return Paired(
-        form="difference",
-        estimate=estimate,
-        interval=interval,
-        p=float(2 * stats.norm.sf(abs(estimate) / error)),
-        verdict=verdict_of(interval),
+    change = Estimate(
+        value=value,
+        low=max(-1.0, value - NORMAL * error),
+        high=min(1.0, value + NORMAL * error),
+        n=sum(map(len, differences)),
+        over="items",
+        how="Agresti-Min",
+        p=float(2 * stats.norm.sf(abs(value) / error)),
     )
+    return Paired(change=change)
 
 
 def items_for_shares(discordance: float) -> int:

@@ -77,6 +77,12 @@ class ScoreRow(Frozen):
     paired: Paired | None = Field(description="None without a baseline, or if items cannot be paired")
 
     @property
+    def is_better(self) -> bool | None:
+        """Whether the candidate is better; None if no difference is seen, or if items are not paired."""
+        better = "higher" if self.higher_is_better else "lower"
+        return None if self.paired is None else self.paired.change.is_better(better)
+
+    @property
     def title(self) -> str:
         """Its name and metric, with the filter if it is not the default."""
         return f"{self.name} {self.metric}" + ("" if self.filter == "none" else f" ({self.filter})")

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
-import numpy as np
 from pydantic import Field, PrivateAttr, model_validator
 
 from crosslayer.output.result import Result
@@ -16,13 +15,13 @@ HARNESS = "lm_eval"  # the folder of lm-eval's own results
 
 
 class Evaluation(Result):
-    """What `crosslayer.evaluate` returns: a row for each of N metrics of tasks, arrays and a page.
+    """What `crosslayer.evaluate` returns: a row for each metric of a task, and a page.
 
     Its fields are the contents of `record.json`, and two evaluations are equal if these are. `save` also writes what
     lm-eval returned (except the git commit, which is None), unless the evaluation was loaded from a folder.
     """
 
-    schema_: Literal["crosslayer/evaluate/5"] = Field(default="crosslayer/evaluate/5", alias="schema")
+    schema_: Literal["crosslayer/evaluate/6"] = Field(default="crosslayer/evaluate/6", alias="schema")
     models: EvaluatedModels
     settings: EvaluateSettings
     rows: tuple[ScoreRow, ...] = Field(min_length=1)
@@ -48,23 +47,6 @@ class Evaluation(Result):
     def lm_eval_results(self) -> dict[str, Mapping[str, Any]]:
         """What lm-eval returned for candidate and baseline, with samples; empty if loaded from a folder."""
         return self._results
-
-    @property
-    def scores(self) -> np.ndarray:
-        """The scores of candidate and baseline, (N, 2); NaN without a baseline."""
-        values = [[row.candidate.value, np.nan if row.baseline is None else row.baseline.value] for row in self.rows]
-        return np.array(values)
-
-    @property
-    def differences(self) -> np.ndarray:
-        """Estimates of candidate − baseline, or of the ratio of perplexities, (N,); NaN if items are not paired."""
-        return np.array([np.nan if row.paired is None else row.paired.estimate for row in self.rows])
-
-    @property
-    def intervals(self) -> np.ndarray:
-        """Lower and upper ends of the intervals of `differences`, (N, 2); NaN without an interval."""
-        none = (np.nan, np.nan)
-        return np.array([none if row.paired is None else row.paired.interval or none for row in self.rows])
 
     def headline(self) -> dict[str, Any]:
         """Return the names of the models, and rounded scores with differences of rows and groups."""
@@ -98,7 +80,8 @@ def _figures(row: ScoreRow) -> dict[str, Any]:
     if row.baseline is not None:
         figures["baseline"] = round(row.baseline.value, 4)
     if row.paired is not None:
-        figures[row.paired.form] = round(row.paired.estimate, 4)
-        figures["interval"] = row.paired.interval and [round(end, 4) for end in row.paired.interval]
-        figures["verdict"] = row.paired.verdict
+        change = row.paired.change
+        figures["ratio" if row.kind == "perplexity" else "difference"] = round(change.value, 4)
+        figures["interval"] = change.interval and [round(end, 4) for end in change.interval]
+        figures["verdict"] = change.verdict
     return figures

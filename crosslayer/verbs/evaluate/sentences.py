@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 
 from crosslayer.eviction.running import SmallerCache
-from crosslayer.output.formatting import UNKNOWN, signed
+from crosslayer.output.formatting import UNKNOWN
+from crosslayer.stats.shares import in_points
 from crosslayer.verbs.evaluate.record import Score, ScoreRow
 from crosslayer.verbs.evaluate.result import Evaluation
 
@@ -34,14 +35,10 @@ def difference(row: ScoreRow) -> str:
     """Format a difference with its interval: in points for shares, as a ratio for perplexities."""
     if row.paired is None:
         return UNKNOWN
-    values = (row.paired.estimate, *(row.paired.interval or ()))
-    if row.paired.form == "ratio":
-        figures = [f"× {value:.4f}" for value in values]
-    elif row.kind == "share":
-        figures = [signed(100 * value, 2) for value in values]
-    else:
-        figures = [f"{value:+.4g}".replace("-", "−") for value in values]
-    return figures[0] if len(figures) == 1 else f"{figures[0]} ({figures[1]} to {figures[2]})"
+    change = row.paired.change
+    if row.kind == "share":
+        return in_points(change).text(2, signed=True)
+    return change.text(4, unit="x") if row.kind == "perplexity" else change.text(4, signed=True)
 
 
 def _cache_sentences(record: Evaluation) -> list[str]:
@@ -70,21 +67,21 @@ def _cost_sentences(record: Evaluation) -> list[str]:
 
 def _group_sentence(row: ScoreRow) -> str:
     over = f"{len(row.tasks)} tasks" if row.weighting == "tasks" else f"{row.items:,} items of {len(row.tasks)} tasks"
-    verdict = UNKNOWN if row.paired is None else row.paired.verdict
+    verdict = UNKNOWN if row.paired is None else row.paired.change.verdict
     scores = f"{score(row, row.baseline)} → {score(row, row.candidate)}, {difference(row)} points"
     return f"{row.title}, mean over {over}: {scores}: {verdict}."
 
 
 def _row_sentences(rows: Sequence[ScoreRow]) -> list[str]:
     """Return a sentence for each verdict, which names its rows, and how many differences chance alone would give."""
-    paired = [(row, row.paired.verdict) for row in rows if row.paired is not None]
+    paired = [row for row in rows if row.paired is not None]
     written = []
-    for verdict, begin, end in (
-        ("better", "Better than the baseline", ""),
-        ("worse", "Worse than the baseline", ""),
-        ("no difference seen", "No difference seen", " The table lists how many items a 1-point difference needs."),
+    for better, begin, end in (
+        (True, "Better than the baseline", ""),
+        (False, "Worse than the baseline", ""),
+        (None, "No difference seen", " The table lists how many items a 1-point difference needs."),
     ):
-        named = [f"{row.title} {difference(row)}" for row, judgement in paired if judgement == verdict]
+        named = [f"{row.title} {difference(row)}" for row in paired if row.is_better is better]
         more = f"; and {len(named) - NAMED} more" if len(named) > NAMED else ""
         written += [f"{begin}: {'; '.join(named[:NAMED])}{more}.{end}"] if named else []
     lone = [row.title for row in rows if row.paired is None]

@@ -87,11 +87,13 @@ def _row(candidate: Results, baseline: Results | None, task: str, metric: str, n
         return None
     key = f"{metric},{name}"
     items, paired = items_of(samples, metric, candidate["results"][task][key]), None
-    higher_is_better = candidate["higher_is_better"].get(task, {}).get(metric) is not False  # the default is True
     if baseline is not None:
         others = samples_of(baseline["samples"][task], metric, name)
         check_same(samples, others, task)
-        paired = _compared(items, items_of(others, metric, baseline["results"][task][key]), higher_is_better)
+        paired = _compared(items, items_of(others, metric, baseline["results"][task][key]))
+    higher_is_better = candidate["higher_is_better"].get(task, {}).get(metric) is not False  # the default is True
+    if items is not None and items.kind == "perplexity":
+        higher_is_better = False
     return ScoreRow(
         name=task,
         metric=metric,
@@ -112,17 +114,17 @@ def _score(results: Results, task: str, metric: str, name: str) -> Score:
     return Score(value=results["results"][task][f"{metric},{name}"], stderr=error if known else None)
 
 
-def _compared(candidate: Items | None, baseline: Items | None, higher_is_better: bool) -> Paired | None:
+def _compared(candidate: Items | None, baseline: Items | None) -> Paired | None:
     if candidate is None or baseline is None or (candidate.weights != baseline.weights).any():
         return None
     kinds = {candidate.kind, baseline.kind}
     if kinds == {"share"}:
-        return compare_shares(candidate.values, baseline.values, higher_is_better)
+        return compare_shares(candidate.values, baseline.values)
     if kinds == {"perplexity"}:
         return compare_perplexities(candidate.values, baseline.values, candidate.weights)
     if "perplexity" in kinds:
         return None
-    return compare_means(candidate.values, baseline.values, candidate.weights, higher_is_better)
+    return compare_means(candidate.values, baseline.values, candidate.weights)
 
 
 def group_rows(

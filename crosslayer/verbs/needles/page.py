@@ -1,15 +1,16 @@
 """The page of a needle test, from its record alone: a map of scores by length and depth for each model, and tables."""
 
-from crosslayer.output.formatting import percent, percent_interval
+from crosslayer.output.formatting import percent
 from crosslayer.output.page import Cell, Mark, Page, Table
 from crosslayer.output.panel import Heat, Panel
+from crosslayer.stats.shares import in_points
 from crosslayer.verbs.needles.record import Score
 from crosslayer.verbs.needles.result import Needles
-from crosslayer.verbs.needles.sentences import hidden_numbers, points, sentences, share
+from crosslayer.verbs.needles.sentences import hidden_numbers, sentences
 from crosslayer.verbs.needles.text import SOURCE
 
 SHOWN = 12  # answers on the page; the record has all
-SCORE = ["score", "95% interval of the score", "retrieved", "another key's number"]
+SCORE = ["score\n(95% interval)", "retrieved", "another key's number"]
 
 
 def layout(record: Needles) -> Page:
@@ -17,9 +18,8 @@ def layout(record: Needles) -> Page:
     candidate, baseline, settings = record.candidate, record.baseline, record.settings
     cards = []
     for score, *others in zip(*record.by_length, strict=True):
-        compared = "".join(f"; baseline {share(other)}" for other in others)
-        note = f"{percent_interval(score.interval)} (95% interval){compared}"
-        cards.append((f"{score.length:,} tokens", percent(score.share), note))
+        note = "".join(f"baseline {other.share.text(0, percent=True)}; " for other in others)
+        cards.append((f"{score.length:,} tokens", score.share.text(0, percent=True), f"{note}95% intervals"))
     return Page(
         title=f"Needle test of {candidate.name}" + ("" if baseline is None else f" against {baseline.name}"),
         subtitle=(
@@ -41,7 +41,7 @@ def scores(record: Needles) -> list[Table]:
         rows = []
         for number, whole in enumerate(by_length):
             row = [*cells[number * len(depths) : (number + 1) * len(depths)], whole]
-            rows.append([f"{whole.length:,}", *(percent(score.share) for score in row)])
+            rows.append([f"{whole.length:,}", *(percent(score.share.value) for score in row)])
         tables.append((model.name, ["length", *(f"depth {depth}%" for depth in depths), "all"], rows))
     return tables
 
@@ -52,8 +52,9 @@ def _by_length(record: Needles) -> Table:
         for model, by_length in zip(record.models, record.by_length, strict=True):
             rows.append([f"{length:,}", model.name, *_cells(by_length[number])])
             if record.differences:
-                rows[-1].append(points(record.differences[number]) if model is record.candidate else "")
-    head = ["length", "model", *SCORE, *(["difference from baseline\n(95% interval)"] if record.differences else [])]
+                change = in_points(record.differences[number].change).text(0, signed=True)
+                rows[-1].append(change if model is record.candidate else "")
+    head = ["length", "model", *SCORE, *(["points from baseline\n(95% interval)"] if record.differences else [])]
     return "By length", head, rows
 
 
@@ -66,8 +67,8 @@ def _by_depth(record: Needles) -> Table:
 
 
 def _cells(score: Score) -> list[Cell]:
-    counts = [f"{score.retrieved} of {score.n}", f"{score.other} of {score.n}"]
-    return [percent(score.share), percent_interval(score.interval), *counts]
+    counts = [f"{count} of {score.share.n}" for count in (score.retrieved, score.other)]
+    return [score.share.text(0, percent=True), *counts]
 
 
 def _examples(record: Needles) -> Table:
@@ -87,15 +88,19 @@ def _map(number: int, record: Needles) -> Panel:
     """Return the map of a model's scores in percent: a row for each length, a column for each depth."""
     lengths, depths, cells = record.settings.lengths, record.settings.depths, record.cells[number]
     model, role = record.models[number], ("candidate", "baseline")[number]
-    worst, best = min(cells, key=lambda score: score.share), max(cells, key=lambda score: score.share)
-    caption = f"{percent(best.share)} at every length and depth."
-    if worst.share < best.share:
-        ends = [f"{share(score)} at {score.length:,} tokens, depth {score.depth}%" for score in (best, worst)]
+    worst, best = (end(cells, key=lambda score: score.retrieved) for end in (min, max))
+    caption = f"{percent(best.share.value)} at every length and depth."
+    if worst.retrieved < best.retrieved:
+        ends = [
+            f"{score.share.text(0, percent=True)} at {score.length:,} tokens, depth {score.depth}%"
+            for score in (best, worst)
+        ]
         caption = f"Best: {ends[0]}. Worst: {ends[1]}. In parentheses: 95% intervals."
+    shares: list[float | None] = [100 * score.share.value for score in cells]
     heat = Heat(
         [edge - 0.5 for edge in range(len(depths) + 1)],
         [*range(len(lengths))],
-        (100 * record.scores[number]).tolist(),
+        [shares[start : start + len(depths)] for start in range(0, len(shares), len(depths))],
         "score, %",
         (0.0, 100.0),
         columns=[f"{depth}%" for depth in depths],

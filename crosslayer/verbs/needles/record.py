@@ -12,8 +12,8 @@ from pydantic import Field, PositiveInt, model_validator
 
 from crosslayer.eviction.eviction import Evict
 from crosslayer.output.record import SEVERAL, Frozen, ModelFacts, Options, Seed
-from crosslayer.stats import Interval
-from crosslayer.stats.shares import Verdict, mcnemar, share_difference, verdict_of, wilson
+from crosslayer.stats.estimate import Estimate
+from crosslayer.stats.shares import share, share_difference
 from crosslayer.verbs.needles.text import KEYS
 from crosslayer.wiring.kv_bits import KvBitsText
 
@@ -67,19 +67,13 @@ class Question(Frozen):
 
 
 class Score(Frozen):
-    """How many of n answers contain the value (`retrieved`), or only the value of another key (`other`)."""
+    """How many answers contain the value (`retrieved`), or only that of another key (`other`), and their share."""
 
     length: int
     depth: int | None = Field(description="None for all depths of a length")
-    n: int = Field(ge=1)
     retrieved: int = Field(ge=0)
     other: int = Field(ge=0)
-    interval: Interval = Field(description="Wilson's 95% interval of the share")
-
-    @property
-    def share(self) -> float:
-        """The share of answers that contain the value, from 0 to 1."""
-        return self.retrieved / self.n
+    share: Estimate
 
 
 class ModelAnswers(ModelFacts):
@@ -89,26 +83,15 @@ class ModelAnswers(ModelFacts):
 
 
 class ScoreDifference(Frozen):
-    """The candidate's score minus the baseline's at a length, over the same n samples.
+    """The candidate's score minus the baseline's at a length, over the same samples.
 
     `gained` numbers were retrieved only by the candidate, `lost` only by the baseline.
     """
 
     length: int
-    n: int = Field(ge=1)
     gained: int = Field(ge=0)
     lost: int = Field(ge=0)
-    interval: Interval = Field(description="95% interval for pairs (Agresti and Min)")
-
-    @property
-    def mean(self) -> float:
-        """The difference of the shares, from −1 to 1."""
-        return (self.gained - self.lost) / self.n
-
-    @property
-    def verdict(self) -> Verdict:
-        """Whether the candidate retrieves more or fewer numbers."""
-        return verdict_of(self.interval, p=mcnemar(self.gained, self.lost))
+    change: Estimate
 
 
 def string_match(output: str, values: Sequence[str]) -> float:
@@ -128,13 +111,13 @@ def score(length: int, depth: int | None, retrieved: Sequence[bool], other: Sequ
     An answer with both counts only as retrieved, as in RULER.
     """
     wrong_key = sum(wrong and not right for right, wrong in zip(retrieved, other, strict=True))
-    right, n = sum(retrieved), len(retrieved)
-    return Score(length=length, depth=depth, n=n, retrieved=right, other=wrong_key, interval=wilson(right, n))
+    right = sum(retrieved)
+    return Score(length=length, depth=depth, retrieved=right, other=wrong_key, share=share(right, len(retrieved)))
 
 
 def difference(length: int, candidate: Sequence[bool], baseline: Sequence[bool]) -> ScoreDifference:
-    """Return the difference candidate − baseline of shares over the same n samples, with its interval."""
+    """Return the difference candidate − baseline of shares over the same n samples."""
     pairs = list(zip(candidate, baseline, strict=True))
     gained, lost = pairs.count((True, False)), pairs.count((False, True))
-    interval = share_difference(gained, lost, len(pairs))
-    return ScoreDifference(length=length, n=len(pairs), gained=gained, lost=lost, interval=interval)
+    change = share_difference(gained, lost, len(pairs))
+    return ScoreDifference(length=length, gained=gained, lost=lost, change=change)

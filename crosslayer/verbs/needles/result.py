@@ -3,7 +3,6 @@
 from functools import cached_property
 from typing import Any, Literal, Self
 
-import numpy as np
 from pydantic import Field, model_validator
 
 from crosslayer.output.result import Result
@@ -21,10 +20,7 @@ from crosslayer.verbs.needles.record import (
 
 
 class Needles(Result):
-    """What `crosslayer.needles` returns: scores of M models by N lengths and D depths, arrays and a page.
-
-    The axis of models is the candidate and, if there is one, the baseline.
-    """
+    """What `crosslayer.needles` returns: scores of M models by N lengths and D depths, and a page."""
 
     schema_: Literal["crosslayer/needles/3"] = Field(default="crosslayer/needles/3", alias="schema")
     settings: NeedlesSettings
@@ -73,26 +69,15 @@ class Needles(Result):
         other = [any(is_retrieved(text, value) for value in one.others) for one, text in pairs]
         return [is_retrieved(text, one.value) for one, text in pairs], other
 
-    @property
-    def scores(self) -> np.ndarray:
-        """The share of answers that contain the value, by model, length and depth, (M, N, D)."""
-        shares = np.array([[one.share for one in cells] for cells in self.cells])
-        return shares.reshape(len(self.models), len(self.settings.lengths), -1)
-
-    @property
-    def intervals(self) -> np.ndarray:
-        """The ends of Wilson's 95% intervals of `scores`, (M, N, D, 2)."""
-        return np.array([[one.interval for one in cells] for cells in self.cells]).reshape(*self.scores.shape, 2)
-
     def tables(self) -> list[Table]:
         """Return a table of scores for each model: a row for each length, a column for each depth."""
         return self.sibling("page").scores(self)
 
     def headline(self) -> dict[str, Any]:
         """Return names, the number of keys, and scores and differences by length."""
-        scores = [{str(one.length): round(one.share, 4) for one in scores} for scores in self.by_length]
+        scores = [{str(one.length): round(one.share.value, 4) for one in scores} for scores in self.by_length]
         figures: dict[str, Any] = {"model": self.candidate.name, "keys": self.settings.keys, "scores": scores[0]}
         if self.baseline is not None:
             figures |= {"baseline": self.baseline.name, "baseline_scores": scores[1]}
-            figures |= {"differences": {str(one.length): round(one.mean, 4) for one in self.differences}}
+            figures |= {"differences": {str(one.length): round(one.change.value, 4) for one in self.differences}}
         return figures

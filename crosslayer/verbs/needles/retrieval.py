@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pydantic import Field
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from crosslayer.output.formatting import signed
 from crosslayer.output.progress import progress
 from crosslayer.output.record import Frozen
 from crosslayer.probe.tokens import positions
+from crosslayer.stats.shares import in_points
 from crosslayer.verbs.needles.record import difference, is_retrieved
 from crosslayer.verbs.needles.run import needles
 
@@ -65,14 +65,13 @@ def measure_retrieval(
 def retrieval_sentence(model: Sequence[Retrieval], original: Sequence[Retrieval]) -> str:
     """Return how many numbers a model retrieves, compared with its original."""
     ours, theirs = ([right for result in results for right in result.found] for results in (model, original))
-    compared = difference(0, ours, theirs)  # paired, over all lengths
+    change = difference(0, ours, theirs).change  # paired, over all lengths
     counts = ", ".join(str(sum(result.found)) for result in model)
     lengths = ", ".join(f"{result.length:,}" for result in model)
-    low, high = (signed(100 * end, 0) for end in compared.interval)
     return (
-        f"It retrieves {count_retrieved(model)} of {compared.n} numbers hidden in long texts ({counts} of "
-        f"{len(model[0].found)} at {lengths} tokens), the original {count_retrieved(original)}: {low} to {high} points "
-        "(paired 95% interval)."
+        f"It retrieves {count_retrieved(model)} of {change.n} numbers hidden in long texts ({counts} of "
+        f"{len(model[0].found)} at {lengths} tokens), the original {count_retrieved(original)}: "
+        f"{in_points(change).text(0, signed=True)} points, paired."
     )
 
 

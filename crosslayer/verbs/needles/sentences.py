@@ -1,8 +1,9 @@
 """The sentences and table cells of a needle test."""
 
 from crosslayer.eviction.running import SmallerCache
-from crosslayer.output.formatting import listed, percent, percent_interval, signed
-from crosslayer.verbs.needles.record import Score, ScoreDifference
+from crosslayer.output.formatting import listed, percent
+from crosslayer.stats.shares import in_points
+from crosslayer.verbs.needles.record import ScoreDifference
 from crosslayer.verbs.needles.result import Needles
 
 LOW = 0.05  # a baseline's score below which a candidate has nothing to lose
@@ -14,16 +15,16 @@ def sentences(record: Needles) -> list[str]:
     for model, by_length in zip(record.models, record.by_length, strict=True):
         role = "baseline" if model is record.baseline else "candidate"
         name = f"The {role}, {model.name}," if record.baseline is not None or ", " in model.name else model.name
-        shares = [f"{share(score)} at {score.length:,}" for score in by_length]
+        shares = [f"{score.share.text(0, percent=True)} at {score.length:,}" for score in by_length]
         sentence = f"{name} retrieves {hidden_numbers(settings.keys)}: {', '.join(shares)} tokens"
         if settings.keys > 1:
-            other, total = sum(score.other for score in by_length), sum(score.n for score in by_length)
+            other, total = sum(score.other for score in by_length), sum(score.share.n for score in by_length)
             sentence += f"; {percent(other / total)} of its answers give another key's number"
         written.append(f"{sentence}.")
     if record.baseline is not None:
         paired = "; Agresti and Min for paired differences, with McNemar's test"
         written += [_difference_sentence(difference) for difference in record.differences]
-        low = [f"{score.length:,}" for score in record.by_length[1] if score.share < LOW]
+        low = [f"{score.length:,}" for score in record.by_length[1] if score.share.value < LOW]
         if low:
             written.append(
                 f"At {listed(low)} tokens the baseline itself retrieves fewer than {LOW:.0%}, so the candidate has "
@@ -44,20 +45,10 @@ def hidden_numbers(count: int) -> str:
     return "the hidden number" if count == 1 else f"one of {count} hidden numbers"
 
 
-def share(score: Score) -> str:
-    """Format a score with its interval: 68% (54 to 79%)."""
-    return f"{percent(score.share)} ({percent_interval(score.interval)})"
-
-
-def points(difference: ScoreDifference) -> str:
-    """Format a difference in percentage points, with its interval."""
-    mean, low, high = (signed(100 * end, 0) for end in (difference.mean, *difference.interval))
-    return f"{mean} points ({low} to {high})"
-
-
 def _difference_sentence(difference: ScoreDifference) -> str:
-    than = "" if difference.verdict == "no difference seen" else " than the baseline"
+    change = difference.change
     return (
-        f"At {difference.length:,} tokens the scores differ by {points(difference)}: {difference.verdict}{than}; "
-        f"{difference.gained} of {difference.n} retrieved only by the candidate, {difference.lost} by the baseline."
+        f"At {difference.length:,} tokens the scores differ by {in_points(change).text(0, signed=True)} points: "
+        f"{change.verdict}; {difference.gained} of {change.n} retrieved only by the candidate, {difference.lost} by the"
+        " baseline."
     )

@@ -99,7 +99,7 @@ def sentences(record: RetrofitReport) -> list[str]:
 def _step(step: StepTime) -> str:
     """Return how long a decoding step takes."""
     return (
-        f"A decoding step after {step.context:,} tokens takes {step.time.ratio_text()} of the original's time "
+        f"A decoding step after {step.context:,} tokens takes {step.time.change.text(unit='x')} of the original's time "
         f"({step.time.durations()})."
     )
 

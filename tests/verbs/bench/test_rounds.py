@@ -58,10 +58,13 @@ def test_the_time_of_a_step_runs_each_prompt_once():
     models, calls = {"candidate": tiny("llama"), "baseline": tiny("llama")}, []
     for side, model in models.items():
         model.register_forward_pre_hook(lambda _, args, side=side: calls.append((side, args[0].shape[1])))
-    step = module.step_time(models, 9, batch=2, steps=5)
+    step = module.step_time(models, 9, batch=2, steps=7)
     assert [length for _, length in calls].count(9) == 2
     assert [side for side, length in calls[-4:]] == ["candidate", "baseline", "baseline", "candidate"]
-    assert (step.context, step.batch) == (9, 2) and step.time.interval[0] <= step.time.ratio <= step.time.interval[1]
+    assert (step.context, step.batch) == (
+        9,
+        2,
+    ) and step.time.change.low <= step.time.change.value <= step.time.change.high
     with pytest.raises(ValueError, match="context 65 exceeds the 64 positions"):
         module.step_time(models, 65)
 

@@ -6,7 +6,6 @@ import itertools
 import pytest
 
 from crosslayer.cli.printing import print_table
-from crosslayer.stats.ratios import coverage, verdict
 from crosslayer.testing.tiny import build, config_of
 from crosslayer.verbs.bench.record import MEASURES
 from crosslayer.verbs.bench.result import Benchmark
@@ -22,15 +21,15 @@ def six():
     for context, batch in itertools.product((512, 2048, 8192), (1, 4)):
         row = copy.deepcopy({**record["rows"][0], "context": context, "batch": batch})
         for measure in MEASURES:
-            row[measure] |= {"ratio": 1.25, "interval": [1.2, 1.3], "verdict": "slower"}
-        row["tpot_static"] |= {"ratio": 0.9 + batch / 100, "interval": [0.8, 1.1], "verdict": "no difference seen"}
+            row[measure]["change"] |= {"value": 1.25, "low": 1.2, "high": 1.3}
+        row["tpot_static"]["change"] |= {"value": 0.9 + batch / 100, "low": 0.8, "high": 1.1}
         rows.append(row)
-    rows[0]["ttft"] |= {"ratio": 0.5, "interval": [0.4, 0.6], "verdict": "faster"}
+    rows[0]["ttft"]["change"] |= {"value": 0.5, "low": 0.4, "high": 0.6}
     for row, measure in itertools.product(rows, MEASURES):
         row[measure]["baseline"]["quartiles"] = row[measure]["candidate"]["quartiles"] = [1.0, 1.1]
     rows[1]["ttft"]["baseline"]["quartiles"] = [1.0, 1.7]
     settings = {**record["settings"], "repeats": 5}
-    return Benchmark.from_record({**record, "rows": rows, "settings": settings, "interval_coverage": coverage(5)})
+    return Benchmark.from_record({**record, "rows": rows, "settings": settings})
 
 
 def test_losses_are_said_as_plainly_as_gains_and_briefly(six):
@@ -52,18 +51,16 @@ def test_losses_are_said_as_plainly_as_gains_and_briefly(six):
 
 @pytest.mark.parametrize("pairs", [1, 2, 4])
 def test_too_few_pairs_have_one_name_everywhere(six, pairs):
-    """In sentences, in the table and on the page; an interval is named only where there is one."""
+    """In sentences, in the table and on the page; no interval is named where there is none."""
     rows = six.record()["rows"]
     for row, measure in itertools.product(rows, MEASURES):
-        interval = row[measure]["interval"] if pairs > 2 else None
-        row[measure] |= {"interval": interval, "verdict": verdict(interval, pairs)}
+        row[measure]["change"] |= {"low": None, "high": None, "n": pairs}
     settings = {**six.record()["settings"], "repeats": pairs}
-    record = {**six.record(), "rows": rows, "settings": settings, "interval_coverage": coverage(pairs)}
-    few = Benchmark.from_record(record)
+    few = Benchmark.from_record({**six.record(), "rows": rows, "settings": settings})
     (_, head, cells), *_ = few.tables()
     text = " ".join([*few.sentences(), *head, *(cell for row in cells for cell in row), str(few.layout().cards)])
-    assert "no difference" not in text and text.count("too few pairs") >= 3 * len(rows)
-    assert ("% interval" in text) == (pairs > 2)
+    assert "faster" not in text and "slower" not in text and "too few pairs" in text
+    assert "% interval" not in text and text.count("no interval") >= 6
 
 
 def test_the_printed_table_has_a_row_a_setting_and_cuts_nothing(six, capsys):

@@ -19,7 +19,6 @@ def test_the_result_comes_back_and_says_what_the_cache_holds(tmp_path):
         settings=ServingSettings(**settings, dtype=None),
         engine="vLLM 0",
         rows=(ServingRow(context=8, requests=2, time=time, tokens_per_second=speeds),),
-        interval_coverage=0.75,
         seconds=1.0,
     )
     result.save(tmp_path / "out")

@@ -31,9 +31,9 @@ def test_a_difference_of_one_standard_error_is_no_win(tmp_path):
     error = 0.01 / np.sqrt(3)
     result = compared(tmp_path, *three(-error))
     (outcome,) = result.outcomes
-    assert outcome.verdict == "undecided" and np.isclose(outcome.final.mean, -error)
+    assert outcome.verdict == "no difference seen" and np.isclose(outcome.final.change.value, -error)
     (sentence,) = [line for line in sentences(result) if "resformer" in line]
-    assert "No significant difference" in sentence and "−0.0058 (95% CI −0.0306 to +0.0191)" in sentence
+    assert "No difference seen" in sentence and "−0.0058 (−0.0306 to +0.0191)" in sentence
     assert "about 7 seeds" in sentence
 
 
@@ -42,9 +42,11 @@ def test_a_clear_difference_is_a_win_however_much_the_seeds_differ(tmp_path):
     assert result.outcomes[0].verdict == "lower" and result.headline()["results"][0]["verdict"] == "lower"
     (sentence,) = [line for line in sentences(result) if "resformer" in line]
     assert sentence.startswith("Lower final loss than vanilla")
-    assert "resformer −0.1000 (95% CI −0.1248 to −0.0752)" in sentence
-    assert np.allclose(result.differences, [-0.1]) and np.allclose(result.intervals, [[-0.12484, -0.07516]], atol=1e-5)
-    assert [entry.mean for entry in result.outcomes[0].domains.values()] == pytest.approx([-0.1, -0.1])
+    assert "resformer −0.1000 (−0.1248 to −0.0752)" in sentence
+    found = result.outcomes[0]
+    assert np.isclose(found.final.change.value, -0.1)
+    assert found.final.change.interval == pytest.approx((-0.12484, -0.07516), abs=1e-5)
+    assert [entry.change.value for entry in found.domains.values()] == pytest.approx([-0.1, -0.1])
 
 
 def test_what_is_clear_alone_is_not_clear_among_many(tmp_path):
@@ -56,9 +58,9 @@ def test_what_is_clear_alone_is_not_clear_among_many(tmp_path):
     result = compared(tmp_path, *runs)
     first = result.outcomes[[outcome.variant for outcome in result.outcomes].index("resformer")]
     assert (
-        first.final.verdict == "lower"
-        and first.verdict == "undecided"
-        and np.isclose(first.adjusted, 5 * first.final.p)
+        first.final.change.verdict == "lower"
+        and first.verdict == "no difference seen"
+        and np.isclose(first.adjusted, 5 * first.final.change.p)
     )
     text = "\n".join(sentences(result))
     assert "before the correction for multiple comparisons: resformer" in text and "makes 5 comparisons" in text
@@ -68,7 +70,7 @@ def test_what_is_clear_alone_is_not_clear_among_many(tmp_path):
 def test_an_interval_that_excludes_a_relevant_difference_says_so(tmp_path):
     result = compared(tmp_path, *three(0.0, spread=0.001))
     (sentence,) = [line for line in sentences(result) if "resformer" in line]
-    assert "(95% CI −0.0025 to +0.0025)" in sentence and "excludes a difference of 0.01" in sentence
+    assert "(−0.0025 to +0.0025)" in sentence and "excludes a difference of 0.01" in sentence
 
 
 def test_two_seeds_give_no_verdict_but_both_differences(tmp_path):
@@ -76,11 +78,9 @@ def test_two_seeds_give_no_verdict_but_both_differences(tmp_path):
         entry for seed in range(2) for entry in (run("vanilla", seed, 3.0), run("resformer", seed, 2.5 + 0.1 * seed))
     ]
     result = compared(tmp_path, *runs)
-    assert (
-        result.outcomes[0].verdict == "undecided"
-        and np.isnan(result.intervals).all()
-        and np.isnan(result.adjusted).all()
-    )
+    (outcome,) = result.outcomes
+    assert outcome.verdict == "no difference seen" and outcome.adjusted is None
+    assert outcome.final.change.interval is None and outcome.final.values == pytest.approx((-0.5, -0.4))
     assert "resformer −0.5000, −0.4000 (2 seeds)" in sentences(result)[0] and "95%" not in sentences(result)[0]
     assert "none: 2 seeds" in result.page()
 
@@ -99,23 +99,23 @@ def test_an_interval_is_written_only_where_one_was_computed(tmp_path, seeds):
     (line,) = relative.lines
     each = {1: "−0.5000 (1 seed)", 2: "−0.5000, −0.4000 (2 seeds)"}
     if seeds < 3:
-        assert row["difference to vanilla"] == each[seeds] and row["95% CI"] == "–"
+        assert row["difference to vanilla"] == each[seeds]
         assert domains[2][0][1:] == [each[seeds]] * 2
         texts = [domains[0], relative.sentence, *(panel.sentence for panel in layout.panels), *layout.cards[-1]]
         assert not any("95%" in text for text in texts)
         assert (line.low is None) == (seeds == 1)
         assert ("range of 2 seeds" in line.name and "no confidence interval" in relative.sentence) == (seeds == 2)
     else:
-        assert row["difference to vanilla"] == "−0.4600" and row["95% CI"].startswith("−0.59")
-        assert "95% CI −0.59" in domains[2][0][1] and "95% confidence interval" in relative.sentence
+        assert row["difference to vanilla"].startswith("−0.4600 (−0.59")
+        assert "(−0.59" in domains[2][0][1] and "95% confidence interval" in relative.sentence
         assert line.name == "resformer" and "95% CI" in layout.cards[-1][2]
 
 
 def test_pairs_that_lack_a_side_are_left_out_and_named(tmp_path):
     result = compared(tmp_path, *three(-0.1), run("vanilla", 7, 9.0), run("svformer", 8, 9.0))
     first, second = result.outcomes
-    assert first.seeds == (0, 1, 2) and first.missing == (7,) and np.isclose(first.final.mean, -0.1)
-    assert second.seeds == () and second.final is None and second.verdict == "undecided"
+    assert first.seeds == (0, 1, 2) and first.missing == (7,) and np.isclose(first.final.change.value, -0.1)
+    assert second.seeds == () and second.final is None and second.verdict == "no difference seen"
     assert any("resformer (seed 7); svformer (seed 0, 1, 2, 7, 8)." in line for line in sentences(result))
     assert "no pair" in result.page()
     assert "2 compared with vanilla · 3 seeds, paired · 8 runs of 102,400 tokens · " in result.layout().subtitle
@@ -137,13 +137,15 @@ def test_a_planted_critical_point(tmp_path):
     )
     points = {outcome.variant: outcome.critical for outcome in result.outcomes}
     assert points["resformer"] is None  # its curve is the baseline's
-    assert np.allclose(points["svformer"].reached, [120, 119.9, 119.8]) and np.isclose(points["svformer"].mean, 119.9)
+    assert np.allclose(points["svformer"].reached, [120, 119.9, 119.8]) and np.isclose(
+        points["svformer"].step.value, 119.9
+    )
     assert any(
         "vanilla overtakes svformer" in line and "(by seed: 120, 120, 120)" in line for line in sentences(result)
     )
     smooth = compared(tmp_path / "smooth", *three(0.1), *(run("svformer", s, 3.2, gap) for s in range(3)), smooth=30)
     late = [outcome.critical for outcome in smooth.outcomes if outcome.variant == "svformer"]
-    assert np.isclose(late[0].mean, 130)  # the mean over the last three points lags by one of them
+    assert np.isclose(late[0].step.value, 130)  # the mean over the last three points lags by one of them
 
 
 @pytest.mark.parametrize("seeds", [1, 2, 3])
@@ -170,7 +172,7 @@ def test_a_variant_that_is_not_clearly_overtaken_is_not_named(tmp_path):
             rise = np.where(np.array(STEPS) > 120, slope, 0.01) * (np.array(STEPS) - 120.0)
             runs += [run("vanilla", seed, length=length), run("svformer", seed, 3.0, rise, length=length)]
     result = compared(tmp_path, *runs, smooth=1)
-    assert all(outcome.critical.mean is not None and not outcome.overtaken for outcome in result.outcomes)
+    assert all(outcome.critical.step is not None and not outcome.overtaken for outcome in result.outcomes)
     assert "Critical points" not in result.page()
 
 
@@ -194,18 +196,18 @@ def test_planted_exponents_and_what_they_save(tmp_path):
     assert [law.variant for law in result.laws] == ["vanilla", "resformer"] and result.no_laws is None
     baseline, law = result.laws
     assert law.cost == "parameters" and sorted(law.costs) == sorted(SIZES.values())
-    assert abs(baseline.exponent - 0.05) < 1e-9 and abs(baseline.fewer) < 1e-9
-    assert abs(law.exponent - 0.05) < 1e-3 and abs(law.fewer - 0.2) < 0.005 and not law.extrapolated
-    assert law.fewer_interval[0] < law.fewer < law.fewer_interval[1]
-    assert law.exponent_interval is not None and law.exponent_over_seeds is not None
-    assert any("resformer needs 2" in line and "% fewer parameters (95% CI" in line for line in sentences(result))
+    assert abs(baseline.exponent.value - 0.05) < 1e-9 and abs(baseline.fewer.value) < 1e-9
+    assert abs(law.exponent.value - 0.05) < 1e-3 and abs(law.fewer.value - 0.2) < 0.005 and not law.extrapolated
+    assert law.fewer.low < law.fewer.value < law.fewer.high and (law.fewer.n, law.exponent.n) == (3, 3)
+    assert law.exponent.interval is not None and law.exponent_over_seeds.low < 0.05 < law.exponent_over_seeds.high
+    assert any("resformer needs 2" in line and "%) fewer parameters" in line for line in sentences(result))
 
 
 def test_two_sizes_with_two_seeds_have_a_law_without_intervals(tmp_path):
     sizes = {"tiny": 1_000_000, "mini": 3_000_000}
     law = compared(tmp_path, *sized(-0.5, sizes, seeds=2)).laws[1]
-    assert law.exponent_interval is None and law.exponent_over_seeds is None and law.fewer_interval is None
-    assert abs(law.fewer + 0.5) < 1e-9 and law.extrapolated  # it needs half as much again, more than was trained
+    assert all(found.interval is None for found in (law.exponent, law.exponent_over_seeds, law.fewer))
+    assert abs(law.fewer.value + 0.5) < 1e-9 and law.extrapolated  # it needs half as much again, more than was trained
 
 
 def test_where_a_larger_model_is_worse_no_saving_is_reported(tmp_path):
@@ -227,8 +229,8 @@ def test_tokens_make_a_law_too(tmp_path):
         for seed in range(2)
     ]
     result = compared(tmp_path, *runs)
-    assert {law.cost for law in result.laws} == {"tokens"} and np.isclose(result.laws[1].exponent, 0.1)
-    assert np.isclose(result.laws[1].fewer, 1 - 0.98**10)
+    assert {law.cost for law in result.laws} == {"tokens"} and np.isclose(result.laws[1].exponent.value, 0.1)
+    assert np.isclose(result.laws[1].fewer.value, 1 - 0.98**10)
 
 
 def test_configurations_of_the_same_cost_have_no_law(tmp_path):

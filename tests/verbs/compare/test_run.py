@@ -115,7 +115,7 @@ def test_the_grid_is_trained_and_compared(whole):
     (outcome,) = result.outcomes
     losses = {name: crosslayer.load_result(folder / "runs" / name).final_loss for name in RUNS}
     differences = [losses[f"svformer-{seed}"] - losses[f"vanilla-{seed}"] for seed in (0, 1)]
-    assert np.allclose(outcome.final.values, differences) and outcome.final.interval is None
+    assert np.allclose(outcome.final.values, differences) and outcome.final.change.interval is None
     assert len(outcome.curve.steps) == 6 and result.runs[0].snapshots[-1].first_token_share > 0
     assert crosslayer.load_result(folder) == result
     assert crosslayer.compare([folder]).outcomes == result.outcomes  # its runs, read again

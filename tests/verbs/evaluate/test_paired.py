@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from crosslayer.stats.shares import mcnemar
+from crosslayer.stats.shares import share_difference
 from crosslayer.verbs.evaluate import paired
 from crosslayer.verbs.evaluate.summary import check_same, items_of
 
@@ -32,13 +32,13 @@ def test_the_interval_of_shares_is_that_of_the_table():
     draw = np.random.default_rng(0)
     x, y = (draw.random(200) < 0.6).astype(float), (draw.random(200) < 0.5).astype(float)
     found = paired.compare_shares(x, y)
-    assert found.estimate == pytest.approx(x.mean() - y.mean())
-    assert found.interval == pytest.approx(naive_table(x, y))
-    assert found.interval == pytest.approx(naive_t((x - y).tolist())[1], abs=5e-3)
+    assert found.change.value == pytest.approx(x.mean() - y.mean())
+    assert found.change.interval == pytest.approx(naive_table(x, y))
+    assert found.change.interval == pytest.approx(naive_t((x - y).tolist())[1], abs=5e-3)
     both = sum(a > b for a, b in zip(x, y, strict=True)), sum(a < b for a, b in zip(x, y, strict=True))
     assert (found.discordant.candidate, found.discordant.baseline) == both
     equal = paired.compare_shares(x, x)
-    assert equal.interval == pytest.approx(naive_table(x, x)) and equal.interval[1] > 0.009
+    assert equal.change.interval == pytest.approx(naive_table(x, x)) and equal.change.interval[1] > 0.009
 
 
 def test_means_have_the_naive_paired_interval():
@@ -46,8 +46,8 @@ def test_means_have_the_naive_paired_interval():
     x, y = draw.normal(0.2, 1, 50), draw.normal(0, 1, 50)
     found = paired.compare_means(x, y, np.ones(50))
     estimate, interval = naive_t((x - y).tolist())
-    assert found.estimate == pytest.approx(estimate) and found.interval == pytest.approx(interval)
-    assert found.p == pytest.approx(stats.ttest_rel(x, y).pvalue)
+    assert found.change.value == pytest.approx(estimate) and found.change.interval == pytest.approx(interval)
+    assert found.change.p == pytest.approx(stats.ttest_rel(x, y).pvalue)
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [(0, 0), (3, 0), (7, 2), (5, 5), (1, 12)])
@@ -55,7 +55,7 @@ def test_mcnemar_is_a_fair_coin_counted_out(ours, theirs):
     count = ours + theirs
     heads = [sum(toss) for toss in itertools.product((0, 1), repeat=count)]
     extreme = sum(abs(head - count / 2) >= abs(ours - count / 2) - 1e-9 for head in heads)
-    assert mcnemar(ours, theirs) == pytest.approx(extreme / 2**count)
+    assert share_difference(ours, theirs, 20).p == pytest.approx(extreme / 2**count)
 
 
 def test_three_items_all_one_way_are_no_win():
@@ -63,10 +63,10 @@ def test_three_items_all_one_way_are_no_win():
     x, y = np.zeros(100), np.zeros(100)
     x[:5] = 1
     found = paired.compare_shares(x, y)
-    assert found.interval[0] > 0 and found.p > 0.05 and found.verdict == "no difference seen"
+    assert found.change.interval[0] > 0 and found.change.p > 0.05 and found.change.verdict == "no difference seen"
     x[:10] = 1
-    assert paired.compare_shares(x, y).verdict == "better" and paired.compare_shares(y, x).verdict == "worse"
-    assert paired.compare_shares(x, y, higher_is_better=False).verdict == "worse"
+    assert paired.compare_shares(x, y).change.verdict == "higher"
+    assert paired.compare_shares(y, x).change.verdict == "lower"
 
 
 def test_a_perplexity_is_compared_on_the_scale_of_its_logarithm():
@@ -76,13 +76,13 @@ def test_a_perplexity_is_compared_on_the_scale_of_its_logarithm():
     x = y - weights * 0.05  # 5 % worse, each item alike
     found = paired.compare_perplexities(x, y, weights)
     ratio = math.exp(-x.sum() / weights.sum()) / math.exp(-y.sum() / weights.sum())
-    assert found.estimate == pytest.approx(ratio) == pytest.approx(math.exp(0.05))
-    assert found.interval == pytest.approx((ratio, ratio)) and found.verdict == "worse"
+    assert found.change.value == pytest.approx(ratio) == pytest.approx(math.exp(0.05))
+    assert found.change.interval == pytest.approx((ratio, ratio)) and found.change.verdict == "higher"
     equal = np.ones(60)
     found = paired.compare_perplexities(x, y, equal)
     estimate, interval = naive_t([b - a for a, b in zip(x, y, strict=True)])
-    assert math.log(found.estimate) == pytest.approx(estimate)
-    assert [math.log(end) for end in found.interval] == pytest.approx(interval)
+    assert math.log(found.change.value) == pytest.approx(estimate)
+    assert [math.log(end) for end in found.change.interval] == pytest.approx(interval)
 
 
 def test_a_group_adds_up_the_variances_of_its_tasks():
@@ -90,20 +90,21 @@ def test_a_group_adds_up_the_variances_of_its_tasks():
     tasks = [draw.choice([-1.0, 0.0, 1.0], size, p=[0.1, 0.8, 0.1]) for size in (400, 3000, 900)]
     found = paired.compare_groups(tasks, np.ones(3))
     error = math.sqrt(sum(np.var(task, ddof=1) / len(task) for task in tasks)) / 3
-    assert found.estimate == pytest.approx(sum(task.mean() for task in tasks) / 3)
-    assert (found.interval[1] - found.interval[0]) / 2 == pytest.approx(1.96 * error, rel=0.02)
+    assert found.change.value == pytest.approx(sum(task.mean() for task in tasks) / 3)
+    assert (found.change.interval[1] - found.change.interval[0]) / 2 == pytest.approx(1.96 * error, rel=0.02)
     two = np.ones(2)
-    assert paired.compare_groups([np.ones(50), np.ones(50)], two).verdict == "better"
-    assert paired.compare_groups([-np.ones(50), np.ones(50)], two).verdict == "no difference seen"
+    assert paired.compare_groups([np.ones(50), np.ones(50)], two).change.verdict == "higher"
+    assert paired.compare_groups([-np.ones(50), np.ones(50)], two).change.verdict == "no difference seen"
     by_items = paired.compare_groups(tasks, np.array([400.0, 3000.0, 900.0]))
     whole = np.concatenate(tasks)
-    assert by_items.estimate == pytest.approx(whole.mean())
-    assert (by_items.interval[1] - by_items.interval[0]) / 2 == pytest.approx(1.96 * whole.std() / 4300**0.5, rel=0.02)
+    assert by_items.change.value == pytest.approx(whole.mean())
+    half = 1.96 * whole.std() / 4300**0.5
+    assert (by_items.change.high - by_items.change.low) / 2 == pytest.approx(half, rel=0.02)
 
 
 def test_an_interval_of_shares_stays_among_shares():
-    assert paired.compare_shares(np.ones(1), np.zeros(1)).interval[1] == 1.0
-    assert paired.compare_shares(np.zeros(1), np.ones(1)).interval[0] == -1.0
+    assert paired.compare_shares(np.ones(1), np.zeros(1)).change.interval[1] == 1.0
+    assert paired.compare_shares(np.zeros(1), np.ones(1)).change.interval[0] == -1.0
 
 
 def answers(draw, items, discordance, difference):
@@ -119,9 +120,9 @@ def test_intervals_hold_the_truth_in_19_of_20_cases_and_equal_models_seldom_diff
     draw = np.random.default_rng(3)
     held, seen = 0, 0
     for _ in range(2000):
-        held += (found := paired.compare_shares(*answers(draw, 500, 0.15, 0.03))).interval[0] <= 0.03
-        held -= found.interval[1] < 0.03
-        seen += paired.compare_shares(*answers(draw, 500, 0.15, 0.0)).verdict != "no difference seen"
+        held += (found := paired.compare_shares(*answers(draw, 500, 0.15, 0.03)).change).low <= 0.03
+        held -= found.high < 0.03
+        seen += paired.compare_shares(*answers(draw, 500, 0.15, 0.0)).change.verdict != "no difference seen"
     assert 0.935 < held / 2000 < 0.965
     assert seen / 2000 < 0.06
 
@@ -129,18 +130,18 @@ def test_intervals_hold_the_truth_in_19_of_20_cases_and_equal_models_seldom_diff
 def test_a_difference_of_one_standard_error_is_no_win():
     draw = np.random.default_rng(4)
     error = math.sqrt(0.15 / 2376)  # of ARC-Easy's size: 0.8 points
-    wins = [paired.compare_shares(*answers(draw, 2376, 0.15, error)).verdict for _ in range(1000)]
-    assert wins.count("better") / 1000 < 0.25  # 16 % are chance and a power of 17 %
+    wins = [paired.compare_shares(*answers(draw, 2376, 0.15, error)).change.verdict for _ in range(1000)]
+    assert wins.count("higher") / 1000 < 0.25  # 16 % are chance and a power of 17 %
     x, y = np.zeros(2376), np.zeros(2376)
     x[:188], y[188:356] = 1, 1  # 188 against 168: 0.8 points
-    assert paired.compare_shares(x, y).verdict == "no difference seen"
+    assert paired.compare_shares(x, y).change.verdict == "no difference seen"
 
 
 def test_so_many_items_are_needed_as_a_simulation_needs():
     draw = np.random.default_rng(5)
     needed = paired.items_for_shares(0.1)
     assert needed == pytest.approx(7850, abs=20)
-    seen = [paired.compare_shares(*answers(draw, needed, 0.1, 0.01)).verdict == "better" for _ in range(600)]
+    seen = [paired.compare_shares(*answers(draw, needed, 0.1, 0.01)).change.verdict == "higher" for _ in range(600)]
     assert 0.75 < np.mean(seen) < 0.85
     assert paired.items_for_shares(0.0) == paired.items_for_shares(0.01)
     perplexities = paired.compare_perplexities(*(draw.normal(0, 1, 50) for _ in range(2)), np.ones(50))
@@ -151,10 +152,10 @@ def test_so_many_items_are_needed_as_a_simulation_needs():
 def test_few_items_give_no_interval_of_a_mean_and_a_wide_one_of_a_share(count):
     ones, zeros = np.ones(count), np.zeros(count)
     found = [paired.compare_means(ones, zeros, ones), paired.compare_perplexities(ones, zeros, ones)]
-    assert all(entry.interval is None and entry.p is None for entry in found)
+    assert all(entry.change.interval is None and entry.change.p is None for entry in found)
     found.append(paired.compare_shares(ones, zeros))
-    assert found[-1].interval[0] < 0
-    assert all(entry.verdict == "no difference seen" for entry in found)
+    assert found[-1].change.low < 0
+    assert all(entry.change.verdict == "no difference seen" for entry in found)
 
 
 def test_items_are_what_gives_the_reported_score():

@@ -32,7 +32,6 @@ def test_a_result_is_loaded_again_equal(evaluation, folder):
     assert type(loaded) is crosslayer.Evaluation and loaded == evaluation and not loaded.lm_eval_results
     assert loaded.page() == evaluation.page() == (folder / "report.html").read_text()
     assert loaded.headline() == evaluation.headline() and json.dumps(loaded.headline())
-    assert evaluation.scores.shape == evaluation.intervals.shape == (len(evaluation.rows), 2)
     assert evaluation.save(folder, force=True)
 
 
@@ -56,17 +55,18 @@ def test_rows_are_the_scores_and_the_differences_of_samples(evaluation):
         if row.kind != "share":
             continue
         differences = [a[row.metric] - b[row.metric] for a, b in zip(ours, theirs, strict=True)]
-        assert row.paired.estimate == pytest.approx(sum(differences) / len(differences))
-        assert row.paired.estimate == pytest.approx(row.candidate.value - row.baseline.value)
+        assert row.paired.change.value == pytest.approx(sum(differences) / len(differences))
+        assert row.paired.change.value == pytest.approx(row.candidate.value - row.baseline.value)
         assert row.items == 14
     ratios = {row.metric: row for row in evaluation.rows if row.kind == "perplexity"}
     assert set(ratios) == {"perplexity", "word_perplexity", "byte_perplexity"}
     for row in ratios.values():
-        assert row.paired.estimate == pytest.approx(row.candidate.value / row.baseline.value)
+        assert not row.higher_is_better
+        assert row.paired.change.value == pytest.approx(row.candidate.value / row.baseline.value)
     (group,) = evaluation.groups
     assert group.name == "blimp_local" and len(group.tasks) == 2 and group.items == 28
     rows = [row for row in evaluation.rows if row.name in group.tasks]
-    assert group.paired.estimate == pytest.approx(sum(row.paired.estimate for row in rows) / 2)
+    assert group.paired.change.value == pytest.approx(sum(row.paired.change.value for row in rows) / 2)
 
 
 def change(record, path, value):
@@ -79,8 +79,8 @@ def change(record, path, value):
 HOSTILE = {
     "a script": (("models", "candidate", "name"), "<script>alert(1)</script>"),
     "no number": (("rows", 0, "candidate", "value"), "NaN"),
-    "too sure": (("rows", 0, "paired", "p"), 1.5),
-    "another verdict": (("rows", 0, "paired", "verdict"), "a triumph"),
+    "too sure": (("rows", 0, "paired", "change", "p"), 1.5),
+    "a verdict": (("rows", 0, "paired", "change", "verdict"), "a triumph"),
     "no rows": (("rows",), []),
     "one side": (("models", "baseline"), None),
     "unknown key": (("settings", "colour"), 1),
@@ -116,10 +116,10 @@ def larger(evaluation):
     row = copy.deepcopy(record["rows"][0])
     row |= {"name": "a_task_with_a_rather_long_name_local", "filter": "strict-match", "items": 10042}
     row["candidate"], row["baseline"] = {"value": 0.43, "stderr": 0.005}, {"value": 0.4, "stderr": 0.005}
-    row["paired"] |= {"estimate": 0.03, "interval": [0.02, 0.04], "p": 1e-7, "verdict": "better"}
+    row["paired"]["change"] |= {"value": 0.03, "low": 0.02, "high": 0.04, "p": 1e-7}
     row["paired"] |= {"discordant": {"candidate": 800, "baseline": 500}, "items_for_a_point": 10231}
     loss = copy.deepcopy(row)
-    loss["paired"] |= {"estimate": -0.03, "interval": [-0.04, -0.02], "verdict": "worse"}
+    loss["paired"]["change"] |= {"value": -0.03, "low": -0.04, "high": -0.02}
     record["rows"] += [row, {**loss, "name": "loss"}]
     record["groups"] = [{**record["groups"][0], "name": "resformer", "tasks": [f"task{i}" for i in range(6)]}]
     record["environment"], record["command"] = (
@@ -137,7 +137,13 @@ def test_nothing_on_the_page_is_cut_or_overlaps(browser, evaluation, tmp_path, w
     assert len(browser.find_elements("css selector", ".figure")) == 2
     assert browser.execute_script(LOOK) == [] and not complaints(browser)
     page = result.page()
-    for words in ("+3.00\n(+2.00 to +4.00)", "10,042\n+800 −500\np = 1e-07", "10,231", "class='pass'>better", "worse"):
+    for words in (
+        "+3.00\n(+2.00 to +4.00)",
+        "10,042\n+800 −500\np = 1e-07",
+        "10,231",
+        "class='pass'>higher",
+        "class='fail'>lower",
+    ):
         assert words in page, words
 
 

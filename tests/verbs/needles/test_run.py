@@ -4,7 +4,6 @@ import importlib
 import json
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
@@ -31,27 +30,23 @@ def compared():
 
 
 def test_an_oracle_finds_all_and_random_weights_nothing(compared):
-    assert compared.scores.shape == (2, 2, 3) and compared.intervals.shape == (2, 2, 3, 2)
-    assert (compared.scores[0] == 0).all() and (compared.scores[1] == 1).all()
-    assert [[one.share for one in scores] for scores in compared.by_length] == [[0, 0], [1, 1]]
+    assert [[one.share.value for one in cells] for cells in compared.cells] == [[0] * 6, [1] * 6]
+    assert [[one.share.value for one in scores] for scores in compared.by_length] == [[0, 0], [1, 1]]
     for difference in compared.differences:
-        assert (difference.gained, difference.lost, difference.n, difference.mean) == (0, 9, 9, -1)
-        assert difference.verdict == "worse"
+        assert (difference.gained, difference.lost) == (0, 9)
+        assert (difference.change.n, difference.change.value, difference.change.verdict) == (9, -1, "lower")
     assert all(
         question.value in answer for question, answer in zip(compared.questions, compared.baseline.answers, strict=True)
     )
-    assert (compared.intervals[..., 0] <= compared.scores).all() and (
-        compared.scores <= compared.intervals[..., 1]
-    ).all()
 
 
 def test_what_strays_to_another_key_is_counted():
     result = found(oracle(stray=True), lengths=[512])
     (whole,) = result.by_length[0]
-    assert (whole.retrieved, whole.other, whole.n) == (0, 9, 9)
+    assert (whole.retrieved, whole.other, whole.share.n) == (0, 9, 9)
     assert "100% of its answers give another key's number" in sentences(result)[0]
     alone = found(oracle(), lengths=[512], keys=1)
-    assert alone.by_length[0][0].share == 1 and "another key" not in sentences(alone)[0]
+    assert alone.by_length[0][0].share.value == 1 and "another key" not in sentences(alone)[0]
 
 
 def test_the_samples_are_the_same_whatever_else_is_asked():
@@ -64,7 +59,7 @@ def test_a_baseline_that_finds_nothing_is_said_to(compared):
     swapped = found(oracle(), baseline=random_model(torch.float32))
     assert any("baseline itself" in line and "5%" in line for line in sentences(swapped))
     assert not any("baseline itself" in line for line in sentences(compared))
-    assert "−100 points" in " ".join(sentences(compared))
+    assert "−100 (−100 to −" in " ".join(sentences(compared))
 
 
 @pytest.mark.parametrize("beside", [True, False])
@@ -80,7 +75,9 @@ def test_the_result_comes_back_and_its_page_is_fit_to_see(compared, beside, tmp_
         written = browser.execute_script(
             "return [...document.querySelectorAll('.figure .role-mark.mark-text text')].map(text => text.textContent)"
         )
-        assert sorted(written, key=int) == sorted(f"{100 * score:.0f}" for score in result.scores.ravel())
+        assert sorted(written, key=int) == sorted(
+            f"{100 * one.share.value:.0f}" for cells in result.cells for one in cells
+        )
 
 
 @pytest.mark.parametrize(
@@ -162,7 +159,7 @@ def test_the_command_says_what_the_call_returns(monkeypatch, folder, tmp_path, c
     assert lines[0].startswith("model") and "depth 100%" in lines[2] and sentences(result)[0] in lines
     again = crosslayer.needles(folder, lengths=[512], depths=[0, 100], keys=2, samples=2, new_tokens=8, batch=3)
     assert again.candidate.answers == result.candidate.answers and again.questions == result.questions
-    assert np.isclose(result.differences[0].mean, 0)
+    assert result.differences[0].change.value == 0
 
 
 def test_a_smaller_cache_is_in_the_name_of_the_candidate(folder):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from crosslayer.stats.means import paired_difference
-from crosslayer.stats.shares import share_difference, wilson
+from crosslayer.stats.shares import share, share_difference
 from crosslayer.verbs.needles.record import difference, score, string_match
 
 Z = 1.959963984540054
@@ -14,10 +14,10 @@ Z = 1.959963984540054
 
 @pytest.mark.parametrize(("found", "n"), [(0, 10), (3, 20), (20, 20), (51, 100)])
 def test_wilson(found, n):
-    share, square = found / n, Z**2 / n
-    middle = (share + square / 2) / (1 + square)
-    half = Z * math.sqrt(share * (1 - share) / n + square / (4 * n)) / (1 + square)
-    assert wilson(found, n) == pytest.approx((middle - half, middle + half), abs=1e-12)
+    value, square = found / n, Z**2 / n
+    middle = (value + square / 2) / (1 + square)
+    half = Z * math.sqrt(value * (1 - value) / n + square / (4 * n)) / (1 + square)
+    assert share(found, n).interval == pytest.approx((middle - half, middle + half), abs=1e-12)
 
 
 def test_string_match_is_a_share_of_values():
@@ -28,17 +28,18 @@ def test_string_match_is_a_share_of_values():
 
 def test_an_answer_with_both_numbers_counts_as_retrieved():
     scored = score(256, None, [True, True, False, False], [True, False, True, False])
-    assert (scored.n, scored.retrieved, scored.other, scored.share) == (4, 2, 1, 0.5)
+    assert (scored.share.n, scored.retrieved, scored.other, scored.share.value) == (4, 2, 1, 0.5)
 
 
 def test_the_difference_of_pairs():
     candidate, baseline = [True, True, False, False, False], [True, False, True, True, False]
     both = difference(512, candidate, baseline)
-    assert (both.gained, both.lost, both.mean) == (1, 2, pytest.approx(-0.2)) and both.verdict == "no difference seen"
-    mirrored = difference(512, baseline, candidate)
-    assert mirrored.interval == pytest.approx((-both.interval[1], -both.interval[0]))
-    worse = difference(512, [False] * 40, [True] * 40)
-    assert worse.verdict == "worse" and worse.mean == -1 == pytest.approx(worse.interval[0])
+    assert (both.gained, both.lost, both.change.value) == (1, 2, pytest.approx(-0.2))
+    assert both.change.verdict == "no difference seen"
+    mirrored = difference(512, baseline, candidate).change
+    assert mirrored.interval == pytest.approx((-both.change.high, -both.change.low))
+    worse = difference(512, [False] * 40, [True] * 40).change
+    assert worse.verdict == "lower" and worse.value == -1 == pytest.approx(worse.low)
     with pytest.raises(ValueError, match="shorter"):
         difference(512, [True], [])
     with pytest.raises(ValueError, match="at least one sample"):
@@ -46,7 +47,7 @@ def test_the_difference_of_pairs():
 
 
 def test_pairs_that_never_differ_have_an_interval_all_the_same():
-    low, high = share_difference(0, 0, 50)
+    low, high = share_difference(0, 0, 50).interval
     assert low == -high and 0.03 < high < 0.04
     assert paired_difference([0.0] * 50, [0.0] * 50).interval == (0, 0)  # which Student's t would take for certain
 
@@ -57,8 +58,8 @@ def test_the_interval_is_students_where_both_hold():
     baseline = pairs[:, 0] < 0.5
     candidate = np.where(pairs[:, 1] < 0.8, baseline, pairs[:, 2] < 0.3)
     expected = paired_difference([*candidate.astype(float)], [*baseline.astype(float)])
-    found = difference(256, candidate.tolist(), baseline.tolist())
-    assert found.mean == pytest.approx(expected.mean)
+    found = difference(256, candidate.tolist(), baseline.tolist()).change
+    assert found.value == pytest.approx(expected.value)
     assert found.interval == pytest.approx(expected.interval, abs=5e-4)
 
 
@@ -67,6 +68,6 @@ def test_the_interval_covers_what_it_should(shares):
     draws = np.random.default_rng(1).multinomial(50, [*shares, 1 - sum(shares)], size=2000)
     truth, covered = shares[1] - shares[2], 0
     for counts, times in zip(*np.unique(draws, axis=0, return_counts=True), strict=True):
-        low, high = share_difference(int(counts[1]), int(counts[2]), 50)
+        low, high = share_difference(int(counts[1]), int(counts[2]), 50).interval
         covered += int(times) * (low <= truth <= high)
     assert 0.93 < covered / 2000 < 0.995

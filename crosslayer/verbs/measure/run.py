@@ -18,7 +18,7 @@ from crosslayer.probe.tokens import check_ids, positions
 from crosslayer.stats.bootstrap import Bootstrap
 from crosslayer.stats.estimate import Estimate, new_domain
 from crosslayer.stats.ratios import paired_ratio
-from crosslayer.stats.shares import mcnemar, share_difference
+from crosslayer.stats.shares import share_difference
 from crosslayer.verbs.measure.candidate import Candidate, read_candidates
 from crosslayer.verbs.measure.judge import STEPS, WARM_UP, Judge
 from crosslayer.verbs.measure.result import NEW, MeasuredCandidate, Measurement, MeasureSettings, Row
@@ -178,16 +178,6 @@ def _needles(judge: Judge, candidates: Sequence[Candidate], settings: MeasureSet
             ]
             gained, lost = sum(ours > theirs for ours, theirs in pairs), sum(ours < theirs for ours, theirs in pairs)
             count = len(pairs)
-            low, high = share_difference(gained, lost, count)
-            change = Estimate(
-                value=(gained - lost) / count,
-                low=low,
-                high=high,
-                n=count,
-                over="samples",
-                how="Agresti-Min",
-                p=mcnemar(gained, lost),
-            )
             rows.append(
                 Row(
                     quantity="retrieval",
@@ -196,7 +186,7 @@ def _needles(judge: Judge, candidates: Sequence[Candidate], settings: MeasureSet
                     scope="all" if length is None else str(length),
                     original=sum(theirs for _, theirs in pairs) / count,
                     value=sum(ours for ours, _ in pairs) / count,
-                    change=change,
+                    change=share_difference(gained, lost, count),
                     better="higher",
                 )
             )
@@ -208,11 +198,7 @@ def _time(judge: Judge, candidates: Sequence[Candidate], repeats: int) -> list[R
     rows = []
     for name, pairs in judge.step_times(candidates, repeats).items():
         own, original = (list(times) for times in zip(*pairs, strict=True))
-        value, interval = paired_ratio(own, original)
-        low, high = interval or (None, None)
-        ratio = Estimate(
-            value=value, low=low, high=high, n=len(pairs), over="pairs of runs", how="order statistics", none=1.0
-        )
+        ratio = paired_ratio(own, original)
         medians = {"original": float(np.median(original)), "value": float(np.median(own))}
         rows.append(Row(quantity="step", unit="s", candidate=name, change=ratio, better="lower", **medians))
     return rows

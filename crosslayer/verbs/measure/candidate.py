@@ -48,7 +48,7 @@ class Candidate:
     def running(self, model: PreTrainedModel) -> Iterator[NewCache | None]:
         """Run the model with the candidate's cache; gives a function that makes an empty one, None for the model's."""
         with nullcontext() if self.around is None else self.around(model) as given:
-            yield given if callable(given) else None
+            yield given if callable(given) else None  # type: ignore[misc]
 
 
 def candidate_of(given: Any, name: str | None = None) -> Candidate:
@@ -69,7 +69,7 @@ def candidate_of(given: Any, name: str | None = None) -> Candidate:
     if isinstance(given, str | Path):
         return _named(str(given), name)
     if callable(given):
-        return Candidate(name or getattr(given, "__name__", type(given).__name__), around=given, scores=False)
+        return Candidate(name or getattr(given, "__name__", type(given).__name__), around=given, scores=False)  # type: ignore[arg-type]
     raise ValueError(
         f"a candidate must be {WHAT}, a plan, a cache class or a context manager; got {type(given).__name__}"
     )

@@ -199,6 +199,6 @@ def _time(judge: Judge, candidates: Sequence[Candidate], repeats: int) -> list[R
     for name, pairs in judge.step_times(candidates, repeats).items():
         own, original = (list(times) for times in zip(*pairs, strict=True))
         ratio = paired_ratio(own, original)
-        medians = {"original": float(np.median(original)), "value": float(np.median(own))}
+        medians: dict[str, Any] = {"original": float(np.median(original)), "value": float(np.median(own))}
         rows.append(Row(quantity="step", unit="s", candidate=name, change=ratio, better="lower", **medians))
     return rows

@@ -23,7 +23,8 @@ from crosslayer.corpus.domains import embedded_domains, split_domains
 from crosslayer.environment import environment
 from crosslayer.output.panel import COLORS, VERSION
 from crosslayer.quantization.running import quantizing
-from crosslayer.stats.bootstrap import Bootstrap, Estimate
+from crosslayer.stats.bootstrap import Bootstrap
+from crosslayer.stats.estimate import Estimate
 from crosslayer.wiring.kv_bits import KINDS
 
 HERE = Path(__file__).parent
@@ -76,7 +77,7 @@ def measure() -> None:
 def rows(name: str, points: dict[float, Estimate]) -> list[dict[str, Any]]:
     """Return what is drawn of a way to a smaller cache, by share of the cache; the last point has its name."""
     return [
-        {"way": name, "share": share, "ratio": point.value, "low": point.ci95[0], "high": point.ci95[1]}
+        {"way": name, "share": share, "ratio": point.value, "low": point.low, "high": point.high}
         | {"label": name if share == min(points) else ""}
         for share, point in points.items()
     ]

@@ -10,20 +10,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from crosslayer.output.record import Frozen
 from crosslayer.output.summary import Ends
 from crosslayer.stats import LEVEL, NORMAL, Interval
+from crosslayer.stats.estimate import Estimate
 from crosslayer.stats.means import FEWEST, t_quantile
 
 DRAWS = 4000
 STRATUM = 8  # windows, below which a document is no stratum of its own
-
-
-class Estimate(Frozen):
-    """A figure with its paired 95 % interval over windows."""
-
-    value: float
-    ci95: Interval
 
 
 class Bootstrap:
@@ -54,11 +47,11 @@ class Bootstrap:
 
     def mean(self, values: np.ndarray) -> Estimate:
         """Return the mean of values (N,)."""
-        return Estimate(value=float(values.mean()), ci95=self.interval(values))
+        return self._estimate(values.mean(), self.means(values))
 
     def ratio(self, differences: np.ndarray) -> Estimate:
         """Return the ratio of perplexities, whose logarithms are differences of losses (N,)."""
-        return Estimate(value=float(np.exp(differences.mean())), ci95=percentiles(np.exp(self.means(differences))))
+        return self._estimate(np.exp(differences.mean()), np.exp(self.means(differences)), none=1)
 
     def closed(self, gap: np.ndarray, left: np.ndarray) -> Estimate | None:
         """Return the share of the mean of a gap (N,) that is closed, where so much is left (N,).
@@ -69,7 +62,12 @@ class Bootstrap:
             return None
         draws = self.means(gap)
         shares = 1 - self.means(left) / np.where(draws > 0, draws, np.nan)
-        return Estimate(value=float(1 - left.mean() / gap.mean()), ci95=percentiles(shares[np.isfinite(shares)]))
+        return self._estimate(1 - left.mean() / gap.mean(), shares[np.isfinite(shares)])
+
+    def _estimate(self, value: float, draws: np.ndarray, none: float = 0) -> Estimate:
+        low, high = percentiles(draws)
+        windows = self.weights.shape[1]
+        return Estimate(value=float(value), low=low, high=high, n=windows, over="windows", how="bootstrap", none=none)
 
 
 def over_documents(documents: Sequence[int]) -> Ends | None:

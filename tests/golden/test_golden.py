@@ -29,9 +29,10 @@ MOVED = {
         (r"(.*)\.paired\.(interval\..|p)", r"\1.paired.change.\2"),
         *ENDS,
     ],
+    "heal": [(r"(.*)\.ci95\.0", r"\1.low"), (r"(.*)\.ci95\.1", r"\1.high")],
 }
 # what an `Estimate` says beside them
-NEW = dict.fromkeys(("compare", "evaluate"), r".*\.change\.(n|none)")
+NEW = dict.fromkeys(("compare", "evaluate"), r".*\.change\.(n|none)") | {"heal": r".*\.(n|none)"}
 
 
 def moved(path, name):

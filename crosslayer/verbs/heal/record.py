@@ -5,7 +5,7 @@ from typing import Literal
 from pydantic import Field
 
 from crosslayer.output.record import Frozen
-from crosslayer.stats.bootstrap import Estimate
+from crosslayer.stats.estimate import Estimate
 from crosslayer.verbs.needles.retrieval import Retrieval
 from crosslayer.verbs.retrofit.result import Damage
 from crosslayer.verbs.train.record import Curve

@@ -13,7 +13,7 @@ from crosslayer.verbs.heal.record import DomainResult, Rank, State, Variant
 class Recovery(Result):
     """What `crosslayer.heal` returns. Shapes: A retrofits, S states (before and after each stage), D domains."""
 
-    schema_: Literal["crosslayer/heal/4"] = Field(default="crosslayer/heal/4", alias="schema")
+    schema_: Literal["crosslayer/heal/5"] = Field(default="crosslayer/heal/5", alias="schema")
     name: str
     original: str
     recipe: dict[str, Any] = Field(description="the recipe with all defaults")

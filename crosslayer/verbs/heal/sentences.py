@@ -2,12 +2,12 @@
 
 from statistics import fmean
 
-from crosslayer.output.formatting import UNKNOWN, percent, percent_interval, signed, signed_interval
-from crosslayer.stats.bootstrap import Estimate
+from crosslayer.output.formatting import UNKNOWN
+from crosslayer.stats.estimate import Estimate
 from crosslayer.verbs.heal.record import DomainResult, Rank, State, Variant
 from crosslayer.verbs.heal.result import Recovery
 from crosslayer.verbs.needles.retrieval import count_retrieved, retrieval_sentence
-from crosslayer.verbs.retrofit.sentences import kl, with_interval
+from crosslayer.verbs.retrofit.sentences import kl
 
 LOSSES = {
     "text": "the loss of all tokens",
@@ -43,12 +43,12 @@ def sentences(record: Recovery) -> list[str]:
 
 def estimate(figure: Estimate | None, before: str = "") -> str:
     """Return a figure with its interval, or a dash."""
-    return UNKNOWN if figure is None else f"{before}{with_interval(figure.value, figure.ci95)}"
+    return UNKNOWN if figure is None else f"{before}{figure.text()}"
 
 
 def share(figure: Estimate | None) -> str:
     """Return a share with its interval, in percent, or a dash."""
-    return UNKNOWN if figure is None else f"{percent(figure.value)} ({percent_interval(figure.ci95)})"
+    return UNKNOWN if figure is None else figure.text(0, percent=True)
 
 
 def seen_label(record: Recovery, domain: DomainResult) -> str:
@@ -67,7 +67,7 @@ def retrieved_of(state: State) -> str:
 def rank_words(rank: Rank) -> str:
     """Return the KL of a retrofit, and its difference to the one ranked before it."""
     over = rank.over_previous
-    difference = "" if over is None else f", {signed(over.value, 3)} ({signed_interval(over.ci95, 3)})"
+    difference = "" if over is None else f", {over.text(signed=True)}"
     return f"{rank.kl:.3f}{difference}"
 
 

@@ -146,14 +146,9 @@ def _kl(judge: Judge, candidates: Sequence[Candidate]) -> list[Row]:
         for scope, losses in [("all", own), *((domain, own.of(domain)) for domain in domains)]:
             bootstrap = Bootstrap(losses.documents)
             facts: dict[str, Any] = {"candidate": name, "scope": scope, "better": "lower"}
-            low, high = bootstrap.interval(losses.kl)
-            kl = Estimate(value=losses.kl.mean(), low=low, high=high, n=len(losses.kl), over="windows", how="bootstrap")
+            kl, ratio = bootstrap.mean(losses.kl), bootstrap.ratio(losses.after - losses.before)
             rows.append(Row(quantity="KL", unit="nats/token", original=0.0, value=kl.value, change=kl, **facts))
             before, after = float(np.exp(losses.before.mean())), float(np.exp(losses.after.mean()))
-            low, high = np.exp(bootstrap.interval(losses.after - losses.before)).tolist()
-            ratio = Estimate(
-                value=after / before, low=low, high=high, n=len(losses.kl), over="windows", how="bootstrap", none=1.0
-            )
             rows.append(Row(quantity="perplexity", unit="", original=before, value=after, change=ratio, **facts))
         if len(domains) > 1:
             kl = new_domain(np.array([own.of(domain).kl.mean() for domain in domains]))

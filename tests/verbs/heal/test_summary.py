@@ -37,11 +37,11 @@ def test_retrofits_are_ordered_by_domain_and_each_is_paired_with_the_one_before(
     assert [rank.variant for rank in order["web"]][0] == "high" and order["web"][0].over_previous is None
     second, last = order["code"][1:]
     assert {order["code"][0].variant, second.variant} == {"low", "alike"} and last.variant == "high"
-    low, high = second.over_previous.ci95
+    low, high = second.over_previous.interval
     assert low < 0 < high
     rows = slice(0, 16)
     expected = (ends["high"].kl[rows] - ends[second.variant].kl[rows]).mean()
     assert last.over_previous.value == pytest.approx(expected)
     assert last.kl == pytest.approx(ends["high"].kl[rows].mean())
-    low, high = last.over_previous.ci95
+    low, high = last.over_previous.interval
     assert 0 < low < expected < high < 0.04

@@ -165,3 +165,12 @@ def test_import_changes_nothing_in_transformers():
 def test_the_table_of_methods_in_the_documents_is_the_generated_table():
     text = (PACKAGE.parent / "docs" / "methods" / "overview.md").read_text()
     assert markdown() in text, "run make tables"
+
+
+def test_nobody_passes_a_progress_meter():
+    """Progress is a context (`output/progress.py`), not a parameter of every function on the way."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                names = [argument.arg for argument in (*node.args.args, *node.args.kwonlyargs)]
+                assert not {"progress", "meter"} & set(names) or path.name == "progress.py", f"{path}: {node.name}"

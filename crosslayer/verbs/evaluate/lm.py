@@ -61,8 +61,8 @@ def cpu_batch(length: int, vocabulary: int, free: int) -> int:
 class _Counter:
     """Replaces lm-eval's cache of answers to count them; for texts scored as a whole, counts windows."""
 
-    def __init__(self, meter: Steps, total: int):
-        self.meter, self.total, self.done = meter, total, 0
+    def __init__(self, steps: Steps, total: int):
+        self.steps, self.total, self.done = steps, total, 0
 
     def add_partial(self, request_type: str, request: Any, answer: Any) -> None:
         """Count an answer."""
@@ -71,7 +71,7 @@ class _Counter:
     def count(self, answers: int) -> None:
         """Count some answers; a few equal requests are counted twice."""
         self.done = min(self.total, self.done + answers)
-        self.meter.step(self.done, self.total)
+        self.steps.step(self.done, self.total)
 
 
 _HFLM: Any = HFLM  # its decorator hides its type

@@ -22,7 +22,6 @@ from crosslayer.eviction.cache import EvictionCache
 from crosslayer.models.load import load_model
 from crosslayer.output.progress import progress
 from crosslayer.probe.intercept import evaluating
-from crosslayer.probe.tokens import positions
 from crosslayer.verbs.measure.candidate import Candidate
 from crosslayer.verbs.needles.record import is_retrieved
 from crosslayer.verbs.needles.run import answers
@@ -94,11 +93,9 @@ class Judge:
     def samples(self, lengths: Sequence[int], each: int) -> list[Sample]:
         """Return samples with one hidden number, `each` at every depth of a length; phrasings take turns."""
         assert self.tokenizer is not None
-        limit, drawn = positions(self.original), []
+        drawn = []
         makers = [Samples(self.tokenizer, 1, NEW_TOKENS, self.seed, phrasing) for phrasing in PHRASINGS]
         for length in lengths:
-            if length > limit:
-                raise ValueError(f"`lengths` must be at most the model's {limit} positions, got {length}")
             for number in range(each * len(DEPTHS)):
                 index, depth = divmod(number, len(DEPTHS))
                 drawn.append(makers[number % len(makers)].sample(length, DEPTHS[depth], index))

@@ -14,7 +14,7 @@ from crosslayer.models.load import model_facts, public_name, ready_model
 from crosslayer.models.pair import causal_config
 from crosslayer.output.progress import progress
 from crosslayer.output.record import ModelFacts
-from crosslayer.probe.tokens import check_ids, positions
+from crosslayer.probe.tokens import check_ids, config_positions
 from crosslayer.stats.bootstrap import Bootstrap
 from crosslayer.stats.estimate import Estimate, new_domain
 from crosslayer.stats.ratios import paired_ratio
@@ -84,19 +84,22 @@ def measure(
         bos=bos,
     )
     judged = read_candidates(("fp8", "int8", "int4") if candidates is None else candidates)
-    causal_config("measure", model)
+    if "needles" in only and tokenizer is None and isinstance(model, PreTrainedModel):
+        raise ValueError("a loaded model needs tokenizer=…, or leave needles out of `only`")
+    limit = config_positions(causal_config("measure", model)) or 2**31
+    if {"bytes", "time"} & set(only) and context > limit - WARM_UP - STEPS:
+        most = limit - WARM_UP - STEPS
+        raise ValueError(f"`context` must be at most {most}, the model's positions less the steps, got {context}")
+    if "needles" in only and max(lengths) > limit:
+        raise ValueError(f"`lengths` must be at most the model's {limit} positions, got {max(lengths)}")
+    if "kl" in only and length > limit:
+        raise ValueError(f"`length` must be at most the model's {limit} positions, got {length}")
     texts = Texts.load(text, None, seed)
     least = MIN_WINDOWS * len(texts.evaluation)
     if windows < least:
         raise ValueError(f"`windows` must be at least {least} ({MIN_WINDOWS} of each domain), got {windows}")
     started = time.perf_counter()
     loaded, tokenizer = ready_model(model, tokenizer, dtype=dtype, device=device)
-    if "time" in only or "bytes" in only:
-        most = positions(loaded) - WARM_UP - STEPS
-        if context > most:
-            raise ValueError(f"`context` must be at most {most}, the model's positions less the steps, got {context}")
-    if tokenizer is None and "needles" in only:
-        raise ValueError("a loaded model needs tokenizer=…, or leave needles out of `only`")
     with progress("tokenizing the text", 0):
         parts = {"evaluation": shared_out(windows, texts.evaluation)}
         cut = split_domains(texts.domains, tokenizer, parts=parts, length=length, seed=seed, bos=bos)["evaluation"]

@@ -121,6 +121,7 @@ def panels(record: Measurement) -> list[Panel]:
             "bytes of the cache, % of the original's in 16 bits",
             "KL, nats/token",
             lines,
+            log_y=all((kl.low or kl.value) > 0 for _, kl, _ in points),
             bars=True,
             wide=True,
         )

@@ -4,7 +4,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Protocol, Self, TextIO
 
@@ -60,9 +60,14 @@ class Silent(AbstractContextManager):
 _METER: ContextVar[Meter] = ContextVar("meter", default=Silent)
 
 
-def progress(what: str, total: int = 0) -> AbstractContextManager[Steps]:
-    """Begin a task of `total` steps (0: unknown) on the meter of `metered_by`; without one nothing is shown."""
-    return _METER.get()(what, total)
+@contextmanager
+def progress(what: str, total: int = 0) -> Iterator[Steps]:
+    """Show a task of `total` steps (0: unknown) on the meter of `metered_by`; without one nothing is shown.
+
+    Tasks within one whose steps are counted are not shown: its bar is.
+    """
+    with _METER.get()(what, total) as steps, metered_by(Silent) if total else nullcontext():
+        yield steps
 
 
 @contextmanager

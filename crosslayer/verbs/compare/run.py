@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from crosslayer.output.folder import check_target, held, write_whole
-from crosslayer.output.progress import prefixed, progress
+from crosslayer.output.progress import Silent, metered_by, prefixed, progress
 from crosslayer.verbs.compare.budget import SHORT, STATE, State, Stopped, measured, read_budget, read_state
 from crosslayer.verbs.compare.grid import Cell, Grid, pick_baseline, read_grid
 from crosslayer.verbs.compare.laws import laws
@@ -200,7 +200,7 @@ class _Job:
             raise ValueError(f"the folder {self.folder.name!r} has a budget for other variants; use another name")
 
         def short(key: str, folder: Path) -> TrainingRun:
-            with progress(f"measuring a step of {key}", 0):
+            with progress(f"measuring a step of {key}", 0), metered_by(Silent):
                 return train(self.grid.recipe(first[key].configuration, first[key].variant, SHORT), folder)
 
         budget, steps = measured(budget, [*first], short, self.folder / ".measured")

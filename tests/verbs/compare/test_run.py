@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 import crosslayer
+from crosslayer.output.progress import metered_by
 from crosslayer.verbs.compare import run as module
 from crosslayer.verbs.compare.budget import measured, read_budget, whole_steps
 from crosslayer.verbs.compare.grid import read_grid, read_methods
@@ -279,8 +280,9 @@ def test_budgets_are_whole_steps(tmp_path):
 @pytest.mark.slow
 def test_a_budget_of_flops(recipe, tmp_path):
     meter = Recorder()
-    options = {"out": tmp_path / "flops", "recipe": recipe, "methods": "vanilla, cla", "progress": meter}
-    flops = crosslayer.compare(**options, seeds=1, budget="flops=4e7")
+    options = {"out": tmp_path / "flops", "recipe": recipe, "methods": "vanilla, cla"}
+    with metered_by(meter):
+        flops = crosslayer.compare(**options, seeds=1, budget="flops=4e7")
     tasks = [task for task, _ in meter.works]
     assert tasks[:2] == ["measuring a step of vanilla", "measuring a step of cla"]
     assert tasks[2].startswith("run 1 of 2, vanilla-0: ") and tasks[-1].startswith("run 2 of 2, cla-0: ")

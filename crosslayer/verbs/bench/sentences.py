@@ -43,7 +43,7 @@ def sentences(record: Benchmark) -> list[str]:
 
 
 def covered(pairs: int) -> str:
-    """Name the interval of so many pairs: 93.8% interval, or no interval."""
+    """Name the interval that this number of pairs gives: 93.8% interval, or no interval."""
     return f"{percent(coverage(pairs), 1)} interval" if pairs >= FEWEST else "no interval"
 
 

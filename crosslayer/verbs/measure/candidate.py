@@ -12,7 +12,7 @@ from crosslayer.core.plan import DepthPlan
 from crosslayer.eviction.policies import POLICIES
 from crosslayer.eviction.running import NewCache, SmallerCache
 from crosslayer.models.embedded import EMBEDDED
-from crosslayer.models.load import public_name
+from crosslayer.models.load import load_config, public_name
 from crosslayer.probe.what_if import what_if
 from crosslayer.wiring.kv_bits import KINDS
 
@@ -91,8 +91,6 @@ def read_candidates(given: Sequence[Any] | Mapping[str, Any]) -> list[Candidate]
 
 
 def _named(text: str, name: str | None) -> Candidate:
-    from crosslayer.models.load import load_config
-
     is_eviction = text.partition(":")[0] in POLICIES
     is_bits = text in BITS or text[:1].isdigit() or text.partition("@")[0] in BITS
     if not Path(text).exists() and (is_eviction or is_bits):

@@ -3,11 +3,10 @@
 Shapes: B batch, T tokens of a window, V vocabulary, N windows.
 """
 
-import gc
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from crosslayer.core.sixteen_bits import in_16_bits
 from crosslayer.core.transformers_versions import CACHE
 from crosslayer.corpus.windows import Windows
 from crosslayer.eviction.cache import EvictionCache
+from crosslayer.machine import seconds
 from crosslayer.models.load import load_model
 from crosslayer.output.progress import progress
 from crosslayer.probe.intercept import evaluating
@@ -110,10 +110,10 @@ class Judge:
         with progress("timing a decoding step", repeats) as bar:
             for repeat in range(repeats):
                 order: list[Candidate | None] = [None, *(one for one in candidates if one.name not in self.failed)]
-                seconds = {one: self._asked(one, self._step_seconds) for one in order[:: 1 if repeat % 2 else -1]}
-                original = seconds[None]
+                times = {one: self._asked(one, self._step_seconds) for one in order[:: 1 if repeat % 2 else -1]}
+                original = times[None]
                 for one in candidates:
-                    own = seconds.get(one)
+                    own = times.get(one)
                     if own is not None and original is not None:
                         pairs[one.name].append((own, original))
                 bar.step(repeat + 1, repeats)
@@ -164,7 +164,7 @@ class Judge:
                     if not logits.isfinite().all():
                         raise ValueError("logits hold NaN or infinity")
                     return logits
-            return torch.zeros(self._shape)
+            return torch.zeros(self._shape, device=self.original.device)
 
         return run
 
@@ -199,17 +199,9 @@ class Judge:
         cache, token = self._prompted(model, new_cache)
         times = []
         for _ in range(WARM_UP + STEPS):
-            started = time.perf_counter()
-            model(input_ids=token, use_cache=True, **{CACHE: cache})
-            if model.device.type == "cuda":
-                torch.cuda.synchronize(model.device)
-            times.append(time.perf_counter() - started)
+            step = partial(model, input_ids=token, use_cache=True, **{CACHE: cache})
+            times.append(seconds(step, model.device))
         return float(torch.tensor(times[WARM_UP:]).median())
-
-    def close(self) -> None:
-        """Forget the models that were loaded."""
-        self._models.clear()
-        gc.collect()
 
 
 ORIGINAL = Candidate("original")

@@ -62,7 +62,7 @@ def overview(record: Measurement) -> Table:
         rows.append([*cells, candidate.failed or ", ".join(candidate.engines)])
     if "KL" in quantities:
         head += ["worst domain", NEW]
-    return "Candidates", [*head, "engines"], rows
+    return "Candidates", [*head, "engines (by model type, not tried)"], rows
 
 
 def by_domain(record: Measurement) -> Table:
@@ -156,7 +156,7 @@ def _rows(record: Measurement, quantity: str) -> list[Row]:
 
 
 def _worst(record: Measurement, candidate: str) -> str:
-    """Return the domain with the largest KL, and the smallest domain mean beside the largest."""
+    """Return the domain with the largest KL, and that KL."""
     rows = [row for row in record.rows if row.candidate == candidate and row.quantity == "KL"]
     domains = [row for row in rows if row.scope not in ("all", NEW) and row.value is not None]
     if not domains:

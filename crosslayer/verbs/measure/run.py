@@ -114,7 +114,6 @@ def measure(
         rows += _needles(judge, judged, settings)
     if "time" in only:
         rows += _time(judge, judged, repeats)
-    judge.close()
     return Measurement(
         original=ModelFacts(**model_facts(loaded, public_name(model))),
         candidates=tuple(

@@ -130,7 +130,7 @@ def _usable(candidates: Sequence[ChoiceMethod], length: int, context: int) -> li
     """Return the methods that leave some tokens out, and choose some beside those that are always chosen.
 
     Raises:
-        ValueError: there are none.
+        ValueError: no such methods exist.
 
     """
     check_some_are_left_out(min(candidates, key=lambda method: method.tokens), length)
@@ -152,7 +152,7 @@ def _reaching(candidates: Sequence[ChoiceMethod], reads: float, layers: int, con
     """Return the methods that can meet a budget of reads.
 
     Raises:
-        ValueError: there are none.
+        ValueError: no such methods exist.
 
     """
     least = [reads_of(fewest_reads(layers), candidate.count.share(context)) for candidate in candidates]

@@ -94,6 +94,6 @@ def affordable(layers: int, reads: float, share: float) -> int:
 
 
 def evenly(layers: int, count: int) -> Kinds:
-    """Return so many choosers at equal distances, which attend to all tokens."""
+    """Return `count` choosers at equal distances, which attend to all tokens."""
     firsts = {round(number * layers / count) for number in range(count)}
     return tuple(ALL if layer in firsts else READER for layer in range(layers))

@@ -73,7 +73,7 @@ class Estimate(Frozen):
         return f"{value}{unit} ({joint.join(ends) or UNKNOWN})"
 
 
-def new_domain(means: np.ndarray, none: float = 0.0) -> Estimate:
+def new_domain(means: np.ndarray) -> Estimate:
     """Return the mean over domains, with the 95 % prediction interval of the mean of one more domain.
 
         x̄ ± t(0.975, D − 1) · s · √(1 + 1/D)
@@ -83,11 +83,10 @@ def new_domain(means: np.ndarray, none: float = 0.0) -> Estimate:
 
     Args:
         means: the mean of each domain, (D,).
-        none: the value that means no difference.
 
     """
     count, value = len(means), float(means.mean())
-    facts = {"value": value, "n": count, "over": "domains", "how": "prediction", "none": none}
+    facts = {"value": value, "n": count, "over": "domains", "how": "prediction"}
     if count < FEWEST_DOMAINS:
         return Estimate(**facts)
     half = float(stats.t.ppf((1 + LEVEL) / 2, count - 1)) * float(means.std(ddof=1)) * math.sqrt(1 + 1 / count)

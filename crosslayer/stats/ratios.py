@@ -14,9 +14,9 @@ FEWEST = 5  # pairs that give an interval: that of four covers 87.5 % only
 def paired_ratio(candidate: Sequence[float], baseline: Sequence[float]) -> Estimate:
     """Return the median of candidate / baseline over pairs, whose interval covers `coverage(pairs)`.
 
-    The ends are the k-th lowest and the k-th highest of the pairs: whatever the distribution, the median is outside of
-    them as often as so many fair coins show fewer than k heads or tails. Fewer than five pairs give none. From six
-    pairs on these are the ends of `scipy.stats.quantile_test`, which gives none for fewer.
+    The ends are the k-th lowest and the k-th highest ratio. For any distribution, the median lies outside with the
+    probability that as many fair coins as there are pairs show fewer than k heads, or fewer than k tails. With fewer
+    than five pairs the estimate has no interval. From six pairs on the ends equal those of `scipy.stats.quantile_test`.
     """
     logs = np.sort(np.log(np.asarray(candidate, dtype=float) / np.asarray(baseline, dtype=float)))  # (pairs,)
     rank = _rank(len(logs))

@@ -37,7 +37,7 @@ def sentences(record: Measurement) -> list[str]:
     """Return advice for each goal, what the intervals are over, and which candidates failed."""
     lines = [*_advice(record)]
     lines += [f"{one.name} could not be measured: {one.failed}." for one in record.candidates if one.failed]
-    larger = [row.candidate for row in _rows(record, "bytes") if row.change is not None and row.change.value >= 1]
+    larger = [row.candidate for row in _rows(record, "bytes") if row.change.value >= 1]
     if larger:
         lines.append(f"Not smaller than the original's 16-bit cache: {listed(larger)}.")
     if _rows(record, "KL"):
@@ -69,7 +69,7 @@ def by_domain(record: Measurement) -> Table:
     """Return KL and perplexity by domain."""
     rows: list[list[Cell]] = []
     for row in record.rows:
-        if row.quantity == "KL" and row.scope not in ("all", NEW) and row.change is not None:
+        if row.quantity == "KL" and row.scope not in ("all", NEW):
             ratio = record.row(row.candidate, "perplexity", row.scope)
             rows.append([row.candidate, row.scope, row.change.text(4), _cell(ratio)])
     return "By domain", ["candidate", "domain", LABELS["KL"], LABELS["perplexity"]], rows
@@ -86,9 +86,8 @@ def every_row(record: Measurement) -> Table:
     """Return all rows, as `frame` has them."""
     rows: list[list[Cell]] = []
     for row in record.rows:
-        change = UNKNOWN if row.change is None else row.change.text(4, signed=row.quantity == "retrieval")
-        verdict = UNKNOWN if row.change is None else row.change.verdict
-        over = UNKNOWN if row.change is None else f"{row.change.n} {row.change.over}, {row.change.how}"
+        change, verdict = row.change.text(4, signed=row.quantity == "retrieval"), row.change.verdict
+        over = f"{row.change.n} {row.change.over}, {row.change.how}"
         rows.append(
             [row.candidate, row.quantity, row.scope, _number(row.original), _number(row.value), change, verdict, over]
         )
@@ -101,7 +100,7 @@ def panels(record: Measurement) -> list[Panel]:
     points = []
     for candidate in record.candidates:
         size, kl = record.row(candidate.name, "bytes"), record.row(candidate.name, "KL")
-        if size is not None and kl is not None and size.change is not None and kl.change is not None:
+        if size is not None and kl is not None:
             points.append((100 * size.change.value, kl.change, candidate.name))
     if not points:
         return []
@@ -133,18 +132,16 @@ def _advice(record: Measurement) -> list[str]:
     sizes, damage = _rows(record, "bytes"), {row.candidate: row.value for row in _rows(record, "KL")}
     for budget in BUDGETS:
         within = [row for row in sizes if (damage.get(row.candidate) or 0.0) <= budget and row.candidate in damage]
-        smaller = [row for row in within if row.change is not None and row.change.value < 1]
+        smaller = [row for row in within if row.change.value < 1]
         if smaller:
-            least = min(smaller, key=lambda row: row.change.value if row.change else 1.0)
-            assert least.change is not None
+            least = min(smaller, key=lambda row: row.change.value)
             share = percent(least.change.value, 1)
             lines.append(f"Fewest bytes at a KL of at most {budget:g}: {least.candidate}, {share} of the cache.")
         elif sizes and damage:
             lines.append(f"No candidate is smaller than the original at a KL of at most {budget:g}.")
-    faster = [row for row in _rows(record, "step") if row.change is not None and row.change.is_better("lower")]
+    faster = [row for row in _rows(record, "step") if row.change.is_better("lower")]
     if faster:
-        fastest = min(faster, key=lambda row: row.change.value if row.change else 1.0)
-        assert fastest.change is not None
+        fastest = min(faster, key=lambda row: row.change.value)
         lines.append(f"Fastest decoding step: {fastest.candidate}, {fastest.change.text(2)} of the original's time.")
     elif _rows(record, "step"):
         lines.append("No candidate decodes faster than the original here.")
@@ -158,17 +155,16 @@ def _rows(record: Measurement, quantity: str) -> list[Row]:
 def _worst(record: Measurement, candidate: str) -> str:
     """Return the domain with the largest KL, and that KL."""
     rows = [row for row in record.rows if row.candidate == candidate and row.quantity == "KL"]
-    domains = [row for row in rows if row.scope not in ("all", NEW) and row.value is not None]
+    domains = [row for row in rows if row.scope not in ("all", NEW)]
     if not domains:
         return UNKNOWN
-    worst = max(domains, key=lambda row: row.value or 0.0)
-    assert worst.change is not None
+    worst = max(domains, key=lambda row: row.change.value)
     return f"{worst.scope} {worst.change.text(4)}"
 
 
 def _cell(row: Row | None) -> str:
     """Return what the overview shows of a row."""
-    if row is None or row.change is None:
+    if row is None:
         return UNKNOWN
     if row.quantity == "bytes":
         return f"{percent(row.change.value, 1)} ({readable_bytes(row.value or 0)})"

@@ -44,7 +44,7 @@ class Row(Frozen):
     scope: str = Field(default="all", description="all, or the domain, the length in tokens, or a new domain")
     original: float | None = None
     value: float | None = None
-    change: Estimate | None = Field(description="candidate less original, or over it where `none` is 1")
+    change: Estimate = Field(description="candidate less original, or over it where `none` is 1")
     better: Better
 
 
@@ -74,8 +74,8 @@ class Measurement(Result):
         """Return the rows as columns, which `pandas.DataFrame` takes."""
         columns: dict[str, list[Any]] = {}
         for row in self.rows:
-            change = row.change.model_dump() if row.change is not None else dict.fromkeys(Estimate.model_fields)
-            flat = row.model_dump(exclude={"change"}) | {f"change_{name}": value for name, value in change.items()}
+            flat = row.model_dump(exclude={"change"})
+            flat |= {f"change_{name}": value for name, value in row.change.model_dump().items()}
             for name, value in flat.items():
                 columns.setdefault(name, []).append(value)
         return columns
@@ -91,7 +91,7 @@ class Measurement(Result):
             own = {}
             for quantity in ("bytes", "KL", "retrieval", "step"):
                 row = self.row(candidate.name, quantity)
-                if row is not None and row.change is not None:
+                if row is not None:
                     own[quantity] = round(row.change.value, 5)
             figures[candidate.name] = {"failed": candidate.failed} if candidate.failed else own
         return figures

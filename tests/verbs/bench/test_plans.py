@@ -13,7 +13,7 @@ from tests.helpers.tiny import tiny
 
 
 def planned(model, batch, length):
-    """Return the bytes that are stored and read after `length` tokens, of which the last is a new one."""
+    """Return the bytes that are stored and read after `length` tokens, including the last, which is new."""
     plan = read_plans({"candidate": model}, Load(length - 1, batch, 1))["candidate"]
     return plan.stored_bytes, plan.read_bytes
 

@@ -51,7 +51,7 @@ def test_losses_are_said_as_plainly_as_gains_and_briefly(six):
 
 @pytest.mark.parametrize("pairs", [1, 2, 4])
 def test_too_few_pairs_have_one_name_everywhere(six, pairs):
-    """In sentences, in the table and on the page; no interval is named where there is none."""
+    """The interval is named in sentences, the table and the page, and only if there is one."""
     rows = six.record()["rows"]
     for row, measure in itertools.product(rows, MEASURES):
         row[measure]["change"] |= {"low": None, "high": None, "n": pairs}

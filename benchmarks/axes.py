@@ -28,14 +28,14 @@ from crosslayer.output.progress import Progress
 from crosslayer.verbs.retrofit.choose import choose
 from crosslayer.verbs.retrofit.convert import convert
 from crosslayer.verbs.retrofit.request import AXES, Request, RetrofitOptions
-from crosslayer.verbs.retrofit.texts import Texts
+from crosslayer.verbs.retrofit.texts import RetrofitTexts
 
 ALL = ",".join(AXES)
 
 
 def smaller(model: PreTrainedModel, tokenizer: Any, request: Request) -> PreTrainedModel:
     """Return the model as a retrofit makes it, on the text that a retrofit uses by default."""
-    windows = Texts.load().windows(tokenizer, request)
+    windows = RetrofitTexts.load().windows(tokenizer, request)
     methods, _, moments = choose(model, request, windows, Progress)
     fit = request.fit_of(methods)
     calibration = windows["calibration"].by_domain()

@@ -20,8 +20,9 @@ from front_page import draw_front_page
 import crosslayer
 from crosslayer import CrossLayerConfig
 from crosslayer.environment import environment
+from crosslayer.judge.damage import damage, difference
+from crosslayer.judge.losses import Losses
 from crosslayer.output.panel import Dots, Heat, Line, Panel, save_svg
-from crosslayer.verbs.retrofit.damage import Losses, damage, difference
 from crosslayer.wiring.kv_bits import KINDS
 
 ROOT = Path(__file__).resolve().parent.parent

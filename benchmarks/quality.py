@@ -29,10 +29,11 @@ from crosslayer.corpus.domains import embedded_domains, split_domains
 from crosslayer.corpus.windows import packed
 from crosslayer.environment import environment
 from crosslayer.eviction.running import SmallerCache
+from crosslayer.judge.hidden import is_retrieved
 from crosslayer.output.progress import Progress
 from crosslayer.verbs.evaluate import summary
 from crosslayer.verbs.evaluate.run import measure_cost
-from crosslayer.verbs.needles.record import difference, is_retrieved
+from crosslayer.verbs.needles.record import difference
 
 LENGTH = 512  # tokens of a window of text
 

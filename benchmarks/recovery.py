@@ -30,9 +30,10 @@ import crosslayer
 from crosslayer.corpus.documents import TextSource, load_documents
 from crosslayer.corpus.domains import EMBEDDED, FITTED, embedded_domains, split_domains
 from crosslayer.environment import environment
+from crosslayer.judge.damage import damage, difference
+from crosslayer.judge.losses import Losses, logits_of, losses
 from crosslayer.output.panel import Line, Panel, save_svg
 from crosslayer.verbs.retrofit.convert import convert_weights
-from crosslayer.verbs.retrofit.damage import Losses, damage, difference, logits_of, losses
 from crosslayer.verbs.retrofit.streams import Streams, layers_of
 
 HERE = Path(__file__).parent

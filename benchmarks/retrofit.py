@@ -22,11 +22,12 @@ from crosslayer.core.options import parse_layers
 from crosslayer.corpus.documents import TextSource, load_documents
 from crosslayer.corpus.windows import Windows, split
 from crosslayer.environment import environment
+from crosslayer.judge.damage import damage
+from crosslayer.judge.losses import logits_of, losses
 from crosslayer.verbs.bench.run import bench
 from crosslayer.verbs.retrofit.cache import token_bytes
 from crosslayer.verbs.retrofit.choose import choose
 from crosslayer.verbs.retrofit.convert import convert
-from crosslayer.verbs.retrofit.damage import damage, logits_of, losses
 from crosslayer.verbs.retrofit.request import Request, RetrofitOptions
 
 PARTS = ("damage", "times", "table")

@@ -29,9 +29,10 @@ from crosslayer.core.options import parse_layers
 from crosslayer.corpus.domains import FITTED, embedded_domains, split_domains
 from crosslayer.corpus.windows import Windows
 from crosslayer.environment import environment
+from crosslayer.judge.damage import damage, difference
+from crosslayer.judge.losses import Losses, compare
 from crosslayer.verbs.retrofit.calibrate import calibrate
 from crosslayer.verbs.retrofit.convert import convert_weights
-from crosslayer.verbs.retrofit.damage import Losses, compare, damage, difference
 
 RESULTS = Path(__file__).parent / "results" / "transfer.json"
 FOURS = "18-21,22-25,26-29"

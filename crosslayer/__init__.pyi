@@ -9,6 +9,7 @@ from crosslayer.core.methods import allow_methods as allow_methods
 from crosslayer.core.plan import DepthPlan as DepthPlan
 from crosslayer.corpus.documents import TextSource as TextSource
 from crosslayer.eviction.running import evicting as evicting
+from crosslayer.judge.candidate import Candidate as Candidate
 from crosslayer.models.load import load_model as load_model
 from crosslayer.probe.what_if import what_if as what_if
 from crosslayer.quantization.running import quantized_cache as quantized_cache
@@ -38,7 +39,6 @@ from crosslayer.verbs.intervene.kinds import intervening as intervening
 from crosslayer.verbs.intervene.kinds import waiver as waiver
 from crosslayer.verbs.intervene.result import Effect as Effect
 from crosslayer.verbs.intervene.run import intervene as intervene
-from crosslayer.verbs.measure.candidate import Candidate as Candidate
 from crosslayer.verbs.measure.result import Measurement as Measurement
 from crosslayer.verbs.measure.run import measure as measure
 from crosslayer.verbs.methods.run import methods as methods

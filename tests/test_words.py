@@ -28,7 +28,7 @@ FINE = re.compile(
 )
 OWN = {  # words that are somebody else's: a paper's, a format's, data
     "crosslayer/core/methods/svformer.py": {"anchor", "anchors"},
-    "crosslayer/verbs/needles/text.py": {"anchor"},
+    "crosslayer/judge/phrasing.py": {"anchor"},
     "crosslayer/verbs/train/recipe_file.py": {"anchor"},
     "docs/methods/equations.md": {"anchor"},
     "docs/methods/overview.md": {"anchor", "anchors"},

@@ -7,7 +7,7 @@ import pytest
 
 from crosslayer.corpus.documents import TextSource, load_documents
 from crosslayer.corpus.domains import EMBEDDED, FITTED, embedded_domains, shared_out, split_domains
-from crosslayer.verbs.retrofit.texts import Texts
+from crosslayer.judge.texts import Texts
 from tests.helpers.text import tokenizer, words
 
 ROOT = Path(__file__).parents[2]

@@ -11,8 +11,8 @@ from crosslayer.core.method import Method
 from crosslayer.core.methods import method_class, method_names
 from crosslayer.output.formatting import counted, listed, named_layers, ranges
 from crosslayer.output.record import Measure
+from crosslayer.probe.groups import PAPER_SIZE, Groups, paper_groups, similar_groups
 from crosslayer.probe.shapes import ENTRIES, LayerShape
-from crosslayer.verbs.diagnose.groups import PAPER_SIZE, Groups, paper_groups, similar_groups
 from crosslayer.verbs.diagnose.result import (
     CacheCandidates,
     DiagnosedModel,

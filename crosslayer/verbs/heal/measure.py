@@ -17,11 +17,11 @@ from torch.utils.data import Subset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from crosslayer.corpus.windows import Windows
+from crosslayer.judge.losses import Losses, logits_of, losses
+from crosslayer.judge.retrieval import Retrieval, measure_retrieval
 from crosslayer.models.load import load_model
 from crosslayer.output.folder import write_whole
 from crosslayer.output.record import Frozen
-from crosslayer.verbs.needles.retrieval import Retrieval, measure_retrieval
-from crosslayer.verbs.retrofit.damage import Losses, logits_of, losses
 from crosslayer.verbs.train.mixture import IGNORED
 
 MEMORY_SHARE = 2  # models that are measured together use at most half of the free memory

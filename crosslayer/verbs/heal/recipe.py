@@ -9,9 +9,9 @@ from pydantic import Field, field_validator, model_validator
 from crosslayer.corpus.documents import TextSource
 from crosslayer.corpus.domains import EMBEDDED
 from crosslayer.corpus.files import READERS, file_kind
+from crosslayer.judge.damage import MIN_WINDOWS
 from crosslayer.output.record import Seed
 from crosslayer.verbs.heal.instructions import Columns, Instructions
-from crosslayer.verbs.retrofit.damage import MIN_WINDOWS
 from crosslayer.verbs.train.arguments import Arguments
 from crosslayer.verbs.train.recipe import Count, DataPart, DomainPart, Part, SchedulePart
 from crosslayer.verbs.train.recipe_file import WrongKey, nearest, read_recipe

@@ -4,10 +4,10 @@ from typing import Literal
 
 from pydantic import Field
 
+from crosslayer.judge.damage import Damage
+from crosslayer.judge.retrieval import Retrieval
 from crosslayer.output.record import Frozen
 from crosslayer.stats.estimate import Estimate
-from crosslayer.verbs.needles.retrieval import Retrieval
-from crosslayer.verbs.retrofit.result import Damage
 from crosslayer.verbs.train.record import Curve
 
 

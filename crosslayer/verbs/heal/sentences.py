@@ -2,11 +2,11 @@
 
 from statistics import fmean
 
+from crosslayer.judge.retrieval import count_retrieved, retrieval_sentence
 from crosslayer.output.formatting import UNKNOWN
 from crosslayer.stats.estimate import Estimate
 from crosslayer.verbs.heal.record import DomainResult, Rank, State, Variant
 from crosslayer.verbs.heal.result import Recovery
-from crosslayer.verbs.needles.retrieval import count_retrieved, retrieval_sentence
 from crosslayer.verbs.retrofit.sentences import kl
 
 LOSSES = {

@@ -9,9 +9,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from crosslayer.judge.damage import damage
+from crosslayer.judge.losses import Losses
 from crosslayer.stats.bootstrap import Bootstrap
 from crosslayer.verbs.heal.record import DomainResult, Rank
-from crosslayer.verbs.retrofit.damage import Losses, damage
 
 ALL = "all windows"
 

@@ -10,6 +10,11 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from crosslayer.corpus.domains import shared_out, split_domains
+from crosslayer.judge.candidate import Candidate, read_candidates
+from crosslayer.judge.damage import MIN_WINDOWS
+from crosslayer.judge.judge import STEPS, WARM_UP, Judge
+from crosslayer.judge.retrieval import hidden_samples, retrieval_change
+from crosslayer.judge.texts import DomainTexts, Texts
 from crosslayer.models.load import model_facts, public_name, ready_model
 from crosslayer.models.pair import causal_config
 from crosslayer.output.progress import progress
@@ -18,12 +23,7 @@ from crosslayer.probe.tokens import check_ids, config_positions
 from crosslayer.stats.bootstrap import Bootstrap
 from crosslayer.stats.estimate import Estimate, new_domain
 from crosslayer.stats.ratios import paired_ratio
-from crosslayer.stats.shares import share_difference
-from crosslayer.verbs.measure.candidate import Candidate, read_candidates
-from crosslayer.verbs.measure.judge import STEPS, WARM_UP, Judge
 from crosslayer.verbs.measure.result import NEW, MeasuredCandidate, Measurement, MeasureSettings, Row
-from crosslayer.verbs.retrofit.damage import MIN_WINDOWS
-from crosslayer.verbs.retrofit.texts import DomainTexts, Texts
 
 
 def measure(
@@ -160,7 +160,8 @@ def _kl(judge: Judge, candidates: Sequence[Candidate]) -> list[Row]:
 
 def _needles(judge: Judge, candidates: Sequence[Candidate], settings: MeasureSettings) -> list[Row]:
     """Return the share of hidden numbers that each candidate finds, of all and at each length."""
-    samples = judge.samples(settings.lengths, settings.samples)
+    assert judge.tokenizer is not None
+    samples = hidden_samples(judge.tokenizer, settings.lengths, settings.samples, settings.seed)
     original, rows = judge.retrieved(None, samples), []
     assert original is not None
     for candidate in candidates:
@@ -168,22 +169,17 @@ def _needles(judge: Judge, candidates: Sequence[Candidate], settings: MeasureSet
         if found is None:
             continue
         for length in (None, *settings.lengths):
-            pairs = [
-                (ours, theirs)
-                for ours, theirs, sample in zip(found, original, samples, strict=True)
-                if length in (None, sample.length)
-            ]
-            gained, lost = sum(ours > theirs for ours, theirs in pairs), sum(ours < theirs for ours, theirs in pairs)
-            count = len(pairs)
+            rows_of = [number for number, sample in enumerate(samples) if length in (None, sample.length)]
+            ours, theirs = [found[number] for number in rows_of], [original[number] for number in rows_of]
             rows.append(
                 Row(
                     quantity="retrieval",
                     unit="share",
                     candidate=candidate.name,
                     scope="all" if length is None else str(length),
-                    original=sum(theirs for _, theirs in pairs) / count,
-                    value=sum(ours for ours, _ in pairs) / count,
-                    change=share_difference(gained, lost, count),
+                    original=sum(theirs) / len(theirs),
+                    value=sum(ours) / len(ours),
+                    change=retrieval_change(ours, theirs),
                     better="higher",
                 )
             )

@@ -1,5 +1,6 @@
 """The page of a needle test, from its record alone: a map of scores by length and depth for each model, and tables."""
 
+from crosslayer.judge.phrasing import SOURCE
 from crosslayer.output.formatting import percent
 from crosslayer.output.page import Cell, Mark, Page, Table
 from crosslayer.output.panel import Heat, Panel
@@ -7,7 +8,6 @@ from crosslayer.stats.shares import in_points
 from crosslayer.verbs.needles.record import Score
 from crosslayer.verbs.needles.result import Needles
 from crosslayer.verbs.needles.sentences import hidden_numbers, sentences
-from crosslayer.verbs.needles.text import SOURCE
 
 SHOWN = 12  # answers on the page; the record has all
 SCORE = ["score\n(95% interval)", "retrieved", "another key's number"]

@@ -1,24 +1,18 @@
-"""The contents of a needle test's `record.json`, with every question and answer, and the scoring of answers.
+"""The contents of a needle test's `record.json`, with every question and answer."""
 
-Answers are scored like RULER's `string_match` (arXiv 2404.06654): the share of expected values that the output
-contains, ignoring case; here one value is expected, so 0 or 1.
-"""
-
-import re
 from collections.abc import Sequence
 from typing import Annotated, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
 from crosslayer.eviction.eviction import Evict
+from crosslayer.judge.phrasing import KEYS
 from crosslayer.output.record import SEVERAL, Frozen, ModelFacts, Options, Seed
 from crosslayer.stats.estimate import Estimate
 from crosslayer.stats.shares import share, share_difference
-from crosslayer.verbs.needles.text import KEYS
 from crosslayer.wiring.kv_bits import KvBitsText
 
 SHORTEST = 256  # tokens; below, template and needles leave no space for a haystack
-_CONTROL = re.compile(r"[\x00-\x1f]")
 
 
 class NeedlesSettings(Options):
@@ -54,18 +48,6 @@ class NeedlesSettings(Options):
         return self
 
 
-class Question(Frozen):
-    """A sample without its text, which follows from the settings: length, depth, index, tokens, key and values."""
-
-    length: int
-    depth: int
-    index: int
-    tokens: int = Field(description="tokens of the prompt, by the candidate's tokenizer")
-    key: str
-    value: str
-    others: tuple[str, ...] = Field(description="values of the other keys, in the order of the text")
-
-
 class Score(Frozen):
     """How many answers contain the value (`retrieved`), or only that of another key (`other`), and their share."""
 
@@ -92,17 +74,6 @@ class ScoreDifference(Frozen):
     gained: int = Field(ge=0)
     lost: int = Field(ge=0)
     change: Estimate
-
-
-def string_match(output: str, values: Sequence[str]) -> float:
-    """Return the share of the expected values (at least one) that an output contains, ignoring case."""
-    cleaned = _CONTROL.sub("\n", output.strip()).strip().lower()
-    return sum(value.lower() in cleaned for value in values) / len(values)
-
-
-def is_retrieved(output: str, value: str) -> bool:
-    """Return whether an output contains the single expected value."""
-    return string_match(output, [value]) == 1.0
 
 
 def score(length: int, depth: int | None, retrieved: Sequence[bool], other: Sequence[bool]) -> Score:

@@ -5,16 +5,15 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from crosslayer.judge.hidden import Question, is_retrieved
 from crosslayer.output.result import Result
 from crosslayer.output.shown import Table
 from crosslayer.verbs.needles.record import (
     ModelAnswers,
     NeedlesSettings,
-    Question,
     Score,
     ScoreDifference,
     difference,
-    is_retrieved,
     score,
 )
 

@@ -12,11 +12,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from crosslayer.core.latents import LatentMethod
 from crosslayer.core.sixteen_bits import DTYPE
 from crosslayer.corpus.windows import Windows
+from crosslayer.judge.damage import damage, difference
+from crosslayer.judge.losses import Losses, Run, logits_of, losses
+from crosslayer.judge.retrieval import measure_retrieval
 from crosslayer.output.formatting import listed
 from crosslayer.quantization.running import quantized_cache, quantizing
-from crosslayer.verbs.needles.retrieval import measure_retrieval
 from crosslayer.verbs.retrofit.convert import convert
-from crosslayer.verbs.retrofit.damage import Losses, Run, damage, difference, logits_of, losses
 from crosslayer.verbs.retrofit.latents import StateMoments, levels_of, with_bits
 from crosslayer.verbs.retrofit.request import AXES, Request
 from crosslayer.verbs.retrofit.result import Alternative

@@ -21,12 +21,12 @@ from crosslayer.core.options import parse_layers
 from crosslayer.core.plan import DepthPlan
 from crosslayer.corpus.windows import Windows
 from crosslayer.output.progress import progress
+from crosslayer.probe.groups import PAPER_SIZE, Groups, paper_groups, similar_groups
 from crosslayer.probe.intercept import AttentionCall, final_hidden, visited
 from crosslayer.probe.measures import mean_cosine, working
 from crosslayer.probe.shapes import LayerShape, may_share
 from crosslayer.probe.stream import LayerStream, streams
 from crosslayer.probe.what_if import find_sublayers, what_if
-from crosslayer.verbs.diagnose.groups import PAPER_SIZE, Groups, paper_groups, similar_groups
 from crosslayer.verbs.diagnose.run import diagnose
 from crosslayer.verbs.retrofit.choosers import check_some_are_left_out, choosers_by_damage
 from crosslayer.verbs.retrofit.convert import convert, plain_decoder
@@ -51,7 +51,7 @@ States = dict[int, tuple[Tensor, Tensor]]  # keys and values by layer, (H, T, D)
 def choose(model: PreTrainedModel, request: Request, windows: dict[str, Windows]) -> Chosen:
     """Return the methods with their layers, the record of the choice and, for latents, moments of keys and values.
 
-    `windows` is text by purpose, as in `Texts.window_counts`.
+    `windows` is text by purpose, as in `RetrofitTexts.window_counts`.
     """
     layers, cls, option = model.config.num_hidden_layers, request.method_class, request.options.layers
     if request.calibrates:

@@ -20,9 +20,9 @@ from crosslayer.core.method import Method
 from crosslayer.corpus.windows import Windows
 from crosslayer.output.progress import progress
 from crosslayer.probe.choices import choice_sums
+from crosslayer.probe.groups import Groups
 from crosslayer.probe.intercept import AttentionCall, final_hidden, visited
 from crosslayer.probe.what_if import find_sublayers
-from crosslayer.verbs.diagnose.groups import Groups
 from crosslayer.verbs.retrofit.cache import CONTEXT
 from crosslayer.verbs.retrofit.greedy import PASSES, TOO_SMALL
 from crosslayer.verbs.retrofit.kinds import (

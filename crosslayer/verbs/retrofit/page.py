@@ -4,9 +4,9 @@ import math
 from collections.abc import Sequence
 
 from crosslayer.core.plan import CACHED, PASSED, STATES, DepthPlan
+from crosslayer.judge.retrieval import count_retrieved
 from crosslayer.output.page import Page, Table
 from crosslayer.output.panel import COLORS, Line, Panel
-from crosslayer.verbs.needles.retrieval import count_retrieved
 from crosslayer.verbs.retrofit.result import Alternative, CurvePoint, MeasuredBaseline, RetrofitReport
 from crosslayer.verbs.retrofit.sentences import interval, kl, ratio, sentences, with_interval
 

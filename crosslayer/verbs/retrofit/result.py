@@ -13,6 +13,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from crosslayer.core.plan import STATES, DepthPlan
 from crosslayer.environment import quiet_transformers
+from crosslayer.judge.damage import Domains
+from crosslayer.judge.retrieval import Retrieval, count_retrieved
 from crosslayer.models.stored import weights_in
 from crosslayer.output.folder import whole_folder
 from crosslayer.output.manifest import write_manifest
@@ -20,7 +22,6 @@ from crosslayer.output.record import Frozen, ModelFacts
 from crosslayer.output.result import Result
 from crosslayer.stats import Interval
 from crosslayer.stats.times import StepTime
-from crosslayer.verbs.needles.retrieval import Retrieval, count_retrieved
 from crosslayer.verbs.retrofit.moments import Fit
 from crosslayer.verbs.retrofit.request import RetrofitOptions
 from crosslayer.verbs.retrofit.shim import write_shim
@@ -105,43 +106,6 @@ class CacheRecord(Frozen):
         default=[],
         description="(L,) the same by layer, where layers attend to chosen tokens; else empty",
     )
-
-
-class Damage(Frozen):
-    """Perplexities, their ratio and the KL to the original (nats/token), with 95% intervals over windows."""
-
-    perplexity_before: float
-    perplexity_after: float
-    ratio: float
-    ratio_ci95: Interval
-    kl: float
-    kl_ci95: Interval
-    windows: int
-    documents: int
-    strata: int = Field(description="within which windows are resampled; 1: windows are taken as independent")
-
-
-class Gain(Frozen):
-    """The effect of compensation: the damage without it, and the KL with it minus without (below 0: it helps)."""
-
-    without: Damage
-    kl: float
-    kl_ci95: Interval
-
-
-class DomainDamage(Damage):
-    """The damage on a domain."""
-
-    name: str
-    seen: bool = Field(description="whether this is a calibration domain")
-    gain: Gain | None = Field(description="None if nothing was fitted")
-
-
-class Domains(Frozen):
-    """The damage by domain, the worst unseen one first, and on all windows together."""
-
-    domains: list[DomainDamage] = Field(min_length=1)
-    all: Damage
 
 
 class Needles(Frozen):

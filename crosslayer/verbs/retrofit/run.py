@@ -16,6 +16,10 @@ from crosslayer.core.methods import Entry, merge_plans, to_entry
 from crosslayer.core.plan import DepthPlan
 from crosslayer.core.sixteen_bits import DTYPE
 from crosslayer.corpus.windows import Windows
+from crosslayer.judge.damage import by_domain
+from crosslayer.judge.losses import logits_of, logits_uncompensated, losses
+from crosslayer.judge.retrieval import LENGTHS, LONG_LENGTHS, QUICK_LENGTHS, measure_retrieval, prompt_tokens
+from crosslayer.judge.texts import DomainTexts
 from crosslayer.models.load import load_config, model_facts, public_name, ready_model
 from crosslayer.models.origin import origin
 from crosslayer.models.stored import round_to_stored
@@ -25,13 +29,11 @@ from crosslayer.probe.tokens import check_ids, positions
 from crosslayer.probe.what_if import find_sublayers
 from crosslayer.stats.times import StepTime
 from crosslayer.verbs.bench.run import step_time
-from crosslayer.verbs.needles.retrieval import LENGTHS, LONG_LENGTHS, QUICK_LENGTHS, measure_retrieval, prompt_tokens
 from crosslayer.verbs.retrofit import alternatives as beside
 from crosslayer.verbs.retrofit.cache import CONTEXT, CacheShare, token_bytes
 from crosslayer.verbs.retrofit.calibrate import POST_NORM_ERROR
 from crosslayer.verbs.retrofit.choose import Chosen, choose
 from crosslayer.verbs.retrofit.convert import Converted, convert
-from crosslayer.verbs.retrofit.damage import by_domain, logits_of, logits_uncompensated, losses
 from crosslayer.verbs.retrofit.greedy import PASSES
 from crosslayer.verbs.retrofit.latents import read_windows
 from crosslayer.verbs.retrofit.moments import REFITS
@@ -45,7 +47,7 @@ from crosslayer.verbs.retrofit.result import (
 )
 from crosslayer.verbs.retrofit.search import QUICK_RANKED, RANKED, expected_passes
 from crosslayer.verbs.retrofit.sentences import title
-from crosslayer.verbs.retrofit.texts import DomainTexts, Texts
+from crosslayer.verbs.retrofit.texts import RetrofitTexts
 from crosslayer.verbs.retrofit.trade_off import TOKENS
 from crosslayer.wiring.read import read_plan
 
@@ -153,7 +155,7 @@ def _open_texts(
     model: PreTrainedModel | str | Path,
     text: DomainTexts,
     calibration_text: DomainTexts,
-) -> tuple[dict[str, Request], Texts]:
+) -> tuple[dict[str, Request], RetrofitTexts]:
     """Open the texts and check all that can be checked before the model is loaded, for each variant of a sweep."""
     source = model.config if isinstance(model, PreTrainedModel) else load_config(str(model))
     config = to_config(source)
@@ -165,7 +167,7 @@ def _open_texts(
         if request.fit in REFITS and request.post_norms:
             raise ValueError(POST_NORM_ERROR)
     with progress("reading the text", 0):
-        texts = Texts.load(text, calibration_text, options.seed)
+        texts = RetrofitTexts.load(text, calibration_text, options.seed)
     for request in requests.values():
         request.options = texts.checked_options(request, source)
     texts.window_counts(*requests.values())  # raises for what is wrong with them
@@ -177,7 +179,7 @@ def _report(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | None,
     requests: Mapping[str, Request],
-    texts: Texts,
+    texts: RetrofitTexts,
 ) -> RetrofitReport:
     """Retrofit a model, which was loaded from `source` or is `source` itself; of a sweep the first variant."""
     request, starts = next(iter(requests.values())), {"read": time.perf_counter()}  # of phases

@@ -4,12 +4,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from crosslayer.core.method import Method, options_of
+from crosslayer.judge.damage import Damage, DomainDamage
+from crosslayer.judge.retrieval import count_retrieved, retrieval_sentence
 from crosslayer.output.formatting import listed, ranges, signed, signed_interval
 from crosslayer.stats import Interval
 from crosslayer.stats.times import StepTime
-from crosslayer.verbs.needles.retrieval import count_retrieved, retrieval_sentence
 from crosslayer.verbs.retrofit.moments import FITTED_WEIGHTS
-from crosslayer.verbs.retrofit.result import Alternative, Damage, DomainDamage, MeasuredBaseline, RetrofitReport
+from crosslayer.verbs.retrofit.result import Alternative, MeasuredBaseline, RetrofitReport
 
 QUICK = "A first estimate (--quick): few and short windows, for the fit too. Run it without --quick to rely on it."
 SHOWN = 200  # characters of an option in a title

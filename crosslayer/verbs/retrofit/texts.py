@@ -1,64 +1,23 @@
 """The text of a retrofit by domain: calibration text and evaluation text, with no token used for both."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from crosslayer.core.decoder.weights import to_config
-from crosslayer.corpus.documents import TextSource, load_documents
-from crosslayer.corpus.domains import FITTED, embedded_domains, shared_out, split_domains
-from crosslayer.corpus.windows import Windows, check_text
+from crosslayer.corpus.domains import shared_out, split_domains
+from crosslayer.corpus.windows import Windows
+from crosslayer.judge.damage import MIN_WINDOWS
+from crosslayer.judge.texts import Texts
 from crosslayer.verbs.retrofit.calibrate import input_width
-from crosslayer.verbs.retrofit.damage import MIN_WINDOWS
 from crosslayer.verbs.retrofit.moments import TOKENS_PER_INPUT, least_sequences
 from crosslayer.verbs.retrofit.request import QUICK_SETS, Request, RetrofitOptions
 
 QUICK_LENGTH = 128  # tokens of a window
 CHOICE_WINDOWS, SEARCH_WINDOWS, CURVE_WINDOWS = 4, 2, 16
-Documents = Tensor | TextSource | Iterable[str]
-DomainTexts = Documents | Sequence[TextSource] | Mapping[str, Documents] | None
 
 
-@dataclass(frozen=True)
-class Texts:
-    """Text by domain, with the names of the calibration and of the evaluation domains.
-
-    A domain that is used for both is cut into windows, and each has a single purpose.
-    """
-
-    # documents of each domain by name, or its token ids (N, T), a window each
-    domains: Mapping[str, Tensor | Iterable[str]]
-    calibration: tuple[str, ...]  # domains on which W_c is fitted and layers are chosen
-    evaluation: tuple[str, ...]  # domains on which the damage is measured
-    is_explicit: bool = False  # whether the caller named the calibration domains
-
-    @classmethod
-    def load(cls, evaluation: DomainTexts = None, calibration: DomainTexts = None, seed: int = 0) -> "Texts":
-        """Read the evaluation text and the calibration text.
-
-        Token ids, a source or documents (a string is a document) are one domain; several sources are a domain each, by
-        their short names; a mapping names its domains. The default evaluation text is all embedded domains. The default
-        calibration text is the evaluation text, or three of the embedded domains without either.
-        """
-        evaluated, calibrated = _by_name(evaluation, "text"), _by_name(calibration, "calibration text")
-        for name in evaluated.keys() & calibrated.keys():
-            one, other = evaluated[name], calibrated[name]
-            are_sources = isinstance(one, TextSource) and isinstance(other, TextSource)
-            if one is not other and not (are_sources and one == other):
-                raise ValueError(f"two different texts are both named {name!r}; rename one of them")
-        domains: dict[str, Tensor | Iterable[str]] = {}
-        for name, text in {**evaluated, **calibrated}.items():
-            documents = load_documents(text, seed) if isinstance(text, TextSource) else text
-            domains[name] = [documents] if isinstance(documents, str) else documents
-        if evaluated:
-            return cls(domains, tuple(calibrated or evaluated), tuple(evaluated), bool(calibrated))
-        embedded = embedded_domains()
-        duplicates = sorted(embedded.keys() & domains.keys())
-        if duplicates:
-            raise ValueError(f"{duplicates[0]!r} is the name of an embedded domain; give `text` too, or rename it")
-        return cls({**domains, **embedded}, tuple(calibrated or FITTED), tuple(embedded), bool(calibrated))
+class RetrofitTexts(Texts):
+    """Text by domain, and how many windows of it a retrofit needs for each purpose."""
 
     def window_counts(self, *requests: Request) -> dict[str, dict[str, int]]:
         """Return how many windows are needed, by purpose and domain; the variants of a sweep have the same ones."""
@@ -117,33 +76,3 @@ class Texts:
         options = requests[0].options
         cut = {"length": options.length, "seed": options.seed, "bos": options.bos}
         return split_domains(self.domains, tokenizer, parts=self.window_counts(*requests), **cut)
-
-
-def _by_name(text: DomainTexts, name: str) -> dict[str, Documents]:
-    """Return domains by name, not read yet; `name` is for text without a name."""
-    if text is None:
-        return {}
-    if isinstance(text, Mapping):
-        for domain, documents in text.items():
-            if not isinstance(documents, TextSource):
-                check_text(documents, str(domain))
-        return dict(text)
-    if isinstance(text, TextSource):
-        return {text.describe(): text}
-    if isinstance(text, Tensor | str) or not isinstance(text, Sequence):
-        check_text(text, name)
-        return {name: text}  # type: ignore[dict-item]
-    if all(isinstance(document, str) for document in text):
-        return {name: text} if text else {}  # type: ignore[dict-item]
-    by_name: dict[str, Documents] = {}
-    for source in text:
-        if not isinstance(source, TextSource):
-            raise ValueError(
-                f"{name} must be a list of sources, a list of texts, or a dict by domain {{'web': …, 'code': …}}; not "
-                f"a list with a {type(source).__name__}"
-            )
-        if by_name.setdefault(source.describe(), source) != source:
-            raise ValueError(
-                f"two texts are both named {source.describe()!r}; rename a file, or name its domain (NAME=FILE)"
-            )
-    return by_name

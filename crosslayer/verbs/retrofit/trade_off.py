@@ -20,14 +20,15 @@ from crosslayer.core.decoder.modeling import CrossLayerForCausalLM
 from crosslayer.core.method import Method
 from crosslayer.core.plan import PASSED, STATES, DepthPlan
 from crosslayer.corpus.windows import Windows, repeating
+from crosslayer.judge.damage import damage, difference
+from crosslayer.judge.losses import Run, compare, logits_of, losses
 from crosslayer.output.progress import progress
+from crosslayer.probe.groups import PAPER_SIZE, Groups, paper_groups
 from crosslayer.probe.shapes import LayerShape
 from crosslayer.probe.what_if import find_sublayers
-from crosslayer.verbs.diagnose.groups import PAPER_SIZE, Groups, paper_groups
 from crosslayer.verbs.retrofit.cache import CacheShare
 from crosslayer.verbs.retrofit.calibrate import fit_layer, fitted_layers, input_width
 from crosslayer.verbs.retrofit.convert import convert_weights, plain_decoder
-from crosslayer.verbs.retrofit.damage import Run, compare, damage, difference, logits_of, losses
 from crosslayer.verbs.retrofit.greedy import PASSES, TOO_SMALL
 from crosslayer.verbs.retrofit.moments import REFITS, is_enough
 from crosslayer.verbs.retrofit.request import Request

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from crosslayer.judge.losses import Losses
 from crosslayer.verbs.heal.summary import Summary, shown_order
-from crosslayer.verbs.retrofit.damage import Losses
 
 
 def losses(**kl):

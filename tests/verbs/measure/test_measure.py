@@ -11,9 +11,9 @@ from transformers import DynamicCache
 import crosslayer
 from crosslayer.core.transformers_versions import CACHE
 from crosslayer.eviction.running import evicting
+from crosslayer.judge.candidate import read_candidates
+from crosslayer.judge.judge import held_bytes
 from crosslayer.quantization.running import quantizing
-from crosslayer.verbs.measure.candidate import read_candidates
-from crosslayer.verbs.measure.judge import held_bytes
 from tests.golden.records import ids
 from tests.helpers.tiny import tiny
 from tests.verbs.needles.oracle import TOKENIZER, random_model

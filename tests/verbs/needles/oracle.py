@@ -5,6 +5,7 @@ import re
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from crosslayer.judge.phrasing import PHRASINGS
 from tests.helpers.bytelevel import byte_level
 
 TOKENIZER = byte_level()
@@ -28,14 +29,20 @@ def random_model(dtype=torch.float64):
     return LlamaForCausalLM(config()).to(dtype).eval()
 
 
+def pattern(sentence):
+    """The sentence as a regular expression, with a group for the key and one for the value."""
+    return re.escape(sentence).replace(r"\{key\}", r"([\w-]+)").replace(r"\{value\}", r"(\d+)")
+
+
 class Oracle(LlamaForCausalLM):
     """Answers with the number that the prompt names for the key of its question, or with `stray`, another key's."""
 
     stray = False
 
     def answer(self, prompt):
-        asked = re.search(r"What is the special magic number for ([\w-]+) mentioned", prompt)[1]
-        numbers = dict(re.findall(r"One of the special magic numbers for ([\w-]+) is: (\d+)\.", prompt))
+        (phrasing,) = [one for one in PHRASINGS if one.introduction in prompt]
+        asked = re.search(pattern(phrasing.question), prompt)[1]
+        numbers = dict(re.findall(pattern(phrasing.needle), prompt))
         others = [number for key, number in numbers.items() if key != asked]
         return others[0] if self.stray else numbers[asked]
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import crosslayer
-from crosslayer.verbs.needles import tasks, text
-from crosslayer.verbs.needles.record import string_match
-from crosslayer.verbs.needles.sample import Drawn, Samples, written
+from crosslayer.judge import phrasing as text
+from crosslayer.judge.hidden import Drawn, Samples, string_match, written
+from crosslayer.verbs.needles import tasks
 from crosslayer.verbs.needles.tasks.dataset import needles
 from tests.verbs.needles.oracle import TOKENIZER, random_model
 

@@ -5,9 +5,10 @@ import math
 import numpy as np
 import pytest
 
+from crosslayer.judge.hidden import string_match
 from crosslayer.stats.means import paired_difference
 from crosslayer.stats.shares import share, share_difference
-from crosslayer.verbs.needles.record import difference, score, string_match
+from crosslayer.verbs.needles.record import difference, score
 
 Z = 1.959963984540054
 

@@ -13,15 +13,15 @@ from crosslayer.core.methods import load_method
 from crosslayer.core.methods.cla import CLA
 from crosslayer.core.plan import DepthPlan
 from crosslayer.corpus.documents import TextSource
+from crosslayer.judge import retrieval
+from crosslayer.judge.retrieval import measure_retrieval
+from crosslayer.judge.texts import Texts
 from crosslayer.models.load import ready_model
 from crosslayer.output.manifest import check_files
-from crosslayer.verbs.needles import retrieval
-from crosslayer.verbs.needles.retrieval import measure_retrieval
 from crosslayer.verbs.retrofit import run as job
 from crosslayer.verbs.retrofit.request import Request, RetrofitOptions
 from crosslayer.verbs.retrofit.result import RetrofitReport
 from crosslayer.verbs.retrofit.sentences import title
-from crosslayer.verbs.retrofit.texts import Texts
 from tests.helpers.text import WORDS, tokenizer, words
 from tests.helpers.tiny import VOCABULARY, tiny
 from tests.verbs.needles.oracle import TOKENIZER, random_model

@@ -8,9 +8,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from crosslayer.judge.hidden import Samples, string_match
 from crosslayer.models.load import load_tokenizer
-from crosslayer.verbs.needles.record import NeedlesSettings, string_match
-from crosslayer.verbs.needles.sample import Samples
+from crosslayer.verbs.needles.record import NeedlesSettings
 
 NAMES = ("tokenizer", "pretrained", "model")  # model arguments; the first that is set names the tokenizer
 

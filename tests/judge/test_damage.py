@@ -8,19 +8,11 @@ import torch
 from scipy import stats
 
 from crosslayer.corpus.windows import Windows, split
+from crosslayer.judge.damage import Damage, DomainDamage, Gain, by_domain, damage, difference
+from crosslayer.judge.losses import Losses, logits_of, logits_uncompensated, losses
 from crosslayer.probe.what_if import what_if
 from crosslayer.stats.bootstrap import Bootstrap
 from crosslayer.verbs.retrofit.convert import convert
-from crosslayer.verbs.retrofit.damage import (
-    Losses,
-    by_domain,
-    damage,
-    difference,
-    logits_of,
-    logits_uncompensated,
-    losses,
-)
-from crosslayer.verbs.retrofit.result import Damage, DomainDamage, Gain
 from crosslayer.verbs.retrofit.sentences import gain_sentence, sampling
 from tests.helpers.daily import daily
 from tests.helpers.text import tokenizer, words

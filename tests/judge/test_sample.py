@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from crosslayer.verbs.needles.sample import Drawn, Samples, prompt_ids, written
-from crosslayer.verbs.needles.text import ADJECTIVES, KEYS, NOUNS, haystack, sentences_of
+from crosslayer.judge.hidden import Drawn, Samples, prompt_ids, written
+from crosslayer.judge.phrasing import ADJECTIVES, KEYS, NOUNS, haystack, sentences_of
 from tests.helpers.text import tokenizer
 from tests.verbs.needles.oracle import TOKENIZER
 
@@ -94,7 +94,7 @@ def test_a_length_without_room_is_refused():
 
 
 def test_a_haystack_that_ends_is_refused(monkeypatch):
-    monkeypatch.setattr("crosslayer.verbs.needles.sample.haystack", lambda: haystack()[:20])
+    monkeypatch.setattr("crosslayer.judge.hidden.haystack", lambda: haystack()[:20])
     with pytest.raises(ValueError, match="^`lengths` must be at most .* got 100000"):
         Samples(WORDS).sample(100_000, 0, 0)
 

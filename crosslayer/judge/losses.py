@@ -1,6 +1,6 @@
-"""The damage of a conversion on evaluation text: perplexity and KL to the original, paired by window, with intervals.
+"""Losses of models, and their KL to the original, window by window.
 
-    ratio = exp(mean(nll_after − nll_before)),  KL = mean over tokens of Σ p_before (log p_before − log p_after)
+    KL = mean over tokens of Σ p_before (log p_before − log p_after)
 
 Shapes: N windows, T tokens of a window, V vocabulary, R rows of logits at a time.
 """
@@ -18,13 +18,10 @@ from transformers import PreTrainedModel
 from crosslayer.core.method import Compensation
 from crosslayer.corpus.windows import Windows
 from crosslayer.output.progress import progress
-from crosslayer.stats.bootstrap import Bootstrap, Interval, percentiles
-from crosslayer.verbs.retrofit.result import Damage, DomainDamage, Domains, Gain
 
 ROWS = 128  # of logits at a time, which avoids a second copy of a window's logits
 BATCH_TOKENS = 512  # of a forward pass: larger ones are hardly faster, and logits are large
 Run = Callable[[Tensor], Tensor]  # ids (B, T) → logits (B, T, V)
-MIN_WINDOWS = 16  # per domain, for an interval
 
 
 @dataclass(frozen=True)
@@ -107,45 +104,3 @@ def compare(before: Tensor, after: Tensor, ids: Tensor) -> tuple[float, float, f
         sums[2] += functional.kl_div(log_after, log_before, reduction="sum", log_target=True).double().cpu()
     nll_before, nll_after, kl = (sums / len(targets)).tolist()
     return nll_before, nll_after, kl
-
-
-def damage(losses: Losses, seed: int = 0) -> Damage:
-    """Return the damage with paired bootstrap intervals, stratified by document."""
-    windows = len(losses.before)
-    if windows < MIN_WINDOWS:
-        raise ValueError(f"an interval needs at least {MIN_WINDOWS} windows, got {windows}")
-    bootstrap = Bootstrap(losses.documents, seed)
-    change = losses.after - losses.before  # (N,)
-    return Damage(
-        perplexity_before=float(np.exp(losses.before.mean())),
-        perplexity_after=float(np.exp(losses.after.mean())),
-        ratio=float(np.exp(change.mean())),
-        ratio_ci95=percentiles(np.exp(bootstrap.means(change))),
-        kl=float(losses.kl.mean()),
-        kl_ci95=bootstrap.interval(losses.kl),
-        windows=windows,
-        documents=len(set(losses.documents)),
-        strata=len(bootstrap.strata),
-    )
-
-
-def difference(losses: Losses, other: Losses, seed: int = 0) -> tuple[float, Interval]:
-    """Return the mean KL of the first minus that of the other, paired by window, with its 95% interval."""
-    gap = losses.kl - other.kl  # (N,)
-    return float(gap.mean()), Bootstrap(losses.documents, seed).interval(gap)
-
-
-def by_domain(after: Losses, uncompensated: Losses | None, seen: frozenset[str], seed: int = 0) -> Domains:
-    """Return the damage by domain: unseen domains first, and the worst of each kind first.
-
-    `uncompensated`: the losses without what was fitted, None if nothing was. `seen`: the calibration domains.
-    """
-    rows = []
-    for name in dict.fromkeys(after.domains):
-        own, gain = after.of(name), None
-        if uncompensated is not None:
-            gap, interval = difference(own, uncompensated.of(name), seed)
-            gain = Gain(without=damage(uncompensated.of(name), seed), kl=gap, kl_ci95=interval)
-        rows.append(DomainDamage(**dict(damage(own, seed)), name=name, seen=name in seen, gain=gain))
-    rows.sort(key=lambda row: (row.seen, -row.kl))
-    return Domains(domains=rows, all=damage(after, seed))

@@ -4,19 +4,37 @@ One of K needles is asked for. It is inserted before sentence number ⌊depth / 
 distractors: 0 is the very beginning, 100 the very end. Distractors are inserted at random. A sample is determined by
 seed, length, depth, number of keys and index, independently of all other samples. Source: RULER, arXiv 2404.06654; its
 own haystack is cut at words, and its depths are random.
+
+Answers are scored like RULER's `string_match`: the share of expected values that the output contains, ignoring case;
+here one value is expected, so 0 or 1.
 """
 
 import random
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pydantic import Field
 from transformers import PreTrainedTokenizerBase
 
 from crosslayer.corpus.pieces import special_tokens, token_ids
-from crosslayer.verbs.needles.record import Question
-from crosslayer.verbs.needles.text import DIGITS, KEYS, RULER, Phrasing, haystack
+from crosslayer.judge.phrasing import DIGITS, KEYS, RULER, Phrasing, haystack
+from crosslayer.output.record import Frozen
 
 AHEAD = 50  # consecutive sentences that may be too long for the remaining tokens before the search ends
+_CONTROL = re.compile(r"[\x00-\x1f]")
+
+
+class Question(Frozen):
+    """A sample without its text, which follows from the settings: length, depth, index, tokens, key and values."""
+
+    length: int
+    depth: int
+    index: int
+    tokens: int = Field(description="tokens of the prompt, by the candidate's tokenizer")
+    key: str
+    value: str
+    others: tuple[str, ...] = Field(description="values of the other keys, in the order of the text")
 
 
 class Sample(Question):
@@ -133,3 +151,14 @@ def written(drawn: Drawn, sentences: Sequence[str], depth: int, phrasing: Phrasi
     question = phrasing.question.format(key=drawn.keys[0])
     text = f"{phrasing.introduction}\n{' '.join(lines)}\n{question}"
     return text, phrasing.prefix.format(key=drawn.keys[0])
+
+
+def string_match(output: str, values: Sequence[str]) -> float:
+    """Return the share of the expected values (at least one) that an output contains, ignoring case."""
+    cleaned = _CONTROL.sub("\n", output.strip()).strip().lower()
+    return sum(value.lower() in cleaned for value in values) / len(values)
+
+
+def is_retrieved(output: str, value: str) -> bool:
+    """Return whether an output contains the single expected value."""
+    return string_match(output, [value]) == 1.0

@@ -3,7 +3,7 @@
 import torch
 
 import crosslayer
-from crosslayer.verbs.needles.retrieval import LENGTHS, count_retrieved, measure_retrieval, retrieval_sentence
+from crosslayer.judge.retrieval import LENGTHS, count_retrieved, measure_retrieval, retrieval_sentence
 from tests.verbs.needles.oracle import TOKENIZER, Oracle, config, oracle, random_model
 
 

@@ -4,8 +4,8 @@ import torch
 from transformers import DynamicCache
 
 from crosslayer.eviction.running import evicting
-from crosslayer.verbs.needles.run import answers, padded
-from crosslayer.verbs.needles.sample import Samples, prompt_ids
+from crosslayer.judge.answers import answers, padded
+from crosslayer.judge.hidden import Samples, prompt_ids
 from tests.helpers.saved import ours, tokenizer
 from tests.verbs.needles.oracle import TOKENIZER, random_model
 

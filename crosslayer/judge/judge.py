@@ -18,20 +18,16 @@ from crosslayer.core.sixteen_bits import in_16_bits
 from crosslayer.core.transformers_versions import CACHE
 from crosslayer.corpus.windows import Windows
 from crosslayer.eviction.cache import EvictionCache
+from crosslayer.judge.candidate import Candidate
+from crosslayer.judge.hidden import Sample
+from crosslayer.judge.losses import Losses, losses
+from crosslayer.judge.retrieval import retrieved
 from crosslayer.machine import seconds
 from crosslayer.models.load import load_model
 from crosslayer.output.progress import progress
 from crosslayer.probe.intercept import evaluating
-from crosslayer.verbs.measure.candidate import Candidate
-from crosslayer.verbs.needles.record import is_retrieved
-from crosslayer.verbs.needles.run import answers
-from crosslayer.verbs.needles.sample import Sample, Samples, prompt_ids
-from crosslayer.verbs.needles.text import PHRASINGS
-from crosslayer.verbs.retrofit.damage import Losses, losses
 
 WARM_UP, STEPS = 2, 16  # decoding steps of a timed run: not counted, and counted
-NEW_TOKENS = 32  # of an answer
-DEPTHS = (0, 25, 50, 75, 100)  # of a hidden number, percent
 DEEPEST = 8  # objects within objects, in which a cache's tensors are counted
 
 
@@ -73,33 +69,12 @@ class Judge:
         return self._asked(candidate, count)
 
     def retrieved(self, candidate: Candidate | None, samples: Sequence[Sample]) -> list[bool] | None:
-        """Return whether a candidate finds the number of each sample, which are in the order of their lengths."""
+        """Return whether a candidate finds the number of each sample."""
         assert self.tokenizer is not None
-        tokenizer = self.tokenizer
-
-        def ask(model: PreTrainedModel, new_cache: Callable[[], Cache] | None) -> list[bool]:
-            found: list[bool] = []
-            with progress(f"asking {candidate.name if candidate else 'the original'}", len(samples)) as bar:
-                for sample in samples:  # one at a time: padding costs a CPU more than a batch saves
-                    ids = [prompt_ids(tokenizer, sample.prompt)]
-                    options = {"new_tokens": NEW_TOKENS, "batch": 1, "new_cache": new_cache}
-                    ((answer,),) = answers(model, tokenizer, ids, [sample.value], **options)
-                    found.append(is_retrieved(answer, sample.value))
-                    bar.step(len(found), len(samples))
-            return found
-
-        return self._asked(candidate, ask)
-
-    def samples(self, lengths: Sequence[int], each: int) -> list[Sample]:
-        """Return samples with one hidden number, `each` at every depth of a length; phrasings take turns."""
-        assert self.tokenizer is not None
-        drawn = []
-        makers = [Samples(self.tokenizer, 1, NEW_TOKENS, self.seed, phrasing) for phrasing in PHRASINGS]
-        for length in lengths:
-            for number in range(each * len(DEPTHS)):
-                index, depth = divmod(number, len(DEPTHS))
-                drawn.append(makers[number % len(makers)].sample(length, DEPTHS[depth], index))
-        return drawn
+        doing = f"asking {candidate.name if candidate else 'the original'}"
+        return self._asked(
+            candidate, lambda model, new_cache: retrieved(model, self.tokenizer, samples, new_cache, doing)
+        )
 
     def step_times(self, candidates: Sequence[Candidate], repeats: int) -> dict[str, list[tuple[float, float]]]:
         """Return seconds of a decoding step after `context` tokens, (candidate, original) of each repeat.

@@ -1,0 +1,1 @@
+"""One comparison of candidates with the original: the same windows, questions and clock for all."""

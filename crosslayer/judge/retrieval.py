@@ -1,0 +1,128 @@
+"""Numbers hidden in long texts, in several phrasings: which of them a model retrieves."""
+
+import contextlib
+from collections.abc import Sequence
+
+from pydantic import Field
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from crosslayer.environment import quiet_transformers
+from crosslayer.eviction.running import NewCache, SmallerCache
+from crosslayer.judge.answers import answers
+from crosslayer.judge.hidden import Sample, Samples, is_retrieved, prompt_ids
+from crosslayer.judge.phrasing import PHRASINGS
+from crosslayer.output.progress import progress
+from crosslayer.output.record import Frozen
+from crosslayer.probe.intercept import evaluating
+from crosslayer.probe.tokens import positions
+from crosslayer.stats.estimate import Estimate
+from crosslayer.stats.shares import in_points, share_difference
+
+LENGTHS = (256, 512, 1024, 2048)
+QUICK_LENGTHS = (512,)
+LONG_LENGTHS = (512, 1024, 2048, 4096, 8192)  # for what depends on the length: chosen tokens
+DEPTHS = (0, 25, 50, 75, 100)  # of a hidden number, percent
+SAMPLES = 2  # at each depth of a length
+NEW_TOKENS = 32  # of an answer
+
+
+class Retrieval(Frozen):
+    """The results at one length."""
+
+    length: int = Field(description="tokens of text, question and answer")
+    found: tuple[bool, ...] = Field(description="whether the model retrieves the hidden number, by depth from 0%")
+
+
+def prompt_tokens(lengths: Sequence[int]) -> int:
+    """Return the tokens of all prompts."""
+    return len(DEPTHS) * SAMPLES * sum(lengths)
+
+
+def hidden_samples(
+    tokenizer: PreTrainedTokenizerBase, lengths: Sequence[int], each: int = SAMPLES, seed: int = 0
+) -> list[Sample]:
+    """Return samples with one hidden number each, `each` at every depth of a length; phrasings take turns.
+
+    A model that was fitted on text in one phrasing may fail in another, so no length or depth has a single one.
+    """
+    makers = [Samples(tokenizer, 1, NEW_TOKENS, seed, phrasing) for phrasing in PHRASINGS]
+    drawn = []
+    for length in lengths:
+        for number in range(len(DEPTHS) * each):
+            depth, index = divmod(number, each)
+            maker = makers[(number + length.bit_length()) % len(makers)]  # another one first at twice the length
+            drawn.append(maker.sample(length, DEPTHS[depth], index))
+    return drawn
+
+
+def retrieved(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    samples: Sequence[Sample],
+    new_cache: NewCache | None = None,
+    doing: str = "asking for hidden numbers",
+) -> list[bool]:
+    """Return whether a model finds the number of each sample; `new_cache` makes an empty cache for each.
+
+    Samples are asked one at a time: on a CPU padding costs more than a batch saves, and any cache takes one text.
+    """
+    found = []
+    with progress(doing, len(samples)) as bar, quiet_transformers(), evaluating(model):
+        for sample in samples:
+            ids = [prompt_ids(tokenizer, sample.prompt)]
+            options = {"new_tokens": NEW_TOKENS, "batch": 1, "new_cache": new_cache}
+            ((answer,),) = answers(model, tokenizer, ids, [sample.value], **options)
+            found.append(is_retrieved(answer, sample.value))
+            bar.step(len(found), len(samples))
+    return found
+
+
+def measure_retrieval(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    seed: int = 0,
+    kv_bits: str | None = None,
+    lengths: Sequence[int] | None = None,
+) -> tuple[Retrieval, ...]:
+    """Ask a model for ten numbers at each of some lengths.
+
+    Lengths that exceed the model's positions, or that the question alone fills, are left out. The result is empty
+    without a tokenizer, and if the tokenizer has tokens that the model does not know.
+    """
+    if tokenizer is None or not model.can_generate():
+        return ()
+    lengths = [length for length in lengths or LENGTHS if length <= positions(model)]
+    results = []
+    with SmallerCache(kv_bits=kv_bits).running(model) as new_cache:
+        for length in lengths:
+            with contextlib.suppress(ValueError):  # the text is too short
+                samples = hidden_samples(tokenizer, [length], seed=seed)
+                largest = max(max(prompt_ids(tokenizer, sample.prompt)) for sample in samples)
+                if largest < model.config.get_text_config().vocab_size:
+                    found = retrieved(model, tokenizer, samples, new_cache)
+                    results.append(Retrieval(length=length, found=tuple(found)))
+    return tuple(results)
+
+
+def retrieval_change(model: Sequence[bool], original: Sequence[bool]) -> Estimate:
+    """Return the share of numbers that a model finds less that of its original, paired by question."""
+    pairs = list(zip(model, original, strict=True))
+    return share_difference(pairs.count((True, False)), pairs.count((False, True)), len(pairs))
+
+
+def retrieval_sentence(model: Sequence[Retrieval], original: Sequence[Retrieval]) -> str:
+    """Return how many numbers a model retrieves, compared with its original."""
+    ours, theirs = ([right for result in results for right in result.found] for results in (model, original))
+    change = retrieval_change(ours, theirs)  # over all lengths
+    counts = ", ".join(str(sum(result.found)) for result in model)
+    lengths = ", ".join(f"{result.length:,}" for result in model)
+    return (
+        f"It retrieves {count_retrieved(model)} of {change.n} numbers hidden in long texts ({counts} of "
+        f"{len(model[0].found)} at {lengths} tokens), the original {count_retrieved(original)}: "
+        f"{in_points(change).text(0, signed=True)} points, paired."
+    )
+
+
+def count_retrieved(results: Sequence[Retrieval]) -> int:
+    """Return how many numbers were retrieved, over all lengths."""
+    return sum(sum(result.found) for result in results)

@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from crosslayer.judge.tasks.harness import LOCAL, check_installed
 from crosslayer.output.folder import whole_folder
 from crosslayer.output.progress import print_to
-from crosslayer.verbs.evaluate.harness import LOCAL, check_installed
 
 SPLITS = {
     "training_split": "train",

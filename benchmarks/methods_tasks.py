@@ -18,7 +18,7 @@ from scipy import stats
 
 from crosslayer import evaluate, load_model
 from crosslayer.environment import environment
-from crosslayer.verbs.evaluate.summary import samples_of
+from crosslayer.judge.tasks.summary import samples_of
 
 POSITIONS = 1024  # rotary ones go on; a few answers of PIQA are longer than the 256 that the runs were trained on
 SIX = "hellaswag,openbookqa,winogrande,arc_easy,arc_challenge,piqa"

@@ -30,10 +30,9 @@ from crosslayer.corpus.windows import packed
 from crosslayer.environment import environment
 from crosslayer.eviction.running import SmallerCache
 from crosslayer.judge.hidden import is_retrieved
-from crosslayer.output.progress import Progress
-from crosslayer.verbs.evaluate import summary
+from crosslayer.judge.retrieval import retrieval_change
+from crosslayer.judge.tasks import summary
 from crosslayer.verbs.evaluate.run import measure_cost
-from crosslayer.verbs.needles.record import difference
 
 LENGTH = 512  # tokens of a window of text
 
@@ -91,7 +90,7 @@ def needles_found(model, tokenizer, cache, options):
         **cache._asdict(),
     )
     right = {length: [] for length in lengths}
-    for question, answer in zip(search.questions, search.candidate.answers, strict=True):
+    for question, answer in zip(search.questions, search.answers[0], strict=True):
         right[question.length].append(is_retrieved(answer, question.value))
     return right
 
@@ -120,20 +119,24 @@ def measure(row, baseline, options):
             limit=options.limit,
             **cache._asdict(),
         ).lm_eval_results["candidate"]
-        rows = summary.rows(raw["tasks"], other["tasks"])
-        result["tasks"] = [row.model_dump() for row in rows if row.metric == "acc"]
+        rows = summary.task_rows(result["name"], raw["tasks"], other["tasks"])
+        result["tasks"] = [
+            {"name": one.task, "candidate": {"value": one.row.value}, "row": one.row.model_dump()}
+            for one in rows
+            if one.metric == "acc"
+        ]
     result["perplexity"] = float(np.exp(raw["losses"].mean()))
     result["perplexity_ratio"] = [float(np.exp(end)) for end in mean_interval(raw["losses"] - other["losses"])]
     result["kl"], result["kl_by_window"] = mean_interval(divergences), divergences.tolist()
     result["bytes"] = cache_bytes_of(model, cache)
     result["needles"] = [
         {"share": sum(right) / len(right), "n": len(right)}
-        | difference(length, right, other["needles"][length]).model_dump()
+        | {"length": length, "change": retrieval_change(right, other["needles"][length]).model_dump()}
         for length, right in raw["needles"].items()
     ]
     if baseline is not None and options.cost:
-        cost = measure_cost(model, baseline["model"], cache, Progress)
-        result["cost"] = cost.model_dump(include={"context", "cache", "ttft", "tpot_dynamic"})
+        cost = measure_cost(result["name"], model, baseline["model"], cache)
+        result["cost"] = [row.model_dump() for row in cost]
     return result, raw
 
 

@@ -75,7 +75,7 @@ FIGURES = {
     intervened: lambda effect: effect.attention_received.tolist(),
     retrofitted: lambda report: (report.damage, report.cache),
     verified: lambda verification: verification.passed,
-    benched: lambda benchmark: [row.cache.dynamic.both() for row in benchmark.rows],
+    benched: lambda benchmark: [(row.value, row.original) for row in benchmark.rows_of("bytes")],
     continued: lambda continuation: (continuation.text, continuation.cache_bytes),
 }
 

@@ -1,98 +1,103 @@
-"""Asks candidates and the original the same questions: bytes of the cache, KL, hidden numbers, time of a step.
+"""Asks candidates and the original the same questions: KL, hidden numbers, tasks, bytes of the cache, times.
 
-Shapes: B batch, T tokens of a window, V vocabulary, N windows.
+Shapes: B batch, T tokens of a window, V vocabulary, S tokens in a cache.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from crosslayer.core.decoder.caches import cache_bytes
-from crosslayer.core.sixteen_bits import in_16_bits
 from crosslayer.core.transformers_versions import CACHE
 from crosslayer.corpus.windows import Windows
-from crosslayer.eviction.cache import EvictionCache
+from crosslayer.eviction.running import NewCache
 from crosslayer.judge.candidate import Candidate
+from crosslayer.judge.clock import Run, run
 from crosslayer.judge.hidden import Sample
 from crosslayer.judge.losses import Losses, losses
+from crosslayer.judge.memory import Load
+from crosslayer.judge.report import JudgedModel
 from crosslayer.judge.retrieval import retrieved
-from crosslayer.machine import seconds
-from crosslayer.models.load import load_model
+from crosslayer.models.load import load_model, model_facts
 from crosslayer.output.progress import progress
+from crosslayer.output.record import ModelFacts
 from crosslayer.probe.intercept import evaluating
-
-WARM_UP, STEPS = 2, 16  # decoding steps of a timed run: not counted, and counted
-DEEPEST = 8  # objects within objects, in which a cache's tensors are counted
 
 
 @dataclass
 class Judge:
-    """What candidates are compared on; the original is the first candidate of every question.
+    """What candidates are compared on.
 
     Attributes:
         original: the model that all candidates are compared with.
-        tokenizer: its tokenizer, None if it was given without one: then no numbers are hidden.
-        windows: evaluation text.
-        context: tokens after which the cache is counted and a step is timed.
-        seed: of the hidden numbers.
+        windows: evaluation text, for KL.
+        tokenizer: of the original, for hidden numbers.
+        catches: whether a candidate that fails is noted, and the others are measured; otherwise it raises.
         failed: by candidate, why it could not be measured.
 
     """
 
     original: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase | None
-    windows: Windows
-    context: int
-    seed: int = 0
+    windows: Windows | None = None
+    tokenizer: PreTrainedTokenizerBase | None = None
+    catches: bool = True
     failed: dict[str, str] = field(default_factory=dict)
     _models: dict[str, PreTrainedModel] = field(default_factory=dict)
     _shape: torch.Size = torch.Size()  # of the original's logits, (B, T, V)
 
     def kl(self, candidates: Sequence[Candidate]) -> dict[str, Losses]:
         """Return losses and KL by window of those candidates that do not fail; the original runs once for all."""
+        assert self.windows is not None
         runs = {one.name: self._guarded(one) for one in candidates}
         found = losses(self._original_logits, runs, self.windows, "measuring KL")
         return {name: own for name, own in found.items() if name not in self.failed}
 
-    def held_bytes(self, candidate: Candidate | None) -> int | None:
-        """Return the bytes that a cache holds after `context` tokens, a number counted as 16 bits at most."""
-
-        def count(model: PreTrainedModel, new_cache: Callable[[], Cache] | None) -> int:
-            return held_bytes(self._prompted(model, new_cache)[0])
-
-        return self._asked(candidate, count)
-
     def retrieved(self, candidate: Candidate | None, samples: Sequence[Sample]) -> list[bool] | None:
-        """Return whether a candidate finds the number of each sample."""
+        """Return whether a candidate, or the original, finds the number of each sample; None if it fails."""
         assert self.tokenizer is not None
-        doing = f"asking {candidate.name if candidate else 'the original'}"
-        return self._asked(
-            candidate, lambda model, new_cache: retrieved(model, self.tokenizer, samples, new_cache, doing)
-        )
+        tokenizer, doing = self.tokenizer, f"asking {candidate.name if candidate else 'the original'}"
+        return self.asked(candidate, lambda model, new_cache: retrieved(model, tokenizer, samples, new_cache, doing))
 
-    def step_times(self, candidates: Sequence[Candidate], repeats: int) -> dict[str, list[tuple[float, float]]]:
-        """Return seconds of a decoding step after `context` tokens, (candidate, original) of each repeat.
+    def runs(
+        self,
+        candidates: Sequence[Candidate],
+        load: Load,
+        ids: Tensor,
+        repeats: int,
+        static: bool = False,
+        tick: Callable[[], None] = lambda: None,
+    ) -> dict[str, list[tuple[Run, Run]]]:
+        """Return runs at a load: pairs (candidate, original) of those that do not fail, the first of them a warm-up.
 
-        Original and candidates take turns, and the order alternates, so that all see the same load of the machine.
+        Original and candidates take turns, and the order alternates, so that both of a pair see the same load of the
+        machine.
+
+        Args:
+            candidates: what runs beside the original.
+            load: prompt and new tokens.
+            ids: their token ids, (B, S).
+            repeats: timed pairs after the warm-up.
+            static: whether to decode with a static cache, too.
+            tick: called after each round.
+
         """
-        pairs: dict[str, list[tuple[float, float]]] = {one.name: [] for one in candidates}
-        with progress("timing a decoding step", repeats) as bar:
-            for repeat in range(repeats):
-                order: list[Candidate | None] = [None, *(one for one in candidates if one.name not in self.failed)]
-                times = {one: self._asked(one, self._step_seconds) for one in order[:: 1 if repeat % 2 else -1]}
-                original = times[None]
-                for one in candidates:
-                    own = times.get(one)
-                    if own is not None and original is not None:
-                        pairs[one.name].append((own, original))
-                bar.step(repeat + 1, repeats)
-        return {name: times for name, times in pairs.items() if times}
+        pairs: dict[str, list[tuple[Run, Run]]] = {one.name: [] for one in candidates}
+        for repeat in range(-1, repeats):
+            order: list[Candidate | None] = [None, *(one for one in candidates if one.name not in self.failed)]
+            found: dict[Candidate | None, Run] = {}
+            for one in order[:: 1 if repeat % 2 == 0 else -1]:
+                done = self.asked(one, lambda model, new_cache: run(model, load, ids, new_cache, static))
+                if done is not None:
+                    found[one] = done
+            for candidate in candidates:
+                if candidate in found:
+                    pairs[candidate.name].append((found[candidate], found[None]))
+            tick()
+        return {name: runs for name, runs in pairs.items() if name not in self.failed}
 
     def model_of(self, candidate: Candidate | None) -> PreTrainedModel:
         """Return the model that a candidate runs; one that is named is loaded once."""
@@ -103,10 +108,20 @@ class Judge:
         if candidate.name not in self._models:
             with progress(f"loading {candidate.name}", 0):
                 own = {"dtype": self.original.dtype, "device": self.original.device}
-                self._models[candidate.name] = load_model(str(candidate.model), **own)[0]
+                model, tokenizer = load_model(str(candidate.model), **own)
+                if self.tokenizer is not None and tokenizer.get_vocab() != self.tokenizer.get_vocab():
+                    raise ValueError("it has another tokenizer than the original, so its tokens cannot be compared")
+                self._models[candidate.name] = model
         return self._models[candidate.name]
 
-    def _asked(self, candidate: Candidate | None, question: Callable[..., Any]) -> Any:
+    def described(self, candidate: Candidate) -> JudgedModel:
+        """Return what a report says of a candidate."""
+        facts, failed = None, self.failed.get(candidate.name)
+        if failed is None:
+            facts = ModelFacts(**model_facts(self.model_of(candidate), candidate.name))
+        return JudgedModel(name=candidate.name, model=facts, engines=candidate.engines, failed=failed)
+
+    def asked(self, candidate: Candidate | None, question: Callable[[PreTrainedModel, NewCache | None], Any]) -> Any:
         """Return the answer to a question, asked of a model and the function that makes its cache; None if it fails."""
         if candidate is not None and candidate.name in self.failed:
             return None
@@ -122,7 +137,7 @@ class Judge:
         try:
             yield
         except Exception as error:
-            if candidate is None:
+            if candidate is None or not self.catches:
                 raise
             line = str(error).strip().splitlines()
             self.failed[candidate.name] = f"{type(error).__name__}: {line[0][:200] if line else 'no message'}"
@@ -130,7 +145,7 @@ class Judge:
     def _guarded(self, candidate: Candidate) -> Callable[[Tensor], Tensor]:
         """Return the candidate's logits of windows; once it has failed, zeros of their shape, which are left out."""
 
-        def run(ids: Tensor) -> Tensor:
+        def logits_of(ids: Tensor) -> Tensor:
             if candidate.name not in self.failed:
                 with self._catching(candidate):
                     logits = self._logits(candidate, ids)
@@ -141,7 +156,7 @@ class Judge:
                     return logits
             return torch.zeros(self._shape, device=self.original.device)
 
-        return run
+        return logits_of
 
     def _original_logits(self, ids: Tensor) -> Tensor:
         with evaluating(self.original):
@@ -161,55 +176,5 @@ class Judge:
                 rows.append(model(input_ids=token, use_cache=True, **{CACHE: cache}).logits)
             return torch.cat(rows, dim=1)
 
-    def _prompted(self, model: PreTrainedModel, new_cache: Callable[[], Cache] | None) -> tuple[Cache, Tensor]:
-        """Return the cache after a prompt of `context` tokens, and the token that follows, (1, 1)."""
-        ids = self.windows.ids.flatten()
-        ids = ids.repeat(-(-(self.context + 1) // len(ids)))[: self.context + 1][None].to(model.device)
-        cache = DynamicCache(config=model.config) if new_cache is None else new_cache()
-        model(input_ids=ids[:, :-1], use_cache=True, logits_to_keep=1, **{CACHE: cache})
-        return cache, ids[:, -1:]
-
-    def _step_seconds(self, model: PreTrainedModel, new_cache: Callable[[], Cache] | None) -> float:
-        """Return the median seconds of a decoding step."""
-        cache, token = self._prompted(model, new_cache)
-        times = []
-        for _ in range(WARM_UP + STEPS):
-            step = partial(model, input_ids=token, use_cache=True, **{CACHE: cache})
-            times.append(seconds(step, model.device))
-        return float(torch.tensor(times[WARM_UP:]).median())
-
 
 ORIGINAL = Candidate("original")
-
-
-def held_bytes(cache: Any) -> int:
-    """Return the bytes of all tensors that a cache holds; a storage that several share counts once.
-
-    Numbers of more than 16 bits count as 16, so that a share of the 16-bit cache is the same in every dtype. Tensors of
-    modules, such as a codec's weights, are not counted: they are there once, whatever the number of tokens.
-    """
-    if isinstance(cache, EvictionCache):  # it refers to the run that it is of
-        return cache_bytes(cache, sixteen=True) + cache.overhead_bytes()
-    sizes: dict[int, int] = {}
-    seen: set[int] = set()
-
-    def visit(value: Any, depth: int) -> None:
-        if isinstance(value, Tensor):
-            storage = value.untyped_storage()
-            is_float = value.is_floating_point()
-            size = in_16_bits(storage.nbytes(), value.element_size()) if is_float else storage.nbytes()
-            sizes[storage.data_ptr()] = size
-        elif depth < DEEPEST and not isinstance(value, torch.nn.Module) and id(value) not in seen:
-            seen.add(id(value))
-            if isinstance(value, Mapping):
-                inner = list(value.values())
-            elif isinstance(value, list | tuple | set):
-                inner = list(value)
-            else:
-                inner = list(getattr(value, "__dict__", {}).values())
-                inner += [getattr(value, name, None) for name in getattr(type(value), "__slots__", ())]
-            for one in inner:
-                visit(one, depth + 1)
-
-    visit(cache, 0)
-    return sum(size for pointer, size in sizes.items() if pointer)

@@ -4,8 +4,8 @@ import pytest
 
 import crosslayer
 from crosslayer.cli.errors import explain
-from crosslayer.verbs.bench.record import BenchSettings
-from crosslayer.verbs.needles.record import NeedlesSettings
+from crosslayer.verbs.bench.result import BenchSettings
+from crosslayer.verbs.needles.result import NeedlesSettings
 from crosslayer.verbs.retrofit.request import RetrofitOptions
 
 NEEDLES = {"lengths": (256,), "depths": (0,), "keys": 1, "samples": 1, "new_tokens": 8, "batch": 1, "seed": 0}

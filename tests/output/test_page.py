@@ -111,9 +111,10 @@ def intervened(folder):
 def benched(folder):
     model = tiny("llama")
     record = crosslayer.bench(model, model, contexts=(4,), new_tokens=1, repeats=3).record()
-    row = record["rows"][0]
-    record["rows"] = [copy.deepcopy(row) | {"context": c, "batch": b} for b in (1, 16) for c in (512, 2048, 32768)]
-    record["rows"][0]["peak_memory"] = {"candidate": None, "baseline": None, "reason": "unknown: " + "why " * 20}
+    rows = record["rows"]
+    scopes = [f"context {c}, batch {b}, sdpa" for b in (1, 16) for c in (512, 2048, 32768)]
+    record["rows"] = [copy.deepcopy(row) | {"scope": scope} for scope in scopes for row in rows]
+    record["rows"][len(rows) - 1] |= {"value": None, "original": None, "change": None}  # peak memory
     return crosslayer.Benchmark.from_record(record).save(folder)
 
 

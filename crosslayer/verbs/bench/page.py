@@ -1,141 +1,163 @@
-"""The page of a benchmark, from its record alone: a short table, ratios and times by context, all measurements."""
+"""The page of a benchmark, from its record alone: a short table, sentences, ratios and times by context."""
 
-from crosslayer.output.formatting import UNKNOWN, readable_bytes
-from crosslayer.output.page import Page, Table
+from collections.abc import Sequence
+
+from crosslayer.eviction.running import SmallerCache
+from crosslayer.judge.clock import TIMES
+from crosslayer.judge.page import by_verdict, failures, listing, models_table
+from crosslayer.judge.report import Row
+from crosslayer.output.formatting import UNKNOWN, percent
+from crosslayer.output.page import Cell, Page
 from crosslayer.output.panel import COLORS, QUIET, Line, Panel, same_scale
-from crosslayer.verbs.bench.record import MEASURES, ROLES, Row
+from crosslayer.output.shown import Table
+from crosslayer.stats.ratios import FEWEST, coverage
 from crosslayer.verbs.bench.result import Benchmark
-from crosslayer.verbs.bench.sentences import TITLES, configuration, covered, sentences
-from crosslayer.wiring.kv_bits import RECENT
+
+NOISY = 0.2  # the spread of equal runs above which the machine was busy
+TOO_FEW = f"too few pairs for an interval: it needs {FEWEST} (--repeats {FEWEST})"
+
+
+def covered(pairs: int) -> str:
+    """Name the interval that this number of pairs gives: 93.8% interval, or no interval."""
+    return f"{percent(coverage(pairs), 1)} interval" if pairs >= FEWEST else "no interval"
 
 
 def layout(record: Benchmark) -> Page:
     """Return the page."""
-    settings, baseline, threads = record.settings, record.models.baseline, record.environment.machine.threads
-    last = record.rows[-1]
-    cards = [("KV cache", f"{last.cache.dynamic.share:.1%}", f"of the baseline's 16-bit cache; {configuration(last)}")]
-    for measure, time in last.times().items():
-        note = f"{time.speed} ({covered(settings.repeats)}); {configuration(last)}"
-        cards.append((TITLES[measure].capitalize(), time.change.text(2, unit="x"), note))
+    settings, threads = record.settings, record.environment.machine.threads
+    candidate, original = record.models
+    assert original.model is not None
+    last = record.rows[-1].scope
+    rows = [row for row in record.rows if row.scope == last and row.change is not None]
     return Page(
-        title=f"Benchmark of {record.models.candidate.name} against {baseline.name}",
+        title=f"Benchmark of {candidate.name} against {original.name}",
         subtitle=(
             f"random tokens, {settings.new_tokens} decoded after each prompt · {settings.repeats} pairs of alternating "
-            f"runs · {baseline.dtype} on {baseline.device}, {threads} thread{'s' if threads > 1 else ''} · "
+            f"runs · {original.model.dtype} on {original.model.device}, {threads} thread{'s' if threads > 1 else ''} · "
             f"{' and '.join(settings.attention)} attention"
         ),
-        cards=cards,
+        cards=[
+            (TIMES.get(row.quantity, row.quantity), row.change_text(), f"{row.verdict}; {last}") for row in rows[:5]
+        ],
         sentences=sentences(record),
         panels=_panels(record),
-        tables=_details(record),
+        tables=[
+            listing("All measurements", record.rows, {"allocated": "bytes\nallocated"}, "configuration"),
+            models_table(record),
+        ],
         lead=[overview(record)],
     )
 
 
+def sentences(record: Benchmark) -> list[str]:
+    """Return what was measured over all configurations; gains and losses are worded alike."""
+    pairs = record.settings.repeats
+    rule = "a candidate counts as faster or slower only where the interval excludes 1"
+    rows = [row for row in record.rows if row.quantity in TIMES]
+    named = [row.model_copy(update={"quantity": TIMES[row.quantity]}) for row in rows]
+    return [
+        _cache_sentence(record.rows_of("bytes")),
+        *by_verdict(named),
+        *_softmax_sentences(record.rows_of("softmax share")),
+        f"Each ratio is the median of {pairs} pair{'s' if pairs > 1 else ''} of runs ({covered(pairs)}); "
+        f"{TOO_FEW if pairs < FEWEST else rule}.",
+        *_noise_sentences(named),
+        *failures(record),
+        *SmallerCache(record.settings.evict, record.settings.kv_bits).sentences(),
+        *(f"Skipped: {reason}." for reason in record.skipped),
+    ]
+
+
 def overview(record: Benchmark) -> Table:
-    """Return the short table: a row for each context and batch size."""
-    interval = covered(record.settings.repeats)
-    heads = [f"{title}\n(ratio, {interval})".replace(", ", ",\n", title.count(", ")) for title in TITLES.values()]
-    title = f"Candidate ÷ baseline; below it candidate / baseline (median of {record.settings.repeats} pairs of runs)"
-    rows = []
-    for row in record.rows:
-        cache, peak = row.cache.dynamic, row.peak_memory
-        cells = [f"{cache.share:.1%}\n{readable_bytes(cache.candidate)} / {readable_bytes(cache.baseline)}"]
-        cells += [f"{time.change.text(unit='x')}\n{time.speed}\n{time.durations()}" for time in row.times().values()]
-        sizes = " / ".join(readable_bytes(count) for count in peak.both() if count is not None)
-        cells.append(UNKNOWN if peak.ratio is None else f"{peak.ratio:.2f}x\n{sizes}")
-        rows.append([str(row.context), str(row.batch), row.attention, *cells])
-    return (
-        title,
-        ["context", "batch", "attention", "KV cache\n(of the 16-bit cache;\nallocated)", *heads, "peak memory"],
-        rows,
-    )
+    """Return the short table: a row for each configuration, with ratios and both medians."""
+    quantities = {"bytes": "KV cache\n(of the 16-bit cache)", **TIMES, "peak memory": "peak memory"}
+    shown = {name: title for name, title in quantities.items() if record.rows_of(name)}
+    cells: list[list[Cell]] = []
+    for scope in dict.fromkeys(row.scope for row in record.rows):
+        rows = [record.row(record.candidates[0].name, name, scope) for name in shown]
+        cells.append([scope, *(_cell(row) for row in rows)])
+    title = f"Candidate ÷ baseline ({covered(record.settings.repeats)}); below it candidate / baseline"
+    return title, ["configuration", *(title.replace(", ", ",\n") for title in shown.values())], cells
 
 
-def _details(record: Benchmark) -> list[Table]:
-    heads = [f"{role}\n(median, quartiles)" for role in ROLES]
-    ratio = f"candidate ÷ baseline\n(median, {covered(record.settings.repeats)})"
-    head = ["configuration", "measure", *heads, ratio]
-    tables: list[Table] = [("All measurements", head, measurements(record))]
-    quantised = []
-    for row in record.rows:
-        for one in row.quantised:
-            shares = ((one.baseline_ratio, one.baseline), (one.ratio, one.candidate))
-            cells = [f"{share:.1%}\n{readable_bytes(count)}" for share, count in shares]
-            quantised.append([configuration(row), one.kind, *cells])
-    if quantised:
-        title = (
-            "With fewer bits (of the baseline's 16-bit cache; below 8 the first token and the latest "
-            f"{RECENT} stay exact; `--kv-bits` measures the time)"
-        )
-        tables.append((title, ["configuration", "type", "baseline", "candidate"], quantised))
-    return tables
+def _cell(row: Row | None) -> str:
+    if row is None or row.value is None:
+        return UNKNOWN
+    verdict = f"\n{row.verdict}" if row.unit == "s" else ""
+    return f"{row.change_text()}{verdict}\n{row.text(row.value)} / {row.text(row.original)}"
 
 
-def measurements(record: Benchmark) -> list[list[str]]:
-    """Return a row of text for each configuration and measure."""
-    rows = []
-    for row in record.rows:
-        lines = []
-        for kind, cache in row.cache:
-            lines.append([f"KV cache, {kind}, allocated", *map(readable_bytes, cache.both()), f"{cache.ratio:.3f}x"])
-            lines.append([f"KV cache, {kind}, of the baseline's 16-bit cache", "", "", f"{cache.share:.1%}"])
-        for measure, time in row.times().items():
-            lines.append([TITLES[measure], *(timing.text() for timing in time.both()), time.text()])
-        for kind, time in (("dynamic", row.tpot_dynamic), ("static", row.tpot_static)):
-            speeds = [f"{row.batch / timing.median:.1f}" for timing in time.both()]
-            lines.append([f"tokens/s, {kind} cache", *speeds, f"{1 / time.change.value:.3f}x"])
-        peak = row.peak_memory
-        sizes = [UNKNOWN if count is None else readable_bytes(count) for count in peak.both()]
-        compared = peak.reason or ("" if peak.ratio is None else f"{peak.ratio:.2f}x")
-        lines.append(["peak memory above the weights", *sizes, compared])
-        if row.softmax_share is not None:
-            shares = [f"{share:.1%}" for share in row.softmax_share.both()]
-            lines.append(["softmax, of the time to first token", *shares, ""])
-        rows += [[configuration(row), *cells] for cells in lines]
-    return rows
+def _cache_sentence(rows: Sequence[Row]) -> str:
+    shares = sorted(row.change.value for row in rows if row.change is not None)
+    ends = " to ".join(dict.fromkeys(percent(end, 1) for end in (shares[0], shares[-1])))
+    return f"KV cache: {ends} of the baseline's 16-bit cache."
+
+
+def _softmax_sentences(rows: Sequence[Row]) -> list[str]:
+    """Return how much of a prompt's time softmax takes with eager attention."""
+    if not rows:
+        return []
+    spans = []
+    for shares in ([row.value for row in rows], [row.original for row in rows]):
+        ends = [percent(end(share for share in shares if share is not None), 0) for end in (min, max)]
+        spans.append(" to ".join(dict.fromkeys(ends)))
+    return [f"With eager attention softmax takes {spans[0]} of the time to first token, in the baseline {spans[1]}."]
+
+
+def _noise_sentences(rows: Sequence[Row]) -> list[str]:
+    """Return how far apart equal runs are, where that is more than a fifth."""
+    worst = max(rows, key=lambda row: row.details["spread"])
+    if float(worst.details["spread"]) <= NOISY:
+        return []
+    apart = percent(float(worst.details["spread"]))
+    where = f"{worst.quantity} at {worst.scope}"
+    return [f"Equal runs vary: {where} has quartiles {apart} apart, so the machine was probably busy."]
 
 
 def _panels(record: Benchmark) -> list[Panel]:
     """Return the figures of each batch size and attention: ratios, and time per token."""
+    groups: dict[str, dict[float, str]] = {}  # by batch and attention: scope of each context
+    for scope in dict.fromkeys(row.scope for row in record.rows):
+        context, rest = scope.removeprefix("context ").split(", ", 1)
+        groups.setdefault(rest, {})[float(context)] = scope
     ratios, times = [], []
-    for kind in dict.fromkeys((row.batch, row.attention) for row in record.rows):
-        group = sorted((row for row in record.rows if (row.batch, row.attention) == kind), key=lambda row: row.context)
-        ratios.append(_ratios(group, covered(record.settings.repeats)))
-        times.append(_times(group))
+    for rest, scopes in groups.items():
+        scopes = dict(sorted(scopes.items()))
+        ratios.append(_ratios(record, rest, scopes))
+        times.append(_times(record, rest, scopes))
     return [panel for pair in zip(same_scale(ratios), same_scale(times), strict=True) for panel in pair]
 
 
-def _ratios(group: list[Row], interval: str) -> Panel:
-    x, lines = [float(row.context) for row in group], []
-    for measure in MEASURES:
-        times = [row.times()[measure] for row in group]
-        intervals = [time.change.interval for time in times if time.change.interval is not None]
-        low, high = zip(*intervals, strict=True) if len(intervals) == len(times) else (None, None)
-        lines.append(Line(f"{TITLES[measure]} ({interval})", x, [time.change.value for time in times], low, high))
-    lines.append(Line("KV cache, in 16 bits", x, [row.cache.dynamic.share for row in group]))
+def _ratios(record: Benchmark, group: str, scopes: dict[float, str]) -> Panel:
+    lines, interval = [], covered(record.settings.repeats)
+    for name, title in (*TIMES.items(), ("bytes", "KV cache, in 16 bits")):
+        changes = [row.change for row in _rows(record, name, scopes) if row.change is not None]
+        intervals = [change.interval for change in changes if change.interval is not None]
+        low, high = zip(*intervals, strict=True) if len(intervals) == len(changes) else (None, None)
+        label = f"{title} ({interval})" if name in TIMES else title
+        lines.append(Line(label, [*scopes], [change.value for change in changes], low, high))
     caption = f"Below 1 the candidate needs less time or memory. Bars, side by side: {interval} of the median ratio."
     return _panel("ratios", "Ratios by context", caption, "candidate ÷ baseline", group, lines)
 
 
-def _times(group: list[Row]) -> Panel:
-    x, lines = [float(row.context) for row in group], []
-    for index, color in enumerate((COLORS[0], QUIET)):
-        timings = [row.tpot_dynamic.both()[index] for row in group]
-        medians = [1e3 * timing.median for timing in timings]
-        low, high = zip(*([1e3 * end for end in timing.quartiles] for timing in timings), strict=True)
-        lines.append(Line(f"{ROLES[index]} (quartiles)", x, medians, low, high, color=color))
-    caption = "Dynamic cache; error bars, drawn side by side: quartiles over runs."
+def _times(record: Benchmark, group: str, scopes: dict[float, str]) -> Panel:
+    rows = _rows(record, "tpot_dynamic", scopes)
+    medians = {"candidate": [row.value for row in rows], "baseline": [row.original for row in rows]}
+    lines = []
+    for (name, values), color in zip(medians.items(), (COLORS[0], QUIET), strict=True):
+        lines.append(Line(name, [*scopes], [1e3 * value for value in values if value is not None], color=color))
+    caption = "Dynamic cache; medians over runs."
     return _panel("times", "Time per token", caption, "milliseconds per token", group, lines)
 
 
-def _panel(key: str, title: str, caption: str, axis: str, group: list[Row], lines: list[Line]) -> Panel:
-    batch, attention, ticks = (
-        group[0].batch,
-        group[0].attention,
-        {float(row.context): str(row.context) for row in group},
-    )
-    heading, titles, log_x = f"{title}, batch {batch}, {attention}", ("context (tokens)", axis), len(group) > 1
-    return Panel(
-        f"{key}_batch_{batch}_{attention}", heading, caption, *titles, lines, log_x=log_x, bars=True, x_ticks=ticks
-    )
+def _rows(record: Benchmark, quantity: str, scopes: dict[float, str]) -> list[Row]:
+    """Return the rows of a quantity at some configurations."""
+    rows = [record.row(record.candidates[0].name, quantity, scope) for scope in scopes.values()]
+    return [row for row in rows if row is not None]
+
+
+def _panel(key: str, title: str, caption: str, axis: str, group: str, lines: list[Line]) -> Panel:
+    ticks = {context: f"{context:.0f}" for context in lines[0].x}
+    name = f"{key}_{group.replace(', ', '_').replace(' ', '_')}"
+    axes = ("context (tokens)", axis)
+    return Panel(name, f"{title}, {group}", caption, *axes, lines, log_x=len(ticks) > 1, bars=True, x_ticks=ticks)

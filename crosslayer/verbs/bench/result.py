@@ -1,49 +1,39 @@
 """The result of a benchmark."""
 
-from typing import Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, PositiveInt
 
-from crosslayer.output.result import Result
+from crosslayer.eviction.eviction import Evict
+from crosslayer.judge.report import Report
+from crosslayer.output.record import SEVERAL, Options, Seed
 from crosslayer.output.shown import Table
-from crosslayer.stats.ratios import coverage
-from crosslayer.verbs.bench.record import BenchSettings, Both, MeasuredModel, Row, Skip
+from crosslayer.wiring.kv_bits import KvBitsText
 
 
-class Benchmark(Result):
-    """What `crosslayer.bench` returns: a row for each configuration (context, batch size), and a page."""
+class BenchSettings(Options):
+    """The options of a benchmark: every context (tokens of the prompt) with every batch size and attention."""
 
-    schema_: Literal["crosslayer/bench/7"] = Field(default="crosslayer/bench/7", alias="schema")
-    models: Both[MeasuredModel]
+    contexts: Annotated[tuple[PositiveInt, ...], SEVERAL]
+    batches: Annotated[tuple[PositiveInt, ...], SEVERAL] = (1,)
+    new_tokens: PositiveInt
+    repeats: PositiveInt
+    attention: Annotated[tuple[Literal["sdpa", "eager"], ...], SEVERAL] = ("sdpa",)
+    seed: Seed = 0
+    evict: Evict | None = Field(default=None, description="eviction policy of the candidate's cache")
+    kv_bits: KvBitsText | None = Field(default=None, description="bits of the candidate's cache")
+
+
+class Benchmark(Report):
+    """What `crosslayer.bench` returns: bytes, times and peak memory at each configuration, and a page.
+
+    The scope of a row is its configuration: context 512, batch 1, sdpa.
+    """
+
+    schema_: Literal["crosslayer/bench/8"] = Field(default="crosslayer/bench/8", alias="schema")
     settings: BenchSettings
-    rows: tuple[Row, ...] = Field(min_length=1)
-    skipped: tuple[Skip, ...]
-    seconds: float
+    skipped: tuple[str, ...] = Field(description="why configurations were left out")
 
     def tables(self) -> list[Table]:
-        """Return the short table: a row for each context and batch size."""
+        """Return the short table: a row for each configuration."""
         return [self.sibling("page").overview(self)]
-
-    def headline(self) -> dict[str, Any]:
-        """Return both names, the coverage of the intervals, and the ratios of every configuration."""
-        return {
-            "candidate": self.models.candidate.name,
-            "baseline": self.models.baseline.name,
-            "interval_coverage": coverage(self.settings.repeats),
-            "results": [_figures(row) for row in self.rows],
-        }
-
-
-def _figures(row: Row) -> dict[str, Any]:
-    cache = row.cache.dynamic
-    figures: dict[str, Any] = {
-        "context": row.context,
-        "batch": row.batch,
-        "attention": row.attention,
-        "kv_share": round(cache.share, 4),
-    }
-    figures |= {"allocated_bytes": cache.candidate, "baseline_allocated_bytes": cache.baseline}
-    for measure, time in row.times().items():
-        interval = time.change.interval and [round(end, 3) for end in time.change.interval]
-        figures[measure] = {"ratio": round(time.change.value, 3), "interval": interval}
-    return figures

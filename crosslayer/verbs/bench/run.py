@@ -6,8 +6,7 @@ candidate / baseline over pairs, with an interval whose ends are pairs too.
 
 import itertools
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,30 +15,21 @@ from transformers import PreTrainedModel
 
 from crosslayer.core.sixteen_bits import DTYPE
 from crosslayer.environment import quiet_transformers
-from crosslayer.eviction.running import NewCache, SmallerCache
+from crosslayer.eviction.running import SmallerCache
+from crosslayer.judge.candidate import Candidate
+from crosslayer.judge.clock import TIMES, attention_of, random_ids, softmax_share
+from crosslayer.judge.judge import Judge
+from crosslayer.judge.memory import Load, read_plans, too_large
+from crosslayer.judge.report import Detail, JudgedModel, Row
+from crosslayer.judge.rows import cache_rows, counted, time_rows
+from crosslayer.models.load import model_facts
 from crosslayer.models.pair import Named, pair
 from crosslayer.output.progress import progress
-from crosslayer.probe.intercept import evaluating
-from crosslayer.stats.times import StepTime
-from crosslayer.verbs.bench.memory import Load, Models, too_large
-from crosslayer.verbs.bench.record import (
-    ROLES,
-    AttentionKind,
-    BenchSettings,
-    Both,
-    MeasuredModel,
-    QuantisedBytes,
-    Role,
-    Row,
-    ServingSettings,
-    Skip,
-)
-from crosslayer.verbs.bench.result import Benchmark
-from crosslayer.verbs.bench.rounds import Rounds, attention_of
+from crosslayer.output.record import ModelFacts
+from crosslayer.verbs.bench.result import Benchmark, BenchSettings
 from crosslayer.verbs.bench.serving import bench_vllm
-from crosslayer.verbs.bench.serving_result import ServingBenchmark
+from crosslayer.verbs.bench.serving_result import ServingBenchmark, ServingSettings
 from crosslayer.verbs.serve.engine import memory_bytes
-from crosslayer.wiring.read import read_plan
 
 LEARNED = 8  # a table of learned positions may have up to this many rows more than positions
 
@@ -99,42 +89,20 @@ def bench(
     if kv_memory is not None:
         raise ValueError("`kv_memory` needs `engine` vllm; transformers allocates the cache as it grows")
     options |= {"batches": batches, "attention": attention, "evict": evict, "kv_bits": kv_bits}
-    return bench_transformers(model, baseline, BenchSettings(**options), dtype, device)
-
-
-def bench_transformers(
-    model: Named,
-    baseline: Named,
-    settings: BenchSettings,
-    dtype: str | torch.dtype | None = None,
-    device: str | torch.device | None = None,
-) -> Benchmark:
-    """Compare two models with transformers, in this process; for options and errors see `bench`."""
-    smaller = SmallerCache(settings.evict, settings.kv_bits)
-    if smaller != SmallerCache() and model is baseline and isinstance(model, PreTrainedModel):
-        raise ValueError("`evict` and `kv_bits` change the candidate while it runs; load the baseline separately")
+    settings = BenchSettings(**options)
     sources = pair("bench", model, baseline, dtype=dtype, device=device, needs_tokenizer=False)
-    models: dict[Role, PreTrainedModel] = {}
-    for role, source in zip(ROLES, sources, strict=True):
-        models[role] = source.load()
-    _check(models, settings)
-    started = time.perf_counter()
-    rows, skipped = [], []
-    with torch.no_grad(), quiet_transformers(), ExitStack() as stack:
-        for one in models.values():
-            stack.enter_context(evaluating(one))
-        for attention in settings.attention:
-            with attention_of(models, attention), smaller.running(models["candidate"]) as new_cache:
-                measured = _measured(models, new_cache, settings, attention)
-            rows, skipped = rows + measured[0], skipped + measured[1]
+    candidate, original = (source.load() for source in sources)
+    check_positions((candidate, original), settings)
+    smaller, started = SmallerCache(evict, settings.kv_bits), time.perf_counter()
+    around = None if smaller == SmallerCache() else smaller.running
+    judged = Candidate(smaller.named(sources[0].name), candidate, around)
+    with quiet_transformers():
+        rows, skipped = measure_loads(Judge(original, catches=False), judged, settings)
     if not rows:
-        raise ValueError(f"nothing was measured: {skipped[0].reason}")
-    facts = {}
-    for source, cache, (role, one) in zip(sources, (smaller, SmallerCache()), models.items(), strict=True):
-        size = sum(parameter.numel() * parameter.element_size() for parameter in one.parameters())
-        facts[role] = MeasuredModel(**source.facts(one, cache.named), bytes=size)
+        raise ValueError(f"nothing was measured: {skipped[0]}")
     return Benchmark(
-        models=Both(**facts),
+        original=_described(sources[1].name, original),
+        candidates=(_described(judged.name, candidate),),
         settings=settings,
         rows=tuple(rows),
         skipped=tuple(skipped),
@@ -142,32 +110,14 @@ def bench_transformers(
     )
 
 
-@torch.no_grad()
-def step_time(models: Models, context: int, batch: int = 1, steps: int = 18) -> StepTime:
-    """Return the time of a decoding step of two models after `context` tokens.
-
-    Raises:
-        ValueError: a model has fewer positions, or there is too little memory.
-
-    """
-    attention = models["baseline"].config.get_text_config()._attn_implementation
-    attention = attention if attention in ("sdpa", "eager") else "sdpa"
-    settings = BenchSettings(contexts=(context,), batches=(batch,), new_tokens=steps, repeats=1)
-    _check(models, settings)
-    with ExitStack() as stack:
-        for model in models.values():
-            stack.enter_context(evaluating(model))
-        load = Load(context, batch, steps, attention)
-        reason = too_large(models, load)
-        if reason is not None:
-            raise ValueError(reason)
-        time = Rounds(models, load, settings).steps()
-    return StepTime(context=context, batch=batch, time=time)
+def _described(name: str, model: PreTrainedModel) -> JudgedModel:
+    size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    return JudgedModel(name=name, model=ModelFacts(**model_facts(model, name)), details={"bytes": size})
 
 
-def _check(models: Models, settings: BenchSettings) -> None:
+def check_positions(models: Sequence[PreTrainedModel], settings: BenchSettings) -> None:
     """Refuse contexts beyond the models' positions, and models on different devices."""
-    for model in models.values():
+    for model in models:
         limit, longest = model.config.get_text_config().max_position_embeddings, max(settings.contexts)
         tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
         tables = [table for table in tables if table is not model.get_input_embeddings()]
@@ -176,54 +126,85 @@ def _check(models: Models, settings: BenchSettings) -> None:
         if needed > limit:
             extra = f" + {settings.new_tokens} new tokens" if learned else ""
             raise ValueError(f"context {longest}{extra} exceeds the {limit} positions of {type(model).__name__}")
-    devices = {model.device for model in models.values()}
+    devices = {model.device for model in models}
     if len(devices) > 1:
         raise ValueError(f"the models are on {' and '.join(map(str, devices))}; both must be on one device")
 
 
-def quantised_bytes(models: Models, load: Load) -> tuple[QuantisedBytes, ...]:
-    """Return what the caches of both models would take if they were quantised; nothing if one of them allows none."""
-
-    def stored(role: Role, kind: str | None) -> int:
-        model = models[role]
-        return read_plan(model, load.total, DTYPE, kv_dtype=kind, batch=load.batch).stored_bytes
-
-    try:
-        whole = stored("baseline", None)
-        rows = []
-        for kind in ("fp8", "int8", "int4"):
-            candidate, baseline = (stored(role, kind) for role in ROLES)
-            ratios = {"ratio": candidate / whole, "baseline_ratio": baseline / whole}
-            rows.append(QuantisedBytes(kind=kind, candidate=candidate, baseline=baseline, **ratios))
-    except ValueError:  # latents, or states of several layers
-        return ()
-    return tuple(rows)
-
-
-def _measured(
-    models: Models,
-    new_cache: NewCache | None,
-    settings: BenchSettings,
-    attention: AttentionKind,
-) -> tuple[list[Row], list[Skip]]:
-    """Measure every configuration that fits into memory; `new_cache` makes the candidate's caches if it evicts."""
-    sizes = itertools.product(settings.batches, settings.contexts)
-    loads = [Load(context, batch, settings.new_tokens, attention) for batch, context in sizes]
-    rounds = settings.repeats + 1
-    total, done = len(loads) * rounds, itertools.count(1)
+def measure_loads(judge: Judge, candidate: Candidate, settings: BenchSettings) -> tuple[list[Row], list[str]]:
+    """Measure every configuration that fits into memory; return rows, and why others were left out."""
+    models = [judge.model_of(candidate), judge.original]
+    sizes = itertools.product(settings.attention, settings.batches, settings.contexts)
+    loads = [Load(context, batch, settings.new_tokens, attention) for attention, batch, context in sizes]
+    rounds, done = settings.repeats + 1, itertools.count(1)
     rows, skipped = [], []
-    with progress("benchmarking", total) as meter:
+    with progress("benchmarking", len(loads) * rounds) as meter:
 
         def tick() -> None:
-            meter.step(next(done), total)
+            meter.step(next(done), len(loads) * rounds)
 
         for load in loads:
-            reason = too_large(models, load, evicts=new_cache is not None)
-            if reason is None:
-                row = Rounds(models, load, settings, new_cache).run(tick)
-                rows.append(row.model_copy(update={"quantised": quantised_bytes(models, load)}))
-                continue
-            skipped.append(Skip(context=load.context, batch=load.batch, attention=attention, reason=reason))
+            with attention_of(models, load.attention):
+                reason = too_large(models, load, evicts=settings.evict is not None or settings.kv_bits is not None)
+                if reason is None:
+                    rows += _rows(judge, candidate, load, settings, tick)
+                    continue
+            skipped.append(reason)
             for _ in range(rounds):
                 tick()
     return rows, skipped
+
+
+def _rows(
+    judge: Judge, candidate: Candidate, load: Load, settings: BenchSettings, tick: Callable[[], None]
+) -> list[Row]:
+    """Return the rows of a configuration: bytes of both caches, what a step reads, times, peak memory."""
+    models = [judge.model_of(candidate), judge.original]
+    ids = random_ids(models, load, settings.seed)
+    ((first, *pairs),) = judge.runs([candidate], load, ids, settings.repeats, static=True, tick=tick).values()
+    facts: dict[str, Any] = {"candidate": candidate.name, "scope": load.name}
+    rows = cache_rows(*first, **facts)
+    if candidate.around is None:
+        rows += _reads(models, load, facts)
+    rows += time_rows(pairs, tuple(TIMES), **facts)
+    own, original = (side.peak for side in first)
+    reason = own.reason or original.reason
+    details: dict[str, Detail] = {} if reason is None else {"reason": reason}
+    known = own.bytes is not None and original.bytes and reason is None
+    change = counted(own.bytes / original.bytes) if known else None  # type: ignore[operator]
+    rows.append(
+        Row(
+            quantity="peak memory",
+            unit="bytes",
+            original=original.bytes,
+            value=own.bytes,
+            change=change,
+            details=details,
+            **facts,
+        )
+    )
+    if load.attention == "eager" and candidate.around is None:
+        shares = [judge.asked(one, lambda model, _: softmax_share(model, load, ids)) for one in (candidate, None)]
+        rows.append(Row(quantity="softmax share", unit="share", value=shares[0], original=shares[1], **facts))
+    return rows
+
+
+def _reads(models: Sequence[PreTrainedModel], load: Load, facts: dict[str, Any]) -> list[Row]:
+    """Return the bytes that the last step reads, by the plans, in 16 bits; nothing if a model has no plan."""
+    plans, as_stored = read_plans(models, load, DTYPE), read_plans(models, load)
+    if not plans:
+        return []
+    own, original = (plan.read_bytes for plan in plans)
+    details: dict[str, Detail] = {"allocated": as_stored[0].read_bytes, "original_allocated": as_stored[1].read_bytes}
+    change = counted(own / original)
+    return [
+        Row(
+            quantity="reads of a step",
+            unit="bytes",
+            original=original,
+            value=own,
+            change=change,
+            details=details,
+            **facts,
+        )
+    ]

@@ -8,13 +8,15 @@ from typing import Any
 import torch
 
 from crosslayer.core.decoder import CrossLayerConfig
+from crosslayer.judge.report import JudgedModel, Row
+from crosslayer.judge.rows import counted
 from crosslayer.output.progress import progress
 from crosslayer.stats.times import compare_times
-from crosslayer.verbs.bench.record import ROLES, Both, Role, ServedModel, ServingRow, ServingSettings
-from crosslayer.verbs.bench.serving_result import ServingBenchmark
+from crosslayer.verbs.bench.serving_result import ServingBenchmark, ServingSettings
 from crosslayer.verbs.serve.caches import not_saved
 from crosslayer.verbs.serve.engine import GIB, Served, check_engine, servable, vllm_environment
 
+ROLES = ("candidate", "baseline")
 GPU_SHARE = 0.45  # fraction of GPU memory for each of the two engines
 
 
@@ -27,20 +29,31 @@ def bench_vllm(candidate: Any, baseline: Any, settings: ServingSettings) -> Serv
         check_engine()
         import vllm  # type: ignore[import-not-found]
 
-        served: dict[Role, Served] = {}
+        served: dict[str, Served] = {}
         memory = settings.kv_bytes / GIB
         for role, model in zip(ROLES, (candidate, baseline), strict=True):
             served[role] = servable(str(model), kv_memory=memory, length=longest, dtype=settings.dtype)
-        engines: dict[Role, Any] = {}
+        engines: dict[str, Any] = {}
         for role in ROLES:
             engines[role] = _started(served[role], settings, longest, stack)
         rows = _measured(engines, served, settings)
-        models = {role: _facts(served[role], engines[role]) for role in ROLES}
+        models = {role: _described(served[role], engines[role]) for role in ROLES}
+    held = [int(models[role].details["kv_tokens"]) for role in ROLES]
+    facts: dict[str, Any] = {"candidate": models["candidate"].name, "better": "higher"}
+    capacity = Row(
+        quantity="KV cache capacity",
+        unit="tokens",
+        value=held[0],
+        original=held[1],
+        change=counted(held[0] / held[1]),
+        **facts,
+    )
     return ServingBenchmark(
-        models=Both(**models),
+        original=models["baseline"],
+        candidates=(models["candidate"],),
+        rows=(capacity, *rows),
         settings=settings,
         engine=f"vLLM {vllm.__version__}",
-        rows=tuple(rows),
         seconds=time.perf_counter() - started,
     )
 
@@ -71,7 +84,7 @@ def _started(served: Served, settings: ServingSettings, longest: int, stack: Exi
     return engine
 
 
-def _measured(engines: dict[Role, Any], served: dict[Role, Served], settings: ServingSettings) -> list[ServingRow]:
+def _measured(engines: dict[str, Any], served: dict[str, Served], settings: ServingSettings) -> list[Row]:
     """Return a row for each configuration; after a warm-up, candidate and baseline run alternately."""
     from vllm import SamplingParams  # type: ignore[import-not-found]
 
@@ -83,7 +96,7 @@ def _measured(engines: dict[Role, Any], served: dict[Role, Served], settings: Se
     rows = []
     with progress("benchmarking", total) as meter:
         for context, requests in loads:
-            times: dict[Role, list[float]] = {role: [] for role in ROLES}
+            times: dict[str, list[float]] = {role: [] for role in ROLES}
             for repeat in range(-1, settings.repeats):  # the first warms up
                 ids = torch.randint(0, vocabulary, (requests, context), generator=generator)  # (R, T)
                 prompts = [{"prompt_token_ids": row} for row in ids.tolist()]
@@ -93,20 +106,27 @@ def _measured(engines: dict[Role, Any], served: dict[Role, Served], settings: Se
                     if repeat >= 0:
                         times[role].append(time.perf_counter() - started)
                 meter.step(next(done), total)
-            compare = compare_times(**times)
-            tokens = requests * settings.new_tokens
-            speeds = Both(candidate=tokens / compare.candidate.median, baseline=tokens / compare.baseline.median)
-            rows.append(ServingRow(context=context, requests=requests, time=compare, tokens_per_second=speeds))
+            found = compare_times(**times)
+            tokens, scope = (
+                requests * settings.new_tokens,
+                f"context {context}, {requests} request{'s' if requests > 1 else ''}",
+            )
+            facts: dict[str, Any] = {"candidate": served["candidate"].name, "scope": scope}
+            took: dict[str, Any] = {"value": found.candidate.median, "original": found.baseline.median}
+            speeds: dict[str, Any] = {name: tokens / seconds for name, seconds in took.items()}
+            faster = found.change.mapped(lambda ratio: 1 / ratio)
+            rows.append(Row(quantity="throughput", unit="tokens/s", change=faster, better="higher", **speeds, **facts))
+            rows.append(Row(quantity="time", unit="s", change=found.change, **took, **facts))
     return rows
 
 
-def _facts(served: Served, engine: Any) -> ServedModel:
+def _described(served: Served, engine: Any) -> JudgedModel:
     cache, config = engine.llm_engine.vllm_config.cache_config, served.config
-    return ServedModel(
-        name=served.name,
-        **{"class": (config.architectures or [type(config).__name__])[0]},
-        layers=config.get_text_config().num_hidden_layers,
-        kv_blocks=cache.num_gpu_blocks,
-        kv_tokens=cache.kv_cache_size_tokens,
-        not_saved=not_saved(config) if isinstance(config, CrossLayerConfig) else None,
-    )
+    details: dict[str, Any] = {
+        "class": (config.architectures or [type(config).__name__])[0],
+        "layers": config.get_text_config().num_hidden_layers,
+        "kv_blocks": cache.num_gpu_blocks,
+        "kv_tokens": cache.kv_cache_size_tokens,
+    }
+    sentence = not_saved(config) if isinstance(config, CrossLayerConfig) else None
+    return JudgedModel(name=served.name, details=details if sentence is None else {**details, "not_saved": sentence})

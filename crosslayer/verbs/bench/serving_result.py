@@ -1,46 +1,52 @@
 """The result of a benchmark in vLLM, and its page."""
 
-from typing import Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, PositiveInt
 
+from crosslayer.judge.page import by_verdict, listing
+from crosslayer.judge.report import Report
 from crosslayer.output.formatting import listed, readable_bytes
 from crosslayer.output.page import Page, Table
-from crosslayer.output.result import Result
-from crosslayer.stats.ratios import FEWEST, coverage
-from crosslayer.verbs.bench.record import Both, ServedModel, ServingRow, ServingSettings
-from crosslayer.verbs.bench.sentences import TOO_FEW, covered
+from crosslayer.output.record import SEVERAL, Options, Seed
+from crosslayer.stats.ratios import FEWEST
+from crosslayer.verbs.bench.page import TOO_FEW, covered
 
 
-class ServingBenchmark(Result):
-    """What `crosslayer.bench` returns for engine vllm: how many tokens the caches hold, and a row per configuration."""
+class ServingSettings(Options):
+    """The options of a benchmark in vLLM: every context is measured with every number of concurrent requests."""
 
-    schema_: Literal["crosslayer/bench-serving/4"] = Field(default="crosslayer/bench-serving/4", alias="schema")
-    models: Both[ServedModel]
+    contexts: Annotated[tuple[PositiveInt, ...], SEVERAL]
+    requests: Annotated[tuple[PositiveInt, ...], SEVERAL]
+    new_tokens: PositiveInt
+    repeats: PositiveInt
+    kv_bytes: PositiveInt = Field(description="memory for the KV cache of each model")
+    dtype: str | None = Field(description="None: vLLM's default")
+    seed: Seed
+
+
+class ServingBenchmark(Report):
+    """What `crosslayer.bench` returns for engine vllm: how many tokens the caches hold, and throughput.
+
+    The scope of a row of throughput is its configuration: context 512, 4 requests.
+    """
+
+    schema_: Literal["crosslayer/bench-serving/5"] = Field(default="crosslayer/bench-serving/5", alias="schema")
     settings: ServingSettings
     engine: str = Field(description="vLLM and its version")
-    rows: tuple[ServingRow, ...] = Field(min_length=1)
-    seconds: float
-
-    @property
-    def kv_tokens_ratio(self) -> float:
-        """How many tokens the cache holds, candidate / baseline."""
-        return self.models.candidate.kv_tokens / self.models.baseline.kv_tokens
 
     def layout(self) -> Page:
         """Return the page."""
-        models, settings = self.models, self.settings
-        cards = [("KV tokens", f"{self.kv_tokens_ratio:.2f}x", "the baseline's, in the same memory")]
-        for row in self.rows:
-            note = f"{row.requests} requests of {row.context} tokens: {row.time.speed}"
-            cards.append(("Throughput", row.throughput.text(unit="x"), note))
+        settings = self.settings
+        candidate, original = self.models
+        rows = [row for row in self.rows if row.unit != "s"]
         return Page(
-            title=f"Benchmark of {models.candidate.name} against {models.baseline.name} in vLLM",
+            title=f"Benchmark of {candidate.name} against {original.name} in vLLM",
             subtitle=(
                 f"{self.engine} · {readable_bytes(settings.kv_bytes)} of KV cache each · random tokens, "
                 f"{settings.new_tokens} decoded after each prompt · {settings.repeats} pairs of alternating runs"
             ),
-            cards=cards,
+            cards=[(row.quantity, row.change_text(), f"{row.scope}: {row.verdict}") for row in rows[:5]],
             sentences=self.sentences(),
             panels=[],
             tables=[],
@@ -48,49 +54,17 @@ class ServingBenchmark(Result):
         )
 
     def tables(self) -> list[Table]:
-        """Return the table: a row for each context and number of requests."""
-        interval = covered(self.settings.repeats)
-        head = ["context", "requests", "tokens/s\ncandidate", "tokens/s\nbaseline", "time\ncandidate / baseline"]
-        rows = []
-        for row in self.rows:
-            speeds = [f"{speed:.1f}" for speed in row.tokens_per_second.both()]
-            times = row.time.durations()
-            verdict = f"{row.throughput.text(unit='x')} {row.time.speed}"
-            rows.append([str(row.context), str(row.requests), *speeds, times, verdict])
-        return [("Throughput", [*head, f"throughput ratio\n(candidate ÷ baseline, {interval})"], rows)]
+        """Return the table: a row for each quantity and configuration."""
+        return [listing(f"Candidate and baseline ({covered(self.settings.repeats)})", self.rows, of="configuration")]
 
     def sentences(self) -> list[str]:
         """Return what was measured."""
-        candidate, baseline = self.models.candidate, self.models.baseline
-        models = candidate, baseline
-        written = [
-            f"KV cache capacity: {self.kv_tokens_ratio:.2f}x the baseline's: "
-            f"{readable_bytes(self.settings.kv_bytes)} hold {candidate.kv_tokens:,} tokens of {candidate.name} and "
-            f"{baseline.kv_tokens:,} of {baseline.name}."
-        ]
-        written += [f"{model.name}: {model.not_saved}" for model in models if model.not_saved is not None]
+        written = by_verdict([row for row in self.rows if row.unit != "s"])
+        written += [f"{one.name}: {one.details['not_saved']}" for one in self.models if "not_saved" in one.details]
         if self.settings.repeats < FEWEST:
             written.append(f"{self.settings.repeats} pairs of runs are {TOO_FEW}.")
-        longest = max(self.settings.contexts) + self.settings.new_tokens
-        needed = longest * max(self.settings.requests)
-        full = [model.name for model in models if model.kv_tokens < needed]
+        needed = (max(self.settings.contexts) + self.settings.new_tokens) * max(self.settings.requests)
+        full = [one.name for one in self.models if int(one.details["kv_tokens"]) < needed]
         if full:
             written.append(f"The KV cache of {listed(full)} is too small for all requests at once, so some wait.")
         return written
-
-    def headline(self) -> dict[str, Any]:
-        """Return both names and the ratios."""
-        throughput = []
-        for row in self.rows:
-            ratio, ends = round(row.throughput.value, 3), row.throughput.interval
-            interval = ends and [round(end, 3) for end in ends]
-            figures = {"context": row.context, "requests": row.requests, "ratio": ratio, "interval": interval}
-            throughput.append(figures)
-        return {
-            "candidate": self.models.candidate.name,
-            "baseline": self.models.baseline.name,
-            "kv_tokens": [self.models.candidate.kv_tokens, self.models.baseline.kv_tokens],
-            "kv_tokens_ratio": round(self.kv_tokens_ratio, 4),
-            "interval_coverage": coverage(self.settings.repeats),
-            "throughput": throughput,
-        }

@@ -1,102 +1,132 @@
-"""The page of an evaluation, from its record alone."""
+"""The page of an evaluation, from its record alone: tables and figures of differences by task."""
 
-from crosslayer.output.formatting import UNKNOWN, readable_bytes
-from crosslayer.output.page import Mark, Page, Table
+from collections.abc import Sequence
+
+from crosslayer.eviction.running import SmallerCache
+from crosslayer.judge.page import by_verdict, listing, models_table
+from crosslayer.judge.report import Row
+from crosslayer.judge.tasks.harness import LOCAL
+from crosslayer.output.page import Page, Table
 from crosslayer.output.panel import Dots, Panel
-from crosslayer.verbs.evaluate.harness import LOCAL
-from crosslayer.verbs.evaluate.record import ScoreRow
 from crosslayer.verbs.evaluate.result import Evaluation
-from crosslayer.verbs.evaluate.sentences import difference, score, sentences
 
-KINDS = {True: "pass", False: "fail", None: "skip"}  # by whether the candidate is better
-HEAD = [
-    "task",
-    "metric",
-    "baseline",
-    "candidate",
-    "difference\n(95% interval)",
-    "items",
-    "verdict",
-    "items for 1 point",
-]
+DETAILS = {"items": "items", "only_candidate": "only\ncandidate", "only_original": "only\noriginal"}
+NEEDED = {"items_for_a_point": "items for 1 point"}
 
 
 def layout(record: Evaluation) -> Page:
     """Return the page."""
-    baseline, shots, limit = record.models.baseline, record.settings.num_fewshot, record.settings.limit
-    candidate, first = record.models.candidate, (record.groups or record.rows)[:4]
-    against = "" if baseline is None else f" against {baseline.name}"
-    notes = ["" if row.paired is None else f"{difference(row)}: {row.paired.change.verdict}" for row in first]
+    candidate, original, shots, limit = record.candidates[0], record.original, *_options(record)
+    assert candidate.model is not None
+    first = (record.groups or record.tasks)[:4]
     return Page(
-        title=f"Evaluation of {candidate.name}{against}",
+        title=f"Evaluation of {candidate.name}" + ("" if original is None else f" against {original.name}"),
         subtitle=(
-            f"lm-eval {record.lm_eval}, {'all' if limit is None else f'the first {limit}'} items of each task · "
-            f"few-shot examples: {'task default' if shots is None else shots} · {candidate.dtype} on {candidate.device}"
+            f"lm-eval {record.lm_eval}, {limit} items of each task · few-shot examples: {shots} · "
+            f"{candidate.model.dtype} on {candidate.model.device}"
         ),
-        cards=[(row.title, score(row, row.candidate), note) for row, note in zip(first, notes, strict=True)],
+        cards=[
+            (_title(row), row.text(row.value), "" if row.change is None else f"{row.change_text()}: {row.verdict}")
+            for row in first
+        ],
         sentences=sentences(record),
         panels=_panels(record),
-        tables=[_models(record)],
+        tables=[models_table(record)],
         lead=tables(record),
     )
 
 
+def _options(record: Evaluation) -> tuple[str, str]:
+    """Return the few-shot examples, and how many items were asked, in words."""
+    limit, shots = record.settings.limit, record.settings.num_fewshot
+    return "task default" if shots is None else str(shots), "all" if limit is None else f"the first {limit}"
+
+
 def tables(record: Evaluation) -> list[Table]:
-    """Return the table of groups, if there are any, and the table of tasks."""
-    if record.models.baseline is None:
-        head = ["task", "metric", "score ± standard error", "items", "examples"]
-        rows = [
-            [row.name, _metric(row), score(row, row.candidate), f"{row.items:,}", UNKNOWN if row.tasks else row.shots]
-            for row in (*record.groups, *record.rows)
-        ]
-        return [("Scores", head, [[str(cell) for cell in row] for row in rows])]
-    first: list[Table] = [_cost(record)] if record.cost is not None else []
+    """Return the table of cost and of groups, if there are any, and the table of tasks."""
+    shown = []
+    if record.cost:
+        shown.append(listing("KV cache and latency", record.cost))
+    if record.original is None:
+        rows = [*record.groups, *record.tasks]
+        return [listing("Scores", rows, {"stderr": "standard error", "items": "items", "shots": "examples"}, "task")]
     if record.groups:
-        head = ["group", *HEAD[1:-1]]
-        first.append(("Groups: means over tasks, in points", head, [_cells(row)[:-1] for row in record.groups]))
-    unit = "candidate − baseline in points, or candidate ÷ baseline for perplexities"
-    return [*first, (f"Tasks: {unit}", HEAD, [_cells(row) for row in record.rows])]
+        shown.append(
+            listing("Groups: means over tasks, in points", record.groups, {"items": "items", "tasks": "tasks"}, "group")
+        )
+    title = "Tasks: candidate − baseline in points, or candidate ÷ baseline for perplexities"
+    return [*shown, listing(title, record.tasks, {**DETAILS, **NEEDED}, "task")]
 
 
-def _cost(record: Evaluation) -> Table:
-    cost, rows = record.cost, (record.groups or record.rows)[:4]
-    assert cost is not None
-    cache = cost.cache.dynamic
-    ours = [readable_bytes(cache.candidate), f"{cache.ratio:.2%}", cost.ttft.text(), cost.tpot_dynamic.text()]
-    table = [
-        ["baseline", readable_bytes(cache.baseline), "100%", "1x", "1x", *(score(row, row.baseline) for row in rows)],
-        ["candidate", *ours, *(score(row, row.candidate) for row in rows)],
-    ]
-    head = ["", "KV cache", "of baseline", "time to first token", "time per token", *(row.title for row in rows)]
-    return f"KV cache and latency at {cost.context} tokens, and scores", head, table
+def sentences(record: Evaluation) -> list[str]:
+    """Return the results in sentences, groups first; gains and losses are worded alike."""
+    settings = record.settings
+    if record.original is None:
+        written = ["Scores of one model, with lm-eval's standard errors; add --baseline for paired differences."]
+    else:
+        written = [
+            *by_verdict(record.cost),
+            *by_verdict(record.groups),
+            *by_verdict(record.tasks),
+            *_chance(record.tasks),
+        ]
+    written += SmallerCache(settings.evict, settings.kv_bits).sentences()
+    return [*written, *_evicted(record), *_caveats(record)]
 
 
-def _cells(row: ScoreRow) -> list:
-    paired, items, needed = row.paired, f"{row.items:,}", UNKNOWN
-    if paired is not None and paired.discordant is not None:  # items that only one model gets right, McNemar's p
-        items += f"\n+{paired.discordant.candidate} −{paired.discordant.baseline}\np = {paired.change.p:.2g}"
-    if paired is not None and paired.items_for_a_point is not None:
-        needed = f"{paired.items_for_a_point:,}" + ("\n(1%)" if row.kind == "perplexity" else "")
+def _title(row: Row) -> str:
+    return f"{row.scope} {row.quantity}"
+
+
+def _chance(rows: Sequence[Row]) -> list[str]:
+    """Return what is not compared, and how many differences chance alone would give."""
+    lone, paired = [_title(row) for row in rows if row.change is None], [row for row in rows if row.change is not None]
+    written = [f"Not compared, because their scores are not means over items: {', '.join(lone)}."] if lone else []
+    if len(paired) > 1:
+        chance = f"{len(paired) / 20:.{1 if len(paired) < 200 else 0}f}"
+        written.append(
+            f"Even between equal models, {len(paired)} comparisons show up to about {chance} differences by chance."
+        )
+    return written
+
+
+def _evicted(record: Evaluation) -> list[str]:
+    """Return how many requests lost tokens to eviction."""
+    if record.settings.evict is None:
+        return []
+    details = record.candidates[0].details
+    reduced, requests = int(details["reduced"]), int(details["requests"])
+    if reduced:
+        return [f"Tokens were evicted in {reduced:,} of {requests:,} requests."]
     return [
-        row.name,
-        _metric(row),
-        score(row, row.baseline),
-        score(row, row.candidate),
-        difference(row).replace(" (", "\n("),
-        items,
-        UNKNOWN if paired is None else Mark(paired.change.verdict, KINDS[row.is_better]),
-        needed,
+        f"No tokens were evicted: all {requests:,} requests fit in the budget, so this run says nothing about eviction."
     ]
 
 
-def _metric(row: ScoreRow) -> str:
-    return row.metric if row.filter == "none" else f"{row.metric} ({row.filter})"
+def _caveats(record: Evaluation) -> list[str]:
+    limit, shots = record.settings.limit, record.settings.num_fewshot
+    written = ["Scored with vLLM."] if record.settings.engine == "vllm" else []
+    written += [] if limit is None else [f"Only the first {limit} items of each task were evaluated."]
+    for model in record.models:
+        if model.details["shortened"]:
+            written.append(
+                f"{model.details['shortened']:,} requests to {model.name} were truncated on the left to fit its "
+                "positions."
+            )
+    fixed = {
+        row.scope: row.details["shots"] for row in record.tasks if shots is not None and row.details["shots"] != shots
+    }
+    if fixed:
+        named = ", ".join(f"{task} ({own})" for task, own in fixed.items())
+        written.append(f"lm-eval fixes the number of examples of {named}: --num-fewshot {shots} does not apply.")
+    return written
 
 
 def _panels(record: Evaluation) -> list[Panel]:
     """Return a figure of differences in points, and one of ratios of perplexities."""
-    rows = [row for row in (*record.groups, *record.rows) if row.paired is not None]
-    shares, ratios = [row for row in rows if row.kind == "share"], [row for row in rows if row.kind == "perplexity"]
+    rows = [row for row in (*record.groups, *record.tasks) if row.change is not None]
+    shares = [row for row in rows if row.unit == "share"]
+    ratios = [row for row in rows if row.change is not None and row.change.none == 1]
     bars = "Error bars: 95% intervals, paired by item."
     panels = []
     if shares:
@@ -108,24 +138,14 @@ def _panels(record: Evaluation) -> list[Panel]:
     return panels
 
 
-def _dots(rows: list[ScoreRow]) -> Dots:
+def _dots(rows: Sequence[Row]) -> Dots:
     """Return differences, or how far ratios are above 1, in percent."""
-    changes = [row.paired.change for row in rows if row.paired is not None]
+    changes = [row.change for row in rows if row.change is not None]
     changes = [change.mapped(lambda value, none=change.none: 100 * (value - none)) for change in changes]
     return Dots(
-        names=[f"{row.name.removesuffix(LOCAL)} ({_metric(row)})" for row in rows],
+        names=[f"{row.scope.removesuffix(LOCAL)} ({row.quantity})" for row in rows],
         x=[change.value for change in changes],
         low=[change.low for change in changes],
         high=[change.high for change in changes],
         single=[[] for _ in rows],
     )
-
-
-def _models(record: Evaluation) -> Table:
-    rows = []
-    for role, facts in (("candidate", record.models.candidate), ("baseline", record.models.baseline)):
-        if facts is not None:
-            about = f"{facts.class_}, {facts.parameters / 1e6:.1f} M parameters, {facts.dtype}"
-            rows.append([role, f"{facts.name} ({about}), evaluated in {facts.seconds:.0f} s"])
-    rows += [[row.name, ", ".join(row.tasks)] for row in record.groups]
-    return "Models and groups", ["model or group", "details"], rows

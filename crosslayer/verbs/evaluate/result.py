@@ -3,42 +3,58 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
-from pydantic import Field, PrivateAttr, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, PrivateAttr, field_validator
 
-from crosslayer.output.result import Result
-from crosslayer.verbs.bench.record import Row
-from crosslayer.verbs.evaluate.record import EvaluatedModels, EvaluateSettings, ScoreRow
+from crosslayer.eviction.eviction import Evict
+from crosslayer.judge.report import Report, Row
+from crosslayer.output.record import Options, Seed
+from crosslayer.wiring.kv_bits import KvBitsText
 
 HARNESS = "lm_eval"  # the folder of lm-eval's own results
 
 
-class Evaluation(Result):
+class EvaluateSettings(Options):
+    """The options of an evaluation."""
+
+    tasks: tuple[str, ...]
+    limit: PositiveInt | None
+    num_fewshot: NonNegativeInt | None
+    batch: int | Literal["auto"]
+    evict: Evict | None = None
+    kv_bits: KvBitsText | None = None
+    engine: Literal["transformers", "vllm"] = "transformers"
+    seed: Seed
+
+    @field_validator("batch", mode="before")
+    @classmethod
+    def _check_batch(cls, batch: Any) -> Any:
+        if batch == "auto" or str(batch).isdecimal() and int(batch) > 0:
+            return batch
+        raise ValueError(f"`batch` must be auto or at least 1, got {batch!r}")
+
+    @field_validator("tasks")
+    @classmethod
+    def _check_tasks(cls, tasks: tuple[str, ...]) -> tuple[str, ...]:
+        if not tasks or not all(name.strip() for name in tasks):
+            raise ValueError("`tasks` must name at least one task, such as arc_easy,piqa")
+        return tasks
+
+
+class Evaluation(Report):
     """What `crosslayer.evaluate` returns: a row for each metric of a task, and a page.
 
-    Its fields are the contents of `record.json`, and two evaluations are equal if these are. `save` also writes what
-    lm-eval returned (except the git commit, which is None), unless the evaluation was loaded from a folder.
+    The scope of a row is a task or a group of tasks, which its details name. The fields are the contents of
+    `record.json`, and two evaluations are equal if these are. `save` also writes what lm-eval returned (except the git
+    commit, which is None), unless the evaluation was loaded from a folder.
     """
 
-    schema_: Literal["crosslayer/evaluate/6"] = Field(default="crosslayer/evaluate/6", alias="schema")
-    models: EvaluatedModels
+    schema_: Literal["crosslayer/evaluate/7"] = Field(default="crosslayer/evaluate/7", alias="schema")
     settings: EvaluateSettings
-    rows: tuple[ScoreRow, ...] = Field(min_length=1)
-    groups: tuple[ScoreRow, ...]
-    cost: Row | None = Field(default=None, description="measurements of `bench`; None without `cost`")
     lm_eval: str = Field(description="version of lm-eval")
 
     _results: dict[str, Mapping[str, Any]] = PrivateAttr(default_factory=dict)  # by candidate and baseline
-
-    @model_validator(mode="after")
-    def _check_baseline(self) -> Self:
-        """Refuse rows with a baseline if there is no such model, and the other way round."""
-        alone = self.models.baseline is None
-        for row in (*self.rows, *self.groups):
-            if (row.baseline is None) != alone or row.paired is not None and alone:
-                raise ValueError(f"{row.title} {'has' if alone else 'lacks'} a baseline, unlike the record")
-        return self
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Evaluation) and self.record() == other.record()
@@ -48,16 +64,20 @@ class Evaluation(Result):
         """What lm-eval returned for candidate and baseline, with samples; empty if loaded from a folder."""
         return self._results
 
-    def headline(self) -> dict[str, Any]:
-        """Return the names of the models, and rounded scores with differences of rows and groups."""
-        baseline = self.models.baseline
-        return {
-            "candidate": self.models.candidate.name,
-            "baseline": None if baseline is None else baseline.name,
-            **({} if self.cost is None else {"kv_share": round(self.cost.cache.dynamic.share, 6)}),
-            "results": [{"task": row.name, **_figures(row)} for row in self.rows],
-            "groups": [{"group": row.name, **_figures(row)} for row in self.groups],
-        }
+    @property
+    def groups(self) -> list[Row]:
+        """The rows of groups of tasks."""
+        return [row for row in self.rows if "tasks" in row.details]
+
+    @property
+    def tasks(self) -> list[Row]:
+        """The rows of tasks."""
+        return [row for row in self.rows if "items" in row.details and "tasks" not in row.details]
+
+    @property
+    def cost(self) -> list[Row]:
+        """The rows of bytes and times; empty without `cost`."""
+        return [row for row in self.rows if "items" not in row.details]
 
     def _write(self, folder: Path) -> None:
         """Also write lm-eval's results as lm-eval does: one sample per line, everything else as JSON."""
@@ -73,15 +93,3 @@ class Evaluation(Result):
                 path = folder / HARNESS / f"{role}.samples.{task.replace('/', '_')}.jsonl"
                 lines = "".join(json.dumps(sample, **options) + "\n" for sample in samples)
                 path.write_text(lines, encoding="utf-8")
-
-
-def _figures(row: ScoreRow) -> dict[str, Any]:
-    figures: dict[str, Any] = {"metric": row.metric, "candidate": round(row.candidate.value, 4)}
-    if row.baseline is not None:
-        figures["baseline"] = round(row.baseline.value, 4)
-    if row.paired is not None:
-        change = row.paired.change
-        figures["ratio" if row.kind == "perplexity" else "difference"] = round(change.value, 4)
-        figures["interval"] = change.interval and [round(end, 4) for end in change.interval]
-        figures["verdict"] = change.verdict
-    return figures

@@ -8,16 +8,22 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from crosslayer.environment import quiet_transformers
 from crosslayer.eviction.running import SmallerCache
+from crosslayer.judge.candidate import Candidate
+from crosslayer.judge.clock import random_ids
+from crosslayer.judge.judge import Judge
+from crosslayer.judge.memory import Load
+from crosslayer.judge.report import JudgedModel, Row
+from crosslayer.judge.rows import cache_rows, time_rows
+from crosslayer.judge.tasks import harness, summary
+from crosslayer.models.load import model_facts
 from crosslayer.models.pair import Loadable, Named, pair
 from crosslayer.output.progress import progress
+from crosslayer.output.record import ModelFacts
 from crosslayer.probe.intercept import evaluating
 from crosslayer.probe.tokens import positions
-from crosslayer.verbs.bench.record import BenchSettings, Row
-from crosslayer.verbs.bench.run import bench_transformers
-from crosslayer.verbs.evaluate import harness, summary
-from crosslayer.verbs.evaluate.record import EvaluatedModel, EvaluatedModels, EvaluateSettings
-from crosslayer.verbs.evaluate.result import Evaluation
+from crosslayer.verbs.evaluate.result import EvaluateSettings, Evaluation
 from crosslayer.verbs.serve.engine import Served, check_engine, servable, vllm_environment
 
 COST_CONTEXT, COST_TOKENS, COST_PAIRS = 512, 16, 5  # of `cost`: prompt tokens, new tokens, pairs of runs
@@ -74,30 +80,35 @@ def evaluate(
     options: dict[str, Any] = {"limit": limit, "num_fewshot": num_fewshot, "batch": batch, "engine": engine}
     settings = EvaluateSettings(tasks=names, evict=evict, kv_bits=kv_bits, seed=seed, **options)
     version, cache = harness.check_installed(), SmallerCache(evict, settings.kv_bits)
-    _check_cost(model, baseline, cost)
+    if cost and baseline is None:
+        raise ValueError("`cost` compares with a baseline; set `baseline` too")
     sources = pair("evaluate", model, baseline, tokenizer, dtype=dtype, device=device)
     served = [servable_source(source) for source in sources] if engine == "vllm" else []
     if cost:
         cost_context(source.positions for source in sources)
+    started = time.perf_counter()
     with harness.quiet(), progress("reading tasks", 0):
         chosen = harness.Tasks(names, None if include_path is None else Path(include_path), allow_code)
     models, results = [], []
     for number, source in enumerate(sources):
         if engine == "vllm":
-            facts, returned = _score_served(source, served[number], chosen, settings)
+            described, returned = _score_served(source, served[number], chosen, settings)
         else:  # the baseline has its own cache
-            facts, returned = _score(source, chosen, settings, SmallerCache() if number else cache)
-        models.append(facts)
+            described, returned = _score(source, chosen, settings, SmallerCache() if number else cache)
+        models.append(described)
         results.append(returned)
-    other = results[1] if len(results) > 1 else None
-    rows = summary.rows(results[0], other)
+    original, of_original = (models[1], results[1]) if len(models) > 1 else (None, None)
+    scored = summary.task_rows(models[0].name, results[0], of_original)
+    rows = [*summary.group_rows(chosen.groups, scored, results[0], of_original), *(one.row for one in scored)]
+    if cost:
+        rows += measure_cost(models[0].name, sources[0].load(), sources[1].load(), cache)
     evaluation = Evaluation(
-        models=EvaluatedModels(candidate=models[0], baseline=None if other is None else models[1]),
+        original=original,
+        candidates=(models[0],),
+        rows=tuple(rows),
         settings=settings,
-        rows=rows,
-        groups=summary.group_rows(chosen.groups, rows, results[0], other),
-        cost=measure_cost(sources[0].load(), sources[1].load(), cache) if cost else None,
         lm_eval=version,
+        seconds=round(time.perf_counter() - started, 3),
     )
     evaluation.lm_eval_results.update(zip(("candidate", "baseline"), results, strict=False))
     return evaluation
@@ -111,35 +122,26 @@ def _check_engine(engine: str, transformers_only: bool) -> None:
         raise ValueError("`evict`, `kv_bits`, `cost` and `device` need `engine` transformers; leave them out with vllm")
 
 
-def _check_cost(model: Named, baseline: Named | None, cost: bool) -> None:
-    """Refuse a cost without a baseline, or of one loaded model against itself."""
-    if not cost:
-        return
-    if baseline is None:
-        raise ValueError("`cost` compares with a baseline; set `baseline` too")
-    if model is baseline and isinstance(model, PreTrainedModel):
-        raise ValueError("`cost` runs two models alternately; load the baseline separately")
-
-
 def _score(
     source: Loadable, tasks: harness.Tasks, settings: EvaluateSettings, cache: SmallerCache
-) -> tuple[EvaluatedModel, dict[str, Any]]:
-    """Load a model and evaluate it; return facts about it, and what lm-eval returned."""
-    from crosslayer.verbs.evaluate.lm import language_model
+) -> tuple[JudgedModel, dict[str, Any]]:
+    """Load a model and evaluate it; return what is known of it, and what lm-eval returned."""
+    from crosslayer.judge.tasks.lm import language_model
 
-    model = source.load()
+    model, name = source.load(), cache.named(source.name)
     started = time.perf_counter()
     with harness.quiet(), evaluating(model), cache.running(model) as new_cache:
-        lm = language_model(model, source.tokenizer, settings.batch, cache.evict, new_cache)
-        results = harness.score(lm, tasks, settings)
-    facts = EvaluatedModel(
-        **source.facts(model, cache.named),
-        seconds=round(time.perf_counter() - started, 3),
-        requests=lm.requests,
-        shortened=lm.shortened,
-        reduced=None if cache.evict is None else lm.reduced,
-    )
-    return facts, results
+        lm = language_model(model, source.tokenizer, settings.batch, new_cache)
+        results = _scored(lm, tasks, settings)
+    details = {"requests": lm.requests, "shortened": lm.shortened, "seconds": round(time.perf_counter() - started, 3)}
+    if cache.evict is not None:
+        details["reduced"] = lm.reduced
+    return JudgedModel(name=name, model=ModelFacts(**model_facts(model, name)), details=details), results
+
+
+def _scored(lm: Any, tasks: harness.Tasks, settings: EvaluateSettings) -> dict[str, Any]:
+    options = {"limit": settings.limit, "num_fewshot": settings.num_fewshot, "seed": settings.seed}
+    return harness.score(lm, tasks, **options)  # type: ignore[arg-type]
 
 
 def servable_source(source: Loadable) -> Served:
@@ -157,27 +159,30 @@ def dtype_name(source: Loadable) -> str | None:
 
 def _score_served(
     source: Loadable, served: Served, tasks: harness.Tasks, settings: EvaluateSettings
-) -> tuple[EvaluatedModel, dict[str, Any]]:
-    """Evaluate a model in vLLM; return facts about it, and what lm-eval returned."""
+) -> tuple[JudgedModel, dict[str, Any]]:
+    """Evaluate a model in vLLM; return what is known of it, and what lm-eval returned."""
     with harness.quiet(), vllm_environment():
         from crosslayer.verbs.evaluate.served import served_facts, served_model
 
         with served_model(served, settings, dtype_name(source)) as lm:
             started = time.perf_counter()
             with progress("answering in vLLM", 0):
-                results = harness.score(lm, tasks, settings)
+                results = _scored(lm, tasks, settings)
             seconds = round(time.perf_counter() - started, 3)
-            facts = served_facts(source, lm)
-    return EvaluatedModel(**facts, seconds=seconds, requests=lm.requests, shortened=lm.shortened), results
+            facts = ModelFacts(**served_facts(source, lm))
+    details = {"requests": lm.requests, "shortened": lm.shortened, "seconds": seconds}
+    return JudgedModel(name=source.name, model=facts, details=details), results
 
 
-def measure_cost(candidate: PreTrainedModel, baseline: PreTrainedModel, cache: SmallerCache) -> Row:
+def measure_cost(name: str, candidate: PreTrainedModel, baseline: PreTrainedModel, cache: SmallerCache) -> list[Row]:
     """Return the candidate's KV cache size and latency compared with the baseline's."""
-    context = cost_context(map(positions, (candidate, baseline)))
-    settings = BenchSettings(
-        contexts=(context,), new_tokens=COST_TOKENS, repeats=COST_PAIRS, evict=cache.evict, kv_bits=cache.kv_bits
-    )
-    return bench_transformers(candidate, baseline, settings).rows[0]
+    load = Load(cost_context(map(positions, (candidate, baseline))), new_tokens=COST_TOKENS)
+    judge, ids = Judge(baseline, catches=False), random_ids([candidate, baseline], load)
+    judged = Candidate(name, candidate, None if cache == SmallerCache() else cache.running)
+    with quiet_transformers():
+        ((first, *pairs),) = judge.runs([judged], load, ids, COST_PAIRS).values()
+    facts = {"candidate": name, "scope": f"{load.context} tokens"}
+    return [*cache_rows(*first, **facts), *time_rows(pairs, ("ttft", "tpot_dynamic"), **facts)]
 
 
 def cost_context(limits: Iterable[int]) -> int:

@@ -13,7 +13,7 @@ from vllm.platforms import current_platform  # type: ignore[import-not-found]
 
 from crosslayer.models.pair import Loadable
 from crosslayer.output.progress import progress
-from crosslayer.verbs.evaluate.record import EvaluateSettings
+from crosslayer.verbs.evaluate.result import EvaluateSettings
 from crosslayer.verbs.serve.engine import Served
 
 ALL = 2**31  # a batch size: vLLM gets all requests at once; with "auto" it would divide by the time of a hidden bar

@@ -5,25 +5,29 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from crosslayer.corpus.domains import shared_out, split_domains
+from crosslayer.environment import quiet_transformers
+from crosslayer.eviction.running import NewCache
 from crosslayer.judge.candidate import Candidate, read_candidates
+from crosslayer.judge.clock import random_ids
 from crosslayer.judge.damage import MIN_WINDOWS
-from crosslayer.judge.judge import STEPS, WARM_UP, Judge
-from crosslayer.judge.retrieval import hidden_samples, retrieval_change
+from crosslayer.judge.judge import Judge
+from crosslayer.judge.memory import Load
+from crosslayer.judge.report import JudgedModel, Row
+from crosslayer.judge.retrieval import hidden_samples
+from crosslayer.judge.rows import cache_rows, kl_rows, retrieval_row, time_rows
 from crosslayer.judge.texts import DomainTexts, Texts
 from crosslayer.models.load import model_facts, public_name, ready_model
 from crosslayer.models.pair import causal_config
 from crosslayer.output.progress import progress
 from crosslayer.output.record import ModelFacts
 from crosslayer.probe.tokens import check_ids, config_positions
-from crosslayer.stats.bootstrap import Bootstrap
-from crosslayer.stats.estimate import Estimate, new_domain
-from crosslayer.stats.ratios import paired_ratio
-from crosslayer.verbs.measure.result import NEW, MeasuredCandidate, Measurement, MeasureSettings, Row
+from crosslayer.verbs.measure.result import Measurement, MeasureSettings
+
+STEPS = 16  # decoding steps of a timed run
 
 
 def measure(
@@ -33,6 +37,8 @@ def measure(
     candidates: Sequence[Any] | Mapping[str, Any] | None = None,
     text: DomainTexts = None,
     only: Sequence[str] = ("bytes", "kl", "needles", "time"),
+    tasks: Sequence[str] = (),
+    limit: int | None = None,
     windows: int = 96,
     length: int = 256,
     context: int = 1024,
@@ -56,7 +62,9 @@ def measure(
             of caches, or a context manager around the model, in a list or by name.
         text: evaluation text, repeatable: one domain each, named by NAME=FILE; default all embedded domains. In
             Python also token ids (N, `length`), documents, sources, or a dict of these by domain.
-        only: what is measured.
+        only: what is measured: bytes, kl, needles, tasks, time.
+        tasks: lm-eval tasks, or groups of tasks as in papers, that all candidates answer.
+        limit: number of items of each task, from the first; default all.
         windows: evaluation windows, all domains together; at least 16 per domain.
         length: tokens per window.
         context: tokens after which the cache's bytes are counted and a decoding step is timed.
@@ -73,7 +81,9 @@ def measure(
 
     """
     settings = MeasureSettings(
-        only=tuple(only),  # type: ignore[arg-type]
+        only=tuple(dict.fromkeys((*only, *(("tasks",) if tasks else ())))),  # type: ignore[arg-type]
+        tasks=tuple(tasks),
+        limit=limit,
         windows=windows,
         length=length,
         context=context,
@@ -84,16 +94,20 @@ def measure(
         bos=bos,
     )
     judged = read_candidates(("fp8", "int8", "int4") if candidates is None else candidates)
-    if "needles" in only and tokenizer is None and isinstance(model, PreTrainedModel):
-        raise ValueError("a loaded model needs tokenizer=…, or leave needles out of `only`")
-    limit = config_positions(causal_config("measure", model)) or 2**31
-    if {"bytes", "time"} & set(only) and context > limit - WARM_UP - STEPS:
-        most = limit - WARM_UP - STEPS
-        raise ValueError(f"`context` must be at most {most}, the model's positions less the steps, got {context}")
-    if "needles" in only and max(lengths) > limit:
-        raise ValueError(f"`lengths` must be at most the model's {limit} positions, got {max(lengths)}")
-    if "kl" in only and length > limit:
-        raise ValueError(f"`length` must be at most the model's {limit} positions, got {length}")
+    only = settings.only
+    if {"needles", "tasks"} & set(only) and tokenizer is None and isinstance(model, PreTrainedModel):
+        raise ValueError("a loaded model needs tokenizer=…, or leave needles and tasks out of `only`")
+    if "tasks" in only and not tasks:
+        raise ValueError("`only` tasks needs `tasks`, such as arc_easy,piqa")
+    most = config_positions(causal_config("measure", model)) or 2**31
+    if {"bytes", "time"} & set(only) and context > most - STEPS:
+        raise ValueError(
+            f"`context` must be at most {most - STEPS}, the model's positions less the steps, got {context}"
+        )
+    if "needles" in only and max(lengths) > most:
+        raise ValueError(f"`lengths` must be at most the model's {most} positions, got {max(lengths)}")
+    if "kl" in only and length > most:
+        raise ValueError(f"`length` must be at most the model's {most} positions, got {length}")
     texts = Texts.load(text, None, seed)
     least = MIN_WINDOWS * len(texts.evaluation)
     if windows < least:
@@ -104,57 +118,46 @@ def measure(
         parts = {"evaluation": shared_out(windows, texts.evaluation)}
         cut = split_domains(texts.domains, tokenizer, parts=parts, length=length, seed=seed, bos=bos)["evaluation"]
     check_ids(loaded, cut.ids)
-    judge = Judge(loaded, tokenizer, cut, context, seed)
-    rows: list[Row] = []
-    if "bytes" in only:
-        rows += _bytes(judge, judged)
-    if "kl" in only:
-        rows += _kl(judge, judged)
-    if "needles" in only:
-        rows += _needles(judge, judged, settings)
-    if "time" in only:
-        rows += _time(judge, judged, repeats)
+    judge = Judge(loaded, cut, tokenizer)
+    with quiet_transformers():
+        rows = _rows(judge, judged, settings)
     return Measurement(
-        original=ModelFacts(**model_facts(loaded, public_name(model))),
-        candidates=tuple(
-            MeasuredCandidate(name=one.name, engines=one.engines, failed=judge.failed.get(one.name)) for one in judged
-        ),
+        original=JudgedModel(name=(name := public_name(model)), model=ModelFacts(**model_facts(loaded, name))),
+        candidates=tuple(map(judge.described, judged)),
         rows=tuple(row for row in rows if row.candidate not in judge.failed),
         settings=settings,
         seconds=round(time.perf_counter() - started, 1),
     )
 
 
-def _bytes(judge: Judge, candidates: Sequence[Candidate]) -> list[Row]:
-    """Return the bytes that each cache holds after the context."""
-    original, rows = judge.held_bytes(None), []
-    assert original is not None
-    with progress("counting bytes", len(candidates)) as bar:
-        for done, candidate in enumerate(candidates, 1):
-            held = judge.held_bytes(candidate)
-            if held is not None:
-                share = Estimate(value=held / original, n=1, over="caches", how="counted", none=1.0)
-                facts = {"original": original, "value": held, "change": share}
-                rows.append(Row(quantity="bytes", unit="bytes", candidate=candidate.name, better="lower", **facts))
-            bar.step(done, len(candidates))
+def _rows(judge: Judge, candidates: Sequence[Candidate], settings: MeasureSettings) -> list[Row]:
+    """Return the rows of all questions that are asked."""
+    only, rows = settings.only, []
+    if {"bytes", "time"} & set(only):
+        rows += _bytes_and_times(judge, candidates, settings)
+    if "kl" in only:
+        for name, found in judge.kl(candidates).items():
+            rows += kl_rows(name, found)
+    if "needles" in only:
+        rows += _needles(judge, candidates, settings)
+    if "tasks" in only:
+        rows += _tasks(judge, candidates, settings)
     return rows
 
 
-def _kl(judge: Judge, candidates: Sequence[Candidate]) -> list[Row]:
-    """Return KL and the ratio of perplexities, of all windows and by domain, and the KL that a new domain may have."""
-    rows: list[Row] = []
-    for name, own in judge.kl(candidates).items():
-        domains = list(dict.fromkeys(own.domains))
-        for scope, losses in [("all", own), *((domain, own.of(domain)) for domain in domains)]:
-            bootstrap = Bootstrap(losses.documents)
-            facts: dict[str, Any] = {"candidate": name, "scope": scope, "better": "lower"}
-            kl, ratio = bootstrap.mean(losses.kl), bootstrap.ratio(losses.after - losses.before)
-            rows.append(Row(quantity="KL", unit="nats/token", original=0.0, value=kl.value, change=kl, **facts))
-            before, after = float(np.exp(losses.before.mean())), float(np.exp(losses.after.mean()))
-            rows.append(Row(quantity="perplexity", unit="", original=before, value=after, change=ratio, **facts))
-        if len(domains) > 1:
-            kl = new_domain(np.array([own.of(domain).kl.mean() for domain in domains]))
-            rows.append(Row(quantity="KL", unit="nats/token", candidate=name, scope=NEW, change=kl, better="lower"))
+def _bytes_and_times(judge: Judge, candidates: Sequence[Candidate], settings: MeasureSettings) -> list[Row]:
+    """Return the bytes that each cache holds after the context, and the times of a prompt and of a decoding step."""
+    load = Load(settings.context, new_tokens=STEPS)
+    repeats = settings.repeats if "time" in settings.only else 0
+    ids, rows = random_ids([judge.original], load, settings.seed), []
+    with progress("counting bytes and timing" if repeats else "counting bytes", repeats + 1) as bar:
+        done = iter(range(1, repeats + 2))
+        found = judge.runs(candidates, load, ids, repeats, tick=lambda: bar.step(next(done), repeats + 1))
+    for name, (first, *pairs) in found.items():
+        if "bytes" in settings.only:
+            rows += cache_rows(*first, candidate=name)
+        if pairs:
+            rows += time_rows(pairs, ("ttft", "tpot_dynamic"), candidate=name)
     return rows
 
 
@@ -169,29 +172,40 @@ def _needles(judge: Judge, candidates: Sequence[Candidate], settings: MeasureSet
         if found is None:
             continue
         for length in (None, *settings.lengths):
-            rows_of = [number for number, sample in enumerate(samples) if length in (None, sample.length)]
-            ours, theirs = [found[number] for number in rows_of], [original[number] for number in rows_of]
+            asked = [number for number, sample in enumerate(samples) if length in (None, sample.length)]
+            scope = "all" if length is None else f"{length} tokens"
             rows.append(
-                Row(
-                    quantity="retrieval",
-                    unit="share",
-                    candidate=candidate.name,
-                    scope="all" if length is None else str(length),
-                    original=sum(theirs) / len(theirs),
-                    value=sum(ours) / len(ours),
-                    change=retrieval_change(ours, theirs),
-                    better="higher",
+                retrieval_row(
+                    candidate.name, scope, [found[number] for number in asked], [original[number] for number in asked]
                 )
             )
     return rows
 
 
-def _time(judge: Judge, candidates: Sequence[Candidate], repeats: int) -> list[Row]:
-    """Return the seconds of a decoding step, and their ratio over pairs."""
-    rows = []
-    for name, pairs in judge.step_times(candidates, repeats).items():
-        own, original = (list(times) for times in zip(*pairs, strict=True))
-        ratio = paired_ratio(own, original)
-        medians: dict[str, Any] = {"original": float(np.median(original)), "value": float(np.median(own))}
-        rows.append(Row(quantity="step", unit="s", candidate=name, change=ratio, better="lower", **medians))
+def _tasks(judge: Judge, candidates: Sequence[Candidate], settings: MeasureSettings) -> list[Row]:
+    """Return the scores of each candidate on tasks of lm-eval, beside the original's on the same items."""
+    from crosslayer.judge.tasks import harness, summary
+
+    harness.check_installed()
+    from crosslayer.judge.tasks.lm import language_model
+
+    with harness.quiet(), progress("reading tasks", 0):
+        tasks = harness.Tasks(settings.tasks, None)
+
+    def results_of(candidate: Candidate | None) -> Any:
+        def ask(model: PreTrainedModel, new_cache: NewCache | None) -> Any:
+            assert judge.tokenizer is not None
+            scores = candidate is None or candidate.scores
+            lm = language_model(model, judge.tokenizer, "auto", new_cache, scores)
+            return harness.score(lm, tasks, limit=settings.limit)
+
+        with harness.quiet():
+            return judge.asked(candidate, ask)
+
+    original, rows = results_of(None), []
+    for candidate in candidates:
+        results = results_of(candidate)
+        if results is not None:
+            scored = summary.task_rows(candidate.name, results, original)
+            rows += [*summary.group_rows(tasks.groups, scored, results, original), *(one.row for one in scored)]
     return rows

@@ -1,37 +1,65 @@
 """The result of a needle test."""
 
-from functools import cached_property
-from typing import Any, Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, PositiveInt, model_validator
 
+from crosslayer.eviction.eviction import Evict
 from crosslayer.judge.hidden import Question, is_retrieved
-from crosslayer.output.result import Result
+from crosslayer.judge.phrasing import KEYS
+from crosslayer.judge.report import Report
+from crosslayer.output.record import SEVERAL, Options, Seed
 from crosslayer.output.shown import Table
-from crosslayer.verbs.needles.record import (
-    ModelAnswers,
-    NeedlesSettings,
-    Score,
-    ScoreDifference,
-    difference,
-    score,
-)
+from crosslayer.stats.estimate import Estimate
+from crosslayer.stats.shares import share
+from crosslayer.wiring.kv_bits import KvBitsText
+
+SHORTEST = 256  # tokens; below, template and needles leave no space for a haystack
 
 
-class Needles(Result):
-    """What `crosslayer.needles` returns: scores of M models by N lengths and D depths, and a page."""
+class NeedlesSettings(Options):
+    """The options of a needle test: every length is combined with every depth, `samples` times."""
 
-    schema_: Literal["crosslayer/needles/3"] = Field(default="crosslayer/needles/3", alias="schema")
-    settings: NeedlesSettings
-    questions: tuple[Question, ...]
-    candidate: ModelAnswers
-    baseline: ModelAnswers | None
-    seconds: float = Field(description="without loading")
+    lengths: Annotated[tuple[int, ...], SEVERAL]
+    depths: Annotated[tuple[int, ...], SEVERAL]
+    keys: int
+    samples: PositiveInt
+    new_tokens: PositiveInt
+    batch: PositiveInt
+    evict: Evict | None = None
+    kv_bits: KvBitsText | None = None
+    seed: Seed
 
     @property
-    def models(self) -> tuple[ModelAnswers, ...]:
-        """The candidate and, if there is one, the baseline."""
-        return (self.candidate,) if self.baseline is None else (self.candidate, self.baseline)
+    def cells(self) -> list[tuple[int, int]]:
+        """All combinations of a length and a depth."""
+        return [(length, depth) for length in self.lengths for depth in self.depths]
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        wrong = []
+        if min(self.lengths) < SHORTEST:
+            wrong.append(f"`lengths` must be at least {SHORTEST} tokens, got {min(self.lengths)}")
+        outside = [depth for depth in self.depths if not 0 <= depth <= 100]
+        if outside:
+            wrong.append(f"`depths` must be 0-100, got {outside[0]}")
+        if not 1 <= self.keys <= len(KEYS):
+            wrong.append(f"`keys` must be 1-{len(KEYS)}, got {self.keys}")
+        if wrong:
+            raise ValueError("; ".join(wrong))
+        return self
+
+
+class Needles(Report):
+    """What `crosslayer.needles` returns: the score of each model by length, every answer, and a page.
+
+    Answers are scored like RULER's `string_match` (arXiv 2404.06654). The scope of a row is a length: 512 tokens.
+    """
+
+    schema_: Literal["crosslayer/needles/4"] = Field(default="crosslayer/needles/4", alias="schema")
+    settings: NeedlesSettings
+    questions: tuple[Question, ...]
+    answers: tuple[tuple[str, ...], ...] = Field(description="to each question, of each of `models`")
 
     @model_validator(mode="after")
     def _check_grid(self) -> Self:
@@ -39,44 +67,24 @@ class Needles(Result):
         expected = [(*cell, index) for cell in self.settings.cells for index in range(self.settings.samples)]
         if [(question.length, question.depth, question.index) for question in self.questions] != expected:
             raise ValueError("the questions do not match lengths, depths and samples")
-        for model in self.models:
-            if len(model.answers) != len(expected):
-                raise ValueError(f"{len(model.answers)} answers to {len(expected)} questions")
+        if len(self.answers) != len(self.models):
+            raise ValueError(f"answers of {len(self.answers)} models, of {len(self.models)}")
+        for answers in self.answers:
+            if len(answers) != len(expected):
+                raise ValueError(f"{len(answers)} answers to {len(expected)} questions")
         return self
 
-    @cached_property
-    def cells(self) -> list[list[Score]]:
-        """The scores of each model by length and depth."""
-        return [[score(*cell, *self._marks(model, *cell)) for cell in self.settings.cells] for model in self.models]
+    def found(self, model: int, length: int | None = None, depth: int | None = None) -> list[bool]:
+        """Return which answers of a model, by its number, contain their number, of all or at a length and depth."""
+        pairs = zip(self.questions, self.answers[model], strict=True)
+        chosen = [(one, answer) for one, answer in pairs if length in (None, one.length) and depth in (None, one.depth)]
+        return [is_retrieved(answer, one.value) for one, answer in chosen]
 
-    @cached_property
-    def by_length(self) -> list[list[Score]]:
-        """The scores of each model by length, over all depths."""
-        lengths = self.settings.lengths
-        return [[score(length, None, *self._marks(model, length)) for length in lengths] for model in self.models]
-
-    @cached_property
-    def differences(self) -> list[ScoreDifference]:
-        """Candidate − baseline by length; empty without a baseline."""
-        lengths = () if self.baseline is None else self.settings.lengths
-        return [difference(length, *(self._marks(model, length)[0] for model in self.models)) for length in lengths]
-
-    def _marks(self, model: ModelAnswers, length: int, depth: int | None = None) -> tuple[list[bool], list[bool]]:
-        """Return for each answer (at a depth) whether it contains the value, and whether another key's value."""
-        pairs = zip(self.questions, model.answers, strict=True)
-        pairs = [(one, text) for one, text in pairs if one.length == length and depth in (None, one.depth)]
-        other = [any(is_retrieved(text, value) for value in one.others) for one, text in pairs]
-        return [is_retrieved(text, one.value) for one, text in pairs], other
+    def score(self, model: int, length: int, depth: int | None = None) -> Estimate:
+        """Return the share of numbers that a model retrieves at a length, and at a depth, with Wilson's interval."""
+        found = self.found(model, length, depth)
+        return share(sum(found), len(found))
 
     def tables(self) -> list[Table]:
         """Return a table of scores for each model: a row for each length, a column for each depth."""
         return self.sibling("page").scores(self)
-
-    def headline(self) -> dict[str, Any]:
-        """Return names, the number of keys, and scores and differences by length."""
-        scores = [{str(one.length): round(one.share.value, 4) for one in scores} for scores in self.by_length]
-        figures: dict[str, Any] = {"model": self.candidate.name, "keys": self.settings.keys, "scores": scores[0]}
-        if self.baseline is not None:
-            figures |= {"baseline": self.baseline.name, "baseline_scores": scores[1]}
-            figures |= {"differences": {str(one.length): round(one.change.value, 4) for one in self.differences}}
-        return figures

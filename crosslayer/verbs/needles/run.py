@@ -9,12 +9,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from crosslayer.environment import quiet_transformers
 from crosslayer.eviction.running import SmallerCache
 from crosslayer.judge.answers import answers
-from crosslayer.judge.hidden import Question, Sample, Samples, prompt_ids
+from crosslayer.judge.hidden import Question, Sample, Samples, is_retrieved, prompt_ids
+from crosslayer.judge.report import JudgedModel, Row
+from crosslayer.judge.rows import retrieval_row
+from crosslayer.models.load import model_facts
 from crosslayer.models.pair import Loadable, Named, pair
 from crosslayer.output.progress import progress
+from crosslayer.output.record import ModelFacts
 from crosslayer.probe.intercept import evaluating
-from crosslayer.verbs.needles.record import ModelAnswers, NeedlesSettings
-from crosslayer.verbs.needles.result import Needles
+from crosslayer.verbs.needles.result import Needles, NeedlesSettings
 
 
 def needles(
@@ -78,21 +81,40 @@ def needles(
             raise ValueError(f"length {longest} exceeds the {source.positions} positions of {source.name}")
     drawn = _samples(sources[0].tokenizer, settings)
     prompts = [_prompts(source, drawn, new_tokens) for source in sources]
-    models, seconds = [], 0.0
+    answered: list[tuple[str, ...]] = []
+    described, seconds = [], 0.0
     caches = SmallerCache(evict, settings.kv_bits), SmallerCache()  # the baseline has its own
     for source, ids, cache in zip(sources, prompts, caches, strict=False):
-        model = source.load()
+        model, name = source.load(), cache.named(source.name)
         started = time.monotonic()
-        models.append(_ask(model, source, drawn, ids, settings, cache))
+        answered.append(_ask(model, source, drawn, ids, settings, cache))
         seconds += time.monotonic() - started
+        described.append(JudgedModel(name=name, model=ModelFacts(**model_facts(model, name))))
         del model
     return Needles(
+        original=described[1] if baseline is not None else None,
+        candidates=(described[0],),
+        rows=tuple(_rows(described[0].name, drawn, answered)),
         settings=settings,
         questions=tuple(Question(**sample.model_dump(exclude={"text", "prefix"})) for sample in drawn),
-        candidate=models[0],
-        baseline=models[1] if baseline is not None else None,
+        answers=tuple(answered),
         seconds=round(seconds, 1),
     )
+
+
+def _rows(candidate: str, samples: Sequence[Sample], answered: Sequence[Sequence[str]]) -> list[Row]:
+    """Return the score of the candidate at each length, beside the baseline's, with what else was counted."""
+    rows = []
+    for length in dict.fromkeys(sample.length for sample in samples):
+        numbers = [number for number, sample in enumerate(samples) if sample.length == length]
+        found = [[is_retrieved(answers[number], samples[number].value) for number in numbers] for answers in answered]
+        strayed = 0  # answers with the number of another key only
+        for number, is_right in zip(numbers, found[0], strict=True):
+            others = [is_retrieved(answered[0][number], value) for value in samples[number].others]
+            strayed += any(others) and not is_right
+        row = retrieval_row(candidate, f"{length} tokens", *found, samples=len(numbers), other_key=strayed)
+        rows.append(row)
+    return rows
 
 
 def _samples(tokenizer: PreTrainedTokenizerBase, settings: NeedlesSettings) -> list[Sample]:
@@ -130,7 +152,7 @@ def _ask(
     prompts: Sequence[Sequence[int]],
     settings: NeedlesSettings,
     cache: SmallerCache,
-) -> ModelAnswers:
+) -> tuple[str, ...]:
     """Ask a model all questions, length by length."""
     responses: list[str] = []
     options = {"new_tokens": settings.new_tokens, "batch": settings.batch}
@@ -146,4 +168,4 @@ def _ask(
             for texts in answers(model, source.tokenizer, ids, values, **options, new_cache=new_cache):
                 responses += texts
                 meter.step(len(responses), len(samples), f"{length} tokens")
-    return ModelAnswers(**source.facts(model, cache.named), answers=tuple(responses))
+    return tuple(responses)

@@ -16,8 +16,10 @@ from crosslayer.core.methods import Entry, merge_plans, to_entry
 from crosslayer.core.plan import DepthPlan
 from crosslayer.core.sixteen_bits import DTYPE
 from crosslayer.corpus.windows import Windows
+from crosslayer.judge.clock import random_ids, steps_in_turns
 from crosslayer.judge.damage import by_domain
 from crosslayer.judge.losses import logits_of, logits_uncompensated, losses
+from crosslayer.judge.memory import Load, too_large
 from crosslayer.judge.retrieval import LENGTHS, LONG_LENGTHS, QUICK_LENGTHS, measure_retrieval, prompt_tokens
 from crosslayer.judge.texts import DomainTexts
 from crosslayer.models.load import load_config, model_facts, public_name, ready_model
@@ -28,7 +30,6 @@ from crosslayer.probe.intercept import evaluating, layer_stack, no_cache
 from crosslayer.probe.tokens import check_ids, positions
 from crosslayer.probe.what_if import find_sublayers
 from crosslayer.stats.times import StepTime
-from crosslayer.verbs.bench.run import step_time
 from crosslayer.verbs.retrofit import alternatives as beside
 from crosslayer.verbs.retrofit.cache import CONTEXT, CacheShare, token_bytes
 from crosslayer.verbs.retrofit.calibrate import POST_NORM_ERROR
@@ -52,6 +53,7 @@ from crosslayer.verbs.retrofit.trade_off import TOKENS
 from crosslayer.wiring.read import read_plan
 
 FIT, ASKED = 3, 1.1  # about how many passes the fit of a layer takes, and a prompt with its answer
+STEPS = 18  # timed decoding steps, with the two that warm up
 LONGEST_STEP = 8192  # tokens before a timed decoding step, at most: both models read them as a prompt
 
 
@@ -346,8 +348,12 @@ def _calibration(converted: Converted, request: Request, windows: Mapping[str, T
 
 def _step(model: PreTrainedModel, converted: PreTrainedModel, context: int) -> StepTime | None:
     """Time a decoding step; None if a model has too few positions, or there is too little memory."""
-    with progress("timing a decoding step", 0), suppress(ValueError, torch.OutOfMemoryError):
-        return step_time({"candidate": converted, "baseline": model}, min(context, LONGEST_STEP))
+    load = Load(min(context, LONGEST_STEP), new_tokens=STEPS)
+    if load.context > min(map(positions, (model, converted))) or too_large([converted, model], load) is not None:
+        return None
+    with progress("timing a decoding step", 0), suppress(torch.OutOfMemoryError):
+        time = steps_in_turns([converted, model], load, random_ids([converted, model], load))
+        return StepTime(context=load.context, batch=load.batch, time=time)
     return None
 
 

@@ -22,10 +22,10 @@ def test_the_command_line(monkeypatch, tmp_path, capsys):
     assert run(monkeypatch, *words, "--out", tmp_path / "out", "--device", "cpu") == 0
     captured = capsys.readouterr()
     last = json.loads(captured.out.strip().splitlines()[-1])
-    assert (last["candidate"], last["baseline"]) == ("ours", "plain")
-    assert [(row["context"], row["kv_share"]) for row in last["results"]] == [(6, 0.5), (12, 0.5)]
+    assert (last["candidates"], last["original"]) == (["ours"], "plain")
+    shares = {row["scope"]: row["change"] for row in last["rows"] if row["quantity"] == "bytes"}
+    assert shares == {"context 6, batch 1, sdpa": 0.5, "context 12, batch 1, sdpa": 0.5}
     assert "benchmarking: 8 of 8" in captured.err and "KV cache: 50.0% of the baseline's 16-bit cache" in captured.out
-    assert last["interval_coverage"] == 0
     benchmark = Benchmark.from_record(json.loads((tmp_path / "out" / "record.json").read_text()))
     assert benchmark.command.startswith("crosslayer bench ours --baseline plain") and benchmark.headline() == last
     assert str(tmp_path) not in (tmp_path / "out" / "record.json").read_text()

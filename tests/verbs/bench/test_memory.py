@@ -2,10 +2,10 @@
 
 import pytest
 
+from crosslayer.judge import memory
+from crosslayer.judge.memory import Load
 from crosslayer.output.progress import metered_by
-from crosslayer.verbs.bench import memory
-from crosslayer.verbs.bench.memory import Load
-from crosslayer.verbs.bench.sentences import sentences
+from crosslayer.verbs.bench.page import sentences
 from tests.helpers.benches import short
 from tests.helpers.meters import Recorder
 from tests.helpers.tiny import tiny
@@ -17,8 +17,8 @@ def test_what_is_too_large_is_skipped_with_a_word(monkeypatch):
     meter = Recorder()
     with metered_by(meter):
         benchmark = short(*models, (2, 60))
-    assert [row.context for row in benchmark.rows] == [2] and meter.steps[-1][:2] == (4, 4)
-    assert benchmark.skipped[0].context == 60 and "needs about" in benchmark.skipped[0].reason
+    assert {row.scope for row in benchmark.rows} == {"context 2, batch 1, sdpa"} and meter.steps[-1][:2] == (4, 4)
+    assert "context 60, batch 1 needs about" in benchmark.skipped[0]
     assert any("context 60, batch 1 needs about" in sentence for sentence in sentences(benchmark))
     monkeypatch.setattr(memory, "free_memory", lambda device: 1000)
     with pytest.raises(ValueError, match="nothing was measured: context 60"):
@@ -35,7 +35,7 @@ def test_a_prompt_that_is_read_with_eviction_needs_a_mask_for_each_head(monkeypa
 
 
 def test_eager_attention_needs_two_copies_of_a_layer_s_maps(monkeypatch):
-    models = {"candidate": tiny("llama"), "baseline": tiny("llama")}
+    models = [tiny("llama"), tiny("llama")]
     needs = {}
     for attention in ("sdpa", "eager"):
         load, free = Load(60, 2, 1, attention), 0
@@ -44,8 +44,9 @@ def test_eager_attention_needs_two_copies_of_a_layer_s_maps(monkeypatch):
             monkeypatch.setattr(memory, "free_memory", lambda device, free=free: free)
         needs[attention] = free
     assert needs["eager"] - needs["sdpa"] == pytest.approx(2 * 2 * 4 * 60**2 * 4, abs=1600)  # heads, pairs, float32
-    benchmark = short(*models.values(), 60, attention=["sdpa", "eager"])
-    assert [row.attention for row in benchmark.rows] == ["sdpa", "eager"] and not benchmark.skipped
+    benchmark = short(*models, 60, attention=["sdpa", "eager"])
+    scopes = {row.scope for row in benchmark.rows}
+    assert scopes == {f"context 60, batch 1, {kind}" for kind in ("sdpa", "eager")} and not benchmark.skipped
     monkeypatch.setattr(memory, "free_memory", lambda device: needs["sdpa"] // 2 + 1600)
-    benchmark = short(*models.values(), 60, attention=["sdpa", "eager"])
-    assert [row.attention for row in benchmark.rows] == ["sdpa"] and benchmark.skipped[0].attention == "eager"
+    benchmark = short(*models, 60, attention=["sdpa", "eager"])
+    assert {row.scope[-4:] for row in benchmark.rows} == {"sdpa"} and "eager" in benchmark.skipped[0]

@@ -3,18 +3,18 @@
 import pytest
 import torch
 
+from crosslayer.judge import memory
+from crosslayer.judge.memory import Load, read_plans
 from crosslayer.testing import SHAPE, config_of
 from crosslayer.testing.tiny import build
-from crosslayer.verbs.bench import memory
-from crosslayer.verbs.bench.memory import Load, read_plans
-from crosslayer.verbs.bench.sentences import TOO_FEW, sentences
+from crosslayer.verbs.bench.page import TOO_FEW, sentences
 from tests.helpers.benches import BYTES, DROP, STATE, UNIATTN, short
 from tests.helpers.tiny import tiny
 
 
 def planned(model, batch, length):
     """Return the bytes that are stored and read after `length` tokens, including the last, which is new."""
-    plan = read_plans({"candidate": model}, Load(length - 1, batch, 1))["candidate"]
+    plan = read_plans([model], Load(length - 1, batch, 1))[0]
     return plan.stored_bytes, plan.read_bytes
 
 
@@ -69,9 +69,10 @@ def test_windows_bound_what_is_read():
 def test_experts_are_read_like_all_else_and_one_pair_has_no_interval():
     model = tiny("mixtral", dtype=torch.float32)
     benchmark = short(model, model, 4)
-    row = benchmark.rows[0]
-    assert row.cache.dynamic.ratio == 1 and row.reads.candidate == row.reads.baseline == 3 * 5 * 2 * STATE * 4
-    assert all(time.change.interval is None for time in benchmark.rows[0].times().values())
+    (cache,), (reads,) = benchmark.rows_of("bytes"), benchmark.rows_of("reads of a step")
+    assert cache.change.value == 1 and reads.value == reads.original == 3 * 5 * 2 * STATE * 2
+    assert reads.details["allocated"] == 2 * reads.value  # in float32
+    assert all(row.change.interval is None for row in benchmark.rows if row.unit == "s")
     assert sum(TOO_FEW in sentence for sentence in sentences(benchmark)) == 1
 
 
@@ -80,5 +81,5 @@ def test_a_model_without_a_plan_is_measured_all_the_same(monkeypatch):
         raise ValueError("no plan")
 
     monkeypatch.setattr(memory, "read_plan", refuse)
-    row = short(tiny("llama"), tiny("llama"), 4).rows[0]
-    assert row.reads is None and row.cache.dynamic.ratio == 1
+    benchmark = short(tiny("llama"), tiny("llama"), 4)
+    assert not benchmark.rows_of("reads of a step") and benchmark.rows_of("bytes")[0].change.value == 1

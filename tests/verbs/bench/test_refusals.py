@@ -2,7 +2,7 @@
 
 import pytest
 
-from crosslayer.verbs.bench.record import BenchSettings
+from crosslayer.verbs.bench.result import BenchSettings
 from crosslayer.verbs.bench.run import bench
 from tests.cli.test_cli import run
 from tests.helpers.benches import short

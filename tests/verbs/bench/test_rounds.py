@@ -7,12 +7,12 @@ from transformers import DynamicCache
 import crosslayer
 from crosslayer.core.decoder.caches import cache_bytes
 from crosslayer.core.transformers_versions import CACHE
+from crosslayer.judge import clock
+from crosslayer.judge.memory import Load
 from crosslayer.output.progress import metered_by
 from crosslayer.testing.tiny import build, config_of
 from crosslayer.verbs.bench import run as module
-from crosslayer.verbs.bench.memory import Load
-from crosslayer.verbs.bench.rounds import static_copy
-from crosslayer.verbs.bench.sentences import sentences
+from crosslayer.verbs.bench.page import sentences
 from crosslayer.wiring.kv_bits import KINDS
 from tests.helpers.benches import UNIATTN, short
 from tests.helpers.meters import Recorder
@@ -25,7 +25,7 @@ def test_a_static_cache_filled_by_copying_decodes_alike():
         model, ids = build(config_of(methods)), tokens(length=12)
         cache = DynamicCache(config=model.config)
         model(ids[:, :11], **{CACHE: cache}, use_cache=True)
-        static = static_copy(model, cache, Load(11, 2, 1))
+        static = clock.static_cache(model, Load(11, 2, 1), ids, cache)
         static_logits = model(ids[:, 11:], **{CACHE: static}, use_cache=True).logits
         dynamic_logits = model(ids[:, 11:], **{CACHE: cache}, use_cache=True).logits
         torch.testing.assert_close(static_logits, dynamic_logits, rtol=0, atol=1e-10)
@@ -49,24 +49,20 @@ def test_sides_take_turns_and_the_order_alternates():
     odd, even = ["baseline", "candidate"], ["candidate", "baseline"]
     assert prompts[:2] == even  # the warm-up
     assert prompts[2:] == [*odd, *even, *odd]
-    steps = [call[0] for call in calls[-8:]]
-    assert steps == ["baseline", "baseline", "candidate", "candidate"] * 2
-    assert [call[2] for call in calls[-8:]] == ["Dynami"] * 4 + ["Static"] * 4
+    assert [call[0] for call in calls[-10:]] == ["baseline"] * 5 + ["candidate"] * 5
+    assert [call[2] for call in calls[-10:]] == (["Dynami"] * 3 + ["Static"] * 2) * 2  # the prompt runs once
 
 
 def test_the_time_of_a_step_runs_each_prompt_once():
     models, calls = {"candidate": tiny("llama"), "baseline": tiny("llama")}, []
     for side, model in models.items():
         model.register_forward_pre_hook(lambda _, args, side=side: calls.append((side, args[0].shape[1])))
-    step = module.step_time(models, 9, batch=2, steps=7)
+    load = Load(9, 2, 7)
+    with torch.no_grad():
+        step = clock.steps_in_turns([*models.values()], load, clock.random_ids([*models.values()], load))
     assert [length for _, length in calls].count(9) == 2
     assert [side for side, length in calls[-4:]] == ["candidate", "baseline", "baseline", "candidate"]
-    assert (step.context, step.batch) == (
-        9,
-        2,
-    ) and step.time.change.low <= step.time.change.value <= step.time.change.high
-    with pytest.raises(ValueError, match="context 65 exceeds the 64 positions"):
-        module.step_time(models, 65)
+    assert step.change.n == 5 and step.change.low <= step.change.value <= step.change.high
 
 
 def test_the_attention_of_a_model_comes_back(monkeypatch):
@@ -86,13 +82,13 @@ def test_the_attention_of_a_model_comes_back(monkeypatch):
 def test_a_candidate_may_evict_beside_a_full_cache():
     candidate, baseline = build(config_of("cla")), build(config_of(None))
     benchmark = short(candidate, baseline, 48, new_tokens=4, evict="h2o:32")
-    row = benchmark.rows[0]
+    (dynamic,), (static,) = benchmark.rows_of("bytes"), benchmark.rows_of("bytes, static cache")
     states, heads, text = 2 * 8 * 8, 2, 52
-    assert row.cache.dynamic.baseline == 6 * states * heads * text
+    assert dynamic.details["original_allocated"] == 6 * states * heads * text == 4 * dynamic.original  # in float64
     known = 3 * heads * 20 * 8  # of each pair of layers: a position and a sum for 16 tokens and 4 new ones
-    assert row.cache.dynamic.candidate == 3 * states * heads * 32 + known
-    assert row.cache.static.candidate == row.cache.dynamic.candidate  # a single kind of cache
-    assert row.reads is None
+    assert dynamic.details["allocated"] == 3 * states * heads * 32 + known
+    assert static.value == dynamic.value == 3 * states * heads * 32 // 4 + known  # a single kind of cache
+    assert not benchmark.rows_of("reads of a step")
     assert "(h2o:32)" in " ".join(sentences(benchmark))
     with pytest.raises(ValueError, match="did you mean .h2o."):
         short(candidate, baseline, 48, evict="h20:32")
@@ -102,26 +98,22 @@ def test_a_candidate_may_evict_beside_a_full_cache():
 def test_a_candidate_may_have_a_quantised_cache(bits):
     candidate, baseline = build(config_of("cla")), build(config_of(None))
     benchmark = short(candidate, baseline, 48, new_tokens=4, kv_bits=bits)
-    row = benchmark.rows[0]
+    (dynamic,), (static,) = benchmark.rows_of("bytes"), benchmark.rows_of("bytes, static cache")
     kind = KINDS[bits]
     planned = crosslayer.plan(candidate, length=52, dtype="float64", kv_dtype=kind).stored_bytes
-    assert row.cache.dynamic.candidate == row.cache.static.candidate == planned
-    assert row.reads is None
-    (listed,) = (one for one in row.quantised if one.kind == kind)
+    assert dynamic.details["allocated"] == static.details["allocated"] == planned
+    assert not benchmark.rows_of("reads of a step")
     counted = [crosslayer.plan(candidate, length=52, dtype="bfloat16", kv_dtype=kind).stored_bytes]
     counted.append(crosslayer.plan(baseline, length=52, dtype="bfloat16").stored_bytes)
-    assert listed.candidate == counted[0] and listed.ratio == row.cache.dynamic.share == counted[0] / counted[1]
+    assert [dynamic.value, dynamic.original] == counted and dynamic.change.value == counted[0] / counted[1]
     assert any("is quantised" in line for line in benchmark.sentences())
     headline, label = benchmark.headline(), bits if bits == "fp8" else f"{bits} bits"
-    assert headline["candidate"] == f"{headline['baseline']}, {label}"
-    (title,) = [title for title, *_ in benchmark.layout().tables if title.startswith("With fewer bits")]
-    assert "latest 64" in title  # they stay exact below 8 bits, so that int4 may take more than int8
-    with pytest.raises(ValueError, match="load the baseline separately"):
-        short(candidate, candidate, 48, new_tokens=4, kv_bits=bits)
+    assert headline["candidates"] == [f"{headline['original']}, {label}"]
+    alone = short(baseline, baseline, 48, new_tokens=4, kv_bits=bits)  # one model can be both
+    assert alone.rows_of("bytes")[0].original == counted[1]
 
 
 def test_softmax_s_share_of_the_prompt_is_measured_with_eager_attention():
     candidate, baseline = build(config_of(UNIATTN)), build(config_of(None))
-    plain, eager = short(candidate, baseline, 48, attention=["sdpa", "eager"]).rows
-    assert plain.softmax_share is None
-    assert all(0 < share < 1 for share in eager.softmax_share.both())
+    (eager,) = short(candidate, baseline, 48, attention=["sdpa", "eager"]).rows_of("softmax share")
+    assert eager.scope.endswith("eager") and 0 < eager.value < 1 and 0 < eager.original < 1

@@ -9,7 +9,7 @@ import crosslayer
 from crosslayer.core.transformers_versions import CACHE
 from crosslayer.eviction import policies
 from crosslayer.eviction.running import evicting
-from crosslayer.verbs.evaluate.sentences import sentences
+from crosslayer.verbs.evaluate.page import sentences
 from tests.verbs.evaluate.test_exact import check_equal
 
 NAMES = ("arc_easy_local", "lambada_openai_local")
@@ -61,9 +61,9 @@ def test_it_is_said_how_many_requests_lost_tokens(pair, tasks, evict, share):
         "evict": evict,
     }
     evaluation = crosslayer.evaluate(pair[0], **options)
-    candidate = evaluation.models.candidate
-    assert candidate.name == f"{evaluation.headline()['candidate'].partition(', ')[0]}, {evict}"
-    assert candidate.requests == 14 * 4 and candidate.reduced == share * candidate.requests
+    (candidate,) = evaluation.candidates
+    assert candidate.name == f"candidate, {evict}" and evaluation.headline()["candidates"] == [candidate.name]
+    assert candidate.details["requests"] == 14 * 4 and candidate.details["reduced"] == share * 14 * 4
     said = " ".join(sentences(evaluation))
     assert ("evicted in 56 of 56 requests" if share else "No tokens were evicted: all 56 requests fit") in said
 
@@ -88,9 +88,8 @@ def test_only_the_candidate_evicts_and_its_cost_stands_beside_its_scores(pair, t
         cost=True,
     )
     page = evaluation.page()
-    assert evaluation.cost is not None
-    ratio = evaluation.cost.cache.dynamic.share
-    assert 0.6 < ratio < 0.8 and evaluation.headline()["kv_share"] == round(ratio, 6)  # 32 of 48 tokens, and positions
-    assert "(streaming:32)" in page and "time per token" in page
+    assert [row.quantity for row in evaluation.cost] == ["bytes", "ttft", "tpot_dynamic"]
+    assert 0.6 < evaluation.cost[0].change.value < 0.8  # 32 of 48 tokens, and positions
+    assert "(streaming:32)" in page and "tpot_dynamic" in page
     with pytest.raises(ValueError, match="set `baseline` too"):
         crosslayer.evaluate(pair[0], tasks=NAMES, include_path=tasks, allow_code=True, cost=True)

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import crosslayer
+from crosslayer.judge.tasks import harness
 from crosslayer.models import pair as loading
 from crosslayer.models.embedded import embedded_folder
 from crosslayer.output.progress import metered_by
-from crosslayer.verbs.evaluate import harness
 from tests.helpers.meters import Recorder
 
 NAMES = ("arc_easy_local", "piqa_local", "lambada_openai_local", "wikitext2_local", "blimp_local", "winogrande_local")
@@ -50,12 +50,12 @@ def test_a_tiny_model_scores_to_the_digit_as_in_the_harness(pair, tasks, shots):
     )
     theirs = by_harness(pair[0], names, tasks, batch_size=4, num_fewshot=shots)
     check_equal(evaluation.lm_eval_results["candidate"], theirs)
-    assert len(evaluation.rows) == (12 if shots is None else 4)
-    for row in evaluation.rows:
-        assert row.candidate.value == theirs["results"][row.name][f"{row.metric},{row.filter}"]
+    assert len(evaluation.tasks) == (12 if shots is None else 4)
+    for row in evaluation.tasks:
+        assert row.value == theirs["results"][row.scope][f"{row.quantity},none"]
     if shots is None:
-        found = {row.name: row for row in evaluation.groups}["blimp_local"]
-        assert found.candidate.value == pytest.approx(theirs["groups"]["blimp_local"]["acc,none"])
+        found = {row.scope: row for row in evaluation.groups}["blimp_local"]
+        assert found.value == pytest.approx(theirs["groups"]["blimp_local"]["acc,none"])
 
 
 @pytest.mark.slow
@@ -90,10 +90,10 @@ def test_a_model_in_memory_and_its_batch_change_nothing_that_counts(pair, tasks)
     loaded = crosslayer.evaluate(model, tokenizer, baseline=model, **options)
     assert model.training and all(torch.equal(before[name], weight) for name, weight in model.state_dict().items())
     named = crosslayer.evaluate(pair[0], device="cpu", batch=1, **options)
-    scores = [[row.candidate.value for row in one.rows] for one in (loaded, named)]
+    scores = [[row.value for row in one.rows] for one in (loaded, named)]
     assert scores[0] == pytest.approx(scores[1], rel=1e-5)
-    assert all(row.paired.change.verdict == "no difference seen" and row.is_better is None for row in loaded.rows)
-    assert all(row.baseline is None and row.paired is None for row in named.rows)
+    assert all(row.change.verdict == "no difference seen" and row.is_better is None for row in loaded.rows)
+    assert all(row.original is None and row.change is None for row in named.rows)
 
 
 def test_only_one_of_two_models_is_held_at_a_time(monkeypatch, pair, tasks):

@@ -25,12 +25,12 @@ def test_every_task_is_written_and_runs(tmp_path, pair):
     evaluation = crosslayer.evaluate(
         pair[0], tasks=names[:-3], include_path=tmp_path / "tasks", allow_code=True, limit=3
     )
-    kinds = {(row.name, row.metric): row.kind for row in evaluation.rows}
-    assert kinds[("lambada_openai_local", "perplexity")] == "perplexity"
-    assert kinds[("wikitext2_local", "word_perplexity")] == "perplexity"
-    assert kinds[("wikitext2_local", "bits_per_byte")] == "mean"
-    others = {kind for (task, metric), kind in kinds.items() if metric.startswith("acc")}
-    assert others == {"share"} and len({task for task, _ in kinds}) == len(WRITTEN) - 3
+    rows = {(row.scope, row.quantity): row for row in evaluation.tasks}
+    for key in (("lambada_openai_local", "perplexity"), ("wikitext2_local", "word_perplexity")):
+        assert rows[key].better == "lower"
+    assert rows["wikitext2_local", "bits_per_byte"].unit == ""
+    others = {row.unit for (task, metric), row in rows.items() if metric.startswith("acc")}
+    assert others == {"share"} and len({task for task, _ in rows}) == len(WRITTEN) - 3
     boolq = evaluation.lm_eval_results["candidate"]["samples"]["boolq_local"]
     assert [sample["target"] for sample in boolq] == [1, 0, 0]
     five = evaluation.lm_eval_results["candidate"]["samples"]["medqa_5options_local"][0]

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from crosslayer.judge.tasks import paired
+from crosslayer.judge.tasks.summary import check_same, items_of
 from crosslayer.stats.shares import share_difference
-from crosslayer.verbs.evaluate import paired
-from crosslayer.verbs.evaluate.summary import check_same, items_of
 
 
 def naive_t(differences):
@@ -36,7 +36,7 @@ def test_the_interval_of_shares_is_that_of_the_table():
     assert found.change.interval == pytest.approx(naive_table(x, y))
     assert found.change.interval == pytest.approx(naive_t((x - y).tolist())[1], abs=5e-3)
     both = sum(a > b for a, b in zip(x, y, strict=True)), sum(a < b for a, b in zip(x, y, strict=True))
-    assert (found.discordant.candidate, found.discordant.baseline) == both
+    assert (found.counts["only_candidate"], found.counts["only_original"]) == both
     equal = paired.compare_shares(x, x)
     assert equal.change.interval == pytest.approx(naive_table(x, x)) and equal.change.interval[1] > 0.009
 
@@ -145,7 +145,7 @@ def test_so_many_items_are_needed_as_a_simulation_needs():
     assert 0.75 < np.mean(seen) < 0.85
     assert paired.items_for_shares(0.0) == paired.items_for_shares(0.01)
     perplexities = paired.compare_perplexities(*(draw.normal(0, 1, 50) for _ in range(2)), np.ones(50))
-    assert perplexities.items_for_a_point > 50
+    assert perplexities.counts["items_for_a_point"] > 50
 
 
 @pytest.mark.parametrize("count", [1, 2])

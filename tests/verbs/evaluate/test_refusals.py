@@ -14,8 +14,8 @@ from huggingface_hub import constants
 
 import crosslayer
 from crosslayer import hub
-from crosslayer.verbs.evaluate.harness import GROUPS, Tasks, select
-from crosslayer.verbs.evaluate.sentences import sentences
+from crosslayer.judge.tasks.harness import GROUPS, Tasks, select
+from crosslayer.verbs.evaluate.page import sentences
 from tests.cli.test_bad_input import type_in
 from tests.helpers import evaluations
 from tests.helpers.text import WORDS
@@ -225,7 +225,7 @@ def test_options_that_a_loaded_model_has_no_use_for(pair, tasks):
     with pytest.raises(ValueError, match="tokenizer=…"):
         crosslayer.evaluate(model, baseline=model, **options)
     evaluation = crosslayer.evaluate(model.bfloat16(), tokenizer, baseline=pair[1], limit=2, **options)
-    assert evaluation.models.baseline.dtype == "bfloat16" and tokenizer.pad_token_id == padding
+    assert evaluation.original.model.dtype == "bfloat16" and tokenizer.pad_token_id == padding
     with pytest.raises(ValueError, match="`cost` needs models with more than 16 positions, got 16"):
         model.config.max_position_embeddings = 16
         crosslayer.evaluate(model, tokenizer, baseline=pair[1], cost=True, **options)
@@ -235,10 +235,10 @@ def test_a_request_without_its_beginning_and_other_numbers_of_examples_are_said(
     evaluation = crosslayer.evaluate(
         pair[0], tasks="arc_easy_local", include_path=tasks, allow_code=True, num_fewshot=9, device="cpu"
     )
-    candidate = evaluation.models.candidate
-    assert candidate.shortened > 0
-    assert f"{candidate.shortened} requests to candidate were truncated" in " ".join(sentences(evaluation))
-    rows = [row.model_copy(update={"shots": 0}) for row in evaluation.rows]
+    shortened = evaluation.candidates[0].details["shortened"]
+    assert shortened > 0
+    assert f"{shortened} requests to candidate were truncated" in " ".join(sentences(evaluation))
+    rows = [row.model_copy(update={"details": row.details | {"shots": 0}}) for row in evaluation.rows]
     fixed = evaluation.model_copy(update={"rows": tuple(rows)})
     assert any("arc_easy_local (0)" in text and "--num-fewshot 9" in text for text in sentences(fixed))
 
@@ -249,7 +249,7 @@ def test_a_task_may_include_one_of_the_harness(pair, tasks):
     assert (
         crosslayer.evaluate(pair[0], tasks="winogrande_local", include_path=tasks, allow_code=True, limit=4)
         .rows[0]
-        .items
+        .details["items"]
         == 4
     )
 

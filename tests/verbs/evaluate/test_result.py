@@ -7,7 +7,7 @@ import pytest
 
 import crosslayer
 from crosslayer.environment import environment
-from crosslayer.verbs.evaluate.lm import cpu_batch
+from crosslayer.judge.tasks.lm import cpu_batch
 from tests.cli.test_bad_input import type_in
 from tests.helpers.browser import complaints, resize
 from tests.output.test_page import LOOK, opened
@@ -50,23 +50,24 @@ def test_what_the_harness_returned_is_kept_as_it_is(evaluation, folder):
 
 
 def test_rows_are_the_scores_and_the_differences_of_samples(evaluation):
-    for row in evaluation.rows:
-        ours, theirs = (evaluation.lm_eval_results[side]["samples"][row.name] for side in ("candidate", "baseline"))
-        if row.kind != "share":
+    for row in evaluation.tasks:
+        ours, theirs = (evaluation.lm_eval_results[side]["samples"][row.scope] for side in ("candidate", "baseline"))
+        if row.unit != "share":
             continue
-        differences = [a[row.metric] - b[row.metric] for a, b in zip(ours, theirs, strict=True)]
-        assert row.paired.change.value == pytest.approx(sum(differences) / len(differences))
-        assert row.paired.change.value == pytest.approx(row.candidate.value - row.baseline.value)
-        assert row.items == 14
-    ratios = {row.metric: row for row in evaluation.rows if row.kind == "perplexity"}
+        differences = [a[row.quantity] - b[row.quantity] for a, b in zip(ours, theirs, strict=True)]
+        assert row.change.value == pytest.approx(sum(differences) / len(differences))
+        assert row.change.value == pytest.approx(row.value - row.original)
+        assert row.details["items"] == 14
+    ratios = {row.quantity: row for row in evaluation.tasks if row.change.none == 1}
     assert set(ratios) == {"perplexity", "word_perplexity", "byte_perplexity"}
     for row in ratios.values():
-        assert not row.higher_is_better
-        assert row.paired.change.value == pytest.approx(row.candidate.value / row.baseline.value)
+        assert row.better == "lower"
+        assert row.change.value == pytest.approx(row.value / row.original)
     (group,) = evaluation.groups
-    assert group.name == "blimp_local" and len(group.tasks) == 2 and group.items == 28
-    rows = [row for row in evaluation.rows if row.name in group.tasks]
-    assert group.paired.change.value == pytest.approx(sum(row.paired.change.value for row in rows) / 2)
+    tasks = group.details["tasks"].split(", ")
+    assert group.scope == "blimp_local" and len(tasks) == 2 and group.details["items"] == 28
+    rows = [row for row in evaluation.tasks if row.scope in tasks]
+    assert group.change.value == pytest.approx(sum(row.change.value for row in rows) / 2)
 
 
 def change(record, path, value):
@@ -77,14 +78,13 @@ def change(record, path, value):
 
 
 HOSTILE = {
-    "a script": (("models", "candidate", "name"), "<script>alert(1)</script>"),
-    "no number": (("rows", 0, "candidate", "value"), "NaN"),
-    "too sure": (("rows", 0, "paired", "change", "p"), 1.5),
-    "a verdict": (("rows", 0, "paired", "change", "verdict"), "a triumph"),
-    "no rows": (("rows",), []),
-    "one side": (("models", "baseline"), None),
+    "a script": (("candidates", 0, "name"), "<script>alert(1)</script>"),
+    "no number": (("rows", 0, "value"), "NaN"),
+    "too sure": (("rows", 0, "change", "p"), 1.5),
+    "a verdict": (("rows", 0, "change", "verdict"), "a triumph"),
+    "no candidates": (("candidates",), []),
     "unknown key": (("settings", "colour"), 1),
-    "no items": (("rows", 0, "items"), 0),
+    "details that are lists": (("rows", 0, "details", "items"), [1]),
 }
 
 
@@ -104,7 +104,7 @@ def test_a_hostile_record_is_refused_or_escaped(folder, tmp_path, name):
 
 def test_the_page_of_one_model_has_scores_alone(tasks, pair, browser, tmp_path):
     alone = crosslayer.evaluate(pair[0], tasks="piqa_local,blimp_local", include_path=tasks, allow_code=True)
-    assert all(row.paired is None and row.baseline is None for row in (*alone.rows, *alone.groups))
+    assert all(row.change is None and row.original is None for row in alone.rows)
     assert crosslayer.load_result(alone.save(tmp_path / "out").parent) == alone
     opened(browser, tmp_path / "out" / "report.html")
     assert browser.execute_script(LOOK) == [] and "standard error" in alone.page()
@@ -113,15 +113,17 @@ def test_the_page_of_one_model_has_scores_alone(tasks, pair, browser, tmp_path):
 def larger(evaluation):
     """The same with a task of a long name, a win, a loss, and a group of ours."""
     record = evaluation.record()
-    row = copy.deepcopy(record["rows"][0])
-    row |= {"name": "a_task_with_a_rather_long_name_local", "filter": "strict-match", "items": 10042}
-    row["candidate"], row["baseline"] = {"value": 0.43, "stderr": 0.005}, {"value": 0.4, "stderr": 0.005}
-    row["paired"]["change"] |= {"value": 0.03, "low": 0.02, "high": 0.04, "p": 1e-7}
-    row["paired"] |= {"discordant": {"candidate": 800, "baseline": 500}, "items_for_a_point": 10231}
+    shares = [row for row in record["rows"] if row["quantity"] == "acc" and "tasks" not in row["details"]]
+    row = copy.deepcopy(shares[0])
+    row |= {"scope": "a_task_with_a_rather_long_name_local", "quantity": "acc (strict-match)"}
+    row |= {"value": 0.43, "original": 0.4}
+    row["change"] |= {"value": 0.03, "low": 0.02, "high": 0.04, "p": 1e-7}
+    row["details"] |= {"items": 10042, "only_candidate": 800, "only_original": 500, "items_for_a_point": 10231}
     loss = copy.deepcopy(row)
-    loss["paired"]["change"] |= {"value": -0.03, "low": -0.04, "high": -0.02}
-    record["rows"] += [row, {**loss, "name": "loss"}]
-    record["groups"] = [{**record["groups"][0], "name": "resformer", "tasks": [f"task{i}" for i in range(6)]}]
+    loss["change"] |= {"value": -0.03, "low": -0.04, "high": -0.02}
+    record["rows"] += [row, {**loss, "scope": "loss"}]
+    group = next(row for row in record["rows"] if "tasks" in row["details"])
+    group["scope"], group["details"]["tasks"] = "resformer", ", ".join(f"task{number}" for number in range(6))
     record["environment"], record["command"] = (
         environment().model_dump(),
         "crosslayer evaluate small --baseline smollm2",
@@ -139,7 +141,7 @@ def test_nothing_on_the_page_is_cut_or_overlaps(browser, evaluation, tmp_path, w
     page = result.page()
     for words in (
         "+3.00\n(+2.00 to +4.00)",
-        "10,042\n+800 −500\np = 1e-07",
+        "10,042",
         "10,231",
         "class='pass'>higher",
         "class='fail'>lower",
@@ -164,7 +166,7 @@ def test_the_command_line_writes_all_of_it(monkeypatch, capsys, tasks, pair, tmp
     assert type_in(monkeypatch, [*map(str, words), "--out", str(tmp_path / "out")]) == 0
     output = capsys.readouterr()
     headline = json.loads(output.out.splitlines()[-1])
-    assert headline["results"][0].keys() >= {"task", "metric", "candidate", "baseline", "difference", "verdict"}
+    assert headline["rows"][0].keys() >= {"scope", "quantity", "value", "original", "change", "verdict"}
     assert "scoring answers: 10 of 10" in output.err and "no difference seen" in output.out
     assert "Only the first 5 items" in output.out
     record = json.loads((tmp_path / "out" / "record.json").read_text())

@@ -12,7 +12,7 @@ import crosslayer
 from crosslayer.core.transformers_versions import CACHE
 from crosslayer.eviction.running import evicting
 from crosslayer.judge.candidate import read_candidates
-from crosslayer.judge.judge import held_bytes
+from crosslayer.judge.held import held_bytes
 from crosslayer.quantization.running import quantizing
 from tests.golden.records import ids
 from tests.helpers.tiny import tiny
@@ -119,14 +119,16 @@ def test_kl_is_that_of_a_loop(model, measured):
 
 
 def test_bytes_are_those_of_tensors(model, measured):
-    whole = 2 * 2 * 8 * 24 * 4 * 2  # keys and values, two heads of 8, 24 tokens, 4 layers, 16 bits
+    whole = 2 * 2 * 8 * 40 * 4 * 2  # keys and values, two heads of 8, 24 + 16 tokens, 4 layers, 16 bits
     assert measured.row("coarse", "bytes").original == pytest.approx(whole, rel=0.4)  # allocated in blocks
     assert measured.row("growing", "bytes").value == measured.row("coarse", "bytes").value + 20_000
     assert measured.row("growing", "bytes").change.value > 1
     with torch.no_grad(), evicting(model, "h2o:0.5") as new_cache:
         cache = new_cache()
         model(ids(1, 5, 24), **{CACHE: cache})
-    assert measured.row("h2o", "bytes").value == held_bytes(cache)
+        for token in ids(1, 6, 16).split(1, dim=1):
+            model(token, **{CACHE: cache})
+    assert measured.row("h2o", "bytes").value == held_bytes(cache).sixteen
     assert any("Not smaller" in line and "growing" in line for line in measured.sentences())
 
 
@@ -161,7 +163,7 @@ def test_numbers_are_hidden_in_three_phrasings():
         model, TOKENIZER, candidates=["int8"], only=["needles"], lengths=[512], samples=1, windows=16, length=8,
         text=torch.arange(16 * 8).view(16, 8) + 5,
     )  # fmt: skip
-    assert found.row("int8", "retrieval").original == 0 and found.row("int8", "retrieval", "512").change.n == 5
+    assert found.row("int8", "retrieval").original == 0 and found.row("int8", "retrieval", "512 tokens").change.n == 5
 
 
 @pytest.mark.parametrize(
@@ -184,7 +186,7 @@ def test_what_is_no_candidate_is_refused_in_one_line(given, text):
 def test_options_are_refused(model):
     with pytest.raises(ValueError, match="`windows` must be at least 48"):
         crosslayer.measure(model, **{**OPTIONS, "windows": 47}, only=["kl"])
-    with pytest.raises(ValueError, match="`context` must be at most 46"):
+    with pytest.raises(ValueError, match="`context` must be at most 48"):
         crosslayer.measure(model, **{**OPTIONS, "context": 60}, only=["bytes"])
     with pytest.raises(ValueError, match="tokenizer="):
         crosslayer.measure(model, **OPTIONS)

@@ -9,7 +9,7 @@ import torch
 
 import crosslayer
 from crosslayer.models.pair import Loadable
-from crosslayer.verbs.needles.sentences import sentences
+from crosslayer.verbs.needles.page import sentences
 from tests.cli.test_cli import run
 from tests.helpers.browser import complaints, resize
 from tests.helpers.tiny import tiny
@@ -30,23 +30,24 @@ def compared():
 
 
 def test_an_oracle_finds_all_and_random_weights_nothing(compared):
-    assert [[one.share.value for one in cells] for cells in compared.cells] == [[0] * 6, [1] * 6]
-    assert [[one.share.value for one in scores] for scores in compared.by_length] == [[0, 0], [1, 1]]
-    for difference in compared.differences:
-        assert (difference.gained, difference.lost) == (0, 9)
-        assert (difference.change.n, difference.change.value, difference.change.verdict) == (9, -1, "lower")
-    assert all(
-        question.value in answer for question, answer in zip(compared.questions, compared.baseline.answers, strict=True)
-    )
+    assert [[compared.score(model, *cell).value for cell in compared.settings.cells] for model in (0, 1)] == [
+        [0] * 6,
+        [1] * 6,
+    ]
+    for row in compared.rows:
+        assert (row.value, row.original, row.details["samples"]) == (0, 1, 9)
+        assert (row.change.n, row.change.value, row.change.verdict) == (9, -1, "lower")
+    right = zip(compared.questions, compared.answers[1], strict=True)
+    assert all(question.value in answer for question, answer in right)
 
 
 def test_what_strays_to_another_key_is_counted():
     result = found(oracle(stray=True), lengths=[512])
-    (whole,) = result.by_length[0]
-    assert (whole.retrieved, whole.other, whole.share.n) == (0, 9, 9)
-    assert "100% of its answers give another key's number" in sentences(result)[0]
+    (row,) = result.rows
+    assert (row.value, row.details) == (0, {"samples": 9, "other_key": 9})
+    assert "100% of the candidate's answers give another key's number" in sentences(result)[1]
     alone = found(oracle(), lengths=[512], keys=1)
-    assert alone.by_length[0][0].share.value == 1 and "another key" not in sentences(alone)[0]
+    assert alone.rows[0].value == 1 and not any("another key" in line for line in sentences(alone))
 
 
 def test_the_samples_are_the_same_whatever_else_is_asked():
@@ -76,7 +77,9 @@ def test_the_result_comes_back_and_its_page_is_fit_to_see(compared, beside, tmp_
             "return [...document.querySelectorAll('.figure .role-mark.mark-text text')].map(text => text.textContent)"
         )
         assert sorted(written, key=int) == sorted(
-            f"{100 * one.share.value:.0f}" for cells in result.cells for one in cells
+            f"{100 * result.score(number, *cell).value:.0f}"
+            for number in range(len(result.models))
+            for cell in result.settings.cells
         )
 
 
@@ -84,8 +87,8 @@ def test_the_result_comes_back_and_its_page_is_fit_to_see(compared, beside, tmp_
     "change",
     [
         lambda record: record["questions"].pop(),
-        lambda record: record["candidate"]["answers"].pop(),
-        lambda record: record["baseline"].update(cells=[]),
+        lambda record: record["answers"][0].pop(),
+        lambda record: record["original"].update(cells=[]),
         lambda record: record["settings"].update(lengths=[8]),
     ],
 )
@@ -158,8 +161,8 @@ def test_the_command_says_what_the_call_returns(monkeypatch, folder, tmp_path, c
     assert result.command.startswith("crosslayer needles model --baseline model --lengths 512")
     assert lines[0].startswith("model") and "depth 100%" in lines[2] and sentences(result)[0] in lines
     again = crosslayer.needles(folder, lengths=[512], depths=[0, 100], keys=2, samples=2, new_tokens=8, batch=3)
-    assert again.candidate.answers == result.candidate.answers and again.questions == result.questions
-    assert result.differences[0].change.value == 0
+    assert again.answers[0] == result.answers[0] and again.questions == result.questions
+    assert result.rows[0].change.value == 0
 
 
 def test_a_smaller_cache_is_in_the_name_of_the_candidate(folder):
@@ -171,7 +174,7 @@ def test_a_smaller_cache_is_in_the_name_of_the_candidate(folder):
         ({"evict": "h2o:0.5", "kv_bits": "fp8"}, "model, h2o:0.5, fp8"),
     ):
         result = crosslayer.needles(folder, baseline=folder, **options, **smaller)
-        assert (result.headline()["model"], result.headline()["baseline"]) == (name, "model")
+        assert (result.headline()["candidates"], result.headline()["original"]) == ([name], "model")
         assert [title for title, *_ in result.tables()] == [name, "model"]
         first, second, *_ = result.sentences()
         assert first.startswith(f"The candidate, {name},") and second.startswith("The baseline, model,")

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from crosslayer.judge.hidden import string_match
+from crosslayer.judge.retrieval import retrieval_change
 from crosslayer.stats.means import paired_difference
 from crosslayer.stats.shares import share, share_difference
-from crosslayer.verbs.needles.record import difference, score
 
 Z = 1.959963984540054
 
@@ -27,24 +27,18 @@ def test_string_match_is_a_share_of_values():
     assert string_match("Amber 12", ["amber", "12", "13"]) == pytest.approx(2 / 3)
 
 
-def test_an_answer_with_both_numbers_counts_as_retrieved():
-    scored = score(256, None, [True, True, False, False], [True, False, True, False])
-    assert (scored.share.n, scored.retrieved, scored.other, scored.share.value) == (4, 2, 1, 0.5)
-
-
 def test_the_difference_of_pairs():
     candidate, baseline = [True, True, False, False, False], [True, False, True, True, False]
-    both = difference(512, candidate, baseline)
-    assert (both.gained, both.lost, both.change.value) == (1, 2, pytest.approx(-0.2))
-    assert both.change.verdict == "no difference seen"
-    mirrored = difference(512, baseline, candidate).change
-    assert mirrored.interval == pytest.approx((-both.change.high, -both.change.low))
-    worse = difference(512, [False] * 40, [True] * 40).change
+    both = retrieval_change(candidate, baseline)
+    assert both.value == pytest.approx(-0.2) and both.verdict == "no difference seen"
+    mirrored = retrieval_change(baseline, candidate)
+    assert mirrored.interval == pytest.approx((-both.high, -both.low))
+    worse = retrieval_change([False] * 40, [True] * 40)
     assert worse.verdict == "lower" and worse.value == -1 == pytest.approx(worse.low)
     with pytest.raises(ValueError, match="shorter"):
-        difference(512, [True], [])
+        retrieval_change([True], [])
     with pytest.raises(ValueError, match="at least one sample"):
-        difference(512, [], [])
+        retrieval_change([], [])
 
 
 def test_pairs_that_never_differ_have_an_interval_all_the_same():
@@ -59,7 +53,7 @@ def test_the_interval_is_students_where_both_hold():
     baseline = pairs[:, 0] < 0.5
     candidate = np.where(pairs[:, 1] < 0.8, baseline, pairs[:, 2] < 0.3)
     expected = paired_difference([*candidate.astype(float)], [*baseline.astype(float)])
-    found = difference(256, candidate.tolist(), baseline.tolist()).change
+    found = retrieval_change(candidate.tolist(), baseline.tolist())
     assert found.value == pytest.approx(expected.value)
     assert found.interval == pytest.approx(expected.interval, abs=5e-4)
 

@@ -32,11 +32,11 @@ def test_scores_are_those_of_transformers(tmp_path, monkeypatch):
     expected = crosslayer.evaluate(tmp_path / "model", device="cpu", **options)
     found = crosslayer.evaluate(tmp_path / "model", engine="vllm", **options)
     assert "Scored with vLLM." in found.sentences() and found.settings.engine == "vllm"
-    assert found.models.candidate.device == "cpu"
-    assert found.models.candidate.parameters == expected.models.candidate.parameters
-    assert found.models.candidate.requests == expected.models.candidate.requests
-    assert [row.title for row in found.rows] == [row.title for row in expected.rows]
-    scores = [[row.candidate.value for row in one.rows] for one in (found, expected)]
+    served, ours = found.candidates[0], expected.candidates[0]
+    assert served.model.device == "cpu" and served.model.parameters == ours.model.parameters
+    assert served.details["requests"] == ours.details["requests"]
+    assert [(row.scope, row.quantity) for row in found.rows] == [(row.scope, row.quantity) for row in expected.rows]
+    scores = [[row.value for row in one.rows] for one in (found, expected)]
     assert scores[0] == pytest.approx(scores[1], rel=1e-4)
     for task in names:
         samples = (one.lm_eval_results["candidate"]["samples"][task] for one in (found, expected))

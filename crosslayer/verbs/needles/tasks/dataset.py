@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from crosslayer.judge.hidden import Samples, string_match
 from crosslayer.models.load import load_tokenizer
-from crosslayer.verbs.needles.record import NeedlesSettings
+from crosslayer.verbs.needles.result import NeedlesSettings
 
 NAMES = ("tokenizer", "pretrained", "model")  # model arguments; the first that is set names the tokenizer
 

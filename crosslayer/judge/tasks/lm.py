@@ -22,7 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from crosslayer.core.transformers_versions import CACHE
 from crosslayer.eviction.cache import EvictionCache
-from crosslayer.eviction.eviction import Eviction, parse_eviction
+from crosslayer.eviction.eviction import Eviction
 from crosslayer.eviction.running import NewCache
 from crosslayer.machine import free_memory
 from crosslayer.output.progress import Steps, progress
@@ -38,17 +38,29 @@ def language_model(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     batch: int | str,
-    evict: str | None = None,
     new_cache: NewCache | None = None,
+    scores: bool = True,
 ) -> "MeteredLM":
-    """Wrap a causal LM for lm-eval; with `new_cache`, the model already runs with such a cache, or `evict`."""
+    """Wrap a causal LM for lm-eval.
+
+    Args:
+        model: the model; if there is a `new_cache`, it already runs with such a cache.
+        tokenizer: its tokenizer.
+        batch: batch size, or auto.
+        new_cache: makes an empty cache; None: the model's own.
+        scores: whether the cache also has its effect if a text is scored without a cache.
+
+    """
     tokenizer = copy.deepcopy(tokenizer)  # lm-eval adds a padding token if there is none
     options = {"pretrained": model, "tokenizer": tokenizer, "batch_size": batch, "backend": "causal"}
     if new_cache is None:
         lm = MeteredLM(**options)
     else:
         lm = SmallerCacheLM(**options)
-        lm.new_cache, lm.eviction = new_cache, None if evict is None else parse_eviction(evict)
+        empty = new_cache()
+        eviction = empty.run.eviction if isinstance(empty, EvictionCache) else None  # type: ignore[attr-defined]
+        lm.new_cache, lm.eviction = new_cache, eviction
+        lm.by_context = not scores or (lm.eviction is not None and bool(lm.eviction.rule.window))
     return lm
 
 
@@ -149,10 +161,11 @@ class MeteredLM(_HFLM):
 
 
 class SmallerCacheLM(MeteredLM):
-    """A model that runs with a smaller cache: quantised, evicting or both."""
+    """A model that runs with a smaller cache: quantized, evicting or any other."""
 
     new_cache: NewCache
     eviction: Eviction | None
+    by_context: bool  # whether a context is read by itself, and its continuations from the cache
 
     def _model_generate(self, context: Tensor, *arguments: Any, **options: Any) -> Tensor:
         cache = self.new_cache()
@@ -165,12 +178,11 @@ class SmallerCacheLM(MeteredLM):
         self, requests: list[Request], disable_tqdm: bool = True, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
         """Return the log likelihood of each continuation, and whether it is the greedy one."""
-        if self.eviction is None:
-            return super()._loglikelihood_tokens(requests, disable_tqdm=True, override_bs=override_bs)
-        for _, context, answer in requests:
-            read = len(context) if self.eviction.rule.window else min(len(context) + len(answer) - 1, self.max_length)
+        for _, context, answer in requests if self.eviction is not None else ():
+            assert self.eviction is not None
+            read = len(context) if self.by_context else min(len(context) + len(answer) - 1, self.max_length)
             self.reduced += self.eviction.evicts_from(read)
-        if not self.eviction.rule.window:
+        if not self.by_context:
             return super()._loglikelihood_tokens(requests, disable_tqdm=True, override_bs=override_bs)
         self.count(requests)
         by_context: dict[tuple[int, ...], list[int]] = {}

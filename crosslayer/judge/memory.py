@@ -1,6 +1,6 @@
 """Whether a configuration fits into memory, checked before it runs."""
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -8,11 +8,8 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from crosslayer.machine import free_memory
-from crosslayer.verbs.bench.record import AttentionKind, Role
 from crosslayer.wiring.read import read_plan
 from crosslayer.wiring.result import ModelPlan
-
-Models = Mapping[Role, PreTrainedModel]
 
 
 @dataclass(frozen=True)
@@ -20,45 +17,47 @@ class Load:
     """A configuration: B sequences of `context` tokens, then `new_tokens` decoded step by step, and the attention."""
 
     context: int
-    batch: int
-    new_tokens: int
-    attention: AttentionKind = "sdpa"
+    batch: int = 1
+    new_tokens: int = 16
+    attention: str = "sdpa"
 
     @property
     def total(self) -> int:
         """Tokens in the cache at the end."""
         return self.context + self.new_tokens
 
+    @property
+    def name(self) -> str:
+        """How tables call it."""
+        return f"context {self.context}, batch {self.batch}, {self.attention}"
 
-def read_plans(models: Models, load: Load, dtype: str | None = None) -> dict[Role, ModelPlan]:
-    """Return the plans of both models at the end of a configuration; empty if one of them has none."""
-    plans: dict[Role, ModelPlan] = {}
+
+def read_plans(models: Sequence[PreTrainedModel], load: Load, dtype: str | None = None) -> list[ModelPlan]:
+    """Return the plans of models at the end of a configuration; empty if one of them has none."""
     try:
-        for role, model in models.items():
-            plans[role] = read_plan(model, load.total, dtype or model.dtype, batch=load.batch)
+        return [read_plan(model, load.total, dtype or model.dtype, batch=load.batch) for model in models]
     except ValueError:
-        return {}
-    return plans
+        return []
 
 
-def too_large(models: Models, load: Load, evicts: bool = False) -> str | None:
+def too_large(models: Sequence[PreTrainedModel], load: Load, evicts: bool = False) -> str | None:
     """Return why a configuration is skipped: caches, activations and logits would not fit in free memory.
 
-    If the candidate `evicts`, its prompt also needs a mask for each head. Its cache is counted in full, evicted or
-    quantised: it is at most that.
+    If a candidate `evicts`, its prompt also needs a mask for each head. Its cache is counted in full, evicted or
+    quantized: it is at most that.
     """
-    caches = [plan.stored_bytes for plan in read_plans(models, load).values()]
+    caches = [plan.stored_bytes for plan in read_plans(models, load)]
     if not caches:
         return None
-    free = free_memory(models["baseline"].device)
-    activations = max(_activation_bytes(model, load.batch * load.context) for model in models.values())
-    logits = max(load.batch * model.config.get_text_config().vocab_size * 8 for model in models.values())
+    free = free_memory(models[0].device)
+    activations = max(_activation_bytes(model, load.batch * load.context) for model in models)
+    logits = max(load.batch * model.config.get_text_config().vocab_size * 8 for model in models)
     need = sum(caches) + max(caches) + activations + logits
+    heads = max(map(_heads, models))
     if evicts:  # the boolean mask that eviction makes, and the additive one that sdpa makes of it
-        model = models["candidate"]
-        need += load.batch * _heads(model) * load.context**2 * (2 + model.dtype.itemsize)
+        need += load.batch * heads * load.context**2 * (2 + models[0].dtype.itemsize)
     if load.attention == "eager":  # two copies of a layer's maps
-        need += 2 * load.batch * max(map(_heads, models.values())) * load.context**2 * 4
+        need += 2 * load.batch * heads * load.context**2 * 4
     if need <= free:
         return None
     return (

@@ -13,13 +13,11 @@ Shapes: n items, T tasks. Source of the number of items: Connor (1987).
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-from pydantic import Field
 from scipy import stats
 
-from crosslayer.output.record import Frozen
 from crosslayer.stats import NORMAL
 from crosslayer.stats.estimate import Estimate
 from crosslayer.stats.means import FEWEST, t_quantile
@@ -29,24 +27,16 @@ POWER = 0.8
 POINT = 0.01  # the difference for which items are counted: a point of a share, 1% of a perplexity
 
 
-class Discordant(Frozen):
-    """How many items only the candidate gets right, and how many only the baseline."""
+class Paired(NamedTuple):
+    """A change over items: candidate − original, or candidate / original for perplexities, and counts that go with it.
 
-    candidate: int = Field(ge=0)
-    baseline: int = Field(ge=0)
-
-
-class Paired(Frozen):
-    """A change over items: candidate − baseline, or candidate / baseline for perplexities.
-
-    p is McNemar's for items that are right or wrong, Student's t otherwise, and normal for groups of tasks.
+    p is McNemar's for items that are right or wrong, Student's t otherwise, and normal for groups of tasks. The counts
+    are those of items that only one of both gets right, and of items that 1 point, or 1% of a perplexity, needs with a
+    power of 80%.
     """
 
     change: Estimate
-    discordant: Discordant | None = None
-    items_for_a_point: int | None = Field(
-        default=None, description="items needed for 1 point, or 1% of a perplexity, with a power of 80%"
-    )
+    counts: dict[str, int] = {}
 
 
 def compare_shares(candidate: np.ndarray, baseline: np.ndarray) -> Paired:
@@ -54,8 +44,11 @@ def compare_shares(candidate: np.ndarray, baseline: np.ndarray) -> Paired:
     only = int(((candidate == 1) & (baseline == 0)).sum()), int(((candidate == 0) & (baseline == 1)).sum())
     return Paired(
         change=share_difference(*only, len(candidate), over="items"),
-        discordant=Discordant(candidate=only[0], baseline=only[1]),
-        items_for_a_point=items_for_shares(sum(only) / len(candidate)),
+        counts={
+            "only_candidate": only[0],
+            "only_original": only[1],
+            "items_for_a_point": items_for_shares(sum(only) / len(candidate)),
+        },
     )
 
 
@@ -67,11 +60,11 @@ def compare_means(candidate: np.ndarray, baseline: np.ndarray, weights: np.ndarr
 def compare_perplexities(candidate: np.ndarray, baseline: np.ndarray, weights: np.ndarray) -> Paired:
     """Return the ratio of perplexities exp(−Σ x / Σ w), from the log likelihoods of items (n,)."""
     change, spread = _weighted(baseline - candidate, weights)  # of the log perplexity
-    needed = None
+    counts = {}
     if spread:  # number of items with which 1% is detected in 80% of cases
         quantiles = NORMAL + stats.norm.ppf(POWER)
-        needed = max(FEWEST, math.ceil((quantiles * spread / math.log1p(POINT)) ** 2))
-    return Paired(change=change.mapped(math.exp), items_for_a_point=needed)
+        counts["items_for_a_point"] = max(FEWEST, math.ceil((quantiles * spread / math.log1p(POINT)) ** 2))
+    return Paired(change.mapped(math.exp), counts)
 
 
 def _weighted(differences: np.ndarray, weights: np.ndarray) -> tuple[Estimate, float | None]:

@@ -19,7 +19,6 @@ import torch
 
 from crosslayer.extras import check_extra
 from crosslayer.hub import reading_dataset
-from crosslayer.verbs.evaluate.record import EvaluateSettings
 
 LOCAL = "_local"  # ending of the names of tasks that read local files
 LM_EVAL_SEED = 1234  # lm-eval's default for numpy, torch and few-shot examples; our seed is added to it
@@ -148,25 +147,27 @@ class Tasks:
         return groups or list(content["tasks"].values())
 
 
-def score(lm: Any, tasks: Tasks, settings: EvaluateSettings) -> dict[str, Any]:
+def score(
+    lm: Any, tasks: Tasks, *, limit: int | None = None, num_fewshot: int | None = None, seed: int = 0
+) -> dict[str, Any]:
     """Return what lm-eval's simple_evaluate returns; call inside `quiet`, since it sets all seeds."""
     from lm_eval.evaluator import simple_evaluate
 
-    seed = settings.seed + LM_EVAL_SEED
+    own_seed = seed + LM_EVAL_SEED
     try:
         results = simple_evaluate(
             model=lm,
             tasks=list(tasks.loaded),
             task_manager=tasks.manager,
-            num_fewshot=settings.num_fewshot,
+            num_fewshot=num_fewshot,
             batch_size=lm.batch_size,
             device=str(lm.device),
-            limit=settings.limit,
+            limit=limit,
             log_samples=True,
-            random_seed=settings.seed,
-            numpy_random_seed=seed % 2**32,
-            torch_random_seed=seed,
-            fewshot_random_seed=seed,
+            random_seed=seed,
+            numpy_random_seed=own_seed % 2**32,
+            torch_random_seed=own_seed,
+            fewshot_random_seed=own_seed,
             confirm_run_unsafe_code=tasks.allow_code,
         )
     except ValueError as error:  # its message can be shown as it is

@@ -1,0 +1,147 @@
+"""One run of a model at a load: a prompt, then decoding steps, with their times, bytes and peak memory.
+
+Shapes: B batch, S tokens in the cache.
+"""
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
+from transformers.cache_utils import DynamicLayer
+
+from crosslayer.core.transformers_versions import CACHE, EMPTY_LAYER
+from crosslayer.eviction.running import NewCache
+from crosslayer.judge.held import Bytes, held_bytes
+from crosslayer.judge.memory import Load
+from crosslayer.machine import Peak, peak_memory, seconds
+from crosslayer.stats.times import TimeComparison, compare_times
+
+TIMES = {  # measures, and what tables call them
+    "ttft": "time to first token",
+    "tpot_dynamic": "time per token, dynamic cache",
+    "tpot_static": "time per token, static cache",
+}
+WARM_UP = 2  # steps that are not counted
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one run took: seconds by measure, bytes of its caches, and its peak memory."""
+
+    seconds: dict[str, float]
+    dynamic: Bytes
+    static: Bytes | None
+    peak: Peak
+
+
+@contextmanager
+def attention_of(models: Sequence[PreTrainedModel], kind: str) -> Iterator[None]:
+    """Run all models with the same attention implementation; restores the former ones at the end."""
+    before = [model.config.get_text_config()._attn_implementation or "eager" for model in models]
+    try:
+        for model in models:
+            model.set_attn_implementation(kind)
+        yield
+    finally:
+        for model, former in zip(models, before, strict=True):
+            model.set_attn_implementation(former)
+
+
+def random_ids(models: Sequence[PreTrainedModel], load: Load, seed: int = 0) -> Tensor:
+    """Return random token ids (B, S) that all models know."""
+    vocabulary = min(model.config.get_text_config().vocab_size for model in models)
+    return torch.randint(0, vocabulary, (load.batch, load.total), generator=torch.Generator().manual_seed(seed))
+
+
+def run(model: PreTrainedModel, load: Load, ids: Tensor, new_cache: NewCache | None = None, static: bool = True) -> Run:
+    """Read a prompt and decode the tokens after it, with a dynamic cache and, if `static`, with a static one.
+
+    A model with a smaller cache, which `new_cache` makes, has only one kind of it, which the prompt fills again.
+
+    Args:
+        model: in evaluation mode, without gradients.
+        load: the configuration.
+        ids: prompt and new tokens, (B, S).
+        new_cache: makes an empty cache; None: the model's own.
+        static: whether to decode with a static cache, too.
+
+    """
+    ids, took, caches = ids.to(model.device), {}, []
+    with peak_memory(model.device) as peak:
+        took["ttft"] = seconds(lambda: caches.append(prefill(model, load, ids, new_cache)), model.device)
+        dynamic = caches.pop()
+        took["tpot_dynamic"] = _decoding_seconds(model, load, ids, dynamic)
+    size, of_static = held_bytes(dynamic), None
+    if static:
+        filled = prefill(model, load, ids, new_cache) if new_cache else static_cache(model, load, ids, dynamic)
+        del dynamic
+        took["tpot_static"] = _decoding_seconds(model, load, ids, filled)
+        of_static = held_bytes(filled)
+    return Run(took, size, of_static, peak)
+
+
+def prefill(model: PreTrainedModel, load: Load, ids: Tensor, new_cache: NewCache | None = None) -> Cache:
+    """Return a fresh cache, dynamic or smaller, after the prompt; only the last logits are computed."""
+    cache = DynamicCache(config=model.config) if new_cache is None else new_cache()
+    options: dict[str, Any] = {CACHE: cache, "use_cache": True}
+    if "logits_to_keep" in inspect.signature(model.forward).parameters:
+        options["logits_to_keep"] = 1
+    model(ids[:, : load.context], **options)
+    return cache
+
+
+def static_cache(model: PreTrainedModel, load: Load, ids: Tensor, cache: Cache) -> StaticCache:
+    """Return a static cache of the full length with the prompt: copied, or run again if a window has cut it."""
+    static = StaticCache(config=model.config, max_cache_len=load.total)
+    if any(type(layer) not in (DynamicLayer, EMPTY_LAYER) for layer in cache.layers):  # not all states of all tokens
+        model(ids[:, : load.context], **{CACHE: static}, use_cache=True)
+        return static
+    for number, layer in enumerate(cache.layers):
+        if isinstance(layer, DynamicLayer) and layer.keys is not None and layer.values is not None:
+            static.update(layer.keys[:, :, : load.context], layer.values[:, :, : load.context], number)
+    return static
+
+
+def _decoding_seconds(model: PreTrainedModel, load: Load, ids: Tensor, cache: Cache) -> float:
+    """Return the seconds of a decoding step, the mean over all new tokens."""
+
+    def decode() -> None:
+        for at in range(load.context, load.total):
+            model(ids[:, at : at + 1], **{CACHE: cache}, use_cache=True)
+
+    return seconds(decode, model.device) / load.new_tokens
+
+
+def softmax_share(model: PreTrainedModel, load: Load, ids: Tensor) -> float:
+    """Return which share of the time of a prompt softmax takes, with eager attention."""
+    taken, softmax = [], functional.softmax
+
+    def timed(*args: Any, **kwargs: Any) -> Tensor:
+        results: list[Tensor] = []
+        taken.append(seconds(lambda: results.append(softmax(*args, **kwargs)), model.device))
+        return results[0]
+
+    with mock.patch.object(functional, "softmax", timed):
+        total = seconds(partial(prefill, model, load, ids.to(model.device)), model.device)
+    return sum(taken) / total
+
+
+def steps_in_turns(models: Sequence[PreTrainedModel], load: Load, ids: Tensor) -> TimeComparison:
+    """Return the time of a decoding step of a candidate and a baseline: each prompt runs once, then both take turns."""
+    caches = [prefill(model, load, ids.to(model.device)) for model in models]
+    took: list[list[float]] = [[] for _ in models]
+    for step, at in enumerate(range(load.context, load.total)):
+        for side in (0, 1) if step % 2 else (1, 0):
+            model, token = models[side], ids[:, at : at + 1].to(models[side].device)
+            call = partial(model, token, **{CACHE: caches[side]}, use_cache=True)
+            took[side].append(seconds(call, model.device))
+    candidate, baseline = (times[WARM_UP:] for times in took)
+    return compare_times(candidate, baseline)

@@ -1,0 +1,111 @@
+"""Tables and sentences that the pages of all comparisons have in common."""
+
+from collections.abc import Sequence
+
+from crosslayer.judge.report import Report, Row
+from crosslayer.output.formatting import UNKNOWN, listed
+from crosslayer.output.page import Cell, Mark
+from crosslayer.output.shown import Table
+from crosslayer.stats.estimate import Estimate
+
+KINDS = {True: "pass", False: "fail", None: "skip"}  # of a verdict's cell, by whether the candidate is better
+NAMED = 6  # scopes that a sentence names at most
+
+
+def listing(title: str, rows: Sequence[Row], details: dict[str, str] | None = None, of: str = "scope") -> Table:
+    """Return a table with a line for each row.
+
+    Args:
+        title: above the table.
+        rows: what it lists.
+        details: of the rows' details those that have a column, with the heads of these.
+        of: the head of the column of scopes.
+
+    """
+    details = details or {}
+    candidates = {row.candidate for row in rows}
+    compared = any(row.change is not None for row in rows)
+    names = ["candidate"] if len(candidates) > 1 else []
+    head = [*names, of, "quantity", *(["original"] if compared else []), "candidate" if compared else "score"]
+    head += ["change\n(95% interval)", "verdict", "interval over"] if compared else []
+    cells = []
+    for row in rows:
+        cell: list[Cell] = [row.candidate] if names else []
+        cell += [row.scope, row.quantity]
+        cell += [row.text(row.original) or UNKNOWN] if compared else []
+        cell.append(row.text(row.value) or UNKNOWN)
+        if compared:
+            cell += _change_cells(row)
+        cell += [_detail(row, name) for name in details]
+        cells.append(cell)
+    return title, [*head, *details.values()], cells
+
+
+def _change_cells(row: Row) -> list[Cell]:
+    if row.change is None:
+        return [UNKNOWN, UNKNOWN, UNKNOWN]
+    return [row.change_text().replace(" (", "\n("), Mark(row.verdict, KINDS[row.is_better]), over(row.change)]
+
+
+def _detail(row: Row, name: str) -> str:
+    value = row.details.get(name, UNKNOWN)
+    return f"{value:,}" if isinstance(value, int) else f"{value:.3g}" if isinstance(value, float) else value
+
+
+def over(change: Estimate) -> str:
+    """Return what an interval is over: 16 windows, bootstrap."""
+    return f"{change.n} {change.over}, {change.how}" if change.interval is not None else UNKNOWN
+
+
+def by_verdict(rows: Sequence[Row]) -> list[str]:
+    """Return a sentence for each quantity: at which scopes the candidate is lower or higher, and where neither is seen.
+
+    Gains and losses are worded alike.
+    """
+    written = []
+    for quantity in dict.fromkeys(row.quantity for row in rows):
+        own = [row for row in rows if row.quantity == quantity and row.change is not None]
+        clauses = []
+        for verdict in sorted({row.verdict for row in own}):
+            group = [row for row in own if row.verdict == verdict]
+            if [row.scope for row in group] == ["all"]:
+                clauses.append(f"{verdict}, {group[0].change_text()}")
+            elif len(group) == len(own) > NAMED:
+                clauses.append(f"{verdict} everywhere, {_span(group)}")
+            else:
+                named = [f"{row.scope} {row.change_text()}" for row in group[:NAMED]]
+                more = f" and {len(group) - NAMED} more" if len(group) > NAMED else ""
+                clauses.append(f"{verdict} at {'; '.join(named)}{more}")
+        if clauses:
+            written.append(f"{quantity[0].upper()}{quantity[1:]}: {'. '.join(clauses)}.")
+    return written
+
+
+def _span(rows: Sequence[Row]) -> str:
+    """Return the smallest and the largest change of rows."""
+    ends = sorted(rows, key=lambda row: 0.0 if row.change is None else row.change.value)
+    return " to ".join(dict.fromkeys(row.change_text().partition(" (")[0] for row in (ends[0], ends[-1])))
+
+
+def failures(report: Report) -> list[str]:
+    """Return which candidates could not be measured, and which are not smaller than the original."""
+    lines = [f"{one.name} could not be measured: {one.failed}." for one in report.candidates if one.failed]
+    rows = [row for row in report.rows_of("bytes") if row.change is not None and row.change.value >= 1]
+    larger = list(dict.fromkeys(row.candidate for row in rows))
+    if larger:
+        lines.append(f"Not smaller than the original's 16-bit cache: {listed(larger)}.")
+    return lines
+
+
+def models_table(report: Report) -> Table:
+    """Return the models with what is known of each."""
+    rows = []
+    for one in report.models:
+        facts = one.model
+        about = "" if facts is None else f"{facts.class_}, {facts.parameters / 1e6:.1f} M parameters, {facts.dtype}"
+        details = "; ".join(
+            f"{name} {value:,}" if isinstance(value, int) else f"{name} {value}" for name, value in one.details.items()
+        )
+        role = "original" if one is report.original else "candidate"
+        rows.append([role, one.name, about, details])
+    return "Models", ["role", "name", "model", "details"], rows

@@ -1,0 +1,141 @@
+"""What every comparison returns: a row for each quantity of each candidate."""
+
+from typing import Any
+
+from pydantic import Field
+
+from crosslayer.output.formatting import percent, readable_bytes, readable_seconds
+from crosslayer.output.record import Frozen, ModelFacts
+from crosslayer.output.result import Result
+from crosslayer.stats.estimate import Better, Estimate
+from crosslayer.stats.shares import in_points
+from crosslayer.stats.times import SPEED
+
+Detail = float | int | str
+
+
+class Row(Frozen):
+    """One quantity of a candidate, beside the original's."""
+
+    quantity: str
+    unit: str = Field(description="nats/token, bytes, s, share (of items or numbers), or empty")
+    candidate: str
+    scope: str = Field(default="all", description="all, or a domain, a task, a length, a configuration")
+    original: float | None = None
+    value: float | None = None
+    change: Estimate | None = Field(description="candidate less original, or over it where `none` is 1")
+    better: Better = "lower"
+    details: dict[str, Detail] = Field(default={}, description="what goes with it: counts of items, bytes as allocated")
+
+    @property
+    def is_better(self) -> bool | None:
+        """Whether the candidate is better than the original; None if no difference is seen or there is no original."""
+        return None if self.change is None else self.change.is_better(self.better)
+
+    @property
+    def verdict(self) -> str:
+        """Whether the candidate's value is lower or higher; of times, whether it is faster or slower."""
+        verdict = "not compared" if self.change is None else self.change.verdict
+        return SPEED.get(verdict, verdict) if self.unit == "s" else verdict  # type: ignore[call-overload]
+
+    def change_text(self) -> str:
+        """Return the change with its interval: shares in points, bytes in percent of the original's, times as 0.85x."""
+        if self.change is None:
+            return self.text(self.value)
+        if self.unit == "bytes":
+            return percent(self.change.value, 1)
+        if self.unit == "share":
+            return in_points(self.change).text(2, signed=True)
+        if self.change.none == 1:
+            return self.change.text(3, unit="x")
+        return self.change.text(4, signed=bool(self.original))
+
+    def text(self, value: float | None) -> str:
+        """Return a value of this quantity: 7.50 MiB, 52.3 ms, 41.25%."""
+        if value is None:
+            return ""
+        if self.unit == "bytes":
+            return readable_bytes(value)
+        if self.unit == "s":
+            return readable_seconds(value)
+        return percent(value, 2) if self.unit == "share" else f"{value:.4g}"
+
+
+class JudgedModel(Frozen):
+    """A model that was measured, with the way it keeps its cache."""
+
+    name: str
+    model: ModelFacts | None = Field(default=None, description="None if it could not be loaded")
+    engines: tuple[str, ...] = Field(default=(), description="engines that can serve it")
+    failed: str | None = Field(default=None, description="why it could not be measured")
+    details: dict[str, Detail] = Field(default={}, description="bytes of its parameters, requests that it answered …")
+
+
+class Report(Result):
+    """Rows of candidates; a verb adds its settings, and what its own figures show."""
+
+    original: JudgedModel | None = Field(description="what candidates are compared with; None: scores alone")
+    candidates: tuple[JudgedModel, ...] = Field(min_length=1)
+    rows: tuple[Row, ...]
+    seconds: float = Field(ge=0)
+
+    @property
+    def exit_status(self) -> int:  # type: ignore[override]
+        """1 if a candidate could not be measured."""
+        return int(any(candidate.failed is not None for candidate in self.candidates))
+
+    @property
+    def models(self) -> tuple[JudgedModel, ...]:
+        """The candidates and, last, the original if there is one."""
+        return self.candidates if self.original is None else (*self.candidates, self.original)
+
+    def row(self, candidate: str, quantity: str, scope: str = "all") -> Row | None:
+        """Return the row of a quantity; None if it was not measured."""
+        for row in self.rows:
+            if (row.candidate, row.quantity, row.scope) == (candidate, quantity, scope):
+                return row
+        return None
+
+    def rows_of(self, quantity: str) -> list[Row]:
+        """Return the rows of a quantity."""
+        return [row for row in self.rows if row.quantity == quantity]
+
+    def changes(self, quantity: str, scope: str = "all") -> dict[str, Estimate]:
+        """Return the change of a quantity by candidate, of those for which it was measured."""
+        rows = [row for row in self.rows_of(quantity) if row.scope == scope]
+        return {row.candidate: row.change for row in rows if row.change is not None}
+
+    def frame(self) -> dict[str, list[Any]]:
+        """Return the rows as columns, which `pandas.DataFrame` takes; those of the change begin with `change_`."""
+        columns: dict[str, list[Any]] = {}
+        for row in self.rows:
+            flat = row.model_dump(exclude={"change"})
+            for name in Estimate.model_fields:
+                flat[f"change_{name}"] = None if row.change is None else getattr(row.change, name)
+            for name, value in flat.items():
+                columns.setdefault(name, []).append(value)
+        return columns
+
+    def headline(self) -> dict[str, Any]:
+        """Return the names of the models, and the figures of each row."""
+        return {
+            "candidates": [one.name for one in self.candidates],
+            "original": None if self.original is None else self.original.name,
+            "failed": {one.name: one.failed for one in self.candidates if one.failed is not None},
+            "rows": [_figures(row) for row in self.rows],
+        }
+
+
+def _figures(row: Row) -> dict[str, Any]:
+    """Return what a row says, rounded, without what is not known."""
+    figures: dict[str, Any] = {"candidate": row.candidate, "quantity": row.quantity, "scope": row.scope}
+    figures |= {"original": row.original, "value": row.value}
+    if row.change is not None:
+        figures |= {"change": row.change.value, "interval": row.change.interval, "verdict": row.verdict}
+    return {name: _rounded(value) for name, value in figures.items() if value is not None}
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_rounded(end) for end in value]
+    return float(f"{value:.5g}") if isinstance(value, float) else value

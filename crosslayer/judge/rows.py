@@ -1,0 +1,89 @@
+"""Rows of a report, from what a judge has measured."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from crosslayer.judge.clock import Run
+from crosslayer.judge.losses import Losses
+from crosslayer.judge.report import Row
+from crosslayer.judge.retrieval import retrieval_change
+from crosslayer.stats.bootstrap import Bootstrap
+from crosslayer.stats.estimate import Estimate, new_domain
+from crosslayer.stats.times import compare_times
+
+NEW = "a new domain"  # the scope of a prediction
+
+
+def counted(ratio: float) -> Estimate:
+    """Return a ratio of bytes, which are counted, not measured."""
+    return Estimate(value=ratio, n=1, over="caches", how="counted", none=1.0)
+
+
+def cache_rows(own_run: Run, original_run: Run, /, **facts: Any) -> list[Row]:
+    """Return the bytes of the dynamic cache and, if both runs have one, of the static cache, in 16 bits."""
+    rows = []
+    sides = [
+        ("bytes", own_run.dynamic, original_run.dynamic),
+        ("bytes, static cache", own_run.static, original_run.static),
+    ]
+    for quantity, own, other in sides:
+        if own is not None and other is not None:
+            details = {"allocated": own.allocated, "original_allocated": other.allocated}
+            sizes: dict[str, Any] = {"original": other.sixteen, "value": own.sixteen, "details": details}
+            rows.append(
+                Row(quantity=quantity, unit="bytes", change=counted(own.sixteen / other.sixteen), **sizes, **facts)
+            )
+    return rows
+
+
+def time_rows(pairs: Sequence[tuple[Run, Run]], measures: Sequence[str], **facts: Any) -> list[Row]:
+    """Return the median seconds of each measure over pairs of runs (candidate, original), and their ratio.
+
+    The detail `spread` says how far apart the quartiles of equal runs are, as a fraction.
+    """
+    rows = []
+    for measure in measures:
+        own, other = ([run.seconds[measure] for run in side] for side in zip(*pairs, strict=True))
+        found = compare_times(own, other)
+        medians: dict[str, Any] = {"original": found.baseline.median, "value": found.candidate.median}
+        spread = max(found.candidate.spread, found.baseline.spread)
+        rows.append(
+            Row(quantity=measure, unit="s", change=found.change, details={"spread": spread}, **medians, **facts)
+        )
+    return rows
+
+
+def kl_rows(candidate: str, found: Losses) -> list[Row]:
+    """Return KL and the ratio of perplexities, of all windows and by domain, and the KL that a new domain may have."""
+    rows: list[Row] = []
+    domains = list(dict.fromkeys(found.domains))
+    for scope, losses in [("all", found), *((domain, found.of(domain)) for domain in domains)]:
+        bootstrap = Bootstrap(losses.documents)
+        facts: dict[str, Any] = {"candidate": candidate, "scope": scope}
+        kl, ratio = bootstrap.mean(losses.kl), bootstrap.ratio(losses.after - losses.before)
+        rows.append(Row(quantity="KL", unit="nats/token", original=0.0, value=kl.value, change=kl, **facts))
+        before, after = float(np.exp(losses.before.mean())), float(np.exp(losses.after.mean()))
+        rows.append(Row(quantity="perplexity", unit="", original=before, value=after, change=ratio, **facts))
+    if len(domains) > 1:
+        kl = new_domain(np.array([found.of(domain).kl.mean() for domain in domains]))
+        rows.append(Row(quantity="KL", unit="nats/token", candidate=candidate, scope=NEW, change=kl))
+    return rows
+
+
+def retrieval_row(
+    candidate: str, scope: str, found: Sequence[bool], original: Sequence[bool] | None = None, **details: int
+) -> Row:
+    """Return the share of hidden numbers that a candidate finds, beside the original's if there is one."""
+    return Row(
+        quantity="retrieval",
+        unit="share",
+        candidate=candidate,
+        scope=scope,
+        original=None if original is None else sum(original) / len(original),
+        value=sum(found) / len(found),
+        change=None if original is None else retrieval_change(found, original),
+        better="higher",
+        details=dict(details),
+    )

@@ -1,0 +1,212 @@
+"""Summarises lm-eval's results of one or two models: rows of scores with paired differences, and groups."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from crosslayer.judge.report import Detail, Row
+from crosslayer.judge.tasks.paired import Paired, compare_groups, compare_means, compare_perplexities, compare_shares
+
+Results = Mapping[str, Any]  # what lm-eval's simple_evaluate returns
+Sample = Mapping[str, Any]
+GROUP_METRICS = ("acc", "acc_norm")
+CLOSE = 1e-9  # relative tolerance between lm-eval's score and the one computed from items
+
+
+@dataclass(frozen=True)
+class Items:
+    """Values and weights (n,) of a metric; for a perplexity the values are log likelihoods.
+
+    The score is Σ values / Σ weights, or exp(−Σ values / Σ weights) for a perplexity; in a share all values are 0 or 1.
+    """
+
+    kind: Literal["share", "mean", "perplexity"]
+    values: np.ndarray
+    weights: np.ndarray
+
+
+def samples_of(samples: Sequence[Sample], metric: str, name: str) -> list[Sample]:
+    """Return the samples of a filter that have a metric, in the order of their documents."""
+    filtered = [sample for sample in samples if sample["filter"] == name and metric in sample]
+    return sorted(filtered, key=lambda sample: sample["doc_id"])
+
+
+def items_of(samples: Sequence[Sample], metric: str, reported: float) -> Items | None:
+    """Return the items of a metric, or None if the reported score is neither their mean nor a perplexity.
+
+    lm-eval's results do not say how a task aggregates its items, so the aggregation is taken that gives the reported
+    score. An item is a number, or a pair of a log likelihood and a weight (words, bytes).
+    """
+    try:
+        entries = np.array([sample[metric] for sample in samples], dtype=float)  # (n,) or (n, 2)
+    except (TypeError, ValueError):
+        return None
+    if not entries.size or not np.isfinite(entries).all() or entries.shape[1:] not in ((), (2,)):
+        return None
+    values, weights = entries.T if entries.ndim == 2 else (entries, np.ones(len(entries)))
+    mean = values.sum() / weights.sum() if weights.sum() else math.nan
+    if _is_close(mean, reported):
+        return Items("share" if set(values.tolist()) <= {0.0, 1.0} else "mean", values, weights)
+    if reported > 0 and _is_close(-mean, math.log(reported)):
+        return Items("perplexity", values, weights)
+    if _is_close(-mean / math.log(2), reported):  # bits per byte
+        return Items("mean", -values / math.log(2), weights)
+    return None
+
+
+def _is_close(value: float, reported: float) -> bool:
+    return math.isclose(value, reported, rel_tol=CLOSE, abs_tol=CLOSE)
+
+
+def check_same(candidate: Sequence[Sample], original: Sequence[Sample], task: str) -> None:
+    """Refuse to pair samples with different documents or prompts."""
+    for name in ("doc_id", "doc_hash", "prompt_hash"):
+        if [sample[name] for sample in candidate] != [sample[name] for sample in original]:
+            raise ValueError(f"{task}: candidate and original have different {name}, so their items cannot be paired")
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A metric of a task: its names in lm-eval's results, its row, and the kind of its items."""
+
+    task: str
+    metric: str
+    filter: str
+    kind: str | None
+    row: Row
+
+
+def task_rows(candidate: str, results: Results, original: Results | None) -> list[Scored]:
+    """Return a row for each task, metric and filter of lm-eval's results of a candidate and, if given, the original."""
+    scored = []
+    for task in results["samples"]:
+        for key, value in results["results"][task].items():
+            metric, _, name = key.partition(",")
+            if name and not metric.endswith("_stderr") and isinstance(value, int | float):
+                one = _scored(candidate, results, original, task, metric, name)
+                scored += [] if one is None else [one]
+    return scored
+
+
+def _scored(
+    candidate: str, results: Results, original: Results | None, task: str, metric: str, name: str
+) -> Scored | None:
+    """Return the row of a metric and filter; None if no sample has it."""
+    samples, key = samples_of(results["samples"][task], metric, name), f"{metric},{name}"
+    if not samples:
+        return None
+    items, paired = items_of(samples, metric, results["results"][task][key]), None
+    kind = None if items is None else items.kind
+    details: dict[str, Detail] = {"items": len(samples), "shots": results["n-shot"][task], **_error(results, task, key)}
+    if original is not None:
+        others = samples_of(original["samples"][task], metric, name)
+        check_same(samples, others, task)
+        paired = _compared(items, items_of(others, metric, original["results"][task][key]))
+        details |= {f"original_{one}": value for one, value in _error(original, task, key).items()}
+    higher_is_better = results["higher_is_better"].get(task, {}).get(metric) is not False  # the default is True
+    row = Row(
+        quantity=metric if name == "none" else f"{metric} ({name})",
+        unit="share" if kind == "share" else "",
+        candidate=candidate,
+        scope=task,
+        original=None if original is None else original["results"][task][key],
+        value=results["results"][task][key],
+        change=None if paired is None else paired.change,
+        better="higher" if higher_is_better and kind != "perplexity" else "lower",
+        details={**details, **({} if paired is None else paired.counts)},
+    )
+    return Scored(task, metric, name, kind, row)
+
+
+def _error(results: Results, task: str, key: str) -> dict[str, float]:
+    """Return lm-eval's standard error of a score, if it has one."""
+    metric, _, name = key.partition(",")
+    error = results["results"][task].get(f"{metric}_stderr,{name}")
+    return {"stderr": error} if isinstance(error, int | float) and not math.isnan(error) else {}
+
+
+def _compared(candidate: Items | None, original: Items | None) -> Paired | None:
+    if candidate is None or original is None or (candidate.weights != original.weights).any():
+        return None
+    kinds = {candidate.kind, original.kind}
+    if kinds == {"share"}:
+        return compare_shares(candidate.values, original.values)
+    if kinds == {"perplexity"}:
+        return compare_perplexities(candidate.values, original.values, candidate.weights)
+    if "perplexity" in kinds:
+        return None
+    return compare_means(candidate.values, original.values, candidate.weights)
+
+
+def group_rows(
+    groups: Mapping[str, Sequence[str]], scored: Sequence[Scored], results: Results, original: Results | None
+) -> list[Row]:
+    """Return the means of acc, and of acc_norm if tasks have it, over the `scored` tasks of each group.
+
+    `groups` are the groups in addition to lm-eval's own. A group's row names its tasks in its details.
+    """
+    means = []
+    for group, tasks in {**_harness_groups(results), **groups}.items():
+        shown: set[tuple[str, ...]] = set()
+        for metric in GROUP_METRICS:
+            chosen = [_metric_of(scored, task, metric) for task in tasks]
+            members = [one for one in chosen if one is not None]
+            names = tuple(one.metric for one in members)
+            if len(members) == len(tasks) and names not in shown:
+                shown.add(names)
+                means.append(_group_row(group, metric, members, results, original))
+    return means
+
+
+def _harness_groups(results: Results) -> dict[str, tuple[str, ...]]:
+    """Return the tasks of lm-eval's own groups, including those of nested groups."""
+
+    def leaves(name: str) -> list[str]:
+        inner = results["group_subtasks"].get(name)
+        return [name] if not inner else [leaf for child in inner for leaf in leaves(child)]
+
+    return {name: tuple(leaves(name)) for name, inner in results["group_subtasks"].items() if inner}
+
+
+def _metric_of(scored: Sequence[Scored], task: str, metric: str) -> Scored | None:
+    """Return a task's metric, or acc if it lacks that, provided that its items are right or wrong."""
+    shares = {one.metric: one for one in reversed(scored) if one.task == task and one.kind == "share"}
+    return shares.get(metric) or shares.get("acc")
+
+
+def _group_row(group: str, metric: str, members: Sequence[Scored], results: Results, original: Results | None) -> Row:
+    """Return the mean over tasks, weighted by items if only that gives the score that lm-eval reports of the group."""
+    scores = np.array([one.row.value for one in members], dtype=float)
+    items = np.array([one.row.details["items"] for one in members], dtype=float)
+    reported = results.get("groups", {}).get(group, {}).get(f"{metric},none")
+    reported = reported if isinstance(reported, float) else math.nan
+    by_items = not _is_close(scores.mean(), reported) and _is_close(float(np.average(scores, weights=items)), reported)
+    weights = items if by_items else np.ones(len(members))
+    change, of_original = None, None
+    if original is not None:
+        change = compare_groups([_values(results, one) - _values(original, one) for one in members], weights).change
+        others = np.array([one.row.original for one in members], dtype=float)
+        of_original = float(np.average(others, weights=weights))
+    return Row(
+        quantity=metric,
+        unit="share",
+        candidate=members[0].row.candidate,
+        scope=group,
+        original=of_original,
+        value=float(np.average(scores, weights=weights)),
+        change=change,
+        better="higher",
+        details={
+            "items": int(items.sum()),
+            "tasks": ", ".join(one.task for one in members),
+            "weighting": "items" if by_items else "tasks",
+        },
+    )
+
+
+def _values(results: Results, one: Scored) -> np.ndarray:
+    samples = samples_of(results["samples"][one.task], one.metric, one.filter)
+    return np.array([sample[one.metric] for sample in samples], dtype=float)

@@ -23,9 +23,9 @@ class Row(Frozen):
     scope: str = Field(default="all", description="all, or a domain, a task, a length, a configuration")
     original: float | None = None
     value: float | None = None
-    change: Estimate | None = Field(description="candidate less original, or over it where `none` is 1")
+    change: Estimate | None = Field(default=None, description="candidate less original, or over it if `none` is 1")
     better: Better = "lower"
-    details: dict[str, Detail] = Field(default={}, description="what goes with it: counts of items, bytes as allocated")
+    details: dict[str, Detail] = Field(default={}, description="what goes with it: counts of items, bytes as stored")
 
     @property
     def is_better(self) -> bool | None:
@@ -45,7 +45,7 @@ class Row(Frozen):
         if self.unit == "bytes":
             return percent(self.change.value, 1)
         if self.unit == "share":
-            return in_points(self.change).text(2, signed=True)
+            return in_points(self.change).text(1, signed=True)
         if self.change.none == 1:
             return self.change.text(3, unit="x")
         return self.change.text(4, signed=bool(self.original))

@@ -30,7 +30,7 @@ def cache_rows(own_run: Run, original_run: Run, /, **facts: Any) -> list[Row]:
     ]
     for quantity, own, other in sides:
         if own is not None and other is not None:
-            details = {"allocated": own.allocated, "original_allocated": other.allocated}
+            details = {"stored": own.allocated, "original_stored": other.allocated}
             sizes: dict[str, Any] = {"original": other.sixteen, "value": own.sixteen, "details": details}
             rows.append(
                 Row(quantity=quantity, unit="bytes", change=counted(own.sixteen / other.sixteen), **sizes, **facts)

@@ -60,7 +60,8 @@ def retrieved(folder):
     found = crosslayer.needles(
         random_model(torch.float32), TOKENIZER, baseline=oracle(), lengths=[512], depths=[0, 50], keys=2, samples=3
     )
-    shares = [[[cell.share for cell in cells]] for cells in found.cells]  # by model, the one length, and depth
+    cells = found.settings.cells  # of the one length, by depth
+    shares = [[[found.score(model, *cell) for cell in cells]] for model in (0, 1)]
     return found.record() | {
         "scores": [[[share.value for share in depths] for depths in model] for model in shares],
         "intervals": [[[share.interval for share in depths] for depths in model] for model in shares],

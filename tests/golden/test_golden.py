@@ -13,9 +13,16 @@ TOLERANCE = {"rel": 2e-3, "abs": 2e-5}
 # paths that a schema no longer has, by record, and why
 LEFT = {
     "retrofit-choice": r"choice\.search\.passes",  # the dynamic programming ran more configurations
-    "bench": r"interval_coverage",  # it follows from the pairs, and fewer than five give no interval
+    # it follows from the pairs; a configuration is a scope, in words; `measure` judges quantized caches
+    "bench": r"interval_coverage|rows\.0\.(context|batch)|rows\.0\.quantised\..*",
     "compare": r"runs\.\d+\.length",  # only trends over lengths used it
 }
+MODELS = [
+    (r"(?:models\.)?candidate\.(layers|parameters)", r"candidates.0.model.\1"),
+    (r"(?:models\.)?baseline\.(layers|parameters)", r"original.model.\1"),
+    (r"models\.candidate\.(bytes|requests|shortened)", r"candidates.0.details.\1"),
+    (r"models\.baseline\.(bytes|requests|shortened)", r"original.details.\1"),
+]
 ENDS = [(r"(.*)\.interval\.0", r"\1.low"), (r"(.*)\.interval\.1", r"\1.high")]
 # where a schema has moved numbers to, by record: old path, new path, one after the other
 MOVED = {
@@ -24,15 +31,39 @@ MOVED = {
         (r"(outcomes\..*)\.(interval\..|p)", r"\1.change.\2"),
         *ENDS,
     ],
+    "bench": [
+        *MODELS,
+        (r"rows\.0\.cache\.dynamic\.(.*)", r"rows.0.\1"),
+        (r"rows\.0\.cache\.static\.(.*)", r"rows.1.\1"),
+        (r"rows\.0\.reads\.(.*)", r"rows.2.\1"),
+        (r"(rows\..)\.candidate", r"\1.details.stored"),
+        (r"(rows\..)\.baseline", r"\1.details.original_stored"),
+        (r"(rows\..)\.ratio", r"\1.change.value"),
+    ],
+    "needles": MODELS,
     "evaluate": [
-        (r"(.*)\.paired\.estimate", r"\1.paired.change.value"),
-        (r"(.*)\.paired\.(interval\..|p)", r"\1.paired.change.\2"),
+        *MODELS,
+        (r"(rows\..)\.candidate\.value", r"\1.value"),
+        (r"(rows\..)\.baseline\.value", r"\1.original"),
+        (r"(rows\..)\.candidate\.stderr", r"\1.details.stderr"),
+        (r"(rows\..)\.baseline\.stderr", r"\1.details.original_stderr"),
+        (r"(rows\..)\.(items|shots)", r"\1.details.\2"),
+        (r"(rows\..)\.paired\.estimate", r"\1.change.value"),
+        (r"(rows\..)\.paired\.(interval\..|p)", r"\1.change.\2"),
+        (r"(rows\..)\.paired\.discordant\.candidate", r"\1.details.only_candidate"),
+        (r"(rows\..)\.paired\.discordant\.baseline", r"\1.details.only_original"),
+        (r"(rows\..)\.paired\.items_for_a_point", r"\1.details.items_for_a_point"),
         *ENDS,
     ],
     "heal": [(r"(.*)\.ci95\.0", r"\1.low"), (r"(.*)\.ci95\.1", r"\1.high")],
 }
 # what an `Estimate` says beside them
-NEW = dict.fromkeys(("compare", "evaluate"), r".*\.change\.(n|none)") | {"heal": r".*\.(n|none)"}
+NEW = dict.fromkeys(("compare", "evaluate"), r".*\.change\.(n|none)") | {
+    "heal": r".*\.(n|none)",
+    # bytes in 16 bits, and rows of times, which were fields of names that say so
+    "bench": r"rows\.[0-2]\.(original|value|change\.(n|none))|rows\.[3-9]\..*",
+    "needles": r"rows\..*",
+}
 
 
 def moved(path, name):

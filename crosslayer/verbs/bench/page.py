@@ -42,7 +42,7 @@ def layout(record: Benchmark) -> Page:
         sentences=sentences(record),
         panels=_panels(record),
         tables=[
-            listing("All measurements", record.rows, {"allocated": "bytes\nallocated"}, "configuration"),
+            listing("All measurements", record.rows, {"stored": "bytes\nas stored"}, "configuration"),
             models_table(record),
         ],
         lead=[overview(record)],

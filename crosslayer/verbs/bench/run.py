@@ -195,7 +195,7 @@ def _reads(models: Sequence[PreTrainedModel], load: Load, facts: dict[str, Any])
     if not plans:
         return []
     own, original = (plan.read_bytes for plan in plans)
-    details: dict[str, Detail] = {"allocated": as_stored[0].read_bytes, "original_allocated": as_stored[1].read_bytes}
+    details: dict[str, Detail] = {"stored": as_stored[0].read_bytes, "original_stored": as_stored[1].read_bytes}
     change = counted(own / original)
     return [
         Row(

@@ -71,7 +71,7 @@ def test_experts_are_read_like_all_else_and_one_pair_has_no_interval():
     benchmark = short(model, model, 4)
     (cache,), (reads,) = benchmark.rows_of("bytes"), benchmark.rows_of("reads of a step")
     assert cache.change.value == 1 and reads.value == reads.original == 3 * 5 * 2 * STATE * 2
-    assert reads.details["allocated"] == 2 * reads.value  # in float32
+    assert reads.details["stored"] == 2 * reads.value  # in float32
     assert all(row.change.interval is None for row in benchmark.rows if row.unit == "s")
     assert sum(TOO_FEW in sentence for sentence in sentences(benchmark)) == 1
 

@@ -31,7 +31,7 @@ def test_allocated_bytes_are_the_plans(benchmark):
     for quantity in ("bytes", "bytes, static cache"):
         (row,) = benchmark.rows_of(quantity)
         assert row.change.value == plan.cached_fraction() == row.value / row.original
-        assert row.details["original_allocated"] == 2 * 15 * 12 * STATE * BYTES == 4 * row.original  # in float64
+        assert row.details["original_stored"] == 2 * 15 * 12 * STATE * BYTES == 4 * row.original  # in float64
     assert benchmark.rows_of("reads of a step")[0].change.value == 1
 
 
@@ -87,7 +87,7 @@ def test_sentences_and_headline(benchmark):
 
 def test_windows_are_known():
     (row,) = short(tiny("mistral"), tiny("llama"), 20, new_tokens=2).rows_of("bytes, static cache")
-    assert row.details["allocated"] == 3 * 8 * 2 * STATE * BYTES
+    assert row.details["stored"] == 3 * 8 * 2 * STATE * BYTES
 
 
 def test_a_model_by_name_is_loaded_as_the_other_one_is(tmp_path):

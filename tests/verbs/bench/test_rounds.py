@@ -84,9 +84,9 @@ def test_a_candidate_may_evict_beside_a_full_cache():
     benchmark = short(candidate, baseline, 48, new_tokens=4, evict="h2o:32")
     (dynamic,), (static,) = benchmark.rows_of("bytes"), benchmark.rows_of("bytes, static cache")
     states, heads, text = 2 * 8 * 8, 2, 52
-    assert dynamic.details["original_allocated"] == 6 * states * heads * text == 4 * dynamic.original  # in float64
+    assert dynamic.details["original_stored"] == 6 * states * heads * text == 4 * dynamic.original  # in float64
     known = 3 * heads * 20 * 8  # of each pair of layers: a position and a sum for 16 tokens and 4 new ones
-    assert dynamic.details["allocated"] == 3 * states * heads * 32 + known
+    assert dynamic.details["stored"] == 3 * states * heads * 32 + known
     assert static.value == dynamic.value == 3 * states * heads * 32 // 4 + known  # a single kind of cache
     assert not benchmark.rows_of("reads of a step")
     assert "(h2o:32)" in " ".join(sentences(benchmark))
@@ -101,7 +101,7 @@ def test_a_candidate_may_have_a_quantised_cache(bits):
     (dynamic,), (static,) = benchmark.rows_of("bytes"), benchmark.rows_of("bytes, static cache")
     kind = KINDS[bits]
     planned = crosslayer.plan(candidate, length=52, dtype="float64", kv_dtype=kind).stored_bytes
-    assert dynamic.details["allocated"] == static.details["allocated"] == planned
+    assert dynamic.details["stored"] == static.details["stored"] == planned
     assert not benchmark.rows_of("reads of a step")
     counted = [crosslayer.plan(candidate, length=52, dtype="bfloat16", kv_dtype=kind).stored_bytes]
     counted.append(crosslayer.plan(baseline, length=52, dtype="bfloat16").stored_bytes)

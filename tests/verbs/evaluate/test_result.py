@@ -140,7 +140,7 @@ def test_nothing_on_the_page_is_cut_or_overlaps(browser, evaluation, tmp_path, w
     assert browser.execute_script(LOOK) == [] and not complaints(browser)
     page = result.page()
     for words in (
-        "+3.00\n(+2.00 to +4.00)",
+        "+3.0\n(+2.0 to +4.0)",
         "10,042",
         "10,231",
         "class='pass'>higher",

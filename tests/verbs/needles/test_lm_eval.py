@@ -67,8 +67,8 @@ def test_the_harness_says_what_the_verb_says(folder):
     )
     said = [row["resps"][0][0] for row in sorted(ran["samples"]["needles_512"], key=lambda row: row["doc_id"])]
     result = crosslayer.needles(folder, lengths=[512], **options)
-    assert said == [*result.candidate.answers] and all(said)
-    assert ran["results"]["needles_512"]["string_match,none"] == result.by_length[0][0].share.value
+    assert said == [*result.answers[0]] and all(said)
+    assert ran["results"]["needles_512"]["string_match,none"] == result.rows[0].value
 
 
 def test_a_task_without_a_tokenizer_is_refused():

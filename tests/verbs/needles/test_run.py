@@ -60,7 +60,7 @@ def test_a_baseline_that_finds_nothing_is_said_to(compared):
     swapped = found(oracle(), baseline=random_model(torch.float32))
     assert any("baseline itself" in line and "5%" in line for line in sentences(swapped))
     assert not any("baseline itself" in line for line in sentences(compared))
-    assert "−100 (−100 to −" in " ".join(sentences(compared))
+    assert "−100.0 (−100.0 to −" in " ".join(sentences(compared))
 
 
 @pytest.mark.parametrize("beside", [True, False])

@@ -17,6 +17,15 @@ LEFT = {
     "compare": r"runs\.\d+\.length",  # only trends over lengths used it
 }
 ENDS = [(r"(.*)\.interval\.0", r"\1.low"), (r"(.*)\.interval\.1", r"\1.high")]
+RETROFITS = [name for name in RECORDS if name.startswith("retrofit")]
+DAMAGE = [  # KL and ratio, but for the KL of heal's ranking; the number of windows is that of the KL
+    (r"(?!order\.)(.*\.(?:kl|ratio))", r"\1.value"),
+    (r"((?:.*\.)?damage(?:\..*)?)\.windows", r"\1.kl.n"),
+    (r"(.*)\.(?:minus_retrofit|search_minus_baseline)(_ci95.*)?", r"\1.change\2"),
+    (r"(.*\.change)", r"\1.value"),
+    (r"(.*?)[._]ci95\.0", r"\1.low"),
+    (r"(.*?)[._]ci95\.1", r"\1.high"),
+]
 # where a schema has moved numbers to, by record: old path, new path, one after the other
 MOVED = {
     "compare": [
@@ -29,10 +38,14 @@ MOVED = {
         (r"(.*)\.paired\.(interval\..|p)", r"\1.paired.change.\2"),
         *ENDS,
     ],
-    "heal": [(r"(.*)\.ci95\.0", r"\1.low"), (r"(.*)\.ci95\.1", r"\1.high")],
+    **dict.fromkeys((*RETROFITS, "heal"), DAMAGE),
 }
-# what an `Estimate` says beside them
-NEW = dict.fromkeys(("compare", "evaluate"), r".*\.change\.(n|none)") | {"heal": r".*\.(n|none)"}
+# what an `Estimate` says beside them, and which windows were used
+NEW = {
+    **dict.fromkeys(("compare", "evaluate"), r".*\.change\.(n|none)"),
+    **dict.fromkeys(RETROFITS, r"windows\..*|.*\.none|(.*gain|alternatives.*|choice.*)\.kl\.n|.*(?<!\.kl)\.n"),
+    "heal": r".*\.none|.*(?<!\.kl)\.n",
+}
 
 
 def moved(path, name):

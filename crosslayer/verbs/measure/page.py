@@ -4,6 +4,7 @@ from crosslayer.output.formatting import UNKNOWN, listed, percent, readable_byte
 from crosslayer.output.page import Cell, Page
 from crosslayer.output.panel import Line, Panel
 from crosslayer.output.shown import Table
+from crosslayer.stats.estimate import band
 from crosslayer.verbs.measure.result import NEW, Measurement, Row
 
 BUDGETS = (0.01, 0.05)  # KL in nats/token that advice is given for
@@ -104,7 +105,7 @@ def panels(record: Measurement) -> list[Panel]:
             points.append((100 * size.change.value, kl.change, candidate.name))
     if not points:
         return []
-    lines = [Line(name, [x], [kl.value], [kl.low], [kl.high]) for x, kl, name in points]
+    lines = [Line(name, [x], *band([kl])) for x, kl, name in points]
     front, best = [], float("inf")
     for x, kl, _ in sorted(points, key=lambda point: (point[0], point[1].value)):
         if kl.value < best:

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from crosslayer.output.record import Frozen, ModelFacts, Options, Seed
+from crosslayer.output.record import Frozen, ModelFacts, Options, Seed, columns
 from crosslayer.output.result import Result
 from crosslayer.output.shown import Table
 from crosslayer.stats.estimate import Better, Estimate
@@ -72,13 +72,7 @@ class Measurement(Result):
 
     def frame(self) -> dict[str, list[Any]]:
         """Return the rows as columns, which `pandas.DataFrame` takes."""
-        columns: dict[str, list[Any]] = {}
-        for row in self.rows:
-            flat = row.model_dump(exclude={"change"})
-            flat |= {f"change_{name}": value for name, value in row.change.model_dump().items()}
-            for name, value in flat.items():
-                columns.setdefault(name, []).append(value)
-        return columns
+        return columns(row.model_dump() for row in self.rows)
 
     def tables(self) -> list[Table]:
         """Return the table of all candidates."""

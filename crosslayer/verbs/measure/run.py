@@ -153,7 +153,7 @@ def _kl(judge: Judge, candidates: Sequence[Candidate]) -> list[Row]:
             before, after = float(np.exp(losses.before.mean())), float(np.exp(losses.after.mean()))
             rows.append(Row(quantity="perplexity", unit="", original=before, value=after, change=ratio, **facts))
         if len(domains) > 1:
-            kl = new_domain(np.array([own.of(domain).kl.mean() for domain in domains]))
+            kl = new_domain([own.of(domain).kl.mean() for domain in domains], least=0.0)
             rows.append(Row(quantity="KL", unit="nats/token", candidate=name, scope=NEW, change=kl, better="lower"))
     return rows
 

@@ -77,7 +77,7 @@ def test_the_card_tells_what_it_costs_and_how_it_came_about(hub, small, report):
     assert 'from_pretrained("me/tiny-cla")' in card and "FOLDER" not in card and "crosslayer.retrofit(" in card
     worst = report.damage.domains[0]
     row = next(line for line in card.splitlines() if line.startswith(f"| {worst.name} | no |"))
-    assert f"{worst.perplexity_after:.2f} | {worst.ratio:.3f} (" in row
+    assert f"{worst.perplexity_after:.2f} | {worst.ratio.text()} | " in row
     assert report.plan.diagram() in card
     data = ModelCard(card).data
     assert data.tags == ["crosslayer", "cla"] and data.base_model is None

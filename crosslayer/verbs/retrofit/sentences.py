@@ -103,13 +103,14 @@ def sentences(record: RetrofitReport) -> list[str]:
 
 
 def _kl(damage: Domains) -> str:
-    """Return the KL on the worst domain, on the best one, and what a domain of another kind may have."""
-    first, *others = sorted(damage.domains, key=lambda domain: -domain.kl.value)
-    line = f"KL to the original, in nats/token: {first.kl.text()} on {first.name}"
-    if others:
-        line += f", the worst, down to {others[-1].kl.text()} on {others[-1].name}"
+    """Return the KL on the worst and on the best domain, and what a domain of another kind may have."""
+    domains = sorted(damage.domains, key=lambda domain: domain.kl.value)
+    best, worst = domains[0], domains[-1]
+    line = f"KL to the original, in nats/token: {worst.kl.text()} on {worst.name}"
+    if len(domains) > 1:
+        line += f", the worst of {len(domains)} domains, {best.kl.value:.3f} on {best.name}, the best"
     if damage.new_domain is not None:
-        line += f"; 95% prediction interval for a new domain, from {damage.new_domain.n}: {damage.new_domain.text()}"
+        line += f"; on a new domain {damage.new_domain.text()}, a 95% prediction interval"
     return f"{line}."
 
 

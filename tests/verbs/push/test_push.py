@@ -108,7 +108,7 @@ def test_datasets_of_the_hub_get_evaluation_results(hub, small, report):
     (entry,) = parse_eval_result_entries(yaml.safe_load(text))
     domain = next(domain for domain in report.damage.domains if domain.name == "org/wiki/en/test")
     assert (entry.dataset_id, entry.task_id, entry.value) == ("org/wiki", "en", round(domain.perplexity_after, 4))
-    assert f"perplexity of {domain.windows} windows of {LENGTH} tokens of the split test" in entry.notes
+    assert f"perplexity of {domain.kl.n} windows of {LENGTH} tokens of the split test" in entry.notes
     assert eval_entries(report) == [entry]
 
 

@@ -23,6 +23,7 @@ from crosslayer.environment import environment
 from crosslayer.judge.damage import damage, difference
 from crosslayer.judge.losses import Losses
 from crosslayer.output.panel import Dots, Heat, Line, Panel, save_svg
+from crosslayer.stats.estimate import band
 from crosslayer.wiring.kv_bits import KINDS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -77,7 +78,7 @@ def losses(cells: Iterable[dict[str, Any]]) -> Losses:
 
 def spread(low: float, high: float, digits: int = 2) -> str:
     """Return an interval as it stands in a sentence."""
-    return f"{low:.{digits}f} to {high:.{digits}f}".replace("-", "−")
+    return f"{low:.{digits}f}-{high:.{digits}f}"
 
 
 def retrieval() -> Finding:
@@ -170,13 +171,11 @@ def distillation() -> Finding:
     """Recovery by distillation."""
     rows = results("recovery")
     short, long = "distillation, embedded text:200704", "distillation:1601536"
-    start, middle, end = (damage(losses([rows[name]])) for name in ("fit:18432", short, long))
+    start, middle, end = (damage(losses([rows[name]])).kl.value for name in ("fit:18432", short, long))
     return Finding(
         "A quarter of an hour of distillation recovers most of it",
-        f"At 70% of the cache, KL to the original on unseen text falls from {start.kl:.2f} to {middle.kl:.2f} nats a "
-        f"token "
-        f"with 0.2 million tokens of embedded text (16 minutes on two cores), and to {end.kl:.2f} with 1.6 million "
-        f"tokens "
+        f"At 70% of the cache, KL to the original on unseen text falls from {start:.2f} to {middle:.2f} nats a token "
+        f"with 0.2 million tokens of embedded text (16 minutes on two cores), and to {end:.2f} with 1.6 million tokens "
         "(77 minutes). Fitting the linear maps to sixteen times as much text, without training, brings almost nothing.",
         "recovery",
         "crosslayer retrofit smollm2 --kv-budget 0.7 --calibration 72 --length 256 --out small --heal heal-distill",
@@ -189,7 +188,7 @@ def corpus() -> Finding:
     fits, domains = ["none", "books", "web", "docs", "mixture"], ["books", "web", "docs", "code"]
     ratios = {fit: {domain: damage(losses([cells[domain][fit]])) for domain in domains} for fit in fits}
     values: list[list[float | None]] = [
-        [100 * (ratios[fit][domain].ratio - 1) for domain in domains] for fit in reversed(fits)
+        [100 * (ratios[fit][domain].ratio.value - 1) for domain in domains] for fit in reversed(fits)
     ]
     labels = {float(row): fit for row, fit in enumerate(reversed(fits))}
     panel = Panel(
@@ -203,10 +202,8 @@ def corpus() -> Finding:
     return Finding(
         "Linear compensation learns the text that it is fitted on",
         f"W_c, a linear map that makes up for shared attention maps (UniAttn, 85% of the cache), costs "
-        f"×{books.ratio:.2f} "
-        f"({spread(*books.ratio_ci95)}) on books when fitted on books, and ×{code.ratio:.2f} "
-        f"({spread(*code.ratio_ci95)}) "
-        f"on code. A mixture of three domains costs ×{mixed.ratio:.2f} ({spread(*mixed.ratio_ci95)}) on code. "
+        f"×{books.ratio.text(2)} on books when fitted on books, and ×{code.ratio.text(2)} on code. A mixture of three "
+        f"domains costs ×{mixed.ratio.text(2)} on code. "
         "So a report that evaluates on calibration text is too optimistic.",
         panel.key,
         "python benchmarks/transfer.py --only uniattn-4",
@@ -221,10 +218,10 @@ def refit() -> Finding:
     }  # fmt: skip
     costs = {name: damage(losses(cells[domain][fit] for domain in UNSEEN)) for name, fit in fits.items()}
     panel = dots("refit", "What is fitted after CLA pairs in layers 24-29", "KL to the original (nats a token)", {
-        name: (cost.kl, *cost.kl_ci95) for name, cost in costs.items()
+        name: (cost.kl.value, *cost.kl.interval) for name, cost in costs.items()
     })  # fmt: skip
     save_svg(panel, FIGURES)
-    text = "; ".join(f"{name} {cost.kl:.3f} ({spread(*cost.kl_ci95, 3)})" for name, cost in costs.items())
+    text = "; ".join(f"{name} {cost.kl.text()}" for name, cost in costs.items())
     return Finding(
         "Where layers share keys and values, refit the output projection too",
         f"KL to the original on unseen text: {text}. W_o of a layer that reads another layer's values was trained for "
@@ -244,8 +241,7 @@ def search() -> Finding:
             entry = cells[f"{name}-{percent}"]
             shares.append(CrossLayerConfig(**SHAPE, cross_layer=entry["methods"]).plan.cached_fraction())
             costs.append(damage(losses(entry["cells"][domain]["mixture"] for domain in UNSEEN)))
-        low, high = ([cost.kl_ci95[end] for cost in costs] for end in (0, 1))
-        lines.append(Line(shown, shares, [cost.kl for cost in costs], low, high))
+        lines.append(Line(shown, shares, *band([cost.kl for cost in costs])))
     for percent in (83, 70, 50):
         sides = (
             losses(cells[f"{name}-{percent}"]["cells"][d]["mixture"] for d in UNSEEN) for name in ("repaired", "bare")
@@ -256,16 +252,12 @@ def search() -> Finding:
         "KL to the original (nats a token)", lines, x_ticks={0.5: "50%", 0.7: "70%", 0.8333: "83%"},
     )  # fmt: skip
     save_svg(panel, FIGURES)
-    gap, ends = gaps[70]
     return Finding(
         "A search must repair a candidate before it judges it",
         "Layers that cost much when dropped may cost little once a linear map stands in for them. At 70% of the "
         "cache, ranking "
-        f"repaired candidates instead of bare ones changes KL on unseen text by {gap:.3f} ({spread(*ends, 3)}) nats a "
-        f"token, "
-        f"at 50% by {gaps[50][0]:.3f} ({spread(*gaps[50][1], 3)}), and by {gaps[83][0]:.3f} at 83%.".replace(
-            " -", " −"
-        ),
+        f"repaired candidates instead of bare ones changes KL on unseen text by {gaps[70].text()} nats a token, "
+        f"at 50% by {gaps[50].text()}, and by {gaps[83].text()} at 83%.",
         panel.key,
         "python benchmarks/transfer.py --only repaired-70 bare-70 --judge science speeches code",
     )

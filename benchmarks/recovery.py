@@ -33,6 +33,7 @@ from crosslayer.environment import environment
 from crosslayer.judge.damage import damage, difference
 from crosslayer.judge.losses import Losses, logits_of, losses
 from crosslayer.output.panel import Line, Panel, save_svg
+from crosslayer.stats.estimate import band
 from crosslayer.verbs.retrofit.convert import convert_weights
 from crosslayer.verbs.retrofit.streams import Streams, layers_of
 
@@ -130,7 +131,7 @@ def judge_all(options: argparse.Namespace) -> None:
         name, folder = named.split("=", 1)
         way, tokens, *seconds = name.split(":")
         model, _ = crosslayer.load_model(folder)
-        measured = losses(logits_of(original), {name: logits_of(model)}, windows, lambda done, total: None)[name]
+        measured = losses(logits_of(original), {name: logits_of(model)}, windows)[name]
         known[f"{way}:{tokens}"] = {
             "way": way,
             "tokens": int(tokens),
@@ -154,13 +155,9 @@ def table(known: dict[str, Any]) -> list[str]:
     first = losses_of(known[next(iter(known))])
     for row in known.values():
         cells = [damage(losses_of(row, name)) for name in UNSEEN]
-        shown = [f"× {cell.ratio:.3f} ({cell.ratio_ci95[0]:.3f}-{cell.ratio_ci95[1]:.3f})" for cell in cells]
-        whole = damage(losses_of(row))
-        gap, (low, high) = difference(losses_of(row), first)
-        kl = f"{whole.kl:.3f} ({whole.kl_ci95[0]:.3f}-{whole.kl_ci95[1]:.3f})"
-        lines.append(
-            f"| {row['way']}, {row['tokens']:,} | {' | '.join(shown)} | {kl} | {gap:+.3f} ({low:+.3f} to {high:+.3f}) |"
-        )
+        shown = [f"× {cell.ratio.text()}" for cell in cells]
+        shown += [damage(losses_of(row)).kl.text(), difference(losses_of(row), first).text(signed=True)]
+        lines.append(f"| {row['way']}, {row['tokens']:,} | {' | '.join(shown)} |")
     return lines
 
 
@@ -178,8 +175,7 @@ def draw(known: dict[str, Any]) -> None:
     for way in dict.fromkeys(row["way"] for row in known.values()):
         rows = sorted((row for row in known.values() if row["way"] == way), key=lambda row: row["tokens"])
         cost = [damage(losses_of(row)) for row in rows]
-        low, high = [each.kl_ci95[0] for each in cost], [each.kl_ci95[1] for each in cost]
-        lines.append(Line(way, [float(row["tokens"]) for row in rows], [each.kl for each in cost], low, high))
+        lines.append(Line(way, [float(row["tokens"]) for row in rows], *band([each.kl for each in cost])))
     sentence = "On science, speeches and code, which nothing was fitted to or trained on. Bands: 95 %, over windows."
     panel = Panel(
         "recovery", "What comes back with text", sentence, "tokens read", "KL (nats a token)", lines, log_x=True

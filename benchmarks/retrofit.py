@@ -95,17 +95,13 @@ def damages(model, name, texts) -> dict[str, Any]:
         seconds[variant] = time.perf_counter() - started
     runs = {variant: logits_of(done.model) for variant, done in converted.items()}
     by_variant = losses(logits_of(model), runs, texts["evaluation"])
-    rows = {variant: damage(measured).model_dump() for variant, measured in by_variant.items()}
+    rows = {variant: damage(measured) for variant, measured in by_variant.items()}
     for variant, row in rows.items():
-        low, high = row["ratio_ci95"]
-        print(
-            f"{name:>13} {variant:<13} ratio {row['ratio']:.4g} ({low:.4g} to {high:.4g})  KL {row['kl']:.4f}",
-            flush=True,
-        )
+        print(f"{name:>13} {variant:<13} ratio {row.ratio.text()}  KL {row.kl.text(4)}", flush=True)
     return {
         "methods": [to_entry(method) for method in converted["none"].methods],
         "kv_share": token_bytes(converted["none"].model) / token_bytes(model),
-        "damage": rows,
+        "damage": {variant: row.model_dump() for variant, row in rows.items()},
         "windows": {
             variant: {key: [round(float(x), 6) for x in vars(measured)[key]] for key in ("before", "after", "kl")}
             for variant, measured in by_variant.items()
@@ -160,16 +156,16 @@ def table(results: dict[str, Any]) -> str:
         "|" + "---|" * (len(variants) + 4),
     ]
     for name, measured in results.items():
-        cells = _cells(measured, "ratio", "ratio_ci95")
+        cells = _cells(measured, "ratio")
         lines.append(f"| {name} | {measured['kv_share']:.2%} | {' | '.join(cells)} | {' | '.join(_ratios(measured))} |")
     lines += ["", f"| KL, nats a token | {' | '.join(variants)} |", "|" + "---|" * (len(variants) + 1)]
-    lines += [f"| {name} | {' | '.join(_cells(measured, 'kl', 'kl_ci95'))} |" for name, measured in results.items()]
+    lines += [f"| {name} | {' | '.join(_cells(measured, 'kl'))} |" for name, measured in results.items()]
     return "\n".join(lines)
 
 
-def _cells(measured: dict[str, Any], key: str, interval: str) -> list[str]:
-    rows = [measured["damage"].get(variant) for variant in VARIANTS]
-    return ["" if row is None else f"{_short(row[key])} ({'-'.join(map(_short, row[interval]))})" for row in rows]
+def _cells(measured: dict[str, Any], key: str) -> list[str]:
+    rows = [measured["damage"].get(variant, {}).get(key) for variant in VARIANTS]
+    return [f"{_short(row['value'])} ({_short(row['low'])}-{_short(row['high'])})" if row else "" for row in rows]
 
 
 def _short(value: float) -> str:

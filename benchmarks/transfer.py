@@ -213,20 +213,20 @@ def table(results: dict[str, Any]) -> str:
                 _joined([_losses(each[domain][fit]) for domain in chosen])
                 for each, fit in ((cells, one[1]), (others, other[1]))
             )
-            gap, (low, high) = difference(*sides)
             named = f"{', '.join(one)} − {', '.join(other)}"
-            lines.append(f"{' + '.join(chosen)}: KL, {named}: {gap:+.3f} ({low:+.3f} to {high:+.3f})")
+            lines.append(f"{' + '.join(chosen)}: KL, {named}: {difference(*sides).text(signed=True)}")
     return "\n".join(lines)
+
+
+MARKS = {"lower": "", "higher": " ††", "no difference seen": " †"}
 
 
 def _cell(cells: dict[str, Any], fit: str) -> str:
     """Return ratio with interval, and KL; † where it is not told apart from none, †† where it is more."""
     with_fit, none = _losses(cells[fit]), _losses(cells["none"])
-    _, (low, high) = difference(with_fit, none)
-    mark = "" if fit == "none" or high < 0 else " ††" if low > 0 else " †"
+    mark = "" if fit == "none" else MARKS[difference(with_fit, none).verdict]
     cost = damage(with_fit)
-    low, high = cost.ratio_ci95
-    return f"{cost.ratio:.2f} ({low:.2f}-{high:.2f}), {cost.kl:.2f}{mark}"
+    return f"{cost.ratio.text(2)}, {cost.kl.value:.2f}{mark}"
 
 
 def _losses(cell: dict[str, Any]) -> Losses:

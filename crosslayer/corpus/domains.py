@@ -3,6 +3,7 @@
 A domain is text of a single kind, by name: how a model does on text that it was fitted to says little about other text.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -83,6 +84,17 @@ def split_domains(
         for part, windows in cut.items():
             windows_of[part].append((name, windows))
     return {part: joined(pairs) for part, pairs in windows_of.items() if pairs}
+
+
+def window_ranges(parts: Mapping[str, Windows]) -> dict[str, dict[str, tuple[int, int]]]:
+    """Return where `split_domains` took each part from: first window and count, in each domain's list of windows."""
+    taken: Counter[str] = Counter()
+    ranges = {}
+    for part, windows in parts.items():
+        counts = Counter(windows.domains)
+        ranges[part] = {name: (taken[name], count) for name, count in counts.items()}
+        taken += counts
+    return ranges
 
 
 def _split_ids(ids: Tensor, parts: Mapping[str, int]) -> dict[str, Windows]:

@@ -10,22 +10,19 @@ from pydantic import Field
 
 from crosslayer.judge.losses import Losses
 from crosslayer.output.record import Frozen
-from crosslayer.stats import Interval
-from crosslayer.stats.bootstrap import Bootstrap, percentiles
+from crosslayer.stats.bootstrap import Bootstrap
+from crosslayer.stats.estimate import FEWEST_DOMAINS, Estimate, new_domain
 
 MIN_WINDOWS = 16  # per domain, for an interval
 
 
 class Damage(Frozen):
-    """Perplexities, their ratio and the KL to the original (nats/token), with 95% intervals over windows."""
+    """Perplexities, their ratio and the KL to the original (nats/token), over windows."""
 
     perplexity_before: float
     perplexity_after: float
-    ratio: float
-    ratio_ci95: Interval
-    kl: float
-    kl_ci95: Interval
-    windows: int
+    ratio: Estimate
+    kl: Estimate
     documents: int
     strata: int = Field(description="within which windows are resampled; 1: windows are taken as independent")
 
@@ -34,8 +31,7 @@ class Gain(Frozen):
     """The effect of compensation: the damage without it, and the KL with it minus without (below 0: it helps)."""
 
     without: Damage
-    kl: float
-    kl_ci95: Interval
+    kl: Estimate
 
 
 class DomainDamage(Damage):
@@ -51,6 +47,7 @@ class Domains(Frozen):
 
     domains: list[DomainDamage] = Field(min_length=1)
     all: Damage
+    new_domain: Estimate | None = Field(description="KL on text of another kind, from the domains; None with too few")
 
 
 def damage(losses: Losses, seed: int = 0) -> Damage:
@@ -59,24 +56,19 @@ def damage(losses: Losses, seed: int = 0) -> Damage:
     if windows < MIN_WINDOWS:
         raise ValueError(f"an interval needs at least {MIN_WINDOWS} windows, got {windows}")
     bootstrap = Bootstrap(losses.documents, seed)
-    change = losses.after - losses.before  # (N,)
     return Damage(
         perplexity_before=float(np.exp(losses.before.mean())),
         perplexity_after=float(np.exp(losses.after.mean())),
-        ratio=float(np.exp(change.mean())),
-        ratio_ci95=percentiles(np.exp(bootstrap.means(change))),
-        kl=float(losses.kl.mean()),
-        kl_ci95=bootstrap.interval(losses.kl),
-        windows=windows,
+        ratio=bootstrap.ratio(losses.after - losses.before),
+        kl=bootstrap.mean(losses.kl),
         documents=len(set(losses.documents)),
         strata=len(bootstrap.strata),
     )
 
 
-def difference(losses: Losses, other: Losses, seed: int = 0) -> tuple[float, Interval]:
-    """Return the mean KL of the first minus that of the other, paired by window, with its 95% interval."""
-    gap = losses.kl - other.kl  # (N,)
-    return float(gap.mean()), Bootstrap(losses.documents, seed).interval(gap)
+def difference(losses: Losses, other: Losses, seed: int = 0) -> Estimate:
+    """Return the mean KL of the first minus that of the other, paired by window."""
+    return Bootstrap(losses.documents, seed).mean(losses.kl - other.kl)
 
 
 def by_domain(after: Losses, uncompensated: Losses | None, seen: frozenset[str], seed: int = 0) -> Domains:
@@ -88,8 +80,9 @@ def by_domain(after: Losses, uncompensated: Losses | None, seen: frozenset[str],
     for name in dict.fromkeys(after.domains):
         own, gain = after.of(name), None
         if uncompensated is not None:
-            gap, interval = difference(own, uncompensated.of(name), seed)
-            gain = Gain(without=damage(uncompensated.of(name), seed), kl=gap, kl_ci95=interval)
+            without = uncompensated.of(name)
+            gain = Gain(without=damage(without, seed), kl=difference(own, without, seed))
         rows.append(DomainDamage(**dict(damage(own, seed)), name=name, seen=name in seen, gain=gain))
-    rows.sort(key=lambda row: (row.seen, -row.kl))
-    return Domains(domains=rows, all=damage(after, seed))
+    rows.sort(key=lambda row: (row.seen, -row.kl.value))
+    other = new_domain([row.kl.value for row in rows], least=0.0) if len(rows) >= FEWEST_DOMAINS else None
+    return Domains(domains=rows, all=damage(after, seed), new_domain=other)

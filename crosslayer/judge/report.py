@@ -5,7 +5,7 @@ from typing import Any
 from pydantic import Field
 
 from crosslayer.output.formatting import percent, readable_bytes, readable_seconds
-from crosslayer.output.record import Frozen, ModelFacts
+from crosslayer.output.record import Frozen, ModelFacts, columns
 from crosslayer.output.result import Result
 from crosslayer.stats.estimate import Better, Estimate
 from crosslayer.stats.shares import in_points
@@ -107,14 +107,7 @@ class Report(Result):
 
     def frame(self) -> dict[str, list[Any]]:
         """Return the rows as columns, which `pandas.DataFrame` takes; those of the change begin with `change_`."""
-        columns: dict[str, list[Any]] = {}
-        for row in self.rows:
-            flat = row.model_dump(exclude={"change"})
-            for name in Estimate.model_fields:
-                flat[f"change_{name}"] = None if row.change is None else getattr(row.change, name)
-            for name, value in flat.items():
-                columns.setdefault(name, []).append(value)
-        return columns
+        return columns(row.model_dump() for row in self.rows)
 
     def headline(self) -> dict[str, Any]:
         """Return the names of the models, and the figures of each row."""

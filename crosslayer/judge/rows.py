@@ -67,7 +67,7 @@ def kl_rows(candidate: str, found: Losses) -> list[Row]:
         before, after = float(np.exp(losses.before.mean())), float(np.exp(losses.after.mean()))
         rows.append(Row(quantity="perplexity", unit="", original=before, value=after, change=ratio, **facts))
     if len(domains) > 1:
-        kl = new_domain(np.array([found.of(domain).kl.mean() for domain in domains]))
+        kl = new_domain([found.of(domain).kl.mean() for domain in domains], least=0.0)
         rows.append(Row(quantity="KL", unit="nats/token", candidate=candidate, scope=NEW, change=kl))
     return rows
 

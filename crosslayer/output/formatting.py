@@ -11,19 +11,9 @@ def signed(number: float, digits: int = 4) -> str:
     return f"{number:+.{digits}f}".replace("-", "−")
 
 
-def signed_interval(ends: Sequence[float] | None, digits: int = 4) -> str:
-    """Return the interval of a difference: −0.0312 to +0.0005."""
-    return "no interval" if ends is None else f"{signed(ends[0], digits)} to {signed(ends[1], digits)}"
-
-
 def percent(share: float, digits: int = 0) -> str:
     """Return a share as a percentage with a true minus: 45%, −3.1%."""
     return f"{share:.{digits}%}".replace("-", "−")
-
-
-def percent_interval(ends: Sequence[float], digits: int = 0) -> str:
-    """Return the interval of a share: 38 to 52%."""
-    return f"{percent(ends[0], digits).removesuffix('%')} to {percent(ends[1], digits)}"
 
 
 def folder_name(name: str) -> str:

@@ -152,6 +152,23 @@ def typed_command() -> Any:
     return Field(default_factory=lambda: _start.command_line, description="as typed; None from Python")
 
 
+def columns(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Return rows as columns, which `pandas.DataFrame` takes; the names of what is nested are joined: kl_value, kl_low.
+
+    A row without an entry has None.
+    """
+
+    def flat(row: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+        for name, value in row.items():
+            if isinstance(value, Mapping):
+                yield from flat(value, f"{prefix}{name}_")
+            elif value is not None or prefix:
+                yield prefix + name, value
+
+    entries = [dict(flat(row)) for row in rows]
+    return {name: [row.get(name) for row in entries] for name in dict.fromkeys(name for row in entries for name in row)}
+
+
 def dumps(record: dict[str, Any]) -> str:
     """Write a record as JSON; a NaN or an infinity is an error, never a value."""
     return json.dumps(record, ensure_ascii=False, allow_nan=False, indent=1)

@@ -1,7 +1,7 @@
 """A value with its interval: the one form in which every comparison is recorded, judged and written."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal, Self
 
 import numpy as np
@@ -73,7 +73,12 @@ class Estimate(Frozen):
         return f"{value}{unit} ({joint.join(ends) or UNKNOWN})"
 
 
-def new_domain(means: np.ndarray) -> Estimate:
+def band(estimates: Sequence[Estimate]) -> tuple[list[float], list[float | None], list[float | None]]:
+    """Return the values, the lower and the upper ends of estimates, as a figure's line takes them."""
+    return [one.value for one in estimates], [one.low for one in estimates], [one.high for one in estimates]
+
+
+def new_domain(means: Sequence[float] | np.ndarray, least: float = -math.inf) -> Estimate:
     """Return the mean over domains, with the 95 % prediction interval of the mean of one more domain.
 
         x̄ ± t(0.975, D − 1) · s · √(1 + 1/D)
@@ -83,11 +88,12 @@ def new_domain(means: np.ndarray) -> Estimate:
 
     Args:
         means: the mean of each domain, (D,).
+        least: of all possible values: 0 for a KL. The interval ends there.
 
     """
-    count, value = len(means), float(means.mean())
+    count, value = len(means), float(np.mean(means))
     facts = {"value": value, "n": count, "over": "domains", "how": "prediction"}
     if count < FEWEST_DOMAINS:
         return Estimate(**facts)
-    half = float(stats.t.ppf((1 + LEVEL) / 2, count - 1)) * float(means.std(ddof=1)) * math.sqrt(1 + 1 / count)
-    return Estimate(**facts, low=value - half, high=value + half)
+    half = float(stats.t.ppf((1 + LEVEL) / 2, count - 1)) * float(np.std(means, ddof=1)) * math.sqrt(1 + 1 / count)
+    return Estimate(**facts, low=max(least, value - half), high=value + half)

@@ -12,13 +12,11 @@ report = crosslayer.retrofit("smollm2", method="uniattn", layers="26-29", quick=
 print("\n".join(report.sentences()))
 
 # %% [markdown]
-# The report starts with the worst domain that nothing was fitted on. The same numbers as arrays over domains:
+# The report starts with the worst domain that nothing was fitted on. The same numbers by domain:
 
 # %%
-for name, ratio, (low, high), seen in zip(
-    report.domains, report.perplexity_ratio, report.perplexity_ratio_ci95, report.seen, strict=True
-):
-    print(f"{name:8} × {ratio:.3f} ({low:.3f} to {high:.3f}){'  fitted to' if seen else ''}")
+for domain in report.damage.domains:
+    print(f"{domain.name:8} × {domain.ratio.text()}{'  fitted to' if domain.seen else ''}")
 
 # %% [markdown]
 # The result is an ordinary model: `generate`, `Trainer`, `save_pretrained`. It is saved together with its report:

@@ -24,6 +24,15 @@ MODELS = [
     (r"models\.baseline\.(bytes|requests|shortened)", r"original.details.\1"),
 ]
 ENDS = [(r"(.*)\.interval\.0", r"\1.low"), (r"(.*)\.interval\.1", r"\1.high")]
+RETROFITS = [name for name in RECORDS if name.startswith("retrofit")]
+DAMAGE = [  # KL and ratio, but for the KL of heal's ranking; the number of windows is that of the KL
+    (r"(?!order\.)(.*\.(?:kl|ratio))", r"\1.value"),
+    (r"((?:.*\.)?damage(?:\..*)?)\.windows", r"\1.kl.n"),
+    (r"(.*)\.(?:minus_retrofit|search_minus_baseline)(_ci95.*)?", r"\1.change\2"),
+    (r"(.*\.change)", r"\1.value"),
+    (r"(.*?)[._]ci95\.0", r"\1.low"),
+    (r"(.*?)[._]ci95\.1", r"\1.high"),
+]
 # where a schema has moved numbers to, by record: old path, new path, one after the other
 MOVED = {
     "compare": [
@@ -55,11 +64,13 @@ MOVED = {
         (r"(rows\..)\.paired\.items_for_a_point", r"\1.details.items_for_a_point"),
         *ENDS,
     ],
-    "heal": [(r"(.*)\.ci95\.0", r"\1.low"), (r"(.*)\.ci95\.1", r"\1.high")],
+    **dict.fromkeys((*RETROFITS, "heal"), DAMAGE),
 }
-# what an `Estimate` says beside them
-NEW = dict.fromkeys(("compare", "evaluate"), r".*\.change\.(n|none)") | {
-    "heal": r".*\.(n|none)",
+# what an `Estimate` says beside them, and which windows were used
+NEW = {
+    **dict.fromkeys(("compare", "evaluate"), r".*\.change\.(n|none)"),
+    **dict.fromkeys(RETROFITS, r"windows\..*|.*\.none|(.*gain|alternatives.*|choice.*)\.kl\.n|.*(?<!\.kl)\.n"),
+    "heal": r".*\.none|.*(?<!\.kl)\.n",
     # bytes in 16 bits, and rows of times, which were fields of names that say so
     "bench": r"rows\.[0-2]\.(original|value|change\.(n|none))|rows\.[3-9]\..*",
     "needles": r"rows\..*",

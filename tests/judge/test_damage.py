@@ -12,6 +12,7 @@ from crosslayer.judge.damage import Damage, DomainDamage, Gain, by_domain, damag
 from crosslayer.judge.losses import Losses, logits_of, logits_uncompensated, losses
 from crosslayer.probe.what_if import what_if
 from crosslayer.stats.bootstrap import Bootstrap
+from crosslayer.stats.estimate import Estimate
 from crosslayer.verbs.retrofit.convert import convert
 from crosslayer.verbs.retrofit.sentences import gain_sentence, sampling
 from tests.helpers.daily import daily
@@ -47,11 +48,11 @@ def planted(gain, spread, count=64, documents=4, seed=0):
 
 def test_intervals_are_paired_and_cover():
     found = damage(planted(0.1, 0.05))
-    low, high = found.ratio_ci95
+    low, high = found.ratio.interval
     assert low < math.exp(0.1) < high and high - low < 0.05  # unpaired, the spread of 1 would give ± 0.25
-    assert (found.windows, found.documents) == (64, 4)
-    gap, (low, high) = difference(planted(0.3, 0.05), planted(0.1, 0.05))
-    assert low < gap < high and low > 0
+    assert (found.kl.n, found.ratio.n, found.documents) == (64, 64, 4)
+    gap = difference(planted(0.3, 0.05), planted(0.1, 0.05))
+    assert 0 < gap.low < gap.value < gap.high and gap.verdict == "higher"
 
 
 @pytest.mark.parametrize("documents", daily([1, 4, 32, 64], 64))
@@ -59,7 +60,7 @@ def test_intervals_cover_however_many_windows_a_document_has(documents):
     """A document of one window must not make the interval a point: 120 draws of 95 %, at least 104 hits."""
     hits = 0
     for seed in range(120):
-        low, high = damage(planted(0.1, 0.05, documents=documents, seed=seed)).ratio_ci95
+        low, high = damage(planted(0.1, 0.05, documents=documents, seed=seed)).ratio.interval
         hits += low < math.exp(0.1) < high
     assert hits >= 104  # 114 expected; fewer than 104 has a chance of 1e-4
 
@@ -68,7 +69,7 @@ def test_intervals_of_a_domain_of_sixteen_windows_cover():
     """Plain percentiles of so few cover 93 %: Student's t corrects that. 400 draws, 380 expected."""
     hits = 0
     for seed in range(400):
-        low, high = damage(planted(0.1, 0.05, count=16, documents=1, seed=seed)).ratio_ci95
+        low, high = damage(planted(0.1, 0.05, count=16, documents=1, seed=seed)).ratio.interval
         hits += low < math.exp(0.1) < high
     assert 374 <= hits <= 390  # a spread of 4.4; without Student's t 370
 
@@ -83,9 +84,15 @@ def test_the_worst_unseen_domain_comes_first():
     measured = by_domain(after, without, frozenset(["books", "web"]))
     code, web, books = measured.domains
     assert [domain.name for domain in measured.domains] == ["code", "web", "books"]
-    assert [domain.gain.kl for domain in measured.domains] == pytest.approx([0.0, 0.2, -0.2])
-    assert books.gain.kl_ci95[1] < 0 < web.gain.kl_ci95[0]
-    assert measured.all.windows == 48 and code.windows == 16
+    assert [domain.gain.kl.value for domain in measured.domains] == pytest.approx([0.0, 0.2, -0.2])
+    assert (books.gain.kl.verdict, web.gain.kl.verdict) == ("lower", "higher")
+    assert measured.all.kl.n == 48 and code.kl.n == 16
+    means = [domain.kl.value for domain in measured.domains]
+    half = stats.t.ppf(0.975, 2) * np.std(means, ddof=1) * math.sqrt(1 + 1 / 3)
+    assert measured.new_domain.value == pytest.approx(np.mean(means)) and half > np.mean(means)
+    assert measured.new_domain.interval == pytest.approx((0.0, np.mean(means) + half))  # no KL is below 0
+    two = Losses(*(column[:32] for column in joined), after.documents[:32], domains[:32])
+    assert by_domain(two, None, frozenset()).new_domain is None
     assert all(domain.gain is None for domain in by_domain(after, None, frozenset()).domains)
 
 
@@ -105,17 +112,19 @@ def test_strata_are_documents():
     """Two documents of constant, different change: drawn within documents, the mean cannot move."""
     change = np.array([0.0] * 20 + [1.0] * 20)
     found = damage(Losses(np.zeros(40), change, change, (0,) * 20 + (1,) * 20))
-    assert found.ratio_ci95 == pytest.approx((math.exp(0.5),) * 2) and found.strata == 2
+    assert found.ratio.interval == pytest.approx((math.exp(0.5),) * 2) and found.strata == 2
     assert damage(planted(0.1, 0.05, count=32, documents=8)).strata == 1  # of four windows each
 
 
 def domain_of(name, strata, kl=0.3, gain=None):
     """The damage on a domain of which only these figures matter."""
-    figures = {"perplexity_before": 2.0, "perplexity_after": 3.0, "ratio": 1.5, "ratio_ci95": (1.4, 1.6)}
-    figures |= {"kl": kl, "kl_ci95": (kl, kl), "windows": 16, "documents": 4, "strata": strata}
+    over = {"n": 16, "over": "windows", "how": "bootstrap"}
+    figures = {"perplexity_before": 2.0, "perplexity_after": 3.0, "documents": 4, "strata": strata}
+    figures |= {"ratio": Estimate(value=1.5, low=1.4, high=1.6, none=1, **over), "kl": Estimate(value=kl, **over)}
     if gain is not None:
-        without, interval = gain
-        gain = Gain(without=Damage(**{**figures, "kl": without}), kl=kl - without, kl_ci95=interval)
+        without, (low, high) = gain
+        damage = Damage(**figures | {"kl": Estimate(value=without, **over)})
+        gain = Gain(without=damage, kl=Estimate(value=kl - without, low=low, high=high, **over))
     return DomainDamage(**figures, name=name, seen=False, gain=gain)
 
 

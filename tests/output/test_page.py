@@ -15,6 +15,7 @@ from crosslayer.core.plan import DepthPlan
 from crosslayer.environment import environment
 from crosslayer.output.page import Page, save_page
 from crosslayer.output.panel import Dots, Line, Panel, chart, drawn, same_scale, save_svg
+from crosslayer.stats.estimate import Estimate
 from crosslayer.verbs.retrofit.moments import Fit
 from crosslayer.verbs.retrofit.page import panels as retrofit_panels
 from crosslayer.verbs.retrofit.result import (
@@ -120,12 +121,13 @@ def benched(folder):
 
 def retrofitted(folder):
     fits = [Fit(layer, *(10.0 ** (i - layer) for i in range(4))) for layer in range(6)]
-    curve = [
-        CurvePoint(share=1 - i / 9, kl_search=i / 5, kl=i / 5, kl_ci95=(i / 5 - 0.3, i / 5 + 0.2), layers={})
-        for i in range(6)
-    ]
-    interval = {"kl_ci95": (0.6, 0.9), "search_minus_baseline_ci95": (-0.2, 0.1)}
-    blocks = MeasuredBaseline(method="cla", groups=[[4, 5]], share=0.85, kl=0.7, search_minus_baseline=-0.1, **interval)
+
+    def estimate(value):
+        return Estimate(value=value, low=value - 0.3, high=value + 0.2, n=16, over="windows", how="bootstrap")
+
+    curve = [CurvePoint(share=1 - i / 9, kl_search=i / 5, kl=estimate(i / 5), layers={}) for i in range(6)]
+    figures = {"kl": estimate(0.7), "change": estimate(-0.1)}
+    blocks = MeasuredBaseline(method="cla", groups=[[4, 5]], share=0.85, **figures)
     search = SearchRecord(passes=9, methods=[], curve=curve, baselines=[blocks])
     record = RetrofitReport.model_construct(
         plan=DepthPlan.identity(4),

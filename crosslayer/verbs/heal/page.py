@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from crosslayer.output.page import Page, Table
 from crosslayer.output.panel import QUIET, Line, Panel, same_scale
+from crosslayer.stats.estimate import band
 from crosslayer.verbs.heal.early_stop import averages
 from crosslayer.verbs.heal.record import StageRun, State, Variant
 from crosslayer.verbs.heal.result import Recovery
@@ -21,7 +22,6 @@ from crosslayer.verbs.heal.sentences import (
     share,
     tokens_read,
 )
-from crosslayer.verbs.retrofit.sentences import interval, kl, ratio
 
 SMOOTHING = 0.95
 
@@ -58,18 +58,13 @@ def _states(record: Recovery) -> Iterator[tuple[str, int, State]]:
 
 def _cards(record: Recovery) -> list[tuple[str, str, str]]:
     """Return the cards of the retrofit with the lowest final KL on the first domain."""
-    best = min(record.variants, key=lambda variant: variant.states[-1].domains[0].damage.kl)
+    best = min(record.variants, key=lambda variant: variant.states[-1].domains[0].damage.kl.value)
     before, after = best.states[0].domains[0], best.states[-1].domains[0]
     reference = "original" if record.trained_original is None else f"original {as_the_last_stage(record)}"
-    closed = "—" if after.closed is None else f"{after.closed.value:.0%}"
     return [
-        (
-            "Lowest KL",
-            f"{after.damage.kl:.3f}",
-            f"95% CI {interval(after.damage.kl_ci95)}, {best.name} on {after.name}",
-        ),
-        ("Before training", f"{before.damage.kl:.3f}", "the same retrofit"),
-        ("Gap closed", closed, f"of its loss gap to the {reference}"),
+        ("Lowest KL", after.damage.kl.text(), f"95% CI, {best.name} on {after.name}"),
+        ("Before training", before.damage.kl.text(), "the same retrofit"),
+        ("Gap closed", share(after.closed), f"of its loss gap to the {reference}"),
     ]
 
 
@@ -81,8 +76,8 @@ def _overview(record: Recovery) -> Table:
     for name, number, state in _states(record):
         domain = state.domains[0]
         closed = share(domain.closed) if number else UNKNOWN
-        measured = [kl(domain.damage), ratio(domain.damage), kl(state.all.damage), closed, retrieved_of(state)]
-        rows.append([name, _stage_words(state), *measured])
+        measured = [figure.text() for figure in (domain.damage.kl, domain.damage.ratio, state.all.damage.kl)]
+        rows.append([name, _stage_words(state), *measured, closed, retrieved_of(state)])
     head = ["retrofit", "state", *figures, "hidden numbers retrieved"]
     return "Stage by stage (compared with the untrained original; 95% CI)", head, rows
 
@@ -111,13 +106,13 @@ def _domain(record: Recovery, number: int) -> Table:
     rows = []
     for name, index, state in _states(record):
         domain = state.domains[number]
-        against = [f"{domain.damage.perplexity_after:.2f}", ratio(domain.damage), kl(domain.damage)]
+        against = [f"{domain.damage.perplexity_after:.2f}", domain.damage.ratio.text(), domain.damage.kl.text()]
         change = [estimate(domain.kl_change), estimate(domain.ratio_change, "×"), estimate(domain.to_reference, "×")]
         rows.append([f"{name}, {state.name}", *against, *change, share(domain.closed) if index else UNKNOWN])
     against = ["perplexity", "ratio to the original", "KL"]
     head = ["state", *against, "KL, change", "perplexity, change", f"to the {record.reference}", "gap closed"]
     first = record.variants[0].states[0].domains[number]
-    return f"{first.name} ({seen_label(record, first)}, {first.damage.windows} windows)", head, rows
+    return f"{first.name} ({seen_label(record, first)}, {first.damage.kl.n} windows)", head, rows
 
 
 def _held_out(record: Recovery) -> Table:
@@ -162,7 +157,7 @@ def _stages(record: Recovery) -> Table:
 
 def _kl_panels(record: Recovery) -> list[Panel]:
     """Return the KL by stage, on the first unseen domain and on the first seen one."""
-    seen = record.seen.tolist()
+    seen = [domain.seen for domain in record.untrained_original.domains]
     caption = "KL to the untrained original. Bands: 95% CI over windows."
     if record.trained_original is not None:
         caption += f" Dotted: the original {as_the_last_stage(record)}."
@@ -174,7 +169,7 @@ def _kl_panels(record: Recovery) -> list[Panel]:
         number = seen.index(label == "seen")
         lines = [_kl_line(variant, number) for variant in record.variants]
         if record.trained_original is not None:
-            value = record.trained_original.domains[number].damage.kl
+            value = record.trained_original.domains[number].damage.kl.value
             ends = [min(ticks), max(ticks)]
             lines.append(Line(f"{record.original}, trained", ends, [value] * 2, color=QUIET, dashed=True))
         title, scale = f"KL by stage on {record.domains[number]} ({label})", {"bounds": (0, math.inf), "x_ticks": ticks}
@@ -183,9 +178,8 @@ def _kl_panels(record: Recovery) -> list[Panel]:
 
 
 def _kl_line(variant: Variant, domain: int) -> Line:
-    damages = [state.domains[domain].damage for state in variant.states]
-    low, high = zip(*(damage.kl_ci95 for damage in damages), strict=True)
-    return Line(variant.name, [*map(float, range(len(damages)))], [damage.kl for damage in damages], low, high)
+    kl = [state.domains[domain].damage.kl for state in variant.states]
+    return Line(variant.name, [*map(float, range(len(kl)))], *band(kl))
 
 
 def _loss_panels(record: Recovery) -> list[Panel]:

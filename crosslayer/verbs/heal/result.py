@@ -1,19 +1,18 @@
 """The result of a recovery."""
 
-from collections.abc import Callable
 from typing import Any, Literal, Self
 
-import numpy as np
 from pydantic import Field, model_validator
 
+from crosslayer.output.record import columns
 from crosslayer.output.result import Result
-from crosslayer.verbs.heal.record import DomainResult, Rank, State, Variant
+from crosslayer.verbs.heal.record import Rank, State, Variant
 
 
 class Recovery(Result):
-    """What `crosslayer.heal` returns. Shapes: A retrofits, S states (before and after each stage), D domains."""
+    """What `crosslayer.heal` returns."""
 
-    schema_: Literal["crosslayer/heal/5"] = Field(default="crosslayer/heal/5", alias="schema")
+    schema_: Literal["crosslayer/heal/6"] = Field(default="crosslayer/heal/6", alias="schema")
     name: str
     original: str
     recipe: dict[str, Any] = Field(description="the recipe with all defaults")
@@ -54,42 +53,25 @@ class Recovery(Result):
 
     @property
     def domains(self) -> tuple[str, ...]:
-        """Names of the domains, unseen ones first, (D,)."""
+        """Names of the domains, unseen ones first."""
         return tuple(domain.name for domain in self.variants[0].states[0].domains)
 
-    @property
-    def seen(self) -> np.ndarray:
-        """Whether any model was trained or calibrated on the domain, (D,) bool."""
-        return np.array([domain.seen for domain in self.variants[0].states[0].domains])
-
-    @property
-    def kl(self) -> np.ndarray:
-        """KL to the untrained original, in nats/token, (A, S, D)."""
-        return self._of_each(lambda domain: domain.damage.kl)
-
-    @property
-    def perplexity_ratio(self) -> np.ndarray:
-        """Perplexity over that of the untrained original, (A, S, D)."""
-        return self._of_each(lambda domain: domain.damage.ratio)
-
-    @property
-    def closed(self) -> np.ndarray:
-        """Closed share of the loss gap to the reference, (A, S, D); NaN where there was none."""
-        return self._of_each(lambda domain: np.nan if domain.closed is None else domain.closed.value)
-
-    def _of_each(self, figure: Callable[[DomainResult], float]) -> np.ndarray:
-        return np.array(
-            [[[*map(figure, state.domains)] for state in variant.states] for variant in self.variants], dtype=float
+    def frame(self) -> dict[str, list[Any]]:
+        """Return each state on each domain as columns (damage_kl_value, …), which `pandas.DataFrame` takes."""
+        return columns(
+            {"variant": variant.name, "state": state.name, **domain.model_dump()}
+            for variant in self.variants
+            for state in variant.states
+            for domain in state.domains
         )
 
     def headline(self) -> dict[str, Any]:
         """Return the KL and the perplexity ratio of each retrofit on the first domain, before and after each stage."""
-        names = [variant.name for variant in self.variants]
-        kl, ratio = self.kl[:, :, 0].round(5).tolist(), self.perplexity_ratio[:, :, 0].round(4).tolist()
+        damages = {each.name: [state.domains[0].damage for state in each.states] for each in self.variants}
         return {
             "original": self.original,
             "domain": self.domains[0],
-            "seen": bool(self.seen[0]),
-            "kl": dict(zip(names, kl, strict=True)),
-            "perplexity_ratio": dict(zip(names, ratio, strict=True)),
+            "seen": self.untrained_original.domains[0].seen,
+            "kl": {name: [round(one.kl.value, 5) for one in each] for name, each in damages.items()},
+            "perplexity_ratio": {name: [round(one.ratio.value, 4) for one in each] for name, each in damages.items()},
         }

@@ -7,7 +7,6 @@ from crosslayer.output.formatting import UNKNOWN
 from crosslayer.stats.estimate import Estimate
 from crosslayer.verbs.heal.record import DomainResult, Rank, State, Variant
 from crosslayer.verbs.heal.result import Recovery
-from crosslayer.verbs.retrofit.sentences import kl
 
 LOSSES = {
     "text": "the loss of all tokens",
@@ -85,7 +84,7 @@ def tokens_read(variant: Variant) -> list[int]:
 def _variant(record: Recovery, variant: Variant) -> str:
     first, last = variant.states[0], variant.states[-1]
     before, after = first.domains[0], last.domains[0]
-    kls = " → ".join(kl(state.domains[0].damage) for state in variant.states)
+    kls = " → ".join(state.domains[0].damage.kl.text() for state in variant.states)
     gap = f"There is no gap to close: before training, its loss was already at the {record.reference}'s level."
     if after.closed is not None:
         gap = (
@@ -100,7 +99,7 @@ def _variant(record: Recovery, variant: Variant) -> str:
     return (
         f"{variant.name} ({variant.title}; {variant.cache_share:.0%} of the 16-bit cache), on {before.name} "
         f"({seen_label(record, before)}): KL to the original {kls} nats/token, perplexity ratio "
-        f"{before.damage.ratio:.3f} → {after.damage.ratio:.3f}. {gap}{needles}"
+        f"{before.damage.ratio.value:.3f} → {after.damage.ratio.value:.3f}. {gap}{needles}"
     )
 
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from crosslayer.judge.damage import damage
+from crosslayer.judge.damage import damage, difference
 from crosslayer.judge.losses import Losses
 from crosslayer.stats.bootstrap import Bootstrap
 from crosslayer.verbs.heal.record import DomainResult, Rank
@@ -71,9 +71,8 @@ class Summary:
             losses = {name: every.of(domain) for name, every in ends.items()}
             ranks, before = [], None
             for name in sorted(losses, key=lambda name: float(losses[name].kl.mean())):
-                own, over = losses[name], None
-                if before is not None:
-                    over = Bootstrap(own.documents, self.seed).mean(own.kl - before.kl)
+                own = losses[name]
+                over = None if before is None else difference(own, before, self.seed)
                 ranks.append(Rank(variant=name, kl=float(own.kl.mean()), over_previous=over))
                 before = own
             order[domain] = tuple(ranks)

@@ -1,9 +1,9 @@
 """The evaluation windows: those of the retrofits' reports, without any calibration window.
 
-A retrofit cuts each domain into a list of windows that depends on length, seed and `bos` only: first the evaluation
-windows, then the calibration windows. The same list is cut again here, and windows are taken from its start, except
-those that any of the retrofits was calibrated on. For a training domain, windows come from its held-out pieces, which
-may hold calibration text.
+A retrofit cuts each domain into a list of windows that depends on length, seed and `bos` only; its record says what
+each was used for. The same list is cut again here, and windows are taken from its start, except those that any of the
+retrofits was calibrated on. For a training domain, windows come from its held-out pieces, which may hold calibration
+text.
 
 Shapes: N windows, T tokens of a window.
 """
@@ -20,8 +20,8 @@ from crosslayer.corpus.windows import Windows, split
 from crosslayer.judge.damage import MIN_WINDOWS
 from crosslayer.verbs.heal.recipe import HealRecipe, embedded_source
 from crosslayer.verbs.heal.retrofits import Retrofit
-from crosslayer.verbs.retrofit.request import Request
-from crosslayer.verbs.retrofit.texts import RetrofitTexts
+
+JUDGED = ("evaluation", "trade-off")  # purposes that do not change a retrofit
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class EvaluationWindows:
     cut_length: int  # tokens of the reports' windows; of a calibration domain only the first T are used
     seed: int  # of the windows and of the bootstrap
     bos: str  # BOS token, as in the reports
-    fitted: Mapping[str, frozenset[int]]  # calibration windows by domain, as indices into the list
+    fitted: Mapping[str, frozenset[int]]  # windows of any fit or search by domain, as indices into the list
 
     def windows(self, recipe: HealRecipe, tokenizer: PreTrainedTokenizerBase) -> Windows:
         """Cut the windows."""
@@ -86,13 +86,12 @@ def evaluation_windows(recipe: HealRecipe, retrofits: Sequence[Retrofit]) -> Eva
     return EvaluationWindows(shared_out(windows, domains), recipe.eval.length or length, length, seed, bos, fitted)
 
 
-def _fitted(retrofit: Retrofit, name: str) -> range:
-    """Return the calibration windows of a retrofit in a domain; they follow its evaluation windows."""
-    report = retrofit.report
-    counts = RetrofitTexts({}, tuple(report.fitted), tuple(report.judged)).window_counts(Request(report.settings))
-    start = counts["evaluation"].get(name, 0)
-    count = sum(counts[use].get(name, 0) for use in ("calibration", "choice", "search") if use in counts)
-    return range(start, start + count)
+def _fitted(retrofit: Retrofit, name: str) -> Iterable[int]:
+    """Yield the windows of a domain that a retrofit was fitted or searched on."""
+    for purpose, ranges in retrofit.report.windows.items():
+        if name in ranges and purpose not in JUDGED:
+            first, count = ranges[name]
+            yield from range(first, first + count)
 
 
 def _shared(retrofits: Sequence[Retrofit], option: str, key: str | None = None) -> Any:

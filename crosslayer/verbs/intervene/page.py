@@ -7,9 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from crosslayer.output.formatting import counted, listed, measured_on, ranges, signed, signed_interval
+from crosslayer.output.formatting import counted, listed, measured_on, ranges
 from crosslayer.output.page import Page, Table
 from crosslayer.output.panel import COLORS, QUIET, Line, Panel, same_scale
+from crosslayer.output.record import Measure
+from crosslayer.stats.estimate import Estimate
 from crosslayer.verbs.diagnose.curves import (
     LAST_ROW,
     LAYER,
@@ -52,10 +54,9 @@ def sentences(record: Effect) -> list[str]:
     rows = "later tokens'" if record.model.causal else "the other tokens'"
     lines = [_received(f"Position {main.position}", main, rows), _norms(main)]
     if main.loss_behind is not None:
-        loss, change = main.loss_behind, main.loss_behind.difference
-        interval = "" if change.ci95 is None else f" (95% CI {signed_interval(change.ci95)})"
+        loss = main.loss_behind
         lines.append(
-            f"The loss on later tokens changes by {signed(change.mean)} nats per token{interval}: "
+            f"The loss on later tokens changes by {_signed(loss.difference, 4)} nats per token: "
             f"{loss.before.mean:.4f} → {loss.after.mean:.4f}."
         )
     for other in others:
@@ -82,6 +83,14 @@ def sentences(record: Effect) -> list[str]:
             f"attention before and {after:.2%} after (mean over layers{_probes(record)})."
         )
     return lines
+
+
+def _signed(change: Measure, digits: int) -> str:
+    """Return a change that has no layers, with its interval."""
+    low, high = change.ci95 or (None, None)
+    how = "bootstrap" if change.over == "documents" else "Student's t"
+    estimate = Estimate(value=change.mean, low=low, high=high, n=change.n, over=change.over, how=how)
+    return estimate.text(digits, signed=True)
 
 
 def _probes(record: Effect) -> str:
@@ -164,10 +173,8 @@ def _cards(record: Effect) -> list[tuple[str, str, str]]:
     if first is not None:
         cards.append(("Attention on the first token", _shares(first), "mean over layers"))
     if main.loss_behind is not None:
-        loss = main.loss_behind.difference
-        cards.append(
-            ("Loss on later tokens", signed(loss.mean, 3), f"nats per token; 95% CI: {signed_interval(loss.ci95, 3)}")
-        )
+        loss = _signed(main.loss_behind.difference, 3)
+        cards.append(("Loss on later tokens", loss, "nats per token, 95% CI"))
     return cards
 
 

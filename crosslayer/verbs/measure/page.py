@@ -7,6 +7,7 @@ from crosslayer.output.formatting import UNKNOWN, percent
 from crosslayer.output.page import Cell, Page
 from crosslayer.output.panel import Line, Panel
 from crosslayer.output.shown import Table
+from crosslayer.stats.estimate import band
 from crosslayer.verbs.measure.result import Measurement
 
 BUDGETS = (0.01, 0.05)  # KL in nats/token that advice is given for
@@ -82,7 +83,7 @@ def panels(record: Measurement) -> list[Panel]:
             points.append((100 * size.value, damage[candidate], candidate))
     if not points:
         return []
-    lines = [Line(name, [x], [kl.value], [kl.low], [kl.high]) for x, kl, name in points]
+    lines = [Line(name, [x], *band([kl])) for x, kl, name in points]
     front, best = [], float("inf")
     for x, kl, _ in sorted(points, key=lambda point: (point[0], point[1].value)):
         if kl.value < best:

@@ -53,7 +53,7 @@ def eval_entries(record: RetrofitReport) -> list[EvalResultEntry]:
         names = domain.name.split("/")  # OWNER, NAME, often a configuration, and the split
         if len(names) not in (3, 4):
             continue
-        note = f"perplexity of {domain.windows} windows of {record.settings.length} tokens"
+        note = f"perplexity of {domain.kl.n} windows of {record.settings.length} tokens"
         before = f"{domain.perplexity_before:.4f} before the retrofit"
         entries.append(
             EvalResultEntry(

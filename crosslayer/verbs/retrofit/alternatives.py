@@ -130,8 +130,6 @@ def rows_of(
     _, context, tokenizer, seed = judged
     rows, whole = [], read_plan(original, context, DTYPE).stored_bytes
     for one, own in zip(compared, measured, strict=True):
-        gap, interval = difference(own, measured[0], seed)
-        cost = damage(own, seed)
         kind = None if one.kv_bits is None else KINDS[one.kv_bits]
         asked = tokenizer is not None and (one.of, one.kv_bits) == ASKED
         rows.append(
@@ -140,11 +138,9 @@ def rows_of(
                 kv_bits=one.kv_bits,
                 options=one.options,
                 share=read_plan(one.model, context, DTYPE, kv_dtype=kind).stored_bytes / whole,
-                kl=cost.kl,
-                kl_ci95=cost.kl_ci95,
+                kl=damage(own, seed).kl,
                 kl_by_domain={domain: float(own.of(domain).kl.mean()) for domain in dict.fromkeys(own.domains)},
-                minus_retrofit=gap,
-                minus_retrofit_ci95=interval,
+                change=difference(own, measured[0], seed),
                 needles=measure_retrieval(one.model, tokenizer, seed, kv_bits=one.kv_bits) if asked else (),
             )
         )

@@ -6,7 +6,7 @@ from huggingface_hub import EvalResult, ModelCardData
 
 from crosslayer.output.card import card, common_facts, use
 from crosslayer.verbs.retrofit.result import RetrofitReport
-from crosslayer.verbs.retrofit.sentences import kl, ratio, sentences
+from crosslayer.verbs.retrofit.sentences import sentences
 
 LIMITS = """- The figures hold for the text they were measured on; other text, tasks and lengths may lose more.
 - A smaller cache does not mean fewer reads: a layer that shares keys or values reads its source's at every step.
@@ -63,7 +63,7 @@ def _costs(record: RetrofitReport) -> str:
     for domain in record.damage.domains:
         name, seen = domain.name.replace("|", "\\|"), "yes" if domain.seen else "no"
         perplexities = f"{domain.perplexity_before:.2f} | {domain.perplexity_after:.2f}"
-        rows.append(f"| {name} | {seen} | {perplexities} | {ratio(domain)} | {kl(domain)} |")
+        rows.append(f"| {name} | {seen} | {perplexities} | {domain.ratio.text()} | {domain.kl.text()} |")
     return "\n".join(rows)
 
 

@@ -5,10 +5,12 @@ from collections.abc import Sequence
 
 from crosslayer.core.plan import CACHED, PASSED, STATES, DepthPlan
 from crosslayer.judge.retrieval import count_retrieved
+from crosslayer.output.formatting import UNKNOWN
 from crosslayer.output.page import Page, Table
 from crosslayer.output.panel import COLORS, Line, Panel
+from crosslayer.stats.estimate import band
 from crosslayer.verbs.retrofit.result import Alternative, CurvePoint, MeasuredBaseline, RetrofitReport
-from crosslayer.verbs.retrofit.sentences import interval, kl, ratio, sentences, with_interval
+from crosslayer.verbs.retrofit.sentences import sentences
 
 NAMES_SHOWN = 6  # of weights
 FITTED = {"none": "nothing", "zero": "nothing", "refit": "W_c and W_o", "refit-o": "W_o", "fisher": "latents"}
@@ -51,8 +53,8 @@ def _cards(record: RetrofitReport) -> list[tuple[str, str, str]]:
         )
     cards = [
         size,
-        ("Perplexity", f"×{worst.ratio:.3f}", f"95% CI {interval(worst.ratio_ci95)}, {domain}"),
-        ("KL", f"{worst.kl:.3f}", f"nats/token, 95% CI {interval(worst.kl_ci95)}, {domain}"),
+        ("Perplexity", f"×{worst.ratio.text()}", f"95% CI, {domain}"),
+        ("KL", worst.kl.text(), f"nats/token, 95% CI, {domain}"),
         ("Fitted", FITTED.get(record.calibration.fit, "W_c"), text if calibration else "no calibration text"),
     ]
     if record.needles is not None:
@@ -108,9 +110,8 @@ def _bytes_and_damage(rows: Sequence[Alternative]) -> Panel:
     """Return the figure of bytes against KL, a point for each cache."""
     lines = []
     for name in dict.fromkeys(row.name for row in rows):
-        points = sorted((row.share, row.kl, *row.kl_ci95) for row in rows if row.name == name)
-        share, damage, low, high = (list(column) for column in zip(*points, strict=True))
-        lines.append(Line(name, share, damage, low, high))
+        own = sorted((row for row in rows if row.name == name), key=lambda row: row.share)
+        lines.append(Line(name, [row.share for row in own], *band([row.kl for row in own])))
     caption = (
         "Share of the original's 16-bit cache against KL to the original, with 95% intervals; lower left is better."
     )
@@ -122,12 +123,10 @@ def _bytes_and_damage(rows: Sequence[Alternative]) -> Panel:
 
 def _trade_off(curve: list[CurvePoint], baselines: list[MeasuredBaseline], of_reads: bool) -> Panel:
     """Return the figure of the search's steps: cache size, or what a decoding step reads, against damage."""
-    low, high = zip(*(point.kl_ci95 for point in curve), strict=True)
-    lines = [Line("search", [point.share for point in curve], [point.kl for point in curve], list(low), list(high))]
+    lines = [Line("search", [point.share for point in curve], *band([point.kl for point in curve]))]
     for baseline in baselines:
-        low, high = baseline.kl_ci95
         label = "choosers at equal distances" if of_reads else f"fixed blocks, {baseline.method}"
-        lines.append(Line(label, [baseline.share], [baseline.kl], [low], [high]))
+        lines.append(Line(label, [baseline.share], *band([baseline.kl])))
     caption = "KL to the original on text that the search did not use. 95% bootstrap intervals over windows."
     axes = ("share of keys and values read" if of_reads else "share of the KV cache", "KL (nats/token)")
     title = "Reads against damage" if of_reads else "Cache size against damage"
@@ -145,12 +144,11 @@ def _alternatives(record: RetrofitReport) -> Table:
     retrieved = None if record.needles is None else record.needles.retrofit
     for number, row in enumerate(record.alternatives):
         asked = retrieved if number == 0 else row.needles
-        found = f"{count_retrieved(asked)} of {sum(len(result.found) for result in asked)}" if asked else "–"
-        than = "–" if number == 0 else with_interval(row.minus_retrofit, row.minus_retrofit_ci95)
-        cost = with_interval(row.kl, row.kl_ci95, 4)
+        found = f"{count_retrieved(asked)} of {sum(len(result.found) for result in asked)}" if asked else UNKNOWN
+        than = row.change.text() if number else UNKNOWN
         means = [f"{row.kl_by_domain[domain]:.3f}" for domain in record.domains]
-        rest = means if swept else [found, [row.options] if row.options else "–"]
-        rows.append([row.name, f"{row.share:.1%}", cost, than, *rest])
+        rest = means if swept else [found, [row.options] if row.options else UNKNOWN]
+        rows.append([row.name, f"{row.share:.1%}", row.kl.text(4), than, *rest])
     if swept:
         head = ["variant", "bytes", "KL", "KL less the first's", *(f"on {domain}" for domain in record.domains)]
         return "Variants (share of the original's 16-bit cache; KL in nats/token)", head, rows
@@ -162,9 +160,10 @@ def _tables(record: RetrofitReport) -> list[Table]:
     """Return the damage with and without compensation, what became of the weights, and the sources of each layer."""
     damage = []
     for domain in record.damage.domains:
-        without = ("–", "–") if domain.gain is None else (ratio(domain.gain.without), kl(domain.gain.without))
-        calibrated = "yes" if domain.seen else "no"
-        damage.append([domain.name, calibrated, str(domain.windows), ratio(domain), without[0], kl(domain), without[1]])
+        own, without = [domain.ratio.text(), domain.kl.text()], [UNKNOWN, UNKNOWN]
+        if domain.gain is not None:
+            without = [domain.gain.without.ratio.text(), domain.gain.without.kl.text()]
+        damage.append([domain.name, "yes" if domain.seen else "no", str(domain.kl.n), *own, *without])
     weights = []
     for change, names in record.weights.model_dump().items():
         shown = names[:NAMES_SHOWN]
@@ -173,7 +172,7 @@ def _tables(record: RetrofitReport) -> list[Table]:
     plan = [
         [str(layer), *(record.plan.source_label(state, layer) for state in states)] for layer in record.changed_layers
     ]
-    figures = ["perplexity ratio", "ratio without the fit", "KL", "KL without the fit"]
+    figures = ["perplexity ratio", "KL", "ratio without the fit", "KL without the fit"]
     title = "Sources of converted layers (all other layers compute their own states)"
     return [
         *([_alternatives(record)] if record.alternatives else []),

@@ -6,7 +6,6 @@ Its fields are what `record.json` holds.
 from pathlib import Path
 from typing import Any, Literal, Self
 
-import numpy as np
 import torch
 from pydantic import Field, PrivateAttr, model_validator
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -18,9 +17,9 @@ from crosslayer.judge.retrieval import Retrieval, count_retrieved
 from crosslayer.models.stored import weights_in
 from crosslayer.output.folder import whole_folder
 from crosslayer.output.manifest import write_manifest
-from crosslayer.output.record import Frozen, ModelFacts
+from crosslayer.output.record import Frozen, ModelFacts, columns
 from crosslayer.output.result import Result
-from crosslayer.stats import Interval
+from crosslayer.stats.estimate import Estimate
 from crosslayer.stats.times import StepTime
 from crosslayer.verbs.retrofit.moments import Fit
 from crosslayer.verbs.retrofit.request import RetrofitOptions
@@ -43,8 +42,7 @@ class CurvePoint(Frozen):
 
     share: float = Field(description="of the original's cache that it keeps, or of its reads if tokens are chosen")
     kl_search: float = Field(description="KL on the search text, which ends by repeating its beginning")
-    kl: float = Field(description="KL on text that the search did not use; what is fitted, in each layer separately")
-    kl_ci95: Interval
+    kl: Estimate = Field(description="on text that the search did not use; what is fitted, in each layer separately")
     layers: dict[str, int] = Field(description="how many layers each method acts on")
 
 
@@ -54,10 +52,8 @@ class MeasuredBaseline(Frozen):
     method: str
     groups: list[list[int]]
     share: float = Field(description="as that of the curve, and as near to the search's as possible")
-    kl: float = Field(description="nats/token, on text that the search did not use, fitted in the same way")
-    kl_ci95: Interval
-    search_minus_baseline: float = Field(description="KL of the searched configuration minus the baseline's, paired")
-    search_minus_baseline_ci95: Interval
+    kl: Estimate = Field(description="nats/token, on text that the search did not use, fitted in the same way")
+    change: Estimate = Field(description="KL of the searched configuration minus the baseline's, paired")
 
 
 class SearchRecord(Frozen):
@@ -122,11 +118,9 @@ class Alternative(Frozen):
     kv_bits: str | None = Field(description="8, 4, fp8, or None: not quantised")
     options: str = Field(description="what to add to `crosslayer generate` or `retrofit` to have it; empty: nothing")
     share: float = Field(description="bytes over those of the original's 16-bit cache, at the report's context")
-    kl: float = Field(description="to the original, in nats/token")
-    kl_ci95: Interval
+    kl: Estimate = Field(description="to the original, in nats/token")
     kl_by_domain: dict[str, float] = Field(description="its mean on the windows of each domain")
-    minus_retrofit: float = Field(description="its KL minus that of the retrofit that is not quantised, paired")
-    minus_retrofit_ci95: Interval
+    change: Estimate = Field(description="its KL minus that of the retrofit that is not quantised, paired")
     needles: tuple[Retrieval, ...] = Field(description="empty where no numbers were asked for")
 
     @property
@@ -143,7 +137,7 @@ class RetrofitReport(Result):
     Shapes: D domains, the worst unseen one first; L layers of the original.
     """
 
-    schema_: Literal["crosslayer/retrofit/14"] = Field(default="crosslayer/retrofit/14", alias="schema")
+    schema_: Literal["crosslayer/retrofit/15"] = Field(default="crosslayer/retrofit/15", alias="schema")
     architecture: Architecture
     methods: list[dict[str, Any]] = Field(description="name and options of each method, as in a config")
     title: str = Field(description="the methods with their options, as a line of text")
@@ -165,6 +159,9 @@ class RetrofitReport(Result):
     settings: RetrofitOptions = Field(description="all options")
     judged: list[str] = Field(description="evaluation domains")
     fitted: list[str] = Field(description="calibration domains: W_c was fitted or layers were chosen on them")
+    windows: dict[str, dict[str, tuple[int, int]]] = Field(
+        description="first and count by purpose and domain, in the list of windows that a domain is cut into"
+    )
     seconds: dict[str, float] = Field(description="of each phase")
 
     @model_validator(mode="after")
@@ -232,30 +229,9 @@ class RetrofitReport(Result):
         """Names of the evaluation domains, (D,)."""
         return tuple(domain.name for domain in self.damage.domains)
 
-    @property
-    def seen(self) -> np.ndarray:
-        """Whether the domain was calibrated on, (D,) bool."""
-        return np.array([domain.seen for domain in self.damage.domains])
-
-    @property
-    def perplexity_ratio(self) -> np.ndarray:
-        """Perplexity after over perplexity before, by domain, (D,)."""
-        return np.array([domain.ratio for domain in self.damage.domains])
-
-    @property
-    def perplexity_ratio_ci95(self) -> np.ndarray:
-        """95% interval of `perplexity_ratio`, (D, 2)."""
-        return np.array([domain.ratio_ci95 for domain in self.damage.domains])
-
-    @property
-    def kl(self) -> np.ndarray:
-        """KL of the retrofit to the original, by domain, in nats/token, (D,)."""
-        return np.array([domain.kl for domain in self.damage.domains])
-
-    @property
-    def kl_ci95(self) -> np.ndarray:
-        """95% interval of `kl`, in nats/token, (D, 2)."""
-        return np.array([domain.kl_ci95 for domain in self.damage.domains])
+    def frame(self) -> dict[str, list[Any]]:
+        """Return the damage by domain as columns (kl_value, kl_low, …), which `pandas.DataFrame` takes."""
+        return columns(domain.model_dump() for domain in self.damage.domains)
 
     @property
     def changed_layers(self) -> list[int]:
@@ -279,8 +255,8 @@ class RetrofitReport(Result):
             "seen": worst.seen,
             "perplexity_before": round(worst.perplexity_before, 4),
             "perplexity_after": round(worst.perplexity_after, 4),
-            "perplexity_ratio_ci95": [round(end, 4) for end in worst.ratio_ci95],
-            "kl": round(worst.kl, 5),
+            "perplexity_ratio_ci95": [round(end, 4) for end in worst.ratio.interval or ()],
+            "kl": round(worst.kl.value, 5),
             **({"quick": True} if self.settings.quick else {}),
             "needles": None if self.needles is None else count_retrieved(self.needles.retrofit),
             "seconds": round(sum(self.seconds.values()), 1),

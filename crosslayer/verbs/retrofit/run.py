@@ -15,6 +15,7 @@ from crosslayer.core.method import Method
 from crosslayer.core.methods import Entry, merge_plans, to_entry
 from crosslayer.core.plan import DepthPlan
 from crosslayer.core.sixteen_bits import DTYPE
+from crosslayer.corpus.domains import window_ranges
 from crosslayer.corpus.windows import Windows
 from crosslayer.judge.clock import random_ids, steps_in_turns
 from crosslayer.judge.damage import by_domain
@@ -236,6 +237,7 @@ def _report(
         settings=options,
         judged=list(texts.evaluation),
         fitted=list(seen),
+        windows=window_ranges(windows),
         seconds=_seconds(starts),
     )
     return report.of_model(converted.model, tokenizer, stored)

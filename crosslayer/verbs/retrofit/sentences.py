@@ -4,15 +4,20 @@ from collections.abc import Sequence
 from typing import Any
 
 from crosslayer.core.method import Method, options_of
-from crosslayer.judge.damage import Damage, DomainDamage
+from crosslayer.judge.damage import DomainDamage, Domains
 from crosslayer.judge.retrieval import count_retrieved, retrieval_sentence
-from crosslayer.output.formatting import listed, ranges, signed, signed_interval
-from crosslayer.stats import Interval
+from crosslayer.output.formatting import listed, ranges
 from crosslayer.stats.times import StepTime
 from crosslayer.verbs.retrofit.moments import FITTED_WEIGHTS
 from crosslayer.verbs.retrofit.result import Alternative, MeasuredBaseline, RetrofitReport
 
 QUICK = "A first estimate (--quick): few and short windows, for the fit too. Run it without --quick to rely on it."
+EFFECTS = {"lower": "lowers", "higher": "raises", "no difference seen": "does not significantly change"}
+SEARCHED = {
+    "lower": "beats",
+    "higher": "is worse than",
+    "no difference seen": "is not significantly different from",
+}
 SHOWN = 200  # characters of an option in a title
 
 
@@ -55,8 +60,8 @@ def sentences(record: RetrofitReport) -> list[str]:
         f"{cache.context:,.0f} tokens), parameters {model.parameters / 1e6:.1f} → "
         f"{model.parameters_after / 1e6:.1f} M.",
         f"Worst {'calibration' if worst.seen else 'unseen'} domain ({worst.name}): perplexity "
-        f"{worst.perplexity_before:.2f} → {worst.perplexity_after:.2f} (×{worst.ratio:.3f}, 95% CI "
-        f"{interval(worst.ratio_ci95)}); KL to the original {kl(worst)} nats/token.",
+        f"{worst.perplexity_before:.2f} → {worst.perplexity_after:.2f}, ×{worst.ratio.text()}.",
+        _kl(record.damage),
     ]
     if record.settings.quick:
         lines.insert(0, QUICK)
@@ -70,7 +75,7 @@ def sentences(record: RetrofitReport) -> list[str]:
     if len(domains) > 1:
         labels = {"unseen": False, "calibration": True}
         by_label = {
-            label: ", ".join(f"{domain.name} {ratio(domain)}" for domain in domains if domain.seen == seen)
+            label: ", ".join(f"{domain.name} {domain.ratio.text()}" for domain in domains if domain.seen == seen)
             for label, seen in labels.items()
         }
         ratios = "; ".join(f"{label} {ratios}" for label, ratios in by_label.items() if ratios)
@@ -82,9 +87,9 @@ def sentences(record: RetrofitReport) -> list[str]:
             "Every evaluation domain was also calibrated on, so the loss on other text was not measured: calibrate on "
             "some text (--calibration-text) and evaluate on other text (--text)."
         )
-    counts = "-".join(str(count) for count in sorted({domain.windows for domain in domains}))
+    counts = "-".join(str(count) for count in sorted({domain.kl.n for domain in domains}))
     lines.append(
-        f"Measured on {record.damage.all.windows} windows of {record.settings.length} tokens ({counts} per domain), "
+        f"Measured on {record.damage.all.kl.n} windows of {record.settings.length} tokens ({counts} per domain), "
         f"none of them used for calibration. 95% CI: paired bootstrap, {sampling(domains)}, conditional on these texts."
     )
     if record.needles is not None:
@@ -95,6 +100,18 @@ def sentences(record: RetrofitReport) -> list[str]:
         lines.append(_alternatives(record.alternatives))
     baselines = record.choice.search.baselines if record.choice.search is not None else []
     return lines + [_search(record, baseline) for baseline in baselines]
+
+
+def _kl(damage: Domains) -> str:
+    """Return the KL on the worst and on the best domain, and what a domain of another kind may have."""
+    domains = sorted(damage.domains, key=lambda domain: domain.kl.value)
+    best, worst = domains[0], domains[-1]
+    line = f"KL to the original, in nats/token: {worst.kl.text()} on {worst.name}"
+    if len(domains) > 1:
+        line += f", the worst of {len(domains)} domains, {best.kl.value:.3f} on {best.name}, the best"
+    if damage.new_domain is not None:
+        line += f"; on a new domain {damage.new_domain.text()}, a 95% prediction interval"
+    return f"{line}."
 
 
 def _step(step: StepTime) -> str:
@@ -110,16 +127,16 @@ def _alternatives(rows: Sequence[Alternative]) -> str:
     retrofit = rows[0]
     described = []
     for row in rows[1:]:
-        described.append(f"{row.name} {with_interval(row.kl, row.kl_ci95)} at {row.share:.0%}{_retrieved(row)}")
+        described.append(f"{row.name} {row.kl.text()} at {row.share:.0%}{_retrieved(row)}")
     cheaper = [
         row.name
         for row in rows[1:]
-        if row.of == "original" and row.share <= retrofit.share and row.minus_retrofit_ci95[1] < 0
+        if row.of == "original" and row.share <= retrofit.share and row.change.verdict == "lower"
     ]
     verdict = f" For memory alone, {' or '.join(cheaper)} does less damage with no more bytes." if cheaper else ""
     return (
         f"Other caches (KL in nats/token, share of the original's 16-bit cache): {'; '.join(described)}; "
-        f"the retrofit as it is {with_interval(retrofit.kl, retrofit.kl_ci95)} at {retrofit.share:.0%}.{verdict}"
+        f"the retrofit as it is {retrofit.kl.text()} at {retrofit.share:.0%}.{verdict}"
     )
 
 
@@ -127,27 +144,6 @@ def _retrieved(row: Alternative) -> str:
     if not row.needles:
         return ""
     return f", {count_retrieved(row.needles)} of {sum(len(result.found) for result in row.needles)} hidden numbers"
-
-
-def interval(ends: Interval, digits: int = 3) -> str:
-    """Return a 95% interval: 1.270-1.393, or −0.036 to 0.002."""
-    low, high = (f"{end:.{digits}f}".replace("-", "−") for end in ends)
-    return f"{low} to {high}" if ends[0] < 0 else f"{low}-{high}"
-
-
-def with_interval(value: float, ends: Interval, digits: int = 3) -> str:
-    """Return a value with its interval: 1.333 (1.270-1.393)."""
-    return f"{value:.{digits}f}".replace("-", "−") + f" ({interval(ends, digits)})"
-
-
-def ratio(damage: Damage) -> str:
-    """Return the perplexity ratio with its interval."""
-    return with_interval(damage.ratio, damage.ratio_ci95)
-
-
-def kl(damage: Damage, digits: int = 3) -> str:
-    """Return the KL with its interval."""
-    return with_interval(damage.kl, damage.kl_ci95, digits)
 
 
 def sampling(domains: Sequence[DomainDamage]) -> str:
@@ -163,25 +159,21 @@ def gain_sentence(domains: Sequence[DomainDamage], fit: str) -> str:
     effects: dict[str, list[str]] = {}
     for domain in domains:
         if domain.gain is not None:
-            low, high = domain.gain.kl_ci95
-            effect = "lowers" if high < 0 else "raises" if low > 0 else "does not significantly change"
-            change = f"{domain.name} ({domain.gain.without.kl:.3f} → {domain.kl:.3f})"
-            effects.setdefault(effect, []).append(change)
+            change = f"{domain.name} ({domain.gain.without.kl.value:.3f} → {domain.kl.value:.3f})"
+            effects.setdefault(EFFECTS[domain.gain.kl.verdict], []).append(change)
     listing = "; ".join(f"{effect} the KL on {', '.join(changes)}" for effect, changes in effects.items())
     return f"Fitting {FITTED_WEIGHTS.get(fit, 'the linear compensation W_c')} {listing}."
 
 
 def _search(record: RetrofitReport, baseline: MeasuredBaseline) -> str:
     """Return whether the searched configuration is better than one that was not searched."""
-    low, high = baseline.search_minus_baseline_ci95
-    verdict = "beats" if high < 0 else "is worse than" if low > 0 else "is not significantly different from"
     fits = bool(record.calibration.layers) and not record.plan.has_choices  # a search for choosers fits nothing
     fitted = "each layer compensated separately" if fits else "without compensation"
     share, others = f"{record.cache.share:.2%} of the cache", f"fixed blocks of {baseline.method}"
     if record.plan.has_choices:
         share, others = f"{record.cache.read_share:.1%} of the reads", "choosers at equal distances"
     return (
-        f"The searched configuration ({share}) {verdict} {others} ({baseline.share:.2%}): KL "
-        f"{signed(baseline.search_minus_baseline)} "
-        f"({signed_interval(baseline.search_minus_baseline_ci95)}) on windows that the search did not use, {fitted}."
+        f"The searched configuration ({share}) {SEARCHED[baseline.change.verdict]} {others} "
+        f"({baseline.share:.2%}): KL {baseline.change.text(4, signed=True)} on windows that the search did not use, "
+        f"{fitted}."
     )

@@ -276,13 +276,9 @@ def search_record(
     measured = losses(logits_of(measure.model), runs, windows, "measuring the trade-off on held-out text")
     curve, compared = [], []
     for number, step in enumerate(steps):
-        cost = damage(measured[str(number)])
-        point = {"share": step.share, "kl_search": step.kl, "layers": step.layers}
-        curve.append(CurvePoint(**point, kl=cost.kl, kl_ci95=cost.kl_ci95))
+        kl = damage(measured[str(number)]).kl
+        curve.append(CurvePoint(share=step.share, kl_search=step.kl, kl=kl, layers=step.layers))
     for name, baseline in baselines.items():
-        cost = damage(measured[name])
-        gap, interval = difference(measured[str(len(steps) - 1)], measured[name])
-        figures = {"kl": cost.kl, "kl_ci95": cost.kl_ci95}
-        figures |= {"search_minus_baseline": gap, "search_minus_baseline_ci95": interval}
+        figures = {"kl": damage(measured[name]).kl, "change": difference(measured[str(len(steps) - 1)], measured[name])}
         compared.append(MeasuredBaseline(method=name, groups=baseline.groups, share=baseline.share, **figures))
     return SearchRecord(passes=passes, methods=names, curve=curve, baselines=compared)

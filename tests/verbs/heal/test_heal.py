@@ -130,8 +130,10 @@ def test_the_record_has_what_a_measurement_of_the_saved_models_gives(base, whole
     for name, state in states.items():
         for domain in state.domains:
             expected = measured[name].of(domain.name)
-            assert domain.damage.kl == pytest.approx(expected.kl.mean(), abs=1e-7)
-            assert np.log(domain.damage.ratio) == pytest.approx((expected.after - expected.before).mean(), abs=1e-7)
+            assert domain.damage.kl.value == pytest.approx(expected.kl.mean(), abs=1e-7)
+            assert np.log(domain.damage.ratio.value) == pytest.approx(
+                (expected.after - expected.before).mean(), abs=1e-7
+            )
     last = states["stage 2"].domains[0]
     code = {name: losses_.of(last.name) for name, losses_ in measured.items()}
     gap, left = (code[name].after - code["trained"].after for name in ("before", "stage 2"))
@@ -144,15 +146,18 @@ def test_the_record_has_what_a_measurement_of_the_saved_models_gives(base, whole
 def test_training_and_calibration_domains_are_seen(whole):
     recovery, _ = whole
     assert recovery.domains == ("code", "web") or recovery.domains == ("web", "code")
-    assert dict(zip(recovery.domains, recovery.seen.tolist(), strict=True)) == {"code": True, "web": True}
-    assert recovery.kl.shape == (3, 3, 2)
+    frame = recovery.frame()
+    assert dict(zip(frame["name"], frame["seen"], strict=True)) == {"code": True, "web": True}
+    assert {len(column) for column in frame.values()} == {3 * 3 * 2}  # retrofits, states, domains
+    first = recovery.variants[0].states[0].domains[0]
+    assert frame["damage_kl_value"][0] == first.damage.kl.value and frame["kl_change_value"][0] is None
 
 
 def test_the_order_is_that_of_the_last_states(whole):
     recovery, _ = whole
     assert tuple(recovery.order) == recovery.domains
     for number, ranks in enumerate(recovery.order.values()):
-        ends = {variant.name: variant.states[-1].domains[number].damage.kl for variant in recovery.variants}
+        ends = {variant.name: variant.states[-1].domains[number].damage.kl.value for variant in recovery.variants}
         assert [rank.variant for rank in ranks] == sorted(ends, key=ends.__getitem__)
         assert [rank.kl for rank in ranks] == pytest.approx(sorted(ends.values()))
 
@@ -220,7 +225,8 @@ def test_an_interrupted_recovery_resumes_and_ends_the_same(base, whole, tmp_path
     resumed = healed(base, "fitted", tmp_path, resume=True)
     for path in ("fitted/stage-1/model", "fitted/model", "original/model"):
         assert not changed(folder / path, whole[1] / path), path
-    ends = [dict(zip(result.domains, result.kl[0].T.tolist(), strict=True)) for result in (resumed, whole[0])]
+    states = [result.variants[0].states for result in (resumed, whole[0])]
+    ends = [{(state.name, each.name): each.damage for state in one for each in state.domains} for one in states]
     assert ends[0] == ends[1]
     assert not list(folder.rglob("checkpoint-*"))
 
@@ -250,7 +256,9 @@ def test_stages_that_end_early_say_so_and_the_original_trains_to_the_last_step(b
     assert "640 tokens" in page and "640 tokens" in sentences and "fitted 512." in sentences
     assert tokens_read(recovery.variants[0]) == [256, 256]
     stage = tmp_path / "out" / "fitted" / "stage-1" / "model"
-    assert len(changed(base / "fitted", stage)) == 1 and (recovery.kl[0, 1] != recovery.kl[0, 0]).all()
+    assert len(changed(base / "fitted", stage)) == 1
+    before, after = (state.domains for state in recovery.variants[0].states[:2])
+    assert all(one.damage.kl.value != other.damage.kl.value for one, other in zip(before, after, strict=True))
 
 
 def diverging(path, cause=None):
@@ -410,7 +418,8 @@ def test_a_plain_crosslayer_model_is_retrofitted_and_healed(base, tmp_path):
         for at, original in ((base, "original"), (tmp_path, "ours"))
     ]
     first, second = (end.variants[0].states[-1].domains for end in ends)
-    assert [domain.damage.kl for domain in first] == pytest.approx([domain.damage.kl for domain in second], rel=1e-5)
+    kl = [[domain.damage.kl.value for domain in domains] for domains in (first, second)]
+    assert kl[0] == pytest.approx(kl[1], rel=1e-5)
 
 
 def test_responses_alone(base, tmp_path, undrawn):
@@ -421,5 +430,6 @@ def test_responses_alone(base, tmp_path, undrawn):
     )
     recovery = healed(base, "fitted", tmp_path, recipe)
     assert recovery.left_out == {"say": 0} and set(recovery.variants[0].states[2].held_out) == {"say"}
-    assert dict(zip(recovery.domains, recovery.seen.tolist(), strict=True)) == {"web": False, "code": True}
+    seen = {domain.name: domain.seen for domain in recovery.variants[0].states[0].domains}
+    assert seen == {"web": False, "code": True}
     assert recovery.domains[0] == "web"

@@ -14,7 +14,7 @@ def test_a_retrofit_of_smollm2_recovers(tmp_path):
     report = crosslayer.retrofit("smollm2", method="uniattn", compensation="zero", windows=96, length=32)
     report.save(tmp_path / "small")
     recovery = crosslayer.heal([tmp_path / "small"], SMOKE, tmp_path / "out", settings=["train.bf16=true"])
-    assert recovery.original == "smollm2" and not recovery.seen.any()
+    assert recovery.original == "smollm2" and not any(recovery.frame()["seen"])
     _, first, second = recovery.variants[0].states
     assert first.domains[0].kl_change.verdict == "lower" and second.domains[0].kl_change.verdict == "lower"
     assert recovery.variants[0].states[0].held_out["web"] > second.held_out["web"]

@@ -77,7 +77,7 @@ def test_the_card_tells_what_it_costs_and_how_it_came_about(hub, small, report):
     assert 'from_pretrained("me/tiny-cla")' in card and "FOLDER" not in card and "crosslayer.retrofit(" in card
     worst = report.damage.domains[0]
     row = next(line for line in card.splitlines() if line.startswith(f"| {worst.name} | no |"))
-    assert f"{worst.perplexity_after:.2f} | {worst.ratio:.3f} (" in row
+    assert f"{worst.perplexity_after:.2f} | {worst.ratio.text()} | " in row
     assert report.plan.diagram() in card
     data = ModelCard(card).data
     assert data.tags == ["crosslayer", "cla"] and data.base_model is None
@@ -108,7 +108,7 @@ def test_datasets_of_the_hub_get_evaluation_results(hub, small, report):
     (entry,) = parse_eval_result_entries(yaml.safe_load(text))
     domain = next(domain for domain in report.damage.domains if domain.name == "org/wiki/en/test")
     assert (entry.dataset_id, entry.task_id, entry.value) == ("org/wiki", "en", round(domain.perplexity_after, 4))
-    assert f"perplexity of {domain.windows} windows of {LENGTH} tokens of the split test" in entry.notes
+    assert f"perplexity of {domain.kl.n} windows of {LENGTH} tokens of the split test" in entry.notes
     assert eval_entries(report) == [entry]
 
 

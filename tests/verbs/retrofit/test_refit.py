@@ -149,7 +149,7 @@ def test_the_report_says_what_was_refitted_and_what_it_brings(source, fit, tmp_p
     bare = crosslayer.retrofit(source, text=texts["text"], **options, compensation="none")
     assert len(refitted.weights.refitted) == 3 and (fit == "refit") == bool(refitted.weights.new)
     gains = [domain.gain for domain in refitted.damage.domains]
-    assert [gain.without.kl for gain in gains] == pytest.approx([domain.kl for domain in bare.damage.domains])
+    assert [gain.without.kl.value for gain in gains] == pytest.approx([one.kl.value for one in bare.damage.domains])
     sentences = " ".join(refitted.sentences())
     assert "lowers the KL on" in sentences and "W_o" in sentences and ("W_c" in sentences) == (fit == "refit")
     refitted.save(tmp_path / "out")

@@ -52,12 +52,15 @@ def report(source):
     )
 
 
-def test_the_call_gives_arrays_and_the_model(source, report):
+def test_the_call_gives_numbers_and_the_model(source, report):
     assert report.kv_share == pytest.approx(5 / 8) and report.plan.keys == (0, 1, 2, 2, 4, 5, 5, 5)
-    assert set(report.domains) == {"web", "code"} and not report.seen.any()
-    assert report.perplexity_ratio.shape == report.kl.shape == (2,)
-    assert report.perplexity_ratio_ci95.shape == report.kl_ci95.shape == (2, 2)
-    assert (report.kl_ci95[:, 0] < report.kl).all() and (report.kl < report.kl_ci95[:, 1]).all()
+    assert set(report.domains) == {"web", "code"} and not any(domain.seen for domain in report.damage.domains)
+    assert all(domain.kl.low < domain.kl.value < domain.kl.high for domain in report.damage.domains)
+    frame = report.frame()
+    assert frame["name"] == list(report.domains) and {len(column) for column in frame.values()} == {2}
+    assert frame["kl_low"] == [domain.kl.low for domain in report.damage.domains]
+    assert frame["gain_without_ratio_value"][1] == report.damage.domains[1].gain.without.ratio.value
+    assert report.windows == {"evaluation": {"web": (0, 20), "code": (0, 20)}, "calibration": {"docs": (0, 64)}}
     assert all(fit.token_after < fit.token_before for fit in report.calibration.layers)
     assert [fit.layer for fit in report.calibration.layers if fit.left_out < 1] == [3, 6, 7]
     assert report.calibration.windows == {"docs": 64} and report.fitted == ["docs"]
@@ -91,7 +94,7 @@ def test_a_report_is_its_record(report):
     with pytest.raises(ValueError, match=r"no model; .*crosslayer.load_model\(FOLDER\)"):
         _ = again.model
     for wrong in ({"schema": "crosslayer/retrofit/2"}, {"paper": {}}):
-        with pytest.raises(ValueError, match="this release reads crosslayer/retrofit/14|paper"):
+        with pytest.raises(ValueError, match="this release reads crosslayer/retrofit/15|paper"):
             RetrofitReport.from_record(report.record() | wrong)
 
 
@@ -348,13 +351,14 @@ def test_quantised_caches_stand_beside_the_retrofit(monkeypatch):
     report = crosslayer.retrofit(model, text, TOKENIZER, **options, full=True)
     rows = {row.name: row for row in report.alternatives}
     assert list(rows) == ["retrofit", "original, fp8", "original, int8", "original, int4", "retrofit, int4"]
-    assert rows["retrofit"].share == report.cache.share == 0.5 and rows["retrofit"].minus_retrofit == 0
+    assert rows["retrofit"].share == report.cache.share == 0.5 and rows["retrofit"].change.value == 0
     assert rows["original, fp8"].share == 0.5
     planned = crosslayer.plan(report.model, length=report.cache.context, dtype="bfloat16", kv_dtype="int4").stored_bytes
     whole = crosslayer.plan(model, length=report.cache.context, dtype="bfloat16").stored_bytes
     assert rows["retrofit, int4"].share == planned / whole
-    assert rows["original, int8"].kl < rows["original, fp8"].kl < rows["retrofit"].kl
-    assert 0 < rows["original, int4"].kl < rows["retrofit"].kl
+    kl = {name: row.kl.value for name, row in rows.items()}
+    assert kl["original, int8"] < kl["original, fp8"] < kl["retrofit"]
+    assert 0 < kl["original, int4"] < kl["retrofit"]
     assert len(rows["original, int4"].needles) == 1 and rows["original, int8"].needles == ()
     lines = report.sentences()
     assert any("For memory alone, original, fp8 does less" in line for line in lines)

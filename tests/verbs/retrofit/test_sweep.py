@@ -32,12 +32,13 @@ def test_each_row_is_what_its_own_retrofit_has(source, tmp_path):
     assert [row.of for row in swept.alternatives] == [f"--target {target}" for target in TARGETS]
     for row, target in zip(swept.alternatives, TARGETS, strict=True):
         alone = crosslayer.retrofit(source, text, **OPTIONS, compensation="layerwise", target=target)
-        assert row.kl == pytest.approx(alone.damage.all.kl, rel=1e-6)
-        assert row.kl_ci95 == pytest.approx(alone.damage.all.kl_ci95, rel=1e-6)
-        assert row.kl_by_domain == pytest.approx({each.name: each.kl for each in alone.damage.domains}, rel=1e-6)
+        kl = alone.damage.all.kl
+        assert row.kl.value == pytest.approx(kl.value, rel=1e-6)
+        assert row.kl.interval == pytest.approx(kl.interval, rel=1e-6)
+        assert row.kl_by_domain == pytest.approx({each.name: each.kl.value for each in alone.damage.domains}, rel=1e-6)
         assert row.share == pytest.approx(alone.kv_share)
-        assert row.minus_retrofit == pytest.approx(alone.damage.all.kl - swept.damage.all.kl, abs=1e-6)
-        assert row.minus_retrofit_ci95[0] <= row.minus_retrofit <= row.minus_retrofit_ci95[1]
+        assert row.change.value == pytest.approx(kl.value - swept.damage.all.kl.value, abs=1e-6)
+        assert row.change.low <= row.change.value <= row.change.high
     assert swept.needles is None and swept.settings.target == "attention"
     page = swept.save(tmp_path / "out")
     assert sorted(path.name for path in page.parent.iterdir()) == ["figures", "record.json", "report.html"]

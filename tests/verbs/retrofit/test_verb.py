@@ -60,7 +60,7 @@ def test_the_folder_is_whole_with_report_and_card(monkeypatch, inputs, tmp_path,
     text = (out / "record.json").read_text()
     report = RetrofitReport.from_record(json.loads(text))
     assert [fit.layer for fit in report.calibration.layers] == [5, 7] and str(tmp_path) not in text
-    assert report.damage.all.windows == 32 and report.damage.all.documents == 4
+    assert report.damage.all.kl.n == 32 and report.damage.all.documents == 4
     assert [(domain.name, domain.seen) for domain in report.damage.domains] == [("text.txt", True)]
     assert report.command.startswith("crosslayer retrofit model --text text.txt")
     assert {p.name for p in out.iterdir()} >= {
@@ -157,13 +157,13 @@ def test_the_worst_unseen_domain_leads(monkeypatch, inputs, tmp_path, capsys):
     captured = capsys.readouterr().out
     record = json.loads((out / "record.json").read_text())
     rows = record["damage"]["domains"]
-    assert [(row["name"], row["seen"], row["windows"]) for row in rows] == [
+    assert [(row["name"], row["seen"], row["kl"]["n"]) for row in rows] == [
         ("other.txt", False, 16),
         ("text.txt", True, 16),
     ]
     assert record["calibration"]["windows"] == {"text.txt": 64, "third.txt": 64}
     gain = rows[0]["gain"]
-    assert gain["kl"] == pytest.approx(rows[0]["kl"] - gain["without"]["kl"], rel=1e-9)
+    assert gain["kl"]["value"] == pytest.approx(rows[0]["kl"]["value"] - gain["without"]["kl"]["value"], rel=1e-9)
     assert "Worst unseen domain (other.txt)" in captured
     assert "unseen other.txt" in captured and "; calibration text.txt" in captured
     assert "Fitting W_o and " in captured and "other text was not measured" not in captured
@@ -228,7 +228,8 @@ def test_a_budget_is_met_and_its_curve_stands_in_the_report(monkeypatch, inputs,
     assert record["judged"] == record["fitted"] == ["text.txt"]
     search = record["choice"]["search"]
     assert search["passes"] <= 300 and search["curve"][-1]["share"] <= 0.7
-    assert [len(baseline["search_minus_baseline_ci95"]) for baseline in search["baselines"]] == [2, 2]
+    assert [baseline["change"]["n"] for baseline in search["baselines"]] == [16, 16]
+    assert record["windows"]["search"] == {"text.txt": [32, 2]}  # first and count
     assert [baseline["method"] for baseline in search["baselines"]] == ["cla", "uniattn"]
     assert (out / "figures" / "trade_off.svg").is_file()
 

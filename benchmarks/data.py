@@ -28,9 +28,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, default_data_collator
 from crosslayer.corpus.documents import TextSource, stream_documents
 from crosslayer.corpus.domains import embedded_domains
 from crosslayer.environment import environment
-from crosslayer.verbs.train.mixture import Mixture
-from crosslayer.verbs.train.shards import tokenise
-from crosslayer.verbs.train.tokenizers import make_tokenizer
+from crosslayer.training.mixture import Mixture
+from crosslayer.training.shards import tokenise
+from crosslayer.training.tokenizers import make_tokenizer
 
 WEIGHTS = {"first": 0.5, "second": 0.3, "third": 0.2}
 MEGABYTE = 10**6

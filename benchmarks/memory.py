@@ -35,7 +35,7 @@ def write_model(folder: Path) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from crosslayer.verbs.train.tokenizers import make_tokenizer
+    from crosslayer.training.tokenizers import make_tokenizer
 
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SHAPE), dtype=torch.bfloat16)

@@ -20,7 +20,7 @@ import torch
 from crosslayer.core.decoder import CrossLayerConfig, CrossLayerForCausalLM
 from crosslayer.environment import environment
 from crosslayer.machine import peak_memory
-from crosslayer.verbs.train.attention import WITHIN_DOCUMENTS
+from crosslayer.training.attention import WITHIN_DOCUMENTS
 
 WAYS = {"dense": "sdpa", "documents": WITHIN_DOCUMENTS}
 CPU, OFTEN = torch.device("cpu"), 10_000

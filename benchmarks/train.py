@@ -23,9 +23,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, Trainer
 from crosslayer.core.decoder import CrossLayerConfig, CrossLayerForCausalLM
 from crosslayer.environment import environment
 from crosslayer.stats.ratios import paired_ratio
-from crosslayer.verbs.train.arguments import training_arguments
+from crosslayer.training.arguments import training_arguments
+from crosslayer.training.recipe import SchedulePart
 from crosslayer.verbs.train.initialise import initialise
-from crosslayer.verbs.train.recipe import SchedulePart
 from crosslayer.verbs.train.trainer import CrossLayerTrainer
 
 SHAPE = {

@@ -42,7 +42,7 @@ def test_wheel_and_sdist_install_and_diagnose(tmp_path):
             folder=tmp_path,
         )
         assert json.loads(out.splitlines()[-1])["model"] == "smollm2"
-        shown = run(python, "-c", "from crosslayer.verbs.train.recipe import load_recipe as r; print(r('smoke').name)")
+        shown = run(python, "-c", "from crosslayer.training.recipe import load_recipe as r; print(r('smoke').name)")
         assert shown.strip() == "smoke"  # recipes come with the package
         installed = run(python, "-c", "import crosslayer; print(crosslayer.__version__)", folder=tmp_path).strip()
         assert installed == wheel.name.split("-")[1]

@@ -62,7 +62,7 @@ def table(verb: Verb) -> str:
 
 def shipped_table() -> str:
     """Return the table of the recipes that come with the package, each with the first sentence of its comment."""
-    from crosslayer.verbs.train.recipe_file import shipped_recipes
+    from crosslayer.training.recipe_file import shipped_recipes
 
     rows = []
     for path in shipped_recipes():
@@ -74,8 +74,8 @@ def shipped_table() -> str:
 
 def recipe_tables() -> list[str]:
     """Return the tables of the shipped recipes, and of the keys of a recipe of training and of healing."""
+    from crosslayer.training.recipe import Recipe
     from crosslayer.verbs.heal.recipe import HealRecipe  # here: imports torch, and tables of options need it not
-    from crosslayer.verbs.train.recipe import Recipe
 
     training, healing = list(_keys(Recipe)), list(_keys(HealRecipe))
     known = {(key.rpartition(".")[2], *rest) for key, *rest in training}

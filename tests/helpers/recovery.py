@@ -7,7 +7,7 @@ import yaml
 
 import crosslayer
 from crosslayer.corpus.domains import embedded_domains
-from crosslayer.verbs.train.tokenizers import make_tokenizer
+from crosslayer.training.tokenizers import make_tokenizer
 from tests.helpers.tiny import tiny
 
 RECIPE = {

@@ -5,7 +5,7 @@ import json
 import numpy as np
 
 from crosslayer.environment import environment
-from crosslayer.verbs.train.record import Curve, Snapshot, TrainedDomain, TrainedModel, Validation
+from crosslayer.training.record import Curve, Snapshot, TrainedDomain, TrainedModel, Validation
 from crosslayer.verbs.train.result import TrainingRun
 
 DOMAINS = {"books": 0.75, "code": 0.25}

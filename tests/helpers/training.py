@@ -10,9 +10,9 @@ from transformers import TrainerCallback
 
 from crosslayer.core.decoder import CrossLayerForCausalLM
 from crosslayer.testing import tiny as contract
-from crosslayer.verbs.train.arguments import training_arguments
+from crosslayer.training.arguments import training_arguments
+from crosslayer.training.recipe import SchedulePart
 from crosslayer.verbs.train.initialise import initialise
-from crosslayer.verbs.train.recipe import SchedulePart
 from crosslayer.verbs.train.trainer import CrossLayerTrainer
 
 LENGTH = 12

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from crosslayer.core.methods import load_methods, method_class, to_entry
+from crosslayer.training.recipe import Recipe, load_recipe
+from crosslayer.training.recipe_file import nearest, parse_value
 from crosslayer.verbs.compare.record import Budget, Configuration, Variant
-from crosslayer.verbs.train.recipe import Recipe, load_recipe
-from crosslayer.verbs.train.recipe_file import nearest, parse_value
 
 LONGEST = 60  # characters of a component of a folder's name
 HEADS = "num_key_value_heads"  # the key of a model's shape that belongs to its variant

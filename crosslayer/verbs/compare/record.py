@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from crosslayer.environment import Machine
 from crosslayer.output.record import Frozen
 from crosslayer.stats.estimate import Estimate, Verdict
-from crosslayer.verbs.train.record import DepthMixing
+from crosslayer.training.record import DepthMixing
 
 ALPHA = 0.05  # an adjusted p-value below it is significant
 SHORTEST = 2  # logged entries that a band must at least lie on one side of 0, since a single one may by chance

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from crosslayer.output.formatting import listed, signed
 from crosslayer.stats.estimate import Estimate
 from crosslayer.stats.means import FEWEST, MOST
+from crosslayer.training.record import mean_of_known
 from crosslayer.verbs.compare.record import (
     ALPHA,
     COSTS,
@@ -16,7 +17,6 @@ from crosslayer.verbs.compare.record import (
     SnapshotMeans,
 )
 from crosslayer.verbs.compare.result import Comparison
-from crosslayer.verbs.train.record import mean_of_known
 
 INSIDE = {  # measures of snapshots: what is said of them
     "first_token_share": ("attention on the first token", "{:.1%}"),

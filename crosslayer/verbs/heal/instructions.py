@@ -20,11 +20,11 @@ from torch.utils.data import Dataset
 from crosslayer.corpus.documents import TextSource, stream_rows
 from crosslayer.corpus.files import Reading, say_skipped, with_line_feeds
 from crosslayer.corpus.instructions import PROMPT, Example, example_of
-from crosslayer.verbs.train.mixture import IGNORED
-from crosslayer.verbs.train.recipe import Part
-from crosslayer.verbs.train.recipe_file import WrongKey
-from crosslayer.verbs.train.shards import Shards
-from crosslayer.verbs.train.texts import FIRST, Domain
+from crosslayer.training.mixture import IGNORED
+from crosslayer.training.recipe import Part
+from crosslayer.training.recipe_file import WrongKey
+from crosslayer.training.shards import Shards
+from crosslayer.training.texts import FIRST, Domain
 
 
 class Columns(Part):

@@ -22,7 +22,7 @@ from crosslayer.judge.retrieval import Retrieval, measure_retrieval
 from crosslayer.models.load import load_model
 from crosslayer.output.folder import write_whole
 from crosslayer.output.record import Frozen
-from crosslayer.verbs.train.mixture import IGNORED
+from crosslayer.training.mixture import IGNORED
 
 MEMORY_SHARE = 2  # models that are measured together use at most half of the free memory
 

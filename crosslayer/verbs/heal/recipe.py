@@ -11,11 +11,11 @@ from crosslayer.corpus.domains import EMBEDDED
 from crosslayer.corpus.files import READERS, file_kind
 from crosslayer.judge.damage import MIN_WINDOWS
 from crosslayer.output.record import Seed
+from crosslayer.training.arguments import Arguments
+from crosslayer.training.recipe import Count, DataPart, DomainPart, Part, SchedulePart
+from crosslayer.training.recipe_file import WrongKey, nearest, read_recipe
+from crosslayer.training.texts import EVERY, Domain
 from crosslayer.verbs.heal.instructions import Columns, Instructions
-from crosslayer.verbs.train.arguments import Arguments
-from crosslayer.verbs.train.recipe import Count, DataPart, DomainPart, Part, SchedulePart
-from crosslayer.verbs.train.recipe_file import WrongKey, nearest, read_recipe
-from crosslayer.verbs.train.texts import EVERY, Domain
 
 MAX_STAGES = 8
 HOLD_OUT_EVERY = 5  # of an embedded domain every fifth piece is held out, enough to measure on

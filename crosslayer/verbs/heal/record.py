@@ -8,7 +8,7 @@ from crosslayer.judge.damage import Damage
 from crosslayer.judge.retrieval import Retrieval
 from crosslayer.output.record import Frozen
 from crosslayer.stats.estimate import Estimate
-from crosslayer.verbs.train.record import Curve
+from crosslayer.training.record import Curve
 
 
 class StageRun(Frozen):

@@ -8,11 +8,11 @@ from torch.utils.data import Subset
 from transformers import PreTrainedTokenizerFast
 
 from crosslayer.models.embedded import cache_folder
+from crosslayer.training.mixture import FixedRows, Mixture, spread
+from crosslayer.training.shards import Shards
+from crosslayer.training.texts import DomainShards
 from crosslayer.verbs.heal.instructions import ExampleRows
 from crosslayer.verbs.heal.recipe import HealRecipe
-from crosslayer.verbs.train.mixture import FixedRows, Mixture, spread
-from crosslayer.verbs.train.shards import Shards
-from crosslayer.verbs.train.texts import DomainShards
 
 
 @dataclass(frozen=True)

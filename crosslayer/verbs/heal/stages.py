@@ -21,16 +21,16 @@ from crosslayer.environment import quiet_transformers
 from crosslayer.extras import check_extra
 from crosslayer.output.folder import set_modes, write_whole
 from crosslayer.output.record import validation_message
+from crosslayer.training.arguments import batch_sequences, training_arguments
+from crosslayer.training.attention import set_attention
+from crosslayer.training.callbacks import Interruption, resumable
+from crosslayer.training.checkpoints import PARTIAL, checkpoints
+from crosslayer.training.record import curve_of, training_seconds
 from crosslayer.verbs.heal.early_stop import EarlyStop
 from crosslayer.verbs.heal.recipe import HealRecipe, LoraPart, StagePart
 from crosslayer.verbs.heal.record import StageRun
 from crosslayer.verbs.heal.rows import RecoveryRows
 from crosslayer.verbs.heal.trainer import DistillTrainer, Teacher
-from crosslayer.verbs.train.arguments import batch_sequences, training_arguments
-from crosslayer.verbs.train.attention import set_attention
-from crosslayer.verbs.train.callbacks import Interruption, resumable
-from crosslayer.verbs.train.checkpoints import PARTIAL, checkpoints
-from crosslayer.verbs.train.record import curve_of, training_seconds
 from crosslayer.verbs.train.trainer import CrossLayerTrainer, TrainingStopped
 
 DONE, MODEL = "stage.json", "model"

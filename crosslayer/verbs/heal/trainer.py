@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 
 from crosslayer.core.decoder.configuration import CrossLayerConfig
 from crosslayer.core.decoder.weights import to_config
+from crosslayer.training.mixture import IGNORED
 from crosslayer.verbs.heal.divergence import Head, divergence
-from crosslayer.verbs.train.mixture import IGNORED
 from crosslayer.verbs.train.trainer import CrossLayerTrainer
 
 

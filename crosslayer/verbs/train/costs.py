@@ -22,9 +22,9 @@ from crosslayer.core.decoder.modeling import AT_ONCE
 from crosslayer.core.transformers_versions import OLD_ARGUMENTS
 from crosslayer.machine import free_memory, seconds
 from crosslayer.probe.intercept import evaluating
-from crosslayer.verbs.train.arguments import step_sequences
-from crosslayer.verbs.train.recipe import Recipe
-from crosslayer.verbs.train.record import TrainedModel
+from crosslayer.training.arguments import step_sequences
+from crosslayer.training.recipe import Recipe
+from crosslayer.training.record import TrainedModel
 from crosslayer.wiring.read import read_plan
 
 PASSES = 3  # a backward pass costs two forward passes

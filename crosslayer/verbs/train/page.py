@@ -4,7 +4,7 @@ from statistics import fmean
 
 from crosslayer.output.page import Page, Table
 from crosslayer.output.panel import Line, Panel
-from crosslayer.verbs.train.record import mean_of_known
+from crosslayer.training.record import mean_of_known
 from crosslayer.verbs.train.result import TrainingRun
 
 LINES = 6  # of a figure with a line for each snapshot

@@ -6,7 +6,7 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from crosslayer.output.result import Result
-from crosslayer.verbs.train.record import Curve, DepthMixing, Snapshot, TrainedDomain, TrainedModel, Validation
+from crosslayer.training.record import Curve, DepthMixing, Snapshot, TrainedDomain, TrainedModel, Validation
 
 
 class TrainingRun(Result):

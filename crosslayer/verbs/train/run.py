@@ -21,19 +21,19 @@ from crosslayer.models.embedded import cache_folder
 from crosslayer.models.load import load_model
 from crosslayer.output.folder import held, write_whole
 from crosslayer.output.progress import progress
-from crosslayer.verbs.train.arguments import BATCH, batch_sequences, step_sequences, training_arguments
-from crosslayer.verbs.train.attention import check_attention, set_attention
-from crosslayer.verbs.train.callbacks import SaveByTime, resumable
-from crosslayer.verbs.train.checkpoints import checkpoints
+from crosslayer.training.arguments import BATCH, batch_sequences, step_sequences, training_arguments
+from crosslayer.training.attention import check_attention, set_attention
+from crosslayer.training.callbacks import SaveByTime, resumable
+from crosslayer.training.checkpoints import checkpoints
+from crosslayer.training.mixture import ORDER, FixedRows, Mixture, spread
+from crosslayer.training.recipe import Recipe, load_recipe
+from crosslayer.training.record import TrainedDomain, Validation, curve_of, training_seconds
+from crosslayer.training.texts import Domain, DomainShards
+from crosslayer.training.tokenizers import kept_tokenizer
 from crosslayer.verbs.train.costs import check_memory, matrix_flops, trained_model
 from crosslayer.verbs.train.initialise import initialise
-from crosslayer.verbs.train.mixture import ORDER, FixedRows, Mixture, spread
-from crosslayer.verbs.train.recipe import Recipe, load_recipe
-from crosslayer.verbs.train.record import TrainedDomain, Validation, curve_of, training_seconds
 from crosslayer.verbs.train.result import TrainingRun
 from crosslayer.verbs.train.snapshots import depth_mixing_of, snapshots_in, windows_of_each
-from crosslayer.verbs.train.texts import Domain, DomainShards
-from crosslayer.verbs.train.tokenizers import kept_tokenizer
 from crosslayer.verbs.train.trainer import CrossLayerTrainer
 
 RECIPE = "recipe.yaml"

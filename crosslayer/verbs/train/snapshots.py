@@ -19,9 +19,9 @@ from transformers import PreTrainedModel
 from crosslayer.probe.depth import depth_mixing
 from crosslayer.probe.intercept import evaluating, no_cache
 from crosslayer.probe.outputs import output_norms
+from crosslayer.training.attention import readable_masks
+from crosslayer.training.record import DepthMixing, Snapshot
 from crosslayer.verbs.diagnose.sequence import measure_sequence
-from crosslayer.verbs.train.attention import readable_masks
-from crosslayer.verbs.train.record import DepthMixing, Snapshot
 
 MEASURES = tuple(name for name in Snapshot.model_fields if name != "step")
 KEY = re.compile(r"snapshot_(\w+)_layer_(\d+)")  # in the log

@@ -35,14 +35,14 @@ from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from crosslayer._start import EndedTooSoon
 from crosslayer.output.folder import disk_error, set_modes
-from crosslayer.verbs.train.arguments import step_sequences
-from crosslayer.verbs.train.attention import document_borders
-from crosslayer.verbs.train.callbacks import Interruption, Log
-from crosslayer.verbs.train.checkpoints import KEPT, PARTIAL, Kept, Resumed, last_good, publish, stage
+from crosslayer.training.arguments import step_sequences
+from crosslayer.training.attention import document_borders
+from crosslayer.training.callbacks import Interruption, Log
+from crosslayer.training.checkpoints import KEPT, PARTIAL, Kept, Resumed, last_good, publish, stage
+from crosslayer.training.mixture import ORDER
+from crosslayer.training.optimizers import mixing_parameters, optimizer_of
+from crosslayer.training.recipe import OptimizerPart
 from crosslayer.verbs.train.costs import without_logits
-from crosslayer.verbs.train.mixture import ORDER
-from crosslayer.verbs.train.optimizers import mixing_parameters, optimizer_of
-from crosslayer.verbs.train.recipe import OptimizerPart
 from crosslayer.verbs.train.snapshots import as_number, snapshot
 
 PICKLED = "training_args.bin"  # a file that Trainer adds to a model

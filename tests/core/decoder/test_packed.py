@@ -7,7 +7,7 @@ from transformers import MistralConfig, MistralForCausalLM
 from crosslayer.core.decoder import packed
 from crosslayer.core.decoder.packed import Documents
 from crosslayer.testing import tiny as contract
-from crosslayer.verbs.train.attention import WITHIN_DOCUMENTS
+from crosslayer.training.attention import WITHIN_DOCUMENTS
 from tests.helpers.cases import CASES, each
 from tests.helpers.tiny import tokens
 

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from crosslayer.training.record import DepthMixing
 from crosslayer.verbs.compare.figures import _mixing
-from crosslayer.verbs.train.record import DepthMixing
 
 
 def compared(tables):

@@ -13,13 +13,13 @@ import crosslayer
 from crosslayer.core.decoder.weights import to_model
 from crosslayer.judge.losses import logits_of, losses
 from crosslayer.judge.retrieval import measure_retrieval
+from crosslayer.training.checkpoints import checkpoints
 from crosslayer.verbs.heal import stages
 from crosslayer.verbs.heal.recipe import load_heal_recipe
 from crosslayer.verbs.heal.result import Recovery
 from crosslayer.verbs.heal.retrofits import open_retrofits
 from crosslayer.verbs.heal.sentences import tokens_read
 from crosslayer.verbs.heal.windows import evaluation_windows
-from crosslayer.verbs.train.checkpoints import checkpoints
 from crosslayer.verbs.train.trainer import TrainingStopped
 from tests.cli.test_bad_input import type_in
 from tests.helpers.browser import complaints, fits

@@ -8,12 +8,12 @@ from torch.nn import functional
 
 from crosslayer import hub
 from crosslayer.corpus.documents import TextSource, load_documents
+from crosslayer.training.mixture import Mixture
+from crosslayer.training.shards import tokenise
+from crosslayer.training.tokenizers import make_tokenizer
 from crosslayer.verbs.heal.instructions import PROMPT, Columns, ExampleRows, Instructions, read_examples
 from crosslayer.verbs.heal.recipe import load_heal_recipe
 from crosslayer.verbs.heal.rows import read_rows
-from crosslayer.verbs.train.mixture import Mixture
-from crosslayer.verbs.train.shards import tokenise
-from crosslayer.verbs.train.tokenizers import make_tokenizer
 from tests.helpers.recovery import recipe_in
 from tests.helpers.training import model_of, trainer_of
 

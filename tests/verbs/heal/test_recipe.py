@@ -8,9 +8,9 @@ from safetensors.torch import load_file, save_file
 
 import crosslayer
 from crosslayer.cli.reference import recipe_tables
+from crosslayer.training.recipe import Part
 from crosslayer.verbs.heal.recipe import HealRecipe, load_heal_recipe
 from crosslayer.verbs.heal.retrofits import Retrofit, open_retrofits
-from crosslayer.verbs.train.recipe import Part
 from tests.helpers.recovery import healed, original_in, recipe_in, retrofit_in
 from tests.helpers.tiny import tiny
 

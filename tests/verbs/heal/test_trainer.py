@@ -6,12 +6,12 @@ import torch
 import crosslayer
 from crosslayer.core.decoder import CrossLayerForCausalLM
 from crosslayer.testing import tiny as contract
+from crosslayer.training.arguments import training_arguments
 from crosslayer.verbs.heal import trainer as recovery_trainer
 from crosslayer.verbs.heal.divergence import divergence
 from crosslayer.verbs.heal.recipe import LoraPart
 from crosslayer.verbs.heal.stages import compensations, merged, unfreeze
 from crosslayer.verbs.heal.trainer import DistillTrainer, Teacher
-from crosslayer.verbs.train.arguments import training_arguments
 from tests.helpers.cases import CASES
 from tests.helpers.recovery import healed, recipe_in
 from tests.helpers.tiny import tiny, tokens

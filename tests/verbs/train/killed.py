@@ -9,7 +9,7 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
-from crosslayer.verbs.train.checkpoints import PARTIAL, checkpoints, last_good
+from crosslayer.training.checkpoints import PARTIAL, checkpoints, last_good
 from tests.helpers.training import course, model_of, trainer_of
 
 TIMES = 20

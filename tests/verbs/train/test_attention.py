@@ -8,9 +8,9 @@ from transformers import FalconH1Config, FalconH1ForCausalLM, LlamaConfig, Llama
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.import_utils import is_flash_attn_2_available
 
-from crosslayer.verbs.train import attention
-from crosslayer.verbs.train.arguments import training_arguments
-from crosslayer.verbs.train.attention import WITHIN_DOCUMENTS, check_attention, readable_masks, set_attention
+from crosslayer.training import attention
+from crosslayer.training.arguments import training_arguments
+from crosslayer.training.attention import WITHIN_DOCUMENTS, check_attention, readable_masks, set_attention
 from tests.helpers.cases import CAPPED, LINEAR
 from tests.helpers.tiny import tiny
 from tests.helpers.training import course, losses, model_of, trainer_of

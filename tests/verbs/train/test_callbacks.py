@@ -2,9 +2,9 @@
 
 from types import SimpleNamespace
 
-from crosslayer.verbs.train import callbacks
-from crosslayer.verbs.train.callbacks import SaveByTime
-from crosslayer.verbs.train.checkpoints import checkpoints
+from crosslayer.training import callbacks
+from crosslayer.training.callbacks import SaveByTime
+from crosslayer.training.checkpoints import checkpoints
 from tests.helpers.training import trainer_of
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from transformers.trainer_utils import get_last_checkpoint
 
-from crosslayer.verbs.train.checkpoints import MARK, PARTIAL, checkpoints, damage, last_good, publish, stage
+from crosslayer.training.checkpoints import MARK, PARTIAL, checkpoints, damage, last_good, publish, stage
 from crosslayer.verbs.train.trainer import TrainingStopped
 from tests.helpers.training import STEPS, Stop, losses, trainer_of
 

@@ -8,9 +8,9 @@ import torch
 from transformers import LlamaConfig
 
 import crosslayer
+from crosslayer.training.arguments import training_arguments
+from crosslayer.training.recipe import Recipe
 from crosslayer.verbs.train import costs
-from crosslayer.verbs.train.arguments import training_arguments
-from crosslayer.verbs.train.recipe import Recipe
 from tests.helpers.training import course, recipe_in
 
 

@@ -9,7 +9,7 @@ import threading
 import pytest
 from transformers import TrainerCallback
 
-from crosslayer.verbs.train.checkpoints import checkpoints, damage
+from crosslayer.training.checkpoints import checkpoints, damage
 from tests.cli.test_start import ROOT, heed
 from tests.helpers.training import losses, recipe_in, trainer_of
 

@@ -9,8 +9,8 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from crosslayer.testing.tiny import FLOAT32, SHAPE, build, close, config_of
-from crosslayer.verbs.train.mixture import IGNORED, FixedRows, Mixture, permutation, row, spread
-from crosslayer.verbs.train.shards import tokenise
+from crosslayer.training.mixture import IGNORED, FixedRows, Mixture, permutation, row, spread
+from crosslayer.training.shards import tokenise
 from tests.helpers.text import WORDS, tokenizer, words
 
 WEIGHTS = {"books": 5, "web": 3.5, "code": 1.5}

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch.optim import AdamW, Muon
 
-from crosslayer.verbs.train import arguments as module
-from crosslayer.verbs.train.arguments import training_arguments
-from crosslayer.verbs.train.checkpoints import checkpoints
-from crosslayer.verbs.train.recipe import OptimizerPart, SchedulePart
+from crosslayer.training import arguments as module
+from crosslayer.training.arguments import training_arguments
+from crosslayer.training.checkpoints import checkpoints
+from crosslayer.training.recipe import OptimizerPart, SchedulePart
 from tests.helpers.training import Stop, course, model_of, trainer_of
 
 MUON = OptimizerPart(name="muon")

@@ -16,7 +16,7 @@ from transformers import TrainingArguments
 from transformers.training_args import ParallelMode
 
 from crosslayer.results import load_result
-from crosslayer.verbs.train.checkpoints import checkpoints, last_good
+from crosslayer.training.checkpoints import checkpoints, last_good
 from tests.helpers.training import STEPS, Random, Stop, losses, model_of, trainer_of
 
 KINDS = {"ddp": {}, "fsdp2": {"fsdp": True}}

@@ -17,8 +17,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 from crosslayer import CrossLayerForCausalLM, TextSource
 from crosslayer.core.methods import method_names
-from crosslayer.verbs.train.arguments import OWNED, training_arguments
-from crosslayer.verbs.train.recipe import SIZES, DomainPart, Recipe, load_recipe
+from crosslayer.training.arguments import OWNED, training_arguments
+from crosslayer.training.recipe import SIZES, DomainPart, Recipe, load_recipe
 from tests.helpers.training import course
 
 ROOT = Path(__file__).parents[3]
@@ -423,7 +423,7 @@ PACKAGES = {
 
 @pytest.mark.parametrize("setting", PACKAGES)
 def test_a_missing_package_is_named_before_data_is_read(setting, tmp_path, monkeypatch):
-    monkeypatch.setattr("crosslayer.verbs.train.arguments.get_available_reporting_integrations", list)
+    monkeypatch.setattr("crosslayer.training.arguments.get_available_reporting_integrations", list)
     find_spec = importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name: find_spec(name) if name == "accelerate" else None)
     recipe = load_recipe(SMOKE, [f"train.{setting}"])

@@ -11,9 +11,9 @@ import crosslayer
 from crosslayer.core.decoder import CrossLayerForCausalLM
 from crosslayer.corpus.documents import TextSource
 from crosslayer.probe.outputs import output_norms
-from crosslayer.verbs.train.mixture import FixedRows, spread
-from crosslayer.verbs.train.recipe import load_recipe
-from crosslayer.verbs.train.texts import Domain
+from crosslayer.training.mixture import FixedRows, spread
+from crosslayer.training.recipe import load_recipe
+from crosslayer.training.texts import Domain
 from tests.cli.test_bad_input import type_in
 from tests.helpers.browser import complaints, fits
 from tests.helpers.training import Stop, recipe_in

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from tokenizers.normalizers import Replace
 
-from crosslayer.verbs.train import shards as module
-from crosslayer.verbs.train import tokenizers
-from crosslayer.verbs.train.shards import fingerprint, open_shards, tokenise
-from crosslayer.verbs.train.tokenizers import make_tokenizer
+from crosslayer.training import shards as module
+from crosslayer.training import tokenizers
+from crosslayer.training.shards import fingerprint, open_shards, tokenise
+from crosslayer.training.tokenizers import make_tokenizer
 from tests.helpers.text import tokenizer as word_tokenizer
 from tests.helpers.text import words
 

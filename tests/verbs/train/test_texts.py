@@ -12,9 +12,9 @@ import pytest
 
 from crosslayer.corpus.documents import TextSource
 from crosslayer.output.progress import metered_by
-from crosslayer.verbs.train import texts, tokenizers
-from crosslayer.verbs.train.texts import Domain
-from crosslayer.verbs.train.tokenizers import make_tokenizer
+from crosslayer.training import texts, tokenizers
+from crosslayer.training.texts import Domain
+from crosslayer.training.tokenizers import make_tokenizer
 from tests.helpers.text import words
 
 BYTES = make_tokenizer("bytes", lambda: [])

@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from crosslayer.verbs.train import tokenizers
-from crosslayer.verbs.train.tokenizers import SPECIAL, kept_tokenizer, make_tokenizer
+from crosslayer.training import tokenizers
+from crosslayer.training.tokenizers import SPECIAL, kept_tokenizer, make_tokenizer
 
 TEXT = "the whale and the sea, the white whale; a sea of whales.\n  He said: naïve 鯨 🐋! {}\n"
 TEXT = "".join(TEXT.format(number * number) for number in range(40))

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM, TrainingArguments
 
 from crosslayer.core.decoder import CrossLayerForCausalLM
 from crosslayer.output.progress import metered_by
+from crosslayer.training.checkpoints import checkpoints
 from crosslayer.verbs.train import costs
-from crosslayer.verbs.train.checkpoints import checkpoints
 from crosslayer.verbs.train.trainer import TrainingStopped
 from tests.helpers.cases import CASES, each
 from tests.helpers.daily import daily

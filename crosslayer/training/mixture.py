@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
-from crosslayer.verbs.train.shards import Shards
+from crosslayer.training.shards import Shards
 
 ORDER = "drawn"  # by `permutation`; runs of earlier releases had another order and cannot be paired with these
 IGNORED = -100  # the label of a token that is not predicted

@@ -24,8 +24,8 @@ from transformers import TrainerState, TrainingArguments
 from transformers.trainer_pt_utils import safe_globals
 
 from crosslayer.output.manifest import file_digest
-from crosslayer.verbs.train.arguments import step_sequences
-from crosslayer.verbs.train.record import curve_of, training_seconds
+from crosslayer.training.arguments import step_sequences
+from crosslayer.training.record import curve_of, training_seconds
 
 MARK = "complete.json"
 PARTIAL = ".partial"  # in a run's folder: the checkpoint that is being written

@@ -19,7 +19,7 @@ import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, GetPydanticSchema, ValidationError, with_config
 from typing_extensions import TypedDict  # pydantic does not support that of Python 3.11
 
-SHIPPED = Path(__file__).parents[2] / "recipes"  # comes with the package
+SHIPPED = Path(__file__).parents[1] / "recipes"  # comes with the package
 LARGEST = 2**16  # bytes of a file
 EXAMPLES = {"model": "{size: tiny}", "schedule": "{steps: 1000}"}  # of keys without a default
 SHOULD = re.compile(r"^(Input|List|String|Dictionary|Value|Tuple|Keys) should ")  # how messages of pydantic begin

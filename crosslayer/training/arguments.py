@@ -19,7 +19,7 @@ from transformers.training_args import OptimizerNames
 
 from crosslayer.core.transformers_versions import OLD_ARGUMENTS
 from crosslayer.extras import check_extra
-from crosslayer.verbs.train.recipe_file import WrongKey, nearest, one_of, only_keys, typed_keys
+from crosslayer.training.recipe_file import WrongKey, nearest, one_of, only_keys, typed_keys
 
 DEFAULTS: dict[str, Any] = {  # a recipe's `train` can override them
     "logging_steps": 10,

@@ -29,8 +29,8 @@ from crosslayer.corpus.files import Reading
 from crosslayer.output.folder import exclusive, filled, write_whole
 from crosslayer.output.progress import progress, say
 from crosslayer.output.record import validation_message
-from crosslayer.verbs.train.checkpoints import sync
-from crosslayer.verbs.train.tokenizers import PART, batches, encoder, frame, pieces
+from crosslayer.training.checkpoints import sync
+from crosslayer.training.tokenizers import PART, batches, encoder, frame, pieces
 
 INDEX, ENDS, BEGUN = "index.json", "ends.bin", "begun.json"
 SCHEMA = "crosslayer/shards/2"

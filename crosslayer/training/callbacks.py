@@ -20,7 +20,7 @@ from crosslayer._path import NAME
 from crosslayer._start import interrupts
 from crosslayer.output.folder import write_whole
 from crosslayer.output.progress import Steps, progress
-from crosslayer.verbs.train.checkpoints import checkpoints
+from crosslayer.training.checkpoints import checkpoints
 
 LOG = "log.jsonl"
 NOTICE = f"{NAME}: interrupted; finishing and saving the current step (Ctrl-C again stops immediately)\n"

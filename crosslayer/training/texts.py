@@ -13,7 +13,7 @@ from crosslayer.corpus.documents import TextSource, embedded_documents, reading_
 from crosslayer.corpus.domains import EMBEDDED
 from crosslayer.corpus.files import Reading
 from crosslayer.corpus.pieces import next_word
-from crosslayer.verbs.train.shards import Shards, fingerprint, tokenise
+from crosslayer.training.shards import Shards, fingerprint, tokenise
 
 EVERY, FIRST = 20, 3  # chunks 3, 23, 43, … are held out; a text of four chunks has one
 PIECE = 2**14  # characters of a chunk; a shorter document is one chunk

@@ -30,10 +30,10 @@ from crosslayer.core.methods import load_methods
 from crosslayer.corpus.documents import TextSource
 from crosslayer.corpus.domains import EMBEDDED
 from crosslayer.output.record import Seed
-from crosslayer.verbs.train.arguments import Arguments
-from crosslayer.verbs.train.attention import Attention
-from crosslayer.verbs.train.recipe_file import WrongKey, nearest, one_of, only_keys, read_recipe, typed_keys
-from crosslayer.verbs.train.tokenizers import pair_tokens
+from crosslayer.training.arguments import Arguments
+from crosslayer.training.attention import Attention
+from crosslayer.training.recipe_file import WrongKey, nearest, one_of, only_keys, read_recipe, typed_keys
+from crosslayer.training.tokenizers import pair_tokens
 
 Count = Annotated[int, Field(ge=1, lt=2**63)]
 NEEDED = (

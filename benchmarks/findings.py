@@ -22,7 +22,8 @@ from crosslayer import CrossLayerConfig
 from crosslayer.environment import environment
 from crosslayer.judge.damage import damage, difference
 from crosslayer.judge.losses import Losses
-from crosslayer.output.panel import Dots, Heat, Line, Panel, save_svg
+from crosslayer.output.chart import save_svg
+from crosslayer.output.panel import Dots, Heat, Line, Panel
 from crosslayer.stats.estimate import band
 from crosslayer.wiring.kv_bits import KINDS
 

@@ -21,7 +21,8 @@ from torch.nn import functional
 from crosslayer import CrossLayerConfig, load_model, plan
 from crosslayer.corpus.domains import embedded_domains, split_domains
 from crosslayer.environment import environment
-from crosslayer.output.panel import COLORS, VERSION
+from crosslayer.output.chart import VERSION
+from crosslayer.output.panel import COLORS
 from crosslayer.quantization.running import quantizing
 from crosslayer.stats.bootstrap import Bootstrap
 from crosslayer.stats.estimate import Estimate

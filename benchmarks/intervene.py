@@ -28,7 +28,8 @@ import crosslayer
 from crosslayer.corpus.documents import TextSource, load_documents
 from crosslayer.corpus.windows import Windows, packed
 from crosslayer.environment import environment
-from crosslayer.output.panel import Line, Panel, save_svg
+from crosslayer.output.chart import save_svg
+from crosslayer.output.panel import Line, Panel
 from crosslayer.output.progress import Progress
 from crosslayer.output.summary import Ends, plain, summarise
 from crosslayer.probe.tokens import position_embedding

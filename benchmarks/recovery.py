@@ -32,7 +32,8 @@ from crosslayer.corpus.domains import EMBEDDED, FITTED, embedded_domains, split_
 from crosslayer.environment import environment
 from crosslayer.judge.damage import damage, difference
 from crosslayer.judge.losses import Losses, logits_of, losses
-from crosslayer.output.panel import Line, Panel, save_svg
+from crosslayer.output.chart import save_svg
+from crosslayer.output.panel import Line, Panel
 from crosslayer.stats.estimate import band
 from crosslayer.verbs.retrofit.convert import convert_weights
 from crosslayer.verbs.retrofit.streams import Streams, layers_of

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 import jinja2
 
-from crosslayer.output.panel import VERSION, Panel, chart, drawn, save_svg
+from crosslayer.output.chart import VERSION, chart, save_svg
+from crosslayer.output.panel import Panel, drawn
 from crosslayer.output.record import dumps
 from crosslayer.output.shown import Table
 

@@ -1,33 +1,15 @@
-"""A figure as data and as a Vega-Lite chart, which the page draws and vl-convert writes to an SVG file."""
+"""A figure as data: lines, a map or points with intervals, with its caption and axes."""
 
 import itertools
-import json
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from crosslayer.output.wires import Wires
 
 COLORS = ("#2457c5", "#c4472f", "#23865f", "#8a5fbf", "#b8860b", "#1391a8", "#c2549a", "#7a5640")
 QUIET = "#697082"  # the color of context: other tokens, the baseline
-VERSION = "6.4"  # of Vega-Lite, in the page and in vl-convert
-MARKED = 100  # points of a line, above which they are not marked
-BESIDE = 0.015  # share of the horizontal axis between error bars of the same x
-LONGEST = 18  # characters of a line of a name
-WHOLE_TICKS = 10  # whole numbers up to which each has a tick
-PADDING = 8  # pixels between what is drawn and the ends of an axis
-CONFIG = {
-    "font": "system-ui, sans-serif",
-    "view": {"stroke": None},
-    "axis": {"gridColor": "#e6e8ee", "domainColor": "#c5cad6", "tickColor": "#c5cad6", "labelColor": "#2b3042"}
-    | {"titleColor": "#2b3042", "titleFontWeight": "normal", "labelFontSize": 11, "titleFontSize": 12}
-    | {"labelLimit": 0, "labelSeparation": 6},
-    "legend": {"labelLimit": 0, "symbolType": "stroke", "symbolStrokeWidth": 3, "symbolOpacity": 1},
-    "lineBreak": "\n",
-}
 
 
 @dataclass(frozen=True)
@@ -150,12 +132,6 @@ def _position_ticks(length: int, position: int) -> dict[float, str]:
     return {math.sqrt((p + 1) * (p + 2)): str(p) for p in sorted({*shown, position})}
 
 
-def same_scale(panels: Sequence[Panel]) -> list[Panel]:
-    """Return panels of one quantity with a common vertical axis."""
-    ends = [end for panel in panels for end in _ends(_heights(panel), panel.log_y)]
-    return [replace(panel, y_range=(min(ends), max(ends))) for panel in panels]
-
-
 def drawn(panel: Panel) -> list[Line]:
     """Return the lines with their colors, and with bands clipped to possible values.
 
@@ -163,7 +139,7 @@ def drawn(panel: Panel) -> list[Line]:
     """
     lower, upper = panel.bounds
     if panel.log_y:
-        lower = max(lower, _lowest(panel) / 2)
+        lower = max(lower, lowest(panel) / 2)
 
     def cut(band: Sequence[float | None] | None) -> list[float | None] | None:
         return None if band is None else [None if v is None else min(max(v, lower), upper) for v in band]
@@ -174,218 +150,6 @@ def drawn(panel: Panel) -> list[Line]:
     ]
 
 
-def chart(panel: Panel) -> dict[str, Any]:
-    """Return a panel as a Vega-Lite chart with title and legend; a page has its own instead of these."""
-    if panel.heat is not None:
-        layers, datasets = _heat_layers(panel, panel.heat), {}
-    elif panel.dots is not None:
-        layers, datasets = _dot_layers(panel, panel.dots), {}
-    elif panel.wires is not None:
-        layers, datasets = panel.wires.layers(panel.x_title, panel.y_title, COLORS, QUIET), {}
-    else:
-        layers, datasets = _line_layers(panel), {"lines": _rows(panel)}
-    return {
-        "$schema": f"https://vega.github.io/schema/vega-lite/v{VERSION.split('.')[0]}.json",
-        "title": panel.title,
-        "background": "white",
-        "padding": 12,
-        "width": 360 if panel.heat is not None and panel.heat.square else 520,
-        "height": panel.height or 360,
-        "config": CONFIG,
-        "params": [{"name": "hidden", "value": []}],  # names of lines that the page's legend has switched off
-        "datasets": datasets,
-        "layer": layers,
-    }
-
-
-def save_svg(panel: Panel, folder: Path) -> Path:
-    """Write a panel into `folder`/<key>.svg, with title and legend."""
-    import vl_convert  # 30 MB, and only pages need it
-
-    path = folder / f"{panel.key}.svg"
-    path.write_text(vl_convert.vegalite_to_svg(chart(panel), vl_version=VERSION), encoding="utf-8")
-    return path
-
-
-def _line_layers(panel: Panel) -> list[dict[str, Any]]:
-    lines = drawn(panel)
-    names = [line.name for line in lines]
-    x = _axis(panel.x_title, [x for line in lines for x in line.x], panel.log_x, panel.x_ticks)
-    y = _axis(panel.y_title, _heights(panel), panel.log_y, panel.y_ticks)
-    if panel.y_range is not None:
-        y["scale"] |= {"domain": [*panel.y_range]}
-    legend = {"title": None, "orient": "bottom", "columns": 2} if len(lines) > 1 else None
-    color = {"field": "line", "type": "nominal", "legend": legend}
-    color["scale"] = {"domain": names, "range": [line.color for line in lines]}
-    dash = {"field": "line", "type": "nominal", "legend": legend}
-    dash["scale"] = {"domain": names, "range": [[2, 3] if line.dashed else [1, 0] for line in lines]}
-    encoding = {"x": {"field": "at" if panel.bars else "x", **x}, "y": {"field": "y", **y}, "color": color}
-    bar = {**encoding, "y": {"field": "low", **y}, "y2": {"field": "high"}}
-    points = max((len(line.x) for line in lines), default=0)
-    # the band of a single point is its stroke
-    area = {"type": "area", "clip": True, "fillOpacity": 0.18, "strokeOpacity": 0.4, "strokeWidth": 1.5}
-    marks: list[tuple[dict[str, Any], dict[str, Any]]] = [
-        ({"type": "rule", "strokeWidth": 2, "opacity": 0.6}, bar) if panel.bars else (area, {**bar, "stroke": color}),
-        ({"type": "line", "strokeWidth": 2, "point": False}, {**encoding, "strokeDash": dash}),
-    ]
-    if points <= MARKED:
-        marks.append(({"type": "point", "filled": True, "size": 22, "opacity": 1}, encoding))
-    shown: list[dict[str, Any]] = [{"filter": "indexof(hidden, datum.line) < 0"}]
-    above = [{"calculate": "datum.y > 0 ? datum.y : null", "as": "y"}] if panel.log_y else []  # 0 cannot be drawn
-    layers = [{"data": {"name": "lines"}, "transform": shown + above, "mark": mark, "encoding": e} for mark, e in marks]
-    return [*layers, _hover(panel.x_title, x, shown)]
-
-
-def _rows(panel: Panel) -> list[dict[str, Any]]:
-    """Return a row for each point of each line; error bars are drawn at `at`, side by side around `x`."""
-    rows, lines = [], drawn(panel)
-    low_x, high_x = _ends([x for line in lines for x in line.x], panel.log_x)
-    barred = [line.name for line in lines if line.low is not None]
-    for line in lines:
-        empty = [None] * len(line.x)
-        shift = BESIDE * (barred.index(line.name) - (len(barred) - 1) / 2) if line.name in barred else 0.0
-        for x, y, low, high in zip(line.x, line.y, line.low or empty, line.high or empty, strict=True):
-            row = {"line": line.name, "x": x, "y": _short(y), "low": _short(low), "high": _short(high)}
-            if panel.bars:
-                row["at"] = _short(x * (high_x / low_x) ** shift if panel.log_x else x + (high_x - low_x) * shift)
-            rows.append(row)
-    return rows
-
-
-def _hover(title: str, x: dict[str, Any], shown: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return a vertical line at each x with a tooltip: the values of all visible lines there, with their intervals."""
-    interval = "datum.high == null ? '' : ' (' + format(datum.low, '.4~g') + ' to ' + format(datum.high, '.4~g') + ')'"
-    value = f"datum.y == null ? '–' : format(datum.y, '.4~g') + ({interval})"
-    title = title or "x"
-    name = re.sub(r"([\\.\[\]'\"])", r"\\\1", title)  # Vega reads a dot in a field's name as a nested field
-    pivot = {"pivot": "line", "value": "value", "op": "max", "groupby": [name]}
-    visible = {"condition": {"param": "pointer", "empty": False, "value": 0.5}, "value": 0}
-    nearest = {"type": "point", "on": "pointerover", "clear": "pointerout", "nearest": True}
-    return {
-        "data": {"name": "lines"},
-        "transform": [*shown, {"calculate": "datum.x", "as": title}, {"calculate": value, "as": "value"}, pivot],
-        "mark": {"type": "rule", "color": QUIET, "tooltip": {"content": "data"}},
-        "encoding": {"x": {**x, "field": name}, "opacity": visible},
-        "params": [{"name": "pointer", "select": nearest}],
-    }
-
-
-def _heat_layers(panel: Panel, heat: Heat) -> list[dict[str, Any]]:
-    edges, names = heat.edges, heat.columns or [f"{x:g}" for x in heat.x[: len(heat.z[0])]]
-    columns = [
-        {"number": number, "x": left, "x2": right, "column": name}
-        for number, (left, right, name) in enumerate(zip(edges[:-1], edges[1:], names, strict=True), 1)
-    ]
-    rows = [{"row": row, "z": [_short(z, 4) for z in numbers]} for row, numbers in zip(heat.y, heat.z, strict=True)]
-    cells = [  # split each row of numbers into cells, and add the cell's column
-        {"flatten": ["z"]},
-        {"window": [{"op": "row_number", "as": "number"}], "groupby": ["row"]},
-        {"lookup": "number", "from": {"data": {"values": columns}, "key": "number", "fields": ["x", "x2", "column"]}},
-        {"filter": "isValid(datum.z)"},
-        {"calculate": "datum.row - 0.5", "as": "y"},
-        {"calculate": "datum.row + 0.5", "as": "y2"},
-        {"calculate": "(datum.x + datum.x2) / 2", "as": "middle"},
-    ]
-    x = _axis(panel.x_title, heat.x, panel.log_x, panel.x_ticks)
-    x["scale"] |= {"domain": [edges[0], edges[-1]], "padding": 0}
-    y = _axis(panel.y_title, heat.y, False, panel.y_ticks)
-    y["scale"] |= {"domain": [min(heat.y) - 0.5, max(heat.y) + 0.5], "padding": 0}
-    scale = {"scheme": "viridis", "domain": [*heat.limits], "clamp": True}
-    color = {"field": "z", "type": "quantitative", "scale": scale, "legend": {"title": heat.label}}
-    encoding = {"x": {"field": "x", **x}, "x2": {"field": "x2"}, "y": {"field": "y", **y}, "y2": {"field": "y2"}}
-    encoding |= {"color": color, "stroke": color}  # the stroke hides seams between cells
-    encoding["tooltip"] = [
-        {"field": "column", "title": panel.x_title},
-        {"field": "row", "title": panel.y_title},
-        {"field": "z", "title": heat.label, "type": "quantitative", "format": ".3~f"},
-    ]
-    layers = [{**_layer(rows, {"type": "rect", "strokeWidth": 0.6}, encoding), "transform": cells}]
-    if heat.written:
-        dark = {"condition": {"test": f"datum.z > {sum(heat.limits) / 2}", "value": "black"}, "value": "white"}
-        number = {"field": "z", "type": "quantitative", "format": ".0f"}
-        text = {"x": {"field": "middle", **x}, "y": {"field": "row", **y}, "text": number, "color": dark}
-        layers.append({**_layer(rows, {"type": "text"}, text), "transform": cells})
-    return layers
-
-
-def _dot_layers(panel: Panel, dots: Dots) -> list[dict[str, Any]]:
-    single = [{"row": row, "x": x} for row, xs in enumerate(dots.single) for x in xs]
-    means = []
-    for row, (name, x, low, high) in enumerate(zip(dots.names, dots.x, dots.low, dots.high, strict=True)):
-        text = f"{x:.4g}" if low is None or high is None else f"{x:.4g} ({low:.4g} to {high:.4g})"
-        means.append({"row": row, "name": name, "x": x, "low": low, "high": high, "value": text})
-    ends = [end for end in (*dots.low, *dots.high) if end is not None]
-    x = _axis(panel.x_title, [0.0, *dots.x, *ends, *(point["x"] for point in single)], False, panel.x_ticks)
-    x["axis"] |= {"tickCount": 5, "labelFlush": 12}  # a label at an end stays inside the figure
-    labels = json.dumps([_label(name) for name in dots.names], ensure_ascii=False)
-    y = {"field": "row", "type": "nominal", "scale": {"domain": [*range(len(dots.names))]}}  # names may be equal
-    y["axis"] = {"title": None, "grid": True, "labelExpr": f"{labels}[datum.value]"}
-    at = {"x": {"field": "x", **x}, "y": y}
-    interval = {"x": {"field": "low", **x}, "x2": {"field": "high"}, "y": y}
-    tooltip = [{"field": "name", "title": "name"}, {"field": "value", "title": panel.x_title}]
-    point = {"type": "point", "filled": True}
-    return [
-        _layer([{"x": 0}], {"type": "rule", "color": QUIET}, {"x": at["x"]}),
-        _layer(single, {**point, "size": 18, "opacity": 0.6, "color": QUIET}, at),
-        _layer(means, {"type": "rule", "strokeWidth": 2, "color": COLORS[0]}, interval),
-        _layer(means, {**point, "size": 70, "opacity": 1, "color": COLORS[0]}, {**at, "tooltip": tooltip}),
-    ]
-
-
-def _label(name: str) -> str:
-    """Return a long name in lines that begin with a bracket or a plus; of a long line only both ends."""
-    lines = [line.strip() for line in re.split(r"(?<=.)(?=[(+])", name)] if len(name) > 16 else [name]
-    return "\n".join(line if len(line) <= LONGEST else f"{line[: LONGEST - 9]}…{line[-8:]}" for line in lines)
-
-
-def _layer(values: list[dict[str, Any]], mark: dict[str, Any], encoding: dict[str, Any]) -> dict[str, Any]:
-    return {"data": {"values": values}, "mark": mark, "encoding": encoding}
-
-
-def _axis(title: str, values: Sequence[float], log: bool, ticks: dict[float, str]) -> dict[str, Any]:
-    """Return scale and axis of a channel, which extend a few pixels beyond the values."""
-    low, high = _ends(values, log)
-    scale: dict[str, Any] = {"domain": [low, high], "nice": False, "padding": PADDING}
-    scale |= {"type": "log"} if log else {"zero": False}
-    axis: dict[str, Any] = {"labelOverlap": "greedy"}
-    if ticks:
-        labels = json.dumps([*ticks.values()], ensure_ascii=False)
-        axis |= {"values": [*ticks], "labelExpr": f"{labels}[indexof({[*ticks]}, datum.value)]"}
-    elif log:
-        axis |= {"labelExpr": "datum.value >= 1000 ? format(datum.value, ',.0f') : format(datum.value, '~g')"}
-        powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-        round_ticks = [digit * 10.0**power for power in powers for digit in (1, 2, 5)]
-        if sum(low <= tick <= high for tick in round_ticks) > 1:
-            axis["values"] = round_ticks
-    elif all(value == round(value) for value in values):
-        axis |= {"tickMinStep": 1, "format": "d"}
-        if high - low <= WHOLE_TICKS:  # below that, half steps would be drawn with rounded labels
-            axis["values"] = [*range(math.ceil(low), math.floor(high) + 1)]
-    return {"type": "quantitative", "title": title or None, "scale": scale, "axis": axis}
-
-
-def _heights(panel: Panel) -> list[float]:
-    """Return the heights of lines and bands; on a logarithmic axis those above 0."""
-    lines = drawn(panel)
-    columns = [line.y for line in lines] + [band for line in lines for band in (line.low, line.high) if band]
-    heights = [value for column in columns for value in column if value is not None]
-    if not panel.log_y:
-        return heights
-    return [value for value in heights if value > _lowest(panel) / 2]
-
-
-def _lowest(panel: Panel) -> float:
+def lowest(panel: Panel) -> float:
     """Return the lowest point above 0."""
     return min((y for line in panel.lines for y in line.y if y is not None and y > 0), default=1.0)
-
-
-def _ends(values: Sequence[float], log: bool) -> list[float]:
-    """Return the least and the greatest value, widened if they are equal."""
-    low, high = min(values, default=1.0), max(values, default=1.0)
-    if low == high:
-        return [low / 2, high * 2] if log else [low - 0.5, high + 0.5]
-    return [low, high]
-
-
-def _short(number: float | None, digits: int = 6) -> float | None:
-    return None if number is None else float(f"{number:.{digits}g}")

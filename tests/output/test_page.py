@@ -13,8 +13,9 @@ from selenium.webdriver.support.ui import WebDriverWait
 import crosslayer
 from crosslayer.core.plan import DepthPlan
 from crosslayer.environment import environment
+from crosslayer.output.chart import chart, same_scale, save_svg
 from crosslayer.output.page import Page, save_page
-from crosslayer.output.panel import Dots, Line, Panel, chart, drawn, same_scale, save_svg
+from crosslayer.output.panel import Dots, Line, Panel, drawn
 from crosslayer.stats.estimate import Estimate
 from crosslayer.verbs.retrofit.moments import Fit
 from crosslayer.verbs.retrofit.page import panels as retrofit_panels

@@ -6,9 +6,10 @@ from crosslayer.eviction.running import SmallerCache
 from crosslayer.judge.clock import TIMES
 from crosslayer.judge.page import by_verdict, failures, listing, models_table
 from crosslayer.judge.report import Row
+from crosslayer.output.chart import same_scale
 from crosslayer.output.formatting import UNKNOWN, percent
 from crosslayer.output.page import Cell, Page
-from crosslayer.output.panel import COLORS, QUIET, Line, Panel, same_scale
+from crosslayer.output.panel import COLORS, QUIET, Line, Panel
 from crosslayer.output.shown import Table
 from crosslayer.stats.ratios import FEWEST, coverage
 from crosslayer.verbs.bench.result import Benchmark

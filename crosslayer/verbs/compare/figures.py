@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from crosslayer.output.panel import COLORS, QUIET, Dots, Heat, Line, Panel, same_scale
+from crosslayer.output.chart import same_scale
+from crosslayer.output.panel import COLORS, QUIET, Dots, Heat, Line, Panel
 from crosslayer.stats.means import FEWEST
 from crosslayer.verbs.compare.record import COSTS, ComparedRun, Configuration, Law, SnapshotMeans
 from crosslayer.verbs.compare.result import Comparison

@@ -3,8 +3,9 @@
 import math
 from collections.abc import Iterator
 
+from crosslayer.output.chart import same_scale
 from crosslayer.output.page import Page, Table
-from crosslayer.output.panel import QUIET, Line, Panel, same_scale
+from crosslayer.output.panel import QUIET, Line, Panel
 from crosslayer.stats.estimate import band
 from crosslayer.verbs.heal.early_stop import averages
 from crosslayer.verbs.heal.record import StageRun, State, Variant

@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from crosslayer.output.chart import same_scale
 from crosslayer.output.formatting import counted, listed, measured_on, ranges
 from crosslayer.output.page import Page, Table
-from crosslayer.output.panel import COLORS, QUIET, Line, Panel, same_scale
+from crosslayer.output.panel import COLORS, QUIET, Line, Panel
 from crosslayer.output.record import Measure
 from crosslayer.stats.estimate import Estimate
 from crosslayer.verbs.diagnose.curves import (

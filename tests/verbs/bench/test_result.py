@@ -8,7 +8,7 @@ import torch
 from pydantic import ValidationError
 
 from crosslayer.judge.clock import TIMES
-from crosslayer.output.panel import chart
+from crosslayer.output.chart import chart
 from crosslayer.output.progress import metered_by
 from crosslayer.testing.tiny import build, config_of
 from crosslayer.verbs.bench.page import sentences

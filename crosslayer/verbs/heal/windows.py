@@ -20,7 +20,7 @@ from crosslayer.corpus.windows import Windows, split
 from crosslayer.judge.damage import MIN_WINDOWS
 from crosslayer.verbs.heal.recipe import HealRecipe, embedded_source
 from crosslayer.verbs.heal.retrofits import Retrofit
-from crosslayer.verbs.retrofit.request import Request
+from crosslayer.verbs.retrofit.strategies import strategy_of
 from crosslayer.verbs.retrofit.texts import RetrofitTexts
 
 
@@ -89,7 +89,7 @@ def evaluation_windows(recipe: HealRecipe, retrofits: Sequence[Retrofit]) -> Eva
 def _fitted(retrofit: Retrofit, name: str) -> range:
     """Return the calibration windows of a retrofit in a domain; they follow its evaluation windows."""
     report = retrofit.report
-    counts = RetrofitTexts({}, tuple(report.fitted), tuple(report.judged)).window_counts(Request(report.settings))
+    counts = RetrofitTexts({}, tuple(report.fitted), tuple(report.judged)).window_counts(strategy_of(report.settings))
     start = counts["evaluation"].get(name, 0)
     count = sum(counts[use].get(name, 0) for use in ("calibration", "choice", "search") if use in counts)
     return range(start, start + count)

@@ -23,9 +23,9 @@ Move = tuple[MethodClass, int]  # a method and the layer that it is assigned to
 
 
 def searched_methods() -> list[MethodClass]:
-    """Return the methods that declare what they save per layer, by name: those that a search tries."""
+    """Return the methods whose layers can be searched, by name."""
     classes = [method_class(name) for name in method_names()]
-    return [cls for cls in classes if cls.saves]
+    return [cls for cls in classes if cls.search_space() == "layers"]
 
 
 def expected_passes(layers: int, most: int = RANKED) -> int:

@@ -6,7 +6,7 @@ import crosslayer
 from crosslayer.cli.errors import explain
 from crosslayer.verbs.bench.record import BenchSettings
 from crosslayer.verbs.needles.record import NeedlesSettings
-from crosslayer.verbs.retrofit.request import RetrofitOptions
+from crosslayer.verbs.retrofit.options import RetrofitOptions
 
 NEEDLES = {"lengths": (256,), "depths": (0,), "keys": 1, "samples": 1, "new_tokens": 8, "batch": 1, "seed": 0}
 
@@ -19,8 +19,8 @@ NEEDLES = {"lengths": (256,), "depths": (0,), "keys": 1, "samples": 1, "new_toke
         (NeedlesSettings, NEEDLES | {"lengths": (20,), "keys": 0, "depths": (101,)}, ("lengths", "keys", "depths")),
         (
             RetrofitOptions,
-            {"method": "cla", "length": 1, "calibration": 0, "size": 1},
-            ("length", "calibration", "size"),
+            {"layers": "top-half,size=1", "length": 1, "calibration": 0},
+            ("layers", "length", "calibration"),
         ),
     ],
 )

@@ -79,8 +79,9 @@ class Choosers(Strategy):
 
     def __init__(self, options: RetrofitOptions, named: Sequence[Named], config: CrossLayerConfig | None = None):
         (one,) = named or [choice_class()]
-        self.method = one() if isinstance(one, type) else one
-        assert isinstance(self.method, ChoiceMethod)
+        method = one() if isinstance(one, type) else one
+        assert isinstance(method, ChoiceMethod)
+        self.method = method
         for name in ("groups", "sparse_choosers", "chooser_heads"):
             if vars(self.method)[name]:
                 raise ValueError(f"`method` has {name} already, which a budget is to choose; remove one of them")

@@ -49,8 +49,11 @@ class Layers(Strategy):
 
     def check(self, source: PreTrainedConfig) -> None:
         """Raise for options without effect, and for values that the method does not have."""
+        readers, count = self.layers.size - 1, self.layers.count  # of a block, and of all
         if self.layers.way == "auto":
             check_choice("`layers`", "auto", self.select, selects(self.method))
+        elif (count or 0) % readers:
+            raise ValueError(f"`layers`: count must be a multiple of size − 1 = {readers}, got {count}")
         if self.options.part is not None:
             if not self.method.parts:
                 raise no_effect(f"`part` {self.part}")

@@ -68,7 +68,8 @@ def read_settings(option: str, text: str, takes: Mapping[str, Collection[str]]) 
         key, equals, value = word.partition("=")
         if key not in takes[first] or key in settings or bool(equals) == (key in FLAGS):
             forms = [name if name in FLAGS else f"{name}=…" for name in takes[first]]
-            raise ValueError(f"`{option}` {first} takes {', '.join(forms) or 'no settings'}, each once, got {word!r}")
+            allowed = f"{', '.join(forms)}, each once" if forms else "no settings"
+            raise ValueError(f"`{option}`: {first or 'the default'} takes {allowed}; got {word!r}")
         settings[key] = value if equals else True
     return first, settings
 
@@ -87,16 +88,15 @@ class LayersAsked(Options):
     def read(cls, text: str) -> Self:
         """Return what a text says, such as `18-21,22-25`, `top-half,size=3` or `auto:greedy,count=6`."""
         if text.strip()[:1].isdigit():
+            if "=" in text:
+                raise ValueError(f"`layers` must be groups alone, such as 18-21,22-25, got {text!r}")
             return cls(groups=text)
         name, settings = read_settings("layers", text, LAYERS)
         way, _, select = name.partition(":")
         try:
-            asked = cls(way=way, select=select or None, **settings)
+            return cls(way=way, select=select or None, **settings)
         except ValueError as error:
             raise ValueError(f"`layers`: {error}") from None
-        if way == "top-half" and (asked.count or 0) % (asked.size - 1):
-            raise ValueError(f"`layers`: count must be a multiple of size − 1 = {asked.size - 1}, got {asked.count}")
-        return asked
 
 
 class CompensationAsked(Options):

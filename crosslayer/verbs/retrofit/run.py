@@ -81,10 +81,10 @@ def retrofit(
         tokenizer: in Python, the tokenizer of a loaded model.
         method: a method (`crosslayer methods` lists them) or a module of your own, on the layers of --layers; or a
             method with all its options as JSON: {"name": NAME, OPTION: VALUE}, or a list of these.
-        layers: layers to convert (0-based): groups such as 18-21,22-25 or 18+20,19+21; top-half, in blocks of 4, or
-            top-half,size=3,count=6; auto, chosen on text, or auto:BY,count=6, by similarity (default where possible),
-            top-half-similarity (in the upper half only), greedy or distance (with threshold=0.5, the least cosine of
-            the last hidden states to the original's). count is how many layers become readers, or are dropped.
+        layers: layers to convert (0-based): groups such as 18-21,22-25 or 18+20,19+21; top-half: blocks of 4, or
+            top-half,size=3,count=6; or auto: chosen on text, such as auto:greedy,count=6, by similarity (default where
+            possible), top-half-similarity (in the upper half only), greedy or distance (threshold=0.5: the least cosine
+            of the last hidden states to the original's). count: how many layers become readers, or are dropped.
         kv_budget: instead of --method: search for the methods and layers that keep this share of the KV cache (0 to 1);
             with a method whose layers cache latents: their size, as a share of a cache in 16 bits.
         kv_context: context length at which the cache is counted; default 2048, or twice the largest sliding window.
@@ -97,16 +97,17 @@ def retrofit(
             but decoding is slower, and vLLM does not serve them.
         compensation: how to compensate for the change, by a linear map W_c of each converted layer's input: layerwise
             (default), ridge, zero, mean, lstsq or lmmse; refit (default where layers attend to
-            another layer's states) fits W_c together with W_o, refit-o W_o alone; or none. After it, or alone,
-            target=heads, mlp or heads-from-values adds the output of W_c there (default attention), bias gives W_c
-            a bias, and mean takes groups=4, groups of windows with a mean each (v of Theorem 3.1).
+            another layer's states) fits W_c together with W_o, refit-o W_o alone; or none. Settings follow, such as
+            layerwise,target=heads,bias: target, where the output of W_c is added (attention, the default where
+            possible, heads, mlp, or heads-from-values, of the output of W_v), bias, and for mean groups=4, groups of
+            windows with a mean each (v of Theorem 3.1).
         part: what to remove, where the method has a choice: attention, mlp or layer.
         calibration_text: text to fit and search on, repeatable; default --text, or embedded books, web and docs.
         windows: evaluation windows, all domains together; at least 16 per domain.
         calibration: calibration windows, all domains together.
         length: tokens per window.
         quick: a first estimate in a fraction of the time: the least windows, of 128 tokens, and a shorter search.
-        full: also measure what quantised caches of both models cost instead (float8, 8 and 4 bits; for latents with a
+        full: also measure what quantized caches of both models cost instead (float8, 8 and 4 bits; for latents with a
             budget also half and twice the budget, and bits alone and rank alone), time a decoding step of both after
             `kv_context` tokens, at most 8,192, and where tokens are chosen hide numbers in up to 8,192 tokens.
         seed: random seed.

@@ -25,7 +25,8 @@ from crosslayer import load_model
 from crosslayer.environment import environment
 from crosslayer.eviction.running import SmallerCache
 from crosslayer.verbs.retrofit.convert import convert
-from crosslayer.verbs.retrofit.options import AXES, RetrofitOptions
+from crosslayer.verbs.retrofit.options import AXES
+from crosslayer.verbs.retrofit.run import options_of
 from crosslayer.verbs.retrofit.strategies import strategy_of
 from crosslayer.verbs.retrofit.strategy import Strategy
 from crosslayer.verbs.retrofit.texts import RetrofitTexts
@@ -46,7 +47,7 @@ def measure(model: PreTrainedModel, tokenizer: Any, judged: Tensor, row: dict, s
     """Add to a row of axes and budget what it costs, on windows (N, T)."""
     started = time.perf_counter()
     try:
-        strategy = strategy_of(RetrofitOptions(kv_budget=row["budget"], axes=row["axes"]))
+        strategy = strategy_of(options_of(kv_budget=row["budget"], axes=row["axes"]))
         retrofit = smaller(model, tokenizer, strategy)
     except ValueError as error:
         row["refused"] = str(error)

@@ -27,7 +27,7 @@ from crosslayer.judge.losses import logits_of, losses
 from crosslayer.verbs.bench.run import bench
 from crosslayer.verbs.retrofit.cache import token_bytes
 from crosslayer.verbs.retrofit.convert import convert
-from crosslayer.verbs.retrofit.options import RetrofitOptions
+from crosslayer.verbs.retrofit.run import options_of
 from crosslayer.verbs.retrofit.strategies import strategy_of
 
 PARTS = ("damage", "times", "table")
@@ -131,7 +131,7 @@ def wired(model, name: str, texts) -> Method:
     """Return the method of a wiring without W_c; where text chooses its layers, that of calibration."""
     if name in CHOSEN:
         method, select, count = CHOSEN[name]
-        options = RetrofitOptions(method=method, layers=f"auto:{select},count={count}", compensation="none")
+        options = options_of(method=method, layers=f"auto:{select},count={count}", compensation="none")
         calibration = texts["calibration"]
         windows = {"calibration": calibration, "choice": Windows(calibration.ids[:CHOICE], ())}
         (chosen,), choice, _ = strategy_of(options).choose(model, windows)

@@ -100,7 +100,7 @@ class Verb:
 
     @property
     def options(self) -> tuple[Option, ...]:
-        """The options: those of the call, of the command line alone, and of all verbs; by panel where there are some."""
+        """The options, in the order of panels: those of the call, of the command line alone, and of all verbs."""
         own = [option for call in self.beside.values() for option in call.parameters if option.default is not REQUIRED]
         options = [*self._shown()[self.count :], *own]
         if any(option.kind in TEXTS for option in options):

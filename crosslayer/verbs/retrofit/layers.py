@@ -5,6 +5,7 @@ Shapes: N sequences, B of a batch, T tokens, C hidden, H key-value heads, D head
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from typing import Any
 
 import numpy as np
 import torch
@@ -47,8 +48,8 @@ class Layers(Strategy):
         self.needs = ("choice",) if self.layers.way == "auto" else ()
         super().__init__(options, named, config)
 
-    def check(self, source: PreTrainedConfig) -> None:
-        """Raise for options without effect, and for values that the method does not have."""
+    def check(self, source: PreTrainedConfig, given: Mapping[str, Any]) -> None:
+        """Raise for given options without effect, and for values that the method does not have."""
         readers, count = self.layers.size - 1, self.layers.count  # of a block, and of all
         if self.layers.way == "auto":
             check_choice("`layers`", "auto", self.select, selects(self.method))
@@ -58,7 +59,7 @@ class Layers(Strategy):
             if not self.method.parts:
                 raise no_effect(f"`part` {self.part}")
             check_choice("retrofit", "part", self.part, self.method.parts)
-        super().check(source)
+        super().check(source, given)
 
     def forwarded(self, tokens: Mapping[str, int], layers: int) -> float:
         """Estimate how many tokens pass through a model: the windows of the choice pass once."""

@@ -1,13 +1,11 @@
-"""The options of a retrofit, checked against one another; their defaults are those of `crosslayer.retrofit`.
+"""The options of a retrofit, checked against one another.
 
 `layers` and `compensation` are texts of a name with settings, such as `auto:distance,threshold=0.6,count=6`.
 """
 
-import inspect
 import itertools
 import re
 from collections.abc import Collection, Mapping
-from functools import cache
 from typing import Annotated, Any, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -117,17 +115,8 @@ class CompensationAsked(Options):
             raise ValueError(f"`compensation`: {error}") from None
 
 
-@cache
-def defaults() -> dict[str, Any]:
-    """Return the default of each option; the signature of the call is their only list."""
-    from crosslayer.verbs.retrofit.run import retrofit  # which imports this module
-
-    parameters = inspect.signature(retrofit).parameters
-    return {name: parameters[name].default for name in RetrofitOptions.model_fields}
-
-
 class RetrofitOptions(Options):
-    """The options of `crosslayer retrofit`; those that are not given have the default of the call."""
+    """The options of `crosslayer retrofit`, checked against one another; their defaults are those of the call."""
 
     method: str | dict[str, Any] | list[dict[str, Any]] | None
     layers: str
@@ -146,9 +135,6 @@ class RetrofitOptions(Options):
     seed: Seed
     bos: str
     sweep: tuple[str, ...]
-
-    def __init__(self, **given: Any):
-        super().__init__(**defaults() | given)
 
     @field_validator("layers")
     @classmethod
@@ -195,10 +181,10 @@ class RetrofitOptions(Options):
             variants[typed] = RetrofitOptions(**self.model_dump() | own)
         return variants
 
-    def changed(self) -> dict[str, Any]:
-        """Return the options that are not at their default."""
+    def changed(self, defaults: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the options that differ from `defaults`, without those that `quick` decides."""
         decided = QUICK_SETS if self.quick else ()
-        return {name: value for name, value in self if name not in decided and value != defaults()[name]}
+        return {name: value for name, value in self if name not in decided and value != defaults[name]}
 
 
 def _with_setting(text: str | None, key: str, value: str) -> str:

@@ -1,10 +1,12 @@
 """A whole retrofit: choose layers, convert, calibrate, measure the damage, and return a report."""
 
+import inspect
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -124,11 +126,19 @@ def retrofit(
 
     """
     arguments = locals() | {"method": plain_method(method)}
-    options = RetrofitOptions(**{name: arguments[name] for name in RetrofitOptions.model_fields})
+    options = options_of(**{name: arguments[name] for name in RetrofitOptions.model_fields})
     strategies, texts = _open_texts(options, model, text, calibration_text)
     loaded, tokenizer = ready_model(model, tokenizer, dtype=dtype, device=device)
     with evaluating(loaded):
         return _report(model, loaded, tokenizer, strategies, texts)
+
+
+DEFAULTS = {name: parameter.default for name, parameter in inspect.signature(retrofit).parameters.items()}
+
+
+def options_of(**given: Any) -> RetrofitOptions:
+    """Return the options of a retrofit; those that are not given are at their default."""
+    return RetrofitOptions(**{name: DEFAULTS[name] for name in RetrofitOptions.model_fields} | given)
 
 
 def _open_texts(
@@ -142,11 +152,11 @@ def _open_texts(
     config = to_config(source)
     strategies = {name: strategy_of(each, config) for name, each in options.variants().items()}
     for strategy in strategies.values():
-        strategy.check(source)
+        strategy.check(source, strategy.options.changed(DEFAULTS))
     with progress("reading the text", 0):
         texts = RetrofitTexts.load(text, calibration_text, options.seed)
     for strategy in strategies.values():
-        strategy.options = texts.checked_options(strategy, source)
+        strategy.options = texts.checked_options(strategy, source, DEFAULTS)
     texts.window_counts(*strategies.values())  # raises for what is wrong with them
     return strategies, texts
 

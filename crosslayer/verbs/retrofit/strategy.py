@@ -3,7 +3,7 @@
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -110,14 +110,14 @@ class Strategy(ABC):
         target = self.asked.target if self.asked.target in method.targets else method.targets[0]
         return dataclasses.replace(method, compensation=target, compensation_bias=self.asked.bias)
 
-    def check(self, source: PreTrainedConfig) -> None:
-        """Raise for an option without effect, and for methods and fits that a model of this config does not allow."""
+    def check(self, source: PreTrainedConfig, given: Mapping[str, Any]) -> None:
+        """Raise for a given option without effect, and for methods and fits that a model's config does not allow."""
         idle = {"layers", "part"} - {*self.acts}
         if "calibration" not in self.purposes:
             idle.add("calibration")
         if self.adds and not self._may_add():
             idle.add("compensation")
-        for option, value in self.options.changed().items():
+        for option, value in given.items():
             if option in idle:
                 raise no_effect(f"`{option}` {value}")
         target, names = self.asked.target, " and ".join(one.name() for one in self.named)

@@ -1,5 +1,8 @@
 """The text of a retrofit by domain: calibration text and evaluation text, with no token used for both."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
@@ -10,7 +13,7 @@ from crosslayer.judge.damage import MIN_WINDOWS
 from crosslayer.judge.texts import Texts
 from crosslayer.verbs.retrofit.calibrate import input_width
 from crosslayer.verbs.retrofit.moments import TOKENS_PER_INPUT, least_sequences
-from crosslayer.verbs.retrofit.options import QUICK_SETS, RetrofitOptions, defaults
+from crosslayer.verbs.retrofit.options import QUICK_SETS, RetrofitOptions
 from crosslayer.verbs.retrofit.strategy import Strategy
 
 QUICK_LENGTH = 128  # tokens of a window
@@ -50,7 +53,9 @@ class RetrofitTexts(Texts):
             least["calibration"] = count, why
         return least
 
-    def checked_options(self, strategy: Strategy, config: PreTrainedConfig) -> RetrofitOptions:
+    def checked_options(
+        self, strategy: Strategy, config: PreTrainedConfig, defaults: Mapping[str, Any]
+    ) -> RetrofitOptions:
         """Return the options, with `quick` the least; raise for all options together that are below it."""
         options = strategy.options
         if not options.quick:
@@ -64,7 +69,7 @@ class RetrofitTexts(Texts):
                 raise ValueError(f"{'; '.join(wrong)}; for a first estimate give `quick` instead")
             return options
         for name in QUICK_SETS:
-            if vars(options)[name] != defaults()[name]:
+            if vars(options)[name] != defaults[name]:
                 raise ValueError(f"`{name}` has no effect with `quick`, which decides it; remove one of them")
         lengths = [text.shape[-1] for text in self.domains.values() if isinstance(text, Tensor)]  # rows are windows
         length = max(lengths, default=options.length if strategy.needs_long_text else QUICK_LENGTH)

@@ -144,7 +144,7 @@ import crosslayer.core.methods
 from crosslayer import testing as contract
 from crosslayer.verbs.methods.catalogue import markdown, method_table
 from crosslayer.verbs.retrofit.convert import convert_weights
-from crosslayer.verbs.retrofit.options import RetrofitOptions
+from crosslayer.verbs.retrofit.run import options_of
 from crosslayer.verbs.retrofit.search import searched_methods
 from crosslayer.verbs.retrofit.strategies import strategy_of
 from crosslayer.core.decoder.weights import from_model, to_model
@@ -156,7 +156,7 @@ contract.check_method(cls.example(6))
 assert "scaled" in crosslayer.core.methods.method_names() and "scaled" in [row["method"] for row in method_table()]
 assert "| `scaled` | Scaled values: groups use" in markdown()
 assert cls in searched_methods()
-strategy = strategy_of(RetrofitOptions(method="scaled", layers="2-3"))
+strategy = strategy_of(options_of(method="scaled", layers="2-3"))
 assert strategy.method is cls
 method = strategy.compensated(strategy.on([[2, 3]], 6))
 assert method.compensation == "attention"

@@ -201,7 +201,7 @@ def test_a_method_that_is_not_possible_is_a_row(folder, tmp_path):
     plan = crosslayer.plan(folder, length=100, method=["kv_latents", "cla"], engine="vllm")
     (latents, *cells, reason), (cla, stored, *_) = plan.tables()[0][2]
     assert (latents, cla) == ("kv_latents", "cla") and set(cells) == {"–"} and stored != "–"
-    assert reason.startswith("not served by vllm: ") and reason.endswith("latents, which vllm does not store")
+    assert reason.startswith("not served by vllm: ") and reason.endswith("latents, which vllm does not do")
     assert plan.headline()["stored_bytes_by_method"] == {"kv_latents": None, "cla": 112 * TOKEN // 2}
     plan.save(tmp_path / "out")
     report = load_result(tmp_path / "out")

@@ -19,8 +19,8 @@ from crosslayer.judge.texts import Texts
 from crosslayer.models.load import ready_model
 from crosslayer.output.manifest import check_files
 from crosslayer.verbs.retrofit import run as job
-from crosslayer.verbs.retrofit.options import RetrofitOptions
 from crosslayer.verbs.retrofit.result import RetrofitReport
+from crosslayer.verbs.retrofit.run import options_of
 from crosslayer.verbs.retrofit.sentences import title
 from crosslayer.verbs.retrofit.strategies import strategy_of
 from tests.helpers.text import WORDS, tokenizer, words
@@ -187,8 +187,8 @@ def test_whole_layers_that_any_method_drops_give_the_stock_class(source):
 
 def test_the_options_that_are_checked_are_those_of_the_call():
     call = inspect.signature(crosslayer.retrofit).parameters
-    for name, value in RetrofitOptions(method="cla"):
-        assert value == ("cla" if name == "method" else call[name].default), name
+    checked = options_of(method="cla")
+    assert {name: call[name].default for name in type(checked).model_fields} | {"method": "cla"} == dict(checked)
 
 
 def test_methods_may_be_objects_mappings_or_json(source):
@@ -222,16 +222,17 @@ def test_a_method_of_the_registry_needs_no_other_file(monkeypatch, source):
             return cls()
 
     def check(**options):
-        strategies.strategy_of(RetrofitOptions(method="halves", **options)).check(source.config)
+        options = options_of(method="halves", **options)
+        strategies.strategy_of(options).check(source.config, options.changed(job.DEFAULTS))
 
     monkeypatch.setattr(strategies, "method_class", lambda name: Halves)
     monkeypatch.setattr(search, "method_class", lambda name: Halves)
-    parsed = strategies.strategy_of(RetrofitOptions(method="halves", compensation="ridge", part="right"))
+    parsed = strategies.strategy_of(options_of(method="halves", compensation="ridge", part="right"))
     assert (parsed.method, parsed.part, parsed.targets) == (Halves, "right", ("heads",))
-    assert strategies.strategy_of(RetrofitOptions(method="halves")).part == "left"
+    assert strategies.strategy_of(options_of(method="halves")).part == "left"
     assert set(search.searched_methods()) == {Halves}
     monkeypatch.setattr(Halves, "targets", ())
-    assert strategies.strategy_of(RetrofitOptions(method="halves")).fit == "none"
+    assert strategies.strategy_of(options_of(method="halves")).fit == "none"
     with pytest.raises(ValueError, match="^`compensation` ridge has no effect "):
         check(compensation="ridge")
     monkeypatch.setattr(Halves, "targets", ("heads",))
@@ -246,7 +247,7 @@ def test_a_method_of_the_registry_needs_no_other_file(monkeypatch, source):
 def test_every_w_c_that_may_have_a_bias_gets_one():
     """Where a budget chooses, too; methods that may have no W_c stay as they are."""
     plain, biased, without = (
-        strategy_of(RetrofitOptions(kv_budget=0.7, compensation=text)) for text in (None, "bias", "none")
+        strategy_of(options_of(kv_budget=0.7, compensation=text)) for text in (None, "bias", "none")
     )
     drop = {"name": "drop", "attention": (3,)}
     compensated = {**drop, "compensation": "attention"}

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import crosslayer
-from crosslayer.verbs.retrofit.options import LayersAsked, RetrofitOptions
+from crosslayer.verbs.retrofit.options import LayersAsked
+from crosslayer.verbs.retrofit.run import options_of
 from tests.helpers.tiny import VOCABULARY, tiny
 from tests.verbs.retrofit.test_verb import inputs, retrofit  # noqa: F401
 
@@ -56,7 +57,7 @@ def test_a_count_of_readers_lays_blocks_below_the_middle(source):
 
 
 def test_every_combination_is_a_variant():
-    options = RetrofitOptions(method="uniattn", sweep=("size=2,3", "groups = 1, 4"), compensation="mean")
+    options = options_of(method="uniattn", sweep=("size=2,3", "groups = 1, 4"), compensation="mean")
     named = {name: (each.layers, each.compensation) for name, each in options.variants().items()}
     assert named == {
         f"--layers top-half,size={size} --compensation mean,groups={groups}": (
@@ -66,11 +67,11 @@ def test_every_combination_is_a_variant():
         for size in (2, 3)
         for groups in (1, 4)
     }
-    both = RetrofitOptions(method="cla", layers="auto,count=2", sweep=("count=3,6", "layers=auto,top-half"))
+    both = options_of(method="cla", layers="auto,count=2", sweep=("count=3,6", "layers=auto,top-half"))
     assert [*both.variants()] == [f"--layers {way},count={count}" for count in (3, 6) for way in ("auto", "top-half")]
     read = LayersAsked.read("auto:distance, threshold=0.6,count=6")
     assert (read.way, read.select, read.threshold, read.count) == ("auto", "distance", 0.6, 6)
-    assert [*RetrofitOptions(method="cla").variants()] == [""]
+    assert [*options_of(method="cla").variants()] == [""]
 
 
 BAD = [

@@ -13,7 +13,6 @@ from crosslayer.verbs.retrofit.alternatives import Compared
 from crosslayer.verbs.retrofit.convert import convert, plain_decoder
 from crosslayer.verbs.retrofit.latents import (
     StateMoments,
-    latent_class,
     levels_of,
     measure_moments,
     with_bits,
@@ -22,25 +21,21 @@ from crosslayer.verbs.retrofit.latents import (
 )
 from crosslayer.verbs.retrofit.options import AXES, RetrofitOptions
 from crosslayer.verbs.retrofit.result import Choice
+from crosslayer.verbs.retrofit.search import searched_methods
 from crosslayer.verbs.retrofit.strategy import Chosen, Named, Strategy
-
-PASSES = 4  # over calibration text: keys and values, then what errors cost, each with gradients
 
 
 class Latents(Strategy):
     """A method whose layers cache latents: `kv_budget` chooses bits in the axes; without a budget it stays as it is."""
 
     needs = ("calibration",)
+    passes = {"calibration": 4}  # for keys and values, then for what errors cost, each with gradients
 
     def __init__(self, options: RetrofitOptions, named: Sequence[Named], config: CrossLayerConfig | None = None):
         self.axes = frozenset(AXES if named else options.axes.split(","))
-        (one,) = named or [latent_class()]
+        (one,) = named or searched_methods("bits")
         self.method = within_axes(one() if isinstance(one, type) else one, self.axes)
         super().__init__(options, [self.method], config)
-
-    def forwarded(self, tokens: Mapping[str, int], layers: int) -> float:
-        """Estimate how many tokens pass through a model."""
-        return PASSES * tokens["calibration"]
 
     def choose(self, model: PreTrainedModel, windows: Mapping[str, Windows]) -> Chosen:
         """Return the method, with bits for the budget if there is one, and moments to fit it by."""

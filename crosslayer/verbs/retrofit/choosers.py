@@ -17,7 +17,6 @@ from transformers import PreTrainedModel
 
 from crosslayer.core.choice import ChoiceMethod, TokenChoice
 from crosslayer.core.decoder.configuration import CrossLayerConfig
-from crosslayer.core.methods import method_class, method_names
 from crosslayer.corpus.windows import Windows
 from crosslayer.output.progress import progress
 from crosslayer.probe.choices import choice_sums
@@ -39,8 +38,8 @@ from crosslayer.verbs.retrofit.kinds import (
 )
 from crosslayer.verbs.retrofit.options import RetrofitOptions
 from crosslayer.verbs.retrofit.result import Choice
-from crosslayer.verbs.retrofit.search import UNCHANGED
-from crosslayer.verbs.retrofit.strategy import CURVE_PASSES, Chosen, Named, Strategy
+from crosslayer.verbs.retrofit.search import UNCHANGED, searched_methods
+from crosslayer.verbs.retrofit.strategy import Chosen, Named, Strategy
 from crosslayer.verbs.retrofit.trade_off import Baseline, Measure, Step, search_record, spread_steps
 
 SHARES = (0.25, 0.5, 0.125)  # of a budget of reads: how many tokens are chosen, in the order in which they are tried
@@ -77,8 +76,10 @@ def matched_heads(recovered: Tensor, groups: Groups) -> tuple[tuple[int, ...], .
 class Choosers(Strategy):
     """A budget of reads or of KL chooses who chooses tokens for whom, by measured damage."""
 
+    passes = {"search": PASSES, **Strategy.passes}
+
     def __init__(self, options: RetrofitOptions, named: Sequence[Named], config: CrossLayerConfig | None = None):
-        (one,) = named or [choice_class()]
+        (one,) = named or searched_methods("choosers")
         method = one() if isinstance(one, type) else one
         assert isinstance(method, ChoiceMethod)
         self.method = method
@@ -88,11 +89,6 @@ class Choosers(Strategy):
         self.counts_are_free = isinstance(one, type)  # a budget of reads chooses how many tokens, too
         self.needs = ("search",) if options.quick else ("search", "trade-off")
         super().__init__(options, [self.method], config)
-
-    def forwarded(self, tokens: Mapping[str, int], layers: int) -> float:
-        """Estimate how many tokens pass through a model."""
-        passed = PASSES * tokens["search"] + CURVE_PASSES * tokens.get("trade-off", 0)
-        return super().forwarded(tokens, layers) + passed
 
     @torch.no_grad()
     def choose(self, model: PreTrainedModel, windows: Mapping[str, Windows]) -> Chosen:
@@ -131,12 +127,6 @@ class Choosers(Strategy):
             candidates = [_with_share(self.method, share * reads, length) for share in SHARES]
         candidates = _usable(candidates, length, context)
         return candidates if reads is None else _reaching(candidates, reads, layers, context)
-
-
-def choice_class() -> type[ChoiceMethod]:
-    """Return the class of the method whose layers choose tokens."""
-    (cls,) = [cls for name in method_names() if issubclass(cls := method_class(name), ChoiceMethod)]
-    return cls
 
 
 def _with_share(method: ChoiceMethod, share: float, length: int) -> ChoiceMethod:

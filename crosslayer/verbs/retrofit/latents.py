@@ -25,7 +25,6 @@ from torch.nn import functional
 from crosslayer.core.decoder.modeling import CrossLayerForCausalLM
 from crosslayer.core.latents import ERRORS, SCALE, STEPS, UNIT, WHOLE, LatentMethod
 from crosslayer.core.method import Method
-from crosslayer.core.methods import method_class, method_names
 from crosslayer.core.plan import DepthPlan
 from crosslayer.corpus.windows import repeating
 from crosslayer.output.progress import progress
@@ -199,12 +198,6 @@ def fit_latents(original: CrossLayerForCausalLM, model: CrossLayerForCausalLM, m
 def latent_of(methods: Sequence[Method]) -> LatentMethod | None:
     """Return the method among several that gives layers latents."""
     return next((method for method in methods if isinstance(method, LatentMethod)), None)
-
-
-def latent_class() -> type[LatentMethod]:
-    """Return the class of the method whose layers cache latents."""
-    (cls,) = [cls for name in method_names() if issubclass(cls := method_class(name), LatentMethod)]
-    return cls
 
 
 def within_axes(method: Method, axes: Collection[str]) -> Method:

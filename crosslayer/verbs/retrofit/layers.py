@@ -27,7 +27,7 @@ from crosslayer.probe.shapes import LayerShape, may_share
 from crosslayer.probe.stream import LayerStream, streams
 from crosslayer.probe.what_if import find_sublayers, what_if
 from crosslayer.verbs.diagnose.run import diagnose
-from crosslayer.verbs.retrofit.options import LayersAsked, RetrofitOptions
+from crosslayer.verbs.retrofit.options import RetrofitOptions, read_layers
 from crosslayer.verbs.retrofit.result import Choice
 from crosslayer.verbs.retrofit.strategy import Chosen, Named, Strategy, no_effect
 
@@ -42,16 +42,17 @@ class Layers(Strategy):
     def __init__(self, options: RetrofitOptions, named: Sequence[Named], config: CrossLayerConfig | None = None):
         (method,) = named
         assert isinstance(method, type)
-        self.method, self.targets, self.layers = method, method.targets, LayersAsked.read(options.layers)
+        self.method, self.targets, self.layers = method, method.targets, read_layers(options.layers)
         self.part = options.part or next(iter(method.parts), None)  # what the method drops
-        self.select = self.layers.select or selects(method)[0]
-        self.needs = ("choice",) if self.layers.way == "auto" else ()
+        self.way, _, select = self.layers.name.partition(":")  # top-half, auto, or groups
+        self.select = select or selects(method)[0]
+        self.needs = ("choice",) if self.way == "auto" else ()
         super().__init__(options, named, config)
 
     def check(self, source: PreTrainedConfig, given: Mapping[str, Any]) -> None:
         """Raise for given options without effect, and for values that the method does not have."""
         readers, count = self.layers.size - 1, self.layers.count  # of a block, and of all
-        if self.layers.way == "auto":
+        if self.way == "auto":
             check_choice("`layers`", "auto", self.select, selects(self.method))
         elif (count or 0) % readers:
             raise ValueError(f"`layers`: count must be a multiple of size − 1 = {readers}, got {count}")
@@ -61,21 +62,15 @@ class Layers(Strategy):
             check_choice("retrofit", "part", self.part, self.method.parts)
         super().check(source, given)
 
-    def forwarded(self, tokens: Mapping[str, int], layers: int) -> float:
-        """Estimate how many tokens pass through a model: the windows of the choice pass once."""
-        return super().forwarded(tokens, layers) + (tokens["choice"] if self.needs else 0)
-
     def choose(self, model: PreTrainedModel, windows: Mapping[str, Windows]) -> Chosen:
         """Return the method on its layers, with W_c."""
         layers = model.config.num_hidden_layers
-        if self.layers.groups is not None:
-            groups = parse_layers(self.layers.groups, layers)
-        elif self.layers.way == "auto":
+        if self.way == "auto":
             groups = self._automatic(model, windows["choice"].ids)
         else:
-            groups = self._top(model)
+            groups = self._top(model) if self.way == "top-half" else parse_layers(self.way, layers)
         method = self._checked(self.compensated(self.on(groups, layers)), model)
-        return Chosen([method], Choice(how=self.layers.groups or self.layers.way, groups=groups))
+        return Chosen([method], Choice(how=self.way, groups=groups))
 
     def on(self, groups: Groups, layers: int) -> Method:
         """Return the method on groups of layers, without W_c."""

@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from crosslayer.core.options import check_choice
 from crosslayer.output.record import Options, Seed
@@ -20,99 +20,73 @@ ONE_OF = (
     "give one of `method`, `kv_budget`, `kl_budget` and `read_budget`; the budgets choose methods and layers themselves"
 )
 Budget = Annotated[float, Field(gt=0, allow_inf_nan=False)] | None
-# the settings that each name takes
-LAYERS = {
+LAYERS = {  # names with the settings that each takes
     "top-half": ("size", "count"),
-    "auto": ("count",),
-    "auto:similarity": ("count",),
-    "auto:top-half-similarity": ("count",),
-    "auto:greedy": ("count",),
+    **dict.fromkeys(("auto", "auto:similarity", "auto:top-half-similarity", "auto:greedy"), ("count",)),
     "auto:distance": ("count", "threshold"),
 }
 COMPENSATIONS = {
     **dict.fromkeys(("", *FITS), ("target", "bias")),  # "": the default fit
-    "none": (),
     "mean": ("target", "bias", "groups"),
     "refit": ("bias",),
-    "refit-o": (),
+    **dict.fromkeys(("none", "refit-o"), ()),
 }
-FLAGS = ("bias",)  # settings without a value
-SWEPT = {  # what can be swept: an option, or a setting of one
-    "method": "method",
-    "layers": "layers",
-    "compensation": "compensation",
-    "size": "layers",
-    "count": "layers",
-    "threshold": "layers",
-    "target": "compensation",
-    "groups": "compensation",
-}
+FLAG = "bias"  # the setting without a value
+SWEPT = {option: option for option in ("method", "layers", "compensation")}  # what can be swept, and in which option
+SWEPT |= dict.fromkeys(("size", "count", "threshold"), "layers") | dict.fromkeys(("target", "groups"), "compensation")
 
 
-def read_settings(option: str, text: str, takes: Mapping[str, Collection[str]]) -> tuple[str, dict[str, Any]]:
-    """Return the name and the settings of a text such as `mean,groups=4,bias`; the name is "" if there is none.
+class Layers(Options):
+    """What `layers` says: groups, or how to choose layers, with settings."""
 
-    Raises:
-        ValueError: the name is not in `takes`, or a setting is not among those that `takes` has for it.
-
-    """
-    first, *words = (word.strip() for word in text.split(","))
-    if first in FLAGS or "=" in first:
-        first, words = "", [first, *words]
-    if first not in takes:
-        raise ValueError(f"`{option}` must be one of {', '.join(filter(None, takes))}, got {text!r}")
-    settings: dict[str, Any] = {}
-    for word in words:
-        key, equals, value = word.partition("=")
-        if key not in takes[first] or key in settings or bool(equals) == (key in FLAGS):
-            forms = [name if name in FLAGS else f"{name}=…" for name in takes[first]]
-            allowed = f"{', '.join(forms)}, each once" if forms else "no settings"
-            raise ValueError(f"`{option}`: {first or 'the default'} takes {allowed}; got {word!r}")
-        settings[key] = value if equals else True
-    return first, settings
-
-
-class LayersAsked(Options):
-    """What `layers` says: groups as text, or how to choose layers, with settings."""
-
-    groups: str | None = None
-    way: str = ""  # top-half or auto
-    select: str | None = None  # the criterion of auto; None: the method's first
+    name: str  # of `LAYERS`, or groups as text
     size: int = Field(default=4, ge=2)
     count: int | None = Field(default=None, ge=1)
     threshold: float = Field(default=0.5, ge=-1, le=1)
 
-    @classmethod
-    def read(cls, text: str) -> Self:
-        """Return what a text says, such as `18-21,22-25`, `top-half,size=3` or `auto:greedy,count=6`."""
-        if text.strip()[:1].isdigit():
-            if "=" in text:
-                raise ValueError(f"`layers` must be groups alone, such as 18-21,22-25, got {text!r}")
-            return cls(groups=text)
-        name, settings = read_settings("layers", text, LAYERS)
-        way, _, select = name.partition(":")
-        try:
-            return cls(way=way, select=select or None, **settings)
-        except ValueError as error:
-            raise ValueError(f"`layers`: {error}") from None
 
+class Compensation(Options):
+    """What `compensation` says: the fit, "" for the default, and its settings."""
 
-class CompensationAsked(Options):
-    """What `compensation` says: a fit, None for the default, and its settings."""
-
-    fit: str | None = None
+    name: str
     target: str | None = None
     bias: bool = False
     groups: int = Field(default=1, ge=1)
 
-    @classmethod
-    def read(cls, text: str | None) -> Self:
-        """Return what a text says, such as `mean,groups=4` or `target=heads,bias`."""
-        name, settings = read_settings("compensation", text, COMPENSATIONS) if text else ("", {})
-        try:
-            return cls(fit=name or None, **settings)
-        except ValueError as error:
-            raise ValueError(f"`compensation`: {error}") from None
+
+def read_layers(text: str) -> Layers:
+    """Return what a text says, such as `18-21,22-25`, `top-half,size=3` or `auto:greedy,count=6`."""
+    if text.strip()[:1].isdigit() and "=" not in text:
+        return Layers(name=text)
+    return Layers(**_settings("layers", text, LAYERS))
+
+
+def read_compensation(text: str | None) -> Compensation:
+    """Return what a text says, such as `mean,groups=4` or `target=heads,bias`."""
+    return Compensation(**_settings("compensation", text or "", COMPENSATIONS))
+
+
+def _settings(option: str, text: str, takes: Mapping[str, Collection[str]]) -> dict[str, Any]:
+    """Return the name, "" without one, and the settings of a text; `takes` has the settings of each name.
+
+    Raises:
+        ValueError: the name is unknown, or does not take a setting.
+
+    """
+    first, *words = (word.strip() for word in text.split(","))
+    if first == FLAG or "=" in first:
+        first, words = "", [first, *words]
+    if first not in takes:
+        raise ValueError(f"`{option}` must be one of {', '.join(filter(None, takes))}, got {text!r}")
+    settings: dict[str, Any] = {"name": first}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if key not in takes[first] or key in settings or bool(equals) == (key == FLAG):
+            forms = [name if name == FLAG else f"{name}=…" for name in takes[first]]
+            allowed = f"{', '.join(forms)}, each once" if forms else "no settings"
+            raise ValueError(f"`{option}`: {first or 'the default'} takes {allowed}; got {word!r}")
+        settings[key] = value if equals else True
+    return settings
 
 
 class RetrofitOptions(Options):
@@ -136,16 +110,14 @@ class RetrofitOptions(Options):
     bos: str
     sweep: tuple[str, ...]
 
-    @field_validator("layers")
+    @field_validator("layers", "compensation")
     @classmethod
-    def _check_layers(cls, text: str) -> str:
-        LayersAsked.read(text)
-        return text
-
-    @field_validator("compensation")
-    @classmethod
-    def _check_compensation(cls, text: str | None) -> str | None:
-        CompensationAsked.read(text)
+    def _check_settings(cls, text: str | None, field: ValidationInfo) -> str | None:
+        try:
+            read_compensation(text) if field.field_name == "compensation" else read_layers(text or "")
+        except ValueError as error:
+            line = str(error)
+            raise ValueError(line if line.startswith("`") else f"`{field.field_name}`: {line}") from None
         return text
 
     @model_validator(mode="after")

@@ -20,11 +20,10 @@ from crosslayer.verbs.retrofit.calibrate import POST_NORM_ERROR
 from crosslayer.verbs.retrofit.convert import WIRED
 from crosslayer.verbs.retrofit.latents import StateMoments
 from crosslayer.verbs.retrofit.moments import REFITS
-from crosslayer.verbs.retrofit.options import CompensationAsked, RetrofitOptions
+from crosslayer.verbs.retrofit.options import RetrofitOptions, read_compensation
 from crosslayer.verbs.retrofit.result import Choice
 
 Named = Method | type[Method]
-CURVE_PASSES = 8  # over the windows of a trade-off: the original, at most five points of the curve, fixed blocks
 
 
 class Chosen(NamedTuple):
@@ -43,12 +42,14 @@ class Strategy(ABC):
         named: the methods that the user named, with all their options, or the class of one without.
         fit: how W_c, and W_o of readers, are fitted: one of `FITS`, or "none".
         needs: purposes of text beside "evaluation", and beside "calibration" where W_c or W_o is fitted.
+        passes: over the text of each purpose, about, where it is not one.
         targets: what W_c may be added to, where `compensation` decides.
         acts: options that have an effect on this way alone.
 
     """
 
     needs: tuple[str, ...] = ()
+    passes: Mapping[str, int] = {"trade-off": 8}  # the original, at most five points of the curve, fixed blocks
     targets: tuple[str, ...] = ()
     acts: ClassVar[tuple[str, ...]] = ()
 
@@ -56,8 +57,8 @@ class Strategy(ABC):
         self.options, self.named = options, named
         self.post_norms = config is not None and config.has_post_norms  # so W_o is not refitted
         self.wired = config is not None and bool(config.methods)  # the model has methods already
-        self.asked = CompensationAsked.read(options.compensation)
-        self.fit = self.asked.fit or self._default_fit()
+        self.asked = read_compensation(options.compensation)
+        self.fit = self.asked.name or self._default_fit()
 
     @abstractmethod
     def choose(self, model: PreTrainedModel, windows: Mapping[str, Windows]) -> Chosen:
@@ -65,7 +66,7 @@ class Strategy(ABC):
 
     def forwarded(self, tokens: Mapping[str, int], layers: int) -> float:
         """Estimate how many tokens pass through a model of some layers to choose and fit; `tokens` is by purpose."""
-        return tokens["calibration"] if self.fits else 0
+        return sum(self.passes.get(purpose, 1) * tokens[purpose] for purpose in self.purposes[1:])
 
     def beside(self, model: PreTrainedModel, moments: Sequence[StateMoments] | None) -> list[Compared]:
         """Return other models that the report of a full retrofit measures too."""

@@ -43,7 +43,7 @@ from crosslayer.verbs.retrofit.search import (
     expected_passes,
     searched_methods,
 )
-from crosslayer.verbs.retrofit.strategy import CURVE_PASSES, Chosen, Named, Strategy
+from crosslayer.verbs.retrofit.strategy import Chosen, Named, Strategy
 from crosslayer.verbs.retrofit.streams import Streams, layers_of
 
 TOKENS = 8192  # of a fit during the search, or more where its inputs need them
@@ -144,9 +144,8 @@ class LayerSearch(Strategy):
     def forwarded(self, tokens: Mapping[str, int], layers: int) -> float:
         """Estimate how many tokens pass through a model; each configuration fits about a layer."""
         searched = expected_passes(layers, self.most)
-        passed = searched * tokens["search"] + CURVE_PASSES * tokens.get("trade-off", 0)
         fitted = FIT * searched * min(TOKENS, tokens["calibration"]) / layers if self.fits else 0
-        return super().forwarded(tokens, layers) + passed + fitted
+        return super().forwarded(tokens, layers) + searched * tokens["search"] + fitted
 
     @torch.no_grad()
     def choose(self, model: PreTrainedModel, windows: Mapping[str, Windows]) -> Chosen:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import crosslayer
-from crosslayer.verbs.retrofit.options import LayersAsked
+from crosslayer.verbs.retrofit.options import read_layers
 from crosslayer.verbs.retrofit.run import options_of
 from tests.helpers.tiny import VOCABULARY, tiny
 from tests.verbs.retrofit.test_verb import inputs, retrofit  # noqa: F401
@@ -69,8 +69,8 @@ def test_every_combination_is_a_variant():
     }
     both = options_of(method="cla", layers="auto,count=2", sweep=("count=3,6", "layers=auto,top-half"))
     assert [*both.variants()] == [f"--layers {way},count={count}" for count in (3, 6) for way in ("auto", "top-half")]
-    read = LayersAsked.read("auto:distance, threshold=0.6,count=6")
-    assert (read.way, read.select, read.threshold, read.count) == ("auto", "distance", 0.6, 6)
+    read = read_layers("auto:distance, threshold=0.6,count=6")
+    assert (read.name, read.threshold, read.count) == ("auto:distance", 0.6, 6)
     assert [*options_of(method="cla").variants()] == [""]
 
 

@@ -179,7 +179,7 @@ CASES = [
     ("retrofit {kit}/model --method cla --layers auto:magic", "--layers must be one of .*, got 'auto:magic'"),
     ("retrofit {kit}/model --method cla --layers top-half,count=2", "count must be a multiple of size − 1 = 3, got 2"),
     ("retrofit {kit}/model --method cla --compensation lstsq,groups=2", "lstsq takes target=.* got 'groups=2'"),
-    ("retrofit {kit}/model --method cla --layers 0-1,size=3", "--layers must be groups .*got '0-1,size=3'"),
+    ("retrofit {kit}/model --method cla --layers 0-1,size=3", "--layers must be one of .*groups .*got '0-1,size=3'"),
     ("retrofit {kit}/model --method cla --layers top-half,size=1", "--layers: size must be greater than or equal to 2"),
     ("retrofit {kit}/model --method cla --compensation target=head", "target must be one of .*, got 'head'"),
     ("retrofit {kit}/model --method cla --compensation magic", "compensation must be one of .*, got 'magic'"),

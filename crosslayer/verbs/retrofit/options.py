@@ -36,7 +36,7 @@ SWEPT = {option: option for option in ("method", "layers", "compensation")}  # w
 SWEPT |= dict.fromkeys(("size", "count", "threshold"), "layers") | dict.fromkeys(("target", "groups"), "compensation")
 
 
-class Layers(Options):
+class AskedLayers(Options):
     """What `layers` says: groups, or how to choose layers, with settings."""
 
     name: str  # of `LAYERS`, or groups as text
@@ -45,7 +45,7 @@ class Layers(Options):
     threshold: float = Field(default=0.5, ge=-1, le=1)
 
 
-class Compensation(Options):
+class AskedCompensation(Options):
     """What `compensation` says: the fit, "" for the default, and its settings."""
 
     name: str
@@ -54,16 +54,16 @@ class Compensation(Options):
     groups: int = Field(default=1, ge=1)
 
 
-def read_layers(text: str) -> Layers:
+def read_layers(text: str) -> AskedLayers:
     """Return what a text says, such as `18-21,22-25`, `top-half,size=3` or `auto:greedy,count=6`."""
     if text.strip()[:1].isdigit() and "=" not in text:
-        return Layers(name=text)
-    return Layers(**_settings("layers", text, LAYERS))
+        return AskedLayers(name=text)
+    return AskedLayers(**_settings("layers", text, LAYERS))
 
 
-def read_compensation(text: str | None) -> Compensation:
+def read_compensation(text: str | None) -> AskedCompensation:
     """Return what a text says, such as `mean,groups=4` or `target=heads,bias`."""
-    return Compensation(**_settings("compensation", text or "", COMPENSATIONS))
+    return AskedCompensation(**_settings("compensation", text or "", COMPENSATIONS))
 
 
 def _settings(option: str, text: str, takes: Mapping[str, Collection[str]]) -> dict[str, Any]:
@@ -77,7 +77,8 @@ def _settings(option: str, text: str, takes: Mapping[str, Collection[str]]) -> d
     if first == FLAG or "=" in first:
         first, words = "", [first, *words]
     if first not in takes:
-        raise ValueError(f"`{option}` must be one of {', '.join(filter(None, takes))}, got {text!r}")
+        groups = ", or groups such as 18-21,22-25" if takes is LAYERS else ""
+        raise ValueError(f"`{option}` must be one of {', '.join(filter(None, takes))}{groups}, got {text!r}")
     settings: dict[str, Any] = {"name": first}
     for word in words:
         key, equals, value = word.partition("=")

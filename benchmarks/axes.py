@@ -24,22 +24,22 @@ from transformers import PreTrainedModel
 from crosslayer import load_model
 from crosslayer.environment import environment
 from crosslayer.eviction.running import SmallerCache
-from crosslayer.output.progress import Progress
-from crosslayer.verbs.retrofit.choose import choose
 from crosslayer.verbs.retrofit.convert import convert
-from crosslayer.verbs.retrofit.request import AXES, Request, RetrofitOptions
+from crosslayer.verbs.retrofit.options import AXES
+from crosslayer.verbs.retrofit.run import options_of
+from crosslayer.verbs.retrofit.strategies import strategy_of
+from crosslayer.verbs.retrofit.strategy import Strategy
 from crosslayer.verbs.retrofit.texts import RetrofitTexts
 
 ALL = ",".join(AXES)
 
 
-def smaller(model: PreTrainedModel, tokenizer: Any, request: Request) -> PreTrainedModel:
+def smaller(model: PreTrainedModel, tokenizer: Any, strategy: Strategy) -> PreTrainedModel:
     """Return the model as a retrofit makes it, on the text that a retrofit uses by default."""
-    windows = RetrofitTexts.load().windows(tokenizer, request)
-    methods, _, moments = choose(model, request, windows, Progress)
-    fit = request.fit_of(methods)
+    windows = RetrofitTexts.load().windows(tokenizer, strategy)
+    methods, _, moments = strategy.choose(model, windows)
     calibration = windows["calibration"].by_domain()
-    options = {"fit": None if fit == "none" else fit, "moments": moments, "share_weights": True}
+    options = {"fit": strategy.fit_of(methods), "moments": moments, "share_weights": True}
     return convert(model, methods, calibration=calibration, **options).model
 
 
@@ -47,8 +47,8 @@ def measure(model: PreTrainedModel, tokenizer: Any, judged: Tensor, row: dict, s
     """Add to a row of axes and budget what it costs, on windows (N, T)."""
     started = time.perf_counter()
     try:
-        request = Request(RetrofitOptions(kv_budget=row["budget"], axes=row["axes"]))
-        retrofit = smaller(model, tokenizer, request)
+        strategy = strategy_of(options_of(kv_budget=row["budget"], axes=row["axes"]))
+        retrofit = smaller(model, tokenizer, strategy)
     except ValueError as error:
         row["refused"] = str(error)
         return

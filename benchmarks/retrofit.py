@@ -26,9 +26,9 @@ from crosslayer.judge.damage import damage
 from crosslayer.judge.losses import logits_of, losses
 from crosslayer.verbs.bench.run import bench
 from crosslayer.verbs.retrofit.cache import token_bytes
-from crosslayer.verbs.retrofit.choose import choose
 from crosslayer.verbs.retrofit.convert import convert
-from crosslayer.verbs.retrofit.request import Request, RetrofitOptions
+from crosslayer.verbs.retrofit.run import options_of
+from crosslayer.verbs.retrofit.strategies import strategy_of
 
 PARTS = ("damage", "times", "table")
 RESULTS = Path(__file__).parent / "results" / "retrofit.json"
@@ -127,12 +127,10 @@ def wired(model, name: str, texts) -> Method:
     """Return the method of a wiring without W_c; where text chooses its layers, that of calibration."""
     if name in CHOSEN:
         method, select, count = CHOSEN[name]
-        request = Request(
-            RetrofitOptions(method=method, layers="auto", select=select, count=count, compensation="none")
-        )
+        options = options_of(method=method, layers=f"auto:{select},count={count}", compensation="none")
         calibration = texts["calibration"]
         windows = {"calibration": calibration, "choice": Windows(calibration.ids[:CHOICE], ())}
-        (chosen,), choice = choose(model, request, windows)
+        (chosen,), choice, _ = strategy_of(options).choose(model, windows)
         print(f"{name:>13} {choice.groups}", flush=True)
         return chosen
     method, groups = WIRINGS[name]

@@ -21,7 +21,6 @@ from crosslayer.output.progress import Progress, Silent, metered_by, say
 TYPES = {"int": int, "float": float, "bool": bool}
 METAVARS = {"settings": "KEY=VALUE", "vary": "KEY=V1,V2", "allow_methods": "MODULE"}  # by name; else by annotation:
 METAVARS |= {"sweep": "KEY=V1,V2", "DomainTexts": "TEXT", "Text": "TEXT", "Sequence[str]": "<str>"}
-PANELS = {name: "Output" for name in ("out", "force", "remote_code_shim")}  # of the help; others are in "Options"
 
 
 def command_of(verb: Verb) -> Callable[..., None]:
@@ -33,8 +32,7 @@ def command_of(verb: Verb) -> Callable[..., None]:
     parameters = [_parameter(option, typer.Argument(help=option.text)) for option in verb.arguments]
     for option in verb.options:
         metavar = METAVARS.get(option.name) or METAVARS.get(option.kind)
-        panel = "Text" if option.kind in TEXTS or option in SOURCE else PANELS.get(option.name)
-        named = typer.Option(option.flag, help=option.text, metavar=metavar, rich_help_panel=panel)
+        named = typer.Option(option.flag, help=option.text, metavar=metavar, rich_help_panel=verb.panel(option))
         parameters.append(_parameter(option, named))
     command.__doc__ = f"{verb.call.about}\n\n{verb.call.text}"
     command.__dict__["__signature__"] = inspect.Signature(parameters)

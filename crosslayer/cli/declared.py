@@ -3,8 +3,8 @@
 import ast
 import inspect
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 PACKAGE = Path(__file__).parent.parent
 REQUIRED = object()
 TEXTS = ("Text", "DomainTexts")  # annotations of text: from one source, and by domain
+OUTPUT = ("out", "force", "remote_code_shim")  # options of a panel of their own
 SPELLED = {"settings": "--set", "candidates": "--candidate"}  # each adds one; other config tools call it --set too
 
 
@@ -84,6 +85,7 @@ class Verb:
     count: int  # of positional arguments
     out: str | None  # the default output folder; None: nothing is saved, "": --out is required
     needs_torch: bool = True
+    panels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # of the help: names of options in their order
 
     @property
     def is_saved(self) -> bool:
@@ -98,7 +100,7 @@ class Verb:
 
     @property
     def options(self) -> tuple[Option, ...]:
-        """The options: those of the call, of the command line alone, and of all verbs."""
+        """The options, in the order of panels: those of the call, of the command line alone, and of all verbs."""
         own = [option for call in self.beside.values() for option in call.parameters if option.default is not REQUIRED]
         options = [*self._shown()[self.count :], *own]
         if any(option.kind in TEXTS for option in options):
@@ -106,7 +108,14 @@ class Verb:
         if self.is_saved:
             default = REQUIRED if self.out == "" else self.out
             options += [Option("out", "str", default, "output folder for report.html, record.json and figures."), FORCE]
-        return (*options, *EVERYWHERE)
+        order = [name for names in self.panels.values() for name in names]
+        return tuple(sorted((*options, *EVERYWHERE), key=lambda option: (*order, option.name).index(option.name)))
+
+    def panel(self, option: Option) -> str | None:
+        """Return the panel of the help in which an option stands; None: the first one."""
+        if self.panels:
+            return next(panel for panel, names in self.panels.items() if option.name in names)
+        return "Text" if option.kind in TEXTS or option in SOURCE else "Output" if option.name in OUTPUT else None
 
     def _shown(self) -> tuple[Option, ...]:
         return tuple(
@@ -129,6 +138,7 @@ def read_verb(name: str) -> Verb:
         getattr(folder, "ARGUMENTS", 1),
         getattr(folder, "OUT", None),
         getattr(folder, "NEEDS_TORCH", True),
+        getattr(folder, "PANELS", {}),
     )
 
 

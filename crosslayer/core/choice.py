@@ -147,6 +147,8 @@ class TokenChoice(Mixing):
 class ChoiceMethod(Method):
     """A method whose layers attend to tokens that they or other layers choose; its own `plan` says which."""
 
+    needs_long_text = True
+
     groups: tuple[tuple[int, ...], ...] = ()
     """Groups of 0-based layers in rising order; the first chooses. Layers in no group attend to all tokens."""
     tokens: float = 0.25
@@ -166,6 +168,18 @@ class ChoiceMethod(Method):
     def count(self) -> TokenCount:
         """How many tokens are chosen: with a share never fewer than those that are always chosen."""
         return TokenCount(self.tokens, 0 if self.tokens >= 1 else max(self.least, self.sinks + self.window))
+
+    @classmethod
+    def search_space(cls) -> str:
+        """Return that a budget can choose who chooses tokens for whom."""
+        return "choosers"
+
+    def check_text(self, length: int) -> None:
+        """Refuse windows that are so short that all of their tokens are chosen."""
+        if self.count.of(length) == length:
+            raise ValueError(
+                f"all tokens of windows of `length` {length} are chosen, where {self.tokens:g} are; give longer windows"
+            )
 
     def check_options(self, layers: int) -> None:
         """Refuse options that are impossible whatever the model's heads."""

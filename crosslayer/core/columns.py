@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
-from crosslayer.core.plan import allocated_tokens
+from crosslayer.core.sixteen_bits import allocated_tokens
 
 
 class Columns:

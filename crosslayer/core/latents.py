@@ -84,6 +84,11 @@ class LatentMethod(Method):
     groups: tuple[tuple[int, ...], ...] | None = None
     """Groups of 0-based layers in rising order; layers in none stand alone. None: all layers are a group."""
 
+    @classmethod
+    def search_space(cls) -> str:
+        """Return that a budget can choose the bits of latents."""
+        return "bits"
+
     def latent_sizes(self, layers: int) -> tuple[LatentSize, ...]:
         """Return the size of each layer's latent, for the plan; refuse impossible options."""
         if not 0 < self.rank <= 1:

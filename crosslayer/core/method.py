@@ -244,11 +244,11 @@ class Method:
     Class attributes tell the commands what a method can do:
 
     - `targets`: what a linear compensation (W_c) may add to, see `TARGETS`; only a `Compensated` has some.
-    - `saves`: which of "keys" and "values" each reader no longer stores; if not empty, the search by damage tries the
-      method.
+    - `saves`: which of "keys" and "values" each reader no longer stores; if not empty, a budget can choose its layers.
     - `grouped`: layers form groups that share the states of a source; False: the method acts on single layers.
     - `consecutive`: the layers of a group are neighbours; False: any layers; the lowest is the source.
     - `parts`: which sublayers the method can act on (`--part`), if there is a choice; the first is the default.
+    - `needs_long_text`: only long texts show what it costs.
     - `reads_tokens`: its modules read the ids of the new tokens (B, T) from `carry[TOKENS]`; the model then needs
       `input_ids` and refuses `inputs_embeds`.
     - `reads_sources`: its residuals read outputs of earlier sublayers, token by token, and write nothing else.
@@ -259,6 +259,7 @@ class Method:
     grouped: ClassVar[bool] = True
     consecutive: ClassVar[bool] = True
     parts: ClassVar[tuple[str, ...]] = ()
+    needs_long_text: ClassVar[bool] = False
     reads_tokens: ClassVar[bool] = False
     reads_sources: ClassVar[bool] = False
 
@@ -328,6 +329,14 @@ class Method:
         raise ValueError(f"{cls.name()} does not take groups of layers; set its options as JSON")
 
     @classmethod
+    def search_space(cls) -> str | None:
+        """Return what a budget can choose: "layers", "choosers" of tokens, "bits" of latents; None: nothing."""
+        return "layers" if cls.saves else None
+
+    def check_text(self, length: int) -> None:
+        """Refuse windows of `length` tokens that would not show what the method costs."""
+
+    @classmethod
     def example(cls, layers: int) -> Self:
         """Return a typical instance for a number of layers, for tables and tests; by default with default options."""
         return cls()
@@ -374,19 +383,3 @@ def options_of(method: Method | type[Method]) -> list[dataclasses.Field]:
     of_compensation = {option.name for option in dataclasses.fields(Compensated)}
     fields = dataclasses.fields(method)  # pyright: ignore[reportArgumentType]
     return sorted(fields, key=lambda option: option.name in of_compensation)
-
-
-def state_reader(config: Config, wiring: Wiring, layer: int) -> StateReader:
-    """Return the module that combines states of several sources at a layer.
-
-    Raises:
-        ValueError: no method has one for this layer, or two do.
-
-    """
-    readers = {m.name(): reader for m in wiring.methods if (reader := m.reader(config, wiring, layer)) is not None}
-    if len(readers) != 1:
-        raise ValueError(
-            f"layer {layer} reads the states of several layers; exactly one method must combine them, got "
-            f"{' and '.join(readers) or 'none'}"
-        )
-    return next(iter(readers.values()))

@@ -15,7 +15,6 @@ STATES = ("queries", "keys", "values")
 CACHED = ("keys", "values")
 PASSED = (*STATES, "choices")  # what a layer may pass on to later ones
 ROUNDING = 1e-9  # of a share times a number of tokens, which is rounded up
-BLOCK = 16  # tokens for which a cache that rounds allocates memory at a time
 Entry = int | tuple[int, ...] | None
 Vector = tuple[Entry, ...]
 
@@ -136,7 +135,7 @@ class DepthPlan:
     def _check_choices(self) -> None:
         if len(self.choices) != self.layers:
             raise ValueError("choices must have an entry for each layer, or be empty")
-        if self.has_choices != (self.chosen is not None) or not (self.chosen is None or self.chosen.tokens > 0):
+        if self.reads_less != (self.chosen is not None) or not (self.chosen is None or self.chosen.tokens > 0):
             raise ValueError(f"chosen must be above 0 where layers choose tokens, and only there, got {self.chosen}")
         for layer, chooser in enumerate(self.choices):
             if chooser is None:
@@ -207,9 +206,16 @@ class DepthPlan:
         return any(latent is not None and latent.bytes is not None for latent in self.latents)
 
     @property
-    def has_choices(self) -> bool:
-        """Whether any layer attends only to tokens that it, or another layer, chooses."""
+    def reads_less(self) -> bool:
+        """Whether a decoding step reads less than is stored: some layer attends to chosen tokens only."""
         return any(chooser is not None for chooser in self.choices)
+
+    @property
+    def beyond_sharing(self) -> str | None:
+        """What layers do beside reading keys and values of all tokens, as a clause; None: nothing."""
+        if self.has_latents:
+            return "layers cache latents"
+        return "layers attend to chosen tokens only" if self.reads_less else None
 
     def chooses(self, layer: int) -> bool:
         """Return whether a layer chooses tokens, for itself or for later layers."""
@@ -297,16 +303,16 @@ class DepthPlan:
                 )
             latents.append(None if read is None else size)
         choices = self._merge_choices(other, vectors["keys"], names)
-        chosen = self.chosen if self.has_choices else other.chosen
+        chosen = self.chosen if self.reads_less else other.chosen
         queries, keys, values, mlps = vectors.values()
         plan = DepthPlan(queries, keys, values, mlps, value_shares=tuple(shares), latents=tuple(latents))
         return replace(plan, choices=choices, chosen=None if choices == (None,) * self.layers else chosen)
 
     def _merge_choices(self, other: "DepthPlan", keys: Vector, names: tuple[str, str]) -> tuple[int | None, ...]:
         """Return who chooses for whom; a layer whose attention is dropped needs no choice."""
-        if self.has_choices and other.has_choices:
+        if self.reads_less and other.reads_less:
             raise ValueError(f"{names[0]} and {names[1]} both choose the tokens that layers attend to; only one may")
-        choices = self.choices if self.has_choices else other.choices
+        choices = self.choices if self.reads_less else other.choices
         merged = tuple(None if key is None else chooser for chooser, key in zip(choices, keys, strict=True))
         for layer, chooser in enumerate(merged):
             if chooser is not None and keys[chooser] is None:
@@ -337,7 +343,7 @@ class DepthPlan:
 
     def diagram(self) -> str:
         """Return a table of what each layer reads, has and stores, a line per layer."""
-        states = PASSED if self.has_choices else STATES
+        states = PASSED if self.reads_less else STATES
         lines = [f"layer  {''.join(f'{state:<9}' for state in states)}mlp   cache"]
         for layer in range(self.layers):
             cells = "".join(f"{self.source_label(state, layer):<9}" for state in states)
@@ -365,12 +371,6 @@ class DepthPlan:
             share = self.stored_share(state, layer)
             states.append(state if share == 1 else f"{share:.0%} of {state}")
         return "+".join(states) or "–"
-
-
-def allocated_tokens(tokens: int) -> int:
-    """Return for how many tokens memory is allocated, in blocks that grow to `BLOCK`: at most a quarter ahead."""
-    block = min(BLOCK, 1 << max(0, tokens.bit_length() - 3))
-    return -(-tokens // block) * block
 
 
 def _layers_of(entry: Entry) -> tuple[int, ...]:

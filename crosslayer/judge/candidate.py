@@ -107,8 +107,7 @@ def _engines(config: Any) -> tuple[str, ...]:
     """Return the engines that can serve a model of this type."""
     if config.model_type != "crosslayer":
         return "transformers", "vLLM", "llama.cpp"
-    plan = config.plan
-    return ("transformers",) if plan.has_latents or plan.has_choices else ("transformers", "vLLM")
+    return ("transformers",) if config.plan.beyond_sharing else ("transformers", "vLLM")
 
 
 @contextmanager

@@ -174,10 +174,10 @@ class _Loans:
 
 def _choices(model: PreTrainedModel, methods: Sequence[Method], plan: DepthPlan) -> dict[int, TokenChoice]:
     """Return the modules with which layers choose tokens, or attend to chosen ones, by layer."""
-    if plan.has_choices and not methods:
+    layers = [layer for layer in range(plan.layers) if plan.involves_choice(layer)]
+    if layers and not methods:
         raise ValueError("the plan says which layers choose tokens, not how; give the method with its options")
     config: Any = model.config.get_text_config()
-    layers = [layer for layer in range(plan.layers) if plan.involves_choice(layer)]
     modules = {}
     for method in methods if layers else ():
         wiring = wire(methods, plan.layers)

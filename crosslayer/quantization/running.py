@@ -279,10 +279,10 @@ def checked_plan(model: PreTrainedModel, what: str) -> ModelPlan:
     name = f"{type(model).__name__} ({plan.type})"
     if not plan.caches or not model.can_generate():
         raise ValueError(f"{name} keeps no KV cache, so {what} is not defined for it")
-    if field(model.config.get_text_config(), "kv_lora_rank") or plan.plan.has_latents:
+    if field(model.config.get_text_config(), "kv_lora_rank"):
         raise ValueError(f"{name} caches latents of keys and values; {what} needs those of each head")
-    if plan.plan.has_choices:
-        raise ValueError(f"{name} has layers that attend to chosen tokens only; {what} is not defined for that")
+    if plan.plan.beyond_sharing:
+        raise ValueError(f"{name}: {plan.plan.beyond_sharing}; {what} is not defined for that")
     for layer, states in enumerate(plan.layers):
         more = states.every or states.index or states.passes > 1 or states.fixed or states.fixed_float32
         if plan.plan.attends(layer) and more:

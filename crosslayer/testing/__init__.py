@@ -180,16 +180,8 @@ def quantized_cache_cuts_make_no_difference(config: CrossLayerConfig) -> None:
     counts = [plan.read_count(state, layer) for state in CACHED for layer in range(plan.layers)]
     several = max(counts) > 1 or min(plan.value_shares) < 1
     windows = config.sliding_window is not None and "full_attention" not in (config.layer_types or [])
-    if several or windows or plan.has_latents or plan.has_choices:
-        why = (
-            "chosen tokens"
-            if plan.has_choices
-            else "latent"
-            if plan.has_latents
-            else "several layers"
-            if several
-            else "no layer"
-        )
+    if several or windows or plan.beyond_sharing:
+        why = plan.beyond_sharing or ("several layers" if several else "no layer")
         _refuses(lambda: quantized_cache(model, bits), why)
         return
     with quantizing(model, bits) as new_cache:

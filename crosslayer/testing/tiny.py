@@ -15,7 +15,8 @@ from transformers.cache_utils import CacheLayerMixin
 from crosslayer.core.columns import ColumnLayer
 from crosslayer.core.decoder import CrossLayerConfig, CrossLayerForCausalLM
 from crosslayer.core.methods import Entry
-from crosslayer.core.plan import CACHED, allocated_tokens
+from crosslayer.core.plan import CACHED
+from crosslayer.core.sixteen_bits import allocated_tokens
 from crosslayer.core.transformers_versions import CACHE
 
 TOLERANCE = 1e-10

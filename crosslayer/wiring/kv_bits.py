@@ -12,7 +12,7 @@ from typing import Annotated
 from pydantic import AfterValidator
 
 from crosslayer.core.options import by_layer
-from crosslayer.core.plan import allocated_tokens
+from crosslayer.core.sixteen_bits import allocated_tokens
 
 KINDS = {"8": "int8", "4": "int4", "3": "int3", "2": "int2", "fp8": "fp8"}  # as an option → name of the type
 RECENT = 64  # latest tokens that stay exact below 8 bits

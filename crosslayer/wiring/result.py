@@ -76,10 +76,8 @@ class ModelPlan(Shown):
     def __post_init__(self):
         if self.methods and (self.engine != "transformers" or self.sizes.kind is not None):
             what = "a quantised KV cache" if self.sizes.kind is not None else self.engine
-            if self.plan.has_latents:
-                raise ValueError(f"{' + '.join(self.methods)} caches latents, which {what} does not store")
-            if self.plan.has_choices:
-                raise ValueError(f"layers attend to chosen tokens only, which {what} does not do")
+            if self.plan.beyond_sharing:
+                raise ValueError(f"{' + '.join(self.methods)}: {self.plan.beyond_sharing}, which {what} does not do")
         if self.caches:
             check_engine(self.engine, self.kv_dtype, self._stored)
         several = [i for i in range(self.plan.layers) if max(self.plan.read_count(s, i) for s in CACHED) > 1]

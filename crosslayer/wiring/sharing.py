@@ -47,11 +47,6 @@ def _with(plan: ModelPlan, method: "Method") -> ModelPlan:
         if not states.keys:
             raise ValueError(f"{method.name()}: layer {layer} ({states.mask}) has no keys and values to share")
     wiring = method.plan(len(plan.layers))
-    if plan.plan.has_choices and wiring.has_choices:
-        raise ValueError(
-            f"{method.name()}: the layers of {plan.type} choose tokens already; `crosslayer retrofit --read-budget` "
-            "finds which can share a choice"
-        )
     merged = plan.plan.merge(wiring, (plan.model, method.name()))
     if not any(merged.attends(layer) for layer in range(merged.layers)):
         raise ValueError(f"{method.name()}: no layer has attention; at least one layer must keep it")

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from crosslayer.core.plan import allocated_tokens
+from crosslayer.core.sixteen_bits import allocated_tokens
 from crosslayer.wiring import kv_bits
 
 FLOAT32 = 4  # bytes per element

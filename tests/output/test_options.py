@@ -6,7 +6,7 @@ import crosslayer
 from crosslayer.cli.errors import explain
 from crosslayer.verbs.bench.result import BenchSettings
 from crosslayer.verbs.needles.result import NeedlesSettings
-from crosslayer.verbs.retrofit.request import RetrofitOptions
+from crosslayer.verbs.retrofit.run import options_of
 
 NEEDLES = {"lengths": (256,), "depths": (0,), "keys": 1, "samples": 1, "new_tokens": 8, "batch": 1, "seed": 0}
 
@@ -18,9 +18,9 @@ NEEDLES = {"lengths": (256,), "depths": (0,), "keys": 1, "samples": 1, "new_toke
         (NeedlesSettings, NEEDLES | {"samples": 0, "new_tokens": 0}, ("samples", "new_tokens")),
         (NeedlesSettings, NEEDLES | {"lengths": (20,), "keys": 0, "depths": (101,)}, ("lengths", "keys", "depths")),
         (
-            RetrofitOptions,
-            {"method": "cla", "length": 1, "calibration": 0, "size": 1},
-            ("length", "calibration", "size"),
+            options_of,
+            {"layers": "top-half,size=1", "length": 1, "calibration": 0},
+            ("layers", "length", "calibration"),
         ),
     ],
 )

@@ -29,8 +29,8 @@ from crosslayer.core.method import (
     HeadMixer,
     StateReader,
     Wiring,
-    state_reader,
 )
+from crosslayer.core.methods import state_reader
 from crosslayer.core.plan import PASSED, STATES, DepthPlan
 from crosslayer.core.sources import SharedStates, outside_layer_graphs
 from crosslayer.core.transformers_versions import read_paged, takes_cache

@@ -100,10 +100,8 @@ def fit_cache(
 
 def check_paged(config: CrossLayerConfig) -> None:
     """Refuse continuous batching, which stores keys and values by page, where a model needs something else."""
-    if config.plan.has_latents:
-        raise ValueError("continuous batching stores keys and values, not the latents that this model caches")
-    if config.plan.has_choices:
-        raise ValueError("continuous batching is not defined for layers that attend to chosen tokens only")
+    if config.plan.beyond_sharing:
+        raise ValueError(f"{config.plan.beyond_sharing}, for which continuous batching is not defined")
 
 
 def check_quantized(config: CrossLayerConfig) -> None:

@@ -12,8 +12,8 @@ from transformers import LlamaConfig
 from crosslayer.core.decoder.families import load_family
 from crosslayer.core.decoder.family import Family
 from crosslayer.core.decoder.parallel import tensor_parallel_plan
-from crosslayer.core.method import Method, Wiring, state_reader
-from crosslayer.core.methods import load_method, mixes, to_entry, wire
+from crosslayer.core.method import Method, Wiring
+from crosslayer.core.methods import load_method, mixes, state_reader, to_entry, wire
 from crosslayer.core.plan import CACHED, PASSED, STATES, DepthPlan
 
 LAYER_TYPES = ("full_attention", "sliding_attention", "linear_attention")

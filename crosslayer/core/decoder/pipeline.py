@@ -86,10 +86,8 @@ def stage_modules(
             f"{config.family!r}, {config.num_local_experts or 'no'} experts and linear attention in layers "
             f"{list(config.linear_layers)}"
         )
-    if config.plan.has_latents:
-        raise ValueError("pipeline: layers that cache latents cannot be split into stages")
-    if config.plan.has_choices:
-        raise ValueError("pipeline: layers that attend to tokens which others choose cannot be split into stages")
+    if config.plan.beyond_sharing:
+        raise ValueError(f"pipeline: {config.plan.beyond_sharing}, so the model cannot be split into stages")
     if model.config.tie_word_embeddings and stages > 1:
         raise ValueError("pipeline: embedding and head are in different stages; set tie_word_embeddings=False")
     between = find_cuts(model.config, starts[1:])

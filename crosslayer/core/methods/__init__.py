@@ -16,7 +16,7 @@ from itertools import combinations
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, get_type_hints
 
-from crosslayer.core.method import FROM_VALUES, Compensated, Method, Wiring, options_of
+from crosslayer.core.method import FROM_VALUES, Compensated, Config, Method, StateReader, Wiring, options_of
 from crosslayer.core.plan import STATES, DepthPlan
 
 if TYPE_CHECKING:
@@ -158,6 +158,22 @@ def mixes(method: Method) -> bool:
     """Return whether a method adds modules that mix states or streams, beside its plan."""
     names = ("heads", "reader", "latent", "residual", "final")
     return any(getattr(type(method), name) is not getattr(Method, name) for name in names)
+
+
+def state_reader(config: Config, wiring: Wiring, layer: int) -> StateReader:
+    """Return the module that combines states of several sources at a layer.
+
+    Raises:
+        ValueError: no method has one for this layer, or two do.
+
+    """
+    readers = {m.name(): reader for m in wiring.methods if (reader := m.reader(config, wiring, layer)) is not None}
+    if len(readers) != 1:
+        raise ValueError(
+            f"layer {layer} reads the states of several layers; exactly one method must combine them, got "
+            f"{' and '.join(readers) or 'none'}"
+        )
+    return next(iter(readers.values()))
 
 
 def merge_plans(methods: Sequence[Method], layers: int) -> DepthPlan:

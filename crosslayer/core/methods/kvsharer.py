@@ -3,8 +3,8 @@
     U_n = softmax(Q_n K_m^T / √d) V_m,  (n, m) a pair, m < n
 
 Flows: keys and values. Reads: the upper layer of each pair, the lower one's. Cache: all layers but readers.
-Source: KVSharer (arXiv 2410.18517), which pairs the layers whose caches differ most (`crosslayer retrofit --select
-distance`).
+Source: KVSharer (arXiv 2410.18517), which pairs the layers whose caches differ most (`crosslayer retrofit --layers
+auto:distance`).
 """
 
 from collections.abc import Sequence

@@ -52,8 +52,8 @@ def unsupported(config: CrossLayerConfig) -> str | None:
     if config.linear_layers:
         return f"layers {ranges(config.linear_layers)} have Kimi Linear's attention"
     plan = config.plan
-    if plan.has_choices:
-        return "layers attend only to tokens that a layer has chosen"
+    if plan.beyond_sharing:
+        return plan.beyond_sharing
     for layer in range(plan.layers):
         for state in STATES:
             if plan.reads(state, layer) not in ((), (layer,)):

@@ -67,9 +67,9 @@ def reason(first: str, second: str) -> str:
     plans = [method.plan(LAYERS) for method in methods]
     if not all(plan.attends(layer) for plan in plans for layer in range(LAYERS)):
         return "C"
-    if any(plan.has_latents for plan in plans):
+    if any(type(method).latent is not Method.latent for method in methods):
         return "F"
-    if any(plan.has_choices for plan in plans):
+    if any(type(method).choice is not Method.choice for method in methods):
         return "G"
     if any(all(plan.sources(state)[n] != n for plan in plans) for state in STATES for n in range(LAYERS)):
         return "B"

@@ -1,6 +1,5 @@
 """What bytes cost elsewhere, on the same text: quantised caches of the original and of the retrofit, other latents."""
 
-import dataclasses
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import NamedTuple
@@ -9,17 +8,12 @@ import numpy as np
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from crosslayer.core.latents import LatentMethod
 from crosslayer.core.sixteen_bits import DTYPE
 from crosslayer.corpus.windows import Windows
 from crosslayer.judge.damage import damage, difference
 from crosslayer.judge.losses import Losses, Run, logits_of, losses
 from crosslayer.judge.retrieval import measure_retrieval
-from crosslayer.output.formatting import listed
 from crosslayer.quantization.running import quantized_cache, quantizing
-from crosslayer.verbs.retrofit.convert import convert
-from crosslayer.verbs.retrofit.latents import StateMoments, levels_of, with_bits
-from crosslayer.verbs.retrofit.request import AXES, Request
 from crosslayer.verbs.retrofit.result import Alternative
 from crosslayer.wiring.kv_bits import KINDS, RECENT, keeps_recent
 from crosslayer.wiring.read import read_plan
@@ -48,33 +42,6 @@ class Judged(NamedTuple):
     context: int  # tokens at which bytes are counted
     tokenizer: PreTrainedTokenizerBase | None  # that of all models; None: no hidden numbers are asked for
     seed: int  # of the bootstrap and of the hidden numbers
-
-
-def latents_beside(
-    original: PreTrainedModel, request: Request, moments: Sequence[StateMoments] | None
-) -> list[Compared]:
-    """Return latents of half and of twice the budget, and of the same bytes by bits alone and by rank alone.
-
-    Those whose budget latents cannot have are left out; there are none where latents were not chosen by a budget.
-    """
-    method, budget = request.method, request.options.kv_budget
-    if moments is None or budget is None:
-        return []
-    assert isinstance(method, LatentMethod)
-    wanted = [(request.axes, budget / 2), (request.axes, budget * 2)]
-    wanted += [(axes, budget) for axes in (frozenset({"bits"}), frozenset({"rank"})) if axes != request.axes]
-    compared = []
-    for axes, share in wanted:
-        alone = dataclasses.replace(method, groups=method.groups if "depth" in axes else ())
-        try:
-            methods = with_bits([alone], moments, share, levels_of(axes))
-        except ValueError:
-            continue
-        model = convert(original, methods, moments=moments, share_weights=True).model
-        named = [axis for axis in AXES if axis in axes]
-        options = f"--kv-budget {share:g} --axes {','.join(named)}"
-        compared.append(Compared(f"latents by {listed(named)}", model, options=options))
-    return compared
 
 
 def measure_alternatives(

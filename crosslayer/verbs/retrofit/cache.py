@@ -10,9 +10,12 @@ from transformers.cache_utils import DynamicLayer
 from crosslayer.core.columns import ColumnLayer
 from crosslayer.core.decoder.caches import cache_bytes
 from crosslayer.core.plan import DepthPlan
-from crosslayer.core.sixteen_bits import in_16_bits
+from crosslayer.core.sixteen_bits import DTYPE, in_16_bits
 from crosslayer.core.transformers_versions import CACHE
 from crosslayer.probe.shapes import LayerShape
+from crosslayer.probe.what_if import find_sublayers
+from crosslayer.verbs.retrofit.result import CacheRecord
+from crosslayer.wiring.read import read_plan
 
 CONTEXT = 2048  # default context length at which the cache is counted
 PROMPT = 64  # tokens of the forward pass that fills a cache
@@ -47,6 +50,22 @@ class CacheShare:
     def least(self) -> float:
         """The smallest possible share: that of a single layer."""
         return min(sum(size.values()) for size in self.sizes if sum(size.values())) / self.total
+
+
+def cache_record(model: PreTrainedModel, converted: PreTrainedModel, context: int | None) -> CacheRecord:
+    """Return what the caches of a model and of its retrofit hold and read; None: the default context."""
+    context = CacheShare(find_sublayers(model).shapes, context).context
+    before, after = token_bytes(model, context), token_bytes(converted, context)
+    original, changed = (read_plan(each, dtype=DTYPE) for each in (model, converted))
+    layers = range(len(original.layers)) if changed.plan.reads_less else ()
+    return CacheRecord(
+        context=context,
+        bytes_per_token_before=before,
+        bytes_per_token_after=after,
+        share=after / before,
+        read_share=changed.read_at(context) / original.read_at(context),
+        layer_reads=[changed.layer_read_at(i, context) / original.layer_read_at(i, context) for i in layers],
+    )
 
 
 @torch.no_grad()

@@ -6,6 +6,7 @@ from huggingface_hub import EvalResult, ModelCardData
 
 from crosslayer.output.card import card, common_facts, use
 from crosslayer.verbs.retrofit.result import RetrofitReport
+from crosslayer.verbs.retrofit.run import DEFAULTS
 from crosslayer.verbs.retrofit.sentences import sentences
 
 LIMITS = """- The figures hold for the text they were measured on; other text, tasks and lengths may lose more.
@@ -71,7 +72,7 @@ def _how(record: RetrofitReport) -> str:
     """Return the command or the Python call that made the model."""
     if record.command is not None:
         return f"```sh\n{record.command}\n```"
-    options = [f"{name}={value!r}" for name, value in record.settings.changed().items()]
+    options = [f"{name}={value!r}" for name, value in record.settings.changed(DEFAULTS).items()]
     names = {"model": [record.architecture.name], "text": record.judged}
     if record.fitted and set(record.fitted) != set(record.judged):
         names["calibration_text"] = record.fitted

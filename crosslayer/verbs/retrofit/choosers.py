@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from crosslayer.core.choice import ChoiceMethod, TokenChoice
-from crosslayer.core.method import Method
+from crosslayer.core.decoder.configuration import CrossLayerConfig
 from crosslayer.corpus.windows import Windows
 from crosslayer.output.progress import progress
 from crosslayer.probe.choices import choice_sums
@@ -36,9 +36,10 @@ from crosslayer.verbs.retrofit.kinds import (
     groups_of,
     reads_of,
 )
-from crosslayer.verbs.retrofit.request import Request
+from crosslayer.verbs.retrofit.options import RetrofitOptions
 from crosslayer.verbs.retrofit.result import Choice
-from crosslayer.verbs.retrofit.search import UNCHANGED
+from crosslayer.verbs.retrofit.search import UNCHANGED, searched_methods
+from crosslayer.verbs.retrofit.strategy import Chosen, Named, Strategy
 from crosslayer.verbs.retrofit.trade_off import Baseline, Measure, Step, search_record, spread_steps
 
 SHARES = (0.25, 0.5, 0.125)  # of a budget of reads: how many tokens are chosen, in the order in which they are tried
@@ -72,52 +73,60 @@ def matched_heads(recovered: Tensor, groups: Groups) -> tuple[tuple[int, ...], .
     return tuple(heads)
 
 
-@torch.no_grad()
-def choosers_by_damage(
-    model: PreTrainedModel, windows: Mapping[str, Windows], request: Request
-) -> tuple[list[Method], Choice]:
-    """Return the method that meets the request's budget of reads or of KL, and the record of the choice.
+class Choosers(Strategy):
+    """A budget of reads or of KL chooses who chooses tokens for whom, by measured damage."""
 
-    `windows` is text by purpose: "search" to measure wirings, "trade-off" to compare the result with choosers at equal
-    distances.
-    """
-    options, method, layers = request.options, request.method, model.config.num_hidden_layers
-    assert isinstance(method, ChoiceMethod)
-    length, context = windows["search"].ids.shape[1], options.kv_context or CONTEXT
-    find_sublayers(model).check(dataclasses.replace(method, groups=(tuple(range(layers)),)).plan(layers))
-    candidates = [method]
-    if request.searches_tokens and options.read_budget is not None:
-        candidates = [_with_share(method, share * options.read_budget, length) for share in SHARES]
-    candidates = _usable(candidates, length, context)
-    if options.read_budget is not None:
-        candidates = _reaching(candidates, options.read_budget, layers, context)
-    with progress("running the original", 0):
-        measure = Measure(model, windows["search"], request)
-    searches: list[ChoiceSearch] = []
-    with progress("searching who chooses", PASSES) as bar:
-        measure.step = lambda: bar.step(min(sum(one.greedy.passes for one in searches), PASSES), PASSES)
-        for candidate in candidates:
-            searches.append(ChoiceSearch(measure, candidate, context))
-            searches[-1].greedy.run(options.read_budget, options.kl_budget)
-            if searches[-1].best[1] < searches[0].best[1]:
-                break
-    best = min(searches, key=lambda search: search.best[1])
-    kinds, passes = best.best[0], sum(search.greedy.passes for search in searches)
-    if kinds == (ALL,) * layers:
-        raise ValueError(TOO_SMALL.format(options.kl_budget))
-    steps, baselines = best.compared()
-    names = [UNCHANGED if kind == ALL else method.name() for kind in kinds]
-    record = search_record(measure, passes, names, steps, baselines, windows.get("trade-off"))
-    chosen = best.method(kinds)
-    return [chosen], Choice(how="search", groups=[list(group) for group in chosen.groups], search=record)
+    passes = {"search": PASSES, **Strategy.passes}
 
+    def __init__(self, options: RetrofitOptions, named: Sequence[Named], config: CrossLayerConfig | None = None):
+        (one,) = named or searched_methods("choosers")
+        method = one() if isinstance(one, type) else one
+        assert isinstance(method, ChoiceMethod)
+        self.method = method
+        for name in ("groups", "sparse_choosers", "chooser_heads"):
+            if vars(self.method)[name]:
+                raise ValueError(f"`method` has {name} already, which a budget is to choose; remove one of them")
+        self.counts_are_free = isinstance(one, type)  # a budget of reads chooses how many tokens, too
+        self.needs = ("search",) if options.quick else ("search", "trade-off")
+        super().__init__(options, [self.method], config)
 
-def check_some_are_left_out(method: ChoiceMethod, length: int) -> None:
-    """Raise if windows are so short that all of their tokens are chosen, which would do no damage there."""
-    if method.count.of(length) == length:
-        raise ValueError(
-            f"all tokens of windows of `length` {length} are chosen, where {method.tokens:g} are; give longer windows"
-        )
+    @torch.no_grad()
+    def choose(self, model: PreTrainedModel, windows: Mapping[str, Windows]) -> Chosen:
+        """Return the method that meets the budget, and the course of the search.
+
+        The result is compared with choosers at equal distances.
+        """
+        options, layers = self.options, model.config.num_hidden_layers
+        context = options.kv_context or CONTEXT
+        find_sublayers(model).check(dataclasses.replace(self.method, groups=(tuple(range(layers)),)).plan(layers))
+        candidates = self._candidates(windows["search"].ids.shape[1], layers, context)
+        with progress("running the original", 0):
+            measure = Measure(model, windows["search"], self)
+        searches: list[ChoiceSearch] = []
+        with progress("searching who chooses", PASSES) as bar:
+            measure.step = lambda: bar.step(min(sum(one.greedy.passes for one in searches), PASSES), PASSES)
+            for candidate in candidates:
+                searches.append(ChoiceSearch(measure, candidate, context))
+                searches[-1].greedy.run(options.read_budget, options.kl_budget)
+                if searches[-1].best[1] < searches[0].best[1]:
+                    break
+        best = min(searches, key=lambda search: search.best[1])
+        kinds, passes = best.best[0], sum(search.greedy.passes for search in searches)
+        if kinds == (ALL,) * layers:
+            raise ValueError(TOO_SMALL.format(options.kl_budget))
+        steps, baselines = best.compared()
+        names = [UNCHANGED if kind == ALL else self.method.name() for kind in kinds]
+        record = search_record(measure, passes, names, steps, baselines, windows.get("trade-off"))
+        chosen = best.method(kinds)
+        return Chosen([chosen], Choice(how="search", groups=[list(group) for group in chosen.groups], search=record))
+
+    def _candidates(self, length: int, layers: int, context: int) -> list[ChoiceMethod]:
+        """Return the methods to search with: several numbers of tokens, where they are free."""
+        candidates, reads = [self.method], self.options.read_budget
+        if self.counts_are_free and reads is not None:
+            candidates = [_with_share(self.method, share * reads, length) for share in SHARES]
+        candidates = _usable(candidates, length, context)
+        return candidates if reads is None else _reaching(candidates, reads, layers, context)
 
 
 def _with_share(method: ChoiceMethod, share: float, length: int) -> ChoiceMethod:
@@ -133,7 +142,7 @@ def _usable(candidates: Sequence[ChoiceMethod], length: int, context: int) -> li
         ValueError: no such methods exist.
 
     """
-    check_some_are_left_out(min(candidates, key=lambda method: method.tokens), length)
+    min(candidates, key=lambda method: method.tokens).check_text(length)
     some = [method for method in candidates if method.count.of(length) < length]
     fitting = []
     for method in some:

@@ -24,8 +24,9 @@ from crosslayer.core.plan import DepthPlan
 from crosslayer.verbs.retrofit.calibrate import Text, calibrate, uncovered_layers, why_no_refit
 from crosslayer.verbs.retrofit.latents import StateMoments, fit_latents, latent_of, measure_moments, with_errors
 from crosslayer.verbs.retrofit.moments import FITS, LAYER_ONLY, REFITS, Fit
-from crosslayer.verbs.retrofit.request import WIRED
 from crosslayer.verbs.retrofit.result import Weights
+
+WIRED = "nothing can be fitted or searched in a model that has methods already"
 
 
 @dataclass(frozen=True)

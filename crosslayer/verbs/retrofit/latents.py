@@ -25,7 +25,6 @@ from torch.nn import functional
 from crosslayer.core.decoder.modeling import CrossLayerForCausalLM
 from crosslayer.core.latents import ERRORS, SCALE, STEPS, UNIT, WHOLE, LatentMethod
 from crosslayer.core.method import Method
-from crosslayer.core.methods import merge_plans
 from crosslayer.core.plan import DepthPlan
 from crosslayer.corpus.windows import repeating
 from crosslayer.output.progress import progress
@@ -201,14 +200,18 @@ def latent_of(methods: Sequence[Method]) -> LatentMethod | None:
     return next((method for method in methods if isinstance(method, LatentMethod)), None)
 
 
-def with_bits(
-    methods: Sequence[Method], moments: Sequence[StateMoments], share: float | None, levels: range
-) -> list[Method]:
-    """Return methods whose latents have bits, of some levels, for a share of the cache; None: as they are."""
+def within_axes(method: Method, axes: Collection[str]) -> Method:
+    """Return a method whose layers read no layer below without the axis "depth"."""
+    assert isinstance(method, LatentMethod)
+    return method if "depth" in axes else dataclasses.replace(method, groups=())
+
+
+def with_bits(method: Method, moments: Sequence[StateMoments], share: float | None, levels: range) -> Method:
+    """Return a method whose latents have bits, of some levels, for a share of the cache; None: as they are."""
+    assert isinstance(method, LatentMethod)
     if share is None:
-        return list(methods)
-    bits = choose_bits(moments, merge_plans(methods, len(moments)), share, levels)
-    return [dataclasses.replace(one, bits=bits) if isinstance(one, LatentMethod) else one for one in methods]
+        return method
+    return dataclasses.replace(method, bits=choose_bits(moments, method.plan(len(moments)), share, levels))
 
 
 def _write(

@@ -45,7 +45,7 @@ def _cards(record: RetrofitReport) -> list[tuple[str, str, str]]:
     domain = f"on {worst.name} ({'calibration' if worst.seen else 'unseen'} text)"
     text = f"on {sum(calibration.values())} windows of {', '.join(calibration)}"
     size = ("KV cache", f"{record.cache.share:.2%}", "of the original's 16-bit cache, as allocated")
-    if record.plan.has_choices:
+    if record.plan.reads_less:
         size = (
             "Read",
             f"{record.cache.read_share:.1%}",
@@ -67,7 +67,7 @@ def _cards(record: RetrofitReport) -> list[tuple[str, str, str]]:
 
 def panels(record: RetrofitReport) -> list[Panel]:
     """Return the figures: what each layer caches, what a fit recovers, and bytes against damage."""
-    figures = [_reads_by_layer(record) if record.plan.has_choices else _by_layer(record.plan)]
+    figures = [_reads_by_layer(record) if record.plan.reads_less else _by_layer(record.plan)]
     fits = [vars(fit) for fit in record.calibration.layers]
     if fits:
         layers = [float(fit["layer"]) for fit in fits]
@@ -82,7 +82,7 @@ def panels(record: RetrofitReport) -> list[Panel]:
         figures.append(_bytes_and_damage(record.alternatives))
     search = record.choice.search
     if search is not None and search.curve:
-        figures.append(_trade_off(search.curve, search.baselines, record.plan.has_choices))
+        figures.append(_trade_off(search.curve, search.baselines, record.plan.reads_less))
     return figures
 
 
@@ -168,7 +168,7 @@ def _tables(record: RetrofitReport) -> list[Table]:
     for change, names in record.weights.model_dump().items():
         shown = names[:NAMES_SHOWN]
         weights.append([CHANGES.get(change, change), str(len(names)), [*shown, *["…"] * (len(names) > len(shown))]])
-    states = (*PASSED, "mlps") if record.plan.has_choices else (*STATES, "mlps")
+    states = (*PASSED, "mlps") if record.plan.reads_less else (*STATES, "mlps")
     plan = [
         [str(layer), *(record.plan.source_label(state, layer) for state in states)] for layer in record.changed_layers
     ]

@@ -22,7 +22,7 @@ from crosslayer.output.result import Result
 from crosslayer.stats.estimate import Estimate
 from crosslayer.stats.times import StepTime
 from crosslayer.verbs.retrofit.moments import Fit
-from crosslayer.verbs.retrofit.request import RetrofitOptions
+from crosslayer.verbs.retrofit.options import RetrofitOptions
 from crosslayer.verbs.retrofit.shim import write_shim
 from crosslayer.wiring.kv_bits import KINDS
 

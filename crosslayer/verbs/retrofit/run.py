@@ -1,20 +1,19 @@
 """A whole retrofit: choose layers, convert, calibrate, measure the damage, and return a report."""
 
+import inspect
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from crosslayer.core.decoder.weights import to_config
-from crosslayer.core.method import Method
 from crosslayer.core.methods import Entry, merge_plans, to_entry
-from crosslayer.core.plan import DepthPlan
-from crosslayer.core.sixteen_bits import DTYPE
 from crosslayer.corpus.domains import window_ranges
 from crosslayer.corpus.windows import Windows
 from crosslayer.judge.clock import random_ids, steps_in_turns
@@ -29,31 +28,25 @@ from crosslayer.models.stored import round_to_stored
 from crosslayer.output.progress import progress
 from crosslayer.probe.intercept import evaluating, layer_stack, no_cache
 from crosslayer.probe.tokens import check_ids, positions
-from crosslayer.probe.what_if import find_sublayers
 from crosslayer.stats.times import StepTime
 from crosslayer.verbs.retrofit import alternatives as beside
-from crosslayer.verbs.retrofit.cache import CONTEXT, CacheShare, token_bytes
-from crosslayer.verbs.retrofit.calibrate import POST_NORM_ERROR
-from crosslayer.verbs.retrofit.choose import Chosen, choose
+from crosslayer.verbs.retrofit.cache import CONTEXT, cache_record
 from crosslayer.verbs.retrofit.convert import Converted, convert
-from crosslayer.verbs.retrofit.greedy import PASSES
-from crosslayer.verbs.retrofit.latents import read_windows
-from crosslayer.verbs.retrofit.moments import REFITS
-from crosslayer.verbs.retrofit.request import Request, RetrofitOptions, plain_method
+from crosslayer.verbs.retrofit.latents import StateMoments, read_windows
+from crosslayer.verbs.retrofit.options import RetrofitOptions
 from crosslayer.verbs.retrofit.result import (
     Architecture,
-    CacheRecord,
     Calibration,
     Needles,
     RetrofitReport,
 )
-from crosslayer.verbs.retrofit.search import QUICK_RANKED, RANKED, expected_passes
 from crosslayer.verbs.retrofit.sentences import title
+from crosslayer.verbs.retrofit.strategies import plain_method, strategy_of
+from crosslayer.verbs.retrofit.strategy import Chosen, Strategy
 from crosslayer.verbs.retrofit.texts import RetrofitTexts
-from crosslayer.verbs.retrofit.trade_off import TOKENS
 from crosslayer.wiring.read import read_plan
 
-FIT, ASKED = 3, 1.1  # about how many passes the fit of a layer takes, and a prompt with its answer
+ASKED = 1.1  # about how many passes a prompt with its answer takes
 STEPS = 18  # timed decoding steps, with the two that warm up
 LONGEST_STEP = 8192  # tokens before a timed decoding step, at most: both models read them as a prompt
 
@@ -71,14 +64,7 @@ def retrofit(
     read_budget: float | None = None,
     axes: str = "depth",
     compensation: str | None = None,
-    target: str | None = None,
-    groups: int = 1,
     part: str | None = None,
-    bias: bool = False,
-    select: str | None = None,
-    size: int = 4,
-    count: int | None = None,
-    threshold: float = 0.5,
     calibration_text: DomainTexts = None,
     windows: int = 96,
     calibration: int = 128,
@@ -100,7 +86,10 @@ def retrofit(
         tokenizer: in Python, the tokenizer of a loaded model.
         method: a method (`crosslayer methods` lists them) or a module of your own, on the layers of --layers; or a
             method with all its options as JSON: {"name": NAME, OPTION: VALUE}, or a list of these.
-        layers: layers to convert (0-based): groups such as 18-21,22-25 or 18+20,19+21, top-half, or auto.
+        layers: layers to convert (0-based): groups such as 18-21,22-25 or 18+20,19+21; top-half: blocks of 4, or
+            top-half,size=3,count=6; or auto: chosen on text, such as auto:greedy,count=6, by similarity (default where
+            possible), top-half-similarity (in the upper half only), greedy or distance (threshold=0.5: the least cosine
+            of the last hidden states to the original's). count: how many layers become readers, or are dropped.
         kv_budget: instead of --method: search for the methods and layers that keep this share of the KV cache (0 to 1);
             with a method whose layers cache latents: their size, as a share of a cache in 16 bits.
         kv_context: context length at which the cache is counted; default 2048, or twice the largest sliding window.
@@ -113,44 +102,46 @@ def retrofit(
             but decoding is slower, and vLLM does not serve them.
         compensation: how to compensate for the change, by a linear map W_c of each converted layer's input: layerwise
             (default), ridge, zero, mean, lstsq or lmmse; refit (default where layers attend to
-            another layer's states) fits W_c together with W_o, refit-o W_o alone; or none.
-        target: where the output of W_c is added: attention (default where possible), heads, mlp, or heads-from-values
-            (of the output of W_v, not of the layer's input).
-        groups: groups of windows, each with its own mean, for --compensation mean (v of Theorem 3.1).
+            another layer's states) fits W_c together with W_o, refit-o W_o alone; or none. Settings follow, such as
+            layerwise,target=heads,bias: target, where the output of W_c is added (attention, the default where
+            possible, heads, mlp, or heads-from-values, of the output of W_v), bias, and for mean groups=4, groups of
+            windows with a mean each (v of Theorem 3.1).
         part: what to remove, where the method has a choice: attention, mlp or layer.
-        bias: give W_c a bias.
-        select: how --layers auto chooses: similarity (default where possible), top-half-similarity (in the
-            upper half only), greedy or distance.
-        size: layers per block of --layers top-half.
-        count: how many layers --layers auto or top-half converts into readers, or drops; also below the middle.
-        threshold: minimum cosine of the last hidden states to the original's, for --select distance.
         calibration_text: text to fit and search on, repeatable; default --text, or embedded books, web and docs.
         windows: evaluation windows, all domains together; at least 16 per domain.
         calibration: calibration windows, all domains together.
         length: tokens per window.
         quick: a first estimate in a fraction of the time: the least windows, of 128 tokens, and a shorter search.
-        full: also measure what quantised caches of both models cost instead (float8, 8 and 4 bits; for latents with a
+        full: also measure what quantized caches of both models cost instead (float8, 8 and 4 bits; for latents with a
             budget also half and twice the budget, and bits alone and rank alone), time a decoding step of both after
             `kv_context` tokens, at most 8,192, and where tokens are chosen hide numbers in up to 8,192 tokens.
         seed: random seed.
         bos: begin each window with the BOS token: auto (as the tokenizer does), yes or no.
         dtype: dtype to compute in, not to save in; default float32 on a CPU. In Python only if `model` is a name.
         device: cpu, cuda, …; default the GPU if there is one. In Python only if `model` is a name.
-        sweep: KEY=VALUE,VALUE, repeatable: convert by every combination of values of method, layers, compensation,
-            target, groups, select, size or count, and write a table of their damage, but no model.
+        sweep: KEY=VALUE,VALUE, repeatable: convert by every combination of values of method, layers or compensation,
+            or of their settings size, count, threshold, target or groups, and write a table of their damage, but no
+            model.
 
     Raises:
         ValueError: options contradict each other, the model or the configuration is not supported, or there is too
             little text.
 
     """
-    arguments = locals()
-    arguments["method"] = plain_method(method)
-    options = RetrofitOptions(**{name: arguments[name] for name in RetrofitOptions.model_fields})
-    requests, texts = _open_texts(options, model, text, calibration_text)
+    arguments = locals() | {"method": plain_method(method)}
+    options = options_of(**{name: arguments[name] for name in RetrofitOptions.model_fields})
+    strategies, texts = _open_texts(options, model, text, calibration_text)
     loaded, tokenizer = ready_model(model, tokenizer, dtype=dtype, device=device)
     with evaluating(loaded):
-        return _report(model, loaded, tokenizer, requests, texts)
+        return _report(model, loaded, tokenizer, strategies, texts)
+
+
+DEFAULTS = {name: parameter.default for name, parameter in inspect.signature(retrofit).parameters.items()}
+
+
+def options_of(**given: Any) -> RetrofitOptions:
+    """Return the options of a retrofit; those that are not given are at their default."""
+    return RetrofitOptions(**{name: DEFAULTS[name] for name in RetrofitOptions.model_fields} | given)
 
 
 def _open_texts(
@@ -158,64 +149,63 @@ def _open_texts(
     model: PreTrainedModel | str | Path,
     text: DomainTexts,
     calibration_text: DomainTexts,
-) -> tuple[dict[str, Request], RetrofitTexts]:
+) -> tuple[dict[str, Strategy], RetrofitTexts]:
     """Open the texts and check all that can be checked before the model is loaded, for each variant of a sweep."""
     source = model.config if isinstance(model, PreTrainedModel) else load_config(str(model))
     config = to_config(source)
-    variants = options.variants().items()
-    requests = {name: Request(each, config.has_post_norms, bool(config.methods)) for name, each in variants}
-    for request in requests.values():
-        if request.methods:
-            to_config(source, [to_entry(one) for one in request.methods])  # raises if they collide
-        if request.fit in REFITS and request.post_norms:
-            raise ValueError(POST_NORM_ERROR)
+    strategies = {name: strategy_of(each, config) for name, each in options.variants().items()}
+    for strategy in strategies.values():
+        strategy.check(source, strategy.options.changed(DEFAULTS))
     with progress("reading the text", 0):
         texts = RetrofitTexts.load(text, calibration_text, options.seed)
-    for request in requests.values():
-        request.options = texts.checked_options(request, source)
-    texts.window_counts(*requests.values())  # raises for what is wrong with them
-    return requests, texts
+    for strategy in strategies.values():
+        strategy.options = texts.checked_options(strategy, source, DEFAULTS)
+    texts.window_counts(*strategies.values())  # raises for what is wrong with them
+    return strategies, texts
 
 
 def _report(
     source: PreTrainedModel | str | Path,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | None,
-    requests: Mapping[str, Request],
+    strategies: Mapping[str, Strategy],
     texts: RetrofitTexts,
 ) -> RetrofitReport:
     """Retrofit a model, which was loaded from `source` or is `source` itself; of a sweep the first variant."""
-    request, starts = next(iter(requests.values())), {"read": time.perf_counter()}  # of phases
-    options = request.options
+    strategy, starts = next(iter(strategies.values())), {"read": time.perf_counter()}  # of phases
+    options = strategy.options
     with progress("tokenizing the text", 0):
-        windows = texts.windows(tokenizer, *requests.values())
+        windows = texts.windows(tokenizer, *strategies.values())
     for cut in windows.values():
         check_ids(model, cut.ids)
-    _announce_time(model, tokenizer, [*requests.values()], windows)
-    calibration = windows["calibration"].by_domain() if request.fits else {}
+    _announce_time(model, tokenizer, [*strategies.values()], windows)
+    calibration = strategy.calibration(windows)
     seen = texts.calibration if windows.keys() & {"calibration", "choice", "search"} else ()
+
     starts["choose"] = time.perf_counter()
-    made = [_converted(source, model, each, windows, starts) for each in requests.values()]
+    made = [_converted(source, model, each, windows, starts) for each in strategies.values()]
     (methods, choice, moments), converted, stored = made[0]
-    compared = [beside.Compared(name, one.model) for name, (_, one, _) in zip(requests, made, strict=True)]
+
     starts["damage"], evaluation, seed = time.perf_counter(), windows["evaluation"], options.seed  # with hidden numbers
+    compared = [beside.Compared(name, one.model) for name, (_, one, _) in zip(strategies, made, strict=True)]
     runs = {str(number): logits_of(one.model) for number, one in enumerate(compared)}
     if converted.fits:
         runs["without"] = logits_uncompensated(converted.model, converted.refitted)
     measured = losses(logits_of(model), runs, evaluation)
     without = measured.pop("without", None)
     damage = by_domain(measured["0"], without, frozenset(seen), seed)
-    needles = None if options.sweep else _needles(model, converted.model, tokenizer, request)
-    cache = _cache(model, converted.model, request)
+    needles = None if options.sweep else _needles(model, converted.model, tokenizer, strategy)
+    cache = cache_record(model, converted.model, options.kv_context)
     starts["step"] = time.perf_counter()
     step = _step(model, converted.model, cache.context) if options.full else None
-    judged, alternatives = beside.Judged(evaluation, cache.context, tokenizer if needles else None, seed), ()
     starts["alternatives"] = time.perf_counter()
+    judged, alternatives = beside.Judged(evaluation, cache.context, tokenizer if needles else None, seed), ()
     if options.sweep:
         alternatives = beside.rows_of(model, compared, [*measured.values()], judged)
     elif options.full:
-        latents = beside.latents_beside(model, request, moments)
-        alternatives = beside.measure_alternatives(model, converted.model, latents, judged)
+        others = strategy.beside(model, moments)
+        alternatives = beside.measure_alternatives(model, converted.model, others, judged)
+
     report = RetrofitReport(
         architecture=Architecture(
             **model_facts(model, public_name(source)),
@@ -225,10 +215,10 @@ def _report(
         ),
         methods=[to_entry(method) for method in methods],
         title=title(methods),
-        plan=_plan(model, converted.model, methods, request),
+        plan=read_plan(converted.model).plan if strategy.wired else merge_plans(methods, len(layer_stack(model))),
         choice=choice,
         weights=converted.weights,
-        calibration=_calibration(converted, request, calibration),
+        calibration=_calibration(converted, strategy, moments, calibration),
         cache=cache,
         damage=damage,
         step=step,
@@ -246,30 +236,23 @@ def _report(
 def _converted(
     source: PreTrainedModel | str | Path,
     model: PreTrainedModel,
-    request: Request,
-    windows: dict[str, Windows],
+    strategy: Strategy,
+    windows: Mapping[str, Windows],
     starts: dict[str, float],
 ) -> tuple[Chosen, Converted, torch.dtype]:
     """Choose layers, convert and fit; the weights are rounded to the dtype in which they will be saved."""
-    chosen = choose(model, request, windows)
-    starts["convert"], fit = time.perf_counter(), request.fit_of(chosen.methods)
+    chosen = strategy.choose(model, windows)
+    starts["convert"] = time.perf_counter()
     converted = convert(
         model,
         chosen.methods,
-        calibration=windows["calibration"].by_domain() if request.fits else None,
-        fit=None if fit == "none" else fit,
-        groups=request.options.groups,
-        share_weights=model is not source or bool(request.options.sweep),
+        calibration=strategy.calibration(windows) or None,
+        fit=strategy.fit_of(chosen.methods),
+        groups=strategy.asked.groups,
+        share_weights=model is not source or bool(strategy.options.sweep),
         moments=chosen.moments,
     )
     return chosen, converted, round_to_stored(converted.model, model, source)
-
-
-def _plan(model: PreTrainedModel, converted: PreTrainedModel, methods: Sequence[Method], request: Request) -> DepthPlan:
-    """Return the plan of the retrofit, over all layers of the original."""
-    if request.wired:
-        return read_plan(converted).plan
-    return merge_plans(methods, len(layer_stack(model)))
 
 
 def _seconds(starts: Mapping[str, float]) -> dict[str, float]:
@@ -281,7 +264,7 @@ def _seconds(starts: Mapping[str, float]) -> dict[str, float]:
 def _announce_time(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | None,
-    requests: Sequence[Request],
+    strategies: Sequence[Strategy],
     windows: Mapping[str, Windows],
 ) -> None:
     """Show about how long the retrofit will take, from one measured forward pass, if it is a minute or more."""
@@ -293,22 +276,12 @@ def _announce_time(
             model(input_ids=window, **no_cache(model))
             passes.append(time.perf_counter() - before)
     tokens = {purpose: cut.ids.numel() for purpose, cut in windows.items()}
-    request, searched, options = requests[0], 0, requests[0].options
-    if request.searches:
-        usual = expected_passes(model.config.num_hidden_layers, QUICK_RANKED if options.quick else RANKED)
-        searched = PASSES if request.searches_choosers else usual
-    repeats = {  # about how often a model runs on the windows of each purpose
-        "evaluation": len(requests) + 1 + request.fits,  # original, variants, and the first without compensation
-        "calibration": 4 if request.calibrates else len(requests),
-        "choice": 1,
-        "search": searched,
-        "trade-off": 8,  # the original, at most five points of the curve, fixed blocks
-    }
-    forwarded = sum(repeats[purpose] * count for purpose, count in tokens.items())
-    if request.fits and not request.searches_choosers:  # each configuration fits about a layer: its moments, a penalty
-        forwarded += FIT * searched * min(TOKENS, tokens["calibration"]) / model.config.num_hidden_layers
+    first, options = strategies[0], strategies[0].options
+    # the original, each variant, and the first without compensation
+    forwarded = (len(strategies) + 1 + first.fits) * tokens["evaluation"]
+    forwarded += sum(strategy.forwarded(tokens, model.config.num_hidden_layers) for strategy in strategies)
     if tokenizer is not None and not options.sweep:
-        asked = [length for length in _lengths(request) or LENGTHS if length <= positions(model)]
+        asked = [length for length in _lengths(first) or LENGTHS if length <= positions(model)]
         forwarded += ASKED * (3 if options.full else 2) * prompt_tokens(asked)
     if options.full:
         forwarded += 2 * min(options.kv_context or CONTEXT, LONGEST_STEP)
@@ -319,33 +292,25 @@ def _announce_time(
             pass
 
 
-def _lengths(request: Request) -> Sequence[int] | None:
+def _lengths(strategy: Strategy) -> Sequence[int] | None:
     """Return the lengths at which hidden numbers are asked for; None: the usual ones."""
-    if request.options.quick:
+    if strategy.options.quick:
         return QUICK_LENGTHS
-    return LONG_LENGTHS if request.options.full and request.has_choices else None
+    return LONG_LENGTHS if strategy.options.full and strategy.needs_long_text else None
 
 
 def _needles(
     model: PreTrainedModel,
     converted: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | None,
-    request: Request,
+    strategy: Strategy,
 ) -> Needles | None:
     """Ask both models for hidden numbers; None if they cannot be asked."""
-    seed, lengths = request.options.seed, _lengths(request)
+    seed, lengths = strategy.options.seed, _lengths(strategy)
     retrieved = measure_retrieval(converted, tokenizer, seed, lengths=lengths)
     if not retrieved:
         return None
     return Needles(original=measure_retrieval(model, tokenizer, seed, lengths=lengths), retrofit=retrieved)
-
-
-def _calibration(converted: Converted, request: Request, windows: Mapping[str, Tensor]) -> Calibration:
-    """Return how weights were fitted, on windows (N, T) by domain."""
-    fit = converted.fit if converted.fits and converted.fit is not None else request.fit
-    if request.calibrates:
-        fit, windows = "fisher", read_windows(windows)
-    return Calibration(fit=fit, windows={name: len(ids) for name, ids in windows.items()}, layers=converted.fits)
 
 
 def _step(model: PreTrainedModel, converted: PreTrainedModel, context: int) -> StepTime | None:
@@ -359,16 +324,14 @@ def _step(model: PreTrainedModel, converted: PreTrainedModel, context: int) -> S
     return None
 
 
-def _cache(model: PreTrainedModel, converted: PreTrainedModel, request: Request) -> CacheRecord:
-    context = CacheShare(find_sublayers(model).shapes, request.options.kv_context).context
-    before, after = token_bytes(model, context), token_bytes(converted, context)
-    original, changed = (read_plan(each, dtype=DTYPE) for each in (model, converted))
-    layers = range(len(original.layers)) if changed.plan.has_choices else ()
-    return CacheRecord(
-        context=context,
-        bytes_per_token_before=before,
-        bytes_per_token_after=after,
-        share=after / before,
-        read_share=changed.read_at(context) / original.read_at(context),
-        layer_reads=[changed.layer_read_at(i, context) / original.layer_read_at(i, context) for i in layers],
-    )
+def _calibration(
+    converted: Converted,
+    strategy: Strategy,
+    moments: Sequence[StateMoments] | None,
+    windows: Mapping[str, Tensor],
+) -> Calibration:
+    """Return how weights were fitted, on windows (N, T) by domain."""
+    fit = converted.fit if converted.fits and converted.fit is not None else strategy.fit
+    if moments is not None:
+        fit, windows = "fisher", read_windows(windows)
+    return Calibration(fit=fit, windows={name: len(ids) for name, ids in windows.items()}, layers=converted.fits)

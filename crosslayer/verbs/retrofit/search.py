@@ -22,10 +22,10 @@ RANKED, QUICK_RANKED = 200, 30  # at most, passes of the first ranking, with `qu
 Move = tuple[MethodClass, int]  # a method and the layer that it is assigned to
 
 
-def searched_methods() -> list[MethodClass]:
-    """Return the methods that declare what they save per layer, by name: those that a search tries."""
+def searched_methods(space: str = "layers") -> list[MethodClass]:
+    """Return the methods of which a budget can choose something (`Method.search_space`), by name."""
     classes = [method_class(name) for name in method_names()]
-    return [cls for cls in classes if cls.saves]
+    return [cls for cls in classes if cls.search_space() == space]
 
 
 def expected_passes(layers: int, most: int = RANKED) -> int:

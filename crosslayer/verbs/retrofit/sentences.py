@@ -65,7 +65,7 @@ def sentences(record: RetrofitReport) -> list[str]:
     ]
     if record.settings.quick:
         lines.insert(0, QUICK)
-    if record.plan.has_choices:
+    if record.plan.reads_less:
         lines.append(
             f"A decoding step after {cache.context:,} tokens reads {cache.read_share:.1%} of the cached bytes that the "
             "original reads."
@@ -167,10 +167,10 @@ def gain_sentence(domains: Sequence[DomainDamage], fit: str) -> str:
 
 def _search(record: RetrofitReport, baseline: MeasuredBaseline) -> str:
     """Return whether the searched configuration is better than one that was not searched."""
-    fits = bool(record.calibration.layers) and not record.plan.has_choices  # a search for choosers fits nothing
+    fits = bool(record.calibration.layers) and not record.plan.reads_less  # a search for choosers fits nothing
     fitted = "each layer compensated separately" if fits else "without compensation"
     share, others = f"{record.cache.share:.2%} of the cache", f"fixed blocks of {baseline.method}"
-    if record.plan.has_choices:
+    if record.plan.reads_less:
         share, others = f"{record.cache.read_share:.1%} of the reads", "choosers at equal distances"
     return (
         f"The searched configuration ({share}) {SEARCHED[baseline.change.verdict]} {others} "

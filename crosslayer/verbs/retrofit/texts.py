@@ -1,5 +1,8 @@
 """The text of a retrofit by domain: calibration text and evaluation text, with no token used for both."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
@@ -10,7 +13,8 @@ from crosslayer.judge.damage import MIN_WINDOWS
 from crosslayer.judge.texts import Texts
 from crosslayer.verbs.retrofit.calibrate import input_width
 from crosslayer.verbs.retrofit.moments import TOKENS_PER_INPUT, least_sequences
-from crosslayer.verbs.retrofit.request import QUICK_SETS, Request, RetrofitOptions
+from crosslayer.verbs.retrofit.options import QUICK_SETS, RetrofitOptions
+from crosslayer.verbs.retrofit.strategy import Strategy
 
 QUICK_LENGTH = 128  # tokens of a window
 CHOICE_WINDOWS, SEARCH_WINDOWS, CURVE_WINDOWS = 4, 2, 16
@@ -19,42 +23,43 @@ CHOICE_WINDOWS, SEARCH_WINDOWS, CURVE_WINDOWS = 4, 2, 16
 class RetrofitTexts(Texts):
     """Text by domain, and how many windows of it a retrofit needs for each purpose."""
 
-    def window_counts(self, *requests: Request) -> dict[str, dict[str, int]]:
+    def window_counts(self, *strategies: Strategy) -> dict[str, dict[str, int]]:
         """Return how many windows are needed, by purpose and domain; the variants of a sweep have the same ones."""
-        options = max((request.options for request in requests), key=lambda each: each.calibration)
+        options = max((strategy.options for strategy in strategies), key=lambda each: each.calibration)
         for name, domain in self.domains.items():
             if isinstance(domain, Tensor) and (domain.dim() != 2 or domain.shape[1] != options.length):
                 raise ValueError(
                     f"{name}: token ids must have shape (N, length={options.length}), got {tuple(domain.shape)}"
                 )
-        counts = {"evaluation": shared_out(options.windows, self.evaluation)}
-        if any(request.fits for request in requests):
-            counts["calibration"] = shared_out(options.calibration, self.calibration)
-        if any(request.options.layers == "auto" for request in requests):
-            counts["choice"] = shared_out(CHOICE_WINDOWS, self.calibration)
-        if any(request.searches for request in requests):
-            counts["search"] = shared_out(max(SEARCH_WINDOWS, len(self.calibration)), self.calibration)
-            if not options.quick:
-                counts["trade-off"] = shared_out(CURVE_WINDOWS, self.evaluation)
-        if self.is_explicit and not counts.keys() - {"evaluation"}:
+        wanted = {
+            "evaluation": (options.windows, self.evaluation),
+            "calibration": (options.calibration, self.calibration),
+            "choice": (CHOICE_WINDOWS, self.calibration),
+            "search": (max(SEARCH_WINDOWS, len(self.calibration)), self.calibration),
+            "trade-off": (CURVE_WINDOWS, self.evaluation),
+        }
+        needed = {purpose for strategy in strategies for purpose in strategy.purposes}
+        if self.is_explicit and needed == {"evaluation"}:
             raise ValueError("`calibration_text` has no effect: nothing is fitted and no layers are chosen; remove it")
-        return counts
+        return {purpose: shared_out(*each) for purpose, each in wanted.items() if purpose in needed}
 
-    def least(self, request: Request, config: PreTrainedConfig, length: int) -> dict[str, tuple[int, str]]:
+    def least(self, strategy: Strategy, config: PreTrainedConfig, length: int) -> dict[str, tuple[int, str]]:
         """Return the fewest windows of `length` tokens with which a model is fitted and judged, by option, and why."""
         least = {"windows": (MIN_WINDOWS * len(self.evaluation), f"{MIN_WINDOWS} of each domain")}
-        if request.fits and not request.calibrates:
-            width = input_width(to_config(config), request.fit)
-            count = least_sequences(width, len(self.calibration), length, request.fit)
-            why = f"{request.fit} fits {width} inputs, with {TOKENS_PER_INPUT} tokens each beside those held out"
+        if strategy.fits:
+            width = input_width(to_config(config), strategy.fit)
+            count = least_sequences(width, len(self.calibration), length, strategy.fit)
+            why = f"{strategy.fit} fits {width} inputs, with {TOKENS_PER_INPUT} tokens each beside those held out"
             least["calibration"] = count, why
         return least
 
-    def checked_options(self, request: Request, config: PreTrainedConfig) -> RetrofitOptions:
+    def checked_options(
+        self, strategy: Strategy, config: PreTrainedConfig, defaults: Mapping[str, Any]
+    ) -> RetrofitOptions:
         """Return the options, with `quick` the least; raise for all options together that are below it."""
-        options = request.options
+        options = strategy.options
         if not options.quick:
-            least = self.least(request, config, options.length)
+            least = self.least(strategy, config, options.length)
             wrong = [
                 f"`{option}` must be at least {count} ({why}), got {vars(options)[option]}"
                 for option, (count, why) in least.items()
@@ -64,15 +69,15 @@ class RetrofitTexts(Texts):
                 raise ValueError(f"{'; '.join(wrong)}; for a first estimate give `quick` instead")
             return options
         for name in QUICK_SETS:
-            if vars(options)[name] != RetrofitOptions.model_fields[name].default:
+            if vars(options)[name] != defaults[name]:
                 raise ValueError(f"`{name}` has no effect with `quick`, which decides it; remove one of them")
         lengths = [text.shape[-1] for text in self.domains.values() if isinstance(text, Tensor)]  # rows are windows
-        length = max(lengths, default=options.length if request.has_choices else QUICK_LENGTH)
-        least = {option: count for option, (count, _) in self.least(request, config, length).items()}
+        length = max(lengths, default=options.length if strategy.needs_long_text else QUICK_LENGTH)
+        least = {option: count for option, (count, _) in self.least(strategy, config, length).items()}
         return options.model_copy(update={"length": length, **least})
 
-    def windows(self, tokenizer: PreTrainedTokenizerBase | None, *requests: Request) -> dict[str, Windows]:
+    def windows(self, tokenizer: PreTrainedTokenizerBase | None, *strategies: Strategy) -> dict[str, Windows]:
         """Cut the windows for every purpose."""
-        options = requests[0].options
+        options = strategies[0].options
         cut = {"length": options.length, "seed": options.seed, "bos": options.bos}
-        return split_domains(self.domains, tokenizer, parts=self.window_counts(*requests), **cut)
+        return split_domains(self.domains, tokenizer, parts=self.window_counts(*strategies), **cut)

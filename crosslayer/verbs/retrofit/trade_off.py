@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from crosslayer.core.decoder.configuration import CrossLayerConfig
 from crosslayer.core.decoder.modeling import CrossLayerForCausalLM
 from crosslayer.core.method import Method
 from crosslayer.core.plan import PASSED, STATES, DepthPlan
@@ -31,12 +32,22 @@ from crosslayer.verbs.retrofit.calibrate import fit_layer, fitted_layers, input_
 from crosslayer.verbs.retrofit.convert import convert_weights, plain_decoder
 from crosslayer.verbs.retrofit.greedy import PASSES, TOO_SMALL
 from crosslayer.verbs.retrofit.moments import REFITS, is_enough
-from crosslayer.verbs.retrofit.request import Request
+from crosslayer.verbs.retrofit.options import RetrofitOptions
 from crosslayer.verbs.retrofit.result import Choice, CurvePoint, MeasuredBaseline, SearchRecord
-from crosslayer.verbs.retrofit.search import QUICK_RANKED, RANKED, Assignment, MethodClass, Search, expected_passes
+from crosslayer.verbs.retrofit.search import (
+    QUICK_RANKED,
+    RANKED,
+    Assignment,
+    MethodClass,
+    Search,
+    expected_passes,
+    searched_methods,
+)
+from crosslayer.verbs.retrofit.strategy import Chosen, Named, Strategy
 from crosslayer.verbs.retrofit.streams import Streams, layers_of
 
 TOKENS = 8192  # of a fit during the search, or more where its inputs need them
+FIT = 3  # about how many passes the fit of a layer takes
 POINTS = 5  # at most, of the curve
 
 
@@ -121,30 +132,41 @@ def lowest_changed(plan: DepthPlan) -> int:
     return min(touched)
 
 
-@torch.no_grad()
-def methods_by_damage(
-    model: PreTrainedModel, windows: Mapping[str, Windows], request: Request
-) -> tuple[list[Method], Choice]:
-    """Return the methods that meet the request's budget, and the record of the choice.
+class LayerSearch(Strategy):
+    """A budget of bytes or of KL chooses methods and their layers, by measured damage."""
 
-    `windows` is text by purpose: "search" to measure moves, "trade-off" to measure the curve, and "calibration" to fit
-    layers, if the request fits anything.
-    """
-    options, shapes = request.options, find_sublayers(model).shapes
-    with progress("running the original", 0):
-        measure = Measure(model, windows["search"], request, windows.get("calibration"))
-    most = QUICK_RANKED if options.quick else RANKED
-    search = Search(measure, shapes, context=options.kv_context, most=most)
-    expected = expected_passes(len(shapes), most)
-    with progress(f"searching, about {expected} of at most {PASSES} configurations", expected) as bar:
-        measure.step = lambda: bar.step(min(search.passes, expected), expected)
-        chosen = search.run(options.kv_budget, options.kl_budget)
-    methods = measure.methods(chosen)
-    if not methods:
-        raise ValueError(TOO_SMALL.format(options.kl_budget))
-    steps, baselines = _compared(measure, search)
-    record = search_record(measure, search.passes, chosen.names(), steps, baselines, windows.get("trade-off"))
-    return methods, Choice(how="search", search=record)
+    def __init__(self, options: RetrofitOptions, named: Sequence[Named], config: CrossLayerConfig | None = None):
+        self.targets = tuple(sorted({target for cls in searched_methods() for target in cls.targets}))
+        self.needs = ("search",) if options.quick else ("search", "trade-off")
+        self.most = QUICK_RANKED if options.quick else RANKED  # moves of the first ranking
+        super().__init__(options, named, config)
+
+    def forwarded(self, tokens: Mapping[str, int], layers: int) -> float:
+        """Estimate how many tokens pass through a model; each configuration fits about a layer."""
+        searched = expected_passes(layers, self.most)
+        fitted = FIT * searched * min(TOKENS, tokens["calibration"]) / layers if self.fits else 0
+        return super().forwarded(tokens, layers) + searched * tokens["search"] + fitted
+
+    @torch.no_grad()
+    def choose(self, model: PreTrainedModel, windows: Mapping[str, Windows]) -> Chosen:
+        """Return the methods that meet the budget, and the course of the search."""
+        options, shapes = self.options, find_sublayers(model).shapes
+        with progress("running the original", 0):
+            measure = Measure(model, windows["search"], self, windows.get("calibration"))
+        search = Search(measure, shapes, context=options.kv_context, most=self.most)
+        expected = expected_passes(len(shapes), self.most)
+        with progress(f"searching, about {expected} of at most {PASSES} configurations", expected) as bar:
+            measure.step = lambda: bar.step(min(search.passes, expected), expected)
+            chosen = search.run(options.kv_budget, options.kl_budget)
+        methods = measure.methods(chosen)
+        if not methods:
+            raise ValueError(TOO_SMALL.format(options.kl_budget))
+        steps, baselines = _compared(measure, search)
+        record = search_record(measure, search.passes, chosen.names(), steps, baselines, windows.get("trade-off"))
+        return Chosen(methods, Choice(how="search", search=record))
+
+    def _written(self) -> set[str | None]:
+        return {self.asked.target or "attention"}
 
 
 class Measure:
@@ -154,21 +176,23 @@ class Measure:
     on ordinary text, but fails at every question about it.
     """
 
-    def __init__(self, model: PreTrainedModel, windows: Windows, request: Request, calibration: Windows | None = None):
-        self.model, self.request = model, request
+    def __init__(
+        self, model: PreTrainedModel, windows: Windows, strategy: Strategy, calibration: Windows | None = None
+    ):
+        self.model, self.strategy = model, strategy
         self.ids, self.repeat_start = repeating(windows.ids)
         self.step = lambda: None  # called after each measurement
         plain = plain_decoder(model)
         self.inputs = LayerInputs(plain, self.ids)
         self.original = [logits.float().log_softmax(-1) for logits in self.inputs.logits(plain)]
         self.fitted_layers = None
-        if calibration is not None and request.fits:
-            fit = request.fit if request.fit in REFITS else "layerwise"
+        if calibration is not None and strategy.fits:
+            fit = strategy.fit if strategy.fit in REFITS else "layerwise"
             self.fitted_layers = FittedLayers(plain, calibration.by_domain(), fit, input_width(plain.config, fit))
 
     def methods(self, assignment: Assignment) -> list[Method]:
         """Return the methods of an assignment, with their W_c."""
-        return [self.request.compensated(method) for method in assignment.methods()]
+        return [self.strategy.compensated(method) for method in assignment.methods()]
 
     def candidate(self, methods: list[Method]) -> CrossLayerForCausalLM:
         """Return the converted and compensated model; kept weights are the original's tensors."""
@@ -245,7 +269,7 @@ def _compared(measure: Measure, search: Search) -> tuple[list[Step], dict[str, B
     for cls in search.classes if steps else ():
         blocks = fixed_blocks(cls, search.shapes, steps[-1].share, search.cache) if cls.grouped else None
         if blocks is not None:
-            method = measure.request.compensated(cls.from_groups(blocks[0], len(search.shapes)))
+            method = measure.strategy.compensated(cls.from_groups(blocks[0], len(search.shapes)))
             baselines[cls.name()] = Baseline([method], *blocks)
     return steps, baselines
 

@@ -70,10 +70,8 @@ def not_servable(config: CrossLayerConfig) -> str | None:
         return (
             f"layers {ranges(list(config.linear_layers))} have linear attention, whose state the plugin does not cache"
         )
-    if config.plan.has_latents:
-        return "it caches latents, and vLLM caches keys and values"
-    if config.plan.has_choices:
-        return "it has layers that attend to chosen tokens only, and vLLM's attention to all"
+    if config.plan.beyond_sharing:
+        return f"{config.plan.beyond_sharing}, and vLLM's attention reads keys and values of all tokens"
     for method, layer, module in _modules(config):
         if isinstance(module, StateReader) and module.needs_mask:
             return f"with {method.name()} layer {layer} reads several caches, and vLLM's attention reads only one"

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, StaticCache
 
 from crosslayer.core.decoder.caches import cache_bytes
-from crosslayer.core.plan import allocated_tokens
+from crosslayer.core.sixteen_bits import allocated_tokens
 from crosslayer.core.transformers_versions import CACHE, disable_checkpointing, enable_checkpointing
 from crosslayer.models.load import auto_class
 from crosslayer.probe.intercept import AttentionCall, plan_of, stored_shares, visited

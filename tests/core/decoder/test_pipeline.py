@@ -54,12 +54,7 @@ def run_in_turn(modules, ids, **options):
 
 def other_families(case):
     config = contract.config_of(CASES[case][0], **CASES[case][1])
-    others = (
-        config.num_local_experts is not None
-        or bool(config.linear_layers)
-        or config.plan.has_latents
-        or config.plan.has_choices
-    )
+    others = config.num_local_experts is not None or bool(config.linear_layers) or config.plan.beyond_sharing
     return config.family != "llama" or others
 
 

@@ -11,7 +11,7 @@ from crosslayer import verify
 from crosslayer.core.columns import ColumnLayer
 from crosslayer.core.latents import SCALE, STEPS, UNIT, CodedColumns, coded
 from crosslayer.core.methods.kv_latents import KVLatents
-from crosslayer.core.plan import allocated_tokens
+from crosslayer.core.sixteen_bits import allocated_tokens
 from crosslayer.core.transformers_versions import CACHE
 from crosslayer.testing.tiny import build, config_of, steps, tokens
 from crosslayer.wiring.read import read_plan
@@ -123,13 +123,13 @@ def test_dropped_attention_beside_latents():
 
 @pytest.mark.parametrize("engine", ["vllm", "llama.cpp"])
 def test_other_engines_are_refused(engine):
-    with pytest.raises(ValueError, match=f"kv_latents caches latents, which {engine} does not store"):
+    with pytest.raises(ValueError, match=f"kv_latents: layers cache latents, which {engine} does not do"):
         read_plan(config_of(KVLatents()), 16, "float16", engine=engine)
 
 
 def test_continuous_batching_is_refused():
     model = build(config_of(KVLatents()))
-    with pytest.raises(ValueError, match="continuous batching stores keys and values"):
+    with pytest.raises(ValueError, match="continuous batching is not defined"):
         model(tokens(length=4), **{CACHE: object()})
 
 

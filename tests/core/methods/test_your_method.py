@@ -144,9 +144,9 @@ import crosslayer.core.methods
 from crosslayer import testing as contract
 from crosslayer.verbs.methods.catalogue import markdown, method_table
 from crosslayer.verbs.retrofit.convert import convert_weights
-from crosslayer.verbs.retrofit.request import RetrofitOptions
-from crosslayer.verbs.retrofit.request import Request
+from crosslayer.verbs.retrofit.run import options_of
 from crosslayer.verbs.retrofit.search import searched_methods
+from crosslayer.verbs.retrofit.strategies import strategy_of
 from crosslayer.core.decoder.weights import from_model, to_model
 from transformers import ArceeConfig, ArceeForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -156,9 +156,10 @@ contract.check_method(cls.example(6))
 assert "scaled" in crosslayer.core.methods.method_names() and "scaled" in [row["method"] for row in method_table()]
 assert "| `scaled` | Scaled values: groups use" in markdown()
 assert cls in searched_methods()
-request = Request(RetrofitOptions(method="scaled", layers="2-3"))
-assert request.method_class is cls and request.target(cls) == "attention"
-method = request.compensated(request.from_groups([[2, 3]], 6))
+strategy = strategy_of(options_of(method="scaled", layers="2-3"))
+assert strategy.method is cls
+method = strategy.compensated(strategy.on([[2, 3]], 6))
+assert method.compensation == "attention"
 shape = {**contract.SHAPE, "num_hidden_layers": 6}
 result = convert_weights(LlamaForCausalLM(LlamaConfig(**shape)).eval(), [method])
 assert "model.layers.3.self_attn.v_proj.weight" in result.weights.dropped, result.weights.dropped

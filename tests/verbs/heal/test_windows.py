@@ -11,8 +11,8 @@ from crosslayer.models.load import load_model
 from crosslayer.verbs.heal.recipe import load_heal_recipe
 from crosslayer.verbs.heal.retrofits import open_retrofits
 from crosslayer.verbs.heal.windows import evaluation_windows
-from crosslayer.verbs.retrofit.request import Request
 from crosslayer.verbs.retrofit.result import RetrofitReport
+from crosslayer.verbs.retrofit.strategies import strategy_of
 from crosslayer.verbs.retrofit.texts import RetrofitTexts
 from tests.helpers.recovery import healed, recipe_in
 
@@ -34,7 +34,7 @@ def report_parts(base, name):
     """The windows of a report, cut as the retrofit cut them."""
     (retrofit,), tokenizer = opened(base, name)
     code = {"code": list(embedded_domains(["code"])["code"])}
-    return RetrofitTexts(code, ("code",), ("code",)).windows(tokenizer, Request(retrofit.report.settings))
+    return RetrofitTexts(code, ("code",), ("code",)).windows(tokenizer, strategy_of(retrofit.report.settings))
 
 
 def test_by_default_the_damage_before_training_is_the_reports_own(base, tmp_path):

@@ -169,7 +169,7 @@ def test_bad_configs_are_one_line(tmp_path, text, message):
         ({"method": "no_such"}, "method 'no_such' is not known"),
         ({"method": "{"}, "`method` must be a name or a JSON object"),
         ({"method": "cla", "engine": "llama.cpp"}, "llama.cpp cannot share across layers as cla does"),
-        ({"method": "kv_latents", "engine": "vllm"}, "kv_latents caches latents, which vllm does not store"),
+        ({"method": "kv_latents", "engine": "vllm"}, "kv_latents: layers cache latents, which vllm does not do"),
         ({"method": ["cla", "no_such"]}, "method 'no_such' is not known"),
     ],
 )
@@ -201,7 +201,7 @@ def test_a_method_that_is_not_possible_is_a_row(folder, tmp_path):
     plan = crosslayer.plan(folder, length=100, method=["kv_latents", "cla"], engine="vllm")
     (latents, *cells, reason), (cla, stored, *_) = plan.tables()[0][2]
     assert (latents, cla) == ("kv_latents", "cla") and set(cells) == {"–"} and stored != "–"
-    assert reason.startswith("not served by vllm: ") and reason.endswith("latents, which vllm does not store")
+    assert reason.startswith("not served by vllm: ") and reason.endswith("latents, which vllm does not do")
     assert plan.headline()["stored_bytes_by_method"] == {"kv_latents": None, "cla": 112 * TOKEN // 2}
     plan.save(tmp_path / "out")
     report = load_result(tmp_path / "out")
@@ -239,7 +239,7 @@ def test_layers_of_different_kinds_cannot_share(tmp_path):
         crosslayer.plan(AutoConfig.for_model("mamba2", num_hidden_layers=2), method="cla")
     with pytest.raises(ValueError, match=r"shared_choice: layer 0 \(window 4096\) cannot choose tokens or attend"):
         crosslayer.plan(tmp_path, method="shared_choice")
-    with pytest.raises(ValueError, match="the layers of glm_moe_dsa choose tokens already; `crosslayer retrofit"):
+    with pytest.raises(ValueError, match="both choose the tokens that layers attend to; only one may"):
         crosslayer.plan(AutoConfig.for_model("glm_moe_dsa", num_hidden_layers=2), method="shared_choice")
 
 

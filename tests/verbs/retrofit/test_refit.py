@@ -173,12 +173,12 @@ REFUSED = {
         {"method": "drop"},
         "W_o.*drop has none; use layerwise",
     ),
-    "mlp": ({"method": "uniattn", "target": "mlp"}, "needs `target` attention, got mlp"),
+    "mlp": ({"method": "uniattn", "compensation": "refit,target=mlp"}, "refit takes bias, each once; got 'target=mlp'"),
     "target": (
-        {"method": "uniattn", "target": "attention", "compensation": "refit-o"},
-        "`target` attention has no effect",
+        {"method": "uniattn", "compensation": "refit-o,target=attention"},
+        "refit-o takes no settings; got 'target=attention'",
     ),
-    "bias": ({"method": "uniattn", "bias": True, "compensation": "refit-o"}, "`bias` has no effect"),
+    "bias": ({"method": "uniattn", "compensation": "refit-o,bias"}, "refit-o takes no settings"),
     "text": ({"method": "cla", "calibration": 3}, r"`calibration` must be at least \d+ \(refit fits \d+ inputs"),
 }
 

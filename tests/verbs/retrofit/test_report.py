@@ -19,9 +19,10 @@ from crosslayer.judge.texts import Texts
 from crosslayer.models.load import ready_model
 from crosslayer.output.manifest import check_files
 from crosslayer.verbs.retrofit import run as job
-from crosslayer.verbs.retrofit.request import Request, RetrofitOptions
 from crosslayer.verbs.retrofit.result import RetrofitReport
+from crosslayer.verbs.retrofit.run import options_of
 from crosslayer.verbs.retrofit.sentences import title
+from crosslayer.verbs.retrofit.strategies import strategy_of
 from tests.helpers.text import WORDS, tokenizer, words
 from tests.helpers.tiny import VOCABULARY, tiny
 from tests.verbs.needles.oracle import TOKENIZER, random_model
@@ -189,8 +190,8 @@ def test_whole_layers_that_any_method_drops_give_the_stock_class(source):
 
 def test_the_options_that_are_checked_are_those_of_the_call():
     call = inspect.signature(crosslayer.retrofit).parameters
-    for name, field in RetrofitOptions.model_fields.items():
-        assert call[name].default == field.default, name
+    checked = options_of(method="cla")
+    assert {name: call[name].default for name in type(checked).model_fields} | {"method": "cla"} == dict(checked)
 
 
 def test_methods_may_be_objects_mappings_or_json(source):
@@ -212,9 +213,9 @@ def test_a_method_may_be_its_class_wherever_it_may_be_its_name(source):
         assert torch.equal(source(ids(1, 0)).logits, shared)
 
 
-def test_a_method_of_the_registry_needs_no_other_file(monkeypatch):
-    """A request reads everything about a method from its class: targets, parts, groups and saved states."""
-    from crosslayer.verbs.retrofit import request, search
+def test_a_method_of_the_registry_needs_no_other_file(monkeypatch, source):
+    """A strategy reads everything about a method from its class: targets, parts, groups and saved states."""
+    from crosslayer.verbs.retrofit import search, strategies
 
     class Halves(Method):
         targets, parts, saves = ("heads",), ("left", "right"), ("values",)
@@ -223,35 +224,40 @@ def test_a_method_of_the_registry_needs_no_other_file(monkeypatch):
         def from_groups(cls, groups, layers, part="left"):
             return cls()
 
-    monkeypatch.setattr(request, "method_class", lambda name: Halves)
+    def check(**options):
+        options = options_of(method="halves", **options)
+        strategies.strategy_of(options).check(source.config, options.changed(job.DEFAULTS))
+
+    monkeypatch.setattr(strategies, "method_class", lambda name: Halves)
     monkeypatch.setattr(search, "method_class", lambda name: Halves)
-    parsed = Request(RetrofitOptions(method="halves", compensation="ridge", part="right"))
-    assert (parsed.method_class, parsed.part, parsed.target(Halves)) == (Halves, "right", "heads")
-    assert Request(RetrofitOptions(method="halves")).part == "left"
+    parsed = strategies.strategy_of(options_of(method="halves", compensation="ridge", part="right"))
+    assert (parsed.method, parsed.part, parsed.targets) == (Halves, "right", ("heads",))
+    assert strategies.strategy_of(options_of(method="halves")).part == "left"
     assert set(search.searched_methods()) == {Halves}
     monkeypatch.setattr(Halves, "targets", ())
-    assert Request(RetrofitOptions(method="halves")).fit == "none"
+    assert strategies.strategy_of(options_of(method="halves")).fit == "none"
     with pytest.raises(ValueError, match="^`compensation` ridge has no effect "):
-        Request(RetrofitOptions(method="halves", compensation="ridge"))
+        check(compensation="ridge")
     monkeypatch.setattr(Halves, "targets", ("heads",))
     for wrong, message in (
         ({"part": "middle"}, "part must be one of 'left', 'right', got 'middle'"),
-        ({"target": "heads"}, "`target` heads has no effect"),
+        ({"compensation": "target=heads"}, "`compensation` target=heads has no effect"),
     ):
         with pytest.raises(ValueError, match=message):
-            Request(RetrofitOptions(method="halves", **wrong))
+            check(**wrong)
 
 
 def test_every_w_c_that_may_have_a_bias_gets_one():
     """Where a budget chooses, too; methods that may have no W_c stay as they are."""
-    plain, biased = Request(RetrofitOptions(kv_budget=0.7)), Request(RetrofitOptions(kv_budget=0.7, bias=True))
+    plain, biased, without = (
+        strategy_of(options_of(kv_budget=0.7, compensation=text)) for text in (None, "bias", "none")
+    )
     drop = {"name": "drop", "attention": (3,)}
     compensated = {**drop, "compensation": "attention"}
     assert biased.compensated(load_method(drop)) == load_method({**compensated, "compensation_bias": True})
     assert plain.compensated(load_method(drop)) == load_method(compensated)
     method = load_method("fusedkv")
     assert biased.compensated(method) is method
-    without = Request(RetrofitOptions(kv_budget=0.7, compensation="none"))
     assert without.compensated(load_method(drop)) == load_method(drop)
 
 
@@ -305,8 +311,8 @@ def test_bad_calls_are_one_line(source):
         ({"length": 8}, r"text: token ids .*length=8.*got \(40, 16\)"),
         ({"windows": 41}, r"there are 40 windows of token ids; 41 are needed \(41 for evaluation\)"),
         ({"text": [words(0, 400)]}, r"texts need tokenizer=…; without it give token ids"),
-        ({"size": 1}, "size must be greater than or equal to 2"),
-        ({"count": 0}, "count must be greater than or equal to 1"),
+        ({"layers": "top-half,size=1"}, "`layers`: size must be greater than or equal to 2"),
+        ({"layers": "auto,count=0"}, "`layers`: count must be greater than or equal to 1"),
         ({"kl_budget": 1.0}, "give one of `method`, `kv_budget`, `kl_budget`"),
         ({"dtype": "float32"}, "dtype and device are for a model that is named"),
         ({"calibration_text": ids(9, 1)}, "`calibration_text` has no effect"),

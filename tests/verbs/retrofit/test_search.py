@@ -8,8 +8,9 @@ from crosslayer.core.methods import method_class
 from crosslayer.probe.shapes import LayerShape
 from crosslayer.verbs.retrofit.cache import CacheShare
 from crosslayer.verbs.retrofit.greedy import PASSES
-from crosslayer.verbs.retrofit.request import Request, RetrofitOptions
+from crosslayer.verbs.retrofit.run import options_of
 from crosslayer.verbs.retrofit.search import Assignment, Search, searched_methods
+from crosslayer.verbs.retrofit.strategies import strategy_of
 from crosslayer.verbs.retrofit.trade_off import fixed_blocks
 
 SHAPE = LayerShape(4, 2, 8, 8, True)
@@ -144,8 +145,8 @@ def test_assignments_follow_the_rules_of_plans():
     passed = chain.take(DROP, 2)  # a reader past a dropped layer still reads its source
     assert passed.valid and passed.plan.keys == (0, 1, None, 1, 4, 5)
     assert passed.names() == ["own", "own", "drop", "cla", "own", "own"]
-    request = Request(RetrofitOptions(kv_budget=0.7, target="mlp"))
-    assert [request.compensated(method).compensation for method in passed.methods()] == ["mlp", "attention"]
+    strategy = strategy_of(options_of(kv_budget=0.7, compensation="target=mlp"))
+    assert [strategy.compensated(method).compensation for method in passed.methods()] == ["mlp", "attention"]
     assert not own(6).take(CLA, 2).take(UNIATTN, 3).valid  # layer 2 has no keys of its own
     shapes = (SHAPE, SHAPE, LayerShape(4, 2, 8, 8, True, window=8), *[SHAPE] * 3)
     assert not Assignment((None,) * 6, shapes).take(CLA, 2).valid and Assignment((None,) * 6, shapes).take(CLA, 3).valid

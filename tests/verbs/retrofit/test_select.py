@@ -11,8 +11,8 @@ import crosslayer
 from crosslayer.core.methods import method_class
 from crosslayer.core.transformers_versions import CACHE
 from crosslayer.probe.what_if import find_sublayers
-from crosslayer.verbs.retrofit import choose as choose_module
-from crosslayer.verbs.retrofit.choose import averaged_caches, dissimilar_groups, ranked_pairs
+from crosslayer.verbs.retrofit import layers as layers_module
+from crosslayer.verbs.retrofit.layers import averaged_caches, dissimilar_groups, ranked_pairs
 from tests.helpers.tiny import VOCABULARY, tiny
 
 LAYERS = 6
@@ -94,7 +94,7 @@ def test_the_farthest_pairs_are_taken_while_the_cosine_stays_above(source, count
 
 
 def test_too_high_a_threshold_says_how_far_it_came(source):
-    with pytest.raises(ValueError, match=r"`count` 4 .* 0 layers .*`threshold` 1;"):
+    with pytest.raises(ValueError, match=r"count 4 .* 0 layers .*threshold 1;"):
         dissimilar_groups(source, text(), plan_of, 4, 1.0, lambda done, total: None)
 
 
@@ -110,24 +110,24 @@ def test_only_layers_of_the_same_mask_are_paired():
 
 def retrofitted(source, **options):
     ids = {"a": text(90), "b": text(90).flip(0)}
-    sizes = {"windows": 32, "length": 12, "layers": "auto"}
+    sizes = {"windows": 32, "length": 12} | ({} if isinstance(options["method"], dict) else {"layers": "auto,count=2"})
     return crosslayer.retrofit(source, ids, **{**sizes, **options})
 
 
 def test_llm_drop_takes_the_most_similar_attentions_of_the_top_half(source, monkeypatch):
     similarity = np.array([0.9, 0.8, 0.7, 0.1, 0.3, 0.2])
-    monkeypatch.setattr(choose_module, "diagnose", lambda *_, **__: SimpleNamespace(attention_io_similarity=similarity))
+    monkeypatch.setattr(layers_module, "diagnose", lambda *_, **__: SimpleNamespace(attention_io_similarity=similarity))
     options = {"method": "drop", "compensation": "none"}
-    assert retrofitted(source, count=2, **options).methods[0]["attention"] == (0, 1)
-    options["select"] = "top-half-similarity"
-    assert retrofitted(source, count=2, **options).methods[0]["attention"] == (4, 5)
-    with pytest.raises(ValueError, match="`count` must be at most 3, the top half, got 4"):
-        retrofitted(source, count=4, **options)
+    assert retrofitted(source, layers="auto,count=2", **options).methods[0]["attention"] == (0, 1)
+    way = "auto:top-half-similarity"
+    assert retrofitted(source, layers=f"{way},count=2", **options).methods[0]["attention"] == (4, 5)
+    with pytest.raises(ValueError, match="`layers`: count must be at most 3, the top half, got 4"):
+        retrofitted(source, layers=f"{way},count=4", **options)
 
 
 def test_a_retrofit_by_distance(source):
     """What is chosen is what the model gets; the report says how, and readers have no projections."""
-    shared = retrofitted(source, method="kvsharer", count=2, threshold=0.0)
+    shared = retrofitted(source, method="kvsharer", layers="auto:distance,count=2,threshold=0")
     kept = shared.plan.keys
     assert sum(source != layer for layer, source in enumerate(kept)) == 2 and shared.kv_share == pytest.approx(4 / 6)
     assert all(shared.model.model.layers[layer].self_attn.k_proj is None for layer in range(6) if kept[layer] != layer)
@@ -137,25 +137,28 @@ def test_a_retrofit_by_distance(source):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"method": "cla", "select": "distance"}, "select must be one of 'similarity'"),
-        ({"method": "kvsharer", "select": "greedy"}, "must be one of 'distance', 'similarity'"),
+        ({"method": "cla", "layers": "auto:distance"}, "auto must be one of 'similarity'"),
+        ({"method": "kvsharer", "layers": "auto:greedy"}, "must be one of 'distance', 'similarity'"),
         (
-            {"method": "drop", "select": "distance"},
+            {"method": "drop", "layers": "auto:distance"},
             "must be one of 'similarity', 'top-half-similarity', 'greedy'",
         ),
-        ({"method": "drop", "select": "nearest"}, "'greedy', 'distance', None"),
-        ({"method": "drop", "threshold": 0.8}, "`threshold` 0.8 has no effect"),
-        ({"method": "kvsharer", "threshold": 1.5}, "less than or equal to 1"),
+        ({"method": "drop", "layers": "auto:nearest"}, "`layers` must be one of .*auto:distance, .*got 'auto:nearest'"),
         (
-            {"method": "kvsharer", "layers": "top-half", "size": 2, "select": "distance"},
-            "`select` distance has no effect",
+            {"method": "drop", "layers": "auto:greedy,threshold=0.8"},
+            "`layers`: auto:greedy takes count=…, each once; got 'threshold=0.8'",
         ),
-        ({"method": "kvsharer", "compensation": "none", "bias": True}, "`bias` has no effect"),
-        ({"method": "drop", "part": "mlp", "bias": True}, "`bias` has no effect"),
-        ({"method": {"name": "drop", "attention": [1]}, "layers": "top-half", "bias": True}, "`bias` has no effect"),
+        ({"method": "kvsharer", "layers": "auto:distance,threshold=1.5"}, "less than or equal to 1"),
+        ({"method": "kvsharer", "layers": "top-half,threshold=0.5"}, "top-half takes size=…, count=…"),
+        ({"method": "kvsharer", "compensation": "none,bias"}, "none takes no settings; got 'bias'"),
+        ({"method": "drop", "part": "mlp", "compensation": "bias"}, "`compensation` bias has no effect"),
+        (
+            {"method": {"name": "drop", "attention": [1], "compensation": "attention"}, "compensation": "bias"},
+            "`compensation` bias has no effect",
+        ),
     ],
     ids=str,
 )
 def test_choices_that_cannot_be(source, options, message):
     with pytest.raises(ValueError, match=message):
-        retrofitted(source, count=2 if options.get("layers", "auto") == "auto" else None, **options)
+        retrofitted(source, **options)

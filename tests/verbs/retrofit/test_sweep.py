@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import crosslayer
-from crosslayer.verbs.retrofit.request import RetrofitOptions
+from crosslayer.verbs.retrofit.options import read_layers
+from crosslayer.verbs.retrofit.run import options_of
 from tests.helpers.tiny import VOCABULARY, tiny
 from tests.verbs.retrofit.test_verb import inputs, retrofit  # noqa: F401
 
@@ -29,9 +30,9 @@ def test_each_row_is_what_its_own_retrofit_has(source, tmp_path):
     swept = crosslayer.retrofit(
         source, text, **OPTIONS, compensation="layerwise", sweep=[f"target={','.join(TARGETS)}"]
     )
-    assert [row.of for row in swept.alternatives] == [f"--target {target}" for target in TARGETS]
+    assert [row.of for row in swept.alternatives] == [f"--compensation layerwise,target={target}" for target in TARGETS]
     for row, target in zip(swept.alternatives, TARGETS, strict=True):
-        alone = crosslayer.retrofit(source, text, **OPTIONS, compensation="layerwise", target=target)
+        alone = crosslayer.retrofit(source, text, **OPTIONS, compensation=f"layerwise,target={target}")
         kl = alone.damage.all.kl
         assert row.kl.value == pytest.approx(kl.value, rel=1e-6)
         assert row.kl.interval == pytest.approx(kl.interval, rel=1e-6)
@@ -39,33 +40,39 @@ def test_each_row_is_what_its_own_retrofit_has(source, tmp_path):
         assert row.share == pytest.approx(alone.kv_share)
         assert row.change.value == pytest.approx(kl.value - swept.damage.all.kl.value, abs=1e-6)
         assert row.change.low <= row.change.value <= row.change.high
-    assert swept.needles is None and swept.settings.target == "attention"
+    assert swept.needles is None and swept.settings.compensation == "layerwise,target=attention"
     page = swept.save(tmp_path / "out")
     assert sorted(path.name for path in page.parent.iterdir()) == ["figures", "record.json", "report.html"]
     assert crosslayer.load_result(tmp_path / "out").alternatives == swept.alternatives
-    assert "--target heads-from-values" in page.read_text(encoding="utf-8")
+    assert "layerwise,target=heads-from-values" in page.read_text(encoding="utf-8")
 
 
 def test_a_count_of_readers_lays_blocks_below_the_middle(source):
     options = {"method": "cla", "compensation": "none", "windows": 16, "length": LENGTH}
-    swept = crosslayer.retrofit(source, ids(16, 0), **options, size=3, sweep=["count=2,4"])
+    swept = crosslayer.retrofit(source, ids(16, 0), **options, layers="top-half,size=3", sweep=["count=2,4"])
     assert swept.choice.groups == [[5, 6, 7]] and [row.share for row in swept.alternatives] == [6 / 8, 4 / 8]
-    below = crosslayer.retrofit(source, ids(16, 0), **options, size=2, count=4)
+    below = crosslayer.retrofit(source, ids(16, 0), **options, layers="top-half,size=2,count=4")
     assert below.choice.groups == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    with pytest.raises(ValueError, match="`count` must be at most 6 for `size` 4, got 9"):
-        crosslayer.retrofit(source, ids(16, 0), **options, size=4, count=9)
+    with pytest.raises(ValueError, match="`layers`: count must be at most 6 for size 4, got 9"):
+        crosslayer.retrofit(source, ids(16, 0), **options, layers="top-half,size=4,count=9")
 
 
 def test_every_combination_is_a_variant():
-    options = RetrofitOptions(method="uniattn", sweep=("size=2,3", "groups = 1, 4"), compensation="mean")
-    named = {name: (each.size, each.groups) for name, each in options.variants().items()}
+    options = options_of(method="uniattn", sweep=("size=2,3", "groups = 1, 4"), compensation="mean")
+    named = {name: (each.layers, each.compensation) for name, each in options.variants().items()}
     assert named == {
-        "--size 2 --groups 1": (2, 1),
-        "--size 2 --groups 4": (2, 4),
-        "--size 3 --groups 1": (3, 1),
-        "--size 3 --groups 4": (3, 4),
+        f"--layers top-half,size={size} --compensation mean,groups={groups}": (
+            f"top-half,size={size}",
+            f"mean,groups={groups}",
+        )
+        for size in (2, 3)
+        for groups in (1, 4)
     }
-    assert [*RetrofitOptions(method="cla").variants()] == [""]
+    both = options_of(method="cla", layers="auto,count=2", sweep=("count=3,6", "layers=auto,top-half"))
+    assert [*both.variants()] == [f"--layers {way},count={count}" for count in (3, 6) for way in ("auto", "top-half")]
+    read = read_layers("auto:distance, threshold=0.6,count=6")
+    assert (read.name, read.threshold, read.count) == ("auto:distance", 0.6, 6)
+    assert [*options_of(method="cla").variants()] == [""]
 
 
 BAD = [
@@ -76,10 +83,10 @@ BAD = [
     (("--sweep", "size=2,many"), "size must be a valid integer, got 'many'"),
     (
         ("--sweep", "target=attention,head"),
-        "target must be one of 'attention', 'heads', 'heads-from-values', 'mlp', got 'head'",
+        "target must be one of 'attention', 'heads', 'mlp', 'heads-from-values', got 'head'",
     ),
-    (("--sweep", "groups=1,2"), "has no effect with the other options"),
-    (("--sweep", "count=3,4"), "--count must be a multiple of --size − 1 = 3, got 4"),
+    (("--sweep", "groups=1,2"), "takes target=…, bias, each once; got 'groups=1'"),
+    (("--sweep", "count=3,4"), "--layers: count must be a multiple of size − 1 = 3, got 4"),
     (("--sweep", "size=2,4", "--full"), "--sweep needs --method, without a budget and without --full"),
     (("--sweep", "size=2,4", "--remote-code-shim"), "--remote-code-shim has no effect with --sweep"),
     (("--sweep", "size=2,4", "--heal", "heal-smoke"), "--heal has no effect with --sweep"),
@@ -95,10 +102,14 @@ def test_bad_sweeps_are_refused_before_a_model_is_loaded(monkeypatch, inputs, tm
 
 
 def test_the_command_prints_one_table(monkeypatch, inputs, tmp_path, capsys):  # noqa: F811
-    words = ("--method", "uniattn", "--compensation", "none", "--sweep", "count=1,2", "--size", 2)
+    words = ("--method", "uniattn", "--compensation", "none", "--sweep", "count=1,2", "--layers", "top-half,size=2")
     assert retrofit(monkeypatch, inputs, tmp_path / "out", *words) == 0
     printed = capsys.readouterr().out
-    assert "--count 1" in printed and "--count 2" in printed and "KL less the first's" in printed
+    assert (
+        "top-half,size=2,count=1" in printed
+        and "top-half,size=2,count=2" in printed
+        and "KL less the first's" in printed
+    )
     record = json.loads((tmp_path / "out" / "record.json").read_text())
     assert [row["share"] for row in record["alternatives"]] == [0.9375, 0.875]
     assert record["settings"]["sweep"] == ["count=1,2"] and not (tmp_path / "out" / "model.safetensors").exists()

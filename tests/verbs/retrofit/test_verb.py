@@ -124,7 +124,7 @@ for folder in (bare, ours):
 def test_folders_open_in_another_process(monkeypatch, inputs, tmp_path, capsys):
     """Whole layers need no package, and no shim is written; with a shim the model loads, saves, and loads again."""
     stock, ours = tmp_path / "stock", tmp_path / "ours"
-    options = ("--method", "drop", "--part", "layer", "--layers", "auto", "--count", 2, "--remote-code-shim")
+    options = ("--method", "drop", "--part", "layer", "--layers", "auto,count=2", "--remote-code-shim")
     assert retrofit(monkeypatch, inputs, stock, *options) == 0
     assert "a stock LlamaForCausalLM loads without crosslayer" in capsys.readouterr().err
     assert check_files(stock) == [] and not (stock / "modeling_shim.py").exists()
@@ -182,9 +182,9 @@ def test_by_default_three_embedded_domains_calibrate_and_six_evaluate(monkeypatc
 
 WAYS = [
     ("--method", "cla", "--layers", "auto", "--compensation", "ridge"),
-    ("--method", "drop", "--layers", "auto", "--select", "greedy", "--count", 2),
-    ("--method", "drop", "--layers", "auto", "--count", 2, "--compensation", "lmmse", "--bias"),
-    ("--method", "kvsharer", "--layers", "auto", "--count", 2, "--threshold", 0.1),
+    ("--method", "drop", "--layers", "auto:greedy,count=2"),
+    ("--method", "drop", "--layers", "auto,count=2", "--compensation", "lmmse,bias"),
+    ("--method", "kvsharer", "--layers", "auto:distance,count=2,threshold=0.1"),
     ("--method", "svformer", "--layers", "0-7", "--compensation", "lstsq"),
     ("--method", "drop", "--layers", "2,5", "--part", "mlp"),
     ("--method", '{"name": "cla", "group": 2, "compensation": "attention"}'),
@@ -213,7 +213,7 @@ def test_the_folder_keeps_the_dtype_of_the_original_and_what_was_measured(
 def test_other_ways(monkeypatch, inputs, tmp_path, options):
     assert retrofit(monkeypatch, inputs, tmp_path / "out", *options, "--windows", 16) == 0
     record = json.loads((tmp_path / "out" / "record.json").read_text())
-    assert record["settings"]["compensation"] in (None, record["calibration"]["fit"])
+    assert record["settings"]["compensation"] in (None, record["calibration"]["fit"], "lmmse,bias")
     AutoTokenizer.from_pretrained(tmp_path / "out")
     AutoModelForCausalLM.from_pretrained(tmp_path / "out").generate(torch.tensor([[5, 6]]), max_new_tokens=3)
 
@@ -274,13 +274,13 @@ BAD = [
      "--calibration-text has no effect"),
     (("--method", "uniattn", "--calibration", 9999), "are needed (32 for evaluation, 9999 for calibration)"),
     (("--method", "drop", "--part", "mlp", "--layers", "1", "--compensation", "ridge"), "needs at least one layer"),
-    (("--method", "cla", "--layers", "4-5", "--select", "greedy"), "--select greedy has no effect"),
-    (("--method", "cla", "--layers", "auto", "--select", "distance"), "must be one of 'similarity'"),
-    (("--method", "kvsharer", "--layers", "auto", "--threshold", 1), "0 layers can share with a cosine above"),
-    (("--method", "svformer", "--compensation", "none", "--bias"), "--bias has no effect"),
+    (("--method", "cla", "--layers", "auto:greedy"), "auto must be one of 'similarity', got 'greedy'"),
+    (("--method", "cla", "--layers", "auto:distance"), "must be one of 'similarity'"),
+    (("--method", "kvsharer", "--layers", "auto:distance,threshold=1"), "0 layers can share with a cosine above"),
+    (("--method", "svformer", "--compensation", "none,bias"), "--compensation: none takes no settings"),
     (("--method", "uniattn", "--layers", "1,2,4-5"), "at least two layers, got [[1], [2]]"),
-    (("--method", "drop", "--layers", "auto", "--count", 8), "--count must be below 8, the number of layers"),
-    (("--method", "cla", "--target", "head"), "target must be one of 'attention', 'heads', 'mlp', got 'head'"),
+    (("--method", "drop", "--layers", "auto,count=8"), "--layers: count must be below 8, the number of layers"),
+    (("--method", "cla", "--compensation", "target=head"), "target must be one of 'attention', 'heads', 'mlp'"),
     (("--kv-budget", "nan"), "--kv-budget must be a finite number"),
     (("--kl-budget", "1e-9", "--compensation", "none", "--length", 8), "--kl-budget 1e-09 is too small"),
     (("--method", '{"name": ' + "[" * 50_000), "--method must be a name or a JSON object, got JSON that is nested"),

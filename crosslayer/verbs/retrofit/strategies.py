@@ -1,0 +1,76 @@
+"""Which `Strategy` the options of a retrofit ask for."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from crosslayer.core.decoder.configuration import CrossLayerConfig
+from crosslayer.core.method import Method
+from crosslayer.core.methods import Entry, load_methods, method_class, to_entry
+from crosslayer.verbs.retrofit.bits import Latents
+from crosslayer.verbs.retrofit.choosers import Choosers
+from crosslayer.verbs.retrofit.layers import Layers
+from crosslayer.verbs.retrofit.options import ONE_OF, RetrofitOptions
+from crosslayer.verbs.retrofit.strategy import Given, Named, Strategy
+from crosslayer.verbs.retrofit.trade_off import LayerSearch
+
+
+def strategy_of(options: RetrofitOptions, config: CrossLayerConfig | None = None) -> Strategy:
+    """Return how methods and layers are chosen: a budget chooses what the method, or any method, lets it search.
+
+    Args:
+        options: what the user asked for.
+        config: the model's, as of a crosslayer decoder; None: not known, as for a report that was read.
+
+    """
+    methods, cls = _named(options.method)
+    named: list[Named] = [*methods, *([] if cls is None else [cls])]
+    names, spaces = " and ".join(one.name() for one in named), {one.search_space() for one in named}
+    if len(methods) > 1 and spaces & {"bits", "choosers"}:
+        raise ValueError(f"`method` must be one method if layers cache latents or choose tokens, got {names}")
+    if options.axes != "depth" and (options.kv_budget is None or named):
+        raise ValueError(f"`axes` {options.axes} needs `kv_budget`, and no `method`")
+    has_budget = options.kl_budget is not None or options.read_budget is not None
+    if options.axes != "depth" or ("bits" in spaces and not has_budget):
+        return Latents(options, named, config)
+    if has_budget and ("choosers" in spaces or not named and options.read_budget is not None):
+        return Choosers(options, named, config)
+    if not named:
+        return LayerSearch(options, named, config)
+    if has_budget:
+        raise ValueError(ONE_OF)
+    if options.kv_budget is not None:
+        raise ValueError(
+            f"`kv_budget` chooses methods and layers itself, or the bits of a `method` with latents; remove it, or "
+            f"`method` {names}"
+        )
+    return Given(options, named, config) if methods else Layers(options, named, config)
+
+
+def plain_method(method: Entry | Sequence[Entry] | None) -> str | dict[str, Any] | list[dict[str, Any]] | None:
+    """Return a method, or several, as plain data, as options hold it; of a class its name."""
+    if isinstance(method, Sequence) and not isinstance(method, str):
+        return [to_entry(one) for one in load_methods(method)]
+    if isinstance(method, type):
+        return method.name()
+    if isinstance(method, Method):
+        return to_entry(method)
+    return dict(method) if isinstance(method, Mapping) else method
+
+
+def _named(value: str | dict[str, Any] | list[dict[str, Any]] | None) -> tuple[list[Method], type[Method] | None]:
+    """Return whole methods, or the class of a method whose layers are to be chosen; neither where none is named."""
+    if value is None:
+        return [], None
+    if not isinstance(value, str):
+        return load_methods(value), None
+    if value.lstrip().startswith(("{", "[")):
+        try:
+            return load_methods(json.loads(value)), None
+        except json.JSONDecodeError as error:
+            raise ValueError(f"`method` must be a name, a JSON object or a list, got {value!r} ({error})") from None
+        except RecursionError:
+            raise ValueError("`method` must be a name or a JSON object, got JSON that is nested too deeply") from None
+    cls = method_class(value)
+    takes_groups = cls.from_groups.__func__ is not Method.from_groups.__func__  # type: ignore[attr-defined]
+    return ([], cls) if takes_groups else (load_methods(value), None)

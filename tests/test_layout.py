@@ -110,6 +110,7 @@ def test_methods_never_import_one_another():
         ]
 
 
+LINES_IN_ALL = 41_500  # of the package
 LINES, BODY = 400, 60  # of a file; of a function, without signature and docstring, so that any option can be explained
 
 
@@ -174,3 +175,37 @@ def test_nobody_passes_a_progress_meter():
             if isinstance(node, ast.FunctionDef):
                 names = [argument.arg for argument in (*node.args.args, *node.args.kwonlyargs)]
                 assert not {"progress", "meter"} & set(names) or path.name == "progress.py", f"{path}: {node.name}"
+
+
+def test_the_package_keeps_within_its_bounds():
+    """What grows names what it replaces; a bound is raised by the lines that a feature is worth, and no more."""
+    texts = {path.relative_to(PACKAGE): path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
+    trees = {path: ast.parse(text) for path, text in texts.items()}
+    presentation = ("record", "result", "page", "sentences", "report", "serving_result")
+    shown = [text for path, text in texts.items() if path.stem in presentation and path.parts[0] != "wiring"]
+    between, arrays, kinds, intervals = [], [], [], []
+    for path, tree in trees.items():
+        verb = path.parts[1] if path.parts[0] == "verbs" and len(path.parts) > 2 else None
+        for node in ast.walk(tree):
+            if verb and isinstance(node, ast.ImportFrom) and (node.module or "").startswith("crosslayer.verbs."):
+                between += [f"{path}: {node.module}"] if node.module.split(".")[2] != verb else []
+            if isinstance(node, ast.FunctionDef) and "np.ndarray" in (node.returns and ast.unparse(node.returns) or ""):
+                arrays += [f"{path}: {node.name}"] if "property" in map(ast.unparse, node.decorator_list) else []
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and "ci95" in node.target.id:
+                intervals.append(f"{path}: {node.target.id}")
+        if path.parts[0] != "core" and path.name not in ("choosers.py", "latents.py"):
+            kinds += re.findall(r"\b(?:ChoiceMethod|LatentMethod|has_choices|has_latents|can_share)\b", texts[path])
+    assert sum(text.count("\n") for text in texts.values()) <= LINES_IN_ALL
+    assert sum(text.count("\n") for text in shown) <= 5_500
+    assert len(between) <= 30, between
+    assert len(arrays) <= 5, arrays
+    assert len(kinds) <= 10, kinds
+    assert intervals == [
+        "output/record.py: ci95"
+    ]  # of a measure by layer; any other value with an interval is an Estimate
+
+
+def test_retrofit_has_few_options():
+    from crosslayer.cli.declared import read_verb
+
+    assert len(read_verb("retrofit").options) <= 28

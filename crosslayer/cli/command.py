@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from crosslayer import _start
-from crosslayer.cli.declared import REQUIRED, SOURCE, TEXTS, Call, Option, Verb
+from crosslayer.cli.declared import REQUIRED, TEXTS, Call, Option, Verb
 from crosslayer.cli.printing import print_headline, print_line, print_table
 from crosslayer.output.folder import check_free, check_target, held
 from crosslayer.output.progress import Progress, Silent, metered_by, say
@@ -115,11 +115,11 @@ def _values(call: Call, typed: dict[str, Any]) -> dict[str, Any]:
             value = tuple(value or ())
         values[option.name] = value
     if any(option.kind in TEXTS for option in call.parameters):
-        _name_texts(call, values, {option.name: typed[option.name] for option in SOURCE if option.name in typed})
+        _name_texts(call, values)
     return values
 
 
-def _name_texts(call: Call, values: dict[str, Any], source: dict[str, Any]) -> None:
+def _name_texts(call: Call, values: dict[str, Any]) -> None:
     """Replace the names of texts among the values by where those texts come from."""
     from crosslayer.corpus.documents import TextSource
     from crosslayer.corpus.domains import check_table_options
@@ -128,10 +128,10 @@ def _name_texts(call: Call, values: dict[str, Any], source: dict[str, Any]) -> N
     for option in call.parameters:
         if option.kind in TEXTS and option.name in values:
             value = values[option.name]
-            named = [TextSource.named(text, **source) for text in ([value] if isinstance(value, str) else value or ())]
+            named = list(map(TextSource.named, [value] if isinstance(value, str) else value or ()))
             sources += named
             values[option.name] = (named or [None])[0] if option.kind == "Text" else named
-    check_table_options(sources or [TextSource(None, **source)])
+    check_table_options(sources)
 
 
 def _split(option: Option, text: str) -> tuple[Any, ...]:

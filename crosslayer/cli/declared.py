@@ -46,11 +46,6 @@ class Option:
         return SPELLED.get(self.name, "--" + self.name.replace("_", "-"))
 
 
-SOURCE = (  # options for text in a table or a dataset
-    Option("config", "str | None", None, "configuration of a Hugging Face dataset."),
-    Option("split", "str", "train", "split of a Hugging Face dataset."),
-    Option("column", "str", "text", "text column of a table or dataset."),
-)
 FORCE = Option("force", "bool", False, "replace the output folder if it exists.")
 EVERYWHERE = (
     Option("allow_methods", "Sequence[str] | None", None, "your own Python module to import; repeatable."),
@@ -103,8 +98,6 @@ class Verb:
         """The options, in the order of panels: those of the call, of the command line alone, and of all verbs."""
         own = [option for call in self.beside.values() for option in call.parameters if option.default is not REQUIRED]
         options = [*self._shown()[self.count :], *own]
-        if any(option.kind in TEXTS for option in options):
-            options += SOURCE
         if self.is_saved:
             default = REQUIRED if self.out == "" else self.out
             options += [Option("out", "str", default, "output folder for report.html, record.json and figures."), FORCE]
@@ -115,7 +108,7 @@ class Verb:
         """Return the panel of the help in which an option stands; None: the first one."""
         if self.panels:
             return next(panel for panel, names in self.panels.items() if option.name in names)
-        return "Text" if option.kind in TEXTS or option in SOURCE else "Output" if option.name in OUTPUT else None
+        return "Text" if option.kind in TEXTS else "Output" if option.name in OUTPUT else None
 
     def _shown(self) -> tuple[Option, ...]:
         return tuple(

@@ -32,6 +32,8 @@ from crosslayer.output.progress import QUIET, say
 DATA = Path(__file__).parent.parent / "data"
 SHUFFLED = 1000  # rows of the buffer from which a dataset is drawn
 NAMED = re.compile(r"([A-Za-z0-9][\w.-]{0,63})=(.+)", re.ASCII | re.DOTALL)
+SETTINGS = ("config", "split", "column")
+WITH_SETTINGS = re.compile(rf"(.+?)((?:,(?:{'|'.join(SETTINGS)})=[^,=]+)+)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -57,10 +59,22 @@ class TextSource:
     where: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     @classmethod
-    def named(cls, text: str, **options: Any) -> "TextSource":
-        """Return the source that a shell names: DOMAIN=SOURCE, or a source alone; what exists as a path is one."""
-        match = None if Path(text).expanduser().exists() else NAMED.fullmatch(text)
-        return cls(text, **options) if match is None else cls(match[2], **options, domain=match[1])
+    def named(cls, text: str) -> "TextSource":
+        """Return the source that a shell names: DOMAIN=SOURCE,config=…,split=…,column=…, or a part of that.
+
+        What exists as a path is one.
+        """
+        if Path(text).expanduser().exists():
+            return cls(text)
+        domain, options = None, {}
+        match = NAMED.fullmatch(text)
+        if match is not None:
+            domain, text = match.groups()
+        match = None if Path(text).expanduser().exists() else WITH_SETTINGS.fullmatch(text)
+        if match is not None:
+            text, settings = match.groups()
+            options = dict(setting.split("=") for setting in settings[1:].split(","))
+        return cls(text, domain=domain, **options)
 
     def describe(self) -> str:
         """Return the domain's name, or a short name of the source for reports, without any folder."""

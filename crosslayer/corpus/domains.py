@@ -31,18 +31,17 @@ def embedded_domains(names: Iterable[str] = tuple(EMBEDDED)) -> dict[str, Iterab
 
 
 def check_table_options(sources: Sequence[TextSource]) -> None:
-    """Refuse a configuration, split or column where no source has any."""
-    has_dataset = has_column = False
+    """Refuse a configuration, split or column of a source that has none."""
     for source in sources:
         files = [] if source.name is None else local_files(source.name)
         is_dataset = source.name is not None and not files
-        has_dataset |= is_dataset
-        has_column |= is_dataset or any(file_kind(path) not in PLAIN for path in files)
-    for option, is_used in (("config", has_dataset), ("split", has_dataset), ("column", has_column)):
-        value, default = vars(sources[0])[option], vars(TextSource())[option]
-        if not is_used and value != default:
-            what = "text is no table" if option == "column" else "text is no dataset of the hub"
-            raise ValueError(f"`{option}` {value} does nothing, since the {what}; leave it out")
+        has_column = is_dataset or any(file_kind(path) not in PLAIN for path in files)
+        for option, is_used in (("config", is_dataset), ("split", is_dataset), ("column", has_column)):
+            value, default = vars(source)[option], vars(TextSource())[option]
+            if not is_used and value != default:
+                what = "table" if option == "column" else "dataset of the hub"
+                wrong = f"{option}={value} does nothing, since the text is no {what}; leave it out"
+                raise ValueError(f"`text` {source.describe()}: {wrong}")
 
 
 def shared_out(count: int, domains: Sequence[str]) -> dict[str, int]:

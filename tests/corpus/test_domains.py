@@ -24,12 +24,16 @@ def test_pages_list_the_domains_that_there_are():
 def test_a_shell_names_a_domain_of_its_own(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("one")
     monkeypatch.chdir(tmp_path)
-    source = TextSource.named("laws=a.txt", column="text")
+    source = TextSource.named("laws=a.txt,column=text")
     assert source == TextSource("a.txt", domain="laws") and source.describe() == "laws"
     assert load_documents(source) == ["one"] and Texts.load([source, TextSource.named("a.txt")]).evaluation == (
         "laws",
         "a.txt",
     )
+    told = TextSource.named("web=allenai/c4,config=en,split=validation,column=text")
+    assert told == TextSource("allenai/c4", "en", "validation", "text", "web")
+    assert TextSource.named("a,b.jsonl,column=body") == TextSource("a,b.jsonl", column="body")
+    assert TextSource.named("a.jsonl,colour=red").name == "a.jsonl,colour=red"
     (tmp_path / "lang=en").mkdir()
     (tmp_path / "lang=en" / "b.txt").write_text("two")
     for path in ("lang=en", "lang=en/b.txt", "./lang=en/*.txt"):  # which exists, or is no NAME=SOURCE

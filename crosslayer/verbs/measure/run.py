@@ -60,8 +60,9 @@ def measure(
         candidates: a model (name or folder), bits of the cache (int8, int4, fp8, 8@0-11,4@12-29) or an eviction
             (h2o:0.5); repeatable; default fp8, int8 and int4. In Python also a loaded model, a `DepthPlan`, a class
             of caches, or a context manager around the model, in a list or by name.
-        text: evaluation text, repeatable: one domain each, named by NAME=FILE; default all embedded domains. In
-            Python also token ids (N, `length`), documents, sources, or a dict of these by domain.
+        text: evaluation text, repeatable: one domain each, named by NAME=FILE, or NAME=DATASET,config=…,split=…,
+            column=…; default all embedded domains. In Python also token ids (N, `length`), documents, sources, or a
+            dict of these by domain.
         only: what is measured: bytes, kl, needles, tasks, time.
         tasks: lm-eval tasks, or groups of tasks as in papers, that all candidates answer.
         limit: number of items of each task, from the first; default all.

@@ -81,8 +81,9 @@ def retrofit(
 
     Args:
         model: Hub name, local folder, smollm2 or qwen. In Python also a loaded model, which is not changed.
-        text: evaluation text, repeatable: one domain each, named by NAME=FILE; default all embedded domains. In
-            Python also token ids (N, `length`), documents, sources, or a dict of these by domain.
+        text: evaluation text, repeatable: one domain each, named by NAME=FILE, or NAME=DATASET,config=…,split=…,
+            column=…; default all embedded domains. In Python also token ids (N, `length`), documents, sources, or a
+            dict of these by domain.
         tokenizer: in Python, the tokenizer of a loaded model.
         method: a method (`crosslayer methods` lists them) or a module of your own, on the layers of --layers; or a
             method with all its options as JSON: {"name": NAME, OPTION: VALUE}, or a list of these.

@@ -59,7 +59,8 @@ def diagnose(
     Args:
         model: hub name, local folder, smollm2, qwen, gemma3 or minilm. In Python also a loaded model.
         text: a .txt, .md, .jsonl or .parquet file, a folder of them, or a Hugging Face dataset:
-            NAME,config=…,split=…,column=…; default the embedded corpus. In Python also token ids (B, T), T ≥ 2, without padding, a `TextSource` or texts.
+            NAME,config=…,split=…,column=…; default the embedded corpus. In Python also token ids (B, T), T ≥ 2, without
+            padding, a `TextSource` or texts.
         tokenizer: in Python, the tokenizer of a loaded model; token ids are then shown as text.
         baseline: another model to show beside it, such as the one that a retrofit comes from.
         sequences: sequences to measure; confidence intervals need at least two.

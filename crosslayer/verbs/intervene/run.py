@@ -59,7 +59,8 @@ def intervene(
     Args:
         model: hub name, local folder, smollm2, qwen, gemma3 or minilm. In Python also a loaded model.
         text: a .txt, .md, .jsonl or .parquet file, a folder of them, or a Hugging Face dataset:
-            NAME,config=…,split=…,column=…; default the embedded corpus. In Python also token ids (B, T), T ≥ 2, without padding, a `TextSource` or texts.
+            NAME,config=…,split=…,column=…; default the embedded corpus. In Python also token ids (B, T), T ≥ 2, without
+            padding, a `TextSource` or texts.
         tokenizer: in Python, the tokenizer of a loaded model.
         interventions: in Python, what to change, as objects or as plain data from a record, applied together; the
             result describes the first position of the first.

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from crosslayer.judge.clock import TIMES
 from crosslayer.judge.report import Report, Row
 from crosslayer.output.formatting import UNKNOWN, listed
 from crosslayer.output.page import Cell, Mark
@@ -31,7 +32,7 @@ def listing(title: str, rows: Sequence[Row], details: dict[str, str] | None = No
     cells = []
     for row in rows:
         cell: list[Cell] = [row.candidate] if names else []
-        cell += [row.scope, row.quantity]
+        cell += [row.scope, TIMES.get(row.quantity, row.quantity)]
         cell += [row.text(row.original) or UNKNOWN] if compared else []
         cell.append(row.text(row.value) or UNKNOWN)
         if compared:
@@ -54,7 +55,9 @@ def _detail(row: Row, name: str) -> str:
 
 def over(change: Estimate) -> str:
     """Return what an interval is over: 16 windows, bootstrap."""
-    return f"{change.n} {change.over}, {change.how}" if change.interval is not None else UNKNOWN
+    if change.interval is None:
+        return UNKNOWN
+    return change.how if change.n == 1 else f"{change.n} {change.over}, {change.how}"
 
 
 def by_verdict(rows: Sequence[Row]) -> list[str]:
@@ -68,6 +71,7 @@ def by_verdict(rows: Sequence[Row]) -> list[str]:
         clauses = []
         for verdict in sorted({row.verdict for row in own}):
             group = [row for row in own if row.verdict == verdict]
+            verdict = verdict[0].upper() + verdict[1:]
             if [row.scope for row in group] == ["all"]:
                 clauses.append(f"{verdict}, {group[0].change_text()}")
             elif len(group) == len(own) > NAMED:
@@ -77,7 +81,8 @@ def by_verdict(rows: Sequence[Row]) -> list[str]:
                 more = f" and {len(group) - NAMED} more" if len(group) > NAMED else ""
                 clauses.append(f"{verdict} at {'; '.join(named)}{more}")
         if clauses:
-            written.append(f"{quantity[0].upper()}{quantity[1:]}: {'. '.join(clauses)}.")
+            title = TIMES.get(quantity, quantity)
+            written.append(f"{title[0].upper()}{title[1:]}. {'. '.join(clauses)}.")
     return written
 
 

@@ -18,7 +18,7 @@ NEW = "a new domain"  # the scope of a prediction
 
 def counted(ratio: float) -> Estimate:
     """Return a ratio of bytes, which are counted, not measured."""
-    return Estimate(value=ratio, n=1, over="caches", how="counted", none=1.0)
+    return Estimate(value=ratio, low=ratio, high=ratio, n=1, over="cache", how="counted", none=1.0)
 
 
 def cache_rows(own_run: Run, original_run: Run, /, **facts: Any) -> list[Row]:

@@ -28,8 +28,6 @@ def layout(record: Benchmark) -> Page:
     settings, threads = record.settings, record.environment.machine.threads
     candidate, original = record.models
     assert original.model is not None
-    last = record.rows[-1].scope
-    rows = [row for row in record.rows if row.scope == last and row.change is not None]
     return Page(
         title=f"Benchmark of {candidate.name} against {original.name}",
         subtitle=(
@@ -37,9 +35,7 @@ def layout(record: Benchmark) -> Page:
             f"runs · {original.model.dtype} on {original.model.device}, {threads} thread{'s' if threads > 1 else ''} · "
             f"{' and '.join(settings.attention)} attention"
         ),
-        cards=[
-            (TIMES.get(row.quantity, row.quantity), row.change_text(), f"{row.verdict}; {last}") for row in rows[:5]
-        ],
+        cards=_cards(record),
         sentences=sentences(record),
         panels=_panels(record),
         tables=[
@@ -50,19 +46,29 @@ def layout(record: Benchmark) -> Page:
     )
 
 
+def _cards(record: Benchmark) -> list[tuple[str, str, str]]:
+    """Return the cards of the last configuration: the size of the cache, and times."""
+    last, titles = record.rows[-1].scope, {"bytes": "KV cache", **TIMES}
+    cards = []
+    for row in record.rows:
+        if row.scope == last and row.quantity in titles and row.change is not None:
+            figure, _, interval = row.change_text().partition(" ")
+            cards.append((titles[row.quantity], figure, f"{interval} {row.verdict}; {last}".strip()))
+    return cards
+
+
 def sentences(record: Benchmark) -> list[str]:
     """Return what was measured over all configurations; gains and losses are worded alike."""
     pairs = record.settings.repeats
     rule = "a candidate counts as faster or slower only where the interval excludes 1"
-    rows = [row for row in record.rows if row.quantity in TIMES]
-    named = [row.model_copy(update={"quantity": TIMES[row.quantity]}) for row in rows]
+    times = [row for row in record.rows if row.quantity in TIMES]
     return [
         _cache_sentence(record.rows_of("bytes")),
-        *by_verdict(named),
+        *by_verdict(times),
         *_softmax_sentences(record.rows_of("softmax share")),
         f"Each ratio is the median of {pairs} pair{'s' if pairs > 1 else ''} of runs ({covered(pairs)}); "
         f"{TOO_FEW if pairs < FEWEST else rule}.",
-        *_noise_sentences(named),
+        *_noise_sentences(times),
         *failures(record),
         *SmallerCache(record.settings.evict, record.settings.kv_bits).sentences(),
         *(f"Skipped: {reason}." for reason in record.skipped),
@@ -111,7 +117,7 @@ def _noise_sentences(rows: Sequence[Row]) -> list[str]:
     if float(worst.details["spread"]) <= NOISY:
         return []
     apart = percent(float(worst.details["spread"]))
-    where = f"{worst.quantity} at {worst.scope}"
+    where = f"{TIMES[worst.quantity]} at {worst.scope}"
     return [f"Equal runs vary: {where} has quartiles {apart} apart, so the machine was probably busy."]
 
 
@@ -133,7 +139,7 @@ def _ratios(record: Benchmark, group: str, scopes: dict[float, str]) -> Panel:
     lines, interval = [], covered(record.settings.repeats)
     for name, title in (*TIMES.items(), ("bytes", "KV cache, in 16 bits")):
         changes = [row.change for row in _rows(record, name, scopes) if row.change is not None]
-        intervals = [change.interval for change in changes if change.interval is not None]
+        intervals = [change.interval for change in changes if change.interval is not None and name in TIMES]
         low, high = zip(*intervals, strict=True) if len(intervals) == len(changes) else (None, None)
         label = f"{title} ({interval})" if name in TIMES else title
         lines.append(Line(label, [*scopes], [change.value for change in changes], low, high))

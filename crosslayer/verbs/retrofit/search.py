@@ -23,7 +23,7 @@ Move = tuple[MethodClass, int]  # a method and the layer that it is assigned to
 
 
 def searched_methods(space: str = "layers") -> list[MethodClass]:
-    """Return the methods of which a budget can choose something (`Method.search_space`), by name."""
+    """Return the methods in which a budget can choose something (`Method.search_space`), by name."""
     classes = [method_class(name) for name in method_names()]
     return [cls for cls in classes if cls.search_space() == space]
 

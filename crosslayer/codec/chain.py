@@ -118,9 +118,9 @@ class Importance:
     spread: Tensor
     weight: Tensor
 
-    def steps(self, states: Sequence[Tensor], shapes: Sequence[LayerShape]) -> Tensor:
-        """Return the bytes (N,) of the tokens' steps, from states of the latest tokens that each layer holds."""
-        values = (features(states, shapes, self.mean) - self.mean) / self.spread
+    def steps(self, states: Sequence[Tensor], shapes: Sequence[LayerShape], count: int) -> Tensor:
+        """Return the bytes (N,) of the steps of `count` tokens, from states of the latest that each layer holds."""
+        values = (features(states, shapes, count, self.mean) - self.mean) / self.spread
         cost = values @ self.weight
         cost = cost - cost[1:].mean() if len(cost) > 1 else torch.zeros_like(cost)
         steps = torch.exp(-0.5 * POWER * cost).clamp(FINEST, COARSEST)
@@ -132,9 +132,10 @@ def step_sizes(steps: Tensor) -> Tensor:
     return torch.exp2((steps.float() - CENTER) / PER_OCTAVE)
 
 
-def features(states: Sequence[Tensor], shapes: Sequence[LayerShape], missing: Tensor | None = None) -> Tensor:
-    """Return the features (N, F) of tokens; `missing` (F,) stands for layers that do not hold a token any more."""
-    count = max(map(len, states))
+def features(
+    states: Sequence[Tensor], shapes: Sequence[LayerShape], count: int, missing: Tensor | None = None
+) -> Tensor:
+    """Return the features (N, F) of `count` tokens; `missing` (F,) stands for layers that do not hold one any more."""
     rows = []
     for own, shape in zip(states, shapes, strict=True):
         keys, values = own.split([shape.heads * shape.key, shape.heads * shape.value], 1)

@@ -137,7 +137,7 @@ class Codec:
             raise ValueError(f"block must be from 1 to {format.LONGEST} tokens, got {size}")
         layers, length = self.layers_on(states[0].device), len(tokens)
         importance = Importance(*(x.to(states[0].device) for x in vars(self.chain.importance).values()))
-        steps = importance.steps(states, self.shapes)
+        steps = importance.steps(states, self.shapes, length)
         for begin in range(start, length, size):
             stop = min(begin + size, length)
             count = stop - begin
@@ -169,9 +169,10 @@ class Codec:
         dtype: torch.dtype,
     ) -> Cache:
         """Return the cache of rows of blocks, cut to `columns` columns."""
-        states = [
-            self._decode(row, columns - pad, torch.device(device or "cpu")) for row, pad in zip(rows, pads, strict=True)
-        ]
+        target, states = torch.device(device or "cpu"), []
+        for row, pad in zip(rows, pads, strict=True):
+            needed = [block for block in row if block.start < columns - pad]
+            states.append(self._decode(needed, columns - pad, target))
         return new_cache(states, self.shapes, pads, columns, dtype)
 
     def _decode(self, blocks: Sequence[format.Block], length: int, device: torch.device) -> list[Tensor]:

@@ -14,17 +14,16 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from crosslayer.codec.chain import Chain, Importance, Layer, below_of, features, sources, step_sizes
 from crosslayer.codec.entropy import Coder, Table, all_tables, fitted_classes, quantized
 from crosslayer.codec.metric import Metric
-from crosslayer.codec.states import LayerShape, check_cache, read_states
-from crosslayer.core.transformers_versions import CACHE
+from crosslayer.codec.states import LayerShape, new_cache, turned
 from crosslayer.output.progress import progress
-from crosslayer.probe.intercept import evaluating
+from crosslayer.probe.intercept import AttentionCall, evaluating, visited
 
-CONTINUED = 128  # tokens that read a prefix
+PART = 4  # the last tokens of a window, one in so many, read those before
 RIDGE = 0.01  # of the metric, in units of its mean eigenvalue
 LEAST = 1e-4  # ridge of predictions, in units of their mean variance
 KEPT = 0.06  # energy of a channel that is kept, in units of a step squared
@@ -67,22 +66,21 @@ def calibrate(
     """Run the model over windows (N, T): of each the states, and how two continuations of its prefix read them."""
     generator = torch.Generator().manual_seed(seed)
     metric, windows, costs = Metric(model, shapes), [], []
-    prefix = ids.shape[1] - CONTINUED
+    continued = ids.shape[1] // PART
+    prefix = ids.shape[1] - continued
     with evaluating(model), progress("reading calibration text", len(ids) + len(held_out)) as bar:
         for done, row in enumerate(ids.to(model.device), 1):
-            start = int(torch.randint(1, prefix - CONTINUED - 1, (), generator=generator))
-            cache = DynamicCache(config=model.config)
-            model(row[None, :prefix], use_cache=True, logits_to_keep=1, **{CACHE: cache})
-            cost = metric.read(cache, row[None, start : start + CONTINUED])  # a repeat from the prefix
-            costs.append((_states(cache, shapes, prefix), cost + metric.read(cache, row[None, prefix:])))
-            model(row[None, prefix:], use_cache=True, logits_to_keep=1, **{CACHE: cache})
-            windows.append(_states(cache, shapes, len(row)))
+            states = _states(model, row, shapes)
+            before = [own[:prefix] for own in states]
+            cache = new_cache([before], shapes, [0], prefix, model.dtype)
+            start = int(torch.randint(1, prefix - continued, (), generator=generator))
+            cost = metric.read(cache, row[None, start : start + continued])  # a repeat from the prefix
+            costs.append((before, cost + metric.read(cache, row[None, prefix:])))
+            windows.append(states)
             bar.step(done, len(ids) + len(held_out))
         others = []
         for done, row in enumerate(held_out.to(model.device), len(ids) + 1):
-            cache = DynamicCache(config=model.config)
-            model(row[None], use_cache=True, logits_to_keep=1, **{CACHE: cache})
-            others.append(_states(cache, shapes, len(row)))
+            others.append(_states(model, row, shapes))
             bar.step(done, len(ids) + len(held_out))
     importance = _importance(costs, shapes)
     return Calibration(
@@ -95,20 +93,28 @@ def calibrate(
     )
 
 
-def _states(cache: DynamicCache, shapes: list[LayerShape], tokens: int) -> list[Tensor]:
-    check_cache(cache, shapes, 1, tokens)
-    return [read_states(cache, 0, layer, 0, tokens, shape)[0].cpu() for layer, shape in enumerate(shapes)]
+def _states(model: PreTrainedModel, ids: Tensor, shapes: list[LayerShape]) -> list[Tensor]:
+    """Return the states (T, W) of all tokens (T,), whatever a window would still hold."""
+    found: dict[int, Tensor] = {}
+
+    def see(call: AttentionCall) -> None:
+        keys = turned(call.key[0].transpose(0, 1), 0, shapes[call.layer], back=True)
+        found[call.layer] = torch.cat([keys.flatten(1), call.value[0].transpose(0, 1).flatten(1).float()], 1)
+
+    with visited(model, see):
+        model(ids[None], use_cache=False, logits_to_keep=1)
+    return [found[layer] for layer in range(len(shapes))]
 
 
 def _stacked(windows: list[list[Tensor]], importance: Importance, shapes: list[LayerShape]) -> tuple:
-    steps = torch.cat([step_sizes(importance.steps(window, shapes))[1:] for window in windows])
+    steps = torch.cat([step_sizes(importance.steps(window, shapes, len(window[0])))[1:] for window in windows])
     return [torch.cat([window[layer][1:] for window in windows]) for layer in range(len(shapes))], steps
 
 
 def _importance(costs: list[tuple[list[Tensor], Tensor]], shapes: list[LayerShape]) -> Importance:
     """Fit the regression of log cost on the features of a token, by ridge."""
-    rows = torch.cat([features(states, shapes)[1:] for states, _ in costs]).double()
-    target = torch.cat([cost[1:].cpu() for _, cost in costs]).double().clamp_min(1e-20).log()
+    rows = torch.cat([features(states, shapes, len(cost))[1:] for states, cost in costs]).double()
+    target = torch.cat([cost[1:] for _, cost in costs]).double().clamp_min(1e-20).log()
     mean, spread = rows.mean(0), rows.std(0) + 1e-6
     rows = (rows - mean) / spread
     gram = rows.T @ rows + SHRUNK * len(rows) * torch.eye(rows.shape[1], dtype=rows.dtype)

@@ -18,7 +18,7 @@
     end − 32    32       SHA-256 of all bytes before
 
 A file of `Codec.encode` is "CLKF", version (2), two zeros, the number of rows (4), and for each row the columns of
-padding on its left (4), the number of its blocks (4), and its blocks, each behind its size (4).
+padding on its left (4), the number of its blocks (4), and its blocks, each behind its size (4). A SHA-256 ends it, too.
 
 A block is read only if its length is what its header says, and its SHA-256 is right: what is cut off or altered is an
 error before anything is decoded. The hash is no signature: who may write a store may also change its texts.
@@ -26,7 +26,7 @@ error before anything is decoded. The hash is no signature: who may write a stor
 
 import hashlib
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -38,6 +38,7 @@ START = struct.Struct("<4sHHI")
 PAIR = struct.Struct("<II")
 HASH = 32
 LONGEST = 4096  # tokens of a block
+MOST_PADDING = 2**20  # columns
 DTYPES = ("float16", "bfloat16", "float32")
 
 
@@ -94,7 +95,7 @@ def root(codec: bytes) -> bytes:
     return hashlib.sha256(b"crosslayer-kv-1" + codec).digest()
 
 
-def read_header(data: bytes | memoryview, layers: int) -> Block:
+def read_header(data: bytes | memoryview, layers: int | None = None) -> Block:
     """Return a block without what follows its header, which is enough to find a prefix.
 
     Raises:
@@ -108,6 +109,7 @@ def read_header(data: bytes | memoryview, layers: int) -> Block:
         raise ValueError("this is no block of a stored cache")
     if version != VERSION:
         raise ValueError(f"the block has format {version}, and this release reads {VERSION}; update crosslayer")
+    layers = own if layers is None else layers
     if own != layers or not 0 < count <= LONGEST or dtype >= len(DTYPES):
         raise ValueError("the header of a block is damaged")
     if len(data) < HEAD.size + 4 * count + 2 * layers:
@@ -139,11 +141,16 @@ def unpack(data: bytes | memoryview, widths: Sequence[int]) -> Block:
     exact = 0 if block.start else sum(2 * width for width, first in held if first == 0)
     if len(data) != at + exact + sum(sizes) + HASH:
         raise ValueError("the length of a block is not what its header says")
-    if hashlib.sha256(data[:-HASH]).digest() != data[-HASH:]:
-        raise ValueError("a block was altered: its SHA-256 differs")
+    check_hash(data)
     ends = np.cumsum([at + exact, *sizes]).tolist()
     codes = [data[start:stop] for start, stop in zip(ends, ends[1:], strict=False)]
     return replace(block, steps=steps, exact=data[at : at + exact], codes=codes)
+
+
+def check_hash(data: bytes | memoryview) -> None:
+    """Refuse bytes that do not end with their SHA-256."""
+    if hashlib.sha256(data[:-HASH]).digest() != data[-HASH:]:
+        raise ValueError("the bytes were cut off or altered: their SHA-256 differs")
 
 
 def pack_file(rows: Sequence[tuple[int, Sequence[bytes]]]) -> bytes:
@@ -153,7 +160,8 @@ def pack_file(rows: Sequence[tuple[int, Sequence[bytes]]]) -> bytes:
         parts.append(PAIR.pack(pad, len(blocks)))
         for block in blocks:
             parts += [len(block).to_bytes(4, "little"), block]
-    return b"".join(parts)
+    body = b"".join(parts)
+    return body + hashlib.sha256(body).digest()
 
 
 def unpack_file(data: bytes) -> list[tuple[int, list[memoryview]]]:
@@ -164,11 +172,13 @@ def unpack_file(data: bytes) -> list[tuple[int, list[memoryview]]]:
 
     """
     view = memoryview(data)
-    if len(view) < START.size or START.unpack_from(view)[0] != FILE:
+    if len(view) < START.size + HASH or START.unpack_from(view)[0] != FILE:
         raise ValueError("these are no bytes of Codec.encode")
     _, version, _, count = START.unpack_from(view)
     if version != VERSION:
         raise ValueError(f"the file has format {version}, and this release reads {VERSION}; update crosslayer")
+    check_hash(view)
+    view = view[:-HASH]
     at, rows = START.size, []
     for _ in range(count):
         pad, blocks = PAIR.unpack(_piece(view, at, PAIR.size))
@@ -178,8 +188,8 @@ def unpack_file(data: bytes) -> list[tuple[int, list[memoryview]]]:
             size = int.from_bytes(_piece(view, at, 4), "little")
             own.append(_piece(view, at + 4, size))
             at += 4 + size
-        if not own:
-            raise ValueError("a row of the file has no block")
+        if not own or pad > MOST_PADDING:
+            raise ValueError("a row of the file has no block, or too much padding")
         rows.append((pad, own))
     if at != len(view) or not rows:
         raise ValueError("the length of the file is not what it says")
@@ -190,9 +200,3 @@ def _piece(view: memoryview, at: int, size: int) -> memoryview:
     if at + size > len(view):
         raise ValueError("the file is cut off")
     return view[at : at + size]
-
-
-def spans(start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:
-    """Yield the blocks of so many tokens from `start` on; the last may be shorter."""
-    for begin in range(start, stop, size):
-        yield begin, min(begin + size, stop)

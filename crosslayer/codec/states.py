@@ -210,6 +210,8 @@ def _shape(states: dict[int, Cache], index: int, tables: list[tuple[float, ...]]
     heads, key, value = layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3]
     still = layer.keys[:, :, 0].float()  # (ROWS, H_kv, D)
     tolerance = 1e-3 if layer.keys.dtype == torch.float32 else 0.05  # of the largest number
+    if not tables:  # positions are in the hidden states, or in the scores
+        return LayerShape(heads, key, value, window, (), ORDERS[0])
     candidates = [((), ORDERS[0]), *((table, order) for table in tables for order in ORDERS)]
     for angles, order in candidates:
         shape = LayerShape(heads, key, value, window, angles, order)

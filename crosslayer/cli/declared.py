@@ -86,6 +86,11 @@ class Verb:
     needs_torch: bool = True
 
     @property
+    def command(self) -> str:
+        """How it is typed."""
+        return self.name.replace("_", "-")
+
+    @property
     def is_saved(self) -> bool:
         """Whether it returns a result that the call itself does not save."""
         has_result = (PACKAGE / "verbs" / self.name / "page.py").is_file()

@@ -30,7 +30,10 @@ KEPT = 0.06  # energy of a channel that is kept, in units of a step squared
 USED = 2e-4  # share of tokens in which a channel that is kept has a code other than 0
 SHRUNK = 0.1  # ridge of the regression of costs
 WEIGHT = 32.0  # at most, of a token
-TRIES, CLOSE = 6, 0.003
+BASIS = 0.125  # share of the 16-bit cache at which matrices are fitted; larger ones at themselves
+QUICK = 4  # of the tokens one in so many, to find a step
+TRIES, ROUGH, CLOSE = 6, 0.15, 0.005
+SLOPE = 1.2  # of the logarithm of the step over that of the bytes
 
 
 @dataclass
@@ -198,25 +201,36 @@ def _regression(inputs: Tensor, outputs: Tensor, weight: Tensor) -> Tensor:
     return torch.linalg.solve(gram, ((centered * weight).T @ outputs).double()).float()
 
 
-def fit_rate(calibration: Calibration, bytes_per_token: float, step: float | None = None) -> Chain:
-    """Fit a chain whose codes of held-out text take so many bytes a token.
+def fit_chain_at(calibration: Calibration, bytes_per_token: float) -> Chain:
+    """Fit a chain whose codes of held-out text take about so many bytes a token; `with_rate` does the rest.
 
-    The step is found on one in three tokens, then by a factor on the step of the chain that is fitted to all.
+    The step is found on one in `QUICK` tokens. What is fitted for a fine step serves coarser ones, too.
     """
-    step = step or _first_step(calibration)
+    step = _first_step(calibration)
     with progress("fitting the codec", 0):
         for _ in range(TRIES):
-            chain = fit_chain(calibration, step, 3)
-            ratio = _rate(chain, calibration) / bytes_per_token
-            if abs(ratio - 1) < 0.05:
+            ratio = _rate(fit_chain(calibration, step, QUICK), calibration) / bytes_per_token
+            step *= min(4.0, max(0.25, ratio**SLOPE))
+            if abs(ratio - 1) < ROUGH:
                 break
-            step *= min(4.0, max(0.25, ratio**1.2))
-        chain = fit_chain(calibration, step)
+        return fit_chain(calibration, step)
+
+
+def with_rate(chain: Chain, calibration: Calibration, bytes_per_token: float) -> Chain:
+    """Return the chain with a step at which held-out text takes so many bytes a token.
+
+    Raises:
+        ValueError: no step does.
+
+    """
+    if bytes_per_token <= 0:
+        raise ValueError("`share` must be larger: the parts of a prompt that no step changes take more bytes")
+    with progress("choosing the step", 0):
         for _ in range(TRIES):
             ratio = _rate(chain, calibration) / bytes_per_token
             if abs(ratio - 1) < CLOSE:
                 break
-            chain = with_step(chain, calibration, ratio**1.2)
+            chain = with_step(chain, calibration, min(4.0, max(0.25, ratio**SLOPE)))
     return chain
 
 

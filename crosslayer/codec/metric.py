@@ -28,7 +28,7 @@ from crosslayer.core.transformers_versions import CACHE
 from crosslayer.probe.intercept import AttentionCall, visited
 from crosslayer.probe.stream import LayerStream, streams
 
-EVERY = 4  # queries of a continuation: one in so many
+EVERY = 8  # queries of a continuation: one in so many
 
 
 class Metric:

@@ -207,9 +207,10 @@ class PromptStore:
             parent, start = format.root(self.codec.id), 0
             for block, common, _ in self._walk(tokens):
                 known = np.minimum(np.maximum(first - block.start, 0), len(block.tokens))
-                if common < len(block.tokens) or (known < block.first).any():
+                rest = len(tokens) - block.start
+                if common < min(len(block.tokens), rest) or (known < block.first).any():
                     break  # only its beginning is the same, or a window holds more now
-                parent, start = block.name, block.stop
+                parent, start = block.name, min(block.stop, len(tokens))
             for block in self.codec.encode_blocks(states, tokens, start, parent, self.block, dtype_of(cache)):
                 self._write(block)
                 coded += len(block.tokens)

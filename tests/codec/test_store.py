@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+import crosslayer
 from crosslayer.codec import format
 from crosslayer.codec.store import PromptStore, bytes_of, prune
 from crosslayer.core.transformers_versions import CACHE
@@ -65,6 +66,24 @@ def test_generation_continues_behind_the_prefix(tmp_path):
     assert store.save(output.sequences, output[CACHE]) == total - 1 - 60  # what was stored is not coded again
     assert [path.stat().st_mtime_ns for path in before] == times
     assert store.load(torch.cat([output.sequences, ids], 1), model)[1] == total - 1
+
+
+@pytest.mark.filterwarnings("ignore:.*past_key_values.*:FutureWarning")
+def test_ten_lines_with_stock_transformers(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model, codec = fitted()
+    codec.save("codec")
+    monkeypatch.setattr(model.generation_config, "return_dict_in_generate", True)
+    monkeypatch.setattr(model.generation_config, "max_new_tokens", 8)
+    ids = random_ids(1, 300, 5)
+
+    codec = crosslayer.load_codec("codec")  # refuses other weights
+    store = crosslayer.PromptStore("prompts/", codec, limit="20GiB")
+    cache, length = store.load(ids, model)  # longest stored prefix as an ordinary Cache; length 0 if none
+    output = model.generate(ids, past_key_values=cache)  # all ids; generate continues after `length`
+    store.save(ids, output.past_key_values)
+
+    assert length == 0 and store.load(ids, model)[1] == 299
 
 
 def test_prompts_share_blocks(tmp_path):

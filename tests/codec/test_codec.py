@@ -260,9 +260,9 @@ def test_caches_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="StaticLayer"):
         codec.encode(static, ids)
     other, windowed = fitted("mistral")
-    gone_on = cache_of(other, random_ids(1, 30, 5))
+    advanced = cache_of(other, random_ids(1, 30, 5))
     with pytest.raises(ValueError, match="sliding"):
-        windowed.encode(gone_on, random_ids(1, 20, 5))
+        windowed.encode(advanced, random_ids(1, 20, 5))
 
 
 def test_bytes_of_another_codec_are_refused():

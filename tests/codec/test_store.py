@@ -186,7 +186,7 @@ def test_limits():
             bytes_of(wrong)
 
 
-def test_files_are_for_their_owner_only(tmp_path):
+def test_files_are_for_their_user_only(tmp_path):
     os.umask(0o022)
     saved(tmp_path / "prompts")
     paths = [*blocks(tmp_path), tmp_path / "prompts", *(tmp_path / "prompts").iterdir()]

@@ -11,6 +11,7 @@ import json
 import shutil
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -34,15 +35,17 @@ def measure(name: str, folder: str, lengths: list[int], repeats: int) -> list[di
     rows = []
     for length in lengths:
         ids = windows.ids[:, : length + 1].to(model.device)
-        times: dict[str, list[float]] = {what: [] for what in WHAT}
-        size = 0
+        prompt, times, size = ids[:, :length], {what: [] for what in WHAT}, 0
         for turn in range(repeats + 1):  # the first is not counted
             url = tempfile.mkdtemp()
             store = crosslayer.PromptStore(url, codec)
-            took = {"prefill": seconds(lambda: prefill(model, ids[:, :length]), model.device)}
-            cache = prefill(model, ids[:, :length])
-            took["save"] = seconds(lambda: store.save(ids[:, :length], cache), model.device)
-            took["load"] = seconds(lambda: store.load(ids, model), model.device)
+            cache = prefill(model, prompt)
+            calls = {
+                "prefill": partial(prefill, model, prompt),
+                "save": partial(store.save, prompt, cache),
+                "load": partial(store.load, ids, model),
+            }
+            took = {what: seconds(call, model.device) for what, call in calls.items()}
             assert store.load(ids, model)[1] == length
             size = sum(path.stat().st_size for path in Path(url).rglob("*.kv"))
             shutil.rmtree(url)

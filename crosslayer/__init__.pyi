@@ -1,5 +1,8 @@
 """The public names: what type checkers and editors read, and the list by which `__init__.py` loads each name."""
 
+from crosslayer.codec.codec import Codec as Codec
+from crosslayer.codec.codec import load_codec as load_codec
+from crosslayer.codec.store import PromptStore as PromptStore
 from crosslayer.core.decoder import CrossLayerConfig as CrossLayerConfig
 from crosslayer.core.decoder import CrossLayerForCausalLM as CrossLayerForCausalLM
 from crosslayer.core.method import HeadMixer as HeadMixer
@@ -25,6 +28,8 @@ from crosslayer.verbs.diagnose.run import diagnose as diagnose
 from crosslayer.verbs.evaluate.result import Evaluation as Evaluation
 from crosslayer.verbs.evaluate.run import evaluate as evaluate
 from crosslayer.verbs.export.run import export as export
+from crosslayer.verbs.fit_codec.result import CodecReport as CodecReport
+from crosslayer.verbs.fit_codec.run import fit_codec as fit_codec
 from crosslayer.verbs.generate.run import generate as generate
 from crosslayer.verbs.heal.result import Recovery as Recovery
 from crosslayer.verbs.heal.run import heal as heal
@@ -51,6 +56,7 @@ from crosslayer.verbs.retrofit.convert import convert as convert
 from crosslayer.verbs.retrofit.result import RetrofitReport as RetrofitReport
 from crosslayer.verbs.retrofit.run import retrofit as retrofit
 from crosslayer.verbs.serve.run import serve as serve
+from crosslayer.verbs.store.run import store as store
 from crosslayer.verbs.train.result import TrainingRun as TrainingRun
 from crosslayer.verbs.train.run import train as train
 from crosslayer.verbs.verify.result import Verification as Verification

@@ -8,7 +8,7 @@ from crosslayer import verbs
 from crosslayer.output.record import read_record
 from crosslayer.output.result import Result, load_as
 
-SCHEMA = re.compile(r"crosslayer/([a-z]+)(?:-[a-z]+)?/\d+")  # verb, perhaps a kind of its results, version
+SCHEMA = re.compile(r"crosslayer/([a-z_]+)(?:-[a-z]+)?/\d+")  # verb, perhaps a kind of its results, version
 
 
 def result_types(verb: str) -> list[type[Result]]:

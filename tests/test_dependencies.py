@@ -18,6 +18,8 @@ ROOT = Path(__file__).parent.parent
 OPTIONAL = {
     "accelerate",
     "datasets",
+    "constriction",
+    "fsspec",
     "gguf",
     "lm_eval",
     "peft",

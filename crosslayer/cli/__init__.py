@@ -27,7 +27,7 @@ app = typer.Typer(
 )
 VERBS = sorted(map(read_verb, verb_names()), key=lambda verb: (GROUPS.index(verb.group), verb.name))
 for verb in VERBS:
-    app.command(verb.name, rich_help_panel=verb.group)(command_of(verb))
+    app.command(verb.command, rich_help_panel=verb.group)(command_of(verb))
 
 
 def _show_version(wanted: bool) -> None:
@@ -68,7 +68,7 @@ def main() -> None:
     except (KeyboardInterrupt, typer.Abort):
         status = INTERRUPTED
     except typer.TyperException as error:  # no message: the help was shown
-        flags = {verb.name: [flag for option in verb.options for flag in option.flag.split("/")] for verb in VERBS}
+        flags = {verb.command: [flag for option in verb.options for flag in option.flag.split("/")] for verb in VERBS}
         status = _fail(errors.USER_ERROR, errors.usage_line(error.format_message(), flags))
     except Exception as error:
         if "--debug" in sys.argv:

@@ -83,6 +83,11 @@ class Verb:
     panels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # of the help: names of options in their order
 
     @property
+    def command(self) -> str:
+        """How it is typed."""
+        return self.name.replace("_", "-")
+
+    @property
     def is_saved(self) -> bool:
         """Whether it returns a result that the call itself does not save."""
         has_result = (PACKAGE / "verbs" / self.name / "page.py").is_file()

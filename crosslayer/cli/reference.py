@@ -41,7 +41,7 @@ def commands_page() -> str:
     groups = {group: [verb for verb in verbs if verb.group == group] for group in GROUPS}
     index = ""
     for group, its in groups.items():
-        names = ", ".join(f"[{verb.name}](#{verb.name})" for verb in its)
+        names = ", ".join(f"[{verb.command}](#{verb.command})" for verb in its)
         index += f"- **{group}** ([guide](../guides/{GUIDES[group]}.md)): {names}\n"
     sections = [section(verb) for its in groups.values() for verb in its]
     return "\n".join([INTRODUCTION + index + COMMON % _rows(EVERYWHERE), *sections])
@@ -50,7 +50,7 @@ def commands_page() -> str:
 def section(verb: Verb) -> str:
     """Return the section of a command: what it does, and the table of its options if it has any."""
     text = "\n\n".join(filter(None, (verb.call.about, verb.call.text)))
-    return f"## {verb.name}\n\n{text}\n\n{table(verb)}".rstrip() + "\n"
+    return f"## {verb.command}\n\n{text}\n\n{table(verb)}".rstrip() + "\n"
 
 
 def table(verb: Verb) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-WRITTEN = {"record.json", "report.html", "figures", "lm_eval"}  # files and folders of a result
+WRITTEN = {"record.json", "report.html", "figures", "lm_eval", "codec.safetensors"}  # files and folders of a result
 FULL = {
     os.strerror(number): number for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 }  # the messages of a full disk, which all libraries pass on

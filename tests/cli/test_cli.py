@@ -144,10 +144,10 @@ def test_documents_name_only_options_that_exist():
 def test_help_cuts_no_name_of_an_option_at_80_columns(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
     for verb in cli.VERBS:
-        assert run(monkeypatch, verb.name, "--help") == 0
+        assert run(monkeypatch, verb.command, "--help") == 0
         shown = set(re.findall(r"--[a-z0-9-]+(?= )", capsys.readouterr().out))
         names = {name for option in verb.options for name in option.flag.split("/")}
-        assert names <= shown, (verb.name, names - shown)
+        assert names <= shown, (verb.command, names - shown)
 
 
 @pytest.mark.parametrize(
@@ -173,6 +173,7 @@ WITH_OUT = {  # the words that each command needs
     "diagnose": "model",
     "evaluate": "model --tasks piqa",
     "export": "model --to hf",
+    "fit-codec": "model",
     "heal": "retrofit --recipe heal-smoke",
     "intervene": "model --waiver 5",
     "measure": "model",
@@ -184,7 +185,7 @@ WITH_OUT = {  # the words that each command needs
 }
 
 
-SAVING = {verb.name: verb for verb in cli.VERBS if any(option.name == "out" for option in verb.options)}
+SAVING = {verb.command: verb for verb in cli.VERBS if any(option.name == "out" for option in verb.options)}
 
 
 @pytest.mark.parametrize("name", SAVING)

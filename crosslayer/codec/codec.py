@@ -1,0 +1,374 @@
+"""The codec of a model: a KV cache to bytes and back.
+
+Shapes: B rows, S columns, T tokens, W numbers of a layer for each token, R channels of a layer.
+"""
+
+import hashlib
+import json
+import weakref
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
+
+from crosslayer.codec import format
+from crosslayer.codec.chain import Chain, Importance, Layer, below_of, code_layers, step_sizes
+from crosslayer.codec.entropy import Coder, Table
+from crosslayer.codec.states import LayerShape, check_cache, check_config, new_cache, read_states
+
+VERSION = 1  # of the artefact
+FILE = "codec.safetensors"
+BLOCK = 256  # tokens
+SUMMED = 2**22  # weights at a time
+HALF = 65504.0  # the largest number of float16
+TORCH = {name: getattr(torch, name) for name in format.DTYPES}
+
+
+class Codec:
+    """Encodes and decodes the KV caches of one model.
+
+    Attributes:
+        chain: the layers.
+        model_print: of the weights that it was fitted to.
+        tokenizer_print: of their tokenizer; None: unknown.
+        id: SHA-256 of everything that decoding needs, 32 bytes.
+
+    """
+
+    def __init__(self, chain: Chain, model_print: str, tokenizer_print: str | None = None):
+        self.chain, self.model_print, self.tokenizer_print = chain, model_print, tokenizer_print
+        self.shapes = [layer.shape for layer in chain.layers]
+        self.widths = [shape.width for shape in self.shapes]
+        tensors, facts = self._stored()
+        digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
+        for name in sorted(tensors):
+            digest.update(name.encode() + tensors[name].numpy().tobytes())
+        self.id = digest.digest()
+        self._checked: weakref.ref[PreTrainedModel] | None = None  # the model that was checked last
+        self._on: dict[torch.device, list[Layer]] = {}
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of a token in a 16-bit cache."""
+        return 2 * sum(self.widths)
+
+    def check(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+        """Refuse a model other than that which the codec was fitted to; a model is read once.
+
+        Raises:
+            ValueError: other weights, other RoPE parameters, another tokenizer, or a cache that no codec knows.
+
+        """
+        if tokenizer is not None and self.tokenizer_print not in (None, tokenizer_print(tokenizer)):
+            raise ValueError("the codec was fitted with another tokenizer; fit one to this model with fit-codec")
+        if self._checked is not None and self._checked() is model:
+            return
+        check_config(model.config)
+        if model_print(model) != self.model_print:
+            raise ValueError("the codec was fitted to other weights or RoPE; fit one to this model with fit-codec")
+        self._checked = weakref.ref(model)
+
+    def encode(self, cache: Cache, ids: Tensor, mask: Tensor | None = None, block: int = BLOCK) -> bytes:
+        """Return the cache of a text as bytes.
+
+        Args:
+            cache: of a stock model; it holds the text's tokens, and may hold more behind them.
+            ids: the tokens, (B, S) or (S,).
+            mask: 0 for columns of padding, which must be on the left, (B, S).
+            block: tokens that decode together.
+
+        Raises:
+            ValueError: the cache is not that of the codec's model, or too short; padding is not on the left.
+
+        """
+        ids, pads = padding(ids, mask)
+        check_cache(cache, self.shapes, *ids.shape)
+        rows = []
+        for row, pad in enumerate(pads):
+            tokens = ids[row, pad:].numpy().astype(np.uint32)
+            states = self.read(cache, row, pad, len(tokens))
+            if any(len(own) < shape.holds(len(tokens)) for own, shape in zip(states, self.shapes, strict=True)):
+                raise ValueError(f"sliding windows no longer hold the end of these {len(tokens)} tokens; give more ids")
+            made = self.encode_blocks(states, tokens, 0, format.root(self.id), block, dtype_of(cache))
+            rows.append((pad, [block.pack() for block in made]))
+        return format.pack_file(rows)
+
+    def decode(self, data: bytes, device: Any = None, dtype: torch.dtype | None = None) -> Cache:
+        """Return the cache of `encode`, an ordinary `DynamicCache`; by default on the CPU, in the dtype that it had.
+
+        Raises:
+            ValueError: the bytes are damaged, of another codec, or of a newer format.
+
+        """
+        pads, rows, dtypes = [], [], []
+        for pad, blocks in format.unpack_file(data):
+            own = [format.unpack(block, self.widths) for block in blocks]
+            parent, start = format.root(self.id), 0
+            for block in own:
+                if block.parent != parent or block.start != start:
+                    raise ValueError("the bytes are of another codec, or their blocks are in another order")
+                parent, start = block.name, block.stop
+            pads.append(pad)
+            rows.append(own)
+            dtypes.append(own[0].dtype)
+        columns = {pad + sum(len(block.tokens) for block in row) for pad, row in zip(pads, rows, strict=True)}
+        if len(columns) > 1:
+            raise ValueError("the rows of the file have different lengths")
+        return self.decode_rows(rows, pads, columns.pop(), device, dtype or TORCH[format.DTYPES[dtypes[0]]])
+
+    def read(self, cache: Cache, row: int, pad: int, tokens: int) -> list[Tensor]:
+        """Return the states (T, W) of a row's first `tokens` tokens, of each layer those that it still holds."""
+        shapes = enumerate(self.shapes)
+        return [read_states(cache, row, layer, pad, tokens, shape)[0] for layer, shape in shapes]
+
+    def encode_blocks(
+        self, states: Sequence[Tensor], tokens: np.ndarray, start: int, parent: bytes, size: int, dtype: int
+    ) -> Iterator[format.Block]:
+        """Yield the blocks of a text from a position on; `states` (T, W) end with its last token."""
+        if not 0 < size <= format.LONGEST:
+            raise ValueError(f"block must be from 1 to {format.LONGEST} tokens, got {size}")
+        layers, length = self.layers_on(states[0].device), len(tokens)
+        importance = Importance(*(x.to(states[0].device) for x in vars(self.chain.importance).values()))
+        steps = importance.steps(states, self.shapes, length)
+        for begin in range(start, length, size):
+            stop = min(begin + size, length)
+            count = stop - begin
+            first = np.array([min(max(length - len(own) - begin, 0), count) for own in states])
+            exact, parts = [], []
+            for own, held in zip(states, first.tolist(), strict=True):
+                part = own[len(own) - (length - begin) + held :][: count - held]
+                if begin == held == 0:
+                    exact.append(part[0])
+                    part = part[1:]
+                parts.append(part)
+            codes, _ = code_layers(layers, parts, step_sizes(steps[begin - length :][:count]))
+            name = format.child(parent, tokens[begin:stop])
+            flat = torch.cat(exact).clamp(-HALF, HALF).half().cpu().numpy().astype("<f2") if exact else np.empty(0)
+            coded = [
+                layer.coder.encode(code.to(torch.int32).cpu().numpy())
+                for layer, code in zip(layers, codes, strict=True)
+            ]
+            own_steps = steps[begin - length :][:count].cpu().numpy()
+            yield format.Block(name, parent, begin, tokens[begin:stop], first, dtype, own_steps, flat.tobytes(), coded)
+            parent = name
+
+    def decode_rows(
+        self,
+        rows: Sequence[Sequence[format.Block]],
+        pads: list[int],
+        columns: int,
+        device: Any,
+        dtype: torch.dtype,
+    ) -> Cache:
+        """Return the cache of rows of blocks, cut to `columns` columns."""
+        target, states = torch.device(device or "cpu"), []
+        for row, pad in zip(rows, pads, strict=True):
+            needed = [block for block in row if block.start < columns - pad]
+            states.append(self._decode(needed, columns - pad, target))
+        return new_cache(states, self.shapes, pads, columns, dtype)
+
+    def _decode(self, blocks: Sequence[format.Block], length: int, device: torch.device) -> list[Tensor]:
+        """Return the states (T, W) of the blocks' first `length` tokens, of each layer the latest that it holds.
+
+        One thread reads the codes of a layer while the layer before is computed.
+        """
+        layers = self.layers_on(device)
+        steps = step_sizes(torch.from_numpy(np.concatenate([block.steps for block in blocks]))).to(device)
+        exact = self._exact(blocks[0])
+        decoded: list[Tensor] = []
+        states: list[Tensor] = []
+        with ThreadPoolExecutor(1) as pool:
+            reading = [pool.submit(self._coefficients, blocks, index) for index in range(len(layers))]
+            for index, layer in enumerate(layers):
+                coefficients, begin = reading[index].result()
+                own = torch.from_numpy(coefficients).to(device)
+                below = below_of(layers, layer, decoded, own.shape[1])
+                decoded.append(layer.decoded(below, own, steps[len(steps) - own.shape[1] :]))
+                whole = decoded[-1]
+                if index in exact and begin <= 1:
+                    whole = torch.cat([exact[index].to(device)[None], whole])
+                    begin = 0
+                states.append(whole[: max(0, length - begin)])
+        return states
+
+    def _coefficients(self, blocks: Sequence[format.Block], index: int) -> tuple[np.ndarray, int]:
+        """Return decoded coefficients (R, T) of a layer's latest tokens, and the position of the first of them."""
+        parts, begin = [], blocks[-1].stop
+        coder = self.chain.layers[index].coder
+        for block in reversed(blocks):
+            held = max(int(block.first[index]), 1) if block.start == 0 else int(block.first[index])
+            count = len(block.tokens) - held
+            if begin != block.stop:
+                break  # the tokens before the next block's first are not held any more
+            parts.append(coder.decode(block.codes[index], max(count, 0)))
+            begin = block.start + min(held, len(block.tokens))
+        return np.concatenate(parts[::-1], 1) if len(parts) > 1 else parts[0], begin
+
+    def _exact(self, block: format.Block) -> dict[int, Tensor]:
+        """Return the first token's states (W,) of each layer that holds it."""
+        if block.start or not len(block.exact):
+            return {}
+        numbers = torch.from_numpy(np.frombuffer(block.exact, "<f2").astype(np.float32))
+        holding = [index for index, first in enumerate(block.first) if first == 0]
+        parts = numbers.split([self.widths[index] for index in holding])
+        return dict(zip(holding, parts, strict=True))
+
+    def layers_on(self, device: torch.device) -> list[Layer]:
+        """Return the layers with their matrices on a device."""
+        if device not in self._on:
+            self._on[device] = [
+                Layer(
+                    layer.shape,
+                    layer.source,
+                    *(x.to(device) for x in (layer.mean, layer.predict, layer.down, layer.up)),
+                    layer.coder,
+                )
+                for layer in self.chain.layers
+            ]
+        return self._on[device]
+
+    def save(self, folder: str | Path) -> None:
+        """Write the codec into a folder, as one safetensors file."""
+        path = Path(folder).expanduser()
+        path.mkdir(parents=True, exist_ok=True)
+        tensors, facts = self._stored()
+        save_file(tensors, path / FILE, metadata={"crosslayer_codec": json.dumps(facts)})
+
+    def _stored(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return the tensors of the file and the facts in its header."""
+        tables: dict[int, Table] = {}
+        tensors: dict[str, Tensor] = dict(vars(self.chain.importance))
+        for index, layer in enumerate(self.chain.layers):
+            own = {
+                "mean": layer.mean,
+                "predict": layer.predict.half(),
+                "down": layer.down.half(),
+                "up": layer.up.half(),
+            }
+            own["classes"] = torch.from_numpy(layer.coder.classes.astype(np.uint8))
+            tensors |= {f"layers.{index}.{name}": tensor.contiguous() for name, tensor in own.items()}
+            tables |= layer.coder.tables
+        for number, table in tables.items():
+            frequencies = np.append(table.frequencies, table.escape).astype(np.int32)
+            tensors[f"classes.{number}.frequencies"] = torch.from_numpy(frequencies)
+            tensors[f"classes.{number}.centers"] = torch.from_numpy(table.centers)
+        facts = {
+            "version": VERSION,
+            "model": self.model_print,
+            "tokenizer": self.tokenizer_print,
+            "layers": [{**asdict(layer.shape), "source": layer.source} for layer in self.chain.layers],
+        }
+        return tensors, facts
+
+
+def load_codec(
+    folder: str | Path, model: PreTrainedModel | None = None, tokenizer: PreTrainedTokenizerBase | None = None
+) -> Codec:
+    """Load the codec that `fit-codec` wrote into a folder.
+
+    Args:
+        folder: that has codec.safetensors.
+        model: checked at once; without it, when a prompt is loaded.
+        tokenizer: of the model, likewise.
+
+    Raises:
+        ValueError: there is no codec, it is damaged or of a newer format, or the model is another.
+
+    """
+    path = Path(folder).expanduser() / FILE
+    if not path.is_file():
+        raise ValueError(f"{str(folder)!r} has no {FILE}; write one with crosslayer fit-codec MODEL --out FOLDER")
+    try:
+        with safe_open(path, "pt") as file:
+            facts = json.loads((file.metadata() or {}).get("crosslayer_codec", "{}"))
+            if facts.get("version") != VERSION:
+                got = facts.get("version")
+                raise ValueError(f"the codec has format {got!r}, and this release reads {VERSION}; fit it again")
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a mapping
+        codec = _loaded(facts, tensors)
+    except (SafetensorError, KeyError, TypeError, IndexError, RuntimeError, AttributeError) as error:
+        raise ValueError(f"{path.name} in {str(folder)!r} is damaged; fit the codec again") from error
+    if model is not None:
+        codec.check(model, tokenizer)
+    return codec
+
+
+def _loaded(facts: dict[str, Any], tensors: dict[str, Tensor]) -> Codec:
+    tables = {}
+    for name, tensor in tensors.items():
+        if name.startswith("classes.") and name.endswith(".frequencies"):
+            number = name.split(".")[1]
+            frequencies = tensor.numpy().astype(np.int64)
+            tables[int(number)] = Table(
+                frequencies[:-1], int(frequencies[-1]), tensors[f"classes.{number}.centers"].numpy()
+            )
+    layers = []
+    for index, fact in enumerate(facts["layers"]):
+        own = {name: tensors[f"layers.{index}.{name}"] for name in ("mean", "predict", "down", "up", "classes")}
+        source = fact.pop("source")
+        shape = LayerShape(**{**fact, "angles": tuple(fact["angles"])})
+        matrices = (own[name].float() for name in ("mean", "predict", "down", "up"))
+        layer = Layer(shape, source, *matrices, Coder(tables, own["classes"].tolist()))
+        if (len(layer.mean), tuple(layer.up.shape)) != (shape.width, (len(own["classes"]), shape.width)):
+            raise ValueError("the codec's matrices do not fit its layers; fit it again")
+        layers.append(layer)
+    importance = Importance(*(tensors[name] for name in ("mean", "spread", "weight")))
+    return Codec(Chain(layers, importance), facts["model"], facts["tokenizer"])
+
+
+def dtype_of(cache: Cache) -> int:
+    """Return the index of a cache's dtype in `format.DTYPES`."""
+    layer: Any = cache.layers[0]
+    name = str(layer.keys.dtype).removeprefix("torch.")
+    if name not in format.DTYPES:
+        raise ValueError(f"the cache must be in {', '.join(format.DTYPES)}, got {name}")
+    return format.DTYPES.index(name)
+
+
+def padding(ids: Tensor, mask: Tensor | None) -> tuple[Tensor, list[int]]:
+    """Return tokens as (B, S) on the CPU, and the columns of padding on the left of each row."""
+    ids = (ids[None] if ids.dim() == 1 else ids).cpu()
+    if ids.dim() != 2 or ids.shape[1] == 0:
+        raise ValueError(f"ids must have the shape (B, S) or (S,), got {tuple(ids.shape)}")
+    if mask is None:
+        return ids, [0] * len(ids)
+    mask = (mask[None] if mask.dim() == 1 else mask).cpu().bool()
+    if mask.shape != ids.shape:
+        raise ValueError(f"mask must have the shape of ids, {tuple(ids.shape)}, got {tuple(mask.shape)}")
+    pads = (~mask).sum(1).tolist()
+    if any(mask[row, :pad].any() or pad == ids.shape[1] for row, pad in enumerate(pads)):
+        raise ValueError("padding must be on the left, and each row must have a token")
+    return ids, pads
+
+
+def tokenizer_print(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return a fingerprint of a tokenizer's vocabulary."""
+    words = sorted(tokenizer.get_vocab().items(), key=lambda entry: (entry[1], entry[0]))
+    return hashlib.sha256(json.dumps(words).encode()).hexdigest()
+
+
+@torch.no_grad()
+def model_print(model: PreTrainedModel) -> str:
+    """Return a fingerprint of a model's weights and angles, equal in float32 and in bfloat16.
+
+    Two sums over each tensor's numbers as bfloat16, one of them weighted by position: for mistakes, not for attacks.
+    """
+    text: Any = model.config.get_text_config()
+    facts = [getattr(text, "rope_parameters", None), getattr(text, "sliding_window", None), text.num_hidden_layers]
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode())
+    for name, weight in sorted(model.named_parameters()):
+        sums = [0, 0]
+        for part in weight.detach().reshape(-1).split(SUMMED):
+            bits = part.to(torch.bfloat16).view(torch.int16).to(torch.int64)
+            order = torch.arange(len(bits), device=bits.device) % 8191 + 1
+            sums = [sums[0] + int(bits.sum()), sums[1] * 31 % 2**61 + int((bits * order).sum())]
+        digest.update(f"{name} {tuple(weight.shape)} {sums}".encode())
+    return digest.hexdigest()

@@ -1,0 +1,248 @@
+"""Fits a codec to a model, by forward passes over calibration text alone.
+
+Layer by layer, each predicted from the layers below as they are decoded: A by weighted least squares; the principal
+components E of the rest in the metric M of `metric`, those of at least 6 % of the energy of a step; D = M E / step,
+U = step · Eᵀ M⁻¹; then a class for each channel by likelihood. The first token of each window is left out: it is stored
+as it is.
+
+Shapes: N calibration tokens, W numbers of a layer for each token, R channels of a layer.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from crosslayer.codec.chain import Chain, Importance, Layer, below_of, features, sources, step_sizes
+from crosslayer.codec.entropy import Coder, Table, all_tables, fitted_classes, quantized
+from crosslayer.codec.metric import Metric
+from crosslayer.codec.states import LayerShape, new_cache, turned
+from crosslayer.output.progress import progress
+from crosslayer.probe.intercept import AttentionCall, evaluating, visited
+
+PART = 4  # the last tokens of a window, one in so many, read those before
+RIDGE = 0.01  # of the metric, in units of its mean eigenvalue
+LEAST = 1e-4  # ridge of predictions, in units of their mean variance
+KEPT = 0.06  # energy of a channel that is kept, in units of a step squared
+USED = 2e-4  # share of tokens in which a channel that is kept has a code other than 0
+SHRUNK = 0.1  # ridge of the regression of costs
+WEIGHT = 32.0  # at most, of a token
+BASIS = 0.125  # share of the 16-bit cache at which matrices are fitted; larger ones at themselves
+QUICK = 4  # of the tokens one in so many, to find a step
+TRIES, ROUGH, CLOSE = 6, 0.15, 0.005
+SLOPE = 1.2  # of the logarithm of the step over that of the bytes
+
+
+@dataclass
+class Calibration:
+    """What forward passes over calibration windows gave.
+
+    Attributes:
+        states: of each layer, (N, W), windows one after the other, without their first tokens.
+        steps: of the tokens, (N,).
+        metric: (W, W) of each layer.
+        importance: of tokens.
+        held_out: states and steps of windows that nothing is fitted to, for the number of bytes.
+
+    """
+
+    shapes: list[LayerShape]
+    states: list[Tensor]
+    steps: Tensor
+    metric: list[Tensor]
+    importance: Importance
+    held_out: tuple[list[Tensor], Tensor]
+    windows: int = 0
+    roots: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    def __post_init__(self):
+        self.roots = [_roots(metric) for metric in self.metric]
+
+
+@torch.no_grad()
+def calibrate(
+    model: PreTrainedModel, shapes: list[LayerShape], ids: Tensor, held_out: Tensor, seed: int = 0
+) -> Calibration:
+    """Run the model over windows (N, T): of each the states, and how two continuations of its prefix read them."""
+    generator = torch.Generator().manual_seed(seed)
+    metric, windows, costs = Metric(model, shapes), [], []
+    continued = ids.shape[1] // PART
+    prefix = ids.shape[1] - continued
+    with evaluating(model), progress("reading calibration text", len(ids) + len(held_out)) as bar:
+        for done, row in enumerate(ids.to(model.device), 1):
+            states = _states(model, row, shapes)
+            before = [own[:prefix] for own in states]
+            cache = new_cache([before], shapes, [0], prefix, model.dtype)
+            start = int(torch.randint(1, prefix - continued, (), generator=generator))
+            cost = metric.read(cache, row[None, start : start + continued])  # a repeat from the prefix
+            costs.append((before, cost + metric.read(cache, row[None, prefix:])))
+            windows.append(states)
+            bar.step(done, len(ids) + len(held_out))
+        others = []
+        for done, row in enumerate(held_out.to(model.device), len(ids) + 1):
+            others.append(_states(model, row, shapes))
+            bar.step(done, len(ids) + len(held_out))
+    importance = _importance(costs, shapes)
+    return Calibration(
+        shapes,
+        *_stacked(windows, importance, shapes),
+        metric.by_layer,
+        importance,
+        _stacked(others, importance, shapes),
+        len(ids),
+    )
+
+
+def _states(model: PreTrainedModel, ids: Tensor, shapes: list[LayerShape]) -> list[Tensor]:
+    """Return the states (T, W) of all tokens (T,), whatever a window would still hold."""
+    found: dict[int, Tensor] = {}
+
+    def see(call: AttentionCall) -> None:
+        keys = turned(call.key[0].transpose(0, 1), 0, shapes[call.layer], back=True)
+        found[call.layer] = torch.cat([keys.flatten(1), call.value[0].transpose(0, 1).flatten(1).float()], 1)
+
+    with visited(model, see):
+        model(ids[None], use_cache=False, logits_to_keep=1)
+    return [found[layer] for layer in range(len(shapes))]
+
+
+def _stacked(windows: list[list[Tensor]], importance: Importance, shapes: list[LayerShape]) -> tuple:
+    steps = torch.cat([step_sizes(importance.steps(window, shapes, len(window[0])))[1:] for window in windows])
+    return [torch.cat([window[layer][1:] for window in windows]) for layer in range(len(shapes))], steps
+
+
+def _importance(costs: list[tuple[list[Tensor], Tensor]], shapes: list[LayerShape]) -> Importance:
+    """Fit the regression of log cost on the features of a token, by ridge."""
+    rows = torch.cat([features(states, shapes, len(cost))[1:] for states, cost in costs]).double()
+    target = torch.cat([cost[1:] for _, cost in costs]).double().clamp_min(1e-20).log()
+    mean, spread = rows.mean(0), rows.std(0) + 1e-6
+    rows = (rows - mean) / spread
+    gram = rows.T @ rows + SHRUNK * len(rows) * torch.eye(rows.shape[1], dtype=rows.dtype)
+    weight = torch.linalg.solve(gram, rows.T @ (target - target.mean()))
+    return Importance(mean.float(), spread.float(), weight.float())
+
+
+def _roots(metric: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the root of a metric and its inverse."""
+    ridge = RIDGE * metric.diagonal().mean() * torch.eye(len(metric), dtype=metric.dtype)
+    values, vectors = torch.linalg.eigh(metric + ridge)
+    root = values.clamp_min(1e-30).sqrt()
+    return ((vectors * root) @ vectors.T).float(), ((vectors / root) @ vectors.T).float()
+
+
+def fit_chain(calibration: Calibration, step: float, every: int = 1) -> Chain:
+    """Fit the chain for a step, on one in `every` tokens."""
+    steps, tables = calibration.steps[::every], all_tables()
+    weight = steps.square().reciprocal().clamp_max(WEIGHT)[:, None]
+    layers: list[Layer] = []
+    decoded: list[Tensor] = []
+    for index, source in enumerate(sources(calibration.shapes)):
+        own = calibration.states[index][::every]
+        mean = (weight * own).sum(0) / weight.sum()
+        below = None if source is None else decoded[source] - layers[source].mean
+        predict = own.new_empty(0) if below is None else _regression(below, own - mean, weight)
+        rest = own - mean if below is None else own - mean - below @ predict
+        root, inverse = calibration.roots[index]
+        seen = rest @ root
+        energy, vectors = torch.linalg.eigh(((seen * weight).T @ seen / weight.sum()).double())
+        count = max(8, int((energy > KEPT * step**2).sum()))
+        basis = vectors.flip(1)[:, :count].float()
+        down, up = root @ basis / step, step * (inverse @ basis).T
+        codes = quantized(rest @ down / steps[:, None])
+        used = (codes != 0).float().mean(0) > USED
+        used[:8] = True
+        layer = _layer(
+            calibration.shapes[index], source, (mean, predict, down[:, used], up[used]), codes[:, used], tables
+        )
+        layers.append(layer)
+        decoded.append(layer.decoded(below, layer.coded(below, own, steps)[1], steps))
+    return Chain(layers, calibration.importance)
+
+
+def with_step(chain: Chain, calibration: Calibration, factor: float) -> Chain:
+    """Return a chain with a step so many times as large: the classes of the channels anew, all else as it is."""
+    layers: list[Layer] = []
+    decoded: list[Tensor] = []
+    for index, layer in enumerate(chain.layers):
+        below = below_of(layers, layer, decoded, len(calibration.steps))
+        rest = calibration.states[index] - layer.predicted(below)
+        codes = quantized(rest @ layer.down / factor / calibration.steps[:, None])
+        used = (codes != 0).float().mean(0) > USED
+        used[:1] = True
+        matrices = layer.mean, layer.predict, layer.down[:, used] / factor, layer.up[used] * factor
+        layers.append(_layer(layer.shape, layer.source, matrices, codes[:, used], all_tables()))
+        coefficients = layers[-1].coded(below, calibration.states[index], calibration.steps)[1]
+        decoded.append(layers[-1].decoded(below, coefficients, calibration.steps))
+    return Chain(layers, chain.importance)
+
+
+def _layer(
+    shape: LayerShape, source: int | None, matrices: Sequence[Tensor], codes: Tensor, tables: Mapping[int, Table]
+) -> Layer:
+    """Return a layer whose channels are in the order of their classes, its matrices rounded as they are stored."""
+    classes = fitted_classes(codes)
+    order = classes.argsort(stable=True)
+    mean, predict, down, up = matrices
+    rounded = [matrix.half().float() for matrix in (predict, down[:, order], up[order])]
+    if not all(matrix.isfinite().all() for matrix in rounded):
+        raise ValueError("the model's keys and values are too large for matrices of 16 bits")
+    return Layer(shape, source, mean, *rounded, Coder(tables, classes[order].tolist()))
+
+
+def _regression(inputs: Tensor, outputs: Tensor, weight: Tensor) -> Tensor:
+    """Return the matrix (W', W) that predicts outputs (N, W) from inputs (N, W'), by weighted least squares."""
+    centered = inputs - (weight * inputs).sum(0) / weight.sum()
+    gram = ((centered * weight).T @ centered).double()
+    ridge = LEAST * gram.diagonal().mean() + 1e-9
+    gram += ridge * torch.eye(len(gram), dtype=gram.dtype)
+    return torch.linalg.solve(gram, ((centered * weight).T @ outputs).double()).float()
+
+
+def fit_chain_at(calibration: Calibration, bytes_per_token: float) -> Chain:
+    """Fit a chain whose codes of held-out text take about so many bytes a token; `with_rate` does the rest.
+
+    The step is found on one in `QUICK` tokens. What is fitted for a fine step serves coarser ones, too.
+    """
+    step = _first_step(calibration)
+    with progress("fitting the codec", 0):
+        for _ in range(TRIES):
+            ratio = _rate(fit_chain(calibration, step, QUICK), calibration) / bytes_per_token
+            step *= min(4.0, max(0.25, ratio**SLOPE))
+            if abs(ratio - 1) < ROUGH:
+                break
+        return fit_chain(calibration, step)
+
+
+def with_rate(chain: Chain, calibration: Calibration, bytes_per_token: float) -> Chain:
+    """Return the chain with a step at which held-out text takes so many bytes a token.
+
+    Raises:
+        ValueError: no step does.
+
+    """
+    if bytes_per_token <= 0:
+        raise ValueError("`share` must be larger: the parts of a prompt that no step changes take more bytes")
+    with progress("choosing the step", 0):
+        for _ in range(TRIES):
+            ratio = _rate(chain, calibration) / bytes_per_token
+            if abs(ratio - 1) < CLOSE:
+                break
+            chain = with_step(chain, calibration, min(4.0, max(0.25, ratio**SLOPE)))
+    return chain
+
+
+def _first_step(calibration: Calibration) -> float:
+    """Return a step to begin with: a channel of average energy has codes of about ±4."""
+    energies = [
+        float((states - states.mean(0)).matmul(root).square().mean())
+        for states, (root, _) in zip(calibration.states, calibration.roots, strict=True)
+    ]
+    return math.sqrt(sum(energies) / len(energies)) / 4
+
+
+def _rate(chain: Chain, calibration: Calibration) -> float:
+    states, steps = calibration.held_out
+    return float(chain.bits(states, steps).mean()) / 8

@@ -1,0 +1,202 @@
+"""A block of stored tokens as bytes: the file format, version 1. All numbers are little-endian.
+
+    offset      bytes    what
+    0           4        "CLKB"
+    4           2        version, 1
+    6           2        numbers of the cache: 0 float16, 1 bfloat16, 2 float32
+    8           32       name of the block: SHA-256 of its parent's name and its tokens as uint32
+    40          32       name of its parent; of a first block the SHA-256 of "crosslayer-kv-1" and the codec's id
+    72          4        position of its first token
+    76          2        T, its tokens, at most 4096
+    78          2        L, layers
+    80          4 T      tokens, uint32
+    +           2 L      for each layer the first of the T tokens that it holds, uint16; T: none
+    +           T        steps of the tokens, a byte b each: 2^((b − 128)/16)
+    +           4 L      bytes of each layer's code, uint32
+    +                    if the position is 0, token 0: of each layer that holds it W numbers, float16
+    +                    the codes of the layers, of their tokens without token 0 (see `entropy.Coder.encode`)
+    end − 32    32       SHA-256 of all bytes before
+
+A file of `Codec.encode` is "CLKF", version (2), two zeros, the number of rows (4), and for each row the columns of
+padding on its left (4), the number of its blocks (4), and its blocks, each behind its size (4). A SHA-256 ends it, too.
+
+A block is read only if its length is what its header says, and its SHA-256 is right: what is cut off or altered is an
+error before anything is decoded. The hash is no signature: who may write a store may also change its texts.
+"""
+
+import hashlib
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+MAGIC, FILE = b"CLKB", b"CLKF"
+VERSION = 1
+HEAD = struct.Struct("<4sHH32s32sIHH")
+START = struct.Struct("<4sHHI")
+PAIR = struct.Struct("<II")
+HASH = 32
+LONGEST = 4096  # tokens of a block
+MOST_PADDING = 2**20  # columns
+DTYPES = ("float16", "bfloat16", "float32")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block: what its header says, and the bytes behind.
+
+    Attributes:
+        name: by which it is found, 32 bytes.
+        parent: the name of the block before it.
+        start: position of its first token.
+        tokens: (T,) uint32.
+        first: of each layer the first token that it holds, (L,).
+        dtype: of the cache, an index of `DTYPES`.
+        steps: bytes of the tokens' steps, (T,).
+        exact: the first token of a prompt; empty elsewhere.
+        codes: of each layer.
+
+    """
+
+    name: bytes
+    parent: bytes
+    start: int
+    tokens: np.ndarray
+    first: np.ndarray
+    dtype: int
+    steps: np.ndarray | None = None
+    exact: bytes | memoryview = b""
+    codes: Sequence[bytes | memoryview] = ()
+
+    @property
+    def stop(self) -> int:
+        """The position behind its last token."""
+        return self.start + len(self.tokens)
+
+    def pack(self) -> bytes:
+        """Return the block as bytes."""
+        assert self.steps is not None, "a whole block"
+        count = len(self.tokens), len(self.codes)
+        head = HEAD.pack(MAGIC, VERSION, self.dtype, self.name, self.parent, self.start, *count)
+        sizes = np.array([len(code) for code in self.codes], "<u4")
+        parts = [self.tokens.astype("<u4"), self.first.astype("<u2"), self.steps.astype("u1"), sizes]
+        body = b"".join([head, *(part.tobytes() for part in parts), self.exact, *self.codes])
+        return body + hashlib.sha256(body).digest()
+
+
+def child(parent: bytes, tokens: np.ndarray) -> bytes:
+    """Return the name of a block from its parent's name and its tokens."""
+    return hashlib.sha256(parent + tokens.astype("<u4").tobytes()).digest()
+
+
+def root(codec: bytes) -> bytes:
+    """Return the name that stands for the parent of first blocks, from the id of a codec."""
+    return hashlib.sha256(b"crosslayer-kv-1" + codec).digest()
+
+
+def read_header(data: bytes | memoryview, layers: int | None = None) -> Block:
+    """Return a block without what follows its header, which is enough to find a prefix.
+
+    Raises:
+        ValueError: it is no block of so many layers, or its name does not follow from its tokens.
+
+    """
+    if len(data) < HEAD.size:
+        raise ValueError("a block is cut off")
+    magic, version, dtype, name, parent, start, count, own = HEAD.unpack_from(data)
+    if magic != MAGIC:
+        raise ValueError("this is no block of a stored cache")
+    if version != VERSION:
+        raise ValueError(f"the block has format {version}, and this release reads {VERSION}; update crosslayer")
+    layers = own if layers is None else layers
+    if own != layers or not 0 < count <= LONGEST or dtype >= len(DTYPES):
+        raise ValueError("the header of a block is damaged")
+    if len(data) < HEAD.size + 4 * count + 2 * layers:
+        raise ValueError("a block is cut off")
+    tokens = np.frombuffer(data, "<u4", count, HEAD.size)
+    first = np.frombuffer(data, "<u2", layers, HEAD.size + 4 * count)
+    if int(first.max(initial=0)) > count or child(parent, tokens) != name:
+        raise ValueError("the header of a block is damaged")
+    return Block(name, parent, start, tokens, first, dtype)
+
+
+def unpack(data: bytes | memoryview, widths: Sequence[int]) -> Block:
+    """Return the block of bytes that are not trusted; `widths` are numbers of each layer for a token.
+
+    Raises:
+        ValueError: they are cut off, altered, or of another format.
+
+    """
+    data = memoryview(data)
+    block = read_header(data, len(widths))
+    count = len(block.tokens)
+    at = HEAD.size + 4 * count + 2 * len(widths)
+    if len(data) < at + count + 4 * len(widths) + HASH:
+        raise ValueError("a block is cut off")
+    steps = np.frombuffer(data, "u1", count, at)
+    sizes = np.frombuffer(data, "<u4", len(widths), at + count).tolist()
+    at += count + 4 * len(widths)
+    held = zip(widths, block.first, strict=True)
+    exact = 0 if block.start else sum(2 * width for width, first in held if first == 0)
+    if len(data) != at + exact + sum(sizes) + HASH:
+        raise ValueError("the length of a block is not what its header says")
+    check_hash(data)
+    ends = np.cumsum([at + exact, *sizes]).tolist()
+    codes = [data[start:stop] for start, stop in zip(ends, ends[1:], strict=False)]
+    return replace(block, steps=steps, exact=data[at : at + exact], codes=codes)
+
+
+def check_hash(data: bytes | memoryview) -> None:
+    """Refuse bytes that do not end with their SHA-256."""
+    if hashlib.sha256(data[:-HASH]).digest() != data[-HASH:]:
+        raise ValueError("the bytes were cut off or altered: their SHA-256 differs")
+
+
+def pack_file(rows: Sequence[tuple[int, Sequence[bytes]]]) -> bytes:
+    """Return a file of rows: columns of padding, and blocks."""
+    parts = [START.pack(FILE, VERSION, 0, len(rows))]
+    for pad, blocks in rows:
+        parts.append(PAIR.pack(pad, len(blocks)))
+        for block in blocks:
+            parts += [len(block).to_bytes(4, "little"), block]
+    body = b"".join(parts)
+    return body + hashlib.sha256(body).digest()
+
+
+def unpack_file(data: bytes) -> list[tuple[int, list[memoryview]]]:
+    """Return the rows of a file that is not trusted: columns of padding, and the bytes of the blocks.
+
+    Raises:
+        ValueError: it is cut off, longer than it says, or of another format.
+
+    """
+    view = memoryview(data)
+    if len(view) < START.size + HASH or START.unpack_from(view)[0] != FILE:
+        raise ValueError("these are no bytes of Codec.encode")
+    _, version, _, count = START.unpack_from(view)
+    if version != VERSION:
+        raise ValueError(f"the file has format {version}, and this release reads {VERSION}; update crosslayer")
+    check_hash(view)
+    view = view[:-HASH]
+    at, rows = START.size, []
+    for _ in range(count):
+        pad, blocks = PAIR.unpack(_piece(view, at, PAIR.size))
+        at += PAIR.size
+        own = []
+        for _ in range(blocks):
+            size = int.from_bytes(_piece(view, at, 4), "little")
+            own.append(_piece(view, at + 4, size))
+            at += 4 + size
+        if not own or pad > MOST_PADDING:
+            raise ValueError("a row of the file has no block, or too much padding")
+        rows.append((pad, own))
+    if at != len(view) or not rows:
+        raise ValueError("the length of the file is not what it says")
+    return rows
+
+
+def _piece(view: memoryview, at: int, size: int) -> memoryview:
+    if at + size > len(view):
+        raise ValueError("the file is cut off")
+    return view[at : at + size]

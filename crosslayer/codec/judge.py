@@ -1,0 +1,79 @@
+"""What a stored cache costs: the exact model reads a prompt, and continues a text on the cache that was stored.
+
+    KL(exact ‖ stored) in nats per token, teacher-forced over the tokens behind the prompt
+
+All ways to store a cache read the same windows.
+
+Shapes: N windows, T tokens.
+"""
+
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache, PreTrainedModel
+
+from crosslayer.codec.codec import Codec
+from crosslayer.core.decoder.caches import cache_bytes
+from crosslayer.core.transformers_versions import CACHE
+from crosslayer.output.progress import progress
+from crosslayer.probe.intercept import evaluating
+from crosslayer.quantization.running import quantized_cache
+
+Way = Callable[[Cache, Tensor], tuple[Cache, int]]  # from a cache and its tokens (1, T) to what is read back, its bytes
+
+
+@torch.no_grad()
+def judge(model: PreTrainedModel, ids: Tensor, prompt: int, ways: Mapping[str, Way]) -> dict[str, np.ndarray]:
+    """Return KL and bytes of each way on each window, (N, 2), of windows (N, T) of `prompt` tokens and more."""
+    found = {name: np.zeros((len(ids), 2)) for name in ways}
+    with evaluating(model), progress("measuring stored caches", len(ids)) as bar:
+        for index, row in enumerate(ids.to(model.device)):
+            before, after = row[None, :prompt], row[None, prompt:]
+            cache = prefill(model, before)
+            exact = _continued(model, deepcopy(cache), after)
+            for name, way in ways.items():
+                stored, size = way(cache, before)
+                other = _continued(model, stored, after)
+                found[name][index] = float((exact.exp() * (exact - other)).sum(-1).mean()), size
+            bar.step(index + 1, len(ids))
+    return found
+
+
+@torch.no_grad()
+def prefill(model: PreTrainedModel, ids: Tensor) -> Cache:
+    """Return the cache of tokens (B, T)."""
+    cache = DynamicCache(config=model.config)
+    model(ids, use_cache=True, logits_to_keep=1, **{CACHE: cache})
+    return cache
+
+
+def coded(codec: Codec) -> Way:
+    """Return the way of a codec, in one file with all that belongs to it."""
+
+    def way(cache: Cache, ids: Tensor) -> tuple[Cache, int]:
+        data = codec.encode(cache, ids)
+        layer = cache.layers[0]
+        assert layer.keys is not None, "a cache with tokens"
+        return codec.decode(data, layer.keys.device, layer.keys.dtype), len(data)
+
+    return way
+
+
+def rounded(model: PreTrainedModel, bits: str) -> Way:
+    """Return the way of a quantized cache of this package, such as 4 or fp8."""
+
+    def way(cache: Cache, ids: Tensor) -> tuple[Cache, int]:
+        other = quantized_cache(model, bits)
+        for index, layer in enumerate(cache.layers):
+            other.update(layer.keys, layer.values, index)
+        return other, cache_bytes(other, sixteen=True)
+
+    return way
+
+
+def _continued(model: PreTrainedModel, cache: Cache, ids: Tensor) -> Tensor:
+    """Return the log-probabilities (T, V) of tokens (1, T) behind a cache, which takes them in."""
+    return model(ids, use_cache=True, **{CACHE: cache}).logits[0].float().log_softmax(-1)

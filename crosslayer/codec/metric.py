@@ -1,0 +1,159 @@
+"""What an error in a cached key or value costs, from forward passes alone.
+
+An error in what attention writes counts relative to the stream that it is added to. A query s that reads token t with
+probability a_st, and attention output o_s = Σ_t a_st v_t, gives, by head,
+
+    keys     c_st q̃ q̃ᵀ,   c_st = scale² a_st² ‖W_o (v_t − o_s)‖² / ‖x_s‖²,   q̃ = q_s turned into the frame of key t
+    values   (a_st a'_st / ‖x_s‖²) W_oᵀ W'_o   for any two heads
+    token t  Σ_s c_st ‖q_s‖² + a_st² tr(W_oᵀ W_o) / ‖x_s‖²,   over heads and layers
+
+x is the stream after attention. Where a norm or a factor stands between W_o and the stream, ‖x_s‖ is in units of W_o's
+output. The first token, which is stored exactly, is left out. As good as the Fisher information of the next tokens'
+losses in a codec, which needs gradients (docs/LOG.md).
+
+Shapes: T prefix tokens, s queries, H heads, H_kv key-value heads, D head size, W numbers of a layer for each token.
+"""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache, PreTrainedModel
+
+from crosslayer.codec.states import LayerShape, turned
+from crosslayer.core.transformers_versions import CACHE
+from crosslayer.probe.intercept import AttentionCall, visited
+from crosslayer.probe.stream import LayerStream, streams
+
+EVERY = 8  # queries of a continuation: one in so many
+
+
+class Metric:
+    """The costs, summed over the continuations that were read.
+
+    Attributes:
+        by_layer: (W, W) of each layer, in double precision.
+
+    """
+
+    def __init__(self, model: PreTrainedModel, shapes: Sequence[LayerShape]):
+        self.model, self.shapes = model, shapes
+        self.by_layer = [torch.zeros(shape.width, shape.width, dtype=torch.float64) for shape in shapes]
+        self.outputs: dict[int, nn.Linear] = {}  # W_o of each layer
+        self.written: dict[int, Tensor] = {}  # what it wrote, (T, C)
+        self.calls: dict[int, AttentionCall] = {}
+        self.energy = torch.zeros(0)
+
+    @torch.no_grad()
+    def read(self, cache: Cache, ids: Tensor) -> Tensor:
+        """Let the model continue a prefix by tokens (1, T); return the cost of each of the prefix's tokens.
+
+        `cache` is that of the prefix, and stays as it is.
+        """
+        prefix = cache.get_seq_length()
+        self.energy = torch.zeros(prefix, device=ids.device)
+        with ExitStack() as stack:
+            if not self.outputs:
+                self._find_outputs(ids)
+            for layer, linear in self.outputs.items():
+                stack.callback(linear.register_forward_hook(self._keep(layer)).remove)
+            stack.enter_context(streams(self.model, self._see))
+            stack.enter_context(visited(self.model, lambda call: self.calls.__setitem__(call.layer, call)))
+            self.model(ids, use_cache=True, logits_to_keep=1, **{CACHE: deepcopy(cache)})
+        self.written.clear()
+        return self.energy
+
+    def _find_outputs(self, ids: Tensor) -> None:
+        calls: list[AttentionCall] = []
+        with visited(self.model, calls.append):
+            self.model(ids[:, :2], use_cache=False, logits_to_keep=1)
+        for call in calls:
+            inputs = call.query.shape[1] * call.value.shape[3]
+            fitting = [one for one in call.module.modules() if isinstance(one, nn.Linear) and one.in_features == inputs]
+            if not fitting:
+                raise ValueError(f"layer {call.layer} has no output projection of {inputs} inputs; it cannot be fitted")
+            self.outputs[call.layer] = fitting[-1]
+
+    def _keep(self, layer: int) -> Any:
+        return lambda module, args, output: self.written.__setitem__(layer, output[0])
+
+    def _see(self, stream: LayerStream) -> None:
+        call, shape = self.calls.pop(stream.layer), self.shapes[stream.layer]
+        assert stream.after_attention is not None, "every layer attends"
+        new, written = call.query.shape[2], self.written[stream.layer].float()
+        picked = torch.arange(0, new, EVERY, device=written.device)
+        update = (stream.after_attention - stream.before).float()
+        passed = update[picked].square().sum(-1) / written[picked].square().sum(-1)  # what norms make of W_o's output
+        inverse = passed / stream.after_attention[picked].float().square().sum(-1)  # (s,)
+        self._add(call, shape, picked, inverse)
+
+    def _add(self, call: AttentionCall, shape: LayerShape, picked: Tensor, inverse: Tensor) -> None:
+        held = call.key.shape[2] - call.query.shape[2]  # of the prefix
+        missing = len(self.energy) - held
+        first = max(1 - missing, 0)  # the first token is left out
+        start = missing + first  # position of the first token that counts
+        chances = _chances(call, picked)  # (H, s, S)
+        weight = self.outputs[call.layer].weight.float()
+        weight = weight.view(len(weight), len(chances), -1).transpose(0, 1)  # (H, C, D_v)
+        gram = torch.einsum("acd,bce->abde", weight, weight)  # (H, H, D_v, D_v)
+        query = call.query[0][:, picked].float()  # (H, s, D)
+        value, group = call.value[0].float(), len(chances) // shape.heads
+        read = chances[:, :, first:held]
+        keys = shape.heads * shape.key
+        energy = torch.zeros(held - first, device=inverse.device)
+        total = torch.zeros(shape.width, shape.width, device=inverse.device)
+        together = torch.einsum("ast,bst,s->ab", read, read, inverse)  # (H, H)
+        for head in range(len(chances)):
+            kv = head // group
+            output = chances[head] @ value[kv]  # (s, D_v)
+            own = gram[head, head]
+            moved = value[kv, first:held]  # (T, D_v)
+            apart = (
+                (moved @ own * moved).sum(-1) - 2 * output @ own @ moved.T + (output @ own * output).sum(-1)[:, None]
+            )
+            cost = read[head].square() * apart.clamp_min(0) * inverse[:, None] * call.scaling**2  # (s, T)
+            energy += (cost * query[head].square().sum(-1)[:, None]).sum(0)
+            energy += (read[head].square() * inverse[:, None]).sum(0) * own.diagonal().sum()
+            relative = _relative(query[head], start, held - first, shape)  # (s, T, D)
+            rows = (relative * cost.sqrt()[..., None]).flatten(0, 1)
+            at = slice(kv * shape.key, (kv + 1) * shape.key)
+            total[at, at] += rows.T @ rows
+            for other in range(len(chances)):
+                to = keys + other // group * shape.value
+                from_ = keys + kv * shape.value
+                total[from_ : from_ + shape.value, to : to + shape.value] += together[head, other] * gram[head, other]
+        self.energy[start:] += energy
+        self.by_layer[call.layer] += total.double().cpu()
+
+
+def _relative(query: Tensor, start: int, count: int, shape: LayerShape) -> Tensor:
+    """Return rotated queries (s, D) turned back by the positions of `count` keys from `start` on, (s, T, D)."""
+    by_key = query[None].expand(count, -1, -1)  # (T, s, D), in place of heads
+    return turned(by_key, start, shape, back=True).transpose(0, 1)
+
+
+def _chances(call: AttentionCall, picked: Tensor) -> Tensor:
+    """Return the attention probabilities (H, s, S) of the picked queries."""
+    group = call.query.shape[1] // call.key.shape[1]
+    keys = call.key[0].float().repeat_interleave(group, 0)
+    scores = call.query[0][:, picked].float() @ keys.transpose(1, 2) * call.scaling
+    if call.softcap is not None:
+        scores = (scores / call.softcap).tanh() * call.softcap
+    if call.position_bias is not None:
+        scores = scores + call.position_bias[0][:, picked]
+    new, size = call.query.shape[2], call.key.shape[2]
+    if call.mask is None:
+        columns = torch.arange(size, device=scores.device)
+        seen = columns <= (size - new + picked)[:, None]
+        scores = scores.masked_fill(~seen, -torch.inf)
+    elif call.mask.dtype == torch.bool:
+        scores = scores.masked_fill(~call.mask[0][:, picked, :size], -torch.inf)
+    else:
+        scores = scores + call.mask[0][:, picked, :size].float()
+    if call.sinks is not None:
+        sink = call.sinks[0].float().expand(-1, len(picked), -1)
+        return torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
+    return scores.softmax(-1)

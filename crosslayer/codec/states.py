@@ -1,0 +1,227 @@
+"""A stock cache as plain states: of each layer keys before rotation and values, as far as a window still holds them.
+
+A cache holds keys after rotary embedding (and after a norm of keys). The angles of a position turn them back exactly:
+a sequence of a single token has the same hidden states at any position, so that its keys differ by the rotation alone;
+this decides which table of the model and which order of channels each layer uses, whatever the model's family.
+
+Shapes: B rows, S cached tokens, T tokens, H_kv key-value heads, D head size, W = numbers of a layer for each token.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from crosslayer.core.transformers_versions import CACHE, layers_without_cache
+from crosslayer.probe.intercept import evaluating, plan_of
+
+PROBED = (1, 3, 40)  # positions at which keys are compared with those at 0
+ROWS = 8  # tokens for that
+UNEVEN = ("dynamic", "longrope")  # their angles depend on the length of the text
+ORDERS = ("halves", "pairs")  # channel i turns with i + R/2, or with its neighbour
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What a layer keeps of each token.
+
+    Attributes:
+        heads: key-value heads.
+        key: numbers of a key.
+        value: numbers of a value.
+        window: tokens that a query sees, itself included; None: all.
+        angles: of one position, in radians, of each pair of channels that turns; empty: keys do not turn.
+        order: which channels turn together, one of `ORDERS`.
+
+    """
+
+    heads: int
+    key: int
+    value: int
+    window: int | None
+    angles: tuple[float, ...]
+    order: str
+
+    @property
+    def width(self) -> int:
+        """Numbers that the layer keeps of each token."""
+        return self.heads * (self.key + self.value)
+
+    def holds(self, tokens: int) -> int:
+        """Return how many of the latest tokens the layer keeps after so many."""
+        return tokens if self.window is None else min(tokens, self.window - 1)
+
+
+@lru_cache(maxsize=8)
+def _turns(angles: tuple[float, ...], start: int, stop: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines (T, 1, R/2) of the positions from `start` to `stop`."""
+    positions = torch.arange(start, stop, dtype=torch.float64, device=device)
+    turns = positions[:, None, None] * torch.tensor(angles, dtype=torch.float64, device=device)
+    return turns.cos().float(), turns.sin().float()
+
+
+def turned(keys: Tensor, start: int, shape: LayerShape, back: bool = False) -> Tensor:
+    """Return keys (T, H_kv, D) of the positions from `start` on, rotated or turned back, in float32."""
+    keys = keys.float()
+    if not shape.angles:
+        return keys
+    cos, sin = _turns(shape.angles, start, start + len(keys), keys.device)
+    sin = -sin if back else sin
+    count = 2 * len(shape.angles)
+    if shape.order == "halves":
+        first, second = slice(0, count // 2), slice(count // 2, count)
+    else:
+        first, second = slice(0, count, 2), slice(1, count, 2)
+    one, other = keys[..., first], keys[..., second]
+    out = keys.clone()
+    out[..., first] = one * cos - other * sin
+    out[..., second] = other * cos + one * sin
+    return out
+
+
+def read_states(cache: Cache, row: int, layer: int, pad: int, tokens: int, shape: LayerShape) -> tuple[Tensor, int]:
+    """Return a layer's states (T, W) of a row's first `tokens` tokens that are still held, and the first of these.
+
+    A state is keys before rotation, then values, in float32. The row has `pad` columns of padding on its left.
+    """
+    own: Any = cache.layers[layer]
+    seen, held = own.get_seq_length(), own.keys.shape[-2]
+    first = max(0, seen - held - pad)  # token of the row
+    columns = slice(pad + first - (seen - held), pad + tokens - (seen - held))
+    if tokens <= first:
+        return own.keys.new_empty((0, shape.width), dtype=torch.float32), tokens
+    keys = own.keys[row, :, columns].transpose(0, 1)  # (T, H_kv, D)
+    values = own.values[row, :, columns].transpose(0, 1).float()
+    keys = turned(keys, first, shape, back=True)
+    return torch.cat([keys.flatten(1), values.flatten(1)], 1), first
+
+
+def new_cache(rows: list[list[Tensor]], shapes: list[LayerShape], pads: list[int], columns: int, dtype: Any) -> Cache:
+    """Return a cache of `columns` columns from the states of rows, by layer: (T, W) of the latest tokens.
+
+    States that the layer does not keep any more are left out, and zeros stand in columns of padding.
+    """
+    cache = DynamicCache()
+    layers: list[Any] = []
+    for index, shape in enumerate(shapes):
+        held = shape.holds(columns)
+        keys = rows[0][index].new_zeros((len(rows), shape.heads, held, shape.key), dtype=dtype)
+        values = keys.new_zeros((len(rows), shape.heads, held, shape.value))
+        for row, states in enumerate(rows):
+            count = min(held, columns - pads[row])
+            if len(states[index]) < count:
+                raise ValueError(f"the sliding window of layer {index} is not stored for the first {columns} tokens")
+            own = states[index][len(states[index]) - count :]
+            key, value = own.split([shape.heads * shape.key, shape.heads * shape.value], 1)
+            key = turned(key.unflatten(1, (shape.heads, shape.key)), columns - pads[row] - count, shape)
+            keys[row, :, held - count :] = key.transpose(0, 1)
+            values[row, :, held - count :] = value.unflatten(1, (shape.heads, shape.value)).transpose(0, 1)
+        layer = DynamicLayer() if shape.window is None else DynamicSlidingWindowLayer(shape.window)
+        layer.update(keys, values)
+        if isinstance(layer, DynamicSlidingWindowLayer):
+            layer.cumulative_length = columns
+        layers.append(layer)
+    cache.layers = layers
+    return cache
+
+
+def check_cache(cache: Cache, shapes: list[LayerShape], rows: int, columns: int) -> None:
+    """Refuse a cache of other layers, other sizes, or fewer than `columns` columns."""
+    if len(cache.layers) != len(shapes):
+        raise ValueError(f"the cache must have the codec's {len(shapes)} layers, got {len(cache.layers)}")
+    for index, (own, shape) in enumerate(zip(cache.layers, shapes, strict=True)):
+        _check_layer(own, index)
+        expected = (rows, shape.heads, shape.key, shape.value, shape.window)
+        window = own.sliding_window if isinstance(own, DynamicSlidingWindowLayer) else None
+        got = (len(own.keys), own.keys.shape[1], own.keys.shape[3], own.values.shape[3], window)
+        if got != expected:
+            raise ValueError(f"layer {index}: rows, heads, key and value size, window must be {expected}, got {got}")
+        if own.get_seq_length() < columns:
+            raise ValueError(f"the cache must hold all {columns} tokens, got {own.get_seq_length()}")
+
+
+def _check_layer(layer: Any, index: int) -> None:
+    if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) or layer.keys is None or layer.keys.dim() != 4:
+        raise ValueError(
+            f"layer {index} caches something else than keys and values of each token ({type(layer).__name__}); a codec "
+            "takes the DynamicCache of a model whose layers all do"
+        )
+
+
+def read_shapes(model: PreTrainedModel) -> list[LayerShape]:
+    """Return the shapes of a model's layers.
+
+    Raises:
+        ValueError: the model has shared or chosen layers, MLA, cross-attention, or rotates in another way.
+
+    """
+    config: Any = model.config.get_text_config()
+    check_config(model.config)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(config.vocab_size, (ROWS, 1), generator=generator).to(model.device)
+    states = {position: _probe(model, ids, position) for position in (0, *PROBED)}
+    for index, layer in enumerate(states[0].layers):
+        _check_layer(layer, index)
+    if len(states[0].layers) != config.num_hidden_layers:
+        raise ValueError(f"{config.num_hidden_layers} layers must be cached, got {len(states[0].layers)}")
+    tables = {
+        tuple(table.double().tolist()): None
+        for name, table in model.named_buffers()
+        if name.endswith("inv_freq") and table.dim() == 1
+    }
+    return [_shape(states, index, list(tables)) for index in range(config.num_hidden_layers)]
+
+
+def check_config(config: PreTrainedConfig) -> None:
+    """Refuse what a codec does not know, from a config alone."""
+    text: Any = config.get_text_config()
+    plan = plan_of(config)
+    rope = getattr(text, "rope_parameters", None) or {}
+    kinds = {str(one.get("rope_type")) for one in (rope, *rope.values()) if isinstance(one, dict)}
+    reasons = {
+        "cross-attention": config.is_encoder_decoder or getattr(text, "cross_attention_layers", None),
+        "latents instead of keys and values (MLA)": getattr(text, "kv_lora_rank", None),
+        "layers that share keys or values": layers_without_cache(text)
+        or (plan is not None and (plan.cached_fraction < 1 or plan.has_latents)),
+        "layers that choose tokens": plan is not None and plan.has_choices,
+        f"angles that depend on the length ({', '.join(UNEVEN)})": kinds & set(UNEVEN),
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            raise ValueError(f"{config.model_type} has {reason}; a codec needs keys and values of every layer's own")
+
+
+@torch.no_grad()
+def _probe(model: PreTrainedModel, ids: Tensor, position: int) -> Cache:
+    with evaluating(model):
+        cache = DynamicCache(config=model.config)
+        model(ids, position_ids=torch.full_like(ids, position), use_cache=True, **{CACHE: cache})
+    return cache
+
+
+def _shape(states: dict[int, Cache], index: int, tables: list[tuple[float, ...]]) -> LayerShape:
+    """Return the shape of a layer, whose keys at each position turn as one of the tables says."""
+    layer: Any = states[0].layers[index]
+    window = layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
+    heads, key, value = layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3]
+    still = layer.keys[:, :, 0].float()  # (ROWS, H_kv, D)
+    tolerance = 1e-3 if layer.keys.dtype == torch.float32 else 0.05  # of the largest number
+    if not tables:  # positions are in the hidden states, or in the scores
+        return LayerShape(heads, key, value, window, (), ORDERS[0])
+    candidates = [((), ORDERS[0]), *((table, order) for table in tables for order in ORDERS)]
+    for angles, order in candidates:
+        shape = LayerShape(heads, key, value, window, angles, order)
+        if 2 * len(angles) > key:
+            continue
+        errors = []
+        for position in PROBED:
+            own: Any = states[position].layers[index]
+            expected = turned(still.flatten(0, 1)[None], position, shape).view_as(still)
+            errors.append(float((own.keys[:, :, 0].float() - expected).abs().max() / still.abs().max()))
+        if max(errors) < tolerance:
+            return shape
+    raise ValueError(f"the keys of layer {index} do not turn by a table of the model, so they cannot be turned back")

@@ -1,0 +1,4 @@
+"""Lists, checks and prunes a folder of stored prompts."""
+
+GROUP = "Ship"
+NEEDS_TORCH = False

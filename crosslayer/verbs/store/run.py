@@ -1,0 +1,45 @@
+"""Lists, checks and prunes a store of prompts."""
+
+from crosslayer.codec.format import check_hash, read_header
+from crosslayer.codec.store import Files, bytes_of, prune
+from crosslayer.output.progress import progress
+from crosslayer.verbs.store.result import Stored
+
+
+def store(url: str, *, verify: bool = True, limit: str | None = None, remove_damaged: bool = False) -> Stored:
+    """List a store of prompts, check every block, and remove what was used least recently.
+
+    Args:
+        url: a folder, or any URL of fsspec.
+        verify: read every block, and compare its SHA-256.
+        limit: remove the blocks used least recently until so many bytes are left, such as 20GiB.
+        remove_damaged: remove blocks that are cut off or altered.
+
+    Raises:
+        ValueError: the URL or the limit cannot be read, or there is no store.
+
+    """
+    files = Files(url)
+    most = None if limit is None else bytes_of(limit)
+    if not files.system.exists(files.folder):
+        raise ValueError(f"the store {url!r} does not exist; a PromptStore makes it when it saves a prompt")
+    before = sum(entry.size for entry in files.entries())
+    left = before if most is None else prune(files, most)
+    entries, damaged, prompts, tokens = files.entries(), [], 0, 0
+    with progress("checking blocks", len(entries)) as bar:
+        for done, entry in enumerate(entries, 1):
+            try:
+                data = files.read(entry.path, None if verify else 2**16)
+                if verify:
+                    check_hash(data)
+                block = read_header(data)
+            except (OSError, ValueError):
+                damaged.append(entry.path)
+                if remove_damaged:
+                    files.remove(entry.path)
+            else:
+                prompts += block.start == 0
+                tokens += len(block.tokens)
+            bar.step(done, len(entries))
+    last = max((entry.used for entry in entries), default=None)
+    return Stored(str(url), len(entries), prompts, tokens, left, before - left, len(damaged), remove_damaged, last)

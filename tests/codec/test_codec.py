@@ -1,0 +1,319 @@
+"""Caches to bytes and back: what is exact, what is close, what is refused; the format; bytes that were altered."""
+
+import hashlib
+import tracemalloc
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import StaticCache
+
+from crosslayer.codec import format
+from crosslayer.codec.chain import code_layers, sources, step_sizes
+from crosslayer.codec.codec import FILE, Codec, load_codec, model_print
+from crosslayer.codec.entropy import Coder, all_tables, fitted_classes, quantized
+from crosslayer.codec.fit import fit_chain, with_step
+from crosslayer.codec.states import LayerShape, read_shapes, turned
+from crosslayer.core.transformers_versions import CACHE
+from tests.helpers.codecs import cache_of, calibrated, fitted, random_ids
+from tests.helpers.tiny import tiny
+
+FAMILIES = ("llama", "mistral", "qwen3", "gemma3_text", "phi", "cohere", "granite", "opt", "gpt_oss")
+FAR = LayerShape(heads=2, key=8, value=8, window=None, angles=(1.0, 0.1, 0.01), order="halves")
+
+
+def errors(cache, back) -> list[float]:
+    """Return the largest relative error of keys and values in each layer."""
+    found = []
+    for own, other in zip(cache.layers, back.layers, strict=True):
+        pairs = (own.keys, other.keys), (own.values, other.values)
+        found.append(max(float((one - two).norm() / one.norm()) for one, two in pairs))
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_cache_comes_back_close_and_smaller(family):
+    model, codec = fitted(family)
+    ids = random_ids(2, 40, 5)
+    cache = cache_of(model, ids)
+    data = codec.encode(cache, ids, block=16)
+    back = codec.decode(data)
+    assert len(data) < 0.6 * 2 * 40 * codec.bytes_per_token  # fixed parts of a tiny model included
+    assert max(errors(cache, back)) < 0.15
+    for own, other in zip(cache.layers, back.layers, strict=True):
+        assert type(own) is type(other) and own.keys.shape == other.keys.shape
+        assert own.get_seq_length() == other.get_seq_length() == 40
+        assert own.get_mask_sizes(3) == other.get_mask_sizes(3)
+    more = random_ids(2, 3, 7)
+    with torch.no_grad():
+        expected = model(more, **{CACHE: cache}).logits
+        assert float((model(more, **{CACHE: back}).logits - expected).std() / expected.std()) < 0.05
+
+
+def test_a_finer_step_has_smaller_errors():
+    model, calibration = calibrated()
+    ids = random_ids(1, 40, 5)
+    cache, worst = cache_of(model, ids), []
+    for step in (0.08, 0.02, 0.005):
+        codec = Codec(fit_chain(calibration, step), "model")
+        worst.append(max(errors(cache, codec.decode(codec.encode(cache, ids)))))
+    assert worst[0] > 2 * worst[1] > 4 * worst[2]
+
+
+def test_the_first_token_is_exact_to_16_bits():
+    model, codec = fitted()
+    ids = random_ids(1, 20, 5)
+    cache = cache_of(model, ids)
+    for own, other in zip(cache.layers, codec.decode(codec.encode(cache, ids)).layers, strict=True):
+        torch.testing.assert_close(other.keys[:, :, 0], own.keys[:, :, 0], rtol=2**-10, atol=1e-6)  # float16
+        torch.testing.assert_close(other.values[:, :, 0], own.values[:, :, 0], rtol=2**-10, atol=1e-6)
+
+
+def test_blocks_decode_to_what_one_block_does():
+    model, codec = fitted()
+    ids = random_ids(1, 40, 5)
+    cache = cache_of(model, ids)
+    whole, cut = (codec.decode(codec.encode(cache, ids, block=size)) for size in (64, 7))
+    assert max(errors(whole, cut)) < 1e-5  # tokens do not depend on each other: rounding of float32
+
+
+def test_rows_with_padding_on_the_left_are_coded_without_it():
+    model, codec = fitted()
+    ids, mask = random_ids(2, 30, 5), torch.ones(2, 30, dtype=torch.long)
+    mask[1, :6] = 0
+    cache = cache_of(model, ids, mask)
+    back = codec.decode(codec.encode(cache, ids, mask))
+    alone = cache_of(model, ids[1:, 6:])
+    single = codec.decode(codec.encode(alone, ids[1:, 6:]))
+    for own, other in zip(back.layers, single.layers, strict=True):
+        assert float(own.keys[1, :, :6].abs().max()) == 0
+        torch.testing.assert_close(own.keys[1:, :, 6:], other.keys, rtol=1e-3, atol=1e-3)  # some code may round up
+
+
+def test_dtypes_are_kept():
+    model, codec = fitted()
+    ids = random_ids(1, 20, 5)
+    cache = cache_of(model, ids)
+    for layer in cache.layers:
+        layer.keys, layer.values = layer.keys.bfloat16(), layer.values.bfloat16()
+    data = codec.encode(cache, ids)
+    assert codec.decode(data).layers[0].keys.dtype == torch.bfloat16
+    assert codec.decode(data, dtype=torch.float32).layers[0].keys.dtype == torch.float32
+
+
+def test_keys_turn_back_exactly_and_as_the_equation_says():
+    keys = torch.randn(5, 2, 8, generator=torch.Generator().manual_seed(0))
+    for order in ("halves", "pairs"):
+        shape = LayerShape(**{**vars(FAR), "order": order})
+        out = turned(keys, 3, shape)
+        torch.testing.assert_close(turned(out, 3, shape, back=True), keys, rtol=1e-6, atol=1e-6)
+        one, other = (1, 4) if order == "halves" else (2, 3)
+        angle = torch.tensor((3 + 4) * 0.1)
+        expected = keys[4, :, one] * angle.cos() - keys[4, :, other] * angle.sin()
+        torch.testing.assert_close(out[4, :, one], expected, rtol=1e-5, atol=1e-5)
+        assert torch.equal(out[..., 6:], keys[..., 6:])
+
+
+def test_a_layer_is_predicted_by_the_nearest_that_holds_its_tokens():
+    windows = (None, 8, 8, 16, None, 8)
+    shapes = [LayerShape(**{**vars(FAR), "window": window}) for window in windows]
+    assert sources(shapes) == [None, 0, 1, 0, 0, 4]
+
+
+def test_a_step_may_be_changed_after_the_fit():
+    model, calibration = calibrated()
+    chain = fit_chain(calibration, 0.02)
+    coarse = with_step(chain, calibration, 4.0)
+    states, steps = calibration.held_out
+    assert float(coarse.bits(states, steps).mean()) < 0.7 * float(chain.bits(states, steps).mean())
+
+
+def test_the_code_is_as_long_as_the_tables_say():
+    _, calibration = calibrated()
+    chain = fit_chain(calibration, 0.02)
+    states, steps = calibration.held_out
+    codes, _ = code_layers(chain.layers, states, steps)
+    size = sum(len(layer.coder.encode(code.int().numpy())) for layer, code in zip(chain.layers, codes, strict=True))
+    expected = float(chain.bits(states, steps).sum()) / 8
+    assert 0 <= size - expected < 0.01 * expected + 12 * len(chain.layers)  # a count and at most 8 bytes of state
+
+
+def test_tables_sum_to_the_precision_and_codes_beyond_them_escape():
+    tables = all_tables()
+    assert len(tables) == 240
+    for table in tables.values():
+        assert table.frequencies[0] + 2 * table.frequencies[1:].sum() + table.escape == 2**24
+    coder = Coder(tables, [0, 0, 5, 239])
+    codes = np.array([[0, 1, -1, 30000], [0, 0, -7, 2], [1, 2, 3, -32767], [5, -2047, 2047, 0]])
+    decoded = coder.decode(coder.encode(codes), 4)
+    assert decoded[0, 3] == 30000 and decoded[2, 3] == -32767
+    assert np.array_equal(np.sign(decoded), np.sign(codes))
+    coefficients = torch.randn(4000, 3, generator=torch.Generator().manual_seed(0)) * torch.tensor([1, 9, 90])
+    classes = fitted_classes(quantized(coefficients))
+    scales = [np.geomspace(0.05, 900, 60)[number % 60] for number in classes.tolist()]
+    assert np.allclose(scales, [1, 9, 90], rtol=0.25)  # neighbours differ by a factor of 1.18
+
+
+def reference(data: bytes, tables, tokens: int) -> list[np.ndarray]:
+    """Decode a layer's code in plain Python: the ANS of constriction, word for word."""
+    count = int.from_bytes(data[:4], "little")
+    words = np.frombuffer(data, "<u4", count, 4).tolist()
+    state = words.pop() << 32 | words.pop() if len(words) > 1 else sum(words)
+    rows = []
+    for table in tables:
+        both = [*table.frequencies[:0:-1], *table.frequencies, table.escape]
+        starts = np.concatenate([[0], np.cumsum(both)])
+        row = []
+        for _ in range(tokens):
+            slot = state & (2**24 - 1)
+            symbol = int(np.searchsorted(starts, slot, side="right")) - 1
+            state = (state >> 24) * int(both[symbol]) + slot - int(starts[symbol])
+            if state < 2**32 and words:
+                state = state << 32 | words.pop()
+            row.append(symbol - table.most)
+        rows.append(row)
+    return rows
+
+
+def test_plain_python_decodes_the_same():
+    tables = all_tables()
+    numbers = [3, 3, 70, 150]
+    codes = np.random.default_rng(0).integers(-2, 3, (4, 300))
+    coder = Coder(tables, numbers)
+    data = coder.encode(codes)
+    assert np.array_equal(reference(data, [tables[number] for number in numbers], 300), codes)
+    # the table of the smallest class has so few codes that none escapes here
+    assert len(data) == 4 + 4 * int.from_bytes(data[:4], "little")
+
+
+def test_a_codec_is_saved_and_loaded(tmp_path):
+    model, codec = fitted()
+    codec.save(tmp_path)
+    loaded = load_codec(tmp_path, model)
+    assert loaded.id == codec.id
+    ids = random_ids(1, 20, 5)
+    cache = cache_of(model, ids)
+    assert loaded.encode(cache, ids) == codec.encode(cache, ids)
+    tensors = load_file(tmp_path / FILE)
+    tensors.pop("layers.1.up")
+    save_file(tensors, tmp_path / FILE, metadata={"crosslayer_codec": '{"version": 1}'})
+    with pytest.raises(ValueError, match="fit the codec again"):
+        load_codec(tmp_path)
+    save_file(tensors, tmp_path / FILE, metadata={"crosslayer_codec": '{"version": 2}'})
+    with pytest.raises(ValueError, match="format 2"):
+        load_codec(tmp_path)
+    (tmp_path / FILE).write_bytes(b"nothing")
+    with pytest.raises(ValueError, match="fit the codec again"):
+        load_codec(tmp_path)
+    with pytest.raises(ValueError, match="fit-codec"):
+        load_codec(tmp_path / "none")
+
+
+def test_another_model_is_refused():
+    model, codec = fitted()
+    codec.check(model)
+    codec.check(tiny("llama").bfloat16())
+    changed = tiny("llama").float()
+    with torch.no_grad():
+        next(changed.parameters()).view(-1)[17] += 0.25
+    with pytest.raises(ValueError, match="other weights"):
+        codec.check(changed)
+    with pytest.raises(ValueError, match="RoPE"):
+        codec.check(tiny("llama", rope_parameters={"rope_type": "default", "rope_theta": 5000.0}).float())
+    assert model_print(tiny("llama").bfloat16()) == model_print(tiny("llama").float())
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "reason"),
+    [
+        ("deepseek_v3", {}, "MLA"),
+        ("qwen3_next", {}, "layer 0"),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "dynamic"),
+        ("gemma3n_text", {}, "share"),
+    ],
+)
+def test_models_that_no_codec_knows_are_refused(family, changes, reason):
+    if family == "gemma3n_text":
+        model = tiny("gemma3_text").float()
+        model.config.num_kv_shared_layers = 1
+        model.config.kv_sharing_modes = [None, None, "reuse"]
+    else:
+        model = tiny(family, **changes).float()
+    with pytest.raises(ValueError, match=reason):
+        read_shapes(model)
+
+
+def test_caches_that_do_not_fit_are_refused():
+    model, codec = fitted()
+    ids = random_ids(1, 20, 5)
+    cache = cache_of(model, ids)
+    with pytest.raises(ValueError, match="21 tokens, got 20"):
+        codec.encode(cache, random_ids(1, 21))
+    with pytest.raises(ValueError, match="rows"):
+        codec.encode(cache, random_ids(2, 20))
+    with pytest.raises(ValueError, match="on the left"):
+        codec.encode(cache, ids, torch.tensor([[1] * 19 + [0]]))
+    static = StaticCache(config=model.config, max_cache_len=32)
+    with torch.no_grad():
+        model(ids, **{CACHE: static})
+    with pytest.raises(ValueError, match="StaticLayer"):
+        codec.encode(static, ids)
+    other, windowed = fitted("mistral")
+    advanced = cache_of(other, random_ids(1, 30, 5))
+    with pytest.raises(ValueError, match="sliding"):
+        windowed.encode(advanced, random_ids(1, 20, 5))
+
+
+def test_bytes_of_another_codec_are_refused():
+    model, codec = fitted()
+    _, other = fitted("llama", 0.04)
+    ids = random_ids(1, 20, 5)
+    data = codec.encode(cache_of(model, ids), ids)
+    with pytest.raises(ValueError, match="another codec"):
+        other.decode(data)
+
+
+def test_altered_blocks_are_errors_and_allocate_no_more_than_their_header_says():
+    model, codec = fitted()
+    ids = random_ids(1, 24, 5)
+    data = bytearray(codec.encode(cache_of(model, ids), ids, block=8))
+    clean, generator = bytes(data), np.random.default_rng(0)
+    codec.decode(clean)
+    tracemalloc.start()
+    for _ in range(10_000):
+        broken = bytearray(clean)
+        kind = generator.integers(4)
+        if kind == 0:
+            broken = broken[: generator.integers(len(broken))]
+        elif kind == 1:
+            broken += bytes(generator.integers(0, 256, generator.integers(1, 40), dtype=np.uint8))
+        else:
+            for at in generator.integers(0, len(broken), kind):
+                broken[at] ^= 1 << generator.integers(8)
+        if bytes(broken) == clean:
+            continue
+        with pytest.raises(ValueError):
+            codec.decode(bytes(broken))
+        with pytest.raises(ValueError):
+            format.unpack(bytes(broken[24 : 24 + 4000]), codec.widths)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 20 * len(clean) + 2**20
+
+
+def test_altered_codes_with_a_right_hash_decode_to_something_or_are_an_error():
+    model, codec = fitted()
+    ids = random_ids(1, 8, 5)
+    (_, [block]), generator = format.unpack_file(codec.encode(cache_of(model, ids), ids))[0], np.random.default_rng(0)
+    clean = bytes(block[: -format.HASH])
+    for _ in range(2000):
+        broken = bytearray(clean)
+        for at in generator.integers(0, len(broken), generator.integers(1, 4)):
+            broken[at] = generator.integers(256)
+        packed = bytes(broken) + hashlib.sha256(broken).digest()
+        try:
+            cache = codec.decode(format.pack_file([(0, [packed])]))
+        except ValueError:
+            continue
+        assert cache.get_seq_length() == 8 and step_sizes(torch.tensor([0, 255], dtype=torch.uint8)).max() < 256

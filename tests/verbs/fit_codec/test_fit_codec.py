@@ -1,0 +1,79 @@
+"""A codec is fitted, measured, saved and loaded; what it costs is what a plain loop says."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import DynamicCache
+
+import crosslayer
+from crosslayer.core.transformers_versions import CACHE
+from tests.helpers.codecs import random_ids
+from tests.helpers.tiny import tiny
+
+OPTIONS = {"calibration": 8, "length": 60, "windows": 4, "prompt": 40, "continued": 12, "repeats": 1}
+TEXTS = {"calibration_text": {"a": random_ids(8, 60)}, "text": {"b": random_ids(4, 52, 1), "c": random_ids(4, 52, 2)}}
+
+
+@pytest.fixture(scope="module")
+def fitted():
+    model = tiny("llama").float()
+    return model, crosslayer.fit_codec(model, share=0.5, **OPTIONS, **TEXTS)
+
+
+def test_the_row_of_the_codec_is_what_a_loop_says(fitted):
+    model, report = fitted
+    costs, sizes = [], []
+    for name in ("b", "c"):
+        for row in TEXTS["text"][name][:2]:
+            cache = DynamicCache(config=model.config)
+            with torch.no_grad():
+                model(row[None, :40], **{CACHE: cache})
+                data = report.codec.encode(cache, row[:40])
+                exact = model(row[None]).logits[0, 40:].log_softmax(-1)
+                other = model(row[None, 40:], **{CACHE: report.codec.decode(data)}).logits[0].log_softmax(-1)
+            costs.append(float((exact.exp() * (exact - other)).sum(-1).mean()))
+            sizes.append(len(data) / (40 * report.bytes_per_token))
+    row = report.row("codec")
+    assert row.kl.value == pytest.approx(np.mean(costs), rel=0.01, abs=1e-6)
+    assert row.share == pytest.approx(np.mean(sizes), rel=1e-6)
+    assert report.row("codec", "b").kl.value == pytest.approx(np.mean(costs[:2]), rel=0.01, abs=1e-6)
+    assert report.row("fp8").share > report.row("codec × 0.5").share
+
+
+def test_coarser_steps_of_one_fit_are_measured_too(fitted):
+    _, report = fitted
+    shares = [report.row(name).share for name in ("codec", "codec × 0.5", "codec × 0.25")]
+    costs = [report.row(name).kl.value for name in ("codec", "codec × 0.5", "codec × 0.25")]
+    assert shares == sorted(shares, reverse=True) and costs == sorted(costs)
+
+
+def test_a_report_has_the_codec_in_its_folder(fitted, tmp_path):
+    model, report = fitted
+    report.save(tmp_path / "codec")
+    assert {path.name for path in (tmp_path / "codec").iterdir()} == {
+        "codec.safetensors", "figures", "record.json", "report.html"
+    }  # fmt: skip
+    assert crosslayer.load_codec(tmp_path / "codec", model).id == report.codec.id
+    loaded = crosslayer.load_result(tmp_path / "codec")
+    assert loaded.record() == report.record() and loaded.headline() == report.headline()
+    with pytest.raises(ValueError, match="load_codec"):
+        _ = loaded.codec
+    report.save(tmp_path / "codec", force=True)
+
+
+def test_a_damage_may_be_asked_for():
+    model = tiny("llama").float()
+    costs = []
+    for kl in (1e-3, 1e-2):
+        report = crosslayer.fit_codec(model, kl=kl, **OPTIONS, **TEXTS)
+        costs.append(report.row("codec").kl.value)
+    assert costs[0] == pytest.approx(1e-3, rel=1) and costs[1] == pytest.approx(1e-2, rel=1)  # two windows a domain
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [({"share": 1.5}, "share"), ({"kl": 0.0}, "kl"), ({"prompt": 4}, "prompt"), ({"prompt": 60}, "64")],
+)
+def test_wrong_options_are_refused(options, match):
+    with pytest.raises(ValueError, match=match):
+        crosslayer.fit_codec(tiny("llama").float(), **{**OPTIONS, **options}, **TEXTS)

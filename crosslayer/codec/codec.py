@@ -8,7 +8,7 @@ import json
 import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ VERSION = 1  # of the artefact
 FILE = "codec.safetensors"
 BLOCK = 256  # tokens
 SUMMED = 2**22  # weights at a time
+MATRICES = ("mean", "predict", "down", "up")
 HALF = 65504.0  # the largest number of float16
 TORCH = {name: getattr(torch, name) for name in format.DTYPES}
 
@@ -225,12 +226,7 @@ class Codec:
         """Return the layers with their matrices on a device."""
         if device not in self._on:
             self._on[device] = [
-                Layer(
-                    layer.shape,
-                    layer.source,
-                    *(x.to(device) for x in (layer.mean, layer.predict, layer.down, layer.up)),
-                    layer.coder,
-                )
+                replace(layer, **{name: getattr(layer, name).to(device) for name in MATRICES})
                 for layer in self.chain.layers
             ]
         return self._on[device]
@@ -247,12 +243,7 @@ class Codec:
         tables: dict[int, Table] = {}
         tensors: dict[str, Tensor] = dict(vars(self.chain.importance))
         for index, layer in enumerate(self.chain.layers):
-            own = {
-                "mean": layer.mean,
-                "predict": layer.predict.half(),
-                "down": layer.down.half(),
-                "up": layer.up.half(),
-            }
+            own = {name: getattr(layer, name).half() for name in MATRICES} | {"mean": layer.mean}
             own["classes"] = torch.from_numpy(layer.coder.classes.astype(np.uint8))
             tensors |= {f"layers.{index}.{name}": tensor.contiguous() for name, tensor in own.items()}
             tables |= layer.coder.tables
@@ -312,12 +303,15 @@ def _loaded(facts: dict[str, Any], tensors: dict[str, Tensor]) -> Codec:
             )
     layers = []
     for index, fact in enumerate(facts["layers"]):
-        own = {name: tensors[f"layers.{index}.{name}"] for name in ("mean", "predict", "down", "up", "classes")}
+        own = {name: tensors[f"layers.{index}.{name}"].float() for name in MATRICES}
+        classes = tensors[f"layers.{index}.classes"].tolist()
         source = fact.pop("source")
         shape = LayerShape(**{**fact, "angles": tuple(fact["angles"])})
-        matrices = (own[name].float() for name in ("mean", "predict", "down", "up"))
-        layer = Layer(shape, source, *matrices, Coder(tables, own["classes"].tolist()))
-        if (len(layer.mean), tuple(layer.up.shape)) != (shape.width, (len(own["classes"]), shape.width)):
+        layer = Layer(shape=shape, source=source, coder=Coder(tables, classes), **own)
+        width = shape.width
+        below = (0,) if source is None else (layers[source].shape.width, width)
+        found = [tuple(matrix.shape) for matrix in own.values()]
+        if found != [(width,), below, (width, len(classes)), (len(classes), width)]:
             raise ValueError("the codec's matrices do not fit its layers; fit it again")
         layers.append(layer)
     importance = Importance(*(tensors[name] for name in ("mean", "spread", "weight")))

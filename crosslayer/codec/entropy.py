@@ -47,11 +47,9 @@ class Table:
     @cached_property
     def model(self) -> Any:
         """Constriction's model of the symbols 0 … 2m + 1."""
-        import constriction  # type: ignore[import-not-found]
-
         both = [self.frequencies[:0:-1], self.frequencies, [self.escape]]
         # it adds 1 to each symbol and shares out the rest in proportion: these weights give the frequencies exactly
-        return constriction.stream.model.Categorical((np.concatenate(both) - 1).astype(np.float64), perfect=False)
+        return _library().stream.model.Categorical((np.concatenate(both) - 1).astype(np.float64), perfect=False)
 
     @cached_property
     def values(self) -> np.ndarray:
@@ -196,8 +194,12 @@ class Coder:
 
 
 def _coder(words: np.ndarray | None) -> Any:
-    check_extra("store", "a codec", "constriction", "fsspec")
+    coder = _library().stream.stack.AnsCoder
+    return coder() if words is None else coder(words.astype(np.uint32))
+
+
+def _library() -> Any:
+    check_extra("store", "a codec", "constriction")
     import constriction  # type: ignore[import-not-found]
 
-    coder = constriction.stream.stack.AnsCoder
-    return coder() if words is None else coder(words.astype(np.uint32))
+    return constriction

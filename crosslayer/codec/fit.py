@@ -55,7 +55,6 @@ class Calibration:
     metric: list[Tensor]
     importance: Importance
     held_out: tuple[list[Tensor], Tensor]
-    windows: int = 0
     roots: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def __post_init__(self):
@@ -86,14 +85,8 @@ def calibrate(
             others.append(_states(model, row, shapes))
             bar.step(done, len(ids) + len(held_out))
     importance = _importance(costs, shapes)
-    return Calibration(
-        shapes,
-        *_stacked(windows, importance, shapes),
-        metric.by_layer,
-        importance,
-        _stacked(others, importance, shapes),
-        len(ids),
-    )
+    states, steps = _stacked(windows, importance, shapes)
+    return Calibration(shapes, states, steps, metric.by_layer, importance, _stacked(others, importance, shapes))
 
 
 def _states(model: PreTrainedModel, ids: Tensor, shapes: list[LayerShape]) -> list[Tensor]:
@@ -109,7 +102,9 @@ def _states(model: PreTrainedModel, ids: Tensor, shapes: list[LayerShape]) -> li
     return [found[layer] for layer in range(len(shapes))]
 
 
-def _stacked(windows: list[list[Tensor]], importance: Importance, shapes: list[LayerShape]) -> tuple:
+def _stacked(
+    windows: list[list[Tensor]], importance: Importance, shapes: list[LayerShape]
+) -> tuple[list[Tensor], Tensor]:
     steps = torch.cat([step_sizes(importance.steps(window, shapes, len(window[0])))[1:] for window in windows])
     return [torch.cat([window[layer][1:] for window in windows]) for layer in range(len(shapes))], steps
 
@@ -186,10 +181,10 @@ def _layer(
     classes = fitted_classes(codes)
     order = classes.argsort(stable=True)
     mean, predict, down, up = matrices
-    rounded = [matrix.half().float() for matrix in (predict, down[:, order], up[order])]
-    if not all(matrix.isfinite().all() for matrix in rounded):
-        raise ValueError("the model's keys and values are too large for matrices of 16 bits")
-    return Layer(shape, source, mean, *rounded, Coder(tables, classes[order].tolist()))
+    predict, down, up = (matrix.half().float() for matrix in (predict, down[:, order], up[order]))
+    if not all(matrix.isfinite().all() for matrix in (predict, down, up)):
+        raise ValueError("so fine a step does not fit matrices of 16 bits; ask for fewer bytes")
+    return Layer(shape, source, mean, predict, down, up, Coder(tables, classes[order].tolist()))
 
 
 def _regression(inputs: Tensor, outputs: Tensor, weight: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ error before anything is decoded. The hash is no signature: who may write a stor
 import hashlib
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -65,7 +65,7 @@ class Block:
     tokens: np.ndarray
     first: np.ndarray
     dtype: int
-    steps: np.ndarray | None = None
+    steps: np.ndarray = field(default_factory=lambda: np.empty(0, np.uint8))
     exact: bytes | memoryview = b""
     codes: Sequence[bytes | memoryview] = ()
 
@@ -76,7 +76,6 @@ class Block:
 
     def pack(self) -> bytes:
         """Return the block as bytes."""
-        assert self.steps is not None, "a whole block"
         count = len(self.tokens), len(self.codes)
         head = HEAD.pack(MAGIC, VERSION, self.dtype, self.name, self.parent, self.start, *count)
         sizes = np.array([len(code) for code in self.codes], "<u4")
@@ -109,13 +108,12 @@ def read_header(data: bytes | memoryview, layers: int | None = None) -> Block:
         raise ValueError("this is no block of a stored cache")
     if version != VERSION:
         raise ValueError(f"the block has format {version}, and this release reads {VERSION}; update crosslayer")
-    layers = own if layers is None else layers
-    if own != layers or not 0 < count <= LONGEST or dtype >= len(DTYPES):
+    if layers not in (None, own) or not 0 < count <= LONGEST or dtype >= len(DTYPES):
         raise ValueError("the header of a block is damaged")
-    if len(data) < HEAD.size + 4 * count + 2 * layers:
+    if len(data) < HEAD.size + 4 * count + 2 * own:
         raise ValueError("a block is cut off")
     tokens = np.frombuffer(data, "<u4", count, HEAD.size)
-    first = np.frombuffer(data, "<u2", layers, HEAD.size + 4 * count)
+    first = np.frombuffer(data, "<u2", own, HEAD.size + 4 * count)
     if int(first.max(initial=0)) > count or child(parent, tokens) != name:
         raise ValueError("the header of a block is damaged")
     return Block(name, parent, start, tokens, first, dtype)

@@ -9,6 +9,7 @@ Shapes: N windows, T tokens.
 
 from collections.abc import Callable, Mapping
 from copy import deepcopy
+from typing import Any
 
 import numpy as np
 import torch
@@ -55,8 +56,7 @@ def coded(codec: Codec) -> Way:
 
     def way(cache: Cache, ids: Tensor) -> tuple[Cache, int]:
         data = codec.encode(cache, ids)
-        layer = cache.layers[0]
-        assert layer.keys is not None, "a cache with tokens"
+        layer: Any = cache.layers[0]
         return codec.decode(data, layer.keys.device, layer.keys.dtype), len(data)
 
     return way
@@ -67,7 +67,8 @@ def rounded(model: PreTrainedModel, bits: str) -> Way:
 
     def way(cache: Cache, ids: Tensor) -> tuple[Cache, int]:
         other = quantized_cache(model, bits)
-        for index, layer in enumerate(cache.layers):
+        layers: list[Any] = list(cache.layers)
+        for index, layer in enumerate(layers):
             other.update(layer.keys, layer.values, index)
         return other, cache_bytes(other, sixteen=True)
 

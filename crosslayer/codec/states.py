@@ -133,10 +133,11 @@ def check_cache(cache: Cache, shapes: list[LayerShape], rows: int, columns: int)
     """Refuse a cache of other layers, other sizes, or fewer than `columns` columns."""
     if len(cache.layers) != len(shapes):
         raise ValueError(f"the cache must have the codec's {len(shapes)} layers, got {len(cache.layers)}")
-    for index, (own, shape) in enumerate(zip(cache.layers, shapes, strict=True)):
+    layers: list[Any] = list(cache.layers)
+    for index, (own, shape) in enumerate(zip(layers, shapes, strict=True)):
         _check_layer(own, index)
         expected = (rows, shape.heads, shape.key, shape.value, shape.window)
-        window = own.sliding_window if isinstance(own, DynamicSlidingWindowLayer) else None
+        window = own.sliding_window if own.is_sliding else None
         got = (len(own.keys), own.keys.shape[1], own.keys.shape[3], own.values.shape[3], window)
         if got != expected:
             raise ValueError(f"layer {index}: rows, heads, key and value size, window must be {expected}, got {got}")
@@ -186,7 +187,7 @@ def check_config(config: PreTrainedConfig) -> None:
         "cross-attention": config.is_encoder_decoder or getattr(text, "cross_attention_layers", None),
         "latents instead of keys and values (MLA)": getattr(text, "kv_lora_rank", None),
         "layers that share keys or values": layers_without_cache(text)
-        or (plan is not None and (plan.cached_fraction < 1 or plan.has_latents)),
+        or (plan is not None and (plan.cached_fraction() < 1 or plan.has_latents)),
         "layers that choose tokens": plan is not None and plan.has_choices,
         f"angles that depend on the length ({', '.join(UNEVEN)})": kinds & set(UNEVEN),
     }
@@ -206,7 +207,7 @@ def _probe(model: PreTrainedModel, ids: Tensor, position: int) -> Cache:
 def _shape(states: dict[int, Cache], index: int, tables: list[tuple[float, ...]]) -> LayerShape:
     """Return the shape of a layer, whose keys at each position turn as one of the tables says."""
     layer: Any = states[0].layers[index]
-    window = layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
+    window = layer.sliding_window if layer.is_sliding else None
     heads, key, value = layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3]
     still = layer.keys[:, :, 0].float()  # (ROWS, H_kv, D)
     tolerance = 1e-3 if layer.keys.dtype == torch.float32 else 0.05  # of the largest number

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import StaticCache
 
+import crosslayer
 from crosslayer.codec import format
 from crosslayer.codec.chain import code_layers, sources, step_sizes
 from crosslayer.codec.codec import FILE, Codec, load_codec, model_print
@@ -242,6 +243,18 @@ def test_models_that_no_codec_knows_are_refused(family, changes, reason):
         model = tiny(family, **changes).float()
     with pytest.raises(ValueError, match=reason):
         read_shapes(model)
+
+
+@pytest.mark.parametrize("method", [{"name": "cla"}, {"name": "svformer"}, {"name": "shared_choice", "tokens": 24}])
+def test_models_of_this_package_that_share_or_choose_are_refused(method):
+    model = crosslayer.convert(tiny("llama"), method).model.float()
+    with pytest.raises(ValueError, match="share|choose"):
+        read_shapes(model)
+
+
+def test_a_model_of_this_package_without_sharing_is_coded():
+    model = crosslayer.convert(tiny("llama"), {"name": "resformer"}).model.float()
+    assert [(shape.heads, shape.key, len(shape.angles)) for shape in read_shapes(model)] == [(2, 8, 4)] * 3
 
 
 def test_caches_that_do_not_fit_are_refused():

@@ -64,9 +64,8 @@ def panels(record: CodecReport) -> list[Panel]:
     lines = []
     for name, rows in groups.items():
         rows.sort(key=lambda row: row.share)
-        costs = [row.kl for row in rows]
-        shares = [100 * row.share for row in rows]
-        lines.append(Line(name, shares, *([getattr(cost, end) for cost in costs] for end in ("value", "low", "high"))))
+        value, low, high = ([getattr(row.kl, end) for row in rows] for end in ("value", "low", "high"))
+        lines.append(Line(name, [100 * row.share for row in rows], value, low, high))
     return [
         Panel(
             "bytes_and_kl",

@@ -134,7 +134,7 @@ def fit_codec(
     return report
 
 
-def _domains(text: DomainTexts, default: Sequence[str], seed: int) -> dict[str, Tensor | Iterable[str]]:
+def _domains(text: DomainTexts, default: Sequence[str], seed: int) -> Mapping[str, Tensor | Iterable[str]]:
     """Return documents, or token ids, by domain."""
     if text is None or (isinstance(text, Sequence) and not text):
         if not default:
@@ -205,5 +205,5 @@ def _times(model: PreTrainedModel, codec: Codec, ids: Tensor, repeats: int) -> C
             times["decode"].append(seconds(lambda: codec.decode(data, model.device, model.dtype), model.device))
             bar.step(done + 1, repeats)
     medians = {name: float(np.median(own)) for name, own in times.items()}
-    ratios = {f"{name}_ratio": paired_ratio(times[name], times["prefill"]) for name in ("encode", "decode")}
-    return CodecTimes(**medians, **ratios)
+    encode, decode = (paired_ratio(times[name], times["prefill"]) for name in ("encode", "decode"))
+    return CodecTimes(**medians, encode_ratio=encode, decode_ratio=decode)

@@ -188,7 +188,7 @@ def check_config(config: PreTrainedConfig) -> None:
         "latents instead of keys and values (MLA)": getattr(text, "kv_lora_rank", None),
         "layers that share keys or values": layers_without_cache(text)
         or (plan is not None and (plan.cached_fraction() < 1 or plan.has_latents)),
-        "layers that choose tokens": plan is not None and plan.has_choices,
+        "layers that choose tokens": plan is not None and plan.reads_less,
         f"angles that depend on the length ({', '.join(UNEVEN)})": kinds & set(UNEVEN),
     }
     for reason, applies in reasons.items():

@@ -66,7 +66,8 @@ class TextSource:
         """
         if Path(text).expanduser().exists():
             return cls(text)
-        domain, options = None, {}
+        domain: str | None = None
+        options: dict[str, Any] = {}
         match = NAMED.fullmatch(text)
         if match is not None:
             domain, text = match.groups()

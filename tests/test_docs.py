@@ -216,6 +216,7 @@ def test_pages_fit_with_enough_text():
     amounts = [
         (page, int(windows), int(length))
         for page in PAGES
+        if page != "docs/guides/store.md"  # a codec needs less
         for windows, length in re.findall(r"calibration[ =](\d+),? (?:--)?length[ =](\d+)", (ROOT / page).read_text())
     ]
     assert len(amounts) > 5

@@ -35,14 +35,11 @@ def test_a_benchmark_shows_the_share_of_the_16_bit_cache_beside_what_is_allocate
         sizes = {"head_dim": 64, "hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
         one, other = (model(dtype, max_position_embeddings=512, **sizes) for _ in range(2))
         benchmark = short(one, other, 120, new_tokens=4, kv_bits="4")
-        assert benchmark.headline()["results"][0]["kv_share"] == round(benchmark.rows[0].cache.dynamic.share, 4)
-        rows[dtype] = benchmark.rows[0]
-    wide, narrow = (rows[dtype].cache.dynamic for dtype in DTYPES)
-    assert wide.share == narrow.share == narrow.ratio  # of 16 bits, in which the second ran
-    assert wide.ratio < narrow.ratio and wide.baseline == 2 * narrow.baseline
-    planned = {one.kind: one.ratio for one in rows[torch.float32].quantised}
-    assert planned == {one.kind: one.ratio for one in rows[torch.bfloat16].quantised}
-    assert planned["int4"] == pytest.approx(wide.share, rel=0.02)
+        rows[dtype] = benchmark.rows_of("bytes")[0]
+    wide, narrow = (rows[dtype] for dtype in DTYPES)
+    assert wide.change.value == narrow.change.value == narrow.details["stored"] / narrow.details["original_stored"]
+    assert (wide.value, wide.original) == (narrow.value, narrow.original)  # in 16 bits, in which the second ran
+    assert wide.details["original_stored"] == 2 * narrow.details["original_stored"]
 
 
 @pytest.mark.parametrize(("name", "share"), [("vanilla", 1), ("svformer", None)])

@@ -74,7 +74,7 @@ NEW = {
     **dict.fromkeys(RETROFITS, r"windows\..*|.*\.none|(.*gain|alternatives.*|choice.*)\.kl\.n|.*(?<!\.kl)\.n"),
     "heal": r".*\.none|.*(?<!\.kl)\.n",
     # bytes in 16 bits, and rows of times, which were fields of names that say so
-    "bench": r"rows\.[0-2]\.(original|value|change\.(n|none))|rows\.[3-9]\..*",
+    "bench": r"rows\.[0-2]\.(original|value|change\.(n|none|low|high))|rows\.[3-9]\..*",
     "needles": r"rows\..*",
 }
 

@@ -92,7 +92,7 @@ def test_the_shell_and_python_have_the_same_defaults(name):
     """As Python sees the signature, and as typer does the command."""
     call, command = (
         inspect.signature(getattr(crosslayer, name)),
-        {option.name: option for option in COMMANDS[name].params},
+        {option.name: option for option in COMMANDS[name.replace("_", "-")].params},
     )
     for option in read_verb(name).call.parameters:
         default = call.parameters[option.name].default

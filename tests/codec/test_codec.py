@@ -245,7 +245,9 @@ def test_models_that_no_codec_knows_are_refused(family, changes, reason):
         read_shapes(model)
 
 
-@pytest.mark.parametrize("method", [{"name": "cla"}, {"name": "svformer"}, {"name": "shared_choice", "groups": ((0, 2),)}])
+@pytest.mark.parametrize(
+    "method", [{"name": "cla"}, {"name": "svformer"}, {"name": "shared_choice", "groups": ((0, 2),)}]
+)
 def test_models_of_this_package_that_share_or_choose_are_refused(method):
     model = crosslayer.convert(tiny("llama"), method).model.float()
     with pytest.raises(ValueError, match="share|choose"):

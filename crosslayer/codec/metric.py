@@ -8,8 +8,7 @@ probability a_st, and attention output o_s = Σ_t a_st v_t, gives, by head,
     token t  Σ_s c_st ‖q_s‖² + a_st² tr(W_oᵀ W_o) / ‖x_s‖²,   over heads and layers
 
 x is the stream after attention. Where a norm or a factor stands between W_o and the stream, ‖x_s‖ is in units of W_o's
-output. The first token, which is stored exactly, is left out. As good as the Fisher information of the next tokens'
-losses in a codec, which needs gradients (docs/LOG.md).
+output. The first token, which is stored exactly, is left out. No gradients are needed.
 
 Shapes: T prefix tokens, s queries, H heads, H_kv key-value heads, D head size, W numbers of a layer for each token.
 """
@@ -131,7 +130,7 @@ class Metric:
 
 def _relative(query: Tensor, start: int, count: int, shape: LayerShape) -> Tensor:
     """Return rotated queries (s, D) turned back by the positions of `count` keys from `start` on, (s, T, D)."""
-    by_key = query[None].expand(count, -1, -1)  # (T, s, D), in place of heads
+    by_key = query[None].expand(count, -1, -1)  # (T, s, D), instead of heads
     return turned(by_key, start, shape, back=True).transpose(0, 1)
 
 

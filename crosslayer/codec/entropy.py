@@ -169,7 +169,7 @@ class Coder:
         """Return what the bytes of `encode` decode to, (R, T) float32.
 
         Raises:
-            ValueError: the bytes are not those of so many codes.
+            ValueError: the bytes do not hold the codes of `tokens` tokens.
 
         """
         count = int.from_bytes(data[:4], "little")

@@ -23,7 +23,7 @@ from crosslayer.codec.states import LayerShape, new_cache, turned
 from crosslayer.output.progress import progress
 from crosslayer.probe.intercept import AttentionCall, evaluating, visited
 
-PART = 4  # the last tokens of a window, one in so many, read those before
+PART = 4  # the last quarter of a window reads the tokens before it
 RIDGE = 0.01  # of the metric, in units of its mean eigenvalue
 LEAST = 1e-4  # ridge of predictions, in units of their mean variance
 KEPT = 0.06  # energy of a channel that is kept, in units of a step squared
@@ -31,7 +31,7 @@ USED = 2e-4  # share of tokens in which a channel that is kept has a code other 
 SHRUNK = 0.1  # ridge of the regression of costs
 WEIGHT = 32.0  # at most, of a token
 BASIS = 0.125  # share of the 16-bit cache at which matrices are fitted; larger ones at themselves
-QUICK = 4  # of the tokens one in so many, to find a step
+QUICK = 4  # every 4th token is enough to find a step
 TRIES, ROUGH, CLOSE = 6, 0.15, 0.005
 SLOPE = 1.2  # of the logarithm of the step over that of the bytes
 
@@ -158,7 +158,7 @@ def fit_chain(calibration: Calibration, step: float, every: int = 1) -> Chain:
 
 
 def with_step(chain: Chain, calibration: Calibration, factor: float) -> Chain:
-    """Return a chain with a step so many times as large: the classes of the channels anew, all else as it is."""
+    """Return a chain whose step is `factor` times as large: only the classes of the channels are fitted again."""
     layers: list[Layer] = []
     decoded: list[Tensor] = []
     for index, layer in enumerate(chain.layers):
@@ -183,7 +183,7 @@ def _layer(
     mean, predict, down, up = matrices
     predict, down, up = (matrix.half().float() for matrix in (predict, down[:, order], up[order]))
     if not all(matrix.isfinite().all() for matrix in (predict, down, up)):
-        raise ValueError("so fine a step does not fit matrices of 16 bits; ask for fewer bytes")
+        raise ValueError("the step is too fine for 16-bit matrices; ask for fewer bytes")
     return Layer(shape, source, mean, predict, down, up, Coder(tables, classes[order].tolist()))
 
 
@@ -197,9 +197,9 @@ def _regression(inputs: Tensor, outputs: Tensor, weight: Tensor) -> Tensor:
 
 
 def fit_chain_at(calibration: Calibration, bytes_per_token: float) -> Chain:
-    """Fit a chain whose codes of held-out text take about so many bytes a token; `with_rate` does the rest.
+    """Fit a chain whose codes of held-out text take about `bytes_per_token`; `with_rate` then meets it more closely.
 
-    The step is found on one in `QUICK` tokens. What is fitted for a fine step serves coarser ones, too.
+    The step is found on every `QUICK`-th token. What is fitted for a fine step also serves coarser ones.
     """
     step = _first_step(calibration)
     with progress("fitting the codec", 0):
@@ -212,14 +212,14 @@ def fit_chain_at(calibration: Calibration, bytes_per_token: float) -> Chain:
 
 
 def with_rate(chain: Chain, calibration: Calibration, bytes_per_token: float) -> Chain:
-    """Return the chain with a step at which held-out text takes so many bytes a token.
+    """Return the chain with a step at which held-out text takes `bytes_per_token`, to 0.5 %, in at most six tries.
 
     Raises:
-        ValueError: no step does.
+        ValueError: `bytes_per_token` is not above 0.
 
     """
     if bytes_per_token <= 0:
-        raise ValueError("`share` must be larger: the parts of a prompt that no step changes take more bytes")
+        raise ValueError("`share` must be larger: headers and the exact first token alone take that many bytes")
     with progress("choosing the step", 0):
         for _ in range(TRIES):
             ratio = _rate(chain, calibration) / bytes_per_token

@@ -20,8 +20,8 @@
 A file of `Codec.encode` is "CLKF", version (2), two zeros, the number of rows (4), and for each row the columns of
 padding on its left (4), the number of its blocks (4), and its blocks, each behind its size (4). A SHA-256 ends it, too.
 
-A block is read only if its length is what its header says, and its SHA-256 is right: what is cut off or altered is an
-error before anything is decoded. The hash is no signature: who may write a store may also change its texts.
+A block is decoded only if its length and its SHA-256 match, so a truncated or altered block is an error. The hash is
+not a signature: anyone who can write to a store can change its texts.
 """
 
 import hashlib
@@ -42,12 +42,16 @@ MOST_PADDING = 2**20  # columns
 DTYPES = ("float16", "bfloat16", "float32")
 
 
+class OtherFormat(ValueError):
+    """The bytes are of another version of the format."""
+
+
 @dataclass(frozen=True)
 class Block:
-    """A block: what its header says, and the bytes behind.
+    """A block of a stored prompt: its header and its codes.
 
     Attributes:
-        name: by which it is found, 32 bytes.
+        name: 32 bytes; files are found by it.
         parent: the name of the block before it.
         start: position of its first token.
         tokens: (T,) uint32.
@@ -98,16 +102,17 @@ def read_header(data: bytes | memoryview, layers: int | None = None) -> Block:
     """Return a block without what follows its header, which is enough to find a prefix.
 
     Raises:
-        ValueError: it is no block of so many layers, or its name does not follow from its tokens.
+        OtherFormat: it is of another version.
+        ValueError: it has other layers, or its name does not follow from its tokens.
 
     """
     if len(data) < HEAD.size:
         raise ValueError("a block is cut off")
     magic, version, dtype, name, parent, start, count, own = HEAD.unpack_from(data)
     if magic != MAGIC:
-        raise ValueError("this is no block of a stored cache")
+        raise ValueError("this is not a block of a stored cache")
     if version != VERSION:
-        raise ValueError(f"the block has format {version}, and this release reads {VERSION}; update crosslayer")
+        raise OtherFormat(f"the block has format {version}, and this release reads {VERSION}; update crosslayer")
     if layers not in (None, own) or not 0 < count <= LONGEST or dtype >= len(DTYPES):
         raise ValueError("the header of a block is damaged")
     if len(data) < HEAD.size + 4 * count + 2 * own:
@@ -138,7 +143,7 @@ def unpack(data: bytes | memoryview, widths: Sequence[int]) -> Block:
     held = zip(widths, block.first, strict=True)
     exact = 0 if block.start else sum(2 * width for width, first in held if first == 0)
     if len(data) != at + exact + sum(sizes) + HASH:
-        raise ValueError("the length of a block is not what its header says")
+        raise ValueError("the length of a block does not match its header")
     check_hash(data)
     ends = np.cumsum([at + exact, *sizes]).tolist()
     codes = [data[start:stop] for start, stop in zip(ends, ends[1:], strict=False)]
@@ -171,10 +176,10 @@ def unpack_file(data: bytes) -> list[tuple[int, list[memoryview]]]:
     """
     view = memoryview(data)
     if len(view) < START.size + HASH or START.unpack_from(view)[0] != FILE:
-        raise ValueError("these are no bytes of Codec.encode")
+        raise ValueError("these bytes were not written by Codec.encode")
     _, version, _, count = START.unpack_from(view)
     if version != VERSION:
-        raise ValueError(f"the file has format {version}, and this release reads {VERSION}; update crosslayer")
+        raise OtherFormat(f"the file has format {version}, and this release reads {VERSION}; update crosslayer")
     check_hash(view)
     view = view[:-HASH]
     at, rows = START.size, []
@@ -190,7 +195,7 @@ def unpack_file(data: bytes) -> list[tuple[int, list[memoryview]]]:
             raise ValueError("a row of the file has no block, or too much padding")
         rows.append((pad, own))
     if at != len(view) or not rows:
-        raise ValueError("the length of the file is not what it says")
+        raise ValueError("the length of the file does not match its header")
     return rows
 
 

@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 from crosslayer.codec.codec import Codec
-from crosslayer.core.decoder.caches import cache_bytes
 from crosslayer.core.transformers_versions import CACHE
+from crosslayer.judge.clock import prefill
+from crosslayer.judge.held import held_bytes
 from crosslayer.output.progress import progress
 from crosslayer.probe.intercept import evaluating
 from crosslayer.quantization.running import quantized_cache
@@ -43,14 +44,6 @@ def judge(model: PreTrainedModel, ids: Tensor, prompt: int, ways: Mapping[str, W
     return found
 
 
-@torch.no_grad()
-def prefill(model: PreTrainedModel, ids: Tensor) -> Cache:
-    """Return the cache of tokens (B, T)."""
-    cache = DynamicCache(config=model.config)
-    model(ids, use_cache=True, logits_to_keep=1, **{CACHE: cache})
-    return cache
-
-
 def coded(codec: Codec) -> Way:
     """Return the way of a codec, in one file with all that belongs to it."""
 
@@ -70,7 +63,7 @@ def rounded(model: PreTrainedModel, bits: str) -> Way:
         layers: list[Any] = list(cache.layers)
         for index, layer in enumerate(layers):
             other.update(layer.keys, layer.values, index)
-        return other, cache_bytes(other, sixteen=True)
+        return other, held_bytes(other).sixteen
 
     return way
 

@@ -27,7 +27,7 @@ from crosslayer.core.transformers_versions import CACHE
 from crosslayer.probe.intercept import AttentionCall, visited
 from crosslayer.probe.stream import LayerStream, streams
 
-EVERY = 8  # queries of a continuation: one in so many
+EVERY = 8  # every 8th query of a continuation is read
 
 
 class Metric:
@@ -42,7 +42,7 @@ class Metric:
         self.model, self.shapes = model, shapes
         self.by_layer = [torch.zeros(shape.width, shape.width, dtype=torch.float64) for shape in shapes]
         self.outputs: dict[int, nn.Linear] = {}  # W_o of each layer
-        self.written: dict[int, Tensor] = {}  # what it wrote, (T, C)
+        self.written: dict[int, Tensor] = {}  # the output of W_o of each layer, (T, C)
         self.calls: dict[int, AttentionCall] = {}
         self.energy = torch.zeros(0)
 

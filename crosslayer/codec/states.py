@@ -52,7 +52,7 @@ class LayerShape:
         return self.heads * (self.key + self.value)
 
     def holds(self, tokens: int) -> int:
-        """Return how many of the latest tokens the layer keeps after so many."""
+        """Return how many of the latest tokens the layer still caches after a number of tokens."""
         return tokens if self.window is None else min(tokens, self.window - 1)
 
 

@@ -75,26 +75,28 @@ def run(model: PreTrainedModel, load: Load, ids: Tensor, new_cache: NewCache | N
 
     """
     ids, took, caches = ids.to(model.device), {}, []
+    prompt = ids[:, : load.context]
     with peak_memory(model.device) as peak:
-        took["ttft"] = seconds(lambda: caches.append(prefill(model, load, ids, new_cache)), model.device)
+        took["ttft"] = seconds(lambda: caches.append(prefill(model, prompt, new_cache)), model.device)
         dynamic = caches.pop()
         took["tpot_dynamic"] = _decoding_seconds(model, load, ids, dynamic)
     size, of_static = held_bytes(dynamic), None
     if static:
-        filled = prefill(model, load, ids, new_cache) if new_cache else static_cache(model, load, ids, dynamic)
+        filled = prefill(model, prompt, new_cache) if new_cache else static_cache(model, load, ids, dynamic)
         del dynamic
         took["tpot_static"] = _decoding_seconds(model, load, ids, filled)
         of_static = held_bytes(filled)
     return Run(took, size, of_static, peak)
 
 
-def prefill(model: PreTrainedModel, load: Load, ids: Tensor, new_cache: NewCache | None = None) -> Cache:
-    """Return a fresh cache, dynamic or smaller, after the prompt; only the last logits are computed."""
+@torch.no_grad()
+def prefill(model: PreTrainedModel, ids: Tensor, new_cache: NewCache | None = None) -> Cache:
+    """Return a fresh cache, dynamic or smaller, after a prompt (B, T); only the last logits are computed."""
     cache = DynamicCache(config=model.config) if new_cache is None else new_cache()
     options: dict[str, Any] = {CACHE: cache, "use_cache": True}
     if "logits_to_keep" in inspect.signature(model.forward).parameters:
         options["logits_to_keep"] = 1
-    model(ids[:, : load.context], **options)
+    model(ids, **options)
     return cache
 
 
@@ -130,13 +132,13 @@ def softmax_share(model: PreTrainedModel, load: Load, ids: Tensor) -> float:
         return results[0]
 
     with mock.patch.object(functional, "softmax", timed):
-        total = seconds(partial(prefill, model, load, ids.to(model.device)), model.device)
+        total = seconds(partial(prefill, model, ids[:, : load.context].to(model.device)), model.device)
     return sum(taken) / total
 
 
 def steps_in_turns(models: Sequence[PreTrainedModel], load: Load, ids: Tensor) -> TimeComparison:
     """Return the time of a decoding step of a candidate and a baseline: each prompt runs once, then both take turns."""
-    caches = [prefill(model, load, ids.to(model.device)) for model in models]
+    caches = [prefill(model, ids[:, : load.context].to(model.device)) for model in models]
     took: list[list[float]] = [[] for _ in models]
     for step, at in enumerate(range(load.context, load.total)):
         for side in (0, 1) if step % 2 else (1, 0):

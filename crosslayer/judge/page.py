@@ -6,8 +6,9 @@ from crosslayer.judge.clock import TIMES
 from crosslayer.judge.report import Report, Row
 from crosslayer.output.formatting import UNKNOWN, listed
 from crosslayer.output.page import Cell, Mark
+from crosslayer.output.panel import QUIET, Line, Panel
 from crosslayer.output.shown import Table
-from crosslayer.stats.estimate import Estimate
+from crosslayer.stats.estimate import Estimate, band
 
 KINDS = {True: "pass", False: "fail", None: "skip"}  # of a verdict's cell, by whether the candidate is better
 NAMED = 6  # scopes that a sentence names at most
@@ -114,3 +115,34 @@ def models_table(report: Report) -> Table:
         role = "original" if one is report.original else "candidate"
         rows.append([role, one.name, about, details])
     return "Models", ["role", "name", "model", "details"], rows
+
+
+def bytes_and_kl(record: Report) -> list[Panel]:
+    """Return the figure of bytes against KL, with those candidates joined that none beats in both."""
+    damage, points = record.changes("KL"), []
+    for candidate, size in record.changes("bytes").items():
+        if candidate in damage:
+            points.append((100 * size.value, damage[candidate], candidate))
+    if not points:
+        return []
+    lines = [Line(name, [x], *band([kl])) for x, kl, name in points]
+    front, best = [], float("inf")
+    for x, kl, _ in sorted(points, key=lambda point: (point[0], point[1].value)):
+        if kl.value < best:
+            front.append((x, kl.value))
+            best = kl.value
+    if len(front) > 1:
+        lines.append(Line("not beaten", [x for x, _ in front], [y for _, y in front], dashed=True, color=QUIET))
+    return [
+        Panel(
+            "bytes_and_kl",
+            "Bytes against damage",
+            "Lower and further left is better; bars are 95% intervals over windows.",
+            "bytes of the cache, % of the original's in 16 bits",
+            "KL, nats/token",
+            lines,
+            log_y=all((kl.low or kl.value) > 0 for _, kl, _ in points),
+            bars=True,
+            wide=True,
+        )
+    ]

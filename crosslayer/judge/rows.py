@@ -16,8 +16,11 @@ from crosslayer.stats.times import compare_times
 NEW = "a new domain"  # the scope of a prediction
 
 
-def counted(ratio: float) -> Estimate:
-    """Return a ratio of bytes, which are counted, not measured."""
+def count_ratio(value: float | None, original: float | None) -> Estimate | None:
+    """Return the ratio of two counts, which has no spread; None if one of them is 0 or unknown."""
+    if not value or not original:
+        return None
+    ratio = value / original
     return Estimate(value=ratio, low=ratio, high=ratio, n=1, over="cache", how="counted", none=1.0)
 
 
@@ -33,7 +36,7 @@ def cache_rows(own_run: Run, original_run: Run, /, **facts: Any) -> list[Row]:
             details = {"stored": own.allocated, "original_stored": other.allocated}
             sizes: dict[str, Any] = {"original": other.sixteen, "value": own.sixteen, "details": details}
             rows.append(
-                Row(quantity=quantity, unit="bytes", change=counted(own.sixteen / other.sixteen), **sizes, **facts)
+                Row(quantity=quantity, unit="bytes", change=count_ratio(own.sixteen, other.sixteen), **sizes, **facts)
             )
     return rows
 

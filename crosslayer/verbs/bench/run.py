@@ -21,7 +21,7 @@ from crosslayer.judge.clock import TIMES, attention_of, random_ids, softmax_shar
 from crosslayer.judge.judge import Judge
 from crosslayer.judge.memory import Load, read_plans, too_large
 from crosslayer.judge.report import Detail, JudgedModel, Row
-from crosslayer.judge.rows import cache_rows, counted, time_rows
+from crosslayer.judge.rows import cache_rows, count_ratio, time_rows
 from crosslayer.models.load import model_facts
 from crosslayer.models.pair import Named, pair
 from crosslayer.output.progress import progress
@@ -170,8 +170,7 @@ def _rows(
     own, original = (side.peak for side in first)
     reason = own.reason or original.reason
     details: dict[str, Detail] = {} if reason is None else {"reason": reason}
-    known = own.bytes is not None and original.bytes and reason is None
-    change = counted(own.bytes / original.bytes) if known else None  # type: ignore[operator]
+    change = count_ratio(own.bytes, original.bytes) if reason is None else None
     rows.append(
         Row(
             quantity="peak memory",
@@ -196,7 +195,7 @@ def _reads(models: Sequence[PreTrainedModel], load: Load, facts: dict[str, Any])
         return []
     own, original = (plan.read_bytes for plan in plans)
     details: dict[str, Detail] = {"stored": as_stored[0].read_bytes, "original_stored": as_stored[1].read_bytes}
-    change = counted(own / original)
+    change = count_ratio(own, original)
     return [
         Row(
             quantity="reads of a step",

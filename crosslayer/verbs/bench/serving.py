@@ -9,7 +9,7 @@ import torch
 
 from crosslayer.core.decoder import CrossLayerConfig
 from crosslayer.judge.report import JudgedModel, Row
-from crosslayer.judge.rows import counted
+from crosslayer.judge.rows import count_ratio
 from crosslayer.output.progress import progress
 from crosslayer.stats.times import compare_times
 from crosslayer.verbs.bench.serving_result import ServingBenchmark, ServingSettings
@@ -45,7 +45,7 @@ def bench_vllm(candidate: Any, baseline: Any, settings: ServingSettings) -> Serv
         unit="tokens",
         value=held[0],
         original=held[1],
-        change=counted(held[0] / held[1]),
+        change=count_ratio(*held),
         **facts,
     )
     return ServingBenchmark(

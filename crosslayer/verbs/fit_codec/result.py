@@ -1,14 +1,13 @@
 """A codec, and what it costs: bytes and KL by domain, times beside prefill."""
 
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Literal
 
-from pydantic import Field, PrivateAttr, model_validator
+from pydantic import Field, PrivateAttr
 
 from crosslayer.codec.codec import Codec
-from crosslayer.output.record import Frozen, ModelFacts, Options, Seed
-from crosslayer.output.result import Result
-from crosslayer.stats.estimate import Estimate
+from crosslayer.judge.report import Report
+from crosslayer.output.record import Options, Seed
 
 
 class CodecSettings(Options):
@@ -26,45 +25,20 @@ class CodecSettings(Options):
     bos: str
 
 
-class CodecRow(Frozen):
-    """One way to store a cache, on all windows or on those of a domain."""
+class CodecReport(Report):
+    """What `crosslayer.fit_codec` returns; `codec` is there until the report is loaded from a folder.
 
-    way: str
-    scope: str = Field(description="all, or a domain")
-    share: float = Field(description="of the bytes of the 16-bit cache, everything counted")
-    kl: Estimate = Field(description="nats per token over the tokens behind the prompt")
+    Candidates are ways to store a cache: the codec, the codec with fewer bytes, quantized caches. A row of bytes is of
+    a stored prompt, everything counted; rows of encoding and decoding have the time of prefill as the original's.
+    """
 
-
-class CodecTimes(Frozen):
-    """Seconds of a prompt, and how they compare with its prefill."""
-
-    prefill: float
-    encode: float
-    decode: float
-    encode_ratio: Estimate
-    decode_ratio: Estimate
-
-
-class CodecReport(Result):
-    """What `crosslayer.fit_codec` returns; `codec` is there until the report is loaded from a folder."""
-
-    schema_: Literal["crosslayer/fit_codec/1"] = Field(default="crosslayer/fit_codec/1", alias="schema")
-    model: ModelFacts
-    rows: tuple[CodecRow, ...]
-    fitted_to: tuple[str, ...]
-    parameters: int
-    bytes_per_token: int
-    times: CodecTimes
+    schema_: Literal["crosslayer/fit_codec/2"] = Field(default="crosslayer/fit_codec/2", alias="schema")
     settings: CodecSettings
+    fitted_to: tuple[str, ...]
+    parameters: int = Field(description="numbers of the codec's matrices")
+    bytes_per_token: int = Field(description="of the 16-bit cache")
     fitting: float = Field(description="seconds until the codec was there")
-    seconds: float
     _codec: Codec | None = PrivateAttr(default=None)
-
-    @model_validator(mode="after")
-    def _check_rows(self) -> Self:
-        if self.row("codec") is None:
-            raise ValueError("rows must have the codec on all windows")
-        return self
 
     @property
     def codec(self) -> Codec:
@@ -72,22 +46,6 @@ class CodecReport(Result):
         if self._codec is None:
             raise ValueError("a report that was loaded has no codec; use load_codec with its folder")
         return self._codec
-
-    def row(self, way: str, scope: str = "all") -> CodecRow | None:
-        """Return a row; None if there is none."""
-        return next((row for row in self.rows if (row.way, row.scope) == (way, scope)), None)
-
-    def headline(self) -> dict[str, Any]:
-        """Return share, KL and times."""
-        row = self.row("codec")
-        assert row is not None, "checked on construction"
-        return {
-            "model": self.model.name,
-            "share": round(row.share, 4),
-            "kl": round(row.kl.value, 5),
-            "decode_over_prefill": round(self.times.decode_ratio.value, 3),
-            "encode_over_prefill": round(self.times.encode_ratio.value, 3),
-        }
 
     def _write(self, folder: Path) -> None:
         super()._write(folder)

@@ -1,7 +1,7 @@
 """Fits a codec to a model, and measures it: bytes, KL by domain, time."""
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,28 +12,31 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from crosslayer.codec.chain import Chain
 from crosslayer.codec.codec import Codec, model_print, tokenizer_print
 from crosslayer.codec.fit import BASIS, Calibration, calibrate, fit_chain_at, with_rate
-from crosslayer.codec.judge import Way, coded, judge, prefill, rounded
+from crosslayer.codec.judge import Way, coded, judge, rounded
 from crosslayer.codec.states import LayerShape, read_shapes
-from crosslayer.corpus.documents import TextSource, load_documents
-from crosslayer.corpus.domains import FITTED, embedded_domains, shared_out, split_domains
+from crosslayer.corpus.domains import shared_out, split_domains
 from crosslayer.corpus.windows import Windows
 from crosslayer.extras import check_extra
+from crosslayer.judge.clock import prefill
+from crosslayer.judge.report import JudgedModel, Row
+from crosslayer.judge.rows import count_ratio
+from crosslayer.judge.texts import DomainTexts, Texts
 from crosslayer.machine import seconds
 from crosslayer.models.load import model_facts, public_name, ready_model
 from crosslayer.output.progress import progress
 from crosslayer.output.record import ModelFacts
 from crosslayer.probe.tokens import check_ids, config_positions
 from crosslayer.stats.bootstrap import Bootstrap
-from crosslayer.stats.ratios import paired_ratio
-from crosslayer.verbs.fit_codec.result import CodecReport, CodecRow, CodecSettings, CodecTimes
+from crosslayer.stats.times import compare_times
+from crosslayer.verbs.fit_codec.result import CodecReport, CodecSettings
 
-DomainTexts = TextSource | Sequence[TextSource] | Mapping[str, Any] | None
 OTHERS = (0.5, 0.25)  # shares that are measured beside the one that is asked for, in units of it
 ROUNDED = {"fp8": "fp8", "int4": "4"}
-FOR_STEP = 2  # windows of each domain that is measured on, beside those that are: they set the step
+STEP_WINDOWS = 2  # of each domain that is measured on, beside those that are: they set the step
 TRIES, CLOSE = 5, 0.1  # of a search for a KL
 SLOPE = 2.5  # of the logarithm of KL over that of the bytes
 LEAST = 0.1  # of the codes' bytes, of what is measured beside
+BLOCK_BYTES = 14 / 256  # by token and layer: what the header of a block of 256 tokens takes, and the ends of its codes
 
 
 def fit_codec(
@@ -89,8 +92,11 @@ def fit_codec(
     numbers = {"calibration": calibration, "length": length, "windows": windows, "prompt": prompt}
     more = {"continued": continued, "repeats": repeats, "seed": seed, "bos": bos}
     settings = CodecSettings(share=None if kl is not None else share, kl=kl, **numbers, **more)
-    fitted_to = _domains(calibration_text, FITTED, seed)
-    measured_on = _domains(text, tuple(name for name in embedded_domains() if name not in fitted_to), seed)
+    fitted_on, judged_on = (Texts.load(given or None, None, seed) for given in (calibration_text, text))
+    fitted_to = fitted_on.calibration
+    domains = [name for name in judged_on.evaluation if text or name not in fitted_to]
+    if not domains:
+        raise ValueError("`text` must be given: the codec is fitted to all embedded domains")
     started = time.perf_counter()
     loaded, tokenizer = ready_model(model, tokenizer, dtype=dtype, device=device)
     limit = config_positions(loaded.config) or 2**31
@@ -99,111 +105,127 @@ def fit_codec(
     shapes = read_shapes(loaded)
     with progress("tokenizing the text", 0):
         cut: dict[str, Any] = {"tokenizer": tokenizer, "seed": seed, "bos": bos}
-        own = split_domains(fitted_to, parts={"fit": shared_out(calibration, list(fitted_to))}, length=length, **cut)
-        parts = {"windows": shared_out(windows, list(measured_on)), "step": dict.fromkeys(measured_on, FOR_STEP)}
-        other = split_domains(measured_on, parts=parts, length=prompt + continued, **cut)
-        judged, step = other["windows"], other["step"].ids
-    check_ids(loaded, own["fit"].ids)
-    data = calibrate(loaded, shapes, own["fit"].ids, step[:, :prompt], seed)
-    per_token = 2 * sum(shape.width for shape in shapes)
-    fixed = _fixed(shapes, prompt)
-    prints = model_print(loaded), None if tokenizer is None else tokenizer_print(tokenizer)
-    chain = _fitted(data, settings.share or BASIS, per_token, fixed)
+        own = {name: fitted_on.domains[name] for name in fitted_to}
+        fit = split_domains(own, parts={"fit": shared_out(calibration, fitted_to)}, length=length, **cut)["fit"]
+        others = {name: judged_on.domains[name] for name in domains}
+        parts = {"windows": shared_out(windows, domains), "step": dict.fromkeys(domains, STEP_WINDOWS)}
+        found = split_domains(others, parts=parts, length=prompt + continued, **cut)
+    judged, step = found["windows"], found["step"].ids
+    check_ids(loaded, fit.ids)
+    fitting = Fitting(loaded, tokenizer, shapes, calibrate(loaded, shapes, fit.ids, step[:, :prompt], seed), prompt)
+    chain = fitting.chain(settings.share or BASIS)
     if kl is not None:
-        chain = _at_kl(loaded, chain, data, step, settings, (per_token, fixed), prints)
-    codec = Codec(chain, *prints)
-    fitting = time.perf_counter() - started
+        chain = fitting.chain_at(kl, chain, step)
+    codec, took = fitting.codec(chain), time.perf_counter() - started
     ways: dict[str, Way] = {"codec": coded(codec)}
-    rate = float(chain.bits(*data.held_out).mean()) / 8
     for part in OTHERS:
-        other = with_rate(chain, data, max(part * (rate + fixed) - fixed, LEAST * rate))
-        ways[f"codec × {part:g}"] = coded(Codec(other, *prints))
+        ways[f"codec × {part:g}"] = coded(fitting.codec(fitting.smaller(chain, part)))
     ways |= {name: rounded(loaded, bits) for name, bits in ROUNDED.items()}
+    rows = _rows(judge(loaded, judged.ids, prompt, ways), judged, prompt * fitting.per_token)
+    name = public_name(model)
     report = CodecReport(
-        model=ModelFacts(**model_facts(loaded, public_name(model))),
-        rows=tuple(_rows(judge(loaded, judged.ids, prompt, ways), judged, prompt * per_token)),
-        fitted_to=tuple(fitted_to),
-        parameters=chain.numbers,
-        bytes_per_token=per_token,
-        times=_times(loaded, codec, judged.ids[:1, :prompt].to(loaded.device), repeats),
+        original=JudgedModel(name=name, model=ModelFacts(**model_facts(loaded, name))),
+        candidates=tuple(JudgedModel(name=way, engines=("transformers",)) for way in ways),
+        rows=(*rows, *_times(loaded, codec, judged.ids[:1, :prompt].to(loaded.device), repeats)),
         settings=settings,
-        fitting=round(fitting, 1),
+        fitted_to=fitted_to,
+        parameters=chain.numbers,
+        bytes_per_token=fitting.per_token,
+        fitting=round(took, 1),
         seconds=round(time.perf_counter() - started, 1),
     )
     report._codec = codec
     return report
 
 
-def _domains(text: DomainTexts, default: Sequence[str], seed: int) -> Mapping[str, Tensor | Iterable[str]]:
-    """Return documents, or token ids, by domain."""
-    if text is None or (isinstance(text, Sequence) and not text):
-        if not default:
-            raise ValueError("`text` must be given: the codec is fitted to all embedded domains")
-        return embedded_domains(default)
-    sources = [text] if isinstance(text, TextSource) else text
-    named = sources if isinstance(sources, Mapping) else {source.describe(): source for source in sources}
-    return {name: load_documents(own, seed) if isinstance(own, TextSource) else own for name, own in named.items()}
+class Fitting:
+    """What all codecs of a model share: what calibration gave, and how many bytes of a token no step changes."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None,
+        shapes: Sequence[LayerShape],
+        data: Calibration,
+        prompt: int,
+    ):
+        self.model, self.data, self.prompt = model, data, prompt
+        self.prints = model_print(model), None if tokenizer is None else tokenizer_print(tokenizer)
+        self.per_token = 2 * sum(shape.width for shape in shapes)
+        # a byte for the step, four for the token, a share of the first token, and of the header
+        self.fixed = 1 + 4 + self.per_token / prompt + BLOCK_BYTES * len(shapes)
+
+    def codec(self, chain: Chain) -> Codec:
+        """Return the codec of a chain."""
+        return Codec(chain, *self.prints)
+
+    def chain(self, share: float, base: Chain | None = None) -> Chain:
+        """Return a chain for a share of the 16-bit cache, from one that was fitted for more bytes if there is one."""
+        if base is None or share > BASIS:
+            base = fit_chain_at(self.data, max(share, BASIS) * self.per_token - self.fixed)
+        return with_rate(base, self.data, share * self.per_token - self.fixed)
+
+    def smaller(self, chain: Chain, part: float) -> Chain:
+        """Return a chain for a part of another's bytes."""
+        rate = float(chain.bits(*self.data.held_out).mean()) / 8
+        return with_rate(chain, self.data, max(part * (rate + self.fixed) - self.fixed, LEAST * rate))
+
+    def chain_at(self, kl: float, base: Chain, ids: Tensor) -> Chain:
+        """Return the chain at which storing a prompt costs a KL, on windows (N, T) that nothing was fitted to."""
+        chain, share = base, BASIS
+        for _ in range(TRIES):
+            found = judge(self.model, ids, self.prompt, {"codec": coded(self.codec(chain))})["codec"]
+            cost = found[:, 0].mean()
+            if abs(np.log(cost / kl)) < CLOSE:
+                break
+            share = float(np.clip(share * (cost / kl) ** (1 / SLOPE), (self.fixed + 1) / self.per_token, 0.9))
+            chain = self.chain(share, base)
+        return chain
 
 
-def _fixed(shapes: Sequence[LayerShape], prompt: int) -> float:
-    """Return the bytes of a token of a prompt that no step changes: its step, its id, its share of the first token."""
-    return 1 + 4 + 2 * sum(shape.width for shape in shapes) / prompt + 14 * len(shapes) / 256
-
-
-def _fitted(data: Calibration, share: float, per_token: int, fixed: float, base: Chain | None = None) -> Chain:
-    """Return a chain of so many bytes, from one that was fitted for more bytes where there is one."""
-    if base is None or share > BASIS:
-        base = fit_chain_at(data, max(share, BASIS) * per_token - fixed)
-    return with_rate(base, data, share * per_token - fixed)
-
-
-def _at_kl(
-    model: PreTrainedModel,
-    base: Chain,
-    data: Calibration,
-    ids: Tensor,
-    settings: CodecSettings,
-    sizes: tuple[int, float],
-    prints: tuple[str, str | None],
-) -> Chain:
-    """Return the chain at which storing a prompt costs what is asked for, on windows that nothing was fitted to."""
-    kl, chain, share = settings.kl or 0.0, base, BASIS
-    for _ in range(TRIES):
-        cost = judge(model, ids, settings.prompt, {"codec": coded(Codec(chain, *prints))})["codec"][:, 0].mean()
-        if abs(np.log(cost / kl)) < CLOSE:
-            break
-        share = float(np.clip(share * (cost / kl) ** (1 / SLOPE), (sizes[1] + 1) / sizes[0], 0.9))
-        chain = _fitted(data, share, *sizes, base)
-    return chain
-
-
-def _rows(found: Mapping[str, np.ndarray], windows: Windows, size: int) -> list[CodecRow]:
-    """Return a row of each way on all windows, and on those of each domain."""
-    rows = []
-    domains = np.array(windows.domains)
-    documents = np.array(windows.documents)
-    for name, values in found.items():
+def _rows(found: Mapping[str, np.ndarray], windows: Windows, size: int) -> list[Row]:
+    """Return the bytes of each way, and its KL on all windows and on those of each domain."""
+    rows, domains, documents = [], np.array(windows.domains), np.array(windows.documents)
+    for way, values in found.items():
+        stored = float(values[:, 1].mean())
+        rows.append(
+            Row(
+                quantity="bytes",
+                unit="bytes",
+                candidate=way,
+                original=size,
+                value=stored,
+                change=count_ratio(stored, size),
+            )
+        )
         for scope in ("all", *dict.fromkeys(windows.domains)):
             picked = np.ones(len(values), bool) if scope == "all" else domains == scope
-            cost = Bootstrap(tuple(documents[picked])).mean(values[picked, 0]) if picked.sum() > 1 else None
-            if cost is not None:
-                share = float(values[picked, 1].mean() / size)
-                rows.append(CodecRow(way=name, scope=scope, share=share, kl=cost))
+            if picked.sum() > 1:
+                kl = Bootstrap(tuple(documents[picked])).mean(values[picked, 0])
+                facts: dict[str, Any] = {"candidate": way, "scope": scope, "value": kl.value, "change": kl}
+                rows.append(Row(quantity="KL", unit="nats/token", original=0.0, **facts))
     return rows
 
 
-def _times(model: PreTrainedModel, codec: Codec, ids: Tensor, repeats: int) -> CodecTimes:
-    """Time prefill, encoding and decoding in turns."""
+def _times(model: PreTrainedModel, codec: Codec, ids: Tensor, repeats: int) -> list[Row]:
+    """Time prefill, encoding and decoding in turns, after each has run once."""
     cache = prefill(model, ids)
     data = codec.encode(cache, ids)
-    codec.decode(data, model.device, model.dtype)
-    times: dict[str, list[float]] = {"prefill": [], "encode": [], "decode": []}
+    work = {
+        "prefill": lambda: prefill(model, ids),
+        "encoding": lambda: codec.encode(cache, ids),
+        "decoding": lambda: codec.decode(data, model.device, model.dtype),
+    }
+    times: dict[str, list[float]] = {name: [] for name in work}
     with progress("timing", repeats) as bar:
-        for done in range(repeats):
-            times["prefill"].append(seconds(lambda: prefill(model, ids), model.device))
-            times["encode"].append(seconds(lambda: codec.encode(cache, ids), model.device))
-            times["decode"].append(seconds(lambda: codec.decode(data, model.device, model.dtype), model.device))
-            bar.step(done + 1, repeats)
-    medians = {name: float(np.median(own)) for name, own in times.items()}
-    encode, decode = (paired_ratio(times[name], times["prefill"]) for name in ("encode", "decode"))
-    return CodecTimes(**medians, encode_ratio=encode, decode_ratio=decode)
+        for repeat in range(-1, repeats):
+            for name, call in work.items():
+                taken = seconds(call, model.device)
+                times[name] += [taken] if repeat >= 0 else []
+            bar.step(repeat + 1, repeats)
+    rows = []
+    for name in ("encoding", "decoding"):
+        found = compare_times(times[name], times["prefill"])
+        medians: dict[str, Any] = {"value": found.candidate.median, "original": found.baseline.median}
+        rows.append(Row(quantity=name, unit="s", candidate="codec", change=found.change, **medians))
+    return rows

@@ -1,13 +1,11 @@
 """The page and the sentences of a measurement: one table, one figure, one sentence of advice for each goal."""
 
-from crosslayer.judge.page import failures, listing
+from crosslayer.judge.page import bytes_and_kl, failures, listing
 from crosslayer.judge.report import Row
 from crosslayer.judge.rows import NEW
 from crosslayer.output.formatting import UNKNOWN, percent
 from crosslayer.output.page import Cell, Page
-from crosslayer.output.panel import Line, Panel
 from crosslayer.output.shown import Table
-from crosslayer.stats.estimate import band
 from crosslayer.verbs.measure.result import Measurement
 
 BUDGETS = (0.01, 0.05)  # KL in nats/token that advice is given for
@@ -34,7 +32,7 @@ def layout(record: Measurement) -> Page:
         ),
         cards=[],
         sentences=sentences(record),
-        panels=panels(record),
+        panels=bytes_and_kl(record),
         tables=[
             listing("All candidates", [row for row in record.rows if row.scope == "all"]),
             *([listing("By domain, length and task", scoped)] if scoped else []),
@@ -73,37 +71,6 @@ def overview(record: Measurement) -> Table:
     if "KL" in quantities:
         head += ["worst domain", NEW]
     return "Candidates", [*head, "engines (by model type, not tried)"], rows
-
-
-def panels(record: Measurement) -> list[Panel]:
-    """Return the figure of bytes against KL, with those candidates joined that none beats in both."""
-    damage, points = record.changes("KL"), []
-    for candidate, size in record.changes("bytes").items():
-        if candidate in damage:
-            points.append((100 * size.value, damage[candidate], candidate))
-    if not points:
-        return []
-    lines = [Line(name, [x], *band([kl])) for x, kl, name in points]
-    front, best = [], float("inf")
-    for x, kl, _ in sorted(points, key=lambda point: (point[0], point[1].value)):
-        if kl.value < best:
-            front.append((x, kl.value))
-            best = kl.value
-    if len(front) > 1:
-        lines.append(Line("not beaten", [x for x, _ in front], [y for _, y in front], dashed=True, color="#697082"))
-    return [
-        Panel(
-            "bytes_and_kl",
-            "Bytes against damage",
-            "Lower and further left is better; bars are 95% intervals over windows.",
-            "bytes of the cache, % of the original's in 16 bits",
-            "KL, nats/token",
-            lines,
-            log_y=all((kl.low or kl.value) > 0 for _, kl, _ in points),
-            bars=True,
-            wide=True,
-        )
-    ]
 
 
 def _advice(record: Measurement) -> list[str]:

@@ -21,6 +21,7 @@ class Stored(Shown):
         pruned: bytes that were removed to keep the limit.
         damaged: blocks that are cut off or altered.
         removed: whether these were removed.
+        unread: blocks that are of another release, or that could not be read.
         used: seconds since 1970 when a block was used last.
 
     """
@@ -33,6 +34,7 @@ class Stored(Shown):
     pruned: int
     damaged: int
     removed: bool
+    unread: int
     used: float | None
 
     @property
@@ -53,6 +55,8 @@ class Stored(Shown):
         if self.damaged:
             what = "were removed" if self.removed else "are misses; --remove-damaged removes them"
             lines.append(f"{self.damaged:,} blocks are cut off or altered: they {what}.")
+        if self.unread:
+            lines.append(f"{self.unread:,} blocks are of another release, or could not be read; they are kept.")
         return lines
 
     def headline(self) -> dict[str, Any]:

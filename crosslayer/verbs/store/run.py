@@ -1,6 +1,6 @@
 """Lists, checks and prunes a store of prompts."""
 
-from crosslayer.codec.format import check_hash, read_header
+from crosslayer.codec.format import OtherFormat, check_hash, read_header
 from crosslayer.codec.store import Files, bytes_of, prune
 from crosslayer.output.progress import progress
 from crosslayer.verbs.store.result import Stored
@@ -25,15 +25,17 @@ def store(url: str, *, verify: bool = True, limit: str | None = None, remove_dam
         raise ValueError(f"the store {url!r} does not exist; a PromptStore makes it when it saves a prompt")
     before = sum(entry.size for entry in files.entries())
     left = before if most is None else prune(files, most)
-    entries, damaged, prompts, tokens = files.entries(), [], 0, 0
+    entries, damaged, prompts, tokens, unread = files.entries(), [], 0, 0, 0
     with progress("checking blocks", len(entries)) as bar:
         for done, entry in enumerate(entries, 1):
             try:
                 data = files.read(entry.path, None if verify else 2**16)
+                block = read_header(data)
                 if verify:
                     check_hash(data)
-                block = read_header(data)
-            except (OSError, ValueError):
+            except (OSError, OtherFormat):  # removed meanwhile, out of reach, or of another release: not damaged
+                unread += 1
+            except ValueError:
                 damaged.append(entry.path)
                 if remove_damaged:
                     files.remove(entry.path)
@@ -42,4 +44,6 @@ def store(url: str, *, verify: bool = True, limit: str | None = None, remove_dam
                 tokens += len(block.tokens)
             bar.step(done, len(entries))
     last = max((entry.used for entry in entries), default=None)
-    return Stored(str(url), len(entries), prompts, tokens, left, before - left, len(damaged), remove_damaged, last)
+    return Stored(
+        str(url), len(entries), prompts, tokens, left, before - left, len(damaged), remove_damaged, unread, last
+    )

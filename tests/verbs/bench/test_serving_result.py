@@ -2,7 +2,7 @@
 
 import crosslayer
 from crosslayer.judge.report import JudgedModel, Row
-from crosslayer.judge.rows import counted
+from crosslayer.judge.rows import count_ratio
 from crosslayer.stats.ratios import paired_ratio
 from crosslayer.verbs.bench.serving_result import ServingSettings
 
@@ -13,7 +13,12 @@ def test_the_result_comes_back_and_says_what_the_cache_holds(tmp_path):
         for name, tokens in (("ours", 300), ("old", 10))
     )
     capacity = Row(
-        quantity="KV cache capacity", unit="tokens", candidate="ours", original=10, value=300, change=counted(30.0)
+        quantity="KV cache capacity",
+        unit="tokens",
+        candidate="ours",
+        original=10,
+        value=300,
+        change=count_ratio(300, 10),
     )
     faster = paired_ratio([2.0, 4.0, 6.0], [1.0, 2.0, 3.0])
     facts = {"scope": "context 8, 2 requests", "value": 2.0, "original": 1.0}

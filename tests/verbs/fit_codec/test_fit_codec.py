@@ -33,17 +33,17 @@ def test_the_row_of_the_codec_is_what_a_loop_says(fitted):
                 other = model(row[None, 40:], **{CACHE: report.codec.decode(data)}).logits[0].log_softmax(-1)
             costs.append(float((exact.exp() * (exact - other)).sum(-1).mean()))
             sizes.append(len(data) / (40 * report.bytes_per_token))
-    row = report.row("codec")
-    assert row.kl.value == pytest.approx(np.mean(costs), rel=0.01, abs=1e-6)
-    assert row.share == pytest.approx(np.mean(sizes), rel=1e-6)
-    assert report.row("codec", "b").kl.value == pytest.approx(np.mean(costs[:2]), rel=0.01, abs=1e-6)
-    assert report.row("fp8").share > report.row("codec × 0.5").share
+    kl, sizes_of = report.changes("KL"), report.changes("bytes")
+    assert kl["codec"].value == pytest.approx(np.mean(costs), rel=0.01, abs=1e-6)
+    assert sizes_of["codec"].value == pytest.approx(np.mean(sizes), rel=1e-6)
+    assert report.changes("KL", "b")["codec"].value == pytest.approx(np.mean(costs[:2]), rel=0.01, abs=1e-6)
+    assert sizes_of["fp8"].value > sizes_of["codec × 0.5"].value
 
 
 def test_coarser_steps_of_one_fit_are_measured_too(fitted):
     _, report = fitted
-    shares = [report.row(name).share for name in ("codec", "codec × 0.5", "codec × 0.25")]
-    costs = [report.row(name).kl.value for name in ("codec", "codec × 0.5", "codec × 0.25")]
+    names = ("codec", "codec × 0.5", "codec × 0.25")
+    shares, costs = ([report.changes(quantity)[name].value for name in names] for quantity in ("bytes", "KL"))
     assert shares == sorted(shares, reverse=True) and costs == sorted(costs)
 
 
@@ -66,7 +66,7 @@ def test_a_damage_may_be_asked_for():
     costs = []
     for kl in (1e-3, 1e-2):
         report = crosslayer.fit_codec(model, kl=kl, **OPTIONS, **TEXTS)
-        costs.append(report.row("codec").kl.value)
+        costs.append(report.changes("KL")["codec"].value)
     assert costs[0] == pytest.approx(1e-3, rel=1) and costs[1] == pytest.approx(1e-2, rel=1)  # two windows a domain
 
 

@@ -27,9 +27,9 @@ def is_hub_name(name: str) -> bool:
 
 
 def ask_hub(name: str, file: str, seconds: float, kind: str = "model") -> Exception | None:
-    """Return what went wrong when the hub was asked for a file of a repository, whose kind is "model" or "dataset".
+    """Return the error from asking the hub for a file of a repository (`kind` is "model" or "dataset"), or None.
 
-    The answer is waited for so many seconds: looking up the hub's address can hang.
+    It waits at most `seconds`, since looking up the hub's address can hang.
     """
     url = hf_hub_url(name, file, repo_type=kind)
     answer = _within(seconds, lambda: get_hf_file_metadata(url, timeout=seconds))
@@ -37,7 +37,7 @@ def ask_hub(name: str, file: str, seconds: float, kind: str = "model") -> Except
 
 
 def _within(seconds: float, ask: Callable[[], Any]) -> Any:
-    """Return what a question is answered with, or what went wrong, after so many seconds at the latest."""
+    """Return the answer to a question, or the error, after at most `seconds`."""
     answers: list[Any] = []
 
     def run() -> None:

@@ -2,24 +2,29 @@
 
     KL(exact ‖ stored) in nats per token, teacher-forced over the tokens behind the prompt
 
-All ways to store a cache read the same windows.
+Likewise for numbers hidden in a text: the text is stored, and the question comes after it. All ways to store a cache
+read the same windows and texts.
 
 Shapes: N windows, T tokens.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import Cache, PreTrainedModel
+from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 from crosslayer.codec.codec import Codec
 from crosslayer.core.transformers_versions import CACHE
+from crosslayer.environment import quiet_transformers
+from crosslayer.judge.answers import answers
 from crosslayer.judge.clock import prefill
 from crosslayer.judge.held import held_bytes
+from crosslayer.judge.hidden import Sample, is_retrieved, prompt_ids
+from crosslayer.judge.retrieval import NEW_TOKENS
 from crosslayer.output.progress import progress
 from crosslayer.probe.intercept import evaluating
 from crosslayer.quantization.running import quantized_cache
@@ -35,13 +40,39 @@ def judge(model: PreTrainedModel, ids: Tensor, prompt: int, ways: Mapping[str, W
         for index, row in enumerate(ids.to(model.device)):
             before, after = row[None, :prompt], row[None, prompt:]
             cache = prefill(model, before)
-            exact = _continued(model, deepcopy(cache), after)
+            original = _continued(model, deepcopy(cache), after)
             for name, way in ways.items():
                 stored, size = way(cache, before)
                 other = _continued(model, stored, after)
-                found[name][index] = float((exact.exp() * (exact - other)).sum(-1).mean()), size
+                found[name][index] = float((original.exp() * (original - other)).sum(-1).mean()), size
             bar.step(index + 1, len(ids))
     return found
+
+
+@torch.no_grad()
+def numbers_found(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, samples: Sequence[Sample], ways: Mapping[str, Way]
+) -> dict[str, list[bool]]:
+    """Return whether the model finds the number of each sample on the cache that each way gives back for its text."""
+    found: dict[str, list[bool]] = {name: [] for name in ways}
+    with evaluating(model), quiet_transformers(), progress("asking for hidden numbers", len(samples)) as bar:
+        for done, sample in enumerate(samples, 1):
+            ids = prompt_ids(tokenizer, sample.prompt)
+            stored = len(prompt_ids(tokenizer, sample.text.rpartition("\n")[0]))  # the question follows
+            before = torch.tensor([ids[:stored]], device=model.device)
+            cache = prefill(model, before)
+            for name, way in ways.items():
+                held, _ = way(deepcopy(cache), before)
+                options: dict[str, Any] = {"new_tokens": NEW_TOKENS, "new_cache": lambda held=held: held}
+                ((answer,),) = answers(model, tokenizer, [ids], [sample.value], **options)
+                found[name].append(is_retrieved(answer, sample.value))
+            bar.step(done, len(samples))
+    return found
+
+
+def exact(cache: Cache, ids: Tensor) -> tuple[Cache, int]:
+    """Store a cache as it is."""
+    return cache, held_bytes(cache).sixteen
 
 
 def coded(codec: Codec) -> Way:

@@ -262,7 +262,7 @@ class PromptStore:
         return blocks, stop
 
     def _usable(self, rows: Sequence[Sequence[format.Block]], pads: Sequence[int], columns: int) -> int:
-        """Return the most columns, at most so many, at which the windows of all layers are stored in all rows; or 0."""
+        """Return the most columns up to `columns` at which all rows store the windows of all layers, or 0."""
         good = np.arange(columns + 1) > max(pads)
         for blocks, pad in zip(rows, pads, strict=True):
             positions = np.arange(1, columns - pad + 1)

@@ -218,7 +218,7 @@ class ChoiceMethod(Method):
 
 
 def _blocks(q: Tensor, total: int, scores: int = AT_ONCE) -> list[range]:
-    """Return ranges of rows of q (B, H, T, D) with at most so many scores.
+    """Return ranges of rows of q (B, H, T, D) with a bounded number of scores.
 
     Blocks are small, since the first ones attend to few tokens; in compiled code, where each is unrolled, as large as
     possible.

@@ -109,7 +109,7 @@ def _split_ids(ids: Tensor, parts: Mapping[str, int]) -> dict[str, Windows]:
 
 
 def joined(pairs: list[tuple[str, Windows]]) -> Windows:
-    """Return the windows of several domains together, by name, with documents numbered anew."""
+    """Return the windows of several domains together, by name; their documents are renumbered."""
     keys = [(name, document) for name, windows in pairs for document in windows.documents]
     numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
     ids = torch.cat([windows.ids for _, windows in pairs])

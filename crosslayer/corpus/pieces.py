@@ -7,7 +7,7 @@ from typing import cast
 from transformers import PreTrainedTokenizerBase
 
 MESSAGE = "\0"  # of a user; in no template
-WORD = 1000  # characters; a text that has spaces has some within so many
+WORD = 1000  # characters; a text with spaces has one at least this often
 
 
 def pieces(documents: Iterable[str], characters: int, seed: int) -> Iterator[tuple[int, str]]:

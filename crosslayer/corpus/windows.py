@@ -140,7 +140,7 @@ def split(
     seed: int = 0,
     bos: str = "auto",
 ) -> dict[str, Windows]:
-    """Cut documents into disjoint parts of so many windows each, such as {"evaluation": 64, "calibration": 128}.
+    """Cut documents into disjoint parts, each with a number of windows, such as {"evaluation": 64, "calibration": 128}.
 
     Windows are drawn with `seed` from everywhere in the documents (at most 4,096 of a stream); no token is used twice.
     """

@@ -70,7 +70,7 @@ class Eviction:
         return self.by_layer[layer] if layer < len(self.by_layer) else None
 
     def evicts_from(self, tokens: int) -> bool:
-        """Return whether a text of so many tokens has lost some when the last is read (a prompt, with a window)."""
+        """Return whether tokens are evicted before the last of a text is read (a prompt, with a window)."""
         amounts = [self.everywhere] if self.everywhere is not None else [a for a in self.by_layer if a is not None]
         window = self.rule.window
         if window:
@@ -79,7 +79,7 @@ class Eviction:
         return any(amount.keep(last) < last for amount in amounts)
 
     def check_layers(self, layers: int, groups: Sequence[Sequence[int]]) -> None:
-        """Refuse an eviction by layer that does not fit a model with so many layers and these groups that share."""
+        """Refuse an eviction by layer that does not fit the number of layers or the groups that share."""
         if self.everywhere is not None:
             return
         if len(self.by_layer) > layers:

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from crosslayer.machine import free_memory
-from crosslayer.wiring.read import read_plan
+from crosslayer.wiring.read import model_plan
 from crosslayer.wiring.result import ModelPlan
 
 
@@ -35,7 +35,7 @@ class Load:
 def read_plans(models: Sequence[PreTrainedModel], load: Load, dtype: str | None = None) -> list[ModelPlan]:
     """Return the plans of models at the end of a configuration; empty if one of them has none."""
     try:
-        return [read_plan(model, load.total, dtype or model.dtype, batch=load.batch) for model in models]
+        return [model_plan(model, load.total, dtype or model.dtype, batch=load.batch) for model in models]
     except ValueError:
         return []
 

@@ -60,18 +60,37 @@ def time_rows(pairs: Sequence[tuple[Run, Run]], measures: Sequence[str], **facts
 
 def kl_rows(candidate: str, found: Losses) -> list[Row]:
     """Return KL and the ratio of perplexities, of all windows and by domain, and the KL that a new domain may have."""
-    rows: list[Row] = []
-    domains = list(dict.fromkeys(found.domains))
-    for scope, losses in [("all", found), *((domain, found.of(domain)) for domain in domains)]:
-        bootstrap = Bootstrap(losses.documents)
-        facts: dict[str, Any] = {"candidate": candidate, "scope": scope}
-        kl, ratio = bootstrap.mean(losses.kl), bootstrap.ratio(losses.after - losses.before)
-        rows.append(Row(quantity="KL", unit="nats/token", original=0.0, value=kl.value, change=kl, **facts))
+    rows = damage_rows(candidate, found.kl, found.domains, found.documents)
+    for scope, losses in [("all", found), *((domain, found.of(domain)) for domain in dict.fromkeys(found.domains))]:
+        ratio = Bootstrap(losses.documents).ratio(losses.after - losses.before)
         before, after = float(np.exp(losses.before.mean())), float(np.exp(losses.after.mean()))
-        rows.append(Row(quantity="perplexity", unit="", original=before, value=after, change=ratio, **facts))
-    if len(domains) > 1:
-        kl = new_domain([found.of(domain).kl.mean() for domain in domains], least=0.0)
-        rows.append(Row(quantity="KL", unit="nats/token", candidate=candidate, scope=NEW, change=kl))
+        facts: dict[str, Any] = {"candidate": candidate, "scope": scope, "change": ratio}
+        rows.append(Row(quantity="perplexity", unit="", original=before, value=after, **facts))
+    return rows
+
+
+def damage_rows(candidate: str, kl: np.ndarray, domains: Sequence[str], documents: Sequence[int]) -> list[Row]:
+    """Return the KL of N windows, of all and by domain, and that which a new domain may have.
+
+    Args:
+        candidate: its name.
+        kl: nats per token of each window, (N,).
+        domains: of each window, empty for a single one; a domain with a single window has no interval, and no row.
+        documents: of each window.
+
+    """
+    rows, means = [], []
+    for scope in ("all", *dict.fromkeys(domains)):
+        picked = np.array([scope in ("all", domain) for domain in domains or [""] * len(kl)])
+        if scope != "all":
+            means.append(kl[picked].mean())
+        if picked.sum() > 1:
+            mean = Bootstrap(tuple(np.array(documents)[picked])).mean(kl[picked])
+            facts: dict[str, Any] = {"candidate": candidate, "scope": scope, "change": mean}
+            rows.append(Row(quantity="KL", unit="nats/token", original=0.0, value=mean.value, **facts))
+    if len(means) > 1:
+        estimate = new_domain(means, least=0.0)
+        rows.append(Row(quantity="KL", unit="nats/token", candidate=candidate, scope=NEW, change=estimate))
     return rows
 
 

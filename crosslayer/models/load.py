@@ -101,7 +101,7 @@ def load_config(name: str) -> PreTrainedConfig:
     with one_line_errors(name):
         values, _ = PreTrainedConfig.get_config_dict(source)
         for part in (values, *(part for part in values.values() if isinstance(part, dict))):
-            check_layers(part.get("num_hidden_layers"))  # before a config makes lists of so many
+            check_layers(part.get("num_hidden_layers"))  # before a config makes lists of this length
         return AutoConfig.from_pretrained(source, trust_remote_code=False)
 
 

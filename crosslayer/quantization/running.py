@@ -25,7 +25,7 @@ from crosslayer.quantization.cache import QuantizedKVCache, Reading, first_exact
 from crosslayer.quantization.codec import codec_of, rotated, rotates
 from crosslayer.quantization.offsets import KeyOffset, key_offsets
 from crosslayer.wiring.kv_bits import KvBits, keeps_recent, parse_kv_bits
-from crosslayer.wiring.read import read_plan
+from crosslayer.wiring.read import model_plan
 from crosslayer.wiring.result import ModelPlan
 from crosslayer.wiring.values import field
 
@@ -275,7 +275,7 @@ def checked_plan(model: PreTrainedModel, what: str) -> ModelPlan:
         ValueError: it does not; the message says that `what` is not defined for it.
 
     """
-    plan = read_plan(model)
+    plan = model_plan(model)
     name = f"{type(model).__name__} ({plan.type})"
     if not plan.caches or not model.can_generate():
         raise ValueError(f"{name} keeps no KV cache, so {what} is not defined for it")

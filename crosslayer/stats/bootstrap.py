@@ -54,7 +54,7 @@ class Bootstrap:
         return self._estimate(np.exp(differences.mean()), np.exp(self.means(differences)), none=1)
 
     def closed(self, gap: np.ndarray, left: np.ndarray) -> Estimate | None:
-        """Return the share of the mean of a gap (N,) that is closed, where so much is left (N,).
+        """Return the share of the mean of a gap (N,) that is closed when `left` (N,) of it remains.
 
         None where the gap's own interval reaches 0.
         """

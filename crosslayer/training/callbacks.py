@@ -68,7 +68,7 @@ class Log(TrainerCallback):
 
 
 class SaveByTime(TrainerCallback):
-    """Saves a checkpoint after the step that ends so many minutes after the last one; the first process decides.
+    """Saves a checkpoint after the first step that ends `minutes` after the last one; the first process decides.
 
     This bounds the training time that an interrupted run loses.
     """

@@ -115,7 +115,7 @@ def _vllm(layers: Sequence[Stored], sizes: ItemSizes, length: int) -> float:
 
 
 def _blocks(window: int | None, length: int, tokens: int) -> int:
-    """Return the blocks of so many tokens that a request needs; a window may begin within a block."""
+    """Return how many blocks a request needs; a window may begin within a block."""
     if window is None:
         return math.ceil(length / tokens)
     return math.ceil(min(window - 1 + IN_FLIGHT, length) / tokens) + 1

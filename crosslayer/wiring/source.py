@@ -131,7 +131,7 @@ def _config(values: dict[str, Any], name: str) -> Any:
     if not isinstance(model_type, str):
         raise ValueError(f"{name!r} is no config of a model: it has no model_type; try --like TYPE")
     for part in (values, *(part for part in values.values() if isinstance(part, dict))):
-        check_layers(part.get("num_hidden_layers"))  # before a config makes lists of so many
+        check_layers(part.get("num_hidden_layers"))  # before a config makes lists of this length
     config = block_config(values) if model_type == DECILM else plain_config(values)
     if config is not None:
         return config

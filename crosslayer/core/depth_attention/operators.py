@@ -211,7 +211,7 @@ def _may_be_freed() -> bool:
 
 
 def _kernels(count: int, *tensors: Tensor) -> Any:
-    """Return the module of Triton's kernels if they can take so many sources or readers, and these tensors."""
+    """Return the module of Triton's kernels if they support this number of sources or readers, and these tensors."""
     kernels = custom_ops.triton_kernels("depth_attention", tensors[0].device)
     if kernels is None or count > kernels.SIZES[-1] or any(tensor.dtype == torch.float64 for tensor in tensors):
         return None

@@ -1,6 +1,7 @@
 """The page and the sentences of a codec: bytes against damage, damage by domain, times."""
 
 from crosslayer.judge.page import bytes_and_kl, listing
+from crosslayer.judge.report import Row
 from crosslayer.output.formatting import UNKNOWN, listed, readable_bytes
 from crosslayer.output.page import Cell, Page
 from crosslayer.output.shown import Table
@@ -34,6 +35,7 @@ def sentences(record: CodecReport) -> list[str]:
     return [
         f"A stored prompt takes {share.value:.1%} of the 16-bit cache: {share.value * size:,.0f} of {size:,} bytes per "
         f"token, everything counted. It costs {cost.text(4)} nats/token.",
+        *([retrieved(found)] if (found := record.row("codec", "retrieval")) else []),
         f"Decoding takes {decoding} of prefill, encoding {encoding} ({record.settings.prompt} tokens).",
         f"The codec was fitted to {listed(record.fitted_to)}. Other windows of the domains that it is measured on set "
         "its step, and nothing else.",
@@ -41,14 +43,31 @@ def sentences(record: CodecReport) -> list[str]:
     ]
 
 
+def retrieved(row: Row) -> str:
+    """Return how many hidden numbers the model finds on a stored text."""
+    assert row.value is not None and row.original is not None and row.change is not None
+    counts = [round(share * row.change.n) for share in (row.value, row.original)]
+    return (
+        f"On stored texts the model finds {counts[0]} of {row.change.n} hidden numbers, on its own cache {counts[1]}."
+    )
+
+
 def tables(record: CodecReport) -> list[Table]:
-    """Return the table of all ways to store a cache: bytes, and KL on all windows and by domain."""
+    """Return the table of all ways to store a cache: bytes, hidden numbers, and KL on all windows and by domain."""
     scopes = list(dict.fromkeys(row.scope for row in record.rows_of("KL")))
     sizes, rows = record.changes("bytes"), []
+    numbers = {row.candidate: row.text(row.value) for row in record.rows_of("retrieval")}
     for candidate in record.candidates:
         cells: list[Cell] = [candidate.name, f"{sizes[candidate.name].value:.1%}"]
+        cells += [numbers[candidate.name]] if numbers else []
         for scope in scopes:
             row = record.row(candidate.name, "KL", scope)
             cells.append(UNKNOWN if row is None else row.change_text())
         rows.append(cells)
-    return [("KL of stored caches, nats/token (95% over windows)", ["stored as", "bytes", *scopes], rows)]
+    return [
+        (
+            "KL of stored caches, nats/token (95% over windows)",
+            ["stored as", "bytes", *(["numbers found"] if numbers else []), *scopes],
+            rows,
+        )
+    ]

@@ -20,6 +20,7 @@ class CodecSettings(Options):
     windows: int = Field(ge=2)
     prompt: int = Field(ge=16)
     continued: int = Field(ge=1)
+    numbers: int = Field(ge=0, multiple_of=5)
     repeats: int = Field(ge=1)
     seed: Seed
     bos: str

@@ -12,21 +12,21 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from crosslayer.codec.chain import Chain
 from crosslayer.codec.codec import Codec, model_print, tokenizer_print
 from crosslayer.codec.fit import BASIS, Calibration, calibrate, fit_chain_at, with_rate
-from crosslayer.codec.judge import Way, coded, judge, rounded
+from crosslayer.codec.judge import Way, coded, exact, judge, numbers_found, rounded
 from crosslayer.codec.states import LayerShape, read_shapes
 from crosslayer.corpus.domains import shared_out, split_domains
 from crosslayer.corpus.windows import Windows
 from crosslayer.extras import check_extra
 from crosslayer.judge.clock import prefill
 from crosslayer.judge.report import JudgedModel, Row
-from crosslayer.judge.rows import count_ratio
+from crosslayer.judge.retrieval import DEPTHS, hidden_samples
+from crosslayer.judge.rows import count_ratio, damage_rows, retrieval_row
 from crosslayer.judge.texts import DomainTexts, Texts
 from crosslayer.machine import seconds
 from crosslayer.models.load import model_facts, public_name, ready_model
 from crosslayer.output.progress import progress
 from crosslayer.output.record import ModelFacts
 from crosslayer.probe.tokens import check_ids, config_positions
-from crosslayer.stats.bootstrap import Bootstrap
 from crosslayer.stats.times import compare_times
 from crosslayer.verbs.fit_codec.result import CodecReport, CodecSettings
 
@@ -52,6 +52,7 @@ def fit_codec(
     windows: int = 24,
     prompt: int = 640,
     continued: int = 128,
+    numbers: int = 20,
     repeats: int = 5,
     seed: int = 0,
     bos: str = "auto",
@@ -77,6 +78,7 @@ def fit_codec(
         windows: windows that it is measured on, all domains together.
         prompt: tokens of a stored prompt.
         continued: tokens behind it over which KL is measured.
+        numbers: hidden numbers that the model is asked for, in stored texts of `prompt` tokens; a multiple of 5.
         repeats: times that prefill, encoding and decoding are timed in turns.
         seed: random seed.
         bos: begin each window with the BOS token: auto (as the tokenizer does), yes or no.
@@ -89,9 +91,9 @@ def fit_codec(
 
     """
     check_extra("store", "a codec", "constriction")
-    numbers = {"calibration": calibration, "length": length, "windows": windows, "prompt": prompt}
-    more = {"continued": continued, "repeats": repeats, "seed": seed, "bos": bos}
-    settings = CodecSettings(share=None if kl is not None else share, kl=kl, **numbers, **more)
+    cut = {"calibration": calibration, "length": length, "windows": windows, "prompt": prompt, "continued": continued}
+    more = {"numbers": numbers, "repeats": repeats, "seed": seed, "bos": bos}
+    settings = CodecSettings(share=None if kl is not None else share, kl=kl, **cut, **more)
     fitted_on, judged_on = (Texts.load(given or None, None, seed) for given in (calibration_text, text))
     fitted_to = fitted_on.calibration
     domains = [name for name in judged_on.evaluation if text or name not in fitted_to]
@@ -104,12 +106,13 @@ def fit_codec(
         raise ValueError(f"`prompt` and `continued` must be at most {limit} together, got {prompt + continued}")
     shapes = read_shapes(loaded)
     with progress("tokenizing the text", 0):
-        cut: dict[str, Any] = {"tokenizer": tokenizer, "seed": seed, "bos": bos}
+        how: dict[str, Any] = {"tokenizer": tokenizer, "seed": seed, "bos": bos}
         own = {name: fitted_on.domains[name] for name in fitted_to}
-        fit = split_domains(own, parts={"fit": shared_out(calibration, fitted_to)}, length=length, **cut)["fit"]
+        fit = split_domains(own, parts={"fit": shared_out(calibration, fitted_to)}, length=length, **how)["fit"]
         others = {name: judged_on.domains[name] for name in domains}
         parts = {"windows": shared_out(windows, domains), "step": dict.fromkeys(domains, STEP_WINDOWS)}
-        found = split_domains(others, parts=parts, length=prompt + continued, **cut)
+        found = split_domains(others, parts=parts, length=prompt + continued, **how)
+        samples = [] if tokenizer is None else hidden_samples(tokenizer, [prompt], numbers // len(DEPTHS), seed)
     judged, step = found["windows"], found["step"].ids
     check_ids(loaded, fit.ids)
     fitting = Fitting(loaded, tokenizer, shapes, calibrate(loaded, shapes, fit.ids, step[:, :prompt], seed), prompt)
@@ -122,6 +125,9 @@ def fit_codec(
         ways[f"codec × {part:g}"] = coded(fitting.codec(fitting.smaller(chain, part)))
     ways |= {name: rounded(loaded, bits) for name, bits in ROUNDED.items()}
     rows = _rows(judge(loaded, judged.ids, prompt, ways), judged, prompt * fitting.per_token)
+    if tokenizer is not None and samples:
+        asked = numbers_found(loaded, tokenizer, samples, {"original": exact, **ways})
+        rows += [retrieval_row(way, "all", asked[way], asked["original"]) for way in ways]
     name = public_name(model)
     report = CodecReport(
         original=JudgedModel(name=name, model=ModelFacts(**model_facts(loaded, name))),
@@ -185,25 +191,12 @@ class Fitting:
 
 def _rows(found: Mapping[str, np.ndarray], windows: Windows, size: int) -> list[Row]:
     """Return the bytes of each way, and its KL on all windows and on those of each domain."""
-    rows, domains, documents = [], np.array(windows.domains), np.array(windows.documents)
+    rows: list[Row] = []
     for way, values in found.items():
         stored = float(values[:, 1].mean())
-        rows.append(
-            Row(
-                quantity="bytes",
-                unit="bytes",
-                candidate=way,
-                original=size,
-                value=stored,
-                change=count_ratio(stored, size),
-            )
-        )
-        for scope in ("all", *dict.fromkeys(windows.domains)):
-            picked = np.ones(len(values), bool) if scope == "all" else domains == scope
-            if picked.sum() > 1:
-                kl = Bootstrap(tuple(documents[picked])).mean(values[picked, 0])
-                facts: dict[str, Any] = {"candidate": way, "scope": scope, "value": kl.value, "change": kl}
-                rows.append(Row(quantity="KL", unit="nats/token", original=0.0, **facts))
+        size_facts: dict[str, Any] = {"original": size, "value": stored, "change": count_ratio(stored, size)}
+        rows.append(Row(quantity="bytes", unit="bytes", candidate=way, **size_facts))
+        rows += damage_rows(way, values[:, 0], windows.domains, windows.documents)
     return rows
 
 

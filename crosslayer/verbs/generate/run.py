@@ -24,7 +24,7 @@ from crosslayer.output.record import Options, Seed
 from crosslayer.probe.intercept import evaluating
 from crosslayer.probe.tokens import positions
 from crosslayer.verbs.generate.result import Continuation
-from crosslayer.wiring.read import read_plan
+from crosslayer.wiring.read import model_plan
 
 COLDEST, HOTTEST = 0.001, 1000.0  # temperatures; below, logits overflow
 
@@ -112,7 +112,7 @@ def _share(model: PreTrainedModel, cache: Cache) -> float | None:
     if isinstance(config, CrossLayerConfig):
         config = CrossLayerConfig(**{**config.to_dict(), "cross_layer": None})
     with suppress(ValueError):  # a plan does not count every model
-        whole = read_plan(config, cache.get_seq_length(), DTYPE).stored_bytes
+        whole = model_plan(config, cache.get_seq_length(), DTYPE).stored_bytes
         return round(cache_bytes(cache, sixteen=True) / whole, 4)
     return None
 

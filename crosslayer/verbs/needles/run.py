@@ -2,21 +2,21 @@
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from crosslayer.environment import quiet_transformers
-from crosslayer.eviction.running import SmallerCache
+from crosslayer.eviction.running import NewCache, SmallerCache
 from crosslayer.judge.answers import answers
+from crosslayer.judge.candidate import Candidate
 from crosslayer.judge.hidden import Question, Sample, Samples, is_retrieved, prompt_ids
+from crosslayer.judge.judge import Judge
 from crosslayer.judge.report import JudgedModel, Row
 from crosslayer.judge.rows import retrieval_row
-from crosslayer.models.load import model_facts
 from crosslayer.models.pair import Loadable, Named, pair
 from crosslayer.output.progress import progress
-from crosslayer.output.record import ModelFacts
-from crosslayer.probe.intercept import evaluating
 from crosslayer.verbs.needles.result import Needles, NeedlesSettings
 
 
@@ -82,15 +82,17 @@ def needles(
     drawn = _samples(sources[0].tokenizer, settings)
     prompts = [_prompts(source, drawn, new_tokens) for source in sources]
     answered: list[tuple[str, ...]] = []
-    described, seconds = [], 0.0
+    described: list[JudgedModel] = []
+    seconds = 0.0
     caches = SmallerCache(evict, settings.kv_bits), SmallerCache()  # the baseline has its own
     for source, ids, cache in zip(sources, prompts, caches, strict=False):
-        model, name = source.load(), cache.named(source.name)
+        judge = Judge(source.load(), tokenizer=source.tokenizer, catches=False)
+        candidate = Candidate(cache.named(source.name), around=cache.running)
         started = time.monotonic()
-        answered.append(_ask(model, source, drawn, ids, settings, cache))
+        answered.append(_ask(judge, candidate, drawn, ids, settings))
         seconds += time.monotonic() - started
-        described.append(JudgedModel(name=name, model=ModelFacts(**model_facts(model, name))))
-        del model
+        described.append(judge.described(candidate))
+        del judge  # one model at a time
     return Needles(
         original=described[1] if baseline is not None else None,
         candidates=(described[0],),
@@ -146,26 +148,24 @@ def _prompts(source: Loadable, samples: Sequence[Sample], new_tokens: int) -> li
 
 
 def _ask(
-    model: PreTrainedModel,
-    source: Loadable,
+    judge: Judge,
+    candidate: Candidate,
     samples: Sequence[Sample],
     prompts: Sequence[Sequence[int]],
     settings: NeedlesSettings,
-    cache: SmallerCache,
 ) -> tuple[str, ...]:
-    """Ask a model all questions, length by length."""
+    """Ask a candidate all questions, length by length."""
     responses: list[str] = []
-    options = {"new_tokens": settings.new_tokens, "batch": settings.batch}
-    with (
-        quiet_transformers(),
-        evaluating(model),
-        cache.running(model) as new_cache,
-        progress(f"asking {source.name}", len(samples)) as meter,
-    ):
+
+    def ask(model: PreTrainedModel, new_cache: NewCache | None) -> None:
+        options: dict[str, Any] = {"new_tokens": settings.new_tokens, "batch": settings.batch, "new_cache": new_cache}
         for length in settings.lengths:
             of_length = [pair for pair in zip(prompts, samples, strict=True) if pair[1].length == length]
             ids, values = [ids for ids, _ in of_length], [sample.value for _, sample in of_length]
-            for texts in answers(model, source.tokenizer, ids, values, **options, new_cache=new_cache):
-                responses += texts
+            for texts in answers(model, judge.tokenizer, ids, values, **options):
+                responses.extend(texts)
                 meter.step(len(responses), len(samples), f"{length} tokens")
+
+    with quiet_transformers(), progress(f"asking {candidate.name}", len(samples)) as meter:
+        judge.asked(candidate, ask)
     return tuple(responses)

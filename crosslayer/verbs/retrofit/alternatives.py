@@ -16,7 +16,7 @@ from crosslayer.judge.retrieval import measure_retrieval
 from crosslayer.quantization.running import quantized_cache, quantizing
 from crosslayer.verbs.retrofit.result import Alternative
 from crosslayer.wiring.kv_bits import KINDS, RECENT, keeps_recent
-from crosslayer.wiring.read import read_plan
+from crosslayer.wiring.read import model_plan
 
 MEASURED = (("original", "fp8"), ("original", "8"), ("original", "4"), ("retrofit", "4"))
 ASKED = ("original", "4")  # for hidden numbers, too
@@ -95,7 +95,7 @@ def rows_of(
 ) -> tuple[Alternative, ...]:
     """Return a row of the table for each model and its losses; the differences are to the first."""
     _, context, tokenizer, seed = judged
-    rows, whole = [], read_plan(original, context, DTYPE).stored_bytes
+    rows, whole = [], model_plan(original, context, DTYPE).stored_bytes
     for one, own in zip(compared, measured, strict=True):
         kind = None if one.kv_bits is None else KINDS[one.kv_bits]
         asked = tokenizer is not None and (one.of, one.kv_bits) == ASKED
@@ -104,7 +104,7 @@ def rows_of(
                 of=one.of,
                 kv_bits=one.kv_bits,
                 options=one.options,
-                share=read_plan(one.model, context, DTYPE, kv_dtype=kind).stored_bytes / whole,
+                share=model_plan(one.model, context, DTYPE, kv_dtype=kind).stored_bytes / whole,
                 kl=damage(own, seed).kl,
                 kl_by_domain={domain: float(own.of(domain).kl.mean()) for domain in dict.fromkeys(own.domains)},
                 change=difference(own, measured[0], seed),

@@ -15,7 +15,7 @@ from crosslayer.core.transformers_versions import CACHE
 from crosslayer.probe.shapes import LayerShape
 from crosslayer.probe.what_if import find_sublayers
 from crosslayer.verbs.retrofit.result import CacheRecord
-from crosslayer.wiring.read import read_plan
+from crosslayer.wiring.read import model_plan
 
 CONTEXT = 2048  # default context length at which the cache is counted
 PROMPT = 64  # tokens of the forward pass that fills a cache
@@ -56,7 +56,7 @@ def cache_record(model: PreTrainedModel, converted: PreTrainedModel, context: in
     """Return what the caches of a model and of its retrofit hold and read; None: the default context."""
     context = CacheShare(find_sublayers(model).shapes, context).context
     before, after = token_bytes(model, context), token_bytes(converted, context)
-    original, changed = (read_plan(each, dtype=DTYPE) for each in (model, converted))
+    original, changed = (model_plan(each, dtype=DTYPE) for each in (model, converted))
     layers = range(len(original.layers)) if changed.plan.reads_less else ()
     return CacheRecord(
         context=context,

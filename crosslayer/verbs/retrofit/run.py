@@ -44,7 +44,7 @@ from crosslayer.verbs.retrofit.sentences import title
 from crosslayer.verbs.retrofit.strategies import plain_method, strategy_of
 from crosslayer.verbs.retrofit.strategy import Chosen, Strategy
 from crosslayer.verbs.retrofit.texts import RetrofitTexts
-from crosslayer.wiring.read import read_plan
+from crosslayer.wiring.read import model_plan
 
 ASKED = 1.1  # about how many passes a prompt with its answer takes
 STEPS = 18  # timed decoding steps, with the two that warm up
@@ -216,7 +216,7 @@ def _report(
         ),
         methods=[to_entry(method) for method in methods],
         title=title(methods),
-        plan=read_plan(converted.model).plan if strategy.wired else merge_plans(methods, len(layer_stack(model))),
+        plan=model_plan(converted.model).plan if strategy.wired else merge_plans(methods, len(layer_stack(model))),
         choice=choice,
         weights=converted.weights,
         calibration=_calibration(converted, strategy, moments, calibration),

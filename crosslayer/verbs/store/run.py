@@ -12,7 +12,7 @@ def store(url: str, *, verify: bool = True, limit: str | None = None, remove_dam
     Args:
         url: a folder, or any URL of fsspec.
         verify: read every block, and compare its SHA-256.
-        limit: remove the blocks used least recently until so many bytes are left, such as 20GiB.
+        limit: remove the least recently used blocks until the store fits, such as 20GiB.
         remove_damaged: remove blocks that are cut off or altered.
 
     Raises:

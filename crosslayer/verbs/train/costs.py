@@ -25,7 +25,7 @@ from crosslayer.probe.intercept import evaluating
 from crosslayer.training.arguments import step_sequences
 from crosslayer.training.recipe import Recipe
 from crosslayer.training.record import TrainedModel
-from crosslayer.wiring.read import read_plan
+from crosslayer.wiring.read import model_plan
 
 PASSES = 3  # a backward pass costs two forward passes
 COUNTED = 128  # tokens of the longer sequence over which FLOPs are counted
@@ -37,7 +37,7 @@ ADAM = ("adamw_torch", "adamw_torch_fused", "adamw_apex_fused", "adamw_anyprecis
 
 def trained_model(model: PreTrainedModel, length: int) -> TrainedModel:
     """Return the properties and costs of a model, over sequences of `length` tokens."""
-    plan = read_plan(model, length)
+    plan = model_plan(model, length)
     methods = model.config.cross_layer if isinstance(model, CrossLayerForCausalLM) else []
     entries = [dict(entry) if isinstance(entry, dict) else {"name": entry} for entry in methods]
     return TrainedModel(  # pyright: ignore[reportCallIssue]

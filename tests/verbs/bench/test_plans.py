@@ -80,6 +80,6 @@ def test_a_model_without_a_plan_is_measured_all_the_same(monkeypatch):
     def refuse(*_, **__):
         raise ValueError("no plan")
 
-    monkeypatch.setattr(memory, "read_plan", refuse)
+    monkeypatch.setattr(memory, "model_plan", refuse)
     benchmark = short(tiny("llama"), tiny("llama"), 4)
     assert not benchmark.rows_of("reads of a step") and benchmark.rows_of("bytes")[0].change.value == 1

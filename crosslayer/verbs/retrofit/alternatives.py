@@ -1,4 +1,4 @@
-"""What bytes cost elsewhere, on the same text: quantised caches of the original and of the retrofit, other latents."""
+"""What bytes cost elsewhere, on the same text: quantised caches of the original and of the retrofit."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -47,7 +47,6 @@ class Judged(NamedTuple):
 def measure_alternatives(
     original: PreTrainedModel,
     retrofit: PreTrainedModel,
-    others: Sequence[Compared],
     judged: Judged,
 ) -> tuple[Alternative, ...]:
     """Return the cache's share, the KL to the original and the numbers retrieved with other caches.
@@ -57,7 +56,6 @@ def measure_alternatives(
     Args:
         original: the original model, which is also measured with quantised caches.
         retrofit: the retrofit, likewise.
-        others: other models to measure as they are.
         judged: on what they are measured.
 
     Returns:
@@ -80,7 +78,6 @@ def measure_alternatives(
     compared = [
         Compared("retrofit", retrofit),
         *(Compared(of, models[of], bits, f"--kv-bits {bits}") for of, bits in quantised),
-        *others,
     ]
     runs = {str(number): _run(one) for number, one in enumerate(compared)}
     measured = list(losses(logits_of(original), runs, fewer, "measuring other caches").values())

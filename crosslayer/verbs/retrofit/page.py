@@ -13,7 +13,7 @@ from crosslayer.verbs.retrofit.result import Alternative, CurvePoint, MeasuredBa
 from crosslayer.verbs.retrofit.sentences import sentences
 
 NAMES_SHOWN = 6  # of weights
-FITTED = {"none": "nothing", "zero": "nothing", "refit": "W_c and W_o", "refit-o": "W_o", "fisher": "latents"}
+FITTED = {"none": "nothing", "zero": "nothing", "refit": "W_c and W_o", "refit-o": "W_o"}
 CHANGES = {"dropped": "removed", "changed": "changed"}  # of weights, in words
 FIT_LINES = (  # of the calibration figure: name, field of a fit, color, dashed
     ("per token, before", "token_before", 0, True),

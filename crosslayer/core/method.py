@@ -324,7 +324,7 @@ class Method:
 
     @classmethod
     def search_space(cls) -> str | None:
-        """Return what a budget can choose: "layers", "choosers" of tokens; None: nothing."""
+        """Return what a budget can choose: "layers", or "choosers" of tokens; None: nothing."""
         return "layers" if cls.saves else None
 
     def check_text(self, length: int) -> None:

@@ -24,15 +24,11 @@ WINDOWS = 16  # of the evaluation text, from all domains
 
 
 class Compared(NamedTuple):
-    """A model whose cache is measured: its row's `of`, the model, and the bits of its cache; None: as it is.
-
-    `options` are those of `crosslayer generate` or `retrofit` with which a user has it.
-    """
+    """A model whose cache is measured: its row's `of`, the model, and the bits of its cache; None: as it is."""
 
     of: str
     model: PreTrainedModel
     kv_bits: str | None = None
-    options: str = ""
 
 
 class Judged(NamedTuple):
@@ -77,7 +73,7 @@ def measure_alternatives(
     quantised = [(of, bits) for of, bits in MEASURED if of in quantisable and (long or not keeps_recent(KINDS[bits]))]
     compared = [
         Compared("retrofit", retrofit),
-        *(Compared(of, models[of], bits, f"--kv-bits {bits}") for of, bits in quantised),
+        *(Compared(of, models[of], bits) for of, bits in quantised),
     ]
     runs = {str(number): _run(one) for number, one in enumerate(compared)}
     measured = list(losses(logits_of(original), runs, fewer, "measuring other caches").values())
@@ -100,7 +96,6 @@ def rows_of(
             Alternative(
                 of=one.of,
                 kv_bits=one.kv_bits,
-                options=one.options,
                 share=read_plan(one.model, context, DTYPE, kv_dtype=kind).stored_bytes / whole,
                 kl=damage(own, seed).kl,
                 kl_by_domain={domain: float(own.of(domain).kl.mean()) for domain in dict.fromkeys(own.domains)},

@@ -116,7 +116,6 @@ class Alternative(Frozen):
 
     of: str = Field(description="original, retrofit, or the swept options with their values")
     kv_bits: str | None = Field(description="8, 4, fp8, or None: not quantised")
-    options: str = Field(description="what to add to `crosslayer generate` or `retrofit` to have it; empty: nothing")
     share: float = Field(description="bytes over those of the original's 16-bit cache, at the report's context")
     kl: Estimate = Field(description="to the original, in nats/token")
     kl_by_domain: dict[str, float] = Field(description="its mean on the windows of each domain")

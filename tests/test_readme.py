@@ -4,7 +4,6 @@ import importlib
 import re
 from pathlib import Path
 
-from crosslayer.core.latents import LatentMethod
 from crosslayer.core.method import Method
 from crosslayer.core.methods import merge_plans, method_class, method_names
 from crosslayer.testing import CHECKS, config_of
@@ -33,8 +32,7 @@ def test_the_table_of_the_readme_has_every_method_and_its_cache():
     for name, (share, pretrained) in cells.items():
         method = method_class(name)
         assert round(100 * merge_plans([method.example(32)], 32).cached_fraction()) == share, name
-        takes_layers = method.from_groups.__func__ is not Method.from_groups.__func__
-        assert pretrained == (takes_layers or issubclass(method, LatentMethod)), name
+        assert pretrained == (method.from_groups.__func__ is not Method.from_groups.__func__), name
 
 
 def test_the_readme_names_the_methods_that_vllm_does_not_serve():

@@ -187,7 +187,7 @@ def check_config(config: PreTrainedConfig) -> None:
         "cross-attention": config.is_encoder_decoder or getattr(text, "cross_attention_layers", None),
         "latents instead of keys and values (MLA)": getattr(text, "kv_lora_rank", None),
         "layers that share keys or values": layers_without_cache(text)
-        or (plan is not None and (plan.cached_fraction() < 1 or plan.has_latents)),
+        or (plan is not None and plan.cached_fraction() < 1),
         "layers that choose tokens": plan is not None and plan.reads_less,
         f"angles that depend on the length ({', '.join(UNEVEN)})": kinds & set(UNEVEN),
     }

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer
+from transformers.cache_utils import CacheLayerMixin
 
 from crosslayer.core.sixteen_bits import allocated_tokens
 
@@ -65,15 +65,14 @@ class Columns:
 class ColumnLayer(CacheLayerMixin):
     """A layer of a cache whose keys and values are `Columns`, which `new_columns` makes.
 
-    Keys and values of one shape are stored together, as 2 H_kv heads: half as many operators run. If the layer is
-    `exact`, which tokens are stored and how does not depend on later ones, and the last tokens can be removed.
+    Keys and values of one shape are stored together, as 2 H_kv heads: half as many operators run.
     """
 
     is_sliding = False
+    is_croppable = False
 
-    def __init__(self, new_columns: Callable[[], Columns] = Columns, exact: bool = False) -> None:
+    def __init__(self, new_columns: Callable[[], Columns] = Columns) -> None:
         super().__init__()
-        self.is_croppable = exact
         self.new_columns, self.seen = new_columns, 0  # tokens read so far
         self.columns: tuple[Columns, ...] = ()  # keys and values, or both together; empty if nothing is stored
 
@@ -135,22 +134,10 @@ class ColumnLayer(CacheLayerMixin):
             self.batch_select_indices(torch.arange(len(memory), device=memory.device).repeat_interleave(repeats))
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last `-tokens_to_remove` tokens, as the installed transformers' own cache does.
-
-        Raises:
-            ValueError: what was evicted or rounded because of them cannot be restored, or transformers refuses it.
-
-        """
-        if not self.is_croppable:
-            raise ValueError(
-                "a cache that evicts or quantises cannot be cropped, so assisted generation does not work with it"
-            )
-        own = DynamicLayer()
-        own.update(*2 * [torch.empty(1, 1, self.seen, 1)])
-        own.crop(tokens_to_remove)
-        self.seen = own.get_seq_length()
-        for stored in self.columns:
-            stored.used = self.seen
+        """Refuse to remove the last tokens: what was evicted or rounded because of them cannot be restored."""
+        raise ValueError(
+            "a cache that evicts or quantises cannot be cropped, so assisted generation does not work with it"
+        )
 
 
 def _grown(stored: Tensor, used: int, rows: int) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from crosslayer.core.options import check_choice
-from crosslayer.core.plan import CACHED, PASSED, STATES, DepthPlan
+from crosslayer.core.plan import PASSED, STATES, DepthPlan
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig as Config
@@ -215,7 +215,7 @@ class Wiring:
         for number, state in enumerate(PASSED):
             for layer, sources in enumerate(result):
                 read = self.plan.reads(state, layer)
-                if read not in ((), (layer,)) and (state not in CACHED or self.plan.latents[layer] is None):
+                if read not in ((), (layer,)):
                     sources[number] = tuple(None if i == layer else self.carried[i][number] for i in read)
         return tuple(result)
 
@@ -225,17 +225,15 @@ class Wiring:
         carried: list[dict[int, str]] = [{} for _ in range(self.plan.layers)]
         for number, state in enumerate(PASSED):
             for layer, slot in enumerate(self.plan.slots(state)):
-                if slot is not None and (state not in CACHED or self.plan.latents[layer] is None):
+                if slot is not None:
                     carried[layer][number] = f"{state}.{slot}"
         return tuple(carried)
 
     @cached_property
     def reads_several(self) -> tuple[bool, ...]:
         """(L,), whether a layer reads several layers' cached states, which a `StateReader` combines."""
-        pairs = zip(self.plan.keys, self.plan.values, self.plan.latents, strict=True)
-        return tuple(
-            latent is None and (isinstance(keys, tuple) or isinstance(values, tuple)) for keys, values, latent in pairs
-        )
+        pairs = zip(self.plan.keys, self.plan.values, strict=True)
+        return tuple(isinstance(keys, tuple) or isinstance(values, tuple) for keys, values in pairs)
 
 
 class Method:
@@ -273,10 +271,6 @@ class Method:
 
     def reader(self, config: Config, wiring: Wiring, layer: int) -> StateReader | None:
         """Return the module that combines states of several sources; called only for layers that read several."""
-        return None
-
-    def latent(self, config: Config, wiring: Wiring, layer: int) -> tuple[Any, Any] | None:
-        """Return the encoder and the decoder of a layer's latent (core/latents); called for layers that have one."""
         return None
 
     def choice(self, config: Config, wiring: Wiring, layer: int) -> Any | None:
@@ -330,7 +324,7 @@ class Method:
 
     @classmethod
     def search_space(cls) -> str | None:
-        """Return what a budget can choose: "layers", "choosers" of tokens, "bits" of latents; None: nothing."""
+        """Return what a budget can choose: "layers", or "choosers" of tokens; None: nothing."""
         return "layers" if cls.saves else None
 
     def check_text(self, length: int) -> None:

@@ -8,7 +8,7 @@ and their keys have the same source.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 STATES = ("queries", "keys", "values")
@@ -17,17 +17,6 @@ PASSED = (*STATES, "choices")  # what a layer may pass on to later ones
 ROUNDING = 1e-9  # of a share times a number of tokens, which is rounded up
 Entry = int | tuple[int, ...] | None
 Vector = tuple[Entry, ...]
-
-
-@dataclass(frozen=True)
-class LatentSize:
-    """The size of what a layer caches of a token: `share` of its keys and values in 16 bits, `bytes` if it has codes.
-
-    Without `bytes` the latent consists of numbers in the dtype of the model.
-    """
-
-    share: float
-    bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -54,10 +43,6 @@ class DepthPlan:
     `value_shares[i]` is the share of the value heads that layer i computes itself, if it has values of its own; the
     other heads come from the other layers that it reads. Empty means 1 for every layer.
 
-    `latents[i]` is the size of the latent that layer i caches instead of its own keys and values, None without one.
-    Layer i then makes its keys and values of its latent and, if `keys[i]` and `values[i]` name a layer below too, of
-    that layer's keys and values. Empty means None for every layer.
-
     `choices[i]` is the layer that chooses the tokens to which layer i attends: i itself or a layer below, None if layer
     i attends to all tokens. Empty means None for every layer. `chosen` is how many of the tokens so far are chosen.
     """
@@ -67,7 +52,6 @@ class DepthPlan:
     values: Vector
     mlps: Vector
     value_shares: tuple[float, ...] = ()
-    latents: tuple[LatentSize | None, ...] = ()
     choices: tuple[int | None, ...] = ()
     chosen: TokenCount | None = None
 
@@ -82,7 +66,6 @@ class DepthPlan:
             entries = (tuple(entry) if isinstance(entry, list) else entry for entry in self.sources(name))
             object.__setattr__(self, name, tuple(entries))
         object.__setattr__(self, "value_shares", tuple(self.value_shares) or (1.0,) * self.layers)
-        object.__setattr__(self, "latents", tuple(self.latents) or (None,) * self.layers)
         object.__setattr__(self, "choices", tuple(self.choices) or (None,) * self.layers)
         if len({len(self.queries), len(self.keys), len(self.values), len(self.mlps)}) != 1:
             raise ValueError("queries, keys, values and mlps must have an entry for each layer")
@@ -101,7 +84,6 @@ class DepthPlan:
                     f"{sources}"
                 )
         self._check_shares()
-        self._check_latents()
         self._check_choices()
 
     def _check_shares(self) -> None:
@@ -119,18 +101,6 @@ class DepthPlan:
                 raise ValueError(
                     f"layer {layer} computes only {share:.0%} of its value heads, so no other layer can read its values"
                 )
-
-    def _check_latents(self) -> None:
-        if len(self.latents) != self.layers:
-            raise ValueError("latents must have an entry for each layer, or be empty")
-        for layer, size in enumerate(self.latents):
-            read = self.reads("keys", layer)
-            if size is not None and not 0 < size.share <= 1:
-                raise ValueError(f"layer {layer}: a latent must have a share above 0 and at most 1, got {size.share:g}")
-            if size is not None and (read != self.reads("values", layer) or layer not in read or len(read) > 2):
-                raise ValueError(f"layer {layer} has a latent, so it can read keys and values of one lower layer only")
-            if any((self.latents[source] is None) != (size is None) for source in read):
-                raise ValueError(f"layer {layer}: {STATES[1]} of a latent can be read only by a layer with a latent")
 
     def _check_choices(self) -> None:
         if len(self.choices) != self.layers:
@@ -186,24 +156,11 @@ class DepthPlan:
         """Return the share of a layer's full keys, or values, that the cache holds: 0 if it reads another layer's."""
         if not self.has_own(state, layer):
             return 0.0
-        latent = self.latents[layer]
-        if latent is not None:  # for both
-            return latent.share
         return self.value_shares[layer] if state == "values" else 1.0
 
     def stored_states(self) -> float:
         """Return how many layers' full keys or values the cache holds; a plain Transformer holds 2·L."""
         return sum(self.stored_share(state, layer) for state in CACHED for layer in range(self.layers))
-
-    @property
-    def has_latents(self) -> bool:
-        """Whether any layer caches a latent."""
-        return any(latent is not None for latent in self.latents)
-
-    @property
-    def has_codes(self) -> bool:
-        """Whether any layer caches codes."""
-        return any(latent is not None and latent.bytes is not None for latent in self.latents)
 
     @property
     def reads_less(self) -> bool:
@@ -213,8 +170,6 @@ class DepthPlan:
     @property
     def beyond_sharing(self) -> str | None:
         """What layers do beside reading keys and values of all tokens, as a clause; None: nothing."""
-        if self.has_latents:
-            return "layers cache latents"
         return "layers attend to chosen tokens only" if self.reads_less else None
 
     def chooses(self, layer: int) -> bool:
@@ -231,9 +186,6 @@ class DepthPlan:
         With `context`, the number of tokens in the cache, chosen tokens count as what they are of all. A layer that
         attends to its own choice reads all of its keys for it.
         """
-        latent = self.latents[layer]
-        if latent is not None:
-            return latent.share
         count = len(self.reads(state, layer))
         if state == "values" and self.value_shares[layer] < 1:
             count = 1  # only the missing heads are read from other layers
@@ -293,20 +245,10 @@ class DepthPlan:
         shares = []
         for layer, (share, others) in enumerate(zip(self.value_shares, other.value_shares, strict=True)):
             shares.append(1.0 if vectors["values"][layer] is None else min(share, others))
-        latents = []
-        for layer, (latent, others) in enumerate(zip(self.latents, other.latents, strict=True)):
-            size = latent if others is None else others
-            read = vectors["keys"][layer]
-            if size is not None and read is not None and (latent and others or not self._keeps(other, layer)):
-                raise ValueError(
-                    f"layer {layer}: {names[0]} and {names[1]} both change its keys or values; only one may"
-                )
-            latents.append(None if read is None else size)
         choices = self._merge_choices(other, vectors["keys"], names)
         chosen = self.chosen if self.reads_less else other.chosen
-        queries, keys, values, mlps = vectors.values()
-        plan = DepthPlan(queries, keys, values, mlps, value_shares=tuple(shares), latents=tuple(latents))
-        return replace(plan, choices=choices, chosen=None if choices == (None,) * self.layers else chosen)
+        chosen = None if choices == (None,) * self.layers else chosen
+        return DepthPlan(**vectors, value_shares=tuple(shares), choices=choices, chosen=chosen)
 
     def _merge_choices(self, other: "DepthPlan", keys: Vector, names: tuple[str, str]) -> tuple[int | None, ...]:
         """Return who chooses for whom; a layer whose attention is dropped needs no choice."""
@@ -319,11 +261,6 @@ class DepthPlan:
                 pair = f"{names[0]} with {names[1]}"
                 raise ValueError(f"{pair}: layer {layer} attends to the choice of layer {chooser}, which is dropped")
         return merged
-
-    def _keeps(self, other: "DepthPlan", layer: int) -> bool:
-        """Return whether the plan without a latent in a layer leaves the layer's keys and values as they are."""
-        plain = other if other.latents[layer] is None else self
-        return all(plain.sources(state)[layer] == layer and not plain.is_source(state, layer) for state in CACHED)
 
     def _merge_vector(self, other: "DepthPlan", state: str, names: tuple[str, str]) -> Vector:
         if self.layers != other.layers:
@@ -364,8 +301,6 @@ class DepthPlan:
         return "← " + "+".join("own" if source == layer else str(source) for source in sources)
 
     def _cache_cell(self, layer: int) -> str:
-        if (latent := self.latents[layer]) is not None:
-            return f"latent, {latent.share:.1%} of both"
         states = []
         for state in self.stored(layer):
             share = self.stored_share(state, layer)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from crosslayer.core.packing import pack, unpack
+from crosslayer.quantization.packing import pack, unpack
 from crosslayer.wiring.kv_bits import groups
 
 FILL = 8  # channels are padded to a multiple of it, so that codes fill whole bytes

@@ -94,8 +94,7 @@ def static_equals_dynamic(config: CrossLayerConfig) -> None:
     model, ids = build(config), tokens(length=12)
     chunked, cache = steps(model, ids, [7, 1, 1, 1, 1, 1], StaticCache(config=config, max_cache_len=16))
     close(chunked, model(ids, use_cache=False).logits, "static cache", tolerance(config))
-    if not config.plan.has_codes:  # in memory of a static cache they are numbers
-        _holds(cache, predicted(config, 2, 16, config.sliding_window), "static cache")
+    _holds(cache, predicted(config, 2, 16, config.sliding_window), "static cache")
 
 
 @torch.no_grad()
@@ -233,11 +232,8 @@ def wiring_matches_the_plan(config: CrossLayerConfig) -> None:
     for state, tensor in fields.items():
         for layer, source in enumerate(plan.sources(state)):
             exists = f"model.layers.{layer}.self_attn.{state[0]}_proj.weight" in names
-            of_latent = state in CACHED and plan.latents[layer] is not None
-            assert exists == (plan.has_own(state, layer) and not of_latent), (
-                f"layer {layer}: {state[0]}_proj exists: {exists}"
-            )
-            for other in calls if isinstance(source, int) and not of_latent else ():  # combined states are not compared
+            assert exists == plan.has_own(state, layer), f"layer {layer}: {state[0]}_proj exists: {exists}"
+            for other in calls if isinstance(source, int) else ():  # combined states are not compared
                 same = torch.equal(tensor(calls[layer]), tensor(calls[other]))
                 agrees = same == (plan.sources(state)[other] == source)
                 assert agrees, f"layer {layer}: {state} equal layer {other}'s: {same}, the plan says {not same}"

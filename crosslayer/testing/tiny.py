@@ -12,11 +12,9 @@ from torch import Tensor
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import CacheLayerMixin
 
-from crosslayer.core.columns import ColumnLayer
 from crosslayer.core.decoder import CrossLayerConfig, CrossLayerForCausalLM
 from crosslayer.core.methods import Entry
 from crosslayer.core.plan import CACHED
-from crosslayer.core.sixteen_bits import allocated_tokens
 from crosslayer.core.transformers_versions import CACHE
 
 TOLERANCE = 1e-10
@@ -87,21 +85,14 @@ def steps(
 
 
 def elements(cache: Cache) -> int:
-    """Return the number of elements that a cache has allocated, from its storages; of codes, the number of bytes."""
-    codes = sum(
-        tensor.untyped_storage().nbytes()
-        for layer in cache.layers
-        if isinstance(layer, ColumnLayer)
-        for columns in layer.columns
-        for tensor in columns.tensors()
-    )
+    """Return the number of elements that a cache has allocated, from its storages."""
     layers: Any = [layer for layer in cache.layers if isinstance(layer, CacheLayerMixin)]  # only keys and values
     states = [state for layer in layers for state in (layer.keys, layer.values) if state is not None]
-    return codes + sum(state.untyped_storage().nbytes() // state.element_size() for state in states)
+    return sum(state.untyped_storage().nbytes() // state.element_size() for state in states)
 
 
 def predicted(config: CrossLayerConfig, batch: int, length: int, windowed: int | None = None) -> int:
-    """Return the number of cache elements by the plan, for `batch` rows of `length` tokens; of codes, that of bytes.
+    """Return the number of cache elements by the plan, for `batch` rows of `length` tokens.
 
     `windowed` is the number of tokens in layers with a sliding window, None for all.
     """
@@ -109,9 +100,5 @@ def predicted(config: CrossLayerConfig, batch: int, length: int, windowed: int |
     width, total = config.num_key_value_heads * config.head_dim, 0
     for layer, layer_type in enumerate(config.layer_types):
         held = min(length, length if windowed is None else windowed) if layer_type == "sliding_attention" else length
-        latent = config.plan.latents[layer]
-        if latent is not None and latent.bytes is not None:
-            total += allocated_tokens(length) * latent.bytes
-        else:
-            total += held * round(width * sum(config.plan.stored_share(state, layer) for state in CACHED))
+        total += held * round(width * sum(config.plan.stored_share(state, layer) for state in CACHED))
     return batch * total

@@ -158,10 +158,6 @@ def read_wiring(config: Any) -> dict[str, Any]:
     states = [
         layer_states(text.per_layer_config[layer], layer_type, layer) for layer, layer_type in enumerate(layer_types)
     ]
-    states = [
-        state if latent is None else replace(state, codes=latent.bytes)
-        for state, latent in zip(states, plan.latents, strict=True)
-    ]
     layers = (s if plan.attends(i) or not s.keys else LayerStates("no attention") for i, s in enumerate(states))
     return {
         "type": config.model_type,

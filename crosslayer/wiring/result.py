@@ -138,8 +138,8 @@ class ModelPlan(Shown):
         if not self.plan.attends(layer):
             return 0.0
         read = states.read_bytes(length, self.sizes)
-        if not states.keys + states.values or states.codes is not None or states.selected is not None:
-            return read  # codes, and what an indexer chooses, are counted by `states`
+        if not states.keys + states.values or states.selected is not None:
+            return read  # what an indexer chooses is counted by `states`
         counts = [self.plan.read_count(state, layer, length) for state in CACHED]
         return read * (counts[0] * states.keys + counts[1] * states.values) / (states.keys + states.values)
 

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from crosslayer.core.sixteen_bits import allocated_tokens
 from crosslayer.wiring import kv_bits
 
 FLOAT32 = 4  # bytes per element
@@ -41,7 +40,6 @@ class LayerStates:
         fixed_float32: the same in float32 (states of linear attention).
         kernel: tokens that a convolution among them keeps, 0 without one.
         passes: how often a token goes through the layer, each time with a cache of its own.
-        codes: bytes of a token's latent that consists of codes, whatever the dtype; None: there are no codes.
 
     """
 
@@ -60,7 +58,6 @@ class LayerStates:
     fixed_float32: int = 0
     kernel: int = 0
     passes: int = 1
-    codes: int | None = None
 
     def entries(self, length: int) -> int:
         """Return the number of compressed entries of a sequence."""
@@ -72,8 +69,6 @@ class LayerStates:
 
     def stored_bytes(self, length: int, sizes: ItemSizes, own: Mapping[str, float]) -> float:
         """Return the bytes that grow with the text; `own` has the shares of its keys and values that it stores."""
-        if self.codes is not None:
-            return allocated_tokens(length) * self.codes
         if sizes.kind is not None:
             return sum(self._quantised_bytes(vars(self)[state], length, sizes) for state in own)
         size = self.keys * own.get("keys", 0) + self.values * own.get("values", 0)
@@ -105,7 +100,7 @@ class LayerStates:
         if self.selected is not None:
             tokens = min(tokens, self.selected) if self.every is None else tokens
             entries = min(entries, self.selected)
-        read = (tokens + entries) * (self.keys + self.values) * sizes.kv if self.codes is None else tokens * self.codes
+        read = (tokens + entries) * (self.keys + self.values) * sizes.kv
         return self.passes * (read + self._indexed_bytes(length, sizes))
 
     def full_bytes(self, length: int, sizes: ItemSizes) -> float:

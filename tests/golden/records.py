@@ -84,9 +84,6 @@ def compared(folder):
 RECORDS = {
     "retrofit": lambda folder: retrofitted(folder, method="cla", layers="2-3,5-7", calibration=32, full=True),
     "retrofit-search": lambda folder: retrofitted(folder, kv_budget=0.8, calibration=32),
-    "retrofit-latents": lambda folder: retrofitted(
-        folder, method="kv_latents", kv_budget=0.25, calibration=32, full=True
-    ),
     "retrofit-choice": lambda folder: retrofitted(
         folder, method={"name": "shared_choice", "sinks": 1, "window": 2, "least": 0}, kl_budget=0.05
     ),

@@ -13,7 +13,8 @@ TOLERANCE = {"rel": 2e-3, "abs": 2e-5}
 # paths that a schema no longer has, by record, and why
 LEFT = {
     # settings of `layers` and `compensation` are in their texts; the dynamic programming ran more configurations
-    **dict.fromkeys(("retrofit", "retrofit-search", "retrofit-latents"), r"settings\.(size|threshold|groups)"),
+    **dict.fromkeys(("retrofit", "retrofit-search"), r"settings\.(size|threshold|groups)"),
+    "retrofit-latents": r".*",  # the method kv_latents was removed: docs/LOG.md
     "retrofit-choice": r"settings\.(size|threshold|groups)|choice\.search\.passes",
     # it follows from the pairs; a configuration is a scope, in words; `measure` judges quantized caches
     "bench": r"interval_coverage|rows\.0\.(context|batch)|rows\.0\.quantised\..*",
@@ -93,12 +94,12 @@ def cache(tmp_path_factory):
         yield
 
 
-@pytest.mark.parametrize("name", RECORDS)
+@pytest.mark.parametrize("name", GOLDEN)
 def test_numbers_are_what_they_were(name):
     def without(numbers, paths):
         return {path: value for path, value in numbers.items() if not re.fullmatch(paths.get(name, "-"), path)}
 
-    found = without(without(measure(name), LEFT), NEW)
+    found = without(without(measure(name) if name in RECORDS else {}, LEFT), NEW)
     golden = {moved(path, name): value for path, value in without(GOLDEN[name], LEFT).items()}
     assert sorted(found) == sorted(golden)
     wrong = {

@@ -45,9 +45,6 @@ VARIANTS = {
         {"name": "kvsharer", "pairs": ((5, 1), (4, 0)), "compensation": "heads", "compensation_bias": True}
     ],
     "uniattn mlp, bias": [{"name": "uniattn", "superblocks": BLOCKS, "compensation": "mlp", "compensation_bias": True}],
-    "kv_latents, bits": [
-        {"name": "kv_latents", "bits": ((4, 2, 1, 0), (8, 2, 0, 0), (3, 1, 1, 1), (7, 6, 5, 0), (2,) * 4, (1, 0, 0, 0))}
-    ],
     "shared_choice, own choice": [
         {
             "name": "shared_choice",
@@ -69,7 +66,6 @@ VARIANTS = {
             "chooser_heads": ((), (), (1, 0), (), (), (1, 1)),
         }
     ],
-    "kv_latents, alone": [{"name": "kv_latents", "rank": 0.25, "groups": ()}],
     "drop, bias": [{"name": "drop", "attention": (0, 3), "compensation": "attention", "compensation_bias": True}],
 }
 COMPOSITIONS = {
@@ -84,12 +80,6 @@ COMPOSITIONS = {
     "uniattn + resformer": [{"name": "uniattn", "superblocks": BLOCKS}, "resformer"],
     "attnres + drop compensated": ["attnres", {"name": "drop", "attention": (2,), "compensation": "attention"}],
     "attnres + cla": [{"name": "attnres", "block": 3}, "cla"],
-    "kv_latents + attnres": [{"name": "kv_latents", "groups": ((0, 1), (2, 4))}, "attnres"],
-    "kv_latents + mudd": ["mudd", "kv_latents"],
-    "kv_latents + drop": [
-        {"name": "kv_latents", "groups": ((0, 1, 3),)},
-        {"name": "drop", "attention": (2,), "mlp": (4,)},
-    ],
     "attnres + drop": ["attnres", {"name": "drop", "attention": (0,), "mlp": (5,)}],
     "svformer + uniattn": ["svformer", {"name": "uniattn", "superblocks": BLOCKS}],
     "hyper_connections + cla": ["hyper_connections", "cla"],
@@ -144,12 +134,6 @@ SHAPES = {
     "resformer, biases, tied": (["resformer"], {"attention_bias": True, "tie_word_embeddings": True}),
     "cross_attention, sliding windows": (["cross_attention"], {"sliding_window": 5}),
     "skipv1, qk-norm, biases": (["skipv1"], {"num_key_value_heads": 4, "qk_norm": True, "attention_bias": True}),
-    "kv_latents, MQA, qk-norm, biases": (
-        ["kv_latents"],
-        {"num_key_value_heads": 1, "qk_norm": True, "attention_bias": True},
-    ),
-    "kv_latents, gpt2": (["kv_latents"], GPT2),
-    "kv_latents, mixture of experts": (["kv_latents"], EXPERTS),
     "fusedkv, MQA": (["fusedkv"], {"num_key_value_heads": 1}),
 }
 CASES = {
@@ -160,7 +144,6 @@ DAILY = {  # what `make test` runs beside every method alone; `make test-slow` r
     "llama", "uniattn mlp", "drop compensated", "svformer all, every two", "kvsharer heads, bias", "attnres blocks",
     "yoco, a short window", "resformer + cla", "attnres + svformer", "uniattn + drop of readers", "mudd + drop",
     "resformer + uniattn + attnres", "value_embeddings + yoco + attnres", "cla, gemma2", "attnres, linear attention",
-    "kv_latents, bits", "kv_latents, gpt2",
     "resformer + cla, gpt2", "attnres, mixture of experts", "uniattn, sliding windows", "svformer, MQA, qk-norm",
 }  # fmt: skip
 

@@ -11,7 +11,6 @@ from transformers.cache_utils import DynamicLayer
 
 import crosslayer
 from crosslayer.core.decoder.caches import cache_bytes
-from crosslayer.core.packing import pack, unpack
 from crosslayer.core.transformers_versions import CACHE, EMPTY_LAYER
 from crosslayer.eviction.running import evicting
 from crosslayer.probe.intercept import intercepted
@@ -20,6 +19,7 @@ from crosslayer.quantization import running
 from crosslayer.quantization.cache import QuantisedLayer
 from crosslayer.quantization.codec import RANGE, codec_of, rotation
 from crosslayer.quantization.offsets import key_offsets
+from crosslayer.quantization.packing import pack, unpack
 from crosslayer.quantization.running import quantized_cache, quantizing, stored_kinds
 from crosslayer.testing.tiny import TOLERANCE, build, config_of, tokens
 from crosslayer.wiring.kv_bits import KvBits, groups, parse_kv_bits, stored_bytes, token_bytes

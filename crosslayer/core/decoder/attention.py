@@ -70,9 +70,6 @@ class CrossLayerAttention(nn.Module):
         plan = wiring.plan
         has_own = [plan.has_own(state, layer_idx) for state in STATES]
         self._add_projections(config, has_own, plan.value_shares[layer_idx])
-        self.latent_encoder = self.latent_decoder = None
-        if plan.latents[layer_idx] is not None:
-            self._add_latent(config, wiring)
         mixers = [mixer for m in wiring.methods if (mixer := m.heads(config, wiring, layer_idx)) is not None]
         self.mixers = nn.ModuleList(mixers)
         self.shows_input = any(mixer.reads_input for mixer in mixers)
@@ -106,17 +103,6 @@ class CrossLayerAttention(nn.Module):
         self.q_norm = norm(config, self.head_dim) if own_q and config.qk_norm else None
         self.k_norm = norm(config, self.head_dim) if own_k and config.qk_norm else None
 
-    def _add_latent(self, config: CrossLayerConfig, wiring: Wiring) -> None:
-        """Cache a latent instead of keys and values."""
-        modules = [m.latent(config, wiring, self.layer_idx) for m in wiring.methods]
-        ((self.latent_encoder, self.latent_decoder),) = [pair for pair in modules if pair is not None]
-        self.k_proj = self.v_proj = None
-        slots = wiring.plan.slots("keys")
-        below = [slots[i] for i in wiring.plan.reads("keys", self.layer_idx) if i != self.layer_idx]
-        self.reads_below = f"decoded.{below[0]}" if below else None  # in the carry: keys and values of a lower layer
-        slot = slots[self.layer_idx]
-        self.shows_decoded = None if slot is None else f"decoded.{slot}"
-
     @takes_cache
     def forward(
         self,
@@ -126,14 +112,12 @@ class CrossLayerAttention(nn.Module):
         attention_mask: Any,
         cache: Cache | None,
         inputs: Inputs | None = None,
-        column_embeddings: tuple[Tensor, Tensor] | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Carry]:
         """Return the update (B, T, C) and the carry with the states that later layers read.
 
-        `inputs` are the inputs (B, T, C) of the query, key and value projections if they are not `hidden_states`, and
-        `column_embeddings` the rotary tables of cached and new tokens, for keys made of latents; `kwargs` are passed to
-        the attention function.
+        `inputs` are the inputs (B, T, C) of the query, key and value projections if they are not `hidden_states`;
+        `kwargs` are passed to the attention function.
         """
         for_q, for_k, for_v = (hidden_states,) * 3 if inputs is None else inputs
         states: States = [
@@ -151,9 +135,7 @@ class CrossLayerAttention(nn.Module):
             *states, carry = mixer(*states, carry)
         if self.shows_input:
             carry = {name: value for name, value in carry.items() if name != INPUT}
-        if self.latent_encoder is not None:
-            states, carry = self._through_latents(states, for_k, carry, cache, column_embeddings)
-        elif cache is not None and self.stored:
+        if cache is not None and self.stored:
             states = self._cached(states, cache)  # the layer's own keys, values: (B, H_kv, S, D)
         own: States = [*states, None, None]
         choice = shared_map = None
@@ -184,32 +166,6 @@ class CrossLayerAttention(nn.Module):
             return None
         split = linear(hidden_states).view(*hidden_states.shape[:-1], -1, self.head_dim)  # (B, T, H or H_kv, D)
         return (split if norm is None else norm(split)).transpose(1, 2)  # (B, H or H_kv, T, D)
-
-    def _through_latents(
-        self,
-        states: States,
-        hidden_states: Tensor,
-        carry: Carry,
-        cache: Cache | None,
-        column_embeddings: tuple[Tensor, Tensor] | None,
-    ) -> tuple[States, Carry]:
-        """Return queries, and keys and values (B, H_kv, S, D) that are made of cached and new latents."""
-        assert self.latent_encoder is not None and self.latent_decoder is not None
-        all_below, new_below = carry[self.reads_below] if self.reads_below else (None, None)
-        new = latents = self.latent_encoder(hidden_states, new_below)  # (B, 1, T, R)
-        if cache is not None:
-            latents = update_single(cache, new, self.layer_idx)  # (B, 1, S, R)
-        both = new_both = self.latent_decoder(latents, all_below)  # (B, S, 2·H_kv·D)
-        if self.shows_decoded is not None:
-            if latents.shape[2] != new.shape[2]:
-                new_both = self.latent_decoder(new, new_below)
-            carry = {**carry, self.shows_decoded: (both, new_both)}
-        k, v = (half.unflatten(-1, (-1, self.head_dim)) for half in both.chunk(2, -1))  # (B, S, H_kv, D)
-        k = k if self.k_norm is None else self.k_norm(k)
-        k, v = k.transpose(1, 2), v.transpose(1, 2)
-        if column_embeddings is not None:
-            _, k, v = _rotate([None, k, v], column_embeddings)
-        return [states[0], k, v], carry
 
     @outside_layer_graphs
     def _read_several(
@@ -320,7 +276,7 @@ def map_source(plan: DepthPlan, layer: int) -> int | None:
     if not isinstance(source, int) or source == layer or plan.queries[layer] != source:
         return None
     for each in (layer, source):
-        if isinstance(plan.values[each], tuple) or plan.latents[each] or plan.involves_choice(each):
+        if isinstance(plan.values[each], tuple) or plan.involves_choice(each):
             return None
     return source
 

@@ -1,14 +1,13 @@
 """Adapters to transformers' caches for layers that store a single state, or none."""
 
-from collections.abc import Callable, Collection, Mapping
-from types import MappingProxyType
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, QuantizedCache
-from transformers.cache_utils import DynamicLayer, StaticLayer
+from transformers.cache_utils import StaticLayer
 
-from crosslayer.core.columns import ColumnLayer, Columns
+from crosslayer.core.columns import Columns
 from crosslayer.core.decoder.configuration import CrossLayerConfig
 from crosslayer.core.sixteen_bits import in_16_bits
 from crosslayer.core.transformers_versions import CACHES_KNOW_READERS, EMPTY_LAYER
@@ -58,17 +57,12 @@ def without_empty_layers(cache: Cache | None) -> Cache | None:
     return Cache(layers=[layer for layer in cache.layers if layer.get_max_length()])
 
 
-def fit_cache(
-    config: CrossLayerConfig,
-    cache: Cache,
-    empty: Collection[int],
-    latents: Mapping[int, Callable[[], Columns]] = MappingProxyType({}),
-) -> None:
+def fit_cache(config: CrossLayerConfig, cache: Cache, empty: Collection[int]) -> None:
     """Mark the layers that store nothing, or linear attention's state, in a cache made without the config.
 
     Otherwise the length of the cache, which is that of its first layer, could be 0. This concerns caches made without a
     config, and all caches before transformers 5.23. Memory that is allocated already is not changed. `empty` are the
-    layers that store nothing, `latents` make the memory of layers that store codes of latents in a dynamic cache.
+    layers that store nothing.
 
     Raises:
         ValueError: the cache is quantised and a layer does not store both keys and values; or, before 5.23, it is
@@ -92,10 +86,6 @@ def fit_cache(
     for layer in empty:
         if not getattr(cache.layers[layer], "is_initialized", True):
             cache.layers[layer] = EMPTY_LAYER()
-    for layer, new_columns in latents.items():
-        existing = cache.layers[layer]
-        if type(existing) is DynamicLayer and not existing.is_initialized and not cache.offloading:
-            cache.layers[layer] = ColumnLayer(new_columns, exact=True)
 
 
 def check_paged(config: CrossLayerConfig) -> None:
@@ -112,8 +102,7 @@ def check_quantized(config: CrossLayerConfig) -> None:
 
     """
     plan = config.plan
-    layers = range(plan.layers)
-    partial = [layer for layer in layers if len(plan.stored(layer)) < 2 or plan.latents[layer] is not None]
+    partial = [layer for layer in range(plan.layers) if len(plan.stored(layer)) < 2]
     if partial:
         names = " + ".join(method.name() for method in config.methods)
         raise ValueError(

@@ -244,22 +244,21 @@ class CrossLayerConfig(LlamaConfig):
                     if layer_types[reader] != layer_types[source]:
                         pair = f"layer {reader} ({layer_types[reader]}) reads {state} of layer {source}"
                         raise ValueError(f"{pair} ({layer_types[source]}); layers of different types cannot share")
-        for layer, layer_type in enumerate(layer_types):
-            chooses = plan.involves_choice(layer)
-            if layer_type != "full_attention" and (chooses or plan.latents[layer] is not None):
-                what = "choose tokens or attend to chosen ones" if chooses else "cache a latent"
-                raise ValueError(f"layer {layer} ({layer_type}) cannot {what}, only layers that see all tokens can")
-            for method in wiring.methods if chooses else ():
+        for layer in filter(plan.involves_choice, range(plan.layers)):
+            if layer_types[layer] != "full_attention":
+                raise ValueError(
+                    f"layer {layer} ({layer_types[layer]}) cannot choose tokens or attend to chosen ones, only layers "
+                    "that see all tokens can"
+                )
+            for method in wiring.methods:
                 method.choice(self, wiring, layer)  # refuses bad options
-            if chooses and wiring.reads_several[layer]:
+            if wiring.reads_several[layer]:
                 raise ValueError(f"layer {layer} reads several layers, so it can neither choose nor attend to a choice")
         if sum(type(method).residual is not Method.residual for method in wiring.methods) > 1:
             raise ValueError("both replace the residual stream; only one method may")
         mixing = any(type(method).heads is not Method.heads for method in wiring.methods)
         if mixing and min(plan.value_shares) < 1:
             raise ValueError("one gives layers only a share of their value heads, the other changes all; use only one")
-        if mixing and plan.has_latents:
-            raise ValueError("one makes keys and values of what is cached, the other changes them before; use only one")
         names = [method.name() for method in wiring.methods]
         if len(set(names)) != len(names):
             raise ValueError(f"cross_layer must name each method once, got {', '.join(names)}")
@@ -272,8 +271,6 @@ class CrossLayerConfig(LlamaConfig):
                 for layer in range(self.num_hidden_layers):
                     if wiring.plan.attends(layer):
                         method.heads(self, wiring, layer)
-                    if wiring.plan.latents[layer] is not None:
-                        method.latent(self, wiring, layer)
                 for layer, site in wiring.sublayers:
                     method.residual(self, wiring, layer, site)
                 method.final(self, wiring)

@@ -30,7 +30,6 @@ from crosslayer.core.decoder.family import norm, rotary
 from crosslayer.core.decoder.keywords import LEAKED, LOSS, check_keywords
 from crosslayer.core.decoder.layer import ROUTERS, CrossLayerDecoderLayer
 from crosslayer.core.decoder.packed import recurrent_mask
-from crosslayer.core.latents import column_positions
 from crosslayer.core.method import TOKENS, Carry, Mixing
 from crosslayer.core.sources import BY_LAYER
 from crosslayer.core.transformers_versions import CACHE, NewPreTrainedModel, layers_without_cache, takes_cache
@@ -123,13 +122,7 @@ class CrossLayerModel(CrossLayerPreTrainedModel):
             layers = [CrossLayerDecoderLayer(config, wiring, layer) for layer in range(config.num_hidden_layers)]
         self.layers = nn.ModuleList(layers)
         self.empty = layers_without_cache(config)  # computed here, since compiled code could not
-        encoders = {i: layer.self_attn.latent_encoder for i, layer in enumerate(layers) if layer.self_attn is not None}
-        self.latent_columns = {
-            i: one.new_columns for i, one in encoders.items() if one is not None and one.stores_codes
-        }
         self.norm, self.rotary_emb = norm(config, config.hidden_size), rotary(config)
-        latents = config.plan.latents
-        self.first_latent = next((layer for layer, latent in enumerate(latents) if latent is not None), None)
         residuals = (method.final(config, wiring) for method in wiring.methods)
         self.token_readers = [method.name() for method in wiring.methods if method.reads_tokens]
         self.final_residual = next((residual for residual in residuals if residual is not None), None)
@@ -172,7 +165,7 @@ class CrossLayerModel(CrossLayerPreTrainedModel):
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config)
         if cache is not None:
-            fit_cache(self.config, cache, self.empty, self.latent_columns)
+            fit_cache(self.config, cache, self.empty)
         if position_ids is None:
             seen = cache.get_seq_length() if cache is not None else 0
             position_ids = (torch.arange(stream.shape[1], device=stream.device) + seen).unsqueeze(0)
@@ -181,7 +174,6 @@ class CrossLayerModel(CrossLayerPreTrainedModel):
         masks = attention_mask  # a dict if generate() has built them
         if not isinstance(masks, dict):
             masks = masks_of(self.config, layer_types, stream, attention_mask, position_ids, cache)
-        columns = self._column_embeddings(stream, position_ids, attention_mask, cache)
         stream, position_embeddings = self.add_positions(stream, position_ids)
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
@@ -195,7 +187,6 @@ class CrossLayerModel(CrossLayerPreTrainedModel):
                 position_ids=position_ids,
                 **{CACHE: cache},
                 use_cache=use_cache,
-                **({} if columns is None else {"column_embeddings": columns}),
                 **kwargs,
             )
             if output_hidden_states:
@@ -222,21 +213,6 @@ class CrossLayerModel(CrossLayerPreTrainedModel):
             return stream + self.embed_positions(position_ids), None
         assert self.rotary_emb is not None
         return stream, self.rotary_emb(stream, position_ids=position_ids)
-
-    def _column_embeddings(
-        self, stream: Tensor, position_ids: Tensor, mask: Any, cache: Cache | None
-    ) -> tuple[Tensor, Tensor] | None:
-        """Return the rotary tables (1 or B, S, D) of cached and new tokens, for keys made of latents; else None."""
-        if self.first_latent is None or self.rotary_emb is None:
-            return None
-        columns = new = position_ids.shape[1]
-        if cache is not None:
-            columns, _ = cache.get_mask_sizes(new, self.first_latent)
-        if columns != new:
-            assert cache is not None
-            mask = mask["full_attention"] if isinstance(mask, dict) else mask
-            position_ids = column_positions(position_ids, mask, cache.get_seq_length(), columns)
-        return self.rotary_emb(stream, position_ids=position_ids)
 
     def _first_carry(self, input_ids: Tensor | None, stream: Tensor) -> Carry:
         """Return the carry for the first layer: the token ids, if a method reads them.

@@ -33,11 +33,6 @@ NORMS = ("layers.*.self_attn.q_norm", "layers.*.self_attn.k_norm")
 MIXERS = "layers.*.self_attn.mixers.*"
 READER = "layers.*.self_attn.reader"
 
-LATENTS = tuple(
-    f"layers.*.self_attn.{name}" for name in ("q_proj", "o_proj", "latent_encoder.down", "latent_decoder.up")
-)
-BELOW = ("layers.*.self_attn.latent_encoder.below", "layers.*.self_attn.latent_decoder.below")
-
 # linear attention is replicated
 LINEAR = {
     f"layers.*.linear_attn.{name}": WHOLE
@@ -101,13 +96,8 @@ if torch.distributed.is_available():
 
 def tensor_parallel_plan(config: Config, wiring: Wiring) -> dict[str, str]:
     """Return the styles of the modules that the model has; transformers would warn about others."""
-    plan = {"embed_tokens": "embedding_rowwise", **PLAN}
-    if wiring.plan.has_latents:  # keys and values of all heads are made together: attention is replicated
-        below = any(isinstance(read, tuple) for read in wiring.plan.keys)
-        plan = {"embed_tokens": "embedding_rowwise", **dict.fromkeys((*LATENTS, *(BELOW if below else ())), WHOLE)}
-    whole = wiring.plan.has_latents or FROM_VALUES in wiring.compensation  # a W_c of all heads' values
-    if FROM_VALUES in wiring.compensation:
-        plan |= dict.fromkeys(PLAN, WHOLE)
+    whole = FROM_VALUES in wiring.compensation  # a W_c of all heads' values
+    plan = {"embed_tokens": "embedding_rowwise", **(dict.fromkeys(PLAN, WHOLE) if whole else PLAN)}
     plan |= config.components.mlp_split if config.num_local_experts is None else EXPERTS
     if config.components.learned_positions:
         plan["embed_positions"] = WHOLE

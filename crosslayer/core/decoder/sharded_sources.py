@@ -24,9 +24,9 @@ ROWS, READER = "crosslayer_rows_by_sequence", "crosslayer_sharded_sources"
 def sharded_sources(config: CrossLayerConfig) -> dict[str, str]:
     """Return what a language model changes in its tensor-parallel plan; ValueError for models that cannot."""
     wiring = config.wiring
-    whole = config.num_local_experts or wiring.linear or wiring.plan.has_latents or any(wiring.compensation)
+    whole = config.num_local_experts or wiring.linear or any(wiring.compensation)
     if whole or not any(method.reads_sources for method in wiring.methods):
-        raise ValueError("sharded sources need Attention Residuals, and no experts, linear attention, latents or W_c")
+        raise ValueError("sharded sources need Attention Residuals, and no experts, linear attention or W_c")
     rows = [f"model.{name}" for name, style in config.base_model_tp_plan.items() if style == "rowwise"]
     sites = {f"model.layers.*.{site}_residual" for _, site in wiring.sublayers}
     return dict.fromkeys(rows, ROWS) | dict.fromkeys((*sites, "model.final_residual"), READER)

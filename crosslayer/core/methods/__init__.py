@@ -156,7 +156,7 @@ def to_entry(method: Method) -> dict[str, Any]:
 
 def mixes(method: Method) -> bool:
     """Return whether a method adds modules that mix states or streams, beside its plan."""
-    names = ("heads", "reader", "latent", "residual", "final")
+    names = ("heads", "reader", "residual", "final")
     return any(getattr(type(method), name) is not getattr(Method, name) for name in names)
 
 
@@ -243,7 +243,7 @@ def _wire(methods: tuple[Method, ...], layers: int, linear: tuple[int, ...]) -> 
                 raise ValueError(
                     f"layer {layer}: {method.name()} adds its W_c to the MLP's update, but the layer has no MLP"
                 )
-            if method.compensation == FROM_VALUES and (plan.values[layer] != layer or plan.latents[layer]):
+            if method.compensation == FROM_VALUES and plan.values[layer] != layer:
                 raise ValueError(
                     f"layer {layer}: {method.name()} has a W_c of the output of W_v, which the layer does not have; "
                     "use compensation 'heads'"

@@ -31,8 +31,7 @@ REASONS = {
     "C": ("The source is dropped.", "One removes the attention of a layer whose states the other reads."),
     "D": ("Too few values are left.", "One changes values that layers have of their own; the other leaves too few."),
     "E": ("Heads differ.", "One replaces a share of the value heads, the other changes all heads of a layer."),
-    "F": ("There are latents.", "One caches latents, the other reads or changes keys or values that are cached."),
-    "G": (
+    "F": (
         "Tokens are chosen.",
         "One lets layers choose tokens, the other gives such a layer a window or the states of several layers.",
     ),
@@ -67,10 +66,8 @@ def reason(first: str, second: str) -> str:
     plans = [method.plan(LAYERS) for method in methods]
     if not all(plan.attends(layer) for plan in plans for layer in range(LAYERS)):
         return "C"
-    if any(type(method).latent is not Method.latent for method in methods):
-        return "F"
     if any(type(method).choice is not Method.choice for method in methods):
-        return "G"
+        return "F"
     if any(all(plan.sources(state)[n] != n for plan in plans) for state in STATES for n in range(LAYERS)):
         return "B"
     merge_plans(methods, LAYERS)  # the plans agree, so what is refused is how states are mixed

@@ -4,7 +4,7 @@ GROUP = "Convert"
 OUT = ""
 PANELS = {
     "Options": ("method", "layers", "kv_budget", "text", "quick", "out"),
-    "Choice and compensation": ("kl_budget", "read_budget", "axes", "kv_context", "part", "compensation", "sweep"),
+    "Choice and compensation": ("kl_budget", "read_budget", "kv_context", "part", "compensation", "sweep"),
     "Text": ("calibration_text", "windows", "calibration", "length", "bos", "seed"),
     "Run and output": (
         *("full", "heal", "force", "remote_code_shim", "dtype", "device"),

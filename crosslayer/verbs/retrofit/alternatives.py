@@ -1,4 +1,4 @@
-"""What bytes cost elsewhere, on the same text: quantised caches of the original and of the retrofit, other latents."""
+"""What bytes cost elsewhere, on the same text: quantised caches of the original and of the retrofit."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -24,15 +24,11 @@ WINDOWS = 16  # of the evaluation text, from all domains
 
 
 class Compared(NamedTuple):
-    """A model whose cache is measured: its row's `of`, the model, and the bits of its cache; None: as it is.
-
-    `options` are those of `crosslayer generate` or `retrofit` with which a user has it.
-    """
+    """A model whose cache is measured: its row's `of`, the model, and the bits of its cache; None: as it is."""
 
     of: str
     model: PreTrainedModel
     kv_bits: str | None = None
-    options: str = ""
 
 
 class Judged(NamedTuple):
@@ -47,7 +43,6 @@ class Judged(NamedTuple):
 def measure_alternatives(
     original: PreTrainedModel,
     retrofit: PreTrainedModel,
-    others: Sequence[Compared],
     judged: Judged,
 ) -> tuple[Alternative, ...]:
     """Return the cache's share, the KL to the original and the numbers retrieved with other caches.
@@ -57,7 +52,6 @@ def measure_alternatives(
     Args:
         original: the original model, which is also measured with quantised caches.
         retrofit: the retrofit, likewise.
-        others: other models to measure as they are.
         judged: on what they are measured.
 
     Returns:
@@ -79,8 +73,7 @@ def measure_alternatives(
     quantised = [(of, bits) for of, bits in MEASURED if of in quantisable and (long or not keeps_recent(KINDS[bits]))]
     compared = [
         Compared("retrofit", retrofit),
-        *(Compared(of, models[of], bits, f"--kv-bits {bits}") for of, bits in quantised),
-        *others,
+        *(Compared(of, models[of], bits) for of, bits in quantised),
     ]
     runs = {str(number): _run(one) for number, one in enumerate(compared)}
     measured = list(losses(logits_of(original), runs, fewer, "measuring other caches").values())
@@ -103,7 +96,6 @@ def rows_of(
             Alternative(
                 of=one.of,
                 kv_bits=one.kv_bits,
-                options=one.options,
                 share=model_plan(one.model, context, DTYPE, kv_dtype=kind).stored_bytes / whole,
                 kl=damage(own, seed).kl,
                 kl_by_domain={domain: float(own.of(domain).kl.mean()) for domain in dict.fromkeys(own.domains)},

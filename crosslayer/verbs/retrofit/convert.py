@@ -22,7 +22,6 @@ from crosslayer.core.methods import Entry, load_methods, merge_plans, mixes, to_
 from crosslayer.core.options import check_choice
 from crosslayer.core.plan import DepthPlan
 from crosslayer.verbs.retrofit.calibrate import Text, calibrate, uncovered_layers, why_no_refit
-from crosslayer.verbs.retrofit.latents import StateMoments, fit_latents, latent_of, measure_moments, with_errors
 from crosslayer.verbs.retrofit.moments import FITS, LAYER_ONLY, REFITS, Fit
 from crosslayer.verbs.retrofit.result import Weights
 
@@ -166,7 +165,6 @@ def convert(
     fit: str | None = None,
     groups: int = 1,
     share_weights: bool = False,
-    moments: Sequence[StateMoments] | None = None,
 ) -> Converted:
     """Convert a pretrained model to share or leave out attention; the original is not changed.
 
@@ -183,7 +181,6 @@ def convert(
             change that these do not correct (a dropped MLP).
         groups: v of Theorem 3.1: how many groups of sequences have a mean of their own, for fit "mean".
         share_weights: share kept tensors with `model`; training one then changes both.
-        moments: for latents, what `measure_moments` measured; by default it is measured on `calibration`.
 
     Raises:
         ValueError: the family, the methods or the options are not supported, or the calibration text is too short.
@@ -201,12 +198,6 @@ def convert(
         raise ValueError(f"{WIRED}; leave out fit and compensation")
     initial, fits = convert_weights(model, chosen), []
     converted = initial.model
-    latent = latent_of(chosen)
-    if latent is not None and latent.bits is not None and moments is None and calibration is None:
-        raise ValueError(f"{latent.name()}: bits need calibration=… (token ids), since weights alone give no scale")
-    if latent is not None and (moments is not None or calibration is not None):
-        assert isinstance(converted, CrossLayerForCausalLM)
-        _fit_latents(plain_decoder(model), converted, calibration, moments)
     if wired or (fit not in REFITS and not any(isinstance(module, Compensation) for module in converted.modules())):
         fit = None
     elif fit != "zero":
@@ -224,22 +215,6 @@ def convert(
     outputs = [f"model.layers.{layer}.self_attn.o_proj.weight" for layer in changed]  # W_o in all families
     refitted = {name: originals[name] for name in outputs}
     return Converted(converted, initial.weights.model_copy(update={"refitted": outputs}), fit, fits, refitted)
-
-
-def _fit_latents(
-    plain: CrossLayerForCausalLM,
-    model: CrossLayerForCausalLM,
-    calibration: Text | None,
-    moments: Sequence[StateMoments] | None,
-) -> None:
-    """Fit latents by moments, or to calibration text: first by the original, then by what errors of latents cost."""
-    if moments is not None:
-        return fit_latents(plain, model, moments)
-    assert calibration is not None
-    text = {"text": calibration} if isinstance(calibration, Tensor) else calibration
-    moments = measure_moments(plain, text, model.config.plan)
-    fit_latents(plain, model, moments)
-    fit_latents(plain, model, with_errors(model, moments, text))
 
 
 def _fit(plain: CrossLayerForCausalLM, model: CrossLayerForCausalLM, fit: str | None) -> str:

@@ -10,11 +10,9 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from crosslayer.core.options import check_choice
 from crosslayer.output.record import Options, Seed
 from crosslayer.verbs.retrofit.moments import FITS
 
-AXES = ("depth", "bits", "rank")  # in which a cache becomes smaller
 QUICK_SETS = ("windows", "calibration", "length")  # what `quick` decides
 ONE_OF = (
     "give one of `method`, `kv_budget`, `kl_budget` and `read_budget`; the budgets choose methods and layers themselves"
@@ -99,7 +97,6 @@ class RetrofitOptions(Options):
     kv_context: int | None = Field(ge=2)
     kl_budget: Budget
     read_budget: Budget
-    axes: str
     compensation: str | None
     part: str | None
     windows: int
@@ -132,8 +129,6 @@ class RetrofitOptions(Options):
             raise ValueError("give one of `quick` and `full`")
         if self.sweep and (budgets or self.full):
             raise ValueError("`sweep` needs `method`, without a budget and without `full`; remove one of them")
-        for axis in self.axes.split(","):
-            check_choice("retrofit", "axes", axis, AXES)
         return self
 
     def variants(self) -> dict[str, "RetrofitOptions"]:

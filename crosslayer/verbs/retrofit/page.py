@@ -13,7 +13,7 @@ from crosslayer.verbs.retrofit.result import Alternative, CurvePoint, MeasuredBa
 from crosslayer.verbs.retrofit.sentences import sentences
 
 NAMES_SHOWN = 6  # of weights
-FITTED = {"none": "nothing", "zero": "nothing", "refit": "W_c and W_o", "refit-o": "W_o", "fisher": "latents"}
+FITTED = {"none": "nothing", "zero": "nothing", "refit": "W_c and W_o", "refit-o": "W_o"}
 CHANGES = {"dropped": "removed", "changed": "changed"}  # of weights, in words
 FIT_LINES = (  # of the calibration figure: name, field of a fit, color, dashed
     ("per token, before", "token_before", 0, True),
@@ -108,10 +108,7 @@ def _reads_by_layer(record: RetrofitReport) -> Panel:
 
 def _bytes_and_damage(rows: Sequence[Alternative]) -> Panel:
     """Return the figure of bytes against KL, a point for each cache."""
-    lines = []
-    for name in dict.fromkeys(row.name for row in rows):
-        own = sorted((row for row in rows if row.name == name), key=lambda row: row.share)
-        lines.append(Line(name, [row.share for row in own], *band([row.kl for row in own])))
+    lines = [Line(row.name, [row.share], *band([row.kl])) for row in rows]
     caption = (
         "Share of the original's 16-bit cache against KL to the original, with 95% intervals; lower left is better."
     )
@@ -147,7 +144,7 @@ def _alternatives(record: RetrofitReport) -> Table:
         found = f"{count_retrieved(asked)} of {sum(len(result.found) for result in asked)}" if asked else UNKNOWN
         than = row.change.text() if number else UNKNOWN
         means = [f"{row.kl_by_domain[domain]:.3f}" for domain in record.domains]
-        rest = means if swept else [found, [row.options] if row.options else UNKNOWN]
+        rest = means if swept else [found, UNKNOWN if row.kv_bits is None else [f"--kv-bits {row.kv_bits}"]]
         rows.append([row.name, f"{row.share:.1%}", row.kl.text(4), than, *rest])
     if swept:
         head = ["variant", "bytes", "KL", "KL less the first's", *(f"on {domain}" for domain in record.domains)]

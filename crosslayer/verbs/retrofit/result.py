@@ -68,7 +68,7 @@ class SearchRecord(Frozen):
 class Choice(Frozen):
     """How layers were chosen."""
 
-    how: str = Field(description="as options (a whole method), search, auto, top-half, `layers` as given, or bits")
+    how: str = Field(description="as options (a whole method), search, auto, top-half, or `layers` as given")
     groups: list[list[int]] = Field(default_factory=list, description="groups of layers, if the method acts on groups")
     search: SearchRecord | None = None
 
@@ -85,7 +85,7 @@ class Weights(Frozen):
 class Calibration(Frozen):
     """How W_c and W_o were fitted."""
 
-    fit: str = Field(description="none, zero, mean, lstsq, lmmse, ridge, layerwise, refit, refit-o; fisher: latents")
+    fit: str = Field(description="none, zero, mean, lstsq, lmmse, ridge, layerwise, refit, refit-o")
     windows: dict[str, int] = Field(description="calibration windows by domain")
     layers: list[Fit] = Field(description="the error before and after the fit, by layer from the first")
 
@@ -112,11 +112,10 @@ class Needles(Frozen):
 
 
 class Alternative(Frozen):
-    """A cache of the original, the retrofit or other latents, on a few windows; or a sweep's variant, on all."""
+    """A cache of the original or the retrofit, on a few windows; or a sweep's variant, on all."""
 
-    of: str = Field(description="original, retrofit, latents by some axes, or the swept options with their values")
+    of: str = Field(description="original, retrofit, or the swept options with their values")
     kv_bits: str | None = Field(description="8, 4, fp8, or None: not quantised")
-    options: str = Field(description="what to add to `crosslayer generate` or `retrofit` to have it; empty: nothing")
     share: float = Field(description="bytes over those of the original's 16-bit cache, at the report's context")
     kl: Estimate = Field(description="to the original, in nats/token")
     kl_by_domain: dict[str, float] = Field(description="its mean on the windows of each domain")
@@ -137,7 +136,7 @@ class RetrofitReport(Result):
     Shapes: D domains, the worst unseen one first; L layers of the original.
     """
 
-    schema_: Literal["crosslayer/retrofit/15"] = Field(default="crosslayer/retrofit/15", alias="schema")
+    schema_: Literal["crosslayer/retrofit/16"] = Field(default="crosslayer/retrofit/16", alias="schema")
     architecture: Architecture
     methods: list[dict[str, Any]] = Field(description="name and options of each method, as in a config")
     title: str = Field(description="the methods with their options, as a line of text")

@@ -32,7 +32,6 @@ from crosslayer.stats.times import StepTime
 from crosslayer.verbs.retrofit import alternatives as beside
 from crosslayer.verbs.retrofit.cache import CONTEXT, cache_record
 from crosslayer.verbs.retrofit.convert import Converted, convert
-from crosslayer.verbs.retrofit.latents import StateMoments, read_windows
 from crosslayer.verbs.retrofit.options import RetrofitOptions
 from crosslayer.verbs.retrofit.result import (
     Architecture,
@@ -62,7 +61,6 @@ def retrofit(
     kv_context: int | None = None,
     kl_budget: float | None = None,
     read_budget: float | None = None,
-    axes: str = "depth",
     compensation: str | None = None,
     part: str | None = None,
     calibration_text: DomainTexts = None,
@@ -91,16 +89,12 @@ def retrofit(
             top-half,size=3,count=6; or auto: chosen on text, such as auto:greedy,count=6, by similarity (default where
             possible), top-half-similarity (in the upper half only), greedy or distance (threshold=0.5: the least cosine
             of the last hidden states to the original's). count: how many layers become readers, or are dropped.
-        kv_budget: instead of --method: search for the methods and layers that keep this share of the KV cache (0 to 1);
-            with a method whose layers cache latents: their size, as a share of a cache in 16 bits.
+        kv_budget: instead of --method: search for the methods and layers that keep this share of the KV cache (0 to 1).
         kv_context: context length at which the cache is counted; default 2048, or twice the largest sliding window.
         kl_budget: instead of --method: search within this KL to the original, in nats/token; with a method whose
             layers choose tokens: who chooses for whom, with the fewest reads.
         read_budget: instead of --method: search which layers choose the tokens that others attend to, so that a
             decoding step reads this share of the cached bytes (0 to 1). The cache keeps its size.
-        axes: in which --kv-budget makes the cache smaller: depth (layers share or lose attention), bits, rank, or
-            several, such as depth,bits,rank. With bits or rank layers cache latents: far less damage at the same bytes,
-            but decoding is slower, and vLLM does not serve them.
         compensation: how to compensate for the change, by a linear map W_c of each converted layer's input: layerwise
             (default), ridge, zero, mean, lstsq or lmmse; refit (default where layers attend to
             another layer's states) fits W_c together with W_o, refit-o W_o alone; or none. Settings follow, such as
@@ -113,9 +107,9 @@ def retrofit(
         calibration: calibration windows, all domains together.
         length: tokens per window.
         quick: a first estimate in a fraction of the time: the least windows, of 128 tokens, and a shorter search.
-        full: also measure what quantized caches of both models cost instead (float8, 8 and 4 bits; for latents with a
-            budget also half and twice the budget, and bits alone and rank alone), time a decoding step of both after
-            `kv_context` tokens, at most 8,192, and where tokens are chosen hide numbers in up to 8,192 tokens.
+        full: also measure what quantized caches of both models cost instead (float8, 8 and 4 bits), time a decoding
+            step of both after `kv_context` tokens, at most 8,192, and where tokens are chosen hide numbers in up to
+            8,192 tokens.
         seed: random seed.
         bos: begin each window with the BOS token: auto (as the tokenizer does), yes or no.
         dtype: dtype to compute in, not to save in; default float32 on a CPU. In Python only if `model` is a name.
@@ -185,7 +179,7 @@ def _report(
 
     starts["choose"] = time.perf_counter()
     made = [_converted(source, model, each, windows, starts) for each in strategies.values()]
-    (methods, choice, moments), converted, stored = made[0]
+    (methods, choice), converted, stored = made[0]
 
     starts["damage"], evaluation, seed = time.perf_counter(), windows["evaluation"], options.seed  # with hidden numbers
     compared = [beside.Compared(name, one.model) for name, (_, one, _) in zip(strategies, made, strict=True)]
@@ -204,8 +198,7 @@ def _report(
     if options.sweep:
         alternatives = beside.rows_of(model, compared, [*measured.values()], judged)
     elif options.full:
-        others = strategy.beside(model, moments)
-        alternatives = beside.measure_alternatives(model, converted.model, others, judged)
+        alternatives = beside.measure_alternatives(model, converted.model, judged)
 
     report = RetrofitReport(
         architecture=Architecture(
@@ -219,7 +212,7 @@ def _report(
         plan=model_plan(converted.model).plan if strategy.wired else merge_plans(methods, len(layer_stack(model))),
         choice=choice,
         weights=converted.weights,
-        calibration=_calibration(converted, strategy, moments, calibration),
+        calibration=_calibration(converted, strategy, calibration),
         cache=cache,
         damage=damage,
         step=step,
@@ -251,7 +244,6 @@ def _converted(
         fit=strategy.fit_of(chosen.methods),
         groups=strategy.asked.groups,
         share_weights=model is not source or bool(strategy.options.sweep),
-        moments=chosen.moments,
     )
     return chosen, converted, round_to_stored(converted.model, model, source)
 
@@ -325,14 +317,7 @@ def _step(model: PreTrainedModel, converted: PreTrainedModel, context: int) -> S
     return None
 
 
-def _calibration(
-    converted: Converted,
-    strategy: Strategy,
-    moments: Sequence[StateMoments] | None,
-    windows: Mapping[str, Tensor],
-) -> Calibration:
+def _calibration(converted: Converted, strategy: Strategy, windows: Mapping[str, Tensor]) -> Calibration:
     """Return how weights were fitted, on windows (N, T) by domain."""
     fit = converted.fit if converted.fits and converted.fit is not None else strategy.fit
-    if moments is not None:
-        fit, windows = "fisher", read_windows(windows)
     return Calibration(fit=fit, windows={name: len(ids) for name, ids in windows.items()}, layers=converted.fits)

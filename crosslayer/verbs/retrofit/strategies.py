@@ -7,7 +7,6 @@ from typing import Any
 from crosslayer.core.decoder.configuration import CrossLayerConfig
 from crosslayer.core.method import Method
 from crosslayer.core.methods import Entry, load_methods, method_class, to_entry
-from crosslayer.verbs.retrofit.bits import Latents
 from crosslayer.verbs.retrofit.choosers import Choosers
 from crosslayer.verbs.retrofit.layers import Layers
 from crosslayer.verbs.retrofit.options import ONE_OF, RetrofitOptions
@@ -26,13 +25,9 @@ def strategy_of(options: RetrofitOptions, config: CrossLayerConfig | None = None
     methods, cls = _named(options.method)
     named: list[Named] = [*methods, *([] if cls is None else [cls])]
     names, spaces = " and ".join(one.name() for one in named), {one.search_space() for one in named}
-    if len(methods) > 1 and spaces & {"bits", "choosers"}:
-        raise ValueError(f"`method` must be one method if layers cache latents or choose tokens, got {names}")
-    if options.axes != "depth" and (options.kv_budget is None or named):
-        raise ValueError(f"`axes` {options.axes} needs `kv_budget`, and no `method`")
+    if len(methods) > 1 and "choosers" in spaces:
+        raise ValueError(f"`method` must be one method if layers choose tokens, got {names}")
     has_budget = options.kl_budget is not None or options.read_budget is not None
-    if options.axes != "depth" or ("bits" in spaces and not has_budget):
-        return Latents(options, named, config)
     if has_budget and ("choosers" in spaces or not named and options.read_budget is not None):
         return Choosers(options, named, config)
     if not named:
@@ -40,10 +35,7 @@ def strategy_of(options: RetrofitOptions, config: CrossLayerConfig | None = None
     if has_budget:
         raise ValueError(ONE_OF)
     if options.kv_budget is not None:
-        raise ValueError(
-            f"`kv_budget` chooses methods and layers itself, or the bits of a `method` with latents; remove it, or "
-            f"`method` {names}"
-        )
+        raise ValueError(f"`kv_budget` chooses methods and layers itself; remove it, or `method` {names}")
     return Given(options, named, config) if methods else Layers(options, named, config)
 
 

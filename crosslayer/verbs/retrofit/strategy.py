@@ -15,10 +15,8 @@ from crosslayer.core.methods import merge_plans, to_entry
 from crosslayer.core.options import check_choice
 from crosslayer.corpus.windows import Windows
 from crosslayer.probe.what_if import find_sublayers
-from crosslayer.verbs.retrofit.alternatives import Compared
 from crosslayer.verbs.retrofit.calibrate import POST_NORM_ERROR
 from crosslayer.verbs.retrofit.convert import WIRED
-from crosslayer.verbs.retrofit.latents import StateMoments
 from crosslayer.verbs.retrofit.moments import REFITS
 from crosslayer.verbs.retrofit.options import RetrofitOptions, read_compensation
 from crosslayer.verbs.retrofit.result import Choice
@@ -27,11 +25,10 @@ Named = Method | type[Method]
 
 
 class Chosen(NamedTuple):
-    """The methods with their layers, the record of the choice and, for latents, moments of keys and values."""
+    """The methods with their layers, and the record of the choice."""
 
     methods: list[Method]
     choice: Choice
-    moments: list[StateMoments] | None = None
 
 
 class Strategy(ABC):
@@ -67,10 +64,6 @@ class Strategy(ABC):
     def forwarded(self, tokens: Mapping[str, int], layers: int) -> float:
         """Estimate how many tokens pass through a model of some layers to choose and fit; `tokens` is by purpose."""
         return sum(self.passes.get(purpose, 1) * tokens[purpose] for purpose in self.purposes[1:])
-
-    def beside(self, model: PreTrainedModel, moments: Sequence[StateMoments] | None) -> list[Compared]:
-        """Return other models that the report of a full retrofit measures too."""
-        return []
 
     @property
     def fits(self) -> bool:

@@ -44,7 +44,7 @@ def cache_source(config: CrossLayerConfig, layer: int) -> int | None:
     if not plan.attends(layer):
         return None
     sources = {plan.reads(state, layer) for state in CACHED}
-    if len(sources) > 1 or several[layer] or plan.latents[layer] is not None:
+    if len(sources) > 1 or several[layer]:
         return layer
     (source,) = sources.pop()
     return layer if several[source] else source

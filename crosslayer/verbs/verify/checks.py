@@ -15,10 +15,9 @@ from torch import Tensor
 from transformers import PreTrainedModel, StaticCache
 
 from crosslayer.core.decoder.caches import cache_bytes
-from crosslayer.core.sixteen_bits import allocated_tokens
 from crosslayer.core.transformers_versions import CACHE, disable_checkpointing, enable_checkpointing
 from crosslayer.models.load import auto_class
-from crosslayer.probe.intercept import AttentionCall, plan_of, stored_shares, visited
+from crosslayer.probe.intercept import AttentionCall, stored_shares, visited
 from crosslayer.verbs.verify.result import FAIL, NOT_APPLICABLE, PASS, Check
 from crosslayer.verbs.verify.subject import FEW, NEW, Subject, widened
 from crosslayer.wiring.kv_bits import KvBits, stored_bytes
@@ -313,12 +312,8 @@ def _predicted_bytes(model: PreTrainedModel, tokens: int, bits: KvBits | None = 
     calls: dict[int, AttentionCall] = {}
     with visited(model, lambda call: calls.update({call.layer: call})):
         model(torch.zeros(1, 2, dtype=torch.long, device=model.device), use_cache=False)
-    total, plan = 0, plan_of(config)
+    total = 0
     for layer, call in calls.items():
-        latent = None if plan is None else plan.latents[layer]
-        if latent is not None and latent.bytes is not None:
-            total += allocated_tokens(tokens) * latent.bytes
-            continue
         kept = tokens if call.window is None else min(tokens, call.window)
         kind = None if bits is None or call.window is not None else bits.kind(layer)
         sizes = {}

@@ -18,7 +18,6 @@ from crosslayer.models.pair import causal_config
 from crosslayer.output import manifest
 from crosslayer.output.progress import progress
 from crosslayer.output.record import read_record
-from crosslayer.probe.intercept import plan_of
 from crosslayer.verbs.verify.checks import CHECKS, EXACT, WEAK, WITH_BITS, Measurement, in_brief, judged, tolerance_of
 from crosslayer.verbs.verify.result import FAIL, NOT_APPLICABLE, PASS, Check, Verification
 from crosslayer.verbs.verify.subject import RECENT, random_ids, subject_of
@@ -133,11 +132,9 @@ def _check_loaded(
     if not attends or not any(CACHE in parameters for parameters in forwards):
         raise ValueError(f"verify needs a model with a key-value cache, and {name} has none")
     dtypes, bits, backend = conditions
-    plan = plan_of(model.config)
-    has_codes = bits is not None or plan is not None and plan.has_codes
-    if has_codes:
+    if bits is not None:
         dtypes = ("float64",)
-    chosen = {name: check for name, check in CHECKS.items() if not has_codes or name in WITH_BITS}
+    chosen = {name: check for name, check in CHECKS.items() if bits is None or name in WITH_BITS}
     ids, done, total = random_ids(model, tokenizer), 0, len(chosen) * len(dtypes)
     with quiet_transformers(), progress("verifying", total) as meter:
         meter.step(0, total, "manifest and plain pass")
@@ -147,7 +144,7 @@ def _check_loaded(
         for dtype in dtypes:
             with subject_of(model, ids, dtype, backend, bits) as subject:
                 tolerance, note = tolerance_of(dtype, subject.difference(reference))
-                note = CODES if has_codes else note
+                note = note if bits is None else CODES
                 for name, check in chosen.items():
                     meter.step(done, total, f"{name}, {dtype}")
                     rows.append(judged(name, dtype, tolerance, partial(check, subject), note))

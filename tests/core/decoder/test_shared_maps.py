@@ -102,7 +102,7 @@ def test_dropout_differs_from_layer_to_layer(maps):
     assert len(maps) == 6
 
 
-@pytest.mark.parametrize("case", ["cla", "cross_attention", "kv_latents", "shared_choice", "yoco", "resformer"])
+@pytest.mark.parametrize("case", ["cla", "cross_attention", "shared_choice", "yoco", "resformer"])
 def test_other_ways_to_share_share_no_map(case):
     plan = config_of(CASES[case][0]).plan
     assert not any(attention.map_source(plan, layer) for layer in range(plan.layers))

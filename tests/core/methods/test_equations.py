@@ -8,11 +8,9 @@ import math
 
 import pytest
 import torch
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from crosslayer.core.decoder import CrossLayerForCausalLM
 from crosslayer.core.methods import method_class
-from crosslayer.core.methods.kv_latents import KVLatents
 from crosslayer.core.methods.shared_choice import SharedChoice
 from crosslayer.testing.tiny import build, config_of, steps
 from tests.core.methods.naive import Naive, attend, check, softmax_map
@@ -367,68 +365,6 @@ def test_denseformer(dilation, period, dropped):
 
     methods = [{"name": "denseformer", "dilation": dilation, "period": period}, {"name": "drop", **dropped}]
     check(build(config_of(methods)), Loops)
-
-
-STEPS = {1: 1.596, 2: 0.996, 3: 0.586, 4: 0.335, 5: 0.188, 6: 0.104, 7: 0.0569, 8: 0.0308}  # as on the page
-BITS = ((4, 2, 1, 0), (8, 2, 0, 0), (3, 1, 1, 1), (7, 6, 5, 0), (2, 2, 2, 2), (1, 0, 0, 0))
-
-
-@pytest.mark.parametrize(
-    ("method", "shape"),
-    [
-        (KVLatents(rank=0.25), {}),
-        (KVLatents(groups=()), {"num_key_value_heads": 1}),
-        (KVLatents(groups=((1, 2, 4), (3, 5))), {"qk_norm": True, "attention_bias": True}),
-        (KVLatents(bits=BITS), {}),
-        (KVLatents(bits=((16, 16, 0, 0), *BITS[1:])), {}),
-        (KVLatents(bits=BITS, groups=((0, 3), (1, 2, 5))), {"qk_norm": True}),
-    ],
-)
-def test_kv_latents(method, shape):
-    """Keys and values of a layer by loops over tokens and channels, as docs/methods/equations.md says."""
-    groups = (tuple(range(6)),) if method.groups is None else method.groups
-    below_of = {layer: below for group in groups for below, layer in zip(group[:-1], group[1:], strict=True)}
-
-    class Loops(Naive):
-        def __init__(self, model):
-            super().__init__(model)
-            self.both = {}  # [K; V] (T, W) before qk-norm and rotation, by layer
-
-        def states(self, layer, normed):
-            attention = self.layers[layer].self_attn
-            encoder, decoder = attention.latent_encoder, attention.latent_decoder
-            rows = []
-            for t, x in enumerate(normed):
-                below = self.both[below_of[layer]][t] if layer in below_of else None
-                c = [float(row @ x + a) for row, a in zip(encoder.down.weight, encoder.down.bias, strict=True)]
-                if below is not None:
-                    c = [c_i - float(row @ below) for c_i, row in zip(c, encoder.below.weight, strict=True)]
-                if method.bits is not None and 16 not in method.bits[layer]:
-                    c = read_as(c, [bits for bits in method.bits[layer] for _ in range(8) if bits])
-                row = decoder.up.bias.clone()
-                for i, c_i in enumerate(c):
-                    row += c_i * decoder.up.weight[:, i]
-                rows.append(row if below is None else row + decoder.below.weight @ below)
-            self.both[layer] = torch.stack(rows)
-            q, (k, v) = attention.q_proj(normed), self.both[layer].chunk(2, -1)
-            q, k, v = (state.unflatten(-1, (-1, attention.head_dim)) for state in (q, k, v))  # (T, H or H_kv, D)
-            if attention.q_norm is not None:
-                q, k = attention.q_norm(q), attention.k_norm(k)
-            q, k, v = (state.transpose(0, 1) for state in (q, k, v))
-            tables = self.model.model.rotary_emb(normed[None], torch.arange(len(normed))[None])
-            q, k = (apply_rotary_pos_emb(state[None], state[None], *tables)[0][0] for state in (q, k))
-            return q, k, v
-
-    check(build(config_of(method, **shape)), Loops)
-
-
-def read_as(c, bits):
-    """Return s times the code of each channel of a token's latent."""
-    largest = [(2**b - 1) / 2 for b in bits]
-    covered = [abs(c_i) / (STEPS[b] * m) for c_i, b, m in zip(c, bits, largest, strict=True) if b >= 4]
-    scale = float(torch.tensor(max([(sum(c_i**2 for c_i in c) / len(c)) ** 0.5, *covered])).to(torch.float16))
-    codes = [math.floor(c_i / (scale * STEPS[b])) + 0.5 for c_i, b in zip(c, bits, strict=True)]
-    return [scale * min(max(code, -m), m) for code, m in zip(codes, largest, strict=True)]
 
 
 CHOICES = {

@@ -169,7 +169,10 @@ def test_bad_configs_are_one_line(tmp_path, text, message):
         ({"method": "no_such"}, "method 'no_such' is not known"),
         ({"method": "{"}, "`method` must be a name or a JSON object"),
         ({"method": "cla", "engine": "llama.cpp"}, "llama.cpp cannot share across layers as cla does"),
-        ({"method": "kv_latents", "engine": "vllm"}, "kv_latents: layers cache latents, which vllm does not do"),
+        (
+            {"method": "shared_choice", "engine": "vllm"},
+            "shared_choice: layers attend to chosen tokens only, which",
+        ),
         ({"method": ["cla", "no_such"]}, "method 'no_such' is not known"),
     ],
 )
@@ -198,11 +201,11 @@ def test_what_sharing_would_save(folder):
 
 
 def test_a_method_that_is_not_possible_is_a_row(folder, tmp_path):
-    plan = crosslayer.plan(folder, length=100, method=["kv_latents", "cla"], engine="vllm")
-    (latents, *cells, reason), (cla, stored, *_) = plan.tables()[0][2]
-    assert (latents, cla) == ("kv_latents", "cla") and set(cells) == {"–"} and stored != "–"
-    assert reason.startswith("not served by vllm: ") and reason.endswith("latents, which vllm does not do")
-    assert plan.headline()["stored_bytes_by_method"] == {"kv_latents": None, "cla": 112 * TOKEN // 2}
+    plan = crosslayer.plan(folder, length=100, method=["shared_choice", "cla"], engine="vllm")
+    (choice, *cells, reason), (cla, stored, *_) = plan.tables()[0][2]
+    assert (choice, cla) == ("shared_choice", "cla") and set(cells) == {"–"} and stored != "–"
+    assert reason.startswith("not served by vllm: ") and reason.endswith("chosen tokens only, which vllm does not do")
+    assert plan.headline()["stored_bytes_by_method"] == {"shared_choice": None, "cla": 112 * TOKEN // 2}
     plan.save(tmp_path / "out")
     report = load_result(tmp_path / "out")
     assert isinstance(report, PlanReport) and [len(method.sizes) for method in report.methods] == [0, 1]

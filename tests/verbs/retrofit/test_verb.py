@@ -94,7 +94,7 @@ def test_several_methods_in_one_retrofit(monkeypatch, inputs, tmp_path, capsys):
     assert len(report.weights.refitted) == 2  # W_o of the readers
     for entries, message in (
         ([SEVERAL[0], {"name": "cla", "groups": [[5, 6]]}], "layer 6: uniattn reads keys of layer 4 and cla of"),
-        ([SEVERAL[0], {"name": "kv_latents"}], "must be one method"),
+        ([SEVERAL[0], {"name": "shared_choice"}], "must be one method"),
         ([SEVERAL[0], {"name": "cal"}], "did you mean 'cla'"),
     ):
         monkeypatch.setattr("crosslayer.verbs.retrofit.run.ready_model", lambda *args, **options: 1 / 0)

@@ -10,13 +10,12 @@ from torch import Tensor
 def pack(codes: Tensor, bits: int) -> Tensor:
     """Return codes (…, D) of some bits in bytes (…, D · bits / 8); those that share a byte lie D · bits / 8 apart.
 
-    Codes of 3, 5, 6 or 7 bits are stored as their two or four lower bits, and behind them the upper ones.
+    Codes of 3 bits are stored as their two lower bits, and behind them the upper one.
     """
     if bits == 8:
         return codes
-    low = _low(bits)
-    if low < bits:
-        return torch.cat([pack(codes & 2**low - 1, low), pack(codes >> low, bits - low)], -1)
+    if bits == 3:
+        return torch.cat([pack(codes & 3, 2), pack(codes >> 2, 1)], -1)
     parts = codes.chunk(8 // bits, -1)
     packed = parts[0]
     for number, part in enumerate(parts[1:], 1):
@@ -28,19 +27,13 @@ def unpack(packed: Tensor, bits: int) -> Tensor:
     """Return the codes that `pack` packed, (…, D) of uint8; several bytes are shifted at once."""
     if bits == 8:
         return packed
-    low = _low(bits)
-    if low < bits:
-        width = packed.shape[-1] // bits * low
-        return unpack(packed[..., :width], low) | unpack(packed[..., width:], bits - low) << low
+    if bits == 3:
+        width = packed.shape[-1] // 3 * 2
+        return unpack(packed[..., :width], 2) | unpack(packed[..., width:], 1) << 2
     words = packed.view(_widest(packed))
     mask = int.from_bytes(bytes([2**bits - 1]) * words.itemsize)
     parts = [(words >> bits * number) & mask for number in range(8 // bits)]
     return torch.cat(parts, -1).view(torch.uint8)
-
-
-def _low(bits: int) -> int:
-    """Return the largest power of two that is at most `bits`."""
-    return 1 << bits.bit_length() - 1
 
 
 def _widest(packed: Tensor) -> torch.dtype:

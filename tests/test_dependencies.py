@@ -108,7 +108,7 @@ def test_public_names_are_offered_in_every_way():
     for name in crosslayer.__all__:
         public = getattr(crosslayer, name)
         assert public is namespace[name] and public is pickle.loads(pickle.dumps(public)), name
-    with pytest.raises(AttributeError, match="module 'crosslayer' has no attribute 'telepathy'"):
+    with pytest.raises(AttributeError, match="'crosslayer'.*'telepathy'"):
         crosslayer.telepathy  # noqa: B018
     with pytest.raises(ImportError):
         from crosslayer import telepathy  # noqa: F401

@@ -209,3 +209,23 @@ def test_retrofit_has_few_options():
     from crosslayer.cli.declared import read_verb
 
     assert len(read_verb("retrofit").options) <= 27
+
+
+def prose_words(literal: ast.AST) -> int:
+    """How many plain words a literal has: names, options and numbers do not count."""
+    text = literal.value if isinstance(literal, ast.Constant) and isinstance(literal.value, str) else ""
+    return sum(bool(re.fullmatch(r"[A-Za-z][a-z]+[,.;:]?", word)) for word in text.split())
+
+
+def test_few_tests_hold_a_sentence_to_its_words():
+    """Tests assert numbers, names and options, so that a sentence can be rewritten."""
+    found = []
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            texts = []
+            if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "raises":
+                texts = [keyword.value for keyword in node.keywords if keyword.arg == "match"]
+            elif isinstance(node, ast.Compare):
+                texts = [node.left, *node.comparators]
+            found += [f"{path.name}:{text.lineno}" for text in texts if prose_words(text) >= 3]
+    assert len(found) <= 100, found

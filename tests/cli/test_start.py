@@ -110,7 +110,7 @@ def test_an_error_long_after_a_swallowed_signal_is_reported(interrupts, monkeypa
     monkeypatch.setattr(cli, "app", swallow)
     with pytest.raises(SystemExit) as stop:
         cli.main()
-    assert stop.value.code == 2 and "the file is empty" in capsys.readouterr().err
+    assert stop.value.code == 2 and "is empty" in capsys.readouterr().err
 
 
 def test_a_process_that_ignores_signals_goes_on_doing_so():

@@ -214,10 +214,10 @@ def test_lists_become_tuples():
 def test_merging():
     cla = load_method({"name": "cla", "group": 2})
     assert merge_plans([cla, load_method({"name": "drop", "attention": (1,)})], 4).keys == (0, None, 2, 2)
-    with pytest.raises(ValueError, match="cla with drop: layer 1 reads keys of layer 0, which has no keys"):
+    with pytest.raises(ValueError, match="layer 1.*layer 0"):
         merge_plans([cla, load_method({"name": "drop", "attention": (0,)})], 4)
     uniattn = load_method({"name": "uniattn", "superblocks": ((1, 2, 3),)})
-    with pytest.raises(ValueError, match=r"layer 3: cla reads keys of layer 2 and uniattn of layer 1"):
+    with pytest.raises(ValueError, match="layer 3:.*layer 2.*layer 1"):
         merge_plans([cla, uniattn], 4)
 
 
@@ -335,16 +335,16 @@ def test_impossible_methods_are_refused_at_construction(methods, message):
 
 
 def test_impossible_shapes_are_refused():
-    with pytest.raises(ValueError, match="not a multiple of num_key_value_heads"):
+    with pytest.raises(ValueError, match="num_key_value_heads"):
         contract.config_of([], num_key_value_heads=3)
     kinds = ["sliding_attention", "full_attention"] * 3
-    with pytest.raises(ValueError, match="layers of different types cannot share"):
+    with pytest.raises(ValueError, match="different types"):
         contract.config_of(["cla"], sliding_window=4, layer_types=kinds)
-    with pytest.raises(ValueError, match="sliding_window is not set"):
+    with pytest.raises(ValueError, match="sliding_window"):
         contract.config_of([], layer_types=kinds)
-    with pytest.raises(ValueError, match="fusedkv: head_dim must be even, .* got 7"):
+    with pytest.raises(ValueError, match="head_dim.*7"):
         contract.config_of(["fusedkv"], head_dim=7)
-    with pytest.raises(ValueError, match="skipv1: num_key_value_heads must be even, got 1"):
+    with pytest.raises(ValueError, match="skipv1: num_key_value_heads.*1"):
         contract.config_of(["skipv1"], num_key_value_heads=1)
 
 
@@ -360,7 +360,7 @@ def test_a_window_that_a_method_sets_is_set_nowhere_else():
     assert config.layer_types == ["sliding_attention"] * 3 + ["full_attention"] * 3
     assert type(config).from_dict(config.to_dict()).layer_types == config.layer_types
     for wrong in ({"sliding_window": 8}, {"layer_types": ["full_attention"] * 6}):
-        with pytest.raises(ValueError, match="^yoco sets layer_types and sliding_window = 7 itself; remove"):
+        with pytest.raises(ValueError, match="^yoco.*layer_types.*sliding_window.*7 itself"):
             contract.config_of([{"name": "yoco", "window": 7}], **wrong)
 
 
@@ -376,7 +376,7 @@ def test_attention_without_a_mask_as_a_tensor_cannot_read_two_layers_in_a_row(ki
 def test_attention_that_would_ignore_the_mask_is_refused():
     AttentionInterface.register("maskless", lambda *args, **kwargs: None)
     try:
-        with pytest.raises(ValueError, match="'maskless' has no mask function registered"):
+        with pytest.raises(ValueError, match="'maskless'"):
             CrossLayerForCausalLM._from_config(contract.config_of([]), attn_implementation="maskless")
     finally:
         del AttentionInterface._global_mapping["maskless"]

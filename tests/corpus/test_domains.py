@@ -52,7 +52,7 @@ def test_the_embedded_domains():
         d[:200] for d in found["books"]
     }
     assert all(sum(map(len, documents)) > 250_000 for documents in found.values())
-    assert not any("in a personal capacity" in page for page in found["web"])  # no government work, so no licence
+    assert not any("personal capacity" in page for page in found["web"])  # no government work, so no licence
 
 
 def test_several_sources_are_domains_of_their_own(tmp_path):
@@ -68,10 +68,10 @@ def test_several_sources_are_domains_of_their_own(tmp_path):
     fitted, judging = ({row[0] for row in found[part].by_domain()["a.txt"].tolist()} for part in ("fit", "judge"))
     assert len(fitted) == 3 and len(judging) == 2 and not fitted & judging
     assert {name: len(ids) for name, ids in found["judge"].by_domain().items()} == {"a.txt": 2, "b.txt": 4}
-    with pytest.raises(ValueError, match=r"b\.txt: the text gives \d+ windows"):
+    with pytest.raises(ValueError, match=r"b\.txt:.*\d+"):
         split_domains(domains, tokenizer(), parts={"all": {"a.txt": 2, "b.txt": 999}}, length=10)
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "a.txt").write_text("again")
-    with pytest.raises(ValueError, match="two texts are both named 'a.txt'"):
+    with pytest.raises(ValueError, match="texts.*named 'a.txt'"):
         Texts.load([*sources, TextSource(str(tmp_path / "c" / "a.txt"))])
     assert shared_out(8, ["a", "b", "c"]) == {"a": 3, "b": 3, "c": 2}

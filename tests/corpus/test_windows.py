@@ -58,20 +58,20 @@ def test_a_prefix_stands_behind_the_special_tokens():
         ids = packed(documents, both, sequences=2, length=20, prefix=prefix).ids
         assert ids[:, :3].tolist() == [[0, WORDS["w7"], WORDS["w8"]]] * 2 and ids[:, -1].tolist() == [1, 1]
         assert ids.shape == (2, 20) and len(set(ids[:, 3:-1].flatten().tolist())) == 32
-    with pytest.raises(ValueError, match="length = 4 leave no text beside 4 fixed tokens"):
+    with pytest.raises(ValueError, match="4 leave.*beside 4"):
         packed(documents, both, sequences=2, length=4, prefix="w7 w8")
-    with pytest.raises(ValueError, match="prefix must have at least one token, got none"):
+    with pytest.raises(ValueError, match="one token"):
         special_tokens(both, "no", "")
-    with pytest.raises(ValueError, match="prefix = 'chat', but this tokenizer has no chat template"):
+    with pytest.raises(ValueError, match="'chat',.*tokenizer.*template"):
         special_tokens(both, "no", "chat")
     both.chat_template = "{% for m in messages %}[CLS] w1 w2 {{ m.content }} [SEP]{% endfor %}"
     assert special_tokens(both, "auto", "chat") == ([0, WORDS["w1"], WORDS["w2"]], [1])
 
 
 def test_too_little_text_says_how_much_there_is():
-    with pytest.raises(ValueError, match=r"the text has 30 tokens; 2 sequences of 20 need 40"):
+    with pytest.raises(ValueError, match="30 tokens; 2.*20.*40"):
         packed([words(0, 30)], tokenizer(), sequences=2, length=20)
-    with pytest.raises(ValueError, match="sequences = 1 and length = 2 leave no text beside 2 fixed tokens"):
+    with pytest.raises(ValueError, match="1.*2 leave.*beside 2"):
         packed([words(0, 30)], tokenizer("[CLS] $A [SEP]"), sequences=1, length=2)
 
 
@@ -87,9 +87,7 @@ def test_a_long_text_that_is_too_short_is_refused_by_a_sample_of_it():
             seen.append(len(text))
             return self.inner(text, **options)
 
-    with pytest.raises(
-        ValueError, match=r"the text has about (9\d|10\d),000 tokens; 7,000 sequences of 20 need 140,000"
-    ):
+    with pytest.raises(ValueError, match=r"(9\d|10\d),000 tokens; 7,000.*20.*140,000"):
         packed(documents, Counting(), sequences=7000, length=20)
     assert sum(seen) < len(documents[0]) / 2
     assert packed(documents, Counting(), sequences=4000, length=20).ids.shape == (4000, 20)
@@ -107,5 +105,5 @@ def test_any_text_is_read(tmp_path):
     assert open_text(expected.ids, **options) is expected.ids
     assert [text_name(text) for text in (source, words(0, 9), expected.ids)] == ["a.txt", "own texts", None]
     assert text_name(None) == TextSource().describe()
-    with pytest.raises(ValueError, match="the text has 5 bytes, and 3 sequences of 20 are 60 tokens"):
+    with pytest.raises(ValueError, match="5 bytes,.*3 sequences.*20.*60 tokens"):
         open_text("w1 w2", **options)

@@ -282,10 +282,10 @@ def test_models_without_full_attention_are_refused(family, message):
 
 
 def test_wrong_use_is_refused():
-    with pytest.raises(ValueError, match="did you mean 'snapkv'"):
+    with pytest.raises(ValueError, match="'snapkv'"):
         Eviction("snapvk", "from Python")
     model, ids = tiny("llama"), tokens(1, 20)
-    with pytest.raises(ValueError, match="layer 5 does not exist"), evicting(model, "h2o:0.4@5"):
+    with pytest.raises(ValueError, match="layer 5"), evicting(model, "h2o:0.4@5"):
         pass
     with evicting(model, "streaming:0.4") as new_cache:
         other = new_cache()
@@ -294,10 +294,10 @@ def test_wrong_use_is_refused():
         with pytest.raises(ValueError, match="DynamicCache"):
             model(ids, **{CACHE: DynamicCache(config=model.config)})
         window = torch.ones(1, 1, 20, 20, dtype=torch.bool).tril().triu(-3)
-        with pytest.raises(ValueError, match="hides more than padding"):
+        with pytest.raises(ValueError, match="hides more"):
             model(ids, attention_mask=window, **{CACHE: new_cache()})
         right = torch.tensor([[1] * 12 + [0] * 8])
-        with pytest.raises(ValueError, match="hides more than padding"):
+        with pytest.raises(ValueError, match="hides more"):
             model(ids, attention_mask=right, **{CACHE: new_cache()})
         with pytest.raises(ValueError, match="EvictionCache"):
             model(ids, **{CACHE: other})
@@ -305,7 +305,7 @@ def test_wrong_use_is_refused():
             model.model(ids, None, None, DynamicCache(config=model.config))
         with pytest.raises(ValueError, match="use_cache=False"):
             model.generate(ids, **{CACHE: new_cache()}, max_new_tokens=2, use_cache=False, pad_token_id=0)
-        with pytest.raises(ValueError, match="cannot be cropped"):
+        with pytest.raises(ValueError, match="be cropped"):
             cache = new_cache()
             model(ids, **{CACHE: cache})
             cache.crop(-3)
@@ -313,12 +313,12 @@ def test_wrong_use_is_refused():
     with pytest.raises(ValueError, match="layers 0, 1 share"), evicting(shared, "h2o:0.4@1"):
         pass
     dropped = build(config_of({"name": "drop", "attention": [1]}))
-    with pytest.raises(ValueError, match="layer 1 has no attention"), evicting(dropped, "h2o:0.4@1"):
+    with pytest.raises(ValueError, match="layer 1"), evicting(dropped, "h2o:0.4@1"):
         pass
     with evicting(tiny("llama", num_hidden_layers=1), "h2o:0.4@0"):
         pass
     row = {"name": "cross_attention"}
-    with pytest.raises(ValueError, match="reads states of several layers"), evicting(build(config_of(row)), "h2o:0.4"):
+    with pytest.raises(ValueError, match="several layers"), evicting(build(config_of(row)), "h2o:0.4"):
         pass
 
 

@@ -31,7 +31,7 @@ def beginning(tmp_path, monkeypatch):
 
 
 def test_it_keeps_what_it_ranks_highest(beginning):
-    with pytest.raises(ValueError, match="'beginning' is not known; .* --allow-methods beginning"):
+    with pytest.raises(ValueError, match="'beginning'.*--allow-methods"):
         parse_eviction("beginning:32")
     assert "beginning" not in sys.modules
     crosslayer.allow_methods("beginning")
@@ -56,6 +56,6 @@ def test_the_command_line_takes_it(beginning, tmp_path, monkeypatch, capsys):
 def test_a_module_without_a_policy_is_no_policy(beginning):
     (beginning / "empty_policy.py").write_text("")
     crosslayer.allow_methods("empty_policy")
-    with pytest.raises(ValueError, match="'empty_policy' defines 0 eviction policies; it must define exactly one"):
+    with pytest.raises(ValueError, match="'empty_policy' defines 0"):
         parse_eviction("empty_policy:0.5")
     sys.modules.pop("empty_policy", None)

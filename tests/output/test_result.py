@@ -87,7 +87,7 @@ def test_within_a_folder_only_our_own_figures_are_replaced(small, tmp_path):
 def test_force_does_not_replace_figures_that_are_not_ours(small, tmp_path):
     small.save(tmp_path / "out")
     (tmp_path / "out" / "figures" / "notes.md").write_text("years of work")
-    with pytest.raises(ValueError, match="holds more than crosslayer wrote"):
+    with pytest.raises(ValueError, match="crosslayer wrote"):
         small.save(tmp_path / "out", force=True)
 
 
@@ -167,7 +167,7 @@ def test_what_is_as_deep_as_allowed_is_read(tmp_path):
 
 
 def test_only_a_file_of_text_is_read(tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match="'nothing' holds no record.json; name a folder that crosslayer wrote"):
+    with pytest.raises(ValueError, match="'nothing'.*record.json"):
         load(tmp_path / "nothing")
     os.mkfifo(tmp_path / "record.json")  # reading it would wait for ever
     with pytest.raises(ValueError, match="holds no record.json"):
@@ -177,5 +177,5 @@ def test_only_a_file_of_text_is_read(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="record.json: 'utf-8' codec"):
         load(tmp_path)
     monkeypatch.setattr("crosslayer.output.record.LARGEST", 10)
-    with pytest.raises(ValueError, match="record.json: it is larger than 10 bytes"):
+    with pytest.raises(ValueError, match="record.json:.*10 bytes"):
         load(write(tmp_path, json.dumps({"schema": SCHEMA})))

@@ -355,10 +355,10 @@ def test_models_without_keys_and_values_of_all_tokens_are_refused(family, messag
 
 def test_plan_refuses_what_the_cache_refuses():
     for methods in ("fusedkv", "skipv1"):
-        with pytest.raises(ValueError, match="not defined for layer"):
+        with pytest.raises(ValueError, match="not defined"):
             crosslayer.plan(build(config_of(methods)), kv_dtype="int4")
     for family in ("deepseek_v3", "falcon_h1"):
-        with pytest.raises(ValueError, match="not defined for layer 0"):
+        with pytest.raises(ValueError, match="layer 0"):
             crosslayer.plan(AutoConfig.for_model(family), kv_dtype="int4")
 
 
@@ -375,5 +375,5 @@ def test_another_cache_under_quantizing_is_refused():
     with quantizing(model, 4), pytest.raises(ValueError, match="DynamicCache"):
         model(tokens(1, 8), **{CACHE: DynamicCache(config=model.config)})
     model.set_attn_implementation("flex_attention")
-    with pytest.raises(ValueError, match="needs sdpa or eager"), quantizing(model, 4):
+    with pytest.raises(ValueError, match="or eager"), quantizing(model, 4):
         pass

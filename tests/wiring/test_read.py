@@ -151,7 +151,7 @@ def test_impossible_numbers_are_one_line(family, changes, message):
 def test_a_config_of_countless_layers_is_refused_before_lists_are_made_of_them(tmp_path):
     for config in ({"num_hidden_layers": 10**30}, {"text_config": {"num_hidden_layers": 10**30}}):
         (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3_text", **config}))
-        with pytest.raises(ValueError, match="num_hidden_layers is 10+; it must be a whole number from 1 to 4096"):
+        with pytest.raises(ValueError, match="num_hidden_layers.*10+;.*1.*4096"):
             crosslayer.plan(tmp_path)
 
 
@@ -286,9 +286,9 @@ def test_what_cannot_be_read_is_one_line(config, message):
 
 
 def test_bad_options():
-    with pytest.raises(ValueError, match="length must be at least 1 token, got 0"):
+    with pytest.raises(ValueError, match="1 token,.*0"):
         crosslayer.plan(config_of("llama"), length=0)
-    with pytest.raises(ValueError, match="dtype 'float31' is not known"):
+    with pytest.raises(ValueError, match="'float31'"):
         crosslayer.plan(config_of("llama"), dtype="float31")
-    with pytest.raises(ValueError, match="does not exist"):
+    with pytest.raises(ValueError, match="not exist"):
         crosslayer.plan("no/such/folder")

@@ -57,7 +57,7 @@ def test_the_gpt2_shape_is_gpt2():
 def test_learned_positions_end():
     model = contract.build(contract.config_of([], **GPT2))
     model(tokens(length=64))
-    with pytest.raises(ValueError, match="65 tokens, the model has learned 64 positions"):
+    with pytest.raises(ValueError, match="65 tokens,.*learned 64"):
         model(tokens(length=65))
 
 
@@ -115,9 +115,9 @@ def test_embeddings_are_scaled_in_the_dtype_of_the_weights():
 def test_sdpa_is_refused_where_scores_are_capped():
     model = contract.build(contract.config_of([], **CAPPED))
     assert model.config._attn_implementation == "eager"  # by itself, as in transformers
-    with pytest.raises(ValueError, match="SDPA does not support attn_logit_softcapping; use eager"):
+    with pytest.raises(ValueError, match="SDPA.*attn_logit_softcapping"):
         model.set_attn_implementation("sdpa")
-    with pytest.raises(ValueError, match="SDPA does not support attn_logit_softcapping; use eager"):
+    with pytest.raises(ValueError, match="SDPA.*attn_logit_softcapping"):
         CrossLayerForCausalLM._from_config(contract.config_of([], **CAPPED), attn_implementation="sdpa")
     assert contract.build(contract.config_of([], **GEMMA2)).config._attn_implementation == "sdpa"
 
@@ -140,7 +140,7 @@ def test_what_cannot_be_is_refused(changes, words):
 
 
 def test_a_router_that_is_not_there_is_not_asked():
-    with pytest.raises(ValueError, match="the model has no router"):
+    with pytest.raises(ValueError, match="no router"):
         contract.build(contract.config_of([]))(tokens(), output_router_logits=True)
 
 
@@ -186,7 +186,7 @@ def test_linear_attention_shares_nothing(method, words):
 
 
 def test_linear_attention_is_no_other_familys():
-    with pytest.raises(ValueError, match=r"llama cannot express the linear attention of layers \[0, 2\]"):
+    with pytest.raises(ValueError, match=r"express.*attention.*\[0, 2\]"):
         from_model(contract.build(contract.config_of([], **LINEAR)), "llama")
 
 

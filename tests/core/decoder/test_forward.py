@@ -232,9 +232,7 @@ def test_without_logits_the_loss_and_its_gradients_are_the_same(case, monkeypatc
 
 @pytest.mark.parametrize("options", [{}, {"labels": LABELS, "logits_to_keep": 1}], ids=["no labels", "some logits"])
 def test_without_logits_there_must_be_a_loss(options):
-    with pytest.raises(
-        ValueError, match="skip_logits returns only the loss: pass labels, and leave out logits_to_keep"
-    ):
+    with pytest.raises(ValueError, match="skip_logits.*logits_to_keep"):
         contract.build(contract.config_of([]))(tokens(length=8), skip_logits=True, **options)
 
 

@@ -65,7 +65,7 @@ OTHERS = [case for case in CASES if other_families(case)]
 def test_other_families_are_refused(case):
     methods, shape = CASES[case]
     model = contract.build(contract.config_of(methods, **shape))
-    with pytest.raises(ValueError, match="pipeline: (only families like Llama are|layers (cache|attend))"):
+    with pytest.raises(ValueError, match="(only.*are|layers (cache|attend))"):
         stage_modules(model, ranks=2)
 
 
@@ -153,7 +153,7 @@ def test_a_carry_that_cannot_be_sent_is_refused(monkeypatch):
         return stream, {**carry, "count": 1}
 
     monkeypatch.setattr(CrossLayerDecoderLayer, "forward", with_a_count)
-    with pytest.raises(ValueError, match="before layer 4 holds a int; stages can pass on only tensors"):
+    with pytest.raises(ValueError, match="layer 4"):
         stage_modules(model, ranks=2)
 
 

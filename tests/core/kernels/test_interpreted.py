@@ -127,7 +127,7 @@ def test_a_rounded_result():
 
 
 def test_too_many_sources():
-    with pytest.raises(ValueError, match="take 1 to 129 tensors, got 130"):
+    with pytest.raises(ValueError, match="take 1.*129 tensors,.*130"):
         depth_attention.attend([torch.ones(1, 8)] * 130, torch.ones(8), EPS)
 
 
@@ -231,7 +231,7 @@ def test_sinkhorn(count, tokens, iterations):
 
 @pytest.mark.parametrize("shape", [(3, 3, 5), (2, 4, 5), (16, 16, 5)])
 def test_other_shapes_are_refused(shape):
-    with pytest.raises(ValueError, match="square matrices of 2, 4 or 8 rows"):
+    with pytest.raises(ValueError, match="2, 4.*8 rows"):
         sinkhorn.doubly_stochastic(torch.ones(shape), 2, EPS)
 
 

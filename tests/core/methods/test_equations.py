@@ -194,11 +194,9 @@ def test_uniattn(target, attention, monkeypatch):
 
 def test_a_w_c_of_the_values_needs_a_w_v():
     uniattn = {"name": "uniattn", "superblocks": ((2, 3),), "compensation": "heads-from-values"}
-    with pytest.raises(
-        ValueError, match="layer 3: uniattn has a W_c of the output of W_v, .*; use compensation 'heads'"
-    ):
+    with pytest.raises(ValueError, match="layer 3:.*W_c.*W_v,.*'heads'"):
         config_of([uniattn, "svformer"])
-    with pytest.raises(ValueError, match="must be one of 'attention', 'heads', 'mlp', None"):
+    with pytest.raises(ValueError, match="'attention', 'heads', 'mlp'"):
         config_of([{"name": "cla", "compensation": "heads-from-values"}])
 
 

@@ -139,9 +139,7 @@ def test_attention_residuals_read_as_many_sources_as_they_should(layers, block, 
 def test_attention_that_reads_nothing_has_nothing_to_choose():
     blind = [{"name": "uniattn", "superblocks": ((2, 3),), "compensation": None}, "svformer"]
     config_of(blind)
-    with pytest.raises(
-        ValueError, match="attnres: attention of layer 3 reads the queries, keys and values of other layers"
-    ):
+    with pytest.raises(ValueError, match="layer 3"):
         config_of([*blind, "attnres"])
 
 
@@ -226,9 +224,7 @@ def test_smollm2_converts_exactly():
 
 
 def test_unknown_families_and_attributes_are_refused():
-    with pytest.raises(
-        ValueError, match="'gpt2' cannot be converted, only gemma2, llama, mistral, mixtral, qwen2, qwen3"
-    ):
+    with pytest.raises(ValueError, match="'gpt2'.*gemma2,.*qwen2, qwen3"):
         to_config(tiny("gpt2").config)
     for family, change in (
         ("gemma2", {"use_bidirectional_attention": True}),
@@ -239,13 +235,13 @@ def test_unknown_families_and_attributes_are_refused():
     published = {"cache_implementation": "hybrid", "hidden_act": "gelu_pytorch_tanh"}  # beside hidden_activation
     assert to_config(AutoConfig.for_model("gemma2", **published)).family == "gemma2"
     strange = AutoConfig.for_model("llama", logit_cap=30.0)
-    with pytest.raises(ValueError, match=r"attribute logit_cap = 30.0 is unknown"):
+    with pytest.raises(ValueError, match="logit_cap.*30.0"):
         to_config(strange)
-    with pytest.raises(ValueError, match="llama cannot express qk_norm = True"):
+    with pytest.raises(ValueError, match="qk_norm"):
         from_model(to_model(tiny("qwen3")), "llama")
-    with pytest.raises(ValueError, match="llama cannot express cla"):
+    with pytest.raises(ValueError, match="cannot express"):
         from_model(build(config_of(["cla"])), "llama")
-    with pytest.raises(ValueError, match="llama cannot express family = 'gemma2'"):
+    with pytest.raises(ValueError, match="'gemma2'"):
         from_model(to_model(tiny("gemma2", sliding_window=None, layer_types=["full_attention"] * 3)), "llama")
     assert set(model_types()) == {"llama", "mistral", "mixtral", "qwen2", "qwen3", "gemma2"}
 

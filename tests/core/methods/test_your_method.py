@@ -42,7 +42,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_it_is_described(folder):
-    with pytest.raises(ValueError, match="'scaled' is not known; .* --allow-methods scaled"):
+    with pytest.raises(ValueError, match="'scaled'.*--allow-methods"):
         crosslayer.methods("scaled")
     methods.allow_methods("scaled")
     (shown,) = crosslayer.methods("scaled").sentences()
@@ -99,7 +99,7 @@ def test_a_whole_number_for_a_fraction_is_that_fraction(folder):
         (method,) = config_of({"name": "scaled", "by": value}).methods
         assert repr(method.by) == "1.0"
     for value in (float("nan"), float("inf"), True, "1"):
-        with pytest.raises(ValueError, match="scaled: by must be a finite number, got "):
+        with pytest.raises(ValueError, match="finite number"):
             config_of({"name": "scaled", "by": value})
 
 
@@ -119,11 +119,11 @@ class WithoutBase(Method):
 
 
 def test_w_c_is_checked_and_never_left_out_silently():
-    with pytest.raises(ValueError, match="compensation must be one of .* got 'head'"):
+    with pytest.raises(ValueError, match="compensation.*one.*'head'"):
         methods.wire([OwnCheck(compensation="head")], 4)
     with pytest.raises(ValueError, match="compensation_bias needs a W_c"):
         methods.wire([OwnCheck(compensation_bias=True)], 4)
-    with pytest.raises(ValueError, match="must be a subclass of Compensated"):
+    with pytest.raises(ValueError, match="of Compensated"):
         methods.wire([WithoutBase()], 4)
 
 

@@ -36,15 +36,15 @@ def test_a_context_that_is_named_twice_is_measured_once():
 
 
 def test_models_that_are_refused():
-    with pytest.raises(ValueError, match="bench needs a causal LM"):
+    with pytest.raises(ValueError, match="bench needs"):
         short(tiny("llama"), tiny("bert"), 12)
-    with pytest.raises(ValueError, match="context 65 .* 64 positions of LlamaForCausalLM"):
+    with pytest.raises(ValueError, match="context 65.*64 positions.*LlamaForCausalLM"):
         short(tiny("llama"), tiny("llama"), 65)
 
 
 def test_learned_positions_end_and_rotary_positions_go_on():
     short(tiny("llama"), tiny("llama"), 64, new_tokens=2)
-    with pytest.raises(ValueError, match=r"context 63 \+ 2 new tokens .* 64 positions of GPT2LMHeadModel"):
+    with pytest.raises(ValueError, match="context 63.*2 new.*64 positions.*GPT2LMHeadModel"):
         short(tiny("gpt2"), tiny("llama"), 63, new_tokens=2)
 
 

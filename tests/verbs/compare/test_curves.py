@@ -31,7 +31,7 @@ def test_a_curve_that_is_not_overtaken_has_no_critical_point(relative):
 
 
 def test_a_window_of_zero_steps_is_refused():
-    with pytest.raises(ValueError, match="window must be at least 1 step, got 0"):
+    with pytest.raises(ValueError, match="1 step,.*0"):
         smoothed(np.ones(3), 0)
 
 

@@ -81,7 +81,7 @@ def test_models_that_attend_by_themselves_raise(family):
 
 def test_shared_layers_and_encoder_decoders_raise():
     albert = AutoModel.from_config(AutoConfig.for_model("albert", **{**BASE, "embedding_size": 16}))
-    with pytest.raises(ValueError, match="no list of 3 layers"):
+    with pytest.raises(ValueError, match="3 layers"):
         layer_stack(albert)
     t5 = AutoConfig.for_model("t5", d_model=32, d_kv=8, d_ff=48, num_layers=3, num_heads=4, vocab_size=64)
     with pytest.raises(ValueError, match="encoder-decoder"):
@@ -187,10 +187,10 @@ def test_adapters_do_not_hide_the_linear_layer():
 
 def test_learned_positions_bound_the_length():
     model = tiny("gpt2", dtype=torch.float32)
-    with pytest.raises(ValueError, match="length 65 is above the model's 64 positions"):
+    with pytest.raises(ValueError, match="length 65.*model's 64"):
         crosslayer.diagnose(model, tokens(length=65))
     roberta = tiny("roberta", dtype=torch.float32, pad_token_id=1)
-    with pytest.raises(ValueError, match="length 64 is above the model's 62 positions"):
+    with pytest.raises(ValueError, match="length 64.*model's 62"):
         crosslayer.diagnose(roberta, tokens(length=64))
 
 
@@ -198,7 +198,7 @@ def test_broken_activations_are_one_clear_error():
     model = tiny("llama", dtype=torch.float32)
     with torch.no_grad():
         model.model.layers[0].mlp.down_proj.weight[0, 0] = torch.inf
-    with pytest.raises(ValueError, match="layer 0 produces hidden states that are not finite in float32"):
+    with pytest.raises(ValueError, match="layer 0.*float32"):
         crosslayer.diagnose(model, tokens())
 
 

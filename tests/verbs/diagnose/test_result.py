@@ -65,10 +65,10 @@ def test_an_old_record_is_refused_by_its_version():
     record = crosslayer.diagnose(tiny("llama"), tokens()).record()
     with pytest.raises(
         ValueError,
-        match="^the record has the schema 'crosslayer/diagnosis/2'; this release reads crosslayer/diagnose/7$",
+        match="'crosslayer/diagnosis/2';.*crosslayer/diagnose/7$",
     ):
         crosslayer.Diagnosis.from_record({**record, "schema": "crosslayer/diagnosis/2"})
-    with pytest.raises(ValueError, match="Extra inputs are not permitted"):
+    with pytest.raises(ValueError, match="Extra inputs"):
         crosslayer.Diagnosis.from_record({**record, "surprise": 1})
 
 
@@ -124,13 +124,13 @@ def test_texts_and_ids_are_taken_too(folder):
     assert (settings.sequences, settings.length) == (1, 16)
     with pytest.raises(ValueError, match="pass tokenizer=…"):
         crosslayer.diagnose(model, text, sequences=2, length=16)
-    with pytest.raises(ValueError, match="dtype and device are for a model that is named"):
+    with pytest.raises(ValueError, match="and device"):
         crosslayer.diagnose(model, ids, dtype="float32")
 
 
 def test_bad_text_is_refused_before_the_model_is_loaded(folder):
     for text in (TextSource(str(folder.parent / "missing.txt")), "w1 w2"):
-        with pytest.raises(ValueError, match=r"does not exist|the text has 5 bytes"):
+        with pytest.raises(ValueError, match="exist|the.*5 bytes"):
             crosslayer.diagnose(str(folder.parent / "no such model"), text)
 
 

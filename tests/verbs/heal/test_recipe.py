@@ -88,9 +88,9 @@ def test_instructions_come_from_jsonl_files_or_a_dataset(tmp_path):
 
     domain = recipe("some/dataset", split="test").data.domains[0].domain()
     assert (domain.source.name, domain.source.split) == ("some/dataset", "test")
-    with pytest.raises(ValueError, match=r"columns: needs a source of .jsonl files, or a dataset, got 'a.txt'"):
+    with pytest.raises(ValueError, match=".jsonl.*'a.txt'"):
         recipe("a.txt")
-    with pytest.raises(ValueError, match="split: has no effect with columns"):
+    with pytest.raises(ValueError, match="with columns"):
         recipe("a.jsonl", split="test")
 
 
@@ -122,9 +122,9 @@ def test_the_example_of_the_guide_is_a_recipe(tmp_path):
 
 def test_another_original_of_the_same_shape_is_refused(base, tmp_path):
     another = original_in(tmp_path, 0.01, "another")
-    with pytest.raises(ValueError, match="'without' comes from 'original', 'zero' from 'another'"):
+    with pytest.raises(ValueError, match="'without'.*'original', 'zero'.*'another'"):
         open_retrofits([base / "without", retrofit_in(tmp_path, another, "zero")])
-    with pytest.raises(ValueError, match="'without' has another embedding than 'another'"):
+    with pytest.raises(ValueError, match="'without'.*'another'"):
         crosslayer.heal([base / "without"], recipe_in(tmp_path), tmp_path / "out", original=str(another))
     assert not (tmp_path / "out").exists()
 
@@ -142,7 +142,7 @@ def test_the_digest_of_a_retrofit_depends_on_the_original(base, tmp_path):
 
 def test_missing_peft_is_an_error_before_anything_is_trained(base, tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"parameters: lora needs peft: run pip install '\.\[heal\]'"):
+    with pytest.raises(ValueError, match=r"parameters:.*install '\.\[heal\]'"):
         healed(base, "without", tmp_path, settings=["stages.1.parameters=lora"])
 
 
@@ -154,15 +154,15 @@ def test_a_file_instead_of_the_folder_is_refused(base, tmp_path):
 
 def test_what_is_no_retrofit_is_refused(base, tmp_path):
     original = str(base / "original")
-    with pytest.raises(ValueError, match="no retrofit to heal"):
+    with pytest.raises(ValueError, match="no retrofit"):
         open_retrofits([])
-    with pytest.raises(ValueError, match="retrofit 'nowhere' is not a folder"):
+    with pytest.raises(ValueError, match="'nowhere'"):
         open_retrofits([tmp_path / "nowhere"])
-    with pytest.raises(ValueError, match="'original' is not a retrofit"):
+    with pytest.raises(ValueError, match="'original'"):
         open_retrofits([original])
-    with pytest.raises(ValueError, match="the name 'without' is used twice"):
+    with pytest.raises(ValueError, match="'without'"):
         open_retrofits([base / "without", base / "without"], original)
-    with pytest.raises(ValueError, match="the report's original cannot be opened.*`original`"):
+    with pytest.raises(ValueError, match="opened.*`original`"):
         open_retrofits([base / "without"])
     with pytest.raises(ValueError, match="'without' .*vocab_size 258, 'smollm2' has 49152"):
         open_retrofits([base / "without"], "smollm2")
@@ -185,5 +185,5 @@ def test_arguments_that_contradict_each_other_are_refused_before_anything_is_mea
 
 def test_settings_go_with_a_file_alone(base, tmp_path):
     recipe = load_heal_recipe(recipe_in(tmp_path))
-    with pytest.raises(ValueError, match="settings need a recipe that is a file"):
+    with pytest.raises(ValueError, match="settings need"):
         crosslayer.heal([base / "without"], recipe, tmp_path / "out", settings=["seed=1"])

@@ -62,7 +62,7 @@ def test_more_windows_leave_out_calibration_windows(base, tmp_path):
 def test_shorter_windows_begin_as_the_reports_and_longer_ones_are_refused(base, tmp_path):
     ids = judged(base, tmp_path, {"domains": ["code"], "windows": 64, "length": 20}, "fitted").ids
     assert torch.equal(ids, judged(base, tmp_path, {"domains": ["code"], "windows": 64}, "fitted").ids[:, :20])
-    with pytest.raises(ValueError, match=r"code: eval.length must be at most 24.*got 25"):
+    with pytest.raises(ValueError, match="eval.length.*24.*got 25"):
         judged(base, tmp_path, {"domains": ["code"], "windows": 16, "length": 25}, "fitted")
     assert judged(base, tmp_path, {"domains": ["code"], "windows": 16, "length": 25}, "without").ids.shape == (16, 25)
 
@@ -100,7 +100,7 @@ def test_a_text_of_your_own_needs_an_evaluation_domain(base, tmp_path):
     retrofits, _ = opened(base, "without")
     report = retrofits[0].report.model_copy(update={"judged": ["own.txt"]})
     own = type(retrofits[0])(retrofits[0].folder, report)
-    with pytest.raises(ValueError, match=r"'without' was evaluated on 'own.txt', .*eval.domains"):
+    with pytest.raises(ValueError, match="'without'.*'own.txt', .*eval.domains"):
         evaluation_windows(load_heal_recipe(recipe_in(tmp_path, eval={})), [own])
 
 

@@ -125,10 +125,10 @@ def test_flex_attention_that_is_wrong_on_this_cpu_is_refused(monkeypatch, gaps, 
         ours = build(config_of([{"name": "svformer"}])).float()
         assert states(ours, tokens())[-1].isfinite().all()
         ours.set_attn_implementation("flex_attention")
-        with pytest.raises(ValueError, match="flex attention that torch"):
+        with pytest.raises(ValueError, match="flex attention"):
             states(ours, tokens())
         monkeypatch.setattr(environment, "flex_gaps", None)  # it is asked once
-        with pytest.raises(ValueError, match="flex attention that torch"):
+        with pytest.raises(ValueError, match="flex attention"):
             states(ours, tokens())
     finally:
         flex_error.cache_clear()
@@ -142,7 +142,7 @@ def test_a_cpu_without_avx512_is_found_out():
     done = subprocess.run([sys.executable, "-c", code], env={**os.environ, **words}, capture_output=True, text=True)
     if not torch.__version__.startswith("2.13."):
         pytest.skip("known of torch 2.13 alone")
-    assert "flex attention that torch 2.13" in done.stdout
+    assert "torch 2.13" in done.stdout
 
 
 EACH = [
@@ -227,7 +227,7 @@ def test_padding_on_the_right_is_no_token():
         plain = model(ids, attention_mask=mask, use_cache=False).logits
     assert (found[0] - plain[0]).abs().max() > 1e-3 and torch.equal(found[1, :6], plain[1, :6])
     with (
-        pytest.raises(ValueError, match="no sequence had a token at position 8"),
+        pytest.raises(ValueError, match="position 8"),
         intervening(model, waiver(8)),
         torch.no_grad(),
     ):
@@ -337,7 +337,7 @@ def test_the_first_token_of_a_causal_model_is_alone_already():
     for implementation in ("sdpa", "eager"):
         model = tiny("llama", implementation)
         with (
-            pytest.raises(ValueError, match="a waiver of position 0 changes nothing"),
+            pytest.raises(ValueError, match="position 0"),
             intervening(model, waiver(0, 5)),
         ):
             states(model, ids)
@@ -355,13 +355,13 @@ def test_bad_interventions_are_one_clear_line():
             states(model, ids)
     gpt2 = tiny("gpt2")
     with (
-        pytest.raises(ValueError, match="no sequence had a token at position 40"),
+        pytest.raises(ValueError, match="position 40"),
         intervening(gpt2, PositionSwap(40, 2)),
     ):
         states(gpt2, ids)
-    with pytest.raises(ValueError, match="has its own row already"), intervening(gpt2, PositionSwap(4, 4)):
+    with pytest.raises(ValueError, match="row already"), intervening(gpt2, PositionSwap(4, 4)):
         pass
-    with pytest.raises(ValueError, match="waiver: positions.0 must be greater than or equal to 0"):
+    with pytest.raises(ValueError, match="positions.0.*0"):
         waiver(-1)
     with pytest.raises(ValueError, match="waiver: layers"):
         waiver(1, layers=[])
@@ -373,27 +373,27 @@ def test_bad_interventions_are_one_clear_line():
     with pytest.raises(ValueError, match=without), intervening(hybrid, waiver(3, layers=[0])):
         pass
     with (
-        pytest.raises(ValueError, match="layer 3 does not exist: the model has layers 0 to 2"),
+        pytest.raises(ValueError, match="layer 3.*layers 0.*2"),
         intervening(model, waiver(1, layers=[3])),
     ):
         pass
     with (
-        pytest.raises(ValueError, match="needs a learned position table, and LlamaForCausalLM has none"),
+        pytest.raises(ValueError, match="LlamaForCausalLM"),
         intervening(model, PositionSwap(0, 1)),
     ):
         pass
     with (
-        pytest.raises(ValueError, match="position 64 is not in the position table"),
+        pytest.raises(ValueError, match="position 64"),
         intervening(tiny("gpt2"), PositionSwap(64, 1)),
     ):
         pass
-    with pytest.raises(ValueError, match="one of waiver, forbid, .* got 'waver'"):
+    with pytest.raises(ValueError, match="'waver'"):
         load_intervention({"kind": "waver"})
     with pytest.raises(ValueError, match="waiver: "):
         load_intervention({"kind": "waiver", "positions": [1], "layer": 3})
     model.config._attn_implementation_internal = "flash_attention_2"
     with (
-        pytest.raises(ValueError, match="flash_attention_2 does not support edited masks"),
+        pytest.raises(ValueError, match="flash_attention_2"),
         intervening(model, waiver(1)),
     ):
         pass
@@ -402,6 +402,6 @@ def test_bad_interventions_are_one_clear_line():
 def test_keys_that_are_not_the_tokens_own_are_refused():
     """A token of two layers in a row has two keys; an edit of the mask would reach one of them."""
     model, ids = build(config_of("cross_attention")), torch.arange(3, 15)[None]
-    refused = pytest.raises(ValueError, match="layer 1 attends to 24 keys of 12 tokens")
+    refused = pytest.raises(ValueError, match="layer 1.*24 keys.*12 tokens")
     with torch.no_grad(), refused, intervening(model, waiver(5)):
         model(ids)

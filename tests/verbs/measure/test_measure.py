@@ -184,9 +184,9 @@ def test_what_is_no_candidate_is_refused_in_one_line(given, text):
 
 
 def test_options_are_refused(model):
-    with pytest.raises(ValueError, match="`windows` must be at least 48"):
+    with pytest.raises(ValueError, match="`windows`.*48"):
         crosslayer.measure(model, **{**OPTIONS, "windows": 47}, only=["kl"])
-    with pytest.raises(ValueError, match="`context` must be at most 48"):
+    with pytest.raises(ValueError, match="`context`.*48"):
         crosslayer.measure(model, **{**OPTIONS, "context": 60}, only=["bytes"])
     with pytest.raises(ValueError, match="tokenizer="):
         crosslayer.measure(model, **OPTIONS)

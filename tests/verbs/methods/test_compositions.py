@@ -37,5 +37,5 @@ def test_a_reason_is_what_the_plans_and_modules_say(first, second, letter):
 def test_a_cache_that_changes_the_logits_is_no_composition(monkeypatch):
     logits = compositions.steps
     monkeypatch.setattr(compositions, "steps", lambda *args: (logits(*args)[0] + 1e-3, None))
-    with pytest.raises(AssertionError, match="attnres, cla: cached: differs by 1.00e-03"):
+    with pytest.raises(AssertionError, match="1.00e-03"):
         compositions.collision("attnres", "cla")

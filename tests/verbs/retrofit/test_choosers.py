@@ -114,8 +114,8 @@ def test_the_verb_meets_a_budget(budget, tmp_path):
     baselines = report.choice.search.baselines
     assert [baseline.groups for baseline in baselines] == ([] if report.choice.groups == even else [even])
     assert all(baseline.share <= report.cache.read_share + 1e-6 for baseline in baselines)
-    assert "A decoding step after 2,048 tokens reads" in text
-    assert ("choosers at equal distances" in text) == bool(baselines)
+    assert "after 2,048" in text
+    assert ("equal distances" in text) == bool(baselines)
     (method,) = report.methods
     assert method["tokens"] in ((0.3, 0.15, 0.075) if "read_budget" in budget else (0.25,))
     # in texts shorter than windows as many tokens as in these, if it chooses how many
@@ -123,7 +123,7 @@ def test_the_verb_meets_a_budget(budget, tmp_path):
     report.save(tmp_path / "out")
     again = crosslayer.load_result(tmp_path / "out")
     assert again.plan == report.plan
-    assert "What each layer reads" in (tmp_path / "out" / "report.html").read_text()
+    assert "each layer" in (tmp_path / "out" / "report.html").read_text()
 
 
 REFUSED = {

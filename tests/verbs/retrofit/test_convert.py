@@ -65,9 +65,9 @@ def test_what_if_on_a_family_that_cannot_be_converted():
 
 def test_what_if_refuses_what_it_cannot_show():
     sliding = tiny("gemma2")
-    with pytest.raises(ValueError, match=r"layer 1 \(causal\) cannot read keys of layer 0 \(causal, window 8\)"):
+    with pytest.raises(ValueError, match=r"layer 1 \(causal\).*layer 0 \(causal,.*8\)"):
         find_sublayers(sliding).check(load_method("cla").plan(3))
-    with pytest.raises(ValueError, match="the plan has 4 layers and the model 3"):
+    with pytest.raises(ValueError, match="4 layers.*model 3"):
         find_sublayers(sliding).check(load_method("cla").plan(4))
     shared = convert_weights(tiny("llama"), [load_method("cla")]).model
     with pytest.raises(ValueError, match="without cross-layer methods"), what_if(shared, load_method("cla").plan(3)):
@@ -172,11 +172,11 @@ def test_what_a_mixer_inherits_stays(monkeypatch):
 
 def test_bad_conversions():
     source = tiny("llama")
-    with pytest.raises(ValueError, match="uniattn changes nothing"):
+    with pytest.raises(ValueError, match="uniattn changes"):
         convert(source, "uniattn")
     with torch.no_grad():
         source.model.layers[0].mlp.up_proj.weight[0, 0] = float("nan")
-    with pytest.raises(ValueError, match=r"1 hold NaN or infinity, the first is model.layers.0.mlp.up_proj"):
+    with pytest.raises(ValueError, match="1 hold NaN.*model.layers.0.mlp.up_proj"):
         convert_weights(source, [load_method("cla")])
     for text, words in (
         ("18-21,x", "'x' is neither a layer nor a range"),
@@ -186,9 +186,9 @@ def test_bad_conversions():
     ):
         with pytest.raises(ValueError, match=words):
             parse_layers(text, 30)
-    with pytest.raises(ValueError, match=r"svformer: groups must be consecutive layers, .* got \[0, 2\]"):
+    with pytest.raises(ValueError, match=r"svformer:.*consecutive.*\[0, 2\]"):
         method_class("svformer").from_groups([[0, 2]], 3)
-    with pytest.raises(ValueError, match=r"at least two layers, got \[\[1\], \[2\]\]"):
+    with pytest.raises(ValueError, match=r"two layers,.*\[\[1\], \[2\]\]"):
         method_class("cla").from_groups([[1], [2]], 3)
 
 
@@ -243,5 +243,5 @@ def test_a_second_method_that_collides_with_the_first_is_refused():
     source = build(config_of(["resformer", "cla"]))
     with pytest.raises(ValueError, match="uniattn .*cla|cla .*uniattn"):
         convert(source, {"name": "uniattn", "superblocks": ((1, 2),), "compensation": None})
-    with pytest.raises(ValueError, match=r"layers \[0, 2\] have linear attention, which a retrofit cannot share"):
+    with pytest.raises(ValueError, match=r"\[0, 2\].*attention,.*retrofit"):
         convert(build(config_of([], **SHAPES["linear attention"][1])), {"name": "cla", "groups": ((3, 5),)})

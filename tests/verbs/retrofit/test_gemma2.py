@@ -33,7 +33,7 @@ def test_what_if_equals_the_retrofit_without_training(name):
 
 @pytest.mark.parametrize("method", [{"name": "cla"}, {"name": "uniattn", "superblocks": ((2, 3),)}], ids=str)
 def test_sharing_across_masks_is_refused(method):
-    with pytest.raises(ValueError, match="reads .* of layer .*; layers of different types cannot share"):
+    with pytest.raises(ValueError, match="different types"):
         convert(gemma2(), method)
 
 
@@ -60,7 +60,7 @@ def test_the_compensation_stands_outside_of_the_norm_on_the_update(fit, target):
 
 
 def test_heads_are_not_compensated_through_a_norm():
-    with pytest.raises(ValueError, match="W_c cannot write before W_o"):
+    with pytest.raises(ValueError, match="W_c.*W_o"):
         convert(gemma2(), {**APART, "compensation": "heads"}, calibration=tokens(48), fit="ridge")
 
 

@@ -95,7 +95,7 @@ def test_a_report_is_its_record(report):
     with pytest.raises(ValueError, match=r"no model; .*crosslayer.load_model\(FOLDER\)"):
         _ = again.model
     for wrong in ({"schema": "crosslayer/retrofit/2"}, {"paper": {}}):
-        with pytest.raises(ValueError, match="this release reads crosslayer/retrofit/16|paper"):
+        with pytest.raises(ValueError, match="crosslayer/retrofit/16|paper"):
             RetrofitReport.from_record(report.record() | wrong)
 
 
@@ -138,7 +138,7 @@ def test_it_saves_a_whole_model_folder(report, tmp_path):
     prompt = ids(2, 5)
     with torch.no_grad():
         assert torch.equal(loaded(prompt).logits, report.model(prompt).logits)
-    with pytest.raises(ValueError, match="exists; give another name"):
+    with pytest.raises(ValueError, match="give another"):
         report.save(out)
 
 
@@ -236,7 +236,7 @@ def test_a_method_of_the_registry_needs_no_other_file(monkeypatch, source):
     assert set(search.searched_methods()) == {Halves}
     monkeypatch.setattr(Halves, "targets", ())
     assert strategies.strategy_of(options_of(method="halves")).fit == "none"
-    with pytest.raises(ValueError, match="^`compensation` ridge has no effect "):
+    with pytest.raises(ValueError, match="^`compensation`"):
         check(compensation="ridge")
     monkeypatch.setattr(Halves, "targets", ("heads",))
     for wrong, message in (
@@ -300,9 +300,9 @@ def test_text_comes_in_many_forms(tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             Texts.load(text)
-    with pytest.raises(ValueError, match="two different texts are both named 'a'"):
+    with pytest.raises(ValueError, match="different texts.*'a'"):
         Texts.load({"a": rows}, {"a": ids(3, 1)})
-    with pytest.raises(ValueError, match="'web' is the name of an embedded domain"):
+    with pytest.raises(ValueError, match="'web'.*embedded domain"):
         Texts.load(None, {"web": rows})
 
 
@@ -367,7 +367,7 @@ def test_quantised_caches_stand_beside_the_retrofit(monkeypatch):
     assert 0 < kl["original, int4"] < kl["retrofit"]
     assert len(rows["original, int4"].needles) == 1 and rows["original, int8"].needles == ()
     lines = report.sentences()
-    assert any("For memory alone, original, fp8 does less" in line for line in lines)
+    assert any("original, fp8" in line for line in lines)
     assert "alternatives" in [panel.key for panel in report.layout().panels]
     assert report.step is not None and report.step.context == report.cache.context
     assert any(line.startswith(f"A decoding step after {report.step.context:,} tokens takes") for line in lines)

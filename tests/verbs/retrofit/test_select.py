@@ -121,7 +121,7 @@ def test_llm_drop_takes_the_most_similar_attentions_of_the_top_half(source, monk
     assert retrofitted(source, layers="auto,count=2", **options).methods[0]["attention"] == (0, 1)
     way = "auto:top-half-similarity"
     assert retrofitted(source, layers=f"{way},count=2", **options).methods[0]["attention"] == (4, 5)
-    with pytest.raises(ValueError, match="`layers`: count must be at most 3, the top half, got 4"):
+    with pytest.raises(ValueError, match="`layers`:.*3,.*4"):
         retrofitted(source, layers=f"{way},count=4", **options)
 
 

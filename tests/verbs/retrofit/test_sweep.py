@@ -53,7 +53,7 @@ def test_a_count_of_readers_lays_blocks_below_the_middle(source):
     assert swept.choice.groups == [[5, 6, 7]] and [row.share for row in swept.alternatives] == [6 / 8, 4 / 8]
     below = crosslayer.retrofit(source, ids(16, 0), **options, layers="top-half,size=2,count=4")
     assert below.choice.groups == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    with pytest.raises(ValueError, match="`layers`: count must be at most 6 for size 4, got 9"):
+    with pytest.raises(ValueError, match="`layers`:.*6.*size 4,.*9"):
         crosslayer.retrofit(source, ids(16, 0), **options, layers="top-half,size=4,count=9")
 
 
@@ -105,11 +105,7 @@ def test_the_command_prints_one_table(monkeypatch, inputs, tmp_path, capsys):  #
     words = ("--method", "uniattn", "--compensation", "none", "--sweep", "count=1,2", "--layers", "top-half,size=2")
     assert retrofit(monkeypatch, inputs, tmp_path / "out", *words) == 0
     printed = capsys.readouterr().out
-    assert (
-        "top-half,size=2,count=1" in printed
-        and "top-half,size=2,count=2" in printed
-        and "KL less the first's" in printed
-    )
+    assert "top-half,size=2,count=1" in printed and "top-half,size=2,count=2" in printed and "KL less" in printed
     record = json.loads((tmp_path / "out" / "record.json").read_text())
     assert [row["share"] for row in record["alternatives"]] == [0.9375, 0.875]
     assert record["settings"]["sweep"] == ["count=1,2"] and not (tmp_path / "out" / "model.safetensors").exists()

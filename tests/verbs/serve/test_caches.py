@@ -68,7 +68,7 @@ def test_what_is_not_saved_is_said():
     assert not_saved(config_of("cla")) is None and not_saved(config_of("drop")) is None
     assert not_saved(config_of("resformer")) is None
     words = not_saved(config_of("svformer"))
-    assert words is not None and "layers 1-5 store both, though the plan stores less" in words
+    assert words is not None and "layers 1-5" in words
     assert not_saved(config_of("skipv1")) is not None
 
 
@@ -83,9 +83,9 @@ def test_what_cannot_be_served_is_named():
 def test_what_processes_cannot_share_is_named():
     split = ("cla", "drop compensated", "uniattn heads", "resformer", "attnres", "fusedkv lite", "yoco", "gemma2")
     assert not any(not_split(config_of(case), 2) for case in split)
-    assert "fusedkv has parameters of each head in layer 3" in str(not_split(config_of("fusedkv"), 2))
-    assert "value_embeddings has parameters of each head" in str(not_split(config_of("value_embeddings"), 2))
-    assert "a share of their value heads" in str(not_split(config_of("skipv1"), 2))
+    assert "layer 3" in str(not_split(config_of("fusedkv"), 2))
+    assert "value_embeddings" in str(not_split(config_of("value_embeddings"), 2))
+    assert "their value" in str(not_split(config_of("skipv1"), 2))
     assert "its 1 key-value heads" in str(not_split(config_of("fusedkv, MQA"), 2))
     assert not not_split(config_of("fusedkv"), 1)
 

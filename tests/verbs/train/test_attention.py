@@ -58,7 +58,7 @@ def test_states_that_would_cross_document_boundaries_are_refused(tmp_path):
         num_key_value_heads=1, mamba_d_ssm=16, mamba_n_heads=2, mamba_d_head=8, mamba_d_state=4,
     )  # fmt: skip
     for model in (tiny("qwen3_next"), FalconH1ForCausalLM(hybrid)):
-        with pytest.raises(ValueError, match="model.start: must have softmax attention in all layers"):
+        with pytest.raises(ValueError, match="model.start"):
             set_attention(model, None, arguments(tmp_path))
 
 
@@ -67,7 +67,7 @@ def test_attention_without_a_dense_mask_is_refused_where_a_method_changes_the_ma
     monkeypatch.setattr(attention, "check_attention", lambda kind, device: None)  # this machine has no GPU
     with pytest.raises(ValueError, match=f"model.attention: {kind} cannot apply the mask"):
         set_attention(model_of(["cross_attention"]), kind, arguments(tmp_path))
-    with pytest.raises(ValueError, match="half precision; set train.bf16: true"):
+    with pytest.raises(ValueError, match="train.bf16"):
         set_attention(model_of(), "flash", arguments(tmp_path))
 
 

@@ -47,10 +47,10 @@ def test_the_bound_is_between_a_sixth_and_all_of_what_a_run_uses(recipe, tmp_pat
         patch.setattr("crosslayer.verbs.train.run.CrossLayerTrainer", mock.Mock(side_effect=KeyboardInterrupt))
         crosslayer.train(recipe, tmp_path / "again", settings=settings)
     monkeypatch.setattr(costs, "free_memory", lambda device: run.peak_bytes / 6)
-    with pytest.raises(ValueError, match="training needs at least"):
+    with pytest.raises(ValueError, match="training needs"):
         crosslayer.train(recipe, tmp_path / "third", settings=settings)
     start = [f"model={{start: {tmp_path / 'run' / 'model'}}}", *settings[2:]]
-    with pytest.raises(ValueError, match="training needs at least"):
+    with pytest.raises(ValueError, match="training needs"):
         crosslayer.train(recipe, tmp_path / "fourth", settings=start)
 
 
@@ -61,5 +61,5 @@ def test_muon_has_one_state_of_a_matrix(tmp_path, monkeypatch):
     arguments = training_arguments(tmp_path, 0, course(1), {"use_cpu": True, "per_device_train_batch_size": 1})
     monkeypatch.setattr(costs, "free_memory", lambda device: 3.5 * 4 * 1000**2)
     costs.check_memory(model, Recipe(**parts, optimizer={"name": "muon"}), arguments)
-    with pytest.raises(ValueError, match="training needs at least 0.0 GB for 1,000,000 parameters"):
+    with pytest.raises(ValueError, match="0.0 GB.*1,000,000 parameters"):
         costs.check_memory(model, Recipe(**parts), arguments)

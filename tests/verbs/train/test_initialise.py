@@ -85,10 +85,10 @@ def test_tied_weights_stay_tied():
 def test_a_parameter_that_is_not_initialised_is_refused():
     model = CrossLayerForCausalLM(contract.config_of([]))
     model.model.layers[1].extra = torch.nn.Parameter(torch.ones(3))
-    with pytest.raises(ValueError, match=r"model.layers.1.extra is not initialised; CrossLayerDecoderLayer must"):
+    with pytest.raises(ValueError, match="model.layers.1.extra.*CrossLayerDecoderLayer"):
         initialise(model, 0)
     assert model.model.layers[1].extra.tolist() == [1, 1, 1]
     with torch.device("meta"):
         empty = CrossLayerForCausalLM(contract.config_of([]))
-    with pytest.raises(ValueError, match="is on the meta device"):
+    with pytest.raises(ValueError, match="meta device"):
         initialise(empty, 0)

@@ -102,7 +102,7 @@ def test_rows_are_the_same_for_any_number_of_processes(domains):
         assert torch.equal(torch.cat([batch["input_ids"] for batch in batches]), expected)
     copy = pickle.loads(pickle.dumps(rows))
     assert torch.equal(copy[17]["input_ids"], expected[17])
-    with pytest.raises(IndexError, match="row must be 0 to 23, got 24"):
+    with pytest.raises(IndexError, match="0.*23,.*24"):
         rows[24]
 
 
@@ -152,7 +152,7 @@ def test_validation_windows_are_spread_evenly(domains):
         3 + 8 * window for window in (0, 5, 10, 15, 20)
     ]
     assert len(rows) == 5 and len(every) == len(spread(every, 25)) == len(spread(every, 26)) == 25
-    with pytest.raises(ValueError, match="own: its text must have at least 300 tokens, one window, got 205"):
+    with pytest.raises(ValueError, match="300 tokens,.*205"):
         FixedRows(domains["books"], 300, "own")
 
 

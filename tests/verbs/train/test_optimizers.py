@@ -50,9 +50,9 @@ def test_rates_rise_from_above_zero_and_fall_as_the_recipe_says(tmp_path, part, 
 
 
 def test_a_decay_without_effect_or_too_long_is_refused():
-    with pytest.raises(ValueError, match="decay: has no effect with kind: cosine"):
+    with pytest.raises(ValueError, match="kind: cosine"):
         SchedulePart(steps=8, decay=4)
-    with pytest.raises(ValueError, match="decay: must be at most the 6 steps after the warmup, got 7"):
+    with pytest.raises(ValueError, match="6 steps.*7"):
         SchedulePart(tokens=8, kind="wsd", warmup=2, decay=7).course(8)
 
 
@@ -109,9 +109,9 @@ def test_rates_are_multiplied_by_the_factor_of_the_first_matching_expression(tmp
 
 def test_rates_without_effect_are_refused(tmp_path):
     trainer = run(tmp_path, OptimizerPart(rates={"embed": 2.0, "embed_tokens": 3.0}))
-    with pytest.raises(ValueError, match="optimizer.rates: 'embed_tokens' applies to no parameter"):
+    with pytest.raises(ValueError, match="optimizer.rates: 'embed_tokens'"):
         trainer.create_optimizer()
-    with pytest.raises(ValueError, match="must be a regular expression"):
+    with pytest.raises(ValueError, match="regular expression"):
         OptimizerPart(rates={"(": 1.0})
     with pytest.raises(ValueError, match="greater than 0"):
         OptimizerPart(rates={"a": 0.0})

@@ -79,7 +79,7 @@ def worker(rank, port, kind, folder):
 def test_sharding_that_does_nothing_is_refused(tmp_path, monkeypatch):
     """Accelerate ignores it where ranks are CPUs; for a single process it raises an error itself."""
     monkeypatch.setattr(TrainingArguments, "parallel_mode", ParallelMode.DISTRIBUTED)
-    with pytest.raises(ValueError, match="train.fsdp: has no effect"):
+    with pytest.raises(ValueError, match="train.fsdp"):
         trainer_of(tmp_path, fsdp=True)
 
 

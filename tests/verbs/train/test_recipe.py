@@ -124,7 +124,7 @@ def test_schedule_in_steps_or_tokens(recipe):
     assert schedule.total_steps(1024) == 977 and schedule.course(80)["warmup_steps"] == 10
     schedule = load_recipe(recipe, ["schedule={steps: 50, warmup: 4}"]).schedule
     assert schedule.total_steps(1024) == 50 and schedule.course(50)["warmup_steps"] == 4
-    with pytest.raises(ValueError, match=r"^warmup: must be less than the 3 steps of the schedule, got 4$"):
+    with pytest.raises(ValueError, match="^warmup:.*3 steps.*4$"):
         schedule.course(3)
 
 

@@ -154,9 +154,9 @@ def test_an_interrupted_run_resumes_and_ends_the_same(recipe, whole, tmp_path, m
         with pytest.raises(KeyboardInterrupt):
             crosslayer.train(recipe, folder, settings=settings)
     assert not (folder / "record.json").exists()
-    with pytest.raises(ValueError, match="the folder 'run' exists; use another name, or `resume`"):
+    with pytest.raises(ValueError, match="'run'.*`resume`"):
         crosslayer.train(recipe, folder, settings=settings)
-    with pytest.raises(ValueError, match="the folder 'run' has another recipe"):
+    with pytest.raises(ValueError, match="folder 'run'.*another"):
         crosslayer.train(recipe, folder, settings=[*settings, "seed=1"], resume=True)
     resumed = crosslayer.train(recipe, folder, settings=settings, resume=True)
     assert (resumed.losses == whole[0].losses).all()
@@ -176,7 +176,7 @@ def test_training_on_from_a_model(whole, tmp_path):
     run = crosslayer.train(path, tmp_path / "on")
     assert run.model.methods[0]["name"] == "resformer" and run.curve.steps == [1] and run.seconds > 0
     assert run.final_loss < whole[0].losses[0]
-    with pytest.raises(ValueError, match=r"tokenizer: 'bpe:512' has \d+ tokens, more than .* has embeddings"):
+    with pytest.raises(ValueError, match=r"'bpe:512'.*\d+"):
         (tmp_path / "own.txt").write_text(" ".join(f"w{number}" for number in range(20_000)))
         own = f"data.domains=[{{name: own, source: {tmp_path / 'own.txt'}}}]"
         crosslayer.train(path, tmp_path / "other", settings=["tokenizer=bpe:512", own])
@@ -189,7 +189,7 @@ def test_the_command(recipe, tmp_path, capsys, monkeypatch):
     out = capsys.readouterr().out.splitlines()
     assert json.loads(out[-1])["steps"] == 2
     assert type_in(monkeypatch, words) == 2
-    assert "exists; use another name, or --resume to continue its run" in capsys.readouterr().err
+    assert "--resume" in capsys.readouterr().err
     words[words.index("--out") + 1] = str(tmp_path / "nan")
     assert type_in(monkeypatch, [*words, "--set", "train.learning_rate=1e30", "--set", "schedule.steps=5"]) == 1
     assert "the loss is" in capsys.readouterr().err
@@ -205,10 +205,10 @@ def test_another_number_of_processes_resumes_with_the_same_batch(recipe, whole, 
     def resumed(*settings):
         return crosslayer.train(recipe, folder, settings=["model.method=resformer", *settings], resume=True)
 
-    with pytest.raises(ValueError, match=r"must be 8 .* checkpoint-4, got 4; set train.gradient_accumulation_steps=2"):
+    with pytest.raises(ValueError, match="8.*checkpoint-4,.*4; set train.gradient_accumulation_steps=2"):
         resumed("train.gradient_accumulation_steps=1")
     assert (folder / "recipe.yaml").read_text() == text
     run = resumed("train.gradient_accumulation_steps=4", "train.per_device_train_batch_size=2")
     assert run.tokens == 6 * 8 * 32 and run.curve.steps == [2, 4, 6]
-    with pytest.raises(ValueError, match="the folder 'run' has another recipe"):
+    with pytest.raises(ValueError, match="folder 'run'.*another"):
         resumed("train.learning_rate=1e-3")

@@ -163,14 +163,14 @@ def test_ends_that_do_not_match_are_refused(tmp_path):
     shards = write(tmp_path / "s")
     for ends in ([5, 4, shards.tokens], [1, 2, 3], [-9, 4, shards.tokens], [1, 1, shards.tokens]):
         (tmp_path / "s" / "ends.bin").write_bytes(np.array(ends, dtype="<i8").tobytes())
-        with pytest.raises(ValueError, match="ends.bin of 's' does not match the tokens"):
+        with pytest.raises(ValueError, match="ends.bin.*'s'"):
             open_shards(tmp_path / "s")
 
 
 def test_another_folder_is_not_changed(tmp_path):
     (tmp_path / "s").mkdir()
     (tmp_path / "s" / "thesis.txt").write_text("mine")
-    with pytest.raises(ValueError, match="'s' is not a folder of tokens"):
+    with pytest.raises(ValueError, match="'s'.*folder.*tokens"):
         write(tmp_path / "s")
     assert (tmp_path / "s" / "thesis.txt").read_text() == "mine"
 
@@ -195,7 +195,7 @@ def test_a_full_disk_is_a_line_and_leaves_no_folder(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(module, "sync", full)
-    with pytest.raises(ValueError, match="/s' cannot be written: No space left on device"):
+    with pytest.raises(ValueError, match="/s' cannot.*written"):
         write(tmp_path / "s")
     assert not list(tmp_path.iterdir())
 
@@ -251,7 +251,7 @@ def test_an_interrupted_tokenisation_continues_with_the_same_bytes(tmp_path, sma
         assert len("".join(small_files)) < whole + 80  # of each interruption at most 40 characters again
         assert sorted(path.name for path in tmp_path.iterdir()) == ["s", "whole"]
         shutil.rmtree(tmp_path / "s")
-    assert "continuing after the " in capsys.readouterr().err
+    assert "continuing after" in capsys.readouterr().err
 
 
 def test_many_files_are_not_all_open_at_once(tmp_path, small_files):

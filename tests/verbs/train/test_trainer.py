@@ -234,7 +234,7 @@ def test_a_batch_with_too_many_logits_trains_and_is_evaluated_in_chunks(more, tm
 def test_several_gpus_in_a_single_process_are_refused(tmp_path, monkeypatch):
     """Trainer would distribute a batch over them, and read more rows per step than the run has."""
     monkeypatch.setattr(TrainingArguments, "n_gpu", property(lambda _: 2))
-    with pytest.raises(ValueError, match="a process must see one GPU, got 2; .* torchrun"):
+    with pytest.raises(ValueError, match="process.*GPU,.*2;.*torchrun"):
         trainer_of(tmp_path)
 
 

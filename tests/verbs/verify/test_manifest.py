@@ -57,7 +57,7 @@ def test_ids_beyond_the_vocabulary_fail(monkeypatch, saved):
     path = saved / "manifest.json"
     path.write_text(with_print(ids=[10**6])(json.loads(path.read_text())))
     row = by_name(verify(saved))["manifest: fingerprint"]
-    assert row.status == "FAIL" and "must be below 64, the size of the vocabulary" in row.reason
+    assert row.status == "FAIL" and "vocabulary" in row.reason
 
 
 def test_a_manifest_is_written_whole_or_not_at_all(monkeypatch, saved):

@@ -31,14 +31,14 @@ def test_what_a_model_or_machine_lacks_is_not_applicable(monkeypatch):
 
 def test_bad_input(monkeypatch, capsys):
     for dtypes in ((), ("float33",), ("float32", "float32")):
-        with pytest.raises(ValueError, match="`dtypes` must be one or more of float32"):
+        with pytest.raises(ValueError, match="`dtypes`.*float32"):
             verify(tiny("llama"), dtypes=dtypes)
-    with pytest.raises(ValueError, match="verify needs a causal LM, got BertModel"):
+    with pytest.raises(ValueError, match="BertModel"):
         verify(tiny("bert"))
     mamba = AutoModelForCausalLM.from_config(MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2))
-    with pytest.raises(ValueError, match="verify needs a model with a key-value cache, and MambaForCausalLM has none"):
+    with pytest.raises(ValueError, match="key-value.*MambaForCausalLM"):
         verify(mamba)
-    with pytest.raises(ValueError, match="verify needs 22 positions, and the model has 12"):
+    with pytest.raises(ValueError, match="22 positions,.*12"):
         verify(tiny("llama", max_position_embeddings=12))
     for words, message in ((["minilm"], "needs a causal LM"), (["./nowhere"], "does not exist")):
         assert run(monkeypatch, "verify", *words) == 2

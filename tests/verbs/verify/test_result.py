@@ -47,8 +47,8 @@ def test_a_saved_verification_is_loaded_again_equal(monkeypatch, tmp_path):
 
 
 def test_options_that_do_nothing_are_refused(saved):
-    with pytest.raises(ValueError, match="device applies only if the model is a name"):
+    with pytest.raises(ValueError, match="device applies"):
         verify(tiny("llama"), device="cpu")
     for options in ({"folder": saved}, {"tokenizer": tokenizer()}):
-        with pytest.raises(ValueError, match="tokenizer and folder apply only to a loaded model"):
+        with pytest.raises(ValueError, match="folder apply"):
             verify(saved, **options)

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 from crosslayer.core.plan import DepthPlan
@@ -69,14 +70,15 @@ def check_choice(name: str, option: str, value: Any, choices: Sequence[Any]) -> 
         raise ValueError(f"{name}: {option} must be one of {', '.join(map(repr, choices))}, got {value!r}")
 
 
-def mixed_layers(name: str, plan: DepthPlan, state: str) -> list[int]:
+@lru_cache(8)  # every layer of a model asks
+def mixed_layers(name: str, plan: DepthPlan, state: str) -> tuple[int, ...]:
     """Return the layers that compute this state themselves; refuse fewer than two, since there is nothing to mix."""
     own_layers = plan.own_layers(state)
     if len(own_layers) < 2:
         raise ValueError(
             f"{name}: at least two layers must have {state} of their own to be mixed, only layer {own_layers[0]} has"
         )
-    return own_layers
+    return tuple(own_layers)
 
 
 MOST_LAYERS = 10_000

@@ -47,14 +47,14 @@ class CrossLayerAttention(nn.Module):
 
     def __init__(self, config: CrossLayerConfig, wiring: Wiring, layer_idx: int):
         super().__init__()
-        assert config.num_key_value_heads is not None and config.head_dim is not None
-        assert config.layer_types is not None
+        head_dim, pairs = config.head_dim, config.num_key_value_heads
+        assert pairs is not None and head_dim is not None and config.layer_types is not None
         self.config, self.layer_idx = config, layer_idx
-        self.head_dim, self.is_causal = config.head_dim, True
-        self.scaling = (config.query_pre_attn_scalar or config.head_dim) ** -0.5
+        self.head_dim, self.is_causal = head_dim, True
+        self.scaling = (config.query_pre_attn_scalar or head_dim) ** -0.5
         cap = config.attn_logit_softcapping
         self.softcap = {} if cap is None else {"softcap": cap}  # passed only to functions that support it
-        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        self.num_key_value_groups = config.num_attention_heads // pairs
         self.attention_dropout = config.attention_dropout or 0.0
         self.sliding_window = config.sliding_window if config.layer_types[layer_idx] == "sliding_attention" else None
         self.stored = wiring.plan.stored(layer_idx)
@@ -84,24 +84,22 @@ class CrossLayerAttention(nn.Module):
         self.values_compensate = target == FROM_VALUES
 
     def _add_projections(self, config: CrossLayerConfig, has_own: list[bool], value_share: float) -> None:
-        assert config.num_key_value_heads is not None
-        width, bias = config.hidden_size, config.attention_bias
-        heads = config.num_attention_heads * self.head_dim
-        pairs = config.num_key_value_heads * self.head_dim
-        value_heads = round(config.num_key_value_heads * value_share)
-        if value_heads != config.num_key_value_heads * value_share:
+        head_dim, pairs = self.head_dim, config.num_key_value_heads
+        assert pairs is not None
+        width, bias, heads = config.hidden_size, config.attention_bias, config.num_attention_heads
+        value_heads = round(pairs * value_share)
+        if value_heads != pairs * value_share:
             raise ValueError(
-                f"layer {self.layer_idx}: {value_share:.0%} of {config.num_key_value_heads} value heads is not a whole "
-                "number of heads"
+                f"layer {self.layer_idx}: {value_share:.0%} of {pairs} value heads is not a whole number of heads"
             )
         own_q, own_k, own_v = has_own
-        self.q_proj = nn.Linear(width, heads, bias=bias) if own_q else None
-        self.k_proj = nn.Linear(width, pairs, bias=bias) if own_k else None
-        self.v_proj = nn.Linear(width, value_heads * self.head_dim, bias=bias) if own_v else None
-        output_bias = bias if config.attention_output_bias is None else config.attention_output_bias
-        self.o_proj = nn.Linear(heads, width, bias=output_bias)
-        self.q_norm = norm(config, self.head_dim) if own_q and config.qk_norm else None
-        self.k_norm = norm(config, self.head_dim) if own_k and config.qk_norm else None
+        self.q_proj = nn.Linear(width, heads * head_dim, bias=bias) if own_q else None
+        self.k_proj = nn.Linear(width, pairs * head_dim, bias=bias) if own_k else None
+        self.v_proj = nn.Linear(width, value_heads * head_dim, bias=bias) if own_v else None
+        output_bias, has_norms = config.attention_output_bias, config.qk_norm
+        self.o_proj = nn.Linear(heads * head_dim, width, bias=bias if output_bias is None else output_bias)
+        self.q_norm = norm(config, head_dim) if own_q and has_norms else None
+        self.k_norm = norm(config, head_dim) if own_k and has_norms else None
 
     @takes_cache
     def forward(

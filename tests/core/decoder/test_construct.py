@@ -1,7 +1,6 @@
 """What building a deep config and its model costs: everything about the wiring is computed once."""
 
 import gc
-import statistics
 import time
 
 import pytest
@@ -86,11 +85,11 @@ def test_changed_fields_change_the_wiring():
 @pytest.mark.slow  # eleven pairs of models of 80 layers
 @pytest.mark.parametrize("entries", [[], THREE], ids=["no method", "three methods"])
 def test_a_deep_model_takes_as_long_as_llamas(entries):
-    """Measured by benchmarks/construct.py, too."""
+    """Measured by benchmarks/construct.py, too. Other programs only ever add time, so each side's least time counts."""
     ours, llama = CrossLayerConfig(**SHAPE, cross_layer=entries), LlamaConfig(**SHAPE)
-    ratios = []
+    times: tuple[list[float], list[float]] = [], []
     for _ in range(11):
         gc.collect()
-        before = seconds(lambda: on_meta(LlamaForCausalLM, llama))
-        ratios.append(seconds(lambda: on_meta(CrossLayerForCausalLM, ours)) / before)
-    assert statistics.median(ratios) < 1.1, ratios
+        times[0].append(seconds(lambda: on_meta(CrossLayerForCausalLM, ours)))
+        times[1].append(seconds(lambda: on_meta(LlamaForCausalLM, llama)))
+    assert min(times[0]) / min(times[1]) < 1.1, times

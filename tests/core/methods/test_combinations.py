@@ -32,11 +32,13 @@ ENTRIES = {name: st.fixed_dictionaries({"name": st.just(name), **options}) for n
 SETS = st.lists(st.sampled_from(list(ENTRIES)), min_size=2, max_size=4, unique=True).flatmap(
     lambda names: st.tuples(*[ENTRIES[name] for name in names])
 )
-CROSS_ATTENTION = {"name": "cross_attention"}
+CROSS_ATTENTION, CLA = {"name": "cross_attention"}, {"name": "cla", "groups": ((1, 4),)}
 KNOWN = [
     [CROSS_ATTENTION, {"name": "drop", "attention": (1,)}, {"name": "kvsharer", "pairs": ((1, 0),)}],
+    [{"name": "drop", "attention": (0, 1, 4)}, CLA, {"name": "kvsharer", "pairs": ((4, 0),)}],
     [{"name": "shared_choice", "groups": ((0, 2),)}, {"name": "attnres"}, {"name": "yoco"}],
     [CROSS_ATTENTION, {"name": "mudd"}, {"name": "shared_choice", "groups": ((1, 3),)}],
+    [{"name": "yoco"}, {"name": "attnres"}, {"name": "svformer"}],
     [{"name": "uniattn", "superblocks": ((1, 2),), "compensation": "mlp"}, "attnres", {"name": "drop", "mlp": (2,)}],
 ]
 THREE = [{"name": "svformer", "anchors": (0, 4)}, {"name": "cla", "groups": ((0, 4),)}, "neutreno", "attnres"]

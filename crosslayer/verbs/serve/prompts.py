@@ -1,14 +1,13 @@
 """A store of prompts for vLLM: what is refused before vLLM starts, and the argument that makes it use the store."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import Tensor
 from transformers import PreTrainedConfig
 
 from crosslayer.codec.codec import Codec, load_codec, model_print, weights_print
@@ -113,10 +112,5 @@ def served_print(source: str, config: PreTrainedConfig) -> str:
         files = [stack.enter_context(safe_open(path, "pt")) for path in sorted(Path(source).glob("*.safetensors"))]
         found = {name: file for file in files for name in file.keys()}  # noqa: SIM118  not a mapping
         if set(names) <= set(found):
-            return weights_print(config, _read(names, found))
+            return weights_print(config, ((name, found[name].get_tensor(name)) for name in names))
     return model_print(load_model(source, dtype="bfloat16", device="cpu")[0])
-
-
-def _read(names: list[str], found: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    for name in names:
-        yield name, found[name].get_tensor(name)

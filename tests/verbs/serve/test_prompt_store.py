@@ -7,6 +7,7 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
+import numpy as np
 import pytest
 import torch
 
@@ -27,7 +28,7 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed; see make test-serving"),
 ]
 SIZE = 32  # tokens of vLLM's blocks
-LENGTH, NEW = 600, 12
+LENGTH, NEW, LATE = 600, 12, 120
 CLOSE = 2e-3  # of log probabilities in float32: vLLM adds in another order, and the prompt has 600 tokens
 LONG = {"max_model_len": 1024, "max_num_batched_tokens": 1024, "block_size": SIZE}
 
@@ -40,16 +41,16 @@ def fitted(family="llama", **changes):
     return model, Codec(fit_chain(calibration, 0.1), model_print(model))
 
 
-def store_job(folders, ids, store="prompts", **options):
+def store_job(folders, ids, store="prompts", new=NEW, **options):
     """A job of an engine with a store, a folder in `folders` beside those of the model and of the codec."""
     config = prompts.transfer_config(fitted()[1], folders / "codec", folders / store, None)
-    own = job(folders / "model", ids, NEW, **LONG, kv_transfer_config=config, **options)
+    own = job(folders / "model", ids, new, **{**LONG, **options}, kv_transfer_config=config)
     return {**own, "new_logprobs_alone": True}
 
 
 @torch.no_grad()
 def logprobs(model, prompt, chosen, store=None, stop=None):
-    """The model's log probabilities (NEW, V), with the exact cache of the prompt, or a store's up to `stop`."""
+    """The model's log probabilities of new tokens (T, V), with the exact cache, or that of a store up to `stop`."""
     ids, kept = torch.tensor([prompt + chosen]), {}
     if store is not None:
         stop = stop or (len(prompt) - 1) // SIZE * SIZE
@@ -57,7 +58,7 @@ def logprobs(model, prompt, chosen, store=None, stop=None):
         assert length == stop
         ids = ids[:, stop:]
     logits = model(ids, **kept).logits[0].log_softmax(-1)
-    return logits[-NEW - 1 : -1]
+    return logits[-len(chosen) - 1 : -1]
 
 
 def error(ours, answer, row=0):
@@ -71,7 +72,7 @@ def error(ours, answer, row=0):
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory):
-    """Of four engines, one after the other: a first run; a restart; a damaged store; a disk that takes no more."""
+    """Of engines one after the other: a first run; a restart; little memory; a damaged store; a full disk."""
     folder = tmp_path_factory.mktemp("served")
     model, codec = fitted()
     model.save_pretrained(folder / "model")
@@ -87,11 +88,12 @@ def answers(tmp_path_factory):
     jobs = [
         store_job(folder, [text, short]),
         store_job(folder, [text, longer, apart, short, other]),
-        store_job(folder, [ids[0].tolist()], "damaged"),
+        store_job(folder, [text, longer], new=LATE, kv_cache_memory_bytes=47 * SIZE * 3 * 2 * 2 * 32 * 4),
+        store_job(folder, [ids[0].tolist(), ids[0, :300].tolist() + other], "damaged"),
         {**store_job(folder, [text], "full"), "full": True},
     ]
     found, log = by_vllm(jobs)
-    return folder, model, [[text, short], [text, longer, apart, short, other], [ids[0].tolist()], [text]], found, log
+    return folder, model, [own["prompts"] for own in jobs], found, log
 
 
 def test_a_restart_continues_from_the_store_as_transformers_does(answers):
@@ -116,10 +118,21 @@ def test_prompts_that_begin_alike_share_blocks(answers):
     assert len(names) == 3 + 1 + 1 + 1
 
 
+def test_a_request_that_is_put_off_is_loaded_again(answers):
+    """47 blocks of 32 tokens hold both prompts, and not all that follows them."""
+    folder, model, (_, _, both, *_), (_, _, answer, *_), _ = answers
+    assert answer["metrics"]["vllm:num_preemptions"] > 0 and answer["cached"] == [576, 672]
+    for row, text in enumerate(both):
+        assert error(logprobs(model, text, answer["tokens"][row], folder / "prompts"), answer, row) < CLOSE
+
+
 def test_a_damaged_block_is_computed_again(answers):
-    _, model, (*_, ids, _), (*_, damaged, _), log = answers
-    assert error(logprobs(model, ids[0], damaged["tokens"][0]), damaged) < CLOSE
+    folder, model, (*_, both, _), (*_, damaged, _), log = answers
+    for row, text in enumerate(both):
+        assert error(logprobs(model, text, damaged["tokens"][row]), damaged, row) < CLOSE
     assert "cannot be loaded" in log
+    # the step that read nothing ends with the second prompt complete, and wrong: it is not stored
+    assert PromptStore(folder / "damaged", fitted()[1]).match(np.array(both[1], np.uint32)) == 0
 
 
 def test_a_full_disk_stores_nothing_and_text_goes_on(answers):

@@ -37,7 +37,7 @@ def transfer(way: str, source: str, folder: str, store: str) -> dict | None:
     return prompts.transfer_config(codec, folder, store, None)
 
 
-def serve_one_way(way: str, source: str, folder: str, dtype: str, length: int) -> None:
+def serve_one_way(way: str, source: str, folder: str, dtype: str, length: int, eager: bool) -> None:
     """Answer lines of token ids with seconds to the first token, and tokens that were not computed."""
     answers = os.dup(1)
     os.dup2(2, 1)  # what vLLM prints goes where errors go
@@ -48,6 +48,7 @@ def serve_one_way(way: str, source: str, folder: str, dtype: str, length: int) -
         llm = LLM(
             source,
             dtype=dtype,
+            enforce_eager=eager,
             max_model_len=length + 32,
             max_num_batched_tokens=length + 32,
             max_num_seqs=1,
@@ -66,7 +67,7 @@ def serve_one_way(way: str, source: str, folder: str, dtype: str, length: int) -
             os.write(answers, json.dumps(answer).encode() + b"\n")
 
 
-def measure(name: str, folder: str, lengths: list[int], repeats: int, dtype: str) -> list[dict]:
+def measure(name: str, folder: str, lengths: list[int], repeats: int, dtype: str, eager: bool) -> list[dict]:
     from crosslayer.corpus.domains import embedded_domains, split_domains
     from crosslayer.models.load import load_tokenizer, model_source
     from crosslayer.stats.ratios import paired_ratio
@@ -75,7 +76,7 @@ def measure(name: str, folder: str, lengths: list[int], repeats: int, dtype: str
     texts = embedded_domains(["speeches"])
     ids = split_domains(texts, load_tokenizer(name), parts=parts, length=max(lengths))["text"].ids.tolist()
     source = model_source(name)
-    engines = {way: start(way, source, folder, dtype, max(lengths)) for way in WAYS}
+    engines = {way: start(way, source, folder, dtype, max(lengths), eager) for way in WAYS}
     rows, held = [], dict.fromkeys(WAYS, 0)
     for length in lengths:
         times: dict[tuple[str, str], list[float]] = {}
@@ -91,7 +92,15 @@ def measure(name: str, folder: str, lengths: list[int], repeats: int, dtype: str
                 if turn:
                     times.setdefault((way, "first"), []).append(first["seconds"])
                     times.setdefault((way, "second"), []).append(second["seconds"])
-        row = {"model": name, "dtype": dtype, "tokens": length, "repeats": repeats, "cached": cached, "bytes": sizes}
+        row = {
+            "model": Path(name).name,
+            "dtype": dtype,
+            "eager": eager,
+            "tokens": length,
+            "repeats": repeats,
+            "cached": cached,
+            "bytes": sizes,
+        }
         for (way, run), took in times.items():
             shown = {"median": float(np.median(took)), "low": min(took), "high": max(took)}
             row[f"{way}_{run}"] = shown
@@ -105,9 +114,11 @@ def measure(name: str, folder: str, lengths: list[int], repeats: int, dtype: str
     return rows
 
 
-def start(way: str, source: str, folder: str, dtype: str, length: int) -> subprocess.Popen:
+def start(way: str, source: str, folder: str, dtype: str, length: int, eager: bool) -> subprocess.Popen:
     words = [sys.executable, __file__, source, folder, "--way", way, "--dtype", dtype, "--lengths", str(length)]
-    engine = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", **os.environ}  # GiB of each engine
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    engine = subprocess.Popen(words + ["--eager"] * eager, env=env, **pipes)
     if engine.stdout.readline() != "ready\n":
         raise SystemExit(f"the engine of {way} did not start")
     return engine
@@ -135,17 +146,18 @@ def main() -> None:
     parser.add_argument("--lengths", default="512,2048")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--eager", action="store_true", help="do not compile")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)  # of a process for one engine
     given = parser.parse_args()
     lengths = [int(length) for length in given.lengths.split(",")]
     if given.way:
-        serve_one_way(given.way, given.model, given.codec, given.dtype, max(lengths))
+        serve_one_way(given.way, given.model, given.codec, given.dtype, max(lengths), given.eager)
         return
     from crosslayer.environment import environment
 
     started = time.time()
-    rows = measure(given.model, given.codec, lengths, given.repeats, given.dtype)
+    rows = measure(given.model, given.codec, lengths, given.repeats, given.dtype, given.eager)
     record = {"rows": rows, "seconds": round(time.time() - started, 1), "environment": environment().model_dump()}
     if given.out:
         given.out.write_text(json.dumps(record, indent=1) + "\n")

@@ -9,7 +9,7 @@ so any run of tokens decodes alone.
 Shapes: N tokens, W numbers of a layer for each token, R channels of a layer.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -97,7 +97,9 @@ def code_layers(layers: Sequence[Layer], states: Sequence[Tensor], steps: Tensor
     return codes, decoded
 
 
-def below_of(layers: Sequence[Layer], layer: Layer, decoded: Sequence[Tensor], count: int) -> Tensor | None:
+def below_of(
+    layers: Sequence[Layer], layer: Layer, decoded: Sequence[Tensor] | Mapping[int, Tensor], count: int
+) -> Tensor | None:
     """Return the decoded states (N, W) of a layer's source, less their mean, of the latest tokens; None without one."""
     if layer.source is None:
         return None

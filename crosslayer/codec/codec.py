@@ -6,7 +6,7 @@ Shapes: B rows, S columns, T tokens, W numbers of a layer for each token, R chan
 import hashlib
 import json
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import Cache, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from crosslayer.codec import format
 from crosslayer.codec.chain import Chain, Importance, Layer, below_of, code_layers, step_sizes
@@ -173,32 +173,32 @@ class Codec:
         target, states = torch.device(device or "cpu"), []
         for row, pad in zip(rows, pads, strict=True):
             needed = [block for block in row if block.start < columns - pad]
-            states.append(self._decode(needed, columns - pad, target))
+            states.append(list(self.decode_layers(needed, columns - pad, target)))
         return new_cache(states, self.shapes, pads, columns, dtype)
 
-    def _decode(self, blocks: Sequence[format.Block], length: int, device: torch.device) -> list[Tensor]:
-        """Return the states (T, W) of the blocks' first `length` tokens, of each layer the latest that it holds.
+    def decode_layers(self, blocks: Sequence[format.Block], length: int, device: torch.device) -> Iterator[Tensor]:
+        """Yield the states (T, W) of blocks one behind the other, layer by layer, up to position `length`.
 
-        One thread reads the codes of a layer while the layer before is computed.
+        Of each layer come the latest tokens that it holds. One thread reads the codes of a layer while the layer before
+        is computed.
         """
         layers = self.layers_on(device)
         steps = step_sizes(torch.from_numpy(np.concatenate([block.steps for block in blocks]))).to(device)
         exact = self._exact(blocks[0])
-        decoded: list[Tensor] = []
-        states: list[Tensor] = []
+        decoded: dict[int, Tensor] = {}  # of the layers that a later one is predicted from
         with ThreadPoolExecutor(1) as pool:
             reading = [pool.submit(self._coefficients, blocks, index) for index in range(len(layers))]
             for index, layer in enumerate(layers):
                 coefficients, begin = reading[index].result()
                 own = torch.from_numpy(coefficients).to(device)
                 below = below_of(layers, layer, decoded, own.shape[1])
-                decoded.append(layer.decoded(below, own, steps[len(steps) - own.shape[1] :]))
-                whole = decoded[-1]
+                whole = decoded[index] = layer.decoded(below, own, steps[len(steps) - own.shape[1] :])
+                needed = {later.source for later in layers[index + 1 :]}
+                decoded = {key: states for key, states in decoded.items() if key in needed}
                 if index in exact and begin <= 1:
                     whole = torch.cat([exact[index].to(device)[None], whole])
                     begin = 0
-                states.append(whole[: max(0, length - begin)])
-        return states
+                yield whole[: max(0, length - begin)]
 
     def _coefficients(self, blocks: Sequence[format.Block], index: int) -> tuple[np.ndarray, int]:
         """Return decoded coefficients (R, T) of a layer's latest tokens, and the position of the first of them."""
@@ -349,16 +349,21 @@ def tokenizer_print(tokenizer: PreTrainedTokenizerBase) -> str:
     return hashlib.sha256(json.dumps(words).encode()).hexdigest()
 
 
-@torch.no_grad()
 def model_print(model: PreTrainedModel) -> str:
-    """Return a fingerprint of a model's weights and angles, equal in float32 and in bfloat16.
+    """Return a fingerprint of a model's weights and angles, equal in float32 and in bfloat16."""
+    return weights_print(model.config, sorted(model.named_parameters()))
+
+
+@torch.no_grad()
+def weights_print(config: PreTrainedConfig, weights: Iterable[tuple[str, Tensor]]) -> str:
+    """Return the fingerprint of a model from its parameters by name, in alphabetical order.
 
     Two sums over each tensor's numbers as bfloat16, one of them weighted by position: for mistakes, not for attacks.
     """
-    text: Any = model.config.get_text_config()
+    text: Any = config.get_text_config()
     facts = [getattr(text, "rope_parameters", None), getattr(text, "sliding_window", None), text.num_hidden_layers]
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode())
-    for name, weight in sorted(model.named_parameters()):
+    for name, weight in weights:
         sums = [0, 0]
         for part in weight.detach().reshape(-1).split(SUMMED):
             bits = part.to(torch.bfloat16).view(torch.int16).to(torch.int64)

@@ -176,8 +176,7 @@ class PromptStore:
         except ValueError:  # written by another program: its SHA-256 is right, its codes are not
             return DynamicCache(config=model.config), 0
         for own in blocks:
-            for block in reversed(own):  # parents last: they are removed last
-                self.files.touch(self.files.path(block.parent, block.name))
+            self._touch(own)
         return cache, columns
 
     def save(self, ids: Tensor, cache: Cache, mask: Tensor | None = None) -> int:
@@ -203,19 +202,62 @@ class PromptStore:
         for row, pad in enumerate(pads):
             tokens = ids[row, pad:].numpy().astype(np.uint32)
             states = self.codec.read(cache, row, pad, len(tokens))
-            first = np.array([len(tokens) - len(own) for own in states])
-            parent, start = format.root(self.codec.id), 0
-            for block, common, _ in self._walk(tokens):
-                known = np.minimum(np.maximum(first - block.start, 0), len(block.tokens))
-                rest = len(tokens) - block.start
-                if common < min(len(block.tokens), rest) or (known < block.first).any():
-                    break  # only its beginning is the same, or a window holds more now
-                parent, start = block.name, min(block.stop, len(tokens))
-            for block in self.codec.encode_blocks(states, tokens, start, parent, self.block, dtype_of(cache)):
-                self._write(block)
-                coded += len(block.tokens)
+            coded += self.save_states(tokens, states, dtype_of(cache))
+        return coded
+
+    def save_states(self, tokens: np.ndarray, states: Sequence[Tensor], dtype: int) -> int:
+        """Store one text from the states of its latest tokens that each layer holds; return the tokens coded.
+
+        Args:
+            tokens: (T,) uint32.
+            states: of each layer keys before rotation, then values, (T, W), float32.
+            dtype: of the cache, an index of `format.DTYPES`.
+
+        Raises:
+            ValueError: the store cannot be written.
+
+        """
+        first, coded = np.array([len(tokens) - len(own) for own in states]), 0
+        parent, start = format.root(self.codec.id), 0
+        for block, common, _ in self._walk(tokens):
+            known = np.minimum(np.maximum(first - block.start, 0), len(block.tokens))
+            rest = len(tokens) - block.start
+            if common < min(len(block.tokens), rest) or (known < block.first).any():
+                break  # only its beginning is the same, or a window holds more now
+            parent, start = block.name, min(block.stop, len(tokens))
+        for block in self.codec.encode_blocks(states, tokens, start, parent, self.block, dtype):
+            self._write(block)
+            coded += len(block.tokens)
         self._evict()
         return coded
+
+    def match(self, tokens: np.ndarray) -> int:
+        """Return how many of a text's first tokens (T,) are stored, in all layers; reads headers alone."""
+        stop = 0
+        for header, common, _ in self._walk(tokens):
+            if header.first.any():  # a sliding window did not hold them any more
+                break
+            stop = header.start + common
+            if common < len(header.tokens):
+                break
+        return stop
+
+    def read(self, tokens: np.ndarray, start: int = 0) -> list[format.Block]:
+        """Return the blocks that hold a text's tokens from position `start` to the end.
+
+        Raises:
+            ValueError: some are damaged, or not stored any more.
+
+        """
+        blocks, stop = self._read(tokens)
+        if stop < len(tokens) or any(block.first.any() for block in blocks):
+            raise ValueError(f"only {stop} of {len(tokens)} tokens could be read")
+        self._touch(blocks)
+        return [block for block in blocks if block.stop > start]
+
+    def _touch(self, blocks: Sequence[format.Block]) -> None:
+        for block in reversed(blocks):  # parents last: they are removed last
+            self.files.touch(self.files.path(block.parent, block.name))
 
     def _walk(self, tokens: np.ndarray, whole: bool = False) -> Iterator[tuple[format.Block, int, bytes]]:
         """Yield the headers of the blocks that hold a text's tokens one after the other.

@@ -257,3 +257,36 @@ def test_what_a_killed_process_left_is_removed(tmp_path):
     os.utime(left, (0, 0))
     prune(store.files, 2**30)
     assert not left.exists() and blocks(tmp_path)
+
+
+def test_headers_say_what_is_stored_and_blocks_are_read_from_a_position(tmp_path):
+    model, store, ids = saved(tmp_path)
+    tokens = ids[0].numpy().astype(np.uint32)
+    assert store.match(tokens) == 60 and store.match(tokens[:37]) == 37 and store.match(tokens[1:]) == 0
+    assert [block.start for block in store.read(tokens, 20)] == [16, 32, 48]
+    assert [block.start for block in store.read(tokens[:40])] == [0, 16, 32]
+    states = list(store.codec.decode_layers(store.read(tokens[:50], 20), 50, torch.device("cpu")))
+    exact = store.codec.read(cache_of(model, ids), 0, 0, 60)
+    for own, other in zip(states, exact, strict=True):
+        assert float((own - other[16:50]).norm() / other[16:50].norm()) < 0.1
+    with pytest.raises(ValueError, match="only 60 of 61 tokens"):
+        store.read(np.append(tokens, 5))
+
+
+def test_tokens_that_a_window_forgot_are_no_match(tmp_path):
+    _, store, ids = saved(tmp_path, family="mistral")
+    assert store.match(ids[0].numpy().astype(np.uint32)) == 0
+    with pytest.raises(ValueError, match="could be read"):
+        store.read(ids[0].numpy().astype(np.uint32))
+
+
+def test_states_are_stored_as_a_cache_is(tmp_path):
+    model, store, ids = saved(tmp_path / "one")
+    _, other = opened(tmp_path / "other")
+    states = store.codec.read(cache_of(model, ids), 0, 0, 60)
+    assert other.save_states(ids[0].numpy().astype(np.uint32), states, format.DTYPES.index("float32")) == 60
+    names = [[path.name for path in blocks(tmp_path / folder)] for folder in ("one", "other")]
+    assert names[0] == names[1]
+    assert [path.read_bytes() for path in blocks(tmp_path / "one")] == [
+        path.read_bytes() for path in blocks(tmp_path / "other")
+    ]

@@ -10,6 +10,7 @@ from crosslayer.core.methods import allowed_modules
 from crosslayer.output.progress import say
 from crosslayer.verbs.serve import engine
 from crosslayer.verbs.serve.plugin import ALLOWED
+from crosslayer.verbs.serve.prompts import store_flags
 
 
 def serve(
@@ -21,6 +22,9 @@ def serve(
     kv_memory: float | None = None,
     max_length: int | None = None,
     dtype: str | None = None,
+    prompt_store: str | None = None,
+    codec: str | None = None,
+    prompt_limit: str | None = None,
 ) -> NoReturn:
     """Serve a model with vLLM over an OpenAI-compatible HTTP API; layers that share a KV cache share it there too.
 
@@ -32,6 +36,10 @@ def serve(
         kv_memory: GiB for the KV cache; default chosen by vLLM.
         max_length: maximum tokens of a request.
         dtype: float32, bfloat16, …; default chosen by vLLM.
+        prompt_store: folder or URL of stored prompts, which are loaded instead of computed, and where prompts are
+            saved; for models that are not converted. Needs `codec`.
+        codec: folder of the model's codec, from fit-codec.
+        prompt_limit: bytes of the store, such as 20GiB; the blocks used least recently are removed beyond it.
 
     Raises:
         ValueError: vLLM is missing or has an unsupported version, the model cannot be served, or an option is wrong.
@@ -43,6 +51,12 @@ def serve(
     engine.check_flags(served, passed)
     if not engine.has_tokenizer(served) and "--tokenizer" not in passed:
         raise ValueError(f"{served.name} has no tokenizer; save one into its folder, or pass -- --tokenizer NAME")
+    if prompt_store is not None and codec is not None:
+        passed += store_flags(
+            served.source, served.config, engine.flag_values(passed), prompt_store, codec, prompt_limit
+        )
+    elif (prompt_store, codec, prompt_limit) != (None, None, None):
+        raise ValueError("`prompt_store` and `codec` must be given together, and `prompt_limit` with them")
     engine.check_port(host, port)
     command = engine.serve_command(
         served, host=host, port=port, kv_memory=kv_memory, max_length=max_length, dtype=dtype, flags=passed

@@ -1,5 +1,6 @@
 """Run by the tests, in a process of its own: vLLM opens a folder and continues prompts; JSON in, JSON out."""
 
+import errno
 import json
 import os
 import sys
@@ -16,6 +17,8 @@ def answer(job):
     """What vLLM makes of the prompts of a job, in a folder of its own."""
     from vllm import LLM, SamplingParams
 
+    if job.get("full"):
+        fill_disk()
     llm = LLM(job["folder"], **{**OPTIONS, **job.get("options", {})})
     prompts = [{"prompt_token_ids": ids} for ids in job["prompts"]]
     of_prompts = None if job.get("new_logprobs_alone") else 0  # those of prompts keep vLLM from reusing a prefix
@@ -24,7 +27,9 @@ def answer(job):
     )
     for _ in range(job.get("times", 1)):
         outputs = llm.generate(prompts, sampling, use_tqdm=False)
-    metrics = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
+    found = llm.get_metrics()
+    metrics = {metric.name: metric.value for metric in found if hasattr(metric, "value")}
+    prefilled = sum(metric.sum for metric in found if metric.name == "vllm:request_prefill_kv_computed_tokens")
     cache = llm.llm_engine.vllm_config.cache_config
     apart = os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "1"  # the scheduler is in another process
     sizes = {} if apart else sizes_of(llm)
@@ -33,10 +38,22 @@ def answer(job):
         **sizes,
         "tokens": [list(output.outputs[0].token_ids) for output in outputs],
         "logprobs": [[chosen[token].logprob for chosen, token in steps(output)] for output in outputs],
+        "cached": [output.num_cached_tokens for output in outputs],
+        "prefilled": prefilled,
         "kv_blocks": cache.num_gpu_blocks,
         "kv_tokens": cache.kv_cache_size_tokens,
         "metrics": metrics,
     }
+
+
+def fill_disk():
+    """Let no block of a prompt store be written any more, as on a full disk."""
+    from crosslayer.codec.store import Files
+
+    def write(self, path, data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    Files.write = write
 
 
 def sizes_of(llm):

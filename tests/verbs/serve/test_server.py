@@ -47,12 +47,24 @@ def retrofit(smollm2, folder, method):
 
 
 @contextmanager
-def serving(folder, log, *flags):
+def serving(folder, log, *flags, options=()):
     """A server of a folder, and the client that talks to it; it is interrupted at the end, and ends."""
     import openai
 
     port = free_port()
-    words = ["serve", folder, "--port", port, "--dtype", "float32", "--max-length", 1024, "--kv-memory", MEMORY]
+    words = [
+        "serve",
+        folder,
+        "--port",
+        port,
+        "--dtype",
+        "float32",
+        "--max-length",
+        1024,
+        "--kv-memory",
+        MEMORY,
+        *options,
+    ]
     words += ["--", *flags] if flags else []
     with log.open("w") as out:
         server = subprocess.Popen(

@@ -17,7 +17,7 @@ from torch import Tensor
 from crosslayer.codec import fit
 from crosslayer.codec.chain import Chain, Importance, Layer, below_of
 from crosslayer.codec.entropy import Coder, quantized
-from crosslayer.codec.fit import Calibration, with_step
+from crosslayer.codec.fit import QUICK, Calibration, with_step
 
 CLIPPED = 1e-3  # of calibration tokens, whose codes lie beyond a channel's range on either side
 TRIES, CLOSE = 8, 0.005
@@ -103,7 +103,11 @@ def with_fixed_lengths(chain: Chain, data: Calibration) -> Chain:
 
 
 def fixed_at(chain: Chain, data: Calibration, bytes_per_token: float) -> Chain:
-    """Return a chain with codes of a fixed length whose step gives so many bytes of a token, from a finer chain."""
+    """Return a chain with codes of a fixed length whose step gives so many bytes of a token, from a finer chain.
+
+    Classes and ranges are fitted to every `QUICK`-th token.
+    """
+    data = replace(data, states=[own[::QUICK] for own in data.states], steps=data.steps[::QUICK])
     made = with_fixed_lengths(chain, data)
     for _ in range(TRIES):
         ratio = float(made.bits(*data.held_out).mean()) / 8 / bytes_per_token

@@ -13,6 +13,7 @@ import torch
 
 from crosslayer.codec.chain import below_of
 from crosslayer.codec.states import new_cache, read_states
+from crosslayer.core.transformers_versions import CACHE
 from crosslayer.corpus.windows import Windows
 from tests.helpers.codecs import cache_of, random_ids
 from tests.helpers.tiny import tiny
@@ -71,7 +72,7 @@ def test_the_exact_cache_costs_nothing_and_zeros_cost_what_a_loop_says(prompts, 
         with torch.no_grad():
             exact = ways.model(row[None]).logits[0, PROMPT:].log_softmax(-1)
             cache, _ = zeros(None, None)
-            other = ways.model(row[None, PROMPT:], past_key_values=cache).logits[0].log_softmax(-1)
+            other = ways.model(row[None, PROMPT:], use_cache=True, **{CACHE: cache}).logits[0].log_softmax(-1)
         assert kl == pytest.approx(float((exact.exp() * (exact - other)).sum(-1).mean()), rel=1e-4)
 
 

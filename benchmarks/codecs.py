@@ -11,7 +11,8 @@ way; what it has is not measured again.
     depth@B metric@B steps@B entropy@B  the codec without this part
     kvtc@B aqua@BITS                    with exact tokens at the start, and at the end; KVTC has B % with four of them,
                                         and with 4 + 128 the same codes beside the exact tokens
-    int@8 int@4 int@3 int@2 fp8         the package's quantized cache
+    int@8 int@4 int@3 int@2 fp8         the package's quantized cache, with the tokens that it keeps exact, and as much
+                                        memory as it allocates
     unrotated-int@4                     of keys before rotation and values, less their calibration mean
 
 A ratio of the codec's KL to a rival's is the geometric mean over windows, with an interval over them. The rival's log

@@ -5,7 +5,7 @@ Each is fitted for itself, encodes to real bytes and decodes them.
 Shapes: N calibration tokens, W numbers of a layer for each token, R channels of a layer, T tokens.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from unittest import mock
@@ -102,17 +102,22 @@ def with_fixed_lengths(chain: Chain, data: Calibration) -> Chain:
     return Chain(layers, chain.importance)
 
 
-def fixed_at(chain: Chain, data: Calibration, bytes_per_token: float) -> Chain:
-    """Return a chain with codes of a fixed length whose step gives so many bytes of a token, from a finer chain.
+def with_bytes(
+    chain: Chain,
+    data: Calibration,
+    bytes_per_token: float,
+    changed: Callable[[Chain, Calibration], Chain] = lambda chain, data: chain,
+) -> Chain:
+    """Return a chain, changed, with the step at which held-out text takes so many bytes of a token.
 
-    Classes and ranges are fitted to every `QUICK`-th token.
+    The step is found on every `QUICK`-th token.
     """
-    data = replace(data, states=[own[::QUICK] for own in data.states], steps=data.steps[::QUICK])
-    made = with_fixed_lengths(chain, data)
+    quick = replace(data, states=[own[::QUICK] for own in data.states], steps=data.steps[::QUICK])
+    factor = 1.0
     for _ in range(TRIES):
+        made = changed(with_step(chain, quick, factor), quick)
         ratio = float(made.bits(*data.held_out).mean()) / 8 / bytes_per_token
         if abs(ratio - 1) < CLOSE:
             break
-        chain = with_step(chain, data, min(4.0, max(0.25, ratio**SLOPE)))
-        made = with_fixed_lengths(chain, data)
-    return made
+        factor *= min(4.0, max(0.25, ratio**SLOPE))
+    return changed(with_step(chain, data, factor), data)

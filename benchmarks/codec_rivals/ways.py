@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from codec_rivals.parts import fixed_at, without_depth, without_metric, without_steps
+from codec_rivals.parts import with_bytes, with_fixed_lengths, without_depth, without_metric, without_steps
 from codec_rivals.rivals import Aqua, Integers, Kvtc, bases_of, ways_of
-from crosslayer.codec.chain import Chain
-from crosslayer.codec.fit import BASIS, Calibration, calibrate
+from crosslayer.codec.fit import BASIS, Calibration, calibrate, fit_chain_at
 from crosslayer.codec.judge import Way, coded, rounded
 from crosslayer.codec.states import read_shapes
 from crosslayer.verbs.fit_codec.run import Fitting
@@ -73,21 +72,20 @@ class Ways:
         fitting.data = self.shared(f"data without {without}", lambda: change(self.data))
         return fitting
 
-    def chain(self, without: str = "") -> Chain:
-        """Return the chain of the budget at which a codec is fitted."""
-        name = f"chain without {without}" if without else "chain"
-        return self.shared(name, lambda: self.fitting(without).chain(BASIS))
-
     def codec(self, budget: float, without: str = "") -> Made:
-        """Return the codec, or the codec without a part."""
-        share = budget / 100
+        """Return the codec, or the codec without a part; below `BASIS`, its matrices are those of `BASIS`."""
+        part = "" if without == "entropy" else without
+        fitting, share = self.fitting(part), max(budget / 100, BASIS)
+        with without_depth() if without == "depth" else nullcontext():
+            chain = self.shared(
+                f"chain at {100 * share:g} %{f' without {part}' if part else ''}",
+                lambda: fit_chain_at(fitting.data, share * fitting.per_token - fitting.fixed),
+            )
+        wanted = budget / 100 * fitting.per_token - fitting.fixed
         if without == "entropy":
-            fitting = self.fitting()
-            chain = fixed_at(self.chain(), self.data, share * fitting.per_token - fitting.fixed)
+            chain = with_bytes(chain, fitting.data, wanted, with_fixed_lengths)
         else:
-            fitting = self.fitting(without)
-            with without_depth() if without == "depth" else nullcontext():
-                chain = fitting.chain(share, self.chain(without) if share <= BASIS else None)
+            chain = with_bytes(chain, fitting.data, wanted)
         return Made({without or "codec": coded(fitting.codec(chain))}, chain.numbers)
 
     def kvtc(self, budget: float) -> Made:

@@ -89,6 +89,7 @@ def answers(tmp_path_factory):
         store_job(folder, [text, short]),
         store_job(folder, [text, longer, apart, short, other]),
         store_job(folder, [text, longer], new=LATE, kv_cache_memory_bytes=47 * SIZE * 3 * 2 * 2 * 32 * 4),
+        store_job(folder, [text[:256] + other, text], enable_prefix_caching=True),
         store_job(folder, [ids[0].tolist(), ids[0, :300].tolist() + other], "damaged"),
         {**store_job(folder, [text], "full"), "full": True},
     ]
@@ -114,8 +115,18 @@ def test_prompts_that_begin_alike_share_blocks(answers):
     folder = answers[0]
     names = [path.stem.split("-") for path in (folder / "prompts").rglob("*.kv")]
     assert len(names) == len({name for _, name in names})
-    # 576 tokens are 256 + 256 + 64; then 672 − 576 and 384 − 256 more, and 64 of another prompt
-    assert len(names) == 3 + 1 + 1 + 1
+    # 576 tokens are 256 + 256 + 64; then 672 − 576, 384 − 256 and 320 − 256 more, and 64 of another prompt
+    assert len(names) == 3 + 1 + 1 + 1 + 1
+
+
+def test_what_memory_holds_is_not_loaded(answers):
+    """The second prompt finds 256 tokens that the first one loads in the same step, and loads what follows."""
+    folder, model, (_, _, _, both, *_), (_, _, _, answer, *_), _ = answers
+    assert answer["cached"] == [256, 576]
+    assert answer["metrics"]["vllm:prefix_cache_hits"] == 256
+    assert answer["metrics"]["vllm:external_prefix_cache_hits"] == 256 + 320
+    for row, (text, stop) in enumerate(zip(both, (256, 576), strict=True)):
+        assert error(logprobs(model, text, answer["tokens"][row], folder / "prompts", stop), answer, row) < CLOSE
 
 
 def test_a_request_that_is_put_off_is_loaded_again(answers):

@@ -30,6 +30,7 @@ BLOCK = 256  # tokens
 SUMMED = 2**22  # weights at a time
 MATRICES = ("mean", "predict", "down", "up")
 HALF = 65504.0  # the largest number of float16
+SAME = 0.05  # relative distance of states that are the same but for rounding, in bfloat16 too
 TORCH = {name: getattr(torch, name) for name in format.DTYPES}
 
 
@@ -139,6 +140,7 @@ class Codec:
         layers, length = self.layers_on(states[0].device), len(tokens)
         importance = Importance(*(x.to(states[0].device) for x in vars(self.chain.importance).values()))
         steps = importance.steps(states, self.shapes, length)
+        copies = copies_of_first(states, tokens, size) if start == 0 else 0
         for begin in range(start, length, size):
             stop = min(begin + size, length)
             count = stop - begin
@@ -148,7 +150,7 @@ class Codec:
                 part = own[len(own) - (length - begin) + held :][: count - held]
                 if begin == held == 0:
                     exact.append(part[0])
-                    part = part[1:]
+                    part = part[1 + copies :]
                 parts.append(part)
             codes, _ = code_layers(layers, parts, step_sizes(steps[begin - length :][:count]))
             name = format.child(parent, tokens[begin:stop])
@@ -158,7 +160,8 @@ class Codec:
                 for layer, code in zip(layers, codes, strict=True)
             ]
             own_steps = steps[begin - length :][:count].cpu().numpy()
-            yield format.Block(name, parent, begin, tokens[begin:stop], first, dtype, own_steps, flat.tobytes(), coded)
+            more = own_steps, flat.tobytes(), coded
+            yield format.Block(name, parent, begin, tokens[begin:stop], first, dtype, 0 if begin else copies, *more)
             parent = name
 
     def decode_rows(
@@ -195,8 +198,8 @@ class Codec:
                 whole = decoded[index] = layer.decoded(below, own, steps[len(steps) - own.shape[1] :])
                 needed = {later.source for later in layers[index + 1 :]}
                 decoded = {key: states for key, states in decoded.items() if key in needed}
-                if index in exact and begin <= 1:
-                    whole = torch.cat([exact[index].to(device)[None], whole])
+                if index in exact and begin <= 1 + blocks[0].copies:
+                    whole = torch.cat([exact[index].to(device).expand(1 + blocks[0].copies, -1), whole])
                     begin = 0
                 yield whole[: max(0, length - begin)]
 
@@ -205,7 +208,7 @@ class Codec:
         parts, begin = [], blocks[-1].stop
         coder = self.chain.layers[index].coder
         for block in reversed(blocks):
-            held = max(int(block.first[index]), 1) if block.start == 0 else int(block.first[index])
+            held = max(int(block.first[index]), 1 + block.copies) if block.start == 0 else int(block.first[index])
             count = len(block.tokens) - held
             if begin != block.stop:
                 break  # the tokens before the next block's first are not held any more
@@ -316,6 +319,21 @@ def _loaded(facts: dict[str, Any], tensors: dict[str, Tensor]) -> Codec:
         layers.append(layer)
     importance = Importance(*(tensors[name] for name in ("mean", "spread", "weight")))
     return Codec(Chain(layers, importance), facts["model"], facts["tokenizer"])
+
+
+def copies_of_first(states: Sequence[Tensor], tokens: np.ndarray, size: int) -> int:
+    """Return how many of the first `size` tokens, behind the first, equal it and have its states in all layers (T, W).
+
+    Where a text begins with one token several times, each sees that token alone, as the first does. All of them are
+    attention sinks, whose states no other text has.
+    """
+    equal = int((np.append(tokens[:size], tokens[0] + 1) != tokens[0]).argmax()) - 1
+    for own in states:
+        if not equal or len(own) < len(tokens):  # a sliding window does not hold the first any more
+            return 0
+        apart = (own[1 : equal + 1] - own[0]).norm(dim=1) > SAME * own[0].norm()
+        equal = int(torch.cat([apart, apart.new_ones(1)]).int().argmax())
+    return min(equal, format.MOST_COPIES)
 
 
 def dtype_of(cache: Cache) -> int:

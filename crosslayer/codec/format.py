@@ -3,7 +3,8 @@
     offset      bytes    what
     0           4        "CLKB"
     4           2        version, 1
-    6           2        numbers of the cache: 0 float16, 1 bfloat16, 2 float32
+    6           1        numbers of the cache: 0 float16, 1 bfloat16, 2 float32
+    7           1        if the position is 0, tokens behind token 0 that equal it and have its states, else 0
     8           32       name of the block: SHA-256 of its parent's name and its tokens as uint32
     40          32       name of its parent; of a first block the SHA-256 of "crosslayer-kv-1" and the codec's id
     72          4        position of its first token
@@ -14,7 +15,7 @@
     +           T        steps of the tokens, a byte b each: 2^((b − 128)/16)
     +           4 L      bytes of each layer's code, uint32
     +                    if the position is 0, token 0: of each layer that holds it W numbers, float16
-    +                    the codes of the layers, of their tokens without token 0 (see `entropy.Coder.encode`)
+    +                    the codes of the layers, of their other tokens (see `entropy.Coder.encode`)
     end − 32    32       SHA-256 of all bytes before
 
 A file of `Codec.encode` is "CLKF", version (2), two zeros, the number of rows (4), and for each row the columns of
@@ -33,11 +34,12 @@ import numpy as np
 
 MAGIC, FILE = b"CLKB", b"CLKF"
 VERSION = 1
-HEAD = struct.Struct("<4sHH32s32sIHH")
+HEAD = struct.Struct("<4sHBB32s32sIHH")
 START = struct.Struct("<4sHHI")
 PAIR = struct.Struct("<II")
 HASH = 32
 LONGEST = 4096  # tokens of a block
+MOST_COPIES = 255
 MOST_PADDING = 2**20  # columns
 DTYPES = ("float16", "bfloat16", "float32")
 
@@ -57,6 +59,7 @@ class Block:
         tokens: (T,) uint32.
         first: of each layer the first token that it holds, (L,).
         dtype: of the cache, an index of `DTYPES`.
+        copies: tokens behind a prompt's first that equal it, and whose states are its; at most `MOST_COPIES`.
         steps: bytes of the tokens' steps, (T,).
         exact: the first token of a prompt; empty elsewhere.
         codes: of each layer.
@@ -69,6 +72,7 @@ class Block:
     tokens: np.ndarray
     first: np.ndarray
     dtype: int
+    copies: int = 0
     steps: np.ndarray = field(default_factory=lambda: np.empty(0, np.uint8))
     exact: bytes | memoryview = b""
     codes: Sequence[bytes | memoryview] = ()
@@ -81,7 +85,7 @@ class Block:
     def pack(self) -> bytes:
         """Return the block as bytes."""
         count = len(self.tokens), len(self.codes)
-        head = HEAD.pack(MAGIC, VERSION, self.dtype, self.name, self.parent, self.start, *count)
+        head = HEAD.pack(MAGIC, VERSION, self.dtype, self.copies, self.name, self.parent, self.start, *count)
         sizes = np.array([len(code) for code in self.codes], "<u4")
         parts = [self.tokens.astype("<u4"), self.first.astype("<u2"), self.steps.astype("u1"), sizes]
         body = b"".join([head, *(part.tobytes() for part in parts), self.exact, *self.codes])
@@ -108,7 +112,7 @@ def read_header(data: bytes | memoryview, layers: int | None = None) -> Block:
     """
     if len(data) < HEAD.size:
         raise ValueError("a block is cut off")
-    magic, version, dtype, name, parent, start, count, own = HEAD.unpack_from(data)
+    magic, version, dtype, copies, name, parent, start, count, own = HEAD.unpack_from(data)
     if magic != MAGIC:
         raise ValueError("this is not a block of a stored cache")
     if version != VERSION:
@@ -119,9 +123,10 @@ def read_header(data: bytes | memoryview, layers: int | None = None) -> Block:
         raise ValueError("a block is cut off")
     tokens = np.frombuffer(data, "<u4", count, HEAD.size)
     first = np.frombuffer(data, "<u2", own, HEAD.size + 4 * count)
-    if int(first.max(initial=0)) > count or child(parent, tokens) != name:
+    is_wrong = copies and (start > 0 or first.any() or (tokens[: copies + 1] != tokens[0]).any() or copies >= count)
+    if is_wrong or int(first.max(initial=0)) > count or child(parent, tokens) != name:
         raise ValueError("the header of a block is damaged")
-    return Block(name, parent, start, tokens, first, dtype)
+    return Block(name, parent, start, tokens, first, dtype, copies)
 
 
 def unpack(data: bytes | memoryview, widths: Sequence[int]) -> Block:

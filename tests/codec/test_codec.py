@@ -15,6 +15,7 @@ from crosslayer.codec.chain import code_layers, sources, step_sizes
 from crosslayer.codec.codec import FILE, Codec, load_codec, model_print
 from crosslayer.codec.entropy import Coder, all_tables, fitted_classes, quantized
 from crosslayer.codec.fit import fit_chain, with_step
+from crosslayer.codec.format import read_header, unpack_file
 from crosslayer.codec.states import LayerShape, read_shapes, turned
 from crosslayer.core.transformers_versions import CACHE
 from tests.helpers.codecs import cache_of, calibrated, fitted, random_ids
@@ -69,6 +70,28 @@ def test_the_first_token_is_exact_to_16_bits():
     for own, other in zip(cache.layers, codec.decode(codec.encode(cache, ids)).layers, strict=True):
         torch.testing.assert_close(other.keys[:, :, 0], own.keys[:, :, 0], rtol=2**-10, atol=1e-6)  # float16
         torch.testing.assert_close(other.values[:, :, 0], own.values[:, :, 0], rtol=2**-10, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("family", "copies"),
+    [("llama", 3), ("opt", 0), ("gemma3_text", 0)],  # learned positions; a window that does not hold token 0 any more
+)
+def test_repetitions_of_the_first_token_have_its_states(family, copies):
+    model, codec = fitted(family)
+    ids = random_ids(1, 40)
+    ids[0, :4] = ids[0, 5] = ids[0, 0]  # the sixth token sees others, too
+    cache = cache_of(model, ids)
+    data = codec.encode(cache, ids)
+    assert read_header(unpack_file(data)[0][1][0]).copies == copies
+    exact = slice(0, 1 + copies)
+    for own, other in zip(cache.layers, codec.decode(data).layers, strict=True):
+        if own.get_seq_length() == own.keys.shape[2]:
+            keys, values = own.keys[:, :, exact], own.values[:, :, exact]
+            float16 = 2**-10 * float(keys.abs().max())  # before rotation, which mixes channels
+            torch.testing.assert_close(other.keys[:, :, exact], keys, rtol=0, atol=float16)
+            torch.testing.assert_close(other.values[:, :, exact], values, rtol=2**-9, atol=1e-5)
+    two = codec.decode(codec.encode(cache, ids, block=2))  # blocks with nothing but copies
+    assert max(errors(cache, two)) < 0.15
 
 
 def test_blocks_decode_to_what_one_block_does():

@@ -108,16 +108,17 @@ def _line_layers(panel: Panel) -> list[dict[str, Any]]:
 
 
 def _rows(panel: Panel) -> list[dict[str, Any]]:
-    """Return a row for each point of each line; error bars are drawn at `at`, side by side around `x`."""
+    """Return a row for each point of each line; error bars are drawn at `at`, side by side where several share an `x`."""
     rows, lines = [], drawn(panel)
     low_x, high_x = _ends([x for line in lines for x in line.x], panel.log_x)
-    barred = [line.name for line in lines if line.low is not None]
+    barred = [line for line in lines if line.low is not None]
     for line in lines:
         empty = [None] * len(line.x)
-        shift = BESIDE * (barred.index(line.name) - (len(barred) - 1) / 2) if line.name in barred else 0.0
         for x, y, low, high in zip(line.x, line.y, line.low or empty, line.high or empty, strict=True):
             row = {"line": line.name, "x": x, "y": _short(y), "low": _short(low), "high": _short(high)}
             if panel.bars:
+                there = [other.name for other in barred if x in other.x]
+                shift = BESIDE * (there.index(line.name) - (len(there) - 1) / 2) if line.name in there else 0.0
                 row["at"] = _short(x * (high_x / low_x) ** shift if panel.log_x else x + (high_x - low_x) * shift)
             rows.append(row)
     return rows

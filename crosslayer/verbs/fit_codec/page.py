@@ -19,7 +19,11 @@ def layout(record: CodecReport) -> Page:
             f"{settings.windows} windows: a prompt of {settings.prompt} tokens, KL over the next {settings.continued} "
             f"· {original.model.dtype} on {original.model.device} · fitted in {record.fitting:.0f} s"
         ),
-        cards=[(row.quantity, row.change_text(), f"of a prefill of {row.text(row.original)}") for row in times],
+        cards=[
+            ("bytes of the 16-bit cache", record.rows_of("bytes")[0].change_text(), "everything counted"),
+            ("KL, nats/token", record.rows_of("KL")[0].change_text(), "95% over windows"),
+            *((row.quantity, row.change_text(), f"of a prefill of {row.text(row.original)}") for row in times),
+        ],
         sentences=sentences(record),
         panels=bytes_and_kl(record),
         tables=[listing("Times (original: prefill)", times)],
@@ -45,18 +49,21 @@ def sentences(record: CodecReport) -> list[str]:
 
 def retrieved(row: Row) -> str:
     """Return how many hidden numbers the model finds on a stored text."""
+    stored, own = counted(row)
+    return f"On stored texts the model finds {stored} hidden numbers, on its own cache {own}."
+
+
+def counted(row: Row) -> list[str]:
+    """Return the hidden numbers found on stored texts, and on the model's own cache: 38 of 40."""
     assert row.value is not None and row.original is not None and row.change is not None
-    counts = [round(share * row.change.n) for share in (row.value, row.original)]
-    return (
-        f"On stored texts the model finds {counts[0]} of {row.change.n} hidden numbers, on its own cache {counts[1]}."
-    )
+    return [f"{round(share * row.change.n)} of {row.change.n}" for share in (row.value, row.original)]
 
 
 def tables(record: CodecReport) -> list[Table]:
     """Return the table of all ways to store a cache: bytes, hidden numbers, and KL on all windows and by domain."""
     scopes = list(dict.fromkeys(row.scope for row in record.rows_of("KL")))
     sizes, rows = record.changes("bytes"), []
-    numbers = {row.candidate: row.text(row.value) for row in record.rows_of("retrieval")}
+    numbers = {row.candidate: counted(row)[0] for row in record.rows_of("retrieval")}
     for candidate in record.candidates:
         cells: list[Cell] = [candidate.name, f"{sizes[candidate.name].value:.1%}"]
         cells += [numbers[candidate.name]] if numbers else []

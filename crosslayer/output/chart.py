@@ -108,7 +108,7 @@ def _line_layers(panel: Panel) -> list[dict[str, Any]]:
 
 
 def _rows(panel: Panel) -> list[dict[str, Any]]:
-    """Return a row for each point of each line; error bars are drawn at `at`, side by side where several share an `x`."""
+    """Return a row for each point of each line; `at` sets error bars that share an `x` side by side."""
     rows, lines = [], drawn(panel)
     low_x, high_x = _ends([x for line in lines for x in line.x], panel.log_x)
     barred = [line for line in lines if line.low is not None]

@@ -55,8 +55,7 @@ class Layer:
 
     def decoded(self, below: Tensor | None, coefficients: Tensor, steps: Tensor) -> Tensor:
         """Return decoded states (N, W) from decoded coefficients (R, N) and steps (N,)."""
-        change = (coefficients * steps).T @ self.up
-        return change.add_(self.predicted(below))
+        return torch.addmm(self.predicted(below), (coefficients * steps).T, self.up)
 
     def coded(self, below: Tensor | None, states: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
         """Return the codes (R, N) of states (N, W), and what they are decoded to, (R, N), in steps."""

@@ -64,6 +64,7 @@ def _turns(angles: tuple[float, ...], start: int, stop: int, device: torch.devic
     return turns.cos().float(), turns.sin().float()
 
 
+@torch.no_grad()
 def turned(keys: Tensor, start: int, shape: LayerShape, back: bool = False) -> Tensor:
     """Return keys (T, H_kv, D) of the positions from `start` on, rotated or turned back, in float32."""
     keys = keys.float()
@@ -77,9 +78,9 @@ def turned(keys: Tensor, start: int, shape: LayerShape, back: bool = False) -> T
     else:
         first, second = slice(0, count, 2), slice(1, count, 2)
     one, other = keys[..., first], keys[..., second]
-    out = keys.clone()
-    out[..., first] = one * cos - other * sin
-    out[..., second] = other * cos + one * sin
+    out = torch.empty_like(keys) if count == keys.shape[-1] else keys.clone()
+    torch.mul(one, cos, out=out[..., first]).addcmul_(other, sin, value=-1)
+    torch.mul(other, cos, out=out[..., second]).addcmul_(one, sin)
     return out
 
 

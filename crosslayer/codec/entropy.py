@@ -127,17 +127,22 @@ class Coder:
         self.tables = {number: tables[number] for number in numbers.tolist()}
         self.runs = list(zip(self.tables.values(), starts.tolist(), stops, strict=True))
 
+    @cached_property
+    def by_channel(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The centers of all tables in a row, where those of each channel begin, and its largest code, (R, 1) each."""
+        tables, counts = list(self.tables.values()), torch.tensor([stop - start for _, start, stop in self.runs])
+        centers = torch.from_numpy(np.concatenate([table.centers for table in tables]))
+        most = torch.tensor([table.most for table in tables])
+        begin = (most + 1).cumsum(0) - (most + 1)
+        return centers, begin.repeat_interleave(counts)[:, None], most.repeat_interleave(counts)[:, None].float()
+
     def rounded(self, z: Tensor) -> tuple[Tensor, Tensor]:
         """Return the codes of coefficients (R, T) in steps, and what they are decoded to."""
         codes = quantized(z)
-        decoded = torch.empty_like(codes)
-        for table, start, stop in self.runs:
-            own = codes[start:stop]
-            centers = torch.from_numpy(table.centers).to(own.device)
-            size = own.abs()
-            inside = centers[size.clamp_max(table.most).long()]
-            decoded[start:stop] = own.sign() * torch.where(size > table.most, size, inside)
-        return codes, decoded
+        size = codes.abs()
+        centers, begin, most = (table.to(z.device) for table in self.by_channel)
+        inside = centers[size.minimum(most).long() + begin]
+        return codes, codes.sign() * torch.where(size > most, size, inside)
 
     def bits(self, codes: Tensor) -> Tensor:
         """Return the bits (T,) of codes (R, T)."""

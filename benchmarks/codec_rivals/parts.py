@@ -108,7 +108,7 @@ def with_bytes(
     bytes_per_token: float,
     changed: Callable[[Chain, Calibration], Chain] = lambda chain, data: chain,
 ) -> Chain:
-    """Return a chain, changed, with the step at which held-out text takes so many bytes of a token.
+    """Return the chain with the step at which held-out text takes `bytes_per_token`, after `changed` was applied to it.
 
     The step is found on every `QUICK`-th token.
     """

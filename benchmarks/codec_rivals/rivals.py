@@ -66,7 +66,7 @@ class Rival(ABC):
 
 
 def ways_of(rival: Rival, shapes: list[LayerShape], exact: Mapping[str, tuple[int, int]]) -> dict[str, Way]:
-    """Return the ways of a rival by name, with so many exact tokens at the start and at the end.
+    """Return a rival's ways by name; `exact` has how many tokens at the start and at the end each stores exactly.
 
     They code a cache once, if they run one after the other.
     """
@@ -178,7 +178,7 @@ class Basis:
 
 
 class Kvtc(Rival):
-    """KVTC for so many bytes of a token, DEFLATE and all, found on states (T, N) of held-out text."""
+    """KVTC at `bytes_per_token` after DEFLATE, measured on states (T, N) of held-out text."""
 
     def __init__(self, bases: Sequence[Basis], bytes_per_token: float, held_out: Tensor):
         self.bases, raw = bases, 1.1 * bytes_per_token
@@ -218,7 +218,7 @@ class Kvtc(Rival):
 
 
 def _plans(bases: Sequence[Basis], bits: float) -> list[list[Group]]:
-    """Return the plans of keys and values at one price, for at most so many bits of a token."""
+    """Return the plans of keys and values at one price; together they take at most `bits` per token."""
     low, high = -14.0, 8.0  # log10 of the price
     for _ in range(36):
         middle = (low + high) / 2
@@ -304,7 +304,7 @@ def _predicted(inputs: Tensor | None, matrix: Tensor) -> Tensor:
 
 
 class Integers(Rival):
-    """Codes of so many bits of keys before rotation and of values, less their calibration mean."""
+    """Integer codes of keys before rotation and of values, after their calibration mean is subtracted."""
 
     def __init__(self, data: Calibration, bits: int):
         self.shapes, self.codec = data.shapes, codec_of(f"int{bits}")

@@ -19,12 +19,10 @@ from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 from crosslayer.codec.codec import Codec
 from crosslayer.core.transformers_versions import CACHE
-from crosslayer.environment import quiet_transformers
-from crosslayer.judge.answers import answers
 from crosslayer.judge.clock import prefill
 from crosslayer.judge.held import held_bytes
-from crosslayer.judge.hidden import Sample, is_retrieved, prompt_ids
-from crosslayer.judge.retrieval import NEW_TOKENS
+from crosslayer.judge.hidden import Sample, prompt_ids
+from crosslayer.judge.retrieval import retrieved
 from crosslayer.output.progress import progress
 from crosslayer.probe.intercept import evaluating
 from crosslayer.quantization.running import quantized_cache
@@ -55,7 +53,7 @@ def numbers_found(
 ) -> dict[str, list[bool]]:
     """Return whether the model finds the number of each sample on the cache that each way gives back for its text."""
     found: dict[str, list[bool]] = {name: [] for name in ways}
-    with evaluating(model), quiet_transformers(), progress("asking for hidden numbers", len(samples)) as bar:
+    with evaluating(model), progress("asking for hidden numbers", len(samples)) as bar:
         for done, sample in enumerate(samples, 1):
             ids = prompt_ids(tokenizer, sample.prompt)
             stored = len(prompt_ids(tokenizer, sample.text.rpartition("\n")[0]))  # the question follows
@@ -63,9 +61,7 @@ def numbers_found(
             cache = prefill(model, before)
             for name, way in ways.items():
                 held, _ = way(deepcopy(cache), before)
-                options: dict[str, Any] = {"new_tokens": NEW_TOKENS, "new_cache": lambda held=held: held}
-                ((answer,),) = answers(model, tokenizer, [ids], [sample.value], **options)
-                found[name].append(is_retrieved(answer, sample.value))
+                found[name] += retrieved(model, tokenizer, [sample], lambda held=held: held)
             bar.step(done, len(samples))
     return found
 

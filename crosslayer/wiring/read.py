@@ -4,7 +4,6 @@ Steps: name → config → what each layer caches, which layers share, the form 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,21 +47,25 @@ def read_plan(
     like: str | None = None,
 ) -> ModelPlan:
     """Return which layers of a model share states, what its cache holds, and the form of its residual: see `plan`."""
-    sizing = Sizing(length, dtype, kv_dtype, batch, engine, memory)
-    if not isinstance(model, str | Path):
-        if like is not None:
-            raise ValueError("--like must come with a config.json, got a loaded model; leave it out")
-        return _counted(*_loaded(model), sizing)
-    source = read_source(str(model), like)
-    if like is not None and source.values is None:
-        raise ValueError(f"--like must come with a config.json, got a {type(source.config).__name__}; leave it out")
-    if source.values is not None and not isinstance(source.config, PlainConfig):
+    lengths = (length,) if isinstance(length, int) else tuple(length)
+    if not lengths or min(lengths) < 1:
+        raise ValueError(f"length must be at least 1 token, got {min(lengths, default='none')}")
+    if batch < 1:
+        raise ValueError(f"batch must be at least 1 sequence, got {batch}")
+    if isinstance(model, str | Path):
+        source, name, caches = read_source(str(model), like), str(model), True
+    else:
+        source, name, caches = _loaded(model)
+    config, values = source.config, source.values
+    if like is not None and values is None:
+        raise ValueError(f"--like must come with a config.json, got a {type(config).__name__}; leave it out")
+    if values is not None and not isinstance(config, PlainConfig):
         from crosslayer.wiring.ignored import check_ignored
 
-        check_ignored(source.values, source.config, folder_name(str(model)), read_wiring)
-    if engine is None and isinstance(source.config, GgufConfig) and model not in EMBEDDED:
-        sizing = replace(sizing, engine="llama.cpp")
-    return _counted(source, folder_name(str(model)), True, sizing)
+        check_ignored(values, config, folder_name(name), read_wiring)
+    is_file = isinstance(config, GgufConfig) and model not in EMBEDDED
+    engine = engine or ("llama.cpp" if is_file else "transformers")
+    return _counted(source, name, caches, lengths, dtype, kv_dtype, batch, engine, memory)
 
 
 def model_plan(
@@ -74,50 +77,36 @@ def model_plan(
     batch: int = 1,
 ) -> ModelPlan:
     """Return the plan of a model that is loaded, or of its config."""
-    return _counted(*_loaded(model), Sizing(length, dtype, kv_dtype, batch))
+    return _counted(*_loaded(model), (length,), dtype, kv_dtype, batch)
 
 
-@dataclass(frozen=True)
-class Sizing:
-    """What a plan is counted for: see `plan`."""
-
-    length: int | Sequence[int]
-    dtype: "str | torch.dtype | None"
-    kv_dtype: str | None
-    batch: int
-    engine: str | None = None
-    memory: int | None = None
-
-    def __post_init__(self):
-        if not self.lengths or min(self.lengths) < 1:
-            raise ValueError(f"length must be at least 1 token, got {min(self.lengths, default='none')}")
-        if self.batch < 1:
-            raise ValueError(f"batch must be at least 1 sequence, got {self.batch}")
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        """The lengths, in tokens."""
-        return (self.length,) if isinstance(self.length, int) else tuple(self.length)
-
-
-def _loaded(model: Any) -> tuple[Source, str | None, bool]:
-    """Return the config of a model or a config as it is, the name, and whether it takes a cache."""
+def _loaded(model: Any) -> tuple[Source, str, bool]:
+    """Return the config of a model or a config as it is, the model's name, and whether it takes a cache."""
     if not hasattr(model, "state_dict"):
-        return Source(model), None, True
+        return Source(model), "", True
     from crosslayer.wiring.transformers_config import takes_cache
 
     weights_bytes = sum(weight.numel() * weight.itemsize for weight in model.parameters())
-    return Source(model.config, weights_bytes), model.name_or_path, takes_cache(model)
+    return Source(model.config, weights_bytes), model.name_or_path or "", takes_cache(model)
 
 
-def _counted(source: Source, name: str | None, caches: bool, sizing: Sizing) -> ModelPlan:
+def _counted(
+    source: Source,
+    name: str,
+    caches: bool,
+    lengths: tuple[int, ...],
+    dtype: Any,
+    kv_dtype: str | None,
+    batch: int,
+    engine: str = "transformers",
+    memory: int | None = None,
+) -> ModelPlan:
     """Return the plan of a config, with the bytes of its cache."""
     config, weights_bytes, parameters, values = source
     wiring = read_wiring(config)
-    dtype = dtype_name(sizing.dtype or wiring["dtype"])
-    engine = sizing.engine or "transformers"
-    sizes = item_sizes(dtype, sizing.kv_dtype, engine)
-    if sizing.memory is not None and weights_bytes is None:
+    dtype = dtype_name(dtype or wiring["dtype"])
+    sizes = item_sizes(dtype, kv_dtype, engine)
+    if memory is not None and weights_bytes is None:
         from crosslayer.wiring.transformers_config import count_parameters
 
         parameters = count_parameters(config if values is None else values)
@@ -125,15 +114,15 @@ def _counted(source: Source, name: str | None, caches: bool, sizing: Sizing) -> 
         parameters = None  # it loads a file as it is
     return ModelPlan(
         **{**wiring, "caches": wiring["caches"] and caches, "dtype": dtype},
-        model=folder_name(name or "") or wiring["type"],
-        kv_dtype=sizing.kv_dtype or dtype,
+        model=folder_name(name) or wiring["type"],
+        kv_dtype=kv_dtype or dtype,
         engine=engine,
         sizes=sizes,
-        lengths=sizing.lengths,
-        batch=sizing.batch,
+        lengths=lengths,
+        batch=batch,
         weights_bytes=weights_bytes if parameters is None else round(parameters * sizes.model),
         parameters=parameters,
-        memory=sizing.memory,
+        memory=memory,
     )
 
 

@@ -2,8 +2,8 @@
 
 import torch
 
-from crosslayer.codec import judge
 from crosslayer.codec.judge import exact, numbers_found
+from crosslayer.judge import retrieval
 from crosslayer.judge.answers import answers
 from crosslayer.judge.hidden import prompt_ids
 from crosslayer.judge.retrieval import hidden_samples
@@ -24,7 +24,7 @@ def test_an_exact_cache_gives_the_answers_of_no_cache(monkeypatch):
             seen.extend(texts)
             yield texts
 
-    monkeypatch.setattr(judge, "answers", listen)
+    monkeypatch.setattr(retrieval, "answers", listen)
     found = numbers_found(model, TOKENIZER, samples, {"exact": keep})
     prompts = [prompt_ids(TOKENIZER, sample.prompt) for sample in samples]
     plain = [text for texts in answers(model, TOKENIZER, prompts, ["none", "none"], batch=1) for text in texts]

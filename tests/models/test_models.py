@@ -192,7 +192,7 @@ def test_a_config_brings_neither_pickles_nor_code(folder, values, message):
 
 def test_an_adapter_beside_a_model_is_refused(folder):
     (folder / "adapter_config.json").write_text("{}")
-    with pytest.raises(ValueError, match=".*merge"):
+    with pytest.raises(ValueError, match="an adapter .*merge"):
         crosslayer.load_model(str(folder))
 
 

@@ -301,7 +301,7 @@ def test_a_page_with_figures_is_small_enough_to_send(pages):
 def test_the_subtitle_says_what_was_measured(pages):
     words = pages["diagnosed"].read_text().split("class='sub'>")[1].split("</p>")[0]
     assert "3 sequences" in words
-    assert "independent)" in words
+    assert "95% intervals (Student-t" in words
     assert "own tokens" in pages["intervened"].read_text()
 
 

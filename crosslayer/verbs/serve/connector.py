@@ -297,8 +297,13 @@ class PromptStoreConnector(KVConnectorBase_V1):
 def _flags(vllm_config: Any) -> dict[str, str]:
     """Return the options of vLLM that a store depends on, as flags without dashes."""
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
-    names = "tensor_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size"
-    values = {name: getattr(parallel, name) for name in names}
-    values |= {"kv_cache_dtype": vllm_config.cache_config.cache_dtype, "quantization": model.quantization}
-    values |= {"hf_overrides": model.hf_overrides, "speculative_config": vllm_config.speculative_config}
-    return {name.replace("_", "-"): str(value) for name, value in values.items() if value}
+    values = {
+        "tensor-parallel-size": parallel.tensor_parallel_size,
+        "pipeline-parallel-size": parallel.pipeline_parallel_size,
+        "decode-context-parallel-size": parallel.decode_context_parallel_size,
+        "kv-cache-dtype": vllm_config.cache_config.cache_dtype,
+        "quantization": model.quantization,
+        "hf-overrides": model.hf_overrides,
+        "speculative-config": vllm_config.speculative_config,
+    }
+    return {name: str(value) for name, value in values.items() if value}

@@ -71,8 +71,8 @@ def test_layers_that_cannot_choose_are_left_out_of_the_sentence():
     fields = {name: {"mean": square, "ci95": None, "n": 1} for name in ("recovered", "best_heads", "without_first")}
     chosen = ChosenTokens(share=1 / 8, **fields, common={"mean": common, "ci95": None, "n": 1})
     sentence = choice_sentence([chosen], np.ones((4, 4)))
-    assert "recovers 80%" in sentence
-    assert "tokens" in sentence
+    assert "recovers 80%" in sentence and "50%" in sentence
+    assert "have 60%" in sentence
 
 
 def test_refusals():

@@ -117,7 +117,7 @@ def test_the_share_of_each_token_of_a_prefix(model):
     assert (
         set(diagnosis.settings.documents) >= {0, 1, 2} and share.over == "documents" == diagnosis.measures.entropy.over
     )
-    assert "bootstrap over" in diagnosis.page() and "Attention on" in diagnosis.page()
+    assert "bootstrap over" in diagnosis.page() and "Attention on the" in diagnosis.page()
     loaded = crosslayer.Diagnosis.from_record(json.loads(json.dumps(diagnosis.record())))
     assert loaded == diagnosis and crosslayer.diagnose(model, text, tokenizer(), **options).prefix_share is None
 

@@ -1,4 +1,4 @@
-"""vLLM loads and saves prompts by the codec; what it loads is what transformers loads from the same files."""
+"""vLLM loads and saves prompts through the codec, and loads the same caches as transformers from the same files."""
 
 import copy
 import importlib.util

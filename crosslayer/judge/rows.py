@@ -86,10 +86,8 @@ def damage_rows(candidate: str, kl: np.ndarray, domains: Sequence[str], document
             means.append(kl[picked].mean())
         if picked.sum() > 1:
             mean = Bootstrap(tuple(np.array(documents)[picked])).mean(kl[picked])
-            low = (
-                None if mean.low is None else max(mean.low, min(mean.value, 0.0))
-            )  # a KL is at least 0, but for rounding
-            mean = mean.model_copy(update={"low": low})
+            if mean.low is not None:  # a KL is at least 0, but for rounding
+                mean = mean.model_copy(update={"low": max(mean.low, min(mean.value, 0.0))})
             facts: dict[str, Any] = {"candidate": candidate, "scope": scope, "change": mean}
             rows.append(Row(quantity="KL", unit="nats/token", original=0.0, value=mean.value, **facts))
     if len(means) > 1:

@@ -59,7 +59,7 @@ test-oldest: $(OLDEST) browser
 	PYTHONPATH=$(abspath $(OLDEST)) OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m "not slow" $(OLDEST_TESTS:%=tests/%)
 
 test-slow: $(STAMP) browser
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m slow
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m slow
 
 # vLLM's requirements are its own, so it has an environment beside the other. Three packages that it asks for come from
 # PyPI as CUDA builds, beside which a torch for CPUs cannot import transformers.
@@ -113,7 +113,7 @@ $(TRANSFORMERS): $(STAMP)
 test-transformers: $(TRANSFORMERS)
 	$(BIN)/python -m pip install --quiet --no-deps parameterized
 	CROSSLAYER_TRANSFORMERS_TESTS=$${CROSSLAYER_TRANSFORMERS_TESTS:-$(TRANSFORMERS)/tests} \
-	  OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m slow -rs tests/core/decoder/test_transformers.py
+	  OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m slow -rs tests/core/decoder/test_transformers.py
 
 # the generated tables of docs/methods and docs/reference
 tables: $(STAMP)

@@ -1,4 +1,4 @@
-"""Write the table of how large the caches of shipped models are: docs/results/cache_sizes.md and cache_sizes.json.
+"""Write the table of how large the caches of shipped models are: docs/evidence/cache_sizes.md and cache_sizes.json.
 
     python benchmarks/cache_sizes.py [--page FILE] [--json FILE]
 
@@ -21,7 +21,7 @@ import crosslayer
 from crosslayer.output.formatting import percent, readable_bytes
 from crosslayer.wiring.values import field
 
-RESULTS = Path(__file__).parents[1] / "docs" / "results"
+RESULTS = Path(__file__).parents[1] / "docs" / "evidence"
 LENGTHS = (8192, 32_768, 131_072)
 SHIPPED = {  # model type → the model whose cache its default config has
     "axk1": "skt/A.X-K1",

@@ -49,7 +49,7 @@ What a reader should remember, each in a sentence, a figure and a command. The m
 another is named; intervals are 95 %, over text windows, items or sequences, not over training seeds. Larger models may
 behave differently. Details and what did not help: the pages of the four papers
 ([ResFormer](../papers/resformer.md), [Attention Residuals](../papers/attention-residuals.md),
-[the waiver](../papers/waiver.md), [UniAttn](../papers/uniattn.md)), [what retrofits cost](retrofits.md), and
+[the waiver](../papers/waiver.md), [UniAttn](../papers/uniattn.md)), [what retrofits cost](../evidence/retrofits.md), and
 [the log](../LOG.md). This page is written by `python benchmarks/findings.py` from committed results.
 """
 

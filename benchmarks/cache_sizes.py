@@ -1,4 +1,4 @@
-"""Write the table of how large the caches of shipped models are: docs/results/cache_sizes.md and cache_sizes.json.
+"""Write the table of how large the caches of shipped models are: docs/evidence/cache_sizes.md and cache_sizes.json.
 
     python benchmarks/cache_sizes.py [--page FILE] [--json FILE]
 
@@ -21,7 +21,7 @@ import crosslayer
 from crosslayer.output.formatting import percent, readable_bytes
 from crosslayer.wiring.values import field
 
-RESULTS = Path(__file__).parents[1] / "docs" / "results"
+RESULTS = Path(__file__).parents[1] / "docs" / "evidence"
 LENGTHS = (8192, 32_768, 131_072)
 SHIPPED = {  # model type → the model whose cache its default config has
     "axk1": "skt/A.X-K1",
@@ -79,17 +79,17 @@ SHIPPED = {  # model type → the model whose cache its default config has
 HEAD = """# How large is the cache of shipped models?
 
 Bytes of the KV cache of one sequence in bfloat16, as transformers allocates it, by `python benchmarks/cache_sizes.py`
-from the default configs of transformers {version}. The last columns but one are at 128k: what attention reads for a
-token, and the share of a plain cache, which holds keys and values (or latents) of every layer and token. All lengths
-are in [cache_sizes.json](cache_sizes.json). Tests run models of these sizes without weights, and compare their caches
-with the counts ([how](../guides/inspect.md#how-large-is-the-cache-of-this-model)). Lengths may exceed what a model was
-trained for. `crosslayer plan NAME` reads a model's own config on the hub.
+from the default configs of transformers {version}. At 128k tokens, *read a token* is the number of bytes that attention
+reads for a token, and *of a plain cache* is the share of a cache with the keys and values (or latents) of every layer
+and token. [cache_sizes.json](cache_sizes.json) has all lengths. Tests run models of these sizes without weights and
+compare their caches with the counts ([how](../guides/inspect.md#how-large-is-the-cache-of-this-model)). Lengths may
+exceed a model's training length. `crosslayer plan NAME` reads a model's own config on the Hub.
 
 """
 REFUSED = """
 ## Not counted
 
-These model types of transformers are refused with the reason; every other decoder is counted.
+These model types of transformers are rejected with a reason. Every other decoder is counted.
 
 | reason | model types |
 |---|---|

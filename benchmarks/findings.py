@@ -45,12 +45,12 @@ CACHES: dict[str, tuple[str, list[Any]]] = {  # of results/kv_bits.json: title a
 }
 HEAD = """# Findings
 
-What a reader should remember, each in a sentence, a figure and a command. The model is SmolLM2-135M on a CPU unless
-another is named; intervals are 95 %, over text windows, items or sequences, not over training seeds. Larger models may
-behave differently. Details and what did not help: the pages of the four papers
-([ResFormer](../papers/resformer.md), [Attention Residuals](../papers/attention-residuals.md),
-[the waiver](../papers/waiver.md), [UniAttn](../papers/uniattn.md)), [what retrofits cost](retrofits.md), and
-[the log](../LOG.md). This page is written by `python benchmarks/findings.py` from committed results.
+Each finding has a paragraph, a figure and a command. The model is SmolLM2-135M on a CPU unless another is named.
+Intervals are 95 %, over text windows, items or sequences, not over training seeds. Larger models may behave
+differently. For details and negative results, see the pages of the papers ([ResFormer](../papers/resformer.md),
+[Attention Residuals](../papers/attention-residuals.md), [the waiver](../papers/waiver.md),
+[UniAttn](../papers/uniattn.md)), the [tables of retrofits](../evidence/retrofits.md), and [the log](../LOG.md).
+`python benchmarks/findings.py` writes this page from committed results.
 """
 
 
@@ -110,8 +110,8 @@ def retrieval() -> Finding:
     return Finding(
         "Perplexity does not show lost retrieval",
         f"Three retrofits with nearly the same perplexity ({ratios}) retrieve {counts} of 40 numbers hidden in their "
-        "context; the original retrieves all 40. Where attention was dropped, forty steps of distillation restored "
-        "retrieval; where attention maps are shared, they did not.",
+        "context; the original retrieves all 40. Forty steps of distillation restored retrieval where attention was "
+        "dropped, but not where attention maps are shared.",
         panel.key,
         "python benchmarks/quality.py smollm2 uniattn drop --tasks TASKS --limit 150 --needles 2 --lengths "
         "256,512,1024,2048 "
@@ -141,12 +141,12 @@ def bits() -> Finding:
     found = [" and ".join(f"{round(cell['share'] * cell['n'])}" for cell in row["needles"]) for row in (four, drop)]
     return Finding(
         "Fewer bits cost less than fewer layers",
-        f"On six domains that nothing was fitted on, 4 bits keep {shares['smollm2', '4']:.0%} of the 16-bit cache at "
-        f"a KL of {four['kl'][0]:.4f} ({spread(*four['kl'][1:], 4)}) nats a token; attention dropped in five "
-        f"searched layers keeps {shares['drop5', None]:.0%} at {drop['kl'][0]:.2f} ({spread(*drop['kl'][1:])}), "
-        f"and adding 4 bits keeps {shares['drop5', '4']:.0%} at {both['kl'][0]:.2f}. Of "
-        f"twenty hidden numbers each at 512 and at 2,048 tokens 4 bits retrieve {found[0]}, the five dropped layers "
-        f"{found[1]}. So bits come first, and layers where reads or compute count, or where a model was trained so.",
+        f"On six unseen domains, a 4-bit cache has {shares['smollm2', '4']:.0%} of the bytes of the 16-bit cache and a "
+        f"KL of {four['kl'][0]:.4f} ({spread(*four['kl'][1:], 4)}) nats a token. Dropping attention in five searched "
+        f"layers keeps {shares['drop5', None]:.0%} at a KL of {drop['kl'][0]:.2f} ({spread(*drop['kl'][1:])}); both "
+        f"together keep {shares['drop5', '4']:.0%} at {both['kl'][0]:.2f}. Of twenty hidden numbers each at 512 and at "
+        f"2,048 tokens, the 4-bit cache retrieves {found[0]}, and the five dropped layers {found[1]}. Quantize first. "
+        "Change layers when reads or compute matter, or when the model was trained that way.",
         panel.key,
         "crosslayer needles smollm2 --baseline smollm2 --lengths 512 --keys 1 --kv-bits 4",
     )
@@ -158,11 +158,10 @@ def dropping() -> Finding:
     drop, cla = points["attention dropped, searched", 0.7], points["CLA: keys, values shared", 0.7]
     return Finding(
         "Dropping attention that a search selects costs less than sharing it in fixed blocks",
-        f"At 70% of the KV cache, on C code that nothing was fitted on, dropping attention in nine searched layers "
-        f"costs "
-        f"perplexity ×{drop['ratio']:.2f} ({spread(drop['low'], drop['high'])}), sharing keys and values in three "
-        f"fixed "
-        f"blocks of four layers ×{cla['ratio']:.2f} ({spread(cla['low'], cla['high'])}), both before any training.",
+        f"At 70% of the KV cache, on unseen C code and before any training, dropping attention in nine searched layers "
+        f"multiplies perplexity by {drop['ratio']:.2f} ({spread(drop['low'], drop['high'])}). Sharing keys and values "
+        f"in three fixed blocks of four layers multiplies it by {cla['ratio']:.2f} "
+        f"({spread(cla['low'], cla['high'])}).",
         "cache_and_perplexity",
         "crosslayer retrofit smollm2 --kv-budget 0.7 --calibration 72 --length 256 --out small",
     )
@@ -177,7 +176,7 @@ def distillation() -> Finding:
         "A quarter of an hour of distillation recovers most of it",
         f"At 70% of the cache, KL to the original on unseen text falls from {start:.2f} to {middle:.2f} nats a token "
         f"with 0.2 million tokens of embedded text (16 minutes on two cores), and to {end:.2f} with 1.6 million tokens "
-        "(77 minutes). Fitting the linear maps to sixteen times as much text, without training, brings almost nothing.",
+        "(77 minutes). Fitting the linear maps to sixteen times as much text, without training, gains almost nothing.",
         "recovery",
         "crosslayer retrofit smollm2 --kv-budget 0.7 --calibration 72 --length 256 --out small --heal heal-distill",
     )
@@ -201,11 +200,10 @@ def corpus() -> Finding:
     books, code = ratios["books"]["books"], ratios["books"]["code"]
     mixed = ratios["mixture"]["code"]
     return Finding(
-        "Linear compensation learns the text that it is fitted on",
-        f"W_c, a linear map that makes up for shared attention maps (UniAttn, 85% of the cache), costs "
-        f"×{books.ratio.text(2)} on books when fitted on books, and ×{code.ratio.text(2)} on code. A mixture of three "
-        f"domains costs ×{mixed.ratio.text(2)} on code. "
-        "So a report that evaluates on calibration text is too optimistic.",
+        "Linear compensation learns its calibration text",
+        "With UniAttn at 85% of the cache and W_c, the linear compensation, fitted on books, perplexity is "
+        f"×{books.ratio.text(2)} on books and ×{code.ratio.text(2)} on code. With W_c fitted on a mixture of three "
+        f"domains, it is ×{mixed.ratio.text(2)} on code. A report on calibration text is therefore too optimistic.",
         panel.key,
         "python benchmarks/transfer.py --only uniattn-4",
     )
@@ -225,9 +223,8 @@ def refit() -> Finding:
     text = "; ".join(f"{name} {cost.kl.text()}" for name, cost in costs.items())
     return Finding(
         "Where layers share keys and values, refit the output projection too",
-        f"KL to the original on unseen text: {text}. W_o of a layer that reads another layer's values was trained for "
-        f"its own "
-        "values, so fitting both together, in closed form on 18,432 tokens, removes most of the damage.",
+        f"KL to the original on unseen text: {text}. If a layer reads another layer's values, its W_o was trained for "
+        "different values. Fitting W_o and W_c together, in closed form on 18,432 tokens, removes most of the damage.",
         panel.key,
         "python benchmarks/transfer.py --only cla-pairs --judge science speeches code",
     )
@@ -254,11 +251,10 @@ def search() -> Finding:
     )  # fmt: skip
     save_svg(panel, FIGURES)
     return Finding(
-        "A search must repair a candidate before it judges it",
-        "Layers that cost much when dropped may cost little once a linear map stands in for them. At 70% of the "
-        "cache, ranking "
-        f"repaired candidates instead of bare ones changes KL on unseen text by {gaps[70].text()} nats a token, "
-        f"at 50% by {gaps[50].text()}, and by {gaps[83].text()} at 83%.",
+        "A search must repair a candidate before it ranks it",
+        "A layer that is expensive to drop may be cheap to drop once a linear map replaces it. Ranking repaired "
+        f"candidates instead of bare ones changes KL on unseen text by {gaps[70].text()} nats a token at 70% of the "
+        f"cache, by {gaps[50].text()} at 50%, and by {gaps[83].text()} at 83%.",
         panel.key,
         "python benchmarks/transfer.py --only repaired-70 bare-70 --judge science speeches code",
     )
@@ -281,10 +277,10 @@ def similarity() -> Finding:
     )
     return Finding(
         "Much of the similarity between attention maps is the common sink",
-        f"In the upper half of the model neighbouring maps have a mean cosine of {whole:.2f}, and of {rest:.2f} "
-        "without the first token, which all of them attend to. UniAttn finds upper layers more alike than lower ones "
+        f"In the upper half of the model, neighboring maps have a mean cosine of {whole:.2f}. Without the first token, "
+        f"to which all of them attend, it is {rest:.2f}. In UniAttn, upper layers are more alike than lower ones "
         f"(its Table 11): here by {whole - below:+.2f}, but by {rest - rest_below:+.2f} without the first token. "
-        "Similarity that ignores this points to layers that cannot share.".replace("-0", "−0"),
+        "Similarity that includes it points to layers that cannot share.".replace("-0", "−0"),
         panel.key,
         "crosslayer diagnose smollm2 --sequences 8 --length 512",
     )
@@ -316,11 +312,11 @@ def shared_maps() -> Finding:
     handed, sdpa, fused = (ratios[key] for key in ("eager, map handed on", "sdpa", "plain: sdpa over eager"))
     return Finding(
         "UniAttn's published speed-up is over eager attention",
-        "In a random model of eight layers, three of them readers as in the paper, a prompt of 1,024 tokens takes "
-        f"×{handed['median']:.2f} ({spread(*handed['interval'])}) of the plain model's time if eager attention hands "
-        "the softmax map of a source to its readers; the paper has ×0.64. Fused attention (SDPA) never forms a map: "
-        f"it takes ×{fused['median']:.2f} of eager attention's time for the plain model, and UniAttn takes "
-        f"×{sdpa['median']:.2f} ({spread(*sdpa['interval'])}) of that. The figure's bars are quartiles.",
+        "In a random model of eight layers, three of them readers as in the paper, eager attention can hand the "
+        f"softmax map of a source to its readers. A prompt of 1,024 tokens then takes ×{handed['median']:.2f} "
+        f"({spread(*handed['interval'])}) of the plain model's time; the paper reports ×0.64. Fused attention (SDPA) "
+        f"never forms a map. For the plain model it takes ×{fused['median']:.2f} of eager attention's time, and "
+        f"UniAttn takes ×{sdpa['median']:.2f} ({spread(*sdpa['interval'])}) of SDPA's. Bars are quartiles.",
         panel.key,
         "python benchmarks/shared_maps.py",
     )
@@ -333,11 +329,10 @@ def isolation() -> Finding:
     before, after = averages["position_before"], averages["position_after"]
     return Finding(
         "A token that attends only to itself becomes an attention sink",
-        f"Position 255, isolated, goes from {before['mean']:.2%} to {after['mean']:.1%} ({after['ci95'][0]:.1%} to "
-        f"{after['ci95'][1]:.1%}) of later tokens' attention in layers 12-28, beside the first token, which keeps "
-        f"{averages['first_after']['mean']:.1%}. The loss behind it rises by "
-        f"{measured['loss_behind']['difference']['mean']:.3f} "
-        "nats a token.",
+        f"When position 255 is isolated, its share of later tokens' attention in layers 12-28 rises from "
+        f"{before['mean']:.2%} to {after['mean']:.1%} ({after['ci95'][0]:.1%} to {after['ci95'][1]:.1%}). The first "
+        f"token keeps {averages['first_after']['mean']:.1%}. The loss on later tokens rises by "
+        f"{measured['loss_behind']['difference']['mean']:.3f} nats a token.",
         "waiver_smollm2",
         "crosslayer intervene smollm2 --waiver 255",
     )
@@ -358,11 +353,10 @@ def eviction() -> Finding:
     )  # fmt: skip
     save_svg(panel, FIGURES)
     return Finding(
-        "Short tasks do not show what eviction loses",
+        "Short tasks do not show the damage of eviction",
         f"With 40% of the cached tokens evicted by H2O, accuracy on ARC-Easy and PIQA goes from {accuracy[0]:.1f}% to "
-        f"{accuracy[2]:.1f}% (150 items each), while of 60 hidden numbers {0.6 * retrieved[2]:.0f} are retrieved "
-        f"instead of "
-        f"{0.6 * retrieved[0]:.0f}.",
+        f"{accuracy[2]:.1f}% (150 items each), but the model retrieves {0.6 * retrieved[2]:.0f} of 60 hidden numbers "
+        f"instead of {0.6 * retrieved[0]:.0f}.",
         panel.key,
         "python benchmarks/quality.py smollm2 smollm2@h2o:0.4 --tasks TASKS --limit 150 --needles 6 --json FILE",
     )
@@ -382,10 +376,9 @@ def from_scratch() -> Finding:
     return Finding(
         "At a million tokens losses differ between methods, tasks do not",
         f"Of {len(rows)} methods trained from scratch at 0.46 million parameters, {lower} reach a lower loss than the "
-        f"plain "
-        f"Transformer (four seeds, Holm-corrected). On six tasks with 1,000 items each {clear} of {len(rows)} differ: "
-        f"two seeds "
-        "at this size decide nothing, and a table of accuracies alone would have ranked noise.",
+        f"plain Transformer (four seeds, Holm-corrected). On six tasks with 1,000 items each, {clear} of {len(rows)} "
+        "differ from it. Two seeds at this size cannot rank methods by accuracy; a table of accuracies alone would "
+        "have ranked noise.",
         panel.key,
         "python benchmarks/methods_tasks.py",
     )

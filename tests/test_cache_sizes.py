@@ -1,4 +1,4 @@
-"""docs/results/cache_sizes.md and its JSON say what the plan says today."""
+"""docs/evidence/cache_sizes.md and its JSON say what the plan says today."""
 
 import json
 import sys

@@ -30,7 +30,6 @@ OWN = {  # words that are somebody else's: a paper's, a format's, data
     "crosslayer/core/methods/svformer.py": {"anchor", "anchors"},
     "crosslayer/judge/phrasing.py": {"anchor"},
     "crosslayer/training/recipe_file.py": {"anchor"},
-    "docs/methods/equations.md": {"anchor"},
     "docs/methods/overview.md": {"anchor", "anchors"},
     "docs/papers/resformer.md": {"anchors"},
 }

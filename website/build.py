@@ -17,7 +17,8 @@ from pathlib import Path
 from links import faults
 
 ROOT = Path(__file__).resolve().parent.parent
-ELSEWHERE = ("CHANGELOG.md", "CONTRIBUTING.md", "crosslayer/data/SOURCES.md")  # on the site beside the pages of docs/
+# on the site next to the pages of docs/
+ELSEWHERE = ("ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", "crosslayer/data/SOURCES.md")
 LINK = re.compile(r"(?<=\]\()[^)#:]+(?=[)#])")
 FORMULA = re.compile(r'<div class="formula">(.*?)</div>|<span class="arithmatex">\\\((.*?)\\\)</span>', re.S)
 

@@ -26,7 +26,7 @@ each is a function with the same names and defaults: `crosslayer.diagnose("smoll
 
 """
 COMMON = f"""
-[Usage](usage.md) says what all commands have in common, exit statuses included. Each also takes
+[The start page](../README.md#results-and-exit-status) covers exit statuses and output. Each command also takes
 
 {HEAD}%s"""
 KEYS = "| key | default | what |\n|---|---|---|\n"

@@ -156,7 +156,7 @@ class DomainPart(Part):
     """A text domain, with a share of the mixture and a validation loss of its own."""
 
     name: str
-    """Its name in results; without `source`, one of the embedded domains that docs/reference/text.md lists."""
+    """Its name in results; without `source`, one of the embedded domains that docs/start/concepts.md lists."""
     weight: float = Field(default=1.0, gt=0)
     """Its share of the tokens, relative to the weights of the other domains."""
     source: str | None = None

@@ -13,7 +13,7 @@ diagnosis = crosslayer.diagnose(model, None, tokenizer, sequences=2, length=128)
 print("\n".join(diagnosis.sentences()[:3]))
 
 # %% [markdown]
-# In a notebook, `diagnosis` as the last line of a cell displays the whole page. Saved, it is a page, a record and
+# If `diagnosis` is the last line of a cell, a notebook displays the whole page. `save` writes the page, a record and
 # figures:
 
 # %%
@@ -22,8 +22,8 @@ diagnosis.save("sink")
 # %% [markdown]
 # ![Attention on the first token, by layer](sink/figures/first_token_share.svg)
 #
-# Every measure is an array by layer, with intervals over sequences. Layers that put much attention on the first token
-# have small values there, so attending to it adds little (*value drain*):
+# Every measure is an array by layer, with intervals over sequences. In layers that put much attention on the
+# first token, its values are small, so attention to it adds little (*value drain*):
 
 # %%
 for layer in (0, 10, 15, 23):
@@ -42,5 +42,5 @@ before, after = effect.attention_received  # (2, L)
 print(f"attention on position 64, largest over layers: {before.max():.1%} before, {after.max():.1%} after")
 
 # %% [markdown]
-# A token that attends only to itself becomes a sink at any position. [The waiver's page](../papers/waiver.md) has more text,
-# and controls.
+# A token that attends only to itself becomes a sink at any position. [The waiver's page](../papers/waiver.md) repeats this
+# on more text, with controls.

@@ -2,7 +2,8 @@
 # # Write a method of this week's paper
 #
 # A paper proposes that the middle layers share the keys and values of one layer ("sandwich-bottom", arXiv 2410.14442).
-# That is one file, [sandwich.py](sandwich.py): a dataclass that says which layer reads which states.
+# That is one file, [sandwich.py](sandwich.py): a dataclass that assigns a source to each state of each
+# layer.
 
 # %%
 from pathlib import Path
@@ -21,7 +22,7 @@ config = CrossLayerConfig(num_hidden_layers=8, cross_layer=[sandwich.Sandwich(be
 print(config.plan.diagram())
 
 # %% [markdown]
-# Is it correct? Run the contract of tests that the package's own methods pass: cached = uncached = chunked, left
+# Is it correct? Run the contract tests, which the package's own methods also pass: cached = uncached = chunked, left
 # padding, every generation mode, gradients with checkpointing, save and load, causality.
 
 # %%
@@ -31,7 +32,8 @@ check_method(sandwich.Sandwich.example(6))
 print("all checks passed")
 
 # %% [markdown]
-# What would it cost a pretrained model, before any training? A what-if runs the unmodified SmolLM2 with this plan:
+# How much would it damage a pretrained model, before any training? A what-if runs the unmodified SmolLM2 with this
+# plan:
 
 # %%
 import torch
@@ -52,5 +54,5 @@ with torch.no_grad():
 # %% [markdown]
 # Next: `crosslayer.retrofit("smollm2", method={"name": "sandwich", "below": 24, "above": 2, "compensation":
 # "attention"})` fits linear compensation (W_c) and writes a report, and `crosslayer compare --methods 'vanilla,
-# sandwich' --allow-methods sandwich` trains it next to others (with its folder in `PYTHONPATH`). Everything that a
-# method can define: [a method of your own](../methods/your_own.md).
+# sandwich' --allow-methods sandwich` trains it next to others (with its folder in `PYTHONPATH`). [Your own
+# method](../methods/your_own.md) lists everything that a method can define.

@@ -126,5 +126,5 @@ def test_every_page_opens(browser, site, address, width):
 
 @pytest.mark.slow
 def test_formulas_are_drawn(browser, site, address):
-    methods = (site / "methods" / "equations" / "index.html").read_text()
+    methods = (site / "methods" / "overview" / "index.html").read_text()
     assert methods.count("<math") > 17 and "\\[" not in methods and "\\(" not in methods

@@ -52,7 +52,7 @@ class Settings(TextSettings):
 class Measures(Frozen):
     """Every measure by layer, None where a layer has no such sublayer.
 
-    docs/reference/measures.md has equations and sources.
+    docs/guides/inspect.md has equations and sources.
     """
 
     first_token_share: Measure = Field(description="the first token's share of all attention, (L,), 0 to 1")
@@ -246,7 +246,7 @@ class Diagnosis(Result):
 
     Every measure in `measures` is an attribute here too: `diagnosis.entropy` is the array of its means over sequences,
     float64, NaN where a layer has no such sublayer; `diagnosis.measures.entropy.interval` is its 95% interval, (L, 2),
-    None for a single sequence. Layers and positions count from 0. Definitions and sources: docs/reference/measures.md.
+    None for a single sequence. Layers and positions count from 0. Definitions and sources: docs/guides/inspect.md.
     """
 
     schema_: Literal["crosslayer/diagnose/7"] = Field(default="crosslayer/diagnose/7", alias="schema")

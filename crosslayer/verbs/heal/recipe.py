@@ -115,7 +115,7 @@ class MeasurePart(Part):
     """What models are measured on, before training and after each stage."""
 
     domains: list[str] | None = Field(default=None, min_length=1)
-    """Embedded domains (docs/reference/text.md); unseen ones are the most informative. Null, also for the next two: as
+    """Embedded domains (docs/start/concepts.md); unseen ones are the most informative. Null, also for the next two: as
     in the retrofits' reports."""
     windows: Count | None = None
     """Windows of all domains together; at least 16 per domain."""

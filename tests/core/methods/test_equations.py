@@ -390,7 +390,7 @@ CHOICES = {
 
 
 class Chooses(Naive):
-    """Chooses, masks and attends token by token, as docs/methods/equations.md says."""
+    """Chooses, masks and attends token by token, as docs/methods/overview.md says."""
 
     def __init__(self, model):
         super().__init__(model)

@@ -11,7 +11,7 @@ from crosslayer.core.methods import method_names
 from crosslayer.verbs.methods.catalogue import markdown
 
 PACKAGE = Path(__file__).parent.parent / "crosslayer"
-ARCHITECTURE = (PACKAGE.parent / "ARCHITECTURE.md").read_text()
+ARCHITECTURE = (PACKAGE.parent / "docs" / "ARCHITECTURE.md").read_text()
 ORDER = (
     *re.findall(r"^\| `([\w/]+)` \|", ARCHITECTURE, re.M),
     "__main__",

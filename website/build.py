@@ -18,7 +18,7 @@ from links import faults
 
 ROOT = Path(__file__).resolve().parent.parent
 # on the site next to the pages of docs/
-ELSEWHERE = ("ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", "crosslayer/data/SOURCES.md")
+ELSEWHERE = ("CHANGELOG.md", "CONTRIBUTING.md", "crosslayer/data/SOURCES.md")
 LINK = re.compile(r"(?<=\]\()[^)#:]+(?=[)#])")
 FORMULA = re.compile(r'<div class="formula">(.*?)</div>|<span class="arithmatex">\\\((.*?)\\\)</span>', re.S)
 

@@ -99,7 +99,7 @@ $(KVPRESS)/.current: $(STAMP)
 	touch $@
 
 test-kvpress: $(KVPRESS)/.current
-	CROSSLAYER_KVPRESS=$(abspath $(KVPRESS)/bin/python) $(BIN)/pytest -m slow tests/eviction/test_kvpress.py
+	CROSSLAYER_KVPRESS=$(abspath $(KVPRESS)/bin/python) $(BIN)/pytest -m slow tests/cache/test_kvpress.py
 
 # transformers' own model tests, out of the source distribution of the version that is installed
 TRANSFORMERS := $(VENV)/transformers-tests

@@ -18,10 +18,10 @@ import torch
 from transformers import DynamicCache
 
 from crosslayer import load_model
-from crosslayer.core.decoder.caches import cache_bytes
+from crosslayer.cache.held import held_bytes
+from crosslayer.cache.running import smaller_cache
 from crosslayer.core.transformers_versions import CACHE
 from crosslayer.environment import environment
-from crosslayer.eviction.running import evicting
 from crosslayer.stats.ratios import coverage, paired_ratio
 
 
@@ -68,14 +68,14 @@ def measure(models, context, batch, options):
     """Return the result of a setting."""
     evicts, stock = models
     times = [[], []]
-    with torch.no_grad(), evicting(evicts, "h2o:0.5") as new_cache:
+    with torch.no_grad(), smaller_cache(evicts, "h2o:0.5") as new_cache:
         for pair in range(options.pairs + 1):
             caches = [half_cache(evicts, batch, context, new_cache), full_cache(stock, batch, context)]
             for side in (0, 1) if pair % 2 else (1, 0):
                 seconds = decode(models[side], caches[side], batch, options.steps)
                 if pair:  # the first is a warm-up
                     times[side].append(seconds)
-            bytes_ = [cache_bytes(caches[0]) + caches[0].overhead_bytes(), cache_bytes(caches[1])]
+            bytes_ = [held_bytes(cache).allocated for cache in caches]
     ratio = paired_ratio(*times)
     print(f"{context} x {batch}: a step takes {ratio.text()} of the full cache's")
     return {

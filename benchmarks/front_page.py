@@ -19,11 +19,11 @@ import vl_convert
 from torch.nn import functional
 
 from crosslayer import CrossLayerConfig, load_model, plan
+from crosslayer.cache.running import smaller_cache
 from crosslayer.corpus.domains import embedded_domains, split_domains
 from crosslayer.environment import environment
 from crosslayer.output.chart import VERSION
 from crosslayer.output.panel import COLORS
-from crosslayer.quantization.running import quantizing
 from crosslayer.stats.bootstrap import Bootstrap
 from crosslayer.stats.estimate import Estimate
 from crosslayer.wiring.kv_bits import KINDS
@@ -69,7 +69,7 @@ def measure() -> None:
     whole = plan(model, length=2048, dtype="bfloat16").stored_bytes
     for bits in BITS:
         stored = plan(model, length=2048, dtype="bfloat16", kv_dtype=KINDS[bits]).stored_bytes
-        with quantizing(model, bits):
+        with smaller_cache(model, bits=bits):
             result[bits] = {"share": stored / whole, "after": losses()}
     result["environment"] = environment().model_dump()
     (HERE / "results" / "front_page.json").write_text(json.dumps(result, indent=1) + "\n")

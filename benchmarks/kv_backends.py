@@ -20,10 +20,10 @@ import torch
 from transformers import DynamicCache, QuantizedCache
 
 from crosslayer import load_model
+from crosslayer.cache.running import smaller_cache
 from crosslayer.core.transformers_versions import CACHE
 from crosslayer.corpus.domains import embedded_domains, split_domains
 from crosslayer.environment import environment
-from crosslayer.quantization.running import quantizing
 from crosslayer.stats.ratios import paired_ratio
 
 PROMPT, LENGTH = 384, 512
@@ -39,7 +39,7 @@ def sides(model):
     """Return by name: a context to run in, and what makes a cache from what the context gives."""
     found = {"full cache": (nullcontext, lambda _: DynamicCache(config=model.config))}
     for name, bits in OURS.items():
-        found[name] = (lambda bits=bits: quantizing(model, bits), lambda new_cache: new_cache())
+        found[name] = (lambda bits=bits: smaller_cache(model, bits=bits), lambda new_cache: new_cache())
     for name, options in OTHERS.items():
         try:
             QuantizedCache(config=model.config, **options)

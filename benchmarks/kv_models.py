@@ -17,10 +17,10 @@ from pathlib import Path
 import torch
 
 from crosslayer import diagnose, load_model, plan, what_if
+from crosslayer.cache.running import smaller_cache
 from crosslayer.corpus.documents import TextSource, stream_documents
 from crosslayer.corpus.domains import embedded_domains, split_domains
 from crosslayer.environment import environment
-from crosslayer.quantization.running import quantizing
 from crosslayer.wiring.kv_bits import KINDS
 
 LENGTH, CONTEXT, DRAWS, KEPT = 512, 2048, 2000, 0.7
@@ -71,7 +71,7 @@ def measured(name, domains, count, only):
     whole, rows = plan(name, length=CONTEXT, dtype="bfloat16"), {}
     for bits, kind in KINDS.items():
         if kind in only:
-            with quantizing(model, bits):
+            with smaller_cache(model, bits=bits):
                 found = divergences(model, windows, exact)
             stored = plan(name, length=CONTEXT, dtype="bfloat16", kv_dtype=kind).stored_bytes
             rows[kind] = {"share": stored / whole.stored_bytes, "kl_by_window": found}

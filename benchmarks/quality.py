@@ -22,13 +22,14 @@ from torch.nn import functional
 from transformers import DynamicCache
 
 from crosslayer import evaluate, load_model, needles
-from crosslayer.core.decoder.caches import cache_bytes
+from crosslayer.cache.held import held_bytes
+from crosslayer.cache.kv_cache import SmallerKVCache
+from crosslayer.cache.running import CacheOptions
 from crosslayer.core.transformers_versions import CACHE
 from crosslayer.corpus.documents import TextSource, load_documents
 from crosslayer.corpus.domains import embedded_domains, split_domains
 from crosslayer.corpus.windows import packed
 from crosslayer.environment import environment
-from crosslayer.eviction.running import SmallerCache
 from crosslayer.judge.hidden import is_retrieved
 from crosslayer.judge.retrieval import retrieval_change
 from crosslayer.judge.tasks import summary
@@ -68,7 +69,7 @@ def cache_of(text):
     named = dict(
         part.split(":", 1) if part.startswith("bits:") else ("evict", part) for part in text.split("+") if part
     )
-    return SmallerCache(named.get("evict"), named.get("bits"))
+    return CacheOptions(named.get("evict"), named.get("bits"))
 
 
 def mean_interval(values):
@@ -148,7 +149,8 @@ def cache_bytes_of(model, cache):
         for length in (512, 2048):
             used = DynamicCache(config=model.config) if new_cache is None else new_cache()
             model(torch.arange(length)[None], **{CACHE: used}, logits_to_keep=1)
-            sizes[length] = cache_bytes(used)
+            overhead = used.overhead_bytes() if isinstance(used, SmallerKVCache) else 0
+            sizes[length] = held_bytes(used).allocated - overhead
     return sizes
 
 

@@ -22,8 +22,8 @@ import quality
 from quality import mean_interval, window_losses, windows_of
 
 from crosslayer import load_model
+from crosslayer.cache.running import CacheOptions
 from crosslayer.environment import environment
-from crosslayer.eviction.running import SmallerCache
 from crosslayer.verbs.retrofit.convert import convert, plain_decoder
 from crosslayer.verbs.retrofit.kinds import affordable, evenly, groups_of
 
@@ -46,7 +46,7 @@ def others(method, layers, context):
 
 def by_tokens(options, original, measure):
     """Measure the wirings, and what stands beside them, with several numbers of chosen tokens."""
-    layers, none = original.config.num_hidden_layers, SmallerCache(None, None)
+    layers, none = original.config.num_hidden_layers, CacheOptions(None, None)
 
     def run(name, budget, method):
         converted = convert(original, [method], share_weights=True).model.eval()
@@ -90,7 +90,7 @@ def main(options):
         Path(options.json).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         return row
 
-    none = SmallerCache(None, None)
+    none = CacheOptions(None, None)
     if options.tokens:
         by_tokens(options, original, measure)
         return
@@ -105,7 +105,7 @@ def main(options):
                 name, Path(folder).name, converted, other.plan(layers).read_states(context) / (2 * layers), none, search
             )
         for policy in EVICTIONS:
-            evicted = SmallerCache(f"{policy}:{1 - reads:.4f}", None)
+            evicted = CacheOptions(f"{policy}:{1 - reads:.4f}", None)
             measure(policy, Path(folder).name, plain, reads, evicted, search)
 
 

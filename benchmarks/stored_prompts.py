@@ -51,7 +51,7 @@ def measure(name: str, folder: str, lengths: list[int], repeats: int) -> list[di
             shutil.rmtree(url)
             for what in WHAT if turn else ():
                 times[what].append(took[what])
-        row = {"model": name, "tokens": length, "share": size / (length * codec.bytes_per_token), "repeats": repeats}
+        row = {"model": name, "tokens": length, "share": size / (length * 2 * sum(codec.widths)), "repeats": repeats}
         for what in WHAT:
             row[what] = {"median": float(np.median(times[what])), "low": min(times[what]), "high": max(times[what])}
         for what in WHAT[1:]:

@@ -1,5 +1,7 @@
 """The public names: what type checkers and editors read, and the list by which `__init__.py` loads each name."""
 
+from crosslayer.cache.running import quantized_cache as quantized_cache
+from crosslayer.cache.running import smaller_cache as smaller_cache
 from crosslayer.codec.codec import Codec as Codec
 from crosslayer.codec.codec import load_codec as load_codec
 from crosslayer.codec.store import PromptStore as PromptStore
@@ -11,12 +13,9 @@ from crosslayer.core.method import Residual as Residual
 from crosslayer.core.methods import allow_methods as allow_methods
 from crosslayer.core.plan import DepthPlan as DepthPlan
 from crosslayer.corpus.documents import TextSource as TextSource
-from crosslayer.eviction.running import evicting as evicting
 from crosslayer.judge.candidate import Candidate as Candidate
 from crosslayer.models.load import load_model as load_model
 from crosslayer.probe.what_if import what_if as what_if
-from crosslayer.quantization.running import quantized_cache as quantized_cache
-from crosslayer.quantization.running import quantizing as quantizing
 from crosslayer.results import load_result as load_result
 from crosslayer.verbs.bench.result import Benchmark as Benchmark
 from crosslayer.verbs.bench.run import bench as bench

@@ -31,10 +31,10 @@ from scipy.stats import norm
 from torch import Tensor
 from transformers import Cache
 
+from crosslayer.cache.quantizers import quantizer_of, rotated, rotation
 from crosslayer.codec.fit import Calibration
 from crosslayer.codec.judge import Way
 from crosslayer.codec.states import LayerShape, new_cache, read_states
-from crosslayer.quantization.codec import codec_of, rotated, rotation
 
 HEADER = 16  # bytes of a file: tokens, exact ones at either end, length of the code
 SIZES, BITS = (16, 64, 256, 1024), (2, 4, 8)  # of KVTC's groups
@@ -307,7 +307,7 @@ class Integers(Rival):
     """Integer codes of keys before rotation and of values, after their calibration mean is subtracted."""
 
     def __init__(self, data: Calibration, bits: int):
-        self.shapes, self.codec = data.shapes, codec_of(f"int{bits}")
+        self.shapes, self.codec = data.shapes, quantizer_of(f"int{bits}")
         self.mean = torch.cat([own.mean(0) for own in data.states])
         self.parameters = len(self.mean)
 

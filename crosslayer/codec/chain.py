@@ -9,6 +9,7 @@ so any run of tokens decodes alone.
 Shapes: N tokens, W numbers of a layer for each token, R channels of a layer.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -155,11 +156,7 @@ def features(
 def sources(shapes: Sequence[LayerShape]) -> list[int | None]:
     """Return the layer that predicts each layer: the nearest below that holds every token which the layer holds."""
     found: list[int | None] = []
-    for index, shape in enumerate(shapes):
-        reach = [shapes[below].window is None or _within(shape.window, shapes[below].window) for below in range(index)]
-        found.append(max((below for below in range(index) if reach[below]), default=None))
+    held = [math.inf if shape.window is None else shape.window for shape in shapes]
+    for index, tokens in enumerate(held):
+        found.append(max((below for below in range(index) if held[below] >= tokens), default=None))
     return found
-
-
-def _within(window: int | None, other: int | None) -> bool:
-    return window is not None and (other is None or window <= other)

@@ -31,7 +31,6 @@ SUMMED = 2**22  # weights at a time
 MATRICES = ("mean", "predict", "down", "up")
 HALF = 65504.0  # the largest number of float16
 SAME = 0.05  # relative distance of states that are the same but for rounding, in bfloat16 too
-TORCH = {name: getattr(torch, name) for name in format.DTYPES}
 
 
 class Codec:
@@ -56,11 +55,6 @@ class Codec:
         self.id = digest.digest()
         self._checked: weakref.ref[PreTrainedModel] | None = None  # the model that was checked last
         self._on: dict[torch.device, list[Layer]] = {}
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes of a token in a 16-bit cache."""
-        return 2 * sum(self.widths)
 
     def check(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         """Refuse a model other than that which the codec was fitted to; a model is read once.
@@ -91,17 +85,16 @@ class Codec:
             ValueError: the cache is not that of the codec's model, or too short; padding is not on the left.
 
         """
-        ids, pads = padding(ids, mask)
-        check_cache(cache, self.shapes, *ids.shape)
-        rows = []
-        for row, pad in enumerate(pads):
-            tokens = ids[row, pad:].numpy().astype(np.uint32)
+        rows, columns = texts_of(ids, mask)
+        check_cache(cache, self.shapes, len(rows), columns)
+        packed = []
+        for row, (pad, tokens) in enumerate(rows):
             states = self.read(cache, row, pad, len(tokens))
             if any(len(own) < shape.holds(len(tokens)) for own, shape in zip(states, self.shapes, strict=True)):
                 raise ValueError(f"sliding windows no longer hold the end of these {len(tokens)} tokens; give more ids")
             made = self.encode_blocks(states, tokens, 0, format.root(self.id), block, dtype_of(cache))
-            rows.append((pad, [block.pack() for block in made]))
-        return format.pack_file(rows)
+            packed.append((pad, [block.pack() for block in made]))
+        return format.pack_file(packed)
 
     def decode(self, data: bytes, device: Any = None, dtype: torch.dtype | None = None) -> Cache:
         """Return the cache of `encode`, an ordinary `DynamicCache`; by default on the CPU, in the dtype that it had.
@@ -110,21 +103,21 @@ class Codec:
             ValueError: the bytes are damaged, of another codec, or of a newer format.
 
         """
-        pads, rows, dtypes = [], [], []
+        pads, rows, columns = [], [], set[int]()
         for pad, blocks in format.unpack_file(data):
-            own = [format.unpack(block, self.widths) for block in blocks]
             parent, start = format.root(self.id), 0
+            own = [format.unpack(block, self.widths) for block in blocks]
             for block in own:
                 if block.parent != parent or block.start != start:
                     raise ValueError("the bytes are of another codec, or their blocks are in another order")
                 parent, start = block.name, block.stop
             pads.append(pad)
             rows.append(own)
-            dtypes.append(own[0].dtype)
-        columns = {pad + sum(len(block.tokens) for block in row) for pad, row in zip(pads, rows, strict=True)}
+            columns.add(pad + start)
         if len(columns) > 1:
             raise ValueError("the rows of the file have different lengths")
-        return self.decode_rows(rows, pads, columns.pop(), device, dtype or TORCH[format.DTYPES[dtypes[0]]])
+        dtype = dtype or getattr(torch, format.DTYPES[rows[0][0].dtype])
+        return self.decode_rows(rows, pads, columns.pop(), device, dtype)
 
     def read(self, cache: Cache, row: int, pad: int, tokens: int) -> list[Tensor]:
         """Return the states (T, W) of a row's first `tokens` tokens, of each layer those that it still holds."""
@@ -142,8 +135,8 @@ class Codec:
         steps = importance.steps(states, self.shapes, length)
         copies = copies_of_first(states, tokens, size) if start == 0 else 0
         for begin in range(start, length, size):
-            stop = min(begin + size, length)
-            count = stop - begin
+            text, step = tokens[begin : begin + size], steps[begin : begin + size]
+            count = len(text)
             first = np.array([min(max(length - len(own) - begin, 0), count) for own in states])
             exact, parts = [], []
             for own, held in zip(states, first.tolist(), strict=True):
@@ -152,25 +145,16 @@ class Codec:
                     exact.append(part[0])
                     part = part[1 + copies :]
                 parts.append(part)
-            codes, _ = code_layers(layers, parts, step_sizes(steps[begin - length :][:count]))
-            name = format.child(parent, tokens[begin:stop])
+            codes, _ = code_layers(layers, parts, step_sizes(step))
             flat = torch.cat(exact).clamp(-HALF, HALF).half().cpu().numpy().astype("<f2") if exact else np.empty(0)
-            coded = [
-                layer.coder.encode(code.to(torch.int32).cpu().numpy())
-                for layer, code in zip(layers, codes, strict=True)
-            ]
-            own_steps = steps[begin - length :][:count].cpu().numpy()
-            more = own_steps, flat.tobytes(), coded
-            yield format.Block(name, parent, begin, tokens[begin:stop], first, dtype, 0 if begin else copies, *more)
-            parent = name
+            coded = [layer.coder.encode(code.int().cpu().numpy()) for layer, code in zip(layers, codes, strict=True)]
+            facts = format.child(parent, text), parent, begin, text, first, dtype, 0 if begin else copies
+            block = format.Block(*facts, step.cpu().numpy(), flat.tobytes(), coded)
+            yield block
+            parent = block.name
 
     def decode_rows(
-        self,
-        rows: Sequence[Sequence[format.Block]],
-        pads: list[int],
-        columns: int,
-        device: Any,
-        dtype: torch.dtype,
+        self, rows: Sequence[Sequence[format.Block]], pads: list[int], columns: int, device: Any, dtype: torch.dtype
     ) -> Cache:
         """Return the cache of rows of blocks, cut to `columns` columns."""
         target, states = torch.device(device or "cpu"), []
@@ -301,22 +285,20 @@ def _loaded(facts: dict[str, Any], tensors: dict[str, Tensor]) -> Codec:
         if name.startswith("classes.") and name.endswith(".frequencies"):
             number = name.split(".")[1]
             frequencies = tensor.numpy().astype(np.int64)
-            tables[int(number)] = Table(
-                frequencies[:-1], int(frequencies[-1]), tensors[f"classes.{number}.centers"].numpy()
-            )
+            centers = tensors[f"classes.{number}.centers"].numpy()
+            tables[int(number)] = Table(frequencies[:-1], int(frequencies[-1]), centers)
     layers = []
     for index, fact in enumerate(facts["layers"]):
         own = {name: tensors[f"layers.{index}.{name}"].float() for name in MATRICES}
         classes = tensors[f"layers.{index}.classes"].tolist()
         source = fact.pop("source")
         shape = LayerShape(**{**fact, "angles": tuple(fact["angles"])})
-        layer = Layer(shape=shape, source=source, coder=Coder(tables, classes), **own)
         width = shape.width
         below = (0,) if source is None else (layers[source].shape.width, width)
         found = [tuple(matrix.shape) for matrix in own.values()]
         if found != [(width,), below, (width, len(classes)), (len(classes), width)]:
             raise ValueError("the codec's matrices do not fit its layers; fit it again")
-        layers.append(layer)
+        layers.append(Layer(shape=shape, source=source, coder=Coder(tables, classes), **own))
     importance = Importance(*(tensors[name] for name in ("mean", "spread", "weight")))
     return Codec(Chain(layers, importance), facts["model"], facts["tokenizer"])
 
@@ -345,20 +327,22 @@ def dtype_of(cache: Cache) -> int:
     return format.DTYPES.index(name)
 
 
-def padding(ids: Tensor, mask: Tensor | None) -> tuple[Tensor, list[int]]:
-    """Return tokens as (B, S) on the CPU, and the columns of padding on the left of each row."""
+def texts_of(ids: Tensor, mask: Tensor | None) -> tuple[list[tuple[int, np.ndarray]], int]:
+    """Return of each row its columns of padding on the left, and its tokens (T,) uint32; and S, of all rows.
+
+    Both are (B, S) or (S,); without a mask nothing is padding.
+    """
     ids = (ids[None] if ids.dim() == 1 else ids).cpu()
     if ids.dim() != 2 or ids.shape[1] == 0:
         raise ValueError(f"ids must have the shape (B, S) or (S,), got {tuple(ids.shape)}")
-    if mask is None:
-        return ids, [0] * len(ids)
+    mask = torch.ones_like(ids) if mask is None else mask
     mask = (mask[None] if mask.dim() == 1 else mask).cpu().bool()
     if mask.shape != ids.shape:
         raise ValueError(f"mask must have the shape of ids, {tuple(ids.shape)}, got {tuple(mask.shape)}")
     pads = (~mask).sum(1).tolist()
     if any(mask[row, :pad].any() or pad == ids.shape[1] for row, pad in enumerate(pads)):
         raise ValueError("padding must be on the left, and each row must have a token")
-    return ids, pads
+    return [(pad, row[pad:].numpy().astype(np.uint32)) for row, pad in zip(ids, pads, strict=True)], ids.shape[1]
 
 
 def tokenizer_print(tokenizer: PreTrainedTokenizerBase) -> str:

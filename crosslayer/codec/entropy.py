@@ -49,7 +49,7 @@ class Table:
         """Constriction's model of the symbols 0 … 2m + 1."""
         both = [self.frequencies[:0:-1], self.frequencies, [self.escape]]
         # it adds 1 to each symbol and shares out the rest in proportion: these weights give the frequencies exactly
-        return _library().stream.model.Categorical((np.concatenate(both) - 1).astype(np.float64), perfect=False)
+        return _library().model.Categorical((np.concatenate(both) - 1).astype(np.float64), perfect=False)
 
     @cached_property
     def values(self) -> np.ndarray:
@@ -157,7 +157,7 @@ class Coder:
 
         Little-endian.
         """
-        ans, escaped = _coder(None), []
+        ans, escaped = _library().stack.AnsCoder(), []
         for table, start, stop in reversed(self.runs):
             own = codes[start:stop].reshape(-1)
             symbols = (own + table.most).astype(np.int32)
@@ -180,7 +180,7 @@ class Coder:
         count = int.from_bytes(data[:4], "little")
         if len(data) < 4 + 4 * count or (len(data) - 4) % 2:
             raise ValueError("the code of a layer is cut off")
-        ans = _coder(np.frombuffer(data, "<u4", count, 4))
+        ans = _library().stack.AnsCoder(np.frombuffer(data, "<u4", count, 4).astype(np.uint32))
         rest = np.frombuffer(data, "<i2", offset=4 + 4 * count)
         decoded, used = np.empty((self.channels, tokens), np.float32), 0
         for table, start, stop in self.runs:
@@ -198,13 +198,8 @@ class Coder:
         return decoded
 
 
-def _coder(words: np.ndarray | None) -> Any:
-    coder = _library().stream.stack.AnsCoder
-    return coder() if words is None else coder(words.astype(np.uint32))
-
-
 def _library() -> Any:
     check_extra("store", "a codec", "constriction")
     import constriction  # type: ignore[import-not-found]
 
-    return constriction
+    return constriction.stream

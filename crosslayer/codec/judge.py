@@ -17,15 +17,15 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
+from crosslayer.cache.held import held_bytes
+from crosslayer.cache.running import quantized_cache
 from crosslayer.codec.codec import Codec
 from crosslayer.core.transformers_versions import CACHE
 from crosslayer.judge.clock import prefill
-from crosslayer.judge.held import held_bytes
 from crosslayer.judge.hidden import Sample, prompt_ids
 from crosslayer.judge.retrieval import retrieved
 from crosslayer.output.progress import progress
 from crosslayer.probe.intercept import evaluating
-from crosslayer.quantization.running import quantized_cache
 
 Way = Callable[[Cache, Tensor], tuple[Cache, int]]  # from a cache and its tokens (1, T) to what is read back, its bytes
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
+from crosslayer.cache.attention import allowed_by
 from crosslayer.codec.states import LayerShape, turned
 from crosslayer.core.transformers_versions import CACHE
 from crosslayer.probe.intercept import AttentionCall, visited
@@ -116,7 +117,8 @@ class Metric:
             cost = read[head].square() * apart.clamp_min(0) * inverse[:, None] * call.scaling**2  # (s, T)
             energy += (cost * query[head].square().sum(-1)[:, None]).sum(0)
             energy += (read[head].square() * inverse[:, None]).sum(0) * own.diagonal().sum()
-            relative = _relative(query[head], start, held - first, shape)  # (s, T, D)
+            by_key = query[head][None].expand(held - first, -1, -1)  # (T, s, D), instead of heads
+            relative = turned(by_key, start, shape, back=True).transpose(0, 1)  # (s, T, D)
             rows = (relative * cost.sqrt()[..., None]).flatten(0, 1)
             at = slice(kv * shape.key, (kv + 1) * shape.key)
             total[at, at] += rows.T @ rows
@@ -128,12 +130,6 @@ class Metric:
         self.by_layer[call.layer] += total.double().cpu()
 
 
-def _relative(query: Tensor, start: int, count: int, shape: LayerShape) -> Tensor:
-    """Return rotated queries (s, D) turned back by the positions of `count` keys from `start` on, (s, T, D)."""
-    by_key = query[None].expand(count, -1, -1)  # (T, s, D), instead of heads
-    return turned(by_key, start, shape, back=True).transpose(0, 1)
-
-
 def _chances(call: AttentionCall, picked: Tensor) -> Tensor:
     """Return the attention probabilities (H, s, S) of the picked queries."""
     group = call.query.shape[1] // call.key.shape[1]
@@ -143,15 +139,8 @@ def _chances(call: AttentionCall, picked: Tensor) -> Tensor:
         scores = (scores / call.softcap).tanh() * call.softcap
     if call.position_bias is not None:
         scores = scores + call.position_bias[0][:, picked]
-    new, size = call.query.shape[2], call.key.shape[2]
-    if call.mask is None:
-        columns = torch.arange(size, device=scores.device)
-        seen = columns <= (size - new + picked)[:, None]
-        scores = scores.masked_fill(~seen, -torch.inf)
-    elif call.mask.dtype == torch.bool:
-        scores = scores.masked_fill(~call.mask[0][:, picked, :size], -torch.inf)
-    else:
-        scores = scores + call.mask[0][:, picked, :size].float()
+    allowed = allowed_by(call)[0][:, picked, : keys.shape[1]]  # (1 or H, s, S)
+    scores = scores.masked_fill(~allowed, -torch.inf)
     if call.sinks is not None:
         sink = call.sinks[0].float().expand(-1, len(picked), -1)
         return torch.cat([scores, sink], -1).softmax(-1)[..., :-1]

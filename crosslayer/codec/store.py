@@ -21,11 +21,11 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from crosslayer.codec import format
-from crosslayer.codec.codec import BLOCK, Codec, dtype_of, padding
+from crosslayer.codec.codec import BLOCK, Codec, dtype_of, texts_of
 from crosslayer.codec.states import check_cache
 from crosslayer.extras import check_extra
+from crosslayer.wiring.dtypes import parse_bytes
 
-UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 DIGITS = 32  # hex digits of a name in a file's name
 SUFFIX = ".kv"
 TRIED = 16  # blocks behind one parent whose tokens are compared
@@ -71,16 +71,12 @@ class Files:
 
     def entries(self) -> list[Entry]:
         """Return all blocks."""
+        folders: list[str] = []
         with contextlib.suppress(FileNotFoundError):
-            return [
-                entry
-                for folder in self.system.ls(self.folder, detail=False, refresh=True)
-                if len(Path(folder).name) == 2
-                for entry in self._listed(folder, "")
-            ]
-        return []
+            folders = self.system.ls(self.folder, detail=False, refresh=True)
+        return [entry for folder in folders if len(Path(folder).name) == 2 for entry in self._listed(folder)]
 
-    def _listed(self, folder: str, begin: str) -> list[Entry]:
+    def _listed(self, folder: str, begin: str = "") -> list[Entry]:
         found = []
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             for fact in self.system.ls(folder, detail=True, refresh=True):
@@ -141,7 +137,7 @@ class PromptStore:
         if not 16 <= block <= format.LONGEST:
             raise ValueError(f"block must be from 16 to {format.LONGEST} tokens, got {block}")
         self.files, self.codec, self.block = Files(url), codec, block
-        self.limit = None if limit is None else bytes_of(limit)
+        self.limit = None if limit is None else parse_bytes(limit, "the limit")
         self._size: int | None = None  # of the store, when it was listed, and what was written since
         self._written = 0
 
@@ -161,14 +157,13 @@ class PromptStore:
 
         """
         self.codec.check(model)
-        ids, pads = padding(ids, mask)
-        rows = []
-        for row, pad in enumerate(pads):
-            tokens = ids[row, pad:].numpy().astype(np.uint32)
-            rows.append(self._read(tokens[:-1]))
-        columns = min(pad + stop for pad, (_, stop) in zip(pads, rows, strict=True))
-        blocks = [own for own, _ in rows]
-        columns = self._usable(blocks, pads, columns) if columns > max(pads) else 0
+        blocks, pads, stops = [], [], []
+        for pad, tokens in texts_of(ids, mask)[0]:
+            own, stop = self._read(tokens[:-1])
+            blocks.append(own)
+            pads.append(pad)
+            stops.append(pad + stop)
+        columns = self._usable(blocks, pads, min(stops)) if min(stops) > max(pads) else 0
         if not columns:
             return DynamicCache(config=model.config), 0
         try:
@@ -193,16 +188,14 @@ class PromptStore:
             ValueError: the cache is shorter than `ids` or of another model, or the store cannot be written.
 
         """
-        ids, pads = padding(ids, mask)
-        length = cache.get_seq_length()
-        if length == ids.shape[1] - 1:  # the last token that was generated was never read
-            ids = ids[:, :-1]
-        check_cache(cache, self.codec.shapes, *ids.shape)
+        rows, columns = texts_of(ids, mask)
+        if cache.get_seq_length() == columns - 1:  # the last token that was generated was never read
+            columns -= 1
+        check_cache(cache, self.codec.shapes, len(rows), columns)
         coded = 0
-        for row, pad in enumerate(pads):
-            tokens = ids[row, pad:].numpy().astype(np.uint32)
-            states = self.codec.read(cache, row, pad, len(tokens))
-            coded += self.save_states(tokens, states, dtype_of(cache))
+        for row, (pad, tokens) in enumerate(rows):
+            states = self.codec.read(cache, row, pad, columns - pad)
+            coded += self.save_states(tokens[: columns - pad], states, dtype_of(cache))
         return coded
 
     def save_states(self, tokens: np.ndarray, states: Sequence[Tensor], dtype: int) -> int:
@@ -219,7 +212,7 @@ class PromptStore:
         """
         first, coded = np.array([len(tokens) - len(own) for own in states]), 0
         parent, start = format.root(self.codec.id), 0
-        for block, common, _ in self._walk(tokens):
+        for block, common in self._walk(tokens):
             known = np.minimum(np.maximum(first - block.start, 0), len(block.tokens))
             rest = len(tokens) - block.start
             if common < min(len(block.tokens), rest) or (known < block.first).any():
@@ -234,12 +227,10 @@ class PromptStore:
     def match(self, tokens: np.ndarray) -> int:
         """Return how many of a text's first tokens (T,) are stored, in all layers; reads headers alone."""
         stop = 0
-        for header, common, _ in self._walk(tokens):
+        for header, common in self._walk(tokens):
             if header.first.any():  # a sliding window did not hold them any more
                 break
-            stop = header.start + common
-            if common < len(header.tokens):
-                break
+            stop += common
         return stop
 
     def read(self, tokens: np.ndarray, start: int = 0) -> list[format.Block]:
@@ -259,30 +250,40 @@ class PromptStore:
         for block in reversed(blocks):  # parents last: they are removed last
             self.files.touch(self.files.path(block.parent, block.name))
 
-    def _walk(self, tokens: np.ndarray, whole: bool = False) -> Iterator[tuple[format.Block, int, bytes]]:
-        """Yield the headers of the blocks that hold a text's tokens one after the other.
+    def _walk(self, tokens: np.ndarray, whole: bool = False) -> Iterator[tuple[format.Block, int]]:
+        """Yield the blocks that hold a text's tokens one after the other, and how many of their tokens are the text's.
 
-        With each comes how many tokens are the text's, fewer than all in the last one only, and its bytes if `whole`.
+        These are fewer than all in the last one only. Without `whole` only headers are read; with it, a damaged block
+        ends the text, and is removed, so that `save` writes it again.
         """
-        parent, start, layers = format.root(self.codec.id), 0, len(self.codec.widths)
-        head = format.HEAD.size + 4 * format.LONGEST + 2 * layers
+        parent, start = format.root(self.codec.id), 0
+        head = None if whole else format.HEAD.size + 4 * format.LONGEST + 2 * len(self.codec.widths)
         while start < len(tokens):
             rest = tokens[start:]
-            found = self._found([self.files.path(parent, format.child(parent, rest[: self.block]))], rest, head, whole)
-            found = found or self._found(self.files.children(parent)[:TRIED], rest, head, whole)
+            path = self.files.path(parent, format.child(parent, rest[: self.block]))
+            found = self._found([path], rest, head) or self._found(self.files.children(parent)[:TRIED], rest, head)
             if found is None or found[0].parent != parent or found[0].start != start:
                 return
-            yield found
-            parent, start = found[0].name, start + len(found[0].tokens)
+            block, common, data = found
+            if whole:
+                try:
+                    block = format.unpack(data, self.codec.widths)
+                except ValueError:
+                    self.files.remove(self.files.path(block.parent, block.name))
+                    return
+            yield block, common
+            if common < len(block.tokens):
+                return
+            parent, start = block.name, block.stop
 
     def _found(
-        self, paths: Sequence[str], rest: np.ndarray, head: int, whole: bool
+        self, paths: Sequence[str], rest: np.ndarray, head: int | None
     ) -> tuple[format.Block, int, bytes] | None:
         """Return the block among these that has most tokens in common with the rest of a text; None without any."""
         best = None
         for path in paths:
             with contextlib.suppress(*MISSES):
-                data = self.files.read(path, None if whole else head)
+                data = self.files.read(path, head)
                 block = format.read_header(data, len(self.codec.widths))
                 common = same(block.tokens, rest)
                 if common > (best[1] if best else 0):
@@ -291,17 +292,8 @@ class PromptStore:
 
     def _read(self, tokens: np.ndarray) -> tuple[list[format.Block], int]:
         """Return the blocks of the longest stored prefix, and how many tokens of the text they hold."""
-        blocks, stop = [], 0
-        for header, common, data in self._walk(tokens, whole=True):
-            try:
-                blocks.append(format.unpack(data, self.codec.widths))
-            except ValueError:
-                self.files.remove(self.files.path(header.parent, header.name))  # so that `save` writes it again
-                break
-            stop = header.start + common
-            if common < len(header.tokens):
-                break
-        return blocks, stop
+        found = list(self._walk(tokens, whole=True))
+        return [block for block, _ in found], sum(common for _, common in found)
 
     def _usable(self, rows: Sequence[Sequence[format.Block]], pads: Sequence[int], columns: int) -> int:
         """Return the most columns up to `columns` at which all rows store the windows of all layers, or 0."""
@@ -355,22 +347,3 @@ def same(tokens: np.ndarray, others: np.ndarray) -> int:
     count = min(len(tokens), len(others))
     differ = np.flatnonzero(tokens[:count] != others[:count])
     return int(differ[0]) if len(differ) else count
-
-
-def bytes_of(limit: str | int) -> int:
-    """Return the bytes of a limit such as 20GiB.
-
-    Raises:
-        ValueError: it cannot be read, or is below 1.
-
-    """
-    text = str(limit).strip()
-    number = text.rstrip("BKMGTi").strip()
-    unit = text[len(number) :].strip() or "B"
-    try:
-        count = int(float(number) * UNITS[unit])
-    except (ValueError, KeyError, OverflowError):
-        count = 0
-    if count < 1:
-        raise ValueError(f"limit must be bytes, or a size such as 500MiB or 20GiB, got {limit!r}")
-    return count

@@ -1,9 +1,10 @@
 """Checks of options: layers, groups of layers, choices, values by layer."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from crosslayer.core.plan import DepthPlan
 
@@ -82,17 +83,40 @@ def mixed_layers(name: str, plan: DepthPlan, state: str) -> tuple[int, ...]:
 
 
 MOST_LAYERS = 10_000
+Value = TypeVar("Value")
 BY_LAYER = re.compile(r"\s*(?P<value>[^@,\s]+)\s*(?:@(?P<first>\d+)(?:-(?P<last>\d+))?)?\s*", re.ASCII)
 
 
-def by_layer(text: str, what: str, example: str) -> tuple[str | None, tuple[str | None, ...]]:
+@dataclass(frozen=True)
+class ByLayer(Generic[Value]):
+    """A value of all layers, `everywhere`, or values of the first ones, `layers`; `text` is this as it was written."""
+
+    text: str
+    everywhere: Value | None = None
+    layers: tuple[Value | None, ...] = ()
+
+    def at(self, layer: int) -> Value | None:
+        """Return the value of a layer, None if it has none."""
+        if self.everywhere is not None:
+            return self.everywhere
+        return self.layers[layer] if layer < len(self.layers) else None
+
+    def check_count(self, count: int, what: str) -> None:
+        """Refuse layers that do not exist; the message begins with `what`."""
+        if len(self.layers) > count:
+            raise ValueError(f"{what}: layer {len(self.layers) - 1} does not exist; the last is {count - 1}")
+
+
+def by_layer(
+    text: str, what: str, example: str, read: Callable[[str], Value]
+) -> tuple[Value | None, tuple[Value | None, ...]]:
     """Return the value of all layers, or the values of the first layers, that a text such as `8@0-11,4@12-29` gives.
 
     Raises:
         ValueError: the text cannot be read, or names a layer twice; the message begins with `what`.
 
     """
-    pieces, values = text.split(","), {}
+    pieces, values = text.split(","), dict[int, Value]()
     for piece in pieces:
         match = BY_LAYER.fullmatch(piece)
         if match is None:
@@ -100,12 +124,12 @@ def by_layer(text: str, what: str, example: str) -> tuple[str | None, tuple[str 
         if match["first"] is None:
             if len(pieces) > 1:
                 raise ValueError(f"{what}: each of several amounts needs layers, {example}")
-            return match["value"], ()
+            return read(match["value"]), ()
         first, last = int(match["first"]), int(match["last"] or match["first"])
         if not first <= last < MOST_LAYERS:
             raise ValueError(f"{what}: {first}-{last} is not a range of layers")
         for layer in range(first, last + 1):
             if layer in values:
                 raise ValueError(f"{what} names layer {layer} twice")
-            values[layer] = match["value"]
+            values[layer] = read(match["value"])
     return None, tuple(values.get(layer) for layer in range(max(values) + 1))

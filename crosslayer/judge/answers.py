@@ -14,8 +14,8 @@ from transformers import (
     StoppingCriteriaList,
 )
 
+from crosslayer.cache.running import NewCache
 from crosslayer.core.transformers_versions import CACHE
-from crosslayer.eviction.running import NewCache
 from crosslayer.judge.hidden import is_retrieved
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from transformers import Cache, PreTrainedModel
 
+from crosslayer.cache.policies import POLICIES
+from crosslayer.cache.running import CacheOptions, NewCache
 from crosslayer.core.plan import DepthPlan
-from crosslayer.eviction.policies import POLICIES
-from crosslayer.eviction.running import NewCache, SmallerCache
 from crosslayer.models.embedded import EMBEDDED
 from crosslayer.models.load import load_config, public_name
 from crosslayer.probe.what_if import what_if
@@ -94,7 +94,7 @@ def _named(text: str, name: str | None) -> Candidate:
     is_eviction = text.partition(":")[0] in POLICIES
     is_bits = text in BITS or text[:1].isdigit() or text.partition("@")[0] in BITS
     if not Path(text).exists() and (is_eviction or is_bits):
-        smaller = SmallerCache(evict=text) if is_eviction else SmallerCache(kv_bits=BITS.get(text, text))
+        smaller = CacheOptions(evict=text) if is_eviction else CacheOptions(kv_bits=BITS.get(text, text))
         smaller.sentences()  # raises for what cannot be read
         engines = ("transformers", "vLLM") if text == "fp8" else ("transformers",)
         return Candidate(name or text, around=smaller.running, engines=engines)

@@ -17,9 +17,9 @@ from torch.nn import functional
 from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 from transformers.cache_utils import DynamicLayer
 
+from crosslayer.cache.held import Bytes, held_bytes
+from crosslayer.cache.running import NewCache
 from crosslayer.core.transformers_versions import CACHE, EMPTY_LAYER
-from crosslayer.eviction.running import NewCache
-from crosslayer.judge.held import Bytes, held_bytes
 from crosslayer.judge.memory import Load
 from crosslayer.machine import Peak, peak_memory, seconds
 from crosslayer.stats.times import TimeComparison, compare_times

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from crosslayer.cache.running import NewCache
 from crosslayer.core.transformers_versions import CACHE
 from crosslayer.corpus.windows import Windows
-from crosslayer.eviction.running import NewCache
 from crosslayer.judge.candidate import Candidate
 from crosslayer.judge.clock import Run, run
 from crosslayer.judge.hidden import Sample

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pydantic import Field
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from crosslayer.cache.running import CacheOptions, NewCache
 from crosslayer.environment import quiet_transformers
-from crosslayer.eviction.running import NewCache, SmallerCache
 from crosslayer.judge.answers import answers
 from crosslayer.judge.hidden import Sample, Samples, is_retrieved, prompt_ids
 from crosslayer.judge.phrasing import PHRASINGS
@@ -93,7 +93,7 @@ def measure_retrieval(
         return ()
     lengths = [length for length in lengths or LENGTHS if length <= positions(model)]
     results = []
-    with SmallerCache(kv_bits=kv_bits).running(model) as new_cache:
+    with CacheOptions(kv_bits=kv_bits).running(model) as new_cache:
         for length in lengths:
             with contextlib.suppress(ValueError):  # the text is too short
                 samples = hidden_samples(tokenizer, [length], seed=seed)

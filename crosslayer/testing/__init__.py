@@ -25,13 +25,13 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Cache, DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 
+from crosslayer.cache.running import quantized_cache, smaller_cache
 from crosslayer.core.decoder import CrossLayerConfig, CrossLayerForCausalLM
 from crosslayer.core.method import Method
 from crosslayer.core.methods import Entry
 from crosslayer.core.plan import CACHED
 from crosslayer.core.transformers_versions import CACHE
 from crosslayer.probe.intercept import visited
-from crosslayer.quantization.running import quantized_cache, quantizing
 from crosslayer.testing.tiny import (
     SHAPE,
     VOCABULARY,
@@ -183,7 +183,7 @@ def quantized_cache_cuts_make_no_difference(config: CrossLayerConfig) -> None:
         why = plan.beyond_sharing or ("several layers" if several else "no layer")
         _refuses(lambda: quantized_cache(model, bits), why)
         return
-    with quantizing(model, bits) as new_cache:
+    with smaller_cache(model, bits=bits) as new_cache:
         full = model(ids, use_cache=False).logits
         for sizes in ([16], [1] * 16, [9, 1, 6]):
             close(steps(model, ids, sizes, new_cache())[0], full, f"quantised, chunks of {sizes}", tolerance(config))

@@ -45,22 +45,23 @@ def item_sizes(dtype: str, kv_dtype: str | None, engine: str = "transformers") -
     return ItemSizes(BITS[dtype] / 8, kinds[kv_dtype or dtype] / 8, ours)
 
 
-def parse_bytes(text: str) -> int:
-    """Return a number of bytes from a text such as 24GiB, 24GB or 512 MiB.
+def parse_bytes(size: str | int, option: str) -> int:
+    """Return a number of bytes from an option such as 24GiB, 24GB or 512 MiB.
 
     Raises:
-        ValueError: the text is not a size.
+        ValueError: the option is not a size.
 
     """
+    text = str(size)
     units = {"": 1, "B": 1}
     for power, letter in enumerate("KMGT", 1):
         units |= {f"{letter}B": 1000**power, f"{letter}iB": 1024**power, letter: 1024**power}
     number = text.strip().rstrip("BKMGTikmgtb ")
     unit = text.strip()[len(number) :].strip()
     try:
-        size = float(number) * {name.upper(): size for name, size in units.items()}[unit.upper()]
+        count = float(number) * {name.upper(): factor for name, factor in units.items()}[unit.upper()]
     except (ValueError, KeyError):
-        raise ValueError(f"`memory` must be a size such as 24GiB, got {text!r}") from None
-    if not 1 <= size < 2**63:
-        raise ValueError(f"`memory` must be at least 1 byte, got {text!r}")
-    return int(size)
+        raise ValueError(f"{option} must be a size such as 24GiB, got {text!r}") from None
+    if not 1 <= count < 2**63:
+        raise ValueError(f"{option} must be at least 1 byte, got {text!r}")
+    return int(count)

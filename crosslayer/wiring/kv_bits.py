@@ -11,7 +11,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator
 
-from crosslayer.core.options import by_layer
+from crosslayer.core.options import ByLayer, by_layer
 from crosslayer.core.sixteen_bits import allocated_tokens
 
 KINDS = {"8": "int8", "4": "int4", "3": "int3", "2": "int2", "fp8": "fp8"}  # as an option → name of the type
@@ -22,27 +22,15 @@ EXAMPLE = "as 4, fp8, or 8@0-11,4@12-29 (by layer)"
 
 
 @dataclass(frozen=True)
-class KvBits:
-    """Which layers' keys and values are quantised, and to what; `text` is this as it was written.
+class KvBits(ByLayer[str]):
+    """The types to which layers' keys and values are quantised, such as int4; None, or no type: not quantised.
 
     Attributes:
-        text: as it was written.
-        everywhere: the type of all layers, or None if `layers` has the types.
-        layers: the type of each of the first layers; None, or beyond the last: not quantised.
         recent: latest tokens that stay exact, below 8 bits; a query's own token counts.
 
     """
 
-    text: str
-    everywhere: str | None = None
-    layers: tuple[str | None, ...] = ()
     recent: int = RECENT
-
-    def kind(self, layer: int) -> str | None:
-        """Return the type of a layer's keys and values, None if they are not quantised."""
-        if self.everywhere is not None:
-            return self.everywhere
-        return self.layers[layer] if layer < len(self.layers) else None
 
     @property
     def name(self) -> str:
@@ -58,11 +46,8 @@ class KvBits:
 
     def check_layers(self, quantisable: Sequence[int], count: int) -> None:
         """Refuse layers that do not exist, and bits for layers none of which stores keys or values of all tokens."""
-        if len(self.layers) > count:
-            raise ValueError(
-                f"KV bits {self.text!r}: layer {len(self.layers) - 1} does not exist; the last is {count - 1}"
-            )
-        if all(self.kind(layer) is None for layer in quantisable):
+        self.check_count(count, f"KV bits {self.text!r}")
+        if all(self.at(layer) is None for layer in quantisable):
             named = "no layer of the model stores" if self.everywhere else "none of these layers stores"
             raise ValueError(f"KV bits {self.text!r}: {named} keys or values of all tokens, which could be quantised")
 
@@ -75,12 +60,13 @@ def parse_kv_bits(text: str | int) -> KvBits:
 
     """
     text = str(text).strip()
-    every, ranges = by_layer(text, f"KV bits {text!r}", EXAMPLE)
-    for value in (every, *ranges):
-        if value is not None and value not in KINDS:
+
+    def kind(value: str) -> str:
+        if value not in KINDS:
             raise ValueError(f"KV bits {text!r}: {value!r} is not one of {', '.join(KINDS)}; write it {EXAMPLE}")
-    kinds = None if every is None else KINDS[every]
-    return KvBits(text, kinds, tuple(None if value is None else KINDS[value] for value in ranges))
+        return KINDS[value]
+
+    return KvBits(text, *by_layer(text, f"KV bits {text!r}", EXAMPLE, kind))
 
 
 def token_bytes(kind: str, size: int) -> int:
@@ -114,9 +100,4 @@ def keeps_recent(kind: str | None) -> bool:
     return kind in ("int4", "int3", "int2")
 
 
-def _readable(text: str) -> str:
-    parse_kv_bits(text)
-    return text
-
-
-KvBitsText = Annotated[str, AfterValidator(_readable)]  # the type of an option
+KvBitsText = Annotated[str, AfterValidator(lambda text: parse_kv_bits(text).text)]  # the type of an option

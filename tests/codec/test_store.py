@@ -12,7 +12,7 @@ from transformers import DynamicCache
 
 import crosslayer
 from crosslayer.codec import format
-from crosslayer.codec.store import PromptStore, bytes_of, prune
+from crosslayer.codec.store import PromptStore, prune
 from crosslayer.core.transformers_versions import CACHE
 from tests.helpers.codecs import cache_of, fitted, random_ids
 
@@ -179,11 +179,12 @@ def test_the_blocks_used_least_recently_are_removed(tmp_path):
     assert prune(store.files, 1) == 0 and not blocks(tmp_path)
 
 
-def test_limits():
-    assert [bytes_of(text) for text in ("20GiB", "1.5 MiB", 700, "2KB")] == [20 * 2**30, 1572864, 700, 2000]
+def test_limits(tmp_path):
+    limits = [opened(tmp_path, limit=limit)[1].limit for limit in ("20GiB", "1.5 MiB", 700, "2KB")]
+    assert limits == [20 * 2**30, 1572864, 700, 2000]
     for wrong in ("20 apples", "", "-1", "0", "nan"):
-        with pytest.raises(ValueError, match="20GiB"):
-            bytes_of(wrong)
+        with pytest.raises(ValueError, match="the limit must be"):
+            opened(tmp_path, limit=wrong)
 
 
 def test_files_are_for_their_user_only(tmp_path):

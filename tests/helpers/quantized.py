@@ -1,8 +1,8 @@
-"""What tests of quantised caches share."""
+"""What tests of quantized caches share."""
 
 import torch
 
-from crosslayer.quantization.codec import rotated
+from crosslayer.cache.quantizers import rotated
 
 
 def add_key_biases(model, size=5):

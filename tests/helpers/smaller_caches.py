@@ -1,4 +1,4 @@
-"""What tests of evicting and of quantised caches share: plans, a tolerance, an attention function of one's own."""
+"""What tests of evicting and of quantized caches share: plans, a tolerance, an attention function of one's own."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -3,7 +3,7 @@
 import torch
 from transformers import DynamicCache
 
-from crosslayer.eviction.running import evicting
+from crosslayer.cache.running import smaller_cache
 from crosslayer.judge.answers import answers, padded
 from crosslayer.judge.hidden import Samples, prompt_ids
 from tests.helpers.saved import ours, tokenizer
@@ -58,7 +58,7 @@ def test_settings_of_the_folder_change_nothing():
         setattr(model.generation_config, name, value)
     settings = model.generation_config
     assert said(model, asked) == expected and model.generation_config is settings
-    with evicting(model, "h2o:64") as new_cache:
+    with smaller_cache(model, "h2o:64") as new_cache:
         assert said(model, asked, batch=2, new_cache=new_cache) == said(model, asked, batch=1, new_cache=new_cache)
 
 

@@ -2,14 +2,11 @@
 
 from collections.abc import Collection
 
-import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, QuantizedCache
 from transformers.cache_utils import StaticLayer
 
-from crosslayer.core.columns import Columns
 from crosslayer.core.decoder.configuration import CrossLayerConfig
-from crosslayer.core.sixteen_bits import in_16_bits
 from crosslayer.core.transformers_versions import CACHES_KNOW_READERS, EMPTY_LAYER
 
 
@@ -109,21 +106,3 @@ def check_quantized(config: CrossLayerConfig) -> None:
             f"{names}: transformers' quantised cache needs keys and values of every layer, and layers {partial} store "
             "less; use crosslayer.quantized_cache(model)"
         )
-
-
-def cache_bytes(cache: Cache, sixteen: bool = False) -> int:
-    """Return the allocated bytes of a cache's states; a storage that several tensors share counts once.
-
-    With `sixteen` a number has at most 16 bits: so a share of the 16-bit cache is counted.
-    """
-    storages = {}
-    for layer in cache.layers:
-        for value in vars(layer).values():
-            for part in value if isinstance(value, list | tuple) else [value]:
-                tensors = part.tensors() if isinstance(part, Columns) else [part]
-                for tensor in tensors:
-                    if isinstance(tensor, Tensor) and (tensor.is_floating_point() or tensor.dtype == torch.uint8):
-                        storage, item = tensor.untyped_storage(), tensor.element_size()
-                        size = storage.nbytes()
-                        storages[storage.data_ptr()] = in_16_bits(size, item) if sixteen else size
-    return sum(size for pointer, size in storages.items() if pointer)

@@ -20,10 +20,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from crosslayer.cache.eviction import Eviction
+from crosslayer.cache.kv_cache import SmallerKVCache
+from crosslayer.cache.running import NewCache
 from crosslayer.core.transformers_versions import CACHE
-from crosslayer.eviction.cache import EvictionCache
-from crosslayer.eviction.eviction import Eviction
-from crosslayer.eviction.running import NewCache
 from crosslayer.machine import free_memory
 from crosslayer.output.progress import Steps, progress
 
@@ -58,7 +58,7 @@ def language_model(
     else:
         lm = SmallerCacheLM(**options)
         empty = new_cache()
-        eviction = empty.run.eviction if isinstance(empty, EvictionCache) else None  # type: ignore[attr-defined]
+        eviction = empty.eviction if isinstance(empty, SmallerKVCache) else None
         lm.new_cache, lm.eviction = new_cache, eviction
         lm.by_context = not scores or (lm.eviction is not None and bool(lm.eviction.rule.window))
     return lm
@@ -170,7 +170,7 @@ class SmallerCacheLM(MeteredLM):
     def _model_generate(self, context: Tensor, *arguments: Any, **options: Any) -> Tensor:
         cache = self.new_cache()
         answers = super()._model_generate(context, *arguments, **{CACHE: cache}, **options)
-        if isinstance(cache, EvictionCache):
+        if isinstance(cache, SmallerKVCache):
             self.reduced += min(cache.reduced_texts(), len(context))  # beams are rows too
         return answers
 

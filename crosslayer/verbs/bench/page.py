@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from crosslayer.eviction.running import SmallerCache
+from crosslayer.cache.running import CacheOptions
 from crosslayer.judge.clock import TIMES
 from crosslayer.judge.page import by_verdict, failures, listing, models_table
 from crosslayer.judge.report import Row
@@ -70,7 +70,7 @@ def sentences(record: Benchmark) -> list[str]:
         f"{TOO_FEW if pairs < FEWEST else rule}.",
         *_noise_sentences(times),
         *failures(record),
-        *SmallerCache(record.settings.evict, record.settings.kv_bits).sentences(),
+        *CacheOptions(record.settings.evict, record.settings.kv_bits).sentences(),
         *(f"Skipped: {reason}." for reason in record.skipped),
     ]
 

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt
 
-from crosslayer.eviction.eviction import Evict
+from crosslayer.cache.eviction import Evict
 from crosslayer.judge.report import Report
 from crosslayer.output.record import SEVERAL, Options, Seed
 from crosslayer.output.shown import Table

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from crosslayer.cache.running import CacheOptions
 from crosslayer.core.sixteen_bits import DTYPE
 from crosslayer.environment import quiet_transformers
-from crosslayer.eviction.running import SmallerCache
 from crosslayer.judge.candidate import Candidate
 from crosslayer.judge.clock import TIMES, attention_of, random_ids, softmax_share
 from crosslayer.judge.judge import Judge
@@ -93,8 +93,8 @@ def bench(
     sources = pair("bench", model, baseline, dtype=dtype, device=device, needs_tokenizer=False)
     candidate, original = (source.load() for source in sources)
     check_positions((candidate, original), settings)
-    smaller, started = SmallerCache(evict, settings.kv_bits), time.perf_counter()
-    around = None if smaller == SmallerCache() else smaller.running
+    smaller, started = CacheOptions(evict, settings.kv_bits), time.perf_counter()
+    around = None if smaller == CacheOptions() else smaller.running
     judged = Candidate(smaller.named(sources[0].name), candidate, around)
     with quiet_transformers():
         rows, skipped = measure_loads(Judge(original, catches=False), judged, settings)

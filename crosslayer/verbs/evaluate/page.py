@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from crosslayer.eviction.running import SmallerCache
+from crosslayer.cache.running import CacheOptions
 from crosslayer.judge.page import by_verdict, listing, models_table
 from crosslayer.judge.report import Row
 from crosslayer.judge.tasks.harness import LOCAL
@@ -70,7 +70,7 @@ def sentences(record: Evaluation) -> list[str]:
             *by_verdict(record.tasks),
             *_chance(record.tasks),
         ]
-    written += SmallerCache(settings.evict, settings.kv_bits).sentences()
+    written += CacheOptions(settings.evict, settings.kv_bits).sentences()
     return [*written, *_evicted(record), *_caveats(record)]
 
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt, PrivateAttr, field_validator
 
-from crosslayer.eviction.eviction import Evict
+from crosslayer.cache.eviction import Evict
 from crosslayer.judge.report import Report, Row
 from crosslayer.output.record import Options, Seed
 from crosslayer.wiring.kv_bits import KvBitsText

@@ -8,8 +8,8 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from crosslayer.cache.running import CacheOptions
 from crosslayer.environment import quiet_transformers
-from crosslayer.eviction.running import SmallerCache
 from crosslayer.judge.candidate import Candidate
 from crosslayer.judge.clock import random_ids
 from crosslayer.judge.judge import Judge
@@ -79,7 +79,7 @@ def evaluate(
     _check_engine(engine, transformers_only=(evict, kv_bits, device) != (None,) * 3 or cost)
     options: dict[str, Any] = {"limit": limit, "num_fewshot": num_fewshot, "batch": batch, "engine": engine}
     settings = EvaluateSettings(tasks=names, evict=evict, kv_bits=kv_bits, seed=seed, **options)
-    version, cache = harness.check_installed(), SmallerCache(evict, settings.kv_bits)
+    version, cache = harness.check_installed(), CacheOptions(evict, settings.kv_bits)
     if cost and baseline is None:
         raise ValueError("`cost` compares with a baseline; set `baseline` too")
     sources = pair("evaluate", model, baseline, tokenizer, dtype=dtype, device=device)
@@ -94,7 +94,7 @@ def evaluate(
         if engine == "vllm":
             described, returned = _score_served(source, served[number], chosen, settings)
         else:  # the baseline has its own cache
-            described, returned = _score(source, chosen, settings, SmallerCache() if number else cache)
+            described, returned = _score(source, chosen, settings, CacheOptions() if number else cache)
         models.append(described)
         results.append(returned)
     original, of_original = (models[1], results[1]) if len(models) > 1 else (None, None)
@@ -123,7 +123,7 @@ def _check_engine(engine: str, transformers_only: bool) -> None:
 
 
 def _score(
-    source: Loadable, tasks: harness.Tasks, settings: EvaluateSettings, cache: SmallerCache
+    source: Loadable, tasks: harness.Tasks, settings: EvaluateSettings, cache: CacheOptions
 ) -> tuple[JudgedModel, dict[str, Any]]:
     """Load a model and evaluate it; return what is known of it, and what lm-eval returned."""
     from crosslayer.judge.tasks.lm import language_model
@@ -174,11 +174,11 @@ def _score_served(
     return JudgedModel(name=source.name, model=facts, details=details), results
 
 
-def measure_cost(name: str, candidate: PreTrainedModel, baseline: PreTrainedModel, cache: SmallerCache) -> list[Row]:
+def measure_cost(name: str, candidate: PreTrainedModel, baseline: PreTrainedModel, cache: CacheOptions) -> list[Row]:
     """Return the candidate's KV cache size and latency compared with the baseline's."""
     load = Load(cost_context(map(positions, (candidate, baseline))), new_tokens=COST_TOKENS)
     judge, ids = Judge(baseline, catches=False), random_ids([candidate, baseline], load)
-    judged = Candidate(name, candidate, None if cache == SmallerCache() else cache.running)
+    judged = Candidate(name, candidate, None if cache == CacheOptions() else cache.running)
     with quiet_transformers():
         ((first, *pairs),) = judge.runs([judged], load, ids, COST_PAIRS).values()
     facts = {"candidate": name, "scope": f"{load.context} tokens"}

@@ -11,12 +11,12 @@ from pydantic import Field, model_validator
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
-from crosslayer.core.decoder.caches import cache_bytes
+from crosslayer.cache.held import held_bytes
+from crosslayer.cache.running import CacheOptions
 from crosslayer.core.decoder.configuration import CrossLayerConfig
 from crosslayer.core.sixteen_bits import DTYPE
 from crosslayer.core.transformers_versions import CACHE
 from crosslayer.environment import quiet_transformers
-from crosslayer.eviction.running import SmallerCache
 from crosslayer.models.load import public_name, ready_model
 from crosslayer.models.pair import causal_config
 from crosslayer.output.progress import progress
@@ -88,7 +88,7 @@ def generate(
     _check_ids(loaded, ids, max_new_tokens)
     streamer = None if write is None else _Pieces(own, write)
     started = time.perf_counter()
-    smaller = SmallerCache(kv_bits=kv_bits)
+    smaller = CacheOptions(kv_bits=kv_bits)
     with evaluating(loaded), smaller.running(loaded) as new_cache, progress("generating", 0):
         cache = DynamicCache(config=loaded.config) if new_cache is None else new_cache()
         new = _continue(loaded, own, ids.to(loaded.device), cache, sampling, streamer)
@@ -100,7 +100,7 @@ def generate(
         new_tokens=len(new),
         seconds=round(seconds, 3),
         tokens_per_second=round(len(new) / seconds, 2),
-        cache_bytes=cache_bytes(cache),
+        cache_bytes=held_bytes(cache).allocated,
         kv_share=_share(loaded, cache),
         kv_bits=kv_bits,
     )
@@ -113,7 +113,7 @@ def _share(model: PreTrainedModel, cache: Cache) -> float | None:
         config = CrossLayerConfig(**{**config.to_dict(), "cross_layer": None})
     with suppress(ValueError):  # a plan does not count every model
         whole = model_plan(config, cache.get_seq_length(), DTYPE).stored_bytes
-        return round(cache_bytes(cache, sixteen=True) / whole, 4)
+        return round(held_bytes(cache).sixteen / whole, 4)
     return None
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from crosslayer.cache.running import NewCache
 from crosslayer.corpus.domains import shared_out, split_domains
 from crosslayer.environment import quiet_transformers
-from crosslayer.eviction.running import NewCache
 from crosslayer.judge.candidate import Candidate, read_candidates
 from crosslayer.judge.clock import random_ids
 from crosslayer.judge.damage import MIN_WINDOWS

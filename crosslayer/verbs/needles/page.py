@@ -1,6 +1,6 @@
 """The page of a needle test, from its record alone: a map of scores by length and depth for each model, and tables."""
 
-from crosslayer.eviction.running import SmallerCache
+from crosslayer.cache.running import CacheOptions
 from crosslayer.judge.page import by_verdict, listing
 from crosslayer.judge.phrasing import SOURCE
 from crosslayer.output.formatting import listed, percent
@@ -58,7 +58,7 @@ def sentences(record: Needles) -> list[str]:
                 f"At {listed(low)} the baseline itself retrieves fewer than {LOW:.0%}, so the candidate has nothing to "
                 "lose there."
             )
-    written += SmallerCache(settings.evict, settings.kv_bits).sentences()
+    written += CacheOptions(settings.evict, settings.kv_bits).sentences()
     depths = len(settings.depths)
     return [
         *written,

@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
-from crosslayer.eviction.eviction import Evict
+from crosslayer.cache.eviction import Evict
 from crosslayer.judge.hidden import Question, is_retrieved
 from crosslayer.judge.phrasing import KEYS
 from crosslayer.judge.report import Report

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from crosslayer.cache.running import CacheOptions, NewCache
 from crosslayer.environment import quiet_transformers
-from crosslayer.eviction.running import NewCache, SmallerCache
 from crosslayer.judge.answers import answers
 from crosslayer.judge.candidate import Candidate
 from crosslayer.judge.hidden import Question, Sample, Samples, is_retrieved, prompt_ids
@@ -84,7 +84,7 @@ def needles(
     answered: list[tuple[str, ...]] = []
     described: list[JudgedModel] = []
     seconds = 0.0
-    caches = SmallerCache(evict, settings.kv_bits), SmallerCache()  # the baseline has its own
+    caches = CacheOptions(evict, settings.kv_bits), CacheOptions()  # the baseline has its own
     for source, ids, cache in zip(sources, prompts, caches, strict=False):
         judge = Judge(source.load(), tokenizer=source.tokenizer, catches=False)
         candidate = Candidate(cache.named(source.name), around=cache.running)

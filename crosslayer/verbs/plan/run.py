@@ -51,7 +51,7 @@ def plan(
         ValueError: the model does not exist, or its config describes no attention layers or something unsupported.
 
     """
-    limit = None if memory is None else parse_bytes(memory)
+    limit = None if memory is None else parse_bytes(memory, "`memory`")
     read = read_plan(model, length, dtype, kv_dtype=kv_dtype, batch=batch, engine=engine, memory=limit, like=like)
     result = Plan(**vars(read))
     if not method:

@@ -8,12 +8,12 @@ import numpy as np
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from crosslayer.cache.running import quantized_cache, smaller_cache
 from crosslayer.core.sixteen_bits import DTYPE
 from crosslayer.corpus.windows import Windows
 from crosslayer.judge.damage import damage, difference
 from crosslayer.judge.losses import Losses, Run, logits_of, losses
 from crosslayer.judge.retrieval import measure_retrieval
-from crosslayer.quantization.running import quantized_cache, quantizing
 from crosslayer.verbs.retrofit.result import Alternative
 from crosslayer.wiring.kv_bits import KINDS, RECENT, keeps_recent
 from crosslayer.wiring.read import model_plan
@@ -119,7 +119,7 @@ def _run(compared: Compared) -> Run:
     plain, bits = logits_of(compared.model), compared.kv_bits
 
     def run(ids: Tensor) -> Tensor:
-        with nullcontext() if bits is None else quantizing(compared.model, bits):
+        with nullcontext() if bits is None else smaller_cache(compared.model, bits=bits):
             return plain(ids)
 
     return run

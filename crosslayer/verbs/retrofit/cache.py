@@ -7,10 +7,9 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from crosslayer.core.columns import ColumnLayer
-from crosslayer.core.decoder.caches import cache_bytes
+from crosslayer.cache.held import held_bytes
 from crosslayer.core.plan import DepthPlan
-from crosslayer.core.sixteen_bits import DTYPE, in_16_bits
+from crosslayer.core.sixteen_bits import DTYPE
 from crosslayer.core.transformers_versions import CACHE
 from crosslayer.probe.shapes import LayerShape
 from crosslayer.probe.what_if import find_sublayers
@@ -80,9 +79,6 @@ def token_bytes(model: PreTrainedModel, context: int = CONTEXT) -> float:
     model(input_ids=ids, **{CACHE: cache}, use_cache=True, logits_to_keep=1)
     total = 0
     for number, layer in enumerate(cache.layers):
-        if isinstance(layer, ColumnLayer):
-            tensors = [tensor[:, :, :1] for columns in layer.columns for tensor in columns.tensors()]
-            total += context * sum(in_16_bits(tensor.nbytes, tensor.element_size()) for tensor in tensors)
         if not isinstance(layer, DynamicLayer) or layer.keys is None or layer.values is None:
             continue
         filled = DynamicCache(config=model.config)
@@ -90,5 +86,5 @@ def token_bytes(model: PreTrainedModel, context: int = CONTEXT) -> float:
             keys = layer.keys[:, :, :1].expand(-1, -1, count, -1)  # (1, H_kv, 1, D) → (1, H_kv, count, D)
             values = layer.values[:, :, :1].expand(-1, -1, count, -1)
             filled.update(keys, values, number)
-        total += cache_bytes(filled, sixteen=True)
+        total += held_bytes(filled).sixteen
     return total / context

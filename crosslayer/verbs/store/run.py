@@ -1,9 +1,10 @@
 """Lists, checks and prunes a store of prompts."""
 
 from crosslayer.codec.format import OtherFormat, check_hash, read_header
-from crosslayer.codec.store import Files, bytes_of, prune
+from crosslayer.codec.store import Files, prune
 from crosslayer.output.progress import progress
 from crosslayer.verbs.store.result import Stored
+from crosslayer.wiring.dtypes import parse_bytes
 
 
 def store(url: str, *, verify: bool = True, limit: str | None = None, remove_damaged: bool = False) -> Stored:
@@ -20,7 +21,7 @@ def store(url: str, *, verify: bool = True, limit: str | None = None, remove_dam
 
     """
     files = Files(url)
-    most = None if limit is None else bytes_of(limit)
+    most = None if limit is None else parse_bytes(limit, "`limit`")
     if not files.system.exists(files.folder):
         raise ValueError(f"the store {url!r} does not exist; a PromptStore makes it when it saves a prompt")
     before = sum(entry.size for entry in files.entries())

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, StaticCache
 
-from crosslayer.core.decoder.caches import cache_bytes
+from crosslayer.cache.held import held_bytes
 from crosslayer.core.transformers_versions import CACHE, disable_checkpointing, enable_checkpointing
 from crosslayer.models.load import auto_class
 from crosslayer.probe.intercept import AttentionCall, stored_shares, visited
@@ -251,7 +251,7 @@ def _cache_bytes(subject: Subject) -> Measurement:
     predicted = _predicted_bytes(model, count, subject.bits)
     cache = subject.new_cache()
     subject.run_in_chunks([count - 1, 1], cache)
-    allocated = cache_bytes(cache)
+    allocated = held_bytes(cache).allocated
     return Measurement(abs(allocated - predicted), f"bytes: {allocated:,} allocated, {predicted:,} predicted", 0.0)
 
 
@@ -315,7 +315,7 @@ def _predicted_bytes(model: PreTrainedModel, tokens: int, bits: KvBits | None = 
     total = 0
     for layer, call in calls.items():
         kept = tokens if call.window is None else min(tokens, call.window)
-        kind = None if bits is None or call.window is not None else bits.kind(layer)
+        kind = None if bits is None or call.window is not None else bits.at(layer)
         sizes = {}
         for state, one in (("keys", call.key), ("values", call.value)):
             sizes[state] = kept * one[0, :, 0].nbytes

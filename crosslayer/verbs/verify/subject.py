@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from crosslayer.cache.running import smaller_cache
 from crosslayer.core.transformers_versions import CACHE
 from crosslayer.models.load import DTYPES
 from crosslayer.probe.tokens import positions
-from crosslayer.quantization.running import quantizing
 from crosslayer.wiring.kv_bits import KvBits
 
 TOKENS, FEWEST, SEED = 33, 16, 0
@@ -85,7 +85,7 @@ def subject_of(
         pad_token_id=0,
     )
     dynamic = nullcontext(partial(DynamicCache, config=used.config))
-    with dynamic if bits is None else quantizing(used, bits) as new_cache:
+    with dynamic if bits is None else smaller_cache(used, bits=bits) as new_cache:
         with torch.no_grad():
             full = used(ids, use_cache=False).logits[0]  # (1, T, V) -> (T, V)
         yield Subject(used, ids, dtype, backend, widened(full), new_cache, bits)

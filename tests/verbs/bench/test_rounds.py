@@ -5,7 +5,7 @@ import torch
 from transformers import DynamicCache
 
 import crosslayer
-from crosslayer.core.decoder.caches import cache_bytes
+from crosslayer.cache.held import held_bytes
 from crosslayer.core.transformers_versions import CACHE
 from crosslayer.judge import clock
 from crosslayer.judge.memory import Load
@@ -29,7 +29,7 @@ def test_a_static_cache_filled_by_copying_decodes_alike():
         static_logits = model(ids[:, 11:], **{CACHE: static}, use_cache=True).logits
         dynamic_logits = model(ids[:, 11:], **{CACHE: cache}, use_cache=True).logits
         torch.testing.assert_close(static_logits, dynamic_logits, rtol=0, atol=1e-10)
-        assert cache_bytes(static) == cache_bytes(cache)
+        assert held_bytes(static).allocated == held_bytes(cache).allocated
 
 
 def test_sides_take_turns_and_the_order_alternates():
@@ -106,7 +106,7 @@ def test_a_candidate_may_have_a_quantised_cache(bits):
     counted = [crosslayer.plan(candidate, length=52, dtype="bfloat16", kv_dtype=kind).stored_bytes]
     counted.append(crosslayer.plan(baseline, length=52, dtype="bfloat16").stored_bytes)
     assert [dynamic.value, dynamic.original] == counted and dynamic.change.value == counted[0] / counted[1]
-    assert any("is quantised" in line for line in benchmark.sentences())
+    assert any("is quantized" in line for line in benchmark.sentences())
     headline, label = benchmark.headline(), bits if bits == "fp8" else f"{bits} bits"
     assert headline["candidates"] == [f"{headline['original']}, {label}"]
     alone = short(baseline, baseline, 48, new_tokens=4, kv_bits=bits)  # one model can be both

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import crosslayer
+from crosslayer.cache import policies
+from crosslayer.cache.running import smaller_cache
 from crosslayer.core.transformers_versions import CACHE
-from crosslayer.eviction import policies
-from crosslayer.eviction.running import evicting
 from crosslayer.verbs.evaluate.page import sentences
 from tests.verbs.evaluate.test_exact import check_equal
 
@@ -19,7 +19,7 @@ def rescored(folder, evict, samples):
     """Return log likelihoods of all continuations, each read token by token after its context."""
     model, words = crosslayer.load_model(str(folder))
     answers = []
-    with evicting(model, evict) as new_cache:
+    with smaller_cache(model, evict) as new_cache:
         for sample in samples:
             for context, continuation in (argument for argument in sample["arguments"]):
                 whole = words(context + continuation)["input_ids"]

@@ -9,11 +9,10 @@ import torch
 from transformers import DynamicCache
 
 import crosslayer
+from crosslayer.cache.held import held_bytes
+from crosslayer.cache.running import smaller_cache
 from crosslayer.core.transformers_versions import CACHE
-from crosslayer.eviction.running import evicting
 from crosslayer.judge.candidate import read_candidates
-from crosslayer.judge.held import held_bytes
-from crosslayer.quantization.running import quantizing
 from tests.golden.records import ids
 from tests.helpers.tiny import tiny
 from tests.verbs.needles.oracle import TOKENIZER, random_model
@@ -111,7 +110,7 @@ def test_kl_is_that_of_a_loop(model, measured):
     windows = torch.cat([rows[:16] for rows in TEXT.values()])
     coarse = naive_kl(model, windows, token_by_token(model, lambda: Coarse(model.config)))
     assert measured.row("coarse", "KL").value == pytest.approx(coarse, rel=1e-4)
-    with quantizing(model, "8") as new_cache:
+    with smaller_cache(model, bits="8") as new_cache:
         run = token_by_token(model, new_cache)
         quantized = iter([run(window[None]) for window in windows])
     int8 = naive_kl(model, windows, lambda _: next(quantized))
@@ -123,7 +122,7 @@ def test_bytes_are_those_of_tensors(model, measured):
     assert measured.row("coarse", "bytes").original == pytest.approx(whole, rel=0.4)  # allocated in blocks
     assert measured.row("growing", "bytes").value == measured.row("coarse", "bytes").value + 20_000
     assert measured.row("growing", "bytes").change.value > 1
-    with torch.no_grad(), evicting(model, "h2o:0.5") as new_cache:
+    with torch.no_grad(), smaller_cache(model, "h2o:0.5") as new_cache:
         cache = new_cache()
         model(ids(1, 5, 24), **{CACHE: cache})
         for token in ids(1, 6, 16).split(1, dim=1):

@@ -7,7 +7,7 @@ import torch
 from transformers import DynamicCache
 
 import crosslayer
-from crosslayer.core.decoder.caches import cache_bytes
+from crosslayer.cache.held import held_bytes
 from crosslayer.core.methods import load_method, method_class
 from crosslayer.core.options import parse_layers
 from crosslayer.core.transformers_versions import CACHE
@@ -121,7 +121,7 @@ def test_the_cache_is_counted_beyond_the_window():
         cache = DynamicCache(config=made.config)
         for length in (context - 1, 1):  # as it is in decoding
             made(tokens(batch=1, length=length), **{CACHE: cache})
-        assert cache_bytes(cache, sixteen=True) == pytest.approx(token_bytes(made, context) * context)
+        assert held_bytes(cache).sixteen == pytest.approx(token_bytes(made, context) * context)
         counted = CacheShare(find_sublayers(source).shapes, context).of(made.config.plan)
         assert counted == pytest.approx(expected, abs=1e-12)  # the search counts what the report does
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from crosslayer.cache.running import smaller_cache
 from crosslayer.core.transformers_versions import CACHE
-from crosslayer.eviction.running import evicting
 from crosslayer.models.load import load_model
 
 PYTHON = os.environ.get("CROSSLAYER_KVPRESS")
@@ -30,7 +30,7 @@ def test_kvpress_keeps_the_same_tokens_of_smollm2(tmp_path):
     expected = json.loads((tmp_path / "kept.json").read_text(encoding="utf-8"))
     for policy, by_text in expected.items():
         for number, layers in enumerate(by_text):
-            with evicting(model, f"{policy}:0.5") as new_cache:
+            with smaller_cache(model, f"{policy}:0.5") as new_cache:
                 cache = new_cache()
                 model(torch.tensor([texts[number]]), **{CACHE: cache})
             ours = [[sorted(head) for head in group.positions[0].tolist()] for group in cache.groups]

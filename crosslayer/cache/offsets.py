@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from crosslayer.cache.quantizers import rotated, work_dtype
 from crosslayer.probe.intercept import AttentionCall, evaluating, visited
-from crosslayer.quantization.codec import rotated, work_dtype
 
 TOKENS = 32  # of the random text
 TOLERANCE = 0.02  # of the largest number: positions may be computed in bfloat16

@@ -5,13 +5,12 @@ from functools import partial
 import pytest
 import torch
 
+from crosslayer.cache.offsets import TOKENS, key_offsets
+from crosslayer.cache.quantizers import rotated
+from crosslayer.cache.running import smaller_cache
 from crosslayer.corpus.domains import embedded_domains, split_domains
-from crosslayer.eviction.running import evicting
 from crosslayer.models.load import load_model
 from crosslayer.probe.intercept import layer_stack, visited
-from crosslayer.quantization.codec import rotated
-from crosslayer.quantization.offsets import TOKENS, key_offsets
-from crosslayer.quantization.running import quantizing
 from crosslayer.testing.tiny import tokens
 from tests.helpers.quantized import add_key_biases, shift_of
 from tests.helpers.tiny import CAUSAL, tiny
@@ -95,9 +94,9 @@ def test_keys_that_a_model_turns_by_itself_have_no_offset():
 def test_eviction_needs_keys_without_a_large_mean_below_8_bits():
     model = tiny("qwen2")
     add_key_biases(model, size=20)
-    with pytest.raises(ValueError, match="mean of keys"), evicting(model, "h2o:0.4", "4"):
+    with pytest.raises(ValueError, match="mean of keys"), smaller_cache(model, "h2o:0.4", "4"):
         pass
-    with evicting(model, "h2o:0.4", "8"):
+    with smaller_cache(model, "h2o:0.4", "8"):
         model(tokens(1, 24), use_cache=False)
 
 
@@ -108,7 +107,7 @@ def test_4_bits_cost_a_real_model_little():
     model, tokenizer = load_model("smollm2", dtype="float32")
     windows = split_domains(embedded_domains(), tokenizer, parts={"one": {"books": 1}}, length=512)["one"]
     before = model(windows.ids, use_cache=False).logits[0, 256:].log_softmax(-1)  # (T / 2, V)
-    with quantizing(model, 4):
+    with smaller_cache(model, bits=4):
         after = model(windows.ids, use_cache=False).logits[0, 256:].log_softmax(-1)
     kl = (before.exp() * (before - after)).sum(-1).mean()
     assert 0.0008 < kl < 0.0024

@@ -11,8 +11,8 @@ from typing import Annotated
 
 from pydantic import AfterValidator
 
-from crosslayer.core.options import by_layer
-from crosslayer.eviction.policies import Policy, policy
+from crosslayer.cache.policies import Policy, policy
+from crosslayer.core.options import ByLayer, by_layer
 
 BLOCK = 16  # tokens that are read between two evictions
 AMOUNT = re.compile(r"\d+\.\d*|\.\d+|\d+", re.ASCII)
@@ -42,18 +42,11 @@ class Amount:
             raise ValueError(f"an eviction must keep at least {2 * BLOCK} tokens, got {self.tokens}")
 
 
-@dataclass(frozen=True)
-class Eviction:
-    """A policy, by its name or the name of your own module, and its amounts; `text` is the eviction as it was written.
-
-    `everywhere` is the amount for all layers. If it is None, `by_layer` has an amount for each of the first layers; a
-    layer with None, and any later layer, keeps all tokens.
-    """
+@dataclass(frozen=True, kw_only=True)
+class Eviction(ByLayer[Amount]):
+    """A policy, by its name or the name of your own module, and the amounts of layers; one without keeps all tokens."""
 
     policy: str
-    text: str
-    everywhere: Amount | None = None
-    by_layer: tuple[Amount | None, ...] = ()
 
     def __post_init__(self):
         policy(self.policy)  # refuses an unknown name
@@ -63,15 +56,9 @@ class Eviction:
         """The policy."""
         return policy(self.policy)
 
-    def amount(self, layer: int) -> Amount | None:
-        """Return how much a layer evicts; None if it keeps all tokens."""
-        if self.everywhere is not None:
-            return self.everywhere
-        return self.by_layer[layer] if layer < len(self.by_layer) else None
-
     def evicts_from(self, tokens: int) -> bool:
         """Return whether tokens are evicted before the last of a text is read (a prompt, with a window)."""
-        amounts = [self.everywhere] if self.everywhere is not None else [a for a in self.by_layer if a is not None]
+        amounts = [amount for amount in (self.everywhere, *self.layers) if amount is not None]
         window = self.rule.window
         if window:
             return any(max(amount.keep(tokens, reserve=0), window) < tokens for amount in amounts)
@@ -80,18 +67,13 @@ class Eviction:
 
     def check_layers(self, layers: int, groups: Sequence[Sequence[int]]) -> None:
         """Refuse an eviction by layer that does not fit the number of layers or the groups that share."""
-        if self.everywhere is not None:
-            return
-        if len(self.by_layer) > layers:
-            raise ValueError(
-                f"eviction {self.text!r}: layer {len(self.by_layer) - 1} does not exist; the last is {layers - 1}"
-            )
+        self.check_count(layers, f"eviction {self.text!r}")
         for group in groups:
-            if any(self.amount(layer) != self.amount(group[0]) for layer in group):
+            if any(self.at(layer) != self.at(group[0]) for layer in group):
                 names = ", ".join(map(str, group))
                 raise ValueError(f"eviction {self.text!r}: layers {names} share a cache; give them the same amount")
         attending = {layer for group in groups for layer in group}
-        for layer, amount in enumerate(self.by_layer):
+        for layer, amount in enumerate(self.layers):
             if amount is not None and layer not in attending:
                 raise ValueError(f"eviction {self.text!r}: layer {layer} has no attention")
 
@@ -108,25 +90,16 @@ def parse_eviction(text: str) -> Eviction:
 
     """
     name, colon, rest = text.strip().partition(":")
-    Eviction(name, text)  # refuses an unknown name, before amounts are read
+    Eviction(text, policy=name)  # refuses an unknown name, before amounts are read
     if not colon:
         raise ValueError(f"eviction {text!r} has no amount; write it {EXAMPLE}")
-    everywhere, by_layers = by_layer(rest, f"eviction {text!r}", EXAMPLE)
-    if everywhere is not None:
-        return Eviction(name, text.strip(), everywhere=_amount(text, everywhere))
-    amounts = (None if value is None else _amount(text, value) for value in by_layers)
-    return Eviction(name, text.strip(), by_layer=tuple(amounts))
+
+    def amount(digits: str) -> Amount:
+        if AMOUNT.fullmatch(digits) is None:
+            raise ValueError(f"eviction {text!r} cannot be read at {digits!r}; write it {EXAMPLE}")
+        return Amount(share=float(digits)) if "." in digits else Amount(tokens=int(digits))
+
+    return Eviction(text.strip(), *by_layer(rest, f"eviction {text!r}", EXAMPLE, amount), policy=name)
 
 
-def _amount(text: str, digits: str) -> Amount:
-    if AMOUNT.fullmatch(digits) is None:
-        raise ValueError(f"eviction {text!r} cannot be read at {digits!r}; write it {EXAMPLE}")
-    return Amount(share=float(digits)) if "." in digits else Amount(tokens=int(digits))
-
-
-def _readable(text: str) -> str:
-    parse_eviction(text)
-    return text
-
-
-Evict = Annotated[str, AfterValidator(_readable)]  # an eviction as text, the type of an option
+Evict = Annotated[str, AfterValidator(lambda text: parse_eviction(text).text)]  # an eviction as text, of an option

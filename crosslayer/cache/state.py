@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from crosslayer.eviction.eviction import BLOCK, Amount
-from crosslayer.eviction.policies import Cached, Policy
+from crosslayer.cache.eviction import BLOCK, Amount
+from crosslayer.cache.policies import Cached, Policy
 from crosslayer.probe.intercept import AttentionCall
 
 QUERIES = 128  # whose scores are computed at a time, to bound memory
@@ -41,16 +41,15 @@ class GroupState:
 
     def __init__(self, policy: Policy, amount: Amount | None):
         self.policy, self.amount = policy, amount
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all tokens."""
         self.positions: Tensor | None = None  # (B, H_kv, S) int32; -1 for a column without a token
         self.attention: Tensor | None = None  # (B, H_kv, S) float32, summed over queries; None if not needed
         self.seen: list[int] = []  # (B,) tokens read of each text
         self.held: list[int] = []  # (B,) how many of them are cached
         self.evicted = False
-
-    @property
-    def width(self) -> int:
-        """Columns of the cache."""
-        return 0 if self.positions is None else self.positions.shape[-1]
 
     def step(self, call: AttentionCall, pads: list[int]) -> Step:
         """Process a call of the group's first layer, whose first `pads` (B,) new columns are padding; see `padding`.
@@ -59,21 +58,18 @@ class GroupState:
         """
         reading = _Reading(self, call, pads)
         due = reading.due_columns()
-        changes = self.evicted or bool(due)
-        mask = reading.empty_mask() if changes and not reading.is_plain else None
-        start = 0
+        changes, mask, start = self.evicted or bool(due), None, 0
+        if changes and not reading.is_plain:  # hides everything at first
+            batch, heads, columns = reading.positions.shape
+            mask = torch.zeros(batch, heads, reading.new, columns, dtype=torch.bool, device=call.key.device)
         for end in sorted({*due, reading.new}):
             reading.attend(start, end, mask)
             reading.evict(end, due.get(end, {}))
             start = end
         kept = reading.close(bool(due))
         self.evicted = changes
-        return Step(changes, mask, kept, reading.capacity())
-
-    def reset(self) -> None:
-        """Forget all tokens."""
-        self.positions = self.attention = None
-        self.seen, self.held, self.evicted = [], [], False
+        ends = (held + (-seen % BLOCK or BLOCK) for held, seen in zip(self.held, self.seen, strict=True))  # of blocks
+        return Step(changes, mask, kept, max(ends))
 
     def select(self, rows: Tensor) -> None:
         """Select texts by `rows` (B',), in this order; a text may occur several times, as in beam search."""
@@ -96,36 +92,29 @@ class _Reading:
     def __init__(self, state: GroupState, call: AttentionCall, pads: list[int]):
         self.state, self.call, self.pads = state, call, pads
         self.batch, heads, self.new, _ = call.query.shape
-        self.before, self.heads = state.width, call.key.shape[1]
+        self.before, self.heads = call.key.shape[2] - self.new, call.key.shape[1]
         self.groups = heads // self.heads
-        if call.key.shape[2] != self.before + self.new:
+        if self.before != (0 if state.positions is None else state.positions.shape[-1]):
             raise ValueError("a layer reads keys of several layers; eviction is not defined for that")
         if call.sinks is not None or call.position_bias is not None:
             raise ValueError("eviction is not defined for attention with a learned sink or a position bias")
         nothing = [0] * self.batch
         self.seen, self.held = list(state.seen or nothing), list(state.held or nothing)
-        self.is_plain = (
-            self.new == 1 and self.held == [self.before] * self.batch
-        )  # one token that attends to every column
+        self.is_plain = self.new == 1 and self.held == [self.before] * self.batch  # attends to every column
         columns, padded = np.arange(self.new), np.array(pads)[:, None]
         numbers = np.where(columns < padded, -1, np.array(self.seen)[:, None] + columns - padded).astype(np.int32)
         new = torch.from_numpy(numbers).to(call.key.device)[:, None].expand(-1, self.heads, -1)  # (B, H_kv, T)
         self.positions = new if state.positions is None else torch.cat([state.positions, new], dim=-1)
-        self.attention = self._attention()
+        self.attention: Tensor | None = None  # that tokens have received, (B, H_kv, S)
+        is_summed = state.policy.attention and state.amount is not None
+        if is_summed and not (state.policy.window and state.positions is not None):
+            fresh = torch.zeros(new.shape, dtype=torch.float32, device=call.key.device)
+            self.attention = fresh if state.attention is None else torch.cat([state.attention, fresh], dim=-1)
 
     @cached_property
     def in_cache(self) -> Tensor:
         """Whether a column holds a token that is not evicted, (B, H_kv, S)."""
         return self.positions >= 0
-
-    def _attention(self) -> Tensor | None:
-        """Return the attention that tokens have received (B, H_kv, S); None if the policy does not need it."""
-        state = self.state
-        needed = state.policy.attention and state.amount is not None
-        if not needed or (state.policy.window and state.positions is not None):
-            return None
-        fresh = torch.zeros((self.batch, self.heads, self.new), dtype=torch.float32, device=self.call.key.device)
-        return fresh if state.attention is None else torch.cat([state.attention, fresh], dim=-1)
 
     def due_columns(self) -> dict[int, dict[int, int]]:
         """Return after how many new columns tokens are evicted, and how many tokens each text then keeps."""
@@ -149,18 +138,13 @@ class _Reading:
                     held = keep
         return due
 
-    def empty_mask(self) -> Tensor:
-        """Return a mask (B, H_kv, T, S) that hides everything."""
-        shape = (self.batch, self.heads, self.new, self.before + self.new)
-        return torch.zeros(shape, dtype=torch.bool, device=self.call.key.device)
-
     def attend(self, start: int, end: int, mask: Tensor | None) -> None:
         """Let new columns `start` to `end` attend: fill the mask, and add up the attention that tokens receive."""
         sums = self.attention is not None
         for first in range(start, end, QUERIES):
-            last = min(first + QUERIES, end)
             if mask is None and not sums:
-                continue
+                break
+            last = min(first + QUERIES, end)
             allowed = None if self.is_plain else self._allowed(first, last)  # (B, H_kv, T', S')
             if mask is not None and allowed is not None:
                 mask[:, :, first:last, : allowed.shape[-1]] = allowed
@@ -224,10 +208,6 @@ class _Reading:
         self.in_cache[index, :, :width] = torch.zeros_like(in_cache).scatter(-1, chosen, is_kept.expand_as(chosen))
         for row in rows:
             self.held[row] = keeps[row]
-
-    def capacity(self) -> int:
-        """Return how many columns need memory until every text's block ends."""
-        return max(held + (-seen % BLOCK or BLOCK) for held, seen in zip(self.held, self.seen, strict=True))
 
     def close(self, evicts: bool) -> Tensor | None:
         """Write the tokens back to the group; return the columns to keep, or None if nothing was evicted."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers.cache_utils import CacheLayerMixin
 
 from crosslayer.core.sixteen_bits import allocated_tokens
@@ -41,7 +42,7 @@ class Columns:
         end = self.used + states.shape[2]
         if end > self.memory[0].shape[2]:
             rows = allocated_tokens(end)
-            self.memory = tuple(_grown(tensor, self.used, rows) for tensor in self.memory)
+            self.memory = tuple(_with_space(tensor[:, :, : self.used], rows) for tensor in self.memory)
         for tensor, added in zip(self.memory, new, strict=True):
             tensor[:, :, self.used : end] = added
         self.used = end
@@ -50,8 +51,9 @@ class Columns:
         """Evict all but some columns (B, H_kv, W), and move these to new memory for `capacity` columns."""
         columns = columns.to(self.memory[0].device)  # layers may lie on several devices
         columns = columns.repeat(1, self.memory[0].shape[1] // columns.shape[1], 1)  # keys and values may be together
-        self.memory = tuple(_gathered(tensor, columns, capacity) for tensor in self.memory)
         self.used = columns.shape[-1]
+        kept = (tensor.gather(2, columns[..., None].expand(-1, -1, -1, tensor.shape[-1])) for tensor in self.memory)
+        self.memory = tuple(_with_space(tensor, max(capacity, self.used)) for tensor in kept)
 
     def select(self, rows: Tensor) -> None:
         """Select rows of the batch, in this order; a row may occur several times."""
@@ -63,27 +65,28 @@ class Columns:
 
 
 class ColumnLayer(CacheLayerMixin):
-    """A layer of a cache whose keys and values are `Columns`, which `new_columns` makes.
+    """A layer of a cache whose keys and values are `Columns`, which `new_keys` and `new_values` make.
 
-    Keys and values of one shape are stored together, as 2 H_kv heads: half as many operators run.
+    Keys and values of one shape are stored together, by `new_keys`, as 2 H_kv heads: half as many operators run.
     """
 
     is_sliding = False
     is_croppable = False
 
-    def __init__(self, new_columns: Callable[[], Columns] = Columns) -> None:
+    def __init__(self, new_keys: Callable[[], Columns] = Columns, new_values: Callable[[], Columns] = Columns) -> None:
         super().__init__()
-        self.new_columns, self.seen = new_columns, 0  # tokens read so far
+        self.new_keys, self.new_values = new_keys, new_values
+        self.seen = 0  # tokens read so far
         self.columns: tuple[Columns, ...] = ()  # keys and values, or both together; empty if nothing is stored
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Take dtype and device from the states; `update` allocates memory."""
         self.dtype, self.device = key_states.dtype, key_states.device
         if key_states.shape == value_states.shape:
-            self.columns = (self.new_columns(),)
+            self.columns = (self.new_keys(),)
         else:  # values of size 0 stand for none
-            states = (key_states, value_states)
-            self.columns = tuple(self.new_columns() if state.shape[-1] else Columns() for state in states)
+            pairs = ((self.new_keys, key_states), (self.new_values, value_states))
+            self.columns = tuple(new() if states.shape[-1] else Columns() for new, states in pairs)
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
@@ -136,21 +139,10 @@ class ColumnLayer(CacheLayerMixin):
     def crop(self, tokens_to_remove: int) -> None:
         """Refuse to remove the last tokens: what was evicted or rounded because of them cannot be restored."""
         raise ValueError(
-            "a cache that evicts or quantises cannot be cropped, so assisted generation does not work with it"
+            "a cache that evicts or quantizes cannot be cropped, so assisted generation does not work with it"
         )
 
 
-def _grown(stored: Tensor, used: int, rows: int) -> Tensor:
-    batch, heads, _, size = stored.shape
-    grown = stored.new_empty((batch, heads, rows, size))
-    grown[:, :, :used] = stored[:, :, :used]
-    return grown
-
-
-def _gathered(stored: Tensor, columns: Tensor, capacity: int) -> Tensor:
-    """Return columns (B, H_kv, W) of what is stored, in memory for `capacity` columns."""
-    batch, heads, width = columns.shape
-    kept = stored.new_empty((batch, heads, max(capacity, width), stored.shape[-1]))
-    index = columns[..., None].expand(-1, -1, -1, stored.shape[-1])
-    torch.gather(stored, 2, index, out=kept[:, :, :width])
-    return kept
+def _with_space(stored: Tensor, columns: int) -> Tensor:
+    """Return what is stored (B, H_kv, S, D) in new memory for a number of columns."""
+    return functional.pad(stored, (0, 0, 0, columns - stored.shape[2]))

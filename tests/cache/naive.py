@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from crosslayer.eviction.eviction import BLOCK
+from crosslayer.cache.eviction import BLOCK
 
 
 class Naive:

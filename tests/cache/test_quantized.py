@@ -10,17 +10,15 @@ from transformers import AutoConfig, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 import crosslayer
-from crosslayer.core.decoder.caches import cache_bytes
+from crosslayer.cache import attention, quantized
+from crosslayer.cache.columns import ColumnLayer
+from crosslayer.cache.held import held_bytes
+from crosslayer.cache.offsets import key_offsets
+from crosslayer.cache.plans import stored_kinds
+from crosslayer.cache.quantizers import RANGE, pack, quantizer_of, rotation, unpack
+from crosslayer.cache.running import quantized_cache, smaller_cache
 from crosslayer.core.transformers_versions import CACHE, EMPTY_LAYER
-from crosslayer.eviction.running import evicting
 from crosslayer.probe.intercept import intercepted
-from crosslayer.quantization import cache as cache_module
-from crosslayer.quantization import running
-from crosslayer.quantization.cache import QuantisedLayer
-from crosslayer.quantization.codec import RANGE, codec_of, rotation
-from crosslayer.quantization.offsets import key_offsets
-from crosslayer.quantization.packing import pack, unpack
-from crosslayer.quantization.running import quantized_cache, quantizing, stored_kinds
 from crosslayer.testing.tiny import TOLERANCE, build, config_of, tokens
 from crosslayer.wiring.kv_bits import KvBits, groups, parse_kv_bits, stored_bytes, token_bytes
 from crosslayer.wiring.read import read_plan
@@ -36,7 +34,7 @@ FLOAT32 = 1e-5  # transformers computes norms and rotary tables in float32 whate
 
 @pytest.fixture(autouse=True)
 def _blocks_of_a_few_queries(monkeypatch):
-    monkeypatch.setattr(running, "QUERIES", 7)  # texts are short here
+    monkeypatch.setattr(attention, "QUERIES", 7)  # texts are short here
 
 
 def test_every_float8_is_decoded_as_torch_does():
@@ -45,7 +43,7 @@ def test_every_float8_is_decoded_as_torch_does():
     stored = stored[~numbers.isnan()]
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         out = torch.empty(len(stored), dtype=dtype)
-        codec_of("fp8").decode((stored,), out)
+        quantizer_of("fp8").decode((stored,), out)
         assert torch.equal(out, stored.view(torch.float8_e4m3fn).to(dtype))
 
 
@@ -54,7 +52,7 @@ def bits_of(kind, **options):
 
 
 def rounded_states(kind, states):
-    codec = codec_of(kind)
+    codec = quantizer_of(kind)
     if kind == "fp8":
         return codec.rounded(states)
     matrix = rotation(states.shape[-1], states.dtype, states.device)
@@ -96,7 +94,7 @@ def test_a_text_is_read_as_a_loop_over_tokens_reads_it(family, implementation, k
     model, ids = tiny(family, implementation), tokens(2, 24, seed=1 if implementation == "eager" else 0)
     add_key_biases(model)
     plain = model(ids, use_cache=False).logits
-    with quantizing(model, bits_of(kind)):
+    with smaller_cache(model, bits=bits_of(kind)):
         ours = model(ids, use_cache=False).logits
     with attending_with(model, naive(kind, key_offsets(model))):
         expected = model(ids, use_cache=False).logits
@@ -108,14 +106,14 @@ def test_a_text_is_read_as_a_loop_over_tokens_reads_it(family, implementation, k
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_cuts_make_no_difference_and_bytes_are_those_predicted(plan, kind):
     model, ids, bits = build(config_of(plan)), tokens(2, 24), bits_of(kind)
-    with quantizing(model, bits) as new_cache:
+    with smaller_cache(model, bits=bits) as new_cache:
         full = model(ids, use_cache=False).logits
         for sizes in ([24], [1] * 24, [9, 1, 1, 13], [20, 4]):
             cache = new_cache()
             pieces = [model(part, **{CACHE: cache}).logits for part in ids.split(sizes, dim=1)]
             assert (torch.cat(pieces, 1) - full).abs().max() < TOLERANCE, sizes
             states, heads, size = model.config.plan.stored_states(), 2, model.config.head_dim
-            assert cache_bytes(cache) == 2 * states * heads * stored_bytes(kind, size, 24, 8, recent=RECENT)
+            assert held_bytes(cache).allocated == 2 * states * heads * stored_bytes(kind, size, 24, 8, recent=RECENT)
 
 
 @pytest.mark.parametrize("text", ["8@0,4@1", "4@0,8@1", "fp8@0,4@1-5", "4@0-2,fp8@3-5", "8@2,4@3", "4@2,8@3"])
@@ -125,9 +123,9 @@ def test_keys_and_values_of_a_layer_may_have_types_of_their_own(plan, text):
     model, ids = build(config_of(plan)), tokens(2, 24)
     stores = [model.config.plan.stored(layer) for layer in range(6)]
     bits = replace(parse_kv_bits(text), recent=RECENT)
-    if not any(bits.kind(layer) for layer in range(6) if stores[layer]):
+    if not any(bits.at(layer) for layer in range(6) if stores[layer]):
         return
-    with quantizing(model, bits) as new_cache:
+    with smaller_cache(model, bits=bits) as new_cache:
         full = model(ids, use_cache=False).logits
         for sizes in ([1] * 24, [9, 1, 14]):
             cache = new_cache()
@@ -141,7 +139,7 @@ def test_layers_may_differ_however_a_text_is_cut(sizes, text):
     model, bits = build(config_of("svformer")), parse_kv_bits(text)
     bits = KvBits(bits.text, bits.everywhere, bits.layers[:1] + (None,) * 5, recent=RECENT) if "@5" in text else bits
     ids = tokens(1, sum(sizes))
-    with quantizing(model, bits) as new_cache:
+    with smaller_cache(model, bits=bits) as new_cache:
         cache = new_cache()
         pieces = [model(part, **{CACHE: cache}).logits for part in ids.split(sizes, dim=1)]
         assert (torch.cat(pieces, 1) - model(ids, use_cache=False).logits).abs().max() < TOLERANCE
@@ -156,7 +154,7 @@ def test_stock_models_read_texts_in_pieces_as_whole(family, kind):
     more |= {"hidden_size_per_layer_input": 4} if "3n" in family else {}
     model = tiny(family, **(shape | {"sliding_window": 8} | more if "gemma" in family else {}))
     ids = tokens(1, 24)
-    with quantizing(model, bits_of(kind)) as new_cache:
+    with smaller_cache(model, bits=bits_of(kind)) as new_cache:
         cache = new_cache()
         pieces = [model(part, **{CACHE: cache}).logits for part in ids.split([9, 1, 1, 13], dim=1)]
         full = model(ids, use_cache=False).logits
@@ -171,7 +169,7 @@ def test_beams_and_padded_rows_are_those_of_single_texts(plan, kind):
     options = {"max_new_tokens": 8, "do_sample": False, "num_beams": 3, "length_penalty": 0.0, "pad_token_id": 0}
     mask = torch.ones_like(ids)
     mask[0, :4] = 0
-    with quantizing(model, bits_of(kind)) as new_cache:
+    with smaller_cache(model, bits=bits_of(kind)) as new_cache:
         out = model.generate(
             ids,
             attention_mask=mask,
@@ -201,7 +199,7 @@ def test_padding_anywhere_makes_no_difference(pads, family, kind):
     for start, part in ((first, text[0, :12]), (first + 12 + between, text[0, 12:])):
         ids[0, start : start + 12], mask[0, start : start + 12] = part, 1
     positions = (mask.cumsum(-1) - 1).clamp_min(0)
-    with quantizing(model, bits_of(kind)) as new_cache:
+    with smaller_cache(model, bits=bits_of(kind)) as new_cache:
         alone = model(text[:1], use_cache=False).logits[0]
         beside = model(ids[1:], use_cache=False).logits[0]
         scored = model(ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
@@ -221,7 +219,7 @@ def test_padding_anywhere_makes_no_difference(pads, family, kind):
 @pytest.mark.parametrize("plan", [None, "cla", UNIATTN], ids=str)
 def test_what_is_kept_under_eviction_is_quantised(plan, spec, kind):
     model, ids, bits = build(config_of(plan)), tokens(2, 50), bits_of(kind)
-    with evicting(model, spec, bits) as new_cache:
+    with smaller_cache(model, spec, bits) as new_cache:
         full = model(ids, use_cache=False).logits
         for sizes in ([50], [20, *[1] * 30], [33, 17]):
             cache = new_cache()
@@ -229,8 +227,9 @@ def test_what_is_kept_under_eviction_is_quantised(plan, spec, kind):
             assert (torch.cat(pieces, 1) - full).abs().max() < TOLERANCE, sizes
     states, size = model.config.plan.stored_states(), model.config.head_dim
     columns = cache.layers[0].columns[0].memory[0].shape[2]
-    assert columns < 50 and cache_bytes(cache) == 2 * states * 2 * columns * token_bytes(kind, size)
-    with evicting(model, spec):
+    assert columns < 50
+    assert held_bytes(cache).allocated - cache.overhead_bytes() == 2 * states * 2 * columns * token_bytes(kind, size)
+    with smaller_cache(model, spec):
         assert (model(ids, use_cache=False).logits - full).abs().max() > 1e-4
 
 
@@ -238,13 +237,13 @@ def test_what_is_kept_under_eviction_is_quantised(plan, spec, kind):
 def test_plan_says_what_is_allocated(kind):
     bits = KvBits(kind, everywhere=kind)
     for model in (build(config_of("svformer")), build(config_of(UNIATTN)), tiny("llama")):
-        with quantizing(model, bits) as new_cache:
+        with smaller_cache(model, bits=bits) as new_cache:
             for sizes in ([50, 1], [60, *[1] * 4], [1]):
                 cache, length = new_cache(), sum(sizes)
                 for part in tokens(1, length).split(sizes, dim=1):
                     model(part, **{CACHE: cache})
                 planned = crosslayer.plan(model, length=length, dtype="float64", kv_dtype=kind).stored_bytes
-                assert planned == cache_bytes(cache), (type(model), sizes)
+                assert planned == held_bytes(cache).allocated, (type(model), sizes)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -264,7 +263,7 @@ def test_verify_checks_a_quantised_cache(bits):
 
 
 def test_verify_finds_a_cache_that_rounds_what_should_be_exact(monkeypatch):
-    monkeypatch.setattr(cache_module, "keeps_recent", lambda kind: False)
+    monkeypatch.setattr(quantized, "keeps_recent", lambda kind: False)
     failed = {check.name for check in crosslayer.verify(build(config_of(None)), kv_bits="4").failed}
     assert {"cache, token by token", "left-padded batch", "cache bytes"} <= failed
 
@@ -275,16 +274,16 @@ def test_a_cache_by_itself_generates():
     assert new.shape == (1, 34)
     cache = quantized_cache(model, "8@0-1,fp8@2-3")
     model(ids, **{CACHE: cache})
-    assert [type(layer) for layer in cache.layers[::2]] == [QuantisedLayer, QuantisedLayer, DynamicLayer]
+    assert [type(layer) for layer in cache.layers[::2]] == [ColumnLayer, ColumnLayer, DynamicLayer]
     assert {type(layer) for layer in cache.layers[1::2]} == {EMPTY_LAYER}
     assert cache.get_seq_length() == 30
     cache.reset()
-    assert cache_bytes(cache) == 0
+    assert held_bytes(cache).allocated == 0
 
 
 def test_a_change_of_a_call_that_is_divided_already_is_refused():
     model, ids = tiny("llama"), tokens(1, 24)
-    with quantizing(model, bits_of("int4")):
+    with smaller_cache(model, bits=bits_of("int4")):
         with intercepted(model, lambda call: call):
             model(ids, use_cache=False)
         with intercepted(model, replace), pytest.raises(ValueError, match="divided"):
@@ -306,7 +305,7 @@ def test_a_head_is_rounded_by_itself_within_half_a_step(size, kind):
     states = torch.randn(2, 2, 4, size, dtype=torch.float64) * 10
     matrix = rotation(size, torch.float64, torch.device("cpu"))
     assert (matrix @ matrix.T - torch.eye(size)).abs().max() < 1e-12
-    codec = codec_of(kind)
+    codec = quantizer_of(kind)
     stored = codec.encode(states)
     assert sum(one[0, 0, 0].nbytes for one in stored) == token_bytes(kind, size)
     back, alone = codec.rounded(states), codec.rounded(states[1:, :, 2:3])
@@ -370,10 +369,10 @@ def test_layers_that_cache_images_are_not_quantised():
     assert images and all(kinds[layer] is None for layer in images) and "int4" in kinds
 
 
-def test_another_cache_under_quantizing_is_refused():
+def test_another_cache_is_refused():
     model = build(config_of(None))
-    with quantizing(model, 4), pytest.raises(ValueError, match="DynamicCache"):
+    with smaller_cache(model, bits=4), pytest.raises(ValueError, match="DynamicCache"):
         model(tokens(1, 8), **{CACHE: DynamicCache(config=model.config)})
     model.set_attn_implementation("flex_attention")
-    with pytest.raises(ValueError, match="or eager"), quantizing(model, 4):
+    with pytest.raises(ValueError, match="or eager"), smaller_cache(model, bits=4):
         pass

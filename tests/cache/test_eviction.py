@@ -7,12 +7,13 @@ from hypothesis import strategies as st
 from transformers import DynamicCache, DynamicLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from crosslayer.core.decoder.caches import cache_bytes
+from crosslayer.cache.eviction import BLOCK, Amount, Eviction, parse_eviction
+from crosslayer.cache.held import held_bytes
+from crosslayer.cache.plans import sharing_groups
+from crosslayer.cache.running import smaller_cache
 from crosslayer.core.transformers_versions import CACHE
-from crosslayer.eviction.eviction import BLOCK, Amount, Eviction, parse_eviction
-from crosslayer.eviction.running import evicting, sharing_groups
 from crosslayer.testing.tiny import TOLERANCE, build, config_of, tokens
-from tests.eviction.naive import Naive, capacity, share
+from tests.cache.naive import Naive, capacity, share
 from tests.helpers.daily import daily
 from tests.helpers.smaller_caches import EAGER, PLANS, UNIATTN, attending_with
 from tests.helpers.tiny import tiny
@@ -35,7 +36,7 @@ def test_a_text_is_read_as_a_loop_over_tokens_and_lists_reads_it(family, impleme
     policy, amount = spec.split(":")
     naive = Naive(policy, share(float(amount)) if "." in amount else capacity(int(amount)))
     model, ids = tiny(family, implementation), tokens(2, LENGTH)
-    with evicting(model, spec) as new_cache:
+    with smaller_cache(model, spec) as new_cache:
         cache = new_cache()
         ours = model(ids, **{CACHE: cache}).logits
     with attending_with(model, naive):
@@ -55,7 +56,7 @@ def test_cuts_padding_and_caches_change_nothing(plan, data):
         tolerance = 1e-4  # logits of about 2, rounding of three layers in float32
     spec = data.draw(st.sampled_from(EVICTIONS))
     ids = tokens(3, LENGTH, seed=data.draw(st.integers(0, 99)))
-    with evicting(model, spec) as new_cache:
+    with smaller_cache(model, spec) as new_cache:
         whole = model(ids, use_cache=False).logits
         cuts = sorted(data.draw(st.sets(st.integers(1, LENGTH - 1), max_size=6)))
         sizes = [end - start for start, end in zip([0, *cuts], [*cuts, LENGTH], strict=True)]
@@ -87,7 +88,7 @@ def test_capacity_for_the_whole_text_changes_no_bit(spec, implementation):
     text = model.generate(ids[:, :40], **options)
     sizes, plain = [40, 1, 1, 15], DynamicCache(config=model.config)
     pieces = [model(part, **{CACHE: plain}).logits for part in ids.split(sizes, dim=1)]
-    with evicting(model, spec) as new_cache:
+    with smaller_cache(model, spec) as new_cache:
         assert torch.equal(model(ids).logits, expected)
         assert torch.equal(model.generate(ids[:, :40], **{CACHE: new_cache()}, **options), text)
         cache = new_cache()
@@ -104,7 +105,7 @@ def test_a_later_token_changes_nothing_that_was_kept_before_it(spec):
     other[0, -20:] = (other[0, -20:] + 7) % 60 + 3
     held = []
     for text in (ids, other):
-        with evicting(model, spec) as new_cache:
+        with smaller_cache(model, spec) as new_cache:
             cache, steps = new_cache(), []
             for part in text.split([before.shape[1], *[1] * 40], dim=1):
                 model(part, **{CACHE: cache})
@@ -119,7 +120,7 @@ def test_a_later_token_changes_nothing_that_was_kept_before_it(spec):
 def test_snapkv_keeps_what_a_loop_over_attention_maps_keeps():
     model, ids = tiny("llama", "eager", max_position_embeddings=256), tokens(2, 150)
     maps = [layer.detach() for layer in model(ids, output_attentions=True).attentions]  # (B, H, T, T) each
-    with evicting(model, "snapkv:0.4") as new_cache:
+    with smaller_cache(model, "snapkv:0.4") as new_cache:
         cache = new_cache()
         model(ids, **{CACHE: cache})
     heads = model.config.num_key_value_heads
@@ -139,7 +140,7 @@ def test_snapkv_keeps_what_a_loop_over_attention_maps_keeps():
 def test_keys_and_values_of_a_group_hold_the_first_layers_tokens():
     """The first group that evicts has read what a full cache holds, up to its first eviction at the end of the text."""
     model, ids = build(config_of(UNIATTN)), tokens(2, LENGTH)
-    with evicting(model, "h2o:0.4@2-5") as new_cache:
+    with smaller_cache(model, "h2o:0.4@2-5") as new_cache:
         cache = new_cache()
         model(ids[:, :48], **{CACHE: cache})
     full = DynamicCache(config=model.config)
@@ -161,7 +162,7 @@ def test_values_of_reading_layers_are_those_of_the_same_tokens():
     model, ids = build(config_of(UNIATTN, max_position_embeddings=256)), tokens(2, 150)
     full = DynamicCache(config=model.config)
     expected = model(ids, **{CACHE: full}).logits
-    with evicting(model, "snapkv:0.4") as new_cache:
+    with smaller_cache(model, "snapkv:0.4") as new_cache:
         cache = new_cache()
         assert torch.equal(model(ids, **{CACHE: cache}).logits, expected)
     for number, layers in enumerate(sharing_groups(model.config.plan)):
@@ -177,15 +178,15 @@ def test_allocated_bytes_are_the_budget(plan):
     model, ids = build(config_of(plan)), tokens(2, 64)
     states = model.config.plan.stored_states()
     token = 2 * states * 2 * 8 * 8  # rows, states, heads, sizes, bytes
-    with evicting(model, "h2o:32") as new_cache:
+    with smaller_cache(model, "h2o:32") as new_cache:
         cache = new_cache()
         for part in ids.split([40, *[1] * 24], dim=1):
             model(part, **{CACHE: cache})
-            assert cache_bytes(cache) == 32 * token
-    with evicting(model, "h2o:0.5") as new_cache:
+            assert held_bytes(cache).allocated - cache.overhead_bytes() == 32 * token
+    with smaller_cache(model, "h2o:0.5") as new_cache:
         cache = new_cache()
         model(ids, **{CACHE: cache})
-        assert cache_bytes(cache) == (32 + BLOCK) * token
+        assert held_bytes(cache).allocated - cache.overhead_bytes() == (32 + BLOCK) * token
         groups = len(cache.groups)
         assert cache.overhead_bytes() == groups * 2 * 2 * 32 * 8  # rows, heads, tokens, a position and a sum
         assert cache.get_seq_length() == 64
@@ -195,14 +196,14 @@ def test_allocated_bytes_are_the_budget(plan):
 def test_each_text_is_read_by_itself_whichever_module_calls_the_layers(family):
     model = tiny(family)
     texts = [tokens(1, LENGTH, seed=seed) for seed in (0, 1)] + [tokens(1, LENGTH - 9, seed=2)]
-    with evicting(model, "h2o:0.4") as new_cache:
+    with smaller_cache(model, "h2o:0.4") as new_cache:
         together = [model(ids, use_cache=False).logits for ids in texts]
         pieces = []
         for ids in texts:
             cache = new_cache()
             pieces.append(torch.cat([model(part, **{CACHE: cache}).logits for part in ids.split(20, dim=1)], 1))
     for ids, logits, cut in zip(texts, together, pieces, strict=True):
-        with evicting(model, "h2o:0.4"):
+        with smaller_cache(model, "h2o:0.4"):
             assert torch.equal(model(ids, use_cache=False).logits, logits)
         assert (cut - logits).abs().max() < TOLERANCE
 
@@ -210,7 +211,7 @@ def test_each_text_is_read_by_itself_whichever_module_calls_the_layers(family):
 def test_beams_keep_what_they_have_read():
     model, ids = build(config_of("svformer")), tokens(2, 30)
     options = {"max_new_tokens": 20, "do_sample": False, "num_beams": 3, "length_penalty": 0.0, "pad_token_id": 0}
-    with evicting(model, "h2o:0.4") as new_cache:
+    with smaller_cache(model, "h2o:0.4") as new_cache:
         out = model.generate(ids, **{CACHE: new_cache()}, return_dict_in_generate=True, output_scores=True, **options)
         logits = model(out.sequences, use_cache=False).logits
     scores = logits.log_softmax(-1)[:, 29:-1].gather(-1, out.sequences[:, 30:, None])[..., 0].sum(-1)
@@ -219,7 +220,7 @@ def test_beams_keep_what_they_have_read():
 
 def test_layers_may_evict_different_shares():
     model, ids = tiny("llama"), tokens(1, 48)
-    with evicting(model, "streaming:0.5@1,0.25@2") as new_cache:
+    with smaller_cache(model, "streaming:0.5@1,0.25@2") as new_cache:
         cache = new_cache()
         model(ids, **{CACHE: cache})
     keys = [layer.columns[0] for layer in cache.layers]
@@ -241,7 +242,7 @@ def test_sinks_are_kept_wherever_they_are():
         model.transformer.wte.weight[int(ids[0, 9]), 31] = 20.0
         attention.weight[31, 32:64] = 1.0  # the sum of a key is the last channel of the token
     ids[0, 10:] = torch.where(ids[0, 10:] == ids[0, 9], ids[0, 0], ids[0, 10:])
-    with evicting(model, "sinks:32") as new_cache:
+    with smaller_cache(model, "sinks:32") as new_cache:
         cache = new_cache()
         model(ids, **{CACHE: cache})
     assert held_positions(cache)[0][0] == [9, *range(33, 50)]
@@ -277,20 +278,20 @@ def test_bad_evictions_are_refused_with_a_reason(spec, message):
     ],
 )
 def test_models_without_full_attention_are_refused(family, message):
-    with pytest.raises(ValueError, match=message), evicting(tiny(family), "h2o:0.4"):
+    with pytest.raises(ValueError, match=message), smaller_cache(tiny(family), "h2o:0.4"):
         pass
 
 
 def test_wrong_use_is_refused():
     with pytest.raises(ValueError, match="'snapkv'"):
-        Eviction("snapvk", "from Python")
+        Eviction("from Python", policy="snapvk")
     model, ids = tiny("llama"), tokens(1, 20)
-    with pytest.raises(ValueError, match="layer 5"), evicting(model, "h2o:0.4@5"):
+    with pytest.raises(ValueError, match="layer 5"), smaller_cache(model, "h2o:0.4@5"):
         pass
-    with evicting(model, "streaming:0.4") as new_cache:
+    with smaller_cache(model, "streaming:0.4") as new_cache:
         other = new_cache()
         other.batch_repeat_interleave(2)  # of nothing
-    with evicting(model, "h2o:0.4") as new_cache:
+    with smaller_cache(model, "h2o:0.4") as new_cache:
         with pytest.raises(ValueError, match="DynamicCache"):
             model(ids, **{CACHE: DynamicCache(config=model.config)})
         window = torch.ones(1, 1, 20, 20, dtype=torch.bool).tril().triu(-3)
@@ -299,7 +300,7 @@ def test_wrong_use_is_refused():
         right = torch.tensor([[1] * 12 + [0] * 8])
         with pytest.raises(ValueError, match="hides more"):
             model(ids, attention_mask=right, **{CACHE: new_cache()})
-        with pytest.raises(ValueError, match="EvictionCache"):
+        with pytest.raises(ValueError, match="SmallerKVCache"):
             model(ids, **{CACHE: other})
         with pytest.raises(ValueError, match="DynamicCache"):
             model.model(ids, None, None, DynamicCache(config=model.config))
@@ -310,15 +311,15 @@ def test_wrong_use_is_refused():
             model(ids, **{CACHE: cache})
             cache.crop(-3)
     shared = build(config_of("cla"))
-    with pytest.raises(ValueError, match="layers 0, 1 share"), evicting(shared, "h2o:0.4@1"):
+    with pytest.raises(ValueError, match="layers 0, 1 share"), smaller_cache(shared, "h2o:0.4@1"):
         pass
     dropped = build(config_of({"name": "drop", "attention": [1]}))
-    with pytest.raises(ValueError, match="layer 1"), evicting(dropped, "h2o:0.4@1"):
+    with pytest.raises(ValueError, match="layer 1"), smaller_cache(dropped, "h2o:0.4@1"):
         pass
-    with evicting(tiny("llama", num_hidden_layers=1), "h2o:0.4@0"):
+    with smaller_cache(tiny("llama", num_hidden_layers=1), "h2o:0.4@0"):
         pass
     row = {"name": "cross_attention"}
-    with pytest.raises(ValueError, match="several layers"), evicting(build(config_of(row)), "h2o:0.4"):
+    with pytest.raises(ValueError, match="several layers"), smaller_cache(build(config_of(row)), "h2o:0.4"):
         pass
 
 
@@ -326,7 +327,7 @@ def test_the_model_is_as_before_afterwards():
     model, ids = tiny("llama"), tokens(1, 40)
     model.train()
     before, functions = model(ids).logits, dict(ALL_ATTENTION_FUNCTIONS)
-    with evicting(model, "h2o:0.4"):
+    with smaller_cache(model, "h2o:0.4"):
         assert not model.training
         assert not torch.equal(model(ids).logits, before)
     assert model.training and torch.equal(model(ids).logits, before)
@@ -338,7 +339,7 @@ def test_the_model_is_as_before_afterwards():
 def test_whether_a_text_loses_tokens_is_known_from_its_length(spec):
     model, eviction = tiny("llama", max_position_embeddings=256), parse_eviction(spec)
     for length in (1, 16, 17, 32, 33, 64, 65, 100, 110):
-        with evicting(model, spec) as new_cache:
+        with smaller_cache(model, spec) as new_cache:
             cache = new_cache()
             before = max(1, length if spec.startswith("snapkv") else length - 1)
             model(tokens(1, before), **{CACHE: cache})
@@ -356,7 +357,7 @@ def test_half_precision_sums_what_the_model_reads():
         for layer in model.model.layers:
             layer.self_attn.q_proj.weight *= 60  # scores beyond float16 before they are scaled
             layer.self_attn.k_proj.weight *= 60
-    with evicting(model, "h2o:0.4") as new_cache:
+    with smaller_cache(model, "h2o:0.4") as new_cache:
         cache = new_cache()
         model(ids, **{CACHE: cache})
     assert all(torch.isfinite(group.attention).all() for group in cache.groups)
@@ -364,7 +365,7 @@ def test_half_precision_sums_what_the_model_reads():
 
 def test_tokens_ranked_above_all_are_kept_in_order_if_few_are_kept():
     model, ids = tiny("llama"), tokens(1, 48)
-    with evicting(model, "streaming:0.95") as new_cache:
+    with smaller_cache(model, "streaming:0.95") as new_cache:
         cache = new_cache()
         model(ids, **{CACHE: cache})
     assert held_positions(cache)[0][0] == [0, 46, 47]  # one, two and three of 16, 32 and 48
@@ -373,5 +374,5 @@ def test_tokens_ranked_above_all_are_kept_in_order_if_few_are_kept():
 def test_attention_with_terms_of_its_own_is_refused():
     kinds = ["full_attention"] * 3
     model = tiny("gpt_oss", "eager", layer_types=kinds, sliding_window=64)
-    with evicting(model, "h2o:0.4"), pytest.raises(ValueError, match="a learned sink"):
+    with smaller_cache(model, "h2o:0.4"), pytest.raises(ValueError, match="a learned sink"):
         model(tokens(1, 20))

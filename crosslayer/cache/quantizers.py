@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from crosslayer.quantization.packing import pack, unpack
 from crosslayer.wiring.kv_bits import groups
 
 FILL = 8  # channels are padded to a multiple of it, so that codes fill whole bytes
@@ -30,7 +29,7 @@ SMALLEST = 2.0**-24  # of scales: float16's smallest number
 LARGEST_FP8 = torch.finfo(torch.float8_e4m3fn).max
 
 
-class Codec(ABC):
+class Quantizer(ABC):
     """How states are stored: each token by itself, so that tokens can be appended, selected and reordered."""
 
     @abstractmethod
@@ -48,7 +47,7 @@ class Codec(ABC):
         return out
 
 
-class Float8(Codec):
+class Float8(Quantizer):
     """float8 with 4 bits of exponent and 3 of mantissa (e4m3), without a scale, as vLLM stores it uncalibrated."""
 
     def encode(self, states: Tensor) -> tuple[Tensor, ...]:
@@ -65,7 +64,7 @@ class Float8(Codec):
         out.copy_(half.view(torch.float16)).mul_(256)
 
 
-class Integer(Codec):
+class Integer(Quantizer):
     """Codes of 2, 3, 4 or 8 bits, with a scale and a smallest value for each group of channels; states are rotated."""
 
     def __init__(self, bits: int):
@@ -115,8 +114,8 @@ def rotated(states: Tensor, back: bool = False) -> Tensor:
     return (work @ (matrix.T if back else matrix)).to(states.dtype)
 
 
-def codec_of(kind: str) -> Codec:
-    """Return the codec of a type such as "int4" or "fp8"."""
+def quantizer_of(kind: str) -> Quantizer:
+    """Return the quantizer of a type such as "int4" or "fp8"."""
     return Float8() if kind == "fp8" else Integer(int(kind.removeprefix("int")))
 
 
@@ -133,3 +132,30 @@ def rotation(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     signs = torch.randint(0, 2, (size,), generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 2 - 1
     blocks = torch.block_diag(*[hadamard / block**0.5] * (size // block))
     return (signs[:, None] * blocks).to(device, dtype)
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """Return codes (…, D) of some bits in bytes (…, D · bits / 8); those that share a byte lie D · bits / 8 apart.
+
+    Codes of 3 bits are stored as their two lower bits, and behind them the upper one. bits · D is a multiple of 8.
+    """
+    if bits == 3:
+        return torch.cat([pack(codes & 3, 2), pack(codes >> 2, 1)], -1)
+    packed, *others = codes.chunk(8 // bits, -1)
+    for number, part in enumerate(others, 1):
+        packed = packed | part << (bits * number)
+    return packed
+
+
+def unpack(packed: Tensor, bits: int) -> Tensor:
+    """Return the codes that `pack` packed, (…, D) of uint8; several bytes are shifted at once."""
+    if bits == 8:
+        return packed
+    if bits == 3:
+        width = packed.shape[-1] // 3 * 2
+        return unpack(packed[..., :width], 2) | unpack(packed[..., width:], 1) << 2
+    steps = (packed.shape[-1], packed.storage_offset(), *packed.stride()[:-1])
+    widths = (torch.int64, torch.int32, torch.int16, torch.uint8)
+    words = packed.view(next(dtype for dtype in widths if all(step % dtype.itemsize == 0 for step in steps)))
+    mask = int.from_bytes(bytes([2**bits - 1]) * words.itemsize)
+    return torch.cat([(words >> bits * number) & mask for number in range(8 // bits)], -1).view(torch.uint8)

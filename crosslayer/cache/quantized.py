@@ -1,24 +1,19 @@
-"""A transformers cache whose keys and values are quantised, layer by layer.
+"""Keys and values of a cache layer that are quantized.
 
 With 8 bits or float8 all tokens are read back as they are stored. Below, a query reads the first token and the latest
-ones exactly, all others quantised. The tokens of a call read one another exactly, unless the model runs under
-`quantizing`: there it makes no difference how a text is cut into calls.
+ones exactly, all others quantized. The tokens of a call read one another exactly, unless the model runs under
+`smaller_cache`: there it makes no difference how a text is cut into calls.
 
 Shapes: B batch, T new tokens, S cached + new tokens, H_kv key-value heads, D head size.
 """
 
-from collections.abc import Mapping, Sequence
-from functools import partial
-
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache, PreTrainedConfig
-from transformers.cache_utils import DynamicLayer
 
-from crosslayer.core.columns import ColumnLayer, Columns
-from crosslayer.quantization.codec import codec_of, rotated, rotates
-from crosslayer.quantization.offsets import KeyOffset
-from crosslayer.wiring.kv_bits import KvBits, keeps_recent
+from crosslayer.cache.columns import Columns
+from crosslayer.cache.offsets import KeyOffset
+from crosslayer.cache.quantizers import quantizer_of, rotated, rotates
+from crosslayer.wiring.kv_bits import keeps_recent
 
 
 class Reading:
@@ -55,8 +50,8 @@ def first_exact(ranks: Tensor, rank: Tensor, recent: int) -> Tensor:
     return (ranks <= (rank - recent).clamp_min(0)[:, None]).sum(-1)
 
 
-class Quantised(Columns):
-    """Keys or values that are quantised; below 8 bits not the first token of a text, nor the latest ones.
+class Quantized(Columns):
+    """Keys or values that are quantized; below 8 bits not the first token of a text, nor the latest ones.
 
     `first` (B, H_kv, 1, D) replaces the codes of the first token. Behind the columns with codes come those
     that the next query reads exactly, as they are: `tail` (B, H_kv, at most `reading.kept`, D). If the type wants it,
@@ -64,17 +59,17 @@ class Quantised(Columns):
     first heads, before they are rounded.
     """
 
-    def __init__(self, kind: str, reading: Reading, returns_rotated: bool):
+    def __init__(self, kind: str, reading: Reading, returns_rotated: bool, offset: KeyOffset | None = None):
         super().__init__()
-        self.codec, self.reading = codec_of(kind), reading
+        self.quantizer, self.reading = quantizer_of(kind), reading
         self.keeps_recent = keeps_recent(kind) and reading.recent > 0
         self.rotates, self.returns_rotated = rotates(kind), returns_rotated
         self.first = self.tail = torch.empty(0)
-        self.offset: KeyOffset | None = None
+        self.offset = offset if self.rotates else None
 
     def encode(self, states: Tensor) -> tuple[Tensor, ...]:
         """Return the codes of the next states (B, H_kv, T, D), rotated already, and what belongs to them."""
-        return self.codec.encode(self._shifted(states.clone(), self.used, -1))
+        return self.quantizer.encode(self._shifted(states.clone(), self.used, -1))
 
     def update(self, states: Tensor) -> Tensor:
         """Store new states (B, H_kv, T, D); return all, (B, H_kv, S, D), the new and the latest ones exact."""
@@ -89,16 +84,16 @@ class Quantised(Columns):
             if leaving:
                 self._keep_first(exact[:, :, :leaving])
         self.append(exact[:, :, :leaving])
-        quantised = before if self.keeps_recent else self.used  # columns that are read so
+        quantized = before if self.keeps_recent else self.used  # columns that are read so
         read = states.new_empty((*states.shape[:2], before + exact.shape[2], states.shape[3]))
-        if quantised:
-            codes = tuple(tensor[:, :, :quantised] for tensor in self.memory)
-            self.codec.decode(codes, read[:, :, :quantised])
-            self._shifted(read[:, :, :quantised], 0, 1)
+        if quantized:
+            codes = tuple(tensor[:, :, :quantized] for tensor in self.memory)
+            self.quantizer.decode(codes, read[:, :, :quantized])
+            self._shifted(read[:, :, :quantized], 0, 1)
             if self.keeps_recent:
-                self._put_first(read[:, :, :quantised])
-        read[:, :, quantised:] = exact[:, :, quantised - before :]
-        return self._returned(read)
+                self._put_first(read[:, :, :quantized])
+        read[:, :, quantized:] = exact[:, :, quantized - before :]
+        return rotated(read, back=True) if self.rotates and not self.returns_rotated else read
 
     def _keep_first(self, states: Tensor) -> None:
         """Keep the first tokens that are among the next states (B, H_kv, T, D) to get codes."""
@@ -127,9 +122,6 @@ class Quantised(Columns):
             states[:, : len(self.offset.still)].add_(self.offset.at(positions), alpha=sign)
         return states
 
-    def _returned(self, states: Tensor) -> Tensor:
-        return rotated(states, back=True) if self.rotates and not self.returns_rotated else states
-
     def select(self, rows: Tensor) -> None:
         """Select rows of the batch, in this order; a row may occur several times."""
         super().select(rows)
@@ -140,48 +132,3 @@ class Quantised(Columns):
     def tensors(self) -> tuple[Tensor, ...]:
         """Return everything that is allocated."""
         return *self.memory, self.first, self.tail
-
-
-class QuantisedLayer(ColumnLayer):
-    """A layer whose keys and values are stored as `kind`; below 8 bits the first token and the latest stay exact."""
-
-    def __init__(self, kind: str, reading: Reading, returns_rotated: bool = True, offset: KeyOffset | None = None):
-        super().__init__(partial(Quantised, kind, reading, returns_rotated))
-        self.offset = offset if rotates(kind) else None
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Take dtype and device from the states, and subtract the offset from keys only."""
-        super().lazy_initialization(key_states, value_states)
-        if isinstance(self.columns[0], Quantised):
-            self.columns[0].offset = self.offset
-
-
-class QuantizedKVCache(Cache):
-    """A cache for a model's config; `kinds` are the types of its layers' keys and values, None: as they are.
-
-    `offsets` are those of the layers' keys. Keys and values come back rotated if `returns_rotated`, as `quantizing`
-    expects them.
-
-    Raises:
-        ValueError: a layer to be quantised caches other states than keys and values of all tokens.
-
-    """
-
-    def __init__(
-        self,
-        config: PreTrainedConfig,
-        bits: KvBits,
-        kinds: Sequence[str | None],
-        offsets: Mapping[int, KeyOffset],
-        returns_rotated: bool = False,
-    ):
-        layers = DynamicCache(config=config).layers
-        self.reading = Reading(bits.recent)
-        for layer, kind in enumerate(kinds):
-            if kind is None:
-                continue
-            if type(layers[layer]) is not DynamicLayer:
-                raise ValueError(f"layer {layer} caches more than keys and values, which cannot be quantised")
-            layers[layer] = QuantisedLayer(kind, self.reading, returns_rotated, offsets.get(layer))
-        super().__init__(layers=layers)
-        self.bits, self.returns_rotated = bits, returns_rotated

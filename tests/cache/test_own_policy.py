@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import crosslayer
+from crosslayer.cache.eviction import parse_eviction
 from crosslayer.core import methods
 from crosslayer.core.transformers_versions import CACHE
-from crosslayer.eviction.eviction import parse_eviction
 from crosslayer.testing.tiny import build, config_of, tokens
 from tests.cli.test_cli import run
 from tests.helpers.text import WORDS, tokenizer
@@ -36,7 +36,7 @@ def test_it_keeps_what_it_ranks_highest(beginning):
     assert "beginning" not in sys.modules
     crosslayer.allow_methods("beginning")
     model, ids = build(config_of("cla")), tokens(1, 48)
-    with torch.no_grad(), crosslayer.evicting(model, "beginning:32") as new_cache:
+    with torch.no_grad(), crosslayer.smaller_cache(model, "beginning:32") as new_cache:
         cache = new_cache()
         model(ids, **{CACHE: cache})
     kept = sorted(position for position in cache.groups[0].positions[0, 0].tolist() if position >= 0)

@@ -1,0 +1,95 @@
+"""A transformers cache that quantizes tokens, evicts them, or both."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache, PreTrainedConfig
+from transformers.cache_utils import DynamicLayer
+
+from crosslayer.cache.columns import ColumnLayer
+from crosslayer.cache.eviction import Eviction
+from crosslayer.cache.offsets import KeyOffset
+from crosslayer.cache.quantized import Quantized, Reading
+from crosslayer.cache.state import GroupState
+
+
+class SmallerKVCache(Cache):
+    """The cache of a model that runs under `smaller_cache`, or by itself that of `quantized_cache`.
+
+    Args:
+        config: of the model.
+        kinds: the types of its layers' keys and values; None: as they are.
+        recent: how many of the latest tokens stay exact below 8 bits.
+        offsets: of the layers' keys.
+        eviction: which tokens are evicted; None: none are.
+        groups: the layers that share keys or values, which evict the same tokens.
+        way: what says how the cache is smaller; a use of `smaller_cache` takes caches of its own way alone. None: keys
+            and values come back without rotation, as an ordinary model reads them.
+
+    Raises:
+        ValueError: a layer to be quantized caches other states than keys and values of all tokens.
+
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        kinds: Sequence[str | None],
+        recent: int,
+        offsets: Mapping[int, KeyOffset],
+        eviction: Eviction | None = None,
+        groups: Sequence[Sequence[int]] = (),
+        way: tuple | None = None,
+    ):
+        self.reading, self.way, self.eviction = Reading(recent), way, eviction
+        self.groups: list[GroupState] = []  # what is known of the cached tokens
+        layers = DynamicCache(config=config).layers
+        for index, layer in enumerate(layers):
+            kind = kinds[index]
+            if kind is not None and type(layer) is not DynamicLayer:
+                raise ValueError(f"layer {index} caches more than keys and values, which cannot be quantized")
+            if kind is not None:
+                values = partial(Quantized, kind, self.reading, way is not None)
+                layers[index] = ColumnLayer(partial(values, offsets.get(index)), values)
+            elif eviction is not None and type(layer) is DynamicLayer:
+                layers[index] = ColumnLayer()
+        if eviction is not None:
+            self.groups = [GroupState(eviction.rule, eviction.at(group[0])) for group in groups]
+        super().__init__(layers=layers)
+
+    def reset(self) -> None:
+        """Empty the cache."""
+        super().reset()
+        for group in self.groups:
+            group.reset()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Reorder the rows of the batch, for beam search."""
+        super().reorder_cache(beam_idx)
+        self._select(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Select rows of the batch, in this order; a row may occur several times."""
+        super().batch_select_indices(indices)
+        self._select(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row of the batch."""
+        super().batch_repeat_interleave(repeats)
+        if self.groups:
+            self._select(torch.arange(len(self.groups[0].seen)).repeat_interleave(repeats))
+
+    def _select(self, rows: Tensor) -> None:
+        for group in self.groups:
+            group.select(rows)
+
+    def reduced_texts(self) -> int:
+        """Return how many texts have lost tokens, in any layer."""
+        lost = {row for group in self.groups for row, seen in enumerate(group.seen) if group.held[row] < seen}
+        return len(lost)
+
+    def overhead_bytes(self) -> int:
+        """Return the bytes of positions and attention sums, which are stored besides keys and values."""
+        return sum(group.overhead_bytes() for group in self.groups)

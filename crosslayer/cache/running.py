@@ -1,0 +1,233 @@
+"""Run a model with a smaller KV cache: in `generate`, in batches, and when a text is only scored.
+
+A cache alone sees calls, and quantizes between them. Here every query reads what it would read if its text were read
+token by token: a handler of the attention calls adds the quantized states of the tokens that are exact for some queries
+of the call and not for others, and masks what was evicted. The model's own attention function computes, so any
+implementation that takes a mask works.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache, PreTrainedModel
+
+from crosslayer.cache.attention import in_rotated_channels, mask_for, queries_by_block, rounded
+from crosslayer.cache.eviction import Eviction, parse_eviction
+from crosslayer.cache.kv_cache import SmallerKVCache
+from crosslayer.cache.offsets import KeyOffset, key_offsets
+from crosslayer.cache.plans import check_masks, checked_plan, read_kinds, sharing_groups, stored_kinds
+from crosslayer.cache.quantized import first_exact
+from crosslayer.cache.quantizers import rotates
+from crosslayer.cache.state import Step, padding
+from crosslayer.core.plan import DepthPlan
+from crosslayer.core.transformers_versions import CACHE, given_cache
+from crosslayer.probe.intercept import AttentionCall, evaluating, intercepted, layer_stack
+from crosslayer.wiring.kv_bits import KvBits, keeps_recent, parse_kv_bits
+
+NewCache = Callable[[], Cache]  # makes an empty cache for the model that runs
+
+
+def quantized_cache(model: PreTrainedModel, bits: KvBits | str | int = 4) -> SmallerKVCache:
+    """Return an empty quantized cache for a model; pass it to `generate` as `cache` (before 5.24 `past_key_values`).
+
+    Layers that share keys or values read what their source stores, which is decoded once.
+
+    Args:
+        model: a causal language model, stock or of this package.
+        bits: 8, 4, 3, 2, fp8, or by layer, such as "8@0-11,4@12-29".
+
+    Raises:
+        ValueError: the bits cannot be read, or a quantized cache is not defined for the model.
+
+    """
+    bits = bits if isinstance(bits, KvBits) else parse_kv_bits(bits)
+    wiring = checked_plan(model, None, bits)
+    offsets = _stored(key_offsets(model), wiring.plan)
+    return SmallerKVCache(model.config, stored_kinds(wiring, bits), bits.recent, offsets)
+
+
+@contextmanager
+def smaller_cache(
+    model: PreTrainedModel, evict: Eviction | str | None = None, bits: KvBits | str | int | None = None
+) -> Iterator[NewCache | None]:
+    """Run a model with a smaller KV cache while the block runs; gives a function that makes an empty one.
+
+    Pass such a cache as `cache` (`past_key_values` before transformers 5.24) to the model or its `generate`. A call
+    without a cache, which scores a text, reads it as it would be read token by token. Gradients are not supported.
+    Everything is restored on exit. Without an eviction and bits the model keeps its own cache, and None comes.
+
+    Args:
+        model: a causal language model, stock or of this package, with sdpa or eager attention.
+        evict: an `Eviction`, or a text that `parse_eviction` reads, such as "h2o:0.4".
+        bits: 8, 4, 3, 2, fp8, or by layer, such as "8@0-11,4@12-29". With an eviction, the latest tokens that are kept
+            are quantized, too.
+
+    Raises:
+        ValueError: the eviction or the bits cannot be read, or are not defined for the model: an encoder, linear
+            attention, a cache of compressed states, flash attention, and, for an eviction, sliding windows.
+
+    """
+    if evict is None and bits is None:
+        yield None
+        return
+    eviction = parse_eviction(evict) if isinstance(evict, str) else evict
+    run = _Run(model, eviction, bits if bits is None or isinstance(bits, KvBits) else parse_kv_bits(bits))
+    layers = layer_stack(model)
+    body = next(module for module in model.modules() if any(child is layers for child in module.children()))
+    hook = body.register_forward_pre_hook(run.begin, with_kwargs=True)
+    try:
+        with torch.no_grad(), evaluating(model), intercepted(model, run.handle):
+            yield run.new_cache
+    finally:
+        hook.remove()
+
+
+class CacheOptions(NamedTuple):
+    """How a model's KV cache is made smaller, as text: by an eviction, by fewer bits, by both, or not at all."""
+
+    evict: str | None = None
+    kv_bits: str | None = None
+
+    def running(self, model: PreTrainedModel) -> AbstractContextManager[NewCache | None]:
+        """Run a model with such a cache, as `smaller_cache` does."""
+        return smaller_cache(model, self.evict, self.kv_bits)
+
+    def named(self, model: str) -> str:
+        """Return how results call a model that runs with such a cache, as against the model itself: smollm2, 4 bits."""
+        bits = None if self.kv_bits is None else parse_kv_bits(self.kv_bits).name
+        return ", ".join(filter(None, (model, self.evict, bits)))
+
+    def sentences(self) -> list[str]:
+        """Return what is done with the cache of the candidate."""
+        lines = []
+        if self.evict is not None:
+            about = parse_eviction(self.evict).rule.about
+            lines.append(f"The candidate's KV cache evicts tokens ({self.evict}); it keeps {about}.")
+        if self.kv_bits is not None:
+            lines.append(f"The candidate's KV cache is quantized ({parse_kv_bits(self.kv_bits).about}).")
+        return lines
+
+
+class _Run:
+    """The state of one use of `smaller_cache`, over all forward passes."""
+
+    def __init__(self, model: PreTrainedModel, eviction: Eviction | None, bits: KvBits | None):
+        wiring = checked_plan(model, eviction, bits)
+        check_masks(model, "a quantized KV cache" if eviction is None else "eviction")
+        self.plan, self.eviction, self.bits = wiring.plan, eviction, bits
+        self.config, self.way = model.config, (model.config, eviction, bits)
+        self.stored_kinds = stored_kinds(wiring, bits)
+        self.read_kinds = read_kinds(self.plan, self.stored_kinds)
+        # under an eviction all tokens are rounded, and nothing is subtracted, since positions are not known
+        self.recent = bits.recent if bits is not None and eviction is None else 0
+        self.offsets = key_offsets(model) if self.recent else {}
+        self.groups = sharing_groups(self.plan)
+        self.group_of = {layer: number for number, group in enumerate(self.groups) for layer in group}
+        self.cache = self.new_cache()  # raises for layers that cannot be quantized, even if no cache is used later
+        self.is_cached = self.is_divided = False
+        self.exact = 0  # the first column that comes exact, out of a cache or without one
+        self.steps: dict[int, Step] = {}  # of the forward pass that is running, by group
+        self.handled: set[int] = set()  # layers that have attended in this pass
+        self.pads: list[int] | None = None  # in this pass, how many of each text's new columns are padding
+
+    def new_cache(self) -> SmallerKVCache:
+        """Return an empty cache."""
+        offsets, groups = _stored(self.offsets, self.plan), self.groups
+        return SmallerKVCache(self.config, self.stored_kinds, self.recent, offsets, self.eviction, groups, self.way)
+
+    def begin(self, body: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Check the cache that a forward pass receives, and note which columns are tokens."""
+        arguments = inspect.signature(body.forward).bind_partial(*args, **kwargs).arguments
+        arguments |= arguments.get("kwargs", {})
+        cache = given_cache(arguments)
+        if cache is not None and arguments.get("use_cache") is False:
+            raise ValueError(
+                f"{CACHE} came with use_cache=False, which makes `generate` read the whole text at every step; "
+                "pass use_cache=True, or set it in the model's generation_config"
+            )
+        if cache is not None and (not isinstance(cache, SmallerKVCache) or cache.way != self.way):
+            raise ValueError(
+                f"the model runs under `smaller_cache` but got another cache ({type(cache).__name__}); pass "
+                f"{CACHE}=new_cache(), with the function that `smaller_cache` gives"
+            )
+        self.is_cached = cache is not None
+        self.cache = self.new_cache() if cache is None else cache
+        self.steps, self.handled, self.pads = {}, set(), None
+        if self.recent:
+            before = self.cache.get_seq_length()
+            self.exact = max(0, before - self.cache.reading.kept) if self.is_cached else 0
+            ranks = token_ranks(arguments, before)
+            self.cache.reading.see(ranks)
+            self.is_divided = int(first_exact(ranks, ranks[:, -1], self.recent).max()) > self.exact
+
+    def handle(self, call: AttentionCall) -> AttentionCall:
+        """Let each query of a call read what it would read if the text came token by token."""
+        call = call if self.bits is None else self._quantized(call)
+        return call if self.eviction is None else self._evicted(call)
+
+    def _quantized(self, call: AttentionCall) -> AttentionCall:
+        """Return a call of rotated and rounded states; with queries in several parts, if they read different states."""
+        kinds, exact, reading = self.read_kinds[call.layer], self.exact, self.cache.reading
+        recent = [kind if self.recent and keeps_recent(kind) else None for kind in kinds]
+        is_divided = self.is_divided and any(recent)
+        call = in_rotated_channels(call, kinds, self.is_cached)
+        if self.is_cached and not is_divided:
+            return call
+        shift: Tensor | float = 0.0
+        if rotates(kinds[0]) and call.layer in self.offsets:
+            positions = reading.positions(exact, call.key.shape[2], call.key.device)
+            shift = self.offsets[call.layer].at(positions).to(call.key.dtype)
+        if not self.is_cached:  # the others are read as they are stored, whatever the query
+            others = [None if late else kind for kind, late in zip(kinds, recent, strict=True)]
+            call = rounded(call, others, shift)
+        if not is_divided:
+            return call
+        if call.position_bias is not None:
+            raise ValueError("a quantized KV cache is not defined for attention with a position bias")
+        assert reading.ranks is not None
+        ranks = reading.ranks.to(call.key.device)
+        later = replace(call, key=call.key[:, :, exact:], value=call.value[:, :, exact:])
+        later = rounded(later, recent, shift, first=(ranks[:, exact:] == 1)[:, None, :, None])
+        return replace(call, parts=tuple(queries_by_block(call, later, ranks, self.recent)))
+
+    def _evicted(self, call: AttentionCall) -> AttentionCall:
+        """Mask the tokens that a call must not attend to, and evict from its layer's cache."""
+        if call.layer in self.handled:
+            raise ValueError(f"layer {call.layer} attends twice in a forward pass; eviction is not defined for that")
+        self.handled.add(call.layer)
+        number = self.group_of[call.layer]
+        if number not in self.steps:
+            group, new = self.cache.groups[number], call.query.shape[2]
+            if self.pads is None:
+                self.pads = padding(call.mask, group.seen or [0] * len(call.query), new)
+            self.steps[number] = group.step(call, self.pads)
+        step = self.steps[number]
+        if self.is_cached and step.kept is not None and self.plan.stored(call.layer):
+            layer: Any = self.cache.layers[call.layer]
+            layer.keep(step.kept, step.capacity)
+        if not step.replaces:
+            return call
+        if step.mask is None:
+            return replace(call, mask=None)
+        # one of each key-value head (B, H_kv, T, S) for its query heads; layers of a group may lie on several devices
+        mask = step.mask.to(call.query.device).repeat_interleave(call.query.shape[1] // step.mask.shape[1], dim=1)
+        return replace(call, mask=mask_for(call, mask))
+
+
+def token_ranks(arguments: Mapping[str, Any], before: int) -> Tensor:
+    """Return how many tokens of a text lie up to each column, (B or 1, S), from a call's mask (B, S) if it has one."""
+    mask = arguments.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.ndim == 2:
+        return mask.long().cumsum(-1)
+    new = next(arguments[name] for name in ("input_ids", "inputs_embeds") if arguments.get(name) is not None)
+    return torch.arange(1, before + new.shape[1] + 1, device=new.device)[None]
+
+
+def _stored(offsets: Mapping[int, KeyOffset], plan: DepthPlan) -> dict[int, KeyOffset]:
+    """Return the offsets of the keys that layers store; others read those of another layer."""
+    return {layer: offset for layer, offset in offsets.items() if "keys" in plan.stored(layer)}

@@ -1,1 +1,0 @@
-"""KV cache eviction: which cached tokens are dropped, when, and how a model runs meanwhile."""

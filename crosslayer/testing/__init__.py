@@ -26,6 +26,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Cache, DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 
 from crosslayer.core.decoder import CrossLayerConfig, CrossLayerForCausalLM
+from crosslayer.core.decoder.convert import convert_weights
 from crosslayer.core.method import Method
 from crosslayer.core.methods import Entry
 from crosslayer.core.plan import CACHED
@@ -45,7 +46,6 @@ from crosslayer.testing.tiny import (
     tokens,
     tolerance,
 )
-from crosslayer.verbs.retrofit.convert import convert_weights
 from crosslayer.wiring.kv_bits import KvBits
 
 Check = Callable[[CrossLayerConfig], None]

@@ -10,8 +10,8 @@ from crosslayer.core.methods import Entry, load_methods, method_class, to_entry
 from crosslayer.verbs.retrofit.choosers import Choosers
 from crosslayer.verbs.retrofit.layers import Layers
 from crosslayer.verbs.retrofit.options import ONE_OF, RetrofitOptions
+from crosslayer.verbs.retrofit.search import LayerSearch
 from crosslayer.verbs.retrofit.strategy import Given, Named, Strategy
-from crosslayer.verbs.retrofit.trade_off import LayerSearch
 
 
 def strategy_of(options: RetrofitOptions, config: CrossLayerConfig | None = None) -> Strategy:

@@ -20,11 +20,12 @@ import torch
 from transformers import DynamicCache
 
 from crosslayer import load_model
+from crosslayer.core.decoder.convert import plain_decoder
 from crosslayer.core.methods.shared_choice import SharedChoice
 from crosslayer.core.transformers_versions import CACHE
 from crosslayer.environment import environment
 from crosslayer.stats.ratios import paired_ratio
-from crosslayer.verbs.retrofit.convert import convert, plain_decoder
+from crosslayer.verbs.retrofit.convert import convert
 
 SEARCHED = "orrrarrarrrrrrorrorrorrrrrrrrr"  # a: attends to all tokens, o: to its own choice, r: to another layer's
 PROMPT = 64  # tokens of the text

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 import crosslayer
+from crosslayer.core.decoder.convert import convert_weights
 from crosslayer.corpus.documents import TextSource, load_documents
 from crosslayer.corpus.domains import EMBEDDED, FITTED, embedded_domains, split_domains
 from crosslayer.environment import environment
@@ -35,7 +36,6 @@ from crosslayer.judge.losses import Losses, logits_of, losses
 from crosslayer.output.chart import save_svg
 from crosslayer.output.panel import Line, Panel
 from crosslayer.stats.estimate import band
-from crosslayer.verbs.retrofit.convert import convert_weights
 from crosslayer.verbs.retrofit.streams import Streams, layers_of
 
 HERE = Path(__file__).parent

@@ -2,7 +2,6 @@
 
     python benchmarks/retrofit.py                        # all wirings, some hours on two cores
     python benchmarks/retrofit.py --only uniattn-4       # a single wiring; results are merged into the JSON
-    python benchmarks/retrofit.py --only kvsharer-9 --parts damage  # layers that text chooses: the calibration windows
     python benchmarks/retrofit.py --parts times table    # of damage; cache bytes and times; the printed tables
 
 The original runs once for all variants of a wiring; damage is on windows that calibration has not seen.
@@ -20,15 +19,13 @@ from crosslayer.core.method import Method
 from crosslayer.core.methods import method_class, to_entry
 from crosslayer.core.options import parse_layers
 from crosslayer.corpus.documents import TextSource, load_documents
-from crosslayer.corpus.windows import Windows, split
+from crosslayer.corpus.windows import split
 from crosslayer.environment import environment
 from crosslayer.judge.damage import damage
 from crosslayer.judge.losses import logits_of, losses
 from crosslayer.verbs.bench.run import bench
 from crosslayer.verbs.retrofit.cache import token_bytes
 from crosslayer.verbs.retrofit.convert import convert
-from crosslayer.verbs.retrofit.run import options_of
-from crosslayer.verbs.retrofit.strategies import strategy_of
 
 PARTS = ("damage", "times", "table")
 RESULTS = Path(__file__).parent / "results" / "retrofit.json"
@@ -42,12 +39,9 @@ WIRINGS = {
     "cla-top6": ("cla", "24-29"),
     "svformer": ("svformer", "0-29"),
     "drop-9": ("drop", "19-21,23-25,27-29"),
+    "kvsharer-5": ("kvsharer", "11+23+25+27+28,10+26"),  # whose caches differ most, as arXiv 2410.18517 chooses them
+    "kvsharer-9": ("kvsharer", "11+19+21+23+24+25+27+28,10+22+26"),
 }
-CHOSEN = {  # method, how its layers are chosen, how many
-    "kvsharer-5": ("kvsharer", "distance", 5),
-    "kvsharer-9": ("kvsharer", "distance", 9),
-}
-CHOICE = 4  # of the calibration windows, where a choice does not need as many as W_c
 VARIANTS: dict[str, tuple[str | None, dict[str, Any]]] = {
     "none": (None, {"fit": "zero"}),
     "mean": ("attention", {"fit": "mean"}),
@@ -61,7 +55,7 @@ VARIANTS: dict[str, tuple[str | None, dict[str, Any]]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--only", nargs="*", choices=[*WIRINGS, *CHOSEN], default=[*WIRINGS, *CHOSEN])
+    parser.add_argument("--only", nargs="*", choices=list(WIRINGS), default=list(WIRINGS))
     parser.add_argument("--windows", type=int, default=64)
     parser.add_argument("--calibration", type=int, default=32)
     parser.add_argument("--parts", nargs="*", choices=PARTS, default=PARTS)
@@ -75,7 +69,7 @@ def main() -> None:
             save(name, damages(model, name, texts))
     if "times" in args.parts:
         for name in args.only:
-            if name in WIRINGS:
+            if not name.startswith("kvsharer"):
                 save(name, {"times": times(model, name)})
     if "table" in args.parts:
         print(table(json.loads(RESULTS.read_text())))
@@ -84,7 +78,7 @@ def main() -> None:
 def damages(model, name, texts) -> dict[str, Any]:
     """Return the damage of every variant of a wiring."""
     converted, fits, seconds = {}, {}, {}
-    bare = wired(model, name, texts)
+    bare = wired(model, name)
     for variant, (target, options) in VARIANTS.items():
         if not belongs(name, variant):
             continue
@@ -99,7 +93,7 @@ def damages(model, name, texts) -> dict[str, Any]:
     for variant, row in rows.items():
         print(f"{name:>13} {variant:<13} ratio {row.ratio.text()}  KL {row.kl.text(4)}", flush=True)
     return {
-        "methods": [to_entry(method) for method in converted["none"].methods],
+        "methods": [to_entry(bare)],
         "kv_share": token_bytes(converted["none"].model) / token_bytes(model),
         "damage": {variant: row.model_dump() for variant, row in rows.items()},
         "windows": {
@@ -116,23 +110,15 @@ def damages(model, name, texts) -> dict[str, Any]:
 
 def belongs(name: str, variant: str) -> bool:
     """Return whether a variant of W_c is measured for a wiring."""
-    if name in CHOSEN:
+    if name.startswith("kvsharer"):
         return variant in ("none", "lstsq", "ridge")
     if "groups" in VARIANTS[variant][1]:
         return WIRINGS[name][0] == "uniattn"  # Theorem 3.1 is UniAttn's
     return True
 
 
-def wired(model, name: str, texts) -> Method:
-    """Return the method of a wiring without W_c; where text chooses its layers, that of calibration."""
-    if name in CHOSEN:
-        method, select, count = CHOSEN[name]
-        options = options_of(method=method, layers=f"auto:{select},count={count}", compensation="none")
-        calibration = texts["calibration"]
-        windows = {"calibration": calibration, "choice": Windows(calibration.ids[:CHOICE], ())}
-        (chosen,), choice = strategy_of(options).choose(model, windows)
-        print(f"{name:>13} {choice.groups}", flush=True)
-        return chosen
+def wired(model, name: str) -> Method:
+    """Return the method of a wiring without W_c."""
     method, groups = WIRINGS[name]
     layers = model.config.num_hidden_layers
     return method_class(method).from_groups(parse_layers(groups, layers), layers)
@@ -140,7 +126,7 @@ def wired(model, name: str, texts) -> Method:
 
 def times(model, name) -> dict[str, Any]:
     """Return the bench of a wiring with W_c, as it would be used; rows as the headline has them."""
-    chosen = dataclasses.replace(wired(model, name, {}), compensation="attention")
+    chosen = dataclasses.replace(wired(model, name), compensation="attention")
     converted = convert(model, chosen, fit="zero", share_weights=True).model
     measured = bench(converted, model, contexts=(2048,), new_tokens=16)
     return {**measured.record(), "rows": measured.headline()["results"]}
@@ -185,8 +171,7 @@ def save(name: str, measured: dict[str, Any]) -> None:
     """Merge a wiring's results into the file."""
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     results[name] = {**results.get(name, {}), **measured}
-    names = [*WIRINGS, *CHOSEN]
-    RESULTS.write_text(json.dumps({key: results[key] for key in names if key in results}, indent=1) + "\n")
+    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -19,12 +19,12 @@ from streams import Upper
 from torch import Tensor
 
 import crosslayer
+from crosslayer.core.decoder.convert import convert_weights
 from crosslayer.core.methods import load_method
 from crosslayer.corpus.documents import TextSource, load_documents
 from crosslayer.corpus.windows import split
 from crosslayer.environment import environment
 from crosslayer.judge.losses import compare
-from crosslayer.verbs.retrofit.convert import convert_weights
 
 RESULTS = Path(__file__).parent / "results" / "theorem.json"
 BLOCK = (18, 19, 20, 21)

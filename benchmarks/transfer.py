@@ -23,6 +23,7 @@ import torch
 from streams import Known, Upper, from_known
 
 import crosslayer
+from crosslayer.core.decoder.convert import convert_weights
 from crosslayer.core.method import Method
 from crosslayer.core.methods import load_method, merge_plans, method_class, to_entry
 from crosslayer.core.options import parse_layers
@@ -32,7 +33,6 @@ from crosslayer.environment import environment
 from crosslayer.judge.damage import damage, difference
 from crosslayer.judge.losses import Losses, compare
 from crosslayer.verbs.retrofit.calibrate import calibrate
-from crosslayer.verbs.retrofit.convert import convert_weights
 
 RESULTS = Path(__file__).parent / "results" / "transfer.json"
 FOURS = "18-21,22-25,26-29"

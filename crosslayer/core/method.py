@@ -244,7 +244,6 @@ class Method:
     - `targets`: what a linear compensation (W_c) may add to, see `TARGETS`; only a `Compensated` has some.
     - `saves`: which of "keys" and "values" each reader no longer stores; if not empty, a budget can choose its layers.
     - `grouped`: layers form groups that share the states of a source; False: the method acts on single layers.
-    - `consecutive`: the layers of a group are neighbours; False: any layers; the lowest is the source.
     - `parts`: which sublayers the method can act on (`--part`), if there is a choice; the first is the default.
     - `needs_long_text`: only long texts show what it costs.
     - `reads_tokens`: its modules read the ids of the new tokens (B, T) from `carry[TOKENS]`; the model then needs
@@ -255,7 +254,6 @@ class Method:
     targets: ClassVar[tuple[str, ...]] = ()
     saves: ClassVar[tuple[str, ...]] = ()
     grouped: ClassVar[bool] = True
-    consecutive: ClassVar[bool] = True
     parts: ClassVar[tuple[str, ...]] = ()
     needs_long_text: ClassVar[bool] = False
     reads_tokens: ClassVar[bool] = False

@@ -35,6 +35,11 @@ class Windows:
     def __len__(self) -> int:
         return len(self.ids)
 
+    def take(self, rows: Sequence[int]) -> "Windows":
+        """Return some of the windows."""
+        documents = tuple(self.documents[row] for row in rows)
+        return Windows(self.ids[list(rows)], documents, tuple(self.domains[row] for row in rows if self.domains))
+
     def by_domain(self) -> dict[str, Tensor]:
         """Return the sequences of each domain."""
         names = dict.fromkeys(self.domains)

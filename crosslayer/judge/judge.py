@@ -4,8 +4,9 @@ Shapes: B batch, T tokens of a window, V vocabulary, S tokens in a cache.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,16 +17,18 @@ from crosslayer.cache.running import NewCache
 from crosslayer.core.transformers_versions import CACHE
 from crosslayer.corpus.windows import Windows
 from crosslayer.judge.candidate import Candidate
-from crosslayer.judge.clock import Run, run
+from crosslayer.judge.clock import Run, random_ids, run, steps_in_turns
 from crosslayer.judge.hidden import Sample
 from crosslayer.judge.losses import Losses, losses
-from crosslayer.judge.memory import Load
+from crosslayer.judge.memory import Load, too_large
 from crosslayer.judge.report import JudgedModel
-from crosslayer.judge.retrieval import retrieved
+from crosslayer.judge.retrieval import Retrieval, measure_retrieval, retrieved
 from crosslayer.models.load import load_model, model_facts
 from crosslayer.output.progress import progress
 from crosslayer.output.record import ModelFacts
 from crosslayer.probe.intercept import evaluating
+from crosslayer.probe.tokens import positions
+from crosslayer.stats.times import StepTime
 
 
 @dataclass
@@ -49,11 +52,14 @@ class Judge:
     _models: dict[str, PreTrainedModel] = field(default_factory=dict)
     _shape: torch.Size = torch.Size()  # of the original's logits, (B, T, V)
 
-    def kl(self, candidates: Sequence[Candidate]) -> dict[str, Losses]:
-        """Return losses and KL by window of those candidates that do not fail; the original runs once for all."""
+    def kl(self, candidates: Sequence[Candidate], doing: str = "measuring KL") -> dict[str, Losses]:
+        """Return losses and KL by window of those candidates that do not fail; the original runs once for all.
+
+        `doing` is what a progress meter shows.
+        """
         assert self.windows is not None
         runs = {one.name: self._guarded(one) for one in candidates}
-        found = losses(self._original_logits, runs, self.windows, "measuring KL")
+        found = losses(self._original_logits, runs, self.windows, doing)
         return {name: own for name, own in found.items() if name not in self.failed}
 
     def retrieved(self, candidate: Candidate | None, samples: Sequence[Sample]) -> list[bool] | None:
@@ -61,6 +67,26 @@ class Judge:
         assert self.tokenizer is not None
         tokenizer, doing = self.tokenizer, f"asking {candidate.name if candidate else 'the original'}"
         return self.asked(candidate, lambda model, new_cache: retrieved(model, tokenizer, samples, new_cache, doing))
+
+    def needles(
+        self, candidate: Candidate | None, seed: int, lengths: Sequence[int] | None = None
+    ) -> tuple[Retrieval, ...]:
+        """Return which hidden numbers a candidate, or the original, finds by length; empty if it cannot be asked."""
+        ask = partial(measure_retrieval, tokenizer=self.tokenizer, seed=seed, lengths=lengths)
+        return self.asked(candidate, lambda model, new_cache: ask(model, new_cache=new_cache)) or ()
+
+    def step(self, candidate: Candidate, load: Load) -> StepTime | None:
+        """Time decoding steps of a candidate and the original in turns.
+
+        None if one of them has too few positions, or there is too little memory.
+        """
+        models = [self.model_of(candidate), self.original]
+        if load.context > min(map(positions, models)) or too_large(models, load) is not None:
+            return None
+        with progress("timing a decoding step", 0), suppress(torch.OutOfMemoryError):
+            time = steps_in_turns(models, load, random_ids(models, load))
+            return StepTime(context=load.context, batch=load.batch, time=time)
+        return None
 
     def runs(
         self,

@@ -5,17 +5,15 @@
 Shapes: N windows, T tokens of a window, V vocabulary, R rows of logits at a time.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.func import functional_call
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from crosslayer.core.method import Compensation
 from crosslayer.corpus.windows import Windows
 from crosslayer.output.progress import progress
 
@@ -47,20 +45,6 @@ class Losses:
 def logits_of(model: PreTrainedModel) -> Run:
     """Return the forward pass of a model."""
     return lambda ids: model(input_ids=ids.to(model.device), use_cache=False).logits
-
-
-def logits_uncompensated(model: PreTrainedModel, refitted: Mapping[str, Tensor]) -> Run:
-    """Return the forward pass of a converted model without compensation: W_c zero, W_o the original's, by name."""
-    weights = dict(refitted)
-    for path, module in model.named_modules():
-        if isinstance(module, Compensation):
-            weights |= {f"{path}.{name}": torch.zeros_like(weight) for name, weight in module.named_parameters()}
-
-    def run(ids: Tensor) -> Tensor:
-        inputs = {"input_ids": ids.to(model.device), "use_cache": False}
-        return functional_call(model, weights, kwargs=inputs, strict=False).logits
-
-    return run
 
 
 @torch.no_grad()

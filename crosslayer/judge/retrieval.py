@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pydantic import Field
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from crosslayer.cache.running import CacheOptions, NewCache
+from crosslayer.cache.running import NewCache
 from crosslayer.environment import quiet_transformers
 from crosslayer.judge.answers import answers
 from crosslayer.judge.hidden import Sample, Samples, is_retrieved, prompt_ids
@@ -31,11 +31,6 @@ class Retrieval(Frozen):
 
     length: int = Field(description="tokens of text, question and answer")
     found: tuple[bool, ...] = Field(description="whether the model retrieves the hidden number, by depth from 0%")
-
-
-def prompt_tokens(lengths: Sequence[int]) -> int:
-    """Return the tokens of all prompts."""
-    return len(DEPTHS) * SAMPLES * sum(lengths)
 
 
 def hidden_samples(
@@ -81,10 +76,10 @@ def measure_retrieval(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | None,
     seed: int = 0,
-    kv_bits: str | None = None,
     lengths: Sequence[int] | None = None,
+    new_cache: NewCache | None = None,
 ) -> tuple[Retrieval, ...]:
-    """Ask a model for ten numbers at each of some lengths.
+    """Ask a model for ten numbers at each of some lengths; `new_cache` makes an empty cache for each.
 
     Lengths that exceed the model's positions, or that the question alone fills, are left out. The result is empty
     without a tokenizer, and if the tokenizer has tokens that the model does not know.
@@ -93,14 +88,13 @@ def measure_retrieval(
         return ()
     lengths = [length for length in lengths or LENGTHS if length <= positions(model)]
     results = []
-    with CacheOptions(kv_bits=kv_bits).running(model) as new_cache:
-        for length in lengths:
-            with contextlib.suppress(ValueError):  # the text is too short
-                samples = hidden_samples(tokenizer, [length], seed=seed)
-                largest = max(max(prompt_ids(tokenizer, sample.prompt)) for sample in samples)
-                if largest < model.config.get_text_config().vocab_size:
-                    found = retrieved(model, tokenizer, samples, new_cache)
-                    results.append(Retrieval(length=length, found=tuple(found)))
+    for length in lengths:
+        with contextlib.suppress(ValueError):  # the text is too short
+            samples = hidden_samples(tokenizer, [length], seed=seed)
+            largest = max(max(prompt_ids(tokenizer, sample.prompt)) for sample in samples)
+            if largest < model.config.get_text_config().vocab_size:
+                found = retrieved(model, tokenizer, samples, new_cache)
+                results.append(Retrieval(length=length, found=tuple(found)))
     return tuple(results)
 
 

@@ -2,32 +2,24 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from crosslayer.models.load import load_config
+
+def stored_dtype(model: PreTrainedModel, config: PreTrainedConfig) -> torch.dtype:
+    """Return the dtype in which a model's files have its weights, by their config; the model's own where narrower."""
+    stored = config.dtype
+    return stored if isinstance(stored, torch.dtype) and stored.itemsize < model.dtype.itemsize else model.dtype
 
 
 @torch.no_grad()
-def round_to_stored(
-    changed: PreTrainedModel, model: PreTrainedModel, source: PreTrainedModel | str | Path
-) -> torch.dtype:
-    """Round the weights of a changed model to the dtype in which it will be saved, and return this dtype.
-
-    It is that of the files of `source`, from which `model` was loaded, or the model's own where that is narrower. The
-    weights keep the dtype that they are computed in.
-    """
-    dtype = model.dtype
-    stored = None if isinstance(source, PreTrainedModel) else load_config(str(source)).dtype
-    if isinstance(stored, torch.dtype) and stored.itemsize < dtype.itemsize:
-        dtype = stored
-    for weight in changed.parameters():
+def round_to_stored(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Round the weights to the dtype in which they will be saved; they keep the dtype that they are computed in."""
+    for weight in model.parameters():
         rounded = weight.to(dtype).to(weight.dtype)
         if not torch.equal(rounded, weight):  # others may share memory with the original
             weight.data = rounded
-    return dtype
 
 
 @contextmanager

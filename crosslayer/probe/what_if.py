@@ -96,11 +96,10 @@ def find_sublayers(model: PreTrainedModel) -> Sublayers:
 
 
 @contextmanager
-def what_if(model: PreTrainedModel, plan: Wish, sublayers: Sublayers | None = None) -> Iterator[None]:
+def what_if(model: PreTrainedModel, plan: Wish) -> Iterator[None]:
     """Run `model` as if its layers were wired by `plan`, or by methods; everything is restored on exit.
 
     Forward passes, cached or not, and `generate` then give what the retrofitted model would give before any training.
-    `sublayers`, from `find_sublayers`, saves time when many plans are tried.
 
     Raises:
         ValueError: the model cannot be probed, or cannot follow the plan; the plan changes nothing; a method mixes
@@ -113,7 +112,7 @@ def what_if(model: PreTrainedModel, plan: Wish, sublayers: Sublayers | None = No
     own = plan_of(model.config)
     if own is not None and own != DepthPlan.identity(own.layers):
         raise ValueError("what-if needs a model without cross-layer methods; this model has some already")
-    sublayers, methods = sublayers or find_sublayers(model), []
+    sublayers, methods = find_sublayers(model), []
     if not isinstance(plan, DepthPlan):
         methods = load_methods(plan)
         mixing = [method.name() for method in methods if mixes(method)]

@@ -24,10 +24,6 @@ class Timing(Frozen):
         """How far apart the quartiles are, as a fraction: 0.2 means 20%."""
         return self.quartiles[1] / self.quartiles[0] - 1
 
-    def text(self) -> str:
-        """Return the median with its quartiles: 1.18 s (1.15 s - 1.2 s)."""
-        return f"{readable_seconds(self.median)} ({' - '.join(map(readable_seconds, self.quartiles))})"
-
 
 class TimeComparison(Frozen):
     """A time of both models."""
@@ -36,22 +32,9 @@ class TimeComparison(Frozen):
     baseline: Timing
     change: Estimate = Field(description="the median ratio candidate / baseline over pairs of runs")
 
-    def both(self) -> tuple[Timing, Timing]:
-        """Return the candidate's times and the baseline's."""
-        return self.candidate, self.baseline
-
-    @property
-    def speed(self) -> str:
-        """The verdict on a time: faster, slower or no difference seen."""
-        return SPEED.get(self.change.verdict, self.change.verdict)
-
-    def text(self) -> str:
-        """Return the ratio with its interval and verdict: 0.850x (0.812-0.893) faster."""
-        return f"{self.change.text(unit='x')} {self.speed}"
-
     def durations(self) -> str:
         """Return the medians of candidate and baseline: 1.18 s / 1.32 s."""
-        return " / ".join(readable_seconds(timing.median) for timing in self.both())
+        return " / ".join(readable_seconds(timing.median) for timing in (self.candidate, self.baseline))
 
 
 class StepTime(Frozen):

@@ -27,6 +27,7 @@ from transformers import AutoModelForCausalLM, Cache, DynamicCache, LlamaConfig,
 
 from crosslayer.cache.running import quantized_cache, smaller_cache
 from crosslayer.core.decoder import CrossLayerConfig, CrossLayerForCausalLM
+from crosslayer.core.decoder.convert import convert_weights
 from crosslayer.core.method import Method
 from crosslayer.core.methods import Entry
 from crosslayer.core.plan import CACHED
@@ -45,7 +46,6 @@ from crosslayer.testing.tiny import (
     tokens,
     tolerance,
 )
-from crosslayer.verbs.retrofit.convert import convert_weights
 from crosslayer.wiring.kv_bits import KvBits
 
 Check = Callable[[CrossLayerConfig], None]

@@ -9,7 +9,7 @@ from scipy import stats
 
 from crosslayer.corpus.windows import Windows, split
 from crosslayer.judge.damage import Damage, DomainDamage, Gain, by_domain, damage, difference
-from crosslayer.judge.losses import Losses, logits_of, logits_uncompensated, losses
+from crosslayer.judge.losses import Losses, logits_of, losses
 from crosslayer.probe.what_if import what_if
 from crosslayer.stats.bootstrap import Bootstrap
 from crosslayer.stats.estimate import Estimate
@@ -99,10 +99,13 @@ def test_the_worst_unseen_domain_comes_first():
 def test_without_w_c_is_the_conversion_alone():
     """Against `what_if` on the original; the model with W_c is the same afterwards."""
     model, ids = tiny("llama", num_hidden_layers=4), torch.arange(3, 15)[None]
-    made = convert(model, {"name": "cla", "groups": [[2, 3]], "compensation": "attention"}, fit="zero").model
+    converted = convert(model, {"name": "cla", "groups": [[2, 3]], "compensation": "attention"}, fit="zero")
+    made = converted.model
     torch.nn.init.normal_(made.model.layers[3].compensation.weight)
     with torch.no_grad():
-        before, alone = made(ids).logits, logits_uncompensated(made, {})(ids)
+        before = made(ids).logits
+        with converted.uncompensated(made):
+            alone = made(ids).logits
         with what_if(model, made.config.plan):
             assert torch.allclose(alone, model(ids).logits, atol=1e-6)
         assert torch.equal(made(ids).logits, before) and not torch.allclose(before, alone, atol=1e-3)

@@ -10,7 +10,6 @@ def test_a_comparison_has_the_median_of_pairs_not_the_ratio_of_medians():
     time = compare_times(candidate, baseline)
     assert time.change.value == pytest.approx(0.8) and time.change.interval == pytest.approx((0.25, 2.0))
     assert (time.candidate.median, time.candidate.quartiles) == (4.0, (2.0, 5.0))
-    assert time.candidate.spread == pytest.approx(1.5) and time.speed == "no difference seen"
-    assert time.text() == "0.800x (0.250-2.000) no difference seen" and time.durations() == "4 s / 2.5 s"
-    assert compare_times([0.5] * 5, [1.0] * 5).speed == "faster"
-    assert compare_times([0.0523], [1.0]).candidate.text() == "52.3 ms (52.3 ms - 52.3 ms)"
+    assert time.candidate.spread == pytest.approx(1.5) and time.change.verdict == "no difference seen"
+    assert time.durations() == "4 s / 2.5 s"
+    assert compare_times([0.5] * 5, [1.0] * 5).change.verdict == "lower"

@@ -3,8 +3,7 @@
     U_n = softmax(Q_n K_m^T / √d) V_m,  (n, m) a pair, m < n
 
 Flows: keys and values. Reads: the upper layer of each pair, the lower one's. Cache: all layers but readers.
-Source: KVSharer (arXiv 2410.18517), which pairs the layers whose caches differ most (`crosslayer retrofit --layers
-auto:distance`).
+Source: KVSharer (arXiv 2410.18517), which pairs the layers whose caches differ most.
 """
 
 from collections.abc import Sequence
@@ -19,8 +18,6 @@ from crosslayer.core.plan import DepthPlan
 @dataclass(frozen=True)
 class KVSharer(Compensated):
     """Pairs of a reader and its source; several readers may have the same source."""
-
-    consecutive = False
 
     pairs: tuple[tuple[int, int], ...] = ()
     """0-based pairs (reader, source): the reader uses the keys and values of the earlier source."""

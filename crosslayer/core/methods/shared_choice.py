@@ -21,8 +21,6 @@ from crosslayer.core.plan import DepthPlan
 class SharedChoice(ChoiceMethod):
     """The layers of a group attend to tokens that its first layer, the chooser, chooses."""
 
-    consecutive = False
-
     def plan(self, layers: int) -> DepthPlan:
         """Let the layers of a group attend to the choice of its first layer."""
         self.check_options(layers)

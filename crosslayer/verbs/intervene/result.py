@@ -23,11 +23,6 @@ class Change(Frozen):
     after: Measure
     difference: Measure
 
-    @property
-    def means(self) -> np.ndarray:
-        """The means before and after, (2, L) or (2,), float64; NaN where a layer has no such sublayer."""
-        return np.stack([self.before.array, self.after.array])
-
 
 class Reading(Frozen):
     """The measures of a position by layer, over the probe sequences, before or after an intervention."""
@@ -127,11 +122,14 @@ class Effect(Result):
         return self.positions[0]
 
     def __getattr__(self, name: str) -> Any:
-        """Return the means of a measure at the main position, before and after: (2, L), or (2,) for `loss_behind`."""
+        """Return the means of a measure at the main position, before and after: (2, L), or (2,) for `loss_behind`.
+
+        NaN where a layer has no such sublayer; None if it was not measured.
+        """
         if name not in (*Reading.model_fields, "attention_by_head", "loss_behind"):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         change: Change | None = getattr(self.main, name)
-        return None if change is None else change.means
+        return None if change is None else np.stack([change.before.array, change.after.array])
 
     def headline(self) -> dict[str, Any]:
         """Return the few numbers that the command line prints last: the change at the main position."""

@@ -12,7 +12,7 @@ from crosslayer.core.plan import DepthPlan
 from crosslayer.core.sixteen_bits import DTYPE
 from crosslayer.core.transformers_versions import CACHE
 from crosslayer.probe.shapes import LayerShape
-from crosslayer.probe.what_if import find_sublayers
+from crosslayer.verbs.retrofit.original import Original
 from crosslayer.verbs.retrofit.result import CacheRecord
 from crosslayer.wiring.read import model_plan
 
@@ -51,25 +51,25 @@ class CacheShare:
         return min(sum(size.values()) for size in self.sizes if sum(size.values())) / self.total
 
 
-def cache_record(model: PreTrainedModel, converted: PreTrainedModel, context: int | None) -> CacheRecord:
-    """Return what the caches of a model and of its retrofit hold and read; None: the default context."""
-    context = CacheShare(find_sublayers(model).shapes, context).context
-    before, after = token_bytes(model, context), token_bytes(converted, context)
-    original, changed = (model_plan(each, dtype=DTYPE) for each in (model, converted))
-    layers = range(len(original.layers)) if changed.plan.reads_less else ()
+def cache_record(original: Original, retrofit: PreTrainedModel, context: int | None) -> CacheRecord:
+    """Return what the caches of a model and of its retrofit hold and read; None: at the default context."""
+    context = CacheShare(original.sublayers.shapes, context).context
+    before, after = token_bytes(original.model, context), token_bytes(retrofit, context)
+    own, changed = original.plan, model_plan(retrofit, dtype=DTYPE)
+    layers = range(original.layers) if changed.plan.reads_less else ()
     return CacheRecord(
         context=context,
         bytes_per_token_before=before,
         bytes_per_token_after=after,
         share=after / before,
-        read_share=changed.read_at(context) / original.read_at(context),
-        layer_reads=[changed.layer_read_at(i, context) / original.layer_read_at(i, context) for i in layers],
+        read_share=changed.read_at(context) / own.read_at(context),
+        layer_reads=[changed.layer_read_at(i, context) / own.layer_read_at(i, context) for i in layers],
     )
 
 
 @torch.no_grad()
 def token_bytes(model: PreTrainedModel, context: int = CONTEXT) -> float:
-    """Return the bytes of a dynamic cache for each of `context` tokens, in 16 bits, without blocks allocated ahead.
+    """Return the bytes of a dynamic cache for each of `context` tokens, in 16 bits.
 
     A short prompt shows what each layer stores. A cache is then filled with `context` tokens of it, layer by layer and
     in two steps, so that sliding windows are cut as in decoding. The model never runs on the long context.

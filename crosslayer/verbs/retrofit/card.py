@@ -5,6 +5,7 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCardData
 
 from crosslayer.output.card import card, common_facts, use
+from crosslayer.verbs.retrofit.page import damage_table
 from crosslayer.verbs.retrofit.result import RetrofitReport
 from crosslayer.verbs.retrofit.run import DEFAULTS
 from crosslayer.verbs.retrofit.sentences import sentences
@@ -57,15 +58,9 @@ def _facts(record: RetrofitReport, form: str) -> dict[str, Any]:
 
 
 def _costs(record: RetrofitReport) -> str:
-    rows = [
-        "| domain | calibrated on | perplexity before | after | ratio (95% CI) | KL in nats/token (95% CI) |",
-        "|---|---|---|---|---|---|",
-    ]
-    for domain in record.damage.domains:
-        name, seen = domain.name.replace("|", "\\|"), "yes" if domain.seen else "no"
-        perplexities = f"{domain.perplexity_before:.2f} | {domain.perplexity_after:.2f}"
-        rows.append(f"| {name} | {seen} | {perplexities} | {domain.ratio.text()} | {domain.kl.text()} |")
-    return "\n".join(rows)
+    _, head, rows = damage_table(record)
+    lines = [head, ["---"] * len(head), *([cell.replace("|", "\\|") for cell in row] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def _how(record: RetrofitReport) -> str:

@@ -9,7 +9,7 @@ Shapes: L layers, H key-value heads, N sequences, T tokens.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -17,12 +17,10 @@ from transformers import PreTrainedModel
 
 from crosslayer.core.choice import ChoiceMethod, TokenChoice
 from crosslayer.core.decoder.configuration import CrossLayerConfig
-from crosslayer.corpus.windows import Windows
 from crosslayer.output.progress import progress
 from crosslayer.probe.choices import choice_sums
 from crosslayer.probe.groups import Groups
 from crosslayer.probe.intercept import AttentionCall, final_hidden, visited
-from crosslayer.probe.what_if import find_sublayers
 from crosslayer.verbs.retrofit.cache import CONTEXT
 from crosslayer.verbs.retrofit.greedy import PASSES, TOO_SMALL
 from crosslayer.verbs.retrofit.kinds import (
@@ -36,11 +34,13 @@ from crosslayer.verbs.retrofit.kinds import (
     groups_of,
     reads_of,
 )
+from crosslayer.verbs.retrofit.measure import Measure
 from crosslayer.verbs.retrofit.options import RetrofitOptions
+from crosslayer.verbs.retrofit.original import Original
 from crosslayer.verbs.retrofit.result import Choice
 from crosslayer.verbs.retrofit.search import UNCHANGED, searched_methods
 from crosslayer.verbs.retrofit.strategy import Chosen, Named, Strategy
-from crosslayer.verbs.retrofit.trade_off import Baseline, Measure, Step, search_record, spread_steps
+from crosslayer.verbs.retrofit.trade_off import Baseline, Step, search_record, spread_steps
 
 SHARES = (0.25, 0.5, 0.125)  # of a budget of reads: how many tokens are chosen, in the order in which they are tried
 
@@ -76,8 +76,6 @@ def matched_heads(recovered: Tensor, groups: Groups) -> tuple[tuple[int, ...], .
 class Choosers(Strategy):
     """A budget of reads or of KL chooses who chooses tokens for whom, by measured damage."""
 
-    passes = {"search": PASSES, **Strategy.passes}
-
     def __init__(self, options: RetrofitOptions, named: Sequence[Named], config: CrossLayerConfig | None = None):
         (one,) = named or searched_methods("choosers")
         method = one() if isinstance(one, type) else one
@@ -91,102 +89,78 @@ class Choosers(Strategy):
         super().__init__(options, [self.method], config)
 
     @torch.no_grad()
-    def choose(self, model: PreTrainedModel, windows: Mapping[str, Windows]) -> Chosen:
+    def choose(self, original: Original) -> Chosen:
         """Return the method that meets the budget, and the course of the search.
 
         The result is compared with choosers at equal distances.
         """
-        options, layers = self.options, model.config.num_hidden_layers
+        options, layers = self.options, original.layers
         context = options.kv_context or CONTEXT
-        find_sublayers(model).check(dataclasses.replace(self.method, groups=(tuple(range(layers)),)).plan(layers))
-        candidates = self._candidates(windows["search"].ids.shape[1], layers, context)
+        original.sublayers.check(dataclasses.replace(self.method, groups=(tuple(range(layers)),)).plan(layers))
+        candidates = self._candidates(original.windows["search"].ids.shape[1], layers, context)
         with progress("running the original", 0):
-            measure = Measure(model, windows["search"], self)
+            measure = Measure(original)
         searches: list[ChoiceSearch] = []
         with progress("searching who chooses", PASSES) as bar:
-            measure.step = lambda: bar.step(min(sum(one.greedy.passes for one in searches), PASSES), PASSES)
+            measure.step = lambda: bar.step(min(sum(one.passes for one in searches), PASSES), PASSES)
             for candidate in candidates:
                 searches.append(ChoiceSearch(measure, candidate, context))
-                searches[-1].greedy.run(options.read_budget, options.kl_budget)
-                if searches[-1].best[1] < searches[0].best[1]:
+                searches[-1].run(options.read_budget, options.kl_budget)
+                if searches[-1].curve[-1][1] < searches[0].curve[-1][1]:
                     break
-        best = min(searches, key=lambda search: search.best[1])
-        kinds, passes = best.best[0], sum(search.greedy.passes for search in searches)
+        best = min(searches, key=lambda search: search.curve[-1][1])
+        kinds = best.curve[-1][0]
         if kinds == (ALL,) * layers:
             raise ValueError(TOO_SMALL.format(options.kl_budget))
-        steps, baselines = best.compared()
         names = [UNCHANGED if kind == ALL else self.method.name() for kind in kinds]
-        record = search_record(measure, passes, names, steps, baselines, windows.get("trade-off"))
+        record = search_record(measure, sum(one.passes for one in searches), names, *best.compared())
         chosen = best.method(kinds)
         return Chosen([chosen], Choice(how="search", groups=[list(group) for group in chosen.groups], search=record))
 
     def _candidates(self, length: int, layers: int, context: int) -> list[ChoiceMethod]:
-        """Return the methods to search with: several numbers of tokens, where they are free."""
-        candidates, reads = [self.method], self.options.read_budget
-        if self.counts_are_free and reads is not None:
-            candidates = [_with_share(self.method, share * reads, length) for share in SHARES]
-        candidates = _usable(candidates, length, context)
-        return candidates if reads is None else _reaching(candidates, reads, layers, context)
+        """Return the methods to search with: several numbers of tokens, where they are free.
+
+        Each leaves some tokens out, chooses some beside those that are always chosen, and can meet a budget of reads.
+
+        Raises:
+            ValueError: no such methods exist.
+
+        """
+        method, reads, candidates = self.method, self.options.read_budget, [self.method]
+        if self.counts_are_free and reads is not None:  # in shorter texts than windows as many tokens as in these
+            shared = [dataclasses.replace(method, tokens=share * reads, least=0) for share in SHARES]
+            candidates = [dataclasses.replace(one, least=one.count.of(length)) for one in shared]
+        min(candidates, key=lambda one: one.tokens).check_text(length)
+        candidates = [one for one in candidates if one.count.of(length) < length]
+        always, fitting = method.sinks + method.window, []
+        for one in candidates:
+            if always < (one.tokens * context if one.tokens < 1 else one.tokens) < context:
+                fitting.append(one)
+        if not fitting:
+            raise ValueError(
+                f"tokens must be more than the {always} that are always chosen, and fewer than the `kv_context` of "
+                f"{context}, got {candidates[0].tokens:g}; change them, or `read_budget`"
+            )
+        if reads is None:
+            return fitting
+        least = [reads_of(fewest_reads(layers), one.count.share(context)) for one in fitting]
+        if reads < min(least):
+            raise ValueError(f"`read_budget` {reads:g} cannot be reached; the least is {min(least):.4f}")
+        return [one for one, share in zip(fitting, least, strict=True) if share <= reads]
 
 
-def _with_share(method: ChoiceMethod, share: float, length: int) -> ChoiceMethod:
-    """Return the method with a share of the tokens, but in shorter texts than windows as many tokens as in these."""
-    method = dataclasses.replace(method, tokens=share, least=0)
-    return dataclasses.replace(method, least=method.count.of(length))
-
-
-def _usable(candidates: Sequence[ChoiceMethod], length: int, context: int) -> list[ChoiceMethod]:
-    """Return the methods that leave some tokens out, and choose some beside those that are always chosen.
-
-    Raises:
-        ValueError: no such methods exist.
-
-    """
-    min(candidates, key=lambda method: method.tokens).check_text(length)
-    some = [method for method in candidates if method.count.of(length) < length]
-    fitting = []
-    for method in some:
-        tokens = method.tokens * context if method.tokens < 1 else method.tokens
-        if method.sinks + method.window < tokens < context:
-            fitting.append(method)
-    if not fitting:
-        raise ValueError(
-            f"tokens must be more than the {some[0].sinks + some[0].window} that are always chosen, and fewer than the "
-            f"`kv_context` of {context}, got {some[0].tokens:g}; change them, or `read_budget`"
-        )
-    return fitting
-
-
-def _reaching(candidates: Sequence[ChoiceMethod], reads: float, layers: int, context: int) -> list[ChoiceMethod]:
-    """Return the methods that can meet a budget of reads.
-
-    Raises:
-        ValueError: no such methods exist.
-
-    """
-    least = [reads_of(fewest_reads(layers), candidate.count.share(context)) for candidate in candidates]
-    if reads < min(least):
-        raise ValueError(f"`read_budget` {reads:g} cannot be reached; the least is {min(least):.4f}")
-    return [candidate for candidate, share in zip(candidates, least, strict=True) if share <= reads]
-
-
-class ChoiceSearch:
+class ChoiceSearch(KindSearch):
     """The search with one candidate: a method with a number of chosen tokens and without groups.
 
     Reads are counted in a context.
     """
 
     def __init__(self, measure: Measure, candidate: ChoiceMethod, context: int):
-        layers, share = measure.model.config.num_hidden_layers, candidate.count.share(context)
         choice = TokenChoice(candidate.count, candidate.sinks, candidate.window)
         self.candidate = candidate
-        self.recovered = recovered_attention(measure.model, measure.ids, choice)
-        self.greedy = KindSearch(lambda kinds: measure.kl([self.method(kinds)]), layers, share)
-
-    @property
-    def best(self) -> tuple[Kinds, float]:
-        """What each layer attends to after the last step, and the KL on the search text."""
-        return self.greedy.curve[-1]
+        self.recovered = recovered_attention(measure.original.model, measure.ids, choice)
+        layers, share = measure.original.layers, candidate.count.share(context)
+        super().__init__(lambda kinds: measure.kl([self.method(kinds)]), layers, share)
 
     def method(self, kinds: Kinds) -> ChoiceMethod:
         """Return the method for what layers attend to, with the best-matching heads."""
@@ -200,12 +174,12 @@ class ChoiceSearch:
 
     def compared(self) -> tuple[list[Step], dict[str, Baseline]]:
         """Return steps of the search, and choosers at equal distances if they are others than the best wiring's."""
-        name, search, steps = self.candidate.name(), self.greedy, []
-        for kinds, kl in spread_steps(search.curve[1:]):
+        name, steps = self.candidate.name(), []
+        for kinds, kl in spread_steps(self.curve[1:]):
             layers = {name: sum(kind != ALL for kind in kinds)}
-            steps.append(Step([self.method(kinds)], search.reads(kinds), kl, layers))
-        even = evenly(search.layers, affordable(search.layers, steps[-1].share, search.share))
-        if even == self.best[0]:
+            steps.append(Step([self.method(kinds)], self.reads(kinds), kl, layers))
+        even = evenly(self.layers, affordable(self.layers, steps[-1].share, self.share))
+        if even == self.curve[-1][0]:
             return steps, {}
         method = self.method(even)
-        return steps, {name: Baseline([method], [list(group) for group in method.groups], search.reads(even))}
+        return steps, {name: Baseline([method], [list(group) for group in method.groups], self.reads(even))}

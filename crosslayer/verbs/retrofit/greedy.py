@@ -27,60 +27,60 @@ class GreedySearch(ABC, Generic[Configuration, Move]):
     curve: list[tuple[Configuration, float]] = field(default_factory=list, init=False)  # after each step, with its KL
 
     @abstractmethod
-    def moves(self, wiring: Configuration) -> list[Move]:
+    def moves(self, current: Configuration) -> list[Move]:
         """Return the moves that save something."""
 
     @abstractmethod
-    def take(self, wiring: Configuration, move: Move) -> Configuration:
-        """Return the wiring with one more move."""
+    def take(self, current: Configuration, move: Move) -> Configuration:
+        """Return the configuration with one more move."""
 
     @abstractmethod
-    def saved(self, wiring: Configuration, move: Move) -> float:
+    def saved(self, current: Configuration, move: Move) -> float:
         """Return what a move saves."""
 
     @abstractmethod
     def ranked(self, start: Configuration) -> dict[Move, float]:
         """Return the KL that moves add per unit that they save, each alone; of some of them, if they are many."""
 
-    def revise(self, costs: dict[Move, float], wiring: Configuration, taken: Move | None) -> None:
+    def revise(self, costs: dict[Move, float], current: Configuration, taken: Move | None) -> None:
         """Change costs in place after a move was taken, or at the start (None); by default they stay."""
 
-    def cost(self, wiring: Configuration, move: Move, damage: float) -> float:
+    def cost(self, current: Configuration, move: Move, damage: float) -> float:
         """Measure the KL that a move adds to `damage`, per unit that it saves."""
         self.passes += 1
-        return (self.measure(self.take(wiring, move)) - damage) / self.saved(wiring, move)
+        return (self.measure(self.take(current, move)) - damage) / self.saved(current, move)
 
     def descend(
         self, start: Configuration, is_enough: Callable[[Configuration], bool], kl: float | None = None
     ) -> Configuration:
         """Take moves from `start` until it is enough or no move is left, or as long as the KL stays within `kl`."""
-        wiring, damage, refused = start, 0.0, set()
-        self.curve = [(wiring, damage)]
+        current, damage, refused = start, 0.0, set()
+        self.curve = [(current, damage)]
         costs = self.ranked(start)
-        self.revise(costs, wiring, None)
+        self.revise(costs, current, None)
         measured = None  # how many points of the curve are measured, once others are not
-        while not is_enough(wiring):
-            move, is_measured = self._best(wiring, damage, costs, refused)
+        while not is_enough(current):
+            move, is_measured = self._best(current, damage, costs, refused)
             if move is None or (not is_measured and kl is not None):
                 break
-            after = damage + costs.pop(move) * self.saved(wiring, move)
+            after = damage + costs.pop(move) * self.saved(current, move)
             if kl is not None and after > kl:
                 refused.add(move)
                 continue
             measured = len(self.curve) if measured is None and not is_measured else measured
-            wiring, damage = self.take(wiring, move), after
-            self.curve.append((wiring, damage))
-            self.revise(costs, wiring, move)
+            current, damage = self.take(current, move), after
+            self.curve.append((current, damage))
+            self.revise(costs, current, move)
         if measured is not None:
             self.passes += 1
-            self.curve[measured:] = [(wiring, self.measure(wiring))]
-        return wiring
+            self.curve[measured:] = [(current, self.measure(current))]
+        return current
 
     def _best(
-        self, wiring: Configuration, damage: float, costs: dict[Move, float], refused: set[Move]
+        self, current: Configuration, damage: float, costs: dict[Move, float], refused: set[Move]
     ) -> tuple[Move | None, bool]:
-        """Return the best move, None if there is none, and whether its cost was measured with this wiring."""
-        moves, fresh = [move for move in self.moves(wiring) if move not in refused], set()
+        """Return the best move, None if there is none, and whether its cost was measured for this configuration."""
+        moves, fresh = [move for move in self.moves(current) if move not in refused], set()
         while moves:
             best = min(moves, key=costs.__getitem__)
             if best in fresh:
@@ -89,6 +89,6 @@ class GreedySearch(ABC, Generic[Configuration, Move]):
                 return min(fresh, key=costs.__getitem__), True
             if self.passes >= PASSES:
                 return best, False
-            costs[best] = self.cost(wiring, best, damage)
+            costs[best] = self.cost(current, best, damage)
             fresh.add(best)
         return None, False

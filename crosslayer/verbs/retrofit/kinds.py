@@ -11,14 +11,10 @@ Kinds = tuple[str, ...]  # by layer
 Move = tuple[int, str]  # a layer, and what it attends to from now on
 
 
-def read_by(kind: str, share: float) -> float:
-    """Return how many layers' keys and values a layer reads if a share of the tokens is chosen."""
-    return {ALL: 1.0, OWN: (1 + share) / 2, READER: share}[kind]
-
-
 def reads_of(kinds: Kinds, share: float) -> float:
-    """Return the share of the original's keys and values that are read in a decoding step."""
-    return sum(read_by(kind, share) for kind in kinds) / len(kinds)
+    """Return the share of the original's keys and values that a decoding step reads if a share of tokens is chosen."""
+    read_by = {ALL: 1.0, OWN: (1 + share) / 2, READER: share}
+    return sum(read_by[kind] for kind in kinds) / len(kinds)
 
 
 def groups_of(kinds: Kinds) -> Groups:
@@ -51,24 +47,24 @@ class KindSearch(GreedySearch[Kinds, Move]):
         """Return the share of the original's keys and values that is read."""
         return reads_of(kinds, self.share)
 
-    def moves(self, wiring: Kinds) -> list[Move]:
+    def moves(self, current: Kinds) -> list[Move]:
         """Return each layer with what else it may attend to."""
         moves = []
-        for layer, kind in enumerate(wiring):
+        for layer, kind in enumerate(current):
             if kind == ALL:
                 moves.append((layer, OWN))
             if kind != READER and layer:
                 moves.append((layer, READER))
         return moves
 
-    def take(self, wiring: Kinds, move: Move) -> Kinds:
+    def take(self, current: Kinds, move: Move) -> Kinds:
         """Return the kinds with another one for a layer."""
         layer, kind = move
-        return (*wiring[:layer], kind, *wiring[layer + 1 :])
+        return (*current[:layer], kind, *current[layer + 1 :])
 
-    def saved(self, wiring: Kinds, move: Move) -> float:
+    def saved(self, current: Kinds, move: Move) -> float:
         """Return the share of the reads that a move saves."""
-        return self.reads(wiring) - self.reads(self.take(wiring, move))
+        return self.reads(current) - self.reads(self.take(current, move))
 
     def ranked(self, start: Kinds) -> dict[Move, float]:
         """Return the cost of each move alone."""
@@ -76,11 +72,11 @@ class KindSearch(GreedySearch[Kinds, Move]):
         self.ranking = {move: cost * self.saved(start, move) for move, cost in costs.items()}
         return costs
 
-    def revise(self, costs: dict[Move, float], wiring: Kinds, taken: Move | None) -> None:
+    def revise(self, costs: dict[Move, float], current: Kinds, taken: Move | None) -> None:
         """Give a layer that now attends to its own choice what it has left to lose by another's, of both alone."""
         if taken is not None and taken[1] == OWN and taken[0]:
             reader = (taken[0], READER)
-            costs[reader] = (self.ranking[reader] - self.ranking[taken]) / self.saved(wiring, reader)
+            costs[reader] = (self.ranking[reader] - self.ranking[taken]) / self.saved(current, reader)
 
 
 def fewest_reads(layers: int) -> Kinds:

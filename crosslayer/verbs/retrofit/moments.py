@@ -63,37 +63,36 @@ def folds(sizes: Sequence[int]) -> tuple[list[int], list[int]]:
     return [int(number % HELD_OUT == HELD_OUT - 1) for number in range(sizes[0])], [1]
 
 
-def check_enough(width: int, sizes: Sequence[int], length: int, fit: str) -> None:
-    """Raise if `sizes` (sequences by domain) of `length` tokens are too few to fit `width` inputs."""
-    if fit not in (*LEAST_SQUARES, *WITH_PENALTY) or is_enough(width, sizes, length, fit):
-        return
-    count = least_sequences(width, len(sizes), length, fit)
-    raise ValueError(
-        f"{fit} needs at least {count} calibration windows of {length} tokens, got {sum(sizes)}: {TOKENS_PER_INPUT} "
-        f"tokens for each of {width} inputs of {FITTED_WEIGHTS.get(fit, 'W_c')}, beside those held out"
-    )
+def is_enough(width: int, sizes: Sequence[int], length: int, fit: str) -> bool:
+    """Return whether `sizes` (sequences by domain) of `length` tokens are enough to fit `width` inputs.
+
+    If a penalty is chosen, some must be left beside those held out.
+    """
+    if fit not in (*LEAST_SQUARES, *WITH_PENALTY):
+        return True
+    fold_of, held = folds(sizes)
+    left_out = max(fold_of.count(fold) for fold in held) if fit in WITH_PENALTY else 0
+    enough = (sum(sizes) - left_out) * length >= TOKENS_PER_INPUT * width
+    return enough and (left_out > 0 or fit not in WITH_PENALTY)
 
 
 def least_sequences(width: int, domains: int, length: int, fit: str) -> int:
     """Return how many sequences of `length` tokens, the same of each domain, are enough to fit `width` inputs."""
-    if fit not in (*LEAST_SQUARES, *WITH_PENALTY):
-        return 1
-    return next(count for count in itertools.count(1) if is_enough(width, _evenly(count, domains), length, fit))
+    count = 1
+    while not is_enough(width, [len(range(first, count, domains)) for first in range(domains)], length, fit):
+        count += 1
+    return count
 
 
-def _evenly(count: int, domains: int) -> list[int]:
-    return [len(range(first, count, domains)) for first in range(domains)]
-
-
-def is_enough(width: int, sizes: Sequence[int], length: int, fit: str) -> bool:
-    """Return whether there are enough tokens to fit, and some held out if a penalty is chosen."""
-    held = _held_out(sizes, fit)
-    return (sum(sizes) - held) * length >= TOKENS_PER_INPUT * width and (held > 0 or fit not in WITH_PENALTY)
-
-
-def _held_out(sizes: Sequence[int], fit: str) -> int:
-    fold_of, held = folds(sizes)
-    return max(fold_of.count(fold) for fold in held) if fit in WITH_PENALTY else 0
+def check_enough(width: int, sizes: Sequence[int], length: int, fit: str) -> None:
+    """Raise if there are too few sequences, as `is_enough` says."""
+    if not is_enough(width, sizes, length, fit):
+        count = least_sequences(width, len(sizes), length, fit)
+        raise ValueError(
+            f"{fit} needs at least {count} calibration windows of {length} tokens, got {sum(sizes)}: "
+            f"{TOKENS_PER_INPUT} tokens for each of {width} inputs of {FITTED_WEIGHTS.get(fit, 'W_c')}, beside those "
+            "held out"
+        )
 
 
 class Moments:

@@ -1,6 +1,6 @@
 """The options of a retrofit, checked against one another.
 
-`layers` and `compensation` are texts of a name with settings, such as `auto:distance,threshold=0.6,count=6`.
+`layers` and `compensation` are texts of a name with settings, such as `top-half,size=3,count=6`.
 """
 
 import itertools
@@ -20,8 +20,7 @@ ONE_OF = (
 Budget = Annotated[float, Field(gt=0, allow_inf_nan=False)] | None
 LAYERS = {  # names with the settings that each takes
     "top-half": ("size", "count"),
-    **dict.fromkeys(("auto", "auto:similarity", "auto:top-half-similarity", "auto:greedy"), ("count",)),
-    "auto:distance": ("count", "threshold"),
+    **dict.fromkeys(("auto", "auto:similarity", "auto:top-half-similarity"), ("count",)),
 }
 COMPENSATIONS = {
     **dict.fromkeys(("", *FITS), ("target", "bias")),  # "": the default fit
@@ -31,7 +30,7 @@ COMPENSATIONS = {
 }
 FLAG = "bias"  # the setting without a value
 SWEPT = {option: option for option in ("method", "layers", "compensation")}  # what can be swept, and in which option
-SWEPT |= dict.fromkeys(("size", "count", "threshold"), "layers") | dict.fromkeys(("target", "groups"), "compensation")
+SWEPT |= dict.fromkeys(("size", "count"), "layers") | dict.fromkeys(("target", "groups"), "compensation")
 
 
 class AskedLayers(Options):
@@ -40,7 +39,6 @@ class AskedLayers(Options):
     name: str  # of `LAYERS`, or groups as text
     size: int = Field(default=4, ge=2)
     count: int | None = Field(default=None, ge=1)
-    threshold: float = Field(default=0.5, ge=-1, le=1)
 
 
 class AskedCompensation(Options):
@@ -53,7 +51,7 @@ class AskedCompensation(Options):
 
 
 def read_layers(text: str) -> AskedLayers:
-    """Return what a text says, such as `18-21,22-25`, `top-half,size=3` or `auto:greedy,count=6`."""
+    """Return what a text says, such as `18-21,22-25`, `top-half,size=3` or `auto,count=6`."""
     if text.strip()[:1].isdigit() and "=" not in text:
         return AskedLayers(name=text)
     return AskedLayers(**_settings("layers", text, LAYERS))

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from crosslayer.core.plan import CACHED, PASSED, STATES, DepthPlan
+from crosslayer.core.plan import CACHED, PASSED, STATES
 from crosslayer.judge.retrieval import count_retrieved
 from crosslayer.output.formatting import UNKNOWN
 from crosslayer.output.page import Page, Table
@@ -67,7 +67,7 @@ def _cards(record: RetrofitReport) -> list[tuple[str, str, str]]:
 
 def panels(record: RetrofitReport) -> list[Panel]:
     """Return the figures: what each layer caches, what a fit recovers, and bytes against damage."""
-    figures = [_reads_by_layer(record) if record.plan.reads_less else _by_layer(record.plan)]
+    figures = [_by_layer(record)]
     fits = [vars(fit) for fit in record.calibration.layers]
     if fits:
         layers = [float(fit["layer"]) for fit in fits]
@@ -86,24 +86,21 @@ def panels(record: RetrofitReport) -> list[Panel]:
     return figures
 
 
-def _by_layer(plan: DepthPlan) -> Panel:
-    """Return the figure of what each layer caches, a line for keys and one for values where they differ."""
-    layers = [float(layer) for layer in range(plan.layers)]
-    shares = {state: [100 * plan.stored_share(state, layer) for layer in range(plan.layers)] for state in CACHED}
-    named = {"keys and values": shares["keys"]} if shares["keys"] == shares["values"] else shares
-    lines = [Line(name, layers, share) for name, share in named.items()]
-    caption = "Share of the original's bytes of a token that a layer caches; 0 if it reads another layer's or has none."
-    axes = ("layer", "% of the layer's bytes")
-    return Panel("layers", "What each layer caches", caption, *axes, lines, wide=True, bounds=(0, math.inf))
-
-
-def _reads_by_layer(record: RetrofitReport) -> Panel:
-    """Return the figure of what each layer reads."""
-    layers = [float(layer) for layer in range(record.plan.layers)]
-    lines = [Line("retrofit", layers, [100 * share for share in record.cache.layer_reads])]
-    caption = f"Share of what the original's layer reads in a step after {record.cache.context:,} tokens."
-    axes = ("layer", "% of the original's bytes")
-    return Panel("layers", "What each layer reads", caption, *axes, lines, wide=True, bounds=(0, math.inf))
+def _by_layer(record: RetrofitReport) -> Panel:
+    """Return the figure of what each layer caches, keys and values apart where they differ, or of what it reads."""
+    plan, context = record.plan, record.cache.context
+    layers, axes = list(map(float, range(plan.layers))), ("layer", "% of the original's bytes")
+    if plan.reads_less:
+        shares = {"retrofit": [100 * share for share in record.cache.layer_reads]}
+        title = "What each layer reads"
+        caption = f"In a step after {context:,} tokens, of what the original's layer reads."
+    else:
+        shares = {state: [100 * plan.stored_share(state, layer) for layer in range(plan.layers)] for state in CACHED}
+        shares = {"keys and values": shares["keys"]} if shares["keys"] == shares["values"] else shares
+        title = "What each layer caches"
+        caption = "Share of the original's bytes of a token; 0 if it reads another layer's or has none."
+    lines = [Line(name, layers, share) for name, share in shares.items()]
+    return Panel("layers", title, caption, *axes, lines, wide=True, bounds=(0, math.inf))
 
 
 def _bytes_and_damage(rows: Sequence[Alternative]) -> Panel:
@@ -131,8 +128,23 @@ def _trade_off(curve: list[CurvePoint], baselines: list[MeasuredBaseline], of_re
 
 
 def tables(record: RetrofitReport) -> list[Table]:
-    """Return the table that is printed, too: that of a sweep."""
-    return [_alternatives(record)] if record.settings.sweep else []
+    """Return the table that is printed, too: of a sweep's variants, or of other caches."""
+    return [_alternatives(record)] if record.alternatives else []
+
+
+def damage_table(record: RetrofitReport) -> Table:
+    """Return the table of the damage by domain, with and without compensation."""
+    rows = []
+    for domain in record.damage.domains:
+        perplexities = [f"{domain.perplexity_before:.2f}", f"{domain.perplexity_after:.2f}"]
+        own, without = [domain.ratio.text(), domain.kl.text()], [UNKNOWN, UNKNOWN]
+        if domain.gain is not None:
+            without = [domain.gain.without.ratio.text(), domain.gain.without.kl.text()]
+        windows, seen = str(domain.kl.n), "yes" if domain.seen else "no"
+        rows.append([domain.name, seen, windows, *perplexities, *own, *without])
+    figures = ["perplexity before", "after", "ratio (95% CI)", "KL, nats/token (95% CI)"]
+    head = ["domain", "calibrated on", "windows", *figures, "ratio without the fit", "KL without the fit"]
+    return "Damage by domain", head, rows
 
 
 def _alternatives(record: RetrofitReport) -> Table:
@@ -154,13 +166,7 @@ def _alternatives(record: RetrofitReport) -> Table:
 
 
 def _tables(record: RetrofitReport) -> list[Table]:
-    """Return the damage with and without compensation, what became of the weights, and the sources of each layer."""
-    damage = []
-    for domain in record.damage.domains:
-        own, without = [domain.ratio.text(), domain.kl.text()], [UNKNOWN, UNKNOWN]
-        if domain.gain is not None:
-            without = [domain.gain.without.ratio.text(), domain.gain.without.kl.text()]
-        damage.append([domain.name, "yes" if domain.seen else "no", str(domain.kl.n), *own, *without])
+    """Return the damage, what became of the weights, and the sources of each layer."""
     weights = []
     for change, names in record.weights.model_dump().items():
         shown = names[:NAMES_SHOWN]
@@ -169,11 +175,10 @@ def _tables(record: RetrofitReport) -> list[Table]:
     plan = [
         [str(layer), *(record.plan.source_label(state, layer) for state in states)] for layer in record.changed_layers
     ]
-    figures = ["perplexity ratio", "KL", "ratio without the fit", "KL without the fit"]
     title = "Sources of converted layers (all other layers compute their own states)"
     return [
-        *([_alternatives(record)] if record.alternatives else []),
-        ("Damage by domain", ["domain", "calibrated on", "windows", *figures], damage),
+        *tables(record),
+        damage_table(record),
         ("Weights", ["", "count", "names"], weights),
         (title, ["layer", *states[:-1], "MLP"], plan),
     ]

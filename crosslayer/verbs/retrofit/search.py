@@ -9,12 +9,23 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
+
+from crosslayer.core.decoder.configuration import CrossLayerConfig
 from crosslayer.core.method import Method
 from crosslayer.core.methods import merge_plans, method_class, method_names
 from crosslayer.core.plan import DepthPlan
+from crosslayer.output.progress import progress
+from crosslayer.probe.groups import PAPER_SIZE, Groups, paper_groups
 from crosslayer.probe.shapes import LayerShape, may_share
 from crosslayer.verbs.retrofit.cache import CacheShare
-from crosslayer.verbs.retrofit.greedy import PASSES, GreedySearch
+from crosslayer.verbs.retrofit.greedy import PASSES, TOO_SMALL, GreedySearch
+from crosslayer.verbs.retrofit.measure import Measure
+from crosslayer.verbs.retrofit.options import RetrofitOptions
+from crosslayer.verbs.retrofit.original import Original
+from crosslayer.verbs.retrofit.result import Choice
+from crosslayer.verbs.retrofit.strategy import Chosen, Named, Strategy
+from crosslayer.verbs.retrofit.trade_off import Baseline, Step, search_record, spread_steps
 
 MethodClass = type[Method]
 UNCHANGED = "own"  # in records: a layer that no method acts on
@@ -61,12 +72,10 @@ class Assignment:
     @property
     def valid(self) -> bool:
         """Whether every reader has a source, and some layer keeps its attention."""
-        keeps_attention = False
-        for layer, cls in enumerate(self.classes):
-            if cls is not None and cls.grouped and self.source(layer) is None:
-                return False
-            keeps_attention |= cls is None and (self.shapes is None or self.shapes[layer] is not None)
-        return keeps_attention
+        layers = list(enumerate(self.classes))
+        keeps = any(cls is None and (self.shapes is None or self.shapes[layer] is not None) for layer, cls in layers)
+        readers = [layer for layer, cls in layers if cls is not None and cls.grouped]
+        return keeps and all(self.source(layer) is not None for layer in readers)
 
     def take(self, cls: MethodClass, layer: int) -> "Assignment":
         """Return the assignment with a method on one more layer."""
@@ -127,17 +136,19 @@ class Search(GreedySearch[Assignment, Move]):
             raise ValueError(f"`kv_budget` {share:g} cannot be reached; the search got to {reached:.4f}")
         return assignment
 
-    def moves(self, wiring: Assignment) -> list[Move]:
+    def moves(self, current: Assignment) -> list[Move]:
         """Return the moves that save something and leave a valid assignment."""
-        free = [layer for layer, shape in enumerate(self.shapes) if shape is not None and wiring.classes[layer] is None]
+        free = [
+            layer for layer, shape in enumerate(self.shapes) if shape is not None and current.classes[layer] is None
+        ]
         moves = [(cls, layer) for layer in free for cls in self.classes]
-        return [move for move in moves if self.saved(wiring, move) and wiring.take(*move).valid]
+        return [move for move in moves if self.saved(current, move) and current.take(*move).valid]
 
-    def take(self, wiring: Assignment, move: Move) -> Assignment:
+    def take(self, current: Assignment, move: Move) -> Assignment:
         """Return the assignment with a method on one more layer."""
-        return wiring.take(*move)
+        return current.take(*move)
 
-    def saved(self, wiring: Assignment, move: Move) -> float:
+    def saved(self, current: Assignment, move: Move) -> float:
         """Return what a move saves, in units of a mean layer's keys or values."""
         cls, layer = move
         return self.cache.saved(cls.saves, layer)
@@ -148,10 +159,73 @@ class Search(GreedySearch[Assignment, Move]):
         step = math.ceil(len(moves) / self.most)
         return {move: self.cost(start, move, 0.0) for move in moves if move[1] % step == 0}
 
-    def revise(self, costs: dict[Move, float], wiring: Assignment, taken: Move | None) -> None:
+    def revise(self, costs: dict[Move, float], current: Assignment, taken: Move | None) -> None:
         """Give moves that were not ranked, or not possible before, the cost of the nearest layer."""
-        for move in self.moves(wiring):
+        for move in self.moves(current):
             if move not in costs:
                 known = [other for other in costs if other[0] is move[0]]
                 nearest = min(known, key=lambda other: abs(other[1] - move[1]), default=None)
                 costs[move] = -math.inf if nearest is None else costs[nearest]
+
+
+class LayerSearch(Strategy):
+    """A budget of bytes or of KL chooses methods and their layers, by measured damage."""
+
+    def __init__(self, options: RetrofitOptions, named: Sequence[Named], config: CrossLayerConfig | None = None):
+        self.targets = tuple(sorted({target for cls in searched_methods() for target in cls.targets}))
+        self.needs = ("search",) if options.quick else ("search", "trade-off")
+        super().__init__(options, named, config)
+
+    @torch.no_grad()
+    def choose(self, original: Original) -> Chosen:
+        """Return the methods that meet the budget, and the course of the search."""
+        options, shapes = self.options, original.sublayers.shapes
+        with progress("running the original", 0):
+            measure = Measure(original, self.fit if self.fits else None)
+        most = QUICK_RANKED if options.quick else RANKED
+        search = Search(lambda one: measure.kl(self._methods(one)), shapes, context=options.kv_context, most=most)
+        expected = expected_passes(len(shapes), most)
+        with progress(f"searching, about {expected} of at most {PASSES} configurations", expected) as bar:
+            measure.step = lambda: bar.step(min(search.passes, expected), expected)
+            chosen = search.run(options.kv_budget, options.kl_budget)
+        methods = self._methods(chosen)
+        if not methods:
+            raise ValueError(TOO_SMALL.format(options.kl_budget))
+        record = search_record(measure, search.passes, chosen.names(), *self._compared(search))
+        return Chosen(methods, Choice(how="search", search=record))
+
+    def _methods(self, assignment: Assignment) -> list[Method]:
+        """Return the methods of an assignment, with their W_c."""
+        return [self.compensated(method) for method in assignment.methods()]
+
+    def _compared(self, search: Search) -> tuple[list[Step], dict[str, Baseline]]:
+        """Return evenly spread steps of the search, and for the last one fixed blocks of each method."""
+        steps, baselines = [], {}
+        for assignment, kl in spread_steps(search.curve[1:]):
+            layers = {cls.name(): assignment.classes.count(cls) for cls in search.classes}
+            steps.append(Step(self._methods(assignment), search.cache.of(assignment.plan), kl, layers))
+        for cls in search.classes if steps else ():
+            blocks = fixed_blocks(cls, search.shapes, steps[-1].share, search.cache) if cls.grouped else None
+            if blocks is not None:
+                method = self.compensated(cls.from_groups(blocks[0], len(search.shapes)))
+                baselines[cls.name()] = Baseline([method], *blocks)
+        return steps, baselines
+
+    def _written(self) -> set[str | None]:
+        return {self.asked.target or "attention"}
+
+
+def fixed_blocks(
+    cls: MethodClass, shapes: Sequence[LayerShape | None], share: float, cache: CacheShare
+) -> tuple[Groups, float] | None:
+    """Return blocks of equal size in the top half, like the superblocks of arXiv 2502.00439, and their cached share.
+
+    The size is the one whose share is nearest to `share`, the paper's in case of a tie; None if no layers may share.
+    """
+    candidates = []
+    for size in range(2, max(3, len(shapes) // 2 + 1)):
+        groups = paper_groups(list(shapes), size)
+        if groups:
+            reached = cache.of(cls.from_groups(groups, len(shapes)).plan(len(shapes)))
+            candidates.append((abs(reached - share), size != PAPER_SIZE, groups, reached))
+    return min(candidates)[2:] if candidates else None

@@ -5,9 +5,8 @@ from typing import Any
 
 from crosslayer.core.method import Method, options_of
 from crosslayer.judge.damage import DomainDamage, Domains
-from crosslayer.judge.retrieval import count_retrieved, retrieval_sentence
+from crosslayer.judge.retrieval import retrieval_sentence
 from crosslayer.output.formatting import listed, ranges
-from crosslayer.stats.times import StepTime
 from crosslayer.verbs.retrofit.moments import FITTED_WEIGHTS
 from crosslayer.verbs.retrofit.result import Alternative, MeasuredBaseline, RetrofitReport
 
@@ -71,7 +70,10 @@ def sentences(record: RetrofitReport) -> list[str]:
             "original reads."
         )
     if record.step is not None:
-        lines.append(_step(record.step))
+        lines.append(
+            f"A decoding step after {record.step.context:,} tokens takes {record.step.time.change.text(unit='x')} of "
+            f"the original's time ({record.step.time.durations()})."
+        )
     if len(domains) > 1:
         labels = {"unseen": False, "calibration": True}
         by_label = {
@@ -97,7 +99,7 @@ def sentences(record: RetrofitReport) -> list[str]:
     if record.settings.sweep:
         lines.append(f"The table has {len(record.alternatives)} variants, the rest is of the first; no model is saved.")
     elif record.alternatives:
-        lines.append(_alternatives(record.alternatives))
+        lines += _cheaper(record.alternatives)
     baselines = record.choice.search.baselines if record.choice.search is not None else []
     return lines + [_search(record, baseline) for baseline in baselines]
 
@@ -114,36 +116,14 @@ def _kl(damage: Domains) -> str:
     return f"{line}."
 
 
-def _step(step: StepTime) -> str:
-    """Return how long a decoding step takes."""
-    return (
-        f"A decoding step after {step.context:,} tokens takes {step.time.change.text(unit='x')} of the original's time "
-        f"({step.time.durations()})."
-    )
-
-
-def _alternatives(rows: Sequence[Alternative]) -> str:
-    """Return what bits cost instead, and whether they do less damage with fewer bytes."""
-    retrofit = rows[0]
-    described = []
-    for row in rows[1:]:
-        described.append(f"{row.name} {row.kl.text()} at {row.share:.0%}{_retrieved(row)}")
-    cheaper = [
-        row.name
-        for row in rows[1:]
-        if row.of == "original" and row.share <= retrofit.share and row.change.verdict == "lower"
-    ]
-    verdict = f" For memory alone, {' or '.join(cheaper)} does less damage with no more bytes." if cheaper else ""
-    return (
-        f"Other caches (KL in nats/token, share of the original's 16-bit cache): {'; '.join(described)}; "
-        f"the retrofit as it is {retrofit.kl.text()} at {retrofit.share:.0%}.{verdict}"
-    )
-
-
-def _retrieved(row: Alternative) -> str:
-    if not row.needles:
-        return ""
-    return f", {count_retrieved(row.needles)} of {sum(len(result.found) for result in row.needles)} hidden numbers"
+def _cheaper(rows: Sequence[Alternative]) -> list[str]:
+    """Return which quantised caches of the original do less damage with no more bytes, if any."""
+    retrofit, *others = rows
+    names = []
+    for row in others:
+        if row.of == "original" and row.share <= retrofit.share and row.change.verdict == "lower":
+            names.append(row.name)
+    return [f"For memory alone, {' or '.join(names)} does less damage with no more bytes."] if names else []
 
 
 def sampling(domains: Sequence[DomainDamage]) -> str:

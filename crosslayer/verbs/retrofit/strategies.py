@@ -10,8 +10,8 @@ from crosslayer.core.methods import Entry, load_methods, method_class, to_entry
 from crosslayer.verbs.retrofit.choosers import Choosers
 from crosslayer.verbs.retrofit.layers import Layers
 from crosslayer.verbs.retrofit.options import ONE_OF, RetrofitOptions
+from crosslayer.verbs.retrofit.search import LayerSearch
 from crosslayer.verbs.retrofit.strategy import Given, Named, Strategy
-from crosslayer.verbs.retrofit.trade_off import LayerSearch
 
 
 def strategy_of(options: RetrofitOptions, config: CrossLayerConfig | None = None) -> Strategy:
@@ -22,10 +22,9 @@ def strategy_of(options: RetrofitOptions, config: CrossLayerConfig | None = None
         config: the model's, as of a crosslayer decoder; None: not known, as for a report that was read.
 
     """
-    methods, cls = _named(options.method)
-    named: list[Named] = [*methods, *([] if cls is None else [cls])]
+    named = _named(options.method)
     names, spaces = " and ".join(one.name() for one in named), {one.search_space() for one in named}
-    if len(methods) > 1 and "choosers" in spaces:
+    if len(named) > 1 and "choosers" in spaces:
         raise ValueError(f"`method` must be one method if layers choose tokens, got {names}")
     has_budget = options.kl_budget is not None or options.read_budget is not None
     if has_budget and ("choosers" in spaces or not named and options.read_budget is not None):
@@ -36,7 +35,7 @@ def strategy_of(options: RetrofitOptions, config: CrossLayerConfig | None = None
         raise ValueError(ONE_OF)
     if options.kv_budget is not None:
         raise ValueError(f"`kv_budget` chooses methods and layers itself; remove it, or `method` {names}")
-    return Given(options, named, config) if methods else Layers(options, named, config)
+    return (Layers if isinstance(named[0], type) else Given)(options, named, config)
 
 
 def plain_method(method: Entry | Sequence[Entry] | None) -> str | dict[str, Any] | list[dict[str, Any]] | None:
@@ -50,19 +49,19 @@ def plain_method(method: Entry | Sequence[Entry] | None) -> str | dict[str, Any]
     return dict(method) if isinstance(method, Mapping) else method
 
 
-def _named(value: str | dict[str, Any] | list[dict[str, Any]] | None) -> tuple[list[Method], type[Method] | None]:
-    """Return whole methods, or the class of a method whose layers are to be chosen; neither where none is named."""
+def _named(value: str | dict[str, Any] | list[dict[str, Any]] | None) -> list[Named]:
+    """Return whole methods, or the class of a method whose layers are to be chosen."""
     if value is None:
-        return [], None
+        return []
     if not isinstance(value, str):
-        return load_methods(value), None
+        return [*load_methods(value)]
     if value.lstrip().startswith(("{", "[")):
         try:
-            return load_methods(json.loads(value)), None
+            return [*load_methods(json.loads(value))]
         except json.JSONDecodeError as error:
             raise ValueError(f"`method` must be a name, a JSON object or a list, got {value!r} ({error})") from None
         except RecursionError:
             raise ValueError("`method` must be a name or a JSON object, got JSON that is nested too deeply") from None
     cls = method_class(value)
     takes_groups = cls.from_groups.__func__ is not Method.from_groups.__func__  # type: ignore[attr-defined]
-    return ([], cls) if takes_groups else (load_methods(value), None)
+    return [cls] if takes_groups else [*load_methods(value)]

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
 
 from crosslayer.core.decoder.configuration import CrossLayerConfig
 from crosslayer.core.decoder.weights import to_config
@@ -14,11 +13,11 @@ from crosslayer.core.method import Compensated, Method
 from crosslayer.core.methods import merge_plans, to_entry
 from crosslayer.core.options import check_choice
 from crosslayer.corpus.windows import Windows
-from crosslayer.probe.what_if import find_sublayers
 from crosslayer.verbs.retrofit.calibrate import POST_NORM_ERROR
 from crosslayer.verbs.retrofit.convert import WIRED
 from crosslayer.verbs.retrofit.moments import REFITS
 from crosslayer.verbs.retrofit.options import RetrofitOptions, read_compensation
+from crosslayer.verbs.retrofit.original import Original
 from crosslayer.verbs.retrofit.result import Choice
 
 Named = Method | type[Method]
@@ -36,34 +35,29 @@ class Strategy(ABC):
 
     Attributes:
         options: what the user asked for.
+        config: the model's, as of a crosslayer decoder; None: not known.
         named: the methods that the user named, with all their options, or the class of one without.
         fit: how W_c, and W_o of readers, are fitted: one of `FITS`, or "none".
         needs: purposes of text beside "evaluation", and beside "calibration" where W_c or W_o is fitted.
-        passes: over the text of each purpose, about, where it is not one.
         targets: what W_c may be added to, where `compensation` decides.
         acts: options that have an effect on this way alone.
 
     """
 
     needs: tuple[str, ...] = ()
-    passes: Mapping[str, int] = {"trade-off": 8}  # the original, at most five points of the curve, fixed blocks
     targets: tuple[str, ...] = ()
     acts: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, options: RetrofitOptions, named: Sequence[Named], config: CrossLayerConfig | None = None):
-        self.options, self.named = options, named
+        self.options, self.named, self.config = options, named, config
         self.post_norms = config is not None and config.has_post_norms  # so W_o is not refitted
         self.wired = config is not None and bool(config.methods)  # the model has methods already
         self.asked = read_compensation(options.compensation)
         self.fit = self.asked.name or self._default_fit()
 
     @abstractmethod
-    def choose(self, model: PreTrainedModel, windows: Mapping[str, Windows]) -> Chosen:
-        """Return the methods with their layers; `windows` is text by purpose, for all that the strategy needs."""
-
-    def forwarded(self, tokens: Mapping[str, int], layers: int) -> float:
-        """Estimate how many tokens pass through a model of some layers to choose and fit; `tokens` is by purpose."""
-        return sum(self.passes.get(purpose, 1) * tokens[purpose] for purpose in self.purposes[1:])
+    def choose(self, original: Original) -> Chosen:
+        """Return the methods with their layers; the original has the text that the strategy needs."""
 
     @property
     def fits(self) -> bool:
@@ -104,7 +98,7 @@ class Strategy(ABC):
         target = self.asked.target if self.asked.target in method.targets else method.targets[0]
         return dataclasses.replace(method, compensation=target, compensation_bias=self.asked.bias)
 
-    def check(self, source: PreTrainedConfig, given: Mapping[str, Any]) -> None:
+    def check(self, given: Mapping[str, Any]) -> None:
         """Raise for a given option without effect, and for methods and fits that a model's config does not allow."""
         idle = {"layers", "part"} - {*self.acts}
         if "calibration" not in self.purposes:
@@ -129,8 +123,8 @@ class Strategy(ABC):
         if self.wired and (self.adds or {*self.purposes} & {"calibration", "search"}):
             raise ValueError(f"{WIRED}; give `method`, with `compensation` none")
         whole = [to_entry(one) for one in self.named if isinstance(one, Method)]
-        if whole:
-            to_config(source, whole)  # raises if they collide
+        if whole and self.config is not None:
+            to_config(self.config, whole)  # raises if they collide
         if self.fit in REFITS and self.post_norms:
             raise ValueError(POST_NORM_ERROR)
 
@@ -148,21 +142,21 @@ class Strategy(ABC):
         """Return what W_c of the methods is added to; None: a method has no W_c."""
         return {one.compensation if isinstance(one, Compensated) else None for one in self.named}
 
-    def _checked(self, method: Method, model: PreTrainedModel) -> Method:
-        """Return the method; raise if the model's layers cannot share, or windows would not show the damage."""
-        method.check_text(self.options.length)
-        find_sublayers(model).check(method.plan(model.config.num_hidden_layers))
-        return method
+    def _checked(self, methods: list[Method], original: Original) -> list[Method]:
+        """Return the methods; raise if the model's layers cannot share, or windows would not show the damage."""
+        for method in methods:
+            method.check_text(self.options.length)
+        original.sublayers.check(merge_plans(methods, original.layers))
+        return methods
 
 
 class Given(Strategy):
     """Methods with all their options."""
 
-    def choose(self, model: PreTrainedModel, windows: Mapping[str, Windows]) -> Chosen:
+    def choose(self, original: Original) -> Chosen:
         """Return the methods as they are."""
-        methods = [self._checked(method, model) for method in self.named if isinstance(method, Method)]
-        find_sublayers(model).check(merge_plans(methods, model.config.num_hidden_layers))
-        return Chosen(methods, Choice(how="as options"))
+        methods = [method for method in self.named if isinstance(method, Method)]
+        return Chosen(self._checked(methods, original), Choice(how="as options"))
 
 
 def no_effect(option: str) -> ValueError:

@@ -4,9 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from crosslayer.core.decoder.weights import to_config
 from crosslayer.corpus.domains import shared_out, split_domains
 from crosslayer.corpus.windows import Windows
 from crosslayer.judge.damage import MIN_WINDOWS
@@ -43,23 +42,22 @@ class RetrofitTexts(Texts):
             raise ValueError("`calibration_text` has no effect: nothing is fitted and no layers are chosen; remove it")
         return {purpose: shared_out(*each) for purpose, each in wanted.items() if purpose in needed}
 
-    def least(self, strategy: Strategy, config: PreTrainedConfig, length: int) -> dict[str, tuple[int, str]]:
+    def least(self, strategy: Strategy, length: int) -> dict[str, tuple[int, str]]:
         """Return the fewest windows of `length` tokens with which a model is fitted and judged, by option, and why."""
         least = {"windows": (MIN_WINDOWS * len(self.evaluation), f"{MIN_WINDOWS} of each domain")}
         if strategy.fits:
-            width = input_width(to_config(config), strategy.fit)
+            assert strategy.config is not None
+            width = input_width(strategy.config, strategy.fit)
             count = least_sequences(width, len(self.calibration), length, strategy.fit)
             why = f"{strategy.fit} fits {width} inputs, with {TOKENS_PER_INPUT} tokens each beside those held out"
             least["calibration"] = count, why
         return least
 
-    def checked_options(
-        self, strategy: Strategy, config: PreTrainedConfig, defaults: Mapping[str, Any]
-    ) -> RetrofitOptions:
+    def checked_options(self, strategy: Strategy, defaults: Mapping[str, Any]) -> RetrofitOptions:
         """Return the options, with `quick` the least; raise for all options together that are below it."""
         options = strategy.options
         if not options.quick:
-            least = self.least(strategy, config, options.length)
+            least = self.least(strategy, options.length)
             wrong = [
                 f"`{option}` must be at least {count} ({why}), got {vars(options)[option]}"
                 for option, (count, why) in least.items()
@@ -73,7 +71,7 @@ class RetrofitTexts(Texts):
                 raise ValueError(f"`{name}` has no effect with `quick`, which decides it; remove one of them")
         lengths = [text.shape[-1] for text in self.domains.values() if isinstance(text, Tensor)]  # rows are windows
         length = max(lengths, default=options.length if strategy.needs_long_text else QUICK_LENGTH)
-        least = {option: count for option, (count, _) in self.least(strategy, config, length).items()}
+        least = {option: count for option, (count, _) in self.least(strategy, length).items()}
         return options.model_copy(update={"length": length, **least})
 
     def windows(self, tokenizer: PreTrainedTokenizerBase | None, *strategies: Strategy) -> dict[str, Windows]:

@@ -143,7 +143,7 @@ import crosslayer.cli
 import crosslayer.core.methods
 from crosslayer import testing as contract
 from crosslayer.verbs.methods.catalogue import markdown, method_table
-from crosslayer.verbs.retrofit.convert import convert_weights
+from crosslayer.core.decoder.convert import convert_weights
 from crosslayer.verbs.retrofit.run import options_of
 from crosslayer.verbs.retrofit.search import searched_methods
 from crosslayer.verbs.retrofit.strategies import strategy_of

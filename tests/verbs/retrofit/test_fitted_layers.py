@@ -3,14 +3,13 @@
 import pytest
 import torch
 
-from crosslayer.core.methods import load_method, merge_plans, method_class
+from crosslayer.core.decoder.convert import convert_weights
+from crosslayer.core.methods import load_method, merge_plans
 from crosslayer.corpus.windows import Windows, repeating
-from crosslayer.verbs.retrofit.convert import convert, convert_weights
+from crosslayer.verbs.retrofit.convert import convert
+from crosslayer.verbs.retrofit.measure import FittedLayers, LayerInputs, Measure, _subset, lowest_changed
 from crosslayer.verbs.retrofit.moments import Moments
-from crosslayer.verbs.retrofit.run import options_of
-from crosslayer.verbs.retrofit.search import Assignment
-from crosslayer.verbs.retrofit.strategies import strategy_of
-from crosslayer.verbs.retrofit.trade_off import FittedLayers, LayerInputs, Measure, _subset, lowest_changed
+from crosslayer.verbs.retrofit.original import Original
 from tests.helpers.tiny import VOCABULARY, tiny
 
 LENGTH = 12
@@ -93,11 +92,11 @@ def test_a_layer_is_fitted_on_the_original_whatever_else_changes(source, method,
 @torch.no_grad()
 def test_the_search_ranks_by_the_kl_of_the_compensated_model(source):
     ids = text(4, seed=2)
-    strategy = strategy_of(options_of(kv_budget=0.8, length=LENGTH))
     fitted = torch.cat(list(domains().values()))
     calibration = Windows(fitted, tuple(range(24)), ("a",) * 8 + ("b",) * 8 + ("c",) * 8)
-    drop = Assignment((None,) * 6).take(method_class("drop"), 3)
-    measured = Measure(source, windows(ids), strategy, calibration)(drop)
+    original = Original(source, {"search": windows(ids), "calibration": calibration})
+    drop = [load_method(DROP_3)]
+    measured = Measure(original, "layerwise").kl(drop)
     converted = convert(source, DROP_3, calibration=domains(), fit="layerwise").model
     again = torch.cat([ids[:, :8], ids[:, 1:5]], dim=1)  # the last four are what follows the first token once more
     assert torch.equal(repeating(ids)[0], again) and repeating(ids)[1] == 8
@@ -105,8 +104,8 @@ def test_the_search_ranks_by_the_kl_of_the_compensated_model(source):
     kl = (before.exp() * (before - after)).sum(-1)  # (N, T)
     expected = (kl[:, :7].mean() + kl[:, 8:11].mean()) / 2  # the last token of either half has no target in it
     assert measured == pytest.approx(expected.item(), rel=1e-4)
-    bare = strategy_of(options_of(kv_budget=0.8, length=LENGTH, compensation="none"))
-    assert Measure(source, windows(ids), bare)(drop) != pytest.approx(measured, rel=1e-2)
+    bare = [load_method({"name": "drop", "attention": (3,)})]
+    assert Measure(original).kl(bare) != pytest.approx(measured, rel=1e-2)
 
 
 def test_a_fit_reads_no_more_text_than_it_needs():

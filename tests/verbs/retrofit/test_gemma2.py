@@ -4,10 +4,11 @@ import pytest
 import torch
 
 import crosslayer
+from crosslayer.core.decoder.convert import convert_weights
 from crosslayer.core.methods import load_method, method_class
 from crosslayer.core.options import parse_layers
 from crosslayer.probe.what_if import what_if
-from crosslayer.verbs.retrofit.convert import convert, convert_weights
+from crosslayer.verbs.retrofit.convert import convert
 from crosslayer.verbs.retrofit.sentences import title
 from tests.helpers.tiny import tiny, tokens
 

@@ -12,7 +12,7 @@ from tests.helpers.tiny import tiny
 CODE = """
 import torch
 from crosslayer.core.methods import load_method
-from crosslayer.verbs.retrofit.convert import convert_weights
+from crosslayer.core.decoder.convert import convert_weights
 from tests.helpers.tiny import tiny
 
 def peak():

@@ -5,8 +5,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import crosslayer
+from crosslayer.core.decoder.convert import convert_weights, plain_decoder
 from crosslayer.core.methods import load_method
-from crosslayer.verbs.retrofit.convert import convert, convert_weights, plain_decoder
+from crosslayer.verbs.retrofit.convert import convert
 from crosslayer.verbs.retrofit.streams import computes_the_same, layers_of
 from tests.helpers.tiny import VOCABULARY, tiny
 

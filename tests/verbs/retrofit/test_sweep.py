@@ -70,8 +70,8 @@ def test_every_combination_is_a_variant():
     }
     both = options_of(method="cla", layers="auto,count=2", sweep=("count=3,6", "layers=auto,top-half"))
     assert [*both.variants()] == [f"--layers {way},count={count}" for count in (3, 6) for way in ("auto", "top-half")]
-    read = read_layers("auto:distance, threshold=0.6,count=6")
-    assert (read.name, read.threshold, read.count) == ("auto:distance", 0.6, 6)
+    read = read_layers("auto:similarity, count=6")
+    assert (read.name, read.count) == ("auto:similarity", 6)
     assert [*options_of(method="cla").variants()] == [""]
 
 

@@ -182,9 +182,8 @@ def test_by_default_three_embedded_domains_calibrate_and_six_evaluate(monkeypatc
 
 WAYS = [
     ("--method", "cla", "--layers", "auto", "--compensation", "ridge"),
-    ("--method", "drop", "--layers", "auto:greedy,count=2"),
     ("--method", "drop", "--layers", "auto,count=2", "--compensation", "lmmse,bias"),
-    ("--method", "kvsharer", "--layers", "auto:distance,count=2,threshold=0.1"),
+    ("--method", "kvsharer", "--layers", "auto,count=2"),
     ("--method", "svformer", "--layers", "0-7", "--compensation", "lstsq"),
     ("--method", "drop", "--layers", "2,5", "--part", "mlp"),
     ("--method", '{"name": "cla", "group": 2, "compensation": "attention"}'),
@@ -274,9 +273,7 @@ BAD = [
      "--calibration-text has no effect"),
     (("--method", "uniattn", "--calibration", 9999), "are needed (32 for evaluation, 9999 for calibration)"),
     (("--method", "drop", "--part", "mlp", "--layers", "1", "--compensation", "ridge"), "needs at least one layer"),
-    (("--method", "cla", "--layers", "auto:greedy"), "auto must be one of 'similarity', got 'greedy'"),
-    (("--method", "cla", "--layers", "auto:distance"), "must be one of 'similarity'"),
-    (("--method", "kvsharer", "--layers", "auto:distance,threshold=1"), "0 layers can share with a cosine above"),
+    (("--method", "cla", "--layers", "auto:top-half-similarity"), "auto must be one of 'similarity', got 'top-half"),
     (("--method", "svformer", "--compensation", "none,bias"), "--compensation: none takes no settings"),
     (("--method", "uniattn", "--layers", "1,2,4-5"), "at least two layers, got [[1], [2]]"),
     (("--method", "drop", "--layers", "auto,count=8"), "--layers: count must be below 8, the number of layers"),

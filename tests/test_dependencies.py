@@ -51,7 +51,7 @@ def test_every_import_is_declared():
         assert names & declared, f"{name} is imported and not declared"
 
 
-@pytest.mark.parametrize("words", [["--help"], ["--version"], ["retrofit", "--help"]])
+@pytest.mark.parametrize("words", [["--help"], ["--version"], ["retrofit", "--help"], ["plan", "--help"]])
 def test_help_comes_without_heavy_imports(words):
     code = f"""
 import sys

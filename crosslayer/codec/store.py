@@ -24,7 +24,7 @@ from crosslayer.codec import format
 from crosslayer.codec.codec import BLOCK, Codec, dtype_of, texts_of
 from crosslayer.codec.states import check_cache
 from crosslayer.extras import check_extra
-from crosslayer.wiring.dtypes import parse_bytes
+from crosslayer.wiring.engines import parse_bytes
 
 DIGITS = 32  # hex digits of a name in a file's name
 SUFFIX = ".kv"

@@ -3,6 +3,7 @@
 import logging
 import re
 import traceback
+from collections.abc import Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,6 @@ from transformers import (
 from crosslayer.core.transformers_versions import attention_that_caps
 from crosslayer.environment import quiet_transformers
 from crosslayer.hub import hub_source, is_hub_name
-from crosslayer.models.checks import check_layers
 from crosslayer.models.embedded import EMBEDDED, embedded_folder
 from crosslayer.output.formatting import folder_name
 from crosslayer.output.progress import progress
@@ -38,6 +38,7 @@ DTYPES = {
 }
 
 ALTERNATIVES = f"use a hub name, a local folder or an embedded model ({', '.join(EMBEDDED)})"
+MOST_LAYERS = 4096
 SENTENCE = 200  # characters of a library's error that are shown
 MISSED = re.compile(r"(^|\.)pooler\.")  # what may be missing: no measure of ours reads a pooler
 # what may be left over: that, and buffers that old versions saved, of positions and of causal masks
@@ -100,9 +101,19 @@ def load_config(name: str) -> PreTrainedConfig:
     source = model_source(name, needs_weights=False)
     with one_line_errors(name):
         values, _ = PreTrainedConfig.get_config_dict(source)
-        for part in (values, *(part for part in values.values() if isinstance(part, dict))):
-            check_layers(part.get("num_hidden_layers"))  # before a config makes lists of this length
+        check_layers(values)
         return AutoConfig.from_pretrained(source, trust_remote_code=False)
+
+
+def check_layers(values: Mapping[str, Any]) -> None:
+    """Refuse a number of layers that no model has, before a config makes lists of this length.
+
+    `values` are the fields of a config.json, some of which may hold configs of parts.
+    """
+    for part in (values, *(part for part in values.values() if isinstance(part, Mapping))):
+        count = part.get("num_hidden_layers")
+        if count is not None and not (isinstance(count, int) and 1 <= count <= MOST_LAYERS):
+            raise ValueError(f"num_hidden_layers is {count}; it must be a whole number from 1 to {MOST_LAYERS}")
 
 
 def model_facts(model: PreTrainedModel, name: str) -> dict[str, Any]:

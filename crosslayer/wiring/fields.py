@@ -7,11 +7,29 @@ elements are what transformers' caches allocate per token.
 from dataclasses import replace
 from typing import Any
 
+from transformers import PreTrainedConfig
+from transformers.models.auto import modeling_auto as auto
+
 from crosslayer.core.plan import DepthPlan, TokenCount
+from crosslayer.core.transformers_versions import layers_without_cache
+from crosslayer.models.load import check_layers
 from crosslayer.wiring.recurrent import fixed_states
 from crosslayer.wiring.states import LayerStates
 from crosslayer.wiring.values import field, int_field
 
+REFUSED = {  # model types whose states are of another kind
+    "blt": "consists of several models",
+    "recurrent_gemma": "keeps its states in its modules, not in a cache",
+    "reformer": "caches hidden states and hash buckets",
+    "rwkv": "has no attention, and keeps states of its own kind",
+    "xlnet": "caches hidden states",
+    "xlstm": "has no attention, and keeps states of its own kind",
+}
+ENCODERS = frozenset(auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES)  # masked language models; some can be decoders too
+DECODERS = frozenset({**auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, **auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES})
+NEEDED = ("num_hidden_layers", "hidden_size", "vocab_size")
+CAUSAL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")  # how names of classes with a cache end
+NOT_CAUSAL = ("Encoder", "Bidirectional", "MaskedLM")  # in names of classes without one, on a decoder's type
 IMAGES = "images"  # a layer that attends to images, whose keys and values grow with the images
 NO_KV_CACHE = {  # layer types without keys and values of the text, and how tables show them
     IMAGES: "images",
@@ -230,3 +248,78 @@ def residual_form(config: Any) -> tuple[str, int]:
     if block is not None:
         return f"attention over depth (a source for each {block} layers)", 1
     return "plain sum", 1
+
+
+def read_wiring(config: Any) -> dict[str, Any]:
+    """Return the fields of a `ModelPlan` that its config decides.
+
+    Raises:
+        ValueError: the config describes no attention layers, or something unsupported.
+
+    """
+    text = config.get_text_config(decoder=True)
+    if text.model_type in REFUSED:
+        raise ValueError(f"{text.model_type} {REFUSED[text.model_type]}, which is not counted")
+    _check(config, text)
+    layer_types = layer_types_of(text)
+    plan = depth_plan(text, layer_types)
+    if isinstance(text, PreTrainedConfig) and field(text, "plan") is None:
+        _check_readers(text, plan)
+    residual, streams = residual_form(text)
+    states = [
+        layer_states(text.per_layer_config[layer], layer_type, layer) for layer, layer_type in enumerate(layer_types)
+    ]
+    layers = (s if plan.attends(i) or not s.keys else LayerStates("no attention") for i, s in enumerate(states))
+    return {
+        "type": config.model_type,
+        "plan": plan,
+        "layers": tuple(layers),
+        "residual": residual,
+        "streams": streams,
+        "methods": tuple(method.name() for method in field(text, "methods", default=())),
+        "caches": _caches(config, text),
+        "dtype": str(text.dtype or config.dtype or "bfloat16").removeprefix("torch."),
+    }
+
+
+def _caches(config: Any, text: Any) -> bool:
+    """Return whether a config's model keeps a cache, by its class or its model type."""
+    types = {config.model_type, text.model_type}
+    if types & ENCODERS and not field(text, "is_decoder", default=False):
+        return False
+    classes = config.architectures or ()
+    if classes and not any(name.endswith(CAUSAL) for name in classes):  # another head, or none, on a decoder or encoder
+        bidirectional = field(text, "use_bidirectional_attention") is True
+        if bidirectional or any(word in name for name in classes for word in NOT_CAUSAL) or not types & DECODERS:
+            return False
+    return field(text, "use_cache", "layer_types") is not None
+
+
+def _check(config: Any, text: Any) -> None:
+    """Refuse a config that does not describe a stack of Transformer layers, or has impossible values."""
+    if config.is_encoder_decoder:
+        raise ValueError(f"{config.model_type} is an encoder-decoder; only decoders and encoders are supported")
+    layers = field(text, "num_hidden_layers")
+    check_layers({"num_hidden_layers": layers})
+    first = text if layers is None else text.per_layer_config[0]  # layers may differ
+    needed: list[str] = list(NEEDED)
+    if layers is None or not set(layer_types_of(text)) <= set(NO_KV_CACHE):
+        needed.insert(1, "num_attention_heads")
+    missing = [name for name in needed if field(first, name) is None]
+    if missing:
+        raise ValueError(
+            f"the config of {config.model_type} has no {', '.join(missing)}, so it does not describe a language "
+            "model with attention"
+        )
+    for name in needed:
+        int_field(first, 0, name)
+
+
+def _check_readers(config: PreTrainedConfig, plan: DepthPlan) -> None:
+    """Refuse a plan in which others store nothing than in transformers' cache."""
+    reading = {layer for layer, source in enumerate(plan.keys) if source not in (layer, None)}
+    reusing = layers_without_cache(config)
+    if reusing != reading:
+        raise ValueError(
+            f"layers {sorted(reusing)} of {config.model_type} reuse a cache, but no known field says whose"
+        )

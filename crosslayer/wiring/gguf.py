@@ -8,9 +8,8 @@ import math
 import re
 import struct
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, BinaryIO
-
-from crosslayer.wiring.plain_config import GgufConfig, PlainConfig
 
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # type → struct
 STRING, ARRAY = 8, 9
@@ -27,6 +26,16 @@ GEMMA_3N_OWN = 20  # layers with keys and values of their own, in Gemma 3n
 OTHERS = {"adapter": "a LoRA adapter", "imatrix": "an importance matrix", "mmproj": "a projector"}
 OTHERS["clip"] = OTHERS["mmproj"]
 UNREAD = ("rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7", "falcon-h1", "t5", "t5encoder", "deepseek4")
+
+
+class GgufConfig(SimpleNamespace):
+    """The config in the metadata of a GGUF file, by the names that transformers gives its fields."""
+
+    is_encoder_decoder = False
+
+    def get_text_config(self, decoder: bool = False) -> "GgufConfig":
+        """Return the config of the language model, as transformers' configs do."""
+        return self
 
 
 def gguf_config(file: Path) -> tuple[GgufConfig, int, int]:
@@ -198,6 +207,7 @@ def _config(architecture: str, values: dict[str, Any], name: str) -> GgufConfig:
                 "attention_chunk_size": windows[layer],
             }
         )
+    causal = values.get("attention.causal", True) is not False
     own_kv = GEMMA_3N_OWN if architecture == "gemma3n" else layers - whole("attention.shared_kv_layers", 0)
     fields = {
         "model_type": architecture,
@@ -205,7 +215,8 @@ def _config(architecture: str, values: dict[str, Any], name: str) -> GgufConfig:
         "hidden_size": width,
         "num_attention_heads": max(heads) or None,
         "vocab_size": 1,  # a GGUF file's model is a language model
-        "masked": not values.get("attention.causal", True),
+        "architectures": None if causal else ["Encoder"],
+        "is_decoder": causal,
         "layer_types": _layer_types(architecture, values, kv_heads, windows),
         "num_kv_shared_layers": max(0, layers - own_kv),
         "conv_L_cache": values.get("shortconv.l_cache"),
@@ -217,7 +228,7 @@ def _config(architecture: str, values: dict[str, Any], name: str) -> GgufConfig:
         "mamba_expand": whole("ssm.inner_size", 0) / width,
         "dtype": "float16",
     }
-    return GgufConfig(fields, layers=[PlainConfig({**fields, **one}) for one in own])
+    return GgufConfig(**fields, per_layer_config=[GgufConfig(**{**fields, **one}) for one in own])
 
 
 def _windows(architecture: str, values: dict[str, Any], layers: int, name: str) -> list[int | None]:

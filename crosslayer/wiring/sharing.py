@@ -3,13 +3,13 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from crosslayer.core.decoder.families import model_types
+from crosslayer.core.method import Method
+from crosslayer.core.methods import load_method, method_class, to_entry
 from crosslayer.wiring.result import ModelPlan, Sharing
 from crosslayer.wiring.states import LayerStates
-
-if TYPE_CHECKING:
-    from crosslayer.core.method import Method
 
 
 def share(plan: ModelPlan, entries: Sequence[Any]) -> tuple[Sharing, ...]:
@@ -21,8 +21,6 @@ def share(plan: ModelPlan, entries: Sequence[Any]) -> tuple[Sharing, ...]:
         ValueError: a method is unknown, or the only one is not possible.
 
     """
-    from crosslayer.core.methods import to_entry
-
     shared = []
     for entry in entries:
         method = _method(entry, len(plan.layers))
@@ -36,7 +34,7 @@ def share(plan: ModelPlan, entries: Sequence[Any]) -> tuple[Sharing, ...]:
     return tuple(shared)
 
 
-def _with(plan: ModelPlan, method: "Method") -> ModelPlan:
+def _with(plan: ModelPlan, method: Method) -> ModelPlan:
     """Return the plan of a model with a method.
 
     Raises:
@@ -75,9 +73,7 @@ def _with(plan: ModelPlan, method: "Method") -> ModelPlan:
     return replace(plan, plan=merged, layers=tuple(kept), methods=(*plan.methods, method.name()), shared=())
 
 
-def _method(entry: Any, layers: int) -> "Method":
-    from crosslayer.core.methods import load_method, method_class
-
+def _method(entry: Any, layers: int) -> Method:
     if isinstance(entry, str) and entry.lstrip().startswith("{"):
         try:
             entry = json.loads(entry)
@@ -88,11 +84,8 @@ def _method(entry: Any, layers: int) -> "Method":
     return load_method(dict(entry) if isinstance(entry, Mapping) else entry)
 
 
-def _in_pretrained(method: "Method", plan: ModelPlan) -> str:
+def _in_pretrained(method: Method, plan: ModelPlan) -> str:
     """Return whether a pretrained model of this type can be converted, in words."""
-    from crosslayer.core.decoder.families import model_types
-    from crosslayer.core.method import Method
-
     if type(method).from_groups.__func__ is Method.from_groups.__func__:  # type: ignore[attr-defined]
         return "no, only trained from scratch"
     if plan.type not in model_types():

@@ -5,11 +5,13 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from crosslayer.models.checks import check_layers
+from huggingface_hub import HfApi, hf_hub_download
+from huggingface_hub.errors import HfHubHTTPError
+
+from crosslayer.hub import hub_source, is_hub_name
 from crosslayer.models.embedded import EMBEDDED, embedded_files
-from crosslayer.wiring.blocks import DECILM, block_config
+from crosslayer.wiring.config_class import class_config
 from crosslayer.wiring.gguf import gguf_config, not_a_model, read_header
-from crosslayer.wiring.plain_config import plain_config
 
 STDIN = "-"
 LARGEST = 2**26  # bytes of a config.json
@@ -18,12 +20,11 @@ ALTERNATIVES = f"use a hub name, a folder, a config.json, a .gguf file, - for st
 
 
 class Source(NamedTuple):
-    """A config, transformers' own or one with the same fields, the size of its weights, and config.json's fields."""
+    """A config, transformers' own or a GGUF file's with the same fields, and the size of its weights."""
 
     config: Any
     weights_bytes: int | None = None
     parameters: int | None = None
-    values: dict[str, Any] | None = None
 
 
 def read_source(name: str, like: str | None = None) -> Source:
@@ -74,8 +75,6 @@ def _weights_bytes(folder: Path) -> int | None:
 
 
 def _hub(name: str, like: str | None) -> Source:
-    from crosslayer.hub import hub_source, is_hub_name
-
     if not is_hub_name(name):
         raise ValueError(f"{name!r} does not exist; {ALTERNATIVES}")
     try:
@@ -84,17 +83,12 @@ def _hub(name: str, like: str | None) -> Source:
         raise ValueError(f"{error}; {ALTERNATIVES}") from error
     if source != name:  # the hub is away, and the cache has the model
         return _folder(Path(source), name, like)
-    from huggingface_hub import hf_hub_download
-
     file = Path(hf_hub_download(name, "config.json"))
     return _source(_text(file), name, like, _hub_weights_bytes(name))
 
 
 def _hub_weights_bytes(name: str) -> int | None:
     """Return the bytes of a hub model's weights, None if the hub does not know them."""
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError
-
     bits = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16, "I64": 64, "I32": 32, "I16": 16}  # all others have 8
     try:
         info = HfApi().model_info(name, expand=["safetensors"], timeout=5).safetensors
@@ -123,18 +117,4 @@ def _source(text: str, name: str, like: str | None, weights_bytes: int | None = 
     values = _parsed(text, name)
     if like is not None:
         values["model_type"] = like
-    return Source(_config(values, name), weights_bytes, values=values)
-
-
-def _config(values: dict[str, Any], name: str) -> Any:
-    model_type = values.get("model_type")
-    if not isinstance(model_type, str):
-        raise ValueError(f"{name!r} is no config of a model: it has no model_type; try --like TYPE")
-    for part in (values, *(part for part in values.values() if isinstance(part, dict))):
-        check_layers(part.get("num_hidden_layers"))  # before a config makes lists of this length
-    config = block_config(values) if model_type == DECILM else plain_config(values)
-    if config is not None:
-        return config
-    from crosslayer.wiring.transformers_config import transformers_config
-
-    return transformers_config(values, name)
+    return Source(class_config(values, name), weights_bytes)

@@ -21,7 +21,7 @@ from crosslayer.core.transformers_versions import CACHE, EMPTY_LAYER
 from crosslayer.probe.intercept import intercepted
 from crosslayer.testing.tiny import TOLERANCE, build, config_of, tokens
 from crosslayer.wiring.kv_bits import KvBits, groups, parse_kv_bits, stored_bytes, token_bytes
-from crosslayer.wiring.read import read_plan
+from crosslayer.wiring.read import model_plan
 from tests.helpers.quantized import add_key_biases, shift_of
 from tests.helpers.smaller_caches import EAGER, PLANS, UNIATTN, attending_with
 from tests.helpers.tiny import tiny
@@ -363,7 +363,7 @@ def test_plan_refuses_what_the_cache_refuses():
 
 def test_layers_that_cache_images_are_not_quantised():
     """Mllama's image layers have caches of the same class as the others, which must not be rotated."""
-    plan = read_plan(AutoConfig.for_model("mllama"))
+    plan = model_plan(AutoConfig.for_model("mllama"))
     images = [layer for layer, states in enumerate(plan.layers) if states.mask == "images"]
     kinds = stored_kinds(plan, parse_kv_bits("4"))
     assert images and all(kinds[layer] is None for layer in images) and "int4" in kinds

@@ -54,6 +54,12 @@ def test_what_blocks_cannot_be(blocks, named, tmp_path):
         crosslayer.plan(tmp_path)
 
 
+def test_a_field_that_llama_does_not_read_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({**nemotron(block(8)), "use_cla": True}))
+    with pytest.raises(ValueError, match="use_cla"):
+        crosslayer.plan(tmp_path)
+
+
 @pytest.mark.parametrize("shape", ["without attention", "both", "without MLPs"])
 def test_a_folder_exported_here(shape, tmp_path, monkeypatch, capsys):
     model = ours(shape)

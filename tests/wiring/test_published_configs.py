@@ -1,12 +1,16 @@
 """Configs as they are published: older names, fields at the top level, fields that transformers' classes ignore."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import CONFIG_MAPPING
 
 import crosslayer
 from crosslayer.core.transformers_versions import CACHE
+from crosslayer.wiring.config_class import NAMES, SIZES
+from crosslayer.wiring.fields import DECODERS, ENCODERS
 from tests.cli.test_cli import run
 
 NEWEST = pytest.mark.skipif(CACHE != "cache", reason="the classes are those of the newest supported transformers")
@@ -66,6 +70,9 @@ COUNTED: dict[str, tuple[dict[str, Any], int, int]] = {  # fields → layers, by
     ),
     "a decoder without a head": ({**LLAMA, "architectures": ["LlamaModel"], "num_hidden_layers": 2}, 2, 8192),
     "older names of layer types": (GLM_DSA, 6, 2 * (6 * (512 + 64) + 3 * 128)),
+    "layers that differ": (
+        {**LLAMA, "num_hidden_layers": 3, "per_layer_config": {"1": {"num_key_value_heads": 2}}}, 3, 9216,
+    ),
     "MLA that is off": (
         {
             "model_type": "deepseek_v2", "hidden_size": 1280, "num_hidden_layers": 12, "num_attention_heads": 10,
@@ -103,6 +110,32 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {  # fields → what the line n
 }
 
 
+COMMON = (  # fields as the hub has them
+    ("llama", {"num_hidden_layers": 16, "num_key_value_heads": 8}),
+    ("mistral", {"sliding_window": None}),
+    ("qwen2", {"num_hidden_layers": 28, "use_sliding_window": False, "max_window_layers": 21, "sliding_window": 32768}),
+    ("qwen3", {"num_hidden_layers": 36, "max_window_layers": 36, "head_dim": 128, "num_key_value_heads": 8}),
+    ("qwen3_moe", {"num_hidden_layers": 48, "use_sliding_window": False, "sliding_window": 4096}),
+    ("gemma2", {"num_hidden_layers": 42, "sliding_window": 4096}),
+    ("gemma3_text", {"num_hidden_layers": 26, "sliding_window_pattern": 6, "sliding_window": 512}),
+    ("gemma3", {"text_config": {"num_hidden_layers": 34, "model_type": "gemma3_text"}}),
+    ("gemma4_text", {"num_hidden_layers": 3, "layer_types": ["sliding_attention"] * 2 + ["full_attention"]}),
+    ("gpt_oss", {"num_hidden_layers": 24}),
+    ("gpt2", {"n_layer": 24, "n_head": 16, "n_embd": 1024}),
+    ("phi3", {"sliding_window": 262144}),
+    ("deepseek_v3", {"kv_lora_rank": 512, "qk_rope_head_dim": 64}),
+    ("mamba2", {"num_hidden_layers": 24, "state_size": 64}),
+    ("jamba", {"num_hidden_layers": 16}),
+    ("qwen3_next", {"num_hidden_layers": 12}),
+    ("exaone", {"num_layers": 30}),
+    ("gpt2", {"num_hidden_layers": 3}),
+    ("qwen2_vl", {"text_config": {"num_hidden_layers": 28, "num_key_value_heads": 2}}),
+    ("llava", {"text_config": {"model_type": "mistral", "num_hidden_layers": 28}}),
+    ("glm_moe_dsa", {"num_hidden_layers": 2, "indexer_types": ["full", "shared"]}),
+)
+PUBLISHED = json.loads((Path(__file__).parents[1] / "helpers" / "published_configs.json").read_text())
+
+
 def written(tmp_path, fields):
     file = tmp_path / "config.json"
     file.write_text(json.dumps({"torch_dtype": "bfloat16", "vocab_size": 102_400, **fields}))
@@ -115,6 +148,21 @@ def test_what_the_file_says_is_counted(name, tmp_path):
     fields, layers, token = COUNTED[name]
     plan = crosslayer.plan(written(tmp_path, fields), length=1000)
     assert (len(plan.layers), plan.stored_bytes) == (layers, 1000 * token)
+
+
+@NEWEST
+@pytest.mark.parametrize("fields", [{"model_type": name, **fields} for name, fields in COMMON] + [*PUBLISHED.values()])
+def test_a_file_is_what_its_class_makes_of_it(fields, tmp_path):
+    plan = crosslayer.plan(written(tmp_path, fields))
+    config = CONFIG_MAPPING[fields["model_type"]].from_dict(json.loads((tmp_path / "config.json").read_text()))
+    assert (plan.layers, plan.plan) == (crosslayer.plan(config).layers, crosslayer.plan(config).plan)
+
+
+def test_all_names_of_sizes_are_known():
+    elsewhere = {"num_heads", "qk_rope_head_dim", "num_encoder_attention_heads"}  # of other parts, in other types
+    for model_type in (DECODERS | ENCODERS) & {*CONFIG_MAPPING}:
+        names = {other: size for size, other in CONFIG_MAPPING[model_type].attribute_map.items() if size in SIZES}
+        assert {other: NAMES.get(other) for other in names.keys() - elsewhere}.items() <= names.items(), model_type
 
 
 @NEWEST

@@ -241,7 +241,7 @@ def test_a_config_is_enough(monkeypatch, tmp_path, capsys):
 @needs("mistral_large4_text")
 def test_of_the_hub_nothing_but_the_config_is_needed(monkeypatch, tmp_path):
     config_of("mistral_large4_text").save_pretrained(tmp_path)
-    monkeypatch.setattr("crosslayer.hub.hub_source", lambda name: str(tmp_path))
+    monkeypatch.setattr("crosslayer.wiring.source.hub_source", lambda name: str(tmp_path))
     plan = crosslayer.plan("someone/something")
     assert plan.model == "someone/something" and plan.plan.keys == (0, 1, 1, 3, 3, 1)
 

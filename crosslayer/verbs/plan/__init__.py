@@ -1,4 +1,3 @@
 """Shows how large the KV cache is and which layers share it, from the config alone."""
 
 GROUP = "Inspect"
-NEEDS_TORCH = False

@@ -1,6 +1,7 @@
-"""A plan as a record."""
+"""What `crosslayer.plan` returns, and its record."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field
@@ -67,6 +68,19 @@ class PlanReport(Result):
     def headline(self) -> dict[str, Any]:
         """Return the numbers of the JSON line that the command prints last."""
         return self.figures
+
+
+class Plan(ModelPlan):
+    """The wiring of a model and the bytes of its cache, which can be saved as a page."""
+
+    def save(self, folder: str | Path, force: bool = False) -> Path:
+        """Write record.json, report.html and figures into a folder; return the page's path.
+
+        Raises:
+            ValueError: the folder exists and `force` is not set, or it cannot be written.
+
+        """
+        return report_of(self).save(folder, force)
 
 
 def report_of(plan: ModelPlan) -> PlanReport:

@@ -3,30 +3,28 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from crosslayer.verbs.plan.plan import Plan
-from crosslayer.wiring.dtypes import parse_bytes
-from crosslayer.wiring.read import read_plan
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
 
-if TYPE_CHECKING:
-    import torch
-    from transformers import PreTrainedConfig, PreTrainedModel
-
-    from crosslayer.core.methods import Entry
+from crosslayer.core.methods import Entry
+from crosslayer.verbs.plan.result import Plan
+from crosslayer.wiring.engines import parse_bytes
+from crosslayer.wiring.read import model_plan
+from crosslayer.wiring.sharing import share
 
 
 def plan(
-    model: "PreTrainedModel | PreTrainedConfig | str | Path",
+    model: PreTrainedModel | PreTrainedConfig | str | Path,
     *,
     length: Sequence[int] | int = (4096,),
     batch: int = 1,
-    dtype: "str | torch.dtype | None" = None,
+    dtype: str | torch.dtype | None = None,
     kv_dtype: str | None = None,
     engine: str | None = None,
     memory: str | None = None,
     like: str | None = None,
-    method: "Sequence[Entry] | None" = None,
+    method: Sequence[Entry] | None = None,
 ) -> Plan:
     """Show how large a model's KV cache is, which layers share keys and values, masks and residual stream.
 
@@ -52,10 +50,8 @@ def plan(
 
     """
     limit = None if memory is None else parse_bytes(memory, "`memory`")
-    read = read_plan(model, length, dtype, kv_dtype=kv_dtype, batch=batch, engine=engine, memory=limit, like=like)
+    read = model_plan(model, length, dtype, kv_dtype=kv_dtype, batch=batch, engine=engine, memory=limit, like=like)
     result = Plan(**vars(read))
     if not method:
         return result
-    from crosslayer.wiring.sharing import share
-
     return replace(result, shared=share(read, [method] if isinstance(method, str | Mapping | type) else method))

@@ -4,7 +4,7 @@ from crosslayer.codec.format import OtherFormat, check_hash, read_header
 from crosslayer.codec.store import Files, prune
 from crosslayer.output.progress import progress
 from crosslayer.verbs.store.result import Stored
-from crosslayer.wiring.dtypes import parse_bytes
+from crosslayer.wiring.engines import parse_bytes
 
 
 def store(url: str, *, verify: bool = True, limit: str | None = None, remove_damaged: bool = False) -> Stored:

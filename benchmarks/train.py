@@ -24,9 +24,9 @@ from crosslayer.core.decoder import CrossLayerConfig, CrossLayerForCausalLM
 from crosslayer.environment import environment
 from crosslayer.stats.ratios import paired_ratio
 from crosslayer.training.arguments import training_arguments
-from crosslayer.training.recipe import SchedulePart
-from crosslayer.verbs.train.initialise import initialise
-from crosslayer.verbs.train.trainer import CrossLayerTrainer
+from crosslayer.training.initialise import initialise
+from crosslayer.training.recipe_parts import SchedulePart
+from crosslayer.training.trainer import CrossLayerTrainer
 
 SHAPE = {
     "vocab_size": 8192, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8,

@@ -12,8 +12,8 @@ from crosslayer.corpus.documents import TextSource, load_documents
 from crosslayer.extras import check_extra, install
 from crosslayer.models import embedded
 from crosslayer.training.arguments import training_arguments
-from crosslayer.verbs.heal.recipe import StagePart
-from crosslayer.verbs.heal.stages import check_parameters
+from crosslayer.training.recipe_parts import StagePart
+from crosslayer.training.stages import check_parameters
 
 ROOT = Path(__file__).parent.parent
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]

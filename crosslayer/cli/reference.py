@@ -1,7 +1,7 @@
 """The pages of reference that follow from the code: the options of every command, and the keys of recipes.
 
 `python -m crosslayer.cli.reference docs/reference/commands.md docs/reference/recipes.md` writes the first as a whole,
-and into any other page the tables of the recipes that come with the package, of the keys of training and of healing.
+and into any other page the tables of the recipes that come with the package, and of the keys of a recipe.
 """
 
 import itertools
@@ -73,17 +73,10 @@ def shipped_table() -> str:
 
 
 def recipe_tables() -> list[str]:
-    """Return the tables of the shipped recipes, and of the keys of a recipe of training and of healing."""
-    from crosslayer.training.recipe import Recipe
-    from crosslayer.verbs.heal.recipe import HealRecipe  # here: imports torch, and tables of options need it not
+    """Return the tables of the shipped recipes, and of the keys of a recipe."""
+    from crosslayer.training.recipe import Recipe  # here: imports torch, and tables of options need it not
 
-    training, healing = list(_keys(Recipe)), list(_keys(HealRecipe))
-    known = {(key.rpartition(".")[2], *rest) for key, *rest in training}
-    short = [
-        (key, default, "As in training." if (key.rpartition(".")[2], default, text) in known else text)
-        for key, default, text in healing
-    ]
-    return [shipped_table(), *(KEYS + _lines(rows) for rows in (training, short))]
+    return [shipped_table(), KEYS + _lines(_keys(Recipe))]
 
 
 def _keys(part: Any, prefix: str = "") -> Iterator[Row]:

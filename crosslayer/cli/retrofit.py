@@ -40,13 +40,13 @@ def then(model: str, out: str, json: bool, sweep: Any, *, heal: str | None = Non
 
     """
     from crosslayer.cli import command, declared
-    from crosslayer.verbs.heal.recipe import load_heal_recipe
+    from crosslayer.training.recipe import given_recipe
 
     if heal is None:
         return None
     if sweep:
         raise ValueError("`heal` has no effect with `sweep`, which saves no model; remove one of them")
-    load_heal_recipe(heal)
+    given_recipe(heal, (), stages=True)
     healed = Path(out).with_name(f"{Path(out).name}-healed")
     if healed.exists():
         raise ValueError(f"the folder {healed.name!r}, for the healed model, exists; remove it or choose another `out`")

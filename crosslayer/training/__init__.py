@@ -1,1 +1,1 @@
-"""Training from a recipe: text, shards, schedules, checkpoints and records that `train`, `heal` and `compare` share."""
+"""Training by a recipe, as `train`, `heal` and `compare` do it: text, stages, trainer, checkpoints and records."""

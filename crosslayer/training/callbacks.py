@@ -129,6 +129,21 @@ class Interruption(TrainerCallback):
             control.should_save = control.should_training_stop = True
 
 
+class LastStep(TrainerCallback):
+    """Skips checkpoint and evaluation of the last step of a stage, whose model is written and measured next.
+
+    If the run is interrupted in that step, the checkpoint is kept.
+    """
+
+    def __init__(self, interruption: Interruption):
+        self.interruption = interruption
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Override the decisions of Trainer."""
+        if state.global_step >= state.max_steps:
+            control.should_save, control.should_evaluate = self.interruption.pressed, False
+
+
 @contextlib.contextmanager
 def resumable(folder: Path) -> Iterator[None]:
     """Make the message of an interrupted command name the checkpoint from which the run can be resumed."""

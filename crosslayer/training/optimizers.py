@@ -16,7 +16,7 @@ from torch.optim import AdamW, Muon, Optimizer
 from transformers import TrainingArguments
 
 from crosslayer.core.method import HeadMixer, Residual, StateReader
-from crosslayer.training.recipe import OptimizerPart
+from crosslayer.training.recipe_parts import OptimizerPart
 
 Groups = list[dict[str, Any]]
 

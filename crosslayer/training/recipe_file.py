@@ -1,10 +1,9 @@
-"""Reads recipes: YAML 1.2 files that extend one another, overridden key by key; an error is one line with its source.
+"""Reads recipes: YAML 1.2 files that extend one another, overridden key by key; an error is one line with its key.
 
 Files may be untrusted. `yes`, dates and octal digits are text, 3e-4 is a number; tags, aliases and duplicate keys are
-refused.
+refused. OmegaConf would read `off` as false and 010 as 8, and merge the options of different methods.
 """
 
-import copy
 import difflib
 import json
 import math
@@ -13,10 +12,18 @@ import re
 import reprlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, GetPydanticSchema, ValidationError, with_config
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    GetPydanticSchema,
+    ValidationError,
+    model_validator,
+    with_config,
+)
 from typing_extensions import TypedDict  # pydantic does not support that of Python 3.11
 
 SHIPPED = Path(__file__).parents[1] / "recipes"  # comes with the package
@@ -27,20 +34,26 @@ AnyRecipe = TypeVar("AnyRecipe", bound=BaseModel)
 Keys = tuple[Any, ...]  # of mappings and lists, from the top
 
 
-class Source(NamedTuple):
-    """A file or an override, the values that it sets, and the text of a file."""
-
-    name: str
-    values: dict[str, Any]
-    text: str = ""
-
-
 class WrongKey(ValueError):
     """An error at a key of a mapping."""
 
     def __init__(self, key: str, message: str):
         super().__init__(f"{key}: {message}")
         self.key, self.message = key, message
+
+
+class Part(BaseModel):
+    """A section of a recipe: frozen, and without unknown keys; `moved` has keys of earlier releases, and what to do."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+    moved: ClassVar[dict[str, str]] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, values: Any) -> Any:
+        return only_keys(cls.model_fields, cls.moved)(values)
 
 
 def read_recipe(recipe_class: type[AnyRecipe], path: str | Path, settings: Sequence[str] = ()) -> AnyRecipe:
@@ -51,76 +64,49 @@ def read_recipe(recipe_class: type[AnyRecipe], path: str | Path, settings: Seque
     "train.learning_rate=3e-4", override single keys. A name is not inherited; the default is the file's stem.
 
     Raises:
-        ValueError: the recipe is wrong; one line "key: must be X, got Y (file, line N)".
+        ValueError: the recipe is wrong; one line "key: must be X, got Y (file)".
 
     """
-    sources = _files(_file(Path(path), str(path)), ())
-    values: dict[str, Any] = {"name": Path(path).stem}
-    for source in sources:
-        values = _merged(values, source.values)
-    values = copy.deepcopy(values)  # overrides must not change the sources
+    values = {"name": Path(path).stem, **_read_file(_file(Path(path), str(path)), ())}
     for setting in settings:
-        sources.append(_apply(values, " ".join(setting.split())))
+        _apply(values, " ".join(setting.split()))
     try:
         return recipe_class.model_validate(values)
     except ValidationError as error:
-        by_keys: dict[Keys, list[Any]] = {}
-        for each in error.errors(include_url=False):
-            by_keys.setdefault(_input_keys(each, values), []).append(each)
-        first = next(iter(by_keys))
-        keys = max((keys for keys in by_keys if keys[: len(first)] == first), key=len)  # the likeliest of a union
-        raise ValueError(_line(by_keys[keys], keys, sources, values)) from None
+        raise ValueError(f"{_message(error, values)} ({path})") from None
 
 
-def _line(errors: Sequence[Any], keys: Keys, sources: Sequence[Source], values: Any) -> str:
-    """Write pydantic's errors of one value as a line: key: must be X, got Y (file, line N)."""
-    cause, missing = errors[0].get("ctx", {}).get("error"), errors[0]["type"] == "missing"
-    keys = (*keys, cause.key) if isinstance(cause, WrongKey) else keys
-    if missing:
+def _message(error: ValidationError, values: Any) -> str:
+    """Write pydantic's errors of the first wrong value as key: must be X, got Y."""
+    by_keys: dict[Keys, list[Any]] = {}
+    for each in error.errors(include_url=False):
+        keys = _present(each["loc"], values)
+        by_keys.setdefault((*keys, each["loc"][-1]) if each["type"] == "missing" else keys, []).append(each)
+    first = next(iter(by_keys))
+    keys = max((keys for keys in by_keys if keys[: len(first)] == first), key=len)  # the likeliest of a union
+    errors = by_keys[keys]
+    cause = errors[0].get("ctx", {}).get("error")
+    if errors[0]["type"] == "missing":
         message = "missing" + (f"; for example {keys[-1]}: {EXAMPLES[keys[-1]]}" if keys[-1] in EXAMPLES else "")
+    elif isinstance(cause, WrongKey):
+        keys, message = (*keys, cause.key), cause.message
     elif cause is not None:
-        message = cause.message if isinstance(cause, WrongKey) else str(cause)
+        message = str(cause)
     else:
         value = "null" if errors[0]["input"] is None else reprlib.repr(errors[0]["input"])
         rules = dict.fromkeys(SHOULD.sub("", each["msg"]) for each in errors)
         message = f"{'must ' if SHOULD.match(errors[0]['msg']) else ''}{' or '.join(rules)}, got {value}"
-    written = _present(keys, values)
-    source = _source_of(sources, written) if written else next(each for each in reversed(sources) if each.text)
     name = ".".join(key if key.isprintable() else ascii(key) for key in map(str, keys))
-    return f"{name}{': ' if name else ''}{message} ({source.name}{_line_number(source.text, written)})"
-
-
-def _line_number(text: str, keys: Keys) -> str:
-    """Return ", line N" of the key in the text of a file, or of the deepest mapping around it; "" if there is none."""
-    node, line = yaml.compose(text, _Core) if text and keys else None, ""
-    for key in keys:
-        if isinstance(node, yaml.MappingNode):
-            pairs = {name.value: (name, value) for name, value in node.value}
-            here, node = pairs.get(key, (None, None))
-        else:
-            items = node.value if isinstance(node, yaml.SequenceNode) else []
-            here = node = items[key] if isinstance(key, int) and key < len(items) else None
-        line = f", line {here.start_mark.line + 1}" if here is not None else line
-    return line
-
-
-def _input_keys(error: Any, values: Any) -> Keys:
-    """Return the keys of the input that lead to an error, without those that pydantic adds for members of a union."""
-    keys = _present(error["loc"], values)
-    return (*keys, error["loc"][-1]) if error["type"] == "missing" else keys
+    return f"{name}{': ' if name else ''}{message}"
 
 
 def _present(keys: Keys, values: Any) -> Keys:
-    """Return the keys that lead into the values, without others between or after them."""
+    """Return the keys that lead into the values, without those that pydantic adds for members of a union."""
     present: Keys = ()
     for key in keys:
-        if key in _children(values):
+        if key in (values if isinstance(values, dict) else range(len(values)) if isinstance(values, list) else ()):
             present, values = (*present, key), values[key]
     return present
-
-
-def _children(values: Any) -> Collection[Any]:
-    return values if isinstance(values, dict) else range(len(values)) if isinstance(values, list) else ()
 
 
 def nearest(name: str, names: Sequence[str]) -> str:
@@ -172,8 +158,8 @@ def _file(path: Path, name: str) -> Path:
     return shipped[0] if shipped and not path.is_file() else path
 
 
-def _files(path: Path, above: tuple[Path, ...]) -> list[Source]:
-    """Read a file and those that it extends, the base first; `above` are the files that extend it."""
+def _read_file(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
+    """Return the values of a file over those of the one that it extends; `above` are the files that extend it."""
     if path.resolve() in [reader.resolve() for reader in above]:
         circle = " → ".join(each.name for each in (*above, path))
         raise ValueError(f"extends: must not form a circle, got {circle} ({above[-1]})")
@@ -187,10 +173,9 @@ def _files(path: Path, above: tuple[Path, ...]) -> list[Source]:
     if size > LARGEST:
         raise ValueError(f"a recipe must have at most {LARGEST:,} bytes, got {size:,} ({path})")
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        values = parse_value(path.read_text(encoding="utf-8-sig"), str(path))
     except UnicodeDecodeError:
         raise ValueError(f"a recipe must be UTF-8 text ({path})") from None
-    values = parse_value(text, str(path))
     if not isinstance(values, dict):
         content = "an empty file" if values is None else f"a {type(values).__name__}"
         raise ValueError(
@@ -198,13 +183,12 @@ def _files(path: Path, above: tuple[Path, ...]) -> list[Source]:
         )
     base = values.pop("extends", None)
     if base is None:
-        return [Source(str(path), values, text)]
+        return values
     if not isinstance(base, str):
         raise ValueError(f"extends: must be a file or the name of a shipped recipe, got {base!r} ({path})")
-    below = _files(_file(Path(os.path.normpath(path.parent / base)), base), (*above, path))
-    for source in below:
-        source.values.pop("name", None)
-    return [*below, Source(str(path), values, text)]
+    under = _read_file(_file(Path(os.path.normpath(path.parent / base)), base), (*above, path))
+    under.pop("name", None)
+    return _merged(under, values)
 
 
 def _merged(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
@@ -215,47 +199,27 @@ def _merged(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _apply(values: dict[str, Any], setting: str) -> Source:
-    """Override a key of the values, and return the override as a source."""
-    option = f"--set {setting}"
+def _apply(values: dict[str, Any], setting: str) -> None:
+    """Override a key of the values."""
     name, equals, text = setting.partition("=")
     names = name.strip().split(".")
     if not equals or not all(names):
         raise ValueError(f"--set must be key=value, got {setting!r}; for example train.learning_rate=3e-4")
     parent: Any = values
-    keys: list[Any] = []
-    for key in names:
-        if keys:
-            parent = parent[keys[-1]]
-        above = ".".join(names[: len(keys)])
+    for number, key in enumerate(names):
+        above: str = ".".join(names[:number])
+        index: Any = key
         if isinstance(parent, list):
             if not key.isdecimal() or int(key) >= len(parent):
-                raise ValueError(f"{above}: index must be 0 to {len(parent) - 1}, got {key!r} ({option})")
-            keys.append(int(key))
-        elif isinstance(parent, dict):
-            keys.append(key)
-            if len(keys) < len(names) and parent.get(key) is None:
-                parent[key] = {}
-        else:
-            raise ValueError(f"{above}: must be a mapping to have the key {key!r}, got {parent!r} ({option})")
-    value = parent[keys[-1]] = parse_value(text, option)
-    for key in reversed(keys):
-        value = {key: value}
-    return Source(option, value)
-
-
-def _source_of(sources: Sequence[Source], keys: Keys) -> Source:
-    """Return the last of the sources that set the value, or if none does, the deepest mapping around it."""
-
-    def depth(source: Source) -> int:
-        values: Any = source.values
-        for number, key in enumerate(keys):
-            if key not in _children(values):
-                return number
-            values = values[key]
-        return len(keys)
-
-    return max(reversed(sources), key=depth)
+                raise ValueError(f"{above}: index must be 0 to {len(parent) - 1}, got {key!r} (--set {setting})")
+            index = int(key)
+        elif not isinstance(parent, dict):
+            raise ValueError(f"{above}: must be a mapping to have the key {key!r}, got {parent!r} (--set {setting})")
+        if number == len(names) - 1:
+            parent[index] = parse_value(text, f"--set {setting}")
+        elif isinstance(parent, dict) and parent.get(key) is None:
+            parent[key] = {}
+        parent = parent[index]
 
 
 def parse_value(text: str, source: str) -> Any:

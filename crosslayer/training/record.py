@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from statistics import fmean
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -70,6 +70,28 @@ def training_seconds(history: Sequence[Mapping[str, Any]]) -> float:
             seconds += (entry["tokens"] - tokens) / entry["tokens_per_second"]
             tokens = entry["tokens"]
     return seconds
+
+
+class StageRun(Frozen):
+    """The training of a stage."""
+
+    parameters: Literal["compensation", "all", "lora"]
+    trained: int = Field(ge=1, description="number of trained parameters")
+    steps: int = Field(ge=1)
+    planned: int = Field(ge=1, description="steps of the schedule; more than `steps` where it ended early")
+    tokens: int = Field(ge=1, description="training tokens, with padding")
+    seconds: float = Field(ge=0, description="of training steps only")
+    curve: Curve
+
+
+class Outcome(Frozen):
+    """The outcome of a stage: its training run, or why it was skipped, or why it stopped before its end."""
+
+    run: StageRun | None = None
+    skipped: str | None = Field(default=None, description="why the stage was skipped")
+    stopped: str | None = Field(
+        default=None, description="why training failed; the figures are those of the state before"
+    )
 
 
 class Validation(Frozen):

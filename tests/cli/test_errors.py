@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 
 from crosslayer import cli
 from crosslayer.cli.errors import INTERNAL_ERROR, USER_ERROR, explain
-from crosslayer.verbs.train.trainer import TrainingStopped
+from crosslayer.training.trainer import TrainingStopped
 from tests.cli.test_cli import run
 from tests.helpers.text import WORDS, tokenizer
 from tests.helpers.tiny import tiny

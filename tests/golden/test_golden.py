@@ -19,6 +19,7 @@ LEFT = {
     # it follows from the pairs; a configuration is a scope, in words; `measure` judges quantized caches
     "bench": r"interval_coverage|rows\.0\.(context|batch)|rows\.0\.quantised\..*",
     "compare": r"runs\.\d+\.length",  # only trends over lengths used it
+    "heal": r"recipe\.objective\.hidden",  # a recipe is written without it where it is 0
 }
 MODELS = [
     (r"(?:models\.)?candidate\.(layers|parameters)", r"candidates.0.model.\1"),
@@ -67,13 +68,14 @@ MOVED = {
         (r"(rows\..)\.paired\.items_for_a_point", r"\1.details.items_for_a_point"),
         *ENDS,
     ],
-    **dict.fromkeys((*RETROFITS, "heal"), DAMAGE),
+    **dict.fromkeys(RETROFITS, DAMAGE),
+    "heal": [*DAMAGE, (r"recipe\.eval\.(.*)", r"recipe.judge.\1")],
 }
 # what an `Estimate` says beside them, and which windows were used
 NEW = {
     **dict.fromkeys(("compare", "evaluate"), r".*\.change\.(n|none)"),
     **dict.fromkeys(RETROFITS, r"windows\..*|.*\.none|(.*gain|alternatives.*|choice.*)\.kl\.n|.*(?<!\.kl)\.n"),
-    "heal": r".*\.none|.*(?<!\.kl)\.n",
+    "heal": r".*\.none|.*(?<!\.kl)\.n|recipe\.(eval\..*|save_minutes)",  # keys that training has
     # bytes in 16 bits, and rows of times, which were fields of names that say so
     "bench": r"rows\.[0-2]\.(original|value|change\.(n|none|low|high))|rows\.[3-9]\..*",
     "needles": r"rows\..*",

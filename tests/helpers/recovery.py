@@ -22,7 +22,7 @@ RECIPE = {
         },
         {"parameters": "all", "schedule": {"steps": 5, "warmup": 1, "minimum": 0}, "train": {"learning_rate": 1e-3}},
     ],
-    "eval": {"domains": ["web", "code"], "windows": 32, "length": 24, "held_out": 2},
+    "judge": {"domains": ["web", "code"], "windows": 32, "length": 24, "held_out": 2},
 }
 RETROFITS = {
     "fitted": {"method": "uniattn", "layers": "2-3", "compensation": "lstsq", "calibration": 32},

@@ -11,9 +11,9 @@ from transformers import TrainerCallback
 from crosslayer.core.decoder import CrossLayerForCausalLM
 from crosslayer.testing import tiny as contract
 from crosslayer.training.arguments import training_arguments
-from crosslayer.training.recipe import SchedulePart
-from crosslayer.verbs.train.initialise import initialise
-from crosslayer.verbs.train.trainer import CrossLayerTrainer
+from crosslayer.training.initialise import initialise
+from crosslayer.training.recipe_parts import SchedulePart
+from crosslayer.training.trainer import CrossLayerTrainer
 
 LENGTH = 12
 STEPS = 8

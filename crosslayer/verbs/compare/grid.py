@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from crosslayer.core.methods import load_methods, method_class, to_entry
-from crosslayer.training.recipe import Recipe, load_recipe
+from crosslayer.training.recipe import Recipe, given_recipe, load_recipe
 from crosslayer.training.recipe_file import nearest, parse_value
 from crosslayer.verbs.compare.record import Budget, Configuration, Variant
 
@@ -195,8 +195,9 @@ def read_grid(
         for number, value in enumerate(varied[key]):
             if value in varied[key][:number]:
                 raise ValueError(f"`vary` must name each value once, got {value!r} twice in {text!r}")
-    heads = load_recipe(path, overrides).model.shape.get(HEADS)
-    return Grid(Path(path), tuple(overrides), tuple(read_methods(methods, heads)), seeds, varied)
+    model = given_recipe(path, overrides, stages=False).model
+    assert model is not None
+    return Grid(Path(path), tuple(overrides), tuple(read_methods(methods, model.shape.get(HEADS))), seeds, varied)
 
 
 def _key(configuration: Configuration, variant: Variant) -> str:

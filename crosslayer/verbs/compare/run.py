@@ -16,6 +16,7 @@ from typing import Any
 from crosslayer.output.folder import check_target, held, write_whole
 from crosslayer.output.progress import Silent, metered_by, prefixed, progress
 from crosslayer.training.recipe import Recipe, load_recipe
+from crosslayer.training.trainer import TrainingStopped
 from crosslayer.verbs.compare.budget import SHORT, STATE, State, Stopped, measured, read_budget, read_state
 from crosslayer.verbs.compare.grid import Cell, Grid, pick_baseline, read_grid
 from crosslayer.verbs.compare.laws import laws
@@ -35,7 +36,6 @@ from crosslayer.verbs.compare.record import Budget
 from crosslayer.verbs.compare.result import Comparison
 from crosslayer.verbs.train.result import TrainingRun
 from crosslayer.verbs.train.run import train
-from crosslayer.verbs.train.trainer import TrainingStopped
 
 SEEDS = 3
 

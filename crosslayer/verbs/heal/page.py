@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 from crosslayer.output.chart import same_scale
 from crosslayer.output.page import Page, Table
 from crosslayer.output.panel import QUIET, Line, Panel
 from crosslayer.stats.estimate import band
-from crosslayer.verbs.heal.early_stop import averages
-from crosslayer.verbs.heal.record import StageRun, State, Variant
+from crosslayer.training.early_stop import averages
+from crosslayer.verbs.heal.record import State
 from crosslayer.verbs.heal.result import Recovery
 from crosslayer.verbs.heal.sentences import (
     LOSSES,
@@ -21,7 +22,6 @@ from crosslayer.verbs.heal.sentences import (
     seen_label,
     sentences,
     share,
-    tokens_read,
 )
 
 SMOOTHING = 0.95
@@ -40,9 +40,7 @@ def layout(record: Recovery) -> Page:
         tables=[
             *([_order(record)] if count > 1 else []),
             *(_domain(record, number) for number in range(len(record.domains))),
-            _held_out(record),
-            _tokens(record),
-            _stages(record),
+            _training(record),
         ],
     )
 
@@ -116,44 +114,20 @@ def _domain(record: Recovery, number: int) -> Table:
     return f"{first.name} ({seen_label(record, first)}, {first.damage.kl.n} windows)", head, rows
 
 
-def _held_out(record: Recovery) -> Table:
-    domains = list(record.untrained_original.held_out)
-    rows = [
-        [name, state.name, *(f"{state.held_out[domain]:.4f}" for domain in domains)]
-        for name, _, state in _states(record)
-    ]
-    text = "responses" if record.objective == "response" else "training text"
-    return f"Loss on held-out {text} (nats/token)", ["retrofit", "state", *domains], rows
-
-
-def _tokens(record: Recovery) -> Table:
-    """Return how many tokens each model trained on; the original only those of the last stage."""
-    stages = [state.name for state in record.variants[0].states[1:]]
-    counts = [(variant.name, tokens_read(variant)) for variant in record.variants]
-    run = _original_run(record)
-    if run is not None:
-        counts.append((f"{record.original}, trained", [0] * (len(stages) - 1) + [run.tokens]))
-    rows = [
-        [name, *(f"{count:,}" if count else UNKNOWN for count in tokens), f"{sum(tokens):,}"] for name, tokens in counts
-    ]
-    return "Training tokens", ["model", *stages, "total"], rows
-
-
-def _original_run(record: Recovery) -> StageRun | None:
-    return None if record.trained_original is None else record.trained_original.run
-
-
-def _stages(record: Recovery) -> Table:
-    rows = []
+def _training(record: Recovery) -> Table:
+    """Return what each stage trained, and the loss of every state on held-out text."""
+    domains, rows = list(record.untrained_original.held_out), []
     for name, _, state in _states(record):
-        run = state.run
+        run, cells = state.run, [UNKNOWN] * 6
         if run is not None:
             smooth = averages(run.curve.losses, SMOOTHING)
-            counts = [f"{run.trained:,}", f"{run.steps:,} of {run.planned:,}", f"{run.tokens:,}"]
-            ends = [f"{smooth[0]:.3f}", f"{smooth[-1]:.3f}"]
-            rows.append([name, state.name, *counts, f"{run.seconds / 60:.1f}", *ends])
+            cells = [f"{run.trained:,}", f"{run.steps:,} of {run.planned:,}", f"{run.tokens:,}"]
+            cells += [f"{run.seconds / 60:.1f}", f"{smooth[0]:.3f}", f"{smooth[-1]:.3f}"]
+        rows.append([name, state.name, *cells, *(f"{state.held_out[domain]:.4f}" for domain in domains)])
+    text = "responses" if record.objective == "response" else "text"
     head = ["retrofit", "state", "parameters", "steps", "tokens", "minutes", "first loss", "last loss"]
-    return "Training (losses averaged as in the figures)", head, rows
+    title = "Training (losses in nats/token, first and last averaged as in the figures)"
+    return title, [*head, *(f"held-out {text}, {domain}" for domain in domains)], rows
 
 
 def _kl_panels(record: Recovery) -> list[Panel]:
@@ -167,8 +141,9 @@ def _kl_panels(record: Recovery) -> list[Panel]:
     for label in ("unseen", "seen"):
         if (label == "seen") not in seen:
             continue
-        number = seen.index(label == "seen")
-        lines = [_kl_line(variant, number) for variant in record.variants]
+        number, lines = seen.index(label == "seen"), []
+        for variant in record.variants:
+            lines.append(Line(variant.name, [*ticks], *band([one.domains[number].damage.kl for one in variant.states])))
         if record.trained_original is not None:
             value = record.trained_original.domains[number].damage.kl.value
             ends = [min(ticks), max(ticks)]
@@ -178,23 +153,18 @@ def _kl_panels(record: Recovery) -> list[Panel]:
     return same_scale(panels)
 
 
-def _kl_line(variant: Variant, domain: int) -> Line:
-    kl = [state.domains[domain].damage.kl for state in variant.states]
-    return Line(variant.name, [*map(float, range(len(kl)))], *band(kl))
-
-
 def _loss_panels(record: Recovery) -> list[Panel]:
-    loss = LOSSES[record.objective]
+    loss, last = LOSSES[record.objective], len(record.variants[0].states) - 1
     caption = f"{loss[0].upper()}{loss[1:]}; exponential moving average, β = {SMOOTHING}."
-    panels, last, trained = [], len(record.variants[0].states) - 1, f"{record.original}, trained"
+    panels = []
     for number in range(1, last + 1):
-        runs = {variant.name: variant.states[number].run for variant in record.variants}
-        if number == last:
-            runs[trained] = _original_run(record)
+        runs: list[Any] = [(variant.name, variant.states[number].run, None) for variant in record.variants]
+        if number == last and record.trained_original is not None:
+            runs.append((f"{record.original}, trained", record.trained_original.run, QUIET))
         lines = []
-        for name, run in runs.items():
+        for name, run, color in runs:
             if run is not None:
-                losses, color = averages(run.curve.losses, SMOOTHING), QUIET if name == trained else None
+                losses = averages(run.curve.losses, SMOOTHING)
                 lines.append(Line(name, [*map(float, run.curve.steps)], losses, color=color))
         if any(len(line.x) > 1 for line in lines):
             title = f"Training loss of stage {number}"

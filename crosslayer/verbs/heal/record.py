@@ -1,26 +1,12 @@
 """The contents of a recovery's `record.json`: losses and KL in nats/token, times in seconds."""
 
-from typing import Literal
-
 from pydantic import Field
 
 from crosslayer.judge.damage import Damage
 from crosslayer.judge.retrieval import Retrieval
 from crosslayer.output.record import Frozen
 from crosslayer.stats.estimate import Estimate
-from crosslayer.training.record import Curve
-
-
-class StageRun(Frozen):
-    """The training of a stage."""
-
-    parameters: Literal["compensation", "all", "lora"]
-    trained: int = Field(ge=1, description="number of trained parameters")
-    steps: int = Field(ge=1)
-    planned: int = Field(ge=1, description="steps of the schedule; more than `steps` where it ended early")
-    tokens: int = Field(ge=1, description="training tokens, with padding")
-    seconds: float = Field(ge=0, description="of training steps only")
-    curve: Curve
+from crosslayer.training.record import Outcome
 
 
 class DomainResult(Frozen):
@@ -40,15 +26,10 @@ class DomainResult(Frozen):
     )
 
 
-class State(Frozen):
+class State(Outcome):
     """A model before training or after a stage; `domains` has unseen ones first, in the same order for all states."""
 
     name: str
-    skipped: str | None = Field(default=None, description="why the stage was skipped")
-    stopped: str | None = Field(
-        default=None, description="why training failed; the figures are those of the state before"
-    )
-    run: StageRun | None = None
     domains: tuple[DomainResult, ...] = Field(min_length=1)
     all: DomainResult
     held_out: dict[str, float] = Field(description="loss of held-out rows of the training text, by domain")

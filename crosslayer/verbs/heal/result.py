@@ -12,11 +12,11 @@ from crosslayer.verbs.heal.record import Rank, State, Variant
 class Recovery(Result):
     """What `crosslayer.heal` returns."""
 
-    schema_: Literal["crosslayer/heal/6"] = Field(default="crosslayer/heal/6", alias="schema")
+    schema_: Literal["crosslayer/heal/7"] = Field(default="crosslayer/heal/7", alias="schema")
     name: str
     original: str
     recipe: dict[str, Any] = Field(description="the recipe with all defaults")
-    objective: Literal["text", "response", "distill"]
+    objective: Literal["next-token", "response", "distill"]
     reference: Literal["trained original", "original"]
     variants: tuple[Variant, ...] = Field(min_length=1)
     order: dict[str, tuple[Rank, ...]] = Field(

@@ -5,6 +5,7 @@ A healed model's folder is like a retrofit's: weights, tokenizer, card and manif
 """
 
 import hashlib
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,12 +21,11 @@ from crosslayer.output.folder import whole_folder
 from crosslayer.output.manifest import write_manifest
 from crosslayer.output.record import dumps
 from crosslayer.output.result import load_as
-from crosslayer.verbs.retrofit.card import model_card
 from crosslayer.verbs.retrofit.result import RetrofitReport
 
 EMBEDDING = "embed_tokens.weight"
 RESERVED_NAMES = ("original", "figures")  # in the folder of a recovery
-REPORT = "retrofit.json"
+REPORT, CARD = "retrofit.json", "README.md"
 UNTRAINED = "> `crosslayer heal` did not train this model: it is the retrofit described below.\n\n"
 HEALED = (
     "> `crosslayer heal` trained this model after the retrofit described below. The figures below are from before that "
@@ -137,12 +137,12 @@ def _check_config(name: str, original: PreTrainedConfig, retrofit: Retrofit) -> 
 def save_healed(source: Path, retrofit: Retrofit, target: Path, trained: bool) -> None:
     """Write the folder of a healed model, all of it or nothing, from a folder with its weights and tokenizer."""
     model, tokenizer = load_model(str(source), device="cpu")
+    card = retrofit.folder / CARD
+    header, _, body = (card.read_text(encoding="utf-8") if card.is_file() else "").partition("\n\n")
     with whole_folder(target) as partial:
         with quiet_transformers():
             model.save_pretrained(partial)
             tokenizer.save_pretrained(partial)
-        (partial / REPORT).write_text(dumps(retrofit.report.record()), encoding="utf-8")
-        header, _, body = model_card(retrofit.report).partition("\n\n")
-        note = HEALED if trained else UNTRAINED
-        (partial / "README.md").write_text(f"{header}\n\n{note}{body}", encoding="utf-8")
+        shutil.copyfile(retrofit.folder / "record.json", partial / REPORT)
+        (partial / CARD).write_text(f"{header}\n\n{HEALED if trained else UNTRAINED}{body}", encoding="utf-8")
         write_manifest(partial, model)

@@ -9,7 +9,7 @@ from crosslayer.verbs.heal.record import DomainResult, Rank, State, Variant
 from crosslayer.verbs.heal.result import Recovery
 
 LOSSES = {
-    "text": "the loss of all tokens",
+    "next-token": "the loss of all tokens",
     "response": "the loss of response tokens",
     "distill": "the KL to the original's predictions",
 }

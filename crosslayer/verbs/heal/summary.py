@@ -8,6 +8,7 @@ Shapes: N windows.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from crosslayer.judge.damage import damage, difference
 from crosslayer.judge.losses import Losses
@@ -26,40 +27,31 @@ class Summary:
     reference: Losses  # losses of the trained original, or of the original
     seed: int  # of the bootstrap
 
-    def results(
-        self, state: Losses, earlier: Losses | None, first: Losses | None
-    ) -> tuple[tuple[DomainResult, ...], DomainResult]:
-        """Return the results of a state on each domain, and on all windows.
+    def results(self, state: Losses, earlier: Losses | None, first: Losses | None) -> list[DomainResult]:
+        """Return the results of a state on each domain, and last on all windows.
 
         `earlier` is None for the first state; `first`, the state before any training, is None for the reference itself.
         """
-        every = (state, earlier, first, self.reference)
-        by_domain = []
-        for name in self.domains:
-            losses = [None if each is None else each.of(name) for each in every]
-            by_domain.append(self._result_on(name, name in self.seen, *losses))
-        return tuple(by_domain), self._result_on(ALL, bool(self.seen), *every)
+        results = []
+        for name in (*self.domains, ALL):
 
-    def _result_on(
-        self,
-        name: str,
-        seen: bool,
-        state: Losses | None,
-        earlier: Losses | None,
-        first: Losses | None,
-        reference: Losses | None,
-    ) -> DomainResult:
-        assert state is not None and reference is not None
-        bootstrap, left = Bootstrap(state.documents, self.seed), state.after - reference.after
-        return DomainResult(
-            name=name,
-            seen=seen,
-            damage=damage(state, self.seed),
-            ratio_change=None if earlier is None else bootstrap.ratio(state.after - earlier.after),
-            kl_change=None if earlier is None else bootstrap.mean(state.kl - earlier.kl),
-            to_reference=None if first is None else bootstrap.ratio(left),
-            closed=None if first is None else bootstrap.closed(first.after - reference.after, left),
-        )
+            def on(losses: Losses, name: str = name) -> Losses:
+                return losses if name == ALL else losses.of(name)
+
+            own, reference = on(state), on(self.reference)
+            bootstrap, left = Bootstrap(own.documents, self.seed), own.after - reference.after
+            keys = ("ratio_change", "kl_change", "to_reference", "closed")
+            differences: dict[str, Any] = dict.fromkeys(keys)
+            if earlier is not None:
+                before = on(earlier)
+                differences["ratio_change"] = bootstrap.ratio(own.after - before.after)
+                differences["kl_change"] = bootstrap.mean(own.kl - before.kl)
+            if first is not None:
+                differences["to_reference"] = bootstrap.ratio(left)
+                differences["closed"] = bootstrap.closed(on(first).after - reference.after, left)
+            seen = bool(self.seen) if name == ALL else name in self.seen
+            results.append(DomainResult(name=name, seen=seen, damage=damage(own, self.seed), **differences))
+        return results
 
     def order(self, ends: Mapping[str, Losses]) -> dict[str, tuple[Rank, ...]]:
         """Return the retrofits ranked by final KL on each domain, lowest first, with the difference to the one before.
@@ -68,13 +60,11 @@ class Summary:
         """
         order = {}
         for domain in self.domains:
-            losses = {name: every.of(domain) for name, every in ends.items()}
-            ranks, before = [], None
-            for name in sorted(losses, key=lambda name: float(losses[name].kl.mean())):
-                own = losses[name]
-                over = None if before is None else difference(own, before, self.seed)
+            losses = sorted(((name, each.of(domain)) for name, each in ends.items()), key=lambda end: end[1].kl.mean())
+            ranks = []
+            for number, (name, own) in enumerate(losses):
+                over = difference(own, losses[number - 1][1], self.seed) if number else None
                 ranks.append(Rank(variant=name, kl=float(own.kl.mean()), over_previous=over))
-                before = own
             order[domain] = tuple(ranks)
         return order
 

@@ -1,4 +1,4 @@
-"""The evaluation windows: those of the retrofits' reports, without any calibration window.
+"""The evaluation windows: those of the retrofits' reports, without any that a retrofit was fitted or searched on.
 
 A retrofit cuts each domain into a list of windows that depends on length, seed and `bos` only; its record says what
 each was used for. The same list is cut again here, and windows are taken from its start, except those that any of the
@@ -9,8 +9,7 @@ Shapes: N windows, T tokens of a window.
 """
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -18,75 +17,57 @@ from transformers import PreTrainedTokenizerBase
 from crosslayer.corpus.domains import EMBEDDED, embedded_domains, joined, shared_out
 from crosslayer.corpus.windows import Windows, split
 from crosslayer.judge.damage import MIN_WINDOWS
-from crosslayer.verbs.heal.recipe import HealRecipe, embedded_source
+from crosslayer.training.recipe import Recipe
 from crosslayer.verbs.heal.retrofits import Retrofit
 
 JUDGED = ("evaluation", "trade-off")  # purposes that do not change a retrofit
 
 
-@dataclass(frozen=True)
-class EvaluationWindows:
-    """How the evaluation windows are cut."""
+def evaluation_windows(recipe: Recipe, retrofits: Sequence[Retrofit], tokenizer: PreTrainedTokenizerBase) -> Windows:
+    """Cut the windows as in the reports, unless the recipe's `judge` differs.
 
-    counts: Mapping[str, int]  # N by domain
-    length: int  # T
-    cut_length: int  # tokens of the reports' windows; of a calibration domain only the first T are used
-    seed: int  # of the windows and of the bootstrap
-    bos: str  # BOS token, as in the reports
-    fitted: Mapping[str, frozenset[int]]  # windows of any fit or search by domain, as indices into the list
+    Raises:
+        ValueError: the reports differ, or their windows were fitted and are shorter than `judge.length`.
 
-    def windows(self, recipe: HealRecipe, tokenizer: PreTrainedTokenizerBase) -> Windows:
-        """Cut the windows."""
-        trained = {part.name: part for part in recipe.data.domains if embedded_source(part)}
-        pairs = []
-        for name, documents in embedded_domains(self.counts).items():
-            fitted = frozenset() if name in trained else self.fitted.get(name, frozenset())
-            try:
-                if name in trained:
-                    documents = list(trained[name].domain().held_out())
-                if fitted and self.length > self.cut_length:
-                    raise ValueError(
-                        f"eval.length must be at most {self.cut_length}, the length of the calibration windows, got "
-                        f"{self.length}; or remove {name} from eval.domains"
-                    )
-                pairs.append((name, self._cut(documents, tokenizer, self.counts[name], fitted)))
-            except ValueError as error:
-                raise ValueError(f"eval: {name}: {error}") from None
-        return joined(pairs)
-
-    def _cut(
-        self, documents: Iterable[str], tokenizer: PreTrainedTokenizerBase, count: int, fitted: frozenset[int]
-    ) -> Windows:
-        """Return the first windows that are not in `fitted`, cut off at T tokens."""
-        unseen = (number for number in itertools.count() if number not in fitted)
-        numbers = list(itertools.islice(unseen, count))
-        length = self.cut_length if fitted else self.length
-        counts = {"evaluation": numbers[-1] + 1}
-        every = split(documents, tokenizer, parts=counts, length=length, seed=self.seed, bos=self.bos)["evaluation"]
-        return Windows(every.ids[numbers, : self.length], tuple(every.documents[number] for number in numbers))
-
-
-def evaluation_windows(recipe: HealRecipe, retrofits: Sequence[Retrofit]) -> EvaluationWindows:
-    """Return how to cut the windows: as in the reports, unless the recipe's `eval` differs."""
-    length, seed, bos = (_shared(retrofits, name) for name in ("length", "seed", "bos"))
-    domains = recipe.eval.domains or _shared(retrofits, "domains", "eval.domains")
+    """
+    judge, trained = recipe.judge, {part.name: part for part in recipe.data.domains if part.source is None}
+    cut, seed, bos = (_shared(retrofits, name) for name in ("length", "seed", "bos"))
+    length, windows = judge.length or cut, judge.windows or _shared(retrofits, "windows", "judge.windows")
+    domains = judge.domains or _shared(retrofits, "domains", "judge.domains")
     for name in domains:
         if name not in EMBEDDED:
             raise ValueError(
-                f"{retrofits[0].name!r} was evaluated on {name!r}, which is not an embedded domain; set eval.domains "
+                f"{retrofits[0].name!r} was evaluated on {name!r}, which is not an embedded domain; set judge.domains "
                 f"to some of {', '.join(EMBEDDED)}"
             )
-    windows = recipe.eval.windows or _shared(retrofits, "windows", "eval.windows")
-    if windows < MIN_WINDOWS * len(domains):
+    least = MIN_WINDOWS * len(domains)
+    if windows < least:
         raise ValueError(
-            f"eval.windows must be at least {MIN_WINDOWS * len(domains)} for {len(domains)} domains, got {windows}; "
-            "raise it, or use fewer eval.domains"
+            f"judge.windows must be at least {least} for {len(domains)} domains, got {windows}; raise it, or use fewer "
+            "judge.domains"
         )
-    fitted = {name: frozenset().union(*(_fitted(retrofit, name) for retrofit in retrofits)) for name in domains}
-    return EvaluationWindows(shared_out(windows, domains), recipe.eval.length or length, length, seed, bos, fitted)
+    pairs = []
+    for name, count in shared_out(windows, domains).items():
+        fitted = set() if name in trained else {number for each in retrofits for number in _fitted(each, name)}
+        try:
+            if fitted and length > cut:
+                raise ValueError(
+                    f"judge.length must be at most {cut}, the length of the calibration windows, got {length}; or "
+                    f"remove {name} from judge.domains"
+                )
+            text: Iterable[str] = embedded_domains([name])[name]
+            if name in trained:
+                text = list(trained[name].text(held_out_often=True).held_out())
+            numbers = list(itertools.islice((number for number in itertools.count() if number not in fitted), count))
+            options = {"length": cut if fitted else length, "seed": seed, "bos": bos}
+            (every,) = split(text, tokenizer, parts={"evaluation": numbers[-1] + 1}, **options).values()
+        except ValueError as error:
+            raise ValueError(f"judge: {name}: {error}") from None
+        pairs.append((name, Windows(every.ids[numbers, :length], tuple(every.documents[number] for number in numbers))))
+    return joined(pairs)
 
 
-def _fitted(retrofit: Retrofit, name: str) -> Iterable[int]:
+def _fitted(retrofit: Retrofit, name: str) -> Iterator[int]:
     """Yield the windows of a domain that a retrofit was fitted or searched on."""
     for purpose, ranges in retrofit.report.windows.items():
         if name in ranges and purpose not in JUDGED:

@@ -13,14 +13,14 @@ import crosslayer
 from crosslayer.core.decoder.weights import to_model
 from crosslayer.judge.losses import logits_of, losses
 from crosslayer.judge.retrieval import measure_retrieval
+from crosslayer.training import stages
 from crosslayer.training.checkpoints import checkpoints
-from crosslayer.verbs.heal import stages
-from crosslayer.verbs.heal.recipe import load_heal_recipe
+from crosslayer.training.recipe import load_recipe
+from crosslayer.training.trainer import TrainingStopped
 from crosslayer.verbs.heal.result import Recovery
 from crosslayer.verbs.heal.retrofits import open_retrofits
 from crosslayer.verbs.heal.sentences import tokens_read
 from crosslayer.verbs.heal.windows import evaluation_windows
-from crosslayer.verbs.train.trainer import TrainingStopped
 from tests.cli.test_bad_input import type_in
 from tests.helpers.browser import complaints, fits
 from tests.helpers.recovery import healed, instructions_in, original_in, recipe_in, retrofit_in
@@ -46,20 +46,20 @@ def test_hidden_numbers_are_retrieved_before_and_after_each_stage(tmp_path, undr
     retrofit_in(tmp_path, original_in(tmp_path, max_position_embeddings=512), "zero")
     evaluation = {"domains": ["code"], "windows": 16, "length": 24, "held_out": 2}
     stage = {"parameters": "all", "schedule": {"steps": 1}, "train": {"learning_rate": 1e-3}}
-    recipe = recipe_in(tmp_path, stages=[stage], objective={"loss": "distill"}, eval=evaluation)
+    recipe = recipe_in(tmp_path, stages=[stage], objective="distill", judge=evaluation)
     recovery = healed(tmp_path, "zero", tmp_path, recipe)
     model, tokenizer = crosslayer.load_model(str(tmp_path / "out" / "zero" / "model"))
     assert recovery.variants[0].states[1].needles == measure_retrieval(model, tokenizer)
     assert [result.length for result in recovery.untrained_original.needles] == [512]
     assert "0 of 10 → 0 of 10" in recovery.sentences()[0] and "hidden" in recovery.sentences()[0]
     (tmp_path / "none").mkdir()
-    without = healed(tmp_path, "zero", tmp_path / "none", recipe, settings=["eval.needles=false"])
+    without = healed(tmp_path, "zero", tmp_path / "none", recipe, settings=["judge.needles=false"])
     assert without.variants[0].states[1].needles == () and "hidden" not in without.sentences()[0]
 
 
 def windows_of(base, recipe, tokenizer):
     retrofits, _ = open_retrofits([base / name for name in NAMES.split()], str(base / "original"))
-    return evaluation_windows(recipe, retrofits).windows(recipe, tokenizer)
+    return evaluation_windows(recipe, retrofits, tokenizer)
 
 
 def weights_of(folder):
@@ -116,12 +116,12 @@ def test_the_record_has_what_a_measurement_of_the_saved_models_gives(base, whole
     """The damage after each stage, without the verb's own bookkeeping; and the comparison with the trained original."""
     recovery, folder = whole
     original, tokenizer = crosslayer.load_model(str(base / "original"))
-    windows = windows_of(base, load_heal_recipe(folder / "recipe.yaml"), tokenizer)
+    windows = windows_of(base, load_recipe(folder / "recipe.yaml"), tokenizer)
     folders = {
         "before": base / "fitted",
         "stage 1": folder / "fitted" / "stage-1" / "model",
         "stage 2": folder / "fitted" / "model",
-        "trained": folder / "original" / "model",
+        "trained": folder / "original" / "stage-1" / "model",
     }
     models = {name: crosslayer.load_model(str(path))[0] for name, path in folders.items()}
     runs = {name: logits_of(model) for name, model in models.items()}
@@ -164,11 +164,11 @@ def test_the_order_is_that_of_the_last_states(whole):
 
 def test_evaluation_text_is_not_trained_on(base, whole):
     """Windows of a training domain come from its held-out pieces."""
-    settings = ["eval.length=300", "eval.domains=[web]", "eval.windows=16"]  # so long that no two pieces share it
-    recipe = load_heal_recipe(whole[1] / "recipe.yaml", settings)
+    settings = ["judge.length=300", "judge.domains=[web]", "judge.windows=16"]  # so long that no two pieces share it
+    recipe = load_recipe(whole[1] / "recipe.yaml", settings)
     _, tokenizer = crosslayer.load_model(str(base / "original"))
     windows = windows_of(base, recipe, tokenizer)
-    domain = recipe.data.domains[0].domain()
+    domain = recipe.data.domains[0].text(held_out_often=True)
     trained, held_out = "\n".join(domain.training()), "\n".join(domain.held_out())
     texts = [tokenizer.decode(ids) for ids in windows.by_domain()["web"]]
     assert all(text in held_out for text in texts)
@@ -186,8 +186,8 @@ def test_the_original_reads_the_same_rows_in_the_same_order(base, tmp_path, monk
 
     monkeypatch.setattr(stages, "CrossLayerTrainer", Watching)
     healed(base, "without", tmp_path)
-    assert set(read) == {"without/stage-2", "original"} and len(read["original"]) == 5
-    assert torch.equal(torch.cat(read["original"]), torch.cat(read["without/stage-2"]))
+    assert set(read) == {"without/stage-2", "original/stage-1"} and len(read["original/stage-1"]) == 5
+    assert torch.equal(torch.cat(read["original/stage-1"]), torch.cat(read["without/stage-2"]))
 
 
 def test_an_interrupted_recovery_resumes_and_ends_the_same(base, whole, tmp_path, monkeypatch, undrawn):
@@ -199,8 +199,8 @@ def test_an_interrupted_recovery_resumes_and_ends_the_same(base, whole, tmp_path
 
     def stopping(number, step):
         class Stopping(stages.CrossLayerTrainer):
-            def __init__(self, *args):
-                super().__init__(*args)
+            def __init__(self, *args, **options):
+                super().__init__(*args, **options)
                 if f"fitted/stage-{number}" in str(self._folder):
                     self.add_callback(Stop(step))
 
@@ -220,10 +220,10 @@ def test_an_interrupted_recovery_resumes_and_ends_the_same(base, whole, tmp_path
         assert not (folder / "record.json").exists()
     with pytest.raises(ValueError, match="'out' exists; .*`resume`"):
         healed(base, "fitted", tmp_path)
-    with pytest.raises(ValueError, match="'out' belongs.*another"):
+    with pytest.raises(ValueError, match="'out' has another recipe"):
         healed(base, "fitted", tmp_path, resume=True, settings=["seed=1"])
     resumed = healed(base, "fitted", tmp_path, resume=True)
-    for path in ("fitted/stage-1/model", "fitted/model", "original/model"):
+    for path in ("fitted/stage-1/model", "fitted/model", "original/stage-1/model"):
         assert not changed(folder / path, whole[1] / path), path
     states = [result.variants[0].states for result in (resumed, whole[0])]
     ends = [{(state.name, each.name): each.damage for state in one for each in state.domains} for one in states]
@@ -235,8 +235,8 @@ def test_a_whole_recovery_is_not_done_again(base, whole, tmp_path, monkeypatch):
     folder = tmp_path / "out"
     shutil.copytree(whole[1], folder)
     (folder / "record.json").unlink()
-    monkeypatch.setattr(stages.Stage, "train", None)
-    monkeypatch.setattr("crosslayer.verbs.heal.measure.losses", None)
+    monkeypatch.setattr("crosslayer.verbs.heal.run.run_stage", None)
+    monkeypatch.setattr("crosslayer.verbs.heal.questions.Judge", None)
     again = healed(base, NAMES, tmp_path, folder / "recipe.yaml", resume=True)
     assert again == whole[0] and (folder / "record.json").is_file()
     (folder / "fitted" / "stage-1" / "stage.json").write_text("{}")
@@ -252,7 +252,7 @@ def test_stages_that_end_early_say_so_and_the_original_trains_to_the_last_step(b
     assert (first.steps, first.planned, first.curve.steps, second.steps) == (2, 4, [1, 2], 2)
     assert recovery.trained_original.run.steps == 5
     page, sentences = recovery.page(), " ".join(recovery.sentences())
-    assert "4, ended" in page and "Training tokens" in page
+    assert "4, ended" in page and "held-out text, web" in page
     assert "640 tokens" in page and "640 tokens" in sentences and "fitted 512." in sentences
     assert tokens_read(recovery.variants[0]) == [256, 256]
     stage = tmp_path / "out" / "fitted" / "stage-1" / "model"
@@ -304,7 +304,7 @@ def test_a_full_disk_ends_the_recovery(base, tmp_path, monkeypatch):
     monkeypatch.setattr(stages, "CrossLayerTrainer", diverging("without/stage-2", OSError("no space")))
     with pytest.raises(TrainingStopped, match="the disk is full"):
         healed(base, "without", tmp_path)
-    assert not (tmp_path / "out" / "without" / "stage-2" / "stopped.txt").exists()
+    assert not (tmp_path / "out" / "without" / "stage-2" / "stage.json").exists()
 
 
 @pytest.mark.slow
@@ -425,9 +425,7 @@ def test_a_plain_crosslayer_model_is_retrofitted_and_healed(base, tmp_path):
 def test_responses_alone(base, tmp_path, undrawn):
     table = instructions_in(tmp_path)
     domain = {"name": "say", "source": str(table), "columns": {}}
-    recipe = recipe_in(
-        tmp_path, data={"length": 256, "domains": [domain]}, objective={"loss": "response"}, baseline=False
-    )
+    recipe = recipe_in(tmp_path, data={"length": 256, "domains": [domain]}, objective="response", baseline=False)
     recovery = healed(base, "fitted", tmp_path, recipe)
     assert recovery.left_out == {"say": 0} and set(recovery.variants[0].states[2].held_out) == {"say"}
     seen = {domain.name: domain.seen for domain in recovery.variants[0].states[0].domains}

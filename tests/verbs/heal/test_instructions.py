@@ -8,12 +8,12 @@ from torch.nn import functional
 
 from crosslayer import hub
 from crosslayer.corpus.documents import TextSource, load_documents
+from crosslayer.training.instructions import PROMPT, Columns, ExampleRows, Instructions, read_examples
 from crosslayer.training.mixture import Mixture
+from crosslayer.training.recipe import load_recipe
+from crosslayer.training.rows import read_rows
 from crosslayer.training.shards import tokenise
 from crosslayer.training.tokenizers import make_tokenizer
-from crosslayer.verbs.heal.instructions import PROMPT, Columns, ExampleRows, Instructions, read_examples
-from crosslayer.verbs.heal.recipe import load_heal_recipe
-from crosslayer.verbs.heal.rows import read_rows
 from tests.helpers.recovery import recipe_in
 from tests.helpers.training import model_of, trainer_of
 
@@ -232,7 +232,7 @@ def test_rows_that_are_held_out_come_from_all_files(tmp_path):
         (tmp_path / f"{letter}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     domain = {"name": "say", "source": str(tmp_path / "*.jsonl"), "columns": {}}
     data = {"length": 512, "domains": [domain]}
-    recipe = load_heal_recipe(recipe_in(tmp_path, data=data), ["eval.held_out=8"])
+    recipe = load_recipe(recipe_in(tmp_path, data=data), ["judge.held_out=8"])
     tokenizer = make_tokenizer("bytes", list)
     held_out = read_rows(recipe, tokenizer).held_out()["say"]
     texts = [tokenizer.decode(held_out[number]["input_ids"]) for number in range(8)]

@@ -12,7 +12,7 @@ STAGE = {"parameters": "all", "schedule": {"steps": 2}, "train": {"learning_rate
 @pytest.fixture
 def words(tmp_path):
     original = original_in(tmp_path)
-    recipe = recipe_in(tmp_path, stages=[STAGE], objective={"loss": "distill"})
+    recipe = recipe_in(tmp_path, stages=[STAGE], objective="distill")
     options = ["--method", "drop", "--layers", "2", "--calibration", "64", "--windows", "96", "--length", "24"]
     return [*map(str, ("retrofit", original, "--out", tmp_path / "small", *options, "--heal", recipe))]
 

@@ -7,9 +7,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 import crosslayer
-from crosslayer.cli.reference import recipe_tables
-from crosslayer.training.recipe import Part
-from crosslayer.verbs.heal.recipe import HealRecipe, load_heal_recipe
+from crosslayer.training.recipe import given_recipe, load_recipe
 from crosslayer.verbs.heal.retrofits import Retrofit, open_retrofits
 from tests.helpers.recovery import healed, original_in, recipe_in, retrofit_in
 from tests.helpers.tiny import tiny
@@ -20,7 +18,7 @@ PAGES = RECIPES.parents[1] / "docs"
 
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("heal-*.yaml")), ids=lambda path: path.stem)
 def test_shipped_recipes_are_read(path):
-    recipe = load_heal_recipe(path)
+    recipe = load_recipe(path)
     assert recipe.name == path.stem and recipe.stages[-1].parameters in ("all", "lora")
     assert recipe.train.get("weight_decay") == 0
 
@@ -29,7 +27,10 @@ def test_shipped_recipes_are_read(path):
     ("setting", "message"),
     [
         ("stage=1", "stage: unknown key, did you mean 'stages'?"),
-        ("stages=[]", "stages: .*at least 1"),
+        ("stages=[]", "model: missing; for example model: {size: tiny}"),
+        ("model={size: tiny}", "model: has no effect with stages: the retrofits are trained; remove it"),
+        ("schedule={steps: 3}", "schedule: has no effect with stages"),
+        ("tokenizer=bytes", "tokenizer: has no effect with stages: it is the original's"),
         ("stages.0.parameters=w_c", "stages.0.parameters: .*'compensation', 'all' or 'lora', got 'w_c'"),
         ("stages.0.stop.patience=0", "stages.0.stop.patience: .*greater than or equal to 1, got 0"),
         ("stages.0.stop.smoothing=1", "stages.0.stop.smoothing: .*less than 1, got 1"),
@@ -38,15 +39,28 @@ def test_shipped_recipes_are_read(path):
         ("stages.1.train.learning_rat=1", "stages.1.train.learning_rat: unknown key, did you mean 'learning_rate'?"),
         ("stages.1.train.max_steps=1", "stages.1.train.max_steps: cannot be set here: set schedule.steps"),
         ("train.num_train_epochs=1", "train.num_train_epochs: cannot be set here"),
-        ("objective.loss=sft", "objective.loss: .*'text', 'response' or 'distill', got 'sft'"),
-        ("objective.hidden=1", "objective.hidden: must be 0 unless loss is distill, got 1"),
-        ("objective.loss=response", "^objective.loss: response needs columns, domain 'web' has none"),
+        ("objective=sft", "objective: .*'next-token', 'response' or 'distill', got 'sft'"),
+        ("objective=text", "^objective: must be next-token .*, got 'text'"),
+        (
+            "objective.loss=distill",
+            "^objective: .*objective.loss is now objective, .*objective.hidden is now hidden_weight",
+        ),
+        ("objective={loss: distill, hidden: 0.1}", "^objective: must be next-token"),
+        ("hidden_weight=1", "hidden_weight: must be 0 unless objective is distill, got 1"),
+        ("hidden_weight=-1", "hidden_weight: .*greater than or equal to 0, got -1"),
+        ("objective=response", "^objective: response needs columns, domain 'web' has none"),
         ("data.domains.0.columns={}", "data.domains.0.columns: needs a source of .jsonl files, or a dataset, got None"),
         ("data.domains.0.name=wob", "data.domains.0.name: .* got 'wob'; did you mean 'web'?"),
-        ("eval.windows=20", "eval.windows: must be at least 32 for 2 domains, got 20"),
-        ("eval.domains=[wob]", "eval.domains: 'wob' is not an embedded domain; did you mean 'web'"),
-        ("eval.domains=[web, web]", r"eval.domains: .* once, got \['web', 'web'\]"),
-        ("eval.every=3", "eval.every: unknown key, use one of domains, windows, length, held_out, needles"),
+        ("judge.windows=20", "judge.windows: must be at least 32 for 2 domains, got 20"),
+        ("judge.domains=[wob]", "judge.domains: 'wob' is not an embedded domain; did you mean 'web'"),
+        ("judge.domains=[web, web]", r"judge.domains: .* once, got \['web', 'web'\]"),
+        ("judge.every=3", "judge.every: unknown key, use one of domains, windows, length, held_out, needles"),
+        ("eval.every=3", "^eval: has no effect with stages: its keys are now judge.windows and judge.held_out"),
+        ("eval.windows=64", "^eval: has no effect with stages: its keys are now judge.windows and judge.held_out"),
+        ("eval.domains=[web]", "^eval.domains: cannot be set here: it is now judge.domains"),
+        ("eval.length=64", "^eval.length: cannot be set here: it is now judge.length"),
+        ("eval.held_out=2", "^eval.held_out: cannot be set here: it is now judge.held_out"),
+        ("eval.needles=false", "^eval.needles: cannot be set here: it is now judge.needles"),
         (
             "data.domains.0.source=own.txt",
             "'web' .*own.txt.* has the name of an embedded evaluation domain",
@@ -57,26 +71,26 @@ def test_shipped_recipes_are_read(path):
 )
 def test_errors_name_the_key(setting, message, tmp_path):
     with pytest.raises(ValueError, match=message) as caught:
-        load_heal_recipe(recipe_in(tmp_path), [setting])
+        load_recipe(recipe_in(tmp_path), [setting])
     assert "\n" not in str(caught.value)
 
 
 def test_an_extending_recipe_takes_the_rest(tmp_path):
     recipe_in(tmp_path)
-    (tmp_path / "on.yaml").write_text("extends: little.yaml\nobjective: {loss: distill}\n")
-    recipe = load_heal_recipe(tmp_path / "on.yaml", ["stages.1.schedule.steps=9"])
-    assert (recipe.name, recipe.objective.loss, recipe.stages[1].schedule.steps) == ("on", "distill", 9)
+    (tmp_path / "on.yaml").write_text("extends: little.yaml\nobjective: distill\n")
+    recipe = load_recipe(tmp_path / "on.yaml", ["stages.1.schedule.steps=9"])
+    assert (recipe.name, recipe.objective, recipe.stages[1].schedule.steps) == ("on", "distill", 9)
     assert not recipe.trains_original
 
 
 def test_the_original_trains_where_there_is_something_to_train(tmp_path):
-    assert load_heal_recipe(recipe_in(tmp_path)).trains_original
-    for setting in ("baseline=false", "objective.loss=distill", "stages.1.parameters=compensation"):
-        assert not load_heal_recipe(recipe_in(tmp_path), [setting]).trains_original
+    assert load_recipe(recipe_in(tmp_path)).trains_original
+    for setting in ("baseline=false", "objective=distill", "stages.1.parameters=compensation"):
+        assert not load_recipe(recipe_in(tmp_path), [setting]).trains_original
 
 
 def test_enough_of_an_embedded_domain_is_held_out_to_measure_on(tmp_path):
-    domain = load_heal_recipe(recipe_in(tmp_path)).data.domains[0].domain()
+    domain = load_recipe(recipe_in(tmp_path)).data.domains[0].text(held_out_often=True)
     held_out, kept = sum(map(len, domain.held_out())), sum(map(len, domain.training()))
     assert 0.15 < held_out / (held_out + kept) < 0.25
 
@@ -84,9 +98,9 @@ def test_enough_of_an_embedded_domain_is_held_out_to_measure_on(tmp_path):
 def test_instructions_come_from_jsonl_files_or_a_dataset(tmp_path):
     def recipe(source, **options):
         domains = [{"name": "x", "source": source, "columns": {}, **options}]
-        return load_heal_recipe(recipe_in(tmp_path, data={"domains": domains}))
+        return load_recipe(recipe_in(tmp_path, data={"domains": domains}))
 
-    domain = recipe("some/dataset", split="test").data.domains[0].domain()
+    domain = recipe("some/dataset", split="test").data.domains[0].text()
     assert (domain.source.name, domain.source.split) == ("some/dataset", "test")
     with pytest.raises(ValueError, match=".jsonl.*'a.txt'"):
         recipe("a.txt")
@@ -94,30 +108,12 @@ def test_instructions_come_from_jsonl_files_or_a_dataset(tmp_path):
         recipe("a.jsonl", split="test")
 
 
-def keys(part_class, prefix=""):
-    """Yield all keys of a recipe as the documentation writes them."""
-    for name, field in part_class.model_fields.items():
-        inner = [part for part in (field.annotation, *getattr(field.annotation, "__args__", ()))]
-        parts = [part for part in inner if isinstance(part, type) and issubclass(part, Part)]
-        listed = "[]" if str(field.annotation).startswith("list[") and parts else ""
-        if not parts or field.annotation != parts[0]:
-            yield f"{prefix}{name}"
-        for part in parts:
-            yield from keys(part, f"{prefix}{name}{listed}.")
-
-
-def test_the_documentation_lists_every_key():
-    page = (PAGES / "reference" / "recipes.md").read_text()
-    assert recipe_tables()[2] in page, "run make tables"
-    assert re.findall(r"^\| `([\w.\[\]]+)` \|", page.partition("\n## Heal\n")[2], re.M) == list(keys(HealRecipe))
-
-
 def test_the_example_of_the_guide_is_a_recipe(tmp_path):
     (example,) = re.findall(r"```yaml\n(.+?)```", (PAGES / "guides" / "convert.md").read_text(), re.S)
     (tmp_path / "example.yaml").write_text(example)
-    recipe = load_heal_recipe(tmp_path / "example.yaml")
+    recipe = load_recipe(tmp_path / "example.yaml")
     assert [stage.parameters for stage in recipe.stages] == ["compensation", "all"]
-    assert recipe.objective.loss == "response" and all(domain.columns for domain in recipe.data.domains)
+    assert recipe.objective == "response" and all(domain.columns for domain in recipe.data.domains)
 
 
 def test_another_original_of_the_same_shape_is_refused(base, tmp_path):
@@ -184,6 +180,19 @@ def test_arguments_that_contradict_each_other_are_refused_before_anything_is_mea
 
 
 def test_settings_go_with_a_file_alone(base, tmp_path):
-    recipe = load_heal_recipe(recipe_in(tmp_path))
-    with pytest.raises(ValueError, match="settings need"):
+    recipe = load_recipe(recipe_in(tmp_path))
+    with pytest.raises(ValueError, match="`settings` needs a recipe file"):
         crosslayer.heal([base / "without"], recipe, tmp_path / "out", settings=["seed=1"])
+
+
+def test_each_verb_takes_its_kind_of_recipe(tmp_path):
+    assert given_recipe("heal-smoke", (), stages=True).stages and not given_recipe("smoke", (), stages=False).stages
+    with pytest.raises(ValueError, match="stages: .*`crosslayer heal`"):
+        crosslayer.train(recipe_in(tmp_path), tmp_path / "run")
+    with pytest.raises(ValueError, match="stages: missing.*`crosslayer train`"):
+        crosslayer.heal([], "smoke", tmp_path / "out")
+    with pytest.raises(ValueError, match="^objective: distill needs stages"):
+        load_recipe("smoke", ["objective=distill"])
+    for key in ("judge={windows: 64}", "baseline=false"):
+        with pytest.raises(ValueError, match="has no effect without stages"):
+            load_recipe("smoke", [key])

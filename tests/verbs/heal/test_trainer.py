@@ -6,12 +6,13 @@ import torch
 import crosslayer
 from crosslayer.core.decoder import CrossLayerForCausalLM
 from crosslayer.testing import tiny as contract
+from crosslayer.training import teacher as teaching
 from crosslayer.training.arguments import training_arguments
-from crosslayer.verbs.heal import trainer as recovery_trainer
-from crosslayer.verbs.heal.divergence import divergence
-from crosslayer.verbs.heal.recipe import LoraPart
-from crosslayer.verbs.heal.stages import compensations, merged, unfreeze
-from crosslayer.verbs.heal.trainer import DistillTrainer, Teacher
+from crosslayer.training.divergence import divergence
+from crosslayer.training.recipe_parts import LoraPart
+from crosslayer.training.stages import compensations, merged, unfreeze
+from crosslayer.training.teacher import Teacher
+from crosslayer.training.trainer import CrossLayerTrainer
 from tests.helpers.cases import CASES
 from tests.helpers.recovery import healed, recipe_in
 from tests.helpers.tiny import tiny, tokens
@@ -24,9 +25,7 @@ def distiller(folder, model, teacher, steps=2, **train):
     train = {"per_device_train_batch_size": 4, "use_cpu": True, "learning_rate": 1e-2, "logging_steps": 1, **train}
     arguments = training_arguments(folder, 0, course(steps), train)
     count = steps * train["per_device_train_batch_size"] * train.get("gradient_accumulation_steps", 1)
-    trainer = DistillTrainer(model, arguments, Random(count), {"a": Random(2, seed=1)})
-    trainer.teacher = teacher
-    return trainer
+    return CrossLayerTrainer(model, arguments, Random(count), {"a": Random(2, seed=1)}, teacher=teacher)
 
 
 def batch_of(count):
@@ -90,7 +89,7 @@ def test_bfloat16_reaches_teacher_and_divergence(tmp_path, monkeypatch):
             .layers[0]
             .mlp.down_proj.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
         )
-        monkeypatch.setattr(recovery_trainer, "divergence", watched(seen))
+        monkeypatch.setattr(teaching, "divergence", watched(seen))
         trainer.train()
         hook.remove()
         values.append(losses(trainer)[1])
@@ -177,7 +176,7 @@ def test_distilling_retrofits_with_adapters_in_bfloat16(base, tmp_path):
         "schedule": {"steps": 12, "minimum": 0},
         "train": {"learning_rate": 3e-3, "bf16": True},
     }
-    recipe = recipe_in(tmp_path, stages=[stage], objective={"loss": "distill", "hidden": 0.1})
+    recipe = recipe_in(tmp_path, stages=[stage], objective="distill", hidden_weight=0.1)
     recovery = healed(base, "fitted shorter", tmp_path, recipe)
     assert recovery.trained_original is None and recovery.reference == "original"
     assert not (tmp_path / "out" / "original" / "model").exists()

@@ -8,7 +8,7 @@ import torch
 import crosslayer
 from crosslayer.corpus.domains import embedded_domains
 from crosslayer.models.load import load_model
-from crosslayer.verbs.heal.recipe import load_heal_recipe
+from crosslayer.training.recipe import load_recipe
 from crosslayer.verbs.heal.retrofits import open_retrofits
 from crosslayer.verbs.heal.windows import evaluation_windows
 from crosslayer.verbs.retrofit.result import RetrofitReport
@@ -25,9 +25,8 @@ def opened(base, *names):
 
 
 def judged(base, folder, evaluation, *names):
-    recipe = load_heal_recipe(recipe_in(folder, eval=evaluation))
-    retrofits, tokenizer = opened(base, *names)
-    return evaluation_windows(recipe, retrofits).windows(recipe, tokenizer)
+    recipe = load_recipe(recipe_in(folder, judge=evaluation))
+    return evaluation_windows(recipe, *opened(base, *names))
 
 
 def report_parts(base, name):
@@ -38,7 +37,7 @@ def report_parts(base, name):
 
 
 def test_by_default_the_damage_before_training_is_the_reports_own(base, tmp_path):
-    recipe = recipe_in(tmp_path, stages=[STAGE], eval={"held_out": 1}, baseline=False, seed=5)
+    recipe = recipe_in(tmp_path, stages=[STAGE], judge={"held_out": 1}, baseline=False, seed=5)
     recovery = healed(base, "fitted", tmp_path, recipe)
     report = crosslayer.load_result(base / "fitted")
     assert isinstance(report, RetrofitReport)
@@ -62,7 +61,7 @@ def test_more_windows_leave_out_calibration_windows(base, tmp_path):
 def test_shorter_windows_begin_as_the_reports_and_longer_ones_are_refused(base, tmp_path):
     ids = judged(base, tmp_path, {"domains": ["code"], "windows": 64, "length": 20}, "fitted").ids
     assert torch.equal(ids, judged(base, tmp_path, {"domains": ["code"], "windows": 64}, "fitted").ids[:, :20])
-    with pytest.raises(ValueError, match="eval.length.*24.*got 25"):
+    with pytest.raises(ValueError, match="judge.length.*24.*got 25"):
         judged(base, tmp_path, {"domains": ["code"], "windows": 16, "length": 25}, "fitted")
     assert judged(base, tmp_path, {"domains": ["code"], "windows": 16, "length": 25}, "without").ids.shape == (16, 25)
 
@@ -72,9 +71,9 @@ def test_shorter_windows_begin_as_the_reports_and_longer_ones_are_refused(base, 
     [
         ("seed", 1, {}, "the same seed: .* has 0, 'other' has 1; heal them separately"),
         ("length", 32, {"length": 24}, "the same length: .* has 24, 'other' has 32; heal them separately"),
-        ("windows", 17, {}, "the same windows: .* has 16, 'other' has 17; set eval.windows"),
+        ("windows", 17, {}, "the same windows: .* has 16, 'other' has 17; set judge.windows"),
         ("windows", 17, {"windows": 16}, None),
-        ("judged", ["web"], {}, "the same domains: .* has code, 'other' has web; set eval.domains"),
+        ("judged", ["web"], {}, "the same domains: .* has code, 'other' has web; set judge.domains"),
         ("judged", ["web"], {"domains": ["code"]}, None),
     ],
 )
@@ -87,28 +86,28 @@ def test_retrofits_that_were_evaluated_differently_are_refused(option, value, ev
     (report if option == "judged" else report["settings"])[option] = value
     (other / "record.json").write_text(json.dumps(report))
     retrofits, _ = open_retrofits([base / "without", other], str(base / "original"))
-    recipe = load_heal_recipe(recipe_in(tmp_path, eval=evaluation))
+    recipe, tokenizer = load_recipe(recipe_in(tmp_path, judge=evaluation)), load_model(str(base / "original"))[1]
     if message is None:
-        evaluation_windows(recipe, retrofits)
+        assert len(evaluation_windows(recipe, retrofits, tokenizer)) == 16
         return
     with pytest.raises(ValueError, match=message) as caught:
-        evaluation_windows(recipe, retrofits)
+        evaluation_windows(recipe, retrofits, tokenizer)
     assert "\n" not in str(caught.value)
 
 
 def test_a_text_of_your_own_needs_an_evaluation_domain(base, tmp_path):
-    retrofits, _ = opened(base, "without")
+    retrofits, tokenizer = opened(base, "without")
     report = retrofits[0].report.model_copy(update={"judged": ["own.txt"]})
     own = type(retrofits[0])(retrofits[0].folder, report)
-    with pytest.raises(ValueError, match="'without'.*'own.txt', .*eval.domains"):
-        evaluation_windows(load_heal_recipe(recipe_in(tmp_path, eval={})), [own])
+    with pytest.raises(ValueError, match="'without'.*'own.txt', .*judge.domains"):
+        evaluation_windows(load_recipe(recipe_in(tmp_path, judge={})), [own], tokenizer)
 
 
 def test_windows_of_a_training_and_calibration_domain_are_marked(base, tmp_path):
     """Held-out training text may be calibration text."""
     data = {"length": 32, "domains": [{"name": "code"}]}
     evaluation = {"domains": ["code"], "windows": 16, "held_out": 1}
-    recipe = recipe_in(tmp_path, stages=[STAGE], eval=evaluation, baseline=False, data=data)
+    recipe = recipe_in(tmp_path, stages=[STAGE], judge=evaluation, baseline=False, data=data)
     for name, label in (("fitted", "seen, may overlap calibration text"), ("without", "seen")):
         recovery = healed(base, name, tmp_path / name, recipe)
         assert f"code ({label}, 16 windows)" in recovery.page()

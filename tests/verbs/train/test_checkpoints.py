@@ -11,7 +11,7 @@ import pytest
 from transformers.trainer_utils import get_last_checkpoint
 
 from crosslayer.training.checkpoints import MARK, PARTIAL, checkpoints, damage, last_good, publish, stage
-from crosslayer.verbs.train.trainer import TrainingStopped
+from crosslayer.training.trainer import TrainingStopped
 from tests.helpers.training import STEPS, Stop, losses, trainer_of
 
 ROOT = Path(__file__).parents[3]

@@ -8,9 +8,9 @@ import torch
 from transformers import LlamaConfig
 
 import crosslayer
+from crosslayer.training import costs
 from crosslayer.training.arguments import training_arguments
 from crosslayer.training.recipe import Recipe
-from crosslayer.verbs.train import costs
 from tests.helpers.training import course, recipe_in
 
 
@@ -44,7 +44,7 @@ def test_the_bound_is_between_a_sixth_and_all_of_what_a_run_uses(recipe, tmp_pat
         return
     monkeypatch.setattr(costs, "free_memory", lambda device: run.peak_bytes)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):  # it fits: training begins
-        patch.setattr("crosslayer.verbs.train.run.CrossLayerTrainer", mock.Mock(side_effect=KeyboardInterrupt))
+        patch.setattr("crosslayer.training.stages.CrossLayerTrainer", mock.Mock(side_effect=KeyboardInterrupt))
         crosslayer.train(recipe, tmp_path / "again", settings=settings)
     monkeypatch.setattr(costs, "free_memory", lambda device: run.peak_bytes / 6)
     with pytest.raises(ValueError, match="training needs"):

@@ -6,7 +6,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from crosslayer.core.decoder import CrossLayerForCausalLM
 from crosslayer.testing import tiny as contract
-from crosslayer.verbs.train.initialise import initialise
+from crosslayer.training.initialise import initialise
 from tests.helpers.cases import CASES, each
 
 

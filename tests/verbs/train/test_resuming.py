@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from crosslayer.training.checkpoints import MARK, checkpoints
-from crosslayer.verbs.train.trainer import CrossLayerTrainer
+from crosslayer.training.trainer import CrossLayerTrainer
 from tests.helpers.daily import daily
 from tests.helpers.training import STEPS, Random, Stop, course, losses, model_of, trainer_of
 

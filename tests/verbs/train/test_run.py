@@ -13,9 +13,12 @@ from crosslayer.corpus.documents import TextSource
 from crosslayer.probe.outputs import output_norms
 from crosslayer.training.mixture import FixedRows, spread
 from crosslayer.training.recipe import load_recipe
+from crosslayer.training.rows import read_rows
 from crosslayer.training.texts import Domain
+from crosslayer.training.tokenizers import make_tokenizer
 from tests.cli.test_bad_input import type_in
 from tests.helpers.browser import complaints, fits
+from tests.helpers.recovery import instructions_in
 from tests.helpers.training import Stop, recipe_in
 
 
@@ -135,12 +138,27 @@ def test_a_mixture_of_domains_of_one_table_has_a_loss_of_each(recipe, tmp_path):
     assert len(last) == 7 and all(cell in page for cell in cells)
 
 
+def test_a_run_on_responses_learns_and_is_judged_by_these_alone(tmp_path):
+    """The same rows with the loss of all tokens validate on the prompts too, which are alike."""
+    domain = {"name": "say", "source": str(instructions_in(tmp_path)), "columns": {}}
+    parts = {"data": {"length": 512, "domains": [domain]}, "schedule": {"steps": 4}}
+    ends = {}
+    for objective in ("response", "next-token"):
+        path = recipe_in(tmp_path, **parts, objective=objective)
+        run = crosslayer.train(path, tmp_path / objective)
+        assert run.recipe.get("objective", "next-token") == objective and set(run.windows) == {"say"}
+        ends[objective] = run.final_loss
+    rows = read_rows(load_recipe(path), make_tokenizer("bytes", list)).held_out()["say"]
+    assert sum(int((row["labels"] != -100).sum()) for row in rows) > 1000  # of the prompts
+    assert ends["response"] > 1.2 * ends["next-token"]
+
+
 def test_an_interrupted_run_resumes_and_ends_the_same(recipe, whole, tmp_path, monkeypatch):
-    from crosslayer.verbs.train import run as module
+    from crosslayer.training import stages as module
 
     class Stopping(module.CrossLayerTrainer):
-        def __init__(self, *args):
-            super().__init__(*args)
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
             self.add_callback(Stop(3))
 
         def save_model(self, output_dir=None, _internal_call=False):

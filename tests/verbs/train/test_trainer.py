@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM, TrainingArguments
 
 from crosslayer.core.decoder import CrossLayerForCausalLM
 from crosslayer.output.progress import metered_by
+from crosslayer.training import costs
 from crosslayer.training.checkpoints import checkpoints
-from crosslayer.verbs.train import costs
-from crosslayer.verbs.train.trainer import TrainingStopped
+from crosslayer.training.trainer import TrainingStopped
 from tests.helpers.cases import CASES, each
 from tests.helpers.daily import daily
 from tests.helpers.training import LENGTH, STEPS, Random, Stop, course, losses, model_of, trainer_of

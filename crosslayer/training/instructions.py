@@ -21,8 +21,7 @@ from crosslayer.corpus.documents import TextSource, stream_rows
 from crosslayer.corpus.files import Reading, say_skipped, with_line_feeds
 from crosslayer.corpus.instructions import PROMPT, Example, example_of
 from crosslayer.training.mixture import IGNORED
-from crosslayer.training.recipe import Part
-from crosslayer.training.recipe_file import WrongKey
+from crosslayer.training.recipe_file import Part, WrongKey
 from crosslayer.training.shards import Shards
 from crosslayer.training.texts import FIRST, Domain
 
@@ -43,9 +42,9 @@ class Columns(Part):
 
     @model_validator(mode="after")
     def _check_messages(self) -> Self:
-        others = self.model_fields_set - {"messages"}
-        if self.messages is not None and others:
-            raise WrongKey(min(others), "has no effect with messages; remove it")
+        for key, field in type(self).model_fields.items():
+            if self.messages is not None and key != "messages" and vars(self)[key] != field.default:
+                raise WrongKey(key, "has no effect with messages; remove it")
         return self
 
 

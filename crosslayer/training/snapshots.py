@@ -1,18 +1,17 @@
 """Snapshots during training: sinks, norms and gradients on a few held-out windows, for every layer.
 
-Data flow: windows → measures of each (`verbs/diagnose/sequence.py`) → means in the log → `Snapshot`s in the record.
+Data flow: windows → measures of each → means in the log → `Snapshot`s in the record.
 Shapes: N windows, T tokens, L layers.
 """
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.utils.data import Subset
 from transformers import PreTrainedModel
 
@@ -21,20 +20,22 @@ from crosslayer.probe.intercept import evaluating, no_cache
 from crosslayer.probe.outputs import output_norms
 from crosslayer.training.attention import readable_masks
 from crosslayer.training.record import DepthMixing, Snapshot
-from crosslayer.verbs.diagnose.sequence import measure_sequence
 
 MEASURES = tuple(name for name in Snapshot.model_fields if name != "step")
 KEY = re.compile(r"snapshot_(\w+)_layer_(\d+)")  # in the log
 
 
 @torch.no_grad()
-def snapshot(model: PreTrainedModel, windows: Tensor) -> dict[str, float]:
+def snapshot(
+    model: PreTrainedModel, windows: Tensor, measure: Callable[[PreTrainedModel, Tensor], dict[str, np.ndarray]]
+) -> dict[str, float]:
     """Return the mean over windows (N, T) of each measure of each layer, as "snapshot_sink_rate_layer_0" and so on.
 
-    A measure is NaN where a layer lacks the sublayer.
+    `measure` gives measures (L,) of a window by name, besides norms of outputs and gradients. A measure is NaN where a
+    layer lacks the sublayer.
     """
     with evaluating(model), readable_masks(model):
-        measured = [{**measure_sequence(model, window).measures, **output_norms(model, window)} for window in windows]
+        measured = [{**measure(model, window), **output_norms(model, window)} for window in windows]
     means = {name: np.mean([measures[name] for measures in measured], axis=0) for name in MEASURES}  # (L,) each
     return {
         f"snapshot_{name}_layer_{layer}": float(value) for name in MEASURES for layer, value in enumerate(means[name])
@@ -78,8 +79,3 @@ def windows_of_each(domains: Sequence[Subset[dict[str, Tensor]]], count: int) ->
     for number in range(max(len(rows) for rows in domains)):
         windows += [rows[number]["input_ids"] for rows in domains if number < len(rows)]
     return torch.stack(windows[:count])
-
-
-def as_number(norm: Any) -> float:
-    """Return a norm as a number; for a sharded tensor, the norm over all ranks."""
-    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)

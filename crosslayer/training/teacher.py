@@ -1,4 +1,4 @@
-"""The trainer of a distillation stage; the teacher is the original model.
+"""The loss of distillation: a model is trained towards the predictions of another, its teacher.
 
     loss = KL + λ · mean over layers ℓ and tokens of ‖x_ℓ − x°_ℓ‖² / ‖x°_ℓ‖²
 
@@ -9,6 +9,7 @@ tokens with states of a hundredfold norm do not dominate. No token is predicted 
 Shapes: B batch, T tokens, R tokens with labels, C hidden.
 """
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -17,15 +18,14 @@ from transformers import PreTrainedModel
 
 from crosslayer.core.decoder.configuration import CrossLayerConfig
 from crosslayer.core.decoder.weights import to_config
+from crosslayer.training.divergence import Head, divergence
 from crosslayer.training.mixture import IGNORED
-from crosslayer.verbs.heal.divergence import Head, divergence
-from crosslayer.verbs.train.trainer import CrossLayerTrainer
 
 
 class Teacher:
-    """The frozen original: a retrofit is trained towards its predictions and, with λ = `hidden` > 0, its hidden states.
+    """A frozen model; another is trained towards its predictions and, with λ = `hidden` > 0, its hidden states.
 
-    `layers` has the original's layer for each layer of the retrofit, (L of the retrofit,).
+    `layers` has the teacher's layer for each layer of the trained model, (L of the trained model,).
     """
 
     def __init__(self, model: PreTrainedModel, layers: tuple[int, ...], hidden: float = 0.0):
@@ -34,38 +34,25 @@ class Teacher:
 
     @torch.no_grad()
     def states(self, inputs: dict[str, Tensor]) -> tuple[Tensor, ...]:
-        """Return the original's last hidden states, with λ > 0 after the input of each layer, (B, T, C) each."""
+        """Return the teacher's last hidden states, with λ > 0 after the input of each layer, (B, T, C) each."""
         return _states(self.model, inputs, self.hidden > 0)
 
-
-class DistillTrainer(CrossLayerTrainer):
-    """Trains towards `teacher`, which must be set before training; validation uses the loss of the text."""
-
-    teacher: Teacher
-
-    def compute_loss(
-        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        """Return the mean loss over tokens with labels; accumulated batches are weighted by their tokens."""
-        assert not return_outputs, "validation uses another loss"
-        labels = inputs["labels"]
-        counts = labels[:, 1:] != IGNORED  # (B, T − 1): the token before each predicts it
-        model_inputs = {name: value for name, value in inputs.items() if name != "labels"}
-        student: Any = self.accelerator.unwrap_model(model)
-        with self.accelerator.autocast():  # accelerate wraps only the forward of the trained model
-            states, targets = _states(student, model_inputs, self.teacher.hidden > 0), self.teacher.states(model_inputs)
-            loss = divergence(
-                states[-1][:, :-1][counts], head_of(student), targets[-1][:, :-1][counts], self.teacher.head
-            )
-        if self.teacher.hidden:
-            loss = loss + self.teacher.hidden * self._distance(states, targets, counts)
-        if num_items_in_batch is not None:
-            loss = loss * (counts.sum() / num_items_in_batch)
-        return loss
+    def loss(
+        self, student: Any, inputs: dict[str, Any], autocast: AbstractContextManager[None]
+    ) -> tuple[Tensor, Tensor]:
+        """Return the mean loss of a model over the tokens with labels, and their number; products run in `autocast`."""
+        counts = inputs["labels"][:, 1:] != IGNORED  # (B, T − 1): the token before each predicts it
+        given = {name: value for name, value in inputs.items() if name != "labels"}
+        with autocast:  # accelerate wraps only the forward of the trained model
+            states, targets = _states(student, given, self.hidden > 0), self.states(given)
+            loss = divergence(states[-1][:, :-1][counts], head_of(student), targets[-1][:, :-1][counts], self.head)
+        if self.hidden:
+            loss = loss + self.hidden * self._distance(states, targets, counts)
+        return loss, counts.sum()
 
     def _distance(self, states: tuple[Tensor, ...], targets: tuple[Tensor, ...], counts: Tensor) -> Tensor:
         """Return the mean relative squared distance of the hidden states of layers that both models have."""
-        pairs = [(states[own], targets[layer]) for own, layer in enumerate(self.teacher.layers)][1:]
+        pairs = [(states[own], targets[layer]) for own, layer in enumerate(self.layers)][1:]
         pairs.append((states[-1], targets[-1]))
         distances = []
         for state, target in pairs:

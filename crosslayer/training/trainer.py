@@ -11,7 +11,7 @@ import contextlib
 import math
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 from transformers import (
@@ -39,11 +40,11 @@ from crosslayer.training.arguments import step_sequences
 from crosslayer.training.attention import document_borders
 from crosslayer.training.callbacks import Interruption, Log
 from crosslayer.training.checkpoints import KEPT, PARTIAL, Kept, Resumed, last_good, publish, stage
+from crosslayer.training.costs import without_logits
 from crosslayer.training.mixture import ORDER
 from crosslayer.training.optimizers import mixing_parameters, optimizer_of
-from crosslayer.training.recipe import OptimizerPart
-from crosslayer.verbs.train.costs import without_logits
-from crosslayer.verbs.train.snapshots import as_number, snapshot
+from crosslayer.training.recipe_parts import OptimizerPart
+from crosslayer.training.teacher import Teacher
 
 PICKLED = "training_args.bin"  # a file that Trainer adds to a model
 
@@ -74,14 +75,15 @@ class CrossLayerTrainer(Trainer):
         train_dataset: Dataset,
         eval_dataset: Dataset | Mapping[str, Dataset],
         tokenizer: PreTrainedTokenizerBase | None = None,
-        probed: Tensor | None = None,
         optimizer: OptimizerPart | None = None,
+        teacher: Teacher | None = None,
+        probe: Callable[[PreTrainedModel], dict[str, float]] | None = None,
     ):
         """Prepare a run of an initialised model; `args` are from `training_arguments`.
 
         Rows of data are `input_ids`, `position_ids` and `labels` (T,): for training as many as all steps read, in that
-        order; for evaluation also a mapping by domain. On `probed`, token ids (N, T), each evaluation measures sinks,
-        norms and gradients of every layer.
+        order; for evaluation also a mapping by domain, whose loss is that of the labels, also with a `teacher`. Each
+        evaluation also logs what `probe` measures of the model.
         """
         needed = args.max_steps * step_sequences(args)
         items = len(train_dataset)  # type: ignore[arg-type]
@@ -92,7 +94,7 @@ class CrossLayerTrainer(Trainer):
         self._resumed: Resumed | None = None
         self._staging, self._micro_batch = False, 0
         self._clock: tuple[float, int] | None = None  # time and tokens of the last logged training loss
-        self.probed, self._optimizer = probed, optimizer
+        self.teacher, self._optimizer, self._probe = teacher, optimizer, probe
         use_cache = model.config.use_cache
         super().__init__(
             model,
@@ -107,7 +109,7 @@ class CrossLayerTrainer(Trainer):
         model.config.use_cache = use_cache  # Trainer changed it; the inputs turn the cache off
         if args.fsdp and not self.is_fsdp_enabled:
             raise ValueError("train.fsdp: has no effect without a GPU; remove it")
-        if args.fsdp and probed is not None:
+        if args.fsdp and probe is not None:
             raise ValueError(
                 "eval.snapshots: needs the whole model in each process, but train.fsdp shards it; remove one of the two"
             )
@@ -160,7 +162,14 @@ class CrossLayerTrainer(Trainer):
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Return the loss; without a cache, since restarting positions separate documents only then."""
+        """Return the loss; without a cache, since restarting positions separate documents only then.
+
+        A teacher's is the mean over tokens with labels; accumulated batches are weighted by their tokens.
+        """
+        if self.teacher is not None:
+            student = self.accelerator.unwrap_model(model)
+            loss, count = self.teacher.loss(student, inputs, self.accelerator.autocast())
+            return loss if num_items_in_batch is None else loss * (count / num_items_in_batch)
         skipping = without_logits(self.model.config, self.args, inputs["input_ids"].numel())  # type: ignore[union-attr]
         inputs = {**inputs, **skipping, "use_cache": False}
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
@@ -185,7 +194,8 @@ class CrossLayerTrainer(Trainer):
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """Return the norm of the whole gradient."""
-        norm = as_number(super()._get_grad_norm(model, grad_norm))
+        norm: Any = super()._get_grad_norm(model, grad_norm)
+        norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)  # of a sharded one over all ranks
         if not self.args.fp16:  # which skips such a step and lowers its scale
             self._check_finite("gradient's norm", norm, 0, self.args.gradient_accumulation_steps - 1)
         return norm
@@ -203,11 +213,11 @@ class CrossLayerTrainer(Trainer):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Evaluate as Trainer does, and take a snapshot of the layers; this does not count as training time."""
+        """Evaluate as Trainer does, and probe the model; this does not count as training time."""
         with self._untimed():
             metrics = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
-            if eval_dataset is None and self.probed is not None:  # Trainer calls this again for each domain
-                self.log(snapshot(self.accelerator.unwrap_model(self.model), self.probed))
+            if eval_dataset is None and self._probe is not None:  # Trainer calls this again for each domain
+                self.log(self._probe(self.accelerator.unwrap_model(self.model)))
         return metrics
 
     @contextlib.contextmanager

@@ -1,0 +1,177 @@
+"""Training by a recipe: the trainer of a stage, and a stage from its start to its model.
+
+A stage trains W_c only, all parameters, or LoRA adapters that are merged when it ends. Its folder holds `log.jsonl` and
+checkpoints, from which an interrupted stage resumes bit for bit, then `model/`, and finally `stage.json`, which marks
+the stage as finished; the checkpoints are then removed.
+"""
+
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from torch import nn
+from torch.utils.data import Dataset
+from transformers import PreTrainedModel, TrainingArguments, set_seed
+
+from crosslayer.core.method import Compensation
+from crosslayer.environment import quiet_transformers
+from crosslayer.extras import check_extra
+from crosslayer.output.folder import whole_folder, write_whole
+from crosslayer.output.record import validation_message
+from crosslayer.training.arguments import batch_sequences, step_sequences, training_arguments
+from crosslayer.training.attention import set_attention
+from crosslayer.training.callbacks import LastStep, SaveByTime, resumable
+from crosslayer.training.checkpoints import PARTIAL, checkpoints
+from crosslayer.training.early_stop import EarlyStop
+from crosslayer.training.recipe import Recipe
+from crosslayer.training.recipe_parts import LoraPart, StagePart
+from crosslayer.training.record import Outcome, StageRun, curve_of, training_seconds
+from crosslayer.training.rows import Rows
+from crosslayer.training.teacher import Teacher
+from crosslayer.training.trainer import CrossLayerTrainer, TrainingStopped
+
+DONE, MODEL = "stage.json", "model"
+LOGGING = {"logging_steps": 1}  # of recipes with stages; early stopping uses every loss
+
+
+def stage_arguments(recipe: Recipe, part: StagePart, folder: Path) -> TrainingArguments:
+    """Return the arguments of Trainer for a stage, over all processes that `torchrun` started."""
+    settings = {**(LOGGING if recipe.stages else {}), **recipe.train, **part.train}
+    sequences = batch_sequences(settings) * int(os.environ.get("WORLD_SIZE", "1"))  # per step, over all processes
+    steps = part.schedule.total_steps(sequences * recipe.data.length)
+    course = part.schedule.course(steps, min(recipe.eval.every, steps))
+    arguments = training_arguments(folder, recipe.seed, course, settings)
+    assert step_sequences(arguments) == sequences
+    return arguments
+
+
+def stage_trainer(
+    recipe: Recipe,
+    rows: Rows,
+    model: PreTrainedModel,
+    arguments: TrainingArguments,
+    held_out: Mapping[str, Dataset] | None = None,
+    teacher: Teacher | None = None,
+    probe: Callable[[PreTrainedModel], dict[str, float]] | None = None,
+) -> CrossLayerTrainer:
+    """Return the trainer of a stage; all stages start with the same rows. Arguments as `CrossLayerTrainer`."""
+    for each in (model,) if teacher is None else (model, teacher.model):
+        set_attention(each, recipe.attention, arguments)
+    if teacher is not None:
+        teacher.model.to(arguments.device)  # type: ignore[arg-type]
+    data = rows.training(arguments.max_steps * step_sequences(arguments))
+    options = {"optimizer": recipe.optimizer, "teacher": teacher, "probe": probe}
+    trainer = CrossLayerTrainer(model, arguments, data, held_out or {}, rows.tokenizer, **options)
+    if recipe.save_minutes:
+        trainer.add_callback(SaveByTime(recipe.save_minutes))
+    return trainer
+
+
+def run_stage(
+    recipe: Recipe, part: StagePart, rows: Rows, model: PreTrainedModel, folder: Path, teacher: Teacher | None = None
+) -> Outcome:
+    """Train a float32 model in place and save it; resume from the folder's latest complete checkpoint, if any.
+
+    If the loss becomes NaN or infinite, that is the outcome. It is kept in the folder.
+
+    Raises:
+        TrainingStopped: a checkpoint cannot be written, as on a full disk.
+
+    """
+    set_seed(recipe.seed)  # for the initial values of adapters
+    trained = unfreeze(model, part.parameters, part.lora)
+    with quiet_transformers():
+        trainer = stage_trainer(recipe, rows, trained, stage_arguments(recipe, part, folder), teacher=teacher)
+        trainer.add_callback(LastStep(trainer.interruption))
+        if part.stop is not None:
+            trainer.add_callback(EarlyStop(part.stop.smoothing, part.stop.patience, part.stop.least))
+        try:
+            with resumable(folder):
+                trainer.train(resume_from_checkpoint=True)
+        except TrainingStopped as stop:
+            if stop.__cause__ is not None:  # a checkpoint that could not be written
+                raise
+            outcome = Outcome(stopped=str(stop))
+        else:
+            outcome = Outcome(run=_run_of(trainer, trained, part))
+            shutil.rmtree(folder / MODEL, ignore_errors=True)
+            with whole_folder(folder / MODEL) as partial:
+                merged(trained, part.parameters).save_pretrained(partial)
+                rows.tokenizer.save_pretrained(partial)
+    write_whole(folder / DONE, outcome.model_dump_json(indent=1))
+    for path in (folder / PARTIAL, *checkpoints(folder).values()) if outcome.run is not None else ():
+        shutil.rmtree(path, ignore_errors=True)
+    return outcome
+
+
+def _run_of(trainer: CrossLayerTrainer, model: PreTrainedModel, part: StagePart) -> StageRun:
+    history, state = trainer.state.log_history, trainer.state
+    return StageRun(
+        parameters=part.parameters,
+        trained=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
+        steps=state.global_step,
+        planned=state.max_steps,
+        tokens=state.num_input_tokens_seen,
+        seconds=training_seconds(history),
+        curve=curve_of(history),
+    )
+
+
+def finished(folder: Path) -> Outcome | None:
+    """Return the outcome of a stage that has ended; None otherwise."""
+    path = folder / DONE
+    if not path.is_file():
+        return None
+    try:
+        outcome, problem = Outcome.model_validate_json(path.read_bytes()), "it is empty"
+    except ValidationError as error:
+        outcome, problem = Outcome(), validation_message(error)
+    if outcome == Outcome():
+        stage = f"{folder.parent.name}/{folder.name}"
+        raise ValueError(f"{DONE} of {stage} is damaged ({problem}); remove that folder to retrain")
+    return outcome
+
+
+def compensations(model: nn.Module) -> list[Compensation]:
+    """Return every W_c of a model, from the first layer."""
+    return [module for module in model.modules() if isinstance(module, Compensation)]
+
+
+def check_parameters(stages: Sequence[StagePart]) -> None:
+    """Raise if a stage needs a package that is not installed."""
+    if any(stage.parameters == "lora" for stage in stages):
+        check_extra("heal", "parameters: lora", "peft")
+
+
+def unfreeze(model: PreTrainedModel, parameters: str, lora: LoraPart | None = None) -> PreTrainedModel:
+    """Enable gradients for a stage's parameters only, and return the model, with adapters for "lora".
+
+    Every linear layer but the head gets an adapter; a linear layer that several layers share has one shared adapter.
+    """
+    if parameters != "lora":
+        model.requires_grad_(parameters == "all")
+        for module in compensations(model):
+            module.requires_grad_(True)
+        return model
+    from peft import LoraConfig, get_peft_model
+
+    part = lora or LoraPart()
+    options = LoraConfig(
+        r=part.rank,
+        lora_alpha=part.alpha,
+        target_modules="all-linear",
+        task_type="CAUSAL_LM",  # type: ignore[arg-type]
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # peft uses a name that transformers renamed
+        return get_peft_model(model, options)  # type: ignore[return-value]
+
+
+def merged(model: PreTrainedModel, parameters: str) -> PreTrainedModel:
+    """Return the model after a stage, with adapters merged into its weights."""
+    wrapped: Any = model
+    return wrapped.merge_and_unload(safe_merge=True) if parameters == "lora" else model

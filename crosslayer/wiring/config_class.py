@@ -47,7 +47,7 @@ class DeciLMConfig(LlamaConfig):
 
 
 def class_config(values: dict[str, Any], name: str) -> PreTrainedConfig:
-    """Return the config that transformers reads from the fields of a config.json; its own code is never run.
+    """Return the config that transformers reads from the fields of a config.json; code beside it is never run.
 
     Raises:
         ValueError: the model type is unknown, its class refuses the fields, or does not read one that decides on the

@@ -65,7 +65,7 @@ class SmallerKVCache(Cache):
         for group in self.groups:
             group.reset()
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Reorder the rows of the batch, for beam search."""
         super().reorder_cache(beam_idx)
         self._select(beam_idx)

@@ -8,7 +8,7 @@ implementation that takes a mask works.
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -54,12 +54,12 @@ def quantized_cache(model: PreTrainedModel, bits: KvBits | str | int = 4) -> Sma
 @contextmanager
 def smaller_cache(
     model: PreTrainedModel, evict: Eviction | str | None = None, bits: KvBits | str | int | None = None
-) -> Iterator[NewCache | None]:
+) -> Iterator[NewCache]:
     """Run a model with a smaller KV cache while the block runs; gives a function that makes an empty one.
 
     Pass such a cache as `cache` (`past_key_values` before transformers 5.24) to the model or its `generate`. A call
     without a cache, which scores a text, reads it as it would be read token by token. Gradients are not supported.
-    Everything is restored on exit. Without an eviction and bits the model keeps its own cache, and None comes.
+    Everything is restored on exit.
 
     Args:
         model: a causal language model, stock or of this package, with sdpa or eager attention.
@@ -68,13 +68,12 @@ def smaller_cache(
             are quantized, too.
 
     Raises:
-        ValueError: the eviction or the bits cannot be read, or are not defined for the model: an encoder, linear
+        ValueError: neither is given, or they cannot be read, or are not defined for the model: an encoder, linear
             attention, a cache of compressed states, flash attention, and, for an eviction, sliding windows.
 
     """
     if evict is None and bits is None:
-        yield None
-        return
+        raise ValueError("`evict` or `bits` must be given, such as evict='h2o:0.4' or bits=4")
     eviction = parse_eviction(evict) if isinstance(evict, str) else evict
     run = _Run(model, eviction, bits if bits is None or isinstance(bits, KvBits) else parse_kv_bits(bits))
     layers = layer_stack(model)
@@ -94,8 +93,8 @@ class CacheOptions(NamedTuple):
     kv_bits: str | None = None
 
     def running(self, model: PreTrainedModel) -> AbstractContextManager[NewCache | None]:
-        """Run a model with such a cache, as `smaller_cache` does."""
-        return smaller_cache(model, self.evict, self.kv_bits)
+        """Run a model as `smaller_cache` does; the context gives None if the model keeps its own cache."""
+        return nullcontext() if self == CacheOptions() else smaller_cache(model, self.evict, self.kv_bits)
 
     def named(self, model: str) -> str:
         """Return how results call a model that runs with such a cache, as against the model itself: smollm2, 4 bits."""

@@ -116,8 +116,8 @@ class Codec:
             columns.add(pad + start)
         if len(columns) > 1:
             raise ValueError("the rows of the file have different lengths")
-        dtype = dtype or getattr(torch, format.DTYPES[rows[0][0].dtype])
-        return self.decode_rows(rows, pads, columns.pop(), device, dtype)
+        own_dtype = getattr(torch, format.DTYPES[rows[0][0].dtype])
+        return self.decode_rows(rows, pads, columns.pop(), device, dtype or own_dtype)
 
     def read(self, cache: Cache, row: int, pad: int, tokens: int) -> list[Tensor]:
         """Return the states (T, W) of a row's first `tokens` tokens, of each layer those that it still holds."""

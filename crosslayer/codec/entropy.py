@@ -202,4 +202,4 @@ def _library() -> Any:
     check_extra("store", "a codec", "constriction")
     import constriction  # type: ignore[import-not-found]
 
-    return constriction.stream
+    return constriction.stream  # type: ignore[attr-defined]

@@ -286,6 +286,8 @@ def test_wrong_use_is_refused():
     with pytest.raises(ValueError, match="'snapkv'"):
         Eviction("from Python", policy="snapvk")
     model, ids = tiny("llama"), tokens(1, 20)
+    with pytest.raises(ValueError, match="`evict` or `bits`"), smaller_cache(model):
+        pass
     with pytest.raises(ValueError, match="layer 5"), smaller_cache(model, "h2o:0.4@5"):
         pass
     with smaller_cache(model, "streaming:0.4") as new_cache:

@@ -88,12 +88,12 @@ def panels(record: RetrofitReport) -> list[Panel]:
 
 def _by_layer(record: RetrofitReport) -> Panel:
     """Return the figure of what each layer caches, keys and values apart where they differ, or of what it reads."""
-    plan, context = record.plan, record.cache.context
+    plan = record.plan
     layers, axes = list(map(float, range(plan.layers))), ("layer", "% of the original's bytes")
     if plan.reads_less:
         shares = {"retrofit": [100 * share for share in record.cache.layer_reads]}
         title = "What each layer reads"
-        caption = f"In a step after {context:,} tokens, of what the original's layer reads."
+        caption = f"In a step after {record.cache.context:,} tokens, of what the original's layer reads."
     else:
         shares = {state: [100 * plan.stored_share(state, layer) for layer in range(plan.layers)] for state in CACHED}
         shares = {"keys and values": shares["keys"]} if shares["keys"] == shares["values"] else shares

@@ -100,12 +100,15 @@ def _llama_values(values: dict[str, Any]) -> dict[str, Any]:
         beside = sorted(name for name, value in attention.items() if name not in BLOCK and value not in (None, False))
         if beside:
             raise ValueError(f"{DECILM}: layer {layer}: attention with {', '.join(beside)} is not counted")
-        attends = not attention.get("no_op") and not attention.get("replace_with_linear")
+        own[layer] = {}
+        if attention.get("no_op") or attention.get("replace_with_linear"):
+            layer_types.append("moe")
+            continue
         group = attention.get("n_heads_in_group")
-        if attends and (not isinstance(group, int) or group < 1 or heads % group):
+        if not isinstance(group, int) or group < 1 or heads % group:
             raise ValueError(f"{DECILM}: layer {layer}: n_heads_in_group must divide {heads} heads, got {group}")
-        layer_types.append("full_attention" if attends else "moe")
-        own[layer] = {"num_key_value_heads": heads // group} if attends else {}
+        layer_types.append("full_attention")
+        own[layer] = {"num_key_value_heads": heads // group}
     others = ("block_configs", "num_key_value_heads", "intermediate_size")
     llama = {name: value for name, value in values.items() if name not in others}
     return {**llama, "layer_types": layer_types, "per_layer_config": own}

@@ -84,7 +84,10 @@ def _source(model: Any, like: str | None) -> tuple[Source, str, bool]:
 
 
 def _count_parameters(config: Any) -> int | None:
-    """Return the parameters of the whole model of a config, None if transformers cannot build it."""
+    """Return the parameters of the whole model of a config, None if transformers cannot build it by itself."""
+    parts = [config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", ()))]
+    if any("/" in str(getattr(part, "_attn_implementation", None)) for part in parts):
+        return None  # attention code of the hub, which never runs
     try:
         with one_line_errors("config"), torch.device("meta"):
             model_class: Any = next(mapping[type(config)] for mapping in WHOLE if type(config) in mapping)

@@ -18,14 +18,15 @@ from crosslayer.judge.candidate import Candidate
 from crosslayer.judge.damage import by_domain
 from crosslayer.judge.judge import Judge
 from crosslayer.judge.memory import Load
-from crosslayer.judge.retrieval import LONG_LENGTHS, QUICK_LENGTHS
+from crosslayer.judge.retrieval import DEPTHS, LENGTHS, LONG_LENGTHS, QUICK_LENGTHS, SAMPLES
 from crosslayer.judge.texts import DomainTexts
+from crosslayer.machine import seconds as seconds_of
 from crosslayer.models.load import load_config, model_facts, public_name, ready_model
 from crosslayer.models.origin import origin
 from crosslayer.models.stored import round_to_stored, stored_dtype
 from crosslayer.output.progress import progress
-from crosslayer.probe.intercept import evaluating
-from crosslayer.probe.tokens import check_ids
+from crosslayer.probe.intercept import evaluating, no_cache
+from crosslayer.probe.tokens import check_ids, positions
 from crosslayer.verbs.retrofit.alternatives import Compared, measure_alternatives, rows_of
 from crosslayer.verbs.retrofit.cache import cache_record
 from crosslayer.verbs.retrofit.convert import Converted, convert
@@ -122,12 +123,13 @@ def retrofit(
     loaded, tokenizer = ready_model(model, tokenizer, dtype=dtype, device=device)
     seconds: dict[str, float] = {}
     with _timed(seconds, "read"), progress("tokenizing the text", 0):
-        windows = texts.windows(tokenizer, *strategies.values())
+        cut = texts.windows(tokenizer, *strategies.values())
     name, stored = public_name(model), loaded.dtype if is_loaded else stored_dtype(loaded, config)
-    original = Original(loaded, windows, tokenizer, name, stored, is_loaded)
-    for cut in windows.values():
-        check_ids(loaded, cut.ids)
+    original = Original(loaded, cut, tokenizer, name, stored, is_loaded)
+    for used in cut.values():
+        check_ids(loaded, used.ids)
     with evaluating(loaded):
+        _announce_time(original, [*strategies.values()])
         return _report(original, strategies, texts, seconds)
 
 
@@ -225,6 +227,27 @@ def _converted(original: Original, strategy: Strategy, seconds: dict[str, float]
     return chosen, converted
 
 
+@torch.no_grad()
+def _announce_time(original: Original, strategies: Sequence[Strategy]) -> None:
+    """Show about how long the retrofit will take, from one measured forward pass, if it is a minute or more."""
+    window = original.windows["evaluation"].ids[:1].to(original.model.device)
+    passes = [
+        seconds_of(lambda: original.model(input_ids=window, **no_cache(original.model)), original.model.device)
+        for _ in range(3)  # the first warms up
+    ]
+    tokens = {purpose: cut.ids.numel() for purpose, cut in original.windows.items()}
+    # the original, each variant, and the first without compensation
+    forwarded = (len(strategies) + 1 + strategies[0].fits) * tokens["evaluation"]
+    forwarded += sum(strategy.forwarded(tokens, original.layers) for strategy in strategies)
+    if original.tokenizer is not None and not strategies[0].options.sweep:
+        asked = [length for length in _lengths(strategies[0]) or LENGTHS if length <= positions(original.model)]
+        forwarded += 2 * len(DEPTHS) * SAMPLES * sum(asked)
+    minutes = min(passes) / window.numel() * forwarded / 60
+    if minutes >= 1:
+        with progress(f"this will take about {round(minutes)} min", 0):
+            pass
+
+
 @contextmanager
 def _timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
     """Add what the block takes to the seconds of a phase."""
@@ -235,13 +258,16 @@ def _timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
 
 def _needles(judge: Judge, retrofit: Candidate, strategy: Strategy) -> Needles | None:
     """Ask both models for hidden numbers; None if they cannot be asked."""
-    options, lengths = strategy.options, None
-    if options.quick:
-        lengths = QUICK_LENGTHS
-    elif options.full and strategy.needs_long_text:
-        lengths = LONG_LENGTHS
-    found = judge.needles(retrofit, options.seed, lengths)
-    return Needles(original=judge.needles(None, options.seed, lengths), retrofit=found) if found else None
+    seed, lengths = strategy.options.seed, _lengths(strategy)
+    found = judge.needles(retrofit, seed, lengths)
+    return Needles(original=judge.needles(None, seed, lengths), retrofit=found) if found else None
+
+
+def _lengths(strategy: Strategy) -> Sequence[int] | None:
+    """Return the lengths at which hidden numbers are asked for; None: the usual ones."""
+    if strategy.options.quick:
+        return QUICK_LENGTHS
+    return LONG_LENGTHS if strategy.options.full and strategy.needs_long_text else None
 
 
 def _calibration(converted: Converted, strategy: Strategy, original: Original) -> Calibration:

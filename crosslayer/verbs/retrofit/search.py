@@ -6,7 +6,7 @@ models moves of every n-th layer are ranked, which stand for its neighbors.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -20,7 +20,7 @@ from crosslayer.probe.groups import PAPER_SIZE, Groups, paper_groups
 from crosslayer.probe.shapes import LayerShape, may_share
 from crosslayer.verbs.retrofit.cache import CacheShare
 from crosslayer.verbs.retrofit.greedy import PASSES, TOO_SMALL, GreedySearch
-from crosslayer.verbs.retrofit.measure import Measure
+from crosslayer.verbs.retrofit.measure import TOKENS, Measure
 from crosslayer.verbs.retrofit.options import RetrofitOptions
 from crosslayer.verbs.retrofit.original import Original
 from crosslayer.verbs.retrofit.result import Choice
@@ -29,6 +29,7 @@ from crosslayer.verbs.retrofit.trade_off import Baseline, Step, search_record, s
 
 MethodClass = type[Method]
 UNCHANGED = "own"  # in records: a layer that no method acts on
+FIT = 3  # about how many passes the fit of a layer takes
 RANKED, QUICK_RANKED = 200, 30  # at most, passes of the first ranking, with `quick` too
 Move = tuple[MethodClass, int]  # a method and the layer that it is assigned to
 
@@ -175,6 +176,12 @@ class LayerSearch(Strategy):
         self.targets = tuple(sorted({target for cls in searched_methods() for target in cls.targets}))
         self.needs = ("search",) if options.quick else ("search", "trade-off")
         super().__init__(options, named, config)
+
+    def forwarded(self, tokens: Mapping[str, int], layers: int) -> float:
+        """Estimate how many tokens pass through a model; each configuration fits about a layer."""
+        searched = expected_passes(layers, QUICK_RANKED if self.options.quick else RANKED)
+        fitted = FIT * min(TOKENS, tokens["calibration"]) / layers if self.fits else 0
+        return super().forwarded(tokens, layers) + searched * (tokens["search"] + fitted)
 
     @torch.no_grad()
     def choose(self, original: Original) -> Chosen:

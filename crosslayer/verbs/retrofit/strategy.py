@@ -59,6 +59,10 @@ class Strategy(ABC):
     def choose(self, original: Original) -> Chosen:
         """Return the methods with their layers; the original has the text that the strategy needs."""
 
+    def forwarded(self, tokens: Mapping[str, int], layers: int) -> float:
+        """Estimate how many tokens pass through a model of some layers to choose and fit; `tokens` is by purpose."""
+        return sum(tokens[purpose] for purpose in self.purposes if purpose != "evaluation")
+
     @property
     def fits(self) -> bool:
         """Whether W_c or W_o is fitted to text."""

@@ -110,6 +110,11 @@ def test_weights_that_cannot_be_counted_are_named(tmp_path, monkeypatch):
     assert any("without weights" in sentence for sentence in plan.sentences())
 
 
+def test_attention_code_of_the_hub_never_runs(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "attn_implementation": "someone/attention"}))
+    assert crosslayer.plan(tmp_path, memory="1GiB").parameters is None
+
+
 @pytest.mark.parametrize("text", ["", "GiB", "3XB", "-1GiB", "nan", "1e400", "inf", "0"])
 def test_no_size_of_memory(folder, text):
     with pytest.raises(ValueError, match="`memory` must be"):

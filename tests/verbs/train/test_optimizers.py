@@ -10,7 +10,7 @@ from torch.optim import AdamW, Muon
 from crosslayer.training import arguments as module
 from crosslayer.training.arguments import training_arguments
 from crosslayer.training.checkpoints import checkpoints
-from crosslayer.training.recipe import OptimizerPart, SchedulePart
+from crosslayer.training.recipe_parts import OptimizerPart, SchedulePart
 from tests.helpers.training import Stop, course, model_of, trainer_of
 
 MUON = OptimizerPart(name="muon")

@@ -2,7 +2,6 @@
 
 from typing import Any, Literal, Self
 
-import numpy as np
 from pydantic import Field, model_validator
 
 from crosslayer.output.result import Result
@@ -37,16 +36,6 @@ class TrainingRun(Result):
         if any(set(entry.losses) != names for entry in self.validation) or set(self.windows) != names:
             raise ValueError("validation losses and windows must be of the run's domains")
         return self
-
-    @property
-    def losses(self) -> np.ndarray:
-        """Training losses in nats per token, each the mean since the previous entry, (N,)."""
-        return np.array(self.curve.losses)
-
-    @property
-    def validation_losses(self) -> np.ndarray:
-        """Validation losses in nats per token, (M, D)."""
-        return np.array([[entry.losses[domain.name] for domain in self.domains] for entry in self.validation])
 
     @property
     def final_loss(self) -> float:

@@ -171,8 +171,9 @@ def test_two_processes_resume_with_the_batch_of_one(tmp_path):
     assert train(2, 1).returncode == 0
     resumed = load_result(tmp_path / "run")
     assert resumed.tokens == whole.tokens and resumed.curve.steps == whole.curve.steps
-    assert resumed.losses == pytest.approx(whole.losses, abs=1e-5)
-    assert resumed.validation_losses == pytest.approx(whole.validation_losses, abs=1e-5)
+    assert resumed.curve.losses == pytest.approx(whole.curve.losses, abs=1e-5)
+    for entry, other in zip(resumed.validation, whole.validation, strict=True):
+        assert entry.losses == pytest.approx(other.losses, abs=1e-5)
 
 
 @pytest.mark.slow

@@ -46,7 +46,8 @@ CACHES: dict[str, tuple[str, list[Any]]] = {  # of results/kv_bits.json: title a
 HEAD = """# Findings
 
 Each finding has a paragraph, a figure and a command. The model is SmolLM2-135M on a CPU unless another is named.
-Intervals are 95 %, over text windows, items or sequences, not over training seeds. Larger models may behave
+Intervals are 95%, over text windows, items, sequences or pairs of runs; only the losses of finding 11 are compared
+over training seeds. Larger models may behave
 differently. For details and negative results, see the pages of the papers ([ResFormer](../papers/resformer.md),
 [Attention Residuals](../papers/attention-residuals.md), [the waiver](../papers/waiver.md),
 [UniAttn](../papers/uniattn.md)), the [tables of retrofits](../evidence/retrofits.md), and [the log](../LOG.md).
@@ -109,7 +110,8 @@ def retrieval() -> Finding:
     counts = ", ".join(str(count) for _, count in values[:3])
     return Finding(
         "Perplexity does not show lost retrieval",
-        f"Three retrofits with nearly the same perplexity ({ratios}) retrieve {counts} of 40 numbers hidden in their "
+        "Three distilled retrofits with nearly the same perplexity"
+        f" ({ratios}) retrieve {counts} of 40 numbers hidden in their "
         "context; the original retrieves all 40. Forty steps of distillation restored retrieval where attention was "
         "dropped, but not where attention maps are shared.",
         panel.key,
@@ -120,14 +122,14 @@ def retrieval() -> Finding:
 
 
 def cache_bytes(name: str, kv_bits: str | None) -> int:
-    """Return the bytes of a cache in `CACHES`, quantised or in bfloat16, at 2,048 tokens."""
+    """Return the bytes of a cache in `CACHES`, quantized or in bfloat16, at 2,048 tokens."""
     config = CrossLayerConfig(**SHAPE, cross_layer=CACHES[name][1])
     kind = None if kv_bits is None else KINDS[kv_bits]
     return crosslayer.plan(config, length=2048, dtype="bfloat16", kv_dtype=kind).stored_bytes
 
 
 def bits() -> Finding:
-    """Quantised caches against fewer layers."""
+    """Quantized caches against fewer layers."""
     rows, shown = {(row["name"], row["kv_bits"]): row for row in results("kv_bits")["rows"]}, {}
     shares = {key: cache_bytes(*key) / cache_bytes("smollm2", None) for key in rows}
     for (name, kv_bits), row in rows.items():
@@ -145,7 +147,8 @@ def bits() -> Finding:
         f"KL of {four['kl'][0]:.4f} ({spread(*four['kl'][1:], 4)}) nats a token. Dropping attention in five searched "
         f"layers keeps {shares['drop5', None]:.0%} at a KL of {drop['kl'][0]:.2f} ({spread(*drop['kl'][1:])}); both "
         f"together keep {shares['drop5', '4']:.0%} at {both['kl'][0]:.2f}. Of twenty hidden numbers each at 512 and at "
-        f"2,048 tokens, the 4-bit cache retrieves {found[0]}, and the five dropped layers {found[1]}. Quantize first. "
+        f"2,048 tokens, the 4-bit cache retrieves {found[0]}, and the model without attention in five layers "
+        f"{found[1]}. Quantize first. "
         "Change layers when reads or compute matter, or when the model was trained that way.",
         panel.key,
         "crosslayer needles smollm2 --baseline smollm2 --lengths 512 --keys 1 --kv-bits 4",
@@ -163,7 +166,7 @@ def dropping() -> Finding:
         f"in three fixed blocks of four layers multiplies it by {cla['ratio']:.2f} "
         f"({spread(cla['low'], cla['high'])}).",
         "cache_and_perplexity",
-        "crosslayer retrofit smollm2 --kv-budget 0.7 --calibration 72 --length 256 --out small",
+        "python benchmarks/front_page.py",
     )
 
 
@@ -173,7 +176,7 @@ def distillation() -> Finding:
     short, long = "distillation, embedded text:200704", "distillation:1601536"
     start, middle, end = (damage(losses([rows[name]])).kl.value for name in ("fit:18432", short, long))
     return Finding(
-        "A quarter of an hour of distillation recovers most of it",
+        "A quarter of an hour of distillation gains most of what a longer one gains",
         f"At 70% of the cache, KL to the original on unseen text falls from {start:.2f} to {middle:.2f} nats a token "
         f"with 0.2 million tokens of embedded text (16 minutes on two cores), and to {end:.2f} with 1.6 million tokens "
         "(77 minutes). Fitting the linear maps to sixteen times as much text, without training, gains almost nothing.",
@@ -261,11 +264,11 @@ def search() -> Finding:
 
 
 def similarity() -> Finding:
-    """How alike neighbouring maps are, with and without the first token."""
+    """How alike neighboring maps are, with and without the first token."""
     measured = json.loads(MAPS.read_text())
     layers = [float(layer) for layer in measured["layers"]]
     panel = Panel(
-        "map_similarity", "Attention maps of neighbouring layers", "", "layer (beside the one below it)", "cosine",
+        "map_similarity", "Attention maps of neighboring layers", "", "layer (beside the one below it)", "cosine",
         [Line(name, layers, measured[key]) for name, key in LABELS.items()],
         y_range=(0, 1),
     )  # fmt: skip
@@ -334,7 +337,7 @@ def isolation() -> Finding:
         f"token keeps {averages['first_after']['mean']:.1%}. The loss on later tokens rises by "
         f"{measured['loss_behind']['difference']['mean']:.3f} nats a token.",
         "waiver_smollm2",
-        "crosslayer intervene smollm2 --waiver 255",
+        "python benchmarks/intervene.py --sequences 32",
     )
 
 
@@ -376,7 +379,8 @@ def from_scratch() -> Finding:
     return Finding(
         "At a million tokens losses differ between methods, tasks do not",
         f"Of {len(rows)} methods trained from scratch at 0.46 million parameters, {lower} reach a lower loss than the "
-        f"plain Transformer (four seeds, Holm-corrected). On six tasks with 1,000 items each, {clear} of {len(rows)} "
+        f"plain Transformer (three or four seeds, Holm-corrected). On six tasks "
+        f"with 5,500 items in total, {clear} of {len(rows)} "
         "differ from it. Two seeds at this size cannot rank methods by accuracy; a table of accuracies alone would "
         "have ranked noise.",
         panel.key,
@@ -406,7 +410,7 @@ def page(findings: Sequence[Finding]) -> str:
 
 
 def measure() -> None:
-    """Write how alike neighbouring maps of SmolLM2 are, by layer."""
+    """Write how alike neighboring maps of SmolLM2 are, by layer."""
     diagnosis = crosslayer.diagnose("smollm2", sequences=8, length=512)
     maps = {"all": diagnosis.map_similarity, "without_first": diagnosis.map_similarity_without_first}  # (L, L) each
     count = len(diagnosis.map_similarity)

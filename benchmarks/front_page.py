@@ -1,11 +1,11 @@
 """The picture of the README: share of the KV cache that is kept against perplexity on text that nothing was fitted to.
 
     python benchmarks/front_page.py            # docs/figures/cache_and_perplexity.svg, from results that are committed
-    python benchmarks/front_page.py --measure  # quantised caches on the same windows again: results/front_page.json
+    python benchmarks/front_page.py --measure  # quantized caches on the same windows again: results/front_page.json
 
 SmolLM2-135M, 16 windows of 256 tokens of C code; perplexity over the original's with a paired 95 % bootstrap interval.
 The wirings and their fits are those of `benchmarks/transfer.py`, the distilled ones of `benchmarks/recovery.py`. A
-quantised cache's share is that of the bfloat16 cache at 2,048 tokens.
+quantized cache's share is that of the bfloat16 cache at 2,048 tokens.
 """
 
 import json
@@ -57,7 +57,7 @@ def estimate(before: list[float], after: list[float], documents: list[int]) -> E
 
 @torch.no_grad()
 def measure() -> None:
-    """Write the loss of each window with quantised caches, and the shares of the cache."""
+    """Write the loss of each window with quantized caches, and the shares of the cache."""
     model, tokenizer = load_model("smollm2", dtype="float32")
     windows = split_domains(embedded_domains(), tokenizer, parts={"judged": {"code": 16}}, length=256)["judged"]
 
@@ -101,9 +101,9 @@ def measured() -> list[dict[str, Any]]:
         code = [window for window, domain in enumerate(row["domains"]) if domain == "code"]
         before, after, documents = ([row[part][window] for window in code] for part in ("before", "after", "documents"))
         result += rows(name, {0.7: estimate(before, after, documents)})
-    quantised = json.loads((HERE / "results" / "front_page.json").read_text())
+    quantized = json.loads((HERE / "results" / "front_page.json").read_text())
     points = {
-        quantised[bits]["share"]: estimate(quantised["before"], quantised[bits]["after"], quantised["documents"])
+        quantized[bits]["share"]: estimate(quantized["before"], quantized[bits]["after"], quantized["documents"])
         for bits in BITS
     }
     result += rows(QUANTISED, points)

@@ -1,4 +1,4 @@
-"""What retrofits, evictions and quantised caches cost in quality, and save: the tables of docs/results.
+"""What retrofits, evictions and quantized caches cost in quality, and save: the tables of docs/results.
 
     python benchmarks/quality.py --tasks TASKS_FOLDER --json FILE smollm2 smollm2@h2o:0.4 smollm2@bits:4
         NAME=FOLDER NAME=FOLDER@h2o:0.4+bits:4 [--names arc_easy,piqa] [--limit 200] [--windows 16] [--needles 8]

@@ -82,7 +82,7 @@ def _sinks(cached: Cached) -> Tensor:
 
 
 def _snapkv(cached: Cached) -> Tensor:
-    """Rank the window highest, then the tokens by the attention they get from it, smoothed over neighbours.
+    """Rank the window highest, then the tokens by the attention they get from it, smoothed over neighbors.
 
     SnapKV (arXiv 2404.14469), section 4.2, with mean pooling.
     """

@@ -124,7 +124,7 @@ class _Run:
         self.read_kinds = read_kinds(self.plan, self.stored_kinds)
         # under an eviction all tokens are rounded, and nothing is subtracted, since positions are not known
         self.recent = bits.recent if bits is not None and eviction is None else 0
-        self.offsets = key_offsets(model) if self.recent else {}
+        self.offsets = key_offsets(model) if bits is not None and eviction is None else {}
         self.groups = sharing_groups(self.plan)
         self.group_of = {layer: number for number, group in enumerate(self.groups) for layer in group}
         self.cache = self.new_cache()  # raises for layers that cannot be quantized, even if no cache is used later
@@ -157,7 +157,7 @@ class _Run:
         self.is_cached = cache is not None
         self.cache = self.new_cache() if cache is None else cache
         self.steps, self.handled, self.pads = {}, set(), None
-        if self.recent:
+        if self.bits is not None and self.eviction is None:
             before = self.cache.get_seq_length()
             self.exact = max(0, before - self.cache.reading.kept) if self.is_cached else 0
             ranks = token_ranks(arguments, before)

@@ -17,7 +17,7 @@ from crosslayer.verbs import GROUPS, verb_names
 
 HEAD = "| option | default | what it is |\n|---|---|---|\n"
 BAR = r"\|"  # what stands for | in a cell
-GUIDES = {"Inspect": "inspect", "Convert": "convert", "Measure": "measure", "Train": "train", "Ship": "serve"}
+GUIDES = {name: name.lower() for name in ("Inspect", "Convert", "Measure", "Store", "Train")} | {"Ship": "serve"}
 INTRODUCTION = """# Commands
 
 Every command with its options, as `crosslayer COMMAND --help` prints them; `make tables` writes this page. In Python

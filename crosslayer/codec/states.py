@@ -22,7 +22,7 @@ from crosslayer.probe.intercept import evaluating, plan_of
 PROBED = (1, 3, 40)  # positions at which keys are compared with those at 0
 ROWS = 8  # tokens for that
 UNEVEN = ("dynamic", "longrope")  # their angles depend on the length of the text
-ORDERS = ("halves", "pairs")  # channel i turns with i + R/2, or with its neighbour
+ORDERS = ("halves", "pairs")  # channel i turns with i + R/2, or with its neighbor
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Sinkhorn's normalisation of a small positive matrix for each token, as an operator of torch with its own gradient.
+"""Sinkhorn's normalization of a small positive matrix for each token, as an operator of torch with its own gradient.
 
     y = x / s,  s = Σ x + ε along columns or rows;  dx = (dy − Σ dy y) / s,  x = y s
 

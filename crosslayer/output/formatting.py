@@ -42,7 +42,7 @@ def listed(items: Sequence[str]) -> str:
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """Return whole numbers in increasing order, neighbours as a range: 7, 0, 1, 2 → "0-2, 7"."""
+    """Return whole numbers in increasing order, neighbors as a range: 7, 0, 1, 2 → "0-2, 7"."""
     ends: list[tuple[int, int]] = []
     for number in sorted(numbers):
         if ends and number == ends[-1][1] + 1:

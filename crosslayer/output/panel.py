@@ -123,7 +123,7 @@ def by_position(
 
 
 def _position_ticks(length: int, position: int) -> dict[float, str]:
-    """Return labels at the middle of their positions: 0, 1, 2, 5, 10 …, and `position` instead of its neighbours."""
+    """Return labels at the middle of their positions: 0, 1, 2, 5, 10 …, and `position` instead of its neighbors."""
     powers = range(len(str(length)))
     digits = {power: (1, 2, 5) if power == 0 or length <= 1000 else (1,) for power in powers}
     usual = [0, *(digit * 10**power for power in powers for digit in digits[power])]

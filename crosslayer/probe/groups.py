@@ -29,7 +29,7 @@ def paper_groups(shapes: list[LayerShape | None], size: int = PAPER_SIZE, count:
 def similar_groups(similarity: np.ndarray, shapes: list[LayerShape | None], readers: int) -> Groups:
     """Return contiguous groups with `readers` readers in total, merged greedily by complete linkage.
 
-    Each step merges the two neighbouring groups whose least similar pair of layers is most similar, which adds one
+    Each step merges the two neighboring groups whose least similar pair of layers is most similar, which adds one
     reader. `similarity` is (L, L), of maps without the first token.
     """
     groups: Groups = [[i] for i, shape in enumerate(shapes) if shape is not None]

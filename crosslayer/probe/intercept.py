@@ -243,7 +243,7 @@ def _showing(before: Callable | None) -> Callable:
             seen = call
             call = handler(seen)
             if seen.parts and call is not seen:
-                raise ValueError("an attention call was changed after it had been divided; quantise innermost")
+                raise ValueError("an attention call was changed after it had been divided; enter `smaller_cache` last")
         outputs = [
             function(module, part.query, part.key, part.value, part.mask, **part.options)
             for part in call.parts or (call,)

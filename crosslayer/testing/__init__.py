@@ -169,9 +169,9 @@ def eager_equals_sdpa(config: CrossLayerConfig) -> None:
 
 @torch.no_grad()
 def quantized_cache_cuts_make_no_difference(config: CrossLayerConfig) -> None:
-    """With a quantised cache, a text read in pieces, padded, or without a cache gives the same logits.
+    """With a quantized cache, a text read in pieces, padded, or without a cache gives the same logits.
 
-    A model whose layers read states of several layers or chosen tokens, or that has none to quantise, is refused by a
+    A model whose layers read states of several layers or chosen tokens, or that has none to quantize, is refused by a
     `ValueError`.
     """
     model, ids, bits = build(config), tokens(length=16), KvBits("4", everywhere="int4", recent=5)
@@ -186,7 +186,7 @@ def quantized_cache_cuts_make_no_difference(config: CrossLayerConfig) -> None:
     with smaller_cache(model, bits=bits) as new_cache:
         full = model(ids, use_cache=False).logits
         for sizes in ([16], [1] * 16, [9, 1, 6]):
-            close(steps(model, ids, sizes, new_cache())[0], full, f"quantised, chunks of {sizes}", tolerance(config))
+            close(steps(model, ids, sizes, new_cache())[0], full, f"quantized, chunks of {sizes}", tolerance(config))
         if config.attn_logit_softcapping is not None:
             return  # in float64 transformers' eager attention returns NaN for fully masked rows
         mask = torch.ones_like(ids)
@@ -194,7 +194,7 @@ def quantized_cache_cuts_make_no_difference(config: CrossLayerConfig) -> None:
         positions = (mask.cumsum(-1) - 1).clamp_min(0)
         options = {"attention_mask": mask, "position_ids": positions, CACHE: new_cache()}
         padded = model(torch.cat([ids[:1], torch.cat([ids[1:, :3], ids[1:, :-3]], 1)]), **options).logits
-        close(padded[1, 3:], full[1, :-3], "quantised and padded", tolerance(config))
+        close(padded[1, 3:], full[1, :-3], "quantized and padded", tolerance(config))
 
 
 @torch.no_grad()

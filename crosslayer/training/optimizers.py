@@ -25,7 +25,8 @@ class MuonAndAdamW(Optimizer):
     """Muon for matrices and AdamW for all other parameters as one optimizer."""
 
     def __init__(self, matrices: Groups, others: Groups, adamw: Mapping[str, Any]):
-        self.optimizers = (Muon(matrices, adjust_lr_fn="match_rms_adamw"), AdamW(others, **adamw))
+        muon = [Muon(matrices, adjust_lr_fn="match_rms_adamw")] if matrices else []
+        self.optimizers = [*muon, *([AdamW(others, **adamw)] if others else [])]
         super().__init__([group for optimizer in self.optimizers for group in optimizer.param_groups], {})
         self._share()
 

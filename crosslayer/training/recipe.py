@@ -134,9 +134,13 @@ class Recipe(Part):
     @model_validator(mode="after")
     def _check_kind(self) -> Self:
         """Refuse keys that a recipe with stages, or one without, does not use, and name those that it lacks."""
+        if self.model is None and self.schedule is None and not self.stages:
+            raise ValueError("must have a model and a schedule (crosslayer train), or stages (crosslayer heal)")
         for key in () if self.stages else ("model", "schedule"):
             if vars(self)[key] is None:
                 raise WrongKey(key, f"missing; for example {key}: {EXAMPLES[key]}")
+        if self.stages and self.optimizer.rates:
+            raise WrongKey("optimizer", "rates must be left out with stages, each of which trains other parameters")
         for key, reason in (WITH_STAGES if self.stages else WITHOUT_STAGES).items():
             if vars(self)[key] not in (None, Recipe.model_fields[key].default):
                 raise WrongKey(key, f"has no effect {reason}; remove it")

@@ -24,12 +24,13 @@ def check_run(folder: Path, recipe: Recipe, resume: bool, others: Mapping[str, s
         return
     if not resume:
         raise ValueError(f"the folder {folder.name!r} exists; use another name, or `resume` to continue its run")
-    same = [(folder / name).is_file() and (folder / name).read_text() == text for name, text in (others or {}).items()]
+    same = [
+        (folder / name).is_file() and (folder / name).read_text(encoding="utf-8") == text
+        for name, text in (others or {}).items()
+    ]
     if not (_is_of(folder / RECIPE, recipe) and all(same)):
-        raise ValueError(
-            f"the folder {folder.name!r} has another recipe or other retrofits, or none; `resume` continues the same "
-            "ones only"
-        )
+        what = "another recipe" if others is None else "another recipe, or other retrofits"
+        raise ValueError(f"the folder {folder.name!r} belongs to {what}; `resume` needs the same")
 
 
 def begin_run(folder: Path, recipe: Recipe, others: Mapping[str, str] | None = None) -> None:

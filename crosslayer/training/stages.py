@@ -8,7 +8,8 @@ the stage as finished; the checkpoints are then removed.
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,17 @@ def stage_trainer(
     return trainer
 
 
+@contextmanager
+def _kept_attention(teacher: Teacher | None) -> Iterator[None]:
+    """Give the teacher its own attention implementation back after the block, in which training sets another."""
+    own = None if teacher is None else teacher.model.config._attn_implementation
+    try:
+        yield
+    finally:
+        if teacher is not None and own is not None:
+            teacher.model.set_attn_implementation(own)
+
+
 def run_stage(
     recipe: Recipe, part: StagePart, rows: Rows, model: PreTrainedModel, folder: Path, teacher: Teacher | None = None
 ) -> Outcome:
@@ -84,7 +96,7 @@ def run_stage(
     """
     set_seed(recipe.seed)  # for the initial values of adapters
     trained = unfreeze(model, part.parameters, part.lora)
-    with quiet_transformers():
+    with quiet_transformers(), _kept_attention(teacher):
         trainer = stage_trainer(recipe, rows, trained, stage_arguments(recipe, part, folder), teacher=teacher)
         trainer.add_callback(LastStep(trainer.interruption))
         if part.stop is not None:

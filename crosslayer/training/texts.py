@@ -41,7 +41,7 @@ class Domain:
         if self.validation is not None:
             yield from self._documents(reading)
             return
-        run: list[str] = []  # neighbouring chunks of a document
+        run: list[str] = []  # neighboring chunks of a document
         for piece, begins, held in _pieces(self._documents(reading), self.every):
             if run and (begins or held):
                 yield "".join(run)

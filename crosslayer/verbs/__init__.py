@@ -11,7 +11,7 @@ The folder's own `__init__.py` says in plain values how a shell shows it:
 
 from pathlib import Path
 
-GROUPS = ("Inspect", "Convert", "Measure", "Train", "Ship")
+GROUPS = ("Inspect", "Convert", "Measure", "Store", "Train", "Ship")
 
 
 def verb_names() -> list[str]:

@@ -151,7 +151,8 @@ def _mentioned(kind: type[PreTrainedConfig]) -> frozenset[str]:
 
 def _in_model(kind: type[PreTrainedConfig], name: str) -> bool:
     """Return whether the code of a config class's model reads a field."""
-    code = _model_code(Path(inspect.getfile(kind)).parent)
+    file = inspect.getfile(LlamaConfig if kind is DeciLMConfig else kind)
+    code = _model_code(Path(file).parent)
     return re.search(rf"(config\.|[\"']){re.escape(name)}\b", code) is not None
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from crosslayer.wiring.states import FLOAT32, ItemSizes, LayerStates
 
-# bits per element: of dtypes, and of the types to which engines quantise keys and values
+# bits per element: of dtypes, and of the types to which engines quantize keys and values
 BITS = {"float32": 32, "float64": 64, "bfloat16": 16, "float16": 16}
 QUANTISED = {  # scales of blocks of 32 elements included
     "fp8": 8.0,
@@ -62,7 +62,7 @@ def check_engine(engine: str, kv_dtype: str, layers: Sequence[Stored]) -> None:
         others = [other for other, kinds in TYPES.items() if kv_dtype in kinds]
         raise ValueError(f"{engine} has no KV cache of type {kv_dtype}; use `engine` {others[0]}")
     if engine == "transformers":
-        _check_quantised(kv_dtype, layers)
+        _check_quantized(kv_dtype, layers)
         return
     for number, (states, own) in enumerate(layers):
         if states.every is not None or states.index or states.prompt or states.passes > 1:
@@ -73,15 +73,15 @@ def check_engine(engine: str, kv_dtype: str, layers: Sequence[Stored]) -> None:
             raise ValueError(f"llama.cpp cannot store {next(iter(own))} alone, as layer {number} does")
 
 
-def _check_quantised(kv_dtype: str, layers: Sequence[Stored]) -> None:
-    """Refuse a quantised cache of this package where it is not defined."""
+def _check_quantized(kv_dtype: str, layers: Sequence[Stored]) -> None:
+    """Refuse a quantized cache of this package where it is not defined."""
     if kv_dtype not in OURS:
         return
     for number, (states, own) in enumerate(layers):
         more = states.every or states.index or states.passes > 1 or states.fixed or states.fixed_float32
         if states.keys and (not states.heads or more or 0 < own.get("values", 0) < 1):  # no heads: a latent
             raise ValueError(
-                f"a quantised KV cache is not defined for layer {number} ({states.mask}), which is not plain"
+                f"a quantized KV cache is not defined for layer {number} ({states.mask}), which is not plain"
             )
 
 

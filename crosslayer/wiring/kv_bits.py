@@ -1,4 +1,4 @@
-"""How a quantised KV cache stores a token, and how many bytes that takes; without importing torch.
+"""How a quantized KV cache stores a token, and how many bytes that takes; without importing torch.
 
 As text, `4` stores keys and values of every layer with 4 bits, `8@0-11,4@12-29` by layer; `fp8` is float8 (e4m3).
 
@@ -23,7 +23,7 @@ EXAMPLE = "as 4, fp8, or 8@0-11,4@12-29 (by layer)"
 
 @dataclass(frozen=True)
 class KvBits(ByLayer[str]):
-    """The types to which layers' keys and values are quantised, such as int4; None, or no type: not quantised.
+    """The types to which layers' keys and values are quantized, such as int4; None, or no type: not quantized.
 
     Attributes:
         recent: latest tokens that stay exact, below 8 bits; a query's own token counts.
@@ -44,12 +44,12 @@ class KvBits(ByLayer[str]):
         exact = f"; the first token and the latest {self.recent} exact" if any(map(keeps_recent, kinds)) else ""
         return f"{self.name}{exact}"
 
-    def check_layers(self, quantisable: Sequence[int], count: int) -> None:
+    def check_layers(self, quantizable: Sequence[int], count: int) -> None:
         """Refuse layers that do not exist, and bits for layers none of which stores keys or values of all tokens."""
         self.check_count(count, f"KV bits {self.text!r}")
-        if all(self.at(layer) is None for layer in quantisable):
+        if all(self.at(layer) is None for layer in quantizable):
             named = "no layer of the model stores" if self.everywhere else "none of these layers stores"
-            raise ValueError(f"KV bits {self.text!r}: {named} keys or values of all tokens, which could be quantised")
+            raise ValueError(f"KV bits {self.text!r}: {named} keys or values of all tokens, which could be quantized")
 
 
 def parse_kv_bits(text: str | int) -> KvBits:
@@ -77,14 +77,14 @@ def token_bytes(kind: str, size: int) -> int:
 
 
 def groups(size: int) -> int:
-    """Return in how many groups the channels of a head are quantised: of 64 each if that divides them, else one."""
+    """Return in how many groups the channels of a head are quantized: of 64 each if that divides them, else one."""
     return size // GROUP if size % GROUP == 0 else 1
 
 
 def stored_bytes(kind: str, size: int, length: int, item: float, recent: int = RECENT) -> float:
     """Return the bytes of a head's keys, or values, of a text of `length` tokens.
 
-    `item` is the size of an element that is not quantised, in bytes. Memory for codes is allocated in blocks.
+    `item` is the size of an element that is not quantized, in bytes. Memory for codes is allocated in blocks.
     """
     if not keeps_recent(kind) or not recent:
         return allocated_tokens(length) * token_bytes(kind, size)

@@ -47,7 +47,7 @@ def model_plan(
     try:
         wiring = read_wiring(config)
     except (TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError) as error:
-        raise ValueError(f"the config of {config.model_type} has a value that cannot be: {error}") from error
+        raise ValueError(f"the config of {config.model_type} has an invalid value: {error}") from error
     dtype = dtype_name(dtype or wiring["dtype"])
     engine = engine or ("llama.cpp" if isinstance(config, GgufConfig) and name not in EMBEDDED else "transformers")
     sizes = item_sizes(dtype, kv_dtype, engine)
@@ -79,7 +79,7 @@ def _source(model: Any, like: str | None) -> tuple[Source, str, bool]:
         source, name = Source(model.config, weights_bytes), model.name_or_path or ""
         takes_cache = CACHE in inspect.signature(type(model).forward).parameters
     if like is not None and (isinstance(source.config, GgufConfig) or not isinstance(model, str | Path)):
-        raise ValueError(f"--like must come with a config.json, got a {type(source.config).__name__}; leave it out")
+        raise ValueError(f"--like needs a config.json, got a {type(source.config).__name__}; leave it out")
     return source, name, takes_cache
 
 

@@ -10,9 +10,9 @@ FLOAT32 = 4  # bytes per element
 
 
 class ItemSizes(NamedTuple):
-    """Bytes per element: of the model's dtype, and of keys and values, which may be quantised.
+    """Bytes per element: of the model's dtype, and of keys and values, which may be quantized.
 
-    `kind` is the type of a quantised cache of this package, whose bytes are not a number per element, else None.
+    `kind` is the type of a quantized cache of this package, whose bytes are not a number per element, else None.
     """
 
     model: float
@@ -33,7 +33,7 @@ class LayerStates:
         index_float32: whether the indexer caches float32, whatever the dtype of the model.
         window: tokens that a query can attend to, including its own; None: all.
         every: tokens per compressed entry, beside the window; None: no compressed entries.
-        overlap: whether neighbouring compressed entries overlap, so that they are made from twice the elements.
+        overlap: whether neighboring compressed entries overlap, so that they are made from twice the elements.
         selected: tokens, or compressed entries, that a query selects of those it can attend to; None: all.
         prompt: tokens that the model itself adds before a sequence.
         fixed: elements that do not grow with the text (states of convolutions), in the dtype of the model.
@@ -70,13 +70,13 @@ class LayerStates:
     def stored_bytes(self, length: int, sizes: ItemSizes, own: Mapping[str, float]) -> float:
         """Return the bytes that grow with the text; `own` has the shares of its keys and values that it stores."""
         if sizes.kind is not None:
-            return sum(self._quantised_bytes(vars(self)[state], length, sizes) for state in own)
+            return sum(self._quantized_bytes(vars(self)[state], length, sizes) for state in own)
         size = self.keys * own.get("keys", 0) + self.values * own.get("values", 0)
         kept = (self.kept(length) + self.entries(length)) * size * sizes.kv
         return self.passes * (kept + self._indexed_bytes(length, sizes))
 
-    def _quantised_bytes(self, size: int, length: int, sizes: ItemSizes) -> float:
-        """Return the bytes of keys, or values, of `size` elements a token; a window is not quantised."""
+    def _quantized_bytes(self, size: int, length: int, sizes: ItemSizes) -> float:
+        """Return the bytes of keys, or values, of `size` elements a token; a window is not quantized."""
         assert sizes.kind is not None
         if self.window is not None:
             return self.kept(length) * size * sizes.model
@@ -104,7 +104,7 @@ class LayerStates:
         return self.passes * (read + self._indexed_bytes(length, sizes))
 
     def full_bytes(self, length: int, sizes: ItemSizes) -> float:
-        """Return the bytes of a plain cache: keys and values of all tokens, neither compressed nor quantised."""
+        """Return the bytes of a plain cache: keys and values of all tokens, neither compressed nor quantized."""
         kept = length * (self.keys + self.values) * sizes.model
         return self.passes * (kept + length * self.index * self._index_item(sizes))
 

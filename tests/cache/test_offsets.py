@@ -1,4 +1,4 @@
-"""The mean key of a layer, which a quantised cache subtracts: over families, rotary layouts and dtypes."""
+"""The mean key of a layer, which a quantized cache subtracts: over families, rotary layouts and dtypes."""
 
 from functools import partial
 

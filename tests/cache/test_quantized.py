@@ -1,4 +1,4 @@
-"""Quantised caches: against a loop over tokens, however a text is cut or padded, with sharing, beams and eviction."""
+"""Quantized caches: against a loop over tokens, however a text is cut or padded, with sharing, beams and eviction."""
 
 from dataclasses import replace
 
@@ -90,7 +90,7 @@ def naive(kind, offsets):
     [("llama", "sdpa"), ("llama", "eager"), ("gpt2", "sdpa"), ("qwen2", "sdpa"), ("qwen3", "sdpa")],
 )
 def test_a_text_is_read_as_a_loop_over_tokens_reads_it(family, implementation, kind):
-    # in eager attention's float32 the loop differs by 1e-7, which may turn a code into its neighbour; not in this text
+    # in eager attention's float32 the loop differs by 1e-7, which may turn a code into its neighbor; not in this text
     model, ids = tiny(family, implementation), tokens(2, 24, seed=1 if implementation == "eager" else 0)
     add_key_biases(model)
     plain = model(ids, use_cache=False).logits
@@ -217,7 +217,7 @@ def test_padding_anywhere_makes_no_difference(pads, family, kind):
 @pytest.mark.parametrize("kind", FEW)
 @pytest.mark.parametrize("spec", ["h2o:0.4", "streaming:32"])
 @pytest.mark.parametrize("plan", [None, "cla", UNIATTN], ids=str)
-def test_what_is_kept_under_eviction_is_quantised(plan, spec, kind):
+def test_what_is_kept_under_eviction_is_quantized(plan, spec, kind):
     model, ids, bits = build(config_of(plan)), tokens(2, 50), bits_of(kind)
     with smaller_cache(model, spec, bits) as new_cache:
         full = model(ids, use_cache=False).logits
@@ -255,7 +255,7 @@ def test_no_text_takes_more_bytes_than_the_plain_cache(kind, item):
 
 
 @pytest.mark.parametrize("bits", ["8", "4", "fp8@0-1"])
-def test_verify_checks_a_quantised_cache(bits):
+def test_verify_checks_a_quantized_cache(bits):
     checks = crosslayer.verify(build(config_of(UNIATTN)), kv_bits=bits).applicable
     assert [(check.status, check.dtype) for check in checks] == [("PASS", "float64")] * 5
     with pytest.raises(ValueError, match="leave `dtypes` out"):
@@ -361,7 +361,7 @@ def test_plan_refuses_what_the_cache_refuses():
             crosslayer.plan(AutoConfig.for_model(family), kv_dtype="int4")
 
 
-def test_layers_that_cache_images_are_not_quantised():
+def test_layers_that_cache_images_are_not_quantized():
     """Mllama's image layers have caches of the same class as the others, which must not be rotated."""
     plan = model_plan(AutoConfig.for_model("mllama"))
     images = [layer for layer, states in enumerate(plan.layers) if states.mask == "images"]

@@ -176,7 +176,7 @@ def test_tables_sum_to_the_precision_and_codes_beyond_them_escape():
     coefficients = torch.randn(4000, 3, generator=torch.Generator().manual_seed(0)) * torch.tensor([1, 9, 90])
     classes = fitted_classes(quantized(coefficients))
     scales = [np.geomspace(0.05, 900, 60)[number % 60] for number in classes.tolist()]
-    assert np.allclose(scales, [1, 9, 90], rtol=0.25)  # neighbours differ by a factor of 1.18
+    assert np.allclose(scales, [1, 9, 90], rtol=0.25)  # neighbors differ by a factor of 1.18
 
 
 def reference(data: bytes, tables, tokens: int) -> list[np.ndarray]:

@@ -1,4 +1,4 @@
-"""Sinkhorn's normalisation: the operator, its gradient and what torch checks of operators."""
+"""Sinkhorn's normalization: the operator, its gradient and what torch checks of operators."""
 
 import pytest
 import torch

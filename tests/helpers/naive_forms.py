@@ -36,7 +36,7 @@ def gguf_logits(path, ids):
             normed = _norm(x, w["attn_norm.weight"], eps)
             if pairs[layer]:
                 q, k, v = (_linear(normed, w, f"attn_{name}").unflatten(1, (-1, size)) for name in "qkv")
-                q, k = _neighbours(q, frequencies), _neighbours(k, frequencies)
+                q, k = _neighbors(q, frequencies), _neighbors(k, frequencies)
                 normed = _attention(q, k, v).flatten(1)
             x = x + _linear(normed, w, "attn_output")
         normed = _norm(x, w["ffn_norm.weight"], eps)
@@ -92,7 +92,7 @@ def _angles(x, frequencies):
     return angles.cos()[:, None], angles.sin()[:, None]
 
 
-def _neighbours(x, frequencies):
+def _neighbors(x, frequencies):
     """Rotate entries 2i and 2i + 1 of heads (T, H, D) together."""
     cos, sin = _angles(x, frequencies)
     even, odd = x[..., 0::2], x[..., 1::2]

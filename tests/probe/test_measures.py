@@ -36,7 +36,7 @@ class Naive:
         with torch.no_grad():
             found = model(input_ids=ids[None], output_hidden_states=True)
             self.hidden = [h[0] for h in found.hidden_states]
-            # the last entry of hidden_states is normalised in decoders: take the layer's own output
+            # the last entry of hidden_states is normalized in decoders: take the layer's own output
             self.after = [self.kept["after", i] for i in range(len(self.layers))]
             self.maps, self.values = zip(*(self.attend(i) for i in range(len(self.layers))), strict=True)
         for hook in hooks:

@@ -62,7 +62,7 @@ def fit_cache(config: CrossLayerConfig, cache: Cache, empty: Collection[int]) ->
     layers that store nothing.
 
     Raises:
-        ValueError: the cache is quantised and a layer does not store both keys and values; or, before 5.23, it is
+        ValueError: the cache is quantized and a layer does not store both keys and values; or, before 5.23, it is
             offloaded and a layer stores nothing.
 
     """
@@ -92,7 +92,7 @@ def check_paged(config: CrossLayerConfig) -> None:
 
 
 def check_quantized(config: CrossLayerConfig) -> None:
-    """Refuse a quantised cache, before it is built, if layers do not store both keys and values.
+    """Refuse a quantized cache, before it is built, if layers do not store both keys and values.
 
     Raises:
         ValueError: some layers store less; the message names the methods.
@@ -103,6 +103,6 @@ def check_quantized(config: CrossLayerConfig) -> None:
     if partial:
         names = " + ".join(method.name() for method in config.methods)
         raise ValueError(
-            f"{names}: transformers' quantised cache needs keys and values of every layer, and layers {partial} store "
+            f"{names}: transformers' quantized cache needs keys and values of every layer, and layers {partial} store "
             "less; use crosslayer.quantized_cache(model)"
         )

@@ -118,7 +118,7 @@ def source_gradient(
 
 
 def operands_of(sources: Sequence[Tensor]) -> list[Tensor]:
-    """Return sources (…, C) in order as few operands (n, T, C): neighbours in memory form one operand."""
+    """Return sources (…, C) in order as few operands (n, T, C): neighbors in memory form one operand."""
     operands, start = [], 0
     while start < len(sources):
         end = start + 1

@@ -270,7 +270,7 @@ def gradient_kernel(
     TOKENS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    """Sum a source's gradient in a tile of (tokens, channels); neighbouring programs share tokens."""
+    """Sum a source's gradient in a tile of (tokens, channels); neighboring programs share tokens."""
     tiles = tl.cdiv(WIDTH, CHANNELS)
     token = (tl.program_id(0) // tiles).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     channels = (tl.program_id(0) % tiles) * CHANNELS + tl.arange(0, CHANNELS)

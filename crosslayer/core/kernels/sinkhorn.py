@@ -1,5 +1,5 @@
 # pyright: basic, reportMissingImports=false, reportIndexIssue=false
-"""Sinkhorn's normalisation of small matrices, one for each token, forward and backward in registers.
+"""Sinkhorn's normalization of small matrices, one for each token, forward and backward in registers.
 
 Shapes: N streams, T tokens, S = 2 · iterations - 1 divisions.
 """
@@ -53,7 +53,7 @@ def _shape(matrix: Tensor) -> tuple[int, int]:
 
 @triton.jit(do_not_specialize=["tokens", "divisions", "eps"])
 def forward_kernel(matrix, result, sums, tokens, divisions, eps, COUNT: tl.constexpr, BLOCK: tl.constexpr):
-    """Normalise a block of matrices."""
+    """Normalize a block of matrices."""
     token = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     token, there = token[None, None, :], (token < tokens)[None, None, :]
     line = tl.arange(0, COUNT)

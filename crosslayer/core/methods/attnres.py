@@ -9,7 +9,7 @@ The other options are the paper's ablations. They read all sources at each subla
 published form has a fast implementation.
 
 Flows: the sources. Reads: every sublayer but the first, and the final norm. Cache: unchanged.
-Source: "Attention Residuals" (arXiv 2603.15031); softmax over depth in float32, unnormalised values.
+Source: "Attention Residuals" (arXiv 2603.15031); softmax over depth in float32, unnormalized values.
 """
 
 import functools

@@ -27,7 +27,7 @@ SCALED = (
     "train.",
     "eval.",
 )  # keys that may differ between the configurations of a law
-APART = 1.5  # the smallest factor between neighbouring costs: an exponent from closer ones would be noise
+APART = 1.5  # the smallest factor between neighboring costs: an exponent from closer ones would be noise
 CLOSE = 1 + 1e-6  # tolerance of the largest cost for rounding
 FARTHEST = 1000  # the largest factor between a cost and the cost to which a law is extrapolated
 RunsBySeed = dict[int, list[ComparedRun]]  # seed → its run in each configuration

@@ -197,6 +197,7 @@ def _check_pair(first: Placed, other: Placed) -> None:
 def _compared(entry: Placed) -> ComparedRun:
     run = entry.run
     shares = np.array([domain.share for domain in run.domains])  # (D,)
+    validation = np.array([[entry.losses[domain.name] for domain in run.domains] for entry in run.validation])  # (M, D)
     speeds = [speed for speed in run.curve.tokens_per_second if speed > 0]
     return ComparedRun(
         configuration=entry.configuration.label,
@@ -219,7 +220,7 @@ def _compared(entry: Placed) -> ComparedRun:
         curve=Trace(steps=tuple(run.curve.steps), losses=tuple(run.curve.losses)),
         validation=Trace(
             steps=tuple(entry.step for entry in run.validation),
-            losses=tuple((run.validation_losses @ shares).tolist()),
+            losses=tuple((validation @ shares).tolist()),
         ),
         snapshots=tuple(map(_snapshot_means, run.snapshots)),
         depth_mixing=run.depth_mixing,

@@ -45,9 +45,9 @@ def _dashed(line: Line, name: str) -> Line:
 
 
 def _figures(record: Diagnosis) -> dict[str, str]:
-    measures, sink, neighbours = record.measures, record.verdict.sink, record.verdict.neighbours
+    measures, sink, neighbors = record.measures, record.verdict.sink, record.verdict.neighbors
     peak, value = highest(measures.hidden_norm_ratio), lowest(measures.value_norm_ratio)
-    similar, without_first = neighbours.map_similarity, neighbours.map_similarity_without_first
+    similar, without_first = neighbors.map_similarity, neighbors.map_similarity_without_first
     return {
         "layers, with attention": f"{record.model.layers}, {record.model.attention_layers}",
         "sink layers": ranges(sink.layers) or "none",
@@ -55,7 +55,7 @@ def _figures(record: Diagnosis) -> dict[str, str]:
         "attention on the first token, at most": f"{sink.strongest_share:.1%} (layer {sink.strongest})",
         "hidden norm of the first token ÷ median, at most": f"{peak[1]:.3g} (layer {peak[0]})",
         "value norm of the first token ÷ median, at least": f"{value[1]:.2f} (layer {value[0]})",
-        "map similarity of neighbours, upper half": "—" if similar is None else f"{similar:.2f}",
+        "map similarity of neighbors, upper half": "—" if similar is None else f"{similar:.2f}",
         "… ignoring the first token": "—" if without_first is None else f"{without_first:.2f}",
         "cos(x, x + Attn(x)), mean over layers": f"{mean_over_layers(measures.attention_io_similarity):.3f}",
         "entropy of attention, mean over layers": f"{mean_over_layers(measures.entropy):.2f} nats",

@@ -77,10 +77,10 @@ def _cards(record: Diagnosis) -> list[tuple[str, str, str]]:
         ("Strongest sink", f"{sink.strongest_share:.0%}", note),
         ("Largest activation", f"{peak:.3g}×", f"the median norm, at the input of layer {layer}"),
     ]
-    whole, rest = verdict.neighbours.map_similarity, verdict.neighbours.map_similarity_without_first
+    whole, rest = verdict.neighbors.map_similarity, verdict.neighbors.map_similarity_without_first
     if whole is not None and rest is not None:
         note = "mean cosine in the upper half, with and without the first token"
-        cards.append(("Similarity of neighbours", f"{whole:.2f} → {rest:.2f}", note))
+        cards.append(("Similarity of neighbors", f"{whole:.2f} → {rest:.2f}", note))
     for least in verdict.redundancy.attention[:1]:
         note = f"cos(x, x + Attn(x)) = {least.similarity:.3f}"
         cards.append(("Most redundant attention", f"layer {least.layer}", note))
@@ -100,8 +100,8 @@ def _tables(record: Diagnosis) -> list[Table]:
     facts = record.model.model_dump(by_alias=True, exclude_none=True)
     masks = [mask or "no attention" for mask in record.model.masks]
     facts["masks"] = ", ".join(f"{masks.count(mask)} × {mask}" for mask in dict.fromkeys(masks))
-    similar, neighbours = [], record.verdict.neighbours
-    maps = {"whole": neighbours.statistics, "without the first token": neighbours.statistics_without_first}
+    similar, neighbors = [], record.verdict.neighbors
+    maps = {"whole": neighbors.statistics, "without the first token": neighbors.statistics_without_first}
     for name, held in maps.items():
         if held is not None:
             gap = UNKNOWN if held.top_less_bottom is None else f"{held.top_less_bottom:+.3f}"
@@ -113,7 +113,7 @@ def _tables(record: Diagnosis) -> list[Table]:
     rows = [[name.replace("_", " "), str(fact)] for name, fact in facts.items()]
     head = ["maps", "mean", "upper less lower half", "largest", "smallest", "standard deviation"]
     return [
-        ("Similarity of neighbouring layers' maps (cosine)", head, similar),
+        ("Similarity of neighboring layers' maps (cosine)", head, similar),
         (title, ["layer", "tokens", "channels"], tokens),
         ("Model", ["fact", "value"], rows),
     ]
@@ -278,7 +278,7 @@ def _with_streams(record: Diagnosis, name: str, color: str) -> list[Line]:
 
 
 def _map_panels(record: Diagnosis) -> list[Panel]:
-    """Return the figures on the similarity of attention maps, for all pairs of layers and for neighbours."""
+    """Return the figures on the similarity of attention maps, for all pairs of layers and for neighbors."""
     texts = (  # measure, name of its line, title, sentence
         (
             "map_similarity",
@@ -310,15 +310,15 @@ def _map_panels(record: Diagnosis) -> list[Panel]:
         band = None if cosines.ci95 is None else [row[i] for i, row in enumerate(cosines.ci95[1:])]
         low, high = (None, None) if not band else zip(*band, strict=True)
         lines.append(Line(name, layers[1:], below, low, high, color))
-    neighbours, sentence = record.verdict.neighbours, "Cosine of each layer's map with that of the layer before."
-    whole, rest = neighbours.map_similarity, neighbours.map_similarity_without_first
+    neighbors, sentence = record.verdict.neighbors, "Cosine of each layer's map with that of the layer before."
+    whole, rest = neighbors.map_similarity, neighbors.map_similarity_without_first
     if whole is not None and rest is not None:
         sentence += (
             f" The mean over the upper half is {whole:.2f}, and {rest:.2f} without the first token: the difference is "
             "due to a common sink."
         )
     options: dict[str, Any] = {"wide": True, "bounds": SHARE, "y_range": (-0.04, 1.04)}
-    adjacent = Panel("adjacent_map_similarity", "Neighbouring layers", sentence, LAYER, "cosine", lines, **options)
+    adjacent = Panel("adjacent_map_similarity", "Neighboring layers", sentence, LAYER, "cosine", lines, **options)
     return [*heats[:2], adjacent, heats[2]]
 
 

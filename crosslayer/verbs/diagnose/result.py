@@ -188,7 +188,7 @@ class Redundancy(Frozen):
 
 
 class Statistics(Frozen):
-    """Statistics of the similarity of neighbouring layers' attention maps over all layers (2502.00439, Table 11)."""
+    """Statistics of the similarity of neighboring layers' attention maps over all layers (2502.00439, Table 11)."""
 
     mean: float
     top_less_bottom: float | None = Field(description="mean of the upper half minus mean of the lower half")
@@ -197,8 +197,8 @@ class Statistics(Frozen):
     deviation: float = Field(description="standard deviation")
 
 
-class Neighbours(Frozen):
-    """Mean similarity of the attention maps of neighbouring layers in the upper half; None if there are none."""
+class Neighbors(Frozen):
+    """Mean similarity of the attention maps of neighboring layers in the upper half; None if there are none."""
 
     map_similarity: float | None
     map_similarity_without_first: float | None
@@ -237,7 +237,7 @@ class Verdict(Frozen):
 
     sink: Sink
     redundancy: Redundancy
-    neighbours: Neighbours
+    neighbors: Neighbors
     cache: CacheCandidates | None
 
 

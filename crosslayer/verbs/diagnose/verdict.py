@@ -18,7 +18,7 @@ from crosslayer.verbs.diagnose.result import (
     DiagnosedModel,
     KeptShare,
     Measures,
-    Neighbours,
+    Neighbors,
     RankedLayer,
     Redundancy,
     Sink,
@@ -41,7 +41,7 @@ def verdict(measures: Measures, shapes: Shapes, length: int) -> Verdict:
     redundancy = Redundancy(
         attention=_ranked(measures.attention_io_similarity), layers=_ranked(measures.layer_io_similarity)
     )
-    neighbours = Neighbours(
+    neighbors = Neighbors(
         map_similarity=top_half_mean(measures.map_similarity),
         map_similarity_without_first=top_half_mean(measures.map_similarity_without_first),
         statistics=map_statistics(measures.map_similarity),
@@ -49,7 +49,7 @@ def verdict(measures: Measures, shapes: Shapes, length: int) -> Verdict:
     )
     keeps_cache = all(shape is None or shape.causal for shape in shapes)
     cache = _cache(measures, redundancy, shapes, length) if keeps_cache else None
-    return Verdict(sink=sink, redundancy=redundancy, neighbours=neighbours, cache=cache)
+    return Verdict(sink=sink, redundancy=redundancy, neighbors=neighbors, cache=cache)
 
 
 def sink_of(measures: Measures, shapes: Shapes, length: int) -> Sink:
@@ -72,14 +72,14 @@ def sink_of(measures: Measures, shapes: Shapes, length: int) -> Sink:
 
 
 def top_half_mean(similarity: Measure) -> float | None:
-    """Return the mean similarity of neighbouring attention layers in the upper half; None if there is no such pair."""
-    upper = [cosine for layer, cosine in _neighbours(similarity) if layer >= len(similarity.mean) // 2]
+    """Return the mean similarity of neighboring attention layers in the upper half; None if there is no such pair."""
+    upper = [cosine for layer, cosine in _neighbors(similarity) if layer >= len(similarity.mean) // 2]
     return float(np.mean(upper)) if upper else None
 
 
 def map_statistics(similarity: Measure) -> Statistics | None:
-    """Return statistics of the map similarity of neighbouring layers; None if the model has no neighbouring layers."""
-    pairs, half = _neighbours(similarity), len(similarity.mean) // 2
+    """Return statistics of the map similarity of neighboring layers; None if the model has no neighboring layers."""
+    pairs, half = _neighbors(similarity), len(similarity.mean) // 2
     if not pairs:
         return None
     cosines = [cosine for _, cosine in pairs]
@@ -93,8 +93,8 @@ def map_statistics(similarity: Measure) -> Statistics | None:
     )
 
 
-def _neighbours(similarity: Measure) -> list[tuple[int, float]]:
-    """Return the lower layer and the similarity of each pair of neighbouring attention layers."""
+def _neighbors(similarity: Measure) -> list[tuple[int, float]]:
+    """Return the lower layer and the similarity of each pair of neighboring attention layers."""
     matrix = similarity.array  # (L, L)
     layers = np.flatnonzero(~np.isnan(matrix.diagonal()))
     pairs = [(int(below), float(matrix[above, below])) for below, above in zip(layers, layers[1:], strict=False)]
@@ -149,7 +149,7 @@ def _cache(measures: Measures, redundancy: Redundancy, shapes: Shapes, length: i
 
 def verdict_sentences(verdict: Verdict) -> list[str]:
     """Return the verdict in sentences, the most striking first."""
-    lines, neighbours = _sink_sentences(verdict.sink), verdict.neighbours
+    lines, neighbors = _sink_sentences(verdict.sink), verdict.neighbors
     least = verdict.redundancy.attention[:SHOWN]
     if least:
         ranking = listed([f"{entry.layer} ({entry.similarity:.3f})" for entry in least])
@@ -157,10 +157,10 @@ def verdict_sentences(verdict: Verdict) -> list[str]:
         lines.append(f"Attention changes its input least in layer{plural} {ranking}, by cos(x, x + Attn(x)).")
     if verdict.cache is None:
         return [*lines, "The model is bidirectional: it has no KV cache to reduce."]
-    whole, rest = neighbours.map_similarity, neighbours.map_similarity_without_first
+    whole, rest = neighbors.map_similarity, neighbors.map_similarity_without_first
     if whole is not None and rest is not None:
         lines.append(
-            f"In the upper half, attention maps of neighbouring layers have a mean cosine of {whole:.2f} ({rest:.2f} "
+            f"In the upper half, attention maps of neighboring layers have a mean cosine of {whole:.2f} ({rest:.2f} "
             "when the first token is ignored)."
         )
     return lines + _cache_sentences(verdict.cache)
@@ -224,7 +224,7 @@ def _cache_sentences(cache: CacheCandidates) -> list[str]:
     if cache.by_similarity.groups:
         lines.append(f"Ignoring the first token, attention maps are most alike in {_shared(cache.by_similarity)}")
     if not lines:
-        lines.append("No neighbouring layers can share attention maps: masks or sizes differ, or there are too few.")
+        lines.append("No neighboring layers can share attention maps: masks or sizes differ, or there are too few.")
     least = cache.least_attention
     if least:
         layers = "the layer" if len(least) == 1 else f"the {counted(len(least), 'layer')}"

@@ -73,7 +73,7 @@ def unlike_llama(config: CrossLayerConfig) -> str | None:
     kinds = set(config.layer_types or ())
     facts = {
         f"family is {config.family!r}": "export" not in config.components.supports,
-        "queries and keys are normalised (qk_norm)": config.qk_norm,
+        "queries and keys are normalized (qk_norm)": config.qk_norm,
         f"it has {config.num_local_experts} experts": config.num_local_experts is not None,
         f"layers see a window of {config.sliding_window} tokens": "sliding_attention" in kinds,
         "attention is scaled by query_pre_attn_scalar": config.query_pre_attn_scalar is not None,

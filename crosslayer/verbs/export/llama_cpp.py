@@ -1,11 +1,11 @@
 """A GGUF file for llama.cpp, with its architecture "llama", or "deci" if layers differ.
 
 In `deci` the numbers of heads are arrays over layers: with 0 heads a layer has no attention; with 0 key-value heads it
-has "linear attention", whose only weight is applied to the normalised input and added: the linear compensation (W_c).
+has "linear attention", whose only weight is applied to the normalized input and added: the linear compensation (W_c).
 A layer without MLP would lose its attention too, and head sizes are read only if the first layer has heads: both are
 refused.
 
-llama.cpp rotates queries and keys in pairs of neighbours, transformers in halves, so their rows are permuted.
+llama.cpp rotates queries and keys in pairs of neighbors, transformers in halves, so their rows are permuted.
 """
 
 from pathlib import Path

@@ -1,4 +1,4 @@
 """Fits a codec that stores finished caches of a model in an eighth of their bytes, and measures what it costs."""
 
-GROUP = "Ship"
+GROUP = "Store"
 OUT = "codec"

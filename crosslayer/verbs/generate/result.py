@@ -21,12 +21,12 @@ class Continuation(Shown, Frozen):
     cache_bytes: int = Field(description="allocated, in the dtype of the run")
     kv_share: float | None = Field(description="of the original's 16-bit cache; None if no plan counts that")
 
-    kv_bits: str | None = Field(description="bits of the KV cache; None: not quantised")
+    kv_bits: str | None = Field(description="bits of the KV cache; None: not quantized")
 
     def sentences(self) -> list[str]:
-        """Return an empty line, which ends the text printed piece by piece, and how the cache is quantised."""
+        """Return an empty line, which ends the text printed piece by piece, and how the cache is quantized."""
         return (
-            [""] if self.kv_bits is None else ["", f"The KV cache is quantised ({parse_kv_bits(self.kv_bits).about})."]
+            [""] if self.kv_bits is None else ["", f"The KV cache is quantized ({parse_kv_bits(self.kv_bits).about})."]
         )
 
     def headline(self) -> dict[str, Any]:

@@ -45,7 +45,7 @@ def heal(
     settings: Sequence[str] = (),
     resume: bool = False,
 ) -> Recovery:
-    """Train retrofits until they recover, and measure them after every stage.
+    """Train retrofits to recover quality, and measure them after every stage.
 
     The reference is the original, trained with the last stage's settings without early stop.
 

@@ -88,7 +88,7 @@ class Effect(Result):
     """What `crosslayer.intervene` returns: all measures before and after the interventions, with a page.
 
     Arrays are means over sequences in float64 at the main position, the first position of the first intervention.
-    `positions` has the other positions, with intervals; each `Change` there has its `means` as an array.
+    `positions` has the other positions, with intervals; each `Change` there has `before` and `after`.
 
     Shapes: L layers; 2 stands for before and after.
     """

@@ -46,7 +46,7 @@ def sentences(record: Measurement) -> list[str]:
     lines = [*_advice(record), *failures(record)]
     if record.changes("KL"):
         lines.append(
-            "KL intervals are 95% bootstrap intervals over windows: they hold for more text of these domains. For text "
+            "KL intervals are 95% bootstrap intervals over windows, conditional on these texts. For text "
             f"of another kind read the prediction interval in the column “{NEW}”."
         )
     return lines

@@ -28,7 +28,7 @@ def plan(
 ) -> Plan:
     """Show how large a model's KV cache is, which layers share keys and values, masks and residual stream.
 
-    Only the config is read, of the hub nothing else is downloaded.
+    Only the config is read; nothing else is downloaded from the hub.
 
     Args:
         model: hub name, local folder, config.json, .gguf file, - for a config on standard input, smollm2, qwen, gemma3

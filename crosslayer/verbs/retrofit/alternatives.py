@@ -1,4 +1,4 @@
-"""What bytes cost elsewhere, on the same text: quantised caches of the original and of the retrofit."""
+"""What bytes cost elsewhere, on the same text: quantized caches of the original and of the retrofit."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -44,25 +44,25 @@ def measure_alternatives(
     The first is the retrofit as it is. All are measured on the same windows, some of the evaluation text's.
 
     Args:
-        original: the original model, which is also measured with quantised caches.
+        original: the original model, which is also measured with quantized caches.
         retrofit: the retrofit, likewise.
         context: tokens at which bytes are counted.
         seed: of the bootstrap and of hidden numbers.
         asks: whether numbers are hidden.
 
     Returns:
-        rows of the models for which quantised caches are defined; nothing if they are not for the original.
+        rows of the models for which quantized caches are defined; nothing if they are not for the original.
 
     """
     models = {"original": original.model, "retrofit": retrofit}
-    quantisable = [of for of, model in models.items() if _takes_quantised(model)]
-    if "original" not in quantisable:
+    quantizable = [of for of, model in models.items() if _takes_quantized(model)]
+    if "original" not in quantizable:
         return ()
     windows = original.windows["evaluation"]
     long = windows.ids.shape[1] > RECENT  # else all tokens stay exact with less than 8 bits
-    quantised = [(of, bits) for of, bits in MEASURED if of in quantisable and (long or not keeps_recent(KINDS[bits]))]
+    quantized = [(of, bits) for of, bits in MEASURED if of in quantizable and (long or not keeps_recent(KINDS[bits]))]
     compared = [Compared("retrofit", retrofit)]
-    compared += [Compared(of, models[of], bits, asks and (of, bits) == ASKED) for of, bits in quantised]
+    compared += [Compared(of, models[of], bits, asks and (of, bits) == ASKED) for of, bits in quantized]
     chosen = np.unique(np.linspace(0, len(windows) - 1, min(WINDOWS, len(windows))).round().astype(int)).tolist()
     judge = Judge(original.model, windows.take(chosen), original.tokenizer, catches=False)
     found = judge.kl([one.candidate for one in compared], "measuring other caches")
@@ -92,7 +92,7 @@ def rows_of(
     return tuple(rows)
 
 
-def _takes_quantised(model: PreTrainedModel) -> bool:
+def _takes_quantized(model: PreTrainedModel) -> bool:
     try:
         quantized_cache(model)
     except ValueError:

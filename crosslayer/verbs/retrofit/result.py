@@ -115,11 +115,11 @@ class Alternative(Frozen):
     """A cache of the original or the retrofit, on a few windows; or a sweep's variant, on all."""
 
     of: str = Field(description="original, retrofit, or the swept options with their values")
-    kv_bits: str | None = Field(description="8, 4, fp8, or None: not quantised")
+    kv_bits: str | None = Field(description="8, 4, fp8, or None: not quantized")
     share: float = Field(description="bytes over those of the original's 16-bit cache, at the report's context")
     kl: Estimate = Field(description="to the original, in nats/token")
     kl_by_domain: dict[str, float] = Field(description="its mean on the windows of each domain")
-    change: Estimate = Field(description="its KL minus that of the retrofit that is not quantised, paired")
+    change: Estimate = Field(description="its KL minus that of the retrofit that is not quantized, paired")
     needles: tuple[Retrieval, ...] = Field(description="empty where no numbers were asked for")
 
     @property
@@ -153,7 +153,7 @@ class RetrofitReport(Result):
         default=None, description="None if the model's context or tokenizer does not allow it"
     )
     alternatives: tuple[Alternative, ...] = Field(
-        default=(), description="the retrofit, and quantised caches of both models; empty without `full`"
+        default=(), description="the retrofit, and quantized caches of both models; empty without `full`"
     )
     settings: RetrofitOptions = Field(description="all options")
     judged: list[str] = Field(description="evaluation domains")

@@ -27,8 +27,8 @@ from crosslayer.models.stored import round_to_stored, stored_dtype
 from crosslayer.output.progress import progress
 from crosslayer.probe.intercept import evaluating, no_cache
 from crosslayer.probe.tokens import check_ids, positions
-from crosslayer.verbs.retrofit.alternatives import Compared, measure_alternatives, rows_of
-from crosslayer.verbs.retrofit.cache import cache_record
+from crosslayer.verbs.retrofit.alternatives import MEASURED, WINDOWS, Compared, measure_alternatives, rows_of
+from crosslayer.verbs.retrofit.cache import CONTEXT, cache_record
 from crosslayer.verbs.retrofit.convert import Converted, convert
 from crosslayer.verbs.retrofit.options import RetrofitOptions
 from crosslayer.verbs.retrofit.original import Original
@@ -98,7 +98,7 @@ def retrofit(
         windows: evaluation windows, all domains together; at least 16 per domain.
         calibration: calibration windows, all domains together.
         length: tokens per window.
-        quick: a first estimate in a fraction of the time: the least windows, of 128 tokens, and a shorter search.
+        quick: a first estimate in a fraction of the time: the fewest windows, of 128 tokens, and a shorter search.
         full: also measure what quantized caches of both models cost instead (float8, 8 and 4 bits), time a decoding
             step of both after `kv_context` tokens, at most 8,192, and where tokens are chosen hide numbers in up to
             8,192 tokens.
@@ -239,9 +239,13 @@ def _announce_time(original: Original, strategies: Sequence[Strategy]) -> None:
     # the original, each variant, and the first without compensation
     forwarded = (len(strategies) + 1 + strategies[0].fits) * tokens["evaluation"]
     forwarded += sum(strategy.forwarded(tokens, original.layers) for strategy in strategies)
-    if original.tokenizer is not None and not strategies[0].options.sweep:
+    options = strategies[0].options
+    if original.tokenizer is not None and not options.sweep:
         asked = [length for length in _lengths(strategies[0]) or LENGTHS if length <= positions(original.model)]
-        forwarded += 2 * len(DEPTHS) * SAMPLES * sum(asked)
+        forwarded += (3 if options.full else 2) * len(DEPTHS) * SAMPLES * sum(asked)
+    if options.full and not options.sweep:
+        forwarded += 2 * min(options.kv_context or CONTEXT, LONGEST_STEP)
+        forwarded += (len(MEASURED) + 2) * min(WINDOWS, len(original.windows["evaluation"])) * options.length
     minutes = min(passes) / window.numel() * forwarded / 60
     if minutes >= 1:
         with progress(f"this will take about {round(minutes)} min", 0):

@@ -117,7 +117,7 @@ def _kl(damage: Domains) -> str:
 
 
 def _cheaper(rows: Sequence[Alternative]) -> list[str]:
-    """Return which quantised caches of the original do less damage with no more bytes, if any."""
+    """Return which quantized caches of the original do less damage with no more bytes, if any."""
     retrofit, *others = rows
     names = []
     for row in others:

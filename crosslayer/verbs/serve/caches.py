@@ -21,7 +21,7 @@ UNTESTED = {
     ),
     "quantization": (
         ("compressed-tensors",),
-        "weights quantised in this way are untested; use int8 weights and activations of compressed-tensors",
+        "weights quantized in this way are untested; use int8 weights and activations of compressed-tensors",
     ),
     "kv-cache-dtype": (
         ("auto", *CACHE_TYPES, *FP8),

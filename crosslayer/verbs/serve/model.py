@@ -50,7 +50,7 @@ ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION, _no_mask)
 class Reader(Attention):
     """vLLM's attention in a layer that reads the cache of another: it also has that layer's scales.
 
-    A quantised cache holds keys and values divided by their scales, which a checkpoint has for layers that write. vLLM
+    A quantized cache holds keys and values divided by their scales, which a checkpoint has for layers that write. vLLM
     itself leaves the scales of other layers at 1, and so reads wrong numbers.
     """
 

@@ -1,4 +1,4 @@
 """Lists, checks and prunes a folder of stored prompts."""
 
-GROUP = "Ship"
+GROUP = "Store"
 NEEDS_TORCH = False

@@ -50,7 +50,7 @@ def verify(
         tokenizer: in Python, the tokenizer of a loaded model; its special tokens are not used as test ids.
         dtypes: dtypes to check; each is compared with a plain pass in the same dtype. A model that caches codes is
             checked in float64 instead, since rounding in lower precisions decides between neighboring codes.
-        kv_bits: check a quantised KV cache of 8, 4, 3, 2, fp8, or by layer, such as 8@0-11,4@12-29; in float64, too.
+        kv_bits: check a quantized KV cache of 8, 4, 3, 2, fp8, or by layer, such as 8@0-11,4@12-29; in float64, too.
         device: cpu, cuda, …; default the GPU if there is one. In Python only if `model` is a name or path.
         folder: in Python, the folder of a loaded model; its `manifest.json` is checked too.
         compile_backend: in Python, the backend of `torch.compile`.

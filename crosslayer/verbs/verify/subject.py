@@ -25,7 +25,7 @@ from crosslayer.wiring.kv_bits import KvBits
 
 TOKENS, FEWEST, SEED = 33, 16, 0
 BEAMS, NEW = 3, 6  # beam search: beams, new tokens
-RECENT = 8  # tokens that stay exact in a quantised cache, fewer than usual so that these few tokens are quantised
+RECENT = 8  # tokens that stay exact in a quantized cache, fewer than usual so that these few tokens are quantized
 FEW = 12  # tokens of the slow checks: gradients, the prompt of beam search
 
 
@@ -70,7 +70,7 @@ def subject_of(
 ) -> Iterator[Subject]:
     """Copy a model into a dtype and run the plain pass; buffers such as RoPE's keep their dtype.
 
-    With `bits` it runs with a quantised KV cache inside the block, the plain pass too.
+    With `bits` it runs with a quantized KV cache inside the block, the plain pass too.
     """
     used = copy.deepcopy(model).eval().requires_grad_(True)
     for parameter in used.parameters():

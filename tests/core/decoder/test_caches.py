@@ -1,4 +1,4 @@
-"""Caches that allocate early or quantise, for layers that store one state or none."""
+"""Caches that allocate early or quantize, for layers that store one state or none."""
 
 import copy
 
@@ -66,17 +66,17 @@ PARTIAL = ["cla", "svformer", "uniattn", "drop", "svformer keys", "fusedkv", "yo
 
 
 NEEDS_FP8 = pytest.mark.skipif(
-    Version(transformers.__version__) < Version("5.21"), reason="its quantised caches need another package"
+    Version(transformers.__version__) < Version("5.21"), reason="its quantized caches need another package"
 )
 
 
 @NEEDS_FP8
 @pytest.mark.parametrize("case", PARTIAL)
-def test_quantised_caches_are_refused_by_name(case):
+def test_quantized_caches_are_refused_by_name(case):
     model, ids = contract.build(contract.config_of(*CASES[case][:1])).float(), tokens(batch=1, length=8)
     names = " + ".join(method.name() for method in model.config.methods)
     line = (
-        rf"^{names}: transformers' quantised cache needs keys and values of every layer, and layers \[.+\] store less"
+        rf"^{names}: transformers' quantized cache needs keys and values of every layer, and layers \[.+\] store less"
     )
     config = {"backend": "fp8"}
     with pytest.raises(ValueError, match=line):
@@ -88,7 +88,7 @@ def test_quantised_caches_are_refused_by_name(case):
 
 @NEEDS_FP8
 @pytest.mark.parametrize("case", ["llama", "resformer", "attnres", "skipv1", "cross_attention"])
-def test_quantised_caches_hold_whole_layers(case):
+def test_quantized_caches_hold_whole_layers(case):
     model, ids = contract.build(contract.config_of(*CASES[case][:1])).float(), tokens(batch=1, length=8)
     with torch.no_grad():
         full = model(ids, use_cache=False).logits

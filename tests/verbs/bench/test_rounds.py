@@ -95,7 +95,7 @@ def test_a_candidate_may_evict_beside_a_full_cache():
 
 
 @pytest.mark.parametrize("bits", ["4", "8", "fp8"])
-def test_a_candidate_may_have_a_quantised_cache(bits):
+def test_a_candidate_may_have_a_quantized_cache(bits):
     candidate, baseline = build(config_of("cla")), build(config_of(None))
     benchmark = short(candidate, baseline, 48, new_tokens=4, kv_bits=bits)
     (dynamic,), (static,) = benchmark.rows_of("bytes"), benchmark.rows_of("bytes, static cache")

@@ -119,7 +119,7 @@ def test_encoders_have_no_cache_to_save():
 def test_gemma2_says_that_masks_alternate():
     diagnosis = crosslayer.diagnose(tiny("gemma2"), tokens())
     assert diagnosis.model.masks == ["causal, window 8", "causal", "causal, window 8"]
-    assert any("neighbouring layers" in sentence for sentence in diagnosis.sentences())
+    assert any("neighboring layers" in sentence for sentence in diagnosis.sentences())
 
 
 def test_the_sentences_name_the_groups_of_both_rules_and_what_they_keep():
@@ -172,11 +172,11 @@ def test_the_sentences_on_redundancy_fit_none_one_and_several_layers():
     assert "in layer 0 (0.500)," in text(ranked[:1], [0]) and "layer where" in text(ranked[:1], [0])
     assert "layers 0 (0.500)" in text(ranked[:2], [0, 1])
     assert "keep 87.5%" in text(ranked[:2], [0, 1])
-    assert "neighbouring layers" in " ".join(verdict_sentences(verdict(measures(2), shapes[:2], 512)))
+    assert "neighboring layers" in " ".join(verdict_sentences(verdict(measures(2), shapes[:2], 512)))
 
 
-def test_statistics_of_neighbouring_maps_by_hand():
-    """Table 11 of arXiv 2502.00439; layer 2 has no attention, so 1 and 3 are neighbours."""
+def test_statistics_of_neighboring_maps_by_hand():
+    """Table 11 of arXiv 2502.00439; layer 2 has no attention, so 1 and 3 are neighbors."""
     matrix = np.full((1, 6, 6), np.nan)
     for layer in (0, 1, 3, 4, 5):
         matrix[0, layer, layer] = 1

@@ -350,7 +350,7 @@ def test_without_a_tokenizer_there_is_no_retrieval(report):
     assert report.needles is None and not any("hidden" in line for line in report.sentences())
 
 
-def test_quantised_caches_stand_beside_the_retrofit(monkeypatch):
+def test_quantized_caches_stand_beside_the_retrofit(monkeypatch):
     monkeypatch.setattr(retrieval, "LENGTHS", (384,))
     model, text = random_model(torch.float32), {"web": ids(40, 0, 96), "code": ids(40, 1, 96)}
     options = {"method": "drop", "layers": "1", "compensation": "none", "windows": 32, "length": 96}
@@ -380,7 +380,7 @@ def test_quantised_caches_stand_beside_the_retrofit(monkeypatch):
     assert [row.name for row in short.alternatives] == ["retrofit", "original, fp8", "original, int8"]
 
 
-def test_where_quantised_caches_are_not_defined_there_are_none():
+def test_where_quantized_caches_are_not_defined_there_are_none():
     model = tiny("mistral", dtype=torch.float32, sliding_window=4)
     options = {"method": "cla", "layers": "1-2", "compensation": "none", "windows": 16, "length": 8}
     assert crosslayer.retrofit(model, ids(40, 0)[:, :8], **options, full=True).alternatives == ()

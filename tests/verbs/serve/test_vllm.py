@@ -197,7 +197,7 @@ def caching_in(model, dtype, scales=None):
 def test_a_cache_of_8_bits_gives_the_tokens_of_rounded_keys_and_values(tmp_path):
     """Readers and sources read the same rounded numbers.
 
-    Log probabilities agree to 1e-6 up to a number that is rounded to another neighbour here than in vLLM, which moves
+    Log probabilities agree to 1e-6 up to a number that is rounded to another neighbor here than in vLLM, which moves
     them by up to 3e-3. Without rounding they differ by more than 0.1.
     """
     models = {name: model_of(WIRINGS[name]) for name in ("cla", "drop, W_c", "uniattn")}
@@ -217,11 +217,11 @@ def test_a_cache_of_8_bits_gives_the_tokens_of_rounded_keys_and_values(tmp_path)
 
 
 def with_weights(folder, weights, scheme):
-    """Give a folder other weights, and say in its config how they are quantised."""
+    """Give a folder other weights, and say in its config how they are quantized."""
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
-    quantised = {"quant_method": "compressed-tensors", "ignore": ["lm_head"], **scheme}
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantised}))
+    quantized = {"quant_method": "compressed-tensors", "ignore": ["lm_head"], **scheme}
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantized}))
 
 
 def test_readers_have_the_scales_of_their_source(tmp_path):
@@ -321,7 +321,7 @@ def decoder():
     [
         ("parallel_config", {"tensor_parallel_size": 4}, "over more than 2 processes"),
         ("parallel_config", {"pipeline_parallel_size": 2}, "pipeline parallelism puts elsewhere"),
-        (None, {"quant_config": "any"}, "weights quantised in this way"),
+        (None, {"quant_config": "any"}, "weights quantized in this way"),
         (None, {"lora_config": "any"}, "LoRA adapters are untested"),
     ],
 )

@@ -132,8 +132,9 @@ def test_torchrun_gives_a_run_as_of_one_process(tmp_path):
     one, two = (load_result(tmp_path / name) for name in ("one", "two"))
     assert two.steps == one.steps == 5 and two.tokens == one.tokens
     assert two.curve.steps == [2, 4, 5]
-    assert two.losses == pytest.approx(one.losses, abs=1e-5)  # float32; sums run in another order
-    assert two.validation_losses == pytest.approx(one.validation_losses, abs=1e-5)
+    assert two.curve.losses == pytest.approx(one.curve.losses, abs=1e-5)  # float32; sums run in another order
+    for entry, other in zip(two.validation, one.validation, strict=True):
+        assert entry.losses == pytest.approx(other.losses, abs=1e-5)
 
 
 @pytest.mark.slow
@@ -203,5 +204,6 @@ def test_two_nodes_give_a_run_as_of_one_process(tmp_path):
     )
     one, two = (load_result(tmp_path / name) for name in ("one", "two"))
     assert two.steps == one.steps == 5 and two.tokens == one.tokens
-    assert two.losses == pytest.approx(one.losses, abs=1e-5)
-    assert two.validation_losses == pytest.approx(one.validation_losses, abs=1e-5)
+    assert two.curve.losses == pytest.approx(one.curve.losses, abs=1e-5)
+    for entry, other in zip(two.validation, one.validation, strict=True):
+        assert entry.losses == pytest.approx(other.losses, abs=1e-5)

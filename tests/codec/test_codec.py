@@ -7,17 +7,18 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import StaticCache
+from transformers import MllamaTextConfig, StaticCache, T5Config
 
 import crosslayer
 from crosslayer.codec import format
 from crosslayer.codec.chain import code_layers, sources, step_sizes
-from crosslayer.codec.codec import FILE, Codec, load_codec, model_print
+from crosslayer.codec.codec import FILE, Codec, load_codec, model_print, tokenizer_print
 from crosslayer.codec.entropy import Coder, all_tables, fitted_classes, quantized
 from crosslayer.codec.fit import fit_chain, with_step
 from crosslayer.codec.format import read_header, unpack_file
-from crosslayer.codec.states import LayerShape, read_shapes, turned
+from crosslayer.codec.states import LayerShape, check_config, read_shapes, turned
 from crosslayer.core.transformers_versions import CACHE
+from tests.helpers.bytelevel import byte_level
 from tests.helpers.codecs import cache_of, calibrated, fitted, random_ids
 from tests.helpers.tiny import tiny
 
@@ -245,6 +246,9 @@ def test_another_model_is_refused():
         codec.check(changed)
     with pytest.raises(ValueError, match="RoPE"):
         codec.check(tiny("llama", rope_parameters={"rope_type": "default", "rope_theta": 5000.0}).float())
+    with pytest.raises(ValueError, match="tokenizer"):
+        own = Codec(codec.chain, codec.model_print, tokenizer_print(byte_level(size=400)))
+        own.check(model, byte_level(size=300))
     assert model_print(tiny("llama").bfloat16()) == model_print(tiny("llama").float())
 
 
@@ -266,6 +270,12 @@ def test_models_that_no_codec_knows_are_refused(family, changes, reason):
         model = tiny(family, **changes).float()
     with pytest.raises(ValueError, match=reason):
         read_shapes(model)
+
+
+@pytest.mark.parametrize("config", [T5Config(), MllamaTextConfig()])
+def test_models_with_cross_attention_are_refused(config):
+    with pytest.raises(ValueError, match="cross-attention"):
+        check_config(config)
 
 
 CHOOSING = {"name": "shared_choice", "groups": [[1, 2]], "tokens": 10, "sinks": 1, "window": 2, "least": 0}

@@ -163,6 +163,8 @@ class Judge:
         try:
             yield
         except Exception as error:
+            if candidate is not None and not self.catches and isinstance(error, ValueError):
+                raise ValueError(f"{candidate.name}: {error}") from error
             if candidate is None or not self.catches:
                 raise
             line = str(error).strip().splitlines()

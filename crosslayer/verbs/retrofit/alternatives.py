@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 from transformers import PreTrainedModel
 
-from crosslayer.cache.running import CacheOptions, quantized_cache
+from crosslayer.cache.running import CacheOptions, smaller_cache
 from crosslayer.core.sixteen_bits import DTYPE
 from crosslayer.judge.candidate import Candidate
 from crosslayer.judge.damage import damage, difference
@@ -94,7 +94,7 @@ def rows_of(
 
 def _takes_quantized(model: PreTrainedModel) -> bool:
     try:
-        quantized_cache(model)
+        with smaller_cache(model, bits=4):
+            return True
     except ValueError:
         return False
-    return True

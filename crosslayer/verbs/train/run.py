@@ -107,6 +107,7 @@ def _result(recipe: Recipe, trainer: CrossLayerTrainer, **measured: Any) -> Trai
     history: list[dict[str, Any]] = trainer.state.log_history
     passes, windows = mixture.passes(), {name: trainer.window_losses[f"eval_{name}_loss"] for name in mixture.domains}
     validation: dict[int, dict[str, float]] = {}  # step → loss of every domain
+    counted = [] if recipe.objective == "next-token" else [recipe.objective]  # losses of other tokens are not compared
     for entry in history:
         for name in mixture.domains:
             if f"eval_{name}_loss" in entry:
@@ -123,7 +124,7 @@ def _result(recipe: Recipe, trainer: CrossLayerTrainer, **measured: Any) -> Trai
                 documents=shards.documents,
                 validation_tokens=len(windows[name]) * mixture.length,
                 passes=passes[name],
-                fingerprint=f"{shards.fingerprint}-{ORDER}",
+                fingerprint="-".join([shards.fingerprint, ORDER, *counted]),
             )
             for (name, shards), units in zip(mixture.domains.items(), mixture.units, strict=True)
         ),

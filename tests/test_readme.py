@@ -36,7 +36,7 @@ def test_the_table_of_the_readme_has_every_method_and_its_cache():
 
 
 def test_the_readme_names_the_methods_that_vllm_does_not_serve():
-    served_but = re.search(r"vLLM serves all but\n(.*?)\. ", (ROOT / "README.md").read_text())
+    served_but = re.search(r"vLLM serves\s.*?all methods but\s(.*?)\. ", (ROOT / "README.md").read_text(), re.S)
     methods = {name: method_class(name).example(6) for name in method_names()}
     refused = [name for name, method in methods.items() if not_servable(config_of(method, num_hidden_layers=6))]
     assert served_but is not None and sorted(re.findall(r"`(\w+)`", served_but[1])) == sorted(refused)

@@ -79,7 +79,7 @@ def _source(model: Any, like: str | None) -> tuple[Source, str, bool]:
         source, name = Source(model.config, weights_bytes), model.name_or_path or ""
         takes_cache = CACHE in inspect.signature(type(model).forward).parameters
     if like is not None and (isinstance(source.config, GgufConfig) or not isinstance(model, str | Path)):
-        raise ValueError(f"--like needs a config.json, got a {type(source.config).__name__}; leave it out")
+        raise ValueError(f"--like must come with a config.json, got a {type(source.config).__name__}; leave it out")
     return source, name, takes_cache
 
 

@@ -27,7 +27,7 @@ def test_shipped_recipes_are_read(path):
     ("setting", "message"),
     [
         ("stage=1", "stage: unknown key, did you mean 'stages'?"),
-        ("stages=[]", "model: missing; for example model: {size: tiny}"),
+        ("stages=[]", "model and a schedule .*stages"),
         ("model={size: tiny}", "model: has no effect with stages: the retrofits are trained; remove it"),
         ("schedule={steps: 3}", "schedule: has no effect with stages"),
         ("tokenizer=bytes", "tokenizer: has no effect with stages: it is the original's"),

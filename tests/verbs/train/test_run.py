@@ -196,7 +196,7 @@ def test_training_on_from_a_model(whole, tmp_path):
     path = recipe_in(tmp_path, model={"start": str(start)}, schedule={"steps": 1})
     run = crosslayer.train(path, tmp_path / "on")
     assert run.model.methods[0]["name"] == "resformer" and run.curve.steps == [1] and run.seconds > 0
-    assert run.final_loss < whole[0].losses[0]
+    assert run.final_loss < whole[0].curve.losses[0]
     with pytest.raises(ValueError, match=r"'bpe:512'.*\d+"):
         (tmp_path / "own.txt").write_text(" ".join(f"w{number}" for number in range(20_000)))
         own = f"data.domains=[{{name: own, source: {tmp_path / 'own.txt'}}}]"

@@ -91,5 +91,5 @@ class SmallerKVCache(Cache):
         return len(lost)
 
     def overhead_bytes(self) -> int:
-        """Return the bytes of positions and attention sums, which are stored besides keys and values."""
+        """Return the bytes of positions and attention sums, stored in addition to keys and values."""
         return sum(group.overhead_bytes() for group in self.groups)

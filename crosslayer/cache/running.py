@@ -1,6 +1,6 @@
 """Run a model with a smaller KV cache: in `generate`, in batches, and when a text is only scored.
 
-A cache alone sees calls, and quantizes between them. Here every query reads what it would read if its text were read
+A cache alone quantizes only between forward calls. Here every query reads what it would read if its text were read
 token by token: a handler of the attention calls adds the quantized states of the tokens that are exact for some queries
 of the call and not for others, and masks what was evicted. The model's own attention function computes, so any
 implementation that takes a mask works.
@@ -165,7 +165,7 @@ class _Run:
             self.is_divided = int(first_exact(ranks, ranks[:, -1], self.recent).max()) > self.exact
 
     def handle(self, call: AttentionCall) -> AttentionCall:
-        """Let each query of a call read what it would read if the text came token by token."""
+        """Make each query of a call read the states that it would read in token-by-token decoding."""
         call = call if self.bits is None else self._quantized(call)
         return call if self.eviction is None else self._evicted(call)
 

@@ -108,7 +108,7 @@ def load_config(name: str) -> PreTrainedConfig:
 def check_layers(values: Mapping[str, Any]) -> None:
     """Refuse a number of layers that no model has, before a config makes lists of this length.
 
-    `values` are the fields of a config.json, some of which may hold configs of parts.
+    `values` are the fields of a config.json, which may contain nested configs.
     """
     for part in (values, *(part for part in values.values() if isinstance(part, Mapping))):
         count = part.get("num_hidden_layers")

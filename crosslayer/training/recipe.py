@@ -140,7 +140,7 @@ class Recipe(Part):
             if vars(self)[key] is None:
                 raise WrongKey(key, f"missing; for example {key}: {EXAMPLES[key]}")
         if self.stages and self.optimizer.rates:
-            raise WrongKey("optimizer", "rates must be left out with stages, each of which trains other parameters")
+            raise WrongKey("optimizer", "rates must be empty with stages, because each stage trains other parameters")
         for key, reason in (WITH_STAGES if self.stages else WITHOUT_STAGES).items():
             if vars(self)[key] not in (None, Recipe.model_fields[key].default):
                 raise WrongKey(key, f"has no effect {reason}; remove it")

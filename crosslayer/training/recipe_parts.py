@@ -168,7 +168,7 @@ class SchedulePart(Part):
         return self
 
     def total_steps(self, step_tokens: int) -> int:
-        """Return the number of steps, each of which reads `step_tokens` over all ranks."""
+        """Return the number of steps of `step_tokens` tokens, summed over all ranks."""
         if self.steps is not None:
             return self.steps
         assert self.tokens is not None

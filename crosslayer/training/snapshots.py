@@ -31,8 +31,8 @@ def snapshot(
 ) -> dict[str, float]:
     """Return the mean over windows (N, T) of each measure of each layer, as "snapshot_sink_rate_layer_0" and so on.
 
-    `measure` gives measures (L,) of a window by name, besides norms of outputs and gradients. A measure is NaN where a
-    layer lacks the sublayer.
+    `measure` gives measures (L,) of a window by name, in addition to norms of outputs and gradients. A measure is NaN
+    where a layer lacks the sublayer.
     """
     with evaluating(model), readable_masks(model):
         measured = [{**measure(model, window), **output_norms(model, window)} for window in windows]

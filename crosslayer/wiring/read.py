@@ -74,7 +74,7 @@ def _source(model: Any, like: str | None) -> tuple[Source, str, bool]:
     source, name, takes_cache = Source(model), "", True
     if isinstance(model, str | Path):
         source, name = read_source(str(model), like), str(model)
-    elif hasattr(model, "state_dict"):
+    elif isinstance(model, PreTrainedModel):
         weights_bytes = sum(weight.numel() * weight.itemsize for weight in model.parameters())
         source, name = Source(model.config, weights_bytes), model.name_or_path or ""
         takes_cache = CACHE in inspect.signature(type(model).forward).parameters

@@ -198,7 +198,7 @@ class Statistics(Frozen):
 
 
 class Neighbors(Frozen):
-    """Mean similarity of the attention maps of neighboring layers in the upper half; None if there are none."""
+    """Mean similarity of the attention maps of neighboring layers in the upper half, or None."""
 
     map_similarity: float | None
     map_similarity_without_first: float | None

@@ -79,7 +79,7 @@ class GreedySearch(ABC, Generic[Configuration, Move]):
     def _best(
         self, current: Configuration, damage: float, costs: dict[Move, float], refused: set[Move]
     ) -> tuple[Move | None, bool]:
-        """Return the best move, None if there is none, and whether its cost was measured for this configuration."""
+        """Return the best move or None, and whether its cost was measured for this configuration."""
         moves, fresh = [move for move in self.moves(current) if move not in refused], set()
         while moves:
             best = min(moves, key=costs.__getitem__)

@@ -98,7 +98,7 @@ def _subset(domains: list[Tensor], fit: str, width: int) -> list[Tensor]:
 
 
 def lowest_changed(plan: DepthPlan) -> int:
-    """Return the lowest layer that a plan changes or uses as a source; the number of layers if there is none."""
+    """Return the lowest layer that a plan changes or uses as a source, or the number of layers."""
     own = DepthPlan.identity(plan.layers)
     touched = {plan.layers}
     for layer in range(plan.layers):

@@ -87,7 +87,7 @@ def panels(record: RetrofitReport) -> list[Panel]:
 
 
 def _by_layer(record: RetrofitReport) -> Panel:
-    """Return the figure of what each layer caches, keys and values apart where they differ, or of what it reads."""
+    """Return the figure of what each layer caches (keys and values separately if they differ) or reads."""
     plan = record.plan
     layers, axes = list(map(float, range(plan.layers))), ("layer", "% of the original's bytes")
     if plan.reads_less:

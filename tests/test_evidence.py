@@ -1,0 +1,14 @@
+"""The results that pages cite can be read by this release."""
+
+from pathlib import Path
+
+import crosslayer
+
+EVIDENCE = Path(__file__).parent.parent / "docs" / "evidence"
+
+
+def test_all_results_of_the_pages_load():
+    folders = [file.parent for file in sorted(EVIDENCE.rglob("record.json"))]
+    assert len(folders) >= 100
+    for folder in folders:
+        crosslayer.load_result(folder)

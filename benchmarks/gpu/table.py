@@ -65,6 +65,14 @@ def diagnosis(record: dict) -> None:
         print(length, "tokens", *cells, row["peak_bytes"], sep=" | ")
 
 
+def stored_prompts(record: dict) -> None:
+    """Print times over those of prefill, by length."""
+    print("seconds of calibrating and fitting:", record["calibrating_seconds"], record["fitting_seconds"])
+    for length, row in record["rows"].items():
+        cells = [f"{key} {milliseconds(value)} {ratio(value)}" for key, value in row.items() if isinstance(value, dict)]
+        print(length, "tokens", *cells, sep=" | ")
+
+
 def resformer(record: dict) -> None:
     """Print loss and the means over layers, by step."""
     for name, row in record["rows"].items():
@@ -79,7 +87,7 @@ def resformer(record: dict) -> None:
 
 def main():
     """Print every record that is there."""
-    for part in (depth_attention, training, serving, diagnosis, resformer):
+    for part in (depth_attention, training, serving, stored_prompts, diagnosis, resformer):
         file = Path(sys.argv[1]) / f"{part.__name__}.json"
         if file.exists():
             record = json.loads(file.read_text())

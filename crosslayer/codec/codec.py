@@ -45,7 +45,7 @@ class Codec:
     """
 
     def __init__(self, chain: Chain, model_print: str, tokenizer_print: str | None = None):
-        self.chain, self.model_print, self.tokenizer_print = chain, model_print, tokenizer_print
+        self.chain, self.model_print, self.tokenizer_print = on_device(chain, "cpu"), model_print, tokenizer_print
         self.shapes = [layer.shape for layer in chain.layers]
         self.widths = [shape.width for shape in self.shapes]
         tensors, facts = self._stored()
@@ -54,7 +54,7 @@ class Codec:
             digest.update(name.encode() + tensors[name].numpy().tobytes())
         self.id = digest.digest()
         self._checked: weakref.ref[PreTrainedModel] | None = None  # the model that was checked last
-        self._on: dict[torch.device, list[Layer]] = {}
+        self._on: dict[torch.device, Chain] = {}
 
     def check(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         """Refuse a model other than that which the codec was fitted to; a model is read once.
@@ -130,9 +130,8 @@ class Codec:
         """Yield the blocks of a text from a position on; `states` (T, W) end with its last token."""
         if not 0 < size <= format.LONGEST:
             raise ValueError(f"block must be from 1 to {format.LONGEST} tokens, got {size}")
-        layers, length = self.layers_on(states[0].device), len(tokens)
-        importance = Importance(*(x.to(states[0].device) for x in vars(self.chain.importance).values()))
-        steps = importance.steps(states, self.shapes, length)
+        chain, length = self.chain_on(states[0].device), len(tokens)
+        steps = chain.importance.steps(states, self.shapes, length)
         copies = copies_of_first(states, tokens, size) if start == 0 else 0
         for begin in range(start, length, size):
             text, step = tokens[begin : begin + size], steps[begin : begin + size]
@@ -145,9 +144,10 @@ class Codec:
                     exact.append(part[0])
                     part = part[1 + copies :]
                 parts.append(part)
-            codes, _ = code_layers(layers, parts, step_sizes(step))
+            codes, _ = code_layers(chain.layers, parts, step_sizes(step))
             flat = torch.cat(exact).clamp(-HALF, HALF).half().cpu().numpy().astype("<f2") if exact else np.empty(0)
-            coded = [layer.coder.encode(code.int().cpu().numpy()) for layer, code in zip(layers, codes, strict=True)]
+            pairs = zip(chain.layers, codes, strict=True)
+            coded = [layer.coder.encode(code.int().cpu().numpy()) for layer, code in pairs]
             facts = format.child(parent, text), parent, begin, text, first, dtype, 0 if begin else copies
             block = format.Block(*facts, step.cpu().numpy(), flat.tobytes(), coded)
             yield block
@@ -169,7 +169,7 @@ class Codec:
         Of each layer come the latest tokens that it holds. One thread reads the codes of a layer while the layer before
         is computed.
         """
-        layers = self.layers_on(device)
+        layers = self.chain_on(device).layers
         steps = step_sizes(torch.from_numpy(np.concatenate([block.steps for block in blocks]))).to(device)
         exact = self._exact(blocks[0])
         decoded: dict[int, Tensor] = {}  # of the layers that a later one is predicted from
@@ -209,13 +209,10 @@ class Codec:
         parts = numbers.split([self.widths[index] for index in holding])
         return dict(zip(holding, parts, strict=True))
 
-    def layers_on(self, device: torch.device) -> list[Layer]:
-        """Return the layers with their matrices on a device."""
+    def chain_on(self, device: torch.device) -> Chain:
+        """Return the chain with its matrices on a device."""
         if device not in self._on:
-            self._on[device] = [
-                replace(layer, **{name: getattr(layer, name).to(device) for name in MATRICES})
-                for layer in self.chain.layers
-            ]
+            self._on[device] = on_device(self.chain, device)
         return self._on[device]
 
     def save(self, folder: str | Path) -> None:
@@ -301,6 +298,12 @@ def _loaded(facts: dict[str, Any], tensors: dict[str, Tensor]) -> Codec:
         layers.append(Layer(shape=shape, source=source, coder=Coder(tables, classes), **own))
     importance = Importance(*(tensors[name] for name in ("mean", "spread", "weight")))
     return Codec(Chain(layers, importance), facts["model"], facts["tokenizer"])
+
+
+def on_device(chain: Chain, device: Any) -> Chain:
+    """Return a chain with its matrices on a device."""
+    layers = [replace(layer, **{name: getattr(layer, name).to(device) for name in MATRICES}) for layer in chain.layers]
+    return Chain(layers, Importance(*(part.to(device) for part in vars(chain.importance).values())))
 
 
 def copies_of_first(states: Sequence[Tensor], tokens: np.ndarray, size: int) -> int:

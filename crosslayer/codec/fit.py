@@ -58,7 +58,7 @@ class Calibration:
     roots: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def __post_init__(self):
-        self.roots = [_roots(metric) for metric in self.metric]
+        self.roots = [_roots(metric.to(self.steps.device)) for metric in self.metric]
 
 
 @torch.no_grad()
@@ -115,14 +115,14 @@ def _importance(costs: list[tuple[list[Tensor], Tensor]], shapes: list[LayerShap
     target = torch.cat([cost[1:] for _, cost in costs]).double().clamp_min(1e-20).log()
     mean, spread = rows.mean(0), rows.std(0) + 1e-6
     rows = (rows - mean) / spread
-    gram = rows.T @ rows + SHRUNK * len(rows) * torch.eye(rows.shape[1], dtype=rows.dtype)
+    gram = rows.T @ rows + SHRUNK * len(rows) * torch.eye(rows.shape[1]).to(rows)
     weight = torch.linalg.solve(gram, rows.T @ (target - target.mean()))
     return Importance(mean.float(), spread.float(), weight.float())
 
 
 def _roots(metric: Tensor) -> tuple[Tensor, Tensor]:
     """Return the root of a metric and its inverse."""
-    ridge = RIDGE * metric.diagonal().mean() * torch.eye(len(metric), dtype=metric.dtype)
+    ridge = RIDGE * metric.diagonal().mean() * torch.eye(len(metric)).to(metric)
     values, vectors = torch.linalg.eigh(metric + ridge)
     root = values.clamp_min(1e-30).sqrt()
     return ((vectors * root) @ vectors.T).float(), ((vectors / root) @ vectors.T).float()
@@ -192,7 +192,7 @@ def _regression(inputs: Tensor, outputs: Tensor, weight: Tensor) -> Tensor:
     centered = inputs - (weight * inputs).sum(0) / weight.sum()
     gram = ((centered * weight).T @ centered).double()
     ridge = LEAST * gram.diagonal().mean() + 1e-9
-    gram += ridge * torch.eye(len(gram), dtype=gram.dtype)
+    gram += ridge * torch.eye(len(gram)).to(gram)
     return torch.linalg.solve(gram, ((centered * weight).T @ outputs).double()).float()
 
 

@@ -127,7 +127,7 @@ class Metric:
                 from_ = keys + kv * shape.value
                 total[from_ : from_ + shape.value, to : to + shape.value] += together[head, other] * gram[head, other]
         self.energy[start:] += energy
-        self.by_layer[call.layer] += total.double().cpu()
+        self.by_layer[call.layer] += total.cpu().double()
 
 
 def _chances(call: AttentionCall, picked: Tensor) -> Tensor:

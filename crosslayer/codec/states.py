@@ -59,9 +59,9 @@ class LayerShape:
 @lru_cache(maxsize=8)
 def _turns(angles: tuple[float, ...], start: int, stop: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return cosines and sines (T, 1, R/2) of the positions from `start` to `stop`."""
-    positions = torch.arange(start, stop, dtype=torch.float64, device=device)
-    turns = positions[:, None, None] * torch.tensor(angles, dtype=torch.float64, device=device)
-    return turns.cos().float(), turns.sin().float()
+    positions = torch.arange(start, stop, dtype=torch.float64)
+    turns = positions[:, None, None] * torch.tensor(angles, dtype=torch.float64)
+    return turns.cos().float().to(device), turns.sin().float().to(device)
 
 
 @torch.no_grad()

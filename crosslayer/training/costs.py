@@ -73,7 +73,7 @@ def _forward_flops(model: PreTrainedModel, length: int) -> float:
     with torch.no_grad(), evaluating(model), sdpa_kernel(SDPBackend.MATH):  # the FLOP counter knows only this one
         for count in (shorter, longer):
             with FlopCounterMode(display=False) as counter:
-                model(torch.zeros(1, count, dtype=torch.long), use_cache=False)
+                model(torch.zeros(1, count, dtype=torch.long, device=model.device), use_cache=False)
             of_token[count] = counter.get_total_flops() / count
     growth = (of_token[longer] - of_token[shorter]) / (longer - shorter)
     return of_token[longer] + growth * (length - longer)

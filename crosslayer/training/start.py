@@ -29,7 +29,7 @@ def initial_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, args: Trai
         model = new_model(recipe, tokenizer)
         initialise(model, recipe.seed)
         return model
-    model, _ = load_model(recipe.model.start, dtype=torch.float32)
+    model, _ = load_model(recipe.model.start, dtype=torch.float32, device="cpu")  # Trainer moves it
     if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:  # type: ignore[operator, union-attr]
         raise ValueError(
             f"tokenizer: {recipe.tokenizer!r} has {len(tokenizer):,} tokens, more than {recipe.model.start!r} has "

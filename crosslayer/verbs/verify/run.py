@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from crosslayer.core.transformers_versions import CACHE
 from crosslayer.environment import quiet_transformers
+from crosslayer.machine import full_float32
 from crosslayer.models.load import DTYPES, EMBEDDED, load_model, public_name, resolve_device
 from crosslayer.models.pair import causal_config
 from crosslayer.output import manifest
@@ -136,7 +137,7 @@ def _check_loaded(
         dtypes = ("float64",)
     chosen = {name: check for name, check in CHECKS.items() if bits is None or name in WITH_BITS}
     ids, done, total = random_ids(model, tokenizer), 0, len(chosen) * len(dtypes)
-    with quiet_transformers(), progress("verifying", total) as meter:
+    with quiet_transformers(), full_float32(), progress("verifying", total) as meter:
         meter.step(0, total, "manifest and plain pass")
         rows = check_manifest(model, folder)
         with subject_of(model, ids, "float32", backend, bits) as plain:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).parents[3] / "benchmarks" / "gpu" / "run.sh"
-PARTS = {"depth_attention", "training", "serving", "diagnosis", "resformer"}
+PARTS = {"depth_attention", "training", "serving", "stored_prompts", "diagnosis", "resformer"}
 
 
 @pytest.mark.slow

@@ -45,7 +45,8 @@ class Peak:
 @contextlib.contextmanager
 def full_float32() -> Iterator[None]:
     """Multiply float32 matrices in float32, not in TF32, which Trainer turns on for the whole process on a GPU."""
-    settings = torch.backends.cuda.matmul, torch.backends.cudnn.conv
+    cudnn: Any = torch.backends.cudnn
+    settings = torch.backends.cuda.matmul, cudnn.conv
     with contextlib.ExitStack() as stack:
         for setting in settings:
             stack.callback(setattr, setting, "fp32_precision", setting.fp32_precision)

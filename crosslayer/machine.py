@@ -45,10 +45,9 @@ class Peak:
 @contextlib.contextmanager
 def full_float32() -> Iterator[None]:
     """Multiply float32 matrices in float32, not in TF32, which Trainer turns on for the whole process on a GPU."""
-    cudnn: Any = torch.backends.cudnn
-    settings = torch.backends.cuda.matmul, cudnn.conv
+    backends: Any = torch.backends
     with contextlib.ExitStack() as stack:
-        for setting in settings:
+        for setting in (backends.cuda.matmul, backends.cudnn.conv):
             stack.callback(setattr, setting, "fp32_precision", setting.fp32_precision)
             setting.fp32_precision = "ieee"
         yield

@@ -7,7 +7,6 @@ import hashlib
 import json
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,9 @@ from transformers import Cache, PreTrainedConfig, PreTrainedModel, PreTrainedTok
 
 from crosslayer.codec import format
 from crosslayer.codec.chain import Chain, Importance, Layer, below_of, code_layers, step_sizes
-from crosslayer.codec.entropy import Coder, Table
+from crosslayer.codec.entropy import Coder, Part, Table
 from crosslayer.codec.states import LayerShape, check_cache, check_config, new_cache, read_states
+from crosslayer.codec.streams import Streams
 
 VERSION = 1  # of the artefact
 FILE = "codec.safetensors"
@@ -55,6 +55,7 @@ class Codec:
         self.id = digest.digest()
         self._checked: weakref.ref[PreTrainedModel] | None = None  # the model that was checked last
         self._on: dict[torch.device, Chain] = {}
+        self._streams = Streams([layer.coder for layer in chain.layers])
 
     def check(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         """Refuse a model other than that which the codec was fitted to; a model is read once.
@@ -166,39 +167,34 @@ class Codec:
     def decode_layers(self, blocks: Sequence[format.Block], length: int, device: torch.device) -> Iterator[Tensor]:
         """Yield the states (T, W) of blocks one behind the other, layer by layer, up to position `length`.
 
-        Of each layer come the latest tokens that it holds. One thread reads the codes of a layer while the layer before
-        is computed.
+        Of each layer come the latest tokens that it holds.
         """
         layers = self.chain_on(device).layers
         steps = step_sizes(torch.from_numpy(np.concatenate([block.steps for block in blocks]))).to(device)
         exact = self._exact(blocks[0])
         decoded: dict[int, Tensor] = {}  # of the layers that a later one is predicted from
-        with ThreadPoolExecutor(1) as pool:
-            reading = [pool.submit(self._coefficients, blocks, index) for index in range(len(layers))]
-            for index, layer in enumerate(layers):
-                coefficients, begin = reading[index].result()
-                own = torch.from_numpy(coefficients).to(device)
-                below = below_of(layers, layer, decoded, own.shape[1])
-                whole = decoded[index] = layer.decoded(below, own, steps[len(steps) - own.shape[1] :])
-                needed = {later.source for later in layers[index + 1 :]}
-                decoded = {key: states for key, states in decoded.items() if key in needed}
-                if index in exact and begin <= 1 + blocks[0].copies:
-                    whole = torch.cat([exact[index].to(device).expand(1 + blocks[0].copies, -1), whole])
-                    begin = 0
-                yield whole[: max(0, length - begin)]
+        parts = [self._parts(blocks, index) for index in range(len(layers))]
+        reading = self._streams.read([part for part, _ in parts], device)
+        for index, (layer, own, (_, begin)) in enumerate(zip(layers, reading, parts, strict=True)):
+            below = below_of(layers, layer, decoded, own.shape[1])
+            whole = decoded[index] = layer.decoded(below, own, steps[len(steps) - own.shape[1] :])
+            needed = {later.source for later in layers[index + 1 :]}
+            decoded = {key: states for key, states in decoded.items() if key in needed}
+            if index in exact and begin <= 1 + blocks[0].copies:
+                whole = torch.cat([exact[index].to(device).expand(1 + blocks[0].copies, -1), whole])
+                begin = 0
+            yield whole[: max(0, length - begin)]
 
-    def _coefficients(self, blocks: Sequence[format.Block], index: int) -> tuple[np.ndarray, int]:
-        """Return decoded coefficients (R, T) of a layer's latest tokens, and the position of the first of them."""
+    def _parts(self, blocks: Sequence[format.Block], index: int) -> tuple[list[Part], int]:
+        """Return the codes of a layer's latest tokens, by block, and the position of the first of them."""
         parts, begin = [], blocks[-1].stop
-        coder = self.chain.layers[index].coder
         for block in reversed(blocks):
             held = max(int(block.first[index]), 1 + block.copies) if block.start == 0 else int(block.first[index])
-            count = len(block.tokens) - held
             if begin != block.stop:
                 break  # the tokens before the next block's first are not held any more
-            parts.append(coder.decode(block.codes[index], max(count, 0)))
+            parts.append((block.codes[index], max(len(block.tokens) - held, 0)))
             begin = block.start + min(held, len(block.tokens))
-        return np.concatenate(parts[::-1], 1) if len(parts) > 1 else parts[0], begin
+        return parts[::-1], begin
 
     def _exact(self, block: format.Block) -> dict[int, Tensor]:
         """Return the first token's states (W,) of each layer that holds it."""

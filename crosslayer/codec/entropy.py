@@ -29,6 +29,7 @@ SCALES = np.geomspace(0.05, 900, 60)  # root mean square of a class, in steps
 SPREADS = (0.0, 0.45, 0.8, 1.2)  # standard deviation of the scale's logarithm
 TAIL = 2e-3  # mass of a heavy tail in every class
 BEYOND = 2.0**-14  # mass beyond a table
+Part = tuple[bytes | memoryview, int]  # what `Coder.encode` returned for some tokens, and their number
 
 
 @dataclass(frozen=True)
@@ -44,12 +45,16 @@ class Table:
         """The largest code of the table."""
         return len(self.frequencies) - 1
 
+    @property
+    def symbol_frequencies(self) -> np.ndarray:
+        """The frequencies of the symbols 0 … 2m + 1."""
+        return np.concatenate([self.frequencies[:0:-1], self.frequencies, [self.escape]])
+
     @cached_property
     def model(self) -> Any:
-        """Constriction's model of the symbols 0 … 2m + 1."""
-        both = [self.frequencies[:0:-1], self.frequencies, [self.escape]]
+        """Constriction's model of the symbols."""
         # it adds 1 to each symbol and shares out the rest in proportion: these weights give the frequencies exactly
-        return _library().model.Categorical((np.concatenate(both) - 1).astype(np.float64), perfect=False)
+        return _library().model.Categorical((self.symbol_frequencies - 1).astype(np.float64), perfect=False)
 
     @cached_property
     def values(self) -> np.ndarray:
@@ -170,6 +175,11 @@ class Coder:
         rest = np.concatenate([own.astype("<i2") for own in reversed(escaped)]) if escaped else np.empty(0, "<i2")
         return len(words).to_bytes(4, "little") + words.tobytes() + rest.tobytes()
 
+    def decode_parts(self, parts: Sequence[Part]) -> np.ndarray:
+        """Return what several parts decode to, one behind the other, (R, T) float32."""
+        found = [self.decode(data, tokens) for data, tokens in parts]
+        return np.concatenate(found, 1) if len(found) > 1 else found[0]
+
     def decode(self, data: bytes | memoryview, tokens: int) -> np.ndarray:
         """Return what the bytes of `encode` decode to, (R, T) float32.
 
@@ -177,11 +187,8 @@ class Coder:
             ValueError: the bytes do not hold the codes of `tokens` tokens.
 
         """
-        count = int.from_bytes(data[:4], "little")
-        if len(data) < 4 + 4 * count or (len(data) - 4) % 2:
-            raise ValueError("the code of a layer is cut off")
-        ans = _library().stack.AnsCoder(np.frombuffer(data, "<u4", count, 4).astype(np.uint32))
-        rest = np.frombuffer(data, "<i2", offset=4 + 4 * count)
+        words, rest = words_of(data)
+        ans = _library().stack.AnsCoder(words.astype(np.uint32))
         decoded, used = np.empty((self.channels, tokens), np.float32), 0
         for table, start, stop in self.runs:
             symbols = ans.decode(table.model, (stop - start) * tokens)
@@ -196,6 +203,14 @@ class Coder:
         if used < len(rest):
             raise ValueError("the code of a layer has too many escaped codes")
         return decoded
+
+
+def words_of(data: bytes | memoryview) -> tuple[np.ndarray, np.ndarray]:
+    """Return the words (uint32) and the escaped codes (int16) in the bytes of `Coder.encode`."""
+    count = int.from_bytes(data[:4], "little")
+    if len(data) < 4 + 4 * count or (len(data) - 4) % 2:
+        raise ValueError("the code of a layer is cut off")
+    return np.frombuffer(data, "<u4", count, 4), np.frombuffer(data, "<i2", offset=4 + 4 * count)
 
 
 def _library() -> Any:

@@ -1,0 +1,89 @@
+"""Reading the coded streams of all layers and blocks: on a CPU one after another, on a GPU all at once.
+
+Each stream is read symbol by symbol, so a GPU is busy only with many of them.
+
+Shapes: R channels of a layer, T tokens.
+"""
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from types import ModuleType
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from crosslayer.codec.entropy import Coder, Part, words_of
+from crosslayer.core.custom_ops import triton_kernels
+
+
+class Streams:
+    """Reads what the coders of a codec's layers wrote."""
+
+    def __init__(self, coders: Sequence[Coder]):
+        self.coders = coders
+        self.tables = cache(self._tables)
+
+    def read(self, layers: Sequence[Sequence[Part]], device: torch.device) -> Iterator[Tensor]:
+        """Yield the coefficients (R, T) of each layer, from the codes of its blocks.
+
+        On a CPU, one thread reads those of a layer while the caller computes with those of the layer before.
+
+        Raises:
+            ValueError: a code does not hold the symbols of its tokens.
+
+        """
+        kernel = triton_kernels("ans", device)
+        if kernel is not None:
+            yield from self.read_at_once(layers, device, kernel)
+            return
+        with ThreadPoolExecutor(1) as pool:
+            for coefficients in pool.map(Coder.decode_parts, self.coders, layers):
+                yield torch.from_numpy(coefficients).to(device)
+
+    def read_at_once(self, layers: Sequence[Sequence[Part]], device: torch.device, kernel: ModuleType) -> list[Tensor]:
+        """Return the coefficients (R, T) of each layer, read by a kernel, a program for each code."""
+        first_run, tables = self.tables(device)
+        words, escaped, streams = [], [], []
+        word, code, place = 0, 0, 0
+        shapes = [
+            (coder.channels, sum(count for _, count in parts)) for coder, parts in zip(self.coders, layers, strict=True)
+        ]
+        for index, (channels, tokens) in enumerate(shapes):
+            at = place
+            for data, count in layers[index]:
+                own, rest = words_of(data)
+                bounds = word, word + len(own), code, code + len(rest)
+                streams.append((*bounds, count, first_run[index], first_run[index + 1], at, tokens))
+                word, code, at = word + len(own), code + len(rest), at + count
+                words.append(own)
+                escaped.append(rest)
+            place += channels * tokens
+        facts = torch.tensor(streams, device=device)
+        out = torch.empty(place, device=device)
+        ended = kernel.decode(_moved(words, "<i4", device), _moved(escaped, "<i2", device), facts, tables, out)
+        if not torch.equal(ended, facts[:, 3]):
+            raise ValueError("the code of a layer has too few or too many escaped codes")
+        parts = out.split([channels * tokens for channels, tokens in shapes])
+        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+    def _tables(self, device: torch.device) -> tuple[list[int], tuple[Tensor, Tensor, Tensor]]:
+        """Return the first run of each layer, and on a device the runs, the sums of frequencies, and the values."""
+        begins: dict[int, int] = {}
+        starts, values, runs, first_run = [], [], [], [0]
+        for coder in self.coders:
+            for (number, table), (_, first, last) in zip(coder.tables.items(), coder.runs, strict=True):
+                if number not in begins:
+                    begins[number] = sum(map(len, starts))
+                    starts.append(np.cumsum([0, *table.symbol_frequencies]))
+                    values.append([*table.values, 0.0])  # as long as `starts`
+                runs.append((begins[number], len(table.values), first, last))
+            first_run.append(len(runs))
+        tensors = torch.tensor(runs), torch.from_numpy(np.concatenate(starts)), torch.from_numpy(np.concatenate(values))
+        return first_run, (tensors[0].int().to(device), tensors[1].int().to(device), tensors[2].float().to(device))
+
+
+def _moved(parts: Sequence[np.ndarray], dtype: str, device: torch.device) -> Tensor:
+    """Return parts one behind the other on a device, and a zero behind them."""
+    return torch.from_numpy(np.concatenate([*parts, [0]], dtype=dtype, casting="unsafe")).to(device)

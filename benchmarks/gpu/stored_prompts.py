@@ -3,7 +3,7 @@
     python benchmarks/gpu/stored_prompts.py --json FILE [--dry-run]
 
 The codec is fitted to random tokens at an eighth of the bytes. Decoding is bytes in memory → cache on the device; `raw`
-copies the same cache uncompressed from pinned memory.
+copies the same cache uncompressed from pinned memory. `error` compares decoding on the device with that on the CPU.
 """
 
 import torch
@@ -16,6 +16,13 @@ from crosslayer.codec.states import read_shapes
 from crosslayer.judge.clock import prefill
 
 SHARE = 0.125
+
+
+def error(cache, other) -> float:
+    """Return the largest difference of two caches, over the largest number."""
+    pairs = [(own.keys.float().cpu(), right.keys) for own, right in zip(cache.layers, other.layers, strict=True)]
+    pairs += [(own.values.float().cpu(), right.values) for own, right in zip(cache.layers, other.layers, strict=True)]
+    return max(float((own - right).abs().max() / right.abs().max()) for own, right in pairs)
 
 
 def main():
@@ -60,6 +67,8 @@ def main():
             "encoding": lambda c=cache, p=prompt: codec.encode(c, p),
             "decoding": lambda d=data: codec.decode(d, device, dtype),
         }
+        if length == lengths[0]:
+            record["error"] = error(codec.decode(data, device, dtype), codec.decode(data, "cpu", torch.float32))
         rows = in_turns({name: lambda c=call: seconds(c, device) for name, call in calls.items()}, pairs, warmup=0)
         size = sum(state.numel() for state in raw) * 2
         record["rows"][length] = {**rows, "bytes": len(data), "raw_bytes": size}

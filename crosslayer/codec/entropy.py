@@ -45,8 +45,7 @@ class Table:
         """The largest code of the table."""
         return len(self.frequencies) - 1
 
-    @property
-    def symbol_frequencies(self) -> np.ndarray:
+    def of_symbols(self) -> np.ndarray:
         """The frequencies of the symbols 0 … 2m + 1."""
         return np.concatenate([self.frequencies[:0:-1], self.frequencies, [self.escape]])
 
@@ -54,7 +53,7 @@ class Table:
     def model(self) -> Any:
         """Constriction's model of the symbols."""
         # it adds 1 to each symbol and shares out the rest in proportion: these weights give the frequencies exactly
-        return _library().model.Categorical((self.symbol_frequencies - 1).astype(np.float64), perfect=False)
+        return _library().model.Categorical((self.of_symbols() - 1).astype(np.float64), perfect=False)
 
     @cached_property
     def values(self) -> np.ndarray:

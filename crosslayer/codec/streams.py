@@ -46,12 +46,12 @@ class Streams:
         """Return the coefficients (R, T) of each layer, read by a kernel, a program for each code."""
         first_run, tables = self.tables(device)
         words, escaped, streams = [], [], []
-        word, code, place = 0, 0, 0
+        word, code, position = 0, 0, 0
         shapes = [
             (coder.channels, sum(count for _, count in parts)) for coder, parts in zip(self.coders, layers, strict=True)
         ]
         for index, (channels, tokens) in enumerate(shapes):
-            at = place
+            at = position
             for data, count in layers[index]:
                 own, rest = words_of(data)
                 bounds = word, word + len(own), code, code + len(rest)
@@ -59,9 +59,9 @@ class Streams:
                 word, code, at = word + len(own), code + len(rest), at + count
                 words.append(own)
                 escaped.append(rest)
-            place += channels * tokens
+            position += channels * tokens
         facts = torch.tensor(streams, device=device)
-        out = torch.empty(place, device=device)
+        out = torch.empty(position, device=device)
         ended = kernel.decode(_moved(words, "<i4", device), _moved(escaped, "<i2", device), facts, tables, out)
         if not torch.equal(ended, facts[:, 3]):
             raise ValueError("the code of a layer has too few or too many escaped codes")
@@ -76,7 +76,7 @@ class Streams:
             for (number, table), (_, first, last) in zip(coder.tables.items(), coder.runs, strict=True):
                 if number not in begins:
                     begins[number] = sum(map(len, starts))
-                    starts.append(np.cumsum([0, *table.symbol_frequencies]))
+                    starts.append(np.cumsum([0, *table.of_symbols()]))
                     values.append([*table.values, 0.0])  # as long as `starts`
                 runs.append((begins[number], len(table.values), first, last))
             first_run.append(len(runs))

@@ -34,7 +34,7 @@ def decode(words: Tensor, escaped: Tensor, streams: Tensor, tables: tuple[Tensor
 def decode_kernel(words, escaped, streams, runs, starts, values, out, ended):
     """Decode a stream; beyond the ends of damaged ones are zeros."""
     stream = tl.program_id(0)
-    begin, at, escape, last_escape, tokens, run, last_run, place, stride = _facts(streams + stream * 9)
+    begin, at, escape, last_escape, tokens, run, last_run, position, stride = _facts(streams + stream * 9)
     state = tl.full((), 0, tl.uint64)
     for _ in range(2):
         state, at = _refilled(state, at, begin, words)
@@ -58,7 +58,7 @@ def decode_kernel(words, escaped, streams, runs, starts, values, out, ended):
                 escapes = low == symbols - 1
                 raw = tl.load(escaped + escape, mask=escapes & (escape < last_escape), other=0)
                 value = tl.where(escapes, raw.to(tl.float32), tl.load(values + table + low))
-                tl.store(out + place + channel * stride + token, value)
+                tl.store(out + position + channel * stride + token, value)
                 escape += escapes.to(tl.int64)
             channel += 1
         run += 1

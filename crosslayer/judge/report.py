@@ -1,5 +1,6 @@
 """What every comparison returns: a row for each quantity of each candidate."""
 
+import math
 from typing import Any
 
 from pydantic import Field
@@ -48,7 +49,9 @@ class Row(Frozen):
             return in_points(self.change).text(1, signed=True)
         if self.change.none == 1:
             return self.change.text(3, unit="x")
-        return self.change.text(4, signed=bool(self.original))
+        size = abs(self.change.value)
+        digits = 4 if size >= 1e-3 or not size else min(1 - math.floor(math.log10(size)), 7)  # 2 that are not 0
+        return self.change.text(digits, signed=bool(self.original))
 
     def text(self, value: float | None) -> str:
         """Return a value of this quantity: 7.50 MiB, 52.3 ms, 41.25%."""

@@ -27,7 +27,7 @@ SLOPE = 1.2  # of the logarithm of the step over that of the bytes
 @contextmanager
 def without_depth() -> Iterator[None]:
     """Fit layers alone, none of them predicted, while the block runs."""
-    with mock.patch.object(fit, "sources", lambda shapes: [None] * len(shapes)):
+    with mock.patch.object(fit, "sources", lambda shapes: [()] * len(shapes)):
         yield
 
 

@@ -2,9 +2,9 @@
 
     ŷ_l = m_l + A_l (ŷ_k − m_k) + U_l ẑ,   z = D_l (y_l − m_l − A_l (ŷ_k − m_k)) / s_t,   ẑ = s_t · decoded(round(z))
 
-y are keys before rotation and values of a token, k the nearest layer below that holds every token that l holds, s_t the
-token's step: finer for tokens that later ones read more. Layer 0 has no prediction. Tokens do not depend on each other,
-so any run of tokens decodes alone.
+y are keys before rotation and values of a token, k the two nearest layers below that hold every token that l holds, s_t
+the token's step: finer for tokens that later ones read more. Layer 0 has no prediction. Tokens do not depend on each
+other, so any run of tokens decodes alone.
 
 Shapes: N tokens, W numbers of a layer for each token, R channels of a layer.
 """
@@ -25,6 +25,7 @@ RECENT = 400  # tokens from the end, beyond which distance makes no difference
 POWER = 0.75  # of the cost in the step: exp(−½ · 0.75 · log cost)
 FINEST, COARSEST = 1 / 64, 8.0
 FLOOR = 1e-6  # of squared norms
+SOURCES = 2  # layers that predict one
 
 
 @dataclass(frozen=True)
@@ -33,9 +34,9 @@ class Layer:
 
     Attributes:
         shape: of its states.
-        source: the layer below that predicts it; None: nothing does.
+        sources: the layers below that predict it, if any.
         mean: (W,).
-        predict: from the source's states less their mean, (W of the source, W); empty without a source.
+        predict: from the sources' states less their mean, (W of the sources together, W).
         down: (W, R), to coefficients in steps.
         up: (R, W), back.
         coder: of the R channels.
@@ -43,7 +44,7 @@ class Layer:
     """
 
     shape: LayerShape
-    source: int | None
+    sources: tuple[int, ...]
     mean: Tensor
     predict: Tensor
     down: Tensor
@@ -51,7 +52,7 @@ class Layer:
     coder: Coder
 
     def predicted(self, below: Tensor | None) -> Tensor:
-        """Return the prediction (N, W), or the mean (W,), from the source's decoded states less their mean (N, W)."""
+        """Return the prediction (N, W), or the mean (W,), from what `below_of` returns."""
         return self.mean if below is None else torch.addmm(self.mean, below, self.predict)
 
     def decoded(self, below: Tensor | None, coefficients: Tensor, steps: Tensor) -> Tensor:
@@ -90,7 +91,7 @@ def code_layers(layers: Sequence[Layer], states: Sequence[Tensor], steps: Tensor
     decoded: list[Tensor] = []
     for layer, own in zip(layers, states, strict=True):
         last = steps[len(steps) - len(own) :]
-        below = below_of(layers, layer, decoded, len(own))
+        below = below_of(layers, layer.sources, decoded, len(own))
         code, coefficients = layer.coded(below, own, last)
         codes.append(code)
         decoded.append(layer.decoded(below, coefficients, last))
@@ -98,15 +99,16 @@ def code_layers(layers: Sequence[Layer], states: Sequence[Tensor], steps: Tensor
 
 
 def below_of(
-    layers: Sequence[Layer], layer: Layer, decoded: Sequence[Tensor] | Mapping[int, Tensor], count: int
+    layers: Sequence[Layer], sources: Sequence[int], decoded: Sequence[Tensor] | Mapping[int, Tensor], count: int
 ) -> Tensor | None:
-    """Return the decoded states (N, W) of a layer's source, less their mean, of the latest tokens; None without one."""
-    if layer.source is None:
-        return None
-    own = decoded[layer.source]
-    if len(own) < count:
-        raise ValueError("a layer holds tokens that the layer which predicts it does not")
-    return own[len(own) - count :] - layers[layer.source].mean
+    """Return the decoded states of a layer's sources side by side, less their means, of the latest tokens.
+
+    (N, W of the sources together); None without sources.
+    """
+    if any(len(decoded[source]) < count for source in sources):
+        raise ValueError("a layer holds tokens that the layers which predict it do not")
+    parts = [decoded[source][len(decoded[source]) - count :] - layers[source].mean for source in sources]
+    return torch.cat(parts, 1) if parts else None
 
 
 @dataclass(frozen=True)
@@ -153,10 +155,8 @@ def features(
     return out
 
 
-def sources(shapes: Sequence[LayerShape]) -> list[int | None]:
-    """Return the layer that predicts each layer: the nearest below that holds every token which the layer holds."""
-    found: list[int | None] = []
+def sources(shapes: Sequence[LayerShape]) -> list[tuple[int, ...]]:
+    """Return the layers that predict each layer: the nearest below that hold every token which the layer holds."""
     held = [math.inf if shape.window is None else shape.window for shape in shapes]
-    for index, tokens in enumerate(held):
-        found.append(max((below for below in range(index) if held[below] >= tokens), default=None))
-    return found
+    holding = ([below for below in range(index) if held[below] >= tokens] for index, tokens in enumerate(held))
+    return [tuple(found[-SOURCES:]) for found in holding]

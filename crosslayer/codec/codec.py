@@ -24,7 +24,7 @@ from crosslayer.codec.entropy import Coder, Part, Table
 from crosslayer.codec.states import LayerShape, check_cache, check_config, new_cache, read_states
 from crosslayer.codec.streams import Streams
 
-VERSION = 1  # of the artefact
+VERSION = 2  # of the artefact
 FILE = "codec.safetensors"
 BLOCK = 256  # tokens
 SUMMED = 2**22  # weights at a time
@@ -176,9 +176,9 @@ class Codec:
         parts = [self._parts(blocks, index) for index in range(len(layers))]
         reading = self._streams.read([part for part, _ in parts], device)
         for index, (layer, own, (_, begin)) in enumerate(zip(layers, reading, parts, strict=True)):
-            below = below_of(layers, layer, decoded, own.shape[1])
+            below = below_of(layers, layer.sources, decoded, own.shape[1])
             whole = decoded[index] = layer.decoded(below, own, steps[len(steps) - own.shape[1] :])
-            needed = {later.source for later in layers[index + 1 :]}
+            needed = {source for later in layers[index + 1 :] for source in later.sources}
             decoded = {key: states for key, states in decoded.items() if key in needed}
             if index in exact and begin <= 1 + blocks[0].copies:
                 whole = torch.cat([exact[index].to(device).expand(1 + blocks[0].copies, -1), whole])
@@ -235,7 +235,7 @@ class Codec:
             "version": VERSION,
             "model": self.model_print,
             "tokenizer": self.tokenizer_print,
-            "layers": [{**asdict(layer.shape), "source": layer.source} for layer in self.chain.layers],
+            "layers": [{**asdict(layer.shape), "sources": layer.sources} for layer in self.chain.layers],
         }
         return tensors, facts
 
@@ -284,14 +284,14 @@ def _loaded(facts: dict[str, Any], tensors: dict[str, Tensor]) -> Codec:
     for index, fact in enumerate(facts["layers"]):
         own = {name: tensors[f"layers.{index}.{name}"].float() for name in MATRICES}
         classes = tensors[f"layers.{index}.classes"].tolist()
-        source = fact.pop("source")
+        own_sources = tuple(fact.pop("sources"))
         shape = LayerShape(**{**fact, "angles": tuple(fact["angles"])})
         width = shape.width
-        below = (0,) if source is None else (layers[source].shape.width, width)
+        below = sum(layers[source].shape.width for source in own_sources), width
         found = [tuple(matrix.shape) for matrix in own.values()]
         if found != [(width,), below, (width, len(classes)), (len(classes), width)]:
             raise ValueError("the codec's matrices do not fit its layers; fit it again")
-        layers.append(Layer(shape=shape, source=source, coder=Coder(tables, classes), **own))
+        layers.append(Layer(shape=shape, sources=own_sources, coder=Coder(tables, classes), **own))
     importance = Importance(*(tensors[name] for name in ("mean", "spread", "weight")))
     return Codec(Chain(layers, importance), facts["model"], facts["tokenizer"])
 

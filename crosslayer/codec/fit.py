@@ -134,11 +134,11 @@ def fit_chain(calibration: Calibration, step: float, every: int = 1) -> Chain:
     weight = steps.square().reciprocal().clamp_max(WEIGHT)[:, None]
     layers: list[Layer] = []
     decoded: list[Tensor] = []
-    for index, source in enumerate(sources(calibration.shapes)):
+    for index, own_sources in enumerate(sources(calibration.shapes)):
         own = calibration.states[index][::every]
         mean = (weight * own).sum(0) / weight.sum()
-        below = None if source is None else decoded[source] - layers[source].mean
-        predict = own.new_empty(0) if below is None else _regression(below, own - mean, weight)
+        below = below_of(layers, own_sources, decoded, len(own))
+        predict = own.new_empty(0, own.shape[1]) if below is None else _regression(below, own - mean, weight)
         rest = own - mean if below is None else own - mean - below @ predict
         root, inverse = calibration.roots[index]
         seen = rest @ root
@@ -150,7 +150,7 @@ def fit_chain(calibration: Calibration, step: float, every: int = 1) -> Chain:
         used = (codes != 0).float().mean(0) > USED
         used[:8] = True
         layer = _layer(
-            calibration.shapes[index], source, (mean, predict, down[:, used], up[used]), codes[:, used], tables
+            calibration.shapes[index], own_sources, (mean, predict, down[:, used], up[used]), codes[:, used], tables
         )
         layers.append(layer)
         decoded.append(layer.decoded(below, layer.coded(below, own, steps)[1], steps))
@@ -162,20 +162,20 @@ def with_step(chain: Chain, calibration: Calibration, factor: float) -> Chain:
     layers: list[Layer] = []
     decoded: list[Tensor] = []
     for index, layer in enumerate(chain.layers):
-        below = below_of(layers, layer, decoded, len(calibration.steps))
+        below = below_of(layers, layer.sources, decoded, len(calibration.steps))
         rest = calibration.states[index] - layer.predicted(below)
         codes = quantized(rest @ layer.down / factor / calibration.steps[:, None])
         used = (codes != 0).float().mean(0) > USED
         used[:1] = True
         matrices = layer.mean, layer.predict, layer.down[:, used] / factor, layer.up[used] * factor
-        layers.append(_layer(layer.shape, layer.source, matrices, codes[:, used], all_tables()))
+        layers.append(_layer(layer.shape, layer.sources, matrices, codes[:, used], all_tables()))
         coefficients = layers[-1].coded(below, calibration.states[index], calibration.steps)[1]
         decoded.append(layers[-1].decoded(below, coefficients, calibration.steps))
     return Chain(layers, chain.importance)
 
 
 def _layer(
-    shape: LayerShape, source: int | None, matrices: Sequence[Tensor], codes: Tensor, tables: Mapping[int, Table]
+    shape: LayerShape, own_sources: tuple[int, ...], matrices: Sequence[Tensor], codes: Tensor, tables: Mapping[int, Table]
 ) -> Layer:
     """Return a layer whose channels are in the order of their classes, its matrices rounded as they are stored."""
     classes = fitted_classes(codes)
@@ -184,7 +184,7 @@ def _layer(
     predict, down, up = (matrix.half().float() for matrix in (predict, down[:, order], up[order]))
     if not all(matrix.isfinite().all() for matrix in (predict, down, up)):
         raise ValueError("the step is too fine for 16-bit matrices; ask for fewer bytes")
-    return Layer(shape, source, mean, predict, down, up, Coder(tables, classes[order].tolist()))
+    return Layer(shape, own_sources, mean, predict, down, up, Coder(tables, classes[order].tolist()))
 
 
 def _regression(inputs: Tensor, outputs: Tensor, weight: Tensor) -> Tensor:

@@ -143,7 +143,7 @@ def test_keys_turn_back_exactly_and_as_the_equation_says():
 def test_a_layer_is_predicted_by_the_nearest_that_holds_its_tokens():
     windows = (None, 8, 8, 16, None, 8)
     shapes = [LayerShape(**{**vars(FAR), "window": window}) for window in windows]
-    assert sources(shapes) == [None, 0, 1, 0, 0, 4]
+    assert sources(shapes) == [(), (0,), (0, 1), (0,), (0,), (3, 4)]
 
 
 def test_a_step_may_be_changed_after_the_fit():
@@ -222,11 +222,11 @@ def test_a_codec_is_saved_and_loaded(tmp_path):
     assert loaded.encode(cache, ids) == codec.encode(cache, ids)
     tensors = load_file(tmp_path / FILE)
     tensors.pop("layers.1.up")
-    save_file(tensors, tmp_path / FILE, metadata={"crosslayer_codec": '{"version": 1}'})
+    save_file(tensors, tmp_path / FILE, metadata={"crosslayer_codec": '{"version": 2}'})
     with pytest.raises(ValueError, match="codec again"):
         load_codec(tmp_path)
-    save_file(tensors, tmp_path / FILE, metadata={"crosslayer_codec": '{"version": 2}'})
-    with pytest.raises(ValueError, match="format 2"):
+    save_file(tensors, tmp_path / FILE, metadata={"crosslayer_codec": '{"version": 3}'})
+    with pytest.raises(ValueError, match="format 3"):
         load_codec(tmp_path)
     (tmp_path / FILE).write_bytes(b"nothing")
     with pytest.raises(ValueError, match="codec again"):

@@ -205,7 +205,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--windows", type=int, default=4, help="of each domain")
     parser.add_argument("--prompt", type=int, default=640, help="tokens that are stored")
     parser.add_argument("--continued", type=int, default=128, help="tokens behind them")
-    parser.add_argument("--calibration", type=int, default=30, help="windows that are fitted to")
+    parser.add_argument("--calibration", type=int, default=48, help="windows that are fitted to")
     parser.add_argument("--length", type=int, default=512, help="tokens of each of these")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--bos", default="auto")

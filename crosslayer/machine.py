@@ -46,11 +46,12 @@ class Peak:
 def full_float32() -> Iterator[None]:
     """Multiply float32 matrices in float32, not in TF32, which Trainer turns on for the whole process on a GPU."""
     backends: Any = torch.backends
-    with contextlib.ExitStack() as stack:
-        for setting in (backends.cuda.matmul, backends.cudnn.conv):
-            stack.callback(setattr, setting, "fp32_precision", setting.fp32_precision)
-            setting.fp32_precision = "ieee"
+    before = backends.cuda.matmul.fp32_precision
+    backends.cuda.matmul.fp32_precision = "ieee"
+    try:
         yield
+    finally:  # "none" follows the setting of all backends
+        backends.cuda.matmul.fp32_precision = "none" if before == backends.fp32_precision else before
 
 
 @contextlib.contextmanager

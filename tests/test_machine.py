@@ -1,6 +1,7 @@
 """Free and peak memory are the machine's."""
 
 import psutil
+import pytest
 import torch
 
 from crosslayer import machine
@@ -31,15 +32,18 @@ def test_the_peak_of_a_block():
     assert peak.bytes is None or 45 * 2**20 < peak.bytes < 150 * 2**20
 
 
-def test_products_are_those_of_float32_inside_and_what_they_were_behind():
+@pytest.mark.parametrize("everywhere, own", [("tf32", "none"), ("none", "tf32"), ("none", "none"), ("ieee", "tf32")])
+def test_products_are_those_of_float32_inside_and_what_they_were_afterwards(everywhere, own):
     """Trainer turns on TF32 for the whole process, on a GPU, and nothing turns it off."""
-    settings = torch.backends.cuda.matmul, torch.backends.cudnn.conv
-    before = [setting.fp32_precision for setting in settings]
-    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    matmul, before = torch.backends.cuda.matmul, torch.backends.fp32_precision
+    assert matmul.fp32_precision == before == "none"
     try:
+        torch.backends.fp32_precision, matmul.fp32_precision = everywhere, own
+        expected = matmul.fp32_precision
         with full_float32():
-            assert [setting.fp32_precision for setting in settings] == ["ieee", "ieee"]
-        assert torch.backends.cuda.matmul.fp32_precision == "tf32"
-        assert torch.backends.cudnn.conv.fp32_precision == before[1]
+            assert matmul.fp32_precision == "ieee"
+        assert matmul.fp32_precision == expected
+        torch.backends.fp32_precision = "ieee"  # which reaches what has no setting of its own
+        assert matmul.fp32_precision == ("ieee" if own == "none" else own)
     finally:
-        torch.backends.cuda.matmul.fp32_precision = before[0]
+        torch.backends.fp32_precision, matmul.fp32_precision = before, "none"

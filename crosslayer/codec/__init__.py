@@ -1,1 +1,1 @@
-"""Codes a finished KV cache: keys and values predicted from the decoded layer below, one step per token, ANS."""
+"""Codes a finished KV cache: keys and values predicted from the decoded layers below, one step per token, ANS."""

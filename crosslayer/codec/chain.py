@@ -1,10 +1,10 @@
-"""The chain of layers: each is predicted from the decoded layer below, and the rest is coded in the metric of its cost.
+"""The chain of layers: each is predicted from decoded layers below, and the rest is coded in the metric of its cost.
 
     ŷ_l = m_l + A_l (ŷ_k − m_k) + U_l ẑ,   z = D_l (y_l − m_l − A_l (ŷ_k − m_k)) / s_t,   ẑ = s_t · decoded(round(z))
 
-y are keys before rotation and values of a token, k the two nearest layers below that hold every token that l holds, s_t
-the token's step: finer for tokens that later ones read more. Layer 0 has no prediction. Tokens do not depend on each
-other, so any run of tokens decodes alone.
+y are keys before rotation and values of a token. ŷ_k are those of up to two layers side by side, the nearest below that
+hold every token that l holds; layer 0 has none. s_t is the token's step: finer for tokens that later ones read more.
+Tokens do not depend on each other, so any run of tokens decodes alone.
 
 Shapes: N tokens, W numbers of a layer for each token, R channels of a layer.
 """

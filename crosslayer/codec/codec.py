@@ -8,6 +8,7 @@ import json
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from transformers import Cache, PreTrainedConfig, PreTrainedModel, PreTrainedTok
 
 from crosslayer.codec import format
 from crosslayer.codec.chain import Chain, Importance, Layer, below_of, code_layers, step_sizes
-from crosslayer.codec.entropy import Coder, Part, Table
+from crosslayer.codec.entropy import PRECISION, Coder, Part, Table
 from crosslayer.codec.states import LayerShape, check_cache, check_config, new_cache, read_states
 from crosslayer.codec.streams import Streams
 
@@ -54,7 +55,7 @@ class Codec:
             digest.update(name.encode() + tensors[name].numpy().tobytes())
         self.id = digest.digest()
         self._checked: weakref.ref[PreTrainedModel] | None = None  # the model that was checked last
-        self._on: dict[torch.device, Chain] = {}
+        self.chain_on = cache(partial(on_device, self.chain))
         self._streams = Streams([layer.coder for layer in chain.layers])
 
     def check(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
@@ -158,7 +159,7 @@ class Codec:
         self, rows: Sequence[Sequence[format.Block]], pads: list[int], columns: int, device: Any, dtype: torch.dtype
     ) -> Cache:
         """Return the cache of rows of blocks, cut to `columns` columns."""
-        target, states = torch.device(device or "cpu"), []
+        target, states = torch.empty(0, device=device or "cpu").device, []  # cuda:0, not cuda
         for row, pad in zip(rows, pads, strict=True):
             needed = [block for block in row if block.start < columns - pad]
             states.append(list(self.decode_layers(needed, columns - pad, target)))
@@ -205,12 +206,6 @@ class Codec:
         parts = numbers.split([self.widths[index] for index in holding])
         return dict(zip(holding, parts, strict=True))
 
-    def chain_on(self, device: torch.device) -> Chain:
-        """Return the chain with its matrices on a device."""
-        if device not in self._on:
-            self._on[device] = on_device(self.chain, device)
-        return self._on[device]
-
     def save(self, folder: str | Path) -> None:
         """Write the codec into a folder, as one safetensors file."""
         path = Path(folder).expanduser()
@@ -251,7 +246,7 @@ def load_codec(
         tokenizer: of the model, likewise.
 
     Raises:
-        ValueError: there is no codec, it is damaged or of a newer format, or the model is another.
+        ValueError: there is no codec, it is damaged or of another format, or the model is another.
 
     """
     path = Path(folder).expanduser() / FILE
@@ -280,11 +275,16 @@ def _loaded(facts: dict[str, Any], tensors: dict[str, Tensor]) -> Codec:
             frequencies = tensor.numpy().astype(np.int64)
             centers = tensors[f"classes.{number}.centers"].numpy()
             tables[int(number)] = Table(frequencies[:-1], int(frequencies[-1]), centers)
+            of_symbols = tables[int(number)].of_symbols()
+            if of_symbols.min() < 1 or of_symbols.sum() != 2**PRECISION or centers.shape != frequencies[1:].shape:
+                raise ValueError("the codec's tables are damaged; fit it again")
     layers = []
     for index, fact in enumerate(facts["layers"]):
         own = {name: tensors[f"layers.{index}.{name}"].float() for name in MATRICES}
         classes = tensors[f"layers.{index}.classes"].tolist()
         own_sources = tuple(fact.pop("sources"))
+        if classes != sorted(classes) or not all(0 <= source < index for source in own_sources):
+            raise ValueError("the codec's layers are damaged; fit it again")
         shape = LayerShape(**{**fact, "angles": tuple(fact["angles"])})
         width = shape.width
         below = sum(layers[source].shape.width for source in own_sources), width

@@ -175,7 +175,7 @@ def with_step(chain: Chain, calibration: Calibration, factor: float) -> Chain:
 
 
 def _layer(
-    shape: LayerShape, own_sources: tuple[int, ...], matrices: Sequence[Tensor], codes: Tensor, tables: Mapping[int, Table]
+    shape: LayerShape, below: tuple[int, ...], matrices: Sequence[Tensor], codes: Tensor, tables: Mapping[int, Table]
 ) -> Layer:
     """Return a layer whose channels are in the order of their classes, its matrices rounded as they are stored."""
     classes = fitted_classes(codes)
@@ -184,7 +184,7 @@ def _layer(
     predict, down, up = (matrix.half().float() for matrix in (predict, down[:, order], up[order]))
     if not all(matrix.isfinite().all() for matrix in (predict, down, up)):
         raise ValueError("the step is too fine for 16-bit matrices; ask for fewer bytes")
-    return Layer(shape, own_sources, mean, predict, down, up, Coder(tables, classes[order].tolist()))
+    return Layer(shape, below, mean, predict, down, up, Coder(tables, classes[order].tolist()))
 
 
 def _regression(inputs: Tensor, outputs: Tensor, weight: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ Each stream is read symbol by symbol, so a GPU is busy only with many of them.
 Shapes: R channels of a layer, T tokens.
 """
 
+import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -17,6 +18,8 @@ from torch import Tensor
 from crosslayer.codec.entropy import Coder, Part, words_of
 from crosslayer.core.custom_ops import triton_kernels
 
+MOST = 2**27  # coefficients that a GPU reads together, 512 MiB
+
 
 class Streams:
     """Reads what the coders of a codec's layers wrote."""
@@ -24,6 +27,7 @@ class Streams:
     def __init__(self, coders: Sequence[Coder]):
         self.coders = coders
         self.tables = cache(self._tables)
+        self.kernel_runs = True
 
     def read(self, layers: Sequence[Sequence[Part]], device: torch.device) -> Iterator[Tensor]:
         """Yield the coefficients (R, T) of each layer, from the codes of its blocks.
@@ -34,34 +38,50 @@ class Streams:
             ValueError: a code does not hold the symbols of its tokens.
 
         """
-        kernel = triton_kernels("ans", device)
-        if kernel is not None:
-            yield from self.read_at_once(layers, device, kernel)
-            return
-        with ThreadPoolExecutor(1) as pool:
-            for coefficients in pool.map(Coder.decode_parts, self.coders, layers):
-                yield torch.from_numpy(coefficients).to(device)
+        kernel, done = triton_kernels("ans", device), 0
+        while kernel is not None and self.kernel_runs and done < len(layers):
+            count = self._together(layers[done:], done)
+            try:
+                found = self.read_at_once(layers[done : done + count], device, kernel, done)
+            except ValueError:
+                raise
+            except Exception as error:  # no compiler, no memory: Triton has exceptions of its own
+                self.kernel_runs = False
+                warnings.warn(f"stored prompts are decoded on the CPU: {error}", RuntimeWarning, stacklevel=2)
+                break
+            yield from found
+            done += count
+        if done < len(layers):
+            with ThreadPoolExecutor(1) as pool:
+                for coefficients in pool.map(Coder.decode_parts, self.coders[done:], layers[done:]):
+                    yield torch.from_numpy(coefficients).to(device)
 
-    def read_at_once(self, layers: Sequence[Sequence[Part]], device: torch.device, kernel: ModuleType) -> list[Tensor]:
-        """Return the coefficients (R, T) of each layer, read by a kernel, a program for each code."""
+    def _together(self, layers: Sequence[Sequence[Part]], first: int) -> int:
+        """Return how many layers from `first` on have at most `MOST` coefficients; at least one."""
+        sizes = [self.coders[first + at].channels * tokens_of(parts) for at, parts in enumerate(layers)]
+        return max(1, int((np.cumsum(sizes) <= MOST).sum()))
+
+    def read_at_once(
+        self, layers: Sequence[Sequence[Part]], device: torch.device, kernel: ModuleType, first: int = 0
+    ) -> list[Tensor]:
+        """Return the coefficients (R, T) of each layer from `first` on, read by a kernel, a program for each code."""
         first_run, tables = self.tables(device)
         words, escaped, streams = [], [], []
-        word, code, position = 0, 0, 0
-        shapes = [
-            (coder.channels, sum(count for _, count in parts)) for coder, parts in zip(self.coders, layers, strict=True)
-        ]
+        word = code = position = 0
+        coders = self.coders[first : first + len(layers)]
+        shapes = [(coder.channels, tokens_of(parts)) for coder, parts in zip(coders, layers, strict=True)]
         for index, (channels, tokens) in enumerate(shapes):
             at = position
             for data, count in layers[index]:
                 own, rest = words_of(data)
                 bounds = word, word + len(own), code, code + len(rest)
-                streams.append((*bounds, count, first_run[index], first_run[index + 1], at, tokens))
+                streams.append((*bounds, count, *first_run[first + index : first + index + 2], at, tokens))
                 word, code, at = word + len(own), code + len(rest), at + count
                 words.append(own)
                 escaped.append(rest)
             position += channels * tokens
         facts = torch.tensor(streams, device=device)
-        out = torch.empty(position, device=device)
+        out = torch.empty(position, dtype=torch.float32, device=device)
         ended = kernel.decode(_moved(words, "<i4", device), _moved(escaped, "<i2", device), facts, tables, out)
         if not torch.equal(ended, facts[:, 3]):
             raise ValueError("the code of a layer has too few or too many escaped codes")
@@ -82,6 +102,11 @@ class Streams:
             first_run.append(len(runs))
         tensors = torch.tensor(runs), torch.from_numpy(np.concatenate(starts)), torch.from_numpy(np.concatenate(values))
         return first_run, (tensors[0].int().to(device), tensors[1].int().to(device), tensors[2].float().to(device))
+
+
+def tokens_of(parts: Sequence[Part]) -> int:
+    """Return the tokens of a layer's parts together."""
+    return sum(count for _, count in parts)
 
 
 def _moved(parts: Sequence[np.ndarray], dtype: str, device: torch.device) -> Tensor:

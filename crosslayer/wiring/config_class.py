@@ -1,10 +1,12 @@
 """Configs by transformers' own class for their model type, and what a config.json has that its class does not read."""
 
+import ast
 import copy
 import dataclasses
 import functools
 import inspect
 import re
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from transformers import CONFIG_MAPPING, LlamaConfig, PreTrainedConfig
 
 import crosslayer.core.decoder  # noqa: F401  registers our model
 from crosslayer.models.load import check_layers, one_line_errors
+from crosslayer.wiring.fields import read_wiring
 from crosslayer.wiring.values import field
 
 LATENT_SIZES = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -27,13 +30,13 @@ NAMES = {name: name for name in SIZES} | {  # all names that classes have for th
     **dict.fromkeys(("attention_head_dim", "kv_channels"), "head_dim"),
     "layers_block_type": "layer_types",
 }
-READ = ("model_type", "torch_dtype", "per_layer_config", "layer_types")  # by all classes, without being declared
+READ = ("model_type", "torch_dtype", "per_layer_config")  # by all classes, without being declared
+CACHED = ("sliding_window", "attention_chunk_size", "layer_types", "use_mla")  # read by caches, or here, of all types
 SHARING = ("use_cla", "cla_share_factor")
 SHARED = {"share", "shared", "sharing", "reuse"}
 OF_WHAT = {"kv", "key", "keys", "cache", "attention", "attn", "layer", "layers"}
 NO_TEXT = ("vision", "visual", "audio", "speech", "image", "encoder", "draft", "mtp")  # in names of other parts
 DECILM = "nemotron-nas"
-WORD = re.compile(r"\w+")
 BLOCK = ("no_op", "replace_with_linear", "n_heads_in_group")
 
 
@@ -113,12 +116,18 @@ def _llama_values(values: dict[str, Any]) -> dict[str, Any]:
 
 def _check_ignored(values: dict[str, Any], config: PreTrainedConfig, name: str) -> None:
     """Refuse a config.json if its class ignores a field that decides on the cache."""
-    read = {one.name for one in dataclasses.fields(type(config))} | config.attribute_map.keys() | {*READ}
+    kind = type(config)
+    read = {one.name for one in dataclasses.fields(kind)} | kind.attribute_map.keys() | {*READ} | _mentioned(kind)
+    is_flat = config.get_text_config(decoder=True) is config  # then all fields are those of its model
     beside = {other: value for other, value in values.items() if other not in read and value is not None}
-    if config.get_text_config(decoder=True) is config:  # then all fields are those of its model
-        code = _code(Path(inspect.getfile(LlamaConfig if isinstance(config, DeciLMConfig) else type(config))).parent)
-        beside = {other: value for other, value in beside.items() if other not in code}
+    if is_flat:
+        beside = {other: value for other, value in beside.items() if not _in_model(kind, other)}
     ignored = _sharing(beside) or _unread_sizes(values, beside, config)
+    if is_flat and not ignored:
+        whole, extra = _wiring(values, kind), [other for other in beside if other not in CACHED]
+        if _wiring({one: value for one, value in values.items() if one not in extra}, kind) != whole:
+            one_less = {other: {one: values[one] for one in values if one != other} for other in extra}
+            ignored = [other for other, less in one_less.items() if _wiring(less, kind) != whole] or extra
     if ignored:
         raise ValueError(
             f"{name!r} has {', '.join(ignored)}, which transformers' class for {config.model_type} does not read, so "
@@ -127,9 +136,29 @@ def _check_ignored(values: dict[str, Any], config: PreTrainedConfig, name: str) 
 
 
 @functools.cache
-def _code(folder: Path) -> frozenset[str]:
-    """Return the words in the code of a model and its config."""
-    return frozenset(word for file in folder.glob("*.py") for word in WORD.findall(file.read_text(encoding="utf-8")))
+def _mentioned(kind: type[PreTrainedConfig]) -> frozenset[str]:
+    """Return the attributes and texts in the methods of a config class: the names of fields that it may act on."""
+    names = set()
+    for base in kind.__mro__[: kind.__mro__.index(PreTrainedConfig)]:
+        for part in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(base)))):
+            for node in ast.walk(part) if isinstance(part, ast.FunctionDef) else ():
+                if isinstance(node, ast.Attribute):
+                    names.add(node.attr)
+                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    names.add(node.value)
+    return frozenset(names)
+
+
+def _in_model(kind: type[PreTrainedConfig], name: str) -> bool:
+    """Return whether the code of a config class's model reads a field."""
+    file = inspect.getfile(LlamaConfig if kind is DeciLMConfig else kind)
+    code = _model_code(Path(file).parent)
+    return re.search(rf"(config\.|[\"']){re.escape(name)}\b", code) is not None
+
+
+@functools.cache
+def _model_code(folder: Path) -> str:
+    return "".join(file.read_text(encoding="utf-8") for file in sorted(folder.glob("modeling_*.py")))
 
 
 def _sharing(beside: dict[str, Any]) -> list[str]:
@@ -157,15 +186,18 @@ def _unread_sizes(values: dict[str, Any], beside: dict[str, Any], config: PreTra
             unread += [f"{name}.{one}" for one in sizes if _differs(part[one], field(text, NAMES[one]))]
         else:
             read |= {NAMES[one] for one in sizes}
-    declared = {one.name for one in dataclasses.fields(type(text))} | text.attribute_map.keys()
-    for one in beside.keys() & NAMES.keys():
-        value = field(text, NAMES[one]) if NAMES[one] in declared else None
-        if NAMES[one] not in read and (value is None or _differs(beside[one], value)):
-            unread.append(one)
-    return [one for one in beside if one in unread] + [one for one in unread if one not in beside]
+    own = [one for one in beside if one in NAMES and NAMES[one] not in read]
+    return [one for one in own if _differs(beside[one], field(text, NAMES[one]))] + unread
 
 
 def _differs(value: Any, other: Any) -> bool:
     if isinstance(value, list) and isinstance(other, list | tuple):  # some layer types have newer names
         return len(value) != len(other)
     return value is not None and value != other
+
+
+def _wiring(values: dict[str, Any], kind: type[PreTrainedConfig]) -> Any:
+    try:
+        return read_wiring(kind.from_dict(copy.deepcopy(values)))
+    except Exception as error:  # each class has errors of its own
+        return str(error)

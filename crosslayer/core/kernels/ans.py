@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def decode(words: Tensor, escaped: Tensor, streams: Tensor, tables: tuple[Tensor, Tensor, Tensor], out: Tensor):
-    """Write what streams decode to into `out` (float32); return the number of each one's first unread escaped code.
+    """Write what streams decode to into `out` (float32); return of each the index of its first unread escaped code.
 
     Args:
         words: of all streams, bits of uint32 as int32.

@@ -47,7 +47,7 @@ def fit_codec(
     kl: float | None = None,
     calibration_text: DomainTexts = None,
     text: DomainTexts = None,
-    calibration: int = 30,
+    calibration: int = 48,
     length: int = 512,
     windows: int = 24,
     prompt: int = 640,

@@ -37,7 +37,7 @@ WAITING = 2  # prompts that are copied and not yet written; the next one waits
 DIGITS, BITS = 4, 7  # of numbers written to find a layout: bfloat16 holds 7 bits exactly
 
 
-@dataclass
+@dataclass(eq=False)
 class Transfer:
     """Tokens of a prompt from position 0 on, (T,) uint32, and vLLM's blocks of those from position `start` on."""
 
@@ -229,7 +229,7 @@ class PromptStoreConnector(KVConnectorBase_V1):
             self._layers[name] = CachedLayer(cache, known[kind], shape)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Read the blocks that a step loads; a thread begins to decode them."""
+        """Read the blocks that a step loads; they are decoded while layers wait for them."""
         for load in self._get_connector_metadata().loads:
             try:
                 blocks = self._store.read(load.tokens, load.start)

@@ -71,5 +71,6 @@ def test_a_cache_is_the_one_that_a_cpu_decodes(family, monkeypatch):
     data = codec.encode(cache_of(model, ids), ids, block=16)
     expected = codec.decode(data)
     monkeypatch.setattr(streams, "triton_kernels", lambda name, device: ans)
+    monkeypatch.setattr(streams, "MOST", 3 * max(codec.chain.layers[0].coder.channels, 1) * 24)  # several launches
     for own, other in zip(codec.decode(data).layers, expected.layers, strict=True):
         assert torch.equal(own.keys, other.keys) and torch.equal(own.values, other.values)

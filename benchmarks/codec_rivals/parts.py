@@ -93,7 +93,7 @@ def with_fixed_lengths(chain: Chain, data: Calibration) -> Chain:
     layers: list[Layer] = []
     decoded: list[Tensor] = []
     for layer, states in zip(chain.layers, data.states, strict=True):
-        below = below_of(layers, layer, decoded, len(states))
+        below = below_of(layers, layer.sources, decoded, len(states))
         codes = layer.coded(below, states, data.steps)[0].sort(1).values
         beyond = int(CLIPPED * codes.shape[1])
         coder = FixedLength(layer.coder, codes[:, beyond], codes[:, codes.shape[1] - 1 - beyond])

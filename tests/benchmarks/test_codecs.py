@@ -156,7 +156,7 @@ def test_codes_of_a_fixed_length_come_back(modules, ways):
     chain = modules["parts"].with_fixed_lengths(ways.fitting().chain(0.25), ways.data)
     decoded = []
     for layer, states in zip(chain.layers, ways.data.held_out[0], strict=True):
-        below = below_of(chain.layers, layer, decoded, len(states))
+        below = below_of(chain.layers, layer.sources, decoded, len(states))
         codes, coefficients = layer.coded(below, states, ways.data.held_out[1])
         assert (codes >= layer.coder.low).all() and (codes <= layer.coder.high).all()
         data = layer.coder.encode(codes.int().numpy())

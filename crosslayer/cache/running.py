@@ -1,9 +1,9 @@
 """Run a model with a smaller KV cache: in `generate`, in batches, and when a text is only scored.
 
-A cache alone quantizes only between forward calls. Here every query reads what it would read if its text were read
-token by token: a handler of the attention calls adds the quantized states of the tokens that are exact for some queries
-of the call and not for others, and masks what was evicted. The model's own attention function computes, so any
-implementation that takes a mask works.
+A `Cache` by itself can quantize only between forward calls. With this module, each query attends to exactly what it
+would attend to if the text were fed in token by token. A handler of the attention calls adds the quantized states of
+tokens that are exact for only some queries of a call, and masks what was evicted. The model's own attention function
+does the computation, so any implementation that takes a mask works.
 """
 
 import inspect

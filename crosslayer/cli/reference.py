@@ -15,7 +15,7 @@ from typing import Any, get_args
 from crosslayer.cli.declared import EVERYWHERE, REQUIRED, Option, Verb, read_verb
 from crosslayer.verbs import GROUPS, verb_names
 
-HEAD = "| option | default | what it is |\n|---|---|---|\n"
+HEAD = "| option | default | description |\n|---|---|---|\n"
 BAR = r"\|"  # what stands for | in a cell
 GUIDES = {name: name.lower() for name in ("Inspect", "Convert", "Measure", "Store", "Train")} | {"Ship": "serve"}
 INTRODUCTION = """# Commands
@@ -30,7 +30,7 @@ COMMON = f"""
 
 {HEAD}%s"""
 KEYS = "| key | default | what |\n|---|---|---|\n"
-SHIPPED = "| recipe | what it is |\n|---|---|\n"
+SHIPPED = "| recipe | description |\n|---|---|\n"
 TABLE = re.compile(r"(?m)^\| (?:recipe|key) \|.*\n(?:\|.*\n)*")
 Row = tuple[str, str, str]  # name, default, text
 

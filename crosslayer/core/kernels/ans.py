@@ -12,15 +12,16 @@ from torch import Tensor
 
 
 def decode(words: Tensor, escaped: Tensor, streams: Tensor, tables: tuple[Tensor, Tensor, Tensor], out: Tensor):
-    """Write what streams decode to into `out` (float32); return of each the index of its first unread escaped code.
+    """Decode all streams into `out` (float32). Return, for each stream, the index of its first unread escaped code.
 
     Args:
         words: of all streams, bits of uint32 as int32.
         escaped: codes of all streams that no table has, int16.
         streams: (streams, 9), int64: first word, last word + 1, first escaped code, last + 1, tokens, first run,
             last + 1, where in `out` the first channel begins, and how far behind it the next one.
-        tables: runs of channels, (runs, 4) int32: where the table begins, its symbols, first channel, last + 1. Then of
-            all tables the sums of the frequencies before each symbol, int32, and what it decodes to, float32.
+        tables: three tensors. Runs of channels, (runs, 4) int32: where the run's table begins, how many symbols it has,
+            the first channel, and the last + 1. Then, for the symbols of all tables, the cumulative frequencies (int32)
+            and the decoded values (float32).
         out: numbers (channels, tokens) of each stream.
 
     """

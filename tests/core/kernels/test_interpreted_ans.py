@@ -27,7 +27,7 @@ def coders(count: int) -> list[Coder]:
 
 
 def parts_of(coder: Coder, counts: tuple[int, ...]) -> list[tuple[bytes, int]]:
-    """Codes of so many tokens, some of them beyond every table."""
+    """Encode random codes, including some that are too large for every table."""
     generator = np.random.default_rng(sum(counts))
     parts = []
     for count in counts:

@@ -1,4 +1,4 @@
-"""The options of `plan`, and what it saves."""
+"""`plan`: its options and the record that it writes."""
 
 import io
 import json

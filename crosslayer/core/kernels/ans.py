@@ -27,7 +27,7 @@ def decode(words: Tensor, escaped: Tensor, streams: Tensor, tables: tuple[Tensor
     """
     ended = streams.new_empty(len(streams))
     with torch.cuda.device_of(out):
-        decode_kernel[(len(streams),)](words, escaped, streams, *tables, out, ended, num_warps=1)
+        decode_kernel[(len(streams),)](words, escaped, streams, *tables, out, ended, num_warps=1, enable_fp_fusion=True)
     return ended
 
 

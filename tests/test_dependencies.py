@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 OPTIONAL = {
     "accelerate",
     "datasets",
-    "constriction",
+    "pcodec",
     "fsspec",
     "gguf",
     "lm_eval",

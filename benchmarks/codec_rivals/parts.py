@@ -5,9 +5,9 @@ Each is fitted for itself, encodes to real bytes and decodes them.
 Shapes: N calibration tokens, W numbers of a layer for each token, R channels of a layer, T tokens.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from unittest import mock
 
 import numpy as np
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from crosslayer.codec import fit
 from crosslayer.codec.chain import Chain, Importance, Layer, below_of
-from crosslayer.codec.entropy import Coder, quantized
+from crosslayer.codec.entropy import Coder
 from crosslayer.codec.fit import QUICK, Calibration, with_step
 
 CLIPPED = 1e-3  # of calibration tokens, whose codes lie beyond a channel's range on either side
@@ -44,62 +44,71 @@ def without_steps(data: Calibration) -> Calibration:
     return replace(data, steps=ones[0], held_out=(states, ones[1]), importance=flat)
 
 
+@dataclass(frozen=True)
+class ClippedLayer(Layer):
+    """A layer whose codes are clipped to a range of each channel, `low` and `high` (R, 1)."""
+
+    low: Tensor
+    high: Tensor
+
+    def coded(self, prediction: Tensor, states: Tensor, steps: Tensor) -> Tensor:
+        """Return the codes (R, N), as floats, of states (N, W)."""
+        return super().coded(prediction, states, steps).maximum(self.low).minimum(self.high)
+
+
 class FixedLength(Coder):
-    """Codes of as many bits in each channel as its range needs; what lies beyond is clipped.
+    """Codes of as many bits in each channel as its range needs; one part for each layer."""
 
-    Args:
-        coder: what codes are decoded to, and the order of the channels.
-        low: the smallest code (R,).
-        high: the largest.
+    def __init__(self, layers: Sequence[ClippedLayer]):
+        super().__init__([layer.classes for layer in layers])
+        self.runs = [[] for _ in layers]
+        self.low = [layer.low.int().numpy() for layer in layers]
+        self.lengths = [  # of each layer, bits (R,)
+            np.ceil(np.log2((layer.high - layer.low + 1).numpy()[:, 0])).astype(int) for layer in layers
+        ]
 
-    """
+    def encode(self, codes: Sequence[np.ndarray]) -> list[bytes]:
+        """Return the codes (R, T) of all layers as bytes."""
+        return [self._packed(own, layer) for layer, own in enumerate(codes)]
 
-    def __init__(self, coder: Coder, low: Tensor, high: Tensor):
-        super().__init__(coder.tables, coder.classes.tolist())
-        self.low, self.high = low[:, None], high[:, None]
-        self.lengths = np.ceil(np.log2((high - low + 1).numpy())).astype(int)  # bits (R,)
+    def decode(self, parts: Sequence[bytes | memoryview], tokens: Sequence[int]) -> list[np.ndarray]:
+        """Return the codes (R, T), int16, of all layers."""
+        return [self._unpacked(data, layer, tokens[layer]) for layer, data in enumerate(parts)]
 
-    def rounded(self, z: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the codes of coefficients (R, T) in steps, and what they are decoded to."""
-        return super().rounded(quantized(z).maximum(self.low).minimum(self.high))
-
-    def bits(self, codes: Tensor) -> Tensor:
-        """Return the bits (T,) of codes (R, T)."""
-        return torch.full((codes.shape[1],), float(self.lengths.sum()))
-
-    def encode(self, codes: np.ndarray) -> bytes:
-        """Return codes (R, T) as bytes."""
-        parts = [np.empty(0, np.uint8)]
-        for length in np.unique(self.lengths):
-            own = (codes - self.low.numpy().astype(int))[self.lengths == length]
+    def _packed(self, codes: np.ndarray, layer: int) -> bytes:
+        parts, lengths = [np.empty(0, np.uint8)], self.lengths[layer]
+        for length in np.unique(lengths):
+            own = (codes - self.low[layer])[lengths == length]
             parts.append((own[..., None] >> np.arange(length) & 1).astype(np.uint8).reshape(-1))
         return np.packbits(np.concatenate(parts)).tobytes()
 
-    def decode(self, data: bytes | memoryview, tokens: int) -> np.ndarray:
-        """Return what the bytes of `encode` decode to, (R, T) float32."""
-        bits, at = np.unpackbits(np.frombuffer(data, np.uint8)), 0
-        codes = np.empty((self.channels, tokens), np.float32)
-        for length in np.unique(self.lengths):
-            are_these = self.lengths == length
+    def _unpacked(self, data: bytes | memoryview, layer: int, tokens: int) -> np.ndarray:
+        bits, at, lengths = np.unpackbits(np.frombuffer(data, np.uint8)), 0, self.lengths[layer]
+        codes = np.empty((self.channels[layer], tokens), np.int16)
+        for length in np.unique(lengths):
+            are_these = lengths == length
             count = int(are_these.sum())
             own = bits[at : at + count * tokens * length].reshape(count, tokens, length)
-            codes[are_these] = own @ (1 << np.arange(length)) + self.low.numpy()[are_these]
+            codes[are_these] = own @ (1 << np.arange(length)) + self.low[layer][are_these]
             at += count * tokens * length
-        return super().rounded(torch.from_numpy(codes))[1].numpy()
+        return codes
 
 
 def with_fixed_lengths(chain: Chain, data: Calibration) -> Chain:
     """Return a chain whose channels have codes of a fixed length, by the range of calibration codes."""
-    layers: list[Layer] = []
+    layers: list[ClippedLayer] = []
     decoded: list[Tensor] = []
     for layer, states in zip(chain.layers, data.states, strict=True):
-        below = below_of(layers, layer.sources, decoded, len(states))
-        codes = layer.coded(below, states, data.steps)[0].sort(1).values
+        prediction = layer.predicted(below_of(layer.sources, decoded, len(states)))
+        codes = layer.coded(prediction, states, data.steps).sort(1).values
         beyond = int(CLIPPED * codes.shape[1])
-        coder = FixedLength(layer.coder, codes[:, beyond], codes[:, codes.shape[1] - 1 - beyond])
-        layers.append(replace(layer, coder=coder))
-        decoded.append(layers[-1].decoded(below, layers[-1].coded(below, states, data.steps)[1], data.steps))
-    return Chain(layers, chain.importance)
+        low, high = codes[:, beyond, None], codes[:, codes.shape[1] - 1 - beyond, None]
+        layers.append(ClippedLayer(**vars(layer), low=low, high=high))
+        codes = layers[-1].coded(prediction, states, data.steps)
+        decoded.append(layers[-1].decoded(prediction, codes, data.steps))
+    fixed = Chain(layers, chain.importance)
+    fixed.coder = FixedLength(layers)
+    return fixed
 
 
 def with_bytes(
@@ -116,7 +125,7 @@ def with_bytes(
     factor = 1.0
     for _ in range(TRIES):
         made = changed(with_step(chain, quick, factor), quick)
-        ratio = float(made.bits(*data.held_out).mean()) / 8 / bytes_per_token
+        ratio = made.bytes_per_token(*data.held_out) / bytes_per_token
         if abs(ratio - 1) < CLOSE:
             break
         factor *= min(4.0, max(0.25, ratio**SLOPE))

@@ -23,7 +23,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from crosslayer.core.kernels import ans, depth_attention, sinkhorn
+from crosslayer.core.kernels import depth_attention, sinkhorn
 
 TARGETS = (80, 90, 100)
 CASES = ((torch.bfloat16, 4096), (torch.float32, 1024))  # dtype and width
@@ -107,15 +107,6 @@ def sinkhorn_launches(count: int) -> dict[str, tuple[ASTSource, dict]]:
     return {name: record(sinkhorn, name, call) for name, call in calls.items()}
 
 
-def ans_launches() -> dict[str, tuple[ASTSource, dict]]:
-    """Return the launch that decodes stored codes."""
-    with torch.device("meta"):
-        words, escaped = torch.empty(9, dtype=torch.int32), torch.empty(9, dtype=torch.int16)
-        streams, tables = torch.empty(1, 9, dtype=torch.int64), (words, words, torch.empty(9))
-        out = torch.empty(9)
-    return {"decode_kernel": record(ans, "decode_kernel", lambda: ans.decode(words, escaped, streams, tables, out))}
-
-
 def measure(source: ASTSource, options: dict, architecture: int) -> dict:
     """Compile a launch; return what it uses. A stack is there only for spilled registers."""
     start = time.perf_counter()
@@ -147,7 +138,6 @@ def main():
         for dtype, width in CASES
     ]
     cases += [({"dtype": "fp32", "width": None, "count": count}, sinkhorn_launches(count)) for count in STREAMS]
-    cases.append(({"dtype": "fp32", "width": None, "count": None}, ans_launches()))
     rows = []
     print("| GPU | kernel | dtype | C | N, R | warps | registers | spilled bytes | shared bytes | seconds |")
     print("|---|---|---|---|---|---|---|---|---|---|")

@@ -52,7 +52,7 @@ def main():
     record["fitting_seconds"] = seconds(fitted, device)
     print("fitted", record["fitting_seconds"], flush=True)
     codec = made.pop("codec")
-    record["channels"] = [layer.coder.channels for layer in codec.chain.layers]
+    record["channels"] = [len(layer.classes) for layer in codec.chain.layers]
     save(options.json, record)
     freed(device)
     for length in lengths:

@@ -1,6 +1,6 @@
 """The chain of layers: each is predicted from decoded layers below, and the rest is coded in the metric of its cost.
 
-    ŷ_l = m_l + A_l (ŷ_k − m_k) + U_l ẑ,   z = D_l (y_l − m_l − A_l (ŷ_k − m_k)) / s_t,   ẑ = s_t · decoded(round(z))
+    ŷ_l = b_l + A_l ŷ_k + U_l ẑ s_t,   z = D_l (y_l − b_l − A_l ŷ_k) / s_t,   ẑ = decoded(round(z))
 
 y are keys before rotation and values of a token. ŷ_k are those of up to two layers side by side, the nearest below that
 hold every token that l holds; layer 0 has none. s_t is the token's step: finer for tokens that later ones read more.
@@ -12,13 +12,16 @@ Shapes: N tokens, W numbers of a layer for each token, R channels of a layer.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from crosslayer.codec.entropy import Coder
+from crosslayer.codec.entropy import Coder, quantized
 from crosslayer.codec.states import LayerShape
 
+BLOCK = 256  # tokens
 PER_OCTAVE = 16  # steps of tokens are whole powers of 2^(1/16), a byte each
 CENTER = 128  # the byte of the step 1
 RECENT = 400  # tokens from the end, beyond which distance makes no difference
@@ -35,34 +38,36 @@ class Layer:
     Attributes:
         shape: of its states.
         sources: the layers below that predict it, if any.
-        mean: (W,).
-        predict: from the sources' states less their mean, (W of the sources together, W).
+        offset: (W,).
+        predict: from the sources' states, (W of the sources together, W).
         down: (W, R), to coefficients in steps.
         up: (R, W), back.
-        coder: of the R channels.
+        shift: of what the codes of each channel are decoded to, (R,).
+        classes: of the channels, (R,), in increasing order.
 
     """
 
     shape: LayerShape
     sources: tuple[int, ...]
-    mean: Tensor
+    offset: Tensor
     predict: Tensor
     down: Tensor
     up: Tensor
-    coder: Coder
+    shift: Tensor
+    classes: Tensor
 
-    def predicted(self, below: Tensor | None) -> Tensor:
-        """Return the prediction (N, W), or the mean (W,), from what `below_of` returns."""
-        return self.mean if below is None else torch.addmm(self.mean, below, self.predict)
+    def predicted(self, below: Sequence[Tensor]) -> Tensor:
+        """Return the prediction (N, W), or (W,) without sources, from what `below_of` returns."""
+        return predicted(below, self.predict, self.offset)
 
-    def decoded(self, below: Tensor | None, coefficients: Tensor, steps: Tensor) -> Tensor:
-        """Return decoded states (N, W) from decoded coefficients (R, N) and steps (N,)."""
-        return torch.addmm(self.predicted(below), (coefficients * steps).T, self.up)
+    def coded(self, prediction: Tensor, states: Tensor, steps: Tensor) -> Tensor:
+        """Return the codes (R, N), as floats, of states (N, W)."""
+        return quantized((self.down.T @ (states - prediction).T).div_(steps))
 
-    def coded(self, below: Tensor | None, states: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the codes (R, N) of states (N, W), and what they are decoded to, (R, N), in steps."""
-        rest = states - self.predicted(below)
-        return self.coder.rounded(self.down.T @ rest.T / steps)
+    def decoded(self, prediction: Tensor, codes: Tensor, steps: Tensor) -> Tensor:
+        """Return decoded states (N, W) from codes (R, N), as floats, and steps (N,)."""
+        coefficients = codes.sign().mul_(self.shift[:, None]).add_(codes).mul_(steps)
+        return torch.addmm(prediction, coefficients.T, self.up)
 
 
 class Chain:
@@ -74,41 +79,49 @@ class Chain:
     @property
     def numbers(self) -> int:
         """Parameters of the matrices."""
-        return sum(x.numel() for layer in self.layers for x in (layer.mean, layer.predict, layer.down, layer.up))
+        return sum(x.numel() for layer in self.layers for x in (layer.offset, layer.predict, layer.down, layer.up))
 
-    def bits(self, states: Sequence[Tensor], steps: Tensor) -> Tensor:
-        """Return the bits of the codes of each token, (N,); all layers hold all tokens."""
-        codes, _ = code_layers(self.layers, states, steps)
-        return sum((layer.coder.bits(code) for layer, code in zip(self.layers, codes, strict=True)), torch.zeros(1))
+    @cached_property
+    def coder(self) -> Coder:
+        """What makes bytes of codes."""
+        return Coder([layer.classes for layer in self.layers])
+
+    def bytes_per_token(self, states: Sequence[Tensor], steps: Tensor) -> float:
+        """Return the bytes that the codes of a token take in blocks of 256; all layers hold all N tokens."""
+        codes, size = code_layers(self.layers, states, steps), 0
+        for begin in range(0, len(steps), BLOCK):
+            size += sum(map(len, self.coder.encode([code[:, begin : begin + BLOCK] for code in codes])))
+        return size / len(steps)
 
 
-def code_layers(layers: Sequence[Layer], states: Sequence[Tensor], steps: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the codes (R, N) and the decoded states (N, W) of each layer, from states of the latest N tokens it holds.
+def code_layers(layers: Sequence[Layer], states: Sequence[Tensor], steps: Tensor) -> list[np.ndarray]:
+    """Return the codes (R, N), int16, of each layer, from states (N, W) of the latest N tokens that it holds.
 
     `steps` are those of all tokens.
     """
-    codes: list[Tensor] = []
+    found: list[np.ndarray] = []
     decoded: list[Tensor] = []
     for layer, own in zip(layers, states, strict=True):
         last = steps[len(steps) - len(own) :]
-        below = below_of(layers, layer.sources, decoded, len(own))
-        code, coefficients = layer.coded(below, own, last)
-        codes.append(code)
-        decoded.append(layer.decoded(below, coefficients, last))
-    return codes, decoded
+        prediction = layer.predicted(below_of(layer.sources, decoded, len(own)))
+        codes = layer.coded(prediction, own, last)
+        found.append(codes.to(torch.int16).cpu().numpy())
+        decoded.append(layer.decoded(prediction, codes, last))
+    return found
 
 
-def below_of(
-    layers: Sequence[Layer], sources: Sequence[int], decoded: Sequence[Tensor] | Mapping[int, Tensor], count: int
-) -> Tensor | None:
-    """Return the decoded states of a layer's sources side by side, less their means, of the latest tokens.
+def predicted(below: Sequence[Tensor], predict: Tensor, offset: Tensor) -> Tensor:
+    """Return offset (W,) + below @ predict, from the states of the sources side by side."""
+    for states, own in zip(below, predict.split([states.shape[1] for states in below]), strict=True):
+        offset = torch.addmm(offset, states, own)
+    return offset
 
-    (N, W of the sources together); None without sources.
-    """
+
+def below_of(sources: Sequence[int], decoded: Sequence[Tensor] | Mapping[int, Tensor], count: int) -> list[Tensor]:
+    """Return the decoded states (N, W) of each of a layer's sources, of the latest `count` tokens."""
     if any(len(decoded[source]) < count for source in sources):
         raise ValueError("a layer holds tokens that the layers which predict it do not")
-    parts = [decoded[source][len(decoded[source]) - count :] - layers[source].mean for source in sources]
-    return torch.cat(parts, 1) if parts else None
+    return [decoded[source][len(decoded[source]) - count :] for source in sources]
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,8 @@ import hashlib
 import json
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from copy import copy
 from dataclasses import asdict, replace
 from functools import cache, partial
 from pathlib import Path
@@ -20,16 +22,14 @@ from torch import Tensor
 from transformers import Cache, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from crosslayer.codec import format
-from crosslayer.codec.chain import Chain, Importance, Layer, below_of, code_layers, step_sizes
-from crosslayer.codec.entropy import PRECISION, Coder, Part, Table
+from crosslayer.codec.chain import BLOCK, Chain, Importance, Layer, below_of, code_layers, step_sizes
 from crosslayer.codec.states import LayerShape, check_cache, check_config, new_cache, read_states
-from crosslayer.codec.streams import Streams
 
-VERSION = 2  # of the artefact
+VERSION = 3  # of the artefact
 FILE = "codec.safetensors"
-BLOCK = 256  # tokens
 SUMMED = 2**22  # weights at a time
-MATRICES = ("mean", "predict", "down", "up")
+MATRICES = ("offset", "predict", "down", "up", "shift")
+TOGETHER = 8  # blocks that are encoded together
 HALF = 65504.0  # the largest number of float16
 SAME = 0.05  # relative distance of states that are the same but for rounding, in bfloat16 too
 
@@ -56,7 +56,6 @@ class Codec:
         self.id = digest.digest()
         self._checked: weakref.ref[PreTrainedModel] | None = None  # the model that was checked last
         self.chain_on = cache(partial(on_device, self.chain))
-        self._streams = Streams([layer.coder for layer in chain.layers])
 
     def check(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         """Refuse a model other than that which the codec was fitted to; a model is read once.
@@ -108,7 +107,7 @@ class Codec:
         pads, rows, columns = [], [], set[int]()
         for pad, blocks in format.unpack_file(data):
             parent, start = format.root(self.id), 0
-            own = [format.unpack(block, self.widths) for block in blocks]
+            own = [format.unpack(block, self.widths, len(self.chain.coder.runs)) for block in blocks]
             for block in own:
                 if block.parent != parent or block.start != start:
                     raise ValueError("the bytes are of another codec, or their blocks are in another order")
@@ -135,25 +134,30 @@ class Codec:
         chain, length = self.chain_on(states[0].device), len(tokens)
         steps = chain.importance.steps(states, self.shapes, length)
         copies = copies_of_first(states, tokens, size) if start == 0 else 0
-        for begin in range(start, length, size):
-            text, step = tokens[begin : begin + size], steps[begin : begin + size]
-            count = len(text)
-            first = np.array([min(max(length - len(own) - begin, 0), count) for own in states])
-            exact, parts = [], []
-            for own, held in zip(states, first.tolist(), strict=True):
-                part = own[len(own) - (length - begin) + held :][: count - held]
-                if begin == held == 0:
-                    exact.append(part[0])
-                    part = part[1 + copies :]
-                parts.append(part)
-            codes, _ = code_layers(chain.layers, parts, step_sizes(step))
-            flat = torch.cat(exact).clamp(-HALF, HALF).half().cpu().numpy().astype("<f2") if exact else np.empty(0)
-            pairs = zip(chain.layers, codes, strict=True)
-            coded = [layer.coder.encode(code.int().cpu().numpy()) for layer, code in pairs]
-            facts = format.child(parent, text), parent, begin, text, first, dtype, 0 if begin else copies
-            block = format.Block(*facts, step.cpu().numpy(), flat.tobytes(), coded)
-            yield block
-            parent = block.name
+        held = np.array([length - len(own) for own in states])  # of each layer, the first token
+        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+            for begin in range(start, length, size * TOGETHER):
+                stop = min(begin + size * TOGETHER, length)
+                parts = [own[max(begin - first, 0) : stop - first] for own, first in zip(states, held, strict=True)]
+                codes = code_layers(chain.layers, parts, step_sizes(steps[begin:stop]))
+                blocks, own_codes = [], []
+                for at in range(begin, stop, size):
+                    text, repeated = tokens[at : at + size], copies if at == 0 else 0
+                    first = np.clip(held - at, 0, len(text))
+                    facts = format.child(parent, text), parent, at, text, first, dtype, repeated
+                    exact = _halves([own[0] for own in states if at == 0 and len(own) == length])
+                    blocks.append(format.Block(*facts, steps[at : at + size].cpu().numpy(), exact))
+                    coded = np.maximum(at + first, 1 + repeated if at == 0 else 0)
+                    end = stop - at - len(text)  # tokens behind the block
+                    own_codes.append(
+                        [
+                            own[:, own.shape[1] - (stop - skipped) : own.shape[1] - end]
+                            for own, skipped in zip(codes, coded, strict=True)
+                        ]
+                    )
+                    parent = blocks[-1].name
+                for block, packed in zip(blocks, pool.map(chain.coder.encode, own_codes), strict=True):
+                    yield replace(block, parts=packed)
 
     def decode_rows(
         self, rows: Sequence[Sequence[format.Block]], pads: list[int], columns: int, device: Any, dtype: torch.dtype
@@ -174,11 +178,13 @@ class Codec:
         steps = step_sizes(torch.from_numpy(np.concatenate([block.steps for block in blocks]))).to(device)
         exact = self._exact(blocks[0])
         decoded: dict[int, Tensor] = {}  # of the layers that a later one is predicted from
-        parts = [self._parts(blocks, index) for index in range(len(layers))]
-        reading = self._streams.read([part for part, _ in parts], device)
-        for index, (layer, own, (_, begin)) in enumerate(zip(layers, reading, parts, strict=True)):
-            below = below_of(layers, layer.sources, decoded, own.shape[1])
-            whole = decoded[index] = layer.decoded(below, own, steps[len(steps) - own.shape[1] :])
+        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+            found = list(pool.map(self._codes, blocks))
+        for index, layer in enumerate(layers):
+            codes, begin = _latest(blocks, [own.pop(0) for own in found])
+            own = torch.from_numpy(codes).to(device).float()
+            prediction = layer.predicted(below_of(layer.sources, decoded, own.shape[1]))
+            whole = decoded[index] = layer.decoded(prediction, own, steps[len(steps) - own.shape[1] :])
             needed = {source for later in layers[index + 1 :] for source in later.sources}
             decoded = {key: states for key, states in decoded.items() if key in needed}
             if index in exact and begin <= 1 + blocks[0].copies:
@@ -186,16 +192,10 @@ class Codec:
                 begin = 0
             yield whole[: max(0, length - begin)]
 
-    def _parts(self, blocks: Sequence[format.Block], index: int) -> tuple[list[Part], int]:
-        """Return the codes of a layer's latest tokens, by block, and the position of the first of them."""
-        parts, begin = [], blocks[-1].stop
-        for block in reversed(blocks):
-            held = max(int(block.first[index]), 1 + block.copies) if block.start == 0 else int(block.first[index])
-            if begin != block.stop:
-                break  # the tokens before the next block's first are not held any more
-            parts.append((block.codes[index], max(len(block.tokens) - held, 0)))
-            begin = block.start + min(held, len(block.tokens))
-        return parts[::-1], begin
+    def _codes(self, block: format.Block) -> list[np.ndarray]:
+        """Return the codes (R, T) of each layer, of the tokens that it holds and that are not exact."""
+        first = np.maximum(block.first, 1 + block.copies) if block.start == 0 else block.first
+        return self.chain.coder.decode(block.parts, np.maximum(len(block.tokens) - first.astype(int), 0).tolist())
 
     def _exact(self, block: format.Block) -> dict[int, Tensor]:
         """Return the first token's states (W,) of each layer that holds it."""
@@ -215,17 +215,12 @@ class Codec:
 
     def _stored(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return the tensors of the file and the facts in its header."""
-        tables: dict[int, Table] = {}
         tensors: dict[str, Tensor] = dict(vars(self.chain.importance))
         for index, layer in enumerate(self.chain.layers):
-            own = {name: getattr(layer, name).half() for name in MATRICES} | {"mean": layer.mean}
-            own["classes"] = torch.from_numpy(layer.coder.classes.astype(np.uint8))
+            own = {name: getattr(layer, name) for name in MATRICES}
+            own = {name: tensor if name == "offset" else tensor.half() for name, tensor in own.items()}
+            own["classes"] = layer.classes.to(torch.uint8)
             tensors |= {f"layers.{index}.{name}": tensor.contiguous() for name, tensor in own.items()}
-            tables |= layer.coder.tables
-        for number, table in tables.items():
-            frequencies = np.append(table.frequencies, table.escape).astype(np.int32)
-            tensors[f"classes.{number}.frequencies"] = torch.from_numpy(frequencies)
-            tensors[f"classes.{number}.centers"] = torch.from_numpy(table.centers)
         facts = {
             "version": VERSION,
             "model": self.model_print,
@@ -268,38 +263,46 @@ def load_codec(
 
 
 def _loaded(facts: dict[str, Any], tensors: dict[str, Tensor]) -> Codec:
-    tables = {}
-    for name, tensor in tensors.items():
-        if name.startswith("classes.") and name.endswith(".frequencies"):
-            number = name.split(".")[1]
-            frequencies = tensor.numpy().astype(np.int64)
-            centers = tensors[f"classes.{number}.centers"].numpy()
-            tables[int(number)] = Table(frequencies[:-1], int(frequencies[-1]), centers)
-            of_symbols = tables[int(number)].of_symbols()
-            if of_symbols.min() < 1 or of_symbols.sum() != 2**PRECISION or centers.shape != frequencies[1:].shape:
-                raise ValueError("the codec's tables are damaged; fit it again")
     layers = []
     for index, fact in enumerate(facts["layers"]):
         own = {name: tensors[f"layers.{index}.{name}"].float() for name in MATRICES}
-        classes = tensors[f"layers.{index}.classes"].tolist()
+        classes = tensors[f"layers.{index}.classes"].long()
         own_sources = tuple(fact.pop("sources"))
-        if classes != sorted(classes) or not all(0 <= source < index for source in own_sources):
+        if not classes.equal(classes.sort().values) or not all(0 <= source < index for source in own_sources):
             raise ValueError("the codec's layers are damaged; fit it again")
         shape = LayerShape(**{**fact, "angles": tuple(fact["angles"])})
         width = shape.width
         below = sum(layers[source].shape.width for source in own_sources), width
         found = [tuple(matrix.shape) for matrix in own.values()]
-        if found != [(width,), below, (width, len(classes)), (len(classes), width)]:
+        channels = len(classes)
+        if found != [(width,), below, (width, channels), (channels, width), (channels,)]:
             raise ValueError("the codec's matrices do not fit its layers; fit it again")
-        layers.append(Layer(shape=shape, sources=own_sources, coder=Coder(tables, classes), **own))
+        layers.append(Layer(shape=shape, sources=own_sources, classes=classes, **own))
     importance = Importance(*(tensors[name] for name in ("mean", "spread", "weight")))
     return Codec(Chain(layers, importance), facts["model"], facts["tokenizer"])
 
 
 def on_device(chain: Chain, device: Any) -> Chain:
     """Return a chain with its matrices on a device."""
-    layers = [replace(layer, **{name: getattr(layer, name).to(device) for name in MATRICES}) for layer in chain.layers]
-    return Chain(layers, Importance(*(part.to(device) for part in vars(chain.importance).values())))
+    moved = copy(chain)
+    moved.layers = [
+        replace(layer, **{name: getattr(layer, name).to(device) for name in MATRICES}) for layer in chain.layers
+    ]
+    moved.importance = Importance(*(part.to(device) for part in vars(chain.importance).values()))
+    return moved
+
+
+def _halves(states: Sequence[Tensor]) -> bytes:
+    """Return states one behind the other as float16."""
+    return b"".join(own.clamp(-HALF, HALF).half().cpu().numpy().astype("<f2").tobytes() for own in states)
+
+
+def _latest(blocks: Sequence[format.Block], codes: Sequence[np.ndarray]) -> tuple[np.ndarray, int]:
+    """Return the codes (R, T) of a layer's latest tokens without a gap, and the position of the first of them."""
+    at = len(blocks) - 1
+    while at > 0 and codes[at].shape[1] == len(blocks[at].tokens):
+        at -= 1
+    return np.concatenate(codes[at:], 1), blocks[at].stop - codes[at].shape[1]
 
 
 def copies_of_first(states: Sequence[Tensor], tokens: np.ndarray, size: int) -> int:

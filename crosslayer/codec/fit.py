@@ -2,22 +2,22 @@
 
 Layer by layer, each predicted from the layers below as they are decoded: A by weighted least squares; the principal
 components E of the rest in the metric M of `metric`, those of at least 6 % of the energy of a step; D = M E / step,
-U = step · Eᵀ M⁻¹; then a class for each channel by likelihood. The first token of each window is left out: it is stored
+U = step · Eᵀ M⁻¹; then a class and a shift for each channel. The first token of each window is left out: it is stored
 as it is.
 
 Shapes: N calibration tokens, W numbers of a layer for each token, R channels of a layer.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from crosslayer.codec.chain import Chain, Importance, Layer, below_of, features, sources, step_sizes
-from crosslayer.codec.entropy import Coder, Table, all_tables, fitted_classes, quantized
+from crosslayer.codec.chain import Chain, Importance, Layer, below_of, features, predicted, sources, step_sizes
+from crosslayer.codec.entropy import fitted, quantized
 from crosslayer.codec.metric import Metric
 from crosslayer.codec.states import LayerShape, new_cache, turned
 from crosslayer.output.progress import progress
@@ -130,30 +130,29 @@ def _roots(metric: Tensor) -> tuple[Tensor, Tensor]:
 
 def fit_chain(calibration: Calibration, step: float, every: int = 1) -> Chain:
     """Fit the chain for a step, on one in `every` tokens."""
-    steps, tables = calibration.steps[::every], all_tables()
+    steps = calibration.steps[::every]
     weight = steps.square().reciprocal().clamp_max(WEIGHT)[:, None]
     layers: list[Layer] = []
     decoded: list[Tensor] = []
     for index, own_sources in enumerate(sources(calibration.shapes)):
         own = calibration.states[index][::every]
-        mean = (weight * own).sum(0) / weight.sum()
-        below = below_of(layers, own_sources, decoded, len(own))
-        predict = own.new_empty(0, own.shape[1]) if below is None else _regression(below, own - mean, weight)
-        rest = own - mean if below is None else own - mean - below @ predict
+        below = below_of(own_sources, decoded, len(own))
+        predict, offset = _regression(below, own, weight)
+        prediction = predicted(below, predict, offset)
+        rest = own - prediction
         root, inverse = calibration.roots[index]
         seen = rest @ root
         energy, vectors = torch.linalg.eigh(((seen * weight).T @ seen / weight.sum()).double())
         count = max(8, int((energy > KEPT * step**2).sum()))
         basis = vectors.flip(1)[:, :count].float()
         down, up = root @ basis / step, step * (inverse @ basis).T
-        codes = quantized(rest @ down / steps[:, None])
-        used = (codes != 0).float().mean(0) > USED
+        z = rest @ down / steps[:, None]
+        used = (quantized(z) != 0).float().mean(0) > USED
         used[:8] = True
-        layer = _layer(
-            calibration.shapes[index], own_sources, (mean, predict, down[:, used], up[used]), codes[:, used], tables
-        )
+        matrices = offset, predict, down[:, used], up[used]
+        layer = _layer(calibration.shapes[index], own_sources, matrices, z[:, used])
         layers.append(layer)
-        decoded.append(layer.decoded(below, layer.coded(below, own, steps)[1], steps))
+        decoded.append(layer.decoded(prediction, layer.coded(prediction, own, steps), steps))
     return Chain(layers, calibration.importance)
 
 
@@ -162,38 +161,46 @@ def with_step(chain: Chain, calibration: Calibration, factor: float) -> Chain:
     layers: list[Layer] = []
     decoded: list[Tensor] = []
     for index, layer in enumerate(chain.layers):
-        below = below_of(layers, layer.sources, decoded, len(calibration.steps))
-        rest = calibration.states[index] - layer.predicted(below)
-        codes = quantized(rest @ layer.down / factor / calibration.steps[:, None])
-        used = (codes != 0).float().mean(0) > USED
+        below = below_of(layer.sources, decoded, len(calibration.steps))
+        prediction = layer.predicted(below)
+        z = (calibration.states[index] - prediction) @ layer.down / factor / calibration.steps[:, None]
+        used = (quantized(z) != 0).float().mean(0) > USED
         used[:1] = True
-        matrices = layer.mean, layer.predict, layer.down[:, used] / factor, layer.up[used] * factor
-        layers.append(_layer(layer.shape, layer.sources, matrices, codes[:, used], all_tables()))
-        coefficients = layers[-1].coded(below, calibration.states[index], calibration.steps)[1]
-        decoded.append(layers[-1].decoded(below, coefficients, calibration.steps))
+        matrices = layer.offset, layer.predict, layer.down[:, used] / factor, layer.up[used] * factor
+        layers.append(_layer(layer.shape, layer.sources, matrices, z[:, used]))
+        codes = layers[-1].coded(prediction, calibration.states[index], calibration.steps)
+        decoded.append(layers[-1].decoded(prediction, codes, calibration.steps))
     return Chain(layers, chain.importance)
 
 
-def _layer(
-    shape: LayerShape, below: tuple[int, ...], matrices: Sequence[Tensor], codes: Tensor, tables: Mapping[int, Table]
-) -> Layer:
+def _layer(shape: LayerShape, below: tuple[int, ...], matrices: Sequence[Tensor], z: Tensor) -> Layer:
     """Return a layer whose channels are in the order of their classes, its matrices rounded as they are stored."""
-    classes = fitted_classes(codes)
+    classes, shift = fitted(z)
     order = classes.argsort(stable=True)
-    mean, predict, down, up = matrices
-    predict, down, up = (matrix.half().float() for matrix in (predict, down[:, order], up[order]))
-    if not all(matrix.isfinite().all() for matrix in (predict, down, up)):
+    offset, predict, down, up = matrices
+    stored = (matrix.half().float() for matrix in (predict, down[:, order], up[order], shift[order]))
+    layer = Layer(shape, below, offset, *stored, classes[order].cpu())
+    if not all(matrix.isfinite().all() for matrix in (layer.predict, layer.down, layer.up)):
         raise ValueError("the step is too fine for 16-bit matrices; ask for fewer bytes")
-    return Layer(shape, below, mean, predict, down, up, Coder(tables, classes[order].tolist()))
+    return layer
 
 
-def _regression(inputs: Tensor, outputs: Tensor, weight: Tensor) -> Tensor:
-    """Return the matrix (W', W) that predicts outputs (N, W) from inputs (N, W'), by weighted least squares."""
-    centered = inputs - (weight * inputs).sum(0) / weight.sum()
-    gram = ((centered * weight).T @ centered).double()
+def _regression(below: Sequence[Tensor], outputs: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the matrix (W', W), rounded as it is stored, and the offset (W,), by weighted least squares.
+
+    They predict outputs (N, W) from the states (N, W' together) of the layers below.
+    """
+    mean = (weight * outputs).sum(0) / weight.sum()
+    if not below:
+        return outputs.new_empty(0, outputs.shape[1]), mean
+    inputs = torch.cat(list(below), 1)
+    center = (weight * inputs).sum(0) / weight.sum()
+    inputs = inputs - center
+    gram = ((inputs * weight).T @ inputs).double()
     ridge = LEAST * gram.diagonal().mean() + 1e-9
     gram += ridge * torch.eye(len(gram)).to(gram)
-    return torch.linalg.solve(gram, ((centered * weight).T @ outputs).double()).float()
+    matrix = torch.linalg.solve(gram, ((inputs * weight).T @ (outputs - mean)).double()).half()
+    return matrix.float(), (mean.double() - center.double() @ matrix.double()).float()
 
 
 def fit_chain_at(calibration: Calibration, bytes_per_token: float) -> Chain:
@@ -239,5 +246,4 @@ def _first_step(calibration: Calibration) -> float:
 
 
 def _rate(chain: Chain, calibration: Calibration) -> float:
-    states, steps = calibration.held_out
-    return float(chain.bits(states, steps).mean()) / 8
+    return chain.bytes_per_token(*calibration.held_out)

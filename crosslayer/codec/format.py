@@ -1,8 +1,8 @@
-"""A block of stored tokens as bytes: the file format, version 1. All numbers are little-endian.
+"""A block of stored tokens as bytes: the file format, version 2. All numbers are little-endian.
 
     offset      bytes    what
     0           4        "CLKB"
-    4           2        version, 1
+    4           2        version, 2
     6           1        numbers of the cache: 0 float16, 1 bfloat16, 2 float32
     7           1        if the position is 0, tokens behind token 0 that equal it and have its states, else 0
     8           32       name of the block: SHA-256 of its parent's name and its tokens as uint32
@@ -10,16 +10,18 @@
     72          4        position of its first token
     76          2        T, its tokens, at most 4096
     78          2        L, layers
-    80          4 T      tokens, uint32
+    80          2        K, parts of codes: classes of channels
+    82          4 T      tokens, uint32
     +           2 L      for each layer the first of the T tokens that it holds, uint16; T: none
     +           T        steps of the tokens, a byte b each: 2^((b − 128)/16)
-    +           4 L      bytes of each layer's code, uint32
+    +           4 K      bytes of each part, uint32
     +                    if the position is 0, token 0: of each layer that holds it W numbers, float16
-    +                    the codes of the layers, of their other tokens (see `entropy.Coder.encode`)
+    +                    the parts: the codes of the other tokens (see `entropy.Coder.encode`)
     end − 32    32       SHA-256 of all bytes before
 
-A file of `Codec.encode` is "CLKF", version (2), two zeros, the number of rows (4), and for each row the columns of
-padding on its left (4), the number of its blocks (4), and its blocks, each behind its size (4). A SHA-256 ends it, too.
+A file of `Codec.encode` is "CLKF", the version (2 bytes), two zeros, the number of rows (4), and for each row the
+columns of padding on its left (4), the number of its blocks (4), and its blocks, each behind its size (4). A SHA-256
+ends it, too.
 
 A block is decoded only if its length and its SHA-256 match, so a truncated or altered block is an error. The hash is
 not a signature: anyone who can write to a store can change its texts.
@@ -33,8 +35,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 MAGIC, FILE = b"CLKB", b"CLKF"
-VERSION = 1
-HEAD = struct.Struct("<4sHBB32s32sIHH")
+VERSION = 2
+HEAD = struct.Struct("<4sHBB32s32sIHHH")
 START = struct.Struct("<4sHHI")
 PAIR = struct.Struct("<II")
 HASH = 32
@@ -62,7 +64,7 @@ class Block:
         copies: tokens behind a prompt's first that equal it, and whose states are its; at most `MOST_COPIES`.
         steps: bytes of the tokens' steps, (T,).
         exact: the first token of a prompt; empty elsewhere.
-        codes: of each layer.
+        parts: of the codes, one for each class of channels.
 
     """
 
@@ -75,7 +77,7 @@ class Block:
     copies: int = 0
     steps: np.ndarray = field(default_factory=lambda: np.empty(0, np.uint8))
     exact: bytes | memoryview = b""
-    codes: Sequence[bytes | memoryview] = ()
+    parts: Sequence[bytes | memoryview] = ()
 
     @property
     def stop(self) -> int:
@@ -84,11 +86,11 @@ class Block:
 
     def pack(self) -> bytes:
         """Return the block as bytes."""
-        count = len(self.tokens), len(self.codes)
-        head = HEAD.pack(MAGIC, VERSION, self.dtype, self.copies, self.name, self.parent, self.start, *count)
-        sizes = np.array([len(code) for code in self.codes], "<u4")
-        parts = [self.tokens.astype("<u4"), self.first.astype("<u2"), self.steps.astype("u1"), sizes]
-        body = b"".join([head, *(part.tobytes() for part in parts), self.exact, *self.codes])
+        counts = len(self.tokens), len(self.first), len(self.parts)
+        head = HEAD.pack(MAGIC, VERSION, self.dtype, self.copies, self.name, self.parent, self.start, *counts)
+        sizes = np.array([len(part) for part in self.parts], "<u4")
+        arrays = [self.tokens.astype("<u4"), self.first.astype("<u2"), self.steps.astype("u1"), sizes]
+        body = b"".join([head, *(array.tobytes() for array in arrays), self.exact, *self.parts])
         return body + hashlib.sha256(body).digest()
 
 
@@ -112,7 +114,7 @@ def read_header(data: bytes | memoryview, layers: int | None = None) -> Block:
     """
     if len(data) < HEAD.size:
         raise ValueError("a block is cut off")
-    magic, version, dtype, copies, name, parent, start, count, own = HEAD.unpack_from(data)
+    magic, version, dtype, copies, name, parent, start, count, own, _ = HEAD.unpack_from(data)
     if magic != MAGIC:
         raise ValueError("this is not a block of a stored cache")
     if version != VERSION:
@@ -129,8 +131,13 @@ def read_header(data: bytes | memoryview, layers: int | None = None) -> Block:
     return Block(name, parent, start, tokens, first, dtype, copies)
 
 
-def unpack(data: bytes | memoryview, widths: Sequence[int]) -> Block:
-    """Return the block of bytes that are not trusted; `widths` are numbers of each layer for a token.
+def unpack(data: bytes | memoryview, widths: Sequence[int], classes: int) -> Block:
+    """Return the block of bytes that are not trusted.
+
+    Args:
+        data: of the block.
+        widths: numbers of each layer for a token.
+        classes: of channels.
 
     Raises:
         ValueError: they are cut off, altered, or of another format.
@@ -139,20 +146,22 @@ def unpack(data: bytes | memoryview, widths: Sequence[int]) -> Block:
     data = memoryview(data)
     block = read_header(data, len(widths))
     count = len(block.tokens)
+    if HEAD.unpack_from(data)[-1] != classes:
+        raise ValueError("the header of a block is damaged")
     at = HEAD.size + 4 * count + 2 * len(widths)
-    if len(data) < at + count + 4 * len(widths) + HASH:
+    if len(data) < at + count + 4 * classes + HASH:
         raise ValueError("a block is cut off")
     steps = np.frombuffer(data, "u1", count, at)
-    sizes = np.frombuffer(data, "<u4", len(widths), at + count).tolist()
-    at += count + 4 * len(widths)
+    sizes = np.frombuffer(data, "<u4", classes, at + count).tolist()
+    at += count + 4 * classes
     held = zip(widths, block.first, strict=True)
     exact = 0 if block.start else sum(2 * width for width, first in held if first == 0)
     if len(data) != at + exact + sum(sizes) + HASH:
         raise ValueError("the length of a block does not match its header")
     check_hash(data)
     ends = np.cumsum([at + exact, *sizes]).tolist()
-    codes = [data[start:stop] for start, stop in zip(ends, ends[1:], strict=False)]
-    return replace(block, steps=steps, exact=data[at : at + exact], codes=codes)
+    parts = [data[start:stop] for start, stop in zip(ends, ends[1:], strict=False)]
+    return replace(block, steps=steps, exact=data[at : at + exact], parts=parts)
 
 
 def check_hash(data: bytes | memoryview) -> None:

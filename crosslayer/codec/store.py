@@ -21,7 +21,8 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from crosslayer.codec import format
-from crosslayer.codec.codec import BLOCK, Codec, dtype_of, texts_of
+from crosslayer.codec.chain import BLOCK
+from crosslayer.codec.codec import Codec, dtype_of, texts_of
 from crosslayer.codec.states import check_cache
 from crosslayer.extras import check_extra
 from crosslayer.wiring.engines import parse_bytes
@@ -47,7 +48,7 @@ class Files:
     """The files of a store, on any file system that fsspec knows."""
 
     def __init__(self, url: str | Path):
-        check_extra("store", "a prompt store", "fsspec", "constriction")
+        check_extra("store", "a prompt store", "fsspec", "pcodec")
         import fsspec  # type: ignore[import-not-found]
 
         self.url = str(url)
@@ -267,7 +268,7 @@ class PromptStore:
             block, common, data = found
             if whole:
                 try:
-                    block = format.unpack(data, self.codec.widths)
+                    block = format.unpack(data, self.codec.widths, len(self.codec.chain.coder.runs))
                 except ValueError:
                     self.files.remove(self.files.path(block.parent, block.name))
                     return

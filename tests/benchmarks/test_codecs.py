@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from crosslayer.codec.chain import below_of
+from crosslayer.codec.chain import code_layers
 from crosslayer.codec.states import new_cache, read_states
 from crosslayer.core.transformers_versions import CACHE
 from crosslayer.corpus.windows import Windows
@@ -154,15 +154,15 @@ def test_the_codec_without_a_part_decodes_what_it_codes(prompts, ways, part):
 
 def test_codes_of_a_fixed_length_come_back(modules, ways):
     chain = modules["parts"].with_fixed_lengths(ways.fitting().chain(0.25), ways.data)
-    decoded = []
-    for layer, states in zip(chain.layers, ways.data.held_out[0], strict=True):
-        below = below_of(chain.layers, layer.sources, decoded, len(states))
-        codes, coefficients = layer.coded(below, states, ways.data.held_out[1])
-        assert (codes >= layer.coder.low).all() and (codes <= layer.coder.high).all()
-        data = layer.coder.encode(codes.int().numpy())
-        assert len(data) == -(-int(layer.coder.bits(codes).sum()) // 8)
-        assert np.array_equal(layer.coder.decode(data, codes.shape[1]), coefficients.numpy())
-        decoded.append(layer.decoded(below, coefficients, ways.data.held_out[1]))
+    codes = code_layers(chain.layers, *ways.data.held_out)
+    for layer, own in zip(chain.layers, codes, strict=True):
+        assert (own >= layer.low.numpy()).all() and (own <= layer.high.numpy()).all()
+    parts = chain.coder.encode(codes)
+    tokens = [own.shape[1] for own in codes]
+    for data, lengths, count in zip(parts, chain.coder.lengths, tokens, strict=True):
+        assert len(data) == -(-int(lengths.sum()) * count // 8)
+    for own, other in zip(codes, chain.coder.decode(parts, tokens), strict=True):
+        assert np.array_equal(own, other)
 
 
 def test_a_curve_is_read_at_equal_bytes(modules):

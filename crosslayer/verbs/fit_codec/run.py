@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from crosslayer.codec.chain import Chain
+from crosslayer.codec.chain import BLOCK, Chain
 from crosslayer.codec.codec import Codec, model_print, tokenizer_print
 from crosslayer.codec.fit import BASIS, Calibration, calibrate, fit_chain_at, with_rate
 from crosslayer.codec.judge import Way, coded, exact, judge, numbers_found, rounded
@@ -36,7 +36,7 @@ STEP_WINDOWS = 2  # of each domain that is measured on, beside those that are: t
 TRIES, CLOSE = 5, 0.1  # of a search for a KL
 SLOPE = 2.5  # of the logarithm of KL over that of the bytes
 LEAST = 0.1  # of the codes' bytes, of what is measured beside
-BLOCK_BYTES = 14 / 256  # by token and layer: what the header of a block of 256 tokens takes, and the ends of its codes
+BLOCK_BYTES = 232, 2  # what the header of a block of 256 tokens takes, and for each layer
 
 
 def fit_codec(
@@ -90,7 +90,7 @@ def fit_codec(
             cross-attention.
 
     """
-    check_extra("store", "a codec", "constriction")
+    check_extra("store", "a codec", "pcodec")
     cut = {"calibration": calibration, "length": length, "windows": windows, "prompt": prompt, "continued": continued}
     more = {"numbers": numbers, "repeats": repeats, "seed": seed, "bos": bos}
     settings = CodecSettings(share=None if kl is not None else share, kl=kl, **cut, **more)
@@ -159,7 +159,7 @@ class Fitting:
         self.prints = model_print(model), None if tokenizer is None else tokenizer_print(tokenizer)
         self.per_token = 2 * sum(shape.width for shape in shapes)
         # a byte for the step, four for the token, a share of the first token, and of the header
-        self.fixed = 1 + 4 + self.per_token / prompt + BLOCK_BYTES * len(shapes)
+        self.fixed = 1 + 4 + self.per_token / prompt + (BLOCK_BYTES[0] + BLOCK_BYTES[1] * len(shapes)) / BLOCK
 
     def codec(self, chain: Chain) -> Codec:
         """Return the codec of a chain."""
@@ -173,7 +173,7 @@ class Fitting:
 
     def smaller(self, chain: Chain, part: float) -> Chain:
         """Return a chain for a part of another's bytes."""
-        rate = float(chain.bits(*self.data.held_out).mean()) / 8
+        rate = chain.bytes_per_token(*self.data.held_out)
         return with_rate(chain, self.data, max(part * (rate + self.fixed) - self.fixed, LEAST * rate))
 
     def chain_at(self, kl: float, base: Chain, ids: Tensor) -> Chain:

@@ -35,9 +35,3 @@ def test_sinkhorn(compiler, count):
     for name, launch in compiler.sinkhorn_launches(count).items():
         used = compiler.measure(*launch, 90)
         assert used["spilled_bytes"] == used["shared_bytes"] == 0, name
-
-
-def test_decoding_of_stored_codes(compiler):
-    (launch,) = compiler.ans_launches().values()
-    used = compiler.measure(*launch, 90)
-    assert used["spilled_bytes"] == used["shared_bytes"] == 0 and used["registers"] <= 64

@@ -28,7 +28,7 @@ def test_blocks_of_another_release_and_files_out_of_reach_are_kept(tmp_path, mon
     saved(tmp_path)
     path = blocks(tmp_path)[0]
     data = bytearray(path.read_bytes())
-    data[4:6] = (2).to_bytes(2, "little")  # the version
+    data[4:6] = (99).to_bytes(2, "little")  # the version
     path.write_bytes(data)
     held = crosslayer.store(str(tmp_path), remove_damaged=True)
     assert (held.unread, held.damaged, held.exit_status) == (1, 0, 0) and path.read_bytes() == data

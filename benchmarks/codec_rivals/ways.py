@@ -66,10 +66,10 @@ class Ways:
     def fitting(self, without: str = "") -> Fitting:
         """Return what a codec is fitted to, without a part."""
         if not without:
-            return self.shared("fitting", lambda: Fitting(self.model, None, self.shapes, self.data, self.prompt))
+            return self.shared("fitting", lambda: Fitting(self.model, None, self.data, self.ids, self.prompt))
         fitting = copy(self.fitting())
         change = {"metric": without_metric, "steps": without_steps, "depth": lambda data: data}[without]
-        fitting.data = self.shared(f"data without {without}", lambda: change(self.data))
+        fitting.data = self.shared(f"data without {without}", lambda: change(fitting.data))
         return fitting
 
     def codec(self, budget: float, without: str = "") -> Made:

@@ -88,14 +88,16 @@ class Chain:
 
     def bytes_per_token(self, states: Sequence[Tensor], steps: Tensor) -> float:
         """Return the bytes that the codes of a token take in blocks of 256; all layers hold all N tokens."""
-        codes, size = code_layers(self.layers, states, steps), 0
+        (codes, _), size = code_layers(self.layers, states, steps), 0
         for begin in range(0, len(steps), BLOCK):
             size += sum(map(len, self.coder.encode([code[:, begin : begin + BLOCK] for code in codes])))
         return size / len(steps)
 
 
-def code_layers(layers: Sequence[Layer], states: Sequence[Tensor], steps: Tensor) -> list[np.ndarray]:
-    """Return the codes (R, N), int16, of each layer, from states (N, W) of the latest N tokens that it holds.
+def code_layers(
+    layers: Sequence[Layer], states: Sequence[Tensor], steps: Tensor
+) -> tuple[list[np.ndarray], list[Tensor]]:
+    """Return the codes (R, N), int16, and the decoded states (N, W) of each layer, from the latest N that it holds.
 
     `steps` are those of all tokens.
     """
@@ -107,7 +109,7 @@ def code_layers(layers: Sequence[Layer], states: Sequence[Tensor], steps: Tensor
         codes = layer.coded(prediction, own, last)
         found.append(codes.to(torch.int16).cpu().numpy())
         decoded.append(layer.decoded(prediction, codes, last))
-    return found
+    return found, decoded
 
 
 def predicted(below: Sequence[Tensor], predict: Tensor, offset: Tensor) -> Tensor:

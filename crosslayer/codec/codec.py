@@ -138,26 +138,30 @@ class Codec:
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:
             for begin in range(start, length, size * TOGETHER):
                 stop = min(begin + size * TOGETHER, length)
-                parts = [own[max(begin - first, 0) : stop - first] for own, first in zip(states, held, strict=True)]
-                codes = code_layers(chain.layers, parts, step_sizes(steps[begin:stop]))
-                blocks, own_codes = [], []
+                spans = [(max(begin - first, 0), max(stop - first, 0)) for first in held.tolist()]
+                parts = [own[first:last] for own, (first, last) in zip(states, spans, strict=True)]
+                codes, _ = code_layers(chain.layers, parts, step_sizes(steps[begin:stop]))
+                blocks = []
                 for at in range(begin, stop, size):
-                    text, repeated = tokens[at : at + size], copies if at == 0 else 0
-                    first = np.clip(held - at, 0, len(text))
-                    facts = format.child(parent, text), parent, at, text, first, dtype, repeated
+                    text, first = tokens[at : at + size], np.clip(held - at, 0, len(tokens[at : at + size]))
+                    facts = format.child(parent, text), parent, at, text, first, dtype, 0 if at else copies
                     exact = _halves([own[0] for own in states if at == 0 and len(own) == length])
                     blocks.append(format.Block(*facts, steps[at : at + size].cpu().numpy(), exact))
-                    coded = np.maximum(at + first, 1 + repeated if at == 0 else 0)
-                    end = stop - at - len(text)  # tokens behind the block
-                    own_codes.append(
-                        [
-                            own[:, own.shape[1] - (stop - skipped) : own.shape[1] - end]
-                            for own, skipped in zip(codes, coded, strict=True)
-                        ]
-                    )
                     parent = blocks[-1].name
-                for block, packed in zip(blocks, pool.map(chain.coder.encode, own_codes), strict=True):
+                cut = [self._cut(codes, block, stop) for block in blocks]
+                for block, packed in zip(blocks, pool.map(chain.coder.encode, cut), strict=True):
                     yield replace(block, parts=packed)
+
+    def _coded(self, block: format.Block) -> list[int]:
+        """Return of each layer how many of a block's last tokens have codes: it holds them, and they are not exact."""
+        first = np.maximum(block.first, 1 + block.copies) if block.start == 0 else block.first
+        return np.maximum(len(block.tokens) - first.astype(int), 0).tolist()
+
+    def _cut(self, codes: Sequence[np.ndarray], block: format.Block, stop: int) -> list[np.ndarray]:
+        """Return the codes (R, T) of a block's tokens, from those of each layer's latest tokens before `stop`."""
+        ends = [own.shape[1] - (stop - block.stop) for own in codes]
+        counted = zip(codes, ends, self._coded(block), strict=True)
+        return [own[:, max(end, 0) - count : max(end, 0)] for own, end, count in counted]
 
     def decode_rows(
         self, rows: Sequence[Sequence[format.Block]], pads: list[int], columns: int, device: Any, dtype: torch.dtype
@@ -179,7 +183,7 @@ class Codec:
         exact = self._exact(blocks[0])
         decoded: dict[int, Tensor] = {}  # of the layers that a later one is predicted from
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-            found = list(pool.map(self._codes, blocks))
+            found = list(pool.map(lambda block: self.chain.coder.decode(block.parts, self._coded(block)), blocks))
         for index, layer in enumerate(layers):
             codes, begin = _latest(blocks, [own.pop(0) for own in found])
             own = torch.from_numpy(codes).to(device).float()
@@ -191,11 +195,6 @@ class Codec:
                 whole = torch.cat([exact[index].to(device).expand(1 + blocks[0].copies, -1), whole])
                 begin = 0
             yield whole[: max(0, length - begin)]
-
-    def _codes(self, block: format.Block) -> list[np.ndarray]:
-        """Return the codes (R, T) of each layer, of the tokens that it holds and that are not exact."""
-        first = np.maximum(block.first, 1 + block.copies) if block.start == 0 else block.first
-        return self.chain.coder.decode(block.parts, np.maximum(len(block.tokens) - first.astype(int), 0).tolist())
 
     def _exact(self, block: format.Block) -> dict[int, Tensor]:
         """Return the first token's states (W,) of each layer that holds it."""

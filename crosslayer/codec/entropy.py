@@ -8,6 +8,7 @@ Shapes: R channels of a layer, T tokens, N calibration tokens.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -94,9 +95,8 @@ def _decompressed(data: bytes, count: int) -> np.ndarray:
     return numbers
 
 
-def _library():
+def _library() -> Any:
     check_extra("store", "a codec", "pcodec")
-    import pcodec  # type: ignore[import-not-found]
-    import pcodec.standalone
+    import pcodec.standalone  # type: ignore[import-not-found]
 
     return pcodec

@@ -178,11 +178,11 @@ def _layer(shape: LayerShape, below: tuple[int, ...], matrices: Sequence[Tensor]
     classes, shift = fitted(z)
     order = classes.argsort(stable=True)
     offset, predict, down, up = matrices
-    stored = (matrix.half().float() for matrix in (predict, down[:, order], up[order], shift[order]))
-    layer = Layer(shape, below, offset, *stored, classes[order].cpu())
-    if not all(matrix.isfinite().all() for matrix in (layer.predict, layer.down, layer.up)):
+    stored = [matrix.half().float() for matrix in (predict, down[:, order], up[order], shift[order])]
+    if not all(matrix.isfinite().all() for matrix in stored):
         raise ValueError("the step is too fine for 16-bit matrices; ask for fewer bytes")
-    return layer
+    predict, down, up, shift = stored
+    return Layer(shape, below, offset, predict, down, up, shift, classes[order].cpu())
 
 
 def _regression(below: Sequence[Tensor], outputs: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -208,14 +208,27 @@ def fit_chain_at(calibration: Calibration, bytes_per_token: float) -> Chain:
 
     The step is found on every `QUICK`-th token. What is fitted for a fine step also serves coarser ones.
     """
-    step = _first_step(calibration)
     with progress("fitting the codec", 0):
-        for _ in range(TRIES):
-            ratio = _rate(fit_chain(calibration, step, QUICK), calibration) / bytes_per_token
-            step *= min(4.0, max(0.25, ratio**SLOPE))
-            if abs(ratio - 1) < ROUGH:
-                break
-        return fit_chain(calibration, step)
+        return fit_chain(calibration, _quick_fit(calibration, bytes_per_token)[1])
+
+
+def quick_chain(calibration: Calibration, bytes_per_token: float) -> Chain:
+    """Fit a chain to every `QUICK`-th token, whose codes take about `bytes_per_token`."""
+    with progress("fitting to a part", 0):
+        return _quick_fit(calibration, bytes_per_token)[0]
+
+
+def _quick_fit(calibration: Calibration, bytes_per_token: float) -> tuple[Chain, float]:
+    """Return a chain that is fitted to every `QUICK`-th token, and a step nearer to `bytes_per_token` than its own."""
+    step = _first_step(calibration)
+    chain = fit_chain(calibration, step, QUICK)
+    for _ in range(TRIES):
+        ratio = _rate(chain, calibration) / bytes_per_token
+        step *= min(4.0, max(0.25, ratio**SLOPE))
+        if abs(ratio - 1) < ROUGH:
+            break
+        chain = fit_chain(calibration, step, QUICK)
+    return chain, step
 
 
 def with_rate(chain: Chain, calibration: Calibration, bytes_per_token: float) -> Chain:

@@ -38,10 +38,10 @@ def judge(model: PreTrainedModel, ids: Tensor, prompt: int, ways: Mapping[str, W
         for index, row in enumerate(ids.to(model.device)):
             before, after = row[None, :prompt], row[None, prompt:]
             cache = prefill(model, before)
-            original = _continued(model, deepcopy(cache), after)
+            original = continued(model, deepcopy(cache), after)
             for name, way in ways.items():
                 stored, size = way(cache, before)
-                other = _continued(model, stored, after)
+                other = continued(model, stored, after)
                 found[name][index] = float((original.exp() * (original - other)).sum(-1).mean()), size
             bar.step(index + 1, len(ids))
     return found
@@ -95,6 +95,6 @@ def rounded(model: PreTrainedModel, bits: str) -> Way:
     return way
 
 
-def _continued(model: PreTrainedModel, cache: Cache, ids: Tensor) -> Tensor:
+def continued(model: PreTrainedModel, cache: Cache, ids: Tensor) -> Tensor:
     """Return the log-probabilities (T, V) of tokens (1, T) behind a cache, which takes them in."""
     return model(ids, use_cache=True, **{CACHE: cache}).logits[0].float().log_softmax(-1)

@@ -154,7 +154,7 @@ def test_the_codec_without_a_part_decodes_what_it_codes(prompts, ways, part):
 
 def test_codes_of_a_fixed_length_come_back(modules, ways):
     chain = modules["parts"].with_fixed_lengths(ways.fitting().chain(0.25), ways.data)
-    codes = code_layers(chain.layers, *ways.data.held_out)
+    codes, _ = code_layers(chain.layers, *ways.data.held_out)
     for layer, own in zip(chain.layers, codes, strict=True):
         assert (own >= layer.low.numpy()).all() and (own <= layer.high.numpy()).all()
     parts = chain.coder.encode(codes)

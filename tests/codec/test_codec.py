@@ -55,6 +55,19 @@ def test_a_cache_comes_back_close_and_smaller(family):
         assert float((model(more, **{CACHE: back}).logits - expected).std() / expected.std()) < 0.05
 
 
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3_text"])
+def test_tokens_decode_alone_whatever_the_blocks(family):
+    """Blocks are encoded eight at a time, so 40 tokens in blocks of two are three times."""
+    model, codec = fitted(family)
+    ids = random_ids(1, 40, 5)
+    cache = cache_of(model, ids)
+    expected = codec.decode(codec.encode(cache, ids, block=40))
+    for size in (2, 3, 16):
+        for own, other in zip(codec.decode(codec.encode(cache, ids, block=size)).layers, expected.layers, strict=True):
+            torch.testing.assert_close(own.keys, other.keys, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(own.values, other.values, rtol=1e-5, atol=1e-5)
+
+
 def test_a_finer_step_has_smaller_errors():
     model, calibration = calibrated()
     ids = random_ids(1, 40, 5)

@@ -1,7 +1,7 @@
 """Fits a codec to a model, and measures it: bytes, KL by domain, time."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,8 @@ from crosslayer.codec.chain import BLOCK, Chain
 from crosslayer.codec.codec import Codec, model_print, tokenizer_print
 from crosslayer.codec.fit import BASIS, Calibration, calibrate, fit_chain_at, with_rate
 from crosslayer.codec.judge import Way, coded, exact, judge, numbers_found, rounded
-from crosslayer.codec.states import LayerShape, read_shapes
+from crosslayer.codec.layer_costs import weighed
+from crosslayer.codec.states import check_config, read_shapes
 from crosslayer.corpus.domains import shared_out, split_domains
 from crosslayer.corpus.windows import Windows
 from crosslayer.extras import check_extra
@@ -104,7 +105,7 @@ def fit_codec(
     limit = config_positions(loaded.config) or 2**31
     if prompt + continued > limit:
         raise ValueError(f"`prompt` and `continued` must be at most {limit} together, got {prompt + continued}")
-    shapes = read_shapes(loaded)
+    check_config(loaded.config)
     with progress("tokenizing the text", 0):
         how: dict[str, Any] = {"tokenizer": tokenizer, "seed": seed, "bos": bos}
         own = {name: fitted_on.domains[name] for name in fitted_to}
@@ -115,7 +116,8 @@ def fit_codec(
         samples = [] if tokenizer is None else hidden_samples(tokenizer, [prompt], numbers // len(DEPTHS), seed)
     judged, step = found["windows"], found["step"].ids
     check_ids(loaded, fit.ids)
-    fitting = Fitting(loaded, tokenizer, shapes, calibrate(loaded, shapes, fit.ids, step[:, :prompt], seed), prompt)
+    data = calibrate(loaded, read_shapes(loaded), fit.ids, step[:, :prompt], seed)
+    fitting = Fitting(loaded, tokenizer, data, fit.ids, prompt)
     chain = fitting.chain(settings.share or BASIS)
     if kl is not None:
         chain = fitting.chain_at(kl, chain, step)
@@ -151,15 +153,16 @@ class Fitting:
         self,
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase | None,
-        shapes: Sequence[LayerShape],
         data: Calibration,
+        ids: Tensor,
         prompt: int,
     ):
-        self.model, self.data, self.prompt = model, data, prompt
+        self.model, self.prompt, shapes = model, prompt, data.shapes
         self.prints = model_print(model), None if tokenizer is None else tokenizer_print(tokenizer)
         self.per_token = 2 * sum(shape.width for shape in shapes)
         # a byte for the step, four for the token, a share of the first token, and of the header
         self.fixed = 1 + 4 + self.per_token / prompt + (BLOCK_BYTES[0] + BLOCK_BYTES[1] * len(shapes)) / BLOCK
+        self.data = weighed(data, model, ids, BASIS * self.per_token - self.fixed)
 
     def codec(self, chain: Chain) -> Codec:
         """Return the codec of a chain."""

@@ -123,7 +123,7 @@ def test_sdpa_is_refused_where_scores_are_capped():
 
 
 BAD = [
-    ({"family": "gemma"}, "family must be one of 'gemma2', 'gpt2', 'llama', got 'gemma'"),
+    ({"family": "gemma"}, "family must be one of 'gemma2', 'gemma3', 'gpt2', 'llama', got 'gemma'"),
     ({**GEMMA2, "attn_logit_softcapping": 0.0}, "attn_logit_softcapping must be above 0 or None, got 0.0"),
     ({**GEMMA2, "query_pre_attn_scalar": -1}, "query_pre_attn_scalar must be above 0 or None, got -1"),
     ({**GPT2, "rope_parameters": {"rope_type": "default", "rope_theta": 5.0}}, "leave rope_parameters out"),

@@ -83,7 +83,7 @@ def read_kinds(plan: DepthPlan, stored: list[str | None]) -> list[tuple[str | No
 
 
 def evicting_groups(wiring: ModelPlan) -> list[list[int]]:
-    """Return the groups of layers from which tokens are evicted: layers with a window drop tokens by themselves."""
+    """Return the groups of layers from which tokens are evicted: those without a window."""
     return [group for group in sharing_groups(wiring.plan) if wiring.layers[group[0]].window is None]
 
 

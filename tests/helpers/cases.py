@@ -129,6 +129,7 @@ SHAPES = {
     "uniattn + resformer, gemma2": ([*APART, "resformer"], GEMMA2),
     "attnres + drop compensated, gemma2": (COMPOSITIONS["attnres + drop compensated"], GEMMA2),
     "cla, gemma3": (["cla"], GEMMA3),
+    "resformer + attnres, gemma3": (["resformer", "attnres"], GEMMA3),
     "linear attention": ([], LINEAR),
     "cla + resformer, linear attention": ([{"name": "cla", "groups": ((1, 3),)}, "resformer"], LINEAR),
     "attnres, linear attention": (["attnres"], LINEAR),

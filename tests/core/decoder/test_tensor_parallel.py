@@ -13,7 +13,7 @@ from transformers.distributed import DistributedConfig
 from crosslayer.core.decoder import CrossLayerForCausalLM
 from crosslayer.testing import tiny as contract
 from tests.core.decoder.test_sharded import free_port, gradients
-from tests.helpers.cases import CASES, each
+from tests.helpers.cases import CASES, GEMMA3, each
 from tests.helpers.tiny import tokens
 
 BEFORE_AND_AFTER = [
@@ -30,6 +30,7 @@ NAMES = (
 )  # fmt: skip
 SHARDED = {name: CASES[name] for name in NAMES}
 SHARDED |= {"resformer, qk-norm": (["resformer"], {"qk_norm": True}), "two W_c": (BEFORE_AND_AFTER, {})}
+SHARDED |= {"cla, gemma3": (["cla"], {**GEMMA3, "num_key_value_heads": 2})}
 
 
 @pytest.mark.parametrize("case", each(CASES))

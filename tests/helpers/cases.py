@@ -155,8 +155,8 @@ DAILY = {  # what `make test` runs beside every method alone; `make test-slow` r
     "llama", "uniattn mlp", "drop compensated", "svformer all, every two", "kvsharer heads, bias", "attnres blocks",
     "yoco, a short window", "resformer + cla", "attnres + svformer", "uniattn + drop of readers", "mudd + drop",
     "resformer + uniattn + attnres", "value_embeddings + yoco + attnres", "cla, gemma2", "cla, gemma3",
-    "attnres, linear attention",
-    "resformer + cla, gpt2", "attnres, mixture of experts", "uniattn, sliding windows", "svformer, MQA, qk-norm",
+    "attnres, linear attention", "resformer + cla, gpt2", "attnres, mixture of experts", "uniattn, sliding windows",
+    "svformer, MQA, qk-norm",
 }  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """The config of the cross-layer decoder: Llama's fields, those of other families, and a list of methods."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
@@ -221,10 +221,11 @@ class CrossLayerConfig(LlamaConfig):
         if not is_rope_by_type(rope):
             return  # Llama's, checked by transformers
         needed = {layer_type for layer_type in ROTATED if layer_type in layer_types}
-        if not needed <= set(rope) <= set(ROTATED):
+        entries = {name for name, value in rope.items() if name in ROTATED and isinstance(value, Mapping)}
+        if not needed <= entries or entries != set(rope):
             raise ValueError(
                 f"rope_parameters by layer type must have an entry for each of {', '.join(sorted(needed))} and nothing "
-                f"else, got {', '.join(sorted(rope))}"
+                f"else, got {rope}"
             )
 
     def _check_methods(self) -> None:

@@ -120,16 +120,9 @@ def test_what_knows_one_set_of_parameters_refuses_others():
     assert "family 'gemma3' is untested" in str(not_servable(config_of([], **GEMMA3)))
 
 
-@pytest.mark.parametrize(
-    ("rope", "words"),
-    [
-        ({WINDOW: LOCAL}, "got sliding_attention"),
-        ({**ROPE, "factor": 2.0}, "got factor, full_attention, sliding_attention"),
-    ],
-    ids=str,
-)
-def test_other_forms_are_refused(rope, words):
+@pytest.mark.parametrize("rope", [{WINDOW: LOCAL}, {WINDOW: LOCAL, FULL: None}, {**ROPE, "factor": 2.0}], ids=str)
+def test_other_forms_are_refused(rope):
     with pytest.raises(
-        ValueError, match=f"an entry for each of full_attention, sliding_attention and nothing else, {words}"
+        ValueError, match="an entry for each of full_attention, sliding_attention and nothing else, got"
     ):
         config_of([], **{**BY_TYPE, "rope_parameters": rope})

@@ -7,7 +7,7 @@ from crosslayer.core.decoder.family import ModelType
 
 FAMILY = replace(
     gemma2.FAMILY,
-    supports=(),
+    supports=(),  # vLLM was not tested
     model_types={
         "gemma3_text": ModelType(
             ("attention_bias", "sliding_window", "layer_types", "query_pre_attn_scalar", "final_logit_softcapping"),

@@ -186,7 +186,8 @@ def _shape(states: dict[int, Cache], index: int, tables: list[tuple[float, ...]]
     window = layer.sliding_window if layer.is_sliding else None
     heads, key, value = layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3]
     tolerance = 1e-3 if layer.keys.dtype == torch.float32 else 0.05  # of the largest number
-    keys = torch.stack([at.layers[index].keys[:, :, 0].float() for at in states.values()], 2)  # (ROWS, H_kv, P, D)
+    layers: list[Any] = [cache.layers[index] for cache in states.values()]
+    keys = torch.stack([at.keys[:, :, 0].float() for at in layers], 2)  # (ROWS, H_kv, P, D)
     rotation = find_rotation(keys, [*states], tables, tolerance)
     if not tables:  # positions are in the hidden states, or in the scores
         rotation = Rotation()

@@ -66,8 +66,12 @@ class Eviction(ByLayer[Amount]):
         return any(amount.keep(last) < last for amount in amounts)
 
     def check_layers(self, layers: int, groups: Sequence[Sequence[int]]) -> None:
-        """Refuse an eviction by layer that does not fit the number of layers or the groups that share."""
+        """Refuse an eviction that does not fit the number of layers or the groups that share and may evict."""
         self.check_count(layers, f"eviction {self.text!r}")
+        if not groups:
+            raise ValueError(
+                f"eviction {self.text!r}: no layer of the model attends to all tokens, and only such layers evict"
+            )
         for group in groups:
             if any(self.at(layer) != self.at(group[0]) for layer in group):
                 names = ", ".join(map(str, group))
@@ -75,7 +79,7 @@ class Eviction(ByLayer[Amount]):
         attending = {layer for group in groups for layer in group}
         for layer, amount in enumerate(self.layers):
             if amount is not None and layer not in attending:
-                raise ValueError(f"eviction {self.text!r}: layer {layer} has no attention")
+                raise ValueError(f"eviction {self.text!r}: layer {layer} has a window or no attention; leave it out")
 
 
 def parse_eviction(text: str) -> Eviction:

@@ -36,10 +36,10 @@ def checked_plan(model: PreTrainedModel, eviction: Eviction | None, bits: KvBits
         several = [state for state in CACHED if plan.read_count(state, layer) > 1]
         if plan.value_shares[layer] < 1 or several:
             raise ValueError(f"{name}: layer {layer} reads states of several layers; {what} is not defined for that")
-        if eviction is not None and states.mask != "no attention" and (states.keys == 0 or states.window):
-            raise ValueError(f"{name}: layer {layer} has {states.mask}; eviction needs full attention")
+        if eviction is not None and states.mask != "no attention" and states.keys == 0:
+            raise ValueError(f"{name}: layer {layer} has {states.mask}; eviction needs softmax attention")
     if eviction is not None:
-        eviction.check_layers(plan.layers, sharing_groups(plan))
+        eviction.check_layers(plan.layers, evicting_groups(wiring))
     if bits is not None:
         unlimited = [layer for layer, states in enumerate(wiring.layers) if states.window is None]
         bits.check_layers([layer for layer in unlimited if plan.stored(layer)], plan.layers)
@@ -80,6 +80,11 @@ def read_kinds(plan: DepthPlan, stored: list[str | None]) -> list[tuple[str | No
         keys, values = ([stored[source] for source in plan.reads(state, layer)] for state in CACHED)
         kinds.append((keys[0] if keys else None, values[0] if values else None))
     return kinds
+
+
+def evicting_groups(wiring: ModelPlan) -> list[list[int]]:
+    """Return the groups of layers from which tokens are evicted: those without a window."""
+    return [group for group in sharing_groups(wiring.plan) if wiring.layers[group[0]].window is None]
 
 
 def sharing_groups(plan: DepthPlan) -> list[list[int]]:

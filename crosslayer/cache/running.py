@@ -20,7 +20,7 @@ from crosslayer.cache.attention import in_rotated_channels, mask_for, queries_by
 from crosslayer.cache.eviction import Eviction, parse_eviction
 from crosslayer.cache.kv_cache import SmallerKVCache
 from crosslayer.cache.offsets import KeyOffset, key_offsets
-from crosslayer.cache.plans import check_masks, checked_plan, read_kinds, sharing_groups, stored_kinds
+from crosslayer.cache.plans import check_masks, checked_plan, evicting_groups, read_kinds, stored_kinds
 from crosslayer.cache.quantized import first_exact
 from crosslayer.cache.quantizers import rotates
 from crosslayer.cache.state import Step, padding
@@ -63,13 +63,13 @@ def smaller_cache(
 
     Args:
         model: a causal language model, stock or of this package, with sdpa or eager attention.
-        evict: an `Eviction`, or a text that `parse_eviction` reads, such as "h2o:0.4".
+        evict: an `Eviction`, or a text that `parse_eviction` reads, such as "h2o:0.4". Layers with a window keep it.
         bits: 8, 4, 3, 2, fp8, or by layer, such as "8@0-11,4@12-29". With an eviction, the latest tokens that are kept
             are quantized, too.
 
     Raises:
         ValueError: neither is given, or they cannot be read, or are not defined for the model: an encoder, linear
-            attention, a cache of compressed states, flash attention, and, for an eviction, sliding windows.
+            attention, a cache of compressed states, flash attention, and, for an eviction, windows in all layers.
 
     """
     if evict is None and bits is None:
@@ -125,7 +125,7 @@ class _Run:
         # under an eviction all tokens are rounded, and nothing is subtracted, since positions are not known
         self.recent = bits.recent if bits is not None and eviction is None else 0
         self.offsets = key_offsets(model) if bits is not None and eviction is None else {}
-        self.groups = sharing_groups(self.plan)
+        self.groups = evicting_groups(wiring)
         self.group_of = {layer: number for number, group in enumerate(self.groups) for layer in group}
         self.cache = self.new_cache()  # raises for layers that cannot be quantized, even if no cache is used later
         self.is_cached = self.is_divided = False
@@ -196,6 +196,8 @@ class _Run:
 
     def _evicted(self, call: AttentionCall) -> AttentionCall:
         """Mask the tokens that a call must not attend to, and evict from its layer's cache."""
+        if call.layer not in self.group_of:
+            return call  # with a window
         if call.layer in self.handled:
             raise ValueError(f"layer {call.layer} attends twice in a forward pass; eviction is not defined for that")
         self.handled.add(call.layer)

@@ -14,15 +14,16 @@ Groups = list[list[int]]
 def paper_groups(shapes: list[LayerShape | None], size: int = PAPER_SIZE, count: int | None = None) -> Groups:
     """Return the paper's superblocks: `size` layers each, from the last layer down, within the upper half.
 
-    With `count`, return that many blocks and go below the middle if needed. Layers left over stay single, and a block
-    whose layers may not share is skipped.
+    With `count`, return that many blocks and go below the middle if needed. A block whose layers may not share moves
+    down by a layer. Layers left over stay single.
     """
     groups, stop, lowest = [], len(shapes), len(shapes) // 2 if count is None else 0
     while stop - size >= lowest and len(groups) != count:
         group = list(range(stop - size, stop))
-        if all(may_share(shapes[group[0]], shapes[layer]) for layer in group):
+        shared = all(may_share(shapes[group[0]], shapes[layer]) for layer in group)
+        if shared:
             groups.insert(0, group)
-        stop -= size
+        stop -= size if shared else 1
     return groups
 
 

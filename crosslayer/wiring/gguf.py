@@ -19,6 +19,7 @@ KEPT = 4097  # items of an array that are kept: one for each layer
 PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")  # of a file that is split
 # architecture → layers after which the pattern repeats; the last attends to all tokens, the others to a window
 PERIODS = {"gemma2": 2, "gemma3": 6, "gemma3n": 5, "cohere2": 4, "gpt-oss": 2, "olmo2": 4, "exaone4": 4, "afmoe": 4}
+TYPES = {"gemma3": "gemma3_text"}  # architecture → transformers' name of the language model, where it differs
 CHUNKED = {"llama4": (8192, 4)}  # architecture → tokens of a chunk, and the period
 NO_WINDOW = ("llama", "phi3", "qwen2", "qwen2moe", "qwen3", "qwen3moe", "starcoder2", "mistral3")  # whatever they say
 GEMMA_3N_OWN = 20  # layers with keys and values of their own, in Gemma 3n
@@ -210,7 +211,7 @@ def _config(architecture: str, values: dict[str, Any], name: str) -> GgufConfig:
     causal = values.get("attention.causal", True) is not False
     own_kv = GEMMA_3N_OWN if architecture == "gemma3n" else layers - whole("attention.shared_kv_layers", 0)
     fields = {
-        "model_type": architecture,
+        "model_type": TYPES.get(architecture, architecture),
         "num_hidden_layers": layers,
         "hidden_size": width,
         "num_attention_heads": max(heads) or None,

@@ -271,15 +271,37 @@ def test_bad_evictions_are_refused_with_a_reason(spec, message):
     ("family", "message"),
     [
         ("bert", "keeps no KV cache"),
-        ("mistral", "layer 0 has"),
+        ("mistral", "no layer of the model attends to all tokens"),
         ("qwen3_next", "layer 0 has linear attention"),
-        ("gemma2", "full attention"),
         ("deepseek_v3", "caches latents of keys and values"),
     ],
 )
 def test_models_without_full_attention_are_refused(family, message):
     with pytest.raises(ValueError, match=message), smaller_cache(tiny(family), "h2o:0.4"):
         pass
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3_text"])
+@pytest.mark.parametrize("spec", ["h2o:0.4", "streaming:32@1"])
+def test_layers_with_a_window_keep_it(family, spec):
+    model, ids = tiny(family, "eager" if family == "gemma2" else None, dtype=torch.float32), tokens(2, LENGTH)
+    plain, padded, mask = model(ids, use_cache=False).logits, ids.clone(), torch.ones_like(ids)
+    mask[1, :9] = 0
+    padded[1] = padded[1].roll(9)
+    positions = (mask.cumsum(-1) - 1).clamp_min(0)
+    with smaller_cache(model, spec) as new_cache:
+        whole = model(ids, use_cache=False).logits
+        assert (whole - plain).abs().max() > 1e-3
+        cache, pieces = new_cache(), []
+        for piece in ids.split([40, 1, 16], 1):
+            pieces.append(model(piece, use_cache=True, **{CACHE: cache}).logits)
+        assert (torch.cat(pieces, 1) - whole).abs().max() < 1e-4
+        behind = model(padded, attention_mask=mask, position_ids=positions, **{CACHE: new_cache()}).logits
+        assert (behind[1, 9:] - whole[1, :-9]).abs().max() < 1e-4
+    held = [layer.keys.shape[2] if layer.is_sliding else layer.columns[0].used for layer in cache.layers]
+    assert held[0] == held[2] == 7 and held[1] < LENGTH
+    with pytest.raises(ValueError, match="layer 0 has a window or no attention; leave it out"):
+        smaller_cache(model, "h2o:0.4@0").__enter__()
 
 
 def test_wrong_use_is_refused():

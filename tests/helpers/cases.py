@@ -107,6 +107,15 @@ GEMMA2 = {
     "tie_word_embeddings": True, **ALTERNATING,
 }  # fmt: skip
 CAPPED = {**GEMMA2, "attn_logit_softcapping": 3.0}
+GEMMA3 = {
+    "family": "gemma3", "hidden_act": "gelu_pytorch_tanh", "query_pre_attn_scalar": 6, "qk_norm": True,
+    "num_key_value_heads": 1, "tie_word_embeddings": True, "sliding_window": 5,
+    "layer_types": ["sliding_attention"] * 4 + ["full_attention"] * 2,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        "full_attention": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 8.0},
+    },
+}  # fmt: skip
 GPT2 = {"family": "gpt2", "hidden_act": "gelu_new", "attention_bias": True, "mlp_bias": True}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "eager"}  # others lack float64
 LINEAR = {
@@ -119,6 +128,8 @@ SHAPES = {
     "cla, gemma2": ([{"name": "cla", "groups": ((0, 2, 4), (1, 3, 5)), "compensation": "mlp"}], CAPPED),
     "uniattn + resformer, gemma2": ([*APART, "resformer"], GEMMA2),
     "attnres + drop compensated, gemma2": (COMPOSITIONS["attnres + drop compensated"], GEMMA2),
+    "cla, gemma3": (["cla"], GEMMA3),
+    "resformer + attnres, gemma3": (["resformer", "attnres"], GEMMA3),
     "linear attention": ([], LINEAR),
     "cla + resformer, linear attention": ([{"name": "cla", "groups": ((1, 3),)}, "resformer"], LINEAR),
     "attnres, linear attention": (["attnres"], LINEAR),
@@ -143,8 +154,9 @@ CASES = {
 DAILY = {  # what `make test` runs beside every method alone; `make test-slow` runs all
     "llama", "uniattn mlp", "drop compensated", "svformer all, every two", "kvsharer heads, bias", "attnres blocks",
     "yoco, a short window", "resformer + cla", "attnres + svformer", "uniattn + drop of readers", "mudd + drop",
-    "resformer + uniattn + attnres", "value_embeddings + yoco + attnres", "cla, gemma2", "attnres, linear attention",
-    "resformer + cla, gpt2", "attnres, mixture of experts", "uniattn, sliding windows", "svformer, MQA, qk-norm",
+    "resformer + uniattn + attnres", "value_embeddings + yoco + attnres", "cla, gemma2", "cla, gemma3",
+    "attnres, linear attention", "resformer + cla, gpt2", "attnres, mixture of experts", "uniattn, sliding windows",
+    "svformer, MQA, qk-norm",
 }  # fmt: skip
 
 

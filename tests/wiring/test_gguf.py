@@ -95,6 +95,9 @@ def test_windows_by_period_and_by_list(tmp_path):
     (tmp_path / "two.gguf").write_bytes(gguf("gemma2", **fields))
     masks = [states.mask for states in crosslayer.plan(tmp_path / "two.gguf").layers]
     assert masks == ["window 8", "full", "window 8", "full"]
+    (tmp_path / "six.gguf").write_bytes(gguf("gemma3", **fields))
+    plan = crosslayer.plan(tmp_path / "six.gguf", method={"name": "drop", "attention": [1]}, engine="transformers")
+    assert plan.type == "gemma3_text" and plan.shared[0].pretrained == "yes, by retrofit"
     fields |= {"attention__shared_kv_layers": 1}
     fields |= {"attention__key_length_swa": 8, "attention__value_length_swa": 8}
     fields |= {"attention__sliding_window_pattern": [1, 0, 1, 0]}

@@ -1,7 +1,7 @@
 """The config of the cross-layer decoder: Llama's fields, those of other families, and a list of methods."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
@@ -10,13 +10,13 @@ from huggingface_hub.dataclasses import strict
 from transformers import LlamaConfig
 
 from crosslayer.core.decoder.families import load_family
-from crosslayer.core.decoder.family import Family
+from crosslayer.core.decoder.family import ROTATED, Family, is_rope_by_type
 from crosslayer.core.decoder.parallel import tensor_parallel_plan
 from crosslayer.core.method import Method, Wiring
 from crosslayer.core.methods import load_method, mixes, state_reader, to_entry, wire
 from crosslayer.core.plan import CACHED, PASSED, STATES, DepthPlan
 
-LAYER_TYPES = ("full_attention", "sliding_attention", "linear_attention")
+LAYER_TYPES = (*ROTATED, "linear_attention")
 
 
 @strict
@@ -31,6 +31,7 @@ class CrossLayerConfig(LlamaConfig):
       activations are separate fields.
     - `qk_norm` (Qwen3), `attention_output_bias` (None: as `attention_bias`; Qwen2 has False).
     - `sliding_window` with `layer_types`.
+    - `rope_parameters` are Llama's, or have an entry with such parameters for each of `layer_types` (Gemma 3).
     - "linear_attention" among `layer_types` is Kimi Linear's block, with `linear_num_heads` of `linear_head_dim` and a
       convolution over `linear_conv_kernel_dim` tokens. Methods cannot share the state of such a layer.
     - `query_pre_attn_scalar`: scores are divided by its root; None: the head size.
@@ -77,6 +78,7 @@ class CrossLayerConfig(LlamaConfig):
         super().__post_init__(**kwargs)
         self._check_family()
         self._check_shapes()
+        self._check_rope()
         self._check_methods()
 
     def _set_windows(self) -> None:
@@ -212,6 +214,19 @@ class CrossLayerConfig(LlamaConfig):
             raise ValueError("linear_attention in layer_types needs linear_num_heads and linear_head_dim; set both")
         if "sliding_attention" in self.layer_types and self.sliding_window is None:
             raise ValueError("layer_types has sliding_attention, but sliding_window is not set; set it")
+
+    def _check_rope(self) -> None:
+        rope, layer_types = self.rope_parameters, self.layer_types
+        assert rope is not None and layer_types is not None
+        if not is_rope_by_type(rope):
+            return  # Llama's, checked by transformers
+        needed = {layer_type for layer_type in ROTATED if layer_type in layer_types}
+        entries = {name for name, value in rope.items() if name in ROTATED and isinstance(value, Mapping)}
+        if not needed <= entries or entries != set(rope):
+            raise ValueError(
+                f"rope_parameters by layer type must have an entry for each of {', '.join(sorted(needed))} and nothing "
+                f"else, got {rope}"
+            )
 
     def _check_methods(self) -> None:
         """Refuse methods that do not fit the config or one another; name the fewest that do not."""

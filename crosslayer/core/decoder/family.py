@@ -6,7 +6,8 @@ biases and activations are fields of the config.
 Shapes: B batch, T new tokens, C hidden.
 """
 
-from collections.abc import Callable, Mapping
+import copy
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,8 @@ from crosslayer.core.method import Config
 
 PLAIN_MLP = {"layers.*.mlp.up_proj": "colwise", "layers.*.mlp.down_proj": "rowwise"}
 GATED_MLP = {"layers.*.mlp.gate_proj": "colwise", **PLAIN_MLP}
+ROTATED = ("full_attention", "sliding_attention")  # layer types with rotary positions
+Tables = tuple[Tensor, Tensor]  # cos and sin, (1 or B, T, D) each
 
 
 @dataclass(frozen=True)
@@ -71,9 +74,40 @@ def norm(config: Config, size: int) -> nn.Module:
     return config.components.norm(size, eps=config.rms_norm_eps)
 
 
-def rotary(config: Config) -> LlamaRotaryEmbedding | None:
-    """Return the rotary embedding; None if positions are learned."""
-    return None if config.components.learned_positions else LlamaRotaryEmbedding(config=config)
+def is_rope_by_type(rope: Mapping[str, Any] | None) -> bool:
+    """Return whether `rope_parameters` have an entry for each layer type, instead of one set for all layers."""
+    return rope is not None and any(isinstance(rope.get(layer_type), Mapping) for layer_type in ROTATED)
+
+
+class RotaryByType(nn.ModuleDict):
+    """A rotary embedding for each layer type, with the parameters of its entry in `rope_parameters`."""
+
+    def __init__(self, config: Config):
+        super().__init__()
+        entries: Any = config.rope_parameters
+        for layer_type in ROTATED:
+            if layer_type in config.layer_types:
+                alone = copy.copy(config)
+                alone.rope_parameters = entries[layer_type]
+                self[layer_type] = LlamaRotaryEmbedding(config=alone)
+
+
+def rotary(config: Config) -> LlamaRotaryEmbedding | RotaryByType | None:
+    """Return the rotary embedding, or one for each layer type; None if positions are learned."""
+    if config.components.learned_positions:
+        return None
+    return (RotaryByType if is_rope_by_type(config.rope_parameters) else LlamaRotaryEmbedding)(config=config)
+
+
+def rotary_tables(
+    embedding: LlamaRotaryEmbedding | RotaryByType, layer_types: Iterable[str], stream: Tensor, position_ids: Tensor
+) -> dict[str, Tables]:
+    """Return the tables of each layer type that has rotary positions."""
+    present = [layer_type for layer_type in ROTATED if layer_type in layer_types]
+    if isinstance(embedding, RotaryByType):
+        return {layer_type: embedding[layer_type](stream, position_ids=position_ids) for layer_type in present}
+    tables: Tables = embedding(stream, position_ids=position_ids)
+    return dict.fromkeys(present, tables)
 
 
 class PlainMLP(nn.Module):

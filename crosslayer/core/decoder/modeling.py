@@ -6,7 +6,7 @@ through the cache.
 Shapes: B batch, T new tokens, C hidden, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -26,7 +26,7 @@ from transformers.utils.generic import can_return_tuple, merge_with_config_defau
 
 from crosslayer.core.decoder.caches import check_paged, check_quantized, fit_cache, without_empty_layers
 from crosslayer.core.decoder.configuration import CrossLayerConfig
-from crosslayer.core.decoder.family import norm, rotary
+from crosslayer.core.decoder.family import Tables, norm, rotary, rotary_tables
 from crosslayer.core.decoder.keywords import LEAKED, LOSS, check_keywords
 from crosslayer.core.decoder.layer import ROUTERS, CrossLayerDecoderLayer
 from crosslayer.core.decoder.packed import recurrent_mask
@@ -174,7 +174,7 @@ class CrossLayerModel(CrossLayerPreTrainedModel):
         masks = attention_mask  # a dict if generate() has built them
         if not isinstance(masks, dict):
             masks = masks_of(self.config, layer_types, stream, attention_mask, position_ids, cache)
-        stream, position_embeddings = self.add_positions(stream, position_ids)
+        stream, tables = self.add_positions(stream, position_ids)
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         reads, carry = [], self._first_carry(input_ids, stream)
@@ -182,7 +182,7 @@ class CrossLayerModel(CrossLayerPreTrainedModel):
             stream, carry = layer(
                 stream,
                 carry,
-                position_embeddings=position_embeddings,
+                position_embeddings=tables.get(layer_type),
                 attention_mask=masks[layer_type],
                 position_ids=position_ids,
                 **{CACHE: cache},
@@ -202,17 +202,17 @@ class CrossLayerModel(CrossLayerPreTrainedModel):
             router_logits=tuple(carry[ROUTERS]) if with_router_logits and ROUTERS in carry else None,
         )
 
-    def add_positions(self, stream: Tensor, position_ids: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-        """Return embeddings (B, T, C) with learned positions added, or the rotary tables (1 or B, T, D) instead."""
+    def add_positions(self, stream: Tensor, position_ids: Tensor) -> tuple[Tensor, Mapping[str, Tables]]:
+        """Return embeddings (B, T, C) with learned positions added, or rotary tables by layer type instead."""
         if self.embed_positions is not None:
             if stream.shape[1] > self.config.max_position_embeddings:
                 raise ValueError(
                     f"input is too long: {stream.shape[1]} tokens, the model has learned "
                     f"{self.config.max_position_embeddings} positions"
                 )
-            return stream + self.embed_positions(position_ids), None
-        assert self.rotary_emb is not None
-        return stream, self.rotary_emb(stream, position_ids=position_ids)
+            return stream + self.embed_positions(position_ids), {}
+        assert self.rotary_emb is not None and self.config.layer_types is not None
+        return stream, rotary_tables(self.rotary_emb, self.config.layer_types, stream, position_ids)
 
     def _first_carry(self, input_ids: Tensor | None, stream: Tensor) -> Carry:
         """Return the carry for the first layer: the token ids, if a method reads them.

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from crosslayer.core.decoder.cuts import Cut, Traffic, find_cuts, find_traffic
+from crosslayer.core.decoder.family import rotary_tables
 from crosslayer.core.decoder.modeling import CrossLayerForCausalLM, CrossLayerModel, masks_of
 from crosslayer.core.decoder.rank_cache import Microbatch
 from crosslayer.core.method import TOKENS, Carry, Residual
@@ -196,11 +197,15 @@ class StageBody(nn.Module):
         if position_ids is None:
             position_ids = torch.arange(stream.shape[1], device=stream.device).unsqueeze(0)
         masks = masks_of(self.config, self.layer_types, stream, attention_mask, position_ids)
-        rotary = self.rotary_emb(stream, position_ids=position_ids)
+        tables = rotary_tables(self.rotary_emb, self.layer_types, stream, position_ids)
         carry = {BY_LAYER: True, "read": stream.view_as(stream), **carry}
         for layer, layer_type in zip(self.layers.values(), self.layer_types, strict=True):
             stream, carry = layer(
-                stream, carry, position_embeddings=rotary, attention_mask=masks[layer_type], position_ids=position_ids
+                stream,
+                carry,
+                position_embeddings=tables.get(layer_type),
+                attention_mask=masks[layer_type],
+                position_ids=position_ids,
             )
         return stream, carry
 

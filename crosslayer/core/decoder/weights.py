@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from crosslayer.core.decoder.configuration import CrossLayerConfig
 from crosslayer.core.decoder.families import model_types
+from crosslayer.core.decoder.family import is_rope_by_type
 from crosslayer.core.decoder.modeling import CrossLayerForCausalLM
 from crosslayer.core.plan import DepthPlan
 from crosslayer.core.transformers_versions import attention_that_caps
@@ -27,7 +28,7 @@ IGNORED = {
     "architectures", "model_type", "transformers_version", "dtype", "torch_dtype", "pretraining_tp", "id2label",
     "label2id", "problem_type", "output_attentions", "output_hidden_states", "return_dict", "chunk_size_feed_forward",
     "is_encoder_decoder", "unk_token_id", "sep_token_id", "cls_token_id", "max_window_layers", "use_sliding_window",
-    "cache_implementation",
+    "cache_implementation", "sliding_window_pattern",  # transformers has made layer_types of it
 }  # fmt: skip
 
 
@@ -94,7 +95,9 @@ def from_config(config: CrossLayerConfig, family: str) -> PreTrainedConfig:
     values, (_, mapping) = config.to_dict(), known[family]
     kept = {key: values[key] for key in (*SHARED, *mapping.copied) if key not in mapping.renamed.values()}
     kept |= {name: values[ours] for name, ours in mapping.renamed.items()}
-    if "use_sliding_window" in AutoConfig.for_model(family).to_dict():
+    defaults = AutoConfig.for_model(family).to_dict()
+    kept["rope_parameters"] = _rope_for(family, values, is_rope_by_type(defaults["rope_parameters"]))
+    if "use_sliding_window" in defaults:
         kept["use_sliding_window"] = config.sliding_window is not None
     try:
         result = AutoConfig.for_model(family, **kept)
@@ -109,6 +112,24 @@ def from_config(config: CrossLayerConfig, family: str) -> PreTrainedConfig:
         if values[key] != back[key]:
             raise ValueError(f"{family} cannot express {key} = {values[key]!r}")
     return result
+
+
+def _rope_for(family: str, values: Mapping[str, Any], by_type: bool) -> dict[str, Any]:
+    """Return the `rope_parameters` of our config's `values` for a model type that has them by layer type, or for all.
+
+    Raises:
+        ValueError: the model type has one set of parameters for all layers, which differ in theirs.
+
+    """
+    rope, layer_types = values["rope_parameters"], dict.fromkeys(values["layer_types"])
+    if is_rope_by_type(rope) == by_type:
+        return rope
+    if by_type:
+        return {layer_type: dict(rope) for layer_type in layer_types}
+    first, *others = (rope[layer_type] for layer_type in layer_types)
+    if any(other != first for other in others):
+        raise ValueError(f"{family} cannot express rope_parameters by layer type, {rope}")
+    return first
 
 
 @torch.no_grad()

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from crosslayer.core.decoder import CrossLayerConfig
+from crosslayer.core.decoder.family import is_rope_by_type
 from crosslayer.core.methods import mixes
 from crosslayer.core.plan import STATES
 from crosslayer.output.formatting import ranges
@@ -75,6 +76,7 @@ def unlike_llama(config: CrossLayerConfig) -> str | None:
         f"family is {config.family!r}": "export" not in config.components.supports,
         "queries and keys are normalized (qk_norm)": config.qk_norm,
         f"it has {config.num_local_experts} experts": config.num_local_experts is not None,
+        "rope_parameters differ by layer type": is_rope_by_type(config.rope_parameters),
         f"layers see a window of {config.sliding_window} tokens": "sliding_attention" in kinds,
         "attention is scaled by query_pre_attn_scalar": config.query_pre_attn_scalar is not None,
         "scores are capped (attn_logit_softcapping)": config.attn_logit_softcapping is not None,

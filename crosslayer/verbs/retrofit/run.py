@@ -71,7 +71,7 @@ def retrofit(
     """Share or remove layers of a pretrained model, compensate for it, and report memory saved and quality lost.
 
     Args:
-        model: Hub name, local folder, smollm2 or qwen. In Python also a loaded model, which is not changed.
+        model: Hub name, local folder, smollm2, qwen or gemma3. In Python also a loaded model, which is not changed.
         text: evaluation text, repeatable: one domain each, named by NAME=FILE, or NAME=DATASET,config=…,split=…,
             column=…; default all embedded domains. In Python also token ids (N, `length`), documents, sources, or a
             dict of these by domain.

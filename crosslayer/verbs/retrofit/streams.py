@@ -43,10 +43,10 @@ class Streams:
         if isinstance(text, Tensor):
             batches = text.to(converted.device).split(max(1, BATCH_TOKENS // length))
             embedded = [self.body.add_positions(original.model.embed_tokens(batch), position) for batch in batches]
-            self.after, self.rotary = [stream for stream, _ in embedded], embedded[0][1]  # streams (B, T, C)
+            self.after, self.tables = [stream for stream, _ in embedded], embedded[0][1]  # streams (B, T, C)
         else:
             self.after = [stream.clone() for stream in text]
-            self.rotary = self.body.add_positions(text[0], position)[1]
+            self.tables = self.body.add_positions(text[0], position)[1]
         self.before: list[Tensor] | None = None  # the original's own, once the models differ
         self.passed = -1  # the last layer that `before` has passed
         self.carries: list[Carry] = [{} for _ in self.after]
@@ -133,7 +133,8 @@ class Streams:
 
     def _run(self, block: CrossLayerDecoderLayer, layer: int, stream: Tensor, carry: Carry) -> tuple[Tensor, Carry]:
         """Return the output of a layer, (B, T, C), and the states that later layers read."""
-        output, carry = block(stream, carry, self.rotary, self.masks[len(stream)][self.layer_types[layer]])
+        layer_type = self.layer_types[layer]
+        output, carry = block(stream, carry, self.tables.get(layer_type), self.masks[len(stream)][layer_type])
         return output, {name: state for name, state in carry.items() if name != "read"}
 
     def _separate(self, layer: int) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from crosslayer.core.decoder import CrossLayerConfig
+from crosslayer.core.decoder.family import is_rope_by_type
 from crosslayer.core.method import FROM_VALUES, Method, Mixing, StateReader
 from crosslayer.core.plan import CACHED
 from crosslayer.output.formatting import ranges
@@ -79,6 +80,8 @@ def not_servable(config: CrossLayerConfig) -> str | None:
         return "mixtures of experts are untested"
     if "vllm" not in config.components.supports:
         return f"family {config.family!r} is untested"
+    if is_rope_by_type(config.rope_parameters):
+        return "rope_parameters by layer type are untested"
     return None
 
 

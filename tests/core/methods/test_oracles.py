@@ -183,6 +183,9 @@ SOURCES = [
     ("gemma2", {}),
     ("gemma2", {"query_pre_attn_scalar": 7, "final_logit_softcapping": 3.0, "attention_bias": True}),
     ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None, "num_key_value_heads": 4}),
+    ("gemma3_text", {}),
+    ("gemma3_text", {"num_key_value_heads": 1, "query_pre_attn_scalar": 7, "final_logit_softcapping": 3.0}),
+    *(("gemma3_text", {"rope_parameters": {"full_attention": rope}, "attention_bias": True}) for rope in ROPES),
     ("mixtral", EAGER),
     ("mixtral", {**EAGER, "sliding_window": 8, "num_local_experts": 3, "router_aux_loss_coef": 0.1}),
 ]
@@ -228,6 +231,8 @@ def test_unknown_families_and_attributes_are_refused():
         to_config(tiny("gpt2").config)
     for family, change in (
         ("gemma2", {"use_bidirectional_attention": True}),
+        ("gemma3_text", {"use_bidirectional_attention": True}),
+        ("gemma3_text", {"attn_logit_softcapping": 2.0}),  # which transformers' class ignores
         ("mixtral", {"router_jitter_noise": 0.1}),
     ):
         with pytest.raises(ValueError, match=f"{family}: config attribute {next(iter(change))} = .* is unknown"):
@@ -243,7 +248,7 @@ def test_unknown_families_and_attributes_are_refused():
         from_model(build(config_of(["cla"])), "llama")
     with pytest.raises(ValueError, match="'gemma2'"):
         from_model(to_model(tiny("gemma2", sliding_window=None, layer_types=["full_attention"] * 3)), "llama")
-    assert set(model_types()) == {"llama", "mistral", "mixtral", "qwen2", "qwen3", "gemma2"}
+    assert set(model_types()) == {"llama", "mistral", "mixtral", "qwen2", "qwen3", "gemma2", "gemma3_text"}
 
 
 @pytest.mark.parametrize(

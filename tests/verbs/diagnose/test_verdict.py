@@ -81,6 +81,14 @@ def test_layers_with_different_masks_are_never_grouped():
     assert not may_share(FULL, SLIDING) and not may_share(None, None)
 
 
+def test_a_block_across_masks_moves_down_to_layers_with_one_mask():
+    """Gemma 3 270M: every sixth of 18 layers sees all tokens."""
+    shapes = [SLIDING, SLIDING, SLIDING, SLIDING, SLIDING, FULL] * 3
+    assert paper_groups(shapes) == [[13, 14, 15, 16]]
+    assert paper_groups(shapes, size=2) == [[9, 10], [13, 14], [15, 16]]
+    assert paper_groups(shapes, count=3) == [[1, 2, 3, 4], [7, 8, 9, 10], [13, 14, 15, 16]]
+
+
 def test_a_window_bounds_the_cache():
     assert SLIDING.cached(512) == (
         3 * 64 * 7,

@@ -131,7 +131,7 @@ def test_whole_layers_leave_a_stock_llama(shape, tmp_path):
     assert "crosslayer" not in (tmp_path / "out" / "config.json").read_text()
 
 
-@pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3", "gemma2", "mixtral"])
+@pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "mixtral"])
 def test_what_llama_cannot_hold_another_stock_class_does(family, tmp_path):
     model = of_family(family)
     result = crosslayer.export(model, tmp_path / "out", words(), to="hf")
@@ -210,7 +210,13 @@ def test_what_has_no_form_is_refused_by_name(case, tmp_path):
 
 @pytest.mark.parametrize(
     ("family", "part"),
-    [("mistral", "window of 8"), ("qwen3", "qk_norm"), ("gemma2", "'gemma2'"), ("mixtral", "experts")],
+    [
+        ("mistral", "window of 8"),
+        ("qwen3", "qk_norm"),
+        ("gemma2", "'gemma2'"),
+        ("gemma3_text", "'gemma3'"),
+        ("mixtral", "experts"),
+    ],
 )
 def test_layers_unlike_llamas_are_refused_but_as_a_stock_class(family, part, tmp_path):
     for to in ("gguf", "deci"):

@@ -324,7 +324,17 @@ def test_families_that_cannot_be_converted_say_which_can(monkeypatch, inputs, tm
     options = ("--method", "cla", "--text", inputs / "text.txt", *QUICK)
     assert run(monkeypatch, "retrofit", tmp_path / "model", "--out", tmp_path / "out", *options) == 2
     error = capsys.readouterr().err
-    named = ("'gpt2' cannot be converted", "llama", "mistral", "mixtral", "qwen2", "qwen3", "gemma2", "diagnose")
+    named = (
+        "'gpt2' cannot be converted",
+        "llama",
+        "mistral",
+        "mixtral",
+        "qwen2",
+        "qwen3",
+        "gemma2",
+        "gemma3_text",
+        "diagnose",
+    )
     assert all(name in error for name in named), error
 
 

@@ -117,9 +117,8 @@ test-transformers: $(TRANSFORMERS)
 
 # the generated tables of docs/methods and docs/reference
 tables: $(STAMP)
-	$(BIN)/python -m crosslayer.verbs.methods.catalogue docs/methods/overview.md
-	mkdir -p out && $(BIN)/python -m crosslayer.verbs.methods.compositions > out/COMPOSITIONS.md && mv out/COMPOSITIONS.md docs/methods/combinations.md
-	$(BIN)/python -m crosslayer.cli.reference docs/reference/commands.md docs/reference/recipes.md
+	$(BIN)/python website/reference.py docs
+	mkdir -p out && $(BIN)/python website/combinations.py > out/COMBINATIONS.md && mv out/COMBINATIONS.md docs/methods/combinations.md
 
 # the site, out/site: links are checked, and every page is opened in Chromium at two widths
 $(VENV)/.docs: $(STAMP)

@@ -119,7 +119,7 @@ class Quantized(Columns):
         """Add the keys' offset to states (B, H_kv, T, D) of columns from `start` on, or subtract it; return them."""
         if self.offset is not None and states.shape[2]:
             positions = self.reading.positions(start, start + states.shape[2], states.device)
-            states[:, : len(self.offset.still)].add_(self.offset.at(positions), alpha=sign)
+            states[:, : len(self.offset.mean)].add_(self.offset.at(positions), alpha=sign)
         return states
 
     def select(self, rows: Tensor) -> None:

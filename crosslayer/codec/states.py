@@ -8,7 +8,6 @@ Shapes: B rows, S cached tokens, T tokens, H_kv key-value heads, D head size, W 
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -16,13 +15,13 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from crosslayer.cache.rotation import Rotation, angle_tables, find_rotation
 from crosslayer.core.transformers_versions import CACHE, layers_without_cache
 from crosslayer.probe.intercept import evaluating, plan_of
 
 PROBED = (1, 3, 40)  # positions at which keys are compared with those at 0
 ROWS = 8  # tokens for that
 UNEVEN = ("dynamic", "longrope")  # their angles depend on the length of the text
-ORDERS = ("halves", "pairs")  # channel i turns with i + R/2, or with its neighbor
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class LayerShape:
         value: numbers of a value.
         window: tokens that a query sees, itself included; None: all.
         angles: of one position, in radians, of each pair of channels that turns; empty: keys do not turn.
-        order: which channels turn together, one of `ORDERS`.
+        order: which channels turn together, `halves` or `pairs`.
 
     """
 
@@ -56,32 +55,12 @@ class LayerShape:
         return tokens if self.window is None else min(tokens, self.window - 1)
 
 
-@lru_cache(maxsize=8)
-def _turns(angles: tuple[float, ...], start: int, stop: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines (T, 1, R/2) of the positions from `start` to `stop`."""
-    positions = torch.arange(start, stop, dtype=torch.float64)
-    turns = positions[:, None, None] * torch.tensor(angles, dtype=torch.float64)
-    return turns.cos().float().to(device), turns.sin().float().to(device)
-
-
 @torch.no_grad()
 def turned(keys: Tensor, start: int, shape: LayerShape, back: bool = False) -> Tensor:
     """Return keys (T, H_kv, D) of the positions from `start` on, rotated or turned back, in float32."""
-    keys = keys.float()
-    if not shape.angles:
-        return keys
-    cos, sin = _turns(shape.angles, start, start + len(keys), keys.device)
-    sin = -sin if back else sin
-    count = 2 * len(shape.angles)
-    if shape.order == "halves":
-        first, second = slice(0, count // 2), slice(count // 2, count)
-    else:
-        first, second = slice(0, count, 2), slice(1, count, 2)
-    one, other = keys[..., first], keys[..., second]
-    out = torch.empty_like(keys) if count == keys.shape[-1] else keys.clone()
-    torch.mul(one, cos, out=out[..., first]).addcmul_(other, sin, value=-1)
-    torch.mul(other, cos, out=out[..., second]).addcmul_(one, sin)
-    return out
+    rotation = Rotation(shape.angles, shape.order)
+    cos, sin = rotation.turns(start, start + len(keys), keys.device)
+    return rotation.apply(keys.float().transpose(0, 1), cos, -sin if back else sin).transpose(0, 1)
 
 
 def read_states(cache: Cache, row: int, layer: int, pad: int, tokens: int, shape: LayerShape) -> tuple[Tensor, int]:
@@ -170,12 +149,8 @@ def read_shapes(model: PreTrainedModel) -> list[LayerShape]:
         _check_layer(layer, index)
     if len(states[0].layers) != config.num_hidden_layers:
         raise ValueError(f"{config.num_hidden_layers} layers must be cached, got {len(states[0].layers)}")
-    tables = {
-        tuple(table.double().tolist()): None
-        for name, table in model.named_buffers()
-        if name.endswith("inv_freq") and table.dim() == 1
-    }
-    return [_shape(states, index, list(tables)) for index in range(config.num_hidden_layers)]
+    tables = angle_tables(model)
+    return [_shape(states, index, tables) for index in range(config.num_hidden_layers)]
 
 
 def check_config(config: PreTrainedConfig) -> None:
@@ -210,20 +185,14 @@ def _shape(states: dict[int, Cache], index: int, tables: list[tuple[float, ...]]
     layer: Any = states[0].layers[index]
     window = layer.sliding_window if layer.is_sliding else None
     heads, key, value = layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3]
-    still = layer.keys[:, :, 0].float()  # (ROWS, H_kv, D)
     tolerance = 1e-3 if layer.keys.dtype == torch.float32 else 0.05  # of the largest number
+    layers: list[Any] = [cache.layers[index] for cache in states.values()]
+    keys = torch.stack([at.keys[:, :, 0].float() for at in layers], 2)  # (ROWS, H_kv, P, D)
+    rotation = find_rotation(keys, [*states], tables, tolerance)
     if not tables:  # positions are in the hidden states, or in the scores
-        return LayerShape(heads, key, value, window, (), ORDERS[0])
-    candidates = [((), ORDERS[0]), *((table, order) for table in tables for order in ORDERS)]
-    for angles, order in candidates:
-        shape = LayerShape(heads, key, value, window, angles, order)
-        if 2 * len(angles) > key:
-            continue
-        errors = []
-        for position in PROBED:
-            own: Any = states[position].layers[index]
-            expected = turned(still.flatten(0, 1)[None], position, shape).view_as(still)
-            errors.append(float((own.keys[:, :, 0].float() - expected).abs().max() / still.abs().max()))
-        if max(errors) < tolerance:
-            return shape
-    raise ValueError(f"the keys of layer {index} do not turn by a table of the model, so they cannot be turned back")
+        rotation = Rotation()
+    if rotation is None:
+        raise ValueError(
+            f"the keys of layer {index} do not turn by a table of the model, so they cannot be turned back"
+        )
+    return LayerShape(heads, key, value, window, rotation.angles, rotation.order)

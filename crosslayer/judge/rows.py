@@ -24,6 +24,23 @@ def count_ratio(value: float | None, original: float | None) -> Estimate | None:
     return Estimate(value=ratio, low=ratio, high=ratio, n=1, over="cache", how="counted", none=1.0)
 
 
+def bytes_row(quantity: str, value: float | None, original: float | None, **facts: Any) -> Row:
+    """Return the row of a number of bytes, with its ratio to the original's."""
+    change = count_ratio(value, original)
+    return Row(quantity=quantity, unit="bytes", value=value, original=original, change=change, **facts)
+
+
+def time_row(quantity: str, own: Sequence[float], original: Sequence[float], **facts: Any) -> Row:
+    """Return the median seconds of pairs of runs, and their ratio.
+
+    The detail `spread` says how far apart the quartiles of equal runs are, as a fraction.
+    """
+    found = compare_times(own, original)
+    medians: dict[str, Any] = {"original": found.baseline.median, "value": found.candidate.median}
+    spread = max(found.candidate.spread, found.baseline.spread)
+    return Row(quantity=quantity, unit="s", change=found.change, details={"spread": spread}, **medians, **facts)
+
+
 def cache_rows(own_run: Run, original_run: Run, /, **facts: Any) -> list[Row]:
     """Return the bytes of the dynamic cache and, if both runs have one, of the static cache, in 16 bits."""
     rows = []
@@ -34,27 +51,16 @@ def cache_rows(own_run: Run, original_run: Run, /, **facts: Any) -> list[Row]:
     for quantity, own, other in sides:
         if own is not None and other is not None:
             details = {"stored": own.allocated, "original_stored": other.allocated}
-            sizes: dict[str, Any] = {"original": other.sixteen, "value": own.sixteen, "details": details}
-            rows.append(
-                Row(quantity=quantity, unit="bytes", change=count_ratio(own.sixteen, other.sixteen), **sizes, **facts)
-            )
+            rows.append(bytes_row(quantity, own.sixteen, other.sixteen, details=details, **facts))
     return rows
 
 
 def time_rows(pairs: Sequence[tuple[Run, Run]], measures: Sequence[str], **facts: Any) -> list[Row]:
-    """Return the median seconds of each measure over pairs of runs (candidate, original), and their ratio.
-
-    The detail `spread` says how far apart the quartiles of equal runs are, as a fraction.
-    """
+    """Return the row of each measure over pairs of runs (candidate, original)."""
     rows = []
     for measure in measures:
         own, other = ([run.seconds[measure] for run in side] for side in zip(*pairs, strict=True))
-        found = compare_times(own, other)
-        medians: dict[str, Any] = {"original": found.baseline.median, "value": found.candidate.median}
-        spread = max(found.candidate.spread, found.baseline.spread)
-        rows.append(
-            Row(quantity=measure, unit="s", change=found.change, details={"spread": spread}, **medians, **facts)
-        )
+        rows.append(time_row(measure, own, other, **facts))
     return rows
 
 

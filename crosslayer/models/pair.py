@@ -1,10 +1,8 @@
 """A model and, where one is wanted, another that it is compared with: each a name, or loaded already."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -14,7 +12,6 @@ from crosslayer.models.load import (
     load_config,
     load_model,
     load_tokenizer,
-    model_facts,
     model_source,
     public_name,
     resolve_device,
@@ -52,10 +49,6 @@ class Loadable:
             return self.source
         with progress(f"loading {self.source}", 0):
             return load_model(str(self.source), dtype=self.dtype, device=self.device)[0]
-
-    def facts(self, model: PreTrainedModel, named: Callable[[str], str] = str) -> dict[str, Any]:
-        """Return what a record tells of the loaded model, the fields of `ModelFacts`; `named` changes its name."""
-        return model_facts(model, named(self.name))
 
 
 def pair(

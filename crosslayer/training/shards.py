@@ -1,14 +1,13 @@
 """Tokens of a text in files, which are written once, completely or not at all, and memory-mapped.
 
-A folder holds `tokens-00000.bin`, `tokens-00001.bin`, … (unsigned 16- or 32-bit little-endian numbers, documents in
-sequence), `ends.bin` (64-bit: the end of each document) and `index.json` (sizes and the fingerprint). Opening a folder,
-which every process of a run does, reads `ends.bin` and the sizes of files, not the tokens.
+A folder holds `tokens.bin` (unsigned 16- or 32-bit little-endian numbers, documents in sequence), `ends.bin` (64-bit:
+the end of each document) and `index.json` (sizes and the fingerprint). Opening a folder, which every process of a run
+does, reads `ends.bin` and the sizes of files, not the tokens.
 
-While a folder `out` is written, its files are in `.out.crosslayer-begun`, with a list of the complete ones in
-`begun.json`. An interrupted tokenisation continues after these, with the same result.
+While a folder `out` is written, its files are in `.out.crosslayer-begun`, where `begun.json` says from time to time how
+far they are. An interrupted tokenisation continues there, with the same result.
 """
 
-import bisect
 import contextlib
 import hashlib
 import itertools
@@ -17,9 +16,9 @@ import os
 import shutil
 from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass, fields
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -32,26 +31,24 @@ from crosslayer.output.record import validation_message
 from crosslayer.training.checkpoints import sync
 from crosslayer.training.tokenizers import PART, batches, encoder, frame, pieces
 
-INDEX, ENDS, BEGUN = "index.json", "ends.bin", "begun.json"
-SCHEMA = "crosslayer/shards/2"
-FILE = 2**24  # minimum tokens of a file; it ends with the batch that reaches them
-OPEN = 64  # files that are mapped at once; each has a descriptor, and a process may have 1,024
-LARGEST = 2**24  # bytes of an index; 10¹² tokens need fewer
+INDEX, TOKENS, ENDS, BEGUN = "index.json", "tokens.bin", "ends.bin", "begun.json"
+SCHEMA = "crosslayer/shards/3"
+SAVED = 2**24  # tokens after which an interrupted tokenisation can continue
+LARGEST = 2**16  # bytes of an index
 TYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 END_TYPE = np.dtype("<i8")
 DELETE = "delete the folder to tokenise the text again"
-Count = Annotated[int, Field(gt=0)]
 
 
 class Index(BaseModel):
     """What `index.json` holds; `schema_` is written as "schema"."""
 
     model_config = ConfigDict(extra="forbid", strict=True, populate_by_name=True)
-    schema_: Literal["crosslayer/shards/2"] = Field(alias="schema")
+    schema_: Literal["crosslayer/shards/3"] = Field(alias="schema")
     fingerprint: str
     dtype: Literal["uint16", "uint32"]
     documents: int = Field(gt=0)
-    files: list[Count] = Field(min_length=1)  # tokens of each
+    tokens: int = Field(gt=0)
 
 
 class Begun(BaseModel):
@@ -59,40 +56,26 @@ class Begun(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
     key: str
-    files: list[Count] = []  # tokens of each complete file
-    pieces: int = Field(default=0, ge=0)  # of the text, in these files
-    documents: int = Field(default=0, ge=0)  # that end in these files
+    tokens: int = Field(default=0, ge=0)
+    pieces: int = Field(default=0, ge=0)  # of the text, that have these tokens
+    documents: int = Field(default=0, ge=0)  # that end among these tokens
     ended: int = Field(default=0, ge=0)  # tokens up to the end of the last of these documents
 
 
 @dataclass(frozen=True)
 class Shards:
-    """The tokens of a text in memory-mapped files; cheap to send to another process."""
+    """The tokens of a text in a memory-mapped file; cheap to send to another process."""
 
     folder: Path
     fingerprint: str  # of the text, the tokenizer and the format
     dtype: str  # "uint16" or "uint32"
     documents: int  # each has at least one token
-    files: tuple[int, ...]  # tokens of each
-
-    @cached_property
-    def tokens(self) -> int:
-        """The number of tokens."""
-        return sum(self.files)
+    tokens: int
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """Return tokens [start, start + count), (count,) int64, also across files."""
+        """Return tokens [start, start + count), (count,) int64."""
         assert start >= 0 and count > 0 and start + count <= self.tokens
-        ids = np.empty(count, dtype=np.int64)
-        done = 0
-        while done < count:
-            number = bisect.bisect_right(self._offsets, start + done) - 1
-            inside = start + done - self._offsets[number]
-            tokens = _mapped(self.folder / _file_name(number), self.dtype, self.fingerprint)
-            chunk = tokens[inside : inside + count - done]
-            ids[done : done + len(chunk)] = chunk
-            done += len(chunk)
-        return ids
+        return self._ids[start : start + count].astype(np.int64)
 
     def starts(self, start: int, count: int) -> np.ndarray:
         """Return where documents start in [start, start + count), relative to `start`: int64, ascending."""
@@ -105,17 +88,11 @@ class Shards:
         return np.asarray(np.memmap(self.folder / ENDS, dtype=END_TYPE, mode="r"))
 
     @cached_property
-    def _offsets(self) -> list[int]:
-        return [0, *itertools.accumulate(self.files)][:-1]
+    def _ids(self) -> np.ndarray:
+        return np.asarray(np.memmap(self.folder / TOKENS, dtype=TYPES[self.dtype], mode="r"))
 
     def __getstate__(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in fields(self)}  # without maps, which would be copied
-
-
-@lru_cache(maxsize=OPEN)
-def _mapped(path: Path, dtype: str, fingerprint: str) -> np.ndarray:
-    """Map a file; the fingerprint distinguishes it from a later file of the same name."""
-    return np.memmap(path, dtype=TYPES[dtype], mode="r")
 
 
 def fingerprint(text: str, tokenizer: PreTrainedTokenizerFast) -> str:
@@ -164,14 +141,14 @@ def tokenise(
 def open_shards(folder: Path) -> Shards:
     """Open a folder of shards and check the sizes of its files."""
     index = _read_index(folder)
-    sizes = {_file_name(number): tokens * TYPES[index.dtype].itemsize for number, tokens in enumerate(index.files)}
-    for name, size in {**sizes, ENDS: index.documents * END_TYPE.itemsize}.items():
+    sizes = {TOKENS: index.tokens * TYPES[index.dtype].itemsize, ENDS: index.documents * END_TYPE.itemsize}
+    for name, size in sizes.items():
         if not (folder / name).is_file():
             raise ValueError(f"{name} of {folder.name!r} is missing; {DELETE}")
         actual = (folder / name).stat().st_size
         if actual != size:
             raise ValueError(f"{name} of {folder.name!r} must have {size:,} bytes, got {actual:,}; {DELETE}")
-    shards = Shards(folder, index.fingerprint, index.dtype, index.documents, tuple(index.files))
+    shards = Shards(folder, index.fingerprint, index.dtype, index.documents, index.tokens)
     if np.diff(shards._ends, prepend=0).min() < 1 or shards._ends[-1] != shards.tokens:
         raise ValueError(f"{ENDS} of {folder.name!r} does not match the tokens; {DELETE}")
     return shards
@@ -191,10 +168,6 @@ def _read_index(folder: Path) -> Index:
         raise ValueError(f"{INDEX} of {folder.name!r}: {validation_message(error)}; {DELETE}") from None
 
 
-def _file_name(number: int) -> str:
-    return f"tokens-{number:05d}.bin"
-
-
 @contextlib.contextmanager
 def _begun(folder: Path) -> Iterator[Path]:
     """Yield the folder of unfinished files; they become `folder` when the block ends, and are kept if it fails."""
@@ -204,8 +177,8 @@ def _begun(folder: Path) -> Iterator[Path]:
         yield begun
         with filled(folder) as partial:
             (begun / BEGUN).unlink(missing_ok=True)
-            for path in [begun / INDEX, begun / ENDS, *begun.glob("tokens-*.bin")]:
-                path.rename(partial / path.name)
+            for name in (INDEX, TOKENS, ENDS):
+                (begun / name).rename(partial / name)
     finally:
         if not (begun / BEGUN).is_file():  # nothing to continue from
             shutil.rmtree(begun, ignore_errors=True)
@@ -218,56 +191,48 @@ def _write(
     dtype = "uint16" if max(tokenizer.get_vocab().values()) < 2**16 else "uint32"
     first, last = frame(tokenizer)
     encode = encoder(tokenizer)
-    at = _saved(folder, f"{fingerprint}/{FILE}/{PART}", TYPES[dtype].itemsize)
-    before, tokens = sum(at.files), sum(at.files)  # tokens in complete files, and all
-    if tokens:
-        say(f"continuing after the {tokens:,} tokens of an interrupted run")
-    for batch in batches(itertools.islice(pieces(documents, parts), at.pieces, None)):
-        ends = [at.ended]
-        with (folder / _file_name(len(at.files))).open("ab") as file:
+    at = _saved(folder, f"{fingerprint}/{PART}", TYPES[dtype].itemsize)
+    saved = at.tokens
+    if saved:
+        say(f"continuing after the {saved:,} tokens of an interrupted run")
+    with (folder / TOKENS).open("ab") as tokens, (folder / ENDS).open("ab") as ends:
+        for batch in batches(itertools.islice(pieces(documents, parts), at.pieces, None)):
             for piece, inner in zip(batch, encode(batch), strict=True):
                 ids = np.array([*first * piece.opens, *inner, *last * piece.closes], TYPES[dtype])
-                file.write(ids.tobytes())
-                tokens += len(ids)
-                if piece.ends and tokens > ends[-1]:
-                    ends.append(tokens)
+                tokens.write(ids.tobytes())
+                at.tokens += len(ids)
+                if piece.ends and at.tokens > at.ended:
+                    ends.write(np.array(at.tokens, END_TYPE).tobytes())
+                    at.documents, at.ended = at.documents + 1, at.tokens
                 elif piece.ends:
                     assert parts == 1, "a document has no tokens"
-        with (folder / ENDS).open("ab") as file:
-            file.write(np.array(ends[1:], END_TYPE).tobytes())
-        at.pieces, at.documents, at.ended = at.pieces + len(batch), at.documents + len(ends) - 1, ends[-1]
-        if tokens - before >= FILE:
-            sync(folder / _file_name(len(at.files)))
-            sync(folder / ENDS)
-            at.files.append(tokens - before)
-            write_whole(folder / BEGUN, at.model_dump_json())
-            before = tokens
-        yield at.documents
-    if not tokens:
+            at.pieces += len(batch)
+            if at.tokens - saved >= SAVED:
+                for file in (tokens, ends):
+                    file.flush()
+                    sync(Path(file.name))
+                write_whole(folder / BEGUN, at.model_dump_json())
+                saved = at.tokens
+            yield at.documents
+    if not at.tokens:
         raise ValueError("there is no text to tokenise")
-    if tokens > before:
-        at.files.append(tokens - before)
-    else:  # the text after the last complete file had no tokens
-        (folder / _file_name(len(at.files))).unlink(missing_ok=True)
-    for name in (_file_name(len(at.files) - 1), ENDS):
+    for name in (TOKENS, ENDS):
         sync(folder / name)
-    index = Index(schema=SCHEMA, fingerprint=fingerprint, dtype=dtype, documents=at.documents, files=at.files)
+    index = Index(schema=SCHEMA, fingerprint=fingerprint, dtype=dtype, documents=at.documents, tokens=at.tokens)
     (folder / INDEX).write_text(index.model_dump_json(by_alias=True, indent=1), encoding="utf-8")
     yield at.documents
 
 
 def _saved(folder: Path, key: str, size: int) -> Begun:
-    """Return how far the files of a folder are valid, and delete the others; `size` is the bytes per token."""
+    """Return how far the files of a folder are valid, and cut them there; `size` is the bytes per token."""
     try:
         at = Begun.model_validate_json((folder / BEGUN).read_bytes())
-        complete = {_file_name(number): tokens * size for number, tokens in enumerate(at.files)}
-        sizes = {path.name: path.stat().st_size for path in folder.glob("*.bin")}
-        ends = at.documents * END_TYPE.itemsize
-        if at.key == key and complete.items() <= sizes.items() and sizes[ENDS] >= ends:
-            (folder / _file_name(len(at.files))).unlink(missing_ok=True)
-            os.truncate(folder / ENDS, ends)
+        sizes = {folder / TOKENS: at.tokens * size, folder / ENDS: at.documents * END_TYPE.itemsize}
+        if at.key == key and all(path.stat().st_size >= wanted for path, wanted in sizes.items()):
+            for path, wanted in sizes.items():
+                os.truncate(path, wanted)
             return at
-    except (FileNotFoundError, KeyError, ValidationError):
+    except (FileNotFoundError, ValidationError):
         pass
     shutil.rmtree(folder)
     folder.mkdir()

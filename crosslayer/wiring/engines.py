@@ -10,6 +10,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from pydantic import ByteSize, TypeAdapter, ValidationError
+
 from crosslayer.wiring.states import FLOAT32, ItemSizes, LayerStates
 
 # bits per element: of dtypes, and of the types to which engines quantize keys and values
@@ -176,16 +178,10 @@ def parse_bytes(size: str | int, option: str) -> int:
         ValueError: the option is not a size.
 
     """
-    text = str(size)
-    units = {"": 1, "B": 1}
-    for power, letter in enumerate("KMGT", 1):
-        units |= {f"{letter}B": 1000**power, f"{letter}iB": 1024**power, letter: 1024**power}
-    number = text.strip().rstrip("BKMGTikmgtb ")
-    unit = text.strip()[len(number) :].strip()
     try:
-        count = float(number) * {name.upper(): factor for name, factor in units.items()}[unit.upper()]
-    except (ValueError, KeyError):
-        raise ValueError(f"{option} must be a size such as 24GiB, got {text!r}") from None
+        count = TypeAdapter(ByteSize).validate_python(str(size).strip())
+    except ValidationError:
+        raise ValueError(f"{option} must be a size such as 24GiB, got {str(size)!r}") from None
     if not 1 <= count < 2**63:
-        raise ValueError(f"{option} must be at least 1 byte, got {text!r}")
+        raise ValueError(f"{option} must be at least 1 byte, got {str(size)!r}")
     return int(count)

@@ -15,8 +15,8 @@ import typer
 import crosslayer
 from crosslayer.cli import app
 from crosslayer.cli.declared import REQUIRED, read_verb
-from crosslayer.cli.reference import commands_page, section
 from crosslayer.verbs import GROUPS, verb_names
+from website.reference import commands_page, section
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = vars(typer.main.get_command(app))["commands"]
@@ -115,7 +115,8 @@ def test_a_verb_is_one_new_folder(tmp_path):
     code = """
 import crosslayer
 from crosslayer.cli.declared import read_verb
-from crosslayer.cli.reference import table
+sys.path.append(WEBSITE)
+from reference import table
 from crosslayer.verbs import verb_names
 assert crosslayer.__file__.startswith(FOLDER) and "count" in verb_names() and "count" in crosslayer.__all__
 print(table(read_verb("count")))
@@ -123,7 +124,8 @@ loaded = crosslayer.load_result("out")
 counted = crosslayer.count("a b c", times=2, sizes=(5,), loud=True)
 assert loaded.words == counted.words and counted.command is None
 assert loaded.command == "crosslayer count 'a b c' --times 2 --sizes 5 --loud --out out"
-""".replace("FOLDER", repr(str(tmp_path)))
+"""
+    code = f"import sys\n{code}".replace("FOLDER", repr(str(tmp_path))).replace("WEBSITE", repr(str(ROOT / "website")))
 
     def ran(*words):
         environment = {**os.environ, "PYTHONPATH": str(tmp_path)}

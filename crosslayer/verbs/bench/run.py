@@ -21,7 +21,7 @@ from crosslayer.judge.clock import TIMES, attention_of, random_ids, softmax_shar
 from crosslayer.judge.judge import Judge
 from crosslayer.judge.memory import Load, read_plans, too_large
 from crosslayer.judge.report import Detail, JudgedModel, Row
-from crosslayer.judge.rows import cache_rows, count_ratio, time_rows
+from crosslayer.judge.rows import bytes_row, cache_rows, time_rows
 from crosslayer.models.load import model_facts
 from crosslayer.models.pair import Named, pair
 from crosslayer.output.progress import progress
@@ -170,18 +170,7 @@ def _rows(
     own, original = (side.peak for side in first)
     reason = own.reason or original.reason
     details: dict[str, Detail] = {} if reason is None else {"reason": reason}
-    change = count_ratio(own.bytes, original.bytes) if reason is None else None
-    rows.append(
-        Row(
-            quantity="peak memory",
-            unit="bytes",
-            original=original.bytes,
-            value=own.bytes,
-            change=change,
-            details=details,
-            **facts,
-        )
-    )
+    rows.append(bytes_row("peak memory", own.bytes, original.bytes, details=details, **facts))
     if load.attention == "eager" and candidate.around is None:
         shares = [judge.asked(one, lambda model, _: softmax_share(model, load, ids)) for one in (candidate, None)]
         rows.append(Row(quantity="softmax share", unit="share", value=shares[0], original=shares[1], **facts))
@@ -195,15 +184,4 @@ def _reads(models: Sequence[PreTrainedModel], load: Load, facts: dict[str, Any])
         return []
     own, original = (plan.read_bytes for plan in plans)
     details: dict[str, Detail] = {"stored": as_stored[0].read_bytes, "original_stored": as_stored[1].read_bytes}
-    change = count_ratio(own, original)
-    return [
-        Row(
-            quantity="reads of a step",
-            unit="bytes",
-            original=original,
-            value=own,
-            change=change,
-            details=details,
-            **facts,
-        )
-    ]
+    return [bytes_row("reads of a step", own, original, details=details, **facts)]

@@ -1,29 +1,17 @@
 """The sentences of a comparison: which differences are significant, which are not, and how many seeds would tell."""
 
-from collections.abc import Sequence
-
 from crosslayer.output.formatting import listed, signed
 from crosslayer.stats.estimate import Estimate
 from crosslayer.stats.means import FEWEST, MOST
-from crosslayer.training.record import mean_of_known
 from crosslayer.verbs.compare.record import (
     ALPHA,
     COSTS,
     RELEVANT,
-    ComparedRun,
     Difference,
     Law,
     Outcome,
-    SnapshotMeans,
 )
 from crosslayer.verbs.compare.result import Comparison
-
-INSIDE = {  # measures of snapshots: what is said of them
-    "first_token_share": ("attention on the first token", "{:.1%}"),
-    "stream_growth": ("norm of the residual stream, last layer over first", "{:.2f}"),
-    "output_spread": ("norms of sublayers' outputs from the second layer on, largest over smallest", "{:.1f}"),
-    "gradient_spread": ("the same of gradients by these outputs", "{:.1f}"),
-}
 
 
 def sentences(record: Comparison) -> list[str]:
@@ -35,7 +23,6 @@ def sentences(record: Comparison) -> list[str]:
         *(_overtaken(result, record.baseline) for result in record.outcomes if result.overtaken),
         *(_law(law, record) for law in record.laws if law.variant != record.baseline),
         *([f"No power law: {record.no_laws}."] if record.no_laws and len(record.configurations) > 1 else []),
-        *(line for configuration in record.configurations for line in _inside(record, configuration.label)),
         *_missing(record),
         "95% intervals, in parentheses from three seeds on, cover the variation between seeds on this held-out text; "
         "other text or recipes may rank variants differently.",
@@ -66,14 +53,6 @@ def written_verdict(result: Outcome) -> str:
     if result.verdict == result.final.change.verdict:
         return result.verdict
     return f"{result.final.change.verdict} before correction only"
-
-
-def last_snapshots(runs: Sequence[ComparedRun]) -> dict[str, float]:
-    """Return the measures at the end of training by name, means over runs, as far as they are known."""
-    ends = [run.snapshots[-1] for run in runs if run.snapshots]
-    names = [name for name in SnapshotMeans.model_fields if name != "step"]
-    means = {name: mean_of_known([getattr(end, name) for end in ends]) for name in names}
-    return {name: mean for name, mean in means.items() if mean is not None}
 
 
 def titled(title: str, label: str) -> str:
@@ -178,25 +157,6 @@ def _law(law: Law, record: Comparison) -> str:
         f"{change.text(1, percent=True)} {word} {COSTS[law.cost]} to reach the loss of {baseline} at its largest cost"
         f"{beyond}."
     )
-
-
-def _inside(record: Comparison, configuration: str) -> list[str]:
-    """Say between which values the measures of the last snapshots lie, over all variants, as far as all have them."""
-    ends = {variant: last_snapshots(record.of(configuration, variant)) for variant in record.ordered}
-    known = [name for name in INSIDE if all(name in end for end in ends.values())]
-    said = []
-    for name in known:
-        title, form = INSIDE[name]
-        said.append(f"{title} {_ends({variant: end[name] for variant, end in ends.items()}, form)}")
-    return [f"{_prefix(configuration)}At the end of training: {'; '.join(said)}."] if said else []
-
-
-def _ends(values: dict[str, float], form: str) -> str:
-    """Return the least and the greatest of values with their variants, and the first, which is the baseline's."""
-    (baseline, reference), *_ = values.items()
-    least, most = min(values, key=lambda variant: values[variant]), max(values, key=lambda variant: values[variant])
-    own = f"; {baseline} {form.format(reference)}" if baseline not in (least, most) else ""
-    return f"{form.format(values[least])} ({least}) to {form.format(values[most])} ({most}{own})"
 
 
 def _missing(record: Comparison) -> list[str]:

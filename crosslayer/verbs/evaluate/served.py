@@ -11,6 +11,7 @@ import vllm  # type: ignore[import-not-found]
 from transformers import AutoModelForCausalLM
 from vllm.platforms import current_platform  # type: ignore[import-not-found]
 
+from crosslayer.models.load import model_facts
 from crosslayer.models.pair import Loadable
 from crosslayer.output.progress import progress
 from crosslayer.verbs.evaluate.result import EvaluateSettings
@@ -71,4 +72,4 @@ def served_facts(source: Loadable, lm: ServedLM) -> dict[str, Any]:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(source.config)
     dtype = str(lm.model.llm_engine.model_config.dtype).removeprefix("torch.")
-    return {**source.facts(model), "dtype": dtype, "device": DEVICE}
+    return {**model_facts(model, source.name), "dtype": dtype, "device": DEVICE}

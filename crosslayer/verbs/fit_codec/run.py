@@ -21,14 +21,13 @@ from crosslayer.extras import check_extra
 from crosslayer.judge.clock import prefill
 from crosslayer.judge.report import JudgedModel, Row
 from crosslayer.judge.retrieval import DEPTHS, hidden_samples
-from crosslayer.judge.rows import count_ratio, damage_rows, retrieval_row
+from crosslayer.judge.rows import bytes_row, damage_rows, retrieval_row, time_row
 from crosslayer.judge.texts import DomainTexts, Texts
 from crosslayer.machine import seconds
 from crosslayer.models.load import model_facts, public_name, ready_model
 from crosslayer.output.progress import progress
 from crosslayer.output.record import ModelFacts
 from crosslayer.probe.tokens import check_ids, config_positions
-from crosslayer.stats.times import compare_times
 from crosslayer.verbs.fit_codec.result import CodecReport, CodecSettings
 
 OTHERS = (0.5, 0.25)  # shares that are measured beside the one that is asked for, in units of it
@@ -197,8 +196,7 @@ def _rows(found: Mapping[str, np.ndarray], windows: Windows, size: int) -> list[
     rows: list[Row] = []
     for way, values in found.items():
         stored = float(values[:, 1].mean())
-        size_facts: dict[str, Any] = {"original": size, "value": stored, "change": count_ratio(stored, size)}
-        rows.append(Row(quantity="bytes", unit="bytes", candidate=way, **size_facts))
+        rows.append(bytes_row("bytes", stored, size, candidate=way))
         rows += damage_rows(way, values[:, 0], windows.domains, windows.documents)
     return rows
 
@@ -219,9 +217,4 @@ def _times(model: PreTrainedModel, codec: Codec, ids: Tensor, repeats: int) -> l
                 taken = seconds(call, model.device)
                 times[name] += [taken] if repeat >= 0 else []
             bar.step(repeat + 1, repeats)
-    rows = []
-    for name in ("encoding", "decoding"):
-        found = compare_times(times[name], times["prefill"])
-        medians: dict[str, Any] = {"value": found.candidate.median, "original": found.baseline.median}
-        rows.append(Row(quantity=name, unit="s", candidate="codec", change=found.change, **medians))
-    return rows
+    return [time_row(name, times[name], times["prefill"], candidate="codec") for name in ("encoding", "decoding")]

@@ -1,7 +1,5 @@
 """A recovery as sentences, from its record alone."""
 
-from statistics import fmean
-
 from crosslayer.judge.retrieval import count_retrieved, retrieval_sentence
 from crosslayer.output.formatting import UNKNOWN
 from crosslayer.stats.estimate import Estimate
@@ -37,7 +35,7 @@ def sentences(record: Recovery) -> list[str]:
             f"Reference: {record.original} {as_the_last_stage(record)}. Tokens that the retrofits trained on, over all "
             f"stages: {tokens}."
         )
-    return [*lines, _held_out(record), _measured(record)]
+    return [*lines, _measured(record)]
 
 
 def estimate(figure: Estimate | None, before: str = "") -> str:
@@ -101,18 +99,6 @@ def _variant(record: Recovery, variant: Variant) -> str:
         f"({seen_label(record, before)}): KL to the original {kls} nats/token, perplexity ratio "
         f"{before.damage.ratio.value:.3f} → {after.damage.ratio.value:.3f}. {gap}{needles}"
     )
-
-
-def _held_out(record: Recovery) -> str:
-    """Return the loss of every state on held-out training text, as a mean over its domains."""
-    models = {variant.name: variant.states for variant in record.variants}
-    original = tuple(state for state in (record.untrained_original, record.trained_original) if state is not None)
-    losses = []
-    for name, states in (*models.items(), (record.original, original)):
-        means = " → ".join(f"{fmean(state.held_out.values()):.3f}" for state in states)
-        losses.append(f"{name} {means}")
-    text = "responses" if record.objective == "response" else "training text"
-    return f"Loss on held-out {text}, stage by stage, mean over its domains: {'; '.join(losses)}."
 
 
 def _measured(record: Recovery) -> str:

@@ -1,15 +1,10 @@
-"""Descriptions of the methods, read from their own files: the table of all, and the details of one.
-
-`python -m crosslayer.verbs.methods.catalogue docs/methods/overview.md` writes the table into a page.
-"""
+"""Descriptions of the methods, read from their own files: the table of all, and the details of one."""
 
 import ast
 import dataclasses
 import inspect
 import re
-import sys
 import textwrap
-from pathlib import Path
 
 from crosslayer.core.method import Method, options_of
 from crosslayer.core.methods import method_class, method_names
@@ -26,13 +21,6 @@ def method_table(layers: int = 32) -> list[dict[str, str]]:
         row = {"method": name, "what": what, "flows": _field(text, "Flows"), "cache": f"{share:.2%}"}
         rows.append({**row, "source": _field(text, "Source")})
     return rows
-
-
-def markdown(layers: int = 32) -> str:
-    """Return the table for the documents."""
-    head = f"| method | what | what flows | KV cache at {layers} layers | source |\n|---|---|---|---|---|"
-    lines = [f"| `{name}` | {' | '.join(cells)} |" for name, *cells in (row.values() for row in method_table(layers))]
-    return "\n".join([head, *lines])
 
 
 def description(cls: type[Method]) -> str:
@@ -90,9 +78,3 @@ def _field(text: str, name: str) -> str:
 
 def _line(text: str) -> str:
     return " ".join(text.split())
-
-
-if __name__ == "__main__":
-    page = Path(sys.argv[1])
-    table = re.compile(r"(?m)^\| method \|.*\n(?:\|.*\n)*")
-    page.write_text(table.sub(lambda _: markdown() + "\n", page.read_text(encoding="utf-8"), count=1), encoding="utf-8")

@@ -278,8 +278,9 @@ def test_sinks_and_stream_at_the_end_are_reported(tmp_path):
         for seed in range(2)
     ]
     result = compared(tmp_path, *runs)
-    (sentence,) = [line for line in sentences(result) if "first token" in line]
-    assert "25.0% (resformer) to 50.0% (vanilla)" in sentence and "4.00 (resformer) to 20.00 (vanilla)" in sentence
+    (rows,) = [rows for _, head, rows in result.layout().tables if "attention on the first token" in head]
+    assert [row[0] for row in rows] == ["vanilla", "resformer"]
+    assert {"50.0%", "× 20.00"} <= {*rows[0]} and {"25.0%", "× 4.00"} <= {*rows[1]}
     assert [panel.key for panel in result.layout().panels][-3:] == ["first_token_share", "sink_rate", "stream_growth"]
 
 

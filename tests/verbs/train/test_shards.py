@@ -42,7 +42,7 @@ def test_documents_are_their_tokens_and_the_end(tmp_path):
     shards = write(tmp_path / "s", iter(TEXTS))
     assert documents_of(shards) == [[*text.encode(), BYTES.eos_token_id] for text in KEPT]
     assert (shards.documents, shards.fingerprint, shards.dtype) == (3, "f", "uint16")
-    assert sorted(path.name for path in tmp_path.rglob("*")) == ["ends.bin", "index.json", "s", "tokens-00000.bin"]
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["ends.bin", "index.json", "s", "tokens.bin"]
 
 
 def test_documents_begin_and_end_as_the_tokenizer_has_them(tmp_path):
@@ -54,13 +54,12 @@ def test_documents_begin_and_end_as_the_tokenizer_has_them(tmp_path):
     assert documents_of(write(tmp_path / "plain", [words(0, 3)], plain)) == [[3, 4, 5]]
 
 
-def test_files_end_anywhere_and_reading_does_not_see_it(tmp_path, monkeypatch):
+def test_any_tokens_are_read_however_the_text_was_cut(tmp_path, monkeypatch):
     whole = write(tmp_path / "whole")
-    monkeypatch.setattr(module, "FILE", 7)
+    monkeypatch.setattr(module, "SAVED", 7)
     monkeypatch.setattr(tokenizers, "BATCH", 5)
     monkeypatch.setattr(tokenizers, "PART", 3)
     split = write(tmp_path / "split")
-    assert len(split.files) > 5 and min(split.files[:-1]) >= 7
     ids, starts = whole.read(0, whole.tokens), whole.starts(0, whole.tokens)
     for start, count in [(0, 1), (6, 2), (7, 7), (3, 40), (split.tokens - 1, 1), (0, split.tokens)]:
         assert split.read(start, count).tolist() == ids[start : start + count].tolist()
@@ -114,7 +113,7 @@ def test_pickled_shards_contain_no_tokens(tmp_path):
 
 
 def _cut(folder):
-    os.truncate(folder / "tokens-00000.bin", 100)
+    os.truncate(folder / "tokens.bin", 100)
 
 
 def _index(**changes):
@@ -127,13 +126,14 @@ def _index(**changes):
 
 DAMAGES = {
     "'index.json' is missing": (lambda folder: (folder / "index.json").unlink(), "is not a folder of tokens"),
-    "truncated": (_cut, r"tokens-00000.bin of 's' must have \d+ bytes, got 100; delete the folder"),
+    "truncated": (_cut, r"tokens.bin of 's' must have \d+ bytes, got 100; delete the folder"),
     "ends changed": (lambda folder: (folder / "ends.bin").write_bytes(b"\1" * 24), "ends.bin of 's' does not match"),
     "missing": (lambda folder: (folder / "ends.bin").unlink(), "ends.bin of 's' is missing"),
     "no JSON": (lambda folder: (folder / "index.json").write_text("{"), "index.json of 's': Invalid JSON"),
     "another format": (_index(schema="crosslayer/shards/9"), "index.json of 's': schema must be"),
     "more documents": (_index(documents=4), "ends.bin of 's' must have 32 bytes, got 24"),
-    "no file": (_index(files=[]), "index.json of 's': files: List should have at least 1"),
+    "no tokens": (_index(tokens=0), "index.json of 's': tokens must be"),
+    "more tokens": (_index(tokens=1000), "tokens.bin of 's' must have 2,000 bytes"),
 }
 
 
@@ -211,8 +211,8 @@ def interrupted(documents, after):
 
 @pytest.fixture
 def small_files(monkeypatch):
-    """Files, parts and batches of a few tokens; gives the texts that are encoded."""
-    monkeypatch.setattr(module, "FILE", 10)
+    """Parts and batches of a few tokens, saved often; gives the texts that are encoded."""
+    monkeypatch.setattr(module, "SAVED", 10)
     monkeypatch.setattr(tokenizers, "BATCH", 20)
     monkeypatch.setattr(tokenizers, "PART", 10)
     encoded, encoder = [], module.encoder
@@ -254,20 +254,20 @@ def test_an_interrupted_tokenisation_continues_with_the_same_bytes(tmp_path, sma
     assert "continuing after" in capsys.readouterr().err
 
 
-def test_many_files_are_not_all_open_at_once(tmp_path, small_files):
-    """A process may have 1,024 descriptors, and a large text has more files."""
-    shards = write(tmp_path / "s", LONG * 10, FRAMED)
-    assert len(shards.files) > module.OPEN + 20
+def test_a_text_takes_two_descriptors(tmp_path, small_files):
+    """A process may have 1,024, and a run many domains."""
     before = len(os.listdir("/dev/fd"))
+    shards = write(tmp_path / "s", LONG * 10, FRAMED)
     shards.read(0, shards.tokens)
-    assert len(os.listdir("/dev/fd")) <= before + module.OPEN + 1  # and that of the documents' ends
+    assert len(os.listdir("/dev/fd")) <= before + 2
 
 
-def test_text_without_tokens_after_the_last_complete_file_leaves_no_file(tmp_path, small_files):
+def test_text_without_tokens_at_the_end_is_no_document(tmp_path, small_files):
     unknown = word_tokenizer()
     unknown.backend_tokenizer.normalizer = Replace("nothing", "")
     shards = write(tmp_path / "s", [words(0, 12), "nothing", "nothing " * 3], unknown)
-    assert shards.tokens == 12 and sorted(files_of(tmp_path / "s")) == ["ends.bin", "index.json", "tokens-00000.bin"]
+    assert (shards.tokens, shards.documents) == (12, 1)
+    assert sorted(files_of(tmp_path / "s")) == ["ends.bin", "index.json", "tokens.bin"]
 
 
 def _changed(folder):
@@ -275,7 +275,7 @@ def _changed(folder):
     (folder / "begun.json").write_text(json.dumps(state | {"pieces": "1"}))
 
 
-@pytest.mark.parametrize("change", [_changed, lambda folder: os.truncate(folder / "tokens-00001.bin", 1), None])
+@pytest.mark.parametrize("change", [_changed, lambda folder: os.truncate(folder / "tokens.bin", 1), None])
 def test_other_unfinished_files_are_discarded(tmp_path, small_files, change):
     with pytest.raises(KeyboardInterrupt):
         write(tmp_path / "s", interrupted(LONG, 6), FRAMED, "f" if change else "g")

@@ -4,19 +4,19 @@ from pathlib import Path
 
 import pytest
 
-from crosslayer.verbs.methods import compositions
+from website import combinations
 
-PAGE = Path(__file__).parents[3] / "docs" / "methods" / "combinations.md"
+PAGE = Path(__file__).parents[2] / "docs" / "methods" / "combinations.md"
 
 
 def test_the_page_is_what_the_code_says():
-    assert PAGE.read_text() == compositions.page(), "run python -m crosslayer.verbs.methods.compositions"
+    assert PAGE.read_text() == combinations.page(), "run make tables"
 
 
 def test_a_collision_names_both_methods():
-    message = compositions.collision("attnres", "hyper_connections")
+    message = combinations.collision("attnres", "hyper_connections")
     assert message is not None and "attnres" in message and "hyper_connections" in message
-    assert compositions.collision("attnres", "cla") is None
+    assert combinations.collision("attnres", "cla") is None
 
 
 @pytest.mark.parametrize(
@@ -31,11 +31,11 @@ def test_a_collision_names_both_methods():
     ],
 )
 def test_a_reason_is_what_the_plans_and_modules_say(first, second, letter):
-    assert compositions.reason(first, second) == letter == compositions.reason(second, first)
+    assert combinations.reason(first, second) == letter == combinations.reason(second, first)
 
 
 def test_a_cache_that_changes_the_logits_is_no_composition(monkeypatch):
-    logits = compositions.steps
-    monkeypatch.setattr(compositions, "steps", lambda *args: (logits(*args)[0] + 1e-3, None))
+    logits = combinations.steps
+    monkeypatch.setattr(combinations, "steps", lambda *args: (logits(*args)[0] + 1e-3, None))
     with pytest.raises(AssertionError, match="1.00e-03"):
-        compositions.collision("attnres", "cla")
+        combinations.collision("attnres", "cla")

@@ -1,7 +1,7 @@
-"""The pages of reference that follow from the code: the options of every command, and the keys of recipes.
+"""What pages say that follows from the code: the options of every command, the keys of recipes, the table of methods.
 
-`python -m crosslayer.cli.reference docs/reference/commands.md docs/reference/recipes.md` writes the first as a whole,
-and into any other page the tables of the recipes that come with the package, and of the keys of a recipe.
+`python website/reference.py docs` writes the page of commands as a whole, and its tables into the page of recipes and
+the overview of the methods.
 """
 
 import itertools
@@ -31,7 +31,7 @@ COMMON = f"""
 {HEAD}%s"""
 KEYS = "| key | default | what |\n|---|---|---|\n"
 SHIPPED = "| recipe | description |\n|---|---|\n"
-TABLE = re.compile(r"(?m)^\| (?:recipe|key) \|.*\n(?:\|.*\n)*")
+TABLE = re.compile(r"(?m)^\| (?:recipe|key|method) \|.*\n(?:\|.*\n)*")
 Row = tuple[str, str, str]  # name, default, text
 
 
@@ -79,6 +79,15 @@ def recipe_tables() -> list[str]:
     return [shipped_table(), KEYS + _lines(_keys(Recipe))]
 
 
+def methods_table(layers: int = 32) -> str:
+    """Return the table of the methods."""
+    from crosslayer.verbs.methods.catalogue import method_table
+
+    head = f"| method | what | what flows | KV cache at {layers} layers | source |\n|---|---|---|---|---|\n"
+    rows = [row.values() for row in method_table(layers)]
+    return head + "".join(f"| `{name}` | {' | '.join(cells)} |\n" for name, *cells in rows)
+
+
 def _keys(part: Any, prefix: str = "") -> Iterator[Row]:
     """Yield the keys of a part of a recipe, those of the parts in it behind a dot, of lists of parts behind "[]."."""
     for name, field in part.model_fields.items():
@@ -113,13 +122,12 @@ def _default(option: Option) -> str:
 
 
 def main() -> None:
-    """Write the pages that are named."""
-    for page in map(Path, sys.argv[1:]):
-        text = commands_page()
-        if page.name != "commands.md":
-            tables = iter(recipe_tables())
-            text = TABLE.sub(lambda _, tables=tables: next(tables), page.read_text(encoding="utf-8"))
-        page.write_text(text, encoding="utf-8")
+    """Write the pages in the folder that is named."""
+    docs = Path(sys.argv[1])
+    (docs / "reference" / "commands.md").write_text(commands_page(), encoding="utf-8")
+    for name, tables in {"reference/recipes.md": recipe_tables(), "methods/overview.md": [methods_table()]}.items():
+        text, waiting = (docs / name).read_text(encoding="utf-8"), iter(tables)
+        (docs / name).write_text(TABLE.sub(lambda found, waiting=waiting: next(waiting, found[0]), text))
 
 
 if __name__ == "__main__":

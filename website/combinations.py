@@ -1,6 +1,6 @@
 """Which methods combine: every pair is built and run.
 
-`python -m crosslayer.verbs.methods.compositions > docs/methods/combinations.md` writes the page.
+`python website/combinations.py > docs/methods/combinations.md` writes the page.
 """
 
 from itertools import combinations
@@ -20,7 +20,7 @@ and that its logits with a KV cache equal those without. A letter is the reason 
 options, such as groups that do not overlap, a pair may still work. Methods that mix states are applied in list order,
 so the order of two of them matters.
 
-`python -m crosslayer.verbs.methods.compositions` writes this page, and a test compares it with the code.
+`python website/combinations.py` writes this page, and a test compares it with the code.
 """
 REASONS = {
     "A": ("Both replace the residual stream.", "A model has one way to add up the outputs of its layers."),

@@ -25,7 +25,7 @@ from crosslayer.codec.entropy import PRECISION, Coder, Part, Table
 from crosslayer.codec.states import LayerShape, check_cache, check_config, new_cache, read_states
 from crosslayer.codec.streams import Streams
 
-VERSION = 2  # of the artefact
+VERSION = 2  # of the artifact
 FILE = "codec.safetensors"
 BLOCK = 256  # tokens
 SUMMED = 2**22  # weights at a time

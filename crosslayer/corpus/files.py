@@ -25,7 +25,7 @@ LONGEST = 2**24  # characters of a document or a row: what is longer in a .txt i
 
 @dataclass
 class Reading:
-    """How many bytes of files have been read, packed as they lie there; of what is no file, no total is known."""
+    """How many bytes of files have been read, before unpacking; the total is unknown for input other than files."""
 
     total: int = 0
     done: int = 0
@@ -36,7 +36,7 @@ def local_files(name: str) -> list[Path]:
 
     In a folder a README.md is left out: it is about the texts.
 
-    Any other name without the suffix of a text file is taken for a dataset's: no files.
+    Any other name without the suffix of a text file is a dataset's: no files.
 
     Raises:
         ValueError: a file does not exist or is a device or a pipe, a folder holds no text files, or nothing matches a
@@ -201,7 +201,7 @@ def _lines(path: Path, reading: Reading) -> Iterator[str]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
-    """Open a file for reading: as it lies there, and unpacked."""
+    """Open a file for reading: as it is, and unpacked."""
     try:
         with path.open("rb") as packed, PACKINGS.get(path.suffix, nullcontext)(packed) as file:
             yield packed, file if file is packed else io.BufferedReader(_Unpacked(path.name, packed, file), READ)

@@ -27,7 +27,7 @@ def pieces(documents: Iterable[str], characters: int, seed: int) -> Iterator[tup
 
 
 def token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Return the tokens of plain text, without special ones; a text longer than a model's context is no error."""
+    """Return the tokens of plain text, without special ones; a text may be longer than a model's context."""
     return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
 

@@ -95,7 +95,7 @@ def load_model(
 
 
 def load_config(name: str) -> PreTrainedConfig:
-    """Load a model's config alone; a folder needs no weights, and of the hub nothing but config.json is fetched."""
+    """Load a model's config alone; a folder needs no weights, and from the hub only config.json is fetched."""
     import crosslayer.core.decoder  # noqa: F401  registers our model
 
     source = model_source(name, needs_weights=False)
@@ -198,7 +198,7 @@ def auto_class(config: PreTrainedConfig) -> Any:
 def model_source(name: str, needs_weights: bool = True) -> str:
     """Return the folder or hub name from which transformers loads a model, or without weights its config.
 
-    What is not there, or cannot be opened safely, is refused here: transformers words it less clearly.
+    Missing and unsafe files are refused here, since transformers' messages are less clear.
     """
     if name in EMBEDDED:
         return str(embedded_folder(name))
@@ -238,7 +238,7 @@ def _check_config(config: PreTrainedConfig) -> None:
     if config.is_encoder_decoder:
         raise ValueError("it is an encoder-decoder; decoders and encoders are supported")
     if "vocab_size" not in config.get_text_config().to_dict():
-        raise ValueError(f"{config.model_type} is no language model: its config has no vocabulary")
+        raise ValueError(f"{config.model_type} is not a language model: its config has no vocabulary")
     weights = str(config.to_dict().get("transformers_weights") or ".safetensors")
     if not weights.endswith((".safetensors", ".safetensors.index.json")):
         raise ValueError(f"its config names the weights {weights!r}; only safetensors are read")
@@ -280,7 +280,7 @@ def _tokenizer(folder: str) -> PreTrainedTokenizerBase:
     except Exception as error:  # where there is none, transformers speaks of packages to install
         if "trust_remote_code" in str(error):
             raise ValueError("its tokenizer needs code of its own, which never runs") from error
-        raise ValueError("it has no tokenizer that can be read; tokenizer.json must lie beside the model") from error
+        raise ValueError("it has no readable tokenizer; put its tokenizer.json into the model's folder") from error
 
 
 def _reason(error: Exception) -> str:

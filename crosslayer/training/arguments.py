@@ -1,4 +1,4 @@
-"""The arguments of transformers' Trainer: those that a recipe can set, and those fixed so that runs are comparable."""
+"""The arguments of transformers' Trainer: some a recipe can set, others are fixed so that runs are comparable."""
 
 import dataclasses
 import importlib.util

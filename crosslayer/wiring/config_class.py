@@ -47,7 +47,7 @@ class DeciLMConfig(LlamaConfig):
 
 
 def class_config(values: dict[str, Any], name: str) -> PreTrainedConfig:
-    """Return the config that transformers reads from the fields of a config.json; code beside it is never run.
+    """Return the config that transformers reads from the fields of a config.json; code in its folder is never run.
 
     Raises:
         ValueError: the model type is unknown, its class refuses the fields, or does not read one that decides on the
@@ -56,7 +56,7 @@ def class_config(values: dict[str, Any], name: str) -> PreTrainedConfig:
     """
     model_type = values.get("model_type")
     if not isinstance(model_type, str):
-        raise ValueError(f"{name!r} is no config of a model: it has no model_type; try --like TYPE")
+        raise ValueError(f"{name!r} is not the config of a model: it has no model_type; try --like TYPE")
     check_layers(values)
     if model_type == DECILM:
         kind, values = DeciLMConfig, _llama_values(values)

@@ -86,7 +86,7 @@ def read_header(file: Path) -> tuple[dict[str, Any], int]:
     metadata: dict[str, Any] = {}
     with file.open("rb") as opened:
         if opened.read(4) != b"GGUF":
-            raise ValueError(f"{file.name} is no GGUF file")
+            raise ValueError(f"{file.name} is not a GGUF file")
         try:
             version = _number(opened, "I")
             if version in (2 << 24, 3 << 24):

@@ -155,7 +155,7 @@ def to_entry(method: Method) -> dict[str, Any]:
 
 
 def mixes(method: Method) -> bool:
-    """Return whether a method adds modules that mix states or streams, beside its plan."""
+    """Return whether a method adds modules that mix states or streams, besides its plan."""
     names = ("heads", "reader", "residual", "final")
     return any(getattr(type(method), name) is not getattr(Method, name) for name in names)
 

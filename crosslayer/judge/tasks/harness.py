@@ -132,7 +132,7 @@ class Tasks:
         load, formats = datasets.load_dataset, Path(datasets.__file__).parent / "packaged_modules"  # such as json
 
         def load_dataset(path: str, *rest: Any, **options: Any) -> Any:
-            """Check that the hub answers before a data set is loaded from it."""
+            """Check that the hub answers before a dataset is loaded from it."""
             local = (formats / path).is_dir() or Path(path).exists()
             with contextlib.nullcontext() if local else reading_dataset(path):
                 return load(path, *rest, **options)

@@ -16,7 +16,7 @@ LOSS, SNAPSHOT = "nats per token", "Mean over seeds, on a few held-out windows."
 LATER = "Of attention and MLPs from the second layer on."
 BANDS = (
     " Bands: 95% confidence intervals over seeds.",
-    " The band of two seeds spans both curves and is no confidence interval.",
+    " The band of two seeds spans both curves; it is not a confidence interval.",
 )
 CURVES = {  # quantity → title, caption and axis
     "training_loss": ("Training loss", "Mean over seeds; each point is the mean since the previous one.", LOSS),
@@ -70,7 +70,7 @@ def _differences(record: Comparison, configuration: Configuration, suffix: str) 
 
 
 def _relative(record: Comparison, configuration: Configuration, suffix: str) -> list[Panel]:
-    """Return the relative curves; the range of two seeds is named as such, since it is no confidence interval."""
+    """Return the relative curves; the range of two seeds is named as such, since it is not a confidence interval."""
     results = {each.variant: each for each in record.outcomes if each.configuration == configuration.label}
     groups, over, bands = [], 0, set()
     for group in _groups(record, configuration):

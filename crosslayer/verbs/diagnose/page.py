@@ -57,7 +57,7 @@ def sentences(record: Diagnosis) -> list[str]:
 
 
 def tables(record: Diagnosis) -> list[Table]:
-    """Return the model beside its baseline, where there is one; a terminal shows it too."""
+    """Return the model next to its baseline, if it has one; a terminal shows it too."""
     return [] if record.baseline is None else [beside(record, record.baseline)]
 
 
@@ -199,7 +199,7 @@ def _sink_panels(record: Diagnosis) -> list[Panel]:
     measures, bins, flat = record.measures, record.importance_by_position, math.sqrt(record.model.hidden_size)
     sentence = (
         "Attention that each position receives, relative to an even spread (0: even, 1: ten times as much), on a "
-        "logarithmic axis. A bright left column is a sink at the first token; a causal mask alone favours early tokens "
+        "logarithmic axis. A bright left column is a sink at the first token; a causal mask alone favors early tokens "
         "too."
     )
     title, label = "Attention received, by position", "log₁₀ of a′ · T"

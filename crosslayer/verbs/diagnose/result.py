@@ -269,7 +269,7 @@ class Diagnosis(Result):
     )
     position_table: PositionTable | None
     verdict: Verdict
-    baseline: "Diagnosis | None" = Field(default=None, description="of the model that it is shown beside, same text")
+    baseline: "Diagnosis | None" = Field(default=None, description="of the model that it is compared with, same text")
     seconds: float
 
     @model_validator(mode="after")

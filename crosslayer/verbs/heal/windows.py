@@ -1,7 +1,7 @@
 """The evaluation windows: those of the retrofits' reports, without any that a retrofit was fitted or searched on.
 
-A retrofit cuts each domain into a list of windows that depends on length, seed and `bos` only; its record says what
-each was used for. The same list is cut again here, and windows are taken from its start, except those that any of the
+A retrofit cuts each domain into a list of windows that depends on length, seed and `bos` only; its record has the use
+of each. The same list is cut again here, and windows are taken from its start, except those that any of the
 retrofits was calibrated on. For a training domain, windows come from its held-out pieces, which may hold calibration
 text.
 

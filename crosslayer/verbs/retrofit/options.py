@@ -148,7 +148,7 @@ class RetrofitOptions(Options):
         return variants
 
     def changed(self, defaults: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the options that differ from `defaults`, without those that `quick` decides."""
+        """Return the options that differ from `defaults`, without the ones that `quick` sets."""
         decided = QUICK_SETS if self.quick else ()
         return {name: value for name, value in self if name not in decided and value != defaults[name]}
 

@@ -63,8 +63,8 @@ def test_what_fits_into_memory(folder, monkeypatch, capsys):
     assert plan.fitting_length() == 77 and plan.weights_bytes == 1000
     assert run(monkeypatch, "plan", folder, "--memory", "1GiB") == 0
     out = capsys.readouterr().out
-    assert "Weights: 1,000" in out and "into 1.00 GiB beside 1,000" in out
-    with pytest.raises(ValueError, match="beside 1,000"):
+    assert "Weights: 1,000" in out and "into 1.00 GiB next to 1,000" in out
+    with pytest.raises(ValueError, match="next to 1,000"):
         crosslayer.plan(folder, memory="1000").sentences()
 
 
@@ -143,7 +143,7 @@ def test_a_config_file(folder):
     [
         ("{", "is not valid JSON"),
         ("[" * 100_000, "is not valid JSON"),
-        ("[1]", "is no config: it holds a list"),
+        ("[1]", "is not a config: it holds a list"),
         ("{}", "it has no model_type"),
         ('{"model_type": "no_such"}', "has no model type 'no_such'"),
         ('{"model_type": 3}', "it has no model_type"),

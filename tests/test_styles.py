@@ -34,9 +34,14 @@ def test_a_rule_finds_its_text(tmp_path, text, rule):
 
 
 def test_plain_text_and_code_pass(tmp_path):
-    assert found(tmp_path, "There is no such layer, and 70% is no longer kept.\n\n```sh\nbeside\n```\n\n`beside` it\n") == []
+    assert (
+        found(tmp_path, "There is no such layer, and 70% is no longer kept.\n\n```sh\nbeside\n```\n\n`beside` it\n")
+        == []
+    )
 
 
 def test_strings_of_python_are_read(tmp_path):
-    code = 'def f(x):\n    """Is no doc."""\n    name = "beside"\n    raise ValueError(f"{x} lies beside {name} here")\n'
+    code = (
+        'def f(x):\n    """Is no doc."""\n    name = "beside"\n    raise ValueError(f"{x} lies beside {name} here")\n'
+    )
     assert found(tmp_path, code, "code.py") == ["2 Calques", "4 Calques"]

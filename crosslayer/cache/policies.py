@@ -118,5 +118,5 @@ def policy(name: str) -> Policy:
         raise ValueError(f"eviction policy {name!r} is not known; {hint(name, [*POLICIES])}")
     own = [value for value in vars(module).values() if isinstance(value, Policy)]
     if len(own) != 1:
-        raise ValueError(f"module {name!r} defines {len(own)} eviction policies; it must define exactly one `Policy`")
+        raise ValueError(f"module {name!r} must define exactly one eviction `Policy`, got {len(own)}")
     return own[0]

@@ -95,7 +95,7 @@ class DepthPlan:
             partner = isinstance(self.values[layer], tuple) and self.has_own("values", layer)
             if share < 1 and not partner:
                 raise ValueError(
-                    f"layer {layer} computes only {share:.0%} of its value heads, so it must read another layer's too"
+                    f"layer {layer} computes only {share:.0%} of its value heads, so it needs another layer's too"
                 )
             if share < 1 and self.is_source("values", layer):
                 raise ValueError(
@@ -332,4 +332,4 @@ def _check_vector(state: str, vector: Sequence[Entry]) -> None:
             if source > layer:
                 raise ValueError(f"{where}: a source must not be above its reader, got layer {source}")
             if source not in _layers_of(vector[source]):
-                raise ValueError(f"{where}: a source must have {state} of its own, layer {source} has none")
+                raise ValueError(f"{where}: a source must have {state} of its own, got layer {source}, which has none")

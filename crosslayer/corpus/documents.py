@@ -157,7 +157,7 @@ def _some(texts: Iterable[str], source: TextSource) -> Iterator[str]:
         yield text
     if empty and source.where:
         wanted = ", ".join(f"{column} = {value!r}" for column, value in source.where.items())
-        raise ValueError(f"`where` must choose rows with text, and none of {source.describe()!r} has {wanted}")
+        raise ValueError(f"`where` must choose rows with text, got {wanted}, which no row of {source.describe()!r} has")
 
 
 def _opened_dataset(name: str, config: str | None, split: str) -> Any:

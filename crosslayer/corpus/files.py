@@ -48,7 +48,7 @@ def local_files(name: str) -> list[Path]:
         texts = [file for file in sorted(path.rglob("*")) if file_kind(file) in READERS and file.name != "README.md"]
         files = [file for file in texts if file.is_file()]
         if not files:
-            raise ValueError(f"{name!r} is a folder without text; its text files must end in {SUFFIXES}")
+            raise ValueError(f"{name!r} has no text files; their names end in {SUFFIXES}")
         return files
     if path.exists():
         _check_regular(path)
@@ -136,7 +136,7 @@ def jsonl_rows(path: Path, reading: Reading | None = None) -> Iterator[tuple[str
             continue
         location = f"{path.name!r}, line {number}"
         if len(line) == LONGEST:
-            raise ValueError(f"{location}: it has {LONGEST:,} characters or more; a row must be shorter")
+            raise ValueError(f"{location}: a row must have fewer than {LONGEST:,} characters, got more")
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):

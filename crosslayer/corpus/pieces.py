@@ -42,22 +42,26 @@ def special_tokens(
     if prefix is not None:
         if prefix == "chat":
             if tokenizer.chat_template is None:
-                raise ValueError("prefix = 'chat', but this tokenizer has no chat template; give the prefix as text")
+                raise ValueError(
+                    "`prefix` chat needs a chat template, and this tokenizer has none; give the prefix as text"
+                )
             chat = tokenizer.apply_chat_template([{"role": "user", "content": MESSAGE}], tokenize=False)
             prefix = str(chat).partition(MESSAGE)[0]
         fixed = token_ids(tokenizer, prefix) if isinstance(prefix, str) else [*prefix]
         if not fixed:
-            raise ValueError("prefix must have at least one token, got none; leave it out for plain text")
+            raise ValueError("`prefix` must have at least one token, got none; leave it out for plain text")
         first, last = special_tokens(tokenizer, bos)
         return (fixed if fixed[: len(first)] == first else first + fixed), last
     if bos not in ("auto", "yes", "no"):
-        raise ValueError(f"bos = {bos!r} is not known; use auto, yes or no")
+        raise ValueError(f"`bos` must be auto, yes or no, got {bos!r}")
     if bos == "no":
         return [], []
     if bos == "yes":
         token = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.cls_token_id
         if token is None:
-            raise ValueError("bos = 'yes', but this tokenizer has no beginning-of-sequence token; use auto or no")
+            raise ValueError(
+                "`bos` yes needs a beginning-of-sequence token, and this tokenizer has none; use auto or no"
+            )
         assert isinstance(token, int)
         return [token], []
     plain = cast(list[int], tokenizer.encode("a", add_special_tokens=False))

@@ -152,7 +152,7 @@ def split(
     first, last = special_tokens(tokenizer, bos)
     size, wanted = length - len(first) - len(last), sum(parts.values())
     if min(parts.values()) < 1 or size < 1:
-        raise ValueError(f"windows {parts} of {length} tokens leave no tokens for text; both must be larger")
+        raise ValueError(f"windows {parts} of {length} tokens leave no tokens for text; raise both")
     held = list(itertools.islice(documents, None if isinstance(documents, list) else STREAMED))
     bodies = _split_bodies(held, tokenizer, wanted, size, seed)
     if len(bodies) < wanted:

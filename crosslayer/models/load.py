@@ -87,9 +87,7 @@ def load_model(
     _check_complete(name, model, info)
     broken = [key for key, weight in model.named_parameters() if not torch.isfinite(weight).all()]
     if broken:
-        raise ValueError(
-            f"{name}: {len(broken)} weights hold NaN or infinity, the first is {broken[0]}; they must be finite"
-        )
+        raise ValueError(f"{name}: weights must be finite, got NaN or infinity in {len(broken)}, first in {broken[0]}")
     torch.nn.Module.to(model.eval(), target)
     return model, tokenizer
 
@@ -113,7 +111,7 @@ def check_layers(values: Mapping[str, Any]) -> None:
     for part in (values, *(part for part in values.values() if isinstance(part, Mapping))):
         count = part.get("num_hidden_layers")
         if count is not None and not (isinstance(count, int) and 1 <= count <= MOST_LAYERS):
-            raise ValueError(f"num_hidden_layers is {count}; it must be a whole number from 1 to {MOST_LAYERS}")
+            raise ValueError(f"num_hidden_layers must be a whole number from 1 to {MOST_LAYERS}, got {count}")
 
 
 def model_facts(model: PreTrainedModel, name: str) -> dict[str, Any]:
@@ -178,7 +176,7 @@ def resolve_dtype(dtype: str | torch.dtype | None, device: torch.device) -> torc
     if isinstance(dtype, torch.dtype):
         return dtype
     if dtype not in DTYPES:
-        raise ValueError(f"dtype {dtype!r} is not known; use {', '.join(DTYPES)}")
+        raise ValueError(f"`dtype` must be one of {', '.join(DTYPES)}, got {dtype!r}")
     return DTYPES[dtype]
 
 

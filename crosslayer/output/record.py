@@ -32,7 +32,7 @@ def _unique(numbers: Any, field: ValidationInfo) -> Any:
         raise ValueError(f"{field.field_name} must be a list, got {numbers!r}")
     unique = tuple(dict.fromkeys(numbers))
     if not unique:
-        raise ValueError(f"{field.field_name} must have at least one value")
+        raise ValueError(f"{field.field_name} must have at least one value, got none")
     return unique
 
 

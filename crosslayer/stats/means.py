@@ -24,7 +24,7 @@ def paired_difference(candidate: Sequence[float], baseline: Sequence[float]) -> 
     """Return the mean difference of values (S,) that belong together pair by pair, with p for a difference of 0."""
     if len(candidate) != len(baseline) or not candidate:
         raise ValueError(
-            f"pairs need as many candidates as baselines, at least one; got {len(candidate)} and {len(baseline)}"
+            f"pairs need as many candidates as baselines, at least one, got {len(candidate)} and {len(baseline)}"
         )
     values = np.asarray(candidate, dtype=float) - np.asarray(baseline, dtype=float)  # (S,)
     if not np.isfinite(values).all():

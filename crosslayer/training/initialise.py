@@ -48,7 +48,5 @@ def _draw(model: PreTrainedModel, name: str, parameter: nn.Parameter, seed: int)
     finally:
         parameter.data = stored
     if first.isnan().any():
-        raise ValueError(
-            f"{name} is not initialized; {type(module).__name__} must set it where it resets its parameters"
-        )
+        raise ValueError(f"{name} is not initialized; set it where {type(module).__name__} resets its parameters")
     stored.copy_(first)

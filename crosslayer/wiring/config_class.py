@@ -89,9 +89,7 @@ def _llama_values(values: dict[str, Any]) -> dict[str, Any]:
     """Return Llama's fields of a DeciLM; a layer without attention, or with a linear map instead, stores nothing."""
     blocks, heads = values.get("block_configs"), values.get("num_attention_heads")
     if not isinstance(blocks, list) or len(blocks) != values.get("num_hidden_layers") or not isinstance(heads, int):
-        raise ValueError(
-            f"{DECILM}: the config must have Llama's fields, and block_configs with an entry for each layer"
-        )
+        raise ValueError(f"{DECILM}: the config lacks Llama's fields, or block_configs with an entry for each layer")
     layer_types, own = [], {}
     for layer, block in enumerate(blocks):
         attention = block.get("attention") if isinstance(block, dict) else None

@@ -46,7 +46,7 @@ def test_special_tokens_stand_where_the_tokenizer_puts_them():
     assert (ids[:, 1:-1] > 2).all()
     assert special_tokens(both, "no") == ([], [])
     assert special_tokens(both, "yes") == ([0], [])
-    with pytest.raises(ValueError, match="no beginning-of-sequence token"):
+    with pytest.raises(ValueError, match="needs a beginning-of-sequence token"):
         special_tokens(tokenizer(), "yes")
     with pytest.raises(ValueError, match="auto, yes or no"):
         special_tokens(both, "perhaps")

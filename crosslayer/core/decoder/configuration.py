@@ -205,7 +205,7 @@ class CrossLayerConfig(LlamaConfig):
             )
         if len(self.layer_types) != self.num_hidden_layers or not set(self.layer_types) <= set(LAYER_TYPES):
             raise ValueError(
-                f"layer_types must have {self.num_hidden_layers} entries, each one of {', '.join(LAYER_TYPES)}; got "
+                f"layer_types must have {self.num_hidden_layers} entries, each one of {', '.join(LAYER_TYPES)}, got "
                 f"{len(self.layer_types)} entries of {sorted(set(self.layer_types))}"
             )
         if self.linear_layers and (self.linear_num_heads is None or self.linear_head_dim is None):

@@ -83,7 +83,7 @@ def _shared(retrofits: Sequence[Retrofit], option: str, key: str | None = None) 
         if value != values[0]:
             remedy = "heal them separately" if key is None else f"set {key}, or heal them separately"
             raise ValueError(
-                f"retrofits must have been evaluated with the same {option}: {retrofits[0].name!r} has {values[0]}, "
-                f"{retrofit.name!r} has {value}; {remedy}"
+                f"retrofits must have been evaluated with the same {option}, got {values[0]} for {retrofits[0].name!r} "
+                f"and {value} for {retrofit.name!r}; {remedy}"
             )
     return settings[0][option]

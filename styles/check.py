@@ -15,8 +15,8 @@ from pathlib import Path
 import yaml
 
 HERE = Path(__file__).parent
-CODE = re.compile(  # fenced and inline code, links' targets, HTML, formulas, URLs
-    r"^([ >]*)(`{3,}|~{3,}).*?^\1\2 *$|(`+)(?!`).+?(?<!`)\3(?!`)|\]\([^)]*\)|<[^>\n]*>|\$[^$\n]+\$|https?://\S+",
+CODE = re.compile(  # fenced and inline code, struck words, links' targets, HTML, formulas, URLs
+    r"^([ >]*)(`{3,}|~{3,}).*?^\1\2 *$|(`+)(?!`).+?(?<!`)\3(?!`)|~~[^~]+~~|\]\([^)]*\)|<[^>\n]*>|\$[^$\n]+\$|https?://\S+",
     re.MULTILINE | re.DOTALL,
 )
 Rule = tuple[str, re.Pattern[str], str]  # name, what it finds, message

@@ -212,7 +212,7 @@ def heads(result: dict[str, Any]) -> str:
     for side in ("before", "after"):
         of = np.array(result[f"by_head_{side}"], dtype=float)[UPPER].ravel()
         low, middle, high = np.quantile(of, [0.1, 0.5, 0.9])
-        texts.append(f"{side} {low:.2%}, {middle:.2%}, {high:.2%} (above 10 %: {(of > 0.1).sum()} of {len(of)})")
+        texts.append(f"{side} {low:.2%}, {middle:.2%}, {high:.2%} (above 10%: {(of > 0.1).sum()} of {len(of)})")
     return "; ".join(texts)
 
 

@@ -6,8 +6,6 @@ Imported before anything else, and itself imports nothing that such a folder cou
 import sys
 
 NAME = "crosslayer"
-
-
 FLAGS = frozenset("bBdEhiIOPqsStuvVx")  # of Python itself, which may stand before the m in one word
 
 

@@ -98,6 +98,6 @@ def _read(path: Path) -> list[dict[str, Any]]:
     entries = entries.get("interventions") if isinstance(entries, dict) else entries
     if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
         raise ValueError(
-            f'--file {path.name!r} has no list of interventions, such as [{{"kind": "waiver", "positions": [255]}}]'
+            f'--file {path.name!r} has no list of interventions like {{"kind": "waiver", "positions": [0]}}'
         )
     return entries

@@ -42,9 +42,7 @@ def special_tokens(
     if prefix is not None:
         if prefix == "chat":
             if tokenizer.chat_template is None:
-                raise ValueError(
-                    "`prefix` chat needs a chat template, and this tokenizer has none; give the prefix as text"
-                )
+                raise ValueError("`prefix` chat needs a chat template, which this tokenizer lacks; give it as text")
             chat = tokenizer.apply_chat_template([{"role": "user", "content": MESSAGE}], tokenize=False)
             prefix = str(chat).partition(MESSAGE)[0]
         fixed = token_ids(tokenizer, prefix) if isinstance(prefix, str) else [*prefix]
@@ -59,9 +57,7 @@ def special_tokens(
     if bos == "yes":
         token = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.cls_token_id
         if token is None:
-            raise ValueError(
-                "`bos` yes needs a beginning-of-sequence token, and this tokenizer has none; use auto or no"
-            )
+            raise ValueError("`bos` yes needs a beginning-of-sequence token, which this tokenizer lacks; use auto")
         assert isinstance(token, int)
         return [token], []
     plain = cast(list[int], tokenizer.encode("a", add_special_tokens=False))

@@ -59,7 +59,7 @@ def schema_error():
             "weights could not be read or written: I/O error",
         ),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), INTERNAL_ERROR, "RuntimeError: mat1 and mat2"),
-        (KeyError("layers"), INTERNAL_ERROR, "internal error: KeyError: 'layers' (--debug shows"),
+        (KeyError("layers"), INTERNAL_ERROR, "internal error: KeyError: 'layers' (report it"),
         (schema_error(), INTERNAL_ERROR, "ValidationError"),
     ],
     ids=lambda value: str(value)[:20],

@@ -313,7 +313,7 @@ def _map_panels(record: Diagnosis) -> list[Panel]:
             "difference is due to a common sink."
         )
     drawn, title = [from_one(line) for line in lines], "Neighboring layers"
-    adjacent = _by_layer("adjacent_map_similarity", title, sentence, DISTANCE, drawn, wide=True, **FROM_ONE)
+    adjacent = Panel("adjacent_map_similarity", title, sentence, LAYER, DISTANCE, drawn, wide=True, **FROM_ONE)
     return [*heats[:2], adjacent, heats[2]]
 
 

@@ -189,7 +189,7 @@ def findings(verdict: Verdict) -> Table:
                 [f"layers that could share, {rule}", groups or "none", f"KV cache kept: {kept}" if groups else ""]
             )
         if cache.least_attention:
-            rows.append(["attention to drop", ranges(cache.least_attention), f"kept: {_percent(cache.share_without)}"])
+            rows.append(["attention to cut", ranges(cache.least_attention), f"kept: {_percent(cache.share_without)}"])
     return "Findings", ["finding", "layers", "value"], rows
 
 

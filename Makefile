@@ -32,9 +32,13 @@ browser:
 	    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq chromium chromium-driver >/dev/null; \
 	  else echo "chromium and chromium-driver are not installed: the browser test will be skipped"; fi; }
 
+# spelling and English of pages, help and messages; the rules in styles/ are in Vale's format, for editors
+PROSE := README.md CHANGELOG.md CONTRIBUTING.md docs crosslayer
 style: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/codespell $(PROSE)
+	$(BIN)/python styles/check.py $(PROSE)
 	$(BIN)/pyright
 
 test: $(STAMP) browser

@@ -132,7 +132,7 @@ def interval(values: Sequence[float], digits: int = 3) -> str:
 
 def table(record: dict[str, Any]) -> str:
     """Return the rows and the ratios as text."""
-    lines = [f"{'way':<16}{'setting':>9}{'bytes':>9}  {'KL (95 %)':<34}{'numbers':>9}{'fit':>9}{'coding':>10}"]
+    lines = [f"{'way':<16}{'setting':>9}{'bytes':>9}  {'KL (95%)':<34}{'numbers':>9}{'fit':>9}{'coding':>10}"]
     for row in record["rows"]:
         facts = f"{row['way']:<16}{row['setting']:>9}{100 * row['share']:>8.2f}%  {interval(row['kl']):<34}"
         lines.append(

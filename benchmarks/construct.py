@@ -84,7 +84,7 @@ def main():
     options = parser.parse_args()
     shape = {**WIDTHS, "num_hidden_layers": options.layers}
     rows = {name: measure(shape, methods, options.pairs) for name, methods in wirings(options.layers).items()}
-    print("| methods | config, ms | model ÷ Llama's, median of pairs (95 %) |\n|---|---|---|")
+    print("| methods | config, ms | model ÷ Llama's, median of pairs (95%) |\n|---|---|---|")
     for name, row in rows.items():
         low, high = row["ci95"]
         print(f"| {name} | {row['config_ms']['median']:.1f} | {row['ratio']:.3f} ({low:.3f}-{high:.3f}) |")

@@ -137,14 +137,14 @@ def bits() -> Finding:
         title = ", ".join(filter(None, (CACHES[name][0], kind)))
         if title:
             shown[f"{title} ({shares[name, kv_bits]:.0%})"] = tuple(row["kl"])
-    panel = dots("kv_bits", "Fewer bits against fewer layers", "KL, nats a token (beside the name: the cache)", shown)
+    panel = dots("kv_bits", "Fewer bits against fewer layers", "KL, nats per token (beside the name: the cache)", shown)
     save_svg(panel, FIGURES)
     four, drop, both = (rows[row] for row in (("smollm2", "4"), ("drop5", None), ("drop5", "4")))
     found = [" and ".join(f"{round(cell['share'] * cell['n'])}" for cell in row["needles"]) for row in (four, drop)]
     return Finding(
         "Fewer bits cost less than fewer layers",
         f"On six unseen domains, a 4-bit cache has {shares['smollm2', '4']:.0%} of the bytes of the 16-bit cache and a "
-        f"KL of {four['kl'][0]:.4f} ({spread(*four['kl'][1:], 4)}) nats a token. Dropping attention in five searched "
+        f"KL of {four['kl'][0]:.4f} ({spread(*four['kl'][1:], 4)}) nats per token. Dropping attention in five searched "
         f"layers keeps {shares['drop5', None]:.0%} at a KL of {drop['kl'][0]:.2f} ({spread(*drop['kl'][1:])}); both "
         f"together keep {shares['drop5', '4']:.0%} at {both['kl'][0]:.2f}. Of twenty hidden numbers each at 512 and at "
         f"2,048 tokens, the 4-bit cache retrieves {found[0]}, and the model without attention in five layers "
@@ -177,7 +177,7 @@ def distillation() -> Finding:
     start, middle, end = (damage(losses([rows[name]])).kl.value for name in ("fit:18432", short, long))
     return Finding(
         "A quarter of an hour of distillation gains most of what a longer one gains",
-        f"At 70% of the cache, KL to the original on unseen text falls from {start:.2f} to {middle:.2f} nats a token "
+        f"At 70% of the cache, KL to the original on unseen text falls from {start:.2f} to {middle:.2f} nats per token "
         f"with 0.2 million tokens of embedded text (16 minutes on two cores), and to {end:.2f} with 1.6 million tokens "
         "(77 minutes). Fitting the linear maps to sixteen times as much text, without training, gains almost nothing.",
         "recovery",
@@ -219,7 +219,7 @@ def refit() -> Finding:
         "no fit": "none", "W_c alone": "mixture", "W_o alone": "mixture, refit-o", "W_o and W_c": "mixture, refit",
     }  # fmt: skip
     costs = {name: damage(losses(cells[domain][fit] for domain in UNSEEN)) for name, fit in fits.items()}
-    panel = dots("refit", "What is fitted after CLA pairs in layers 24-29", "KL to the original (nats a token)", {
+    panel = dots("refit", "What is fitted after CLA pairs in layers 24-29", "KL to the original (nats per token)", {
         name: (cost.kl.value, *cost.kl.interval) for name, cost in costs.items()
     })  # fmt: skip
     save_svg(panel, FIGURES)
@@ -250,13 +250,13 @@ def search() -> Finding:
         gaps[percent] = difference(*sides)
     panel = Panel(
         "search", "Which layers to drop: two searches", "", "share of the KV cache that is kept",
-        "KL to the original (nats a token)", lines, x_ticks={0.5: "50%", 0.7: "70%", 0.8333: "83%"},
+        "KL to the original (nats per token)", lines, x_ticks={0.5: "50%", 0.7: "70%", 0.8333: "83%"},
     )  # fmt: skip
     save_svg(panel, FIGURES)
     return Finding(
         "A search must repair a candidate before it ranks it",
         "A layer that is expensive to drop may be cheap to drop once a linear map replaces it. Ranking repaired "
-        f"candidates instead of bare ones changes KL on unseen text by {gaps[70].text()} nats a token at 70% of the "
+        f"candidates instead of bare ones changes KL on unseen text by {gaps[70].text()} nats per token at 70% of the "
         f"cache, by {gaps[50].text()} at 50%, and by {gaps[83].text()} at 83%.",
         panel.key,
         "python benchmarks/transfer.py --only repaired-70 bare-70 --judge science speeches code",
@@ -335,7 +335,7 @@ def isolation() -> Finding:
         f"When position 255 is isolated, its share of later tokens' attention in layers 12-28 rises from "
         f"{before['mean']:.2%} to {after['mean']:.1%} ({after['ci95'][0]:.1%} to {after['ci95'][1]:.1%}). The first "
         f"token keeps {averages['first_after']['mean']:.1%}. The loss on later tokens rises by "
-        f"{measured['loss_behind']['difference']['mean']:.3f} nats a token.",
+        f"{measured['loss_behind']['difference']['mean']:.3f} nats per token.",
         "waiver_smollm2",
         "python benchmarks/intervene.py --sequences 32",
     )

@@ -117,7 +117,7 @@ def chart(points: list[dict[str, Any]]) -> dict[str, Any]:
         "scale": {"domain": [0.25, 1]},
         "axis": {"format": ".0%", "grid": False, "values": [0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1]},
     }
-    y = {"field": "ratio", "type": "quantitative", "title": "perplexity × the original's (log scale, 95 % interval)"}
+    y = {"field": "ratio", "type": "quantitative", "title": "perplexity × the original's (log scale, 95% interval)"}
     y |= {
         "scale": {"type": "log", "domain": [1, 5]},
         "axis": {"values": [1, 1.2, 1.5, 2, 3, 4, 5], "format": "~r", "titlePadding": 14},

@@ -31,7 +31,7 @@ from crosslayer.environment import environment
 from crosslayer.output.chart import save_svg
 from crosslayer.output.panel import Line, Panel
 from crosslayer.output.progress import Progress
-from crosslayer.output.summary import Ends, plain, summarise
+from crosslayer.output.summary import Ends, plain, summarize
 from crosslayer.probe.tokens import position_embedding
 from crosslayer.stats.bootstrap import over_documents
 from crosslayer.verbs.intervene.kinds import Kind, PositionSwap, positions_of, waiver
@@ -145,7 +145,7 @@ def compared(
         averages["drain"] = np.nanmedian(sample.measures["value_norm_ratio"][:, layers, at], axis=1)
         averages["first_drain"] = np.nanmedian(sample.measures["value_norm_ratio"][:, layers, 0], axis=1)
         averages["last_row"] = sample.last[:, layers, position].mean(axis=1)
-        result["averages"] |= {f"{who}_{side}": summarise(values, over) for who, values in averages.items()}
+        result["averages"] |= {f"{who}_{side}": summarize(values, over) for who, values in averages.items()}
         result[f"by_head_{side}"] = plain(sample.measures["attention_by_head"][:, :, at].mean(axis=0))  # (L, H)
     for name in ("attention_received", "hidden_norm_ratio", "value_norm_ratio"):
         result[name] = change(before.measures[name][..., at], after.measures[name][..., at], over).model_dump()
@@ -212,7 +212,7 @@ def heads(result: dict[str, Any]) -> str:
     for side in ("before", "after"):
         of = np.array(result[f"by_head_{side}"], dtype=float)[UPPER].ravel()
         low, middle, high = np.quantile(of, [0.1, 0.5, 0.9])
-        texts.append(f"{side} {low:.2%}, {middle:.2%}, {high:.2%} (above 10 %: {(of > 0.1).sum()} of {len(of)})")
+        texts.append(f"{side} {low:.2%}, {middle:.2%}, {high:.2%} (above 10%: {(of > 0.1).sum()} of {len(of)})")
     return "; ".join(texts)
 
 

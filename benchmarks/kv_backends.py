@@ -2,10 +2,10 @@
 
     python benchmarks/kv_backends.py [--context 2048] [--steps 160] [--windows 6] [--json FILE]
 
-transformers' own caches need optimum-quanto and hqq (`pip install optimum-quanto hqq`); what is missing is left out.
-Damage: KL to the full cache, in nats a token, of the last 128 tokens of windows of 512, read one by one after a prompt
+transformers' own caches need optimum-quanto and hqq (`pip install optimum-quanto hqq`); missing ones are left out.
+Damage: KL to the full cache in nats per token, of the last 128 tokens of windows of 512, read one by one after a prompt
 of 384. Times: all sides decode the same tokens in turns, more than the 128 after which transformers quantizes again;
-one ratio is of total times, another, with its 95 % interval, the median over steps of ours with 4 bits to each other.
+one ratio is of total times, another, with its 95% interval, the median over steps of ours with 4 bits to each other.
 """
 
 import argparse

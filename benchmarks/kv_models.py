@@ -2,7 +2,7 @@
 
     python benchmarks/kv_models.py [--models smollm2,gemma3,qwen] [--windows 6] [--only ROW …] [--text SOURCE …]
 
-KL in nats a token over the last 256 tokens of windows of 512, scored as a cache that fills token by token reads them;
+KL in nats per token over the last 256 tokens of windows of 512, scored as a cache that fills token by token reads them;
 the interval is that of the mean over the windows (bootstrap). Bytes are those of 2,048 tokens, as a share of the cache
 in 16 bits. `drop70`: attention is dropped where it changes its input least (its cosine on the same windows), until at
 most 70 % of the bytes are left, without any compensation. Models run in float32, one after another; rows that the file

@@ -201,7 +201,7 @@ def table(results):
     """Return the results as a table."""
     lines = [
         "| P | V | kept | blocks sent, formula | and embedding | measured, up / down | gradient gap, float32 / 64 |"
-        " step ÷ nothing kept (95 %) |",
+        " step ÷ nothing kept (95%) |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for case in results:

@@ -40,7 +40,7 @@ LENGTH = 512  # tokens of a window of text
 
 @torch.no_grad()
 def window_losses(model, baseline, windows, cache):
-    """Return the mean loss of each window, and its KL to the baseline, in nats a token."""
+    """Return the mean loss of each window, and its KL to the baseline, in nats per token."""
     losses, divergences = [], []
     with cache.running(model):
         for ids in windows:

@@ -177,9 +177,9 @@ def draw(known: dict[str, Any]) -> None:
         rows = sorted((row for row in known.values() if row["way"] == way), key=lambda row: row["tokens"])
         cost = [damage(losses_of(row)) for row in rows]
         lines.append(Line(way, [float(row["tokens"]) for row in rows], *band([each.kl for each in cost])))
-    sentence = "On science, speeches and code, which nothing was fitted to or trained on. Bands: 95 %, over windows."
+    sentence = "On science, speeches and code, which nothing was fitted to or trained on. Bands: 95%, over windows."
     panel = Panel(
-        "recovery", "What comes back with text", sentence, "tokens read", "KL (nats a token)", lines, log_x=True
+        "recovery", "What comes back with text", sentence, "tokens read", "KL (nats per token)", lines, log_x=True
     )
     save_svg(panel, FIGURES)
 

@@ -142,7 +142,7 @@ def table(results: dict[str, Any]) -> str:
     for name, measured in results.items():
         cells = _cells(measured, "ratio")
         lines.append(f"| {name} | {measured['kv_share']:.2%} | {' | '.join(cells)} | {' | '.join(_ratios(measured))} |")
-    lines += ["", f"| KL, nats a token | {' | '.join(variants)} |", "|" + "---|" * (len(variants) + 1)]
+    lines += ["", f"| KL, nats per token | {' | '.join(variants)} |", "|" + "---|" * (len(variants) + 1)]
     lines += [f"| {name} | {' | '.join(_cells(measured, 'kl'))} |" for name, measured in results.items()]
     return "\n".join(lines)
 

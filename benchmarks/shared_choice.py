@@ -7,7 +7,7 @@ choosers at equal distances that read as much; every layer attending to its own 
 and H2O with a cache of as much as the retrofit reads. With `--tokens K …` instead: each wiring with so many chosen
 tokens, and with the first and last of them choosers at equal distances and the choice in every layer.
 
-KL to the original, nats a token, differences paired by window. `reads` is the share of the original's keys and values
+KL to the original, nats per token, differences paired by window. `reads` is the share of the original's keys and values
 that a decoding step reads. What is measured stands in FILE after each row.
 """
 

@@ -1,13 +1,11 @@
 """The working directory leaves the import path as soon as a command starts: a downloaded folder may hold modules.
 
-Imported before anything else, and itself imports nothing that could lie in such a folder.
+Imported before anything else, and itself imports nothing that such a folder could shadow.
 """
 
 import sys
 
 NAME = "crosslayer"
-
-
 FLAGS = frozenset("bBdEhiIOPqsStuvVx")  # of Python itself, which may stand before the m in one word
 
 

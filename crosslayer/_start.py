@@ -32,7 +32,7 @@ def open_streams() -> None:
 
 
 def hide_bars() -> None:
-    """Switch progress bars of other libraries off, before they are imported, where stderr is no terminal."""
+    """Switch progress bars of other libraries off, before they are imported, unless stderr is a terminal."""
     if not sys.stderr.isatty():
         for name in BARS:
             os.environ.setdefault(name, "1")

@@ -71,7 +71,7 @@ def hub_source(name: str) -> str:
     if isinstance(answer, RepositoryNotFoundError):
         raise ValueError(f"there is no folder {name!r}, and the Hugging Face hub has no such model, or a private one")
     if isinstance(answer, EntryNotFoundError):
-        raise ValueError(f"{name!r} on the Hugging Face hub has no config.json; it is no model of transformers")
+        raise ValueError(f"{name!r} on the Hugging Face hub has no config.json, so it is not a transformers model")
     if cached is not None:
         return str(Path(cached).parent)
     reason = (" ".join(str(answer).split()) or type(answer).__name__)[:100]

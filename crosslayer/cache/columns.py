@@ -1,4 +1,4 @@
-"""A cache layer whose keys and values lie in memory that is allocated a block of tokens ahead.
+"""A cache layer that allocates memory for keys and values a block of tokens ahead.
 
 Shapes: B batch, T new tokens, S stored tokens, H_kv key-value heads, D head size.
 """

@@ -66,7 +66,7 @@ def check_masks(model: PreTrainedModel, what: str) -> None:
 
 
 def stored_kinds(wiring: ModelPlan, bits: KvBits | None) -> list[str | None]:
-    """Return the types in which layers store keys and values: not those with a window, nor those that store none."""
+    """Return the types of stored keys and values by layer; None for a layer with a window, or one that stores none."""
     return [
         bits.at(layer) if bits is not None and wiring.plan.stored(layer) and states.window is None else None
         for layer, states in enumerate(wiring.layers)

@@ -61,7 +61,7 @@ def _streaming(cached: Cached) -> Tensor:
 
 
 def _h2o(cached: Cached) -> Tensor:
-    """Rank the latest tokens highest, half of those kept; then those that received most attention.
+    """Rank the latest tokens highest, half of those kept; then the tokens that received most attention.
 
     H2O (arXiv 2306.14048), section 4: the sum is over the queries read so far, never over later ones.
     """
@@ -101,7 +101,7 @@ def protected(rank: Tensor, above: Tensor) -> Tensor:
 
 POLICIES = {
     "streaming": Policy(_streaming, f"the first {SINKS} tokens and the latest ones"),
-    "h2o": Policy(_h2o, "the latest tokens and those that received most attention, half each", attention=True),
+    "h2o": Policy(_h2o, "half the latest tokens, half the tokens that received most attention", attention=True),
     "sinks": Policy(_sinks, "each head's sinks, at any position, and the latest tokens", attention=True),
     "snapkv": Policy(
         _snapkv, "the prompt's end, the tokens it attends to, and all later tokens", attention=True, window=WINDOW
@@ -118,5 +118,5 @@ def policy(name: str) -> Policy:
         raise ValueError(f"eviction policy {name!r} is not known; {hint(name, [*POLICIES])}")
     own = [value for value in vars(module).values() if isinstance(value, Policy)]
     if len(own) != 1:
-        raise ValueError(f"module {name!r} defines {len(own)} eviction policies; it must define exactly one `Policy`")
+        raise ValueError(f"module {name!r} must define exactly one eviction `Policy`, got {len(own)}")
     return own[0]

@@ -107,7 +107,7 @@ class Quantized(Columns):
         states.scatter_(2, column, torch.where(inside, self.first, states.gather(2, column)))
 
     def _first_column(self, states: Tensor, start: int) -> tuple[Tensor, Tensor]:
-        """Return where the first tokens lie in states (B, H_kv, T, D) of columns from `start` on, and whether they do.
+        """Return the first tokens in states (B, H_kv, T, D) of columns from `start` on, and whether they are there.
 
         Shapes: (B, H_kv, 1, D) and (B or 1, 1, 1, 1).
         """

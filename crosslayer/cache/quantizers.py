@@ -135,7 +135,7 @@ def rotation(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Return codes (…, D) of some bits in bytes (…, D · bits / 8); those that share a byte lie D · bits / 8 apart.
+    """Return codes (…, D) of some bits in bytes (…, D · bits / 8); codes that share a byte are D · bits / 8 apart.
 
     Codes of 3 bits are stored as their two lower bits, and behind them the upper one. bits · D is a multiple of 8.
     """

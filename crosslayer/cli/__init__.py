@@ -20,8 +20,16 @@ from crosslayer.output.folder import release_targets
 from crosslayer.output.progress import say
 from crosslayer.verbs import GROUPS, verb_names
 
+START = """Shrink the KV cache of a Hugging Face model, and measure the cost. Start with
+
+  crosslayer plan smollm2 --length 4096,32768      how large its cache is (seconds)
+  crosslayer diagnose smollm2                      its attention sinks and redundant layers (a minute)
+  crosslayer measure smollm2 --candidate int4      bytes, KL, retrieval and time of a smaller cache (minutes)
+
+smollm2 stands for any model: an embedded one, a folder, or a name on the Hugging Face hub.
+crosslayer --help lists all commands, crosslayer COMMAND --help the options of one."""
 app = typer.Typer(
-    no_args_is_help=True,
+    invoke_without_command=True,
     pretty_exceptions_enable=False,
     help="Find redundant attention layers, convert models to a smaller KV cache, and measure what that costs.",
 )
@@ -40,12 +48,15 @@ def _show_version(wanted: bool) -> None:
 
 @app.callback()
 def _root(
+    context: typer.Context,
     show_version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="print the version and exit.")
     ] = False,
     debug: Annotated[bool, typer.Option("--debug", help=EVERYWHERE[-1].text)] = False,
 ) -> None:
-    """Define the options of the program itself."""
+    """Define the options of the program itself; without a command, print what to type."""
+    if context.invoked_subcommand is None:
+        print_line(START)
 
 
 def main() -> None:

@@ -60,6 +60,8 @@ def run(verb: Verb, typed: dict[str, Any]) -> None:
         with held(out):  # a folder in use is refused before anything is imported
             if verb.is_saved:
                 check_free(out, typed["force"])
+        parts = ": report.html, record.json, figures" if verb.is_saved else ""
+        say(f"the results go to {typed['out']}{parts}")
     if verb.needs_torch and "torch" not in sys.modules:  # which takes seconds
         say("importing torch and transformers")
     if typed["allow_methods"]:
@@ -100,6 +102,8 @@ def _show(result: Any, out: str | None, save: Callable[[Any], Path] | None, only
             print_line(sentence)
         if page is not None and page.is_file():
             print_line(f"report: {page}")
+        if following := result.next_command():
+            print_line(f"next: {following}")
     print_headline(result.headline())
 
 

@@ -36,7 +36,7 @@ def explain(error: Exception, options: Collection[str] = ()) -> tuple[int, str]:
         return USER_ERROR, text or name
     if name == "SafetensorError":  # raised when the disk is full while weights are written
         return USER_ERROR, f"weights could not be read or written: {text}"
-    return INTERNAL_ERROR, f"internal error: {name}: {text[:200]} (--debug shows the traceback; please report it)"
+    return INTERNAL_ERROR, f"internal error: {name}: {text[:200]} (report it with the traceback, which --debug shows)"
 
 
 def usage_line(message: str, flags: Mapping[str, Collection[str]]) -> str:

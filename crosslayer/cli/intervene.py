@@ -52,7 +52,7 @@ def interventions(
         raise ValueError("--layers needs --waiver, --forbid or --scale-values")
     entries += [] if file is None else _read(Path(file))
     if not entries:
-        raise ValueError("give at least one intervention, such as --waiver 255")
+        raise ValueError("an intervention is missing; give at least one, such as --waiver 255")
     return [load_intervention(entry) for entry in entries]
 
 
@@ -84,7 +84,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
     if path.suffix not in (".json", ".yaml", ".yml") or not path.is_file():
         raise ValueError(f"--file must be a .json, .yaml or .yml file that exists, got {path.name!r}")
     if path.stat().st_size > FILE_LIMIT:
-        raise ValueError(f"--file must be at most {FILE_LIMIT:,} bytes, and {path.name!r} is larger")
+        raise ValueError(f"--file must have at most {FILE_LIMIT:,} bytes, got {path.stat().st_size:,} in {path.name!r}")
     try:
         read = json.loads if path.suffix == ".json" else yaml.safe_load
         entries = read(path.read_text(encoding="utf-8-sig"))
@@ -97,5 +97,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
         raise ValueError(f"--file {path.name!r}: {str(error).splitlines()[0]}") from None
     entries = entries.get("interventions") if isinstance(entries, dict) else entries
     if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
-        raise ValueError(f'--file {path.name!r} must hold a list such as [{{"kind": "waiver", "positions": [255]}}]')
+        raise ValueError(
+            f'--file {path.name!r} has no list of interventions like {{"kind": "waiver", "positions": [0]}}'
+        )
     return entries

@@ -7,7 +7,7 @@ from typing import Any
 
 from crosslayer.output.progress import print_to
 
-COLOURS = {"pass": "green", "fail": "red", "skip": "yellow"}  # of cells with a `Mark`
+COLORS = {"pass": "green", "fail": "red", "skip": "yellow"}  # of cells with a `Mark`
 
 
 def print_line(text: str) -> None:
@@ -50,4 +50,4 @@ def _styled(cell: Any) -> str:
         return escape(cell)
     if isinstance(cell, list):
         return escape("\n".join(cell))
-    return f"[{COLOURS[cell.kind]}]{escape(cell.text)}[/]"
+    return f"[{COLORS[cell.kind]}]{escape(cell.text)}[/]"

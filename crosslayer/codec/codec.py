@@ -25,7 +25,7 @@ from crosslayer.codec import format
 from crosslayer.codec.chain import BLOCK, Chain, Importance, Layer, below_of, code_layers, step_sizes
 from crosslayer.codec.states import LayerShape, check_cache, check_config, new_cache, read_states
 
-VERSION = 3  # of the artefact
+VERSION = 3  # of the artifact
 FILE = "codec.safetensors"
 SUMMED = 2**22  # weights at a time
 MATRICES = ("offset", "predict", "down", "up", "shift")

@@ -1,7 +1,7 @@
 """Fits a codec to a model, by forward passes over calibration text alone.
 
 Layer by layer, each predicted from the layers below as they are decoded: A by weighted least squares; the principal
-components E of the rest in the metric M of `metric`, those of at least 6 % of the energy of a step; D = M E / step,
+components E of the rest in the metric M of `metric`, those of at least 6% of the energy of a step; D = M E / step,
 U = step · Eᵀ M⁻¹; then a class and a shift for each channel. The first token of each window is left out: it is stored
 as it is.
 
@@ -206,7 +206,7 @@ def _regression(below: Sequence[Tensor], outputs: Tensor, weight: Tensor) -> tup
 def fit_chain_at(calibration: Calibration, bytes_per_token: float) -> Chain:
     """Fit a chain whose codes of held-out text take about `bytes_per_token`; `with_rate` then meets it more closely.
 
-    The step is found on every `QUICK`-th token. What is fitted for a fine step also serves coarser ones.
+    The step is found on every `QUICK`-th token. A fit for a fine step also serves coarser ones.
     """
     with progress("fitting the codec", 0):
         return fit_chain(calibration, _quick_fit(calibration, bytes_per_token)[1])
@@ -232,7 +232,7 @@ def _quick_fit(calibration: Calibration, bytes_per_token: float) -> tuple[Chain,
 
 
 def with_rate(chain: Chain, calibration: Calibration, bytes_per_token: float) -> Chain:
-    """Return the chain with a step at which held-out text takes `bytes_per_token`, to 0.5 %, in at most six tries.
+    """Return the chain with a step at which held-out text takes `bytes_per_token`, to 0.5%, in at most six tries.
 
     Raises:
         ValueError: `bytes_per_token` is not above 0.

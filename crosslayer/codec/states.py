@@ -83,7 +83,7 @@ def read_states(cache: Cache, row: int, layer: int, pad: int, tokens: int, shape
 def new_cache(rows: list[list[Tensor]], shapes: list[LayerShape], pads: list[int], columns: int, dtype: Any) -> Cache:
     """Return a cache of `columns` columns from the states of rows, by layer: (T, W) of the latest tokens.
 
-    States that the layer does not keep any more are left out, and zeros stand in columns of padding.
+    States that the layer does not keep any more are left out, and columns of padding are zero.
     """
     cache = DynamicCache()
     layers: list[Any] = []
@@ -181,7 +181,7 @@ def _probe(model: PreTrainedModel, ids: Tensor, position: int) -> Cache:
 
 
 def _shape(states: dict[int, Cache], index: int, tables: list[tuple[float, ...]]) -> LayerShape:
-    """Return the shape of a layer, whose keys at each position turn as one of the tables says."""
+    """Return the shape of a layer, whose keys at each position turn as in one of the tables."""
     layer: Any = states[0].layers[index]
     window = layer.sliding_window if layer.is_sliding else None
     heads, key, value = layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3]

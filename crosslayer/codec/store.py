@@ -109,7 +109,7 @@ class Files:
             partial.unlink(missing_ok=True)
 
     def touch(self, path: str) -> None:
-        """Note that a file was used, where the file system can: on a local disk."""
+        """Record that a file was used, where the file system can: on a local disk."""
         if self.is_local:
             with contextlib.suppress(OSError):
                 os.utime(path)

@@ -38,7 +38,7 @@ INPUT = "input"  # key in the carry of mixers: the input of the value projection
 
 
 class Mixing(nn.Module):
-    """A module with parameters of a method; `reset` initialises those that a checkpoint has not filled.
+    """A module with parameters of a method; `reset` initializes parameters that a checkpoint has not filled.
 
     `split_by_head` names the parameters with a slice per key-value head, and the dimension of the heads; either all or
     none of a module's parameters are of this form. Under tensor parallelism each rank has the slices of its own heads.

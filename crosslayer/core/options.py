@@ -77,7 +77,7 @@ def mixed_layers(name: str, plan: DepthPlan, state: str) -> tuple[int, ...]:
     own_layers = plan.own_layers(state)
     if len(own_layers) < 2:
         raise ValueError(
-            f"{name}: at least two layers must have {state} of their own to be mixed, only layer {own_layers[0]} has"
+            f"{name}: mixing needs at least two layers with {state} of their own, only layer {own_layers[0]} has them"
         )
     return tuple(own_layers)
 

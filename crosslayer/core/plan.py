@@ -95,7 +95,7 @@ class DepthPlan:
             partner = isinstance(self.values[layer], tuple) and self.has_own("values", layer)
             if share < 1 and not partner:
                 raise ValueError(
-                    f"layer {layer} computes only {share:.0%} of its value heads, so it must read another layer's too"
+                    f"layer {layer} computes only {share:.0%} of its value heads, so it needs another layer's too"
                 )
             if share < 1 and self.is_source("values", layer):
                 raise ValueError(
@@ -169,7 +169,7 @@ class DepthPlan:
 
     @property
     def beyond_sharing(self) -> str | None:
-        """What layers do beside reading keys and values of all tokens, as a clause; None: nothing."""
+        """What layers do besides reading keys and values of all tokens, as a clause; None: nothing."""
         return "layers attend to chosen tokens only" if self.reads_less else None
 
     def chooses(self, layer: int) -> bool:
@@ -332,4 +332,4 @@ def _check_vector(state: str, vector: Sequence[Entry]) -> None:
             if source > layer:
                 raise ValueError(f"{where}: a source must not be above its reader, got layer {source}")
             if source not in _layers_of(vector[source]):
-                raise ValueError(f"{where}: a source must have {state} of its own, layer {source} has none")
+                raise ValueError(f"{where}: a source must have {state} of its own, got layer {source}, which has none")

@@ -1,7 +1,7 @@
 """Tensors in the carry whose number or names differ from layer to layer: outputs of earlier sublayers, shared states.
 
 As tuples and dicts, FSDP2 would wrap each tensor again in every layer, and a layer that is compiled by itself would be
-compiled anew in every layer, until the compiler gives up. So they are objects that both pass on as they are, and
+compiled again in every layer, until the compiler gives up. So they are objects that both pass on as they are, and
 functions that open them stay outside of the graph of a single layer.
 """
 

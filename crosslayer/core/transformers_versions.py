@@ -1,6 +1,6 @@
 """Differences between the supported versions of transformers, 5.19 to 5.24; no other file checks the version.
 
-Each name gives the behaviour of 5.24 in every version; its docstring names the first version that has it. The checks
+Each name gives the behavior of 5.24 in every version; its docstring names the first version that has it. The checks
 test whether something exists rather than compare version numbers, so that builds between two releases work too.
 """
 

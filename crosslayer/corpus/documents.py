@@ -1,4 +1,4 @@
-"""Documents of a source: a file, a dataset, or the corpus that lies in the package."""
+"""Documents of a source: a file, a dataset, or the corpus in the package."""
 
 import contextlib
 import glob
@@ -157,7 +157,7 @@ def _some(texts: Iterable[str], source: TextSource) -> Iterator[str]:
         yield text
     if empty and source.where:
         wanted = ", ".join(f"{column} = {value!r}" for column, value in source.where.items())
-        raise ValueError(f"`where` must choose rows with text, and none of {source.describe()!r} has {wanted}")
+        raise ValueError(f"`where` must choose rows with text, got {wanted}, which no row of {source.describe()!r} has")
 
 
 def _opened_dataset(name: str, config: str | None, split: str) -> Any:
@@ -197,7 +197,7 @@ def _readable(name: str) -> Iterator[None]:
     except Exception as error:  # datasets raises many kinds; all mean that this source cannot be read
         reason = " ".join(str(error).split())[:200]
         raise ValueError(
-            f"{name!r} is no local file, and as a dataset it cannot be read ({reason or type(error).__name__})"
+            f"{name!r} is not a local file, and cannot be read as a dataset ({reason or type(error).__name__})"
         ) from error
 
 

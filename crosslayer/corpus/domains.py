@@ -14,7 +14,7 @@ from crosslayer.corpus.documents import TextSource, embedded_documents
 from crosslayer.corpus.files import PLAIN, file_kind, local_files
 from crosslayer.corpus.windows import Windows, split
 
-EMBEDDED = {  # domain → archive and files in it; sources and licences: data/SOURCES.md
+EMBEDDED = {  # domain → archive and files in it; sources and licenses: data/SOURCES.md
     "books": ("default_corpus", ("moby_dick", "pride_and_prejudice", "sense_and_sensibility")),
     "science": ("default_corpus", ("newton_opticks",)),
     "speeches": ("default_corpus", ("sotu_sample",)),
@@ -97,7 +97,7 @@ def window_ranges(parts: Mapping[str, Windows]) -> dict[str, dict[str, tuple[int
 
 
 def _split_ids(ids: Tensor, parts: Mapping[str, int]) -> dict[str, Windows]:
-    """Deal out the rows of token ids (N, T), each of which is taken for a document of its own."""
+    """Deal out the rows of token ids (N, T), each as a document of its own."""
     if sum(parts.values()) > len(ids):
         needs = ", ".join(f"{count} for {name}" for name, count in parts.items())
         raise ValueError(f"there are {len(ids)} windows of token ids; {sum(parts.values())} are needed ({needs})")

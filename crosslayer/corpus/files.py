@@ -25,7 +25,7 @@ LONGEST = 2**24  # characters of a document or a row: what is longer in a .txt i
 
 @dataclass
 class Reading:
-    """How many bytes of files have been read, packed as they lie there; of what is no file, no total is known."""
+    """How many bytes of files have been read, before unpacking; the total is unknown for input other than files."""
 
     total: int = 0
     done: int = 0
@@ -36,7 +36,7 @@ def local_files(name: str) -> list[Path]:
 
     In a folder a README.md is left out: it is about the texts.
 
-    Any other name without the suffix of a text file is taken for a dataset's: no files.
+    Any other name without the suffix of a text file is a dataset's: no files.
 
     Raises:
         ValueError: a file does not exist or is a device or a pipe, a folder holds no text files, or nothing matches a
@@ -48,7 +48,7 @@ def local_files(name: str) -> list[Path]:
         texts = [file for file in sorted(path.rglob("*")) if file_kind(file) in READERS and file.name != "README.md"]
         files = [file for file in texts if file.is_file()]
         if not files:
-            raise ValueError(f"{name!r} is a folder without text; its text files must end in {SUFFIXES}")
+            raise ValueError(f"{name!r} has no text files; their names end in {SUFFIXES}")
         return files
     if path.exists():
         _check_regular(path)
@@ -136,7 +136,7 @@ def jsonl_rows(path: Path, reading: Reading | None = None) -> Iterator[tuple[str
             continue
         location = f"{path.name!r}, line {number}"
         if len(line) == LONGEST:
-            raise ValueError(f"{location}: it has {LONGEST:,} characters or more; a row must be shorter")
+            raise ValueError(f"{location}: a row must have fewer than {LONGEST:,} characters, got more")
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):
@@ -201,7 +201,7 @@ def _lines(path: Path, reading: Reading) -> Iterator[str]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
-    """Open a file for reading: as it lies there, and unpacked."""
+    """Open a file for reading: as it is, and unpacked."""
     try:
         with path.open("rb") as packed, PACKINGS.get(path.suffix, nullcontext)(packed) as file:
             yield packed, file if file is packed else io.BufferedReader(_Unpacked(path.name, packed, file), READ)

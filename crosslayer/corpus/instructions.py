@@ -33,9 +33,7 @@ def example_of(
     if choices is not None:
         options = row.get(choices)
         if not isinstance(options, list) or not all(isinstance(option, str) for option in options):
-            raise ValueError(
-                f"{location}: column {choices!r} must hold a list of texts; the columns are {', '.join(row)}"
-            )
+            raise ValueError(f"{location}: column {choices!r} has no list of texts; the columns are {', '.join(row)}")
         lines += [f"- {option}" for option in options]
     return PROMPT.format(instruction=asked, input="\n".join(filter(None, lines))), answer
 
@@ -44,7 +42,7 @@ def _single_turn(row: Any, location: str, column: str) -> Example | None:
     """Return prompt and response of a conversation with a single turn; a system message precedes the instruction."""
     held = row.get(column) if isinstance(row, dict) else None
     if not isinstance(held, list) or not all(isinstance(message, dict) for message in held):
-        raise ValueError(f"{location}: column {column!r} must hold a list of messages, each with role and content")
+        raise ValueError(f"{location}: column {column!r} has no list of messages, each with role and content")
     messages = [(row_text(message, location, "role"), row_text(message, location, "content")) for message in held]
     roles, contents = [role for role, _ in messages], [content or "" for _, content in messages]
     if roles not in (["user", "assistant"], ["system", "user", "assistant"]) or not contents[-1].strip():

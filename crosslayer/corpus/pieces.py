@@ -27,7 +27,7 @@ def pieces(documents: Iterable[str], characters: int, seed: int) -> Iterator[tup
 
 
 def token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Return the tokens of plain text, without special ones; a text longer than a model's context is no error."""
+    """Return the tokens of plain text, without special ones; a text may be longer than a model's context."""
     return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
 
@@ -42,22 +42,22 @@ def special_tokens(
     if prefix is not None:
         if prefix == "chat":
             if tokenizer.chat_template is None:
-                raise ValueError("prefix = 'chat', but this tokenizer has no chat template; give the prefix as text")
+                raise ValueError("`prefix` chat needs a chat template, which this tokenizer lacks; give it as text")
             chat = tokenizer.apply_chat_template([{"role": "user", "content": MESSAGE}], tokenize=False)
             prefix = str(chat).partition(MESSAGE)[0]
         fixed = token_ids(tokenizer, prefix) if isinstance(prefix, str) else [*prefix]
         if not fixed:
-            raise ValueError("prefix must have at least one token, got none; leave it out for plain text")
+            raise ValueError("`prefix` must have at least one token, got none; leave it out for plain text")
         first, last = special_tokens(tokenizer, bos)
         return (fixed if fixed[: len(first)] == first else first + fixed), last
     if bos not in ("auto", "yes", "no"):
-        raise ValueError(f"bos = {bos!r} is not known; use auto, yes or no")
+        raise ValueError(f"`bos` must be auto, yes or no, got {bos!r}")
     if bos == "no":
         return [], []
     if bos == "yes":
         token = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.cls_token_id
         if token is None:
-            raise ValueError("bos = 'yes', but this tokenizer has no beginning-of-sequence token; use auto or no")
+            raise ValueError("`bos` yes needs a beginning-of-sequence token, which this tokenizer lacks; use auto")
         assert isinstance(token, int)
         return [token], []
     plain = cast(list[int], tokenizer.encode("a", add_special_tokens=False))

@@ -72,7 +72,7 @@ def open_text(text: Text, *, sequences: int, length: int, seed: int = 0) -> Tens
 
 
 def check_text(text: object, name: str) -> None:
-    """Refuse what is no text: a file's name, and what holds something else than texts."""
+    """Refuse a file's name, and lists with other items than texts."""
     if isinstance(text, Path) or (isinstance(text, str) and text.endswith(SUFFIXES) and len(text.split()) == 1):
         raise ValueError(f"{name} is {str(text)!r}, which looks like a file; TextSource({str(text)!r}) reads it")
     if text is None or isinstance(text, str | TextSource | Tensor):
@@ -125,7 +125,7 @@ def packed(
     size = length - len(first) - len(last)
     if sequences < 1 or size < 1:
         fixed = f"{len(first) + len(last)} fixed tokens"
-        raise ValueError(f"sequences = {sequences} and length = {length} leave no text beside {fixed}; use larger ones")
+        raise ValueError(f"sequences = {sequences} and length = {length} leave no text next to {fixed}; use more")
     _check_estimate(documents, tokenizer, sequences, size)
     bodies, rest = _pack_bodies(documents, tokenizer, sequences, size, seed)
     if len(bodies) < sequences:
@@ -152,7 +152,7 @@ def split(
     first, last = special_tokens(tokenizer, bos)
     size, wanted = length - len(first) - len(last), sum(parts.values())
     if min(parts.values()) < 1 or size < 1:
-        raise ValueError(f"windows {parts} of {length} tokens leave no tokens for text; both must be larger")
+        raise ValueError(f"windows {parts} of {length} tokens leave no tokens for text; raise both")
     held = list(itertools.islice(documents, None if isinstance(documents, list) else STREAMED))
     bodies = _split_bodies(held, tokenizer, wanted, size, seed)
     if len(bodies) < wanted:
@@ -217,7 +217,7 @@ def _windows(bodies: list[Body], first: list[int], last: list[int]) -> Windows:
 
 
 def _check_estimate(documents: Iterable[str], tokenizer: PreTrainedTokenizerBase, sequences: int, size: int) -> None:
-    """Refuse a long text that is clearly too short, by a sample of it: to cut it all into tokens takes a minute."""
+    """Refuse a long text that is too short by far, from a sample: to tokenize it all takes a minute."""
     characters = sum(map(len, documents)) if isinstance(documents, list) else 0
     if characters <= SAMPLES * SAMPLE:
         return

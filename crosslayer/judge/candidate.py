@@ -71,7 +71,7 @@ def candidate_of(given: Any, name: str | None = None) -> Candidate:
     if callable(given):
         return Candidate(name or getattr(given, "__name__", type(given).__name__), around=given, scores=False)  # type: ignore[arg-type]
     raise ValueError(
-        f"a candidate must be {WHAT}, a plan, a cache class or a context manager; got {type(given).__name__}"
+        f"a candidate must be {WHAT}, a plan, a cache class or a context manager, got {type(given).__name__}"
     )
 
 
@@ -82,7 +82,7 @@ def read_candidates(given: Sequence[Any] | Mapping[str, Any]) -> list[Candidate]
     else:
         candidates = [candidate_of(one) for one in given]
     if not candidates:
-        raise ValueError(f"`candidates` must name at least one: {WHAT}")
+        raise ValueError(f"`candidates` is empty; name at least one: {WHAT}")
     names = [candidate.name for candidate in candidates]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
@@ -99,7 +99,7 @@ def _named(text: str, name: str | None) -> Candidate:
         engines = ("transformers", "vLLM") if text == "fp8" else ("transformers",)
         return Candidate(name or text, around=smaller.running, engines=engines)
     if not Path(text).expanduser().is_dir() and "/" not in text and text not in EMBEDDED:
-        raise ValueError(f"unknown candidate {text!r}; it must be {WHAT}")
+        raise ValueError(f"a candidate must be {WHAT}, got {text!r}")
     return Candidate(name or public_name(text), text, engines=_engines(load_config(text)))
 
 

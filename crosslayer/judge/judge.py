@@ -76,7 +76,7 @@ class Judge:
         return self.asked(candidate, lambda model, new_cache: ask(model, new_cache=new_cache)) or ()
 
     def step(self, candidate: Candidate, load: Load) -> StepTime | None:
-        """Time decoding steps of a candidate and the original in turns.
+        """Time decoding steps of a candidate and the original alternately.
 
         None if one of them has too few positions, or there is too little memory.
         """
@@ -97,13 +97,13 @@ class Judge:
         static: bool = False,
         tick: Callable[[], None] = lambda: None,
     ) -> dict[str, list[tuple[Run, Run]]]:
-        """Return runs at a load: pairs (candidate, original) of those that do not fail, the first of them a warm-up.
+        """Return runs at a load: pairs (candidate, original) that do not fail, the first of them a warm-up.
 
         Original and candidates take turns, and the order alternates, so that both of a pair see the same load of the
         machine.
 
         Args:
-            candidates: what runs beside the original.
+            candidates: what runs next to the original.
             load: prompt and new tokens.
             ids: their token ids, (B, S).
             repeats: timed pairs after the warm-up.
@@ -141,7 +141,7 @@ class Judge:
         return self._models[candidate.name]
 
     def described(self, candidate: Candidate) -> JudgedModel:
-        """Return what a report says of a candidate."""
+        """Return a candidate's facts for a report."""
         facts, failed = None, self.failed.get(candidate.name)
         if failed is None:
             facts = ModelFacts(**model_facts(self.model_of(candidate), candidate.name))

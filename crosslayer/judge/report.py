@@ -16,7 +16,7 @@ Detail = float | int | str
 
 
 class Row(Frozen):
-    """One quantity of a candidate, beside the original's."""
+    """One quantity of a candidate, with the original's."""
 
     quantity: str
     unit: str = Field(description="nats/token, bytes, s, share (of items or numbers), or empty")

@@ -105,7 +105,7 @@ def damage_rows(candidate: str, kl: np.ndarray, domains: Sequence[str], document
 def retrieval_row(
     candidate: str, scope: str, found: Sequence[bool], original: Sequence[bool] | None = None, **details: int
 ) -> Row:
-    """Return the share of hidden numbers that a candidate finds, beside the original's if there is one."""
+    """Return the share of hidden numbers that a candidate finds, with the original's if there is one."""
     return Row(
         quantity="retrieval",
         unit="share",

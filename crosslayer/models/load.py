@@ -87,15 +87,13 @@ def load_model(
     _check_complete(name, model, info)
     broken = [key for key, weight in model.named_parameters() if not torch.isfinite(weight).all()]
     if broken:
-        raise ValueError(
-            f"{name}: {len(broken)} weights hold NaN or infinity, the first is {broken[0]}; they must be finite"
-        )
+        raise ValueError(f"{name}: weights must be finite, got NaN or infinity in {len(broken)}, first in {broken[0]}")
     torch.nn.Module.to(model.eval(), target)
     return model, tokenizer
 
 
 def load_config(name: str) -> PreTrainedConfig:
-    """Load a model's config alone; a folder needs no weights, and of the hub nothing but config.json is fetched."""
+    """Load a model's config alone; a folder needs no weights, and from the hub only config.json is fetched."""
     import crosslayer.core.decoder  # noqa: F401  registers our model
 
     source = model_source(name, needs_weights=False)
@@ -113,7 +111,7 @@ def check_layers(values: Mapping[str, Any]) -> None:
     for part in (values, *(part for part in values.values() if isinstance(part, Mapping))):
         count = part.get("num_hidden_layers")
         if count is not None and not (isinstance(count, int) and 1 <= count <= MOST_LAYERS):
-            raise ValueError(f"num_hidden_layers is {count}; it must be a whole number from 1 to {MOST_LAYERS}")
+            raise ValueError(f"num_hidden_layers must be a whole number from 1 to {MOST_LAYERS}, got {count}")
 
 
 def model_facts(model: PreTrainedModel, name: str) -> dict[str, Any]:
@@ -178,7 +176,7 @@ def resolve_dtype(dtype: str | torch.dtype | None, device: torch.device) -> torc
     if isinstance(dtype, torch.dtype):
         return dtype
     if dtype not in DTYPES:
-        raise ValueError(f"dtype {dtype!r} is not known; use {', '.join(DTYPES)}")
+        raise ValueError(f"`dtype` must be one of {', '.join(DTYPES)}, got {dtype!r}")
     return DTYPES[dtype]
 
 
@@ -198,7 +196,7 @@ def auto_class(config: PreTrainedConfig) -> Any:
 def model_source(name: str, needs_weights: bool = True) -> str:
     """Return the folder or hub name from which transformers loads a model, or without weights its config.
 
-    What is not there, or cannot be opened safely, is refused here: transformers words it less clearly.
+    Missing and unsafe files are refused here, since transformers' messages are less clear.
     """
     if name in EMBEDDED:
         return str(embedded_folder(name))
@@ -238,7 +236,7 @@ def _check_config(config: PreTrainedConfig) -> None:
     if config.is_encoder_decoder:
         raise ValueError("it is an encoder-decoder; decoders and encoders are supported")
     if "vocab_size" not in config.get_text_config().to_dict():
-        raise ValueError(f"{config.model_type} is no language model: its config has no vocabulary")
+        raise ValueError(f"{config.model_type} is not a language model: its config has no vocabulary")
     weights = str(config.to_dict().get("transformers_weights") or ".safetensors")
     if not weights.endswith((".safetensors", ".safetensors.index.json")):
         raise ValueError(f"its config names the weights {weights!r}; only safetensors are read")
@@ -280,7 +278,7 @@ def _tokenizer(folder: str) -> PreTrainedTokenizerBase:
     except Exception as error:  # where there is none, transformers speaks of packages to install
         if "trust_remote_code" in str(error):
             raise ValueError("its tokenizer needs code of its own, which never runs") from error
-        raise ValueError("it has no tokenizer that can be read; tokenizer.json must lie beside the model") from error
+        raise ValueError("it has no readable tokenizer; put its tokenizer.json into the model's folder") from error
 
 
 def _reason(error: Exception) -> str:

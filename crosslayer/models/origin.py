@@ -1,4 +1,4 @@
-"""Where a model comes from, as the card of what is made of it says: its name on the hub, its licence, its languages."""
+"""Where a model comes from, as the card of what is made of it says: its name on the hub, its license, its languages."""
 
 from pathlib import Path
 

@@ -11,23 +11,11 @@ from typing import Any
 from crosslayer.output.panel import COLORS, QUIET, Dots, Heat, Panel, drawn, lowest
 
 VERSION = "6.4"  # of Vega-Lite, in the page and in vl-convert
-
-
 MARKED = 100  # points of a line, above which they are not marked
-
-
 BESIDE = 0.015  # share of the horizontal axis between error bars of the same x
-
-
 LONGEST = 18  # characters of a line of a name
-
-
 WHOLE_TICKS = 10  # whole numbers up to which each has a tick
-
-
 PADDING = 8  # pixels between what is drawn and the ends of an axis
-
-
 CONFIG = {
     "font": "system-ui, sans-serif",
     "view": {"stroke": None},

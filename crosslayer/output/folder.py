@@ -158,7 +158,7 @@ def _lock_of(target: Path) -> Iterator[None]:
                 f"the folder {target.name!r} is being written by another process{_holder(target)}; name another folder"
             ) from None
         except UnicodeEncodeError:
-            raise ValueError(f"the name of the folder, {target.name!a}, must be valid UTF-8") from None
+            raise ValueError(f"the name of the folder must be valid UTF-8, got {target.name!a}") from None
         except OSError as error:
             raise ValueError(f"the folder {target.name!r} cannot be written: {error.strerror or error}") from None
         yield

@@ -80,7 +80,7 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / NAME
     try:
         if not path.is_file() or path.stat().st_size > LARGEST:
-            raise ValueError(f"it must be a file of at most {LARGEST:,} bytes")
+            raise ValueError(f"it is not a file, or has more than {LARGEST:,} bytes")
         manifest = Manifest.model_validate_json(path.read_text(encoding="utf-8"))
     except ValidationError as error:
         message = validation_message(error)

@@ -1,6 +1,7 @@
 """The page of a result: a self-contained HTML document that needs no network and fits wide and narrow screens."""
 
 import functools
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,7 @@ class Page:
     panels: list[Panel]
     tables: Sequence[Table]
     lead: Sequence[Table] = ()
+    following: str | None = None  # the next command
 
     def html(self) -> str:
         """Return the page as HTML."""
@@ -61,6 +63,7 @@ def _templates() -> jinja2.Environment:
     )
     templates.policies["json.dumps_kwargs"] = {"allow_nan": False}
     templates.globals |= {"drawn": drawn, "pairs": functools.partial(zip, strict=True)}
+    templates.globals["anchor"] = lambda title: "table-" + re.sub(r"\W+", "-", title.lower()).strip("-")
     templates.filters["signed"] = lambda number: f"{number:g}".replace("-", "−")
     return templates
 

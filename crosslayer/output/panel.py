@@ -27,7 +27,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Heat:
-    """A heat map, z[row][column]; `x` are centres, or edges if there is one more; `limits` end the color scale.
+    """A heat map, z[row][column]; `x` are centers, or edges if there is one more; `limits` end the color scale.
 
     `columns` names the columns in tooltips, instead of `x`. With `written`, each cell shows its rounded number.
     """
@@ -75,7 +75,7 @@ class Panel:
     `bounds` are the least and the greatest value that is possible: bands end there. `y_range` are the ends of the axis,
     by default those of what is drawn. `x_ticks` and `y_ticks` map values of an axis to labels. An axis whose values are
     all whole numbers has ticks at whole numbers only. `bars` draws intervals as error bars instead of bands, those of
-    different lines beside each other.
+    different lines next to each other.
     """
 
     key: str

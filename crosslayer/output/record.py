@@ -32,7 +32,7 @@ def _unique(numbers: Any, field: ValidationInfo) -> Any:
         raise ValueError(f"{field.field_name} must be a list, got {numbers!r}")
     unique = tuple(dict.fromkeys(numbers))
     if not unique:
-        raise ValueError(f"{field.field_name} must have at least one value")
+        raise ValueError(f"{field.field_name} must have at least one value, got none")
     return unique
 
 
@@ -46,7 +46,7 @@ class Frozen(BaseModel):
 
 
 class Measure(Frozen):
-    """A measure, usually by layer: mean over n sequences and 95 % interval, a pair [low, high] for each entry."""
+    """A measure, usually by layer: mean over n sequences and 95% interval, a pair [low, high] for each entry."""
 
     mean: Any
     ci95: list[Any] | None = Field(description="None for a single sequence")
@@ -74,7 +74,7 @@ class Measure(Frozen):
 
     @property
     def interval(self) -> np.ndarray | None:
-        """The ends of the 95 % interval, (…, 2) for a mean of shape (…), None for a single sequence."""
+        """The ends of the 95% interval, (…, 2) for a mean of shape (…), None for a single sequence."""
         return None if self.ci95 is None else np.array(self.ci95, dtype=float)
 
 
@@ -133,7 +133,7 @@ class Options(BaseModel):
 
 
 def validation_message(error: ValidationError) -> str:
-    """Return the first error of untrusted data in one line: the path of its key, if any, and what it must be."""
+    """Return the first error of untrusted data in one line: the path of its key, if any, and a valid type or range."""
     return _message(error.errors()[0])
 
 

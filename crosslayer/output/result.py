@@ -1,6 +1,7 @@
 """The base class of results: a record, a folder with a page, a display in notebooks."""
 
 import html
+import shlex
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
@@ -65,6 +66,14 @@ class Result(Shown, BaseModel):
         """Return the findings in sentences, from `sentences` of the verb's `page.py`."""
         return self.sibling("page").sentences(self)
 
+    def next_command(self) -> str | None:
+        """Return `NEXT` of the verb's folder with the model and the folder as they were typed; None from Python."""
+        words, verb = shlex.split(self.command or ""), import_module(type(self).__module__.rpartition(".")[0])
+        if self.exit_status or len(words) < 3 or words[2].startswith("-"):
+            return None
+        out = words[words.index("--out") + 1] if "--out" in words[:-1] else getattr(verb, "OUT", "OUT")
+        return getattr(verb, "NEXT", "").format(model=shlex.quote(words[2]), out=shlex.quote(out)) or None
+
     @classmethod
     def sibling(cls, name: str) -> Any:
         """Import and return another module of the verb, late, since such modules import the class of the result."""
@@ -85,7 +94,7 @@ class Result(Shown, BaseModel):
         return self._html(self.layout())
 
     def _html(self, layout: Page) -> str:
-        return replace(layout, tables=[*layout.tables, self.run_details()]).html()
+        return replace(layout, tables=[*layout.tables, self.run_details()], following=self.next_command()).html()
 
     def save(self, folder: str | Path, force: bool = False) -> Path:
         """Write record.json, report.html and an SVG for each figure; return the page's path.

@@ -8,7 +8,7 @@ Table = tuple[str, list[str], list[list[Any]]]  # title, head, rows of cells
 
 
 class Shown:
-    """Printed are tables, then sentences, then a line of JSON.
+    """Printed are tables, sentences, the next command, and a line of JSON.
 
     Attributes:
         exit_status: of the command: 1 if checks failed.
@@ -24,6 +24,10 @@ class Shown:
     def sentences(self) -> list[str]:
         """Return the findings in sentences."""
         return []
+
+    def next_command(self) -> str | None:
+        """Return the command that most readers type next; None if there is none."""
+        return None
 
     @abstractmethod
     def headline(self) -> dict[str, Any]:

@@ -14,10 +14,10 @@ Ends = Callable[[np.ndarray], np.ndarray]  # from values (N, …) to the ends (�
 
 def measure(sample: np.ndarray, over_documents: Ends | None = None) -> Measure:
     """Return a measure by layer for a record, from its values (N, L), (N, L, L) or (N, L, k) over N sequences."""
-    return Measure.model_validate(summarise(sample, over_documents))
+    return Measure.model_validate(summarize(sample, over_documents))
 
 
-def summarise(sample: np.ndarray, over_documents: Ends | None = None) -> dict[str, Any]:
+def summarize(sample: np.ndarray, over_documents: Ends | None = None) -> dict[str, Any]:
     """Return the mean over sequences and its 95% interval, (N, …) → fields of a `Measure`.
 
     `ci95` has a pair [low, high] for each entry of the mean: what `over_documents` returns, otherwise Student's t over

@@ -12,7 +12,7 @@ LANE, LANES = 0.035, 4  # vertical lines beside the bars: share of the figure's 
 class Wires:
     """A row for each layer, the first at the bottom.
 
-    `widths` are the bars' lengths, `kinds` what their colours mean, `sources` the other layers whose states each reads.
+    `widths` are the bars' lengths, `kinds` what their colors mean, `sources` the other layers whose states each reads.
     """
 
     widths: Sequence[float]

@@ -51,7 +51,7 @@ class DepthMixing:
         self._reads.append((_some(read), len(self._sources)))
 
     def table(self) -> np.ndarray | None:
-        """Return the mean weights (readers, sources); None if what is read is no sum of outputs, or not of these."""
+        """Return the mean weights (readers, sources); None if the stream is not a sum of these outputs."""
         tokens, channels = self._sources[0].shape
         states = [*self._sources, *(read for read, _ in self._reads)]
         if channels < len(self._sources) or any(state.shape[0] != tokens for state in states):  # of several streams

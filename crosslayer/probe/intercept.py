@@ -1,6 +1,6 @@
 """See every attention call of a Hugging Face model, with its outputs left as they are.
 
-While a model is watched, the function that its attention implementation names stands in transformers' attention
+While a model is watched, the function that its attention implementation names is in transformers' attention
 interface behind one that shows the call first. The name stays, since models read it: sparse attention edits its mask
 by it. Calls of other models pass through, and everything is put back on exit.
 

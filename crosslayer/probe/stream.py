@@ -176,8 +176,8 @@ class _LayerWatch:
         entering = _first(args, kwargs)
         if not (entering.dim() == 3 and entering.shape[0] == 1 or entering.dim() == 4 and 1 in entering.shape[:2]):
             raise ValueError(
-                f"layer {self.index} ({type(self.layer).__name__}) receives a stream of shape {tuple(entering.shape)}; "
-                f"it must be of a single sequence, with {self.width} channels or several streams of them"
+                f"layer {self.index} ({type(self.layer).__name__}) must receive a single sequence, with {self.width} "
+                f"channels or several streams of them, got the shape {tuple(entering.shape)}"
             )
         self.received, self.known = entering, [entering]
         if len(split(entering, self.width)) > 1:

@@ -48,13 +48,13 @@ def check_ids(model: PreTrainedModel, ids: Tensor) -> None:
 
     """
     if ids.dim() != 2 or ids.shape[0] < 1 or ids.shape[1] < 2 or ids.is_floating_point():
-        raise ValueError(f"ids are {ids.dtype} of shape {tuple(ids.shape)}; needed are integers (B ≥ 1, T ≥ 2)")
+        raise ValueError(f"ids must be integers (B ≥ 1, T ≥ 2), got {ids.dtype} of shape {tuple(ids.shape)}")
     config = model.config.get_text_config()
     check_length(model, ids.shape[1])
     if int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size:
         raise ValueError(
-            f"token ids reach from {int(ids.min())} to {int(ids.max())}; the vocabulary has {config.vocab_size}: "
-            "ids and tokenizer must be this model's"
+            f"token ids must be below the vocabulary's size, {config.vocab_size}, got {int(ids.min())} to "
+            f"{int(ids.max())}; use this model's tokenizer"
         )
     if config._attn_implementation == "flex_attention":
         raise ValueError(UNREADABLE)

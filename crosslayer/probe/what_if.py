@@ -103,7 +103,7 @@ def what_if(model: PreTrainedModel, plan: Wish) -> Iterator[None]:
 
     Raises:
         ValueError: the model cannot be probed, or cannot follow the plan; the plan changes nothing; a method mixes
-            states or streams; the model trains with activation checkpointing, which computes layers anew when their
+            states or streams; the model trains with activation checkpointing, which computes layers again when their
             sources' states are freed.
 
     """
@@ -175,7 +175,7 @@ def _choices(model: PreTrainedModel, methods: Sequence[Method], plan: DepthPlan)
     """Return the modules with which layers choose tokens, or attend to chosen ones, by layer."""
     layers = [layer for layer in range(plan.layers) if plan.involves_choice(layer)]
     if layers and not methods:
-        raise ValueError("the plan says which layers choose tokens, not how; give the method with its options")
+        raise ValueError("a plan does not have the options of methods that choose tokens; pass the method instead")
     config: Any = model.config.get_text_config()
     modules = {}
     for method in methods if layers else ():

@@ -42,7 +42,7 @@ class Bootstrap:
         return self.weights @ values
 
     def interval(self, values: np.ndarray) -> Interval:
-        """Return the 95 % interval of the mean of values (N,)."""
+        """Return the 95% interval of the mean of values (N,)."""
         return percentiles(self.means(values))
 
     def mean(self, values: np.ndarray) -> Estimate:
@@ -71,7 +71,7 @@ class Bootstrap:
 
 
 def over_documents(documents: Sequence[int]) -> Ends | None:
-    """Return the function from values (N, …) of windows to the 95 % interval (…, 2) of their mean, over documents.
+    """Return the function from values (N, …) of windows to the 95% interval (…, 2) of their mean, over documents.
 
     D − 1 of the D documents are drawn with all of their windows, which are not independent, and draws are spread by
     Student's t, as above. A number below 0 is a document by itself. None where there are fewer than three.
@@ -92,7 +92,7 @@ def over_documents(documents: Sequence[int]) -> Ends | None:
 
 
 def percentiles(draws: np.ndarray) -> Interval:
-    """Return the middle 95 % of draws."""
+    """Return the middle 95% of draws."""
     low, high = np.quantile(draws, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return float(low), float(high)
 

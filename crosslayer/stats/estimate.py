@@ -19,7 +19,7 @@ FEWEST_DOMAINS = 3  # that a prediction interval needs
 
 
 class Estimate(Frozen):
-    """A value with its 95 % interval.
+    """A value with its 95% interval.
 
     `low` and `high` are None where there is too little to give an interval. `none` is the value that means no
     difference: 0 for a difference, 1 for a ratio.
@@ -79,7 +79,7 @@ def band(estimates: Sequence[Estimate]) -> tuple[list[float], list[float | None]
 
 
 def new_domain(means: Sequence[float] | np.ndarray, least: float = -math.inf) -> Estimate:
-    """Return the mean over domains, with the 95 % prediction interval of the mean of one more domain.
+    """Return the mean over domains, with the 95% prediction interval of the mean of one more domain.
 
         x̄ ± t(0.975, D − 1) · s · √(1 + 1/D)
 

@@ -1,4 +1,4 @@
-"""Differences between paired runs: what may be said of them, and how many seeds it would take to say more.
+"""Differences between paired runs: the conclusions they allow, and how many seeds a stronger one would take.
 
     d_s = candidate_s − baseline_s;   mean(d) ± t(0.975, S − 1) · std(d) / √S
 
@@ -24,7 +24,7 @@ def paired_difference(candidate: Sequence[float], baseline: Sequence[float]) -> 
     """Return the mean difference of values (S,) that belong together pair by pair, with p for a difference of 0."""
     if len(candidate) != len(baseline) or not candidate:
         raise ValueError(
-            f"pairs need as many candidates as baselines, at least one; got {len(candidate)} and {len(baseline)}"
+            f"pairs need as many candidates as baselines, at least one, got {len(candidate)} and {len(baseline)}"
         )
     values = np.asarray(candidate, dtype=float) - np.asarray(baseline, dtype=float)  # (S,)
     if not np.isfinite(values).all():
@@ -33,14 +33,14 @@ def paired_difference(candidate: Sequence[float], baseline: Sequence[float]) -> 
 
 
 def t_mean(values: Sequence[float] | np.ndarray) -> Estimate:
-    """Return the mean of values (S,) of seeds, with a 95 % interval by Student's t from three on."""
+    """Return the mean of values (S,) of seeds, with a 95% interval by Student's t from three on."""
     ends = t_ends(np.asarray(values, dtype=float))
     low, high = (None, None) if ends is None else map(float, ends)
     return Estimate(value=float(np.mean(values)), low=low, high=high, n=len(values), over="seeds", how="Student's t")
 
 
 def t_ends(values: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return the ends (…) of the 95 % interval of the mean over S of values (S, …), as `t_mean` has it."""
+    """Return the ends (…) of the 95% interval of the mean over S of values (S, …), as `t_mean` has it."""
     if len(values) < FEWEST:
         return None
     mean, half = values.mean(axis=0), stats.sem(values, axis=0) * t_quantile(len(values) - 1)
@@ -67,7 +67,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def seeds_needed(values: Sequence[float], difference: float) -> int | None:
-    """Return with how many pairs the 95 % interval would be narrower than a difference on either side.
+    """Return with how many pairs the 95% interval would be narrower than a difference on either side.
 
     The spread is taken from the values (S,) of the pairs at hand, so with few pairs the number is a rough one. None
     where fewer than two pairs tell no spread, or where more than `MOST` would be needed.
@@ -84,5 +84,5 @@ def seeds_needed(values: Sequence[float], difference: float) -> int | None:
 
 
 def t_quantile(degrees: int) -> float:
-    """Return by how many standard errors a 95 % interval reaches to either side, by Student's t."""
+    """Return by how many standard errors a 95% interval reaches to either side, by Student's t."""
     return float(stats.t.ppf((1 + LEVEL) / 2, degrees))

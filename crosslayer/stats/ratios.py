@@ -8,7 +8,7 @@ from scipy.stats import binom
 from crosslayer.stats import LEVEL
 from crosslayer.stats.estimate import Estimate
 
-FEWEST = 5  # pairs that give an interval: that of four covers 87.5 % only
+FEWEST = 5  # pairs that give an interval: that of four covers 87.5% only
 
 
 def paired_ratio(candidate: Sequence[float], baseline: Sequence[float]) -> Estimate:

@@ -13,7 +13,7 @@ from crosslayer.stats.estimate import Estimate
 
 
 def share(found: int, n: int, over: str = "samples") -> Estimate:
-    """Return a share of n with Wilson's 95 % interval."""
+    """Return a share of n with Wilson's 95% interval."""
     interval = stats.binomtest(found, n).proportion_ci(LEVEL, method="wilson")
     return Estimate(value=found / n, low=interval.low, high=interval.high, n=n, over=over, how="Wilson")
 

@@ -1,4 +1,4 @@
-"""Times of two models that run in turns: medians with quartiles, and the ratio over pairs with its interval."""
+"""Times of two models that run alternately: medians with quartiles, and the ratio over pairs with its interval."""
 
 from collections.abc import Sequence
 

@@ -73,7 +73,7 @@ def check_method(methods: Entry | Sequence[Entry], **shape: Any) -> None:
 
 @torch.no_grad()
 def cached_equals_full(config: CrossLayerConfig) -> None:
-    """Logits with a cache, in one pass or in chunks, equal those without; the cache has the size that the plan says."""
+    """Logits with a cache, in one pass or in chunks, equal those without; the cache has the plan's size."""
     model, ids = build(config), tokens(length=12)
     full = model(ids, use_cache=False).logits
     close(model(ids, use_cache=True).logits, full, "use_cache on and off", tolerance(config))
@@ -90,7 +90,7 @@ def cached_equals_full(config: CrossLayerConfig) -> None:
 
 @torch.no_grad()
 def static_equals_dynamic(config: CrossLayerConfig) -> None:
-    """Logits with a static cache equal those without a cache; its size is what the plan says for its full length."""
+    """Logits with a static cache equal those without a cache; its size is the plan's for its full length."""
     model, ids = build(config), tokens(length=12)
     chunked, cache = steps(model, ids, [7, 1, 1, 1, 1, 1], StaticCache(config=config, max_cache_len=16))
     close(chunked, model(ids, use_cache=False).logits, "static cache", tolerance(config))
@@ -236,7 +236,7 @@ def wiring_matches_the_plan(config: CrossLayerConfig) -> None:
             for other in calls if isinstance(source, int) else ():  # combined states are not compared
                 same = torch.equal(tensor(calls[layer]), tensor(calls[other]))
                 agrees = same == (plan.sources(state)[other] == source)
-                assert agrees, f"layer {layer}: {state} equal layer {other}'s: {same}, the plan says {not same}"
+                assert agrees, f"layer {layer}: {state} equal layer {other}'s: {same}, by the plan {not same}"
 
 
 @torch.no_grad()
@@ -355,7 +355,7 @@ def _refuses(call: Callable[[], Any], expected: str) -> None:
 
 def _holds(cache: Cache, expected: int, what: str) -> None:
     count = elements(cache)
-    assert count == expected, f"{what}: the cache holds {count} elements, the plan says {expected}"
+    assert count == expected, f"{what}: the cache holds {count} elements, by the plan {expected}"
 
 
 # checks that depend on a method's options and on shapes, and checks that run once per method

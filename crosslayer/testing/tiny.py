@@ -41,7 +41,7 @@ def config_of(methods: Entry | Sequence[Entry] | None, **shape: Any) -> CrossLay
 
 
 def build(config: CrossLayerConfig, cls: type[CrossLayerForCausalLM] = CrossLayerForCausalLM) -> CrossLayerForCausalLM:
-    """Return a model in float64 with all parameters perturbed, also those that are initialised with zero."""
+    """Return a model in float64 with all parameters perturbed, also the ones initialized with zero."""
     torch.manual_seed(0)
     model = cls(copy.deepcopy(config)).double().eval()
     with torch.no_grad():

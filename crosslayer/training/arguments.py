@@ -1,4 +1,4 @@
-"""The arguments of transformers' Trainer: those that a recipe can set, and those fixed so that runs are comparable."""
+"""The arguments of transformers' Trainer: some a recipe can set, others are fixed so that runs are comparable."""
 
 import dataclasses
 import importlib.util
@@ -151,7 +151,7 @@ def _check_choices(chosen: Mapping[str, Any]) -> None:
             needed.setdefault("report_to", MODULES.get(name, name))
     for key, package in needed.items():
         if importlib.util.find_spec(package) is None:
-            raise ValueError(f"train.{key}: needs the package {package}, which is not installed; got {chosen[key]!r}")
+            raise ValueError(f"train.{key}: {chosen[key]!r} needs the package {package}, which is not installed")
     mode = chosen.get("torch_compile_mode")
     if mode is not None:
         from torch._inductor import list_mode_options  # takes a second to load

@@ -102,7 +102,7 @@ class _Divergence(Function):
 
 
 def _log_softmax(logits: Tensor, cap: float | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """Return log probabilities (B, V), and the factor by which a soft cap scales gradients."""
+    """Return log probabilities (B, V), and the factor of a soft cap on gradients."""
     logits = logits.to(dtype)
     if cap is None:
         return logits.log_softmax(-1), None

@@ -22,7 +22,7 @@ def initialise(model: PreTrainedModel, seed: int) -> None:
     named = dict(model.named_parameters())
     meta = [name for name, parameter in named.items() if parameter.is_meta]
     if meta:
-        raise ValueError(f"{meta[0]} is on the meta device; allocate the model before initialising it")
+        raise ValueError(f"{meta[0]} is on the meta device; allocate the model before initializing it")
     try:
         for parameter in named.values():
             parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers does not initialise it
@@ -35,7 +35,7 @@ def initialise(model: PreTrainedModel, seed: int) -> None:
 
 
 def _draw(model: PreTrainedModel, name: str, parameter: nn.Parameter, seed: int) -> None:
-    """Draw a single parameter as its module initialises it; the others are marked and do not change."""
+    """Draw a single parameter as its module initializes it; the others are marked and do not change."""
     module, stored = model.get_submodule(name.rpartition(".")[0]), parameter.data
     parameter.data = torch.full(stored.shape, math.nan, device="cpu")
     try:
@@ -48,7 +48,5 @@ def _draw(model: PreTrainedModel, name: str, parameter: nn.Parameter, seed: int)
     finally:
         parameter.data = stored
     if first.isnan().any():
-        raise ValueError(
-            f"{name} is not initialised; {type(module).__name__} must set it where it resets its parameters"
-        )
+        raise ValueError(f"{name} is not initialized; set it where {type(module).__name__} resets its parameters")
     stored.copy_(first)

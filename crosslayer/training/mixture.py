@@ -130,7 +130,7 @@ def spread(rows: Any, count: int) -> Subset[dict[str, Tensor]]:
 def row(shards: Shards, window: int, length: int) -> dict[str, Tensor]:
     """Return a window of a text for training a causal model, each entry (T,) int64.
 
-    `position_ids` restart at 0 with every document, by which transformers keeps attention within documents (only with
+    `position_ids` restart at 0 with every document, which makes transformers keep attention within documents (only with
     `use_cache=False`). `labels` are the ids, since models shift them themselves, but -100 at the first token of each
     document, which is not predicted from the document before.
     """

@@ -133,7 +133,7 @@ class Recipe(Part):
 
     @model_validator(mode="after")
     def _check_kind(self) -> Self:
-        """Refuse keys that a recipe with stages, or one without, does not use, and name those that it lacks."""
+        """Refuse keys that a recipe with stages, or one without, does not use, and name missing ones."""
         if self.model is None and self.schedule is None and not self.stages:
             raise ValueError("must have a model and a schedule (crosslayer train), or stages (crosslayer heal)")
         for key in () if self.stages else ("model", "schedule"):

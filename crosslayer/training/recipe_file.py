@@ -175,7 +175,7 @@ def _read_file(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
     try:
         values = parse_value(path.read_text(encoding="utf-8-sig"), str(path))
     except UnicodeDecodeError:
-        raise ValueError(f"a recipe must be UTF-8 text ({path})") from None
+        raise ValueError(f"a recipe must be UTF-8 text, got other bytes ({path})") from None
     if not isinstance(values, dict):
         content = "an empty file" if values is None else f"a {type(values).__name__}"
         raise ValueError(

@@ -221,7 +221,7 @@ class StopPart(Part):
     patience: Count = 50
     """The stage ends if the average has not fallen for this many logged losses."""
     least: float = Field(default=0.001, gt=0, lt=1)
-    """By which share the average must fall to count."""
+    """The relative fall of the average that counts."""
 
 
 class LoraPart(Part):

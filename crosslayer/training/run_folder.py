@@ -19,7 +19,7 @@ def check_run(folder: Path, recipe: Recipe, resume: bool, others: Mapping[str, s
     The batch size of a recipe with a schedule may differ: it is compared with that of the checkpoint.
     """
     if folder.exists() and not folder.is_dir():
-        raise ValueError(f"`out` must be a folder, {folder.name!r} is a file")
+        raise ValueError(f"`out` must be a folder, got the file {folder.name!r}")
     if not folder.exists() or not any(folder.iterdir()):
         return
     if not resume:

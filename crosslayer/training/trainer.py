@@ -79,7 +79,7 @@ class CrossLayerTrainer(Trainer):
         teacher: Teacher | None = None,
         probe: Callable[[PreTrainedModel], dict[str, float]] | None = None,
     ):
-        """Prepare a run of an initialised model; `args` are from `training_arguments`.
+        """Prepare a run of an initialized model; `args` are from `training_arguments`.
 
         Rows of data are `input_ids`, `position_ids` and `labels` (T,): for training as many as all steps read, in that
         order; for evaluation also a mapping by domain, whose loss is that of the labels, also with a `teacher`. Each
@@ -236,7 +236,7 @@ class CrossLayerTrainer(Trainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """Evaluate on a data set, and store the loss of every window."""
+        """Evaluate on a dataset, and store the loss of every window."""
         output = super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
         sums, counts = np.asarray(output.predictions), np.asarray(output.label_ids)  # (N,) each
         self.window_losses[f"{metric_key_prefix}_loss"] = sums / counts

@@ -6,6 +6,7 @@ The folder's own `__init__.py` says in plain values how a shell shows it:
 - `ARGUMENTS`: how many of its parameters are written without a name, 1 by default;
 - `PANELS`: panels of its help with the options in each, all of them in their order; "Options" is always the first;
 - `NEEDS_TORCH`: whether it imports torch at once, True by default; the command line says so, since that takes seconds;
+- `NEXT`: the command that most users type next, with `{model}` (its first argument) and `{out}`;
 - `OUT`: the folder of results that is written when none is named; without it nothing is written, and "" asks for one.
 """
 

@@ -47,7 +47,7 @@ class DeciLMConfig(LlamaConfig):
 
 
 def class_config(values: dict[str, Any], name: str) -> PreTrainedConfig:
-    """Return the config that transformers reads from the fields of a config.json; code beside it is never run.
+    """Return the config that transformers reads from the fields of a config.json; code in its folder is never run.
 
     Raises:
         ValueError: the model type is unknown, its class refuses the fields, or does not read one that decides on the
@@ -56,7 +56,7 @@ def class_config(values: dict[str, Any], name: str) -> PreTrainedConfig:
     """
     model_type = values.get("model_type")
     if not isinstance(model_type, str):
-        raise ValueError(f"{name!r} is no config of a model: it has no model_type; try --like TYPE")
+        raise ValueError(f"{name!r} is not the config of a model: it has no model_type; try --like TYPE")
     check_layers(values)
     if model_type == DECILM:
         kind, values = DeciLMConfig, _llama_values(values)
@@ -89,9 +89,7 @@ def _llama_values(values: dict[str, Any]) -> dict[str, Any]:
     """Return Llama's fields of a DeciLM; a layer without attention, or with a linear map instead, stores nothing."""
     blocks, heads = values.get("block_configs"), values.get("num_attention_heads")
     if not isinstance(blocks, list) or len(blocks) != values.get("num_hidden_layers") or not isinstance(heads, int):
-        raise ValueError(
-            f"{DECILM}: the config must have Llama's fields, and block_configs with an entry for each layer"
-        )
+        raise ValueError(f"{DECILM}: the config lacks Llama's fields, or block_configs with an entry for each layer")
     layer_types, own = [], {}
     for layer, block in enumerate(blocks):
         attention = block.get("attention") if isinstance(block, dict) else None

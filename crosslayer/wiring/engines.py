@@ -153,7 +153,7 @@ def dtype_name(dtype: Any) -> str:
     """
     name = str(dtype).removeprefix("torch.")
     if name not in BITS:
-        raise ValueError(f"dtype {name!r} is not known; use {', '.join(BITS)}")
+        raise ValueError(f"`dtype` must be one of {', '.join(BITS)}, got {name!r}")
     return name
 
 
@@ -166,7 +166,7 @@ def item_sizes(dtype: str, kv_dtype: str | None, engine: str = "transformers") -
     """
     kinds = {**BITS, **QUANTISED, **OURS}
     if kv_dtype is not None and kv_dtype not in kinds:
-        raise ValueError(f"`kv_dtype` {kv_dtype!r} is not known; use {', '.join(kinds)}")
+        raise ValueError(f"`kv_dtype` must be one of {', '.join(kinds)}, got {kv_dtype!r}")
     ours = kv_dtype if engine == "transformers" and kv_dtype in OURS else None
     return ItemSizes(BITS[dtype] / 8, kinds[kv_dtype or dtype] / 8, ours)
 

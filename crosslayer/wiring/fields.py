@@ -1,6 +1,6 @@
 """Interpretation of config fields: each layer's attention and cache, which layers share, the residual stream.
 
-An architecture is recognised by the fields of its config alone; there is no adapter per architecture. Counts of
+An architecture is recognized by the fields of its config alone; there is no adapter per architecture. Counts of
 elements are what transformers' caches allocate per token.
 """
 

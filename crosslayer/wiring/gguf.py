@@ -87,7 +87,7 @@ def read_header(file: Path) -> tuple[dict[str, Any], int]:
     metadata: dict[str, Any] = {}
     with file.open("rb") as opened:
         if opened.read(4) != b"GGUF":
-            raise ValueError(f"{file.name} is no GGUF file")
+            raise ValueError(f"{file.name} is not a GGUF file")
         try:
             version = _number(opened, "I")
             if version in (2 << 24, 3 << 24):
@@ -178,13 +178,13 @@ def _config(architecture: str, values: dict[str, Any], name: str) -> GgufConfig:
 
     layers = whole("block_count") - whole("nextn_predict_layers", 0)
     if not 1 <= layers < KEPT:
-        raise ValueError(f"{name}: {architecture}.block_count is {layers}; it must be from 1 to {KEPT - 1}")
+        raise ValueError(f"{name}: {architecture}.block_count must be from 1 to {KEPT - 1}, got {layers}")
 
     def by_layer(field: str, default: Any) -> list[int]:
         value = values.get(field, default)
         entries = value if isinstance(value, list) else [value] * layers
         if len(entries) < layers or not all(isinstance(entry, int) and 0 <= entry < 2**31 for entry in entries):
-            raise ValueError(f"{name}: {architecture}.{field} must be whole numbers, one for each of {layers} layers")
+            raise ValueError(f"{name}: {architecture}.{field} has no whole number for each of {layers} layers")
         return entries[:layers]
 
     heads = by_layer("attention.head_count", None)

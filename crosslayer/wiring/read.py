@@ -47,7 +47,7 @@ def model_plan(
     try:
         wiring = read_wiring(config)
     except (TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError) as error:
-        raise ValueError(f"the config of {config.model_type} has an invalid value: {error}") from error
+        raise ValueError(f"the config of {config.model_type} has a value that cannot be used: {error}") from error
     dtype = dtype_name(dtype or wiring["dtype"])
     engine = engine or ("llama.cpp" if isinstance(config, GgufConfig) and name not in EMBEDDED else "transformers")
     sizes = item_sizes(dtype, kv_dtype, engine)

@@ -1,6 +1,6 @@
 """States of fixed size: what convolutions and linear attention keep of a text, however long it is.
 
-A kind of layer is recognised by the fields of its config; the sizes are those that transformers' caches allocate.
+A kind of layer is recognized by the fields of its config; the sizes are those of transformers' caches.
 """
 
 from typing import Any

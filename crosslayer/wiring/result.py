@@ -149,7 +149,7 @@ class ModelPlan(Shown):
         return round(self.batch * sum(size or max(sizes) for size in sizes))
 
     def fitting_length(self) -> int | None:
-        """Return the longest sequences whose cache fits into `memory` beside the weights; None if they always fit.
+        """Return the longest sequences whose cache fits into `memory` next to the weights; None if they always fit.
 
         Raises:
             ValueError: `memory` is not known, or the weights alone do not fit.
@@ -159,7 +159,7 @@ class ModelPlan(Shown):
             raise ValueError("memory must be given to find the length that fits")
         free = self.memory - (self.weights_bytes or 0)
         if free < self.stored_at(1):
-            weights = "" if self.weights_bytes is None else f" beside {readable_bytes(self.weights_bytes)} of weights"
+            weights = "" if self.weights_bytes is None else f" next to {readable_bytes(self.weights_bytes)} of weights"
             raise ValueError(f"`memory` of {readable_bytes(self.memory)} does not hold the cache of one token{weights}")
         fitting = bisect_right(range(MOST_TOKENS + 1), free, key=self.stored_at) - 1
         return None if fitting == MOST_TOKENS else fitting
@@ -247,7 +247,7 @@ class ModelPlan(Shown):
         lines = [] if weights is None else [f"Weights: {weights}, {counted}."]
         if self.memory is not None:
             length = self.fitting_length()
-            beside = "without weights (not counted)" if weights is None else f"beside {weights} of weights"
+            beside = "without weights (not counted)" if weights is None else f"next to {weights} of weights"
             most = "Any number of tokens fits" if length is None else f"{length:,} tokens fit"
             each = "" if self.batch == 1 else f" of each of {self.batch} sequences"
             lines.append(f"{most}{each} into {readable_bytes(self.memory)} {beside}.")

@@ -47,7 +47,7 @@ def _with(plan: ModelPlan, method: Method) -> ModelPlan:
     wiring = method.plan(len(plan.layers))
     merged = plan.plan.merge(wiring, (plan.model, method.name()))
     if not any(merged.attends(layer) for layer in range(merged.layers)):
-        raise ValueError(f"{method.name()}: no layer has attention; at least one layer must keep it")
+        raise ValueError(f"{method.name()} leaves no layer with attention; at least one needs it")
     layers = list(plan.layers)
     for layer, window in enumerate(method.windows(len(layers)) or ()):
         mask = "full" if window is None else f"window {window}"

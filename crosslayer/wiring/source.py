@@ -109,7 +109,7 @@ def _parsed(text: str, name: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{name!r} is not valid JSON: {error}") from None
     if not isinstance(values, dict):
-        raise ValueError(f"{name!r} is no config: it holds a {type(values).__name__}, not an object")
+        raise ValueError(f"{name!r} is not a config: it holds a {type(values).__name__}, not an object")
     return values
 
 

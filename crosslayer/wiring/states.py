@@ -27,12 +27,12 @@ class LayerStates:
     Attributes:
         mask: a short description of the mask.
         keys: elements of a token's keys, or of the latent for keys and values; 0 without attention.
-        values: elements of a token's values, or of what is cached beside the latent; 0 if the keys are the values.
+        values: elements of a token's values, or of the state cached with the latent; 0 if the keys are the values.
         heads: key-value heads; 0 for a latent.
         index: elements of a token that an indexer caches.
         index_float32: whether the indexer caches float32, whatever the dtype of the model.
         window: tokens that a query can attend to, including its own; None: all.
-        every: tokens per compressed entry, beside the window; None: no compressed entries.
+        every: tokens per compressed entry, besides the window; None: no compressed entries.
         overlap: whether neighboring compressed entries overlap, so that they are made from twice the elements.
         selected: tokens, or compressed entries, that a query selects of those it can attend to; None: all.
         prompt: tokens that the model itself adds before a sequence.

@@ -10,7 +10,7 @@ import crosslayer
 
 model, tokenizer = crosslayer.load_model("smollm2")
 diagnosis = crosslayer.diagnose(model, None, tokenizer, sequences=2, length=128)
-print("\n".join(diagnosis.sentences()[:3]))
+print("\n".join(diagnosis.sentences()))
 
 # %% [markdown]
 # If `diagnosis` is the last line of a cell, a notebook displays the whole page. `save` writes the page, a record and

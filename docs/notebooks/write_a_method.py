@@ -44,7 +44,7 @@ model, tokenizer = crosslayer.load_model("smollm2")
 text = "The first token of a text receives a large share of all attention, whatever it says. " * 4
 ids = tokenizer(text, return_tensors="pt").input_ids
 with torch.no_grad():
-    print(f"as it is: {model(ids, labels=ids).loss:.3f} nats a token")
+    print(f"as it is: {model(ids, labels=ids).loss:.3f} nats per token")
     for below, above in ((26, 2), (24, 2), (20, 2)):
         method = sandwich.Sandwich(below, above)
         share = method.plan(30).cached_fraction()

@@ -59,7 +59,7 @@ def schema_error():
             "weights could not be read or written: I/O error",
         ),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), INTERNAL_ERROR, "RuntimeError: mat1 and mat2"),
-        (KeyError("layers"), INTERNAL_ERROR, "internal error: KeyError: 'layers' (--debug shows"),
+        (KeyError("layers"), INTERNAL_ERROR, "internal error: KeyError: 'layers' (report it"),
         (schema_error(), INTERNAL_ERROR, "ValidationError"),
     ],
     ids=lambda value: str(value)[:20],
@@ -122,3 +122,9 @@ def test_a_terminal_that_has_only_ascii_gets_escapes(monkeypatch, inputs, tmp_pa
 def test_training_that_ended_too_soon_has_a_status_of_its_own():
     stopped = TrainingStopped("the loss is nan at step 2", 2, None)
     assert explain(stopped) == (1, "the loss is nan at step 2; there is no checkpoint yet")
+
+
+def test_without_a_command_it_prints_what_to_type(monkeypatch, capsys):
+    assert run(monkeypatch) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("  crosslayer ")]
+    assert [words[1] for words in lines] == ["plan", "diagnose", "measure"]

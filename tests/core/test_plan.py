@@ -177,7 +177,7 @@ def test_errors_name_layer_and_rule():
     own = (0, 1, 2)
     cases = [
         (((0, 2, 2), own, own, own), "layer 1: queries: a source must not be above its reader, got layer 2"),
-        ((own, (0, 0, 1), own, own), "layer 2: keys: .* layer 1 has none"),
+        ((own, (0, 0, 1), own, own), "layer 2: keys: .* got layer 1, which has none"),
         ((own, own, (0, None, 2), own), r"layer 1: .* must be all None .* or all set, got \[1, 1, None\]"),
         ((own, own, own, (0, 0, 2)), r"layer 1: mlps must be the layer itself \(1\) or None .*, got 0"),
     ]
@@ -186,9 +186,9 @@ def test_errors_name_layer_and_rule():
         ((own, (0, (1,), 2), own, own), r"layer 1: keys: .* at least two layers in rising order, got \(1,\)"),
         ((own, (0, (1, 0), 2), own, own), r"layer 1: keys: .* in rising order, got \(1, 0\)"),
         ((own, (0, (0, 0), 2), own, own), r"layer 1: keys: .* in rising order, got \(0, 0\)"),
-        ((own, (0, 0, (0, 1)), own, own), "layer 2: keys: .* layer 1 has none"),
+        ((own, (0, 0, (0, 1)), own, own), "layer 2: keys: .* got layer 1, which has none"),
         ((own, (0, (0, 2), 2), own, own), "layer 1: keys: .* must not be above its reader, got layer 2"),
-        ((own, own, own, own, (1, 0.5, 1)), "layer 1 computes only 50% of its value heads, so it must read another"),
+        ((own, own, own, own, (1, 0.5, 1)), "layer 1 computes only 50% of its value heads, so it needs another"),
         (
             (own, own, (0, (0, 1), (1, 2)), own, (1, 0.5, 1)),
             "layer 1 computes only 50% .* so no other layer can read its values",
@@ -295,11 +295,11 @@ BAD = [
     ({"name": "resformer", "mode": "learnable-plus", "source": "all"}, "'first' or 'previous'"),
     ({"name": "resformer", "mode": "strange"}, "must be one of 'identity'"),
     ({"name": "attnres", "block": 13}, "block must be 1 to 12 .*, got 13"),
-    (["svformer", "resformer"], "at least two layers must have values of their own .* only layer 0 has"),
+    (["svformer", "resformer"], "at least two layers with values of their own, only layer 0 has"),
     (["attnres", "attnres"], "both replace the residual"),
     (["cla", "cla"], "each method once, got cla, cla"),
-    (["svformer", "neutreno"], "neutreno: .* values of their own .* only layer 0 has"),
-    (["svformer", "identity_mapping"], "identity_mapping: .* values of their own .* only layer 0 has"),
+    (["svformer", "neutreno"], "neutreno: .* values of their own, only layer 0 has"),
+    (["svformer", "identity_mapping"], "identity_mapping: .* values of their own, only layer 0 has"),
     ({"name": "neutreno", "weight": float("inf")}, "neutreno: weight must be a finite number, got inf"),
     ({"name": "denseformer", "period": 0}, "denseformer: period must be at least 1, got 0"),
     ({"name": "denseformer", "dilation": 7}, "none of the 6 layers .* period may be at most 6, dilation at most 6"),

@@ -46,7 +46,7 @@ def test_special_tokens_stand_where_the_tokenizer_puts_them():
     assert (ids[:, 1:-1] > 2).all()
     assert special_tokens(both, "no") == ([], [])
     assert special_tokens(both, "yes") == ([0], [])
-    with pytest.raises(ValueError, match="no beginning-of-sequence token"):
+    with pytest.raises(ValueError, match="needs a beginning-of-sequence token"):
         special_tokens(tokenizer(), "yes")
     with pytest.raises(ValueError, match="auto, yes or no"):
         special_tokens(both, "perhaps")
@@ -58,11 +58,11 @@ def test_a_prefix_stands_behind_the_special_tokens():
         ids = packed(documents, both, sequences=2, length=20, prefix=prefix).ids
         assert ids[:, :3].tolist() == [[0, WORDS["w7"], WORDS["w8"]]] * 2 and ids[:, -1].tolist() == [1, 1]
         assert ids.shape == (2, 20) and len(set(ids[:, 3:-1].flatten().tolist())) == 32
-    with pytest.raises(ValueError, match="4 leave.*beside 4"):
+    with pytest.raises(ValueError, match="4 leave.*next to 4"):
         packed(documents, both, sequences=2, length=4, prefix="w7 w8")
     with pytest.raises(ValueError, match="one token"):
         special_tokens(both, "no", "")
-    with pytest.raises(ValueError, match="'chat',.*tokenizer.*template"):
+    with pytest.raises(ValueError, match="prefix. chat needs a chat template"):
         special_tokens(both, "no", "chat")
     both.chat_template = "{% for m in messages %}[CLS] w1 w2 {{ m.content }} [SEP]{% endfor %}"
     assert special_tokens(both, "auto", "chat") == ([0, WORDS["w1"], WORDS["w2"]], [1])
@@ -71,7 +71,7 @@ def test_a_prefix_stands_behind_the_special_tokens():
 def test_too_little_text_says_how_much_there_is():
     with pytest.raises(ValueError, match="30 tokens; 2.*20.*40"):
         packed([words(0, 30)], tokenizer(), sequences=2, length=20)
-    with pytest.raises(ValueError, match="1.*2 leave.*beside 2"):
+    with pytest.raises(ValueError, match="1.*2 leave.*next to 2"):
         packed([words(0, 30)], tokenizer("[CLS] $A [SEP]"), sequences=1, length=2)
 
 

@@ -277,7 +277,7 @@ def test_what_cannot_be_a_folder_is_one_line(tmp_path):
         "file/out": "cannot be written",
         "thesis": "holds more than crosslayer wrote",
         "x" * 300: "cannot be written",
-        os.fsdecode(b"caf\xe9"): r"'caf\\udce9', must be valid UTF-8",
+        os.fsdecode(b"caf\xe9"): r"must be valid UTF-8, got 'caf\\udce9'",
     }
     for name, message in names.items():
         with pytest.raises(ValueError, match=re.escape(message).replace(r"\\\\", r"\\")) as error:

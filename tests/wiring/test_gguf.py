@@ -147,7 +147,7 @@ def test_a_file_in_parts(tmp_path):
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b"PK\x03\x04", "is no GGUF file"),
+        (b"PK\x03\x04", "is not a GGUF file"),
         (b"GGUF" + struct.pack("<IQQ", 1, 0, 0), "version 1 of GGUF"),
         (b"GGUF" + struct.pack("<IQQ", 3, 0, 2**60), "damaged: it claims 1152921504606846976 items"),
         (b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 2**50), "damaged: it claims a text of 1125899906842624 bytes"),
@@ -158,9 +158,9 @@ def test_a_file_in_parts(tmp_path):
         (b"GGUF" + struct.pack("<IQQ", 3, 1, 0) + packed("t") + struct.pack("<I", 9), "its tensor 't' has 9 axes"),
         (gguf("rwkv7", **LLAMA), "the KV cache of architecture 'rwkv7' cannot be read"),
         (gguf("unheard_of", **LLAMA, attention__sliding_window=8), "which layers of architecture 'unheard_of' have"),
-        (gguf("llama", **{**LLAMA, "block_count": 5000}), "block_count is 5000; it must be from 1 to 4096"),
-        (gguf("llama", **{**LLAMA, "attention__head_count_kv": [1, 2]}), "one for each of 4 layers"),
-        (gguf("llama", block_count=4), "llama.attention.head_count must be whole numbers"),
+        (gguf("llama", **{**LLAMA, "block_count": 5000}), "block_count must be from 1 to 4096, got 5000"),
+        (gguf("llama", **{**LLAMA, "attention__head_count_kv": [1, 2]}), "for each of 4 layers"),
+        (gguf("llama", block_count=4), "llama.attention.head_count has no whole number"),
     ],
 )
 def test_what_cannot_be_read_is_one_line(tmp_path, data, message):

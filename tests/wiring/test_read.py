@@ -123,8 +123,8 @@ def test_bert_as_a_decoder_keeps_one():
 @pytest.mark.parametrize(
     ("family", "changes", "message"),
     [
-        ("llama", {"num_hidden_layers": 10**30}, "num_hidden_layers is 1000000000000000000000000000000; it must be"),
-        ("llama", {"num_hidden_layers": 0}, "num_hidden_layers is 0; it must be a whole number from 1 to 4096"),
+        ("llama", {"num_hidden_layers": 10**30}, "num_hidden_layers must be .*got 1000000000000000000000000000000"),
+        ("llama", {"num_hidden_layers": 0}, "num_hidden_layers must be a whole number from 1 to 4096, got 0"),
         (
             "llama",
             {"num_attention_heads": -4, "head_dim": 8},
@@ -151,7 +151,7 @@ def test_impossible_numbers_are_one_line(family, changes, message):
 def test_a_config_of_countless_layers_is_refused_before_lists_are_made_of_them(tmp_path):
     for config in ({"num_hidden_layers": 10**30}, {"text_config": {"num_hidden_layers": 10**30}}):
         (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3_text", **config}))
-        with pytest.raises(ValueError, match="num_hidden_layers.*10+;.*1.*4096"):
+        with pytest.raises(ValueError, match="num_hidden_layers.*1.*4096, got 10+"):
             crosslayer.plan(tmp_path)
 
 

@@ -31,7 +31,7 @@ def update_both(cache: Cache, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor,
 def update_single(cache: Cache, state: Tensor, layer: int) -> Tensor:
     """Cache the only state (B, H_kv, T, D) that a layer stores; return cached and new tokens, (B, H_kv, S, D).
 
-    It is stored as keys, by which caches measure their length, beside values of head size 0. A cache that was allocated
+    Stored as keys, since caches measure their length by these, with values of head size 0. A cache that was allocated
     before the model was known (as torch.export needs it) has space for keys and values, and stores the state as both.
     """
     early = _early_value_size(cache, layer) > 0

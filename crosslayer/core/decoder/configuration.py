@@ -25,7 +25,7 @@ class CrossLayerConfig(LlamaConfig):
 
     Each method is a name, {"name": …, option: …}, a `Method` or a `Method` class; they are stored as plain data.
 
-    Additional fields, beside Llama's:
+    Fields besides Llama's:
 
     - `family`: the classes of norms, MLPs, embeddings and positions, a file of decoder/families; sizes, biases and
       activations are separate fields.
@@ -207,7 +207,7 @@ class CrossLayerConfig(LlamaConfig):
             )
         if len(self.layer_types) != self.num_hidden_layers or not set(self.layer_types) <= set(LAYER_TYPES):
             raise ValueError(
-                f"layer_types must have {self.num_hidden_layers} entries, each one of {', '.join(LAYER_TYPES)}; got "
+                f"layer_types must have {self.num_hidden_layers} entries, each one of {', '.join(LAYER_TYPES)}, got "
                 f"{len(self.layer_types)} entries of {sorted(set(self.layer_types))}"
             )
         if self.linear_layers and (self.linear_num_heads is None or self.linear_head_dim is None):

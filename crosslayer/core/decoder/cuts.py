@@ -1,7 +1,7 @@
 """Which tensors cross the cuts between pipeline stages, for any method: found by one pass of a decoder without data.
 
 The stream and the tensors of the carry can cross a cut. Layers pass on unchanged tensors as they are, or as full views,
-so that a tensor is recognised at every cut that it crosses; tensors that no later operator reads are dropped.
+so that a tensor is recognized at every cut that it crosses; tensors that no later operator reads are dropped.
 """
 
 import copy
@@ -87,7 +87,7 @@ def find_traffic(cuts: Sequence[Cut], ranks: int, keep: str) -> Traffic:
         cuts: one for each stage but the first.
         ranks: number of ranks.
         keep: tensors that a rank keeps: "nothing"; those it has "received" (cross-stage caching as published, arXiv
-            2603.15031); or "all", also those that its own stages have computed.
+            2603.15031); or "all", also outputs that its own stages have computed.
 
     """
     check_choice("pipeline", "keep", keep, KEPT)

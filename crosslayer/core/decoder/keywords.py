@@ -1,4 +1,4 @@
-"""The keyword arguments that `forward` takes beside its named ones; an unknown name is an error, never ignored."""
+"""The keyword arguments that `forward` takes besides its named ones; an unknown name is an error, never ignored."""
 
 import difflib
 import inspect

@@ -25,7 +25,7 @@ ROUTERS = "routers"  # key in the carry: the logits of all routers so far
 
 
 class CrossLayerDecoderLayer(GradientCheckpointingLayer):
-    """A layer; its W_c is here, beside attention or MLP, or inside attention, by its target."""
+    """A layer; its W_c is here, parallel to attention or MLP, or inside attention, by its target."""
 
     def __init__(self, config: CrossLayerConfig, wiring: Wiring, layer_idx: int):
         super().__init__()

@@ -152,7 +152,7 @@ class CrossLayerModel(CrossLayerPreTrainedModel):
         check_keywords(CrossLayerModel.forward, kwargs)
         with_router_logits = self.config.returns_router_logits(kwargs.pop("output_router_logits", None))
         if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("pass exactly one of input_ids and inputs_embeds")
+            raise ValueError("the model needs either input_ids or inputs_embeds; pass exactly one")
         if kwargs.pop("output_attentions", None) or self.config.output_attentions:
             raise ValueError(
                 "output_attentions is not supported, since maps are never built; `crosslayer diagnose` measures them"

@@ -60,7 +60,7 @@ def pipeline_stages(
 
 
 class Stage(PipelineStage):
-    """A stage that infers shapes with zeros instead of uninitialised memory, which may hold invalid indices."""
+    """A stage that infers shapes with zeros instead of uninitialized memory, which may hold invalid indices."""
 
     def _to_tensor(self, arg: Any) -> Tensor:
         tensor = super()._to_tensor(arg)

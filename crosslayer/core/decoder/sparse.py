@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class _Normal(Mixing):
-    """Weights with the normal initialisation of other matrices."""
+    """Weights with the normal initialization of other matrices."""
 
     std = 0.02
 

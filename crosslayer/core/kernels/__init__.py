@@ -1,1 +1,1 @@
-"""Triton kernels for a GPU or Triton's interpreter; the plain forms beside their callers are the definitions."""
+"""Triton kernels for a GPU or Triton's interpreter; the plain forms next to their callers are the definitions."""

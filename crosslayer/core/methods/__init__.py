@@ -107,9 +107,7 @@ def method_class(name: str) -> type[Method]:
         cls for cls in own if issubclass(cls, Method) and dataclasses.is_dataclass(cls) and cls is not Compensated
     ]
     if len(classes) != 1:
-        raise ValueError(
-            f"module {name!r} defines {len(classes)} methods; it must define exactly one dataclass that is a Method"
-        )
+        raise ValueError(f"module {name!r} must define exactly one dataclass that is a Method, got {len(classes)}")
     return classes[0]
 
 
@@ -155,7 +153,7 @@ def to_entry(method: Method) -> dict[str, Any]:
 
 
 def mixes(method: Method) -> bool:
-    """Return whether a method adds modules that mix states or streams, beside its plan."""
+    """Return whether a method adds modules that mix states or streams, besides its plan."""
     names = ("heads", "reader", "residual", "final")
     return any(getattr(type(method), name) is not getattr(Method, name) for name in names)
 
@@ -188,7 +186,7 @@ def _merged(methods: Sequence[Method], plans: Sequence[DepthPlan], layers: int) 
     for plan in plans:
         merged = merged.merge(plan, ("the methods", "the last"))
     if all(source is None for source in merged.keys):
-        raise ValueError("no layer has attention; at least one layer must keep it")
+        raise ValueError("no layer has attention; at least one needs it")
     return merged
 
 
@@ -218,9 +216,7 @@ def _wire(methods: tuple[Method, ...], layers: int, linear: tuple[int, ...]) -> 
         if isinstance(method, Compensated):
             method.check_compensation()
         elif method.targets or hasattr(method, "compensation"):
-            raise ValueError(
-                f"{method.name()}: a method with `targets` or `compensation` must be a subclass of Compensated"
-            )
+            raise ValueError(f"{method.name()} has `targets` or `compensation`, which needs a subclass of Compensated")
     plans = [method.plan(layers) for method in methods]
     for method, own in zip(methods, plans, strict=True):
         _check_linear_layers(method.name(), own, linear)

@@ -1,4 +1,4 @@
-"""KVSharer: layers use the keys and values of any earlier layer, usually one with a very different cache.
+"""KVSharer: layers use the keys and values of any earlier layer, usually one with a dissimilar cache.
 
     U_n = softmax(Q_n K_m^T / √d) V_m,  (n, m) a pair, m < n
 

@@ -122,7 +122,7 @@ class Tasks:
                 known = sorted({*self.manager.all_tasks, *own, *GROUPS})
                 near = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
                 advice = f"did you mean {', '.join(near)}?" if near else f"groups are {', '.join(GROUPS)}"
-                raise ValueError(f"unknown task {name!r}; {advice}")
+                raise ValueError(f"task {name!r} is not known; {advice}")
         self.loaded = [task for name in tasks for task in self._load(name)]
 
     def _load(self, name: str) -> list[Any]:
@@ -132,7 +132,7 @@ class Tasks:
         load, formats = datasets.load_dataset, Path(datasets.__file__).parent / "packaged_modules"  # such as json
 
         def load_dataset(path: str, *rest: Any, **options: Any) -> Any:
-            """Check that the hub answers before a data set is loaded from it."""
+            """Check that the hub answers before a dataset is loaded from it."""
             local = (formats / path).is_dir() or Path(path).exists()
             with contextlib.nullcontext() if local else reading_dataset(path):
                 return load(path, *rest, **options)

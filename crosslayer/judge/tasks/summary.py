@@ -1,4 +1,4 @@
-"""Summarises lm-eval's results of one or two models: rows of scores with paired differences, and groups."""
+"""Summarizes lm-eval's results of one or two models: rows of scores with paired differences, and groups."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -128,7 +128,7 @@ def check_positions(models: Sequence[PreTrainedModel], settings: BenchSettings) 
             raise ValueError(f"context {longest}{extra} exceeds the {limit} positions of {type(model).__name__}")
     devices = {model.device for model in models}
     if len(devices) > 1:
-        raise ValueError(f"the models are on {' and '.join(map(str, devices))}; both must be on one device")
+        raise ValueError(f"both models must be on one device, got {' and '.join(map(str, devices))}")
 
 
 def measure_loads(judge: Judge, candidate: Candidate, settings: BenchSettings) -> tuple[list[Row], list[str]]:

@@ -1,4 +1,4 @@
-"""KV-cache capacity and throughput of two models in vLLM, compared in one run."""
+"""KV cache capacity and throughput of two models in vLLM, compared in one run."""
 
 import itertools
 import time

@@ -16,7 +16,7 @@ LOSS, SNAPSHOT = "nats per token", "Mean over seeds, on a few held-out windows."
 LATER = "Of attention and MLPs from the second layer on."
 BANDS = (
     " Bands: 95% confidence intervals over seeds.",
-    " The band of two seeds spans both curves and is no confidence interval.",
+    " The band of two seeds spans both curves; it is not a confidence interval.",
 )
 CURVES = {  # quantity → title, caption and axis
     "training_loss": ("Training loss", "Mean over seeds; each point is the mean since the previous one.", LOSS),
@@ -70,12 +70,12 @@ def _differences(record: Comparison, configuration: Configuration, suffix: str) 
 
 
 def _relative(record: Comparison, configuration: Configuration, suffix: str) -> list[Panel]:
-    """Return the relative curves; the range of two seeds is named as such, since it is no confidence interval."""
+    """Return the relative curves; the range of two seeds is named as such, since it is not a confidence interval."""
     results = {each.variant: each for each in record.outcomes if each.configuration == configuration.label}
-    groups, over, bands = [], 0, set()
+    colors, groups, over, bands = _colors(record), [], 0, set()
     for group in _groups(record, configuration):
         lines = []
-        for variant, color in zip(group, COLORS, strict=False):
+        for variant in group:
             result = results.get(variant)
             curve = None if result is None else result.curve
             if result is None or curve is None:
@@ -83,7 +83,7 @@ def _relative(record: Comparison, configuration: Configuration, suffix: str) -> 
             over = over or round(curve.window * curve.steps[-1] / len(curve.steps))
             bands.add(min(len(result.seeds), FEWEST))
             name = f"{variant} (range of 2 seeds)" if len(result.seeds) == 2 else variant
-            lines.append(Line(name, [*map(float, curve.steps)], curve.mean, curve.low, curve.high, color))
+            lines.append(Line(name, [*map(float, curve.steps)], curve.mean, curve.low, curve.high, colors[variant]))
         groups.append(lines)
     caption = (
         f"Training loss, smoothed over {over:,} steps, minus that of {record.baseline} with the same seed: below 0 is "
@@ -97,14 +97,12 @@ def _curves(record: Comparison, configuration: Configuration, suffix: str) -> li
     measured = {
         variant: [_by_step(run) for run in record.of(configuration.label, variant)] for variant in record.ordered
     }
-    panels = []
+    panels, colors = [], _colors(record)
     for key, (title, caption, axis) in CURVES.items():
         groups = []
         for group in _groups(record, configuration):
-            colors = {record.baseline: QUIET, **dict(zip(group, COLORS, strict=False))}
-            lines = [
-                _mean_line(variant, [run[key] for run in measured[variant]], color) for variant, color in colors.items()
-            ]
+            names = (record.baseline, *group)
+            lines = [_mean_line(name, [run[key] for run in measured[name]], colors[name]) for name in names]
             groups.append([line for line in lines if line is not None])
         panels += _panels(f"{key}{suffix}", title, configuration, caption, axis, groups)
     return panels
@@ -144,6 +142,11 @@ def _by_step(run: ComparedRun) -> dict[str, Mapping[int, float | None]]:
     }
 
 
+def _colors(record: Comparison) -> dict[str, str]:
+    """Return the color of each variant, the same in every figure."""
+    return {name: COLORS[(n - 1) % len(COLORS)] if n else QUIET for n, name in enumerate(record.ordered)}
+
+
 def _groups(record: Comparison, configuration: Configuration) -> list[list[str]]:
     """Return the variants other than the baseline that have runs, in groups of one figure each."""
     others = [variant for variant in record.ordered[1:] if record.of(configuration.label, variant)]
@@ -175,12 +178,11 @@ def _panels(
 
 def _laws(record: Comparison) -> list[Panel]:
     """Return the final losses by cost, the baseline in each figure, for each group of configurations that has laws."""
-    panels: list[Panel] = []
+    panels, colors = list[Panel](), _colors(record)
     caption = "Mean over seeds against the total cost of a run; on these axes a power law is a straight line."
     for (where, cost), (first, *others) in record.law_groups().items():
         for start in range(0, len(others), TOGETHER):
-            group = zip(others[start : start + TOGETHER], COLORS, strict=False)
-            lines = [_law_line(first, QUIET), *(_law_line(law, color) for law, color in group)]
+            lines = [_law_line(law, colors[law.variant]) for law in (first, *others[start : start + TOGETHER])]
             title = titled(f"Final loss by {COSTS[cost]}", where)
             axes = {"x_title": COSTS[cost], "y_title": LOSS, "log_x": True, "log_y": True}
             panels.append(Panel(f"scaling_{len(panels)}", title, caption, lines=lines, **axes))

@@ -37,7 +37,7 @@ def read_methods(methods: str | Sequence[Any], heads: int | None = None) -> list
 
     `methods` is a YAML flow list without its brackets, "vanilla, NAME, {name: NAME, option: 2}", or a list of these
     entries. An entry that is a list combines several methods; "vanilla" and null mean no method. An entry may hold
-    {num_key_value_heads: 1}, alone or beside methods; by default a variant has the recipe's own number, `heads`.
+    {num_key_value_heads: 1}, alone or with methods; by default a variant has the recipe's own number, `heads`.
     """
     entries = parse_value(f"[{methods}]", f"methods {methods!r}") if isinstance(methods, str) else methods
     if not entries:

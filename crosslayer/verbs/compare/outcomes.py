@@ -109,7 +109,7 @@ def band(curves: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
     """Return the lower and the upper edge (N,) of the mean of curves (S, N).
 
     From three curves on it is the 95% confidence interval of the mean by Student's t. For two it is the range that both
-    span, which is no confidence interval; for one None.
+    span, which is not a confidence interval; for one None.
     """
     return (curves.min(axis=0), curves.max(axis=0)) if len(curves) == 2 else t_ends(curves)
 

@@ -27,10 +27,10 @@ class Configuration(Frozen):
     values: dict[str, Any]
 
     @classmethod
-    def of(cls, values: dict[str, Any], labelled: Sequence[str] | None = None) -> Self:
-        """Return the configuration of values, with the keys `labelled`, by default all, in its label."""
+    def of(cls, values: dict[str, Any], labeled: Sequence[str] | None = None) -> Self:
+        """Return the configuration of values, with the keys `labeled`, by default all, in its label."""
         written = {key: json.dumps(value).strip('"') for key, value in values.items()}
-        label = ", ".join(f"{key}={written[key]}" for key in (values if labelled is None else labelled))
+        label = ", ".join(f"{key}={written[key]}" for key in (values if labeled is None else labeled))
         return cls(label=label, values=values)
 
 
@@ -102,8 +102,8 @@ class ComparedRun(Frozen):
 class RelativeCurve(Frozen):
     """Smoothed training loss minus the baseline's by step: mean over pairs, and a band from two pairs on.
 
-    From three pairs on the band is the 95% Student-t interval; of two pairs it is the range of both curves, which is no
-    confidence interval. It holds at each step, not at all steps at once, so a verdict needs it over several entries.
+    From three pairs on the band is the 95% Student-t interval; of two pairs it is the range of both curves, which is
+    not a confidence interval. It holds at each step, not at all steps at once: a verdict needs it over several entries.
     """
 
     window: int = Field(ge=1, description="logged entries per average")

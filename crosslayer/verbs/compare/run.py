@@ -119,7 +119,7 @@ def _check_training(runs: Any, methods: Any, out: Any, force: bool) -> None:
     if force:
         raise ValueError("`force` would delete trained runs; use `resume`, or another folder")
     if runs:
-        raise ValueError("got both finished runs and `recipe`; pass one of the two")
+        raise ValueError("`recipe` trains runs, and finished runs are given too; pass one of the two")
     if methods is None or out is None:
         raise ValueError(f"`recipe` needs {'`methods`' if methods is None else '`out`'} too")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:

@@ -2,3 +2,4 @@
 
 GROUP = "Inspect"
 OUT = "diagnosis"
+NEXT = "crosslayer measure {model} --candidate int4 --candidate h2o:0.5 --out measured"

@@ -1,4 +1,4 @@
-"""Two diagnoses beside each other: a model and its baseline, such as a retrofit and the model that it comes from."""
+"""Two diagnoses next to each other: a model and its baseline, such as a retrofit and the model that it comes from."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,7 +14,7 @@ def beside(record: Diagnosis, baseline: Diagnosis) -> Table:
     """Return what both models show, a column each."""
     columns = [_figures(each) for each in (record, baseline)]
     rows = [[name, *(column[name] for column in columns)] for name in columns[0]]
-    return "Beside the baseline", ["", record.model.name, f"{baseline.model.name} (baseline)"], rows
+    return "Compared with the baseline", ["", record.model.name, f"{baseline.model.name} (baseline)"], rows
 
 
 def panels_beside(panels: Sequence[Panel], baseline: Sequence[Panel], names: tuple[str, str]) -> list[Panel]:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,12 @@ def curve(measure: Measure, name: str = "", color: str | None = None, band: bool
     """Return the line of a measure over the layers, with its interval as a band."""
     low, high = (None, None) if measure.ci95 is None or not band else zip(*measure.ci95, strict=True)
     return Line(name, numbers(measure.mean), measure.mean, low, high, color, dashed)
+
+
+def from_one(line: Line) -> Line:
+    """Return a line of cosines as 1 − cosine, which shows on a logarithmic axis how values near 1 differ."""
+    y, high, low = ([None if v is None else 1 - v for v in values or ()] for values in (line.y, line.low, line.high))
+    return replace(line, y=y, low=low or None, high=high or None)
 
 
 def numbers(rows: Sequence[object]) -> list[float]:

@@ -1,4 +1,4 @@
-"""The inputs of a measurement: a model, token ids cut from a text, and what the record says about both."""
+"""The inputs of a measurement: a model, token ids cut from a text, and the record's facts about both."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from crosslayer.verbs.diagnose.result import ProbedModel, TextSettings
 
 @dataclass(frozen=True)
 class Inputs:
-    """A model, its tokenizer if it has one, token ids (N, T) that fit it, and what the record says about them."""
+    """A model, its tokenizer if it has one, token ids (N, T) that fit it, and the record's facts about them."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase | None

@@ -20,6 +20,7 @@ from crosslayer.verbs.diagnose.curves import (
     NORM,
     SHARE,
     curve,
+    from_one,
     head_panel,
     highest,
     lowest,
@@ -27,9 +28,11 @@ from crosslayer.verbs.diagnose.curves import (
     position_panel,
 )
 from crosslayer.verbs.diagnose.result import Diagnosis, Outputs, TopToken
-from crosslayer.verbs.diagnose.verdict import notes, verdict_sentences
+from crosslayer.verbs.diagnose.verdict import findings, notes, verdict_sentences
 
 FIRST, *OTHERS = COLORS  # on the whole page the first color is that of the first token
+DISTANCE = "1 − cosine"
+FROM_ONE: dict[str, Any] = {"log_y": True, "bounds": (0.0, 2.0)}
 EIGENVALUES = 64  # shown of each spectrum
 
 
@@ -51,14 +54,14 @@ def layout(record: Diagnosis) -> Page:
 
 
 def sentences(record: Diagnosis) -> list[str]:
-    """Return what is unusual about the model, then the verdict."""
+    """Return the verdict, then what is unusual about the model."""
     chosen = [choice_sentence(record.choices, record.map_similarity_without_first)] if record.choices else []
-    return [*notes(record.model), *verdict_sentences(record.verdict), *chosen]
+    return [*verdict_sentences(record.verdict), *notes(record.model), *chosen]
 
 
 def tables(record: Diagnosis) -> list[Table]:
-    """Return the model beside its baseline, where there is one; a terminal shows it too."""
-    return [] if record.baseline is None else [beside(record, record.baseline)]
+    """Return the findings, and the model next to its baseline, if it has one; a terminal shows them too."""
+    return [findings(record.verdict), *([] if record.baseline is None else [beside(record, record.baseline)])]
 
 
 def page_panels(record: Diagnosis) -> list[Panel]:
@@ -77,17 +80,9 @@ def _cards(record: Diagnosis) -> list[tuple[str, str, str]]:
         ("Strongest sink", f"{sink.strongest_share:.0%}", note),
         ("Largest activation", f"{peak:.3g}×", f"the median norm, at the input of layer {layer}"),
     ]
-    whole, rest = verdict.neighbors.map_similarity, verdict.neighbors.map_similarity_without_first
-    if whole is not None and rest is not None:
-        note = "mean cosine in the upper half, with and without the first token"
-        cards.append(("Similarity of neighbors", f"{whole:.2f} → {rest:.2f}", note))
-    for least in verdict.redundancy.attention[:1]:
-        note = f"cos(x, x + Attn(x)) = {least.similarity:.3f}"
-        cards.append(("Most redundant attention", f"layer {least.layer}", note))
-    if verdict.cache is not None and verdict.cache.by_depth.groups and verdict.cache.by_depth.kept:
-        kept = sorted(verdict.cache.by_depth.kept, key=lambda entry: entry.share)
-        note = f"kept if superblocks share ({' · '.join(entry.title for entry in kept)}); a candidate until retrofitted"
-        cards.append(("KV cache", " · ".join(f"{entry.share:.0%}" for entry in kept), note))
+    if verdict.cache is not None and verdict.cache.least_attention:
+        note = f"kept without attention in {len(verdict.cache.least_attention)} layers; a candidate until retrofitted"
+        cards.append(("KV cache", f"{verdict.cache.share_without:.0%}", note))
     return cards
 
 
@@ -135,9 +130,9 @@ def panels(record: Diagnosis) -> list[Panel]:
     for name, sublayer in (("attention_io_similarity", "attention"), ("layer_io_similarity", "whole layers")):
         if getattr(record.by_stream, name, None) is not None:
             title = f"What {sublayer} change{'s' if sublayer == 'attention' else ''}, by residual stream"
-            sentence = "Cosine of input and output in each residual stream, and in their mean."
-            lines = _with_streams(record, name, QUIET)
-            figures.append(_by_layer(f"{name}_by_stream", title, sentence, "cosine", lines))
+            sentence = "1 − the cosine of input and output in each residual stream, and in their mean."
+            lines = [from_one(line) for line in _with_streams(record, name, QUIET)]
+            figures.append(_by_layer(f"{name}_by_stream", title, sentence, DISTANCE, lines, **FROM_ONE))
     if record.depth_weights is not None:
         z = record.depth_weights.weights.mean
         heat = Heat(numbers(z[0]), numbers(z), z, "mean weight", SHARE)
@@ -199,7 +194,7 @@ def _sink_panels(record: Diagnosis) -> list[Panel]:
     measures, bins, flat = record.measures, record.importance_by_position, math.sqrt(record.model.hidden_size)
     sentence = (
         "Attention that each position receives, relative to an even spread (0: even, 1: ten times as much), on a "
-        "logarithmic axis. A bright left column is a sink at the first token; a causal mask alone favours early tokens "
+        "logarithmic axis. A bright left column is a sink at the first token; a causal mask alone favors early tokens "
         "too."
     )
     title, label = "Attention received, by position", "log₁₀ of a′ · T"
@@ -310,15 +305,15 @@ def _map_panels(record: Diagnosis) -> list[Panel]:
         band = None if cosines.ci95 is None else [row[i] for i, row in enumerate(cosines.ci95[1:])]
         low, high = (None, None) if not band else zip(*band, strict=True)
         lines.append(Line(name, layers[1:], below, low, high, color))
-    neighbors, sentence = record.verdict.neighbors, "Cosine of each layer's map with that of the layer before."
+    neighbors, sentence = record.verdict.neighbors, "1 − the cosine of each layer's map with the previous layer's."
     whole, rest = neighbors.map_similarity, neighbors.map_similarity_without_first
     if whole is not None and rest is not None:
         sentence += (
-            f" The mean over the upper half is {whole:.2f}, and {rest:.2f} without the first token: the difference is "
-            "due to a common sink."
+            f" The mean cosine over the upper half is {whole:.2f}, and {rest:.2f} without the first token: the "
+            "difference is due to a common sink."
         )
-    options: dict[str, Any] = {"wide": True, "bounds": SHARE, "y_range": (-0.04, 1.04)}
-    adjacent = Panel("adjacent_map_similarity", "Neighboring layers", sentence, LAYER, "cosine", lines, **options)
+    drawn, title = [from_one(line) for line in lines], "Neighboring layers"
+    adjacent = Panel("adjacent_map_similarity", title, sentence, LAYER, DISTANCE, drawn, wide=True, **FROM_ONE)
     return [*heats[:2], adjacent, heats[2]]
 
 
@@ -326,14 +321,15 @@ def _layer_panels(record: Diagnosis) -> list[Panel]:
     """Return the figures on what layers change, how attention is spread, and the residual stream."""
     measures, even = record.measures, math.log(record.settings.length)
     sentence = (
-        "Cosine of input and output: near 1, a sublayer changes little. arXiv 2406.15786 removes the attention with "
-        "the highest cosine first, ShortGPT whole layers. These are candidates; only a measured loss decides."
+        "1 − the cosine of input and output: near 0, a sublayer changes little. arXiv 2406.15786 removes the attention "
+        "with the highest cosine first, ShortGPT whole layers. These are candidates; only a measured loss decides."
     )
     lines = [
-        curve(measures.attention_io_similarity, "attention: cos(x, x + Attn(x))", OTHERS[0]),
-        curve(measures.layer_io_similarity, "layer: cos(x, layer(x))", OTHERS[1]),
+        curve(measures.attention_io_similarity, "attention: 1 − cos(x, x + Attn(x))", OTHERS[0]),
+        curve(measures.layer_io_similarity, "layer: 1 − cos(x, layer(x))", OTHERS[1]),
     ]
-    changes = _by_layer("io_similarity", "What attention and whole layers change", sentence, "cosine", lines)
+    drawn, title = [from_one(line) for line in lines], "What attention and whole layers change"
+    changes = _by_layer("io_similarity", title, sentence, DISTANCE, drawn, **FROM_ONE)
     layer, low = lowest(measures.entropy)
     sentence = (
         f"Entropy of the attention that tokens receive ({even:.2f} if even): at least {low:.2f}, in layer {layer}."

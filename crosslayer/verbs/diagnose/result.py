@@ -269,7 +269,7 @@ class Diagnosis(Result):
     )
     position_table: PositionTable | None
     verdict: Verdict
-    baseline: "Diagnosis | None" = Field(default=None, description="of the model that it is shown beside, same text")
+    baseline: "Diagnosis | None" = Field(default=None, description="of the model that it is compared with, same text")
     seconds: float
 
     @model_validator(mode="after")
@@ -291,6 +291,10 @@ class Diagnosis(Result):
 
     def __dir__(self) -> list[str]:
         return [*super().__dir__(), *Measures.model_fields]
+
+    def next_command(self) -> str | None:
+        """Return the next command; None for an encoder, which has no cache to make smaller."""
+        return None if self.verdict.cache is None else super().next_command()
 
     def headline(self) -> dict[str, Any]:
         """Return the few numbers that the command line prints last."""

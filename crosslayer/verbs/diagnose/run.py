@@ -62,7 +62,7 @@ def diagnose(
             NAME,config=…,split=…,column=…; default the embedded corpus. In Python also token ids (B, T), T ≥ 2, without
             padding, a `TextSource` or texts.
         tokenizer: in Python, the tokenizer of a loaded model; token ids are then shown as text.
-        baseline: another model to show beside it, such as the one that a retrofit comes from.
+        baseline: another model to compare with, such as the original of a retrofit.
         sequences: sequences to measure; confidence intervals need at least two.
         length: tokens per sequence.
         seed: random seed for the order of the text.

@@ -9,8 +9,9 @@ import numpy as np
 
 from crosslayer.core.method import Method
 from crosslayer.core.methods import method_class, method_names
-from crosslayer.output.formatting import counted, listed, named_layers, ranges
+from crosslayer.output.formatting import counted, named_layers, ranges
 from crosslayer.output.record import Measure
+from crosslayer.output.shown import Table
 from crosslayer.probe.groups import PAPER_SIZE, Groups, paper_groups, similar_groups
 from crosslayer.probe.shapes import ENTRIES, LayerShape
 from crosslayer.verbs.diagnose.result import (
@@ -148,22 +149,48 @@ def _cache(measures: Measures, redundancy: Redundancy, shapes: Shapes, length: i
 
 
 def verdict_sentences(verdict: Verdict) -> list[str]:
-    """Return the verdict in sentences, the most striking first."""
-    lines, neighbors = _sink_sentences(verdict.sink), verdict.neighbors
-    least = verdict.redundancy.attention[:SHOWN]
+    """Return the verdict in two sentences: the sink, and how much cache the redundant layers hold."""
+    sink, cache = verdict.sink, verdict.cache
+    where = f"is an attention sink in {named_layers(sink.layers)}" if sink.layers else "is not an attention sink"
+    peak = f"at most {sink.strongest_share:.1%} of attention, in layer {sink.strongest}"
+    first = f"The first token {where} ({peak}: {sink.over_even:.1f}× an even share)."
+    if cache is None:
+        return [first, "The model is bidirectional: it has no KV cache to reduce."]
+    if not cache.least_attention:
+        return [first]
+    layers = counted(len(cache.least_attention), "layer")
+    kept = f"would keep {_percent(cache.share_without)} of the KV cache"
+    return [first, f"Dropping the {layers} whose attention changes the input least {kept}; measure the loss first."]
+
+
+def findings(verdict: Verdict) -> Table:
+    """Return the table of findings: what, in which layers, and how strongly."""
+    sink, cache, least = verdict.sink, verdict.cache, verdict.redundancy.attention[:SHOWN]
+    whole, rest = verdict.neighbors.map_similarity, verdict.neighbors.map_similarity_without_first
+    share = f"more than {SINK_SHARE:.0%} of attention; at most {sink.strongest_share:.1%} (layer {sink.strongest})"
+    rows = [["attention sink at the first token", ranges(sink.layers) or "none", share]]
+    if sink.peaks:
+        origin = f"layer {sink.peaks[0] - 1} writes it" if sink.peaks[0] else "the embedding has it"
+        rows.append(["its massive activation", ranges(sink.peaks), f"norm above {PEAK:.0f}× the median; {origin}"])
+    if sink.drains:
+        rows.append(["its value drain", ranges(sink.drains), f"norm of values below {DRAIN}× the median"])
     if least:
-        ranking = listed([f"{entry.layer} ({entry.similarity:.3f})" for entry in least])
-        plural = "s" if len(least) > 1 else ""
-        lines.append(f"Attention changes its input least in layer{plural} {ranking}, by cos(x, x + Attn(x)).")
-    if verdict.cache is None:
-        return [*lines, "The model is bidirectional: it has no KV cache to reduce."]
-    whole, rest = neighbors.map_similarity, neighbors.map_similarity_without_first
+        cosines = ", ".join(f"{entry.similarity:.3f}" for entry in least)
+        names = ", ".join(str(entry.layer) for entry in least)
+        rows.append(["attention that changes its input least", names, f"cos(x, x + Attn(x)) = {cosines}"])
     if whole is not None and rest is not None:
-        lines.append(
-            f"In the upper half, attention maps of neighboring layers have a mean cosine of {whole:.2f} ({rest:.2f} "
-            "when the first token is ignored)."
-        )
-    return lines + _cache_sentences(verdict.cache)
+        text = f"mean cosine {whole:.2f}; {rest:.2f} without the first token"
+        rows.append(["similar maps of neighboring layers", "upper half", text])
+    if cache is not None:
+        for rule, blocks in (("by depth", cache.by_depth), ("by similar maps", cache.by_similarity)):
+            kept = ", ".join(f"{_percent(entry.share)} with {entry.title}" for entry in blocks.kept)
+            groups = " ".join(f"[{ranges(group)}]" for group in blocks.groups)
+            rows.append(
+                [f"layers that could share, {rule}", groups or "none", f"KV cache kept: {kept}" if groups else ""]
+            )
+        if cache.least_attention:
+            rows.append(["attention to cut", ranges(cache.least_attention), f"kept: {_percent(cache.share_without)}"])
+    return "Findings", ["finding", "layers", "value"], rows
 
 
 def notes(model: DiagnosedModel) -> list[str]:
@@ -187,60 +214,6 @@ def notes(model: DiagnosedModel) -> list[str]:
             "keys): the measures count only the attention that tokens receive."
         )
     return lines
-
-
-def _sink_sentences(sink: Sink) -> list[str]:
-    where = f"in layer {sink.strongest}: {sink.over_even:.1f}× an even share"
-    if sink.layers:
-        lines = [
-            f"The first token is an attention sink in {named_layers(sink.layers)} (more than {SINK_SHARE:.0%} of "
-            f"attention; at most {sink.strongest_share:.1%}, {where})."
-        ]
-    else:
-        lines = [
-            f"The first token is not an attention sink in any layer (at most {sink.strongest_share:.1%} of attention, "
-            f"{where})."
-        ]
-    if sink.peaks:
-        writer = sink.peaks[0] - 1
-        origin = f"layer {writer} writes it" if writer >= 0 else "the embedding has it already"
-        lines.append(
-            f"Its hidden state is a massive activation at the input of {named_layers(sink.peaks)} (norm above "
-            f"{PEAK:.0f}× the median of the other tokens); {origin}."
-        )
-    if sink.drains:
-        lines.append(
-            f"Its values are small in {named_layers(sink.drains)} (norm below {DRAIN}× the median of the other "
-            "tokens), so attention to it adds little there (a value drain)."
-        )
-    return lines
-
-
-def _cache_sentences(cache: CacheCandidates) -> list[str]:
-    lines = []
-    if cache.by_depth.groups:
-        lead = "By depth alone, the candidates for sharing (superblocks of arXiv 2502.00439) are"
-        lines.append(f"{lead} {_shared(cache.by_depth)}")
-    if cache.by_similarity.groups:
-        lines.append(f"Ignoring the first token, attention maps are most alike in {_shared(cache.by_similarity)}")
-    if not lines:
-        lines.append("No neighboring layers can share attention maps: masks or sizes differ, or there are too few.")
-    least = cache.least_attention
-    if least:
-        layers = "the layer" if len(least) == 1 else f"the {counted(len(least), 'layer')}"
-        lines.append(
-            f"Dropping attention in {layers} where it changes its input least ({ranges(least)}) would keep "
-            f"{_percent(cache.share_without)} of the KV cache (arXiv 2406.15786)."
-        )
-    return lines
-
-
-def _shared(blocks: Superblocks) -> str:
-    """Return the groups, how many layers could share, and the share of the cache that each method would keep."""
-    groups = " ".join(f"[{ranges(group)}]" for group in blocks.groups)
-    readers = counted(sum(len(group) - 1 for group in blocks.groups), "layer")
-    kept = ", ".join(f"{_percent(entry.share)} with {entry.title}" for entry in blocks.kept)
-    return f"{groups}: {readers} that could reuse another's map (KV cache kept: {kept})."
 
 
 def _percent(share: float) -> str:

@@ -66,7 +66,7 @@ def evaluate(
         cost: also compare KV cache size and latency with the baseline.
         engine: engine that runs the models: transformers, or vllm, which shortens longer texts (docs/guides/serve.md).
         seed: seed for choosing few-shot examples; 0 gives lm-eval's default choice.
-        allow_code: run the code that include_path holds, and of lm-eval's tasks those that run what a model writes.
+        allow_code: run the code in include_path, and tasks of lm-eval that execute a model's output.
         dtype: float32, bfloat16, …; default float32 on a CPU. In Python only for models given by name or path.
         device: cpu, cuda, …; default the GPU if there is one. In Python only for models given by name or path.
 

@@ -2,3 +2,4 @@
 
 GROUP = "Store"
 OUT = "codec"
+NEXT = "crosslayer serve {model} --codec {out} --prompt-store prompts"

@@ -79,7 +79,7 @@ def fit_codec(
         prompt: tokens of a stored prompt.
         continued: tokens behind it over which KL is measured.
         numbers: hidden numbers that the model is asked for, in stored texts of `prompt` tokens; a multiple of 5.
-        repeats: times that prefill, encoding and decoding are timed in turns.
+        repeats: how often to time prefill, encoding and decoding, alternately.
         seed: random seed.
         bos: begin each window with the BOS token: auto (as the tokenizer does), yes or no.
         dtype: float32, bfloat16, …; default float32 on a CPU. In Python only if `model` is a name.
@@ -202,7 +202,7 @@ def _rows(found: Mapping[str, np.ndarray], windows: Windows, size: int) -> list[
 
 
 def _times(model: PreTrainedModel, codec: Codec, ids: Tensor, repeats: int) -> list[Row]:
-    """Time prefill, encoding and decoding in turns, after each has run once."""
+    """Time prefill, encoding and decoding alternately, after each has run once."""
     cache = prefill(model, ids)
     data = codec.encode(cache, ids)
     work = {

@@ -87,8 +87,8 @@ def open_retrofits(folders: Sequence[str | Path], original: str | None = None) -
     for other in others:
         if other.report.architecture.name != name:
             raise ValueError(
-                f"retrofits must have the same original: {first.name!r} comes from {name!r}, {other.name!r} from "
-                f"{other.report.architecture.name!r}; heal them separately"
+                f"retrofits must have the same original, got {name!r} for {first.name!r} and "
+                f"{other.report.architecture.name!r} for {other.name!r}; heal them separately"
             )
     try:
         config = load_config(original or name)

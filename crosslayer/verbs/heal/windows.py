@@ -1,7 +1,7 @@
 """The evaluation windows: those of the retrofits' reports, without any that a retrofit was fitted or searched on.
 
-A retrofit cuts each domain into a list of windows that depends on length, seed and `bos` only; its record says what
-each was used for. The same list is cut again here, and windows are taken from its start, except those that any of the
+A retrofit cuts each domain into a list of windows that depends on length, seed and `bos` only; its record has the use
+of each. The same list is cut again here, and windows are taken from its start, except those that any of the
 retrofits was calibrated on. For a training domain, windows come from its held-out pieces, which may hold calibration
 text.
 
@@ -83,7 +83,7 @@ def _shared(retrofits: Sequence[Retrofit], option: str, key: str | None = None) 
         if value != values[0]:
             remedy = "heal them separately" if key is None else f"set {key}, or heal them separately"
             raise ValueError(
-                f"retrofits must have been evaluated with the same {option}: {retrofits[0].name!r} has {values[0]}, "
-                f"{retrofit.name!r} has {value}; {remedy}"
+                f"retrofits must have been evaluated with the same {option}, got {values[0]} for {retrofits[0].name!r} "
+                f"and {value} for {retrofit.name!r}; {remedy}"
             )
     return settings[0][option]

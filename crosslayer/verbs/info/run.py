@@ -1,4 +1,4 @@
-"""Versions, devices, what is installed beside crosslayer, and where it caches."""
+"""Versions, devices, other installed packages, and the folders of caches."""
 
 import importlib.metadata
 import os

@@ -2,3 +2,4 @@
 
 GROUP = "Inspect"
 OUT = "intervention"
+NEXT = "crosslayer diagnose {model} --out diagnosis"

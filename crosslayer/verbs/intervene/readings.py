@@ -1,4 +1,4 @@
-"""Measures of a forward pass at the positions of an intervention, as samples and summarised for the record.
+"""Measures of a forward pass at the positions of an intervention, as samples and summarized for the record.
 
     attention received by k, in a layer:  mean over heads and over the rows i ≠ k that may see k of A_ik
 
@@ -49,7 +49,7 @@ class Sample:
     loss_behind: np.ndarray | None
 
     def reading(self, index: int, count: int | None = None) -> Reading:
-        """Summarise the readings of measured position number `index` over the first `count` sequences."""
+        """Summarize the readings of measured position number `index` over the first `count` sequences."""
         names = [name for name in Reading.model_fields if name in self.measures]
         return Reading(**{name: measure(self.measures[name][:count, :, index]) for name in names})
 
@@ -173,5 +173,5 @@ def changes_at(roles: dict[int, Role], before: Sample, after: Sample, over: Ends
 
 
 def change(before: np.ndarray, after: np.ndarray, over: Ends | None = None) -> Change:
-    """Summarise readings by layer, (N, L) or (N, L, H) each, and their paired difference."""
+    """Summarize readings by layer, (N, L) or (N, L, H) each, and their paired difference."""
     return Change(before=measure(before, over), after=measure(after, over), difference=measure(after - before, over))

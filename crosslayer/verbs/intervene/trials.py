@@ -70,7 +70,7 @@ class Request(Options):
     def _check_positions(self) -> "Request":
         """Raise if there are no positions, or if positions or probes exceed the sequences."""
         if not self.positions:
-            raise ValueError("give at least one intervention, such as waiver(255)")
+            raise ValueError("an intervention is missing; give at least one, such as waiver(255)")
         last = max(self.positions)
         if last >= self.length:
             raise ValueError(f"position {last} is outside the sequences, which have {self.length} tokens")

@@ -2,3 +2,4 @@
 
 GROUP = "Measure"
 OUT = "measured"
+NEXT = "crosslayer generate {model} 'Once upon a time' --kv-bits 4"

@@ -184,7 +184,7 @@ def _needles(judge: Judge, candidates: Sequence[Candidate], settings: MeasureSet
 
 
 def _tasks(judge: Judge, candidates: Sequence[Candidate], settings: MeasureSettings) -> list[Row]:
-    """Return the scores of each candidate on tasks of lm-eval, beside the original's on the same items."""
+    """Return the scores of each candidate on tasks of lm-eval, with the original's on the same items."""
     from crosslayer.judge.tasks import harness, summary
 
     harness.check_installed()

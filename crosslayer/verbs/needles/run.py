@@ -105,7 +105,7 @@ def needles(
 
 
 def _rows(candidate: str, samples: Sequence[Sample], answered: Sequence[Sequence[str]]) -> list[Row]:
-    """Return the score of the candidate at each length, beside the baseline's, with what else was counted."""
+    """Return the score of the candidate at each length, with the baseline's, and other counts."""
     rows = []
     for length in dict.fromkeys(sample.length for sample in samples):
         numbers = [number for number, sample in enumerate(samples) if sample.length == length]

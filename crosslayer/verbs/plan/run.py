@@ -40,7 +40,7 @@ def plan(
             q8_0, q5_1, q5_0, q4_1, q4_0 or iq4_nl (llama.cpp); default that of the model.
         engine: whose allocation is counted: transformers, vllm or llama.cpp; default llama.cpp for a .gguf file, else
             transformers.
-        memory: size such as 24GiB: how many tokens fit beside the weights (without a file, counted from the config).
+        memory: size such as 24GiB: how many tokens fit next to the weights (without a file, counted from the config).
         like: model type of transformers as which to read a config.json whose own type is unknown.
         method: cross-layer method to apply, by name (with typical options) or as JSON, {"name": NAME, OPTION: VALUE};
             several are compared.

@@ -11,3 +11,4 @@ PANELS = {
         *("allow_methods", "json", "debug"),
     ),
 }
+NEXT = "crosslayer verify {out}"

@@ -13,7 +13,7 @@ from crosslayer.verbs.retrofit.sentences import sentences
 LIMITS = """- The figures hold for the text they were measured on; other text, tasks and lengths may lose more.
 - A smaller cache does not mean fewer reads: a layer that shares keys or values reads its source's at every step.
 - `crosslayer verify FOLDER` checks the files, the plan, and that cached, padded and compiled runs agree.
-- The licence is that of the original model."""
+- The license is that of the original model."""
 
 
 def model_card(record: RetrofitReport, tokenizer: bool = True) -> str:

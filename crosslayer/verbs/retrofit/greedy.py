@@ -16,7 +16,7 @@ class GreedySearch(ABC, Generic[Configuration, Move]):
     """Takes one move after another, the one that adds the least KL per unit that it saves.
 
     Moves are ranked once, each alone. A move is measured again before it is taken, until no other ranks better (lazy
-    greedy). When all passes are used up, a search within a KL ends; another goes on by what was measured before, and
+    greedy). When all passes are used up, a search within a KL ends; another continues by earlier measurements, and
     its curve has no point for these steps but the last.
     """
 

@@ -84,7 +84,7 @@ class Layers(Strategy):
         return blocks if self.method.grouped else [[layer] for block in blocks for layer in block[1:]]
 
     def _automatic(self, original: Original) -> Groups:
-        """Return the layers with the most similar attention maps, or those that change their input least."""
+        """Return the layers with the most similar attention maps, or the layers that change their input least."""
         layers, ids = original.layers, original.windows["choice"].ids  # (N, T)
         count = self.layers.count or max(1, layers // 2 // PAPER_SIZE * (PAPER_SIZE - 1))
         if count >= layers:

@@ -66,7 +66,7 @@ def folds(sizes: Sequence[int]) -> tuple[list[int], list[int]]:
 def is_enough(width: int, sizes: Sequence[int], length: int, fit: str) -> bool:
     """Return whether `sizes` (sequences by domain) of `length` tokens are enough to fit `width` inputs.
 
-    If a penalty is chosen, some must be left beside those held out.
+    If a penalty is chosen, some must be left besides those held out.
     """
     if fit not in (*LEAST_SQUARES, *WITH_PENALTY):
         return True
@@ -90,7 +90,7 @@ def check_enough(width: int, sizes: Sequence[int], length: int, fit: str) -> Non
         count = least_sequences(width, len(sizes), length, fit)
         raise ValueError(
             f"{fit} needs at least {count} calibration windows of {length} tokens, got {sum(sizes)}: "
-            f"{TOKENS_PER_INPUT} tokens for each of {width} inputs of {FITTED_WEIGHTS.get(fit, 'W_c')}, beside those "
+            f"{TOKENS_PER_INPUT} tokens for each of {width} inputs of {FITTED_WEIGHTS.get(fit, 'W_c')}, besides those "
             "held out"
         )
 

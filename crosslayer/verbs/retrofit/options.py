@@ -81,7 +81,7 @@ def _settings(option: str, text: str, takes: Mapping[str, Collection[str]]) -> d
         if key not in takes[first] or key in settings or bool(equals) == (key == FLAG):
             forms = [name if name == FLAG else f"{name}=…" for name in takes[first]]
             allowed = f"{', '.join(forms)}, each once" if forms else "no settings"
-            raise ValueError(f"`{option}`: {first or 'the default'} takes {allowed}; got {word!r}")
+            raise ValueError(f"`{option}`: {first or 'the default'} takes {allowed}, got {word!r}")
         settings[key] = value if equals else True
     return settings
 
@@ -124,7 +124,7 @@ class RetrofitOptions(Options):
         if self.read_budget is not None and self.read_budget >= 1:
             raise ValueError(f"`read_budget` must be above 0 and below 1, got {self.read_budget:g}")
         if self.quick and self.full:
-            raise ValueError("give one of `quick` and `full`")
+            raise ValueError("`quick` and `full` exclude each other; give one of them")
         if self.sweep and (budgets or self.full):
             raise ValueError("`sweep` needs `method`, without a budget and without `full`; remove one of them")
         return self
@@ -148,7 +148,7 @@ class RetrofitOptions(Options):
         return variants
 
     def changed(self, defaults: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the options that differ from `defaults`, without those that `quick` decides."""
+        """Return the options that differ from `defaults`, without the ones that `quick` sets."""
         decided = QUICK_SETS if self.quick else ()
         return {name: value for name, value in self if name not in decided and value != defaults[name]}
 

@@ -148,7 +148,7 @@ def damage_table(record: RetrofitReport) -> Table:
 
 
 def _alternatives(record: RetrofitReport) -> Table:
-    """Return the table of quantized caches beside the retrofit's, or of a sweep's variants."""
+    """Return the table of quantized caches next to the retrofit's, or of a sweep's variants."""
     rows, swept = [], bool(record.settings.sweep)
     retrieved = None if record.needles is None else record.needles.retrofit
     for number, row in enumerate(record.alternatives):

@@ -2,7 +2,7 @@
 
 Ctrl-C, SIGTERM and SIGHUP are forwarded to the server's processes, which form a session of their own. A server still
 running after SECONDS, or at a second signal, is killed with its processes: vLLM can wait forever for a stream that no
-process feeds any more. This file runs as a script and imports little, to use little memory beside the server.
+process feeds any more. This file runs as a script and imports little, to use little memory next to the server.
 """
 
 import contextlib

@@ -57,7 +57,7 @@ def verify(
         compile_backend: in Python, the backend of `torch.compile`.
 
     Raises:
-        ValueError: the model does not exist, is not a causal LM with a key-value cache, or has too few positions; the
+        ValueError: the model does not exist, is not a causal LM with a KV cache, or has too few positions; the
             device or a dtype is unknown; or an option does not apply.
 
     """
@@ -131,7 +131,7 @@ def _check_loaded(
     forwards = (inspect.signature(module.forward).parameters for module in (model, model.base_model))
     attends = hasattr(model.config.get_text_config(), "num_attention_heads")  # a Mamba caches its states only
     if not attends or not any(CACHE in parameters for parameters in forwards):
-        raise ValueError(f"verify needs a model with a key-value cache, and {name} has none")
+        raise ValueError(f"verify needs a model with a KV cache, and {name} has none")
     dtypes, bits, backend = conditions
     if bits is not None:
         dtypes = ("float64",)

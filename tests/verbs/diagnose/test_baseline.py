@@ -30,7 +30,7 @@ def test_both_are_measured_as_each_alone(both):
 def test_the_table_has_a_column_of_each_model(both):
     diagnosis, alone = both
     title, head, rows = beside(diagnosis, alone)
-    assert title == "Beside the baseline" and head[2].endswith("(baseline)")
+    assert title == "Compared with the baseline" and head[2].endswith("(baseline)")
     columns = {row[0]: row[1:] for row in rows}
     assert columns["layers, with attention"] == ["3, 2", "3, 3"]
     assert columns["entropy of attention, mean over layers"][1] == f"{alone.entropy.mean():.2f} nats"

@@ -13,7 +13,7 @@ from crosslayer.output.summary import measure
 from crosslayer.probe.groups import paper_groups, similar_groups
 from crosslayer.probe.shapes import LayerShape, may_share
 from crosslayer.verbs.diagnose.result import Measures, Sink
-from crosslayer.verbs.diagnose.verdict import map_statistics, sharing_methods, verdict, verdict_sentences
+from crosslayer.verbs.diagnose.verdict import findings, map_statistics, sharing_methods, verdict, verdict_sentences
 from tests.helpers.tiny import tiny, tokens
 
 FULL = LayerShape(9, 3, 64, 64, causal=True)
@@ -127,24 +127,29 @@ def test_encoders_have_no_cache_to_save():
 def test_gemma2_says_that_masks_alternate():
     diagnosis = crosslayer.diagnose(tiny("gemma2"), tokens())
     assert diagnosis.model.masks == ["causal, window 8", "causal", "causal, window 8"]
-    assert any("neighboring layers" in sentence for sentence in diagnosis.sentences())
+    assert rows(diagnosis.verdict)["layers that could share, by depth"] == ["none", ""]
 
 
-def test_the_sentences_name_the_groups_of_both_rules_and_what_they_keep():
+def rows(verdict) -> dict[str, list[str]]:
+    """Return layers and value of each finding."""
+    return {name: cells for name, *cells in findings(verdict)[2]}
+
+
+def test_the_findings_name_the_groups_of_both_rules_and_what_they_keep():
     blocks = np.kron(np.eye(8), np.ones((2, 2)))
     candidates = verdict(measures(16, blocks), [FULL] * 16, 512)
-    by_depth, by_similarity = verdict_sentences(candidates)[-3:-1]
-    assert "2502.00439" in by_depth and "[8-11] [12-15]: six layers" in by_depth
-    assert "[0-1] [2-3]" in by_similarity and "six layers" in by_similarity
+    by_depth, by_similarity = (
+        rows(candidates)[f"layers that could share, by {rule}"] for rule in ("depth", "similar maps")
+    )
+    assert by_depth[0] == "[8-11] [12-15]" and by_similarity[0].startswith("[0-1] [2-3]")
     for entry in candidates.cache.by_depth.kept:
-        assert f"{100 * entry.share:.3g}% with {entry.title}" in by_depth and entry.title in by_similarity
+        assert f"{100 * entry.share:.3g}% with {entry.title}" in by_depth[1] and entry.title in by_similarity[1]
     shapes = [SLIDING] * 4 + [FULL] * 4  # as many readers, of smaller layers
     blocks = np.kron(np.eye(2), np.array([[1.0, 0.9], [0.9, 1.0]]).repeat(2, 0).repeat(2, 1))
     blocks[4:, 4:] = np.eye(4)
     candidates = verdict(measures(8, blocks), shapes, 512)
-    by_similarity = verdict_sentences(candidates)[-2]
-    assert "[0-3]: three layers" in by_similarity
-    assert f"{100 * candidates.cache.by_similarity.kept[0].share:.3g}%" in by_similarity
+    groups, kept = rows(candidates)["layers that could share, by similar maps"]
+    assert groups == "[0-3]" and f"{100 * candidates.cache.by_similarity.kept[0].share:.3g}%" in kept
 
 
 def sink(**changes):
@@ -153,34 +158,39 @@ def sink(**changes):
     return Sink(**{**plain, **changes})
 
 
-def test_the_sentences_on_a_sink_fit_none_one_and_several_layers():
+def test_a_sink_of_no_one_and_several_layers():
     whole = verdict(measures(8), [FULL] * 8, 512)
 
-    def first(**changes):
-        return verdict_sentences(whole.model_copy(update={"sink": sink(**changes)}))
+    def shown(**changes):
+        changed = whole.model_copy(update={"sink": sink(**changes)})
+        return verdict_sentences(changed)[0], rows(changed)
 
-    none, one, several = first(), first(layers=[3]), first(layers=[1, 2, 3, 5], peaks=[0], drains=[7])
-    assert "attention sink" in none[0] and "12.0%" in none[0] and "1.2× an even" in none[0]
-    assert "layer 3" in one[0] and "layers 1-3" in several[0]
-    assert "layer 0 " in several[1] and "embedding" in several[1]  # no layer comes before layer 0
-    assert "layer 7 " in several[2] and len(several) == len(none) + 2
-    assert "layer 11" in first(peaks=[12, 13])[1] and "layers 12-13 " in first(peaks=[12, 13])[1]
+    none, one, several = shown(), shown(layers=[3]), shown(layers=[1, 2, 3, 5], peaks=[0], drains=[7])
+    assert "not an attention sink" in none[0] and "12.0%" in none[0] and "1.2× an even" in none[0]
+    assert "layer 3" in one[0] and "layers 1-3" in several[0] and len(several[1]) == len(none[1]) + 2
+    layers, origin = several[1]["its massive activation"]
+    assert layers == "0" and "embedding" in origin  # no layer comes before layer 0
+    assert several[1]["its value drain"][0] == "7"
+    layers, origin = shown(peaks=[12, 13])[1]["its massive activation"]
+    assert layers == "12-13" and "layer 11" in origin
 
 
-def test_the_sentences_on_redundancy_fit_none_one_and_several_layers():
+def test_redundancy_of_no_one_and_several_layers():
     shapes, whole = [FULL] * 8, verdict(measures(8), [FULL] * 8, 512)
     ranked = whole.redundancy.attention
 
-    def text(attention, least):
+    def shown(attention, least):
         cache = whole.cache.model_copy(update={"least_attention": least, "share_without": 7 / 8})
         redundancy = whole.redundancy.model_copy(update={"attention": attention})
-        return " ".join(verdict_sentences(whole.model_copy(update={"redundancy": redundancy, "cache": cache})))
+        changed = whole.model_copy(update={"redundancy": redundancy, "cache": cache})
+        return " ".join(verdict_sentences(changed)), rows(changed)
 
-    assert "changes its input least" not in text([], [])
-    assert "in layer 0 (0.500)," in text(ranked[:1], [0]) and "layer where" in text(ranked[:1], [0])
-    assert "layers 0 (0.500)" in text(ranked[:2], [0, 1])
-    assert "keep 87.5%" in text(ranked[:2], [0, 1])
-    assert "neighboring layers" in " ".join(verdict_sentences(verdict(measures(2), shapes[:2], 512)))
+    name = "attention that changes its input least"
+    assert name not in shown([], [])[1] and "Dropping" not in shown([], [])[0]
+    assert shown(ranked[:1], [0])[1][name] == ["0", "cos(x, x + Attn(x)) = 0.500"]
+    text, found = shown(ranked[:2], [0, 1])
+    assert found[name][0] == "0, 1" and "two layers" in text and "keep 87.5%" in text
+    assert rows(verdict(measures(2), shapes[:2], 512))["layers that could share, by depth"][0] == "none"
 
 
 def test_statistics_of_neighboring_maps_by_hand():

@@ -45,7 +45,7 @@ def line(monkeypatch, capsys, words):
 def test_an_unknown_task_is_answered_with_the_nearest(monkeypatch, capsys, tasks, pair, tmp_path):
     words = [pair[0], "--include-path", tasks, "--allow-code", "--out", tmp_path / "out", "--tasks"]
     said = line(monkeypatch, capsys, [*words, "piqa_local,arc_eazy_local"])
-    assert re.match("unknown task 'arc_eazy_local'; did you mean arc_easy_local", said)
+    assert re.match("task 'arc_eazy_local' is not known; did you mean arc_easy_local", said)
     assert not list(tmp_path.iterdir())
 
 

@@ -71,7 +71,7 @@ def test_line_ends_and_byte_order_marks_change_no_example(tmp_path):
         ({"instruction": 3, "response": "b", "input": ""}, "line 2: no text in column 'instruction'"),
         (
             {"instruction": "a", "response": "b", "input": "", "choices": "x"},
-            "line 2: column 'choices' must hold a list of texts",
+            "line 2: column 'choices' has no list of texts",
         ),
         ([1], "line 2: no text in column 'response'; it has list"),
     ],

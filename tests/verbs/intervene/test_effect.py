@@ -130,7 +130,7 @@ def test_swaps_are_controlled_by_random_content():
 @pytest.mark.parametrize(
     ("changes", "options", "message"),
     [
-        ((), {}, "at least one intervention"),
+        ((), {}, "intervention is missing"),
         ((waiver(22),), {}, "position 22 needs two tokens after it, and sequences have 24 tokens"),
         ((waiver(1, layers=[7]),), {}, "layer 7 does not exist"),
         ((waiver(1),), {"scan": [[3]]}, "layer 3 does not exist"),
@@ -199,7 +199,7 @@ def test_flex_attention_is_refused_by_a_line_before_anything_runs():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "at least one intervention, such as --waiver 255"),
+        ([], "at least one, such as --waiver 255"),
         (["--waiver", "x"], "waiver: positions.0 must be a valid integer, got 'x'"),
         (["--waiver", "-1"], "greater than or equal to 0"),
         (["--waiver", "64"], "position 64 is outside the sequences, which have 64 tokens"),
@@ -214,7 +214,7 @@ def test_flex_attention_is_refused_by_a_line_before_anything_runs():
         (["--scale-values", "3:big"], "scale_values: factor must be a valid number, got 'big'"),
         (["--file", "none.json"], "a .json, .yaml or .yml file that exists"),
         (["--file", "list.json"], "list.json', line 1: "),
-        (["--file", "list.yaml"], "must hold a list such as"),
+        (["--file", "list.yaml"], "has no list of interventions"),
         (["--file", "kind.yaml"], "got 'waver'"),
     ],
 )

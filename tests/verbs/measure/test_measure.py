@@ -168,10 +168,10 @@ def test_numbers_are_hidden_in_three_phrasings():
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        (["int5"], "unknown candidate 'int5'; it must be a model .*int8, int4, .* h2o:0.5"),
+        (["int5"], "a candidate must be a model .*int8, int4, .* h2o:0.5.*got 'int5'"),
         (["9"], "KV bits '9'"),
         (["h2o:1.5"], "the evicted share must be"),
-        ([], "`candidates` must name at least one"),
+        ([], "`candidates` is empty; name at least one"),
         (["int4", "int4"], "two candidates are named 'int4'"),
         ([3], "a candidate must be .* got int"),
     ],

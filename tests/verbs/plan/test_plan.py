@@ -63,8 +63,8 @@ def test_what_fits_into_memory(folder, monkeypatch, capsys):
     assert plan.fitting_length() == 77 and plan.weights_bytes == 1000
     assert run(monkeypatch, "plan", folder, "--memory", "1GiB") == 0
     out = capsys.readouterr().out
-    assert "Weights: 1,000" in out and "into 1.00 GiB beside 1,000" in out
-    with pytest.raises(ValueError, match="beside 1,000"):
+    assert "Weights: 1,000" in out and "into 1.00 GiB next to 1,000" in out
+    with pytest.raises(ValueError, match="next to 1,000"):
         crosslayer.plan(folder, memory="1000").sentences()
 
 
@@ -143,12 +143,12 @@ def test_a_config_file(folder):
     [
         ("{", "is not valid JSON"),
         ("[" * 100_000, "is not valid JSON"),
-        ("[1]", "is no config: it holds a list"),
+        ("[1]", "is not a config: it holds a list"),
         ("{}", "it has no model_type"),
         ('{"model_type": "no_such"}', "has no model type 'no_such'"),
         ('{"model_type": 3}', "it has no model_type"),
-        ('{"model_type": "llama", "num_hidden_layers": "x"}', "num_hidden_layers is x; it must be a whole number"),
-        ('{"model_type": "llama", "num_hidden_layers": 4097}', "num_hidden_layers is 4097; it must be"),
+        ('{"model_type": "llama", "num_hidden_layers": "x"}', "num_hidden_layers must be a whole number .*got x"),
+        ('{"model_type": "llama", "num_hidden_layers": 4097}', "num_hidden_layers must be .*got 4097"),
         ('{"model_type": "llama", "num_attention_heads": -4}', "num_attention_heads must be a whole number"),
         ('{"model_type": "gemma3", "text_config": 3}', "cannot be loaded"),
     ],
@@ -166,7 +166,7 @@ def test_bad_configs_are_one_line(tmp_path, text, message):
         ({"engine": "ollama"}, "`engine` must be one of transformers, vllm, llama.cpp"),
         ({"kv_dtype": "q8_0"}, "transformers has no KV cache of type q8_0; use `engine` llama.cpp"),
         ({"kv_dtype": "int4", "engine": "vllm"}, "vllm has no KV cache of type int4; use `engine` transformers"),
-        ({"kv_dtype": "int5"}, "`kv_dtype` 'int5' is not known"),
+        ({"kv_dtype": "int5"}, "`kv_dtype` must be .*got 'int5'"),
         ({"batch": 0}, "batch must be at least 1"),
         ({"length": []}, "length must be at least 1 token"),
         ({"method": "no_such"}, "method 'no_such' is not known"),

@@ -1,4 +1,4 @@
-"""The samples as a data set for the LM Evaluation Harness (lm-eval), which loads this file for its YAML files.
+"""The samples as a dataset for the LM Evaluation Harness (lm-eval), which loads this file for its YAML files.
 
 lm-eval calls `needles` with the contents of `--metadata` and `--model_args`, as for its own RULER tasks. These include
 the name of the model, whose tokenizer determines the length of a text.

@@ -62,7 +62,7 @@ def angle_tables(model: nn.Module) -> list[tuple[float, ...]]:
 def find_rotation(
     keys: Tensor, positions: Sequence[int], tables: Sequence[tuple[float, ...]], tolerance: float
 ) -> Rotation | None:
-    """Return the rotation by which the keys of one hidden state, (…, P, D) in float32, differ; None if by no table.
+    """Return the rotation that the keys of one hidden state, (…, P, D) in float32, differ by; None if no table fits.
 
     `positions` begin with 0. `tolerance` is what keys may differ from it, as a share of the largest number.
     """

@@ -35,7 +35,8 @@ SHARES = ("first_token_share", "adjacent_map_similarity", "attention_received", 
 FLAT = (1, math.sqrt(32))
 POSSIBLE = {  # by figure: bands lie between these
     **dict.fromkeys(SHARES, (0, 1)),
-    **dict.fromkeys(("io_similarity", "token_similarity", "cross_layer", "query_key_cosine"), (-1, 1)),
+    **dict.fromkeys(("token_similarity", "cross_layer", "query_key_cosine"), (-1, 1)),
+    "io_similarity": (0, 2),
     **dict.fromkeys(("hidden_norm_ratio", "value_norm_ratio", "stream_norm", "trade_off"), (0, math.inf)),
     "entropy": (0, math.log(48)),
     "mlp_l1_l2": FLAT,

@@ -312,8 +312,8 @@ def _map_panels(record: Diagnosis) -> list[Panel]:
             f" The mean cosine over the upper half is {whole:.2f}, and {rest:.2f} without the first token: the "
             "difference is due to a common sink."
         )
-    drawn, title = [from_one(line) for line in lines], "Neighboring layers"
-    adjacent = Panel("adjacent_map_similarity", title, sentence, LAYER, DISTANCE, drawn, wide=True, **FROM_ONE)
+    drawn, options = [from_one(line) for line in lines], FROM_ONE | {"bounds": SHARE, "wide": True}
+    adjacent = Panel("adjacent_map_similarity", "Neighboring layers", sentence, LAYER, DISTANCE, drawn, **options)
     return [*heats[:2], adjacent, heats[2]]
 
 

@@ -26,7 +26,6 @@ USUAL = {
 USER_ERROR = 2  # the exit status of every case
 CASES = [
     # options of all verbs
-    ("", ""),
     ("diagnoze x", "No such command 'diagnoze'"),
     ("--colour", "No such option: --colour"),
     ("diagnose", "Missing argument 'model'"),

@@ -48,8 +48,9 @@ def test_loss_and_gradients_are_those_of_a_dense_mask(case, monkeypatch):
     model.set_attn_implementation(WITHIN_DOCUMENTS)
     result, others = loss_and_gradients(model, ids)
     contract.close(result, loss, "loss", 1e-10)
+    allowed = 1e-6 if "gemma3" in case else 1e-10  # Gemma's norms of queries and keys are in float32
     for name, gradient in gradients.items():
-        contract.close(others[name], gradient, f"gradient of {name}", 1e-10)
+        contract.close(others[name], gradient, f"gradient of {name}", allowed)
 
 
 @pytest.mark.parametrize("case", sorted(CROSS))

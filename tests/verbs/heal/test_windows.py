@@ -69,11 +69,11 @@ def test_shorter_windows_begin_as_the_reports_and_longer_ones_are_refused(base, 
 @pytest.mark.parametrize(
     ("option", "value", "evaluation", "message"),
     [
-        ("seed", 1, {}, "the same seed: .* has 0, 'other' has 1; heal them separately"),
-        ("length", 32, {"length": 24}, "the same length: .* has 24, 'other' has 32; heal them separately"),
-        ("windows", 17, {}, "the same windows: .* has 16, 'other' has 17; set judge.windows"),
+        ("seed", 1, {}, "the same seed, got 0 for .* and 1 for 'other'; heal them separately"),
+        ("length", 32, {"length": 24}, "the same length, got 24 for .* and 32 for 'other'; heal them separately"),
+        ("windows", 17, {}, "the same windows, got 16 for .* and 17 for 'other'; set judge.windows"),
         ("windows", 17, {"windows": 16}, None),
-        ("judged", ["web"], {}, "the same domains: .* has code, 'other' has web; set judge.domains"),
+        ("judged", ["web"], {}, "the same domains, got code for .* and web for 'other'; set judge.domains"),
         ("judged", ["web"], {"domains": ["code"]}, None),
     ],
 )

@@ -79,7 +79,7 @@ def test_a_wrong_number_is_one_line(name):
 def test_without_text_or_tokenizer(tmp_path):
     with pytest.raises(ValueError, match="bpe:300"):
         make_tokenizer("bpe:300", lambda: [])
-    with pytest.raises(ValueError, match="no tokenizer"):
+    with pytest.raises(ValueError, match="tokenizer.json"):
         make_tokenizer(str(tmp_path), nothing)
     with pytest.raises(ValueError, match="not exist"):
         make_tokenizer(str(tmp_path / "missing"), nothing)

@@ -36,7 +36,7 @@ def test_bad_input(monkeypatch, capsys):
     with pytest.raises(ValueError, match="BertModel"):
         verify(tiny("bert"))
     mamba = AutoModelForCausalLM.from_config(MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2))
-    with pytest.raises(ValueError, match="key-value.*MambaForCausalLM"):
+    with pytest.raises(ValueError, match="KV cache.*MambaForCausalLM"):
         verify(mamba)
     with pytest.raises(ValueError, match="22 positions,.*12"):
         verify(tiny("llama", max_position_embeddings=12))

@@ -51,7 +51,7 @@ tests: $(STAMP)
 # pyproject.toml allows: it stands before the other on the import path. Tests of models that came later are skipped there.
 OLDEST_TESTS := cache core models probe wiring $(addprefix verbs/, diagnose/test_families.py diagnose/test_streams.py \
   evaluate/test_exact.py export/test_export.py generate heal/test_trainer.py intervene/test_intervene.py \
-  retrofit/test_convert.py retrofit/test_gemma2.py serve/test_caches.py train/test_attention.py train/test_checkpoints.py \
+  retrofit/test_convert.py retrofit/test_gemma2.py retrofit/test_gemma3.py serve/test_caches.py train/test_attention.py train/test_checkpoints.py \
   train/test_trainer.py verify/test_sound_models.py)
 OLDEST := $(VENV)/transformers-5.19
 $(OLDEST): $(STAMP)

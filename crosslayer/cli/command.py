@@ -82,7 +82,7 @@ def run(verb: Verb, typed: dict[str, Any]) -> None:
         with metered_by(Progress if is_first else Silent):
             result = call(**arguments)
         if is_first:
-            _show(result, typed.get("out"), save if verb.is_saved and out else None, typed["json"])
+            _show(result, typed, save if verb.is_saved and out else None)
     finally:
         _start.command_line = None
     if then is not None:
@@ -90,19 +90,20 @@ def run(verb: Verb, typed: dict[str, Any]) -> None:
     raise typer.Exit(result.exit_status)
 
 
-def _show(result: Any, out: str | None, save: Callable[[Any], Path] | None, only_json: bool) -> None:
+def _show(result: Any, typed: dict[str, Any], save: Callable[[Any], Path] | None) -> None:
+    out = typed.get("out")
     page = None if out is None else Path(out) / "report.html"
     if save is not None:
         say("writing the report")
         page = save(result)
-    if not only_json:
+    if not typed["json"]:
         for table in result.tables():
             print_table(*table)
         for sentence in result.sentences():
             print_line(sentence)
         if page is not None and page.is_file():
             print_line(f"report: {page}")
-        if following := result.next_command():
+        if following := result.next_command(typed.get("model"), out):
             print_line(f"next: {following}")
     print_headline(result.headline())
 

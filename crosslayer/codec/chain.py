@@ -22,7 +22,7 @@ from crosslayer.codec.entropy import Coder, quantized
 from crosslayer.codec.states import LayerShape
 
 BLOCK = 256  # tokens
-PER_OCTAVE = 16  # steps of tokens are whole powers of 2^(1/16), a byte each
+STEPS_PER_OCTAVE = 16  # steps of tokens are whole powers of 2^(1/16), a byte each
 CENTER = 128  # the byte of the step 1
 RECENT = 400  # tokens from the end, beyond which distance makes no difference
 POWER = 0.75  # of the cost in the step: exp(−½ · 0.75 · log cost)
@@ -143,12 +143,12 @@ class Importance:
         cost = values @ self.weight
         cost = cost - cost[1:].mean() if len(cost) > 1 else torch.zeros_like(cost)
         steps = torch.exp(-0.5 * POWER * cost).clamp(FINEST, COARSEST)
-        return (steps.log2() * PER_OCTAVE).round().add(CENTER).clamp(0, 255).to(torch.uint8)
+        return (steps.log2() * STEPS_PER_OCTAVE).round().add(CENTER).clamp(0, 255).to(torch.uint8)
 
 
 def step_sizes(steps: Tensor) -> Tensor:
     """Return the steps (N,) of bytes."""
-    return torch.exp2((steps.float() - CENTER) / PER_OCTAVE)
+    return torch.exp2((steps.float() - CENTER) / STEPS_PER_OCTAVE)
 
 
 def features(

@@ -176,7 +176,7 @@ class Codec:
     def decode_layers(self, blocks: Sequence[format.Block], length: int, device: torch.device) -> Iterator[Tensor]:
         """Yield the states (T, W) of blocks one behind the other, layer by layer, up to position `length`.
 
-        Of each layer come the latest tokens that it holds.
+        Of each layer come the latest tokens that it holds. The codes of all layers are read before the first.
         """
         layers = self.chain_on(device).layers
         steps = step_sizes(torch.from_numpy(np.concatenate([block.steps for block in blocks]))).to(device)

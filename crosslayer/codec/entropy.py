@@ -18,7 +18,7 @@ from crosslayer.extras import check_extra
 
 ZONE = 0.1  # a code grows only beyond ½ + this
 LARGEST = 2**15 - 1  # the largest code
-PER_OCTAVE = 2  # classes
+CLASSES_PER_OCTAVE = 2
 RAREST = -12  # logarithm of the mean |q| of the first class, to base 2
 CLASSES = 54  # up to a mean |q| of 2^14.5
 LEVEL = 8  # of pcodec: tables of up to 256 bins
@@ -33,7 +33,7 @@ def fitted(z: Tensor) -> tuple[Tensor, Tensor]:
     """Return the class (R,) and the shift (R,) of each channel, from coefficients (N, R) in steps."""
     codes = quantized(z).abs()
     level = codes.mean(0).clamp_min(2.0**RAREST).log2() - RAREST
-    classes = (PER_OCTAVE * level).round().long().clamp_max(CLASSES - 1)
+    classes = (CLASSES_PER_OCTAVE * level).round().long().clamp_max(CLASSES - 1)
     shift = torch.where(codes > 0, z.abs() - codes, 0).sum(0) / (codes > 0).sum(0).clamp_min(1)
     return classes, shift
 

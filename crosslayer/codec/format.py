@@ -50,6 +50,12 @@ class OtherFormat(ValueError):
     """The bytes are of another version of the format."""
 
 
+def other_format(what: str, version: int) -> OtherFormat:
+    """Return the error of a block or a file of another version."""
+    then = "update crosslayer" if version > VERSION else "store the prompt again"
+    return OtherFormat(f"the {what} has format {version}, and this release reads {VERSION}; {then}")
+
+
 @dataclass(frozen=True)
 class Block:
     """A block of a stored prompt: its header and its codes.
@@ -118,7 +124,7 @@ def read_header(data: bytes | memoryview, layers: int | None = None) -> Block:
     if magic != MAGIC:
         raise ValueError("this is not a block of a stored cache")
     if version != VERSION:
-        raise OtherFormat(f"the block has format {version}, and this release reads {VERSION}; update crosslayer")
+        raise other_format("block", version)
     if layers not in (None, own) or not 0 < count <= LONGEST or dtype >= len(DTYPES):
         raise ValueError("the header of a block is damaged")
     if len(data) < HEAD.size + 4 * count + 2 * own:
@@ -193,7 +199,7 @@ def unpack_file(data: bytes) -> list[tuple[int, list[memoryview]]]:
         raise ValueError("these bytes were not written by Codec.encode")
     _, version, _, count = START.unpack_from(view)
     if version != VERSION:
-        raise OtherFormat(f"the file has format {version}, and this release reads {VERSION}; update crosslayer")
+        raise other_format("file", version)
     check_hash(view)
     view = view[:-HASH]
     at, rows = START.size, []

@@ -24,7 +24,7 @@ from crosslayer.output.progress import progress
 from crosslayer.probe.intercept import evaluating
 
 WINDOWS = 6  # of calibration text
-POWER = 0.75  # of KL over squared error in the factor of a metric, which shrinks what six windows leave uncertain
+FACTOR_POWER = 0.75  # of KL over squared error in a metric's factor; below 1, as six windows leave it uncertain
 
 
 def weighed(calibration: Calibration, model: PreTrainedModel, ids: Tensor, bytes_per_token: float) -> Calibration:
@@ -34,7 +34,7 @@ def weighed(calibration: Calibration, model: PreTrainedModel, ids: Tensor, bytes
     """
     chain = quick_chain(calibration, bytes_per_token)
     few = ids[:: max(1, len(ids) // WINDOWS)][:WINDOWS]
-    factors = layer_costs(model, calibration, chain, few).clamp_min(1e-12).log() * POWER
+    factors = layer_costs(model, calibration, chain, few).clamp_min(1e-12).log() * FACTOR_POWER
     factors = (factors - factors.mean()).exp().tolist()
     metric = [own * factor for own, factor in zip(calibration.metric, factors, strict=True)]
     return replace(calibration, metric=metric)
@@ -56,13 +56,13 @@ def layer_costs(model: PreTrainedModel, calibration: Calibration, chain: Chain, 
             exact = continued(model, deepcopy(cache), after)
             for layer, (root, _) in enumerate(calibration.roots):
                 mixed = deepcopy(cache)
-                mixed.layers[layer] = deepcopy(decoded.layers[layer])
+                mixed.layers[layer] = decoded.layers[layer]  # the model adds to it, and it is not used again
                 other = continued(model, mixed, after)
                 error = (states[layer] - stored[layer]) @ root / steps[len(steps) - len(stored[layer]) :, None]
                 found[0, layer] += float((exact.exp() * (exact - other)).sum(-1).mean())
                 found[1, layer] += float(error.square().sum(1).mean())
             bar.step(done, len(ids))
-    return found[0] / found[1]
+    return found[0] / found[1].clamp_min(1e-30)
 
 
 def _stored(chain: Chain, states: Sequence[Tensor], steps: Tensor) -> list[Tensor]:

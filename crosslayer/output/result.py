@@ -1,6 +1,7 @@
 """The base class of results: a record, a folder with a page, a display in notebooks."""
 
 import html
+import re
 import shlex
 import shutil
 from collections.abc import Sequence
@@ -66,13 +67,18 @@ class Result(Shown, BaseModel):
         """Return the findings in sentences, from `sentences` of the verb's `page.py`."""
         return self.sibling("page").sentences(self)
 
-    def next_command(self) -> str | None:
-        """Return `NEXT` of the verb's folder with the model and the folder as they were typed; None from Python."""
-        words, verb = shlex.split(self.command or ""), import_module(type(self).__module__.rpartition(".")[0])
-        if self.exit_status or len(words) < 3 or words[2].startswith("-"):
+    def next_command(self, model: str | None = None, out: str | None = None) -> str | None:
+        """Return `NEXT` of the verb's folder for a model and a folder, or for those in the command, if any."""
+        verb = import_module(type(self).__module__.rpartition(".")[0])
+        text, words = getattr(verb, "NEXT", ""), shlex.split(self.command or "")
+        if model is None and len(words) > 2 and not any(word.startswith("-") for word in words[1:3]):
+            model = words[2]
+        if out is None:
+            typed = re.search(r"--out[= ](\S+)", self.command or "")
+            out = typed[1] if typed else getattr(verb, "OUT", None)
+        if self.exit_status or ("{model}" in text and not model) or ("{out}" in text and not out):
             return None
-        out = words[words.index("--out") + 1] if "--out" in words[:-1] else getattr(verb, "OUT", "OUT")
-        return getattr(verb, "NEXT", "").format(model=shlex.quote(words[2]), out=shlex.quote(out)) or None
+        return text.format(model=shlex.quote(model or ""), out=shlex.quote(out or "")) or None
 
     @classmethod
     def sibling(cls, name: str) -> Any:

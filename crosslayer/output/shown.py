@@ -25,7 +25,7 @@ class Shown:
         """Return the findings in sentences."""
         return []
 
-    def next_command(self) -> str | None:
+    def next_command(self, model: str | None = None, out: str | None = None) -> str | None:
         """Return the command that most readers type next; None if there is none."""
         return None
 

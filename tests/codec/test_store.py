@@ -291,3 +291,13 @@ def test_states_are_stored_as_a_cache_is(tmp_path):
     assert [path.read_bytes() for path in blocks(tmp_path / "one")] == [
         path.read_bytes() for path in blocks(tmp_path / "other")
     ]
+
+
+@pytest.mark.parametrize(("version", "advice"), [(1, "store the prompt again"), (99, "update crosslayer")])
+def test_another_version_of_the_format_says_what_to_do(version, advice):
+    model, codec = fitted()
+    ids = random_ids(1, 20)
+    data = bytearray(codec.encode(cache_of(model, ids), ids))
+    data[4:6] = version.to_bytes(2, "little")
+    with pytest.raises(format.OtherFormat, match=advice):
+        codec.decode(bytes(data))

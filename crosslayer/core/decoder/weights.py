@@ -99,6 +99,8 @@ def from_config(config: CrossLayerConfig, family: str) -> PreTrainedConfig:
     kept["rope_parameters"] = _rope_for(family, values, is_rope_by_type(defaults["rope_parameters"]))
     if "use_sliding_window" in defaults:
         kept["use_sliding_window"] = config.sliding_window is not None
+    elif "layer_types" in mapping.copied and config.sliding_window is None:
+        kept["sliding_window"] = values["sliding_window"] = defaults["sliding_window"]  # unused, but needed
     try:
         result = AutoConfig.for_model(family, **kept)
     except StrictDataclassFieldValidationError as error:  # for example no experts, for a model type that needs some

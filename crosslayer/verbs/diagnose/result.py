@@ -292,9 +292,9 @@ class Diagnosis(Result):
     def __dir__(self) -> list[str]:
         return [*super().__dir__(), *Measures.model_fields]
 
-    def next_command(self) -> str | None:
+    def next_command(self, model: str | None = None, out: str | None = None) -> str | None:
         """Return the next command; None for an encoder, which has no cache to make smaller."""
-        return None if self.verdict.cache is None else super().next_command()
+        return None if self.verdict.cache is None else super().next_command(model, out)
 
     def headline(self) -> dict[str, Any]:
         """Return the few numbers that the command line prints last."""

@@ -182,14 +182,16 @@ def findings(verdict: Verdict) -> Table:
         text = f"mean cosine {whole:.2f}; {rest:.2f} without the first token"
         rows.append(["similar maps of neighboring layers", "upper half", text])
     if cache is not None:
-        for rule, blocks in (("by depth", cache.by_depth), ("by similar maps", cache.by_similarity)):
+        rules = {"by depth": cache.by_depth, "by similar maps": cache.by_similarity}
+        for rule, blocks in rules.items():
             kept = ", ".join(f"{_percent(entry.share)} with {entry.title}" for entry in blocks.kept)
             groups = " ".join(f"[{ranges(group)}]" for group in blocks.groups)
             rows.append(
                 [f"layers that could share, {rule}", groups or "none", f"KV cache kept: {kept}" if groups else ""]
             )
         if cache.least_attention:
-            rows.append(["attention to cut", ranges(cache.least_attention), f"kept: {_percent(cache.share_without)}"])
+            kept = f"KV cache kept: {_percent(cache.share_without)}"
+            rows.append(["attention whose removal changes least", ranges(cache.least_attention), kept])
     return "Findings", ["finding", "layers", "value"], rows
 
 

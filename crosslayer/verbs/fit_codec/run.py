@@ -12,9 +12,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from crosslayer.codec.chain import BLOCK, Chain
 from crosslayer.codec.codec import Codec, model_print, tokenizer_print
 from crosslayer.codec.fit import BASIS, Calibration, calibrate, fit_chain_at, with_rate
+from crosslayer.codec.format import HASH, HEAD
 from crosslayer.codec.judge import Way, coded, exact, judge, numbers_found, rounded
 from crosslayer.codec.layer_costs import weighed
-from crosslayer.codec.states import check_config, read_shapes
+from crosslayer.codec.states import read_shapes
 from crosslayer.corpus.domains import shared_out, split_domains
 from crosslayer.corpus.windows import Windows
 from crosslayer.extras import check_extra
@@ -30,13 +31,14 @@ from crosslayer.output.record import ModelFacts
 from crosslayer.probe.tokens import check_ids, config_positions
 from crosslayer.verbs.fit_codec.result import CodecReport, CodecSettings
 
+PROMPT = 640  # tokens of a stored prompt
 OTHERS = (0.5, 0.25)  # shares that are measured beside the one that is asked for, in units of it
 ROUNDED = {"fp8": "fp8", "int4": "4"}
 STEP_WINDOWS = 2  # of each domain that is measured on, beside those that are: they set the step
 TRIES, CLOSE = 5, 0.1  # of a search for a KL
 SLOPE = 2.5  # of the logarithm of KL over that of the bytes
 LEAST = 0.1  # of the codes' bytes, of what is measured beside
-BLOCK_BYTES = 232, 2  # what the header of a block of 256 tokens takes, and for each layer
+CLASSES = 30  # of channels, as a rule: each takes four bytes in the header of a block
 
 
 def fit_codec(
@@ -50,7 +52,7 @@ def fit_codec(
     calibration: int = 48,
     length: int = 512,
     windows: int = 24,
-    prompt: int = 640,
+    prompt: int | None = None,
     continued: int = 128,
     numbers: int = 20,
     repeats: int = 5,
@@ -70,13 +72,14 @@ def fit_codec(
         share: bytes of a stored prompt of `prompt` tokens, of the 16-bit cache's.
         kl: nats per token that storing may cost, instead of `share`.
         calibration_text: text that the codec is fitted to, repeatable: one domain each, named by NAME=FILE; default
-            books, web and docs of the embedded text. In Python also token ids (N, `length`) or documents by domain.
-        text: text that it is measured on, likewise; default the other embedded domains. In Python also token ids
-            (N, `prompt` + `continued`) or documents by domain.
+            books, web and docs of the embedded text. In Python also a dict of documents, or of token ids
+            (N, `length`), by domain.
+        text: text that it is measured on, likewise, with ids (N, `prompt` + `continued`); default the other embedded
+            domains.
         calibration: windows that it is fitted to.
         length: tokens of each.
         windows: windows that it is measured on, all domains together.
-        prompt: tokens of a stored prompt.
+        prompt: tokens of a stored prompt; default 640, or as many as the model's sliding windows hold.
         continued: tokens behind it over which KL is measured.
         numbers: hidden numbers that the model is asked for, in stored texts of `prompt` tokens; a multiple of 5.
         repeats: how often to time prefill, encoding and decoding, alternately.
@@ -91,20 +94,25 @@ def fit_codec(
 
     """
     check_extra("store", "a codec", "pcodec")
-    cut = {"calibration": calibration, "length": length, "windows": windows, "prompt": prompt, "continued": continued}
+    cut = {"calibration": calibration, "length": length, "windows": windows, "continued": continued}
     more = {"numbers": numbers, "repeats": repeats, "seed": seed, "bos": bos}
-    settings = CodecSettings(share=None if kl is not None else share, kl=kl, **cut, **more)
-    fitted_on, judged_on = (Texts.load(given or None, None, seed) for given in (calibration_text, text))
+    settings = CodecSettings(share=None if kl is not None else share, kl=kl, prompt=prompt or PROMPT, **cut, **more)
+    fitted_on, judged_on = Texts.load(calibration_text or None, None, seed), Texts.load(text or None, None, seed)
     fitted_to = fitted_on.calibration
     domains = [name for name in judged_on.evaluation if text or name not in fitted_to]
     if not domains:
         raise ValueError("`text` must be given: the codec is fitted to all embedded domains")
     started = time.perf_counter()
     loaded, tokenizer = ready_model(model, tokenizer, dtype=dtype, device=device)
+    shapes = read_shapes(loaded)
+    windows_hold = min((shape.window - 1 for shape in shapes if shape.window is not None), default=2**31)
+    prompt = min(PROMPT, windows_hold) if prompt is None else prompt
+    settings = settings.model_copy(update={"prompt": prompt})
+    if prompt > windows_hold:
+        raise ValueError(f"`prompt` must be at most {windows_hold}, which all layers of the model hold, got {prompt}")
     limit = config_positions(loaded.config) or 2**31
     if prompt + continued > limit:
         raise ValueError(f"`prompt` and `continued` must be at most {limit} together, got {prompt + continued}")
-    check_config(loaded.config)
     with progress("tokenizing the text", 0):
         how: dict[str, Any] = {"tokenizer": tokenizer, "seed": seed, "bos": bos}
         own = {name: fitted_on.domains[name] for name in fitted_to}
@@ -115,7 +123,7 @@ def fit_codec(
         samples = [] if tokenizer is None else hidden_samples(tokenizer, [prompt], numbers // len(DEPTHS), seed)
     judged, step = found["windows"], found["step"].ids
     check_ids(loaded, fit.ids)
-    data = calibrate(loaded, read_shapes(loaded), fit.ids, step[:, :prompt], seed)
+    data = calibrate(loaded, shapes, fit.ids, step[:, :prompt], seed)
     fitting = Fitting(loaded, tokenizer, data, fit.ids, prompt)
     chain = fitting.chain(settings.share or BASIS)
     if kl is not None:
@@ -124,7 +132,8 @@ def fit_codec(
     ways: dict[str, Way] = {"codec": coded(codec)}
     for part in OTHERS:
         ways[f"codec × {part:g}"] = coded(fitting.codec(fitting.smaller(chain, part)))
-    ways |= {name: rounded(loaded, bits) for name, bits in ROUNDED.items()}
+    if any(shape.window is None for shape in shapes):  # only layers without a window are rounded
+        ways |= {name: rounded(loaded, bits) for name, bits in ROUNDED.items()}
     rows = _rows(judge(loaded, judged.ids, prompt, ways), judged, prompt * fitting.per_token)
     if tokenizer is not None and samples:
         asked = numbers_found(loaded, tokenizer, samples, {"original": exact, **ways})
@@ -160,7 +169,8 @@ class Fitting:
         self.prints = model_print(model), None if tokenizer is None else tokenizer_print(tokenizer)
         self.per_token = 2 * sum(shape.width for shape in shapes)
         # a byte for the step, four for the token, a share of the first token, and of the header
-        self.fixed = 1 + 4 + self.per_token / prompt + (BLOCK_BYTES[0] + BLOCK_BYTES[1] * len(shapes)) / BLOCK
+        header = HEAD.size + 2 * len(shapes) + 4 * CLASSES + HASH
+        self.fixed = 1 + 4 + self.per_token / prompt + header / BLOCK
         self.data = weighed(data, model, ids, BASIS * self.per_token - self.fixed)
 
     def codec(self, chain: Chain) -> Codec:

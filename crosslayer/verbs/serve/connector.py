@@ -1,8 +1,9 @@
 """vLLM's KV connector of a prompt store; only vLLM imports this module.
 
-In the scheduler it finds the longest stored prefix of a prompt by the headers of blocks. In the worker it decodes that
-prefix layer by layer, each layer before its attention runs, and copies finished prompts out of vLLM's cache; a thread
-encodes and writes them. A prefix that cannot be read after all is reported to vLLM, which computes its tokens.
+In the scheduler it finds the longest stored prefix of a prompt by the headers of blocks. In the worker it reads the
+codes of that prefix, computes the states of each layer before its attention runs, and copies finished prompts out of
+vLLM's cache; a thread encodes and writes them. A prefix that cannot be read after all is reported to vLLM, which
+computes its tokens.
 
 Shapes: n blocks of vLLM's cache, N tokens in each, H key-value heads, D head size, T tokens, W = 2 · H · D.
 """

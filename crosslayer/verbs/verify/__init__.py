@@ -1,4 +1,4 @@
 """Checks that every way to run a model gives the same numbers."""
 
 GROUP = "Convert"
-NEXT = "crosslayer serve {model}"
+NEXT = "crosslayer generate {model} 'Once upon a time'"

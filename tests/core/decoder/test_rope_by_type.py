@@ -111,6 +111,10 @@ def test_model_types_get_the_form_that_they_have():
     assert stock.config.rope_parameters == {WINDOW: GLOBAL, FULL: GLOBAL}
     with torch.no_grad():
         close(stock(ids).logits, source(ids).logits, "logits")
+    plain = {**GEMMA3, "layer_types": [FULL] * 6, "sliding_window": None, "rope_parameters": dict(GLOBAL)}
+    source = build(config_of([], **plain))  # the stock class wants a window that no layer has
+    with torch.no_grad():
+        close(stock_model(source)(ids).logits, source(ids).logits, "logits without windows")
 
 
 def test_what_knows_one_set_of_parameters_refuses_others():

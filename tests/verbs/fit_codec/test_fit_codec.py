@@ -47,6 +47,31 @@ def test_coarser_steps_of_one_fit_are_measured_too(fitted):
     assert shares == sorted(shares, reverse=True) and costs == sorted(costs)
 
 
+def test_a_prompt_is_no_longer_than_what_all_layers_hold():
+    model = tiny("mistral", sliding_window=32).float()
+    options = {**OPTIONS, "prompt": 32}
+    with pytest.raises(ValueError, match="`prompt` must be at most 31, .*got 32"):
+        crosslayer.fit_codec(model, share=0.5, **options, **TEXTS)
+    assert crosslayer.fit_codec(model, share=0.5, **{**options, "prompt": None}, **TEXTS).settings.prompt == 31
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        ("crosslayer fit-codec smollm2 --out=mine", "smollm2 --codec mine"),
+        ("crosslayer fit-codec smollm2 --share 0.1 --out mine", "smollm2 --codec mine"),
+        ("crosslayer fit-codec smollm2", "smollm2 --codec codec"),
+        ("crosslayer --debug fit-codec smollm2", None),
+        (None, None),
+    ],
+)
+def test_the_next_command_has_the_model_and_the_folder_that_were_typed(fitted, command, expected):
+    report = fitted[1].model_copy(update={"command": command})
+    expected = expected and f"crosslayer serve {expected} --prompt-store prompts"
+    assert report.next_command() == expected
+    assert report.next_command("/a b", "c") == "crosslayer serve '/a b' --codec c --prompt-store prompts"
+
+
 def test_a_report_has_the_codec_in_its_folder(fitted, tmp_path):
     model, report = fitted
     report.save(tmp_path / "codec")

@@ -169,7 +169,7 @@ class DepthPlan:
 
     @property
     def beyond_sharing(self) -> str | None:
-        """What layers do besides reading keys and values of all tokens, as a clause; None: nothing."""
+        """What layers do other than read the keys and values of all tokens, as a clause, or None."""
         return "layers attend to chosen tokens only" if self.reads_less else None
 
     def chooses(self, layer: int) -> bool:

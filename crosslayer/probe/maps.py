@@ -2,7 +2,7 @@
 
 For a block of R rows and a single head, all layers' scores go into an (L, R, S) buffer; softmax, sums and inner
 products across layers are taken there and the buffer is used again. Nothing of size S × S exists; memory is two such
-buffers (linear in S, bounded by a choice of R) besides the queries and keys.
+buffers (linear in S, bounded by a choice of R) in addition to the queries and keys.
 
 Shapes: L layers, H heads, S tokens (queries and keys of a sequence), R rows of a block, D head size.
 """

@@ -75,7 +75,7 @@ class LayerShape:
     def cached(self, length: int) -> tuple[int, int]:
         """Return the elements of keys and of values that a sequence of `length` tokens leaves in the cache.
 
-        A sliding layer keeps what the next token can see besides itself: window − 1 tokens, as in transformers.
+        A sliding layer keeps what the next token can see, without itself: window − 1 tokens, as in transformers.
         """
         tokens = length if self.window is None else min(length, self.window - 1)
         keys, values = self.stored

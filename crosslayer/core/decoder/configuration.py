@@ -25,7 +25,7 @@ class CrossLayerConfig(LlamaConfig):
 
     Each method is a name, {"name": …, option: …}, a `Method` or a `Method` class; they are stored as plain data.
 
-    Fields besides Llama's:
+    Fields that Llama's config does not have:
 
     - `family`: the classes of norms, MLPs, embeddings and positions, a file of decoder/families; sizes, biases and
       activations are separate fields.

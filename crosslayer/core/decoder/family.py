@@ -28,7 +28,7 @@ class ModelType:
     """How a Hugging Face config maps to ours; the weights have the same names.
 
     Attributes:
-        copied: attributes with the same name that are copied, besides those of all types.
+        copied: attributes with the same name that are copied, in addition to those of all types.
         fixed: values of our attributes that this model type always has.
         renamed: our name of each attribute that has another name there.
 

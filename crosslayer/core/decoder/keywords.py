@@ -1,4 +1,4 @@
-"""The keyword arguments that `forward` takes besides its named ones; an unknown name is an error, never ignored."""
+"""Keyword arguments that `forward` takes in addition to its named ones; an unknown name is an error."""
 
 import difflib
 import inspect

@@ -153,7 +153,7 @@ def to_entry(method: Method) -> dict[str, Any]:
 
 
 def mixes(method: Method) -> bool:
-    """Return whether a method adds modules that mix states or streams, besides its plan."""
+    """Return whether a method adds modules that mix states or streams, in addition to its plan."""
     names = ("heads", "reader", "residual", "final")
     return any(getattr(type(method), name) is not getattr(Method, name) for name in names)
 

@@ -1,4 +1,4 @@
-"""A codec, and what it costs: bytes and KL by domain, times next to prefill's."""
+"""A codec, and what it costs: bytes and KL by domain, times compared with prefill."""
 
 from pathlib import Path
 from typing import Literal

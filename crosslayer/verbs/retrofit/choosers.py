@@ -120,7 +120,7 @@ class Choosers(Strategy):
     def _candidates(self, length: int, layers: int, context: int) -> list[ChoiceMethod]:
         """Return the methods to search with: several numbers of tokens, where they are free.
 
-        Each leaves some tokens out, chooses some besides the always chosen ones, and can meet a budget of reads.
+        Each leaves some tokens out, chooses some that are not always chosen, and can meet a budget of reads.
 
         Raises:
             ValueError: no such methods exist.

@@ -66,7 +66,7 @@ def folds(sizes: Sequence[int]) -> tuple[list[int], list[int]]:
 def is_enough(width: int, sizes: Sequence[int], length: int, fit: str) -> bool:
     """Return whether `sizes` (sequences by domain) of `length` tokens are enough to fit `width` inputs.
 
-    If a penalty is chosen, some must be left besides those held out.
+    If a penalty is chosen, some tokens must remain when others are held out.
     """
     if fit not in (*LEAST_SQUARES, *WITH_PENALTY):
         return True

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from crosslayer.codec import fit
-from crosslayer.codec.chain import Chain, Importance, Layer, below_of
+from crosslayer.codec.chain import Chain, Importance, Layer, below_of, predicted
 from crosslayer.codec.entropy import Coder
 from crosslayer.codec.fit import QUICK, Calibration, with_step
 
@@ -71,9 +71,10 @@ class FixedLength(Coder):
         """Return the codes (R, T) of all layers as bytes."""
         return [self._packed(own, layer) for layer, own in enumerate(codes)]
 
-    def decode(self, parts: Sequence[bytes | memoryview], tokens: Sequence[int]) -> list[np.ndarray]:
-        """Return the codes (R, T), int16, of all layers."""
-        return [self._unpacked(data, layer, tokens[layer]) for layer, data in enumerate(parts)]
+    def decode(self, parts: Sequence[bytes | memoryview], out: Sequence[np.ndarray]) -> None:
+        """Read the codes (R, T), int16, of all layers into arrays of that shape."""
+        for layer, (data, codes) in enumerate(zip(parts, out, strict=True)):
+            self._unpack(data, layer, codes)
 
     def _packed(self, codes: np.ndarray, layer: int) -> bytes:
         parts, lengths = [np.empty(0, np.uint8)], self.lengths[layer]
@@ -82,16 +83,15 @@ class FixedLength(Coder):
             parts.append((own[..., None] >> np.arange(length) & 1).astype(np.uint8).reshape(-1))
         return np.packbits(np.concatenate(parts)).tobytes()
 
-    def _unpacked(self, data: bytes | memoryview, layer: int, tokens: int) -> np.ndarray:
+    def _unpack(self, data: bytes | memoryview, layer: int, codes: np.ndarray) -> None:
         bits, at, lengths = np.unpackbits(np.frombuffer(data, np.uint8)), 0, self.lengths[layer]
-        codes = np.empty((self.channels[layer], tokens), np.int16)
+        tokens = codes.shape[1]
         for length in np.unique(lengths):
             are_these = lengths == length
             count = int(are_these.sum())
             own = bits[at : at + count * tokens * length].reshape(count, tokens, length)
             codes[are_these] = own @ (1 << np.arange(length)) + self.low[layer][are_these]
             at += count * tokens * length
-        return codes
 
 
 def with_fixed_lengths(chain: Chain, data: Calibration) -> Chain:
@@ -99,7 +99,7 @@ def with_fixed_lengths(chain: Chain, data: Calibration) -> Chain:
     layers: list[ClippedLayer] = []
     decoded: list[Tensor] = []
     for layer, states in zip(chain.layers, data.states, strict=True):
-        prediction = layer.predicted(below_of(layer.sources, decoded, len(states)))
+        prediction = predicted(below_of(layer.sources, decoded, len(states)), layer.predict, layer.offset)
         codes = layer.coded(prediction, states, data.steps).sort(1).values
         beyond = int(CLIPPED * codes.shape[1])
         low, high = codes[:, beyond, None], codes[:, codes.shape[1] - 1 - beyond, None]

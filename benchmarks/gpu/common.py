@@ -56,13 +56,13 @@ def in_turns(calls: dict[str, Callable[[], float]], pairs: int, warmup: int = 1)
     return rows
 
 
-def build(shape: dict, methods: list, device: str, dtype: torch.dtype) -> CrossLayerForCausalLM:
+def build(shape: dict, methods: list, device: str, dtype: torch.dtype, seed: int = 0) -> CrossLayerForCausalLM:
     """Return a model with random weights, made on the device in its type."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with torch.device(device):
-            torch.manual_seed(0)
+            torch.manual_seed(seed)
             model = CrossLayerForCausalLM(CrossLayerConfig(**shape, cross_layer=methods))
     finally:
         torch.set_default_dtype(before)

@@ -112,6 +112,7 @@ def main():
     parser = arguments(__doc__)
     parser.add_argument("--tokens", type=Path, help="uint16 tokens, .npy; --dry-run draws some at random")
     parser.add_argument("--prepare", type=Path, metavar="FOLDER", help="make --tokens from the texts of a folder")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and of the order of the texts")
     options = parser.parse_args()
     if options.prepare:
         prepare(options.prepare, options.tokens)
@@ -122,11 +123,12 @@ def main():
         tokens = np.random.default_rng(0).integers(0, 256, 4096).astype(np.uint16)
     else:
         tokens = np.load(options.tokens, allow_pickle=False)
-    table, held_out = windows(tokens, length, held_out=16)
+    table, held_out = windows(tokens, length, held_out=16, seed=options.seed)
     record_at = {0, steps} | {step for step in (50, 100, 200, 400, 800) if step < steps}
-    record = {"shape": shape, "length": length, "steps": steps, "batch": batch, "tokens": len(tokens), "rows": {}}
+    record = {"seed": options.seed, "shape": shape, "length": length, "steps": steps, "batch": batch}
+    record |= {"tokens": len(tokens), "rows": {}}
     for name, methods in VARIANTS.items():
-        model = build(shape, methods, device, torch.float32)
+        model = build(shape, methods, device, torch.float32, options.seed)
         kept: list[list[dict]] = []
         taken = seconds(
             lambda m=model, k=kept: k.append(train(m, table, held_out, steps, batch, device, record_at)), device

@@ -30,7 +30,7 @@ part() { # NAME LIMIT COMMAND…: run a part, at most so many seconds
 part depth_attention 80 "$HERE/depth_attention.py"
 part training 120 "$HERE/steps.py" training
 part serving 110 "$HERE/steps.py" serving
-part stored_prompts 110 "$HERE/stored_prompts.py"
+part stored_prompts 170 "$HERE/stored_prompts.py"
 part diagnosis 70 "$HERE/diagnosis.py"
 if [ -n "${TOKENS:-}${DRY}" ]; then
   part resformer 220 "$HERE/resformer.py" ${TOKENS:+--tokens "$TOKENS"}

@@ -68,7 +68,6 @@ def diagnosis(record: dict) -> None:
 def stored_prompts(record: dict) -> None:
     """Print times over those of prefill, by length."""
     print("error:", record.get("error"))
-    print("seconds of calibrating and fitting:", record["calibrating_seconds"], record["fitting_seconds"])
     for length, row in record["rows"].items():
         cells = [f"{key} {milliseconds(value)} {ratio(value)}" for key, value in row.items() if isinstance(value, dict)]
         print(length, "tokens", *cells, sep=" | ")

@@ -56,10 +56,6 @@ class Layer:
     shift: Tensor
     classes: Tensor
 
-    def predicted(self, below: Sequence[Tensor]) -> Tensor:
-        """Return the prediction (N, W), or (W,) without sources, from what `below_of` returns."""
-        return predicted(below, self.predict, self.offset)
-
     def coded(self, prediction: Tensor, states: Tensor, steps: Tensor) -> Tensor:
         """Return the codes (R, N), as floats, of states (N, W)."""
         return quantized((self.down.T @ (states - prediction).T).div_(steps))
@@ -105,7 +101,7 @@ def code_layers(
     decoded: list[Tensor] = []
     for layer, own in zip(layers, states, strict=True):
         last = steps[len(steps) - len(own) :]
-        prediction = layer.predicted(below_of(layer.sources, decoded, len(own)))
+        prediction = predicted(below_of(layer.sources, decoded, len(own)), layer.predict, layer.offset)
         codes = layer.coded(prediction, own, last)
         found.append(codes.to(torch.int16).cpu().numpy())
         decoded.append(layer.decoded(prediction, codes, last))
@@ -113,7 +109,7 @@ def code_layers(
 
 
 def predicted(below: Sequence[Tensor], predict: Tensor, offset: Tensor) -> Tensor:
-    """Return offset (W,) + below @ predict, from the states of the sources side by side."""
+    """Return offset (W,) + below @ predict, (N, W) or without sources (W,), from the sources' states side by side."""
     for states, own in zip(below, predict.split([states.shape[1] for states in below]), strict=True):
         offset = torch.addmm(offset, states, own)
     return offset

@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import Cache, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from crosslayer.codec import format
-from crosslayer.codec.chain import BLOCK, Chain, Importance, Layer, below_of, code_layers, step_sizes
+from crosslayer.codec.chain import BLOCK, Chain, Importance, Layer, below_of, code_layers, predicted, step_sizes
 from crosslayer.codec.states import LayerShape, check_cache, check_config, new_cache, read_states
 
 VERSION = 3  # of the artifact
@@ -107,7 +107,9 @@ class Codec:
         pads, rows, columns = [], [], set[int]()
         for pad, blocks in format.unpack_file(data):
             parent, start = format.root(self.id), 0
-            own = [format.unpack(block, self.widths, len(self.chain.coder.runs)) for block in blocks]
+            with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # most of it is SHA-256
+                read = partial(format.unpack, widths=self.widths, classes=len(self.chain.coder.runs))
+                own = list(pool.map(read, blocks))
             for block in own:
                 if block.parent != parent or block.start != start:
                     raise ValueError("the bytes are of another codec, or their blocks are in another order")
@@ -182,12 +184,12 @@ class Codec:
         steps = step_sizes(torch.from_numpy(np.concatenate([block.steps for block in blocks]))).to(device)
         exact = self._exact(blocks[0])
         decoded: dict[int, Tensor] = {}  # of the layers that a later one is predicted from
-        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-            found = list(pool.map(lambda block: self.chain.coder.decode(block.parts, self._coded(block)), blocks))
+        found = self._codes(blocks)
         for index, layer in enumerate(layers):
-            codes, begin = _latest(blocks, [own.pop(0) for own in found])
+            codes, begin = found.pop(0)
             own = torch.from_numpy(codes).to(device).float()
-            prediction = layer.predicted(below_of(layer.sources, decoded, own.shape[1]))
+            below = below_of(layer.sources, decoded, own.shape[1])
+            prediction = predicted(below, layer.predict, layer.offset)
             whole = decoded[index] = layer.decoded(prediction, own, steps[len(steps) - own.shape[1] :])
             needed = {source for later in layers[index + 1 :] for source in later.sources}
             decoded = {key: states for key, states in decoded.items() if key in needed}
@@ -195,6 +197,27 @@ class Codec:
                 whole = torch.cat([exact[index].to(device).expand(1 + blocks[0].copies, -1), whole])
                 begin = 0
             yield whole[: max(0, length - begin)]
+
+    def _codes(self, blocks: Sequence[format.Block]) -> list[tuple[np.ndarray, int]]:
+        """Return each layer's codes (R, T) of the latest tokens without a gap, and the position of their first."""
+        counts = np.array([self._coded(block) for block in blocks])  # (blocks, layers)
+        stops = counts.cumsum(0)
+        layers = zip(self.chain.layers, stops[-1], strict=True)
+        codes = [np.empty((len(layer.classes), count), np.int16) for layer, count in layers]
+
+        def read(index: int) -> None:
+            spans = zip(codes, stops[index] - counts[index], stops[index], strict=True)
+            self.chain.coder.decode(blocks[index].parts, [own[:, start:stop] for own, start, stop in spans])
+
+        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+            list(pool.map(read, range(len(blocks))))
+        found = []
+        for own, count in zip(codes, counts.T, strict=True):
+            at = len(blocks) - 1
+            while at > 0 and count[at] == len(blocks[at].tokens):
+                at -= 1
+            found.append((own[:, count[:at].sum() :], blocks[at].stop - int(count[at])))
+        return found
 
     def _exact(self, block: format.Block) -> dict[int, Tensor]:
         """Return the first token's states (W,) of each layer that holds it."""
@@ -294,14 +317,6 @@ def on_device(chain: Chain, device: Any) -> Chain:
 def _halves(states: Sequence[Tensor]) -> bytes:
     """Return states one behind the other as float16."""
     return b"".join(own.clamp(-HALF, HALF).half().cpu().numpy().astype("<f2").tobytes() for own in states)
-
-
-def _latest(blocks: Sequence[format.Block], codes: Sequence[np.ndarray]) -> tuple[np.ndarray, int]:
-    """Return the codes (R, T) of a layer's latest tokens without a gap, and the position of the first of them."""
-    at = len(blocks) - 1
-    while at > 0 and codes[at].shape[1] == len(blocks[at].tokens):
-        at -= 1
-    return np.concatenate(codes[at:], 1), blocks[at].stop - codes[at].shape[1]
 
 
 def copies_of_first(states: Sequence[Tensor], tokens: np.ndarray, size: int) -> int:

@@ -47,7 +47,6 @@ class Coder:
     """
 
     def __init__(self, classes: Sequence[Tensor]):
-        self.channels = [len(own) for own in classes]
         found = torch.cat([torch.zeros(0, dtype=torch.long), *classes]).unique()
         bounds = [torch.searchsorted(own.long(), torch.stack([found, found + 1])).tolist() for own in classes]
         self.runs = [  # by class, of each layer the first channel and the last + 1
@@ -66,21 +65,19 @@ class Coder:
             parts.append(pcodec.standalone.simple_compress(np.concatenate(own), config))
         return parts
 
-    def decode(self, parts: Sequence[bytes | memoryview], tokens: Sequence[int]) -> list[np.ndarray]:
-        """Return the codes (R, T), int16, of all layers, from the bytes of `encode` and the T of each layer.
+    def decode(self, parts: Sequence[bytes | memoryview], out: Sequence[np.ndarray]) -> None:
+        """Read the codes (R, T), int16, of all layers from the bytes of `encode`, into arrays of that shape.
 
         Raises:
             ValueError: the bytes do not hold the codes of that many tokens.
 
         """
-        found = [np.empty(shape, np.int16) for shape in zip(self.channels, tokens, strict=True)]
         for part, run in zip(parts, self.runs, strict=True):
-            own = [codes[start:stop].reshape(-1) for codes, (start, stop) in zip(found, run, strict=True)]
-            together, at = _decompressed(bytes(part), sum(map(len, own))), 0
+            own = [codes[start:stop] for codes, (start, stop) in zip(out, run, strict=True)]
+            together, at = _decompressed(bytes(part), sum(codes.size for codes in own)), 0
             for codes in own:
-                codes[:] = together[at : at + len(codes)]
-                at += len(codes)
-        return found
+                codes[:] = together[at : at + codes.size].reshape(codes.shape)
+                at += codes.size
 
 
 def _decompressed(data: bytes, count: int) -> np.ndarray:

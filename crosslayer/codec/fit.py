@@ -139,6 +139,9 @@ def fit_chain(calibration: Calibration, step: float, every: int = 1) -> Chain:
     for index, own_sources in enumerate(sources(calibration.shapes)):
         own = calibration.states[index][::every]
         below = below_of(own_sources, decoded, len(own))
+        least, count = every * sum(states.shape[1] for states in below), every * len(own)
+        if count <= least:
+            raise ValueError(f"`calibration` must be windows of more than {least:,} tokens, got {count:,}")
         predict, offset = _regression(below, own, weight)
         prediction = predicted(below, predict, offset)
         rest = own - prediction
@@ -164,7 +167,7 @@ def with_step(chain: Chain, calibration: Calibration, factor: float) -> Chain:
     decoded: list[Tensor] = []
     for index, layer in enumerate(chain.layers):
         below = below_of(layer.sources, decoded, len(calibration.steps))
-        prediction = layer.predicted(below)
+        prediction = predicted(below, layer.predict, layer.offset)
         z = (calibration.states[index] - prediction) @ layer.down / factor / calibration.steps[:, None]
         used = (quantized(z) != 0).float().mean(0) > USED
         used[:1] = True
@@ -210,26 +213,22 @@ def fit_chain_at(calibration: Calibration, bytes_per_token: float) -> Chain:
 
     The step is found on every `QUICK`-th token. A fit for a fine step also serves coarser ones.
     """
+    _, step = quick_fit(calibration, bytes_per_token)
     with progress("fitting the codec", 0):
-        return fit_chain(calibration, _quick_fit(calibration, bytes_per_token)[1])
+        return fit_chain(calibration, step)
 
 
-def quick_chain(calibration: Calibration, bytes_per_token: float) -> Chain:
-    """Fit a chain to every `QUICK`-th token, whose codes take about `bytes_per_token`."""
-    with progress("fitting to a part", 0):
-        return _quick_fit(calibration, bytes_per_token)[0]
-
-
-def _quick_fit(calibration: Calibration, bytes_per_token: float) -> tuple[Chain, float]:
+def quick_fit(calibration: Calibration, bytes_per_token: float) -> tuple[Chain, float]:
     """Return a chain that is fitted to every `QUICK`-th token, and a step nearer to `bytes_per_token` than its own."""
-    step = _first_step(calibration)
-    chain = fit_chain(calibration, step, QUICK)
-    for _ in range(TRIES):
-        ratio = _rate(chain, calibration) / bytes_per_token
-        step *= min(4.0, max(0.25, ratio**SLOPE))
-        if abs(ratio - 1) < ROUGH:
-            break
+    with progress("fitting to a part", 0):
+        step = _first_step(calibration)
         chain = fit_chain(calibration, step, QUICK)
+        for _ in range(TRIES):
+            ratio = chain.bytes_per_token(*calibration.held_out) / bytes_per_token
+            step *= min(4.0, max(0.25, ratio**SLOPE))
+            if abs(ratio - 1) < ROUGH:
+                break
+            chain = fit_chain(calibration, step, QUICK)
     return chain, step
 
 
@@ -244,7 +243,7 @@ def with_rate(chain: Chain, calibration: Calibration, bytes_per_token: float) ->
         raise ValueError("`share` must be larger: headers and the exact first token alone take that many bytes")
     with progress("choosing the step", 0):
         for _ in range(TRIES):
-            ratio = _rate(chain, calibration) / bytes_per_token
+            ratio = chain.bytes_per_token(*calibration.held_out) / bytes_per_token
             if abs(ratio - 1) < CLOSE:
                 break
             chain = with_step(chain, calibration, min(4.0, max(0.25, ratio**SLOPE)))
@@ -258,7 +257,3 @@ def _first_step(calibration: Calibration) -> float:
         for states, (root, _) in zip(calibration.states, calibration.roots, strict=True)
     ]
     return math.sqrt(sum(energies) / len(energies)) / 4
-
-
-def _rate(chain: Chain, calibration: Calibration) -> float:
-    return chain.bytes_per_token(*calibration.held_out)

@@ -7,7 +7,6 @@ its errors cost. KLs of single layers add up.
 Shapes: T tokens, W numbers of a layer for each token, L layers.
 """
 
-from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import replace
 
@@ -16,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from crosslayer.codec.chain import Chain, code_layers, step_sizes
-from crosslayer.codec.fit import PART, Calibration, quick_chain
+from crosslayer.codec.fit import PART, Calibration, quick_fit
 from crosslayer.codec.judge import continued
 from crosslayer.codec.states import new_cache, read_states
 from crosslayer.judge.clock import prefill
@@ -32,7 +31,7 @@ def weighed(calibration: Calibration, model: PreTrainedModel, ids: Tensor, bytes
 
     `bytes_per_token` are those of the codes whose errors are measured.
     """
-    chain = quick_chain(calibration, bytes_per_token)
+    chain, _ = quick_fit(calibration, bytes_per_token)
     few = ids[:: max(1, len(ids) // WINDOWS)][:WINDOWS]
     factors = layer_costs(model, calibration, chain, few).clamp_min(1e-12).log() * FACTOR_POWER
     factors = (factors - factors.mean()).exp().tolist()
@@ -51,7 +50,10 @@ def layer_costs(model: PreTrainedModel, calibration: Calibration, chain: Chain, 
             cache = prefill(model, before)
             states = [read_states(cache, 0, layer, 0, before.shape[1], shape)[0] for layer, shape in enumerate(shapes)]
             steps = step_sizes(chain.importance.steps(states, shapes, before.shape[1]))
-            stored = _stored(chain, states, steps)
+            _, stored = code_layers(chain.layers, states, steps)
+            for own, back in zip(states, stored, strict=True):
+                if len(own) == len(steps):  # it holds the first token, which is stored as it is
+                    back[0] = own[0]
             decoded = new_cache([stored], shapes, [0], before.shape[1], model.dtype)
             exact = continued(model, deepcopy(cache), after)
             for layer, (root, _) in enumerate(calibration.roots):
@@ -63,12 +65,3 @@ def layer_costs(model: PreTrainedModel, calibration: Calibration, chain: Chain, 
                 found[1, layer] += float(error.square().sum(1).mean())
             bar.step(done, len(ids))
     return found[0] / found[1].clamp_min(1e-30)
-
-
-def _stored(chain: Chain, states: Sequence[Tensor], steps: Tensor) -> list[Tensor]:
-    """Return states (T, W) as they come back, the first token exactly."""
-    _, stored = code_layers(chain.layers, states, steps)
-    for own, back in zip(states, stored, strict=True):
-        if len(own) == len(steps):
-            back[0] = own[0]
-    return stored

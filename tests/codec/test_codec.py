@@ -180,14 +180,17 @@ def test_codes_of_all_layers_come_back_whatever_their_tokens():
         codes[1][1, :1], codes[0][3, :2] = 32767, -32767
         parts = coder.encode(codes)
         assert len(parts) == 4
-        for own, other in zip(codes, coder.decode(parts, counts), strict=True):
-            assert np.array_equal(own, other)
+        wide = [np.zeros((len(own), 400), np.int16) for own in classes]
+        coder.decode(parts, [own[:, 50 : 50 + count] for own, count in zip(wide, counts, strict=True)])
+        for own, other, count in zip(codes, wide, counts, strict=True):
+            assert np.array_equal(own, other[:, 50 : 50 + count])
+            assert not other[:, :50].any() and not other[:, 50 + count :].any()
     with pytest.raises(ValueError, match="tokens"):
-        coder.decode(parts, (1, 299, 2))
+        coder.decode(parts, [own[:, :count] for own, count in zip(wide, (1, 299, 2), strict=True)])
     with pytest.raises(ValueError, match="tokens"):
-        coder.decode(parts, (1, 301, 2))
+        coder.decode(parts, [own[:, :count] for own, count in zip(wide, (1, 301, 2), strict=True)])
     with pytest.raises(ValueError, match="damaged"):
-        coder.decode([part[:-1] for part in parts], (1, 300, 2))
+        coder.decode([part[:-1] for part in parts], [own[:, :count] for own, count in zip(wide, counts, strict=True)])
 
 
 def test_codes_take_about_the_bytes_of_their_entropy():

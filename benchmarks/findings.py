@@ -102,7 +102,7 @@ def retrieval() -> Finding:
     panel = dots(
         "retrieval",
         "Perplexity does not show lost retrieval",
-        "hidden numbers retrieved, of 40 (beside the name: perplexity)",
+        "hidden numbers retrieved, of 40 (after the name: perplexity)",
         shown,
     )
     save_svg(panel, FIGURES)
@@ -137,7 +137,7 @@ def bits() -> Finding:
         title = ", ".join(filter(None, (CACHES[name][0], kind)))
         if title:
             shown[f"{title} ({shares[name, kv_bits]:.0%})"] = tuple(row["kl"])
-    panel = dots("kv_bits", "Fewer bits against fewer layers", "KL, nats per token (beside the name: the cache)", shown)
+    panel = dots("kv_bits", "Fewer bits against fewer layers", "KL, nats per token (after the name: the cache)", shown)
     save_svg(panel, FIGURES)
     four, drop, both = (rows[row] for row in (("smollm2", "4"), ("drop5", None), ("drop5", "4")))
     found = [" and ".join(f"{round(cell['share'] * cell['n'])}" for cell in row["needles"]) for row in (four, drop)]
@@ -268,7 +268,7 @@ def similarity() -> Finding:
     measured = json.loads(MAPS.read_text())
     layers = [float(layer) for layer in measured["layers"]]
     panel = Panel(
-        "map_similarity", "Attention maps of neighboring layers", "", "layer (beside the one below it)", "cosine",
+        "map_similarity", "Attention maps of neighboring layers", "", "layer (compared with the one below)", "cosine",
         [Line(name, layers, measured[key]) for name, key in LABELS.items()],
         y_range=(0, 1),
     )  # fmt: skip
@@ -307,7 +307,7 @@ def shared_maps() -> Finding:
     }
     panel = dots(
         "shared_maps",
-        "Time to read a prompt: plain, and UniAttn with maps handed on or recomputed",
+        "Time to read a prompt: plain, and UniAttn with maps passed on or recomputed",
         "share of plain eager attention",
         shares,
     )
@@ -369,7 +369,7 @@ def from_scratch() -> Finding:
     """Tasks and losses of models that were trained from scratch."""
     rows = sorted(results("methods-tasks")["rows"], key=lambda row: -row["difference"]["points"])
     rows = [row for row in rows if row["variant"] != "vanilla"]
-    panel = dots("tasks_from_scratch", "Mean of six tasks less vanilla's", "points", {
+    panel = dots("tasks_from_scratch", "Mean of six tasks minus vanilla's", "points", {
         row["variant"]: (row["difference"]["points"], *row["difference"]["interval"]) for row in rows
     })  # fmt: skip
     save_svg(panel, FIGURES)

@@ -150,7 +150,7 @@ def judge_all(options: argparse.Namespace) -> None:
 def table(known: dict[str, Any]) -> list[str]:
     """Return the lines of a table: KL and perplexity ratio by domain, and the KL less that of the first row."""
     lines = [
-        f"| way, tokens | {' | '.join(UNSEEN)} | KL on all | less the first |",
+        f"| way, tokens | {' | '.join(UNSEEN)} | KL on all | minus the first |",
         "|---" * (len(UNSEEN) + 3) + "|",
     ]
     first = losses_of(known[next(iter(known))])

@@ -69,7 +69,7 @@ def hub_source(name: str) -> str:
     if isinstance(answer, GatedRepoError):
         raise ValueError(f"model {name!r} is gated: accept its terms on the Hugging Face hub, then `hf auth login`")
     if isinstance(answer, RepositoryNotFoundError):
-        raise ValueError(f"there is no folder {name!r}, and the Hugging Face hub has no such model, or a private one")
+        raise ValueError(f"there is no folder {name!r}, and no public model of this name on the Hugging Face hub")
     if isinstance(answer, EntryNotFoundError):
         raise ValueError(f"{name!r} on the Hugging Face hub has no config.json, so it is not a transformers model")
     if cached is not None:

@@ -112,7 +112,7 @@ class Codec:
                 own = list(pool.map(read, blocks))
             for block in own:
                 if block.parent != parent or block.start != start:
-                    raise ValueError("the bytes are of another codec, or their blocks are in another order")
+                    raise ValueError("the bytes come from another codec, or their blocks are out of order")
                 parent, start = block.name, block.stop
             pads.append(pad)
             rows.append(own)

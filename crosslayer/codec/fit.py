@@ -123,7 +123,7 @@ def _importance(costs: list[tuple[list[Tensor], Tensor]], shapes: list[LayerShap
 def _roots(metric: Tensor) -> tuple[Tensor, Tensor]:
     """Return the root of a metric and its inverse."""
     if not metric.diagonal().mean() > 0:
-        raise ValueError("the model must have no layer whose keys and values change nothing; a codec cannot be fitted")
+        raise ValueError("a codec cannot be fitted: in some layer, keys and values have no effect on the output")
     ridge = RIDGE * metric.diagonal().mean() * torch.eye(len(metric)).to(metric)
     values, vectors = torch.linalg.eigh(metric + ridge)
     root = values.clamp_min(1e-30).sqrt()

@@ -128,8 +128,8 @@ def check_cache(cache: Cache, shapes: list[LayerShape], rows: int, columns: int)
 def _check_layer(layer: Any, index: int) -> None:
     if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) or layer.keys is None or layer.keys.dim() != 4:
         raise ValueError(
-            f"layer {index} caches something else than keys and values of each token ({type(layer).__name__}); a codec "
-            "takes the DynamicCache of a model whose layers all do"
+            f"layer {index} caches something other than keys and values of each token ({type(layer).__name__}); a "
+            "codec needs the DynamicCache of a model whose layers all do"
         )
 
 

@@ -178,7 +178,7 @@ class ChoiceMethod(Method):
         """Refuse windows that are so short that all of their tokens are chosen."""
         if self.count.of(length) == length:
             raise ValueError(
-                f"all tokens of windows of `length` {length} are chosen, where {self.tokens:g} are; give longer windows"
+                f"`length` must be larger, so that not all tokens are chosen (tokens = {self.tokens:g}), got {length}"
             )
 
     def check_options(self, layers: int) -> None:

@@ -111,7 +111,7 @@ def _told(documents: Iterable[str], name: str) -> Iterator[str]:
     for text in documents:
         size += len(text)  # characters, of a byte at the least
         if size > most:
-            raise ValueError(f"the text of {name} takes more than half of the free memory; give a part of it")
+            raise ValueError(f"the text of {name} takes more than half of the free memory; use a part of it")
         if time.monotonic() - said >= QUIET:
             said = time.monotonic()
             say(f"reading {name}: {size / 1e6:,.0f} million characters so far")

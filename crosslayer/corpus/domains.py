@@ -39,8 +39,8 @@ def check_table_options(sources: Sequence[TextSource]) -> None:
         for option, is_used in (("config", is_dataset), ("split", is_dataset), ("column", has_column)):
             value, default = vars(source)[option], vars(TextSource())[option]
             if not is_used and value != default:
-                what = "table" if option == "column" else "dataset of the hub"
-                wrong = f"{option}={value} does nothing, since the text is no {what}; leave it out"
+                what = "tables" if option == "column" else "Hub datasets"
+                wrong = f"{option}={value} applies only to {what}; leave it out"
                 raise ValueError(f"`text` {source.describe()}: {wrong}")
 
 

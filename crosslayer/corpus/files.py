@@ -93,7 +93,7 @@ def with_line_feeds(text: str) -> str:
 def _check_regular(path: Path) -> None:
     if not path.is_file():
         kind = "a folder" if path.is_dir() else "a device or a pipe"
-        raise ValueError(f"{str(path)!r} is {kind}; give a .txt, .md, .jsonl or .parquet file, or a datasets name")
+        raise ValueError(f"{str(path)!r} is {kind}; use a .txt, .md, .jsonl or .parquet file, or a Hub dataset")
 
 
 def say_skipped(name: str, rows: int) -> None:
@@ -228,7 +228,7 @@ class _Unpacked(io.RawIOBase):
         self.size += len(content)
         if self.size > HARMLESS and self.size > DENSEST * self.packed.tell():
             raise ValueError(
-                f"{self.name!r} unpacks to more than {DENSEST} times its size, as no text does; give another file"
+                f"{self.name!r} unpacks to more than {DENSEST} times its size, so it is not text; give another file"
             )
         return len(content)
 

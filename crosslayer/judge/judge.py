@@ -136,7 +136,7 @@ class Judge:
                 own = {"dtype": self.original.dtype, "device": self.original.device}
                 model, tokenizer = load_model(str(candidate.model), **own)
                 if self.tokenizer is not None and tokenizer.get_vocab() != self.tokenizer.get_vocab():
-                    raise ValueError("it has another tokenizer than the original, so its tokens cannot be compared")
+                    raise ValueError("its tokenizer differs from the original's, so their tokens cannot be compared")
                 self._models[candidate.name] = model
         return self._models[candidate.name]
 

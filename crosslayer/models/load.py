@@ -144,10 +144,10 @@ def ready_model(
     """Return a model and its tokenizer: as they are, or, where `model` is a name, loaded by `load_model`."""
     if isinstance(model, PreTrainedModel):
         if dtype is not None or device is not None:
-            raise ValueError("dtype and device are for a model that is named; this model is loaded already")
+            raise ValueError("dtype and device apply only to models given by name; this one is already loaded")
         return model, tokenizer
     if tokenizer is not None:
-        raise ValueError("a model that is named brings its own tokenizer; leave tokenizer=… out")
+        raise ValueError("a model given by name has its own tokenizer; leave tokenizer=… out")
     with progress(f"loading {model}", 0):
         return load_model(str(model), dtype=dtype, device=device)
 
@@ -216,13 +216,13 @@ def _check_folder(name: str, folder: Path, needs_weights: bool) -> None:
     if not folder.is_dir():
         raise ValueError(f"{name!r} is a file, not a model folder; {ALTERNATIVES}")
     if not (folder / "config.json").is_file():
-        raise ValueError(f"{name!r} has no config.json, as a model folder has; {ALTERNATIVES}")
+        raise ValueError(f"{name!r} is not a model folder: it has no config.json; {ALTERNATIVES}")
     if not needs_weights:
         return
     if (folder / "adapter_config.json").exists():
         raise ValueError(
-            f"{name!r} holds an adapter (adapter_config.json), which is applied only where peft is installed; merge it "
-            "first: merge_and_unload() of peft, then save_pretrained"
+            f"{name!r} holds an adapter (adapter_config.json), which only peft can apply; merge it first: "
+            "merge_and_unload() of peft, then save_pretrained"
         )
     if not list(folder.glob("*.safetensors")):
         pickled = [p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt")]
@@ -239,9 +239,9 @@ def _check_config(config: PreTrainedConfig) -> None:
         raise ValueError(f"{config.model_type} is not a language model: its config has no vocabulary")
     weights = str(config.to_dict().get("transformers_weights") or ".safetensors")
     if not weights.endswith((".safetensors", ".safetensors.index.json")):
-        raise ValueError(f"its config names the weights {weights!r}; only safetensors are read")
+        raise ValueError(f"its config names the weights {weights!r}; crosslayer loads only safetensors")
     if "/" in str(config._attn_implementation or ""):
-        raise ValueError(f"its config asks for attention {config._attn_implementation!r}, code of the hub, never run")
+        raise ValueError(f"its config asks for attention {config._attn_implementation!r}, Hub code that never runs")
 
 
 def _check_complete(name: str, model: PreTrainedModel, info: dict) -> None:
@@ -260,7 +260,7 @@ def _check_complete(name: str, model: PreTrainedModel, info: dict) -> None:
     heads = no_part if model.base_model is model else []
     if len(heads) < len(over):
         left = [key for key in over if key not in heads]
-        raise ValueError(f"{name!r}: {_some(left)} are in the checkpoint, and no module of its model takes them")
+        raise ValueError(f"{name!r}: {_some(left)} are in the checkpoint, but not in the model")
     if heads:
         logger.warning("%s: %s belong to a head and are left out", name, _some(heads))
 
@@ -277,7 +277,7 @@ def _tokenizer(folder: str) -> PreTrainedTokenizerBase:
         raise
     except Exception as error:  # where there is none, transformers speaks of packages to install
         if "trust_remote_code" in str(error):
-            raise ValueError("its tokenizer needs code of its own, which never runs") from error
+            raise ValueError("its tokenizer needs custom code, which crosslayer never runs") from error
         raise ValueError("it has no readable tokenizer; put its tokenizer.json into the model's folder") from error
 
 
@@ -288,11 +288,11 @@ def _reason(error: Exception) -> str:
         return str(error)
     text = " ".join(str(error).split()) or type(error).__name__
     if "does not appear to have a file" in text and "safetensors" in text:
-        return "it has no safetensors weights; pickled weights are refused"
+        return "it has no safetensors weights; pickled weights are not loaded"
     if "trust_remote_code" in text:
         return (
-            "it needs code out of its own folder or repository, which is never run; try `crosslayer serve` if vLLM has "
-            "the model, or the folder that it was exported from"
+            "it needs code from its folder or repository, which crosslayer never runs; try `crosslayer serve` if vLLM "
+            "has the model, or the folder that it was exported from"
         )
     first = re.split(r"\. (?=[A-Z])", text)[0]
     return first if len(first) <= SENTENCE else f"{first[:SENTENCE]} …"

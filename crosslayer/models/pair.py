@@ -71,11 +71,11 @@ def pair(
     loaded = [source for source in sources if isinstance(source, PreTrainedModel)]
     named = [source for source in sources if not isinstance(source, PreTrainedModel)]
     if not named and (dtype is not None or device is not None):
-        raise ValueError("dtype and device are for a model that is named; none is")
+        raise ValueError("dtype and device apply only to models given by name")
     if not loaded and tokenizer is not None:
-        raise ValueError("a model that is named brings its own tokenizer; leave tokenizer=… out")
+        raise ValueError("a model given by name has its own tokenizer; leave tokenizer=… out")
     if not named and tokenizer is None and needs_tokenizer:
-        raise ValueError("a model that is loaded needs tokenizer=…, its own")
+        raise ValueError("a loaded model needs its tokenizer; pass tokenizer=…")
     if loaded:
         dtype, device = dtype or loaded[0].dtype, device or loaded[0].device
     elif dtype is None and len(named) > 1 and resolve_device(device).type != "cpu":

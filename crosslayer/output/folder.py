@@ -193,7 +193,7 @@ def check_free(target: Path, force: bool) -> None:
     if target.exists() and not force:
         raise ValueError(f"the folder {target.name!r} exists; give another name, or `force` to replace it")
     if target.exists() and not _is_ours(target):
-        raise ValueError(f"the folder {target.name!r} holds more than crosslayer wrote, so `force` does not replace it")
+        raise ValueError(f"the folder {target.name!r} has files not written by crosslayer; `force` does not replace it")
 
 
 def _beside(target: Path, what: str) -> Path:

@@ -128,8 +128,8 @@ def layer_stack(model: PreTrainedModel) -> nn.ModuleList:
     lists = [m for m in text_model(model).modules() if isinstance(m, nn.ModuleList) and len(m) == count]
     if not lists:
         raise ValueError(
-            f"{type(model).__name__} holds no list of {count} layers, so they cannot be probed; models that use one "
-            "layer's weights at every depth (ALBERT), or attend several times in a layer (LongCat-Flash), have none"
+            f"{type(model).__name__} has no list of {count} layers, so it cannot be probed; neither can other models "
+            "that reuse one layer's weights at every depth (ALBERT) or attend several times in a layer (LongCat-Flash)"
         )
     return max(lists, key=lambda m: sum(p.numel() for p in m.parameters()))
 

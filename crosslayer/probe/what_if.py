@@ -111,21 +111,21 @@ def what_if(model: PreTrainedModel, plan: Wish) -> Iterator[None]:
         raise ValueError(CHECKPOINTED)
     own = plan_of(model.config)
     if own is not None and own != DepthPlan.identity(own.layers):
-        raise ValueError("what-if needs a model without cross-layer methods; this model has some already")
+        raise ValueError("what-if needs a model without cross-layer methods; this model already has some")
     sublayers, methods = find_sublayers(model), []
     if not isinstance(plan, DepthPlan):
         methods = load_methods(plan)
         mixing = [method.name() for method in methods if mixes(method)]
         if mixing:
             raise ValueError(
-                f"{', '.join(mixing)}: a what-if shows who reads and what is dropped, not weights of a method's "
-                "own that mix states or streams; convert the model by crosslayer.retrofit"
+                f"{', '.join(mixing)}: a what-if can share or remove states, but not mix states or streams with a "
+                "method's own weights; convert the model with crosslayer.retrofit"
             )
         plan = merge_plans(methods, len(sublayers.shapes))
     if plan == DepthPlan.identity(plan.layers):
         raise ValueError(
-            "the plan changes nothing: every layer owns what it reads; a method that mixes does so by weights "
-            "of its own, which a what-if cannot show: convert the model by crosslayer.retrofit"
+            "the plan changes nothing: every layer reads only its own states; to mix states with a method's own "
+            "weights, convert the model with crosslayer.retrofit"
         )
     sublayers.check(plan)
     choosing = _choices(model, methods, plan)

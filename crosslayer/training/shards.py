@@ -37,7 +37,7 @@ SAVED = 2**24  # tokens after which an interrupted tokenisation can continue
 LARGEST = 2**16  # bytes of an index
 TYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 END_TYPE = np.dtype("<i8")
-DELETE = "delete the folder to tokenise the text again"
+DELETE = "delete the folder to tokenize the text again"
 
 
 class Index(BaseModel):
@@ -215,7 +215,7 @@ def _write(
                 saved = at.tokens
             yield at.documents
     if not at.tokens:
-        raise ValueError("there is no text to tokenise")
+        raise ValueError("there is no text to tokenize")
     for name in (TOKENS, ENDS):
         sync(folder / name)
     index = Index(schema=SCHEMA, fingerprint=fingerprint, dtype=dtype, documents=at.documents, tokens=at.tokens)

@@ -129,7 +129,7 @@ def _check_ignored(values: dict[str, Any], config: PreTrainedConfig, name: str) 
     if ignored:
         raise ValueError(
             f"{name!r} has {', '.join(ignored)}, which transformers' class for {config.model_type} does not read, so "
-            "that the size of its cache is not known; try a .gguf file of the model, or --like TYPE"
+            "the size of its cache is unknown; try a .gguf file of the model, or --like TYPE"
         )
 
 

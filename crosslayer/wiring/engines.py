@@ -68,9 +68,9 @@ def check_engine(engine: str, kv_dtype: str, layers: Sequence[Stored]) -> None:
         return
     for number, (states, own) in enumerate(layers):
         if states.every is not None or states.index or states.prompt or states.passes > 1:
-            raise ValueError(f"what {engine} allocates for layer {number} ({states.mask}) is not known here")
+            raise ValueError(f"what {engine} allocates for layer {number} ({states.mask}) is unknown")
         if engine == "vllm" and (states.fixed or states.fixed_float32):
-            raise ValueError(f"what vllm allocates for the state of layer {number} ({states.mask}) is not known here")
+            raise ValueError(f"what vllm allocates for the state of layer {number} ({states.mask}) is unknown")
         if engine == "llama.cpp" and len(own) == 1:
             raise ValueError(f"llama.cpp cannot store {next(iter(own))} alone, as layer {number} does")
 

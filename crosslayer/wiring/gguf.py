@@ -244,7 +244,7 @@ def _windows(architecture: str, values: dict[str, Any], layers: int, name: str) 
         return [window if limited else None for limited in pattern[:layers]]
     period = pattern if isinstance(pattern, int) and pattern > 0 else PERIODS.get(architecture)
     if period is None:
-        raise ValueError(f"{name}: which layers of architecture {architecture!r} have a window is not known here")
+        raise ValueError(f"{name}: which layers of architecture {architecture!r} have a window is unknown")
     return [None if (layer + 1) % period == 0 else window for layer in range(layers)]
 
 

@@ -99,7 +99,7 @@ def _hub_weights_bytes(name: str) -> int | None:
 
 def _text(file: Path) -> str:
     if file.stat().st_size > LARGEST:
-        raise ValueError(f"{file.name} has {file.stat().st_size:,} bytes; no config is so large")
+        raise ValueError(f"{file.name} has {file.stat().st_size:,} bytes, too many for a config")
     return file.read_text(encoding="utf-8", errors="replace")
 
 

@@ -30,7 +30,7 @@ def test_files(tmp_path):
     assert [d.strip() for d in load_documents(TextSource(str(text)))] == ["one", "two"]
     notes = text.rename(tmp_path / "a.md")
     assert [d.strip() for d in load_documents(TextSource(str(notes)))] == ["one", "two"]
-    with pytest.raises(ValueError, match="column.* does nothing"):
+    with pytest.raises(ValueError, match="column.* applies"):
         check_table_options([TextSource(str(notes), column="body")])
     table = tmp_path / "a.jsonl"
     table.write_text("\n".join(json.dumps({"body": t}) for t in ("one", "two")))

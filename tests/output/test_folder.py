@@ -275,7 +275,7 @@ def test_what_cannot_be_a_folder_is_one_line(tmp_path):
     names = {
         "file": "is a file",
         "file/out": "cannot be written",
-        "thesis": "holds more than crosslayer wrote",
+        "thesis": "has files not written by crosslayer",
         "x" * 300: "cannot be written",
         os.fsdecode(b"caf\xe9"): r"must be valid UTF-8, got 'caf\\udce9'",
     }

@@ -29,7 +29,7 @@ def test_methods_stand_for_their_plans(methods):
 @pytest.mark.parametrize("methods", ["resformer", {"name": "attnres", "block": 2}, ["cla", "resformer"]])
 def test_a_method_that_mixes_is_refused_by_name(methods):
     name = "attnres" if isinstance(methods, dict) else "resformer"
-    message = rf"^{name}: a what-if shows who reads and what is dropped, not weights"
+    message = rf"^{name}: a what-if can share or remove states, but not mix"
     with pytest.raises(ValueError, match=message), crosslayer.what_if(tiny("llama"), methods):
         pass
 

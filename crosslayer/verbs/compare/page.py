@@ -36,7 +36,7 @@ SNAPSHOTS = (  # measure, title, form
     ("token_similarity", "token similarity\n(cosine)", "{:.3f}"),
     ("stream_growth", "growth of the residual stream", "× {:.2f}"),
     ("output_spread", "outputs: largest ÷ smallest\n(from the second layer on)", "{:.2f}"),
-    ("gradient_spread", "gradients by them, likewise", "{:.2f}"),
+    ("gradient_spread", "their gradients: largest ÷ smallest\n(from the second layer on)", "{:.2f}"),
 )
 
 

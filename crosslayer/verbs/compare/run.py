@@ -59,20 +59,20 @@ def compare(
 
     Args:
         runs: folders of training runs, or folders that contain them.
-        out: folder for report.html and record.json, and with a recipe for the runs. Required with a recipe.
+        out: folder for report.html, record.json, and the runs of a recipe. Required with a recipe.
         recipe: train the runs from this recipe instead of reading finished ones.
         methods: variants to compare, such as 'vanilla, NAME, {name: NAME, option: 2}, [NAME, NAME]'. In Python also a
             list of these; "vanilla" or None means no method, an inner list combines several. An entry or a part of one
             may be {num_key_value_heads: 1}: grouped-query attention, with 1 multi-query attention.
         seeds: number of seeds per variant, starting at the recipe's seed; default 3, the fewest that give intervals.
-        vary: recipe key and values to compare in, repeatable: model.size=tiny,mini. Every combination is a
-            configuration.
+        vary: a recipe key and its values, repeatable: model.size=tiny,mini. Variants are compared in every
+            combination.
         settings: override a key of the recipe, repeatable: train.learning_rate=3e-4.
         budget: the same budget for every run: time=60 (seconds of training steps), flops=1e14 or tokens=1e6.
         baseline: variant to compare with; default vanilla, or the first variant.
         smooth: steps over which curves are smoothed; default 1/20 of a run.
         resume: keep the finished runs in the folder and train the missing ones.
-        force: replace an existing folder of a comparison; never one of trained runs.
+        force: replace the folder of an earlier comparison, but never a folder with trained runs.
 
     Raises:
         ValueError: a run, a recipe or an option is wrong, or runs cannot be compared.
@@ -119,7 +119,7 @@ def _check_training(runs: Any, methods: Any, out: Any, force: bool) -> None:
     if force:
         raise ValueError("`force` would delete trained runs; use `resume`, or another folder")
     if runs:
-        raise ValueError("`recipe` trains runs, and finished runs are given too; pass one of the two")
+        raise ValueError("`recipe` trains new runs; pass either a recipe or finished runs, not both")
     if methods is None or out is None:
         raise ValueError(f"`recipe` needs {'`methods`' if methods is None else '`out`'} too")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:

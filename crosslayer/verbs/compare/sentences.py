@@ -146,7 +146,7 @@ def _law(law: Law, record: Comparison) -> str:
     rising = [other.variant for other in pair if other.exponent.value <= 0]
     if rising:
         loss = f"{prefix}The loss of {listed(rising)}"
-        return f"{loss} does not fall with {COSTS[law.cost]}, so the power laws do not say what would reach it."
+        return f"{loss} does not fall with {COSTS[law.cost]}, so no power law tells what would reach it."
     if law.fewer is None:
         return f"{prefix}The power law of {law.variant} does not reach the loss of {baseline}."
     sign, word = (1, "fewer") if law.fewer.value >= 0 else (-1, "more")

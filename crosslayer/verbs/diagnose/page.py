@@ -106,7 +106,7 @@ def _tables(record: Diagnosis) -> list[Table]:
         "By layer: tokens that receive most attention; largest channels of the MLP's output at token 0 (× the median)"
     )
     rows = [[name.replace("_", " "), str(fact)] for name, fact in facts.items()]
-    head = ["maps", "mean", "upper less lower half", "largest", "smallest", "standard deviation"]
+    head = ["maps", "mean", "upper minus lower half", "largest", "smallest", "standard deviation"]
     return [
         ("Similarity of neighboring layers' maps (cosine)", head, similar),
         (title, ["layer", "tokens", "channels"], tokens),

@@ -67,13 +67,13 @@ def diagnose(
         length: tokens per sequence.
         seed: random seed for the order of the text.
         bos: whether sequences start with the BOS token: auto (as the tokenizer does), yes or no.
-        prefix: text that every sequence begins with; chat: that of the chat template. In Python also token ids.
+        prefix: text that every sequence begins with; chat: the chat template's. In Python also token ids.
         cross_layer: also measure how well a value residual approximates attention over two layers (arXiv 2410.17897,
             Fig. 4); costs about six more attention calls per layer.
-        choices: also measure how much of a layer's attention falls on the tokens that another layer would choose, for a
-            sixteenth, an eighth and a quarter of the tokens; takes about twice the time.
-        outputs: also measure the norm of what attention and the MLP add in each layer, and of the gradient of the loss
-            by it; takes about three times the time, and memory for a backward pass.
+        choices: also measure how much of a layer's attention falls on the tokens that another layer would choose, for
+            a sixteenth, an eighth and a quarter of the tokens; takes about twice as long.
+        outputs: also measure the norms of each layer's attention and MLP outputs, and of the gradients of the loss with
+            respect to them; takes about three times as long, and memory for a backward pass.
         dtype: float32, bfloat16, …; default float32 on a CPU. In Python only if `model` is a name or path.
         device: cpu, cuda, …; default the GPU if there is one. In Python only if `model` is a name or path.
 

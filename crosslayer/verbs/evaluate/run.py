@@ -48,24 +48,24 @@ def evaluate(
     dtype: str | torch.dtype | None = None,
     device: str | torch.device | None = None,
 ) -> Evaluation:
-    """Score a model on lm-eval tasks; with a baseline, also paired differences and their intervals.
+    """Score a model on lm-eval tasks; with a baseline, also give paired differences with intervals.
 
-    Scores are computed by lm-eval itself. Differences are paired: both models answer the same items.
+    lm-eval itself computes the scores. Differences are paired: both models answer the same items.
 
     Args:
         model: the candidate: hub name, local folder, smollm2, qwen or gemma3. In Python also a loaded model.
         tokenizer: in Python, tokenizer of loaded models.
         tasks: comma-separated lm-eval tasks, or groups of tasks as in papers (docs/guides/measure.md).
         baseline: a model to compare with, item by item. In Python a loaded one uses the tokenizer of `model`.
-        include_path: folder with task files of your own; needs --allow-code.
-        limit: number of items of each task, from the first; default all.
-        num_fewshot: examples before each item; default as defined by the task.
+        include_path: folder with your own task files; needs --allow-code.
+        limit: maximum number of items per task, from the first; default all.
+        num_fewshot: examples before each item; default set by the task.
         batch: batch size: auto (on a CPU computed from the number of tokens), or a number.
         evict: eviction policy of the candidate's KV cache, such as h2o:0.4; the baseline keeps all tokens.
         kv_bits: bits of the candidate's KV cache: 8, 4, 3, 2, fp8, or by layer, such as 8@0-11,4@12-29.
         cost: also compare KV cache size and latency with the baseline.
-        engine: engine that runs the models: transformers, or vllm, which shortens longer texts (docs/guides/serve.md).
-        seed: seed for choosing few-shot examples; 0 gives lm-eval's default choice.
+        engine: engine that runs the models: transformers, or vllm, which truncates long texts (docs/guides/serve.md).
+        seed: seed for few-shot examples; 0 is lm-eval's default.
         allow_code: run the code in include_path, and tasks of lm-eval that execute a model's output.
         dtype: float32, bfloat16, …; default float32 on a CPU. In Python only for models given by name or path.
         device: cpu, cuda, …; default the GPU if there is one. In Python only for models given by name or path.

@@ -18,8 +18,8 @@ def no_stock_class(config: CrossLayerConfig) -> str | None:
     partial = [layer.number for layer in remaining_layers(config) if not layer.whole]
     if partial:
         return (
-            f"layers {ranges(partial)} lack attention or MLP ({culprits(config, partial)}), and stock classes' layers "
-            "have both; a retrofit with part layer drops whole layers"
+            f"layers {ranges(partial)} lack attention or MLP ({culprits(config, partial)}), which every layer of a "
+            "stock class has; a retrofit with part layer drops whole layers"
         )
     try:
         stock_config(config)
@@ -87,5 +87,5 @@ def check_form(config: CrossLayerConfig, to: str) -> None:
     reason = REFUSALS[to](config)
     if reason is not None:
         others = [name for name, refusal in REFUSALS.items() if refusal(config) is None]
-        advice = f"`to` {' or '.join(others)} can" if others else "no other format can; run it with crosslayer"
-        raise ValueError(f"{to} cannot hold it: {reason}; {advice}")
+        advice = f"use `to` {' or '.join(others)}" if others else "no other format can hold it; run it with crosslayer"
+        raise ValueError(f"cannot export to {to}: {reason}; {advice}")

@@ -51,7 +51,7 @@ def export(
 
     Raises:
         ValueError: the model cannot be exported to this format (the message gives the reason and possible formats) or
-            not be loaded, or the folder cannot be written.
+            loaded, or the folder cannot be written.
 
     """
     if to not in REFUSALS:

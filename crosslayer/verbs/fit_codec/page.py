@@ -38,19 +38,19 @@ def sentences(record: CodecReport) -> list[str]:
     size = record.bytes_per_token
     return [
         f"A stored prompt takes {share.value:.1%} of the 16-bit cache: {share.value * size:,.0f} of {size:,} bytes per "
-        f"token, everything counted. It costs {cost.text(4)} nats/token.",
+        f"token, all overhead included. The KL is {cost.text(4)} nats/token.",
         *([retrieved(found)] if (found := record.row("codec", "retrieval")) else []),
         f"Decoding takes {decoding} of prefill, encoding {encoding} ({record.settings.prompt} tokens).",
-        f"The codec was fitted to {listed(record.fitted_to)}. Other windows of the domains that it is measured on set "
-        "its step, and nothing else.",
-        f"It has {record.parameters / 1e6:.1f} million numbers, {readable_bytes(2 * record.parameters)} in 16 bits.",
+        f"The codec was fitted to {listed(record.fitted_to)}. Only its step size was set on other windows of the "
+        "domains used for measuring.",
+        f"It has {record.parameters / 1e6:.1f} million parameters, {readable_bytes(2 * record.parameters)} in 16 bits.",
     ]
 
 
 def retrieved(row: Row) -> str:
     """Return how many hidden numbers the model finds on a stored text."""
     stored, own = counted(row)
-    return f"On stored texts the model finds {stored} hidden numbers, on its own cache {own}."
+    return f"With the stored cache, the model finds {stored} hidden numbers; with its own cache, {own}."
 
 
 def counted(row: Row) -> list[str]:

@@ -61,28 +61,28 @@ def fit_codec(
     dtype: str | None = None,
     device: str | None = None,
 ) -> CodecReport:
-    """Fit a codec that stores finished caches of a model in few bytes, and measure what that costs.
+    """Fit a codec that compresses a model's KV caches for storage, and measure the cost.
 
-    The model stays as it is. Fitting takes forward passes only. The result's `codec` encodes and decodes caches; saved,
-    it is `codec.safetensors`, which `load_codec` reads.
+    The model does not change. Fitting needs forward passes only. The result's `codec` encodes and decodes caches;
+    `load_codec` loads it from the output folder.
 
     Args:
         model: hub name, local folder, smollm2, qwen or gemma3. In Python also a loaded model.
         tokenizer: in Python, the tokenizer of a loaded model.
-        share: bytes of a stored prompt of `prompt` tokens, of the 16-bit cache's.
-        kl: nats per token that storing may cost, instead of `share`.
+        share: size of a stored prompt of `prompt` tokens, as a share of the 16-bit cache.
+        kl: maximum KL in nats per token, instead of `share`.
         calibration_text: text that the codec is fitted to, repeatable: one domain each, named by NAME=FILE; default
             books, web and docs of the embedded text. In Python also a dict of documents, or of token ids
             (N, `length`), by domain.
-        text: text that it is measured on, likewise, with ids (N, `prompt` + `continued`); default the other embedded
+        text: evaluation text, in the same form (token ids: N, `prompt` + `continued`); default the other embedded
             domains.
-        calibration: windows that it is fitted to.
-        length: tokens of each.
-        windows: windows that it is measured on, all domains together.
+        calibration: calibration windows.
+        length: tokens per calibration window.
+        windows: evaluation windows, all domains together.
         prompt: tokens of a stored prompt; default 640, or as many as the model's sliding windows hold.
-        continued: tokens behind it over which KL is measured.
-        numbers: hidden numbers that the model is asked for, in stored texts of `prompt` tokens; a multiple of 5.
-        repeats: how often to time prefill, encoding and decoding, alternately.
+        continued: tokens after the stored prompt over which KL is measured.
+        numbers: hidden numbers to ask for, in stored texts of `prompt` tokens; a multiple of 5.
+        repeats: timed runs of prefill, encoding and decoding, alternating.
         seed: random seed.
         bos: begin each window with the BOS token: auto (as the tokenizer does), yes or no.
         dtype: float32, bfloat16, …; default float32 on a CPU. In Python only if `model` is a name.

@@ -47,16 +47,16 @@ def heal(
 ) -> Recovery:
     """Train retrofits to recover quality, and measure them after every stage.
 
-    The reference is the original, trained with the last stage's settings without early stop.
+    The reference is the original, trained with the last stage's settings, without early stopping.
 
-    If the loss of a model becomes NaN or infinite, its training stops and the result says so; the others continue.
+    If a model's loss becomes NaN or infinite, its training stops, with a note in the result; the others continue.
 
     Args:
         retrofits: folders written by `crosslayer retrofit`, all of the same original.
         recipe: a YAML file with stages, or the name of a shipped recipe, such as heal-smoke. In Python also what
             `load_recipe` returns.
         out: output folder (stages, models, report.html, record.json); it must not exist unless `resume` is set.
-        original: the original model; default: the one in the retrofits' reports.
+        original: the original model; default the one that the retrofits' reports name.
         settings: override a recipe key, repeatable: stages.0.schedule.steps=20. In Python only with a recipe that is a
             file.
         resume: continue in the output folder of the same recipe and retrofits; finished stages are not repeated.

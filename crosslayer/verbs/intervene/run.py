@@ -54,7 +54,7 @@ def intervene(
 ) -> Effect:
     """Move, create or remove an attention sink, and measure the effect layer by layer.
 
-    The model is left unchanged.
+    The model does not change.
 
     Args:
         model: hub name, local folder, smollm2, qwen, gemma3 or minilm. In Python also a loaded model.
@@ -67,12 +67,12 @@ def intervene(
         scan: repeat the interventions in these ranges of layers only, such as 0-2,3-29; none; or auto: the first 10%,
             25% and 50% of layers, and all but the first 10% and 25%. In Python also groups of layers.
         controls: control runs with all positions shifted by a random distance (swaps: with a random row or token).
-        probes: sequences on which scan and controls run; default 2.
+        probes: number of sequences for scan and controls; default 2.
         sequences: sequences to measure; confidence intervals need at least two.
         length: tokens per sequence.
         seed: random seed for the order of the text and for the controls.
         bos: whether sequences start with the BOS token: auto (as the tokenizer does), yes or no.
-        prefix: text that every sequence begins with; chat: that of the chat template. In Python also token ids.
+        prefix: text that every sequence begins with; chat: the chat template's. In Python also token ids.
         dtype: float32, bfloat16, …; default float32 on a CPU. In Python only if `model` is a name or path.
         device: cpu, cuda, …; default the GPU if there is one. In Python only if `model` is a name or path.
 

@@ -47,7 +47,7 @@ def sentences(record: Measurement) -> list[str]:
     if record.changes("KL"):
         lines.append(
             "KL intervals are 95% bootstrap intervals over windows, conditional on these texts. For text "
-            f"of another kind read the prediction interval in the column “{NEW}”."
+            f"of another kind, use the prediction interval in the column “{NEW}”."
         )
     return lines
 
@@ -70,7 +70,7 @@ def overview(record: Measurement) -> Table:
         rows.append([*cells, candidate.failed or ", ".join(candidate.engines)])
     if "KL" in quantities:
         head += ["worst domain", NEW]
-    return "Candidates", [*head, "engines (by model type, not tried)"], rows
+    return "Candidates", [*head, "engines (by model type, untested)"], rows
 
 
 def _advice(record: Measurement) -> list[str]:

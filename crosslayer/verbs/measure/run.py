@@ -50,9 +50,9 @@ def measure(
     dtype: str | torch.dtype | None = None,
     device: str | torch.device | None = None,
 ) -> Measurement:
-    """Judge smaller caches and smaller models against the original: bytes, KL, retrieval and time, in one table.
+    """Compare smaller caches and smaller models with the original: bytes, KL, retrieval and time, in one table.
 
-    All candidates read the same windows, answer the same questions and take turns on the clock.
+    All candidates read the same windows and answer the same questions; their timed runs alternate.
 
     Args:
         model: the original: hub name, local folder, smollm2, qwen or gemma3. In Python also a loaded model.
@@ -63,13 +63,13 @@ def measure(
         text: evaluation text, repeatable: one domain each, named by NAME=FILE, or NAME=DATASET,config=…,split=…,
             column=…; default all embedded domains. In Python also token ids (N, `length`), documents, sources, or a
             dict of these by domain.
-        only: what is measured: bytes, kl, needles, tasks, time.
-        tasks: lm-eval tasks, or groups of tasks as in papers, that all candidates answer.
-        limit: number of items of each task, from the first; default all.
+        only: what to measure: bytes, kl, needles, tasks, time.
+        tasks: lm-eval tasks, or groups of tasks as in papers, for all candidates.
+        limit: maximum number of items per task, from the first; default all.
         windows: evaluation windows, all domains together; at least 16 per domain.
         length: tokens per window.
-        context: tokens after which the cache's bytes are counted and a decoding step is timed.
-        lengths: tokens of the texts in which numbers are hidden.
+        context: tokens in the cache when its bytes are counted and a decoding step is timed.
+        lengths: tokens per text with hidden numbers.
         samples: hidden numbers at each length and each of five depths.
         repeats: timed runs of each candidate.
         seed: random seed.
@@ -103,7 +103,7 @@ def measure(
     most = config_positions(causal_config("measure", model)) or 2**31
     if {"bytes", "time"} & set(only) and context > most - STEPS:
         raise ValueError(
-            f"`context` must be at most {most - STEPS}, the model's positions less the steps, got {context}"
+            f"`context` must be at most {most - STEPS}, the model's positions minus the steps, got {context}"
         )
     if "needles" in only and max(lengths) > most:
         raise ValueError(f"`lengths` must be at most the model's {most} positions, got {max(lengths)}")

@@ -6,11 +6,11 @@ from crosslayer.verbs.methods.result import Catalogue
 
 
 def methods(name: str | None = None, *, layers: int | None = None) -> Catalogue:
-    """List the cross-layer methods, or describe one: what flows between layers and how much KV cache is kept.
+    """List the cross-layer methods, or describe one: what flows between layers, and how much KV cache remains.
 
     Args:
-        name: a method whose options, diagram and cache to show; default a table of all.
-        layers: number of layers of the example, 2 to 10,000; default 32 for the table, 8 for one method.
+        name: the method to describe, with options, diagram and cache; default a table of all.
+        layers: number of layers in the example, 2 to 10,000; default 32 for the table, 8 for one method.
 
     Raises:
         ValueError: the method does not exist, or `layers` is out of range.

@@ -39,8 +39,8 @@ def needles(
 ) -> Needles:
     """Hide numbers in long texts and ask a model for one of them (RULER), by length and depth.
 
-    The task is NIAH with one or several keys of RULER (arXiv 2404.06654). The text is from embedded novels; a sample
-    is determined by seed, length, depth, number of keys and index.
+    The task is RULER's NIAH, single- or multi-key (arXiv 2404.06654). The text comes from embedded novels; seed,
+    length, depth, number of keys and index determine a sample.
 
     Args:
         model: hub name, local folder, smollm2, qwen or gemma3. In Python also a loaded model.
@@ -48,9 +48,9 @@ def needles(
         baseline: a model to compare with, given like `model`. In Python a loaded one uses the tokenizer of `model`.
         lengths: tokens of prompt and answer together; at least 256.
         depths: position of the needle in percent of the text: 0 (beginning) to 100 (end).
-        keys: needles in a text; one of them is asked for, the others are distractors.
+        keys: needles per text: the model is asked for one, the others are distractors.
         samples: samples per length and depth.
-        new_tokens: maximum tokens of an answer.
+        new_tokens: maximum tokens per answer.
         batch: batch size.
         evict: eviction policy of the candidate's KV cache, such as h2o:0.4; the baseline keeps all tokens.
         kv_bits: bits of the candidate's KV cache: 8, 4, 3, 2, fp8, or by layer, such as 8@0-11,4@12-29.

@@ -87,7 +87,7 @@ def _curve(record: PlanReport) -> Panel:
     return Panel(
         key="lengths",
         title="Bytes over length",
-        sentence=f"What {record.settings.engine} allocates, next to the 16-bit cache: all layers, all tokens.",
+        sentence=f"What {record.settings.engine} allocates, and the 16-bit cache of all layers and tokens.",
         x_title="tokens",
         y_title="MiB",
         lines=lines,

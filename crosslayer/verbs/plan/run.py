@@ -28,20 +28,20 @@ def plan(
 ) -> Plan:
     """Show how large a model's KV cache is, which layers share keys and values, masks and residual stream.
 
-    Only the config is read; nothing else is downloaded from the hub.
+    Reads only the config; downloads nothing else.
 
     Args:
         model: hub name, local folder, config.json, .gguf file, - for a config on standard input, smollm2, qwen, gemma3
             or minilm. In Python also a model or a config.
-        length: tokens in the KV cache; several make a table.
+        length: tokens in the KV cache; several values give a table.
         batch: number of sequences.
-        dtype: dtype of the model; default that of the config, else bfloat16.
+        dtype: dtype of the model; default from the config, else bfloat16.
         kv_dtype: type of keys and values: a dtype; fp8, int8, int4, int3 or int2 (as `kv_bits` of other commands);
             q8_0, q5_1, q5_0, q4_1, q4_0 or iq4_nl (llama.cpp); default that of the model.
-        engine: whose allocation is counted: transformers, vllm or llama.cpp; default llama.cpp for a .gguf file, else
+        engine: count the allocation of transformers, vllm or llama.cpp; default llama.cpp for a .gguf file, else
             transformers.
         memory: size such as 24GiB: how many tokens fit next to the weights (without a file, counted from the config).
-        like: model type of transformers as which to read a config.json whose own type is unknown.
+        like: read a config.json of unknown model type as this type of transformers.
         method: cross-layer method to apply, by name (with typical options) or as JSON, {"name": NAME, OPTION: VALUE};
             several are compared.
 

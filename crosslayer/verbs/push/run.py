@@ -19,13 +19,13 @@ SHOWN = 200  # characters shown of a server's message
 def push(source: str | Path, repo: str, *, private: bool = False, dry_run: bool = False) -> Pushed:
     """Upload a model folder with its card, report and manifest to the Hugging Face hub.
 
-    The repository's name is filled into the card, and the uploaded manifest has the hash of that card. The token is
-    that of `hf auth login` or HF_TOKEN; HF_ENDPOINT selects another server.
+    The repository's name is filled into the card, and the uploaded manifest has that card's hash. The token comes
+    from `hf auth login` or HF_TOKEN; HF_ENDPOINT selects another server.
 
     Args:
         source: the folder of a retrofit, of a healed model or of an export.
         repo: NAME or OWNER/NAME on the Hugging Face hub; created if it does not exist.
-        private: create the repository as private; an existing one must be private already.
+        private: create a private repository; an existing one must already be private.
         dry_run: print the card without uploading or contacting the hub.
 
     Raises:

@@ -83,7 +83,7 @@ class Choosers(Strategy):
         self.method = method
         for name in ("groups", "sparse_choosers", "chooser_heads"):
             if vars(self.method)[name]:
-                raise ValueError(f"`method` has {name} already, which a budget is to choose; remove one of them")
+                raise ValueError(f"a budget chooses {name}, but `method` sets it; remove one of them")
         self.counts_are_free = isinstance(one, type)  # a budget of reads chooses how many tokens, too
         self.needs = ("search",) if options.quick else ("search", "trade-off")
         super().__init__(options, [self.method], config)

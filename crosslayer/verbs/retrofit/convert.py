@@ -19,7 +19,7 @@ from crosslayer.verbs.retrofit.calibrate import Text, calibrate, uncovered_layer
 from crosslayer.verbs.retrofit.moments import FITS, LAYER_ONLY, REFITS, Fit
 from crosslayer.verbs.retrofit.result import Weights
 
-WIRED = "nothing can be fitted or searched in a model that has methods already"
+WIRED = "a model that already has methods cannot be fitted or searched"
 
 
 @dataclass(frozen=True)

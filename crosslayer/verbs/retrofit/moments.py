@@ -90,8 +90,8 @@ def check_enough(width: int, sizes: Sequence[int], length: int, fit: str) -> Non
         count = least_sequences(width, len(sizes), length, fit)
         raise ValueError(
             f"{fit} needs at least {count} calibration windows of {length} tokens, got {sum(sizes)}: "
-            f"{TOKENS_PER_INPUT} tokens for each of {width} inputs of {FITTED_WEIGHTS.get(fit, 'W_c')}, besides those "
-            "held out"
+            f"{TOKENS_PER_INPUT} tokens for each of {width} inputs of {FITTED_WEIGHTS.get(fit, 'W_c')}, not counting "
+            "those held out"
         )
 
 

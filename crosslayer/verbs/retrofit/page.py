@@ -93,12 +93,12 @@ def _by_layer(record: RetrofitReport) -> Panel:
     if plan.reads_less:
         shares = {"retrofit": [100 * share for share in record.cache.layer_reads]}
         title = "What each layer reads"
-        caption = f"In a step after {record.cache.context:,} tokens, of what the original's layer reads."
+        caption = f"In a step after {record.cache.context:,} tokens, as a share of what the original's layer reads."
     else:
         shares = {state: [100 * plan.stored_share(state, layer) for layer in range(plan.layers)] for state in CACHED}
         shares = {"keys and values": shares["keys"]} if shares["keys"] == shares["values"] else shares
         title = "What each layer caches"
-        caption = "Share of the original's bytes of a token; 0 if it reads another layer's or has none."
+        caption = "Share of the original's bytes per token; 0 if a layer reads another's cache or has no attention."
     lines = [Line(name, layers, share) for name, share in shares.items()]
     return Panel("layers", title, caption, *axes, lines, wide=True, bounds=(0, math.inf))
 
@@ -119,7 +119,7 @@ def _trade_off(curve: list[CurvePoint], baselines: list[MeasuredBaseline], of_re
     """Return the figure of the search's steps: cache size, or what a decoding step reads, against damage."""
     lines = [Line("search", [point.share for point in curve], *band([point.kl for point in curve]))]
     for baseline in baselines:
-        label = "choosers at equal distances" if of_reads else f"fixed blocks, {baseline.method}"
+        label = "evenly spaced choosers" if of_reads else f"fixed blocks, {baseline.method}"
         lines.append(Line(label, [baseline.share], *band([baseline.kl])))
     caption = "KL to the original on text that the search did not use. 95% bootstrap intervals over windows."
     axes = ("share of keys and values read" if of_reads else "share of the KV cache", "KL (nats/token)")
@@ -159,9 +159,9 @@ def _alternatives(record: RetrofitReport) -> Table:
         rest = means if swept else [found, UNKNOWN if row.kv_bits is None else [f"--kv-bits {row.kv_bits}"]]
         rows.append([row.name, f"{row.share:.1%}", row.kl.text(4), than, *rest])
     if swept:
-        head = ["variant", "bytes", "KL", "KL less the first's", *(f"on {domain}" for domain in record.domains)]
+        head = ["variant", "bytes", "KL", "KL minus the first's", *(f"on {domain}" for domain in record.domains)]
         return "Variants (share of the original's 16-bit cache; KL in nats/token)", head, rows
-    head = ["cache", "bytes", "KL", "KL less the retrofit's", "hidden numbers", "to have it"]
+    head = ["cache", "bytes", "KL", "KL minus the retrofit's", "hidden numbers", "option"]
     return "What other caches cost (share of the original's 16-bit cache; KL in nats/token)", head, rows
 
 

@@ -76,38 +76,38 @@ def retrofit(
             column=…; default all embedded domains. In Python also token ids (N, `length`), documents, sources, or a
             dict of these by domain.
         tokenizer: in Python, the tokenizer of a loaded model.
-        method: a method (`crosslayer methods` lists them) or a module of your own, on the layers of --layers; or a
-            method with all its options as JSON: {"name": NAME, OPTION: VALUE}, or a list of these.
+        method: a method (`crosslayer methods` lists them) or your own module, applied to --layers; or a method with
+            all its options as JSON: {"name": NAME, OPTION: VALUE}, or a list of these.
         layers: layers to convert (0-based): groups such as 18-21,22-25 or 18+20,19+21; top-half: blocks of 4, or
-            top-half,size=3,count=6; or auto: chosen on text by similarity, such as auto,count=6, or
-            auto:top-half-similarity, in the upper half only. count: how many layers become readers, or are dropped.
+            top-half,size=3,count=6; auto: chosen on text by similarity, such as auto,count=6; or
+            auto:top-half-similarity: only in the upper half. count: how many layers become readers, or are dropped.
         kv_budget: instead of --method: search for the methods and layers that keep this share of the KV cache (0 to 1).
         kv_context: context length at which the cache is counted; default 2048, or twice the largest sliding window.
-        kl_budget: instead of --method: search within this KL to the original, in nats/token; with a method whose
-            layers choose tokens: who chooses for whom, with the fewest reads.
-        read_budget: instead of --method: search which layers choose the tokens that others attend to, so that a
-            decoding step reads this share of the cached bytes (0 to 1). The cache keeps its size.
-        compensation: how to compensate for the change, by a linear map W_c of each converted layer's input: layerwise
-            (default), ridge, zero, mean, lstsq or lmmse; refit (default where layers attend to
-            another layer's states) fits W_c together with W_o, refit-o W_o alone; or none. Settings follow, such as
-            layerwise,target=heads,bias: target, where the output of W_c is added (attention, the default where
-            possible, heads, mlp, or heads-from-values, of the output of W_v), bias, and for mean groups=4, groups of
-            windows with a mean each (v of Theorem 3.1).
-        part: what to remove, where the method has a choice: attention, mlp or layer.
+        kl_budget: instead of --method: search for the smallest cache within this KL to the original, in nats/token.
+            With a method whose layers choose tokens: search which layers choose for which, for the fewest reads.
+        read_budget: instead of --method: search which layers choose tokens for which, so that a decoding step reads
+            this share of the cached bytes (0 to 1). The cache keeps its size.
+        compensation: how to compensate for the change. A linear map W_c of each converted layer's input is fitted by
+            layerwise (default), ridge, mean, lstsq or lmmse; zero leaves it at zero. refit (default if layers read
+            another layer's states) fits W_c and W_o together, refit-o only W_o; none fits nothing. Settings follow, as
+            in layerwise,target=heads,bias. target: where W_c's output is added: attention (default if possible),
+            heads, mlp, or heads-from-values (a map of the output of W_v). bias: add a bias. groups=4, for mean:
+            groups of windows, each with its own mean (v of Theorem 3.1).
+        part: what to remove, if the method offers a choice: attention, mlp or layer.
         calibration_text: text to fit and search on, repeatable; default --text, or embedded books, web and docs.
         windows: evaluation windows, all domains together; at least 16 per domain.
         calibration: calibration windows, all domains together.
         length: tokens per window.
-        quick: a first estimate in a fraction of the time: the fewest windows, of 128 tokens, and a shorter search.
-        full: also measure what quantized caches of both models cost instead (float8, 8 and 4 bits), time a decoding
-            step of both after `kv_context` tokens, at most 8,192, and where tokens are chosen hide numbers in up to
-            8,192 tokens.
+        quick: a first estimate in a fraction of the time: the minimum of windows, 128 tokens each, a shorter search.
+        full: also measure quantized caches of both models (float8, 8 and 4 bits), and time a decoding step of both
+            after `kv_context` tokens, at most 8,192. If layers choose tokens, also hide numbers in up to 8,192
+            tokens.
         seed: random seed.
         bos: begin each window with the BOS token: auto (as the tokenizer does), yes or no.
-        dtype: dtype to compute in, not to save in; default float32 on a CPU. In Python only if `model` is a name.
+        dtype: dtype for computing, not for saving; default float32 on a CPU. In Python only if `model` is a name.
         device: cpu, cuda, …; default the GPU if there is one. In Python only if `model` is a name.
-        sweep: KEY=VALUE,VALUE, repeatable: convert by every combination of values of method, layers or compensation,
-            or of their settings size, count, target or groups, and write a table of their damage, but no
+        sweep: KEY=VALUE,VALUE, repeatable: convert with every combination of values of method, layers or compensation,
+            or of their settings size, count, target or groups. Writes a table of the damage, but no
             model.
 
     Raises:

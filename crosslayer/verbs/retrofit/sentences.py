@@ -97,7 +97,7 @@ def sentences(record: RetrofitReport) -> list[str]:
     if record.needles is not None:
         lines.append(retrieval_sentence(record.needles.retrofit, record.needles.original))
     if record.settings.sweep:
-        lines.append(f"The table has {len(record.alternatives)} variants, the rest is of the first; no model is saved.")
+        lines.append(f"The table has {len(record.alternatives)} variants; all else is of the first. No model is saved.")
     elif record.alternatives:
         lines += _cheaper(record.alternatives)
     baselines = record.choice.search.baselines if record.choice.search is not None else []
@@ -151,7 +151,7 @@ def _search(record: RetrofitReport, baseline: MeasuredBaseline) -> str:
     fitted = "each layer compensated separately" if fits else "without compensation"
     share, others = f"{record.cache.share:.2%} of the cache", f"fixed blocks of {baseline.method}"
     if record.plan.reads_less:
-        share, others = f"{record.cache.read_share:.1%} of the reads", "choosers at equal distances"
+        share, others = f"{record.cache.read_share:.1%} of the reads", "evenly spaced choosers"
     return (
         f"The searched configuration ({share}) {SEARCHED[baseline.change.verdict]} {others} "
         f"({baseline.share:.2%}): KL {baseline.change.text(4, signed=True)} on windows that the search did not use, "

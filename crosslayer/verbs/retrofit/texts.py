@@ -49,7 +49,7 @@ class RetrofitTexts(Texts):
             assert strategy.config is not None
             width = input_width(strategy.config, strategy.fit)
             count = least_sequences(width, len(self.calibration), length, strategy.fit)
-            why = f"{strategy.fit} fits {width} inputs, with {TOKENS_PER_INPUT} tokens each besides those held out"
+            why = f"{strategy.fit} fits {width} inputs, {TOKENS_PER_INPUT} tokens each plus those held out"
             least["calibration"] = count, why
         return least
 

@@ -34,12 +34,12 @@ def serve(
         host: address to listen on; 0.0.0.0 for all interfaces.
         port: port to listen on.
         kv_memory: GiB for the KV cache; default chosen by vLLM.
-        max_length: maximum tokens of a request.
+        max_length: maximum tokens per request.
         dtype: float32, bfloat16, …; default chosen by vLLM.
-        prompt_store: folder or URL of stored prompts, which are loaded instead of computed, and where prompts are
-            saved; for models that are not converted. Needs `codec`.
+        prompt_store: folder or URL from which stored prompts are loaded instead of computed, and where new ones are
+            saved; for unconverted models only. Needs `codec`.
         codec: folder of the model's codec, from fit-codec.
-        prompt_limit: bytes of the store, such as 20GiB; the blocks used least recently are removed beyond it.
+        prompt_limit: maximum size of the store, such as 20GiB; beyond it, the least recently used blocks are removed.
 
     Raises:
         ValueError: vLLM is missing or has an unsupported version, the model cannot be served, or an option is wrong.

@@ -8,13 +8,13 @@ from crosslayer.wiring.engines import parse_bytes
 
 
 def store(url: str, *, verify: bool = True, limit: str | None = None, remove_damaged: bool = False) -> Stored:
-    """List a store of prompts, check every block, and remove what was used least recently.
+    """List a store of prompts, check every block, and remove the least recently used blocks.
 
     Args:
-        url: a folder, or any URL of fsspec.
-        verify: read every block, and compare its SHA-256.
-        limit: remove the least recently used blocks until the store fits, such as 20GiB.
-        remove_damaged: remove blocks that are cut off or altered.
+        url: a folder, or any fsspec URL.
+        verify: read every block and check its SHA-256.
+        limit: remove the least recently used blocks until the store has at most this size, such as 20GiB.
+        remove_damaged: remove blocks that are truncated or altered.
 
     Raises:
         ValueError: the URL or the limit cannot be read, or there is no store.

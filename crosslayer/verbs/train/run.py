@@ -41,7 +41,7 @@ def train(
 ) -> TrainingRun:
     """Train a model from a recipe, from scratch or from an existing model.
 
-    Under `torchrun` or `accelerate launch` every process calls it; the first one writes.
+    Under `torchrun` or `accelerate launch`, every process runs this command; the first one writes.
 
     Args:
         recipe: a YAML file, or the name of a shipped recipe, such as smoke. In Python also what `load_recipe` returns.

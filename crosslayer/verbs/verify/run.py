@@ -39,19 +39,19 @@ def verify(
     folder: str | Path | None = None,
     compile_backend: str = "inductor",
 ) -> Verification:
-    """Check that a causal language model is intact and gives the same logits in every way to run it.
+    """Check that a causal language model is intact and gives the same logits however it runs.
 
-    The checks run on copies; the model is left unchanged.
+    The checks run on copies; the model does not change.
 
-    The files of a folder are checked first. If they are damaged or cannot be loaded, that is a failed check, and the
-    other checks are not run.
+    The files of a folder are checked first. If they are damaged or cannot be loaded, that check fails, and the others
+    do not run.
 
     Args:
         model: hub name, local folder, smollm2, qwen or gemma3, loaded in float32. In Python also a loaded model.
         tokenizer: in Python, the tokenizer of a loaded model; its special tokens are not used as test ids.
-        dtypes: dtypes to check; each is compared with a plain pass in the same dtype. A model that caches codes is
-            checked in float64 instead, since rounding in lower precisions decides between neighboring codes.
-        kv_bits: check a quantized KV cache of 8, 4, 3, 2, fp8, or by layer, such as 8@0-11,4@12-29; in float64, too.
+        dtypes: dtypes to check; each is compared with a plain pass in the same dtype.
+        kv_bits: check a quantized KV cache of 8, 4, 3, 2, fp8, or by layer, such as 8@0-11,4@12-29, in float64:
+            in lower precisions, rounding decides between neighboring codes.
         device: cpu, cuda, …; default the GPU if there is one. In Python only if `model` is a name or path.
         folder: in Python, the folder of a loaded model; its `manifest.json` is checked too.
         compile_backend: in Python, the backend of `torch.compile`.

@@ -204,7 +204,7 @@ def test_an_option_that_no_record_can_hold_is_refused(monkeypatch):
         ({"vary": ["data.length"]}, "`vary` must be key=value,value, got 'data.length'"),
         ({"vary": ["data.length=8,8"]}, "got 8 twice"),
         ({"vary": ["data.length=8", "data.length=16"]}, "got data.length twice"),
-        ({"runs": ["somewhere"]}, "finished runs are given too"),
+        ({"runs": ["somewhere"]}, "either a recipe or finished runs"),
         ({"methods": None}, "`recipe` needs `methods`"),
     ],
 )

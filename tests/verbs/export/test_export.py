@@ -184,15 +184,15 @@ REFUSED = {
     "no attention": (
         [{"name": "drop", "attention": [2, 3]}],
         "hf",
-        ("layers 2-3", "drop (", "with part layer", "deci or gguf can"),
+        ("layers 2-3", "drop (", "with part layer", "deci or gguf"),
     ),
     "W_c": (
         [{"name": "drop", "attention": [2], "compensation": "attention"}],
         "deci",
-        ("W_c", "with compensation none", "`to` gguf can"),
+        ("W_c", "with compensation none", "use `to` gguf"),
     ),
     "W_c with a bias": ([WITH_BIAS], "gguf", ("(W_c) of layers 3 has a bias", "without bias", "no other")),
-    "no MLP": ([{"name": "drop", "mlp": [1, 2]}], "gguf", ("layers 1-2 have no MLP", "`to` deci can")),
+    "no MLP": ([{"name": "drop", "mlp": [1, 2]}], "gguf", ("layers 1-2 have no MLP", "use `to` deci")),
     "first layer": ([{"name": "drop", "attention": [0]}], "gguf", ("layer 0 has no attention", "no other")),
 }
 
@@ -203,7 +203,7 @@ def test_what_has_no_form_is_refused_by_name(case, tmp_path):
     with pytest.raises(ValueError) as caught:
         crosslayer.export(ours(methods), tmp_path / "out", words(), to=to)
     message = str(caught.value)
-    assert message.startswith(f"{to} cannot hold it: ") and "\n" not in message
+    assert message.startswith(f"cannot export to {to}: ") and "\n" not in message
     assert all(part in message for part in parts), message
     assert not (tmp_path / "out").exists()
 
@@ -220,7 +220,7 @@ def test_what_has_no_form_is_refused_by_name(case, tmp_path):
 )
 def test_layers_unlike_llamas_are_refused_but_as_a_stock_class(family, part, tmp_path):
     for to in ("gguf", "deci"):
-        with pytest.raises(ValueError, match=rf"{part}.*; `to` hf can"):
+        with pytest.raises(ValueError, match=rf"{part}.*; use `to` hf"):
             crosslayer.export(of_family(family), tmp_path / "out", words(), to=to)
 
 
@@ -273,7 +273,7 @@ def test_the_command_line_writes_replaces_and_refuses(monkeypatch, tmp_path, cap
     capsys.readouterr()
     assert run(monkeypatch, "export", tmp_path / "small", "--to", "hf", "--out", tmp_path / "hf") == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert error.startswith("crosslayer: error: hf cannot hold it: layers 2, 4 lack ")
-    assert error.endswith("; --to deci or gguf can")
+    assert error.startswith("crosslayer: error: cannot export to hf: layers 2, 4 lack ")
+    assert error.endswith("; use --to deci or gguf")
     assert run(monkeypatch, "export", tmp_path / "small", "--to", "onnx", "--out", tmp_path / "hf") == 2
     assert "'onnx'" in capsys.readouterr().err

@@ -144,7 +144,7 @@ def test_swaps_are_controlled_by_random_content():
         ((waiver(1),), {"controls": -1}, "controls must be greater than or equal to 0, got -1"),
         ((waiver(1),), {"scan": "0-3"}, "'0-3' is out of range; layers go from 0 to 2"),
         ((waiver(1),), {"scan": "x"}, "neither a layer nor a range"),
-        ((waiver(1),), {"dtype": "float32"}, "dtype and device are for a model that is named"),
+        ((waiver(1),), {"dtype": "float32"}, "dtype and device apply only to models given by name"),
         (({"kind": "waiver", "positions": [True]},), {}, "waiver: positions.0: must be a number, got true"),
         ((), {"interventions": waiver(1)}, r"a list such as \[waiver\(255\)\], got a single intervention"),
         ((waiver(24),), {}, "position 24 is outside the sequences, which have 24 tokens"),

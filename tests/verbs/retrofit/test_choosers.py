@@ -115,7 +115,7 @@ def test_the_verb_meets_a_budget(budget, tmp_path):
     assert [baseline.groups for baseline in baselines] == ([] if report.choice.groups == even else [even])
     assert all(baseline.share <= report.cache.read_share + 1e-6 for baseline in baselines)
     assert "after 2,048" in text
-    assert ("equal distances" in text) == bool(baselines)
+    assert ("evenly spaced" in text) == bool(baselines)
     (method,) = report.methods
     assert method["tokens"] in ((0.3, 0.15, 0.075) if "read_budget" in budget else (0.25,))
     # in texts shorter than windows as many tokens as in these, if it chooses how many
@@ -131,15 +131,15 @@ REFUSED = {
         "read_budget": 0.5,
         "method": "cla",
     },
-    "`method` has groups already": {
+    "chooses groups, but `method`": {
         "read_budget": 0.5,
         "method": '{"name": "shared_choice", "groups": [[0, 1]]}',
     },
-    "`method` has sparse_choosers already": {
+    "chooses sparse_choosers, but `method`": {
         "read_budget": 0.5,
         "method": '{"name": "shared_choice", "sparse_choosers": [0]}',
     },
-    "all tokens of windows of `length` 48 are chosen": {
+    "not all tokens are chosen .tokens = 48.*got 48": {
         "kl_budget": 0.5,
         "method": '{"name": "shared_choice", "tokens": 48}',
     },
@@ -154,7 +154,7 @@ REFUSED = {
         "kv_context": 30,
         "method": '{"name": "shared_choice", "tokens": 32}',
     },
-    "all tokens of windows of `length` 48 are chosen, where 64 are": {
+    "not all tokens are chosen .tokens = 64.*got 48": {
         "method": '{"name": "shared_choice", "groups": [[0, 1]], "tokens": 64}'
     },
     "give one of `method`, `kv_budget`, `kl_budget` and `read_budget`": {"read_budget": 0.5, "kl_budget": 0.5},

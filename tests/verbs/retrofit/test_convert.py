@@ -232,7 +232,7 @@ def test_readers_of_a_retrofit_lose_their_attention():
         source, tokens(16, 12), method="drop", layers="2", compensation="none", length=12, windows=16
     )
     assert report.plan.keys[2] is None and report.plan.queries[3] == 1 and report.calibration.layers == []
-    wired = "nothing can be fitted or searched in a model that has methods"
+    wired = "a model that already has methods cannot be fitted or searched"
     for options in ({"kv_budget": 0.5}, {"method": "drop", "layers": "2", "compensation": "layerwise"}):
         with pytest.raises(ValueError, match=wired):
             crosslayer.retrofit(source, tokens(64, 12), length=12, windows=16, **options)

@@ -314,7 +314,7 @@ def test_bad_calls_are_one_line(source):
         ({"layers": "top-half,size=1"}, "`layers`: size must be greater than or equal to 2"),
         ({"layers": "auto,count=0"}, "`layers`: count must be greater than or equal to 1"),
         ({"kl_budget": 1.0}, "give one of `method`, `kv_budget`, `kl_budget`"),
-        ({"dtype": "float32"}, "dtype and device are for a model that is named"),
+        ({"dtype": "float32"}, "dtype and device apply only to models given by name"),
         ({"calibration_text": ids(9, 1)}, "`calibration_text` has no effect"),
         ({"part": "mlp"}, "`part` mlp has no effect"),
     ]

@@ -160,7 +160,7 @@ def dropping() -> Finding:
     points = {(point["way"], round(point["share"], 2)): point for point in draw_front_page()}
     drop, cla = points["attention dropped, searched", 0.7], points["CLA: keys, values shared", 0.7]
     return Finding(
-        "Dropping attention that a search selects costs less than sharing it in fixed blocks",
+        "Dropping searched attention layers costs less than sharing fixed blocks",
         f"At 70% of the KV cache, on unseen C code and before any training, dropping attention in nine searched layers "
         f"multiplies perplexity by {drop['ratio']:.2f} ({spread(drop['low'], drop['high'])}). Sharing keys and values "
         f"in three fixed blocks of four layers multiplies it by {cla['ratio']:.2f} "
@@ -176,7 +176,7 @@ def distillation() -> Finding:
     short, long = "distillation, embedded text:200704", "distillation:1601536"
     start, middle, end = (damage(losses([rows[name]])).kl.value for name in ("fit:18432", short, long))
     return Finding(
-        "A quarter of an hour of distillation gains most of what a longer one gains",
+        "A quarter of an hour of distillation brings most of the gain of a longer run",
         f"At 70% of the cache, KL to the original on unseen text falls from {start:.2f} to {middle:.2f} nats per token "
         f"with 0.2 million tokens of embedded text (16 minutes on two cores), and to {end:.2f} with 1.6 million tokens "
         "(77 minutes). Fitting the linear maps to sixteen times as much text, without training, gains almost nothing.",
@@ -225,7 +225,7 @@ def refit() -> Finding:
     save_svg(panel, FIGURES)
     text = "; ".join(f"{name} {cost.kl.text()}" for name, cost in costs.items())
     return Finding(
-        "Where layers share keys and values, refit the output projection too",
+        "If layers share keys and values, refit the output projection too",
         f"KL to the original on unseen text: {text}. If a layer reads another layer's values, its W_o was trained for "
         "different values. Fitting W_o and W_c together, in closed form on 18,432 tokens, removes most of the damage.",
         panel.key,
@@ -254,7 +254,7 @@ def search() -> Finding:
     )  # fmt: skip
     save_svg(panel, FIGURES)
     return Finding(
-        "A search must repair a candidate before it ranks it",
+        "A search must repair candidates before it ranks them",
         "A layer that is expensive to drop may be cheap to drop once a linear map replaces it. Ranking repaired "
         f"candidates instead of bare ones changes KL on unseen text by {gaps[70].text()} nats per token at 70% of the "
         f"cache, by {gaps[50].text()} at 50%, and by {gaps[83].text()} at 83%.",
@@ -279,7 +279,7 @@ def similarity() -> Finding:
         [np.mean([measured[key][number] for number in part]) for part in (half, low)] for key in LABELS.values()
     )
     return Finding(
-        "Much of the similarity between attention maps is the common sink",
+        "Much of the similarity between attention maps comes from the common sink",
         f"In the upper half of the model, neighboring maps have a mean cosine of {whole:.2f}. Without the first token, "
         f"to which all of them attend, it is {rest:.2f}. In UniAttn, upper layers are more alike than lower ones "
         f"(its Table 11): here by {whole - below:+.2f}, but by {rest - rest_below:+.2f} without the first token. "
@@ -377,7 +377,7 @@ def from_scratch() -> Finding:
     compared = crosslayer.load_result(ROOT / "docs" / "evidence" / "methods")
     lower = sum(outcome.verdict == "lower" for outcome in compared.outcomes)
     return Finding(
-        "At a million tokens losses differ between methods, tasks do not",
+        "After a million tokens, losses differ between methods; task scores do not",
         f"Of {len(rows)} methods trained from scratch at 0.46 million parameters, {lower} reach a lower loss than the "
         f"plain Transformer (three or four seeds, Holm-corrected). On six tasks "
         f"with 5,500 items in total, {clear} of {len(rows)} "

@@ -4,7 +4,7 @@
 
 Flows: nothing. Reads: nothing. Cache: nothing for layers without attention.
 Source: LLMDrop (He et al. 2024, arXiv 2406.15786); whole layers as in ShortGPT; a linear map with bias instead of
-attention as in NBL (arXiv 2505.21077), whose map reads x without the norm.
+attention as in NBL (arXiv 2505.21077), where the map reads x without the norm.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Shared choice: one layer of a group chooses tokens by its attention, and the others attend to these alone.
+"""Shared choice: one layer of a group chooses tokens by its attention, and the others attend only to these.
 
     U_n = softmax over the chosen tokens (Q_n K_nᵀ / √d) V_n,  chosen by the first layer of n's group (core/choice.py)
 

@@ -4,7 +4,7 @@
 
 Flows: queries and keys; with eager attention the softmax map itself, which other implementations never build. Reads:
 every reader, its source's. Cache: keys of sources, values of all layers. Source: UniAttn (arXiv 2502.00439), Eq. 5 and
-Table 12; as in its code, W_c reads the normalized input. Table 12's last row reads the output of W_v instead:
+Table 12; as in its code, W_c reads the normalized input, or in Table 12's last row the output of W_v.
 
     x'_n = x_n + (A_l V_n + V_n W_c) W_o,  W_c (H_kv·D, H·D)
 """

@@ -39,7 +39,7 @@ def __getattr__(name: str):
 
 
 def _version() -> str:
-    """Return the version that is installed, or in a source tree that is not, that of pyproject.toml's fallback."""
+    """Return the installed version, or in a source tree that is not installed, pyproject.toml's fallback."""
     import importlib.metadata
 
     try:

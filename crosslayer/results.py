@@ -23,15 +23,15 @@ def result_types(verb: str) -> list[type[Result]]:
 
 
 def load_result(folder: str | Path) -> Result:
-    """Load the result that `save`, or the command line, wrote into a folder; it equals the result that was saved.
+    """Load the result that `save`, or the command line, wrote into a folder; it equals the saved result.
 
-    The record may come from anyone: it is checked as a whole before anything of it is used.
+    The record may come from anyone: it is validated completely before any part is used.
 
     Args:
         folder: the folder of record.json.
 
     Raises:
-        ValueError: there is no record, it is damaged, or this release reads another version of it.
+        ValueError: there is no record, it is damaged, or it has a version that this release does not read.
 
     """
     schema = str(read_record(Path(folder)).get("schema"))

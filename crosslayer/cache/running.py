@@ -35,7 +35,7 @@ NewCache = Callable[[], Cache]  # makes an empty cache for the model that runs
 def quantized_cache(model: PreTrainedModel, bits: KvBits | str | int = 4) -> SmallerKVCache:
     """Return an empty quantized cache for a model; pass it to `generate` as `cache` (before 5.24 `past_key_values`).
 
-    Layers that share keys or values read what their source stores, which is decoded once.
+    Layers that share keys or values read their source's states, which are decoded once.
 
     Args:
         model: a causal language model, stock or of this package.
@@ -58,18 +58,18 @@ def smaller_cache(
     """Run a model with a smaller KV cache while the block runs; gives a function that makes an empty one.
 
     Pass such a cache as `cache` (`past_key_values` before transformers 5.24) to the model or its `generate`. A call
-    without a cache, which scores a text, reads it as it would be read token by token. Gradients are not supported.
+    without a cache, which scores a text, gives the result of reading it token by token. Gradients are not supported.
     Everything is restored on exit.
 
     Args:
         model: a causal language model, stock or of this package, with sdpa or eager attention.
         evict: an `Eviction`, or a text that `parse_eviction` reads, such as "h2o:0.4". Layers with a window keep it.
-        bits: 8, 4, 3, 2, fp8, or by layer, such as "8@0-11,4@12-29". With an eviction, the latest tokens that are kept
-            are quantized, too.
+        bits: 8, 4, 3, 2, fp8, or by layer, such as "8@0-11,4@12-29". With an eviction, the latest tokens are
+            quantized, too.
 
     Raises:
-        ValueError: neither is given, or they cannot be read, or are not defined for the model: an encoder, linear
-            attention, a cache of compressed states, flash attention, and, for an eviction, windows in all layers.
+        ValueError: neither is given, one cannot be read, or the model is not supported: encoders, linear attention,
+            caches of compressed states, flash attention, and, for an eviction, windows in all layers.
 
     """
     if evict is None and bits is None:

@@ -58,7 +58,7 @@ class Codec:
         self.chain_on = cache(partial(on_device, self.chain))
 
     def check(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
-        """Refuse a model other than that which the codec was fitted to; a model is read once.
+        """Reject any model but the one that the codec was fitted to; a model is read once.
 
         Raises:
             ValueError: other weights, other RoPE parameters, another tokenizer, or a cache that no codec knows.
@@ -77,10 +77,10 @@ class Codec:
         """Return the cache of a text as bytes.
 
         Args:
-            cache: of a stock model; it holds the text's tokens, and may hold more behind them.
+            cache: of a stock model; it holds the text's tokens, and may hold more tokens after them.
             ids: the tokens, (B, S) or (S,).
-            mask: 0 for columns of padding, which must be on the left, (B, S).
-            block: tokens that decode together.
+            mask: 0 for padding columns, which must be on the left, (B, S).
+            block: tokens that are decoded together.
 
         Raises:
             ValueError: the cache is not that of the codec's model, or too short; padding is not on the left.
@@ -98,10 +98,10 @@ class Codec:
         return format.pack_file(packed)
 
     def decode(self, data: bytes, device: Any = None, dtype: torch.dtype | None = None) -> Cache:
-        """Return the cache of `encode`, an ordinary `DynamicCache`; by default on the CPU, in the dtype that it had.
+        """Return the cache that `encode` wrote, a `DynamicCache`; by default on the CPU, in its original dtype.
 
         Raises:
-            ValueError: the bytes are damaged, of another codec, or of a newer format.
+            ValueError: the bytes are damaged, come from another codec, or have a newer format.
 
         """
         pads, rows, columns = [], [], set[int]()
@@ -176,7 +176,7 @@ class Codec:
         return new_cache(states, self.shapes, pads, columns, dtype)
 
     def decode_layers(self, blocks: Sequence[format.Block], length: int, device: torch.device) -> Iterator[Tensor]:
-        """Yield the states (T, W) of blocks one behind the other, layer by layer, up to position `length`.
+        """Yield the states (T, W) of consecutive blocks, layer by layer, up to position `length`.
 
         Of each layer come the latest tokens that it holds. The codes of all layers are read before the first.
         """
@@ -258,12 +258,12 @@ def load_codec(
     """Load the codec that `fit-codec` wrote into a folder.
 
     Args:
-        folder: that has codec.safetensors.
-        model: checked at once; without it, when a prompt is loaded.
-        tokenizer: of the model, likewise.
+        folder: with codec.safetensors.
+        model: to check at once; otherwise the check runs when a prompt is loaded.
+        tokenizer: of the model, to check in the same way.
 
     Raises:
-        ValueError: there is no codec, it is damaged or of another format, or the model is another.
+        ValueError: there is no codec, it is damaged or has another format, or it was fitted to another model.
 
     """
     path = Path(folder).expanduser() / FILE

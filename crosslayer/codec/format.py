@@ -119,7 +119,7 @@ def read_header(data: bytes | memoryview, layers: int | None = None) -> Block:
 
     """
     if len(data) < HEAD.size:
-        raise ValueError("a block is cut off")
+        raise ValueError("a block is truncated")
     magic, version, dtype, copies, name, parent, start, count, own, _ = HEAD.unpack_from(data)
     if magic != MAGIC:
         raise ValueError("this is not a block of a stored cache")
@@ -128,7 +128,7 @@ def read_header(data: bytes | memoryview, layers: int | None = None) -> Block:
     if layers not in (None, own) or not 0 < count <= LONGEST or dtype >= len(DTYPES):
         raise ValueError("the header of a block is damaged")
     if len(data) < HEAD.size + 4 * count + 2 * own:
-        raise ValueError("a block is cut off")
+        raise ValueError("a block is truncated")
     tokens = np.frombuffer(data, "<u4", count, HEAD.size)
     first = np.frombuffer(data, "<u2", own, HEAD.size + 4 * count)
     is_wrong = copies and (start > 0 or first.any() or (tokens[: copies + 1] != tokens[0]).any() or copies >= count)
@@ -156,7 +156,7 @@ def unpack(data: bytes | memoryview, widths: Sequence[int], classes: int) -> Blo
         raise ValueError("the header of a block is damaged")
     at = HEAD.size + 4 * count + 2 * len(widths)
     if len(data) < at + count + 4 * classes + HASH:
-        raise ValueError("a block is cut off")
+        raise ValueError("a block is truncated")
     steps = np.frombuffer(data, "u1", count, at)
     sizes = np.frombuffer(data, "<u4", classes, at + count).tolist()
     at += count + 4 * classes
@@ -173,7 +173,7 @@ def unpack(data: bytes | memoryview, widths: Sequence[int], classes: int) -> Blo
 def check_hash(data: bytes | memoryview) -> None:
     """Refuse bytes that do not end with their SHA-256."""
     if hashlib.sha256(data[:-HASH]).digest() != data[-HASH:]:
-        raise ValueError("the bytes were cut off or altered: their SHA-256 differs")
+        raise ValueError("the bytes were truncated or altered: their SHA-256 differs")
 
 
 def pack_file(rows: Sequence[tuple[int, Sequence[bytes]]]) -> bytes:
@@ -221,5 +221,5 @@ def unpack_file(data: bytes) -> list[tuple[int, list[memoryview]]]:
 
 def _piece(view: memoryview, at: int, size: int) -> memoryview:
     if at + size > len(view):
-        raise ValueError("the file is cut off")
+        raise ValueError("the file is truncated")
     return view[at : at + size]

@@ -1,6 +1,6 @@
 """What a stored cache costs: the exact model reads a prompt, and continues a text on the cache that was stored.
 
-    KL(exact ‖ stored) in nats per token, teacher-forced over the tokens behind the prompt
+    KL(exact ‖ stored) in nats per token, teacher-forced over the tokens after the prompt
 
 Likewise for numbers hidden in a text: the text is stored, and the question comes after it. All ways to store a cache
 read the same windows and texts.

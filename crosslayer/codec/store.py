@@ -1,11 +1,11 @@
-"""A store of prompts: blocks of coded caches as files, each named by its parent and its tokens, so that prompts share.
+"""A store of prompts: each file is a block of a coded cache, named by its parent and its tokens, so that prompts share.
 
-A file is `<2 hex digits>/<parent>-<name>.kv`, 32 hex digits each, of the folder that an fsspec URL names. To find a
-prefix, the block that the next tokens name is tried, and where there is none, whatever block follows the last one: its
-tokens may begin alike. Several processes and machines may use a store at once: a file is written whole or not at all,
-and what another process removes meanwhile is a miss.
+A file is `<2 hex digits>/<parent>-<name>.kv`, 32 hex digits each, in the folder that an fsspec URL names. To find a
+prefix, the store tries the block that the next tokens name, then any block that follows the last one, because its
+tokens may begin alike. Several processes and machines may use a store at once: a file is written completely or not at
+all, and a file that another process removes in the meantime is a miss.
 
-Prompts can be read out of a store: on a local disk its files have the mode 0600, its folders 0700.
+Anyone who can read a store can read its prompts: on a local disk its files have mode 0600, its folders 0700.
 """
 
 import contextlib
@@ -65,7 +65,7 @@ class Files:
         return f"{self.folder}/{parent_digits[:2]}/{parent_digits}-{digits}{SUFFIX}"
 
     def children(self, parent: bytes) -> list[str]:
-        """Return the paths of the blocks behind a parent, the latest first."""
+        """Return the paths of the blocks after a parent, the latest first."""
         digits = parent.hex()[:DIGITS]
         found = self._listed(f"{self.folder}/{digits[:2]}", f"{digits}-")
         return [entry.path for entry in sorted(found, key=lambda entry: -entry.used)]
@@ -93,7 +93,7 @@ class Files:
         return self.system.cat_file(path, start=0 if stop else None, end=stop)
 
     def write(self, path: str, data: bytes) -> None:
-        """Write a file whole or not at all."""
+        """Write a file completely or not at all."""
         if not self.is_local:
             self.system.pipe_file(path, data)
             return
@@ -121,16 +121,16 @@ class Files:
 
 
 class PromptStore:
-    """Stored prompts of one model: `load` gives a cache to continue, `save` stores one.
+    """Stored prompts of one model: `load` returns a cache to continue from, `save` stores one.
 
     Args:
-        url: a folder, or any URL of fsspec, such as memory://prompts or s3://bucket/prompts.
+        url: a folder, or any fsspec URL, such as memory://prompts or s3://bucket/prompts.
         codec: from `load_codec`.
-        limit: bytes, or text such as "20GiB"; the blocks used least recently are removed beyond it. None: no limit.
-        block: tokens of a block, at most 4096.
+        limit: bytes, or text such as "20GiB"; beyond it, the least recently used blocks are removed. None: no limit.
+        block: tokens per block, at most 4096.
 
     Raises:
-        ValueError: the limit cannot be read, or the URL is of a kind that fsspec cannot open here.
+        ValueError: the limit cannot be read, or fsspec cannot open this kind of URL here.
 
     """
 
@@ -143,18 +143,18 @@ class PromptStore:
         self._written = 0
 
     def load(self, ids: Tensor, model: PreTrainedModel, mask: Tensor | None = None) -> tuple[Cache, int]:
-        """Return a cache of the longest stored prefix, and its columns; an empty cache and 0 where there is none.
+        """Return a cache of the longest stored prefix, and its columns; an empty cache and 0 if there is none.
 
-        One token at least is left to the model, which continues with all ids: `model.generate(ids,
-        past_key_values=cache)`. Of a batch all rows have the columns of the shortest. A damaged block is a miss.
+        At least one token is left to the model, which continues with all ids: `model.generate(ids,
+        past_key_values=cache)`. In a batch, all rows have the columns of the shortest. A damaged block is a miss.
 
         Args:
             ids: (B, S) or (S,).
-            model: that the codec was fitted to; on its device, and in its dtype, is the cache.
-            mask: 0 for columns of padding, on the left, (B, S).
+            model: the codec's model; the cache has its device and dtype.
+            mask: 0 for padding columns, on the left, (B, S).
 
         Raises:
-            ValueError: the model is another.
+            ValueError: the codec was fitted to another model.
 
         """
         self.codec.check(model)
@@ -176,14 +176,14 @@ class PromptStore:
         return cache, columns
 
     def save(self, ids: Tensor, cache: Cache, mask: Tensor | None = None) -> int:
-        """Store the cache of tokens; return the tokens that were coded, 0 where all are stored already.
+        """Store the cache of tokens; return how many tokens were coded, 0 if all are stored already.
 
-        What is stored is not coded again: only the blocks behind the longest prefix of whole blocks.
+        Stored blocks are not coded again: only the blocks after the longest stored prefix of whole blocks.
 
         Args:
-            ids: (B, S) or (S,): the prompt, or the prompt and what followed.
-            cache: of these tokens, and perhaps of more behind them.
-            mask: 0 for columns of padding, on the left, (B, S).
+            ids: (B, S) or (S,): the prompt, or the prompt and its continuation.
+            cache: of these tokens; it may hold more tokens after them.
+            mask: 0 for padding columns, on the left, (B, S).
 
         Raises:
             ValueError: the cache is shorter than `ids` or of another model, or the store cannot be written.
@@ -200,7 +200,7 @@ class PromptStore:
         return coded
 
     def save_states(self, tokens: np.ndarray, states: Sequence[Tensor], dtype: int) -> int:
-        """Store one text from the states of its latest tokens that each layer holds; return the tokens coded.
+        """Store one text, from each layer's states of the latest tokens; return how many tokens were coded.
 
         Args:
             tokens: (T,) uint32.

@@ -46,7 +46,7 @@ class TextSource:
         config: configuration of a dataset.
         split: split of a dataset.
         column: text column of a table or dataset.
-        domain: how results call the text; default a short name of the source.
+        domain: the text's name in results; default a short name of the source.
         where: only rows of a table or dataset with these values, by column: {"meta.redpajama_set_name": "RedPajamaC4"}.
 
     """
@@ -169,9 +169,9 @@ def _opened_dataset(name: str, config: str | None, split: str) -> Any:
 
 
 def stream_dataset(source: TextSource, seed: int) -> Iterator[str]:
-    """Open a dataset at once, so that an unreadable name is said before a model is loaded; stream its texts.
+    """Open a dataset at once, so that an unreadable name is an error before a model is loaded; stream its texts.
 
-    Rows whose column has no text are skipped, and their number is said; `seed` decides the order of rows.
+    Rows whose column has no text are skipped and counted; `seed` decides the order of rows.
     """
     name = str(source.name)
     rows = _opened_dataset(name, source.config, source.split).shuffle(seed=seed, buffer_size=SHUFFLED)

@@ -30,11 +30,11 @@ class Candidate:
 
     Attributes:
         name: in tables.
-        model: its own, loaded or a name; None: the original.
-        around: a context manager around the model that makes its cache smaller; None: the cache is the model's own.
+        model: a loaded model or a name; None: the original.
+        around: a context manager around the model that makes its cache smaller; None: the model's own cache.
         scores: whether the context manager also changes a pass without a cache, which scores a text. Otherwise a text
-            is read token by token, with a cache that the context manager gives.
-        engines: that can serve it.
+            is read token by token, with the context manager's cache.
+        engines: those that can serve it.
 
     """
 

@@ -55,10 +55,10 @@ def load_model(
     Args:
         name: a hub name, a local folder with safetensors weights, or a name in `EMBEDDED`.
         dtype: torch dtype or its name; default float32 on a CPU, the checkpoint's own elsewhere.
-        device: default the first GPU, or the CPU where there is none.
+        device: default the first GPU, or the CPU if there is none.
 
     Raises:
-        ValueError: the model is unknown, has no safetensors weights or others than its config names, or has NaN or
+        ValueError: the model is unknown, has no safetensors weights or not those of its config, or has NaN or
             infinite weights.
 
     """
@@ -282,7 +282,7 @@ def _tokenizer(folder: str) -> PreTrainedTokenizerBase:
 
 
 def _reason(error: Exception) -> str:
-    """Return what an error says; of a library's the first sentence, since advice for its own callers follows."""
+    """Return an error's message; of a library's, only the first sentence: the rest is advice for its own callers."""
     modules = [frame.f_globals["__name__"] for frame, _ in traceback.walk_tb(error.__traceback__)]
     if modules[-1].startswith("crosslayer"):
         return str(error)

@@ -97,13 +97,13 @@ def find_sublayers(model: PreTrainedModel) -> Sublayers:
 
 @contextmanager
 def what_if(model: PreTrainedModel, plan: Wish) -> Iterator[None]:
-    """Run `model` as if its layers were wired by `plan`, or by methods; everything is restored on exit.
+    """Run `model` as if a plan, or methods, wired its layers; everything is restored on exit.
 
-    Forward passes, cached or not, and `generate` then give what the retrofitted model would give before any training.
+    Forward passes, cached or not, and `generate` then give the results of the retrofitted model before any training.
 
     Raises:
         ValueError: the model cannot be probed, or cannot follow the plan; the plan changes nothing; a method mixes
-            states or streams; the model trains with activation checkpointing, which computes layers again when their
+            states or streams; the model trains with activation checkpointing, which recomputes layers after their
             sources' states are freed.
 
     """

@@ -1,4 +1,4 @@
-"""One folder a verb: its `run.py` has a call of its name, whose signature and docstring are the list of its options.
+"""One folder per verb: its `run.py` has a call of its name, whose signature and docstring are the list of its options.
 
 The folder's own `__init__.py` says in plain values how a shell shows it:
 

@@ -126,8 +126,8 @@ def _mixing(record: Comparison, configuration: Configuration, suffix: str) -> li
     limits = (min(0.0, float(np.nanmin(z))), 1.0)
     heat = Heat([*range(len(columns))], [*range(len(z))], cells, "weight", limits, columns=columns_of)
     caption = (
-        "What the input of each sublayer (row) takes from the embedding (a variant's first column) and from each "
-        "earlier sublayer's output, as a share of the row's largest: a norm follows, so a row's scale does not matter. "
+        "Weight of the embedding (a variant's first column) and of each earlier sublayer's output in the input of each "
+        "sublayer (row), relative to the row's largest: a norm follows, so a row's scale does not matter. "
         "Trained models, means over held-out tokens and seeds. The last row is the output."
     )
     title = titled("Depth mixing", configuration.label)

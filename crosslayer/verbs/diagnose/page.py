@@ -81,7 +81,7 @@ def _cards(record: Diagnosis) -> list[tuple[str, str, str]]:
         ("Largest activation", f"{peak:.3g}×", f"the median norm, at the input of layer {layer}"),
     ]
     if verdict.cache is not None and verdict.cache.least_attention:
-        note = f"kept without attention in {len(verdict.cache.least_attention)} layers; a candidate until retrofitted"
+        note = f"kept without attention in {len(verdict.cache.least_attention)} layers; loss not measured"
         cards.append(("KV cache", f"{verdict.cache.share_without:.0%}", note))
     return cards
 
@@ -137,8 +137,8 @@ def panels(record: Diagnosis) -> list[Panel]:
         z = record.depth_weights.weights.mean
         heat = Heat(numbers(z[0]), numbers(z), z, "mean weight", SHARE)
         sentence = (
-            "Mean weight of each earlier output in what a sublayer reads; the last row is the output. Plain residuals "
-            "have ones. A bright diagonal: each sublayer reads the one before. A bright first column: the embedding."
+            "Mean weight of each earlier output in a sublayer's input; the last row is the output. Plain residuals have "
+            "ones. A bright diagonal: each sublayer reads the one before. A bright first column: the embedding."
         )
         axes = ("source (0 = embedding)", "sublayer")
         figures.append(Panel("depth_weights", "Weights over depth", sentence, *axes, heat=heat, wide=True))
@@ -171,12 +171,12 @@ def panels(record: Diagnosis) -> list[Panel]:
 
 
 def _output_panels(outputs: Outputs) -> list[Panel]:
-    """Return the figures on what sublayers add, and on the gradient by it."""
+    """Return the figures of sublayers' outputs, and of the gradients with respect to them."""
     scale = {"log_y": True, "bounds": NORM}
     added = [curve(outputs.attention_output_norm, "attention"), curve(outputs.mlp_output_norm, "MLP")]
     gradients = [curve(outputs.attention_gradient_norm, "attention"), curve(outputs.mlp_gradient_norm, "MLP")]
     sentence = "Mean norm over tokens of what each sublayer adds to the residual stream."
-    of_gradients = "Mean norm over tokens of the gradient of the summed loss by what each sublayer adds."
+    of_gradients = "Mean norm over tokens of the gradient of the summed loss at each sublayer's output."
     return [
         _by_layer("output_norm", "What sublayers add", sentence, "L2 norm", added, **scale),
         _by_layer("gradient_norm", "Gradients over depth", of_gradients, "L2 norm, nats", gradients, **scale),
@@ -368,7 +368,7 @@ def _spectrum(record: Diagnosis) -> list[Panel]:
     heat = Heat([i + 1 for i in numbers(z[0])], numbers(z), z, "log₁₀ λₖ / λ₁", (-3.0, 0.0))
     sentence = (
         "Eigenvalues of the covariance of the values (all heads together), relative to the largest. Rows that darken "
-        f"early: values of low rank. Shown are the first {len(z[0])} of {len(rows[0])}."
+        f"early: values of low rank. The first {len(z[0])} of {len(rows[0])} are shown."
     )
     spectra = Panel("value_spectrum", "Spectrum of the values", sentence, "eigenvalue k", LAYER, heat=heat, wide=True)
     line = Line("", numbers(rows), [row[0] for row in rows], color=QUIET)

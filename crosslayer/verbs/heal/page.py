@@ -85,7 +85,7 @@ def _stage_words(state: State) -> str:
     if state.skipped is not None:
         return f"{state.name}: skipped, {state.skipped}"
     if state.stopped is not None:
-        return f"{state.name}: stopped, as the state before"
+        return f"{state.name}: stopped; same as the state before"
     if state.run is None:
         return state.name
     early = f" of {state.run.planned:,}, ended early" if state.run.steps < state.run.planned else ""

@@ -194,7 +194,7 @@ def _panels(record: Effect) -> list[Panel]:
     main, first = record.positions[0], _first_token(record)
     at, rows = f"position {main.position}", "later tokens" if record.model.causal else "the other tokens"
     heats, scale = [], (1.0, "log₁₀ of the share", (-4.0, 0.0), main.position)
-    sentence = "Mean attention that a position receives from the tokens that may see it. Bright columns are sinks."
+    sentence = "Mean attention that a position receives from the tokens that can attend to it. Bright columns are sinks."
     for when, bins in record.attention_by_position:
         heats.append(position_panel(f"attention_{when}", f"Attention by position, {when}", sentence, bins, *scale))
     for when, bins in record.last_row_by_position:
@@ -206,7 +206,7 @@ def _panels(record: Effect) -> list[Panel]:
         token = "the first token after the intervention"
         heats.append(head_panel("first_token_by_head", first.attention_by_head.after, token))
         title = "Attention on the first token"
-        sentence = f"The same for the first token: the attention that it loses if {at} gains some."
+        sentence = f"The same for the first token, which loses attention if {at} gains some."
         received.append(_change("first_token", title, sentence, RECEIVED, first.attention_received, SHARE))
     ratio = "norm ÷ median of the others"
     peak = f"Hidden state of {at} at the input of each layer. The layer before a jump writes a massive activation."

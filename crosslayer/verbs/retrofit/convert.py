@@ -68,7 +68,7 @@ def convert(
     groups: int = 1,
     share_weights: bool = False,
 ) -> Converted:
-    """Convert a pretrained model to share or leave out attention; the original is not changed.
+    """Convert a pretrained model to share or remove attention; the original does not change.
 
     `crosslayer.retrofit` also chooses layers before the conversion and measures the result afterwards.
 
@@ -79,9 +79,9 @@ def convert(
             such ids by domain, {"web": …, "code": …}: a fit on several domains generalizes better to other text.
         fit: "zero", "mean" (arXiv 2502.00439, Theorem 3.1), "lstsq", "lmmse", "ridge", "layerwise", "refit" or
             "refit-o" (see calibrate.py).
-            Default: "refit" where layers attend to another layer's states, else "layerwise"; or "ridge" if there is a
+            Default: "refit" if layers attend to another layer's states, else "layerwise"; or "ridge" if there is a
             change that these do not correct (a dropped MLP).
-        groups: v of Theorem 3.1: how many groups of sequences have a mean of their own, for fit "mean".
+        groups: v of Theorem 3.1: the number of groups of sequences, each with its own mean, for fit "mean".
         share_weights: share kept tensors with `model`; training one then changes both.
 
     Raises:

@@ -51,12 +51,12 @@ class Stored(Shown):
         if self.used is not None:
             lines.append(f"Last used: {datetime.fromtimestamp(self.used, UTC):%Y-%m-%d %H:%M} UTC.")
         if self.pruned:
-            lines.append(f"{readable_bytes(self.pruned)} used least recently were removed.")
+            lines.append(f"{readable_bytes(self.pruned)} of least recently used blocks were removed.")
         if self.damaged:
             what = "were removed" if self.removed else "are misses; --remove-damaged removes them"
-            lines.append(f"{self.damaged:,} blocks are cut off or altered: they {what}.")
+            lines.append(f"{self.damaged:,} blocks are truncated or altered: they {what}.")
         if self.unread:
-            lines.append(f"{self.unread:,} blocks are of another release, or could not be read; they are kept.")
+            lines.append(f"{self.unread:,} blocks come from another release, or could not be read; they are kept.")
         return lines
 
     def headline(self) -> dict[str, Any]:

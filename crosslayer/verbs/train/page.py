@@ -14,11 +14,11 @@ BY_LAYER = (  # of snapshots: measure, title, sentence, axis
     ("stream_norm", "Residual stream", "Mean norm over tokens.", "norm"),
     ("attention_output_norm", "What attention adds", "Mean norm over tokens.", "norm"),
     ("mlp_output_norm", "What the MLP adds", "Mean norm over tokens.", "norm"),
-    ("attention_gradient_norm", "Gradient by attention's output", "Of the summed loss, mean norm over tokens.", "norm"),
-    ("mlp_gradient_norm", "Gradient by the MLP's output", "Of the summed loss, mean norm over tokens.", "norm"),
+    ("attention_gradient_norm", "Gradient at attention's output", "Of the summed loss; mean norm over tokens.", "norm"),
+    ("mlp_gradient_norm", "Gradient at the MLP's output", "Of the summed loss; mean norm over tokens.", "norm"),
 )
 BY_STEP = (
-    ("entropy", "Entropy of attention during training", "Of the attention that tokens receive, in nats."),
+    ("entropy", "Entropy of attention during training", "Entropy of the attention that tokens receive, in nats."),
     ("token_similarity", "Over-smoothing during training", "Mean cosine of different tokens' hidden states."),
 )
 

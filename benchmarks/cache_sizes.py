@@ -79,11 +79,11 @@ SHIPPED = {  # model type → the model whose cache its default config has
 HEAD = """# How large is the cache of shipped models?
 
 Bytes of the KV cache of one sequence in bfloat16, as transformers allocates it, by `python benchmarks/cache_sizes.py`
-from the default configs of transformers {version}. At 128k tokens, *read a token* is the number of bytes that attention
-reads for a token, and *of a plain cache* is the share of a cache with the keys and values (or latents) of every layer
-and token. [cache_sizes.json](cache_sizes.json) has all lengths. Tests run models of these sizes without weights and
-compare their caches with the counts ([how](../guides/inspect.md#how-large-is-the-cache-of-this-model)). Lengths may
-exceed a model's training length. `crosslayer plan NAME` reads a model's own config on the Hub.
+from the default configs of transformers {version}. The last two numbers are for 128k tokens: the bytes that attention
+reads per token, and the size relative to a plain cache (keys and values, or latents, of every layer and token).
+[cache_sizes.json](cache_sizes.json) has all lengths. Tests run models of these sizes without weights and compare their
+caches with the counts ([how](../guides/inspect.md#how-large-is-the-cache-of-this-model)). Lengths may exceed a model's
+training length. `crosslayer plan NAME` reads a model's own config on the Hub.
 
 """
 REFUSED = """
@@ -145,14 +145,14 @@ def refusals() -> dict[str, list[str]]:
 
 
 def page(rows: list[dict[str, Any]], reasons: dict[str, list[str]]) -> str:
-    """Return the page: a row a model, those that keep the least of a plain cache first."""
+    """Return the page: a row per model, those that keep the least of a plain cache first."""
     head = [
         "model",
         "layers",
         *(f"{length // 1024}k" for length in LENGTHS),
-        "read a token",
-        "of a plain cache",
-        "what is special",
+        "read per token",
+        "share of a plain cache",
+        "special features",
     ]
     lines = [HEAD.format(version=transformers.__version__) + _line(head) + "|" + "---|" * len(head) + "\n"]
     for row in sorted(rows, key=_share):

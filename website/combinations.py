@@ -16,8 +16,8 @@ LAYERS = 6
 HEAD = f"""# Which methods combine
 
 Every pair of methods, built with the options of each method's example at {LAYERS} layers. ✓ means that the model builds
-and that its logits with a KV cache equal those without. A letter is the reason why the pair is refused; with other
-options, such as groups that do not overlap, a pair may still work. Methods that mix states are applied in list order,
+and that its logits with a KV cache equal those without. A letter gives the reason why a pair fails; with other
+options, such as groups that do not overlap, it may still work. Methods that mix states are applied in list order,
 so the order of two of them matters.
 
 `python website/combinations.py` writes this page, and a test compares it with the code.
@@ -29,7 +29,7 @@ REASONS = {
         "They name different sources for the keys or values of a layer, or combine several sources in different ways.",
     ),
     "C": ("The source is dropped.", "One removes the attention of a layer whose states the other reads."),
-    "D": ("Too few values are left.", "One changes values that layers have of their own; the other leaves too few."),
+    "D": ("Too few values are left.", "One changes layers' own values; the other leaves too few of them."),
     "E": ("Heads differ.", "One replaces a share of the value heads, the other changes all heads of a layer."),
     "F": (
         "Tokens are chosen.",

@@ -15,7 +15,7 @@ from crosslayer.wiring.states import ItemSizes, LayerStates
 MOST_TOKENS = 2**40  # beyond any context
 SIXTEEN_BITS = ItemSizes(2, 2)
 SHARE = "of the 16-bit cache"
-COLUMNS = ["stored", SHARE, "read for the last token"]
+COLUMNS = ["stored", SHARE, "read per decoding step"]
 
 
 class Sharing(NamedTuple):
@@ -238,7 +238,7 @@ class ModelPlan(Shown):
         return (
             f"KV cache at {self.length:,} tokens{batch} in {self.kv_dtype}: {readable_bytes(stored)} {verb} "
             f"({stored / self.length / self.batch:,.0f} bytes per token{fixed}){share}; "
-            f"{readable_bytes(self.read_bytes)} read for the last token."
+            f"{readable_bytes(self.read_bytes)} read per decoding step."
         )
 
     def _memory(self) -> list[str]:

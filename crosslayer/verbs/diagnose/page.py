@@ -137,8 +137,8 @@ def panels(record: Diagnosis) -> list[Panel]:
         z = record.depth_weights.weights.mean
         heat = Heat(numbers(z[0]), numbers(z), z, "mean weight", SHARE)
         sentence = (
-            "Mean weight of each earlier output in a sublayer's input; the last row is the output. Plain residuals have "
-            "ones. A bright diagonal: each sublayer reads the one before. A bright first column: the embedding."
+            "Mean weight of each earlier output in a sublayer's input; the last row is the output. Plain residuals "
+            "have ones. A bright diagonal: each sublayer reads the one before. A bright first column: the embedding."
         )
         axes = ("source (0 = embedding)", "sublayer")
         figures.append(Panel("depth_weights", "Weights over depth", sentence, *axes, heat=heat, wide=True))

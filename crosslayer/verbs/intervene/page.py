@@ -194,7 +194,7 @@ def _panels(record: Effect) -> list[Panel]:
     main, first = record.positions[0], _first_token(record)
     at, rows = f"position {main.position}", "later tokens" if record.model.causal else "the other tokens"
     heats, scale = [], (1.0, "log₁₀ of the share", (-4.0, 0.0), main.position)
-    sentence = "Mean attention that a position receives from the tokens that can attend to it. Bright columns are sinks."
+    sentence = "Mean attention that a position receives from tokens that can attend to it. Bright columns are sinks."
     for when, bins in record.attention_by_position:
         heats.append(position_panel(f"attention_{when}", f"Attention by position, {when}", sentence, bins, *scale))
     for when, bins in record.last_row_by_position:

@@ -18,7 +18,7 @@ def layout(record: PlanReport) -> Page:
     cards = [
         ("KV cache", stored, f"at {last.length:,} tokens, {sequences}, {settings.kv_dtype}"),
         (SHARE, share, f"all layers, all tokens, in 16 bits: {readable_bytes(last.full_bytes)}"),
-        ("read for the last token", read, "a layer that reads another's states counts too"),
+        ("read per decoding step", read, "a layer that reads another's states counts too"),
     ]
     return Page(
         title=f"KV cache of {record.model}",

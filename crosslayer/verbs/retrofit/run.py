@@ -68,7 +68,7 @@ def retrofit(
     device: str | torch.device | None = None,
     sweep: Sequence[str] = (),
 ) -> RetrofitReport:
-    """Share or remove layers of a pretrained model, compensate for it, and report memory saved and quality lost.
+    """Share or remove layers of a pretrained model, compensate for that, and report memory saved and quality lost.
 
     Args:
         model: Hub name, local folder, smollm2, qwen or gemma3. In Python also a loaded model, which is not changed.

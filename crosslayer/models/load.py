@@ -180,6 +180,12 @@ def resolve_dtype(dtype: str | torch.dtype | None, device: torch.device) -> torc
     return DTYPES[dtype]
 
 
+def stored_dtype(model: PreTrainedModel, config: PreTrainedConfig) -> torch.dtype:
+    """Return the dtype in which a model's files have its weights, by their config; the model's own where narrower."""
+    stored = config.dtype
+    return stored if isinstance(stored, torch.dtype) and stored.itemsize < model.dtype.itemsize else model.dtype
+
+
 def is_causal(config: PreTrainedConfig) -> bool:
     """Return whether a config's model is a causal language model, by the class that it names."""
     names = config.architectures or []
@@ -202,7 +208,20 @@ def model_source(name: str, needs_weights: bool = True) -> str:
         return str(embedded_folder(name))
     folder = Path(name).expanduser()
     if folder.exists():
-        _check_folder(name, folder, needs_weights)
+        if not folder.is_dir():
+            raise ValueError(f"{name!r} is a file, not a model folder; {ALTERNATIVES}")
+        if not (folder / "config.json").is_file():
+            raise ValueError(f"{name!r} has no config.json, as a model folder has; {ALTERNATIVES}")
+        if needs_weights and (folder / "adapter_config.json").exists():
+            raise ValueError(
+                f"{name!r} holds an adapter (adapter_config.json), which is applied only where peft is installed; "
+                "merge it first: merge_and_unload() of peft, then save_pretrained"
+            )
+        if needs_weights and not list(folder.glob("*.safetensors")):
+            pickled = [p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt")]
+            if pickled:
+                raise ValueError(f"{name!r} has only pickled weights ({pickled[0]}); convert them to safetensors first")
+            raise ValueError(f"{name!r} has no weights; a model folder holds config.json and model.safetensors")
         return str(folder)
     if not is_hub_name(name):
         raise ValueError(f"model folder {name!r} does not exist; {ALTERNATIVES}")
@@ -210,25 +229,6 @@ def model_source(name: str, needs_weights: bool = True) -> str:
         return hub_source(name)
     except ValueError as error:
         raise ValueError(f"{error}; {ALTERNATIVES}") from error
-
-
-def _check_folder(name: str, folder: Path, needs_weights: bool) -> None:
-    if not folder.is_dir():
-        raise ValueError(f"{name!r} is a file, not a model folder; {ALTERNATIVES}")
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"{name!r} has no config.json, as a model folder has; {ALTERNATIVES}")
-    if not needs_weights:
-        return
-    if (folder / "adapter_config.json").exists():
-        raise ValueError(
-            f"{name!r} holds an adapter (adapter_config.json), which is applied only where peft is installed; merge it "
-            "first: merge_and_unload() of peft, then save_pretrained"
-        )
-    if not list(folder.glob("*.safetensors")):
-        pickled = [p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt")]
-        if pickled:
-            raise ValueError(f"{name!r} has only pickled weights ({pickled[0]}); convert them to safetensors first")
-        raise ValueError(f"{name!r} has no weights; a model folder holds config.json and model.safetensors")
 
 
 def _check_config(config: PreTrainedConfig) -> None:

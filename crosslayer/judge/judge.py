@@ -25,7 +25,6 @@ from crosslayer.judge.report import JudgedModel
 from crosslayer.judge.retrieval import Retrieval, measure_retrieval, retrieved
 from crosslayer.models.load import load_model, model_facts
 from crosslayer.output.progress import progress
-from crosslayer.output.record import ModelFacts
 from crosslayer.probe.intercept import evaluating
 from crosslayer.probe.tokens import positions
 from crosslayer.stats.times import StepTime
@@ -144,7 +143,7 @@ class Judge:
         """Return a candidate's facts for a report."""
         facts, failed = None, self.failed.get(candidate.name)
         if failed is None:
-            facts = ModelFacts(**model_facts(self.model_of(candidate), candidate.name))
+            facts = model_facts(self.model_of(candidate), candidate.name)
         return JudgedModel(name=candidate.name, model=facts, engines=candidate.engines, failed=failed)
 
     def asked(self, candidate: Candidate | None, question: Callable[[PreTrainedModel, NewCache | None], Any]) -> Any:

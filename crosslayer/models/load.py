@@ -27,15 +27,11 @@ from crosslayer.hub import hub_source, is_hub_name
 from crosslayer.models.embedded import EMBEDDED, embedded_folder
 from crosslayer.output.formatting import folder_name
 from crosslayer.output.progress import progress
+from crosslayer.output.record import ModelFacts
 
 logger = logging.getLogger(__name__)
 
-DTYPES = {
-    "float32": torch.float32,
-    "float64": torch.float64,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 ALTERNATIVES = f"use a hub name, a local folder or an embedded model ({', '.join(EMBEDDED)})"
 MOST_LAYERS = 4096
@@ -114,16 +110,17 @@ def check_layers(values: Mapping[str, Any]) -> None:
             raise ValueError(f"num_hidden_layers must be a whole number from 1 to {MOST_LAYERS}, got {count}")
 
 
-def model_facts(model: PreTrainedModel, name: str) -> dict[str, Any]:
-    """Return what a record tells of a model: the fields of `ModelFacts`."""
-    return {
+def model_facts(model: PreTrainedModel, name: str) -> ModelFacts:
+    """Return what a record tells of a model."""
+    facts: dict[str, Any] = {
         "name": name,
-        "class_": type(model).__name__,
+        "class": type(model).__name__,
         "layers": model.config.get_text_config().num_hidden_layers,
         "parameters": model.num_parameters(),
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": model.device.type,
     }
+    return ModelFacts(**facts)
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:

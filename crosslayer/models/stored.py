@@ -1,19 +1,18 @@
-"""Saves weights in the dtype of a checkpoint: on a CPU a model is computed in a wider one."""
+"""Gives weights other data for a while, such as that of the dtype in which they are saved."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-import torch
-from transformers import PreTrainedModel
+from torch import Tensor, nn
 
 
 @contextmanager
-def weights_in(model: PreTrainedModel, dtype: torch.dtype | None) -> Iterator[None]:
-    """Give a model's weights another dtype inside the block; None leaves them as they are."""
-    own = {weight: weight.data for weight in model.parameters() if dtype not in (None, weight.dtype)}
+def replaced(weights: Mapping[nn.Parameter, Tensor]) -> Iterator[None]:
+    """Give weights other data inside the block, which may be of another dtype."""
+    own = {weight: weight.data for weight in weights}
     try:
-        for weight, data in own.items():
-            weight.data = data.to(dtype)
+        for weight, data in weights.items():
+            weight.data = data
         yield
     finally:
         for weight, data in own.items():

@@ -25,7 +25,6 @@ from crosslayer.judge.rows import bytes_row, cache_rows, time_rows
 from crosslayer.models.load import model_facts
 from crosslayer.models.pair import Named, pair
 from crosslayer.output.progress import progress
-from crosslayer.output.record import ModelFacts
 from crosslayer.verbs.bench.result import Benchmark, BenchSettings
 from crosslayer.verbs.bench.serving import bench_vllm
 from crosslayer.verbs.bench.serving_result import ServingBenchmark, ServingSettings
@@ -112,7 +111,7 @@ def bench(
 
 def _described(name: str, model: PreTrainedModel) -> JudgedModel:
     size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    return JudgedModel(name=name, model=ModelFacts(**model_facts(model, name)), details={"bytes": size})
+    return JudgedModel(name=name, model=model_facts(model, name), details={"bytes": size})
 
 
 def check_positions(models: Sequence[PreTrainedModel], settings: BenchSettings) -> None:

@@ -20,7 +20,6 @@ from crosslayer.judge.tasks import harness, summary
 from crosslayer.models.load import model_facts
 from crosslayer.models.pair import Loadable, Named, pair
 from crosslayer.output.progress import progress
-from crosslayer.output.record import ModelFacts
 from crosslayer.probe.intercept import evaluating
 from crosslayer.probe.tokens import positions
 from crosslayer.verbs.evaluate.result import EvaluateSettings, Evaluation
@@ -136,7 +135,7 @@ def _score(
     details = {"requests": lm.requests, "shortened": lm.shortened, "seconds": round(time.perf_counter() - started, 3)}
     if cache.evict is not None:
         details["reduced"] = lm.reduced
-    return JudgedModel(name=name, model=ModelFacts(**model_facts(model, name)), details=details), results
+    return JudgedModel(name=name, model=model_facts(model, name), details=details), results
 
 
 def _scored(lm: Any, tasks: harness.Tasks, settings: EvaluateSettings) -> dict[str, Any]:
@@ -169,7 +168,7 @@ def _score_served(
             with progress("answering in vLLM", 0):
                 results = _scored(lm, tasks, settings)
             seconds = round(time.perf_counter() - started, 3)
-            facts = ModelFacts(**served_facts(source, lm))
+            facts = served_facts(source, lm)
     details = {"requests": lm.requests, "shortened": lm.shortened, "seconds": seconds}
     return JudgedModel(name=source.name, model=facts, details=details), results
 

@@ -23,7 +23,6 @@ from crosslayer.judge.texts import DomainTexts, Texts
 from crosslayer.models.load import model_facts, public_name, ready_model
 from crosslayer.models.pair import causal_config
 from crosslayer.output.progress import progress
-from crosslayer.output.record import ModelFacts
 from crosslayer.probe.tokens import check_ids, config_positions
 from crosslayer.verbs.measure.result import Measurement, MeasureSettings
 
@@ -123,7 +122,7 @@ def measure(
     with quiet_transformers():
         rows = _rows(judge, judged, settings)
     return Measurement(
-        original=JudgedModel(name=(name := public_name(model)), model=ModelFacts(**model_facts(loaded, name))),
+        original=JudgedModel(name=(name := public_name(model)), model=model_facts(loaded, name)),
         candidates=tuple(map(judge.described, judged)),
         rows=tuple(row for row in rows if row.candidate not in judge.failed),
         settings=settings,

@@ -42,11 +42,7 @@ Text = Tensor | Mapping[str, Tensor]  # ids (N, T), or those of each domain by n
 
 @torch.no_grad()
 def calibrate(
-    original: CrossLayerForCausalLM,
-    model: CrossLayerForCausalLM,
-    text: Text,
-    fit: str = "layerwise",
-    groups: int = 1,
+    original: CrossLayerForCausalLM, model: CrossLayerForCausalLM, text: Text, fit: str = "layerwise", groups: int = 1
 ) -> list[Fit]:
     """Fit and set every W_c of `model`; the refits also refit W_o of every reader.
 

@@ -15,6 +15,7 @@ from crosslayer.core.method import Compensated, Compensation
 from crosslayer.core.methods import Entry, load_methods, merge_plans, mixes
 from crosslayer.core.options import check_choice
 from crosslayer.core.plan import DepthPlan
+from crosslayer.models.stored import replaced
 from crosslayer.verbs.retrofit.calibrate import Text, calibrate, fit_for
 from crosslayer.verbs.retrofit.moments import FITS, REFITS, Fit
 from crosslayer.verbs.retrofit.result import Weights
@@ -46,18 +47,15 @@ class Converted:
     @contextmanager
     def uncompensated(self, model: PreTrainedModel) -> Iterator[None]:
         """Run the model without what was fitted inside the block: W_c is zero, W_o the original's."""
-        fitted: dict[nn.Parameter, Tensor] = {}
+        without: dict[nn.Parameter, Tensor] = {}
         for path, module in model.named_modules():
             for name, weight in module.named_parameters(recurse=False):
                 plain = torch.zeros_like(weight) if isinstance(module, Compensation) else None
                 plain = self.refitted.get(f"{path}.{name}", plain)
                 if plain is not None:
-                    fitted[weight], weight.data = weight.data, plain
-        try:
+                    without[weight] = plain
+        with replaced(without):
             yield
-        finally:
-            for weight, data in fitted.items():
-                weight.data = data
 
 
 @torch.no_grad()

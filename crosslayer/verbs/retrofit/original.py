@@ -62,4 +62,4 @@ class Original:
     @cached_property
     def facts(self) -> dict[str, Any]:
         """What a report says of it."""
-        return {**model_facts(self.model, self.name), "origin": origin(self.model)}
+        return {**dict(model_facts(self.model, self.name)), "origin": origin(self.model)}

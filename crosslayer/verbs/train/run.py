@@ -33,11 +33,7 @@ from crosslayer.verbs.train.result import TrainingRun
 
 
 def train(
-    recipe: Recipe | str | Path,
-    out: str | Path,
-    *,
-    settings: Sequence[str] = (),
-    resume: bool = False,
+    recipe: Recipe | str | Path, out: str | Path, *, settings: Sequence[str] = (), resume: bool = False
 ) -> TrainingRun:
     """Train a model from a recipe, from scratch or from an existing model.
 

@@ -40,7 +40,6 @@ class Judge:
         tokenizer: of the original, for hidden numbers.
         catches: whether a candidate that fails is noted, and the others are measured; otherwise it raises.
         failed: by candidate, why it could not be measured.
-
     """
 
     original: PreTrainedModel
@@ -108,7 +107,6 @@ class Judge:
             repeats: timed pairs after the warm-up.
             static: whether to decode with a static cache, too.
             tick: called after each round.
-
         """
         pairs: dict[str, list[tuple[Run, Run]]] = {one.name: [] for one in candidates}
         for repeat in range(-1, repeats):

@@ -22,7 +22,6 @@ def listing(title: str, rows: Sequence[Row], details: dict[str, str] | None = No
         rows: what it lists.
         details: of the rows' details those that have a column, with the heads of these.
         of: the head of the column of scopes.
-
     """
     details = details or {}
     candidates = {row.candidate for row in rows}

@@ -99,7 +99,6 @@ def embedded_files(name: str) -> list[Path]:
 
     Raises:
         ValueError: a package is not installed, or lacks its file.
-
     """
     missing = missing_packages(name)
     if missing:

@@ -56,7 +56,6 @@ def load_model(
     Raises:
         ValueError: the model is unknown, has no safetensors weights or others than its config names, or has NaN or
             infinite weights.
-
     """
     import crosslayer.core.decoder  # noqa: F401  registers our model
 

@@ -61,7 +61,6 @@ def check_method(methods: Entry | Sequence[Entry], **shape: Any) -> None:
     Raises:
         AssertionError: a check fails; the message begins with its name.
         ValueError: the config refuses the methods or the shape.
-
     """
     config = config_of(methods, **shape)
     for check in CHECKS:

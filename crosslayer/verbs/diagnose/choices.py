@@ -29,7 +29,6 @@ def measure_choices(
 
     Raises:
         ValueError: fewer than two layers have full causal attention and equal heads, or the sequence is too short.
-
     """
     plain = [shape for shape in shapes if shape is not None and shape.can_choose]
     able = [call for call in calls if shapes[call.layer] == plain[0] and call.position_bias is None] if plain else []

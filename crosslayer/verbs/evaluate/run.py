@@ -72,7 +72,6 @@ def evaluate(
     Raises:
         ValueError: lm-eval is missing, a task is unknown or its data is unavailable, a model cannot be loaded or is not
             a causal LM, or an option is wrong.
-
     """
     names = tuple(name.strip() for name in (tasks.split(",") if isinstance(tasks, str) else tasks))
     _check_engine(engine, transformers_only=(evict, kv_bits, device) != (None,) * 3 or cost)

@@ -90,7 +90,6 @@ def fit_codec(
     Raises:
         ValueError: an option is wrong, there is too little text, or the model has shared or chosen layers, MLA, or
             cross-attention.
-
     """
     check_extra("store", "a codec", "pcodec")
     cut = {"calibration": calibration, "length": length, "windows": windows, "continued": continued}

@@ -78,7 +78,6 @@ def measure(
 
     Raises:
         ValueError: a candidate is unknown, an option is wrong, or there is too little text.
-
     """
     settings = MeasureSettings(
         only=tuple(dict.fromkeys((*only, *(("tasks",) if tasks else ())))),  # type: ignore[arg-type]

@@ -52,7 +52,6 @@ def measure_alternatives(
 
     Returns:
         rows of the models for which quantized caches are defined; nothing if they are not for the original.
-
     """
     models = {"original": original.model, "retrofit": retrofit}
     quantizable = [of for of, model in models.items() if _takes_quantized(model)]

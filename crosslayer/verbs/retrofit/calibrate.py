@@ -52,7 +52,6 @@ def calibrate(
         text: calibration ids (N, T), or these by domain; each domain in turn is held out to choose a penalty.
         fit: a fit of the list above; "zero" sets W_c to zero and reports the error without compensation.
         groups: v, the groups of sequences with a mean of their own, for "mean".
-
     """
     domains = [text] if isinstance(text, Tensor) else list(text.values())
     _check(model, domains, fit, groups)

@@ -34,7 +34,6 @@ class Converted:
         fit: how W_c and W_o were fitted; None if neither was.
         fits: the error before and after the fit, by layer from the first.
         refitted: the original's tensor of every W_o that was refitted, by name.
-
     """
 
     model: PreTrainedModel
@@ -86,7 +85,6 @@ def convert(
 
     Raises:
         ValueError: the family, the methods or the options are not supported, or the calibration text is too short.
-
     """
     chosen, layers = load_methods(methods), model.config.num_hidden_layers
     check_choice("convert", "fit", fit, (*FITS, None))

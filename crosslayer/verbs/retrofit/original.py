@@ -29,7 +29,6 @@ class Original:
         name: in reports.
         dtype: in which what is made of it is saved.
         is_kept: whether the caller has the model too, so that a retrofit must not share its weights.
-
     """
 
     model: PreTrainedModel
@@ -61,5 +60,5 @@ class Original:
 
     @cached_property
     def facts(self) -> dict[str, Any]:
-        """What a report says of it."""
+        """Its name, size, dtype and origin, as fields of a report."""
         return {**dict(model_facts(self.model, self.name)), "origin": origin(self.model)}

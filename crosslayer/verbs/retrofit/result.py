@@ -198,7 +198,6 @@ class RetrofitReport(Result):
 
         Raises:
             ValueError: this report was read from a folder; load the model with `crosslayer.load_model`.
-
         """
         if self._model is None:
             raise ValueError(
@@ -276,7 +275,6 @@ class RetrofitReport(Result):
         Raises:
             ValueError: the folder exists and `force` is not set, it cannot be written, there is no model, or
                 `remote_code_shim` is set for a model of a stock class.
-
         """
         if self.settings.sweep:
             return super().save(folder, force)

@@ -108,7 +108,6 @@ def retrofit(
     Raises:
         ValueError: options contradict each other, the model or the configuration is not supported, or there is too
             little text.
-
     """
     arguments = locals() | {"method": plain_method(method)}
     options = options_of(**{name: arguments[name] for name in RetrofitOptions.model_fields})

@@ -20,7 +20,6 @@ def strategy_of(options: RetrofitOptions, config: CrossLayerConfig | None = None
     Args:
         options: what the user asked for.
         config: the model's, as of a crosslayer decoder; None: not known, as for a report that was read.
-
     """
     named = _named(options.method)
     names, spaces = " and ".join(one.name() for one in named), {one.search_space() for one in named}

@@ -49,7 +49,6 @@ def search_record(
         names: (L,), which method acts on each layer.
         steps: some of its steps, the last one too.
         baselines: by name.
-
     """
     curve, compared = [], []
     if "trade-off" in measure.original.windows:

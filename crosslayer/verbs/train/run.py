@@ -52,7 +52,6 @@ def train(
     Raises:
         ValueError: the recipe is wrong, its text cannot be read, or the folder cannot be used.
         TrainingStopped: the loss is not finite, or a checkpoint cannot be written.
-
     """
     recipe = given_recipe(recipe, settings, stages=False)
     target = Path(out).expanduser().resolve()

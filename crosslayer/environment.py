@@ -57,7 +57,6 @@ def check_flex(kind: str | None, device: torch.device) -> None:
 
     Raises:
         ValueError: `kind` is flex attention, `device` a CPU, and `flex_error` tells of a fault.
-
     """
     if kind != "flex_attention" or device.type != "cpu" or torch.compiler.is_compiling():
         return

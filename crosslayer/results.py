@@ -32,7 +32,6 @@ def load_result(folder: str | Path) -> Result:
 
     Raises:
         ValueError: there is no record, it is damaged, or it has a version that this release does not read.
-
     """
     schema = str(read_record(Path(folder)).get("schema"))
     match = SCHEMA.fullmatch(schema)

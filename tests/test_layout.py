@@ -110,7 +110,7 @@ def test_methods_never_import_one_another():
         ]
 
 
-LINES_IN_ALL = 42_400  # of the package
+LINES_IN_ALL = 42_080  # of the package
 LINES, BODY = 400, 60  # of a file; of a function, without signature and docstring, so that any option can be explained
 
 
@@ -196,9 +196,9 @@ def test_the_package_keeps_within_its_bounds():
         if path.parts[0] != "core" and path.name != "choosers.py":
             kinds += re.findall(r"\b(?:ChoiceMethod|has_choices|can_share)\b", texts[path])
     assert sum(text.count("\n") for text in texts.values()) <= LINES_IN_ALL
-    assert sum(text.count("\n") for text in shown) <= 5_550
+    assert sum(text.count("\n") for text in shown) <= 5_480
     assert len(between) <= 22, between
-    assert len(arrays) <= 2, arrays
+    assert not arrays, arrays  # a record converts its lists where it is asked, by a method
     assert len(kinds) <= 3, kinds
     assert intervals == [
         "output/record.py: ci95"

@@ -30,10 +30,7 @@ def in_rotated_channels(call: AttentionCall, kinds: tuple[str | None, str | None
 
 
 def rounded(
-    call: AttentionCall,
-    kinds: Sequence[str | None],
-    shift: Tensor | float = 0.0,
-    first: Tensor | None = None,
+    call: AttentionCall, kinds: Sequence[str | None], shift: Tensor | float = 0.0, first: Tensor | None = None
 ) -> AttentionCall:
     """Return a call whose keys and values are quantized and back, keys less a shift (B or 1, H_kv, T, D).
 

@@ -91,7 +91,6 @@ def parse_eviction(text: str) -> Eviction:
 
     Raises:
         ValueError: the policy is unknown, or an amount cannot be read or keeps too little.
-
     """
     name, colon, rest = text.strip().partition(":")
     Eviction(text, policy=name)  # refuses an unknown name, before amounts are read

@@ -30,7 +30,6 @@ class SmallerKVCache(Cache):
 
     Raises:
         ValueError: a layer to be quantized caches other states than keys and values of all tokens.
-
     """
 
     def __init__(

@@ -18,7 +18,6 @@ def checked_plan(model: PreTrainedModel, eviction: Eviction | None, bits: KvBits
 
     Raises:
         ValueError: it does not, or not as the eviction or the bits need it.
-
     """
     what = "a quantized KV cache" if eviction is None else "eviction"
     wiring = model_plan(model)

@@ -46,7 +46,6 @@ class Policy:
         attention: whether it needs the attention that tokens have received.
         window: 0 for a policy that evicts while the text is read; otherwise it evicts once, after the prompt, by the
             attention of the prompt's last `window` tokens.
-
     """
 
     rank: Callable[[Cached], Tensor]

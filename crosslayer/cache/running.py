@@ -43,7 +43,6 @@ def quantized_cache(model: PreTrainedModel, bits: KvBits | str | int = 4) -> Sma
 
     Raises:
         ValueError: the bits cannot be read, or a quantized cache is not defined for the model.
-
     """
     bits = bits if isinstance(bits, KvBits) else parse_kv_bits(bits)
     wiring = checked_plan(model, None, bits)
@@ -70,7 +69,6 @@ def smaller_cache(
     Raises:
         ValueError: neither is given, one cannot be read, or the model is not supported: encoders, linear attention,
             caches of compressed states, flash attention, and, for an eviction, windows in all layers.
-
     """
     if evict is None and bits is None:
         raise ValueError("`evict` or `bits` must be given, such as evict='h2o:0.4' or bits=4")

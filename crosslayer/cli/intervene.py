@@ -39,7 +39,6 @@ def interventions(
         ablate: LAYER:POSITION[:zero|mean]: replace the output of a layer by zero or the mean of other tokens.
         file: a JSON or YAML file with more interventions, applied last.
         layers: layers in which waiver, forbid and scale-values act, such as 0-11; default all.
-
     """
     from crosslayer.core.options import parse_layers
     from crosslayer.verbs.intervene.kinds import load_intervention
@@ -77,7 +76,6 @@ def _read(path: Path) -> list[dict[str, Any]]:
 
     Raises:
         ValueError: the file is missing, larger than `FILE_LIMIT` bytes, or does not hold such a list.
-
     """
     import yaml
 

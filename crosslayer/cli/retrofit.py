@@ -13,7 +13,6 @@ def saver(out: str, force: bool, sweep: list[str] | None, *, remote_code_shim: b
         force: replace it if it exists.
         sweep: as in the call.
         remote_code_shim: add an auto_map file, for programs that load models with `trust_remote_code`.
-
     """
     from crosslayer.output.progress import say
 
@@ -37,7 +36,6 @@ def then(model: str, out: str, json: bool, sweep: Any, *, heal: str | None = Non
         json: whether only JSON is printed.
         sweep: as in the call.
         heal: a recipe to then train the model with, as `crosslayer heal` does; saved in OUT-healed.
-
     """
     from crosslayer.cli import command, declared
     from crosslayer.training.recipe import given_recipe

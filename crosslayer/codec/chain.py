@@ -44,7 +44,6 @@ class Layer:
         up: (R, W), back.
         shift: of what the codes of each channel are decoded to, (R,).
         classes: of the channels, (R,), in increasing order.
-
     """
 
     shape: LayerShape

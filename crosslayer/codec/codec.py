@@ -42,7 +42,6 @@ class Codec:
         model_print: of the weights that it was fitted to.
         tokenizer_print: of their tokenizer; None: unknown.
         id: SHA-256 of everything that decoding needs, 32 bytes.
-
     """
 
     def __init__(self, chain: Chain, model_print: str, tokenizer_print: str | None = None):
@@ -62,7 +61,6 @@ class Codec:
 
         Raises:
             ValueError: other weights, other RoPE parameters, another tokenizer, or a cache that no codec knows.
-
         """
         if tokenizer is not None and self.tokenizer_print not in (None, tokenizer_print(tokenizer)):
             raise ValueError("the codec was fitted with another tokenizer; fit one to this model with fit-codec")
@@ -84,7 +82,6 @@ class Codec:
 
         Raises:
             ValueError: the cache is not that of the codec's model, or too short; padding is not on the left.
-
         """
         rows, columns = texts_of(ids, mask)
         check_cache(cache, self.shapes, len(rows), columns)
@@ -102,7 +99,6 @@ class Codec:
 
         Raises:
             ValueError: the bytes are damaged, come from another codec, or have a newer format.
-
         """
         pads, rows, columns = [], [], set[int]()
         for pad, blocks in format.unpack_file(data):
@@ -264,7 +260,6 @@ def load_codec(
 
     Raises:
         ValueError: there is no codec, it is damaged or has another format, or it was fitted to another model.
-
     """
     path = Path(folder).expanduser() / FILE
     if not path.is_file():

@@ -43,7 +43,6 @@ class Coder:
 
     Args:
         classes: of the channels of each layer (R,), in increasing order.
-
     """
 
     def __init__(self, classes: Sequence[Tensor]):
@@ -70,7 +69,6 @@ class Coder:
 
         Raises:
             ValueError: the bytes do not hold the codes of that many tokens.
-
         """
         for part, run in zip(parts, self.runs, strict=True):
             own = [codes[start:stop] for codes, (start, stop) in zip(out, run, strict=True)]

@@ -46,7 +46,6 @@ class Calibration:
         metric: (W, W) of each layer.
         importance: of tokens.
         held_out: states and steps of windows that nothing is fitted to, for the number of bytes.
-
     """
 
     shapes: list[LayerShape]
@@ -237,7 +236,6 @@ def with_rate(chain: Chain, calibration: Calibration, bytes_per_token: float) ->
 
     Raises:
         ValueError: `bytes_per_token` is not above 0.
-
     """
     if bytes_per_token <= 0:
         raise ValueError("`share` must be larger: headers and the exact first token alone take that many bytes")

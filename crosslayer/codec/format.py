@@ -71,7 +71,6 @@ class Block:
         steps: bytes of the tokens' steps, (T,).
         exact: the first token of a prompt; empty elsewhere.
         parts: of the codes, one for each class of channels.
-
     """
 
     name: bytes
@@ -116,7 +115,6 @@ def read_header(data: bytes | memoryview, layers: int | None = None) -> Block:
     Raises:
         OtherFormat: it is of another version.
         ValueError: it has other layers, or its name does not follow from its tokens.
-
     """
     if len(data) < HEAD.size:
         raise ValueError("a block is truncated")
@@ -147,7 +145,6 @@ def unpack(data: bytes | memoryview, widths: Sequence[int], classes: int) -> Blo
 
     Raises:
         ValueError: they are cut off, altered, or of another format.
-
     """
     data = memoryview(data)
     block = read_header(data, len(widths))
@@ -192,7 +189,6 @@ def unpack_file(data: bytes) -> list[tuple[int, list[memoryview]]]:
 
     Raises:
         ValueError: it is cut off, longer than it says, or of another format.
-
     """
     view = memoryview(data)
     if len(view) < START.size + HASH or START.unpack_from(view)[0] != FILE:

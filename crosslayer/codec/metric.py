@@ -36,7 +36,6 @@ class Metric:
 
     Attributes:
         by_layer: (W, W) of each layer, in double precision.
-
     """
 
     def __init__(self, model: PreTrainedModel, shapes: Sequence[LayerShape]):

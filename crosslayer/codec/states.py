@@ -35,7 +35,6 @@ class LayerShape:
         window: tokens that a query sees, itself included; None: all.
         angles: of one position, in radians, of each pair of channels that turns; empty: keys do not turn.
         order: which channels turn together, `halves` or `pairs`.
-
     """
 
     heads: int
@@ -138,7 +137,6 @@ def read_shapes(model: PreTrainedModel) -> list[LayerShape]:
 
     Raises:
         ValueError: the model has shared or chosen layers, MLA, cross-attention, or rotates in another way.
-
     """
     config: Any = model.config.get_text_config()
     check_config(model.config)

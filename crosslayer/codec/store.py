@@ -131,7 +131,6 @@ class PromptStore:
 
     Raises:
         ValueError: the limit cannot be read, or fsspec cannot open this kind of URL here.
-
     """
 
     def __init__(self, url: str | Path, codec: Codec, limit: str | int | None = None, block: int = BLOCK):
@@ -155,7 +154,6 @@ class PromptStore:
 
         Raises:
             ValueError: the codec was fitted to another model.
-
         """
         self.codec.check(model)
         blocks, pads, stops = [], [], []
@@ -187,7 +185,6 @@ class PromptStore:
 
         Raises:
             ValueError: the cache is shorter than `ids` or of another model, or the store cannot be written.
-
         """
         rows, columns = texts_of(ids, mask)
         if cache.get_seq_length() == columns - 1:  # the last token that was generated was never read
@@ -209,7 +206,6 @@ class PromptStore:
 
         Raises:
             ValueError: the store cannot be written.
-
         """
         first, coded = np.array([len(tokens) - len(own) for own in states]), 0
         parent, start = format.root(self.codec.id), 0
@@ -239,7 +235,6 @@ class PromptStore:
 
         Raises:
             ValueError: some are damaged, or not stored any more.
-
         """
         blocks, stop = self._read(tokens)
         if stop < len(tokens) or any(block.first.any() for block in blocks):

@@ -54,7 +54,6 @@ class TokenChoice(Mixing):
                 to all tokens, several are the first of the sequence and attend causally.
             scaling: factor on the scores.
             softcap: caps the scores.
-
         """
         new, total = q.shape[2], k.shape[2]
         kept = self.count.of(total)

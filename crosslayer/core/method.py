@@ -113,7 +113,6 @@ class StateReader(Mixing):
             mask: (B or 1, 1, T, S), True or 0 where attention is allowed; None: one new token attends to all tokens,
                 several are the first of the sequence and attend causally.
             new: T, the number of new tokens.
-
         """
         raise NotImplementedError
 
@@ -176,7 +175,6 @@ class Wiring:
         compensation: (L,), the target of a layer's W_c (of `TARGETS`), None without W_c.
         compensation_bias: (L,), whether a layer's W_c has a bias.
         linear: layers with linear attention; in the plan they have no attention, since they have nothing to share.
-
     """
 
     methods: tuple["Method", ...]
@@ -300,7 +298,6 @@ class Method:
 
         Returns:
             the names of the changed weights.
-
         """
         return []
 
@@ -316,7 +313,6 @@ class Method:
 
         Raises:
             ValueError: the method does not act on groups, or the groups would share nothing.
-
         """
         raise ValueError(f"{cls.name()} does not take groups of layers; set its options as JSON")
 

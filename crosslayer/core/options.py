@@ -45,7 +45,6 @@ def parse_layers(text: str, layers: int) -> list[list[int]]:
 
     Raises:
         ValueError: the text is not such a list, or names a layer that does not exist or twice.
-
     """
     groups = [[i for item in group.split("+") for i in _parse_range(text, item, layers)] for group in text.split(",")]
     named = [layer for group in groups for layer in group]
@@ -114,7 +113,6 @@ def by_layer(
 
     Raises:
         ValueError: the text cannot be read, or names a layer twice; the message begins with `what`.
-
     """
     pieces, values = text.split(","), dict[int, Value]()
     for piece in pieces:

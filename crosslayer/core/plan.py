@@ -231,7 +231,6 @@ class DepthPlan:
 
         Raises:
             ValueError: the plans conflict, or one drops a source of the other; both methods are named.
-
         """
         vectors = {s: self._merge_vector(other, s, names) for s in (*STATES, "mlps")}
         for state in STATES:

@@ -102,8 +102,6 @@ def _fake_differentiate(grad: Tensor, result: Tensor, sums: Tensor) -> Tensor:
 
 custom_ops.register("doubly_stochastic(Tensor matrix, int iterations) -> (Tensor, Tensor)", _normalize, _fake_normalize)
 custom_ops.register(
-    "doubly_stochastic_backward(Tensor grad, Tensor result, Tensor sums) -> Tensor",
-    _differentiate,
-    _fake_differentiate,
+    "doubly_stochastic_backward(Tensor grad, Tensor result, Tensor sums) -> Tensor", _differentiate, _fake_differentiate
 )
 custom_ops.register_gradient("doubly_stochastic", _Normalize.apply)

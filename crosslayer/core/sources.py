@@ -24,7 +24,6 @@ class Sources(Sequence[Tensor]):
         opened: the tensors.
         bank: memory in which they lie one behind another, if there is any.
         ahead: what readers get from these tensors, by reader, where it was computed for several at once.
-
     """
 
     __slots__ = ("ahead", "bank", "opened")

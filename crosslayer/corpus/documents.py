@@ -48,7 +48,6 @@ class TextSource:
         column: text column of a table or dataset.
         domain: the text's name in results; default a short name of the source.
         where: only rows of a table or dataset with these values, by column: {"meta.redpajama_set_name": "RedPajamaC4"}.
-
     """
 
     name: str | None = None
@@ -95,7 +94,6 @@ def load_documents(source: TextSource, seed: int = 0) -> Iterable[str]:
     Raises:
         ValueError: the file is missing, empty, binary or too large for the memory, the column is unknown, or the
             dataset cannot be reached.
-
     """
     if source.name is None:
         return embedded_documents("default_corpus")

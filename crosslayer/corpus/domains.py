@@ -64,7 +64,6 @@ def split_domains(
 
     Raises:
         ValueError: a domain has too little text; the message names it.
-
     """
     windows_of: dict[str, list[tuple[str, Windows]]] = {part: [] for part in parts}
     for name, documents in domains.items():

@@ -41,7 +41,6 @@ def local_files(name: str) -> list[Path]:
     Raises:
         ValueError: a file does not exist or is a device or a pipe, a folder holds no text files, or nothing matches a
             pattern.
-
     """
     path = Path(name).expanduser()
     if path.is_dir():

@@ -119,7 +119,6 @@ def packed(
 
     Raises:
         ValueError: there is too little text; the message says how many tokens there are.
-
     """
     first, last = special_tokens(tokenizer, bos, prefix)
     size = length - len(first) - len(last)

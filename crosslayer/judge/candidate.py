@@ -35,7 +35,6 @@ class Candidate:
         scores: whether the context manager also changes a pass without a cache, which scores a text. Otherwise a text
             is read token by token, with the context manager's cache.
         engines: those that can serve it.
-
     """
 
     name: str
@@ -56,7 +55,6 @@ def candidate_of(given: Any, name: str | None = None) -> Candidate:
 
     Raises:
         ValueError: it is something else.
-
     """
     if isinstance(given, Candidate):
         return given

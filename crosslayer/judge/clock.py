@@ -72,7 +72,6 @@ def run(model: PreTrainedModel, load: Load, ids: Tensor, new_cache: NewCache | N
         ids: prompt and new tokens, (B, S).
         new_cache: makes an empty cache; None: the model's own.
         static: whether to decode with a static cache, too.
-
     """
     ids, took, caches = ids.to(model.device), {}, []
     prompt = ids[:, : load.context]

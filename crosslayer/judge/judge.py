@@ -25,7 +25,6 @@ from crosslayer.judge.report import JudgedModel
 from crosslayer.judge.retrieval import Retrieval, measure_retrieval, retrieved
 from crosslayer.models.load import load_model, model_facts
 from crosslayer.output.progress import progress
-from crosslayer.output.record import ModelFacts
 from crosslayer.probe.intercept import evaluating
 from crosslayer.probe.tokens import positions
 from crosslayer.stats.times import StepTime
@@ -41,7 +40,6 @@ class Judge:
         tokenizer: of the original, for hidden numbers.
         catches: whether a candidate that fails is noted, and the others are measured; otherwise it raises.
         failed: by candidate, why it could not be measured.
-
     """
 
     original: PreTrainedModel
@@ -109,7 +107,6 @@ class Judge:
             repeats: timed pairs after the warm-up.
             static: whether to decode with a static cache, too.
             tick: called after each round.
-
         """
         pairs: dict[str, list[tuple[Run, Run]]] = {one.name: [] for one in candidates}
         for repeat in range(-1, repeats):
@@ -144,7 +141,7 @@ class Judge:
         """Return a candidate's facts for a report."""
         facts, failed = None, self.failed.get(candidate.name)
         if failed is None:
-            facts = ModelFacts(**model_facts(self.model_of(candidate), candidate.name))
+            facts = model_facts(self.model_of(candidate), candidate.name)
         return JudgedModel(name=candidate.name, model=facts, engines=candidate.engines, failed=failed)
 
     def asked(self, candidate: Candidate | None, question: Callable[[PreTrainedModel, NewCache | None], Any]) -> Any:

@@ -22,7 +22,6 @@ def listing(title: str, rows: Sequence[Row], details: dict[str, str] | None = No
         rows: what it lists.
         details: of the rows' details those that have a column, with the heads of these.
         of: the head of the column of scopes.
-
     """
     details = details or {}
     candidates = {row.candidate for row in rows}
@@ -133,16 +132,7 @@ def bytes_and_kl(record: Report) -> list[Panel]:
             best = kl.value
     if len(front) > 1:
         lines.append(Line("not beaten", [x for x, _ in front], [y for _, y in front], dashed=True, color=QUIET))
-    return [
-        Panel(
-            "bytes_and_kl",
-            "Bytes against damage",
-            "Lower and further left is better; bars are 95% intervals over windows.",
-            "bytes of the cache, % of the original's in 16 bits",
-            "KL, nats/token",
-            lines,
-            log_y=all((kl.low or kl.value) > 0 for _, kl, _ in points),
-            bars=True,
-            wide=True,
-        )
-    ]
+    title, caption = "Bytes against damage", "Lower and further left is better; bars are 95% intervals over windows."
+    axes = ("bytes of the cache, % of the original's in 16 bits", "KL, nats/token")
+    log_y = all((kl.low or kl.value) > 0 for _, kl, _ in points)
+    return [Panel("bytes_and_kl", title, caption, *axes, lines, log_y=log_y, bars=True, wide=True)]

@@ -83,7 +83,6 @@ def damage_rows(candidate: str, kl: np.ndarray, domains: Sequence[str], document
         kl: nats per token of each window, (N,).
         domains: of each window, empty for a single one; a domain with a single window has no interval, and no row.
         documents: of each window.
-
     """
     rows, means = [], []
     for scope in ("all", *dict.fromkeys(domains)):

@@ -27,15 +27,11 @@ from crosslayer.hub import hub_source, is_hub_name
 from crosslayer.models.embedded import EMBEDDED, embedded_folder
 from crosslayer.output.formatting import folder_name
 from crosslayer.output.progress import progress
+from crosslayer.output.record import ModelFacts
 
 logger = logging.getLogger(__name__)
 
-DTYPES = {
-    "float32": torch.float32,
-    "float64": torch.float64,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 ALTERNATIVES = f"use a hub name, a local folder or an embedded model ({', '.join(EMBEDDED)})"
 MOST_LAYERS = 4096
@@ -60,7 +56,6 @@ def load_model(
     Raises:
         ValueError: the model is unknown, has no safetensors weights or not those of its config, or has NaN or
             infinite weights.
-
     """
     import crosslayer.core.decoder  # noqa: F401  registers our model
 
@@ -114,16 +109,17 @@ def check_layers(values: Mapping[str, Any]) -> None:
             raise ValueError(f"num_hidden_layers must be a whole number from 1 to {MOST_LAYERS}, got {count}")
 
 
-def model_facts(model: PreTrainedModel, name: str) -> dict[str, Any]:
-    """Return what a record tells of a model: the fields of `ModelFacts`."""
-    return {
+def model_facts(model: PreTrainedModel, name: str) -> ModelFacts:
+    """Return what a record tells of a model."""
+    facts: dict[str, Any] = {
         "name": name,
-        "class_": type(model).__name__,
+        "class": type(model).__name__,
         "layers": model.config.get_text_config().num_hidden_layers,
         "parameters": model.num_parameters(),
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": model.device.type,
     }
+    return ModelFacts(**facts)
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
@@ -180,6 +176,12 @@ def resolve_dtype(dtype: str | torch.dtype | None, device: torch.device) -> torc
     return DTYPES[dtype]
 
 
+def stored_dtype(model: PreTrainedModel, config: PreTrainedConfig) -> torch.dtype:
+    """Return the dtype in which a model's files have its weights, by their config; the model's own where narrower."""
+    stored = config.dtype
+    return stored if isinstance(stored, torch.dtype) and stored.itemsize < model.dtype.itemsize else model.dtype
+
+
 def is_causal(config: PreTrainedConfig) -> bool:
     """Return whether a config's model is a causal language model, by the class that it names."""
     names = config.architectures or []
@@ -202,7 +204,20 @@ def model_source(name: str, needs_weights: bool = True) -> str:
         return str(embedded_folder(name))
     folder = Path(name).expanduser()
     if folder.exists():
-        _check_folder(name, folder, needs_weights)
+        if not folder.is_dir():
+            raise ValueError(f"{name!r} is a file, not a model folder; {ALTERNATIVES}")
+        if not (folder / "config.json").is_file():
+            raise ValueError(f"{name!r} is not a model folder: it has no config.json; {ALTERNATIVES}")
+        if needs_weights and (folder / "adapter_config.json").exists():
+            raise ValueError(
+                f"{name!r} holds an adapter (adapter_config.json), which only peft can apply; "
+                "merge it first: merge_and_unload() of peft, then save_pretrained"
+            )
+        if needs_weights and not list(folder.glob("*.safetensors")):
+            pickled = [p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt")]
+            if pickled:
+                raise ValueError(f"{name!r} has only pickled weights ({pickled[0]}); convert them to safetensors first")
+            raise ValueError(f"{name!r} has no weights; a model folder holds config.json and model.safetensors")
         return str(folder)
     if not is_hub_name(name):
         raise ValueError(f"model folder {name!r} does not exist; {ALTERNATIVES}")
@@ -210,25 +225,6 @@ def model_source(name: str, needs_weights: bool = True) -> str:
         return hub_source(name)
     except ValueError as error:
         raise ValueError(f"{error}; {ALTERNATIVES}") from error
-
-
-def _check_folder(name: str, folder: Path, needs_weights: bool) -> None:
-    if not folder.is_dir():
-        raise ValueError(f"{name!r} is a file, not a model folder; {ALTERNATIVES}")
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"{name!r} is not a model folder: it has no config.json; {ALTERNATIVES}")
-    if not needs_weights:
-        return
-    if (folder / "adapter_config.json").exists():
-        raise ValueError(
-            f"{name!r} holds an adapter (adapter_config.json), which only peft can apply; merge it first: "
-            "merge_and_unload() of peft, then save_pretrained"
-        )
-    if not list(folder.glob("*.safetensors")):
-        pickled = [p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt")]
-        if pickled:
-            raise ValueError(f"{name!r} has only pickled weights ({pickled[0]}); convert them to safetensors first")
-        raise ValueError(f"{name!r} has no weights; a model folder holds config.json and model.safetensors")
 
 
 def _check_config(config: PreTrainedConfig) -> None:

@@ -22,7 +22,6 @@ def print_to(stream: TextIO, text: str) -> None:
 
     Raises:
         ValueError: stdout cannot be written, for example to a full disk; on stderr this is ignored.
-
     """
     try:
         print(text, file=stream, flush=True)

@@ -62,19 +62,18 @@ class Measure(Frozen):
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
         """Refuse a measure whose mean or interval has another shape."""
-        if self.array.shape != shape:
-            raise ValueError(f"{name} must have the shape {shape} for this model, got {self.array.shape}")
-        if self.interval is not None and self.interval.shape != (*shape, 2):
-            raise ValueError(f"{name}: its interval must have the shape {(*shape, 2)}, got {self.interval.shape}")
+        if self.array().shape != shape:
+            raise ValueError(f"{name} must have the shape {shape} for this model, got {self.array().shape}")
+        interval = self.interval()
+        if interval is not None and interval.shape != (*shape, 2):
+            raise ValueError(f"{name}: its interval must have the shape {(*shape, 2)}, got {interval.shape}")
 
-    @property
     def array(self) -> np.ndarray:
-        """The mean as float64, NaN where a layer has no such sublayer."""
+        """Return the mean as float64, NaN where a layer has no such sublayer."""
         return np.array(self.mean, dtype=float)
 
-    @property
     def interval(self) -> np.ndarray | None:
-        """The ends of the 95% interval, (…, 2) for a mean of shape (…), None for a single sequence."""
+        """Return the ends of the 95% interval, (…, 2) for a mean of shape (…), None for a single sequence."""
         return None if self.ci95 is None else np.array(self.ci95, dtype=float)
 
 

@@ -38,7 +38,6 @@ class Result(Shown, BaseModel):
 
         Raises:
             ValueError: the record has another version, or (a `pydantic.ValidationError`) is not valid.
-
         """
         schema, readable = str(record.get("schema")), cls.model_fields["schema_"].default
         if schema != readable:
@@ -107,7 +106,6 @@ class Result(Shown, BaseModel):
 
         Raises:
             ValueError: the folder exists and `force` is not set, or it cannot be written.
-
         """
         target = Path(folder)
         with whole_folder(target, force) as partial:
@@ -168,7 +166,6 @@ def load_as(kinds: Sequence[type[AnyResult]], folder: Path) -> AnyResult:
 
     Raises:
         ValueError: there is no record, it is damaged, or no type reads its schema.
-
     """
     record = read_record(folder)
     schema = str(record.get("schema"))

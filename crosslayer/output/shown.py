@@ -12,7 +12,6 @@ class Shown:
 
     Attributes:
         exit_status: of the command: 1 if checks failed.
-
     """
 
     exit_status: ClassVar[int] = 0

@@ -119,7 +119,6 @@ def layer_stack(model: PreTrainedModel) -> nn.ModuleList:
 
     Raises:
         ValueError: there is none (where all layers are the same module, say), or the model is an encoder-decoder.
-
     """
     config = model.config.get_text_config()
     if model.config.is_encoder_decoder:
@@ -171,7 +170,6 @@ def intercepted(model: PreTrainedModel, handler: Handler) -> Iterator[None]:
 
     Raises:
         ValueError: the model's attention does not go through the attention interface (Falcon, BLOOM).
-
     """
     stack = layer_stack(model)
     if stack[0] in _watched:
@@ -269,7 +267,6 @@ def visited(model: PreTrainedModel, see: Callable[[AttentionCall], None]) -> Ite
 
     Raises:
         ValueError: on a clean exit, if a layer that has attention was not visited.
-
     """
     seen: set[int] = set()
 

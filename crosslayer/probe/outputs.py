@@ -25,7 +25,6 @@ def output_norms(model: PreTrainedModel, ids: Tensor) -> dict[str, np.ndarray]:
         "attention_output_norm" and "mlp_output_norm" (L,): mean L2 norm over tokens of what the sublayer adds;
         "attention_gradient_norm" and "mlp_gradient_norm" (L,): the same of the gradient by it of the tokens' summed
         cross-entropy, in nats. NaN if a layer has no such sublayer.
-
     """
     outputs: dict[tuple[str, int], Tensor] = {}
 

@@ -42,7 +42,6 @@ class LayerStream:
         over_depth: whether the layer reads something else than it receives.
         updates: what attention and the MLP add, as they produced it, (…, T, C).
         reads: what they read, before a norm, (…, T, C).
-
     """
 
     layer: int

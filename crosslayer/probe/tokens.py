@@ -45,7 +45,6 @@ def check_ids(model: PreTrainedModel, ids: Tensor) -> None:
     Raises:
         ValueError: `ids` are no integers (B ≥ 1, T ≥ 2), not in the vocabulary, or more than the model's positions; or
             the model has flex attention, whose masks cannot be read and would take long to compile.
-
     """
     if ids.dim() != 2 or ids.shape[0] < 1 or ids.shape[1] < 2 or ids.is_floating_point():
         raise ValueError(f"ids must be integers (B ≥ 1, T ≥ 2), got {ids.dtype} of shape {tuple(ids.shape)}")

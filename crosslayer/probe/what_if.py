@@ -105,7 +105,6 @@ def what_if(model: PreTrainedModel, plan: Wish) -> Iterator[None]:
         ValueError: the model cannot be probed, or cannot follow the plan; the plan changes nothing; a method mixes
             states or streams; the model trains with activation checkpointing, which recomputes layers after their
             sources' states are freed.
-
     """
     if model.training and is_checkpointing(model):
         raise ValueError(CHECKPOINTED)

@@ -89,7 +89,6 @@ def new_domain(means: Sequence[float] | np.ndarray, least: float = -math.inf) ->
     Args:
         means: the mean of each domain, (D,).
         least: of all possible values: 0 for a KL. The interval ends there.
-
     """
     count, value = len(means), float(np.mean(means))
     facts = {"value": value, "n": count, "over": "domains", "how": "prediction"}

@@ -61,7 +61,6 @@ def check_method(methods: Entry | Sequence[Entry], **shape: Any) -> None:
     Raises:
         AssertionError: a check fails; the message begins with its name.
         ValueError: the config refuses the methods or the shape.
-
     """
     config = config_of(methods, **shape)
     for check in CHECKS:
@@ -223,11 +222,7 @@ def wiring_matches_the_plan(config: CrossLayerConfig) -> None:
     plan, model, calls = config.plan, build(config), {}
     with visited(model, lambda call: calls.update({call.layer: call})):
         model(tokens(length=8))
-    fields = {
-        "queries": lambda call: call.query,
-        "keys": lambda call: call.key,
-        "values": lambda call: call.value,
-    }
+    fields = {"queries": lambda call: call.query, "keys": lambda call: call.key, "values": lambda call: call.value}
     names = {name for name, _ in model.named_parameters()}
     for state, tensor in fields.items():
         for layer, source in enumerate(plan.sources(state)):

@@ -11,10 +11,7 @@ from typing import Annotated, Any, get_type_hints
 import torch
 from pydantic import AfterValidator, BeforeValidator, Field
 from transformers import TrainingArguments
-from transformers.integrations.integration_utils import (
-    INTEGRATION_TO_CALLBACK,
-    get_available_reporting_integrations,
-)
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
 from transformers.training_args import OptimizerNames
 
 from crosslayer.core.transformers_versions import OLD_ARGUMENTS

@@ -39,7 +39,6 @@ def divergence(hidden: Tensor, head: Head, target: Tensor, target_head: Head, ro
         target: (R, C of the teacher), the teacher's hidden states of the same tokens.
         target_head: the teacher's head, with the same vocabulary.
         rows: tokens whose ∂KL/∂y is in memory.
-
     """
     assert head.weight.shape[0] == target_head.weight.shape[0], "the vocabularies differ"
     assert hidden.shape[0] == target.shape[0] > 0, "hidden and target must be of the same tokens"

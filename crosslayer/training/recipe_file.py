@@ -65,7 +65,6 @@ def read_recipe(recipe_class: type[AnyRecipe], path: str | Path, settings: Seque
 
     Raises:
         ValueError: the recipe is wrong; one line "key: must be X, got Y (file)".
-
     """
     values = {"name": Path(path).stem, **_read_file(_file(Path(path), str(path)), ())}
     for setting in settings:

@@ -92,7 +92,6 @@ def run_stage(
 
     Raises:
         TrainingStopped: a checkpoint cannot be written, as on a full disk.
-
     """
     set_seed(recipe.seed)  # for the initial values of adapters
     trained = unfreeze(model, part.parameters, part.lora)

@@ -22,7 +22,6 @@ def initial_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, args: Trai
 
     Raises:
         ValueError: an existing model cannot be trained in free memory, or the tokenizer has more tokens than it.
-
     """
     assert recipe.model is not None
     if recipe.model.start is None:

@@ -52,7 +52,6 @@ def class_config(values: dict[str, Any], name: str) -> PreTrainedConfig:
     Raises:
         ValueError: the model type is unknown, its class refuses the fields, or does not read one that decides on the
             cache.
-
     """
     model_type = values.get("model_type")
     if not isinstance(model_type, str):

@@ -56,7 +56,6 @@ def check_engine(engine: str, kv_dtype: str, layers: Sequence[Stored]) -> None:
 
     Raises:
         ValueError: the engine is unknown, the type of keys and values is not its own, or the model is not for it.
-
     """
     if engine not in TYPES:
         raise ValueError(f"`engine` must be one of {', '.join(TYPES)}, got {engine!r}")
@@ -149,7 +148,6 @@ def dtype_name(dtype: Any) -> str:
 
     Raises:
         ValueError: it is not known.
-
     """
     name = str(dtype).removeprefix("torch.")
     if name not in BITS:
@@ -162,7 +160,6 @@ def item_sizes(dtype: str, kv_dtype: str | None, engine: str = "transformers") -
 
     Raises:
         ValueError: a type is not known.
-
     """
     kinds = {**BITS, **QUANTISED, **OURS}
     if kv_dtype is not None and kv_dtype not in kinds:
@@ -176,7 +173,6 @@ def parse_bytes(size: str | int, option: str) -> int:
 
     Raises:
         ValueError: the option is not a size.
-
     """
     try:
         count = TypeAdapter(ByteSize).validate_python(str(size).strip())

@@ -82,7 +82,6 @@ def layer_states(config: Any, layer_type: str, layer: int) -> LayerStates:
 
     Raises:
         ValueError: the layer's type is not known here.
-
     """
     if layer_type not in KNOWN:
         raise ValueError(f"layer {layer} is of type {layer_type!r}; the types that can be read are {', '.join(KNOWN)}")
@@ -194,7 +193,6 @@ def depth_plan(config: Any, layer_types: list[str]) -> DepthPlan:
 
     Raises:
         ValueError: the config shares keys and values in an unknown way.
-
     """
     own = field(config, "plan")
     if own is not None:
@@ -255,7 +253,6 @@ def read_wiring(config: Any) -> dict[str, Any]:
 
     Raises:
         ValueError: the config describes no attention layers, or something unsupported.
-
     """
     text = config.get_text_config(decoder=True)
     if text.model_type in REFUSED:

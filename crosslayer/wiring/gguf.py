@@ -44,7 +44,6 @@ def gguf_config(file: Path) -> tuple[GgufConfig, int, int]:
 
     Raises:
         ValueError: the file is damaged or not a model, a part is missing, or its architecture cannot be read.
-
     """
     parts = _parts(file)
     headers = [read_header(part) for part in parts]
@@ -82,7 +81,6 @@ def read_header(file: Path) -> tuple[dict[str, Any], int]:
 
     Raises:
         ValueError: the file is not GGUF, is damaged, or is cut off in the middle.
-
     """
     metadata: dict[str, Any] = {}
     with file.open("rb") as opened:

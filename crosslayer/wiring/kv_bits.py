@@ -27,7 +27,6 @@ class KvBits(ByLayer[str]):
 
     Attributes:
         recent: latest tokens that stay exact, below 8 bits; a query's own token counts.
-
     """
 
     recent: int = RECENT
@@ -57,7 +56,6 @@ def parse_kv_bits(text: str | int) -> KvBits:
 
     Raises:
         ValueError: it cannot be read.
-
     """
     text = str(text).strip()
 

@@ -23,7 +23,6 @@ def fixed_states(config: Any, layer_type: str, layer: int) -> tuple[int, int, in
 
     Raises:
         ValueError: the config has linear attention of an unknown kind.
-
     """
 
     def size(*names: str) -> int:

@@ -51,7 +51,6 @@ class ModelPlan(Shown):
         parameters: number of parameters from which these are counted, None if they are the bytes of files.
         memory: bytes for weights and cache together, None if they were not asked for.
         shared: the same with methods that share across layers.
-
     """
 
     model: str
@@ -153,7 +152,6 @@ class ModelPlan(Shown):
 
         Raises:
             ValueError: `memory` is not known, or the weights alone do not fit.
-
         """
         if self.memory is None:
             raise ValueError("memory must be given to find the length that fits")

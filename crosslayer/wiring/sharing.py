@@ -19,7 +19,6 @@ def share(plan: ModelPlan, entries: Sequence[Any]) -> tuple[Sharing, ...]:
 
     Raises:
         ValueError: a method is unknown, or the only one is not possible.
-
     """
     shared = []
     for entry in entries:
@@ -39,7 +38,6 @@ def _with(plan: ModelPlan, method: Method) -> ModelPlan:
 
     Raises:
         ValueError: the method cannot be applied to the model; the message gives the reason.
-
     """
     for layer, states in enumerate(plan.layers):
         if not states.keys:

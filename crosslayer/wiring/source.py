@@ -32,7 +32,6 @@ def read_source(name: str, like: str | None = None) -> Source:
 
     Raises:
         ValueError: there is none, or it cannot be read.
-
     """
     if name == STDIN:
         return _source(sys.stdin.read(LARGEST + 1), "standard input", like)

@@ -40,7 +40,6 @@ class LayerStates:
         fixed_float32: the same in float32 (states of linear attention).
         kernel: tokens that a convolution among them keeps, 0 without one.
         passes: how often a token goes through the layer, each time with a cache of its own.
-
     """
 
     mask: str

@@ -14,7 +14,6 @@ def int_field(config: Any, layer: int, *names: str, least: int = 1, default: Any
 
     Raises:
         ValueError: the value is not a whole number, or is below `least`.
-
     """
     name = next((name for name in names if field(config, name) is not None), None)
     if name is None:

@@ -112,9 +112,9 @@ def test_a_diagnosis_shows_the_weights(tmp_path):
     ids = tokens(length=16)
     result = crosslayer.diagnose(model, ids)
     depth = result.depth_weights
-    assert depth.readers == READERS and depth.weights.array.shape == (13, 13)
+    assert depth.readers == READERS and depth.weights.array().shape == (13, 13)
     means = np.stack([recorded(model, row[None]).table() for row in ids]).mean(axis=0)
-    assert np.allclose(depth.weights.array, means, atol=1e-5, equal_nan=True)
+    assert np.allclose(depth.weights.array(), means, atol=1e-5, equal_nan=True)
     result.save(tmp_path / "folder")
     assert crosslayer.load_result(tmp_path / "folder").depth_weights == depth
     assert (tmp_path / "folder" / "report.html").read_text().count("Weights over depth") >= 1

@@ -197,9 +197,11 @@ def test_measures_equal_naive_loops(family):
     for name in naive[0]:
         expected = np.stack([sequence[name] for sequence in naive])
         measured = getattr(measures, name)
-        assert np.abs(measured.array - expected.mean(axis=0)).max() < TOLERANCE * max(1.0, np.abs(expected).max()), name
+        assert np.abs(measured.array() - expected.mean(axis=0)).max() < TOLERANCE * max(1.0, np.abs(expected).max()), (
+            name
+        )
         half = stats.t.ppf(0.975, 1) * expected.std(axis=0, ddof=1) / math.sqrt(2)
-        width = measured.interval
+        width = measured.interval()
         # half-widths come from differences, which lose a few digits
         assert np.abs(width[..., 1] - width[..., 0] - 2 * half).max() < 1e-8 * max(1.0, np.abs(expected).max()), name
     others = {"mlp_l1_l2_others", "key_norm_ratio", "query_key_cosine", "query_key_cosine_others"}
@@ -313,7 +315,7 @@ def test_spectrum_with_fewer_tokens_than_dimensions():
 def test_interval_of_one_sequence_is_none_and_gaps_stay():
     single = measure(np.array([[1.0, np.nan]]))
     assert single.model_dump() == {"mean": [1.0, None], "ci95": None, "n": 1, "over": "sequences"}
-    assert single.interval is None
+    assert single.interval() is None
     two = measure(np.array([[1.0, np.nan], [3.0, np.nan]]))
     assert two.ci95 is not None and two.mean == [2.0, None] and two.ci95[1] == [None, None]
     assert two.ci95[0] == pytest.approx([2 - 12.706204736432095, 2 + 12.706204736432095])
@@ -332,14 +334,14 @@ def test_sequences_do_not_influence_each_other():
     together = crosslayer.diagnose(model, ids).measures
     alone = [crosslayer.diagnose(model, sequence[None]).measures for sequence in ids]
     for name, measured in together:
-        assert measured == measure(np.stack([getattr(measures, name).array for measures in alone])), name
+        assert measured == measure(np.stack([getattr(measures, name).array() for measures in alone])), name
 
 
 def test_the_interval_is_scipys():
     sample = np.random.default_rng(0).normal(size=(5, 3))
     low, high = stats.t.interval(0.95, 4, loc=sample.mean(axis=0), scale=stats.sem(sample, axis=0))
-    assert np.allclose(measure(sample).interval, np.stack([low, high], axis=-1), rtol=1e-12)
-    assert measure(np.ones((2, 1))).interval.tolist() == [[1.0, 1.0]]  # no spread, no width
+    assert np.allclose(measure(sample).interval(), np.stack([low, high], axis=-1), rtol=1e-12)
+    assert measure(np.ones((2, 1))).interval().tolist() == [[1.0, 1.0]]  # no spread, no width
 
 
 def test_calls_have_rotated_queries():

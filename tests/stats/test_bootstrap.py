@@ -34,7 +34,7 @@ def test_it_holds_the_truth_where_windows_of_a_document_are_alike():
     generator, documents, held = np.random.default_rng(2), np.repeat(np.arange(40), 4), [0, 0]
     ends = over_documents(documents.tolist())
     values = (3 * generator.normal(size=(40, 1, 500)) + generator.normal(size=(40, 4, 500))).reshape(160, 500)
-    for number, interval in enumerate((np.array(ends(values)), measure(values).interval)):
+    for number, interval in enumerate((np.array(ends(values)), measure(values).interval())):
         held[number] = ((interval[:, 0] < 0) & (interval[:, 1] > 0)).mean()
     assert 0.92 < held[0] < 0.98 and held[1] < 0.75
 
@@ -42,7 +42,7 @@ def test_it_holds_the_truth_where_windows_of_a_document_are_alike():
 def test_the_record_says_what_an_interval_is_over():
     values = np.random.default_rng(3).normal(size=(4, 2))
     over = measure(values, over_documents([0, 1, 1, 2]))
-    assert over.over == "documents" and over.n == 4 and over.interval.shape == (2, 2)
+    assert over.over == "documents" and over.n == 4 and over.interval().shape == (2, 2)
     assert over_documents([]) is None and over_documents([0, 0, 1, 1]) is None
     assert measure(values, None).over == "sequences"
     joined = over_documents([-1, -1, 0, 0])  # each joined window is a document by itself

@@ -3,11 +3,7 @@
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from crosslayer.core.decoder.configuration import CrossLayerConfig
-from crosslayer.core.decoder.modeling import (
-    CrossLayerForCausalLM,
-    CrossLayerForSequenceClassification,
-    CrossLayerModel,
-)
+from crosslayer.core.decoder.modeling import CrossLayerForCausalLM, CrossLayerForSequenceClassification, CrossLayerModel
 
 AutoConfig.register("crosslayer", CrossLayerConfig, exist_ok=True)
 AutoModel.register(CrossLayerConfig, CrossLayerModel, exist_ok=True)

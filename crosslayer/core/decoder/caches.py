@@ -64,7 +64,6 @@ def fit_cache(config: CrossLayerConfig, cache: Cache, empty: Collection[int]) ->
     Raises:
         ValueError: the cache is quantized and a layer does not store both keys and values; or, before 5.23, it is
             offloaded and a layer stores nothing.
-
     """
     if isinstance(cache, QuantizedCache):
         check_quantized(config)
@@ -96,7 +95,6 @@ def check_quantized(config: CrossLayerConfig) -> None:
 
     Raises:
         ValueError: some layers store less; the message names the methods.
-
     """
     plan = config.plan
     partial = [layer for layer in range(plan.layers) if len(plan.stored(layer)) < 2]

@@ -42,7 +42,6 @@ class CrossLayerConfig(LlamaConfig):
 
     Raises:
         ValueError: a method, an option or their combination is impossible.
-
     """
 
     model_type = "crosslayer"
@@ -86,7 +85,6 @@ class CrossLayerConfig(LlamaConfig):
 
         Raises:
             ValueError: the config sets them to other values.
-
         """
         for method in self.methods:
             windows = method.windows(self.num_hidden_layers)
@@ -169,7 +167,6 @@ class CrossLayerConfig(LlamaConfig):
 
         Raises:
             ValueError: they are requested, but the model has no router.
-
         """
         if requested and self.num_local_experts is None:
             raise ValueError(

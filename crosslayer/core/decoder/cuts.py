@@ -34,7 +34,6 @@ class Cut:
         leaf_numbers: for each leaf of the flattened (stream, carry) the number of its tensor, None if nothing later
             reads it; a tensor has the same number at all cuts.
         structure: the tree structure of (stream, carry).
-
     """
 
     leaf_numbers: tuple[int | None, ...]
@@ -72,7 +71,6 @@ class Traffic:
         sent: (stages,), tensors from the previous stage, the stream first; empty for the first stage.
         reused: (stages,), tensors that an earlier stage of the same rank has kept.
         kept: (stages,), tensors that the stage keeps for later stages of its rank.
-
     """
 
     sent: tuple[tuple[int, ...], ...]
@@ -88,7 +86,6 @@ def find_traffic(cuts: Sequence[Cut], ranks: int, keep: str) -> Traffic:
         ranks: number of ranks.
         keep: tensors that a rank keeps: "nothing"; those it has "received" (cross-stage caching as published, arXiv
             2603.15031); or "all", also outputs that its own stages have computed.
-
     """
     check_choice("pipeline", "keep", keep, KEPT)
     stages = len(cuts) + 1
@@ -116,7 +113,6 @@ def find_cuts(config: CrossLayerConfig, starts: Sequence[int]) -> tuple[Cut, ...
 
     Raises:
         ValueError: the carry at a cut holds something that is not a tensor.
-
     """
     config = copy.deepcopy(config)
     config._attn_implementation = "eager"  # other kernels may not support tensors without data

@@ -31,7 +31,6 @@ class ModelType:
         copied: attributes with the same name that are copied, in addition to those of all types.
         fixed: values of our attributes that this model type always has.
         renamed: our name of each attribute that has another name there.
-
     """
 
     copied: tuple[str, ...] = ()
@@ -54,7 +53,6 @@ class Family:
         learned_positions: whether learned position vectors are added to embeddings; otherwise positions are rotary.
         supports: which of "pipeline", "vllm" and "export" the family was tested with; the others refuse it.
         model_types: by `model_type`, Hugging Face's models that convert.
-
     """
 
     norm: type[nn.Module] = LlamaRMSNorm

@@ -21,7 +21,6 @@ def check_keywords(forward: Callable[..., Any], names: Iterable[str]) -> None:
 
     Raises:
         TypeError: a name is unknown; the message suggests the closest known one.
-
     """
     for name in names:
         if name in PASSED_ON:

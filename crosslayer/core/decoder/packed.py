@@ -30,7 +30,6 @@ class Documents:
         continues: whether a piece also reads the piece before it.
         window: tokens that a token attends to, itself included; None: all of its document up to itself.
         band: (P, 2·P), the mask to add to scores of a piece with the piece before it and with itself.
-
     """
 
     lengths: tuple[int, ...]

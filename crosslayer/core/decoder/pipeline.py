@@ -51,7 +51,6 @@ def pipeline_stages(
 
     Raises:
         ValueError: the decoder cannot be split this way.
-
     """
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     modules = stage_modules(model, ranks, rounds, keep, starts)
@@ -116,7 +115,6 @@ class Exchange:
         after: the cut after the stage, None for the last stage.
         traffic: which tensors all stages send and keep.
         waiting: by stage, the microbatches that wait for the stages of this rank, in order of arrival.
-
     """
 
     stage: int

@@ -22,7 +22,6 @@ class Microbatch:
             numbers: the kept tensors to add.
             tensors: the tensors that the stage received, by number.
             stream: the number of the stream, which always has a gradient.
-
         """
         kept = {number: self.tensors[number] for number in numbers}
         trained = [number for number in numbers if kept[number].requires_grad]

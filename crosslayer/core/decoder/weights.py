@@ -38,7 +38,6 @@ def to_config(source: PreTrainedConfig, cross_layer: Any = None) -> CrossLayerCo
     Raises:
         ValueError: the model type or an attribute cannot be translated, the model has linear attention, or a method
             collides with one that the model has.
-
     """
     if isinstance(source, CrossLayerConfig):
         if source.linear_layers:
@@ -81,7 +80,6 @@ def from_config(config: CrossLayerConfig, family: str) -> PreTrainedConfig:
 
     Raises:
         ValueError: the config has methods, or the model type cannot express a value.
-
     """
     from transformers import AutoConfig
 
@@ -121,7 +119,6 @@ def _rope_for(family: str, values: Mapping[str, Any], by_type: bool) -> dict[str
 
     Raises:
         ValueError: the model type has one set of parameters for all layers, which differ in theirs.
-
     """
     rope, layer_types = values["rope_parameters"], dict.fromkeys(values["layer_types"])
     if is_rope_by_type(rope) == by_type:

@@ -49,7 +49,6 @@ def keep(source: Tensor, earlier: Sources, total: int) -> Sources:
         source: the output of a sublayer, or the embedding.
         earlier: the sources before it.
         total: the largest number of sources that there will be.
-
     """
     if custom_ops.uses_definition() or not (torch.is_grad_enabled() and source.requires_grad):
         return earlier.with_newest(source)
@@ -66,7 +65,6 @@ class _Bank:
         values: (n, …, C), the memory.
         next: the number of the next source, the first of all being 0.
         end: the number of the first source that it has no space for.
-
     """
 
     def __init__(self, source: Tensor, number: int, capacity: int):

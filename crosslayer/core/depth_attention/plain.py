@@ -74,7 +74,6 @@ def differentiate(
     Returns:
         α, the gradients of scores over rms(v), and the multiples of the sources themselves, since their norms divide
         the scores, (N, T) each; the gradient of the direction, (C,).
-
     """
     with exact(direction.device):
         operands, shares = operands_of(sources), scores.softmax(dim=0)
@@ -104,7 +103,6 @@ def source_gradient(
         shrinks: (T,) for each reader.
         directions: (C,) for each reader.
         arrived: (…, C), the gradient from elsewhere.
-
     """
     with exact(source.device):
         dtype = shares[0].dtype

@@ -34,7 +34,6 @@ def allow_methods(*names: str) -> None:
 
     Raises:
         ValueError: a name is not a valid module name.
-
     """
     for name in names:
         if not _names_a_module(name):
@@ -62,7 +61,6 @@ def load_method(entry: Entry) -> Method:
 
     Raises:
         ValueError: the name or an option is unknown, or an option's value is refused.
-
     """
     if isinstance(entry, Method):
         return entry
@@ -95,7 +93,6 @@ def method_class(name: str) -> type[Method]:
 
     Raises:
         ValueError: the name is neither, or its module does not define exactly one method.
-
     """
     packaged = name.removeprefix(f"{__name__}.")
     module = importlib.import_module(f"{__name__}.{packaged}") if packaged in _files() else None
@@ -116,7 +113,6 @@ def users_module(what: str, name: str) -> ModuleType | None:
 
     Raises:
         ValueError: it is allowed but cannot be imported; the message begins with `what`.
-
     """
     module = sys.modules.get(name)
     if isinstance(module, ModuleType):
@@ -163,7 +159,6 @@ def state_reader(config: Config, wiring: Wiring, layer: int) -> StateReader:
 
     Raises:
         ValueError: no method has one for this layer, or two do.
-
     """
     readers = {m.name(): reader for m in wiring.methods if (reader := m.reader(config, wiring, layer)) is not None}
     if len(readers) != 1:
@@ -197,7 +192,6 @@ def wire(methods: Sequence[Method], layers: int, linear: tuple[int, ...] = ()) -
 
     Raises:
         ValueError: two methods conflict.
-
     """
     for method in methods:
         try:

@@ -100,7 +100,6 @@ class Tasks:
         allow_code: whether code of the user's folder, and code that a model writes, may run.
         groups: tasks of each named group in `GROUPS`.
         loaded: tasks and groups of lm-eval, with their data.
-
     """
 
     def __init__(self, names: Sequence[str], include_path: Path | None, allow_code: bool = False):

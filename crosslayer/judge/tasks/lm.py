@@ -49,7 +49,6 @@ def language_model(
         batch: batch size, or auto.
         new_cache: makes an empty cache; None: the model's own.
         scores: whether the cache also has its effect if a text is scored without a cache.
-
     """
     tokenizer = copy.deepcopy(tokenizer)  # lm-eval adds a padding token if there is none
     options = {"pretrained": model, "tokenizer": tokenizer, "batch_size": batch, "backend": "causal"}

@@ -25,7 +25,6 @@ from crosslayer.judge.rows import bytes_row, cache_rows, time_rows
 from crosslayer.models.load import model_facts
 from crosslayer.models.pair import Named, pair
 from crosslayer.output.progress import progress
-from crosslayer.output.record import ModelFacts
 from crosslayer.verbs.bench.result import Benchmark, BenchSettings
 from crosslayer.verbs.bench.serving import bench_vllm
 from crosslayer.verbs.bench.serving_result import ServingBenchmark, ServingSettings
@@ -73,7 +72,6 @@ def bench(
     Raises:
         ValueError: an option is wrong, a model cannot be loaded, is not a causal language model or has fewer positions
             than a context, or nothing fits in memory.
-
     """
     options: dict[str, Any] = {"contexts": contexts, "new_tokens": new_tokens, "repeats": repeats, "seed": seed}
     if engine == "vllm":
@@ -112,7 +110,7 @@ def bench(
 
 def _described(name: str, model: PreTrainedModel) -> JudgedModel:
     size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    return JudgedModel(name=name, model=ModelFacts(**model_facts(model, name)), details={"bytes": size})
+    return JudgedModel(name=name, model=model_facts(model, name), details={"bytes": size})
 
 
 def check_positions(models: Sequence[PreTrainedModel], settings: BenchSettings) -> None:

@@ -14,7 +14,7 @@ from crosslayer.output.progress import progress
 from crosslayer.stats.times import compare_times
 from crosslayer.verbs.bench.serving_result import ServingBenchmark, ServingSettings
 from crosslayer.verbs.serve.caches import not_saved
-from crosslayer.verbs.serve.engine import GIB, Served, check_engine, servable, vllm_environment
+from crosslayer.verbs.serve.engine import GIB, Served, check_engine, servable, starting, vllm_environment
 
 ROLES = ("candidate", "baseline")
 GPU_SHARE = 0.45  # fraction of GPU memory for each of the two engines
@@ -41,12 +41,7 @@ def bench_vllm(candidate: Any, baseline: Any, settings: ServingSettings) -> Serv
     held = [int(models[role].details["kv_tokens"]) for role in ROLES]
     facts: dict[str, Any] = {"candidate": models["candidate"].name, "better": "higher"}
     capacity = Row(
-        quantity="KV cache capacity",
-        unit="tokens",
-        value=held[0],
-        original=held[1],
-        change=count_ratio(*held),
-        **facts,
+        quantity="KV cache capacity", unit="tokens", value=held[0], original=held[1], change=count_ratio(*held), **facts
     )
     return ServingBenchmark(
         original=models["baseline"],
@@ -62,24 +57,18 @@ def _started(served: Served, settings: ServingSettings, longest: int, stack: Exi
     """Start an engine with a model; it shuts down when the stack closes."""
     from vllm import LLM  # type: ignore[import-not-found]
 
-    with progress(f"starting vLLM with {served.name}", 0):
-        try:
-            engine = LLM(
-                served.source,
-                dtype=settings.dtype or "auto",
-                max_model_len=longest,
-                max_num_seqs=max(settings.requests),
-                kv_cache_memory_bytes=settings.kv_bytes,
-                gpu_memory_utilization=GPU_SHARE,
-                enable_prefix_caching=False,
-                skip_tokenizer_init=True,
-                seed=settings.seed,
-            )
-        except Exception as error:
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise ValueError(
-                f"vLLM could not start with {served.name}: {reason} (set VLLM_LOGGING_LEVEL=INFO to see its log)"
-            ) from error
+    with starting(served):
+        engine = LLM(
+            served.source,
+            dtype=settings.dtype or "auto",
+            max_model_len=longest,
+            max_num_seqs=max(settings.requests),
+            kv_cache_memory_bytes=settings.kv_bytes,
+            gpu_memory_utilization=GPU_SHARE,
+            enable_prefix_caching=False,
+            skip_tokenizer_init=True,
+            seed=settings.seed,
+        )
     stack.callback(engine.llm_engine.engine_core.shutdown)
     return engine
 
@@ -107,10 +96,8 @@ def _measured(engines: dict[str, Any], served: dict[str, Served], settings: Serv
                         times[role].append(time.perf_counter() - started)
                 meter.step(next(done), total)
             found = compare_times(**times)
-            tokens, scope = (
-                requests * settings.new_tokens,
-                f"context {context}, {requests} request{'s' if requests > 1 else ''}",
-            )
+            tokens = requests * settings.new_tokens
+            scope = f"context {context}, {requests} request{'s' if requests > 1 else ''}"
             facts: dict[str, Any] = {"candidate": served["candidate"].name, "scope": scope}
             took: dict[str, Any] = {"value": found.candidate.median, "original": found.baseline.median}
             speeds: dict[str, Any] = {name: tokens / seconds for name, seconds in took.items()}

@@ -6,6 +6,7 @@ import numpy as np
 
 from crosslayer.output.chart import same_scale
 from crosslayer.output.panel import COLORS, QUIET, Dots, Heat, Line, Panel
+from crosslayer.stats.estimate import band
 from crosslayer.stats.means import FEWEST
 from crosslayer.verbs.compare.record import COSTS, ComparedRun, Configuration, Law, SnapshotMeans
 from crosslayer.verbs.compare.result import Comparison
@@ -20,11 +21,7 @@ BANDS = (
 )
 CURVES = {  # quantity → title, caption and axis
     "training_loss": ("Training loss", "Mean over seeds; each point is the mean since the previous one.", LOSS),
-    "validation_loss": (
-        "Validation loss",
-        "Held-out text, domains weighted as in training; mean over seeds.",
-        LOSS,
-    ),
+    "validation_loss": ("Validation loss", "Held-out text, domains weighted as in training; mean over seeds.", LOSS),
     "first_token_share": ("Attention on the first token", SNAPSHOT, "share, mean over layers"),
     "sink_rate": ("Sink rate", SNAPSHOT, "share of heads, mean over layers"),
     "stream_growth": ("Growth of the residual stream", SNAPSHOT, "norm at the last layer / at the first"),
@@ -54,13 +51,7 @@ def _differences(record: Comparison, configuration: Configuration, suffix: str) 
     if not finals:
         return []
     changes = [final.change for _, final in finals]
-    dots = Dots(
-        names=[variant for variant, _ in finals],
-        x=[change.value for change in changes],
-        low=[change.low for change in changes],
-        high=[change.high for change in changes],
-        single=[final.values for _, final in finals],
-    )
+    dots = Dots([variant for variant, _ in finals], *band(changes), single=[final.values for _, final in finals])
     caption = (
         f"Held-out loss minus that of {record.baseline}: left of 0 is lower. Small points: seeds; large: their mean"
     )

@@ -77,7 +77,6 @@ def compare(
     Raises:
         ValueError: a run, a recipe or an option is wrong, or runs cannot be compared.
         TrainingStopped: a checkpoint cannot be written. A run whose loss is not finite is excluded instead.
-
     """
     if smooth is not None and smooth < 1:
         raise ValueError(f"`smooth` must be at least 1 step, got {smooth}")

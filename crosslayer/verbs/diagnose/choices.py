@@ -29,7 +29,6 @@ def measure_choices(
 
     Raises:
         ValueError: fewer than two layers have full causal attention and equal heads, or the sequence is too short.
-
     """
     plain = [shape for shape in shapes if shape is not None and shape.can_choose]
     able = [call for call in calls if shapes[call.layer] == plain[0] and call.position_bias is None] if plain else []
@@ -76,7 +75,7 @@ def choice_panels(chosen: Sequence[ChosenTokens]) -> list[Panel]:
     matrix = Panel("chosen_tokens", "Attention recovered by another layer's choice", sentence, *axes, heat=heat)
     lines = []
     for one in chosen:
-        means = by_distance(one.without_first.array)[: len(one.common.mean) // 2 + 1]
+        means = by_distance(one.without_first.array())[: len(one.common.mean) // 2 + 1]
         lines.append(Line(f"{one.share:.1%} of the tokens", numbers(means), means))
     sentence = "The same, averaged over layers, by how far below the layer that chooses is; 0 is a layer's own choice."
     axes = ("distance in layers", "share of attention")
@@ -95,7 +94,7 @@ def by_distance(recovered: np.ndarray) -> list[float | None]:
 def choice_sentence(chosen: Sequence[ChosenTokens], similarity: np.ndarray) -> str:
     """Return what choices recover, and whether they are shared where maps are alike; `similarity` (L, L) is of maps."""
     (shown,) = [one for one in chosen if one.share == SHOWN]
-    recovered = shown.without_first.array
+    recovered = shown.without_first.array()
     choosing = np.flatnonzero(~np.isnan(recovered.diagonal()))
     nearest = "layer below" if len(choosing) == len(recovered) else "nearest layer below that can choose"
     own, below = recovered.diagonal()[choosing].mean(), recovered[choosing[:-1], choosing[1:]].mean()
@@ -104,7 +103,7 @@ def choice_sentence(chosen: Sequence[ChosenTokens], similarity: np.ndarray) -> s
     sentence = (
         f"With {shown.share:.1%} of the tokens, the first set aside, a layer's own choice recovers {own:.0%} of its "
         f"attention, the choice of the {nearest} {below:.0%}; the two have "
-        f"{np.nanmean(shown.common.array):.0%} of their tokens in common."
+        f"{np.nanmean(shown.common.array()):.0%} of their tokens in common."
     )
     known = ~np.isnan(kept) & ~np.isnan(similarity[pairs])
     if np.ptp(kept[known]) < ROUNDING:  # all tokens are always chosen

@@ -47,8 +47,8 @@ def read_inputs(
         raise ValueError("`prefix` must be None for token ids, got one; put its ids before them")
     opened = open_text(text, sequences=sequences, length=length, seed=seed)
     loaded, tokenizer = ready_model(model, tokenizer, dtype=dtype, device=device)
-    facts: dict[str, Any] = model_facts(loaded, public_name(model))
-    facts |= {"layers": len(layer_stack(loaded))}  # of two stacks, the one that is measured
+    facts: dict[str, Any] = dict(model_facts(loaded, public_name(model)))
+    facts["layers"] = len(layer_stack(loaded))  # of two stacks, the one that is measured
     config = loaded.config
     probed = ProbedModel(**facts, type=config.model_type, hidden_size=config.get_text_config().hidden_size)
     cut, fixed = not isinstance(opened, Tensor), []

@@ -245,8 +245,8 @@ class Diagnosis(Result):
     """The measurements of `diagnose`; `verdict` sums them up in numbers, `sentences()` in words.
 
     Every measure in `measures` is an attribute here too: `diagnosis.entropy` is the array of its means over sequences,
-    float64, NaN where a layer has no such sublayer; `diagnosis.measures.entropy.interval` is its 95% interval, (L, 2),
-    None for a single sequence. Layers and positions count from 0. Definitions and sources: docs/guides/inspect.md.
+    float64, NaN where a layer has no such sublayer; `diagnosis.measures.entropy.interval()` is its 95% interval,
+    (L, 2), None for a single sequence. Layers and positions count from 0. Definitions: docs/guides/inspect.md.
     """
 
     schema_: Literal["crosslayer/diagnose/7"] = Field(default="crosslayer/diagnose/7", alias="schema")
@@ -279,14 +279,14 @@ class Diagnosis(Result):
         for measures in (self.measures, self.cross_layer, self.outputs, self.by_stream):
             for name, measure in measures or ():
                 if measure is not None:
-                    free = (layers,) if name in PAIRS else measure.array.shape[1:]
+                    free = (layers,) if name in PAIRS else measure.array().shape[1:]
                     measure.check(name, (layers, *((self.model.streams,) if measures is self.by_stream else free)))
         return self
 
     def __getattr__(self, name: str) -> np.ndarray:
         """Return the means of a measure over sequences; `Measures` documents shapes and units."""
         if name in Measures.model_fields:
-            return getattr(self.measures, name).array
+            return getattr(self.measures, name).array()
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
     def __dir__(self) -> list[str]:

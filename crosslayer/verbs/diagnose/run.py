@@ -80,7 +80,6 @@ def diagnose(
     Raises:
         ValueError: the model or the text cannot be read, the model's attention cannot be measured, or the sequences
             are longer than the model allows.
-
     """
     if isinstance(baseline, str | Path):
         load_config(str(baseline))  # an error in its name shows before the first model is measured

@@ -55,9 +55,9 @@ def verdict(measures: Measures, shapes: Shapes, length: int) -> Verdict:
 
 def sink_of(measures: Measures, shapes: Shapes, length: int) -> Sink:
     """Return which layers have an attention sink at the first token, and where its states are large or small."""
-    share = measures.first_token_share.array  # (L,), as the two below
-    hidden = measures.hidden_norm_ratio.array
-    value = measures.value_norm_ratio.array
+    share = measures.first_token_share.array()  # (L,), as the two below
+    hidden = measures.hidden_norm_ratio.array()
+    value = measures.value_norm_ratio.array()
     even = np.array([np.nan if shape is None else shape.even_share(length) for shape in shapes])
     sinks = (share > SINK_SHARE) & (share > 2 * even)  # in a short sequence even an even share is large
     layers = np.flatnonzero(sinks).tolist()
@@ -96,7 +96,7 @@ def map_statistics(similarity: Measure) -> Statistics | None:
 
 def _neighbors(similarity: Measure) -> list[tuple[int, float]]:
     """Return the lower layer and the similarity of each pair of neighboring attention layers."""
-    matrix = similarity.array  # (L, L)
+    matrix = similarity.array()  # (L, L)
     layers = np.flatnonzero(~np.isnan(matrix.diagonal()))
     pairs = [(int(below), float(matrix[above, below])) for below, above in zip(layers, layers[1:], strict=False)]
     return [(layer, cosine) for layer, cosine in pairs if not np.isnan(cosine)]
@@ -117,7 +117,7 @@ def _ranked(similarity: Measure) -> list[RankedLayer]:
 def _cache(measures: Measures, redundancy: Redundancy, shapes: Shapes, length: int) -> CacheCandidates:
     """Return the candidates for sharing and for dropping attention, with what each keeps of the cache."""
     count = len(shapes) // 2 // PAPER_SIZE * (PAPER_SIZE - 1)  # as many readers as the paper has, whatever the masks
-    similarity = measures.map_similarity_without_first.array
+    similarity = measures.map_similarity_without_first.array()
     least = sorted(entry.layer for entry in redundancy.attention[:count])
     stored = [{"keys": 0, "values": 0} for _ in shapes]  # elements of each layer
     for layer, shape in enumerate(shapes):

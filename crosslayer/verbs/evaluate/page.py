@@ -8,6 +8,7 @@ from crosslayer.judge.report import Row
 from crosslayer.judge.tasks.harness import LOCAL
 from crosslayer.output.page import Page, Table
 from crosslayer.output.panel import Dots, Panel
+from crosslayer.stats.estimate import band
 from crosslayer.verbs.evaluate.result import Evaluation
 
 DETAILS = {"items": "items", "only_candidate": "only\ncandidate", "only_original": "only\noriginal"}
@@ -64,12 +65,8 @@ def sentences(record: Evaluation) -> list[str]:
     if record.original is None:
         written = ["Scores of one model, with lm-eval's standard errors; add --baseline for paired differences."]
     else:
-        written = [
-            *by_verdict(record.cost),
-            *by_verdict(record.groups),
-            *by_verdict(record.tasks),
-            *_chance(record.tasks),
-        ]
+        rows = (record.cost, record.groups, record.tasks)
+        written = [*(line for group in rows for line in by_verdict(group)), *_chance(record.tasks)]
     written += CacheOptions(settings.evict, settings.kv_bits).sentences()
     return [*written, *_evicted(record), *_caveats(record)]
 
@@ -142,10 +139,5 @@ def _dots(rows: Sequence[Row]) -> Dots:
     """Return differences, or how far ratios are above 1, in percent."""
     changes = [row.change for row in rows if row.change is not None]
     changes = [change.mapped(lambda value, none=change.none: 100 * (value - none)) for change in changes]
-    return Dots(
-        names=[f"{row.scope.removesuffix(LOCAL)} ({row.quantity})" for row in rows],
-        x=[change.value for change in changes],
-        low=[change.low for change in changes],
-        high=[change.high for change in changes],
-        single=[[] for _ in rows],
-    )
+    names = [f"{row.scope.removesuffix(LOCAL)} ({row.quantity})" for row in rows]
+    return Dots(names, *band(changes), single=[[] for _ in rows])

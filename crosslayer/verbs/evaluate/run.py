@@ -20,7 +20,6 @@ from crosslayer.judge.tasks import harness, summary
 from crosslayer.models.load import model_facts
 from crosslayer.models.pair import Loadable, Named, pair
 from crosslayer.output.progress import progress
-from crosslayer.output.record import ModelFacts
 from crosslayer.probe.intercept import evaluating
 from crosslayer.probe.tokens import positions
 from crosslayer.verbs.evaluate.result import EvaluateSettings, Evaluation
@@ -73,7 +72,6 @@ def evaluate(
     Raises:
         ValueError: lm-eval is missing, a task is unknown or its data is unavailable, a model cannot be loaded or is not
             a causal LM, or an option is wrong.
-
     """
     names = tuple(name.strip() for name in (tasks.split(",") if isinstance(tasks, str) else tasks))
     _check_engine(engine, transformers_only=(evict, kv_bits, device) != (None,) * 3 or cost)
@@ -136,7 +134,7 @@ def _score(
     details = {"requests": lm.requests, "shortened": lm.shortened, "seconds": round(time.perf_counter() - started, 3)}
     if cache.evict is not None:
         details["reduced"] = lm.reduced
-    return JudgedModel(name=name, model=ModelFacts(**model_facts(model, name)), details=details), results
+    return JudgedModel(name=name, model=model_facts(model, name), details=details), results
 
 
 def _scored(lm: Any, tasks: harness.Tasks, settings: EvaluateSettings) -> dict[str, Any]:
@@ -169,7 +167,7 @@ def _score_served(
             with progress("answering in vLLM", 0):
                 results = _scored(lm, tasks, settings)
             seconds = round(time.perf_counter() - started, 3)
-            facts = ModelFacts(**served_facts(source, lm))
+            facts = served_facts(source, lm)
     details = {"requests": lm.requests, "shortened": lm.shortened, "seconds": seconds}
     return JudgedModel(name=source.name, model=facts, details=details), results
 

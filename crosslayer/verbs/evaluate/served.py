@@ -13,9 +13,9 @@ from vllm.platforms import current_platform  # type: ignore[import-not-found]
 
 from crosslayer.models.load import model_facts
 from crosslayer.models.pair import Loadable
-from crosslayer.output.progress import progress
+from crosslayer.output.record import ModelFacts
 from crosslayer.verbs.evaluate.result import EvaluateSettings
-from crosslayer.verbs.serve.engine import Served
+from crosslayer.verbs.serve.engine import Served, starting
 
 ALL = 2**31  # a batch size: vLLM gets all requests at once; with "auto" it would divide by the time of a hidden bar
 DEVICE = current_platform.device_type  # vLLM reads its own version here, before that is replaced
@@ -52,24 +52,18 @@ class ServedLM(_VLLM):
 @contextmanager
 def served_model(served: Served, settings: EvaluateSettings, dtype: str | None) -> Iterator[ServedLM]:
     """Start vLLM with a model, and end it behind the `with`."""
-    with progress(f"starting vLLM with {served.name}", 0):
-        try:
-            batch = ALL if settings.batch == "auto" else settings.batch
-            lm = ServedLM(served.source, dtype=dtype or "auto", batch_size=batch, seed=settings.seed)
-        except Exception as error:
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise ValueError(
-                f"vLLM could not start with {served.name}: {reason} (set VLLM_LOGGING_LEVEL=INFO to see its log)"
-            ) from error
+    batch = ALL if settings.batch == "auto" else settings.batch
+    with starting(served):
+        lm = ServedLM(served.source, dtype=dtype or "auto", batch_size=batch, seed=settings.seed)
     try:
         yield lm
     finally:
         lm.model.llm_engine.engine_core.shutdown()
 
 
-def served_facts(source: Loadable, lm: ServedLM) -> dict[str, Any]:
-    """Return the fields of `ModelFacts` of a model in vLLM, which is built here without memory to be counted."""
+def served_facts(source: Loadable, lm: ServedLM) -> ModelFacts:
+    """Return the facts of a model in vLLM, which is built here without memory to be counted."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(source.config)
     dtype = str(lm.model.llm_engine.model_config.dtype).removeprefix("torch.")
-    return {**model_facts(model, source.name), "dtype": dtype, "device": DEVICE}
+    return model_facts(model, source.name).model_copy(update={"dtype": dtype, "device": DEVICE})

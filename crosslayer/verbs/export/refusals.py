@@ -75,11 +75,7 @@ def no_gguf(config: CrossLayerConfig) -> str | None:
     return None
 
 
-REFUSALS: dict[str, Callable[[CrossLayerConfig], str | None]] = {
-    "hf": no_stock_class,
-    "deci": no_deci,
-    "gguf": no_gguf,
-}
+REFUSALS: dict[str, Callable[[CrossLayerConfig], str | None]] = {"hf": no_stock_class, "deci": no_deci, "gguf": no_gguf}
 
 
 def check_form(config: CrossLayerConfig, to: str) -> None:

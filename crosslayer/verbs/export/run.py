@@ -52,7 +52,6 @@ def export(
     Raises:
         ValueError: the model cannot be exported to this format (the message gives the reason and possible formats) or
             loaded, or the folder cannot be written.
-
     """
     if to not in REFUSALS:
         raise ValueError(f"`to` must be one of {', '.join(REFUSALS)}, got {to!r}")

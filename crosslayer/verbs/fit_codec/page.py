@@ -71,10 +71,5 @@ def tables(record: CodecReport) -> list[Table]:
             row = record.row(candidate.name, "KL", scope)
             cells.append(UNKNOWN if row is None else row.change_text())
         rows.append(cells)
-    return [
-        (
-            "KL of stored caches, nats/token (95% over windows)",
-            ["stored as", "bytes", *(["numbers found"] if numbers else []), *scopes],
-            rows,
-        )
-    ]
+    head = ["stored as", "bytes", *(["numbers found"] if numbers else []), *scopes]
+    return [("KL of stored caches, nats/token (95% over windows)", head, rows)]

@@ -27,7 +27,6 @@ from crosslayer.judge.texts import DomainTexts, Texts
 from crosslayer.machine import seconds
 from crosslayer.models.load import model_facts, public_name, ready_model
 from crosslayer.output.progress import progress
-from crosslayer.output.record import ModelFacts
 from crosslayer.probe.tokens import check_ids, config_positions
 from crosslayer.verbs.fit_codec.result import CodecReport, CodecSettings
 
@@ -91,7 +90,6 @@ def fit_codec(
     Raises:
         ValueError: an option is wrong, there is too little text, or the model has shared or chosen layers, MLA, or
             cross-attention.
-
     """
     check_extra("store", "a codec", "pcodec")
     cut = {"calibration": calibration, "length": length, "windows": windows, "continued": continued}
@@ -140,7 +138,7 @@ def fit_codec(
         rows += [retrieval_row(way, "all", asked[way], asked["original"]) for way in ways]
     name = public_name(model)
     report = CodecReport(
-        original=JudgedModel(name=name, model=ModelFacts(**model_facts(loaded, name))),
+        original=JudgedModel(name=name, model=model_facts(loaded, name)),
         candidates=tuple(JudgedModel(name=way, engines=("transformers",)) for way in ways),
         rows=(*rows, *_times(loaded, codec, judged.ids[:1, :prompt].to(loaded.device), repeats)),
         settings=settings,

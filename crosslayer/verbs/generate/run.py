@@ -75,7 +75,6 @@ def generate(
     Raises:
         ValueError: the prompt is empty or too long, the model cannot be loaded or is not a causal LM, there is no
             tokenizer or chat template, or an option is wrong.
-
     """
     sampling = Sampling(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
     if not prompt.strip():

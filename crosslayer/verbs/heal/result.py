@@ -27,8 +27,7 @@ class Recovery(Result):
     original_stopped: str | None = Field(default=None, description="why training the original failed, if it did")
     left_out: dict[str, int] = Field(description="number of instructions longer than a row, by domain")
     overlapping: tuple[str, ...] = Field(
-        default=(),
-        description="domains both trained and calibrated on: their windows may hold calibration text",
+        default=(), description="domains both trained and calibrated on: their windows may hold calibration text"
     )
     windows: int
     length: int

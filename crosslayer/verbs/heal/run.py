@@ -67,7 +67,6 @@ def heal(
     Raises:
         ValueError: recipe, retrofits or text are invalid, or the folder cannot be used.
         TrainingStopped: a checkpoint cannot be written.
-
     """
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise ValueError("heal runs in a single process, got WORLD_SIZE > 1; start it without torchrun")

@@ -28,7 +28,6 @@ def evaluation_windows(recipe: Recipe, retrofits: Sequence[Retrofit], tokenizer:
 
     Raises:
         ValueError: the reports differ, or their windows were fitted and are shorter than `judge.length`.
-
     """
     judge, trained = recipe.judge, {part.name: part for part in recipe.data.domains if part.source is None}
     cut, seed, bos = (_shared(retrofits, name) for name in ("length", "seed", "bos"))

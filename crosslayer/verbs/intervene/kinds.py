@@ -290,7 +290,6 @@ def waiver(*positions: int, layers: Sequence[int] | None = None) -> Waiver:
 
     Raises:
         ValueError: no position is given, or one is negative.
-
     """
     chosen = "all" if layers is None else tuple(layers)
     isolated = load_intervention({"kind": "waiver", "positions": positions, "layers": chosen})
@@ -329,7 +328,6 @@ def intervening(model: PreTrainedModel, *interventions: Kind) -> Iterator[None]:
     Raises:
         ValueError: the model's attention ignores edited masks (FlashAttention), a layer, position or table does not
             exist, or, on exit without another error, no sequence had a token at one of the positions.
-
     """
     attention = model.config.get_text_config()._attn_implementation or "eager"
     if "flash" in attention:

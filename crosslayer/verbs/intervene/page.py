@@ -106,8 +106,8 @@ def _received(name: str, change: PositionChange, rows: str) -> str:
     top = start if most > most_after else end
     return (
         f"{name} receives {mean_over_layers(before):.2%} of {rows} attention before the intervention and "
-        f"{mean_over_layers(after):.2%} after (mean over layers; layer {top}: {before.array[top]:.1%} → "
-        f"{after.array[top]:.1%})."
+        f"{mean_over_layers(after):.2%} after (mean over layers; layer {top}: {before.array()[top]:.1%} → "
+        f"{after.array()[top]:.1%})."
     )
 
 
@@ -116,13 +116,12 @@ def _norms(change: PositionChange) -> str:
     (top, peak), (low, drain) = highest(hidden.after), lowest(values.after)
     sentence = (
         f"Its hidden-state norm is at most {peak:.3g}× the median of the other tokens (at the input of layer {top}; "
-        f"before: {hidden.before.array[top]:.3g}×)"
+        f"before: {hidden.before.array()[top]:.3g}×)"
     )
     if math.isnan(drain):
         return f"{sentence}; its value norm cannot be compared, since the median of the other tokens is zero."
-    return (
-        f"{sentence}, and its value norm at least {drain:.2f}× (layer {low}; before: {values.before.array[low]:.2f}×)."
-    )
+    before = values.before.array()[low]
+    return f"{sentence}, and its value norm at least {drain:.2f}× (layer {low}; before: {before:.2f}×)."
 
 
 def headline(record: Effect) -> dict[str, Any]:

@@ -112,7 +112,7 @@ class Effect(Result):
         models += [pair for position in self.positions for pair in position if isinstance(pair[1], Change)]
         for of, name, measure in ((of, *field) for of, model in models for field in model):
             if isinstance(measure, Measure):
-                shapes = {"loss_behind": (), "attention_by_head": (self.model.layers, *measure.array.shape[1:2])}
+                shapes = {"loss_behind": (), "attention_by_head": (self.model.layers, *measure.array().shape[1:2])}
                 measure.check(name, shapes.get(of, (self.model.layers,)))
         return self
 
@@ -129,7 +129,7 @@ class Effect(Result):
         if name not in (*Reading.model_fields, "attention_by_head", "loss_behind"):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         change: Change | None = getattr(self.main, name)
-        return None if change is None else np.stack([change.before.array, change.after.array])
+        return None if change is None else np.stack([change.before.array(), change.after.array()])
 
     def headline(self) -> dict[str, Any]:
         """Return the few numbers that the command line prints last: the change at the main position."""

@@ -79,7 +79,6 @@ def intervene(
     Raises:
         ValueError: an option, position or layer is invalid (a causal model needs two tokens after every position), the
             text cannot be read, or the model cannot be loaded or does not support the interventions.
-
     """
     if isinstance(text, Tensor) and text.dim() == 2:
         sequences, length = text.shape

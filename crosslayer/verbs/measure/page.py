@@ -62,9 +62,8 @@ def overview(record: Measurement) -> Table:
         cells: list[Cell] = [candidate.name]
         cells += [_cell(record.row(candidate.name, name)) for name in quantities]
         for task in tasks:
-            cells.append(
-                _cell(next(row for row in record.rows if row.scope == task and row.candidate == candidate.name))
-            )
+            own = [row for row in record.rows if row.scope == task and row.candidate == candidate.name]
+            cells.append(_cell(own[0]))
         if "KL" in quantities:
             cells += [_worst(record, candidate.name), _cell(record.row(candidate.name, "KL", NEW))]
         rows.append([*cells, candidate.failed or ", ".join(candidate.engines)])

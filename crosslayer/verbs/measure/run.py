@@ -23,7 +23,6 @@ from crosslayer.judge.texts import DomainTexts, Texts
 from crosslayer.models.load import model_facts, public_name, ready_model
 from crosslayer.models.pair import causal_config
 from crosslayer.output.progress import progress
-from crosslayer.output.record import ModelFacts
 from crosslayer.probe.tokens import check_ids, config_positions
 from crosslayer.verbs.measure.result import Measurement, MeasureSettings
 
@@ -79,7 +78,6 @@ def measure(
 
     Raises:
         ValueError: a candidate is unknown, an option is wrong, or there is too little text.
-
     """
     settings = MeasureSettings(
         only=tuple(dict.fromkeys((*only, *(("tasks",) if tasks else ())))),  # type: ignore[arg-type]
@@ -123,7 +121,7 @@ def measure(
     with quiet_transformers():
         rows = _rows(judge, judged, settings)
     return Measurement(
-        original=JudgedModel(name=(name := public_name(model)), model=ModelFacts(**model_facts(loaded, name))),
+        original=JudgedModel(name=(name := public_name(model)), model=model_facts(loaded, name)),
         candidates=tuple(map(judge.described, judged)),
         rows=tuple(row for row in rows if row.candidate not in judge.failed),
         settings=settings,

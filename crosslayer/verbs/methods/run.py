@@ -14,7 +14,6 @@ def methods(name: str | None = None, *, layers: int | None = None) -> Catalogue:
 
     Raises:
         ValueError: the method does not exist, or `layers` is out of range.
-
     """
     if layers is not None and not 2 <= layers <= 10_000:
         raise ValueError(f"`layers` must be 2 to 10,000, got {layers}")

@@ -119,14 +119,10 @@ def _map(record: Needles, number: int) -> Panel:
         columns=[f"{depth}%" for depth in depths],
         written=True,
     )
-    return Panel(
-        f"scores_{role}",
-        model.name if record.original is None else f"{model.name}, {role}",
-        caption,
-        "depth of the needle, %",
-        "length, tokens",
-        heat=heat,
-        wide=record.original is None,
-        x_ticks={column: str(depth) for column, depth in enumerate(depths)},
-        y_ticks={row: f"{length:,}" for row, length in enumerate(lengths)},
-    )
+    title, axes = model.name, ("depth of the needle, %", "length, tokens")
+    if record.original is not None:
+        title += f", {role}"
+    x_ticks = {float(column): str(depth) for column, depth in enumerate(depths)}
+    y_ticks = {float(row): f"{length:,}" for row, length in enumerate(lengths)}
+    drawn = {"heat": heat, "wide": record.original is None, "x_ticks": x_ticks, "y_ticks": y_ticks}
+    return Panel(f"scores_{role}", title, caption, *axes, **drawn)

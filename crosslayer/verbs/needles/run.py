@@ -61,7 +61,6 @@ def needles(
     Raises:
         ValueError: an option is wrong, a model cannot be loaded, is not a causal language model or has fewer positions
             than a length, there is no tokenizer, or a length is too short for the needles.
-
     """
     settings = NeedlesSettings(
         lengths=lengths,  # type: ignore[arg-type]

@@ -60,18 +60,14 @@ def _wires(record: PlanReport) -> Panel:
     longest = max(record.settings.length)
     readers = sum(bool(layer.sources) for layer in record.layers)
     sharing = f"{readers} of {len(record.layers)} read another layer's (arrows)" if readers else "none reads another's"
-    return Panel(
-        key="layers",
-        title="Layers: what each stores, and whose states it reads",
-        sentence=f"What each layer stores at {longest:,} tokens; {sharing}.",
-        x_title="MiB",
-        y_title="layer",
-        wires=Wires(
-            widths=[layer.stored_bytes / MIB for layer in record.layers],
-            kinds=[layer.mask for layer in record.layers],
-            sources=[layer.sources for layer in record.layers],
-        ),
+    title = "Layers: what each stores, and whose states it reads"
+    sentence = f"What each layer stores at {longest:,} tokens; {sharing}."
+    wires = Wires(
+        widths=[layer.stored_bytes / MIB for layer in record.layers],
+        kinds=[layer.mask for layer in record.layers],
+        sources=[layer.sources for layer in record.layers],
     )
+    return Panel("layers", title, sentence, "MiB", "layer", wires=wires)
 
 
 def _curve(record: PlanReport) -> Panel:
@@ -84,14 +80,7 @@ def _curve(record: PlanReport) -> Panel:
         if method.curve:
             y = [size.stored_bytes / MIB for size in method.curve]
             lines.append(Line(f"with {method.method}", x, y, color=COLORS[number % len(COLORS)]))
-    return Panel(
-        key="lengths",
-        title="Bytes over length",
-        sentence=f"What {record.settings.engine} allocates, and the 16-bit cache of all layers and tokens.",
-        x_title="tokens",
-        y_title="MiB",
-        lines=lines,
-        log_x=True,
-        log_y=True,
-        x_ticks={length: f"{length // 1024}k" if length >= 1024 else str(length) for length in x},
-    )
+    sentence = f"What {record.settings.engine} allocates, and the 16-bit cache of all layers and tokens."
+    ticks = {length: f"{length // 1024}k" if length >= 1024 else str(length) for length in x}
+    scale = {"log_x": True, "log_y": True, "x_ticks": ticks}
+    return Panel("lengths", "Bytes over length", sentence, "tokens", "MiB", lines, **scale)

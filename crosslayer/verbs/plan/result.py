@@ -78,7 +78,6 @@ class Plan(ModelPlan):
 
         Raises:
             ValueError: the folder exists and `force` is not set, or it cannot be written.
-
         """
         return report_of(self).save(folder, force)
 

@@ -47,7 +47,6 @@ def plan(
 
     Raises:
         ValueError: the model does not exist, or its config describes no attention layers or something unsupported.
-
     """
     limit = None if memory is None else parse_bytes(memory, "`memory`")
     read = model_plan(model, length, dtype, kv_dtype=kv_dtype, batch=batch, engine=engine, memory=limit, like=like)

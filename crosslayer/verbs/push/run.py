@@ -31,7 +31,6 @@ def push(source: str | Path, repo: str, *, private: bool = False, dry_run: bool 
     Raises:
         ValueError: the folder was not written by crosslayer or was changed since, `repo` is not a valid name, there is
             no token, or the server rejects the upload or cannot be reached.
-
     """
     folder = Path(source).expanduser()
     if not is_hub_name(repo):

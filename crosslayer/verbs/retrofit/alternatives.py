@@ -1,6 +1,7 @@
 """What bytes cost elsewhere, on the same text: quantized caches of the original and of the retrofit."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -10,7 +11,6 @@ from crosslayer.cache.running import CacheOptions, smaller_cache
 from crosslayer.core.sixteen_bits import DTYPE
 from crosslayer.judge.candidate import Candidate
 from crosslayer.judge.damage import damage, difference
-from crosslayer.judge.judge import Judge
 from crosslayer.judge.losses import Losses
 from crosslayer.verbs.retrofit.original import Original
 from crosslayer.verbs.retrofit.result import Alternative
@@ -52,7 +52,6 @@ def measure_alternatives(
 
     Returns:
         rows of the models for which quantized caches are defined; nothing if they are not for the original.
-
     """
     models = {"original": original.model, "retrofit": retrofit}
     quantizable = [of for of, model in models.items() if _takes_quantized(model)]
@@ -64,8 +63,8 @@ def measure_alternatives(
     compared = [Compared("retrofit", retrofit)]
     compared += [Compared(of, models[of], bits, asks and (of, bits) == ASKED) for of, bits in quantized]
     chosen = np.unique(np.linspace(0, len(windows) - 1, min(WINDOWS, len(windows))).round().astype(int)).tolist()
-    judge = Judge(original.model, windows.take(chosen), original.tokenizer, catches=False)
-    found = judge.kl([one.candidate for one in compared], "measuring other caches")
+    few = replace(original.judge, windows=windows.take(chosen))
+    found = few.kl([one.candidate for one in compared], "measuring other caches")
     return rows_of(original, compared, found, context, seed)
 
 
@@ -73,7 +72,7 @@ def rows_of(
     original: Original, compared: Sequence[Compared], found: Mapping[str, Losses], context: int, seed: int
 ) -> tuple[Alternative, ...]:
     """Return a row of the table for each model, from what the judge found; the differences are to the first."""
-    judge, rows = original.judge(), []
+    rows = []
     for one in compared:
         own, first = found[one.candidate.name], found[compared[0].candidate.name]
         kind = None if one.kv_bits is None else KINDS[one.kv_bits]
@@ -86,7 +85,7 @@ def rows_of(
                 kl=damage(own, seed).kl,
                 kl_by_domain={domain: float(own.of(domain).kl.mean()) for domain in dict.fromkeys(own.domains)},
                 change=difference(own, first, seed),
-                needles=judge.needles(one.candidate, seed) if one.is_asked else (),
+                needles=original.judge.needles(one.candidate, seed) if one.is_asked else (),
             )
         )
     return tuple(rows)

@@ -29,7 +29,7 @@ from crosslayer.core.decoder.modeling import CrossLayerForCausalLM
 from crosslayer.core.method import ON_HEADS, Compensation, Method
 from crosslayer.core.options import check_choice
 from crosslayer.output.progress import progress
-from crosslayer.verbs.retrofit.moments import FITS, REFITS, Fit, Moments, check_enough
+from crosslayer.verbs.retrofit.moments import FITS, LAYER_ONLY, REFITS, Fit, Moments, check_enough
 from crosslayer.verbs.retrofit.streams import Streams, computes_the_same, layers_of, same_weights
 
 # which model's stream both models' layers run on; by default each its own
@@ -42,11 +42,7 @@ Text = Tensor | Mapping[str, Tensor]  # ids (N, T), or those of each domain by n
 
 @torch.no_grad()
 def calibrate(
-    original: CrossLayerForCausalLM,
-    model: CrossLayerForCausalLM,
-    text: Text,
-    fit: str = "layerwise",
-    groups: int = 1,
+    original: CrossLayerForCausalLM, model: CrossLayerForCausalLM, text: Text, fit: str = "layerwise", groups: int = 1
 ) -> list[Fit]:
     """Fit and set every W_c of `model`; the refits also refit W_o of every reader.
 
@@ -56,7 +52,6 @@ def calibrate(
         text: calibration ids (N, T), or these by domain; each domain in turn is held out to choose a penalty.
         fit: a fit of the list above; "zero" sets W_c to zero and reports the error without compensation.
         groups: v, the groups of sequences with a mean of their own, for "mean".
-
     """
     domains = [text] if isinstance(text, Tensor) else list(text.values())
     _check(model, domains, fit, groups)
@@ -71,6 +66,30 @@ def calibrate(
                 streams.advance(layer)
             bar.step(layer + 1, highest + 1)
     return fits
+
+
+def fit_for(original: CrossLayerForCausalLM, model: CrossLayerForCausalLM, fit: str | None) -> str:
+    """Return the fit of W_c, the default one for None; raise for a layerwise fit that leaves a change uncorrected.
+
+    The models share their weights' tensors. Of single layers "ridge" alone corrects what W_c does not replace, such as
+    a dropped MLP.
+    """
+    if fit not in (*LAYER_ONLY, None):
+        return fit
+    layers, targets, uncovered = fitted_layers(model, fit or "layerwise"), model.config.wiring.compensation, []
+    for layer, (before, after) in enumerate(zip(layers_of(original), layers_of(model), strict=True)):
+        if layer not in layers:
+            covered = computes_the_same(before, after)
+        else:
+            assert before.mlp is not None
+            covered = targets[layer] == "mlp" or (after.mlp is not None and same_weights(before.mlp, after.mlp))
+        if not covered:
+            uncovered.append(layer)
+    if fit is None:
+        return "ridge" if uncovered else "refit" if why_no_refit(model) is None else "layerwise"
+    if uncovered:
+        raise ValueError(f"fit {fit!r} cannot correct the change of layers {uncovered} (a dropped MLP); use ridge")
+    return fit
 
 
 def fitted_layers(model: CrossLayerForCausalLM, fit: str) -> list[int]:
@@ -115,9 +134,10 @@ def fit_layer(streams: Streams, layer: int, fit: str, sizes: list[int], groups: 
     read = "values" if compensation is not None and compensation.reads_values else "normed"
     inputs |= {read: compensation.in_features} if compensation is not None else {}
     biased = compensation is not None and compensation.bias is not None
-    moments = Moments(streams.after[0], sizes, groups, biased, list(inputs.values()))
     target = "attention" if compensation is None else compensation.target
-    for x, error in streams.errors(layer, target, list(inputs)):  # (B, T, I), (B, T, C)
+    errors = streams.errors(layer, target, list(inputs))
+    moments = Moments(streams.after[0], sizes, groups, biased, list(inputs.values()))
+    for x, error in errors:  # (B, T, I), (B, T, C)
         moments.add(x, error)
     weight, penalties, left_out = moments.solve(fit, roughly)  # (I [+ 1, the bias], C)
     penalty_of = dict(zip(inputs, penalties, strict=False))
@@ -170,7 +190,8 @@ def _check(model: CrossLayerForCausalLM, domains: list[Tensor], fit: str, groups
     sizes = [len(ids) for ids in domains]
     if not 1 <= groups <= sum(sizes):
         raise ValueError(f"groups must be between 1 and the {sum(sizes)} calibration sequences, got {groups}")
-    check_enough(input_width(model.config, fit), sizes, lengths.pop(), fit)
+    width = input_width(model.config, fit)
+    check_enough(width, sizes, lengths.pop(), fit)
 
 
 def input_width(config: CrossLayerConfig, fit: str) -> int:
@@ -178,20 +199,3 @@ def input_width(config: CrossLayerConfig, fit: str) -> int:
     assert config.num_attention_heads is not None and config.head_dim is not None
     heads = config.num_attention_heads * config.head_dim
     return {"refit": heads + config.hidden_size, "refit-o": heads}.get(fit, config.hidden_size)
-
-
-def uncovered_layers(original: CrossLayerForCausalLM, model: CrossLayerForCausalLM, fit: str) -> list[int]:
-    """Return the layers with a change that only "ridge" corrects, such as a dropped MLP that W_c does not replace.
-
-    The models share their weights' tensors.
-    """
-    fitted, targets, uncovered = fitted_layers(model, fit), model.config.wiring.compensation, []
-    for layer, (before, after) in enumerate(zip(layers_of(original), layers_of(model), strict=True)):
-        if layer not in fitted:
-            covered = computes_the_same(before, after)
-        else:
-            assert before.mlp is not None
-            covered = targets[layer] == "mlp" or (after.mlp is not None and same_weights(before.mlp, after.mlp))
-        if not covered:
-            uncovered.append(layer)
-    return uncovered

@@ -124,7 +124,6 @@ class Choosers(Strategy):
 
         Raises:
             ValueError: no such methods exist.
-
         """
         method, reads, candidates = self.method, self.options.read_budget, [self.method]
         if self.counts_are_free and reads is not None:  # in shorter texts than windows as many tokens as in these

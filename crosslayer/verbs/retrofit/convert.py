@@ -15,8 +15,9 @@ from crosslayer.core.method import Compensated, Compensation
 from crosslayer.core.methods import Entry, load_methods, merge_plans, mixes
 from crosslayer.core.options import check_choice
 from crosslayer.core.plan import DepthPlan
-from crosslayer.verbs.retrofit.calibrate import Text, calibrate, uncovered_layers, why_no_refit
-from crosslayer.verbs.retrofit.moments import FITS, LAYER_ONLY, REFITS, Fit
+from crosslayer.models.stored import replaced
+from crosslayer.verbs.retrofit.calibrate import Text, calibrate, fit_for
+from crosslayer.verbs.retrofit.moments import FITS, REFITS, Fit
 from crosslayer.verbs.retrofit.result import Weights
 
 WIRED = "a model that already has methods cannot be fitted or searched"
@@ -28,14 +29,15 @@ class Converted:
 
     Attributes:
         model: the model.
+        plan: which layer each of the original's layers reads.
         weights: what became of the source's weights, by name.
         fit: how W_c and W_o were fitted; None if neither was.
         fits: the error before and after the fit, by layer from the first.
         refitted: the original's tensor of every W_o that was refitted, by name.
-
     """
 
     model: PreTrainedModel
+    plan: DepthPlan
     weights: Weights
     fit: str | None = None
     fits: list[Fit] = field(default_factory=list)
@@ -44,18 +46,15 @@ class Converted:
     @contextmanager
     def uncompensated(self, model: PreTrainedModel) -> Iterator[None]:
         """Run the model without what was fitted inside the block: W_c is zero, W_o the original's."""
-        fitted: dict[nn.Parameter, Tensor] = {}
+        without: dict[nn.Parameter, Tensor] = {}
         for path, module in model.named_modules():
             for name, weight in module.named_parameters(recurse=False):
                 plain = torch.zeros_like(weight) if isinstance(module, Compensation) else None
                 plain = self.refitted.get(f"{path}.{name}", plain)
                 if plain is not None:
-                    fitted[weight], weight.data = weight.data, plain
-        try:
+                    without[weight] = plain
+        with replaced(without):
             yield
-        finally:
-            for weight, data in fitted.items():
-                weight.data = data
 
 
 @torch.no_grad()
@@ -86,12 +85,11 @@ def convert(
 
     Raises:
         ValueError: the family, the methods or the options are not supported, or the calibration text is too short.
-
     """
     chosen, layers = load_methods(methods), model.config.num_hidden_layers
     check_choice("convert", "fit", fit, (*FITS, None))
-    same = merge_plans(chosen, layers) == DepthPlan.identity(layers)
-    if same and not any(mixes(method) for method in chosen):
+    plan = merge_plans(chosen, layers)
+    if plan == DepthPlan.identity(layers) and not any(mixes(method) for method in chosen):
         names = ", ".join(method.name() for method in chosen) or "no method"
         raise ValueError(f"{names} changes nothing with these options; give layers")
     wired = isinstance(model.config, CrossLayerConfig) and bool(model.config.methods)
@@ -104,7 +102,7 @@ def convert(
     elif fit != "zero":
         plain = plain_decoder(model)
         assert isinstance(converted, CrossLayerForCausalLM)
-        fit = _fit(plain, converted, fit)
+        fit = fit_for(plain, converted, fit)
         if calibration is None:
             raise ValueError(f"fit {fit!r} needs calibration=… (token ids); use fit='zero' without text")
         fits = calibrate(plain, converted, calibration, fit, groups)
@@ -115,16 +113,5 @@ def convert(
     changed = [fitted.layer for fitted in fits if fitted.output_penalty is not None]
     outputs = [f"model.layers.{layer}.self_attn.o_proj.weight" for layer in changed]  # W_o in all families
     refitted = {name: originals[name] for name in outputs}
-    return Converted(converted, Weights(**weights._asdict(), refitted=outputs), fit, fits, refitted)
-
-
-def _fit(plain: CrossLayerForCausalLM, model: CrossLayerForCausalLM, fit: str | None) -> str:
-    """Return the fit of W_c; raise for a layerwise fit that would leave a change uncorrected."""
-    if fit not in (*LAYER_ONLY, None):
-        return fit
-    uncovered = uncovered_layers(plain, model, fit or "layerwise")
-    if fit is not None and uncovered:
-        raise ValueError(f"fit {fit!r} cannot correct the change of layers {uncovered} (a dropped MLP); use ridge")
-    if fit is None:
-        fit = "ridge" if uncovered else "refit" if why_no_refit(model) is None else "layerwise"
-    return fit
+    plan = converted.config.plan if wired else plan
+    return Converted(converted, plan, Weights(**weights._asdict(), refitted=outputs), fit, fits, refitted)

@@ -67,7 +67,6 @@ def _settings(option: str, text: str, takes: Mapping[str, Collection[str]]) -> d
 
     Raises:
         ValueError: the name is unknown, or does not take a setting.
-
     """
     first, *words = (word.strip() for word in text.split(","))
     if first == FLAG or "=" in first:

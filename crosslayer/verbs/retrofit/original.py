@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -10,6 +11,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from crosslayer.core.sixteen_bits import DTYPE
 from crosslayer.corpus.windows import Windows
 from crosslayer.judge.judge import Judge
+from crosslayer.models.load import model_facts
+from crosslayer.models.origin import origin
 from crosslayer.probe.what_if import Sublayers, find_sublayers
 from crosslayer.wiring.read import model_plan
 from crosslayer.wiring.result import ModelPlan
@@ -26,7 +29,6 @@ class Original:
         name: in reports.
         dtype: in which what is made of it is saved.
         is_kept: whether the caller has the model too, so that a retrofit must not share its weights.
-
     """
 
     model: PreTrainedModel
@@ -51,6 +53,12 @@ class Original:
         """What its cache holds, in 16 bits, and what a step reads."""
         return model_plan(self.model, dtype=DTYPE)
 
-    def judge(self, purpose: str = "evaluation") -> Judge:
-        """Return the judge of candidates on the text of a purpose."""
-        return Judge(self.model, self.windows[purpose], self.tokenizer, catches=False)
+    @cached_property
+    def judge(self) -> Judge:
+        """Compares candidates with it on the evaluation text."""
+        return Judge(self.model, self.windows["evaluation"], self.tokenizer, catches=False)
+
+    @cached_property
+    def facts(self) -> dict[str, Any]:
+        """Its name, size, dtype and origin, as fields of a report."""
+        return {**dict(model_facts(self.model, self.name)), "origin": origin(self.model)}

@@ -46,11 +46,8 @@ def _cards(record: RetrofitReport) -> list[tuple[str, str, str]]:
     text = f"on {sum(calibration.values())} windows of {', '.join(calibration)}"
     size = ("KV cache", f"{record.cache.share:.2%}", "of the original's 16-bit cache, as allocated")
     if record.plan.reads_less:
-        size = (
-            "Read",
-            f"{record.cache.read_share:.1%}",
-            f"of the original's bytes in a step after {record.cache.context:,} tokens",
-        )
+        note = f"of the original's bytes in a step after {record.cache.context:,} tokens"
+        size = ("Read", f"{record.cache.read_share:.1%}", note)
     cards = [
         size,
         ("Perplexity", f"×{worst.ratio.text()}", f"95% CI, {domain}"),

@@ -14,7 +14,7 @@ from crosslayer.core.plan import STATES, DepthPlan
 from crosslayer.environment import quiet_transformers
 from crosslayer.judge.damage import Domains
 from crosslayer.judge.retrieval import Retrieval, count_retrieved
-from crosslayer.models.stored import weights_in
+from crosslayer.models.stored import replaced
 from crosslayer.output.folder import whole_folder
 from crosslayer.output.manifest import write_manifest
 from crosslayer.output.record import Frozen, ModelFacts, columns
@@ -99,8 +99,7 @@ class CacheRecord(Frozen):
     share: float = Field(description="after over before")
     read_share: float = Field(description="of the bytes that the original reads in a decoding step")
     layer_reads: list[float] = Field(
-        default=[],
-        description="(L,) the same by layer, where layers attend to chosen tokens; else empty",
+        default=[], description="(L,) the same by layer, where layers attend to chosen tokens; else empty"
     )
 
 
@@ -199,7 +198,6 @@ class RetrofitReport(Result):
 
         Raises:
             ValueError: this report was read from a folder; load the model with `crosslayer.load_model`.
-
         """
         if self._model is None:
             raise ValueError(
@@ -277,15 +275,15 @@ class RetrofitReport(Result):
         Raises:
             ValueError: the folder exists and `force` is not set, it cannot be written, there is no model, or
                 `remote_code_shim` is set for a model of a stock class.
-
         """
         if self.settings.sweep:
             return super().save(folder, force)
         model, target = self.model, Path(folder)
         if remote_code_shim and not self.takes_shim:
             raise ValueError(f"a remote-code shim needs a crosslayer model, got a stock {type(model).__name__}")
+        saved = {weight: weight.data.to(self._dtype) for weight in model.parameters()}  # shared where it is the same
         with whole_folder(target, force) as partial:
-            with quiet_transformers(), weights_in(model, self._dtype):
+            with quiet_transformers(), replaced(saved):
                 model.save_pretrained(partial)
                 if self._tokenizer is not None:
                     self._tokenizer.save_pretrained(partial)

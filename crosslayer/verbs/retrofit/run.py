@@ -10,20 +10,16 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from crosslayer.core.decoder.configuration import CrossLayerConfig
 from crosslayer.core.decoder.weights import to_config
-from crosslayer.core.methods import Entry, merge_plans, to_entry
+from crosslayer.core.methods import Entry, to_entry
 from crosslayer.corpus.domains import window_ranges
 from crosslayer.judge.candidate import Candidate
 from crosslayer.judge.damage import by_domain
-from crosslayer.judge.judge import Judge
 from crosslayer.judge.memory import Load
 from crosslayer.judge.retrieval import DEPTHS, LENGTHS, LONG_LENGTHS, QUICK_LENGTHS, SAMPLES
 from crosslayer.judge.texts import DomainTexts
 from crosslayer.machine import seconds as seconds_of
-from crosslayer.models.load import load_config, model_facts, public_name, ready_model
-from crosslayer.models.origin import origin
-from crosslayer.models.stored import round_to_stored, stored_dtype
+from crosslayer.models.load import load_config, public_name, ready_model, stored_dtype
 from crosslayer.output.progress import progress
 from crosslayer.probe.intercept import evaluating, no_cache
 from crosslayer.probe.tokens import check_ids, positions
@@ -34,10 +30,9 @@ from crosslayer.verbs.retrofit.options import RetrofitOptions
 from crosslayer.verbs.retrofit.original import Original
 from crosslayer.verbs.retrofit.result import Architecture, Calibration, Needles, RetrofitReport
 from crosslayer.verbs.retrofit.sentences import title
-from crosslayer.verbs.retrofit.strategies import plain_method, strategy_of
+from crosslayer.verbs.retrofit.strategies import plain_method, strategies_of
 from crosslayer.verbs.retrofit.strategy import Chosen, Strategy
 from crosslayer.verbs.retrofit.texts import RetrofitTexts
-from crosslayer.wiring.read import model_plan
 
 STEPS = 18  # timed decoding steps, with the two that warm up
 LONGEST_STEP = 8192  # tokens before a timed decoding step, at most: both models read them as a prompt
@@ -113,13 +108,18 @@ def retrofit(
     Raises:
         ValueError: options contradict each other, the model or the configuration is not supported, or there is too
             little text.
-
     """
     arguments = locals() | {"method": plain_method(method)}
     options = options_of(**{name: arguments[name] for name in RetrofitOptions.model_fields})
     is_loaded = isinstance(model, PreTrainedModel)
     config = model.config if is_loaded else load_config(str(model))
-    strategies, texts = _planned(options, to_config(config), text, calibration_text)
+    decoder = to_config(config)  # raises for a model that cannot be converted
+    strategies = strategies_of(options, decoder, DEFAULTS)
+    with progress("reading the text", 0):
+        texts = RetrofitTexts.load(text, calibration_text, options.seed)
+    for strategy in strategies.values():
+        strategy.options = texts.checked_options(strategy, DEFAULTS)  # `quick` decides how much text is used
+    texts.window_counts(*strategies.values())  # raises for what is wrong with them
     loaded, tokenizer = ready_model(model, tokenizer, dtype=dtype, device=device)
     seconds: dict[str, float] = {}
     with _timed(seconds, "read"), progress("tokenizing the text", 0):
@@ -141,39 +141,29 @@ def options_of(**given: Any) -> RetrofitOptions:
     return RetrofitOptions(**{name: DEFAULTS[name] for name in RetrofitOptions.model_fields} | given)
 
 
-def _planned(
-    options: RetrofitOptions, config: CrossLayerConfig, text: DomainTexts, calibration_text: DomainTexts
-) -> tuple[dict[str, Strategy], RetrofitTexts]:
-    """Return a strategy for each variant of a sweep, and the texts, after all checks that need no weights."""
-    strategies = {name: strategy_of(each, config) for name, each in options.variants().items()}
-    for strategy in strategies.values():
-        strategy.check(strategy.options.changed(DEFAULTS))
-    with progress("reading the text", 0):
-        texts = RetrofitTexts.load(text, calibration_text, options.seed)
-    for strategy in strategies.values():
-        strategy.options = texts.checked_options(strategy, DEFAULTS)  # `quick` decides how much text is used
-    texts.window_counts(*strategies.values())  # raises for what is wrong with them
-    return strategies, texts
-
-
 def _report(
     original: Original, strategies: Mapping[str, Strategy], texts: RetrofitTexts, seconds: dict[str, float]
 ) -> RetrofitReport:
     """Retrofit a model and measure it; of a sweep the first variant. `seconds` is by phase."""
     made = {name: _converted(original, each, seconds) for name, each in strategies.items()}
+    windows = window_ranges(original.windows)
     strategy = next(iter(strategies.values()))
     (methods, choice), converted = next(iter(made.values()))
     options, model = strategy.options, converted.model
-    seen = texts.calibration if original.windows.keys() & {"calibration", "choice", "search"} else ()
+    purposes = {purpose for each in strategies.values() for purpose in each.purposes}
+    seen = texts.calibration if purposes & {"calibration", "choice", "search"} else ()
     with _timed(seconds, "damage"):  # with hidden numbers
+        cache = cache_record(original, model, options.kv_context)
         compared = [Compared(name, one.model) for name, (_, one) in made.items()]
         without = [Candidate("without", model, converted.uncompensated)] if converted.fits else []
-        judge, candidates = original.judge(), [one.candidate for one in compared]
+        judge, candidates = original.judge, [one.candidate for one in compared]
         found = judge.kl([*candidates, *without], "measuring the damage")
         own = found[candidates[0].name]
         damage = by_domain(own, found.get("without"), frozenset(seen), options.seed)
-        needles = None if options.sweep else _needles(judge, candidates[0], strategy)
-        cache = cache_record(original, model, options.kv_context)
+        lengths, needles = _lengths(strategy), None
+        retrieved = () if options.sweep else judge.needles(candidates[0], options.seed, lengths)
+        if retrieved:  # the model can be asked
+            needles = Needles(original=judge.needles(None, options.seed, lengths), retrofit=retrieved)
     step, alternatives, context = None, (), cache.context
     if options.sweep:
         alternatives = rows_of(original, compared, found, context, options.seed)
@@ -183,19 +173,17 @@ def _report(
         with _timed(seconds, "alternatives"):
             asked = needles is not None
             alternatives = measure_alternatives(original, model, context, options.seed, asked)
+    calibrated = {name: len(ids) for name, ids in strategy.calibration(original.windows).items()}
     report = RetrofitReport(
         architecture=Architecture(
-            **model_facts(original.model, original.name),
-            origin=origin(original.model),
-            retrofit_class=type(model).__name__,
-            parameters_after=model.num_parameters(),
+            **original.facts, retrofit_class=type(model).__name__, parameters_after=model.num_parameters()
         ),
         methods=[to_entry(method) for method in methods],
         title=title(methods),
-        plan=model_plan(model).plan if strategy.wired else merge_plans(methods, original.layers),
+        plan=converted.plan,
         choice=choice,
         weights=converted.weights,
-        calibration=_calibration(converted, strategy, original),
+        calibration=Calibration(fit=converted.fit or strategy.fit, windows=calibrated, layers=converted.fits),
         cache=cache,
         damage=damage,
         step=step,
@@ -204,7 +192,7 @@ def _report(
         settings=options,
         judged=list(texts.evaluation),
         fitted=list(seen),
-        windows=window_ranges(original.windows),
+        windows=windows,
         seconds=seconds,
     )
     return report.of_model(model, original.tokenizer, original.dtype)
@@ -223,7 +211,10 @@ def _converted(original: Original, strategy: Strategy, seconds: dict[str, float]
             groups=strategy.asked.groups,
             share_weights=not original.is_kept or bool(strategy.options.sweep),
         )
-        round_to_stored(converted.model, original.dtype)
+        for weight in converted.model.parameters():
+            rounded = weight.data.to(original.dtype).to(weight.dtype)
+            if not torch.equal(rounded, weight.data):  # others may share memory with the original
+                weight.data = rounded
     return chosen, converted
 
 
@@ -260,22 +251,8 @@ def _timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
     seconds[phase] = round(seconds.get(phase, 0.0) + time.perf_counter() - started, 2)
 
 
-def _needles(judge: Judge, retrofit: Candidate, strategy: Strategy) -> Needles | None:
-    """Ask both models for hidden numbers; None if they cannot be asked."""
-    seed, lengths = strategy.options.seed, _lengths(strategy)
-    found = judge.needles(retrofit, seed, lengths)
-    return Needles(original=judge.needles(None, seed, lengths), retrofit=found) if found else None
-
-
 def _lengths(strategy: Strategy) -> Sequence[int] | None:
     """Return the lengths at which hidden numbers are asked for; None: the usual ones."""
     if strategy.options.quick:
         return QUICK_LENGTHS
     return LONG_LENGTHS if strategy.options.full and strategy.needs_long_text else None
-
-
-def _calibration(converted: Converted, strategy: Strategy, original: Original) -> Calibration:
-    """Return how weights were fitted, on which windows."""
-    fit = converted.fit if converted.fits and converted.fit is not None else strategy.fit
-    windows = {name: len(ids) for name, ids in strategy.calibration(original.windows).items()}
-    return Calibration(fit=fit, windows=windows, layers=converted.fits)

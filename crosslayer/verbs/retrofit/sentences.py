@@ -12,11 +12,7 @@ from crosslayer.verbs.retrofit.result import Alternative, MeasuredBaseline, Retr
 
 QUICK = "A first estimate (--quick): few and short windows, for the fit too. Run it without --quick to rely on it."
 EFFECTS = {"lower": "lowers", "higher": "raises", "no difference seen": "does not significantly change"}
-SEARCHED = {
-    "lower": "beats",
-    "higher": "is worse than",
-    "no difference seen": "is not significantly different from",
-}
+SEARCHED = {"lower": "beats", "higher": "is worse than", "no difference seen": "is not significantly different from"}
 SHOWN = 200  # characters of an option in a title
 
 

@@ -20,7 +20,6 @@ def strategy_of(options: RetrofitOptions, config: CrossLayerConfig | None = None
     Args:
         options: what the user asked for.
         config: the model's, as of a crosslayer decoder; None: not known, as for a report that was read.
-
     """
     named = _named(options.method)
     names, spaces = " and ".join(one.name() for one in named), {one.search_space() for one in named}
@@ -28,14 +27,26 @@ def strategy_of(options: RetrofitOptions, config: CrossLayerConfig | None = None
         raise ValueError(f"`method` must be one method if layers choose tokens, got {names}")
     has_budget = options.kl_budget is not None or options.read_budget is not None
     if has_budget and ("choosers" in spaces or not named and options.read_budget is not None):
-        return Choosers(options, named, config)
-    if not named:
-        return LayerSearch(options, named, config)
-    if has_budget:
+        way: type[Strategy] = Choosers
+    elif not named:
+        way = LayerSearch
+    elif has_budget:
         raise ValueError(ONE_OF)
-    if options.kv_budget is not None:
+    elif options.kv_budget is not None:
         raise ValueError(f"`kv_budget` chooses methods and layers itself; remove it, or `method` {names}")
-    return (Layers if isinstance(named[0], type) else Given)(options, named, config)
+    else:
+        way = Layers if isinstance(named[0], type) else Given
+    return way(options, named, config)
+
+
+def strategies_of(
+    options: RetrofitOptions, config: CrossLayerConfig, defaults: Mapping[str, Any]
+) -> dict[str, Strategy]:
+    """Return the strategy of each variant of a sweep, after all checks that need neither text nor weights."""
+    strategies = {name: strategy_of(each, config) for name, each in options.variants().items()}
+    for strategy in strategies.values():
+        strategy.check(strategy.options.changed(defaults))
+    return strategies
 
 
 def plain_method(method: Entry | Sequence[Entry] | None) -> str | dict[str, Any] | list[dict[str, Any]] | None:

@@ -41,7 +41,6 @@ class Strategy(ABC):
         needs: purposes of text, without "evaluation", and without "calibration" where W_c or W_o is fitted.
         targets: what W_c may be added to, where `compensation` decides.
         acts: options that have an effect on this way alone.
-
     """
 
     needs: tuple[str, ...] = ()

@@ -40,21 +40,23 @@ class Streams:
         self.layers_before, self.layers_after = layers_of(original), layers_of(converted)
         length = text.shape[1] if isinstance(text, Tensor) else text[0].shape[1]
         position = torch.arange(length, device=converted.device)[None]  # (1, T)
-        if isinstance(text, Tensor):
-            batches = text.to(converted.device).split(max(1, BATCH_TOKENS // length))
-            embedded = [self.body.add_positions(original.model.embed_tokens(batch), position) for batch in batches]
-            self.after, self.tables = [stream for stream, _ in embedded], embedded[0][1]  # streams (B, T, C)
-        else:
-            self.after = [stream.clone() for stream in text]
-            self.tables = self.body.add_positions(text[0], position)[1]
-        self.before: list[Tensor] | None = None  # the original's own, once the models differ
-        self.passed = -1  # the last layer that `before` has passed
-        self.carries: list[Carry] = [{} for _ in self.after]
-        by_size = {len(stream): stream for stream in self.after}  # the last batch may be smaller
         config, layer_types = converted.config, converted.config.layer_types
         assert layer_types is not None
         self.layer_types = layer_types
+        if isinstance(text, Tensor):
+            batches = text.to(converted.device).split(max(1, BATCH_TOKENS // length))
+            streams = [original.model.embed_tokens(batch) for batch in batches]  # (B, T, C)
+        else:
+            streams = [stream.clone() for stream in text]
+        by_size = {len(stream): stream for stream in streams}  # the last batch may be smaller
         self.masks = {size: masks_of(config, layer_types, stream, None, position) for size, stream in by_size.items()}
+        self.tables = self.body.add_positions(streams[0], position)[1]
+        if isinstance(text, Tensor):
+            streams = [self.body.add_positions(stream, position)[0] for stream in streams]
+        self.after = streams
+        self.before: list[Tensor] | None = None  # the original's own, once the models differ
+        self.passed = -1  # the last layer that `before` has passed
+        self.carries: list[Carry] = [{} for _ in self.after]
 
     def advance(self, layer: int) -> None:
         """Run both models through a layer."""

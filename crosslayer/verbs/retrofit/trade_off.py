@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from crosslayer.core.method import Method
@@ -48,14 +49,14 @@ def search_record(
         names: (L,), which method acts on each layer.
         steps: some of its steps, the last one too.
         baselines: by name.
-
     """
     curve, compared = [], []
     if "trade-off" in measure.original.windows:
         methods = {str(number): step.methods for number, step in enumerate(steps)}
         methods |= {name: baseline.methods for name, baseline in baselines.items()}
         candidates = [Candidate(name, measure.candidate(chosen)) for name, chosen in methods.items()]
-        judge = measure.original.judge("trade-off")
+        original = measure.original
+        judge = replace(original.judge, windows=original.windows["trade-off"])
         measured = judge.kl(candidates, "measuring the trade-off on held-out text")
         for number, step in enumerate(steps):
             kl = damage(measured[str(number)]).kl

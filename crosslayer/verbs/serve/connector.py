@@ -116,7 +116,6 @@ class PromptStoreConnector(KVConnectorBase_V1):
 
     Raises:
         ValueError: the model, its weights, or an option of vLLM does not go with a store.
-
     """
 
     _cache_hit_source = CacheHitSource.DISK

@@ -18,6 +18,7 @@ from crosslayer.core.decoder.weights import to_config
 from crosslayer.core.methods import allowed_modules
 from crosslayer.extras import remedy
 from crosslayer.models.load import DTYPES, load_config, model_source, public_name
+from crosslayer.output.progress import progress
 from crosslayer.probe.tokens import config_positions
 from crosslayer.verbs.serve import bounded
 from crosslayer.verbs.serve.caches import TENSOR_PARALLEL, bytes_per_token, cache_item, not_servable, untested
@@ -85,6 +86,19 @@ def vllm_environment() -> Iterator[None]:
     quiet = {name: value for name, value in QUIET.items() if name not in os.environ}
     with patch.dict(os.environ, quiet | {ALLOWED: ",".join(allowed_modules())}):
         yield
+
+
+@contextmanager
+def starting(served: Served) -> Iterator[None]:
+    """Show that vLLM starts with a model inside the block, and name the model where it fails."""
+    with progress(f"starting vLLM with {served.name}", 0):
+        try:
+            yield
+        except Exception as error:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise ValueError(
+                f"vLLM could not start with {served.name}: {reason} (set VLLM_LOGGING_LEVEL=INFO to see its log)"
+            ) from error
 
 
 def memory_bytes(kv_memory: float) -> int:

@@ -40,7 +40,6 @@ def transfer_config(codec: Codec, folder: str | Path, url: str | Path, limit: st
         folder: that has codec.safetensors.
         url: of the store.
         limit: of the store, such as "20GiB"; None: no limit.
-
     """
     options = {"store": str(url), "codec": str(Path(folder).expanduser().absolute()), "checked": codec.model_print}
     return {
@@ -67,7 +66,6 @@ def store_flags(
 
     Raises:
         ValueError: the codec is of another model, or the model or a flag does not go with a store.
-
     """
     if "kv-transfer-config" in flags:
         raise ValueError("`prompt_store` sets --kv-transfer-config; remove one of the two")

@@ -43,7 +43,6 @@ def serve(
 
     Raises:
         ValueError: vLLM is missing or has an unsupported version, the model cannot be served, or an option is wrong.
-
     """
     passed = list(flags)
     engine.check_engine()

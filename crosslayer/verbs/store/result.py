@@ -23,7 +23,6 @@ class Stored(Shown):
         removed: whether these were removed.
         unread: blocks that are of another release, or that could not be read.
         used: seconds since 1970 when a block was used last.
-
     """
 
     url: str

@@ -18,7 +18,6 @@ def store(url: str, *, verify: bool = True, limit: str | None = None, remove_dam
 
     Raises:
         ValueError: the URL or the limit cannot be read, or there is no store.
-
     """
     files = Files(url)
     most = None if limit is None else parse_bytes(limit, "`limit`")

@@ -108,18 +108,11 @@ def _snapshots(record: TrainingRun) -> list[Panel]:
 
 def _domains(record: TrainingRun) -> Table:
     head = ["domain", "share", "tokens", "documents", "passes", "validation tokens", "validation loss"]
-    rows = [
-        [
-            domain.name,
-            f"{domain.share:.1%}",
-            f"{domain.tokens:,}",
-            f"{domain.documents:,}",
-            f"{domain.passes:.2f}",
-            f"{domain.validation_tokens:,}",
-            f"{record.validation[-1].losses[domain.name]:.4f}",
-        ]
-        for domain in record.domains
-    ]
+    rows = []
+    for domain in record.domains:
+        training = [f"{domain.share:.1%}", f"{domain.tokens:,}", f"{domain.documents:,}", f"{domain.passes:.2f}"]
+        validation = [f"{domain.validation_tokens:,}", f"{record.validation[-1].losses[domain.name]:.4f}"]
+        rows.append([domain.name, *training, *validation])
     if len(rows) > 1:
         rows.append(["mean", *[""] * 5, f"{fmean(record.validation[-1].losses.values()):.4f}"])
     return "Text", head, rows

@@ -33,11 +33,7 @@ from crosslayer.verbs.train.result import TrainingRun
 
 
 def train(
-    recipe: Recipe | str | Path,
-    out: str | Path,
-    *,
-    settings: Sequence[str] = (),
-    resume: bool = False,
+    recipe: Recipe | str | Path, out: str | Path, *, settings: Sequence[str] = (), resume: bool = False
 ) -> TrainingRun:
     """Train a model from a recipe, from scratch or from an existing model.
 
@@ -56,7 +52,6 @@ def train(
     Raises:
         ValueError: the recipe is wrong, its text cannot be read, or the folder cannot be used.
         TrainingStopped: the loss is not finite, or a checkpoint cannot be written.
-
     """
     recipe = given_recipe(recipe, settings, stages=False)
     target = Path(out).expanduser().resolve()

@@ -59,7 +59,6 @@ def verify(
     Raises:
         ValueError: the model does not exist, is not a causal LM with a KV cache, or has too few positions; the
             device or a dtype is unknown; or an option does not apply.
-
     """
     bits = None if kv_bits is None else replace(parse_kv_bits(kv_bits), recent=RECENT)
     if bits is not None and tuple(dtypes) != DTYPES_CHECKED:
@@ -120,10 +119,7 @@ def _check_named(name: str, device: str | None, conditions: Conditions) -> list[
 
 
 def _check_loaded(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase | None,
-    folder: Path | None,
-    conditions: Conditions,
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, folder: Path | None, conditions: Conditions
 ) -> list[Check]:
     """Run every check on copies of a loaded model."""
     name = type(model).__name__

@@ -46,10 +46,10 @@ def test_matrices():
     assert [one.share for one in diagnosis.choices] == list(SHARES)
     quarter = diagnosis.choices[-1]
     whole, rest = recovered_by_loops(calls, 0.25)
-    np.testing.assert_allclose(quarter.recovered.array, whole, atol=1e-9)
-    np.testing.assert_allclose(quarter.without_first.array, rest, atol=1e-9)
-    assert (quarter.best_heads.array >= quarter.recovered.array - 1e-12).all()
-    assert np.isnan(quarter.common.array[0]) and 0.8 < quarter.common.array[1] <= 1
+    np.testing.assert_allclose(quarter.recovered.array(), whole, atol=1e-9)
+    np.testing.assert_allclose(quarter.without_first.array(), rest, atol=1e-9)
+    assert (quarter.best_heads.array() >= quarter.recovered.array() - 1e-12).all()
+    assert np.isnan(quarter.common.array()[0]) and 0.8 < quarter.common.array()[1] <= 1
     assert "its attention" in diagnosis.sentences()[-1]
 
 

@@ -48,7 +48,7 @@ def test_cosines_with_true_cross_layer_attention(family):
     window = 8 if family == "mistral" else 12
     for source, other in (("previous", calls[1]), ("first", calls[0])):
         for form, expected in naive(calls[2], other, window).items():
-            by_layer = getattr(cosines, f"{form}_{source}").array
+            by_layer = getattr(cosines, f"{form}_{source}").array()
             assert by_layer[2] == pytest.approx(expected, abs=1e-10)
             assert np.isnan(by_layer[0])  # nothing is below the first layer
 
@@ -94,9 +94,9 @@ def test_the_response_of_a_map_to_the_layer_below_by_loops(family):
                 jacobian = torch.autograd.functional.jacobian(lambda scores: torch.softmax(scores, 0), old)
                 norms.append(jacobian.norm().item())
                 ratios.append(((jacobian @ (new - old)).norm() / torch.softmax(old, 0).norm()).item())
-        assert cosines.softmax_jacobian.array[number] == pytest.approx(np.mean(norms), abs=1e-9)
-        assert cosines.map_response.array[number] == pytest.approx(np.mean(ratios), abs=1e-9)
-    assert np.isnan(cosines.map_response.array[0])
+        assert cosines.softmax_jacobian.array()[number] == pytest.approx(np.mean(norms), abs=1e-9)
+        assert cosines.map_response.array()[number] == pytest.approx(np.mean(ratios), abs=1e-9)
+    assert np.isnan(cosines.map_response.array()[0])
 
 
 def test_capped_scores_are_refused():

@@ -42,14 +42,14 @@ def test_attention_received_in_each_head(family, causal):
     effect = crosslayer.intervene(model, ids, interventions=[crosslayer.waiver(K)], controls=0, scan="none")
     maps = [maps_of(model, sequence) for sequence in ids]
     for position in effect.positions:
-        k, by_head = position.position, position.attention_by_head.before.array
+        k, by_head = position.position, position.attention_by_head.before.array()
         rows = [row for row in range(LENGTH) if row != k and (row > k or not causal)]
         for layer, head in np.ndindex(by_head.shape):
             received = [float(of[layer][head, row, k]) for of in maps for row in rows]
             assert by_head[layer, head] == pytest.approx(statistics.fmean(received), abs=1e-6)
         received = position.attention_received
         for when in ("before", "after"):
-            heads, mean = getattr(position.attention_by_head, when).array, getattr(received, when).array
+            heads, mean = getattr(position.attention_by_head, when).array(), getattr(received, when).array()
             assert heads.mean(axis=1) == pytest.approx(mean, abs=1e-12)
     assert effect.attention_by_head.shape == (2, *by_head.shape)
     loaded = crosslayer.Effect.from_record(json.loads(json.dumps(effect.record())))
@@ -111,8 +111,8 @@ def test_the_share_of_each_token_of_a_prefix(model):
     diagnosis = crosslayer.diagnose(model, text, tokenizer(), prefix="w1 w2 w3", **options)
     assert diagnosis.settings.prefix == [WORDS["w1"], WORDS["w2"], WORDS["w3"]]
     share = diagnosis.prefix_share
-    assert share.array.shape == (3, 3) and share.array[:, 0] == pytest.approx(diagnosis.first_token_share)
-    assert share.array[:, 2] == pytest.approx(np.array(diagnosis.importance_by_position.mean)[:, 2])
+    assert share.array().shape == (3, 3) and share.array()[:, 0] == pytest.approx(diagnosis.first_token_share)
+    assert share.array()[:, 2] == pytest.approx(np.array(diagnosis.importance_by_position.mean)[:, 2])
     assert diagnosis.importance_by_position.edges[:4] == [0, 1, 2, 3]
     assert (
         set(diagnosis.settings.documents) >= {0, 1, 2} and share.over == "documents" == diagnosis.measures.entropy.over

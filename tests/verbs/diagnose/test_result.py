@@ -48,11 +48,11 @@ def test_arrays_have_the_shapes_that_they_say_and_intervals_beside_them():
     for name in Measures.model_fields:
         array, measured = getattr(diagnosis, name), getattr(diagnosis.measures, name)
         assert array.shape == SHAPES.get(name, (LAYERS,)) and array.dtype == np.float64, name
-        assert measured.interval.shape == (*array.shape, 2) and measured.n == 2, name
-        known = np.isfinite(array)
-        assert (measured.interval[known, 0] <= array[known]).all() and (array <= measured.interval[..., 1])[known].all()
+        interval, known = measured.interval(), np.isfinite(array)
+        assert interval.shape == (*array.shape, 2) and measured.n == 2, name
+        assert (interval[known, 0] <= array[known]).all() and (array <= interval[..., 1])[known].all()
         assert "(L," in Measures.model_fields[name].description and name in dir(diagnosis)
-    assert crosslayer.diagnose(tiny("llama"), tokens(batch=1)).measures.entropy.interval is None
+    assert crosslayer.diagnose(tiny("llama"), tokens(batch=1)).measures.entropy.interval() is None
 
 
 def test_a_layer_without_attention_has_no_number():

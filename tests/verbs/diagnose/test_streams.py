@@ -169,11 +169,11 @@ def test_measures_of_each_stream_and_of_their_mean(tmp_path):
     assert crosslayer.load_result(tmp_path / "out") == diagnosis
     for stream in watch(model):
         norms = [m.over_median(m.hidden_norms(single)).item() for single in stream.entering]
-        assert np.allclose(diagnosis.by_stream.hidden_norm_ratio.array[stream.layer], norms)
+        assert np.allclose(diagnosis.by_stream.hidden_norm_ratio.array()[stream.layer], norms)
         mean = m.over_median(m.hidden_norms(stream.entering.mean(dim=0)))
         assert np.isclose(diagnosis.hidden_norm_ratio[stream.layer], mean)
         cosines = [m.mean_cosine(*pair).item() for pair in zip(*stream.around_attention, strict=True)]
-        assert np.allclose(diagnosis.by_stream.attention_io_similarity.array[stream.layer], cosines)
+        assert np.allclose(diagnosis.by_stream.attention_io_similarity.array()[stream.layer], cosines)
 
 
 @pytest.mark.parametrize("family", families("deepseek_v4", "inkling2_text", "hy_v4", "mistral_large4_text"))

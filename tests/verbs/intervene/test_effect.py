@@ -97,8 +97,8 @@ def test_scan_controls_and_what_is_left_alone():
     assert [trial.layers for trial in result.scan] == [[], part, whole]
     assert result.scan[0].attention_received == received.before
     assert result.scan[2].attention_received == received.after
-    assert np.allclose(result.scan[1].attention_received.array[:2], result.attention_received[0, :2], atol=1e-12)
-    gaps = np.abs(result.scan[1].hidden_norm_ratio.array - result.hidden_norm_ratio[0])
+    assert np.allclose(result.scan[1].attention_received.array()[:2], result.attention_received[0, :2], atol=1e-12)
+    gaps = np.abs(result.scan[1].hidden_norm_ratio.array() - result.hidden_norm_ratio[0])
     assert gaps[:2].max() < 1e-12 and gaps[2] > 1e-3  # entering the layers up to the changed one, and the next
     changes = {change.position: change for change in result.positions}
     roles = [change.role for change in result.positions]
@@ -106,8 +106,8 @@ def test_scan_controls_and_what_is_left_alone():
     for control in result.controls:
         change = changes[control.position]
         assert change.role == "left alone"
-        start = change.attention_received.before.array
-        assert np.allclose(control.before.attention_received.array, start, atol=1e-12)
+        start = change.attention_received.before.array()
+        assert np.allclose(control.before.attention_received.array(), start, atol=1e-12)
     before, after = result.loss_behind
     assert result.main.loss_behind.difference.mean == pytest.approx(after - before)
 
@@ -355,7 +355,7 @@ def test_isolating_a_token_of_smollm2_moves_the_sink_to_it():
     assert result.hidden_norm_ratio[1, 12:19].min() > 100
     assert result.value_norm_ratio[1, 12:29].max() < 0.5
     assert [trial.layers for trial in result.scan] == [[], [*range(12, 30)], [*range(30)]]
-    assert result.scan[1].attention_received.array[12:29].max() < 0.01
+    assert result.scan[1].attention_received.array()[12:29].max() < 0.01
     assert result.model.name == "smollm2" and result.settings.length == 512
 
 
@@ -368,4 +368,4 @@ def test_the_row_of_position_0_makes_a_sink_of_minilm_and_a_random_row_does_not(
     assert (after > 20 * before).all()
     assert len(result.controls) == 2
     for control in result.controls:
-        assert (control.after.attention_received.array[1:5] < 3 * before).all()
+        assert (control.after.attention_received.array()[1:5] < 3 * before).all()

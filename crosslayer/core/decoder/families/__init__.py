@@ -19,7 +19,6 @@ def load_family(name: str) -> Family:
 
     Raises:
         ValueError: the name is unknown.
-
     """
     if name not in family_names():
         raise ValueError(f"family must be one of {', '.join(map(repr, family_names()))}, got {name!r}")

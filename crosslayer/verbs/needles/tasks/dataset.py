@@ -37,7 +37,6 @@ def needles(
 
     Raises:
         ValueError: an option is wrong, or there is no tokenizer.
-
     """
     from datasets import Dataset
 

@@ -53,7 +53,7 @@ def open_text(text: Text, *, sequences: int, length: int, seed: int = 0) -> Tens
     wrong = []
     for name, value, least in (("sequences", sequences, 1), ("length", length, 2), ("seed", seed, 0)):
         if not least <= value < 2**63:  # torch takes no larger seed
-            wrong.append(f"`{name}` is {value}; it must be at least {least}, and below 2⁶³")
+            wrong.append(f"`{name}` must be at least {least} and below 2⁶³, got {value}")
     if wrong:
         raise ValueError("; ".join(wrong))
     check_text(text, "text")

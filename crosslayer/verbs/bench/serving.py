@@ -41,12 +41,7 @@ def bench_vllm(candidate: Any, baseline: Any, settings: ServingSettings) -> Serv
     held = [int(models[role].details["kv_tokens"]) for role in ROLES]
     facts: dict[str, Any] = {"candidate": models["candidate"].name, "better": "higher"}
     capacity = Row(
-        quantity="KV cache capacity",
-        unit="tokens",
-        value=held[0],
-        original=held[1],
-        change=count_ratio(*held),
-        **facts,
+        quantity="KV cache capacity", unit="tokens", value=held[0], original=held[1], change=count_ratio(*held), **facts
     )
     return ServingBenchmark(
         original=models["baseline"],

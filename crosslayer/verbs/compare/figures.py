@@ -20,11 +20,7 @@ BANDS = (
 )
 CURVES = {  # quantity → title, caption and axis
     "training_loss": ("Training loss", "Mean over seeds; each point is the mean since the previous one.", LOSS),
-    "validation_loss": (
-        "Validation loss",
-        "Held-out text, domains weighted as in training; mean over seeds.",
-        LOSS,
-    ),
+    "validation_loss": ("Validation loss", "Held-out text, domains weighted as in training; mean over seeds.", LOSS),
     "first_token_share": ("Attention on the first token", SNAPSHOT, "share, mean over layers"),
     "sink_rate": ("Sink rate", SNAPSHOT, "share of heads, mean over layers"),
     "stream_growth": ("Growth of the residual stream", SNAPSHOT, "norm at the last layer / at the first"),

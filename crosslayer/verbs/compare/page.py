@@ -10,13 +10,7 @@ from crosslayer.training.record import mean_of_known
 from crosslayer.verbs.compare.figures import drawn_panels
 from crosslayer.verbs.compare.record import COSTS, ComparedRun, Law, SnapshotMeans
 from crosslayer.verbs.compare.result import Comparison
-from crosslayer.verbs.compare.sentences import (
-    seed_count,
-    sentences,
-    titled,
-    with_values,
-    written_verdict,
-)
+from crosslayer.verbs.compare.sentences import seed_count, sentences, titled, with_values, written_verdict
 
 Read = Callable[[ComparedRun], float | None]
 STEP_TIME = "time per step"

@@ -19,15 +19,7 @@ from crosslayer.output.result import load_as
 from crosslayer.training.record import Layers, Snapshot, mean_of_known
 from crosslayer.verbs.compare.budget import read_state
 from crosslayer.verbs.compare.grid import HEADS, variant_of
-from crosslayer.verbs.compare.record import (
-    MISSING,
-    Budget,
-    ComparedRun,
-    Configuration,
-    SnapshotMeans,
-    Trace,
-    Variant,
-)
+from crosslayer.verbs.compare.record import MISSING, Budget, ComparedRun, Configuration, SnapshotMeans, Trace, Variant
 from crosslayer.verbs.train.result import TrainingRun
 
 RECORD, RUNS = "record.json", "runs"
@@ -219,8 +211,7 @@ def _compared(entry: Placed) -> ComparedRun:
         losses=run.validation[-1].losses,
         curve=Trace(steps=tuple(run.curve.steps), losses=tuple(run.curve.losses)),
         validation=Trace(
-            steps=tuple(entry.step for entry in run.validation),
-            losses=tuple((validation @ shares).tolist()),
+            steps=tuple(entry.step for entry in run.validation), losses=tuple((validation @ shares).tolist())
         ),
         snapshots=tuple(map(_snapshot_means, run.snapshots)),
         depth_mixing=run.depth_mixing,

@@ -3,14 +3,7 @@
 from crosslayer.output.formatting import listed, signed
 from crosslayer.stats.estimate import Estimate
 from crosslayer.stats.means import FEWEST, MOST
-from crosslayer.verbs.compare.record import (
-    ALPHA,
-    COSTS,
-    RELEVANT,
-    Difference,
-    Law,
-    Outcome,
-)
+from crosslayer.verbs.compare.record import ALPHA, COSTS, RELEVANT, Difference, Law, Outcome
 from crosslayer.verbs.compare.result import Comparison
 
 

@@ -27,8 +27,7 @@ class Recovery(Result):
     original_stopped: str | None = Field(default=None, description="why training the original failed, if it did")
     left_out: dict[str, int] = Field(description="number of instructions longer than a row, by domain")
     overlapping: tuple[str, ...] = Field(
-        default=(),
-        description="domains both trained and calibrated on: their windows may hold calibration text",
+        default=(), description="domains both trained and calibrated on: their windows may hold calibration text"
     )
     windows: int
     length: int
@@ -55,6 +54,15 @@ class Recovery(Result):
     def domains(self) -> tuple[str, ...]:
         """Names of the domains, unseen ones first."""
         return tuple(domain.name for domain in self.variants[0].states[0].domains)
+
+    @property
+    def best(self) -> Variant:
+        """The retrofit with the lowest final KL on the first domain."""
+        return min(self.variants, key=lambda variant: variant.states[-1].domains[0].damage.kl.value)
+
+    def next_command(self, model: str | None = None, out: str | None = None) -> str | None:
+        """Return the command that checks the best model."""
+        return (super().next_command(model, out) or "").replace("BEST", self.best.name) or None
 
     def frame(self) -> dict[str, list[Any]]:
         """Return each state on each domain as columns (damage_kl_value, …), which `pandas.DataFrame` takes."""

@@ -120,10 +120,7 @@ def _check_named(name: str, device: str | None, conditions: Conditions) -> list[
 
 
 def _check_loaded(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase | None,
-    folder: Path | None,
-    conditions: Conditions,
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, folder: Path | None, conditions: Conditions
 ) -> list[Check]:
     """Run every check on copies of a loaded model."""
     name = type(model).__name__

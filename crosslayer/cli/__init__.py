@@ -80,7 +80,7 @@ def main() -> None:
         status = INTERRUPTED
     except typer.TyperException as error:  # no message: the help was shown
         flags = {verb.command: [flag for option in verb.options for flag in option.flag.split("/")] for verb in VERBS}
-        status = _fail(errors.USER_ERROR, errors.usage_line(error.format_message(), flags))
+        status = _fail(errors.USER_ERROR, errors.usage_line(error.format_message(), flags, sys.argv[1:]))
     except Exception as error:
         if "--debug" in sys.argv:
             traceback.print_exc()

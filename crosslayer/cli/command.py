@@ -117,7 +117,7 @@ def _values(call: Call, typed: dict[str, Any]) -> dict[str, Any]:
         if option.has_commas:
             value = _split(option, value)
         elif option.is_list and option.kind not in TEXTS:
-            value = tuple(value or ())
+            value = tuple(value) if value else option.default
         values[option.name] = value
     if any(option.kind in TEXTS for option in call.parameters):
         _name_texts(call, values)

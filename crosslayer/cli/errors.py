@@ -6,11 +6,13 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 
 from crosslayer._start import EndedTooSoon
+from crosslayer.cli.declared import SPELLED
 from crosslayer.output.formatting import listed
 
 STOPPED, USER_ERROR, INTERNAL_ERROR = 1, 2, 70  # also: 0 for success, 1 for failed checks, 130 for an interrupt
 # how error messages of the library name an option
 OPTION = re.compile(r"`([a-z_]+)`|(?:^|(?<=; ))([a-z_]+)(?:(?:\.\d+)?(?= must |: Input)|(?= is ))")
+INVALID = re.compile(r"Invalid value for '(\S+)': Input should be (a valid \w+)")  # typer's words
 UNKNOWN_OPTION = re.compile(r"No such option: (\S+)(?: \(Possible options: (.*)\))?")  # typer's words
 MEMORY = ("can't allocate memory", "not enough memory", "out of memory")  # in torch's RuntimeErrors
 
@@ -23,7 +25,7 @@ def explain(error: Exception, options: Collection[str] = ()) -> tuple[int, str]:
 
     def as_typed(match: re.Match[str]) -> str:
         name = match[1] or match[2]
-        return "--" + name.replace("_", "-") if name in options else match[0]
+        return SPELLED.get(name, "--" + name.replace("_", "-")) if name in options else match[0]
 
     text = OPTION.sub(as_typed, _one_line(_message(error)))
     if isinstance(error, MemoryError) or isinstance(error, RuntimeError) and any(phrase in text for phrase in MEMORY):
@@ -39,9 +41,15 @@ def explain(error: Exception, options: Collection[str] = ()) -> tuple[int, str]:
     return INTERNAL_ERROR, f"internal error: {name}: {text[:200]} (report it with the traceback, which --debug shows)"
 
 
-def usage_line(message: str, flags: Mapping[str, Collection[str]]) -> str:
-    """Return the line of a usage error, with what helps for an unknown option; `flags` are the options of each verb."""
+def usage_line(message: str, flags: Mapping[str, Collection[str]], typed: Sequence[str] = ()) -> str:
+    """Return the line of a usage error, with what helps; `flags` are the options of each verb."""
     line = _one_line(message)
+    if line.startswith("Missing "):
+        verb = next((word for word in typed if word in flags), "")
+        return f"{line.removesuffix('.')}; see crosslayer {verb} --help"
+    if invalid := INVALID.match(line):
+        given = re.search(rf"{invalid[1]}[= ](\S+)", _one_line(" ".join(typed)))
+        return f"{invalid[1]} must be {invalid[2]}, got {given[1] if given else 'none'}"
     match = UNKNOWN_OPTION.fullmatch(line)
     if match is None:
         return line

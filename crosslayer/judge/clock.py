@@ -22,6 +22,7 @@ from crosslayer.cache.running import NewCache
 from crosslayer.core.transformers_versions import CACHE, EMPTY_LAYER
 from crosslayer.judge.memory import Load
 from crosslayer.machine import Peak, peak_memory, seconds
+from crosslayer.output.progress import progress
 from crosslayer.stats.times import TimeComparison, compare_times
 
 TIMES = {  # measures, and what tables call them
@@ -86,6 +87,17 @@ def run(model: PreTrainedModel, load: Load, ids: Tensor, new_cache: NewCache | N
         took["tpot_static"] = _decoding_seconds(model, load, ids, filled)
         of_static = held_bytes(filled)
     return Run(took, size, of_static, peak)
+
+
+@torch.no_grad()
+def announce(model: PreTrainedModel, ids: Tensor, tokens: float, steps: float = 0) -> None:
+    """Show how long reading and decoding take, by the first of windows (N, T), if it is a minute or more."""
+    load = Load(ids.shape[1] - 1, new_tokens=1)
+    took = [run(model, load, ids[:1], static=False).seconds for _ in range(2)][-1]  # the first warms up
+    minutes = (tokens * took["ttft"] / load.context + steps * took["tpot_dynamic"]) / 60
+    if minutes >= 1:
+        with progress(f"this will take about {round(minutes)} min", 0):
+            pass
 
 
 @torch.no_grad()

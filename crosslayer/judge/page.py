@@ -27,12 +27,13 @@ def listing(title: str, rows: Sequence[Row], details: dict[str, str] | None = No
     candidates = {row.candidate for row in rows}
     compared = any(row.change is not None for row in rows)
     names = ["candidate"] if len(candidates) > 1 else []
-    head = [*names, of, "quantity", *(["original"] if compared else []), "candidate" if compared else "score"]
+    scopes = [of] if any(row.scope != "all" for row in rows) else []
+    head = [*names, *scopes, "quantity", *(["original"] if compared else []), "candidate" if compared else "score"]
     head += ["change\n(95% interval)", "verdict", "interval over"] if compared else []
     cells = []
     for row in rows:
         cell: list[Cell] = [row.candidate] if names else []
-        cell += [row.scope, TIMES.get(row.quantity, row.quantity)]
+        cell += [*([row.scope] if scopes else []), TIMES.get(row.quantity, row.quantity)]
         cell += [row.text(row.original) or UNKNOWN] if compared else []
         cell.append(row.text(row.value) or UNKNOWN)
         if compared:
@@ -75,7 +76,7 @@ def by_verdict(rows: Sequence[Row]) -> list[str]:
             if [row.scope for row in group] == ["all"]:
                 clauses.append(f"{verdict}, {group[0].change_text()}")
             elif len(group) == len(own) > NAMED:
-                clauses.append(f"{verdict} everywhere, {_span(group)}")
+                clauses.append(f"{verdict} everywhere, {span(group)}")
             else:
                 named = [f"{row.scope} {row.change_text()}" for row in group[:NAMED]]
                 more = f" and {len(group) - NAMED} more" if len(group) > NAMED else ""
@@ -86,7 +87,7 @@ def by_verdict(rows: Sequence[Row]) -> list[str]:
     return written
 
 
-def _span(rows: Sequence[Row]) -> str:
+def span(rows: Sequence[Row]) -> str:
     """Return the smallest and the largest change of rows."""
     ends = sorted(rows, key=lambda row: 0.0 if row.change is None else row.change.value)
     return " to ".join(dict.fromkeys(row.change_text().partition(" (")[0] for row in (ends[0], ends[-1])))
@@ -133,6 +134,6 @@ def bytes_and_kl(record: Report) -> list[Panel]:
     if len(front) > 1:
         lines.append(Line("not beaten", [x for x, _ in front], [y for _, y in front], dashed=True, color=QUIET))
     title, caption = "Bytes against damage", "Lower and further left is better; bars are 95% intervals over windows."
-    axes = ("bytes of the cache, % of the original's in 16 bits", "KL, nats/token")
-    log_y = all((kl.low or kl.value) > 0 for _, kl, _ in points)
+    axes = ("cache, % of the original in 16 bits", "KL, nats/token")
+    log_y = all(kl.value > 1e-6 for _, kl, _ in points)
     return [Panel("bytes_and_kl", title, caption, *axes, lines, log_y=log_y, bars=True, wide=True)]

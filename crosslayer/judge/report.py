@@ -50,7 +50,7 @@ class Row(Frozen):
         if self.change.none == 1:
             return self.change.text(3, unit="x")
         size = abs(self.change.value)
-        digits = 4 if size >= 1e-3 or not size else min(1 - math.floor(math.log10(size)), 7)  # 2 that are not 0
+        digits = 4 if size >= 1e-3 or size < 1e-7 else 1 - math.floor(math.log10(size))  # 2 that are not 0
         return self.change.text(digits, signed=bool(self.original))
 
     def text(self, value: float | None) -> str:

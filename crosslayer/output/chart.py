@@ -80,15 +80,16 @@ def _line_layers(panel: Panel) -> list[dict[str, Any]]:
     dash["scale"] = {"domain": names, "range": [[2, 3] if line.dashed else [1, 0] for line in lines]}
     encoding = {"x": {"field": "at" if panel.bars else "x", **x}, "y": {"field": "y", **y}, "color": color}
     bar = {**encoding, "y": {"field": "low", **y}, "y2": {"field": "high"}}
-    points = max((len(line.x) for line in lines), default=0)
+    points = [len(line.x) for line in lines] or [0]
     # the band of a single point is its stroke
     area = {"type": "area", "clip": True, "fillOpacity": 0.18, "strokeOpacity": 0.4, "strokeWidth": 1.5}
     marks: list[tuple[dict[str, Any], dict[str, Any]]] = [
         ({"type": "rule", "strokeWidth": 2, "opacity": 0.6}, bar) if panel.bars else (area, {**bar, "stroke": color}),
         ({"type": "line", "strokeWidth": 2, "point": False}, {**encoding, "strokeDash": dash}),
     ]
-    if points <= MARKED:
-        marks.append(({"type": "point", "filled": True, "size": 22, "opacity": 1}, encoding))
+    if max(points) <= MARKED:
+        size = 22 if min(points) > 1 else 60
+        marks.append(({"type": "point", "filled": True, "size": size, "opacity": 1}, encoding))
     shown: list[dict[str, Any]] = [{"filter": "indexof(hidden, datum.line) < 0"}]
     above = [{"calculate": "datum.y > 0 ? datum.y : null", "as": "y"}] if panel.log_y else []  # 0 cannot be drawn
     layers = [{"data": {"name": "lines"}, "transform": shown + above, "mark": mark, "encoding": e} for mark, e in marks]

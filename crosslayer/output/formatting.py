@@ -78,9 +78,6 @@ def measured_on(sequences: int, length: int, text: str | None, documents: Sequen
 def _origin(documents: Sequence[int]) -> str:
     whole = len({number for number in documents if number >= 0})
     joined = sum(number < 0 for number in documents)
-    counts = []
-    if whole:
-        counts.append(f"{whole} document{'s' if whole > 1 else ''}")
-    if joined:
-        counts.append(f"{joined} joined from several documents")
-    return f"from {' and '.join(counts)}"
+    counts = [f"{whole} document{'s' if whole > 1 else ''}"] if whole else []
+    counts += [f"{joined} joined from several documents"] if joined else []
+    return f"from {listed(counts)}"

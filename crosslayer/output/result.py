@@ -75,7 +75,8 @@ class Result(Shown, BaseModel):
         if out is None:
             typed = re.search(r"--out[= ](\S+)", self.command or "")
             out = typed[1] if typed else getattr(verb, "OUT", None)
-        if self.exit_status or ("{model}" in text and not model) or ("{out}" in text and not out):
+        lone = not model or model.endswith((".json", ".gguf", "-"))  # no model that can be loaded
+        if self.exit_status or ("{model}" in text and lone) or ("{out}" in text and not out):
             return None
         return text.format(model=shlex.quote(model or ""), out=shlex.quote(out or "")) or None
 

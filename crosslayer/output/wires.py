@@ -33,14 +33,16 @@ class Wires:
             if width
         ]
         x: dict[str, Any] = {"type": "quantitative", "title": x_title}
-        x["scale"] = {"domain": [-widest * LANE * (LANES + 1), widest]}
+        x["scale"] = {"domain": [-widest * LANE * (LANES + 1) * any(self.sources), widest]}
         x["axis"] = {"values": _round_steps(widest), "format": ".4~g", "grid": False}
         y: dict[str, Any] = {"type": "quantitative", "title": y_title}
         y["scale"] = {"domain": [-0.6, len(self.widths) - 0.4], "nice": False}
         y["axis"] = {"tickMinStep": 1, "format": "d", "grid": False}
         kinds = list(dict.fromkeys(bar["kind"] for bar in bars))
         color: dict[str, Any] = {"field": "kind", "type": "nominal", "scale": {"domain": kinds, "range": list(colors)}}
-        color["legend"] = {"title": None, "orient": "bottom", "columns": 2, "symbolType": "square"}
+        color["legend"] = (
+            {"title": None, "orient": "bottom", "columns": 2, "symbolType": "square"} if kinds[1:] else None
+        )
         width = {"field": "width", "title": x_title, "format": ".4~g"}
         tooltip = [{"field": "layer"}, {"field": "kind", "title": "mask"}, width]
         bar = {"x": {"field": "width", **x}, "x2": {"datum": 0}, "y": {"field": "low", **y}, "y2": {"field": "high"}}
@@ -77,9 +79,9 @@ class Wires:
 
 
 def _round_steps(highest: float) -> list[float]:
-    """Return 0 and about four steps of 1, 2 or 5 times a power of ten, up to the highest."""
-    power = 10.0 ** math.floor(math.log10(highest / 4))
-    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= highest / 4)
+    """Return 0 and about five steps of 1, 2 or 5 times a power of ten, up to the highest."""
+    power = 10.0 ** math.floor(math.log10(highest / 5))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= highest / 5)
     return [number * step for number in range(int(highest / step + 1e-9) + 1)]
 
 

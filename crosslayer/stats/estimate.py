@@ -67,7 +67,7 @@ class Estimate(Frozen):
 
     def text(self, digits: int = 3, signed: bool = False, percent: bool = False, unit: str = "") -> str:
         """Return the value with its interval: 0.343 (0.324-0.363), signed −0.031 (−0.040 to −0.022), with a unit 2x."""
-        number = f"{'+' if signed else ''}.{digits}{'%' if percent else 'f'}"
+        number = f"{'+' if signed else ''}z.{digits}{'%' if percent else 'f'}"
         value, *ends = (format(one, number).replace("-", "−") for one in (self.value, *(self.interval or ())))
         joint = " to " if signed or "−" in "".join(ends) else "-"
         return f"{value}{unit} ({joint.join(ends) or UNKNOWN})"

@@ -5,7 +5,7 @@ the end of each document) and `index.json` (sizes and the fingerprint). Opening 
 does, reads `ends.bin` and the sizes of files, not the tokens.
 
 While a folder `out` is written, its files are in `.out.crosslayer-begun`, where `begun.json` says from time to time how
-far they are. An interrupted tokenisation continues there, with the same result.
+far they are. An interrupted tokenization continues there, with the same result.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ from crosslayer.training.tokenizers import PART, batches, encoder, frame, pieces
 
 INDEX, TOKENS, ENDS, BEGUN = "index.json", "tokens.bin", "ends.bin", "begun.json"
 SCHEMA = "crosslayer/shards/3"
-SAVED = 2**24  # tokens after which an interrupted tokenisation can continue
+SAVED = 2**24  # tokens after which an interrupted tokenization can continue
 LARGEST = 2**16  # bytes of an index
 TYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 END_TYPE = np.dtype("<i8")
@@ -113,7 +113,7 @@ def tokenise(
     """Write the tokens of documents into a folder, or open the folder if it has the same fingerprint.
 
     Each document gets the special tokens that the tokenizer adds, and its end token if there is one; special tokens
-    spelled out in the text stay text. The folder is complete or absent, an interrupted tokenisation continues, and
+    spelled out in the text stay text. The folder is complete or absent, an interrupted tokenization continues, and
     processes that need the same folder wait for the first. All cores are used (limit them with `RAYON_NUM_THREADS` or
     `TOKENIZERS_PARALLELISM=false`), with the same result for any number. Shards of another fingerprint are replaced;
     other folders are refused.
@@ -126,7 +126,7 @@ def tokenise(
     if not _exists(folder, fingerprint):  # checked without a lock, since the folder may be read-only
         reading = reading or Reading()
         known = reading.total > 0
-        title = f"tokenising {folder.name}"
+        title = f"tokenizing {folder.name}"
         try:
             with exclusive(folder, wait=True):
                 if not _exists(folder, fingerprint):

@@ -131,7 +131,7 @@ def hint(name: str, known: Sequence[str]) -> str:
     """Return a hint for an unknown name: the closest known name or all of them, and how to allow a module."""
     close = difflib.get_close_matches(name, known, 1)
     message = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(known)}."
-    if _names_a_module(name):
+    if _names_a_module(name) and (not close or "." in name):
         message += (
             " A module of your own must be imported or allowed first: "
             f"crosslayer.allow_methods({name!r}), or --allow-methods {name} on the command line"

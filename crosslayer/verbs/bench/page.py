@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from crosslayer.cache.running import CacheOptions
 from crosslayer.judge.clock import TIMES
-from crosslayer.judge.page import by_verdict, failures, listing, models_table
+from crosslayer.judge.page import by_verdict, failures, listing, models_table, span
 from crosslayer.judge.report import Row
 from crosslayer.output.chart import same_scale
 from crosslayer.output.formatting import UNKNOWN, percent
@@ -63,7 +63,7 @@ def sentences(record: Benchmark) -> list[str]:
     rule = "a candidate counts as faster or slower only where the interval excludes 1"
     times = [row for row in record.rows if row.quantity in TIMES]
     return [
-        _cache_sentence(record.rows_of("bytes")),
+        _verdict(record),
         *by_verdict(times),
         *_softmax_sentences(record.rows_of("softmax share")),
         f"Each ratio is the median of {pairs} pair{'s' if pairs > 1 else ''} of runs ({covered(pairs)}); "
@@ -94,10 +94,10 @@ def _cell(row: Row | None) -> str:
     return f"{row.change_text()}{verdict}\n{row.text(row.value)} / {row.text(row.original)}"
 
 
-def _cache_sentence(rows: Sequence[Row]) -> str:
-    shares = sorted(row.change.value for row in rows if row.change is not None)
-    ends = " to ".join(dict.fromkeys(percent(end, 1) for end in (shares[0], shares[-1])))
-    return f"KV cache: {ends} of the baseline's 16-bit cache."
+def _verdict(record: Benchmark) -> str:
+    spans = {title: span(record.rows_of(name)) for name, title in TIMES.items() if record.rows_of(name)}
+    times = "; ".join(f"{title} {ends}" for title, ends in spans.items())
+    return f"KV cache: {span(record.rows_of('bytes'))} of the baseline's 16-bit cache. {times[:1].upper()}{times[1:]}."
 
 
 def _softmax_sentences(rows: Sequence[Row]) -> list[str]:
@@ -141,10 +141,9 @@ def _ratios(record: Benchmark, group: str, scopes: dict[float, str]) -> Panel:
         changes = [row.change for row in _rows(record, name, scopes) if row.change is not None]
         intervals = [change.interval for change in changes if change.interval is not None and name in TIMES]
         low, high = zip(*intervals, strict=True) if len(intervals) == len(changes) else (None, None)
-        label = f"{title} ({interval})" if name in TIMES else title
-        lines.append(Line(label, [*scopes], [change.value for change in changes], low, high))
+        lines.append(Line(title, [*scopes], [change.value for change in changes], low, high))
     caption = f"Below 1 the candidate needs less time or memory. Bars, side by side: {interval} of the median ratio."
-    return _panel("ratios", "Ratios by context", caption, "candidate ÷ baseline", group, lines)
+    return _panel("ratios", "Ratios by context", caption, "candidate ÷ baseline", group, lines, log_y=True)
 
 
 def _times(record: Benchmark, group: str, scopes: dict[float, str]) -> Panel:
@@ -163,8 +162,8 @@ def _rows(record: Benchmark, quantity: str, scopes: dict[float, str]) -> list[Ro
     return [row for row in rows if row is not None]
 
 
-def _panel(key: str, title: str, caption: str, axis: str, group: str, lines: list[Line]) -> Panel:
+def _panel(key: str, title: str, caption: str, axis: str, group: str, lines: list[Line], **look: bool) -> Panel:
     ticks = {context: f"{context:.0f}" for context in lines[0].x}
     name = f"{key}_{group.replace(', ', '_').replace(' ', '_')}"
-    axes = ("context (tokens)", axis)
-    return Panel(name, f"{title}, {group}", caption, *axes, lines, log_x=len(ticks) > 1, bars=True, x_ticks=ticks)
+    look |= {"log_x": len(ticks) > 1, "bars": True}
+    return Panel(name, f"{title}, {group}", caption, "context (tokens)", axis, lines, x_ticks=ticks, **look)

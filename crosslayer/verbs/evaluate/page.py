@@ -110,11 +110,10 @@ def _caveats(record: Evaluation) -> list[str]:
                 f"{model.details['shortened']:,} requests to {model.name} were truncated on the left to fit its "
                 "positions."
             )
-    fixed = {
-        row.scope: row.details["shots"] for row in record.tasks if shots is not None and row.details["shots"] != shots
-    }
+    own = {row.scope: row.details["shots"] for row in record.tasks}
+    fixed = {task: number for task, number in own.items() if shots not in (None, number)}
     if fixed:
-        named = ", ".join(f"{task} ({own})" for task, own in fixed.items())
+        named = ", ".join(f"{task} ({number})" for task, number in fixed.items())
         written.append(f"lm-eval fixes the number of examples of {named}: --num-fewshot {shots} does not apply.")
     return written
 

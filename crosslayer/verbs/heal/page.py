@@ -6,7 +6,7 @@ from typing import Any
 
 from crosslayer.output.chart import same_scale
 from crosslayer.output.page import Page, Table
-from crosslayer.output.panel import QUIET, Line, Panel
+from crosslayer.output.panel import COLORS, QUIET, Line, Panel
 from crosslayer.stats.estimate import band
 from crosslayer.training.early_stop import averages
 from crosslayer.verbs.heal.record import State
@@ -16,7 +16,6 @@ from crosslayer.verbs.heal.sentences import (
     PARAMETERS,
     UNKNOWN,
     as_the_last_stage,
-    estimate,
     rank_words,
     retrieved_of,
     seen_label,
@@ -36,12 +35,8 @@ def layout(record: Recovery) -> Page:
         cards=_cards(record),
         sentences=sentences(record),
         panels=[*_kl_panels(record), *_loss_panels(record)],
-        lead=[_overview(record)],
-        tables=[
-            *([_order(record)] if count > 1 else []),
-            *(_domain(record, number) for number in range(len(record.domains))),
-            _training(record),
-        ],
+        lead=tables(record),
+        tables=[_domains(record), _training(record)],
     )
 
 
@@ -57,28 +52,30 @@ def _states(record: Recovery) -> Iterator[tuple[str, int, State]]:
 
 def _cards(record: Recovery) -> list[tuple[str, str, str]]:
     """Return the cards of the retrofit with the lowest final KL on the first domain."""
-    best = min(record.variants, key=lambda variant: variant.states[-1].domains[0].damage.kl.value)
-    before, after = best.states[0].domains[0], best.states[-1].domains[0]
+    before, after = record.best.states[0].domains[0], record.best.states[-1].domains[0]
     reference = "original" if record.trained_original is None else f"original {as_the_last_stage(record)}"
     return [
-        ("Lowest KL", after.damage.kl.text(), f"95% CI, {best.name} on {after.name}"),
+        ("Lowest KL", after.damage.kl.text(), f"nats/token, 95% CI, {record.best.name} on {after.name}"),
         ("Before training", before.damage.kl.text(), "the same retrofit"),
         ("Gap closed", share(after.closed), f"of its loss gap to the {reference}"),
     ]
 
 
-def _overview(record: Recovery) -> Table:
-    """Return every state on the first domain and on all windows."""
-    first = record.domains[0]
+def tables(record: Recovery) -> list[Table]:
+    """Return every state on the first domain and on all windows, and the ranking if there are several retrofits."""
+    first, asked = record.domains[0], bool(record.untrained_original.needles)
     figures = [f"KL, {first}", f"perplexity ratio, {first}", "KL, all windows", f"gap closed, {first}"]
     rows = []
     for name, number, state in _states(record):
+        if not (asked or name != record.original or state.run):  # of the original itself there is nothing to say
+            continue
         domain = state.domains[0]
         closed = share(domain.closed) if number else UNKNOWN
         measured = [figure.text() for figure in (domain.damage.kl, domain.damage.ratio, state.all.damage.kl)]
-        rows.append([name, _stage_words(state), *measured, closed, retrieved_of(state)])
-    head = ["retrofit", "state", *figures, "hidden numbers retrieved"]
-    return "Stage by stage (compared with the untrained original; 95% CI)", head, rows
+        rows.append([name, _stage_words(state), *measured, closed, *([retrieved_of(state)] if asked else [])])
+    head = ["retrofit", "state", *figures, *(["hidden numbers retrieved"] if asked else [])]
+    stages: Table = ("Stage by stage (compared with the untrained original; 95% CI)", head, rows)
+    return [stages, _order(record)] if len(record.variants) > 1 else [stages]
 
 
 def _stage_words(state: State) -> str:
@@ -101,33 +98,32 @@ def _order(record: Recovery) -> Table:
     return "Final KL (with the difference to the retrofit above, paired by window)", ["rank", *record.order], rows
 
 
-def _domain(record: Recovery, number: int) -> Table:
+def _domains(record: Recovery) -> Table:
+    """Return each retrofit on each domain, before and after training."""
     rows = []
-    for name, index, state in _states(record):
-        domain = state.domains[number]
-        against = [f"{domain.damage.perplexity_after:.2f}", domain.damage.ratio.text(), domain.damage.kl.text()]
-        change = [estimate(domain.kl_change), estimate(domain.ratio_change, "×"), estimate(domain.to_reference, "×")]
-        rows.append([f"{name}, {state.name}", *against, *change, share(domain.closed) if index else UNKNOWN])
-    against = ["perplexity", "ratio to the original", "KL"]
-    head = ["state", *against, "KL, change", "perplexity, change", f"to the {record.reference}", "gap closed"]
-    first = record.variants[0].states[0].domains[number]
-    return f"{first.name} ({seen_label(record, first)}, {first.damage.kl.n} windows)", head, rows
+    for variant in record.variants:
+        for first, last in zip(variant.states[0].domains, variant.states[-1].domains, strict=True):
+            cells = [variant.name, f"{first.name} ({seen_label(record, first)}, {first.damage.kl.n} windows)"]
+            for before, after in ((first.damage.kl, last.damage.kl), (first.damage.ratio, last.damage.ratio)):
+                cells.append(f"{before.value:.3f} → {after.text()}")
+            rows.append([*cells, share(last.closed)])
+    head = ["retrofit", "domain", "KL, nats/token", "perplexity ratio", f"gap to the {record.reference} closed"]
+    return "By domain (before training → after all stages; 95% CI)", head, rows
 
 
 def _training(record: Recovery) -> Table:
     """Return what each stage trained, and the loss of every state on held-out text."""
     domains, rows = list(record.untrained_original.held_out), []
     for name, _, state in _states(record):
-        run, cells = state.run, [UNKNOWN] * 6
+        run, cells = state.run, [UNKNOWN] * 4
         if run is not None:
-            smooth = averages(run.curve.losses, SMOOTHING)
-            cells = [f"{run.trained:,}", f"{run.steps:,} of {run.planned:,}", f"{run.tokens:,}"]
-            cells += [f"{run.seconds / 60:.1f}", f"{smooth[0]:.3f}", f"{smooth[-1]:.3f}"]
+            steps = f"{run.steps:,} of {run.planned:,}"
+            cells = [f"{run.trained:,}", steps, f"{run.tokens:,}", f"{run.seconds / 60:.1f}"]
         rows.append([name, state.name, *cells, *(f"{state.held_out[domain]:.4f}" for domain in domains)])
     text = "responses" if record.objective == "response" else "text"
-    head = ["retrofit", "state", "parameters", "steps", "tokens", "minutes", "first loss", "last loss"]
-    title = "Training (losses in nats/token, first and last averaged as in the figures)"
-    return title, [*head, *(f"held-out {text}, {domain}" for domain in domains)], rows
+    head = ["retrofit", "state", "parameters", "steps", "tokens", "minutes"]
+    head += [f"held-out {text}, {domain}" for domain in domains]
+    return "Training (losses on held-out text in nats/token)", head, rows
 
 
 def _kl_panels(record: Recovery) -> list[Panel]:
@@ -143,14 +139,23 @@ def _kl_panels(record: Recovery) -> list[Panel]:
             continue
         number, lines = seen.index(label == "seen"), []
         for variant in record.variants:
-            lines.append(Line(variant.name, [*ticks], *band([one.domains[number].damage.kl for one in variant.states])))
+            kls = [one.domains[number].damage.kl for one in variant.states]
+            lines.append(Line(variant.name, [*ticks], *band(kls), **_look(record, variant.name)))
         if record.trained_original is not None:
             value = record.trained_original.domains[number].damage.kl.value
             ends = [min(ticks), max(ticks)]
             lines.append(Line(f"{record.original}, trained", ends, [value] * 2, color=QUIET, dashed=True))
         title, scale = f"KL by stage on {record.domains[number]} ({label})", {"bounds": (0, math.inf), "x_ticks": ticks}
-        panels.append(Panel(f"kl_{label}", title, caption, "", "nats/token", lines, **scale))
+        panels.append(Panel(f"kl_{label}", title, caption, "", "nats/token", lines, log_y=True, **scale))
     return same_scale(panels)
+
+
+def _look(record: Recovery, name: str) -> dict[str, Any]:
+    """Return color and dashes of a model, the same in every figure; the trained original is gray."""
+    names = [variant.name for variant in record.variants]
+    if name not in names:
+        return {"color": QUIET}
+    return {"color": COLORS[names.index(name) % len(COLORS)], "dashed": names.index(name) >= len(COLORS)}
 
 
 def _loss_panels(record: Recovery) -> list[Panel]:
@@ -158,15 +163,15 @@ def _loss_panels(record: Recovery) -> list[Panel]:
     caption = f"{loss[0].upper()}{loss[1:]}; exponential moving average, β = {SMOOTHING}."
     panels = []
     for number in range(1, last + 1):
-        runs: list[Any] = [(variant.name, variant.states[number].run, None) for variant in record.variants]
+        runs: list[Any] = [(variant.name, variant.states[number].run) for variant in record.variants]
         if number == last and record.trained_original is not None:
-            runs.append((f"{record.original}, trained", record.trained_original.run, QUIET))
+            runs.append((f"{record.original}, trained", record.trained_original.run))
         lines = []
-        for name, run, color in runs:
+        for name, run in runs:
             if run is not None:
                 losses = averages(run.curve.losses, SMOOTHING)
-                lines.append(Line(name, [*map(float, run.curve.steps)], losses, color=color))
+                lines.append(Line(name, [*map(float, run.curve.steps)], losses, **_look(record, name)))
         if any(len(line.x) > 1 for line in lines):
             title = f"Training loss of stage {number}"
-            panels.append(Panel(f"loss_{number}", title, caption, "step", "nats/token", lines))
+            panels.append(Panel(f"loss_{number}", title, caption, "step", "nats/token", lines, log_y=True))
     return panels

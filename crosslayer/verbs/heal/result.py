@@ -55,6 +55,15 @@ class Recovery(Result):
         """Names of the domains, unseen ones first."""
         return tuple(domain.name for domain in self.variants[0].states[0].domains)
 
+    @property
+    def best(self) -> Variant:
+        """The retrofit with the lowest final KL on the first domain."""
+        return min(self.variants, key=lambda variant: variant.states[-1].domains[0].damage.kl.value)
+
+    def next_command(self, model: str | None = None, out: str | None = None) -> str | None:
+        """Return the command that checks the best model."""
+        return (super().next_command(model, out) or "").replace("BEST", self.best.name) or None
+
     def frame(self) -> dict[str, list[Any]]:
         """Return each state on each domain as columns (damage_kl_value, …), which `pandas.DataFrame` takes."""
         return columns(

@@ -16,9 +16,11 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from crosslayer.judge.candidate import Candidate
+from crosslayer.judge.clock import announce
 from crosslayer.models.load import load_model, public_name
 from crosslayer.output.folder import held
 from crosslayer.output.progress import progress
+from crosslayer.training.arguments import step_sequences
 from crosslayer.training.recipe import Recipe, given_recipe
 from crosslayer.training.recipe_parts import StagePart
 from crosslayer.training.record import Outcome
@@ -94,13 +96,18 @@ def _ready(recipe: Recipe, retrofits: Sequence[Retrofit], original: str, folder:
     with progress("tokenizing the text", 0):
         windows = evaluation_windows(recipe, retrofits, tokenizer)
     rows = read_rows(recipe, tokenizer)
+    tokens = []  # of each stage
     for number, part in enumerate(recipe.stages):
         try:
-            stage_arguments(recipe, part, folder)
+            arguments = stage_arguments(recipe, part, folder)
         except ValueError as error:
             raise ValueError(f"stages.{number}: {error}") from None
+        tokens.append(arguments.max_steps * step_sequences(arguments) * recipe.data.length)
     questions = Questions(model, tokenizer, windows, rows.held_out(), recipe.judge.needles)
-    return _Job(recipe, retrofits, folder, original, rows, questions)
+    job = _Job(recipe, retrofits, folder, original, rows, questions)
+    if not (folder / retrofits[0].name).exists():  # else some of it is finished
+        announce(model, windows.ids, job.tokens(tokens))
+    return job
 
 
 class _Step(NamedTuple):
@@ -119,6 +126,12 @@ class _Job:
     original: str
     rows: Rows
     questions: Questions
+
+    def tokens(self, stages: Sequence[int]) -> int:
+        """Return the tokens that are read in all, from those of each stage; a training step takes three passes."""
+        count, asked = len(self.retrofits), 2 * self.questions.windows.ids.numel() * (len(stages) + 1)
+        trained = count * (3 + (self.recipe.objective == "distill")) * sum(stages)
+        return trained + count * asked + 3 * stages[-1] * self.recipe.trains_original
 
     def heal(self) -> Recovery:
         """Train and measure everything that is not finished yet."""

@@ -15,15 +15,11 @@ PARAMETERS = {"compensation": "W_c only", "all": "all parameters", "lora": "LoRA
 
 
 def sentences(record: Recovery) -> list[str]:
-    """Return how much each retrofit recovered, and what was measured."""
-    lines = [_variant(record, variant) for variant in record.variants]
+    """Return how much the best retrofit recovered, how the others compare, and what was measured."""
+    lines = _recovered(record, record.best)
     if len(record.variants) > 1:
-        domain, ranks = next(iter(record.order.items()))
-        listing = "; ".join(f"{rank.variant} {rank_words(rank)}" for rank in ranks)
-        lines.append(
-            f"Final KL on {domain}, lowest first, each with the difference to the one before: {listing}. "
-            "One training run each: these intervals do not include the spread over seeds."
-        )
+        lines[0] = f"{record.best.name} ends with the lowest KL of {len(record.variants)} retrofits. {lines[0]}"
+        lines.append("One training run each: these intervals do not include the spread over seeds.")
     stops = [
         (f"{variant.name}, {state.name}", state.stopped) for variant in record.variants for state in variant.states
     ]
@@ -36,11 +32,6 @@ def sentences(record: Recovery) -> list[str]:
             f"stages: {tokens}."
         )
     return [*lines, _measured(record)]
-
-
-def estimate(figure: Estimate | None, before: str = "") -> str:
-    """Return a figure with its interval, or a dash."""
-    return UNKNOWN if figure is None else f"{before}{figure.text()}"
 
 
 def share(figure: Estimate | None) -> str:
@@ -79,26 +70,22 @@ def tokens_read(variant: Variant) -> list[int]:
     return [0 if state.run is None else state.run.tokens for state in variant.states[1:]]
 
 
-def _variant(record: Recovery, variant: Variant) -> str:
-    first, last = variant.states[0], variant.states[-1]
-    before, after = first.domains[0], last.domains[0]
-    kls = " → ".join(state.domains[0].damage.kl.text() for state in variant.states)
-    gap = f"There is no gap to close: before training, its loss was already at the {record.reference}'s level."
+def _recovered(record: Recovery, variant: Variant) -> list[str]:
+    before, after, last = variant.states[0].domains[0], variant.states[-1].domains[0], variant.states[-1]
+    gap = f"{variant.name} had no loss gap to the {record.reference} before training"
     if after.closed is not None:
-        gap = (
-            f"Training closed {share(after.closed)} of its loss gap to the {record.reference}; its perplexity is "
-            f"{estimate(after.to_reference)} times that model's."
-        )
-    needles = ""
+        gap = f"Training closed {share(after.closed)} of {variant.name}'s loss gap to the {record.reference}"
+    lines = [
+        f"{gap}, on {before.name} ({seen_label(record, before)}): KL to the original {before.damage.kl.value:.3f} → "
+        f"{after.damage.kl.text()} nats/token, perplexity ratio {before.damage.ratio.value:.3f} → "
+        f"{after.damage.ratio.value:.3f}.",
+        f"{variant.name} is {variant.title}, with {variant.cache_share:.0%} of the 16-bit cache.",
+    ]
     if last.needles:
         counts = " → ".join(retrieved_of(state) for state in variant.states)
         comparison = retrieval_sentence(last.needles, record.untrained_original.needles)
-        needles = f" Hidden numbers retrieved, stage by stage: {counts}. {comparison}"
-    return (
-        f"{variant.name} ({variant.title}; {variant.cache_share:.0%} of the 16-bit cache), on {before.name} "
-        f"({seen_label(record, before)}): KL to the original {kls} nats/token, perplexity ratio "
-        f"{before.damage.ratio.value:.3f} → {after.damage.ratio.value:.3f}. {gap}{needles}"
-    )
+        lines.append(f"Hidden numbers retrieved, stage by stage: {counts}. {comparison}")
+    return lines
 
 
 def _measured(record: Recovery) -> str:

@@ -10,11 +10,10 @@ import numpy as np
 from crosslayer.output.chart import same_scale
 from crosslayer.output.formatting import counted, listed, measured_on, ranges
 from crosslayer.output.page import Page, Table
-from crosslayer.output.panel import COLORS, QUIET, Line, Panel
+from crosslayer.output.panel import COLORS, QUIET, Panel
 from crosslayer.output.record import Measure
 from crosslayer.stats.estimate import Estimate
 from crosslayer.verbs.diagnose.curves import (
-    LAST_ROW,
     LAYER,
     NORM,
     SHARE,
@@ -29,7 +28,6 @@ from crosslayer.verbs.intervene.kinds import Kind, to_entry
 from crosslayer.verbs.intervene.result import Change, Effect, PositionChange
 
 RECEIVED = "attention received"
-LINES = 4  # per figure
 
 
 def describe(interventions: Sequence[Kind]) -> str:
@@ -196,8 +194,6 @@ def _panels(record: Effect) -> list[Panel]:
     sentence = "Mean attention that a position receives from tokens that can attend to it. Bright columns are sinks."
     for when, bins in record.attention_by_position:
         heats.append(position_panel(f"attention_{when}", f"Attention by position, {when}", sentence, bins, *scale))
-    for when, bins in record.last_row_by_position:
-        heats.append(position_panel(f"last_row_{when}", f"{LAST_ROW[0]}, {when}", LAST_ROW[1], bins, *scale))
     heats.append(head_panel("attention_by_head", main.attention_by_head.after, f"{at} after the intervention"))
     title, sentence = f"Attention on {at}", f"Mean attention that {at} receives from {rows}."
     received = [_change("attention_received", title, sentence, RECEIVED, main.attention_received, SHARE)]
@@ -221,7 +217,7 @@ def _panels(record: Effect) -> list[Panel]:
         title, bounds = "Flatness of the MLP's output", (1.0, math.sqrt(record.model.hidden_size))
         states.append(_change("mlp_l1_l2", title, sentence, "L1 / L2", main.mlp_l1_l2, bounds))
     shares = same_scale([*received, *_trial_panels(record)])
-    return [*heats, *shares[: len(received)], *states, *shares[len(received) :]]
+    return [*shares[: len(received)], *states, *shares[len(received) :], *heats]
 
 
 def _change(key: str, title: str, sentence: str, axis: str, change: Change, bounds: tuple[float, float]) -> Panel:
@@ -244,18 +240,8 @@ def _trial_panels(record: Effect) -> list[Panel]:
     at = f"position {record.positions[0].position}"
     within = f"Attention on {at} if the intervention acts in some layers only{_probes(record)}."
     elsewhere = f"Attention on the position of each control{_probes(record)}. {'; '.join(names)}."
-    return [
-        *_divided("scan", "Which layers matter", within, scan),
-        *_divided("controls", "Controls", elsewhere, controls),
+    panels = [
+        Panel("scan", "Which layers matter", within, LAYER, RECEIVED, scan),
+        Panel("controls", "Controls", elsewhere, LAYER, RECEIVED, controls),
     ]
-
-
-def _divided(key: str, title: str, sentence: str, lines: list[Line]) -> list[Panel]:
-    """Return figures of at most `LINES` lines each, evenly divided."""
-    figures = math.ceil(len(lines) / LINES)
-    step = math.ceil(len(lines) / max(figures, 1))
-    panels = []
-    for number in range(figures):
-        name = key if figures == 1 else f"{key}_{number + 1}"
-        panels.append(Panel(name, title, sentence, LAYER, RECEIVED, lines[number * step : (number + 1) * step]))
-    return panels
+    return [panel for panel in panels if panel.lines]

@@ -3,12 +3,13 @@
 from crosslayer.judge.page import bytes_and_kl, failures, listing
 from crosslayer.judge.report import Row
 from crosslayer.judge.rows import NEW
-from crosslayer.output.formatting import UNKNOWN, percent
+from crosslayer.output.formatting import UNKNOWN, listed, percent
 from crosslayer.output.page import Cell, Page
 from crosslayer.output.shown import Table
-from crosslayer.verbs.measure.result import Measurement
+from crosslayer.verbs.measure.result import BITS, Measurement
 
 BUDGETS = (0.01, 0.05)  # KL in nats/token that advice is given for
+NOTHING = 1e-6  # KL below which no prediction has changed
 HEADS = {
     "bytes": "KV cache",
     "KL": "KL, nats/token",
@@ -27,8 +28,8 @@ def layout(record: Measurement) -> Page:
     return Page(
         title=f"Candidates against {original.name}",
         subtitle=(
-            f"{settings.windows} windows of {settings.length} tokens · bytes and time after {settings.context:,} "
-            f"· {original.model.dtype} on {original.model.device} · {record.seconds:.0f} s"
+            f"{settings.windows} windows of {settings.length} tokens · bytes and time after {settings.context:,} · "
+            f"{original.model.dtype} on {original.model.device} · {record.seconds:.0f} s"
         ),
         cards=[],
         sentences=sentences(record),
@@ -61,9 +62,8 @@ def overview(record: Measurement) -> Table:
     for candidate in record.candidates:
         cells: list[Cell] = [candidate.name]
         cells += [_cell(record.row(candidate.name, name)) for name in quantities]
-        for task in tasks:
-            own = [row for row in record.rows if row.scope == task and row.candidate == candidate.name]
-            cells.append(_cell(own[0]))
+        own = {row.scope: row for row in reversed(record.rows) if row.candidate == candidate.name}
+        cells += [_cell(own.get(task)) for task in tasks]
         if "KL" in quantities:
             cells += [_worst(record, candidate.name), _cell(record.row(candidate.name, "KL", NEW))]
         rows.append([*cells, candidate.failed or ", ".join(candidate.engines)])
@@ -72,17 +72,35 @@ def overview(record: Measurement) -> Table:
     return "Candidates", [*head, "engines (by model type, untested)"], rows
 
 
+def least(record: Measurement, budget: float = BUDGETS[-1]) -> str | None:
+    """Return the candidate with the fewest bytes within a KL; bits that change nothing were not seen at work."""
+    sizes, damage = record.changes("bytes"), record.changes("KL")
+    within = [name for name in sizes if name in damage and damage[name].value <= budget and sizes[name].value < 1]
+    return min(set(within) - {*_unseen(record)}, key=lambda name: (sizes[name].value, name), default=None)
+
+
+def _unseen(record: Measurement) -> list[str]:
+    return [name for name, kl in record.changes("KL").items() if BITS.match(name) and abs(kl.value) < NOTHING]
+
+
 def _advice(record: Measurement) -> list[str]:
     lines = []
     sizes, damage, steps = (record.changes(name) for name in ("bytes", "KL", "tpot_dynamic"))
-    for budget in BUDGETS:
-        within = [name for name in sizes if name in damage and damage[name].value <= budget and sizes[name].value < 1]
-        if within:
-            least = min(within, key=lambda name: sizes[name].value)
-            share = percent(sizes[least].value, 1)
-            lines.append(f"Fewest bytes at a KL of at most {budget:g}: {least}, {share} of the cache.")
-        elif sizes and damage:
-            lines.append(f"No candidate is smaller than the original at a KL of at most {budget:g}.")
+    found: dict[str | None, float] = {}
+    for budget in BUDGETS if sizes and damage else ():
+        name = least(record, budget)
+        found[name] = found.get(name, budget) if name else budget
+    for name, budget in found.items():
+        line = f"No candidate is smaller than the original at a KL of at most {budget:g} nats/token."
+        if name is not None:
+            share = percent(sizes[name].value, 1)
+            line = f"Fewest bytes at a KL of at most {budget:g} nats/token: {name}, {share} of the 16-bit cache."
+        lines.append(line)
+    if unseen := _unseen(record):
+        lines.append(
+            f"{listed(unseen)} changed nothing in windows of {record.settings.length} tokens, since the newest tokens "
+            "are kept as they are; measure with a larger --length."
+        )
     faster = [name for name, change in steps.items() if change.is_better("lower")]
     if faster:
         fastest = min(faster, key=lambda name: steps[name].value)

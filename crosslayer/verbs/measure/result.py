@@ -1,5 +1,6 @@
 """What was measured: a row for each quantity and candidate."""
 
+import re
 from typing import Literal
 
 from pydantic import Field
@@ -8,6 +9,7 @@ from crosslayer.judge.report import Report
 from crosslayer.output.record import Options, Seed
 from crosslayer.output.shown import Table
 
+BITS = re.compile(r"(int|fp)?\d")  # what names of bits begin with
 Question = Literal["bytes", "kl", "needles", "tasks", "time"]
 
 
@@ -36,3 +38,11 @@ class Measurement(Report):
     def tables(self) -> list[Table]:
         """Return the table of all candidates."""
         return [self.sibling("page").overview(self)]
+
+    def next_command(self, model: str | None = None, out: str | None = None) -> str | None:
+        """Return the command that tries the candidate with the fewest bytes, of those that cost little."""
+        best, following = self.sibling("page").least(self), super().next_command(model, out)
+        if following is None or best is None or BITS.match(best):
+            return following and best and following.removesuffix("4") + best.removeprefix("int")
+        start = following.partition(" 'Once")[0].replace("generate", "needles", 1)
+        return f"{start} --evict {best}" if ":" in best else f"crosslayer verify {best}"

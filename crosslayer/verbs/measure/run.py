@@ -12,12 +12,12 @@ from crosslayer.cache.running import NewCache
 from crosslayer.corpus.domains import shared_out, split_domains
 from crosslayer.environment import quiet_transformers
 from crosslayer.judge.candidate import Candidate, read_candidates
-from crosslayer.judge.clock import random_ids
+from crosslayer.judge.clock import announce, random_ids
 from crosslayer.judge.damage import MIN_WINDOWS
 from crosslayer.judge.judge import Judge
 from crosslayer.judge.memory import Load
 from crosslayer.judge.report import JudgedModel, Row
-from crosslayer.judge.retrieval import hidden_samples
+from crosslayer.judge.retrieval import DEPTHS, NEW_TOKENS, hidden_samples
 from crosslayer.judge.rows import cache_rows, kl_rows, retrieval_row, time_rows
 from crosslayer.judge.texts import DomainTexts, Texts
 from crosslayer.models.load import model_facts, public_name, ready_model
@@ -119,6 +119,7 @@ def measure(
     check_ids(loaded, cut.ids)
     judge = Judge(loaded, cut, tokenizer)
     with quiet_transformers():
+        announce(loaded, cut.ids, *((len(judged) + 1) * count for count in _work(settings)))
         rows = _rows(judge, judged, settings)
     return Measurement(
         original=JudgedModel(name=(name := public_name(model)), model=model_facts(loaded, name)),
@@ -126,6 +127,17 @@ def measure(
         rows=tuple(row for row in rows if row.candidate not in judge.failed),
         settings=settings,
         seconds=round(time.perf_counter() - started, 1),
+    )
+
+
+def _work(settings: MeasureSettings) -> tuple[int, int]:
+    """Return the tokens that each model reads, and its decoding steps, without those of tasks."""
+    rounds = settings.repeats + 1 if "time" in settings.only else int("bytes" in settings.only)
+    texts = len(DEPTHS) * settings.samples * ("needles" in settings.only)
+    windows = settings.windows * settings.length * ("kl" in settings.only)
+    return (
+        windows + rounds * settings.context + texts * sum(settings.lengths),
+        rounds * STEPS + texts * len(settings.lengths) * NEW_TOKENS // 2,  # most answers end early
     )
 
 

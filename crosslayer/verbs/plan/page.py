@@ -2,12 +2,13 @@
 
 from crosslayer.output.formatting import UNKNOWN, percent, readable_bytes
 from crosslayer.output.page import Cell, Page, Table
-from crosslayer.output.panel import COLORS, QUIET, Line, Panel
+from crosslayer.output.panel import QUIET, Line, Panel
 from crosslayer.output.wires import Wires
 from crosslayer.verbs.plan.result import PlannedLength, PlanReport
 from crosslayer.wiring.result import COLUMNS, SHARE
 
 MIB = 2**20
+FULL = "the 16-bit cache"
 
 
 def layout(record: PlanReport) -> Page:
@@ -72,14 +73,16 @@ def _wires(record: PlanReport) -> Panel:
 
 def _curve(record: PlanReport) -> Panel:
     x = [size.length for size in record.curve]
-    lines = [Line("this model", x, [size.stored_bytes / MIB for size in record.curve], color=COLORS[0])]
-    if record.curve[-1].full_bytes:
-        full = [size.full_bytes / MIB for size in record.curve]
-        lines.append(Line("the 16-bit cache", x, full, color=QUIET, dashed=True))
-    for number, method in enumerate(record.methods, 1):
-        if method.curve:
-            y = [size.stored_bytes / MIB for size in method.curve]
-            lines.append(Line(f"with {method.method}", x, y, color=COLORS[number % len(COLORS)]))
+    curves = [("this model", [size.stored_bytes for size in record.curve])]
+    curves += [(f"with {one.method}", [size.stored_bytes for size in one.curve]) for one in record.methods]
+    curves.append((FULL, [size.full_bytes for size in record.curve]))
+    names: dict[tuple[int, ...], list[str]] = {}  # a line is of all that are as large
+    for name, sizes in curves:
+        names.setdefault((*sizes,), []).append(name)
+    lines = []
+    for sizes, named in names.items():
+        look = {"color": QUIET, "dashed": True} if named == [FULL] else {}
+        lines += [Line(", ".join(named), x, [size / MIB for size in sizes], **look)] if any(sizes) else []
     sentence = f"What {record.settings.engine} allocates, and the 16-bit cache of all layers and tokens."
     ticks = {length: f"{length // 1024}k" if length >= 1024 else str(length) for length in x}
     scale = {"log_x": True, "log_y": True, "x_ticks": ticks}

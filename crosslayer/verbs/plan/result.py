@@ -81,6 +81,10 @@ class Plan(ModelPlan):
         """
         return report_of(self).save(folder, force)
 
+    def next_command(self, model: str | None = None, out: str | None = None) -> str | None:
+        """Return the command that the page shows, too."""
+        return report_of(self).next_command(model, out)
+
 
 def report_of(plan: ModelPlan) -> PlanReport:
     """Return a plan as a record."""

@@ -2,19 +2,19 @@
 
 import math
 from collections.abc import Sequence
+from statistics import fmean
 
 from crosslayer.core.plan import CACHED, PASSED, STATES
 from crosslayer.judge.retrieval import count_retrieved
-from crosslayer.output.formatting import UNKNOWN
+from crosslayer.output.formatting import UNKNOWN, listed
 from crosslayer.output.page import Page, Table
 from crosslayer.output.panel import COLORS, Line, Panel
+from crosslayer.output.wires import Wires
 from crosslayer.stats.estimate import band
 from crosslayer.verbs.retrofit.result import Alternative, CurvePoint, MeasuredBaseline, RetrofitReport
-from crosslayer.verbs.retrofit.sentences import sentences
+from crosslayer.verbs.retrofit.sentences import QUICK, sentences
 
-NAMES_SHOWN = 6  # of weights
 FITTED = {"none": "nothing", "zero": "nothing", "refit": "W_c and W_o", "refit-o": "W_o"}
-CHANGES = {"dropped": "removed", "changed": "changed"}  # of weights, in words
 FIT_LINES = (  # of the calibration figure: name, field of a fit, color, dashed
     ("per token, before", "token_before", 0, True),
     ("per token, after", "token_after", 0, False),
@@ -28,12 +28,13 @@ def layout(record: RetrofitReport) -> Page:
     model, settings = record.architecture, record.settings
     classes = f"{model.class_} → {model.retrofit_class}"
     evaluated = f"{settings.windows} windows of {settings.length} tokens, {', '.join(record.judged)}"
+    verdict, *others = [line for line in sentences(record) if line != QUICK]
     calibrated = f"calibrated on {', '.join(record.fitted)}" if record.fitted else "not calibrated"
     return Page(
         title=f"Retrofit of {model.name}" + (" (quick)" if settings.quick else ""),
         subtitle=f"{record.title} · {classes} · {evaluated} · {calibrated}",
         cards=_cards(record),
-        sentences=sentences(record),
+        sentences=[f"{verdict} {others[0]}", *([QUICK] if settings.quick else []), *others[1:]],
         panels=panels(record),
         tables=_tables(record),
     )
@@ -74,7 +75,7 @@ def panels(record: RetrofitReport) -> list[Panel]:
         ]
         caption = "RMS difference to the original's residual stream, before and after the fit, on calibration text."
         title = "What the compensation recovers"
-        figures.append(Panel("calibration", title, caption, "layer", "RMS error", lines, log_y=True, wide=True))
+        figures.append(Panel("calibration", title, caption, "layer", "RMS error", lines, log_y=True))
     if record.alternatives and not record.settings.sweep:
         figures.append(_bytes_and_damage(record.alternatives))
     search = record.choice.search
@@ -84,20 +85,19 @@ def panels(record: RetrofitReport) -> list[Panel]:
 
 
 def _by_layer(record: RetrofitReport) -> Panel:
-    """Return the figure of what each layer caches (keys and values separately if they differ) or reads."""
-    plan = record.plan
-    layers, axes = list(map(float, range(plan.layers))), ("layer", "% of the original's bytes")
+    """Return the figure of what each layer caches, and from which layers it reads; or of the bytes that it reads."""
+    plan, each, axis = record.plan, range(record.plan.layers), "% of the original's bytes"
     if plan.reads_less:
-        shares = {"retrofit": [100 * share for share in record.cache.layer_reads]}
-        title = "What each layer reads"
-        caption = f"In a step after {record.cache.context:,} tokens, as a share of what the original's layer reads."
-    else:
-        shares = {state: [100 * plan.stored_share(state, layer) for layer in range(plan.layers)] for state in CACHED}
-        shares = {"keys and values": shares["keys"]} if shares["keys"] == shares["values"] else shares
-        title = "What each layer caches"
-        caption = "Share of the original's bytes per token; 0 if a layer reads another's cache or has no attention."
-    lines = [Line(name, layers, share) for name, share in shares.items()]
-    return Panel("layers", title, caption, *axes, lines, wide=True, bounds=(0, math.inf))
+        caption = f"In a step after {record.cache.context:,} tokens, of what the original's layer reads."
+        reads = Line("retrofit", [*map(float, each)], [100 * share for share in record.cache.layer_reads])
+        return Panel("layers", "What each layer reads", caption, "layer", axis, [reads], bounds=(0, math.inf))
+    wires = Wires(
+        widths=[100 * fmean(plan.stored_share(state, layer) for state in CACHED) for layer in each],
+        kinds=[listed(plan.stored(layer)) for layer in each],
+        sources=[sorted({*plan.reads("keys", layer), *plan.reads("values", layer)} - {layer}) for layer in each],
+    )
+    caption = "Share of the original's bytes of a token. Arrows come from the layers whose states a layer reads."
+    return Panel("layers", "What each layer caches", caption, axis, "layer", wires=wires)
 
 
 def _bytes_and_damage(rows: Sequence[Alternative]) -> Panel:
@@ -163,11 +163,7 @@ def _alternatives(record: RetrofitReport) -> Table:
 
 
 def _tables(record: RetrofitReport) -> list[Table]:
-    """Return the damage, what became of the weights, and the sources of each layer."""
-    weights = []
-    for change, names in record.weights.model_dump().items():
-        shown = names[:NAMES_SHOWN]
-        weights.append([CHANGES.get(change, change), str(len(names)), [*shown, *["…"] * (len(names) > len(shown))]])
+    """Return the damage, and the sources of each layer."""
     states = (*PASSED, "mlps") if record.plan.reads_less else (*STATES, "mlps")
     plan = [
         [str(layer), *(record.plan.source_label(state, layer) for state in states)] for layer in record.changed_layers
@@ -176,6 +172,5 @@ def _tables(record: RetrofitReport) -> list[Table]:
     return [
         *tables(record),
         damage_table(record),
-        ("Weights", ["", "count", "names"], weights),
         (title, ["layer", *states[:-1], "MLP"], plan),
     ]

@@ -2,6 +2,7 @@
 
 from statistics import fmean
 
+from crosslayer.output.formatting import readable_bytes
 from crosslayer.output.page import Page, Table
 from crosslayer.output.panel import Line, Panel
 from crosslayer.training.record import mean_of_known
@@ -27,7 +28,7 @@ def layout(record: TrainingRun) -> Page:
     """Return the page."""
     methods = "+".join(str(entry["name"]) for entry in record.model.methods) or "no method"
     last, curve = record.validation[-1].losses, record.curve
-    worst = max(last, key=lambda name: last[name])
+    memory = [] if record.peak_bytes is None else [("Peak memory", readable_bytes(record.peak_bytes), "of the process")]
     return Page(
         title=f"Training of {record.name}",
         subtitle=(
@@ -35,34 +36,36 @@ def layout(record: TrainingRun) -> Page:
             f"· seed {record.seed}"
         ),
         cards=[
-            ("Training loss", f"{curve.losses[-1]:.3f}" if curve.losses else "—", "last logged"),
-            ("Validation loss", f"{last[worst]:.3f}", f"{worst}, the highest of {len(last)} domains"),
+            ("Training loss", f"{curve.losses[-1]:.3f}" if curve.losses else "—", "nats per token, last logged"),
+            ("Validation loss", f"{fmean(last.values()):.3f}", "nats per token, mean over domains"),
             ("Time", f"{record.seconds / 60:.1f} min", "training steps only"),
+            *memory,
         ],
         sentences=sentences(record),
         panels=[*_curves(record), *_snapshots(record)],
-        tables=[_domains(record), _facts(record)],
+        tables=[_domains(record)],
     )
 
 
 def sentences(record: TrainingRun) -> list[str]:
     """Return the final losses, repeated text and speed."""
     last = record.validation[-1].losses
-    ends = ", ".join(f"{name} {loss:.4f}" for name, loss in last.items())
-    lines = [f"Validation loss after {record.steps:,} steps, in nats per token: {ends}."]
+    order = sorted(last, key=lambda name: last[name])
+    ends = " to ".join(dict.fromkeys(f"{name} {last[name]:.4f}" for name in (order[0], order[-1])))
+    mean = f"{fmean(last.values()):.4f} on average over {len(last)} domains, " if len(last) > 1 else ""
+    lines = [f"Validation loss after {record.steps:,} steps, in nats per token: {mean}{ends}."]
     repeated = [f"{domain.name} {domain.passes:.1f} times" for domain in record.domains if domain.passes > 1]
     if repeated:
         lines.append(f"Text was repeated: the run read {', '.join(repeated)}.")
-    rate, flops = record.tokens / record.seconds if record.seconds else 0.0, _flops(record)
+    rate = record.tokens / record.seconds if record.seconds else 0.0
+    flops = rate * record.model.flops_per_token
     lines.append(
         f"{rate:,.0f} tokens per second, {flops / 1e9:,.1f} GFLOP/s (three times the forward pass): "
         f"{flops / record.matrix_flops:.0%} of a large matrix product on this machine."
     )
+    stored, read = (f"{size:,.0f}" for size in (record.model.kv_bytes_per_token, record.model.kv_read_bytes_per_token))
+    lines.append(f"KV cache: {stored} bytes stored and {read} read for each token, in {record.model.dtype}.")
     return lines
-
-
-def _flops(record: TrainingRun) -> float:
-    return record.tokens * record.model.flops_per_token / record.seconds if record.seconds else 0.0
 
 
 def _curves(record: TrainingRun) -> list[Panel]:
@@ -100,34 +103,17 @@ def _snapshots(record: TrainingRun) -> list[Panel]:
     for name, title, sentence in BY_STEP:
         means = [mean_of_known(getattr(one, name)) for one in record.snapshots]
         if len(steps) > 1 and means[0] is not None:
-            panels.append(
-                Panel(f"{name}_by_step", title, sentence, "step", "mean over layers", [Line("", steps, means)])
-            )
+            lines = [Line("", steps, means)]
+            panels.append(Panel(f"{name}_by_step", title, sentence, "step", "mean over layers", lines))
     return panels
 
 
 def _domains(record: TrainingRun) -> Table:
     head = ["domain", "share", "tokens", "documents", "passes", "validation tokens", "validation loss"]
     rows = []
-    for domain in record.domains:
-        training = [f"{domain.share:.1%}", f"{domain.tokens:,}", f"{domain.documents:,}", f"{domain.passes:.2f}"]
-        validation = [f"{domain.validation_tokens:,}", f"{record.validation[-1].losses[domain.name]:.4f}"]
-        rows.append([domain.name, *training, *validation])
+    for one in record.domains:
+        rows.append([one.name, f"{one.share:.1%}", f"{one.tokens:,}", f"{one.documents:,}", f"{one.passes:.2f}"])
+        rows[-1] += [f"{one.validation_tokens:,}", f"{record.validation[-1].losses[one.name]:.4f}"]
     if len(rows) > 1:
         rows.append(["mean", *[""] * 5, f"{fmean(record.validation[-1].losses.values()):.4f}"])
     return "Text", head, rows
-
-
-def _facts(record: TrainingRun) -> Table:
-    model = record.model
-    rows = [
-        ["class", model.class_],
-        ["layers", str(model.layers)],
-        ["parameters", f"{model.parameters:,}"],
-        ["FLOPs per token", f"{model.flops_per_token:.3g}"],
-        ["FLOPs per second", f"{_flops(record):.3g} (large matrix product {record.matrix_flops:.3g})"],
-        ["peak memory", "—" if record.peak_bytes is None else f"{record.peak_bytes / 1e6:,.0f} MB"],
-        [f"KV bytes stored per token ({model.dtype})", f"{model.kv_bytes_per_token:,.0f}"],
-        ["KV bytes read per cached token", f"{model.kv_read_bytes_per_token:,.0f}"],
-    ]
-    return "Model", ["property", "value"], rows

@@ -51,10 +51,10 @@ def test_hidden_numbers_are_retrieved_before_and_after_each_stage(tmp_path, undr
     model, tokenizer = crosslayer.load_model(str(tmp_path / "out" / "zero" / "model"))
     assert recovery.variants[0].states[1].needles == measure_retrieval(model, tokenizer)
     assert [result.length for result in recovery.untrained_original.needles] == [512]
-    assert "0 of 10 → 0 of 10" in recovery.sentences()[0] and "hidden" in recovery.sentences()[0]
+    assert any("0 of 10 → 0 of 10" in line and "hidden" in line for line in recovery.sentences())
     (tmp_path / "none").mkdir()
     without = healed(tmp_path, "zero", tmp_path / "none", recipe, settings=["judge.needles=false"])
-    assert without.variants[0].states[1].needles == () and "hidden" not in without.sentences()[0]
+    assert without.variants[0].states[1].needles == () and "hidden" not in " ".join(without.sentences())
 
 
 def windows_of(base, recipe, tokenizer):

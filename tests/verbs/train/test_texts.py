@@ -104,7 +104,7 @@ def test_progress_of_files_is_a_percentage(tmp_path, monkeypatch, kind):
     with metered_by(Noted):
         Domain("web", TextSource(str(tmp_path)), every=5).shards(BYTES, tmp_path / "shards")
     for split, (task, total, steps) in zip(("training", "validation"), Noted.tasks, strict=True):
-        assert task.startswith(f"tokenising web-{split}-") and task.endswith(" (%)") and total == 100
+        assert task.startswith(f"tokenizing web-{split}-") and task.endswith(" (%)") and total == 100
         assert steps == sorted(steps) and steps[0] < 60 and steps[-1] == 100
         assert len(set(steps)) > (1 if kind == "parquet" else 10)
 
@@ -114,7 +114,7 @@ def test_progress_of_other_sources_counts_documents(tmp_path, monkeypatch):
     with metered_by(Noted):
         shards = Domain("science", TextSource()).shards(BYTES, tmp_path / "shards")
     for split, (task, total, steps) in zip(shards, Noted.tasks, strict=True):
-        assert task == f"tokenising {split.folder.name}" and total == 0 and steps[-1] == split.documents
+        assert task == f"tokenizing {split.folder.name}" and total == 0 and steps[-1] == split.documents
 
 
 def test_embedded_domains_by_name():

@@ -25,6 +25,7 @@ from crosslayer.models.pair import causal_config
 from crosslayer.output.progress import progress
 from crosslayer.output.record import ModelFacts
 from crosslayer.probe.tokens import check_ids, config_positions
+from crosslayer.verbs.measure import exact_layers as exact
 from crosslayer.verbs.measure.result import Measurement, MeasureSettings
 
 STEPS = 16  # decoding steps of a timed run
@@ -39,6 +40,7 @@ def measure(
     only: Sequence[str] = ("bytes", "kl", "needles", "time"),
     tasks: Sequence[str] = (),
     limit: int | None = None,
+    exact_layers: int = 0,
     windows: int = 96,
     length: int = 256,
     context: int = 1024,
@@ -66,6 +68,8 @@ def measure(
         only: what is measured: bytes, kl, needles, tasks, time.
         tasks: lm-eval tasks, or groups of tasks as in papers, that all candidates answer.
         limit: number of items of each task, from the first; default all.
+        exact_layers: also measure each quantized cache with this many layers in 16 bits, those whose quantization alone
+            costs the most KL, and print the options of vLLM and ik_llama.cpp for it.
         windows: evaluation windows, all domains together; at least 16 per domain.
         length: tokens per window.
         context: tokens after which the cache's bytes are counted and a decoding step is timed.
@@ -85,6 +89,7 @@ def measure(
         only=tuple(dict.fromkeys((*only, *(("tasks",) if tasks else ())))),  # type: ignore[arg-type]
         tasks=tuple(tasks),
         limit=limit,
+        exact_layers=exact_layers,
         windows=windows,
         length=length,
         context=context,
@@ -121,7 +126,9 @@ def measure(
     check_ids(loaded, cut.ids)
     judge = Judge(loaded, cut, tokenizer)
     with quiet_transformers():
-        rows = _rows(judge, judged, settings)
+        more, prices = exact.exact_layers(judge, judged, exact_layers) if exact_layers else ([], [])
+        judged = [*judged, *more]
+        rows = [*_rows(judge, judged, settings), *prices]
     return Measurement(
         original=JudgedModel(name=(name := public_name(model)), model=ModelFacts(**model_facts(loaded, name))),
         candidates=tuple(map(judge.described, judged)),

@@ -38,9 +38,11 @@ RESULTS = Path(__file__).parent / "results" / "models.json"
 UNSEEN = ("science", "speeches", "code")
 WINDOWS, LENGTH = 4, 512  # of each domain that is judged
 FIT_WINDOWS, FIT_LENGTH = 8, 256  # of each domain that is fitted to
-RANKED = 2  # windows of each domain on which layers are ranked
+RANKED = 1  # windows of each domain on which layers are ranked
 LAYERS = {"83%": 1 / 6, "70%": 0.3}  # share of the attention layers that are dropped
+ASKED = 8  # hidden numbers at each of five depths
 ISOLATED = 255
+REPAIRED: dict[str, Any] = {"compensation": "attention"}
 SINK = 0.2  # share of attention at the first token, of a layer with a sink
 
 
@@ -72,7 +74,7 @@ class Model:
     def converted(self, method: Any, fit: str | None = "layerwise", text: Windows | None = None) -> Any:
         """Return the model with a method, and its compensation fitted."""
         if fit != "refit-o" and fit is not None:
-            method = dataclasses.replace(method, compensation="attention")
+            method = dataclasses.replace(method, **REPAIRED)
         model = convert_weights(self.model, [method]).model
         if fit is not None:
             calibrate(self.plain, model, (text or self.fit).by_domain(), fit)
@@ -103,15 +105,24 @@ def packed(losses: Losses) -> dict[str, list]:
     return {**rows, "documents": list(losses.documents), "domains": list(losses.domains)}
 
 
-def ranks(model: Model) -> dict[str, Any]:
+def ranks(model: Model, stored: dict[str, Any]) -> dict[str, Any]:
     """Return the KL of dropping each layer's attention alone, as it is and after a linear map was fitted."""
-    bare, repaired = [], []
-    for layer in range(model.layers):
-        for fit, costs in ((None, bare), ("layerwise", repaired)):
-            losses = model.kl({"own": model.converted(model.dropped([layer]), fit)}, model.ranked)["own"]
-            costs.append(float(np.mean(losses["kl"])))
-        print(f"{model.name}: layer {layer}: KL {bare[-1]:.4f} bare, {repaired[-1]:.4f} repaired", flush=True)
-    return {"bare": bare, "repaired": repaired}
+    count = model.layers
+    candidates = {}
+    for part in (range(0, count, 2), range(1, count, 2)):  # a decoder needs a layer with attention
+        method = dataclasses.replace(model.dropped([*part]), **REPAIRED)
+        fitted = convert_weights(model.model, [method]).model
+        calibrate(model.plain, fitted, model.fit.by_domain(), "lmmse")  # each layer on the original's own stream
+        for layer in part:
+            candidates[f"bare {layer}"] = model.converted(model.dropped([layer]), None)
+            one = convert_weights(model.model, [dataclasses.replace(model.dropped([layer]), **REPAIRED)]).model
+            one.model.layers[layer].compensation = fitted.model.layers[layer].compensation
+            candidates[f"repaired {layer}"] = one
+    found = model.kl(candidates, model.ranked)
+    return {
+        kind: [float(np.mean(found[f"{kind} {layer}"]["kl"])) for layer in range(count)]
+        for kind in ("bare", "repaired")
+    }
 
 
 def layers_by_cost(model: Model, costs: list[float], share: float) -> list[int]:
@@ -121,7 +132,7 @@ def layers_by_cost(model: Model, costs: list[float], share: float) -> list[int]:
 
 def dropping(model: Model, stored: dict[str, Any]) -> dict[str, Any]:
     """Compare dropped layers with 4 bits, with shared blocks, and with those that a ranking without repair selects."""
-    costs = stored["ranks"]["values"]
+    costs = stored["ranks"]
     chosen = {kept: layers_by_cost(model, costs["repaired"], share) for kept, share in LAYERS.items()}
     bare = layers_by_cost(model, costs["bare"], LAYERS["70%"])
     blocks = model.blocks(4, len(chosen["70%"]))
@@ -132,12 +143,8 @@ def dropping(model: Model, stored: dict[str, Any]) -> dict[str, Any]:
         "dropped, 70%, ranked bare": model.converted(model.dropped(bare)),
         "cla blocks, 70%": model.converted(method_class("cla").from_groups(blocks, model.layers)),
     }
-    samples = hidden_samples(model.tokenizer, [LENGTH], 4)
-    judge = Judge(model.model, model.judged, model.tokenizer, catches=False)
-    found = {name: judge.retrieved(candidate_of(given, name), samples) for name, given in candidates.items()}
     return {
         "kl": model.kl(candidates),
-        "found": {"original": judge.retrieved(None, samples), **found},
         "layers": {**chosen, "ranked bare": bare, "blocks": blocks},
     }
 
@@ -195,10 +202,10 @@ def isolated(model: Model, stored: dict[str, Any]) -> dict[str, Any]:
 
 def eviction(model: Model, stored: dict[str, Any]) -> dict[str, Any]:
     """Evict 40% of the cache by H2O: losses on text, and hidden numbers."""
-    samples = hidden_samples(model.tokenizer, [LENGTH], 8)
+    samples = hidden_samples(model.tokenizer, [LENGTH], ASKED)
     judge = Judge(model.model, model.judged, model.tokenizer, catches=False)
-    found = {name: judge.retrieved(candidate_of(name), samples) for name in ("h2o:0.4",)}
-    return {"kl": model.kl({"h2o:0.4": "h2o:0.4"}), "found": {"original": judge.retrieved(None, samples), **found}}
+    found = {"original": judge.retrieved(None, samples), "h2o:0.4": judge.retrieved(candidate_of("h2o:0.4"), samples)}
+    return {"kl": model.kl({"h2o:0.4": "h2o:0.4"}), "found": found}
 
 
 FINDINGS: dict[str, Callable[[Model, dict[str, Any]], dict[str, Any]]] = {
@@ -207,7 +214,7 @@ FINDINGS: dict[str, Callable[[Model, dict[str, Any]], dict[str, Any]]] = {
     "eviction": eviction,
     "refit": refit,
     "calibration": calibration,
-    "ranks": lambda model, stored: {"values": ranks(model)},
+    "ranks": ranks,
     "dropping": dropping,
 }
 

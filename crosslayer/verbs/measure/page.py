@@ -5,7 +5,9 @@ from crosslayer.judge.report import Row
 from crosslayer.judge.rows import NEW
 from crosslayer.output.formatting import UNKNOWN, listed, percent
 from crosslayer.output.page import Cell, Page
+from crosslayer.output.panel import Line, Panel
 from crosslayer.output.shown import Table
+from crosslayer.verbs.measure.exact_layers import FEW, PRICE, flags, prices
 from crosslayer.verbs.measure.result import BITS, Measurement
 
 BUDGETS = (0.01, 0.05)  # KL in nats/token that advice is given for
@@ -33,7 +35,7 @@ def layout(record: Measurement) -> Page:
         ),
         cards=[],
         sentences=sentences(record),
-        panels=bytes_and_kl(record),
+        panels=[*bytes_and_kl(record), *_by_layer(record)],
         tables=[
             listing("All candidates", [row for row in record.rows if row.scope == "all"]),
             *([listing("By domain, length and task", scoped)] if scoped else []),
@@ -44,7 +46,7 @@ def layout(record: Measurement) -> Page:
 
 def sentences(record: Measurement) -> list[str]:
     """Return advice for each goal, what the intervals are over, and which candidates failed."""
-    lines = [*_advice(record), *failures(record)]
+    lines = [*_advice(record), *_flags(record), *failures(record)]
     if record.changes("KL"):
         lines.append(
             "KL intervals are 95% bootstrap intervals over windows, conditional on these texts. For text "
@@ -108,6 +110,30 @@ def _advice(record: Measurement) -> list[str]:
     elif steps:
         lines.append("No candidate decodes faster than the original here.")
     return lines
+
+
+def _priced(record: Measurement) -> list[str]:
+    """Return the candidates whose layers were measured one by one."""
+    return list(dict.fromkeys(row.candidate for row in record.rows_of(PRICE)))
+
+
+def _flags(record: Measurement) -> list[str]:
+    """Return the options with which engines leave the most expensive layers exact."""
+    count, lines = record.settings.exact_layers, []
+    for kind in _priced(record):
+        costs = prices(record.rows, kind)
+        options = flags(costs, kind, count)
+        lines += [f"{kind} with {count} layers exact in {options}."] if options else []
+    return lines
+
+
+def _by_layer(record: Measurement) -> list[Panel]:
+    """Return the figure of what quantizing each layer alone costs."""
+    costs = {kind: prices(record.rows, kind) for kind in _priced(record)}
+    lines = [Line(kind, list(map(float, own)), list(own.values())) for kind, own in costs.items()]
+    sentence = f"KL on {FEW} windows or fewer; KLs of single layers do not add up."
+    panel = Panel("by_layer", "Quantizing one layer alone", sentence, "layer", "KL, nats/token", lines, log_y=True)
+    return [panel] if lines else []
 
 
 def _worst(record: Measurement, candidate: str) -> str:

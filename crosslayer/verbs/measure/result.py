@@ -19,6 +19,7 @@ class MeasureSettings(Options):
     only: tuple[Question, ...]
     tasks: tuple[str, ...] = ()
     limit: int | None = Field(default=None, ge=1)
+    exact_layers: int = Field(default=0, ge=0)
     windows: int = Field(ge=1)
     length: int = Field(ge=2)
     context: int = Field(ge=1)

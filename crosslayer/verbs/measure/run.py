@@ -24,6 +24,7 @@ from crosslayer.models.load import model_facts, public_name, ready_model
 from crosslayer.models.pair import causal_config
 from crosslayer.output.progress import progress
 from crosslayer.probe.tokens import check_ids, config_positions
+from crosslayer.verbs.measure import exact_layers as exact
 from crosslayer.verbs.measure.result import Measurement, MeasureSettings
 
 STEPS = 16  # decoding steps of a timed run
@@ -38,6 +39,7 @@ def measure(
     only: Sequence[str] = ("bytes", "kl", "needles", "time"),
     tasks: Sequence[str] = (),
     limit: int | None = None,
+    exact_layers: int = 0,
     windows: int = 96,
     length: int = 256,
     context: int = 1024,
@@ -65,6 +67,8 @@ def measure(
         only: what to measure: bytes, kl, needles, tasks, time.
         tasks: lm-eval tasks, or groups of tasks as in papers, for all candidates.
         limit: maximum number of items per task, from the first; default all.
+        exact_layers: also measure each quantized cache with this many layers in 16 bits, those whose quantization alone
+            costs the most KL, and print the options of vLLM and ik_llama.cpp for it.
         windows: evaluation windows, all domains together; at least 16 per domain.
         length: tokens per window.
         context: tokens in the cache when its bytes are counted and a decoding step is timed.
@@ -83,6 +87,7 @@ def measure(
         only=tuple(dict.fromkeys((*only, *(("tasks",) if tasks else ())))),  # type: ignore[arg-type]
         tasks=tuple(tasks),
         limit=limit,
+        exact_layers=exact_layers,
         windows=windows,
         length=length,
         context=context,
@@ -119,8 +124,15 @@ def measure(
     check_ids(loaded, cut.ids)
     judge = Judge(loaded, cut, tokenizer)
     with quiet_transformers():
-        announce(loaded, cut.ids, *((len(judged) + 1) * count for count in _work(settings)))
-        rows = _rows(judge, judged, settings)
+        tokens, steps = _work(settings)
+        models, priced = 1 + len(judged), 0
+        if exact_layers:
+            models += len(judged)
+            priced = len(judged) * loaded.config.get_text_config().num_hidden_layers * exact.FEW * length
+        announce(loaded, cut.ids, models * tokens + priced, models * steps)
+        more, prices = exact.exact_layers(judge, judged, exact_layers) if exact_layers else ([], [])
+        judged = [*judged, *more]
+        rows = [*_rows(judge, judged, settings), *prices]
     return Measurement(
         original=JudgedModel(name=(name := public_name(model)), model=model_facts(loaded, name)),
         candidates=tuple(map(judge.described, judged)),

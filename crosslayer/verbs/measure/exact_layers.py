@@ -1,0 +1,74 @@
+"""Which layers of a quantized cache to leave in 16 bits: those whose quantization alone costs the most KL.
+
+KLs of single layers do not add up to that of the whole cache, so the choice is measured as a candidate of its own.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from crosslayer.judge.candidate import BITS, Candidate, candidate_of
+from crosslayer.judge.judge import Judge
+from crosslayer.judge.report import Row
+from crosslayer.output.formatting import named_layers, ranges
+from crosslayer.stats.bootstrap import Bootstrap
+
+FEW = 12  # windows on which layers are compared
+PRICE = "KL of a layer"
+LLAMA_CPP = {"int8": "q8_0", "int4": "q4_0"}
+
+
+def exact_layers(judge: Judge, candidates: Sequence[Candidate], count: int) -> tuple[list[Candidate], list[Row]]:
+    """Return a further candidate for each quantized cache, which leaves `count` layers exact, and the KL of each layer.
+
+    Raises:
+        ValueError: no candidate quantizes the whole cache, or `count` layers are all that can be quantized.
+    """
+    assert judge.windows is not None
+    kinds = [one.name for one in candidates if one.name in BITS]
+    if not kinds:
+        raise ValueError(f"`exact_layers` needs a candidate that quantizes the whole cache: {', '.join(BITS)}")
+    few = judge.windows.take(range(0, len(judge.windows), -(-len(judge.windows) // FEW)))
+    layers = judge.original.config.get_text_config().num_hidden_layers
+    made, rows = [], []
+    for kind in kinds:
+        alone = [candidate_of(f"{BITS[kind]}@{layer}", str(layer)) for layer in range(layers)]
+        found = Judge(judge.original, few, judge.tokenizer).kl(alone, f"measuring the KL of {kind} by layer")
+        for layer, losses in found.items():
+            mean = Bootstrap(losses.documents).mean(losses.kl)
+            facts = {"candidate": kind, "scope": f"layer {layer}", "original": 0.0, "value": mean.value}
+            rows.append(Row(quantity=PRICE, unit="nats/token", change=mean, **facts))
+        if count >= len(found):
+            raise ValueError(
+                f"`exact_layers` must be below {len(found)}, the layers that {kind} quantizes, got {count}"
+            )
+        exact = dearest(rows, kind, count)
+        quantized = ranges(int(layer) for layer in found if int(layer) not in exact).split(", ")
+        text = ",".join(f"{BITS[kind]}@{part}" for part in quantized)
+        made.append(candidate_of(text, f"{kind}, {named_layers(exact)} exact"))
+    return made, rows
+
+
+def prices(rows: Sequence[Row], kind: str) -> dict[int, float]:
+    """Return the KL of quantizing each layer alone."""
+    own = [row for row in rows if (row.quantity, row.candidate) == (PRICE, kind)]
+    return {int(row.scope.removeprefix("layer ")): row.value or 0.0 for row in own}
+
+
+def dearest(rows: Sequence[Row], kind: str, count: int) -> list[int]:
+    """Return the layers that cost the most."""
+    costs = prices(rows, kind)
+    return sorted(sorted(costs, key=lambda layer: costs[layer])[-count:])
+
+
+def flags(costs: Mapping[int, float], kind: str, count: int) -> str:
+    """Return the options with which an engine leaves so many layers exact; empty if none is known for these bits."""
+    if kind == "fp8":
+        skipped = sorted(sorted(costs, key=lambda layer: costs[layer])[-count:])
+        return f"vLLM: --kv-cache-dtype fp8 --kv-cache-dtype-skip-layers {' '.join(map(str, skipped))}"
+    if kind not in LLAMA_CPP:
+        return ""
+    values = list(costs.values())  # it exempts the first and the last layers alone
+    first = max(range(count + 1), key=lambda n: sum(values[:n]) + sum(values[len(values) - count + n :]))
+    own = [f"-ctk {LLAMA_CPP[kind]} -ctv {LLAMA_CPP[kind]}"]
+    own += [f"-ctk-first f16,{first} -ctv-first f16,{first}"] if first else []
+    own += [f"-ctk-last f16,{count - first} -ctv-last f16,{count - first}"] if count > first else []
+    return f"ik_llama.cpp: {' '.join(own)}"

@@ -1,0 +1,61 @@
+"""The layers that a quantized cache leaves exact are those that cost most alone, and engines get options for them."""
+
+import numpy as np
+import pytest
+
+import crosslayer
+from crosslayer.verbs.measure.exact_layers import PRICE, dearest, flags, prices
+from tests.golden.records import ids
+from tests.helpers.tiny import tiny
+
+TEXT = {name: ids(20, seed, 20) for seed, name in enumerate("abc")}
+OPTIONS = {"text": TEXT, "windows": 48, "length": 20, "context": 24, "only": ["kl", "bytes"]}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny("llama")
+
+
+def test_the_dearest_layers_stay_exact(model):
+    record = crosslayer.measure(model, candidates=["int8", "fp8"], exact_layers=1, **OPTIONS)
+    alone = {layer: f"8@{layer}" for layer in range(model.config.num_hidden_layers)}
+    assert len(prices(record.rows, "int8")) == len(alone)
+    layer = dearest(record.rows, "int8", 1)[0]
+    costs = prices(record.rows, "int8")
+    assert costs[layer] == max(costs.values())
+    names = [candidate.name for candidate in record.candidates]
+    assert names == [
+        "int8",
+        "fp8",
+        f"int8, layer {layer} exact",
+        f"fp8, layer {dearest(record.rows, 'fp8', 1)[0]} exact",
+    ]
+    by_hand = ",".join(f"8@{other}" for other in alone if other != layer)
+    same = crosslayer.measure(model, candidates={"own": by_hand}, **OPTIONS)
+    assert record.row(names[2], "KL").value == pytest.approx(same.row("own", "KL").value, rel=1e-6)
+    assert record.row(names[2], "bytes").value == same.row("own", "bytes").value
+    assert all(row.change.n > 1 for row in record.rows_of(PRICE))
+    assert "--kv-cache-dtype-skip-layers" in " ".join(crosslayer_sentences(record))
+
+
+def crosslayer_sentences(record):
+    return record.sibling("page").sentences(record)
+
+
+def test_engines_get_options():
+    costs = dict(enumerate([0.5, 0.1, 0.4, 0.0, 0.9, 0.2]))
+    assert flags(costs, "fp8", 3) == "vLLM: --kv-cache-dtype fp8 --kv-cache-dtype-skip-layers 0 2 4"
+    options = flags(costs, "int4", 3).split()
+    ends = {name: int(options[options.index(name) + 1].split(",")[1]) for name in ("-ctk-first", "-ctk-last")}
+    best = max(range(4), key=lambda n: sum(np.array(list(costs.values()))[[*range(n), *range(3 + n, 6)]]))
+    assert ends == {"-ctk-first": best, "-ctk-last": 3 - best}
+    assert flags(costs, "int4", 1) == "ik_llama.cpp: -ctk q4_0 -ctv q4_0 -ctk-first f16,1 -ctv-first f16,1"
+    assert flags(costs, "int3", 1) == ""
+
+
+def test_what_cannot_be_left_exact_is_refused(model):
+    with pytest.raises(ValueError, match="exact_layers"):
+        crosslayer.measure(model, candidates=["h2o:0.5"], exact_layers=1, **OPTIONS)
+    with pytest.raises(ValueError, match="exact_layers"):
+        crosslayer.measure(model, candidates=["int8"], exact_layers=model.config.num_hidden_layers, **OPTIONS)

@@ -124,10 +124,7 @@ def fit_codec(
         samples = [] if tokenizer is None else hidden_samples(tokenizer, [prompt], numbers // len(DEPTHS), seed)
     judged, step = found["windows"], found["step"].ids
     check_ids(loaded, fit.ids)
-    layers = COSTED * (length + len(shapes) * length // PART)  # tokens read to find what errors of each layer cost
-    behind = windows * (prompt + WAYS * continued) + len(samples) * prompt
-    tokens, steps = OWN * (2 * calibration * length + layers + behind), OWN * WAYS * len(samples) * NEW_TOKENS // 2
-    announce(loaded, judged.ids, tokens, steps)
+    announce(loaded, judged.ids, *_work(settings, len(shapes), len(samples)))
     data = calibrate(loaded, shapes, fit.ids, step[:, :prompt], seed)
     fitting = Fitting(loaded, tokenizer, data, fit.ids, prompt)
     chain = fitting.chain(settings.share or BASIS)
@@ -157,6 +154,14 @@ def fit_codec(
     )
     report._codec = codec
     return report
+
+
+def _work(settings: CodecSettings, layers: int, samples: int) -> tuple[float, float]:
+    """Return the tokens that the model reads and the steps that it decodes, `OWN` times for the work on their states."""
+    of_layers = COSTED * settings.length * (1 + layers / PART)  # to find what errors of each layer cost
+    judged = settings.windows * (settings.prompt + WAYS * settings.continued) + samples * settings.prompt
+    tokens = 2 * settings.calibration * settings.length + of_layers + judged
+    return OWN * tokens, OWN * WAYS * samples * NEW_TOKENS / 2
 
 
 class Fitting:

@@ -157,7 +157,7 @@ def fit_codec(
 
 
 def _work(settings: CodecSettings, layers: int, samples: int) -> tuple[float, float]:
-    """Return the tokens that the model reads and the steps that it decodes, `OWN` times for the work on their states."""
+    """Return the tokens that the model reads and its decoding steps, `OWN` times for the work on their states."""
     of_layers = COSTED * settings.length * (1 + layers / PART)  # to find what errors of each layer cost
     judged = settings.windows * (settings.prompt + WAYS * settings.continued) + samples * settings.prompt
     tokens = 2 * settings.calibration * settings.length + of_layers + judged

@@ -133,7 +133,7 @@ def bytes_and_kl(record: Report) -> list[Panel]:
             front.append((x, kl.value))
             best = kl.value
     if len(front) > 1:
-        lines.append(Line("not beaten", [x for x, _ in front], [y for _, y in front], dashed=True, color=QUIET))
+        lines.insert(0, Line("not beaten", [x for x, _ in front], [y for _, y in front], dashed=True, color=QUIET))
     return [
         Panel(
             "bytes_and_kl",

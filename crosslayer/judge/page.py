@@ -132,7 +132,7 @@ def bytes_and_kl(record: Report) -> list[Panel]:
             front.append((x, kl.value))
             best = kl.value
     if len(front) > 1:
-        lines.append(Line("not beaten", [x for x, _ in front], [y for _, y in front], dashed=True, color=QUIET))
+        lines.insert(0, Line("not beaten", [x for x, _ in front], [y for _, y in front], dashed=True, color=QUIET))
     title, caption = "Bytes against damage", "Lower and further left is better; bars are 95% intervals over windows."
     axes = ("cache, % of the original in 16 bits", "KL, nats/token")
     log_y = all(kl.value > 1e-6 for _, kl, _ in points)

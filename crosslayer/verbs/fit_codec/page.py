@@ -33,12 +33,12 @@ def layout(record: CodecReport) -> Page:
 
 def sentences(record: CodecReport) -> list[str]:
     """Return what storing a prompt costs, in bytes, damage and time."""
-    share, cost = (record.changes(quantity)["codec"] for quantity in ("bytes", "KL"))
+    share, cost = record.changes("bytes")["codec"], record.rows_of("KL")[0].change_text()
     decoding, encoding = (record.changes(quantity)["codec"].text(3) for quantity in ("decoding", "encoding"))
     size = record.bytes_per_token
     return [
         f"A stored prompt takes {share.value:.1%} of the 16-bit cache: {share.value * size:,.0f} of {size:,} bytes per "
-        f"token, all overhead included. The KL is {cost.text(4)} nats/token.",
+        f"token, all overhead included. The KL is {cost} nats/token.",
         *([retrieved(found)] if (found := record.row("codec", "retrieval")) else []),
         f"Decoding takes {decoding} of prefill, encoding {encoding} ({record.settings.prompt} tokens).",
         f"The codec was fitted to {listed(record.fitted_to)}. Only its step size was set on other windows of the "

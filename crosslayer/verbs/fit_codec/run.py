@@ -11,10 +11,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from crosslayer.codec.chain import BLOCK, Chain
 from crosslayer.codec.codec import Codec, model_print, tokenizer_print
-from crosslayer.codec.fit import BASIS, PART, Calibration, calibrate, fit_chain_at, with_rate
+from crosslayer.codec.fit import BASIS, Calibration, calibrate, fit_chain_at, with_rate
 from crosslayer.codec.format import HASH, HEAD
 from crosslayer.codec.judge import Way, coded, exact, judge, numbers_found, rounded
-from crosslayer.codec.layer_costs import WINDOWS as COSTED
 from crosslayer.codec.layer_costs import weighed
 from crosslayer.codec.states import read_shapes
 from crosslayer.corpus.domains import shared_out, split_domains
@@ -22,7 +21,7 @@ from crosslayer.corpus.windows import Windows
 from crosslayer.extras import check_extra
 from crosslayer.judge.clock import announce, prefill
 from crosslayer.judge.report import JudgedModel, Row
-from crosslayer.judge.retrieval import DEPTHS, NEW_TOKENS, hidden_samples
+from crosslayer.judge.retrieval import DEPTHS, hidden_samples
 from crosslayer.judge.rows import bytes_row, damage_rows, retrieval_row, time_row
 from crosslayer.judge.texts import DomainTexts, Texts
 from crosslayer.machine import seconds
@@ -34,8 +33,7 @@ from crosslayer.verbs.fit_codec.result import CodecReport, CodecSettings
 PROMPT = 640  # tokens of a stored prompt
 OTHERS = (0.5, 0.25)  # shares that are measured beside the one that is asked for, in units of it
 ROUNDED = {"fp8": "fp8", "int4": "4"}
-WAYS = 2 + len(OTHERS) + len(ROUNDED)  # the exact cache, the codec and all others
-OWN = 2  # how much longer all takes than the model alone, which reads and answers
+READ, ANSWERED = 6, 192  # about what all takes, in readings of all windows and in decoding steps for a hidden number
 STEP_WINDOWS = 2  # of each domain that is measured on, beside those that are: they set the step
 TRIES, CLOSE = 5, 0.1  # of a search for a KL
 SLOPE = 2.5  # of the logarithm of KL over that of the bytes
@@ -124,7 +122,7 @@ def fit_codec(
         samples = [] if tokenizer is None else hidden_samples(tokenizer, [prompt], numbers // len(DEPTHS), seed)
     judged, step = found["windows"], found["step"].ids
     check_ids(loaded, fit.ids)
-    announce(loaded, judged.ids, *_work(settings, len(shapes), len(samples)))
+    announce(loaded, judged.ids, READ * (fit.ids.numel() + judged.ids.numel()), ANSWERED * len(samples))
     data = calibrate(loaded, shapes, fit.ids, step[:, :prompt], seed)
     fitting = Fitting(loaded, tokenizer, data, fit.ids, prompt)
     chain = fitting.chain(settings.share or BASIS)
@@ -154,14 +152,6 @@ def fit_codec(
     )
     report._codec = codec
     return report
-
-
-def _work(settings: CodecSettings, layers: int, samples: int) -> tuple[float, float]:
-    """Return the tokens that the model reads and its decoding steps, `OWN` times for the work on their states."""
-    of_layers = COSTED * settings.length * (1 + layers / PART)  # to find what errors of each layer cost
-    judged = settings.windows * (settings.prompt + WAYS * settings.continued) + samples * settings.prompt
-    tokens = 2 * settings.calibration * settings.length + of_layers + judged
-    return OWN * tokens, OWN * WAYS * samples * NEW_TOKENS / 2
 
 
 class Fitting:

@@ -36,7 +36,7 @@ def sentences(record: Verification) -> list[str]:
         subject = f"All {applicable} applicable checks" if applicable > 1 else "The only applicable check"
         lines.append(f"{subject} passed.")
     if skipped:
-        lines.append(f"{counted(skipped, 'check').capitalize()} skipped as not applicable; the table says why.")
+        lines.append(f"{counted(skipped, 'check').capitalize()} skipped as not applicable; see the notes.")
     return [*lines, UNITS]
 
 

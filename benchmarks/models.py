@@ -195,8 +195,8 @@ def isolated(model: Model, stored: dict[str, Any]) -> dict[str, Any]:
     for ids in model.judged.ids:
         effect = crosslayer.intervene(model.model, ids[None], interventions=[waiver(ISOLATED)], scan="none", controls=0)
         change = effect.positions[0].attention_received
-        before.append(float(np.mean([change.before.array[layer] for layer in layers])))
-        after.append(float(np.mean([change.after.array[layer] for layer in layers])))
+        before.append(float(np.mean([change.before.array()[layer] for layer in layers])))
+        after.append(float(np.mean([change.after.array()[layer] for layer in layers])))
     return {"before": before, "after": after, "layers": layers, "documents": list(model.judged.documents)}
 
 

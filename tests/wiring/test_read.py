@@ -229,9 +229,9 @@ def test_a_config_is_enough(monkeypatch, tmp_path, capsys):
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
     assert run(monkeypatch, "plan", tmp_path, "--length", 24, "--dtype", "bfloat16") == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[-6].split() == ["layer", "queries", "keys", "values", "mlp", "cache", "mask"]
-    assert [line.split()[0] for line in lines[-5:-1]] == ["0-1", "2", "3-4", "5"]
-    assert lines[-3] == "    3-4  own      ← 1      ← 1      own   –            window 8"
+    assert lines[-7].split() == ["layer", "queries", "keys", "values", "mlp", "cache", "mask"]
+    assert [line.split()[0] for line in lines[-6:-2]] == ["0-1", "2", "3-4", "5"]
+    assert lines[-4] == "    3-4  own      ← 1      ← 1      own   –            window 8"
     assert "Residual: 4 streams (alternating updates)." in lines
     headline = json.loads(lines[-1])
     assert headline["model"] == tmp_path.name and headline["own_kv_layers"] == 3 and headline["kv_share"] == 0.2639

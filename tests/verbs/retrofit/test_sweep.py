@@ -105,7 +105,7 @@ def test_the_command_prints_one_table(monkeypatch, inputs, tmp_path, capsys):  #
     words = ("--method", "uniattn", "--compensation", "none", "--sweep", "count=1,2", "--layers", "top-half,size=2")
     assert retrofit(monkeypatch, inputs, tmp_path / "out", *words) == 0
     printed = capsys.readouterr().out
-    assert "top-half,size=2,count=1" in printed and "top-half,size=2,count=2" in printed and "KL less" in printed
+    assert "top-half,size=2,count=1" in printed and "top-half,size=2,count=2" in printed and "KL minus" in printed
     record = json.loads((tmp_path / "out" / "record.json").read_text())
     assert [row["share"] for row in record["alternatives"]] == [0.9375, 0.875]
     assert record["settings"]["sweep"] == ["count=1,2"] and not (tmp_path / "out" / "model.safetensors").exists()

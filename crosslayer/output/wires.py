@@ -44,7 +44,7 @@ class Wires:
             {"title": None, "orient": "bottom", "columns": 2, "symbolType": "square"} if kinds[1:] else None
         )
         width = {"field": "width", "title": x_title, "format": ".4~g"}
-        tooltip = [{"field": "layer"}, {"field": "kind", "title": "mask"}, width]
+        tooltip = [{"field": "layer"}, {"field": "kind"}, width]
         bar = {"x": {"field": "width", **x}, "x2": {"datum": 0}, "y": {"field": "low", **y}, "y2": {"field": "high"}}
         line = {"x": {"field": "x", **x}, "x2": {"field": "to"}, "y": {"field": "y", **y}, "y2": {"field": "end"}}
         end = {"x": {"field": "x", **x}, "y": {"field": "y", **y}}

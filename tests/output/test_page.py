@@ -55,7 +55,8 @@ for (const figure of document.querySelectorAll(".figure")) {
   if (!figure.querySelector(".mark-line path, .mark-symbol path, .mark-rect path")) say("nothing is drawn");
   if (!inside(frame, box(panel)) || plot.width < 150 || plot.height < 150) say("no room");
   if (figure.querySelector(".role-legend")) say("a legend inside of the plot");
-  const legend = panel.querySelector(".legend"), heat = figure.querySelector(".mark-rect");
+  const legend = panel.querySelector(".legend"), rects = figure.querySelectorAll(".mark-rect path");
+  const heat = new Set([...rects].map((rect) => rect.getAttribute("fill"))).size > 1;
   const lines = figure.querySelectorAll(".mark-line path").length;
   if (!legend && (lines ? lines > 1 : heat)) say("no legend");
   if (legend && (box(legend).bottom > plot.top || !inside(box(legend), box(panel)))) say("its legend is not above it");

@@ -6,7 +6,7 @@ Shapes: B rows, S columns, T tokens, W numbers of a layer for each token, R chan
 import hashlib
 import json
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from dataclasses import asdict, replace
@@ -19,15 +19,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import Cache, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 from crosslayer.codec import format
 from crosslayer.codec.chain import BLOCK, Chain, Importance, Layer, below_of, code_layers, predicted, step_sizes
+from crosslayer.codec.prints import model_print, tokenizer_print
 from crosslayer.codec.states import LayerShape, check_cache, check_config, new_cache, read_states
 
 VERSION = 3  # of the artifact
 FILE = "codec.safetensors"
-SUMMED = 2**22  # weights at a time
 MATRICES = ("offset", "predict", "down", "up", "shift")
 TOGETHER = 8  # blocks that are encoded together
 HALF = 65504.0  # the largest number of float16
@@ -354,33 +354,3 @@ def texts_of(ids: Tensor, mask: Tensor | None) -> tuple[list[tuple[int, np.ndarr
     if any(mask[row, :pad].any() or pad == ids.shape[1] for row, pad in enumerate(pads)):
         raise ValueError("padding must be on the left, and each row must have a token")
     return [(pad, row[pad:].numpy().astype(np.uint32)) for row, pad in zip(ids, pads, strict=True)], ids.shape[1]
-
-
-def tokenizer_print(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return a fingerprint of a tokenizer's vocabulary."""
-    words = sorted(tokenizer.get_vocab().items(), key=lambda entry: (entry[1], entry[0]))
-    return hashlib.sha256(json.dumps(words).encode()).hexdigest()
-
-
-def model_print(model: PreTrainedModel) -> str:
-    """Return a fingerprint of a model's weights and angles, equal in float32 and in bfloat16."""
-    return weights_print(model.config, sorted(model.named_parameters()))
-
-
-@torch.no_grad()
-def weights_print(config: PreTrainedConfig, weights: Iterable[tuple[str, Tensor]]) -> str:
-    """Return the fingerprint of a model from its parameters by name, in alphabetical order.
-
-    Two sums over each tensor's numbers as bfloat16, one of them weighted by position: for mistakes, not for attacks.
-    """
-    text: Any = config.get_text_config()
-    facts = [getattr(text, "rope_parameters", None), getattr(text, "sliding_window", None), text.num_hidden_layers]
-    digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode())
-    for name, weight in weights:
-        sums = [0, 0]
-        for part in weight.detach().reshape(-1).split(SUMMED):
-            bits = part.to(torch.bfloat16).view(torch.int16).to(torch.int64)
-            order = torch.arange(len(bits), device=bits.device) % 8191 + 1
-            sums = [sums[0] + int(bits.sum()), sums[1] * 31 % 2**61 + int((bits * order).sum())]
-        digest.update(f"{name} {tuple(weight.shape)} {sums}".encode())
-    return digest.hexdigest()

@@ -87,7 +87,7 @@ def test_within_a_folder_only_our_own_figures_are_replaced(small, tmp_path):
 def test_force_does_not_replace_figures_that_are_not_ours(small, tmp_path):
     small.save(tmp_path / "out")
     (tmp_path / "out" / "figures" / "notes.md").write_text("years of work")
-    with pytest.raises(ValueError, match="not written by crosslayer"):
+    with pytest.raises(ValueError, match="by crosslayer"):
         small.save(tmp_path / "out", force=True)
 
 

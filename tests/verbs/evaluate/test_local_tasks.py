@@ -57,7 +57,7 @@ def test_a_folder_is_replaced_only_where_it_is_ours(tmp_path):
     write_local_tasks(data, tmp_path / "tasks")
     write_local_tasks(data, tmp_path / "tasks", force=True)
     (tmp_path / "tasks" / "mine.yaml").write_text("task: mine")
-    with pytest.raises(ValueError, match="not written by crosslayer"):
+    with pytest.raises(ValueError, match="by crosslayer"):
         write_local_tasks(data, tmp_path / "tasks", force=True)
     with pytest.raises(ValueError, match="known data"):
         write_local_tasks(tmp_path / "tasks", tmp_path / "out")

@@ -1,6 +1,7 @@
 """The page of a benchmark, from its record alone: a short table, sentences, ratios and times by context."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from crosslayer.cache.running import CacheOptions
 from crosslayer.judge.clock import TIMES
@@ -162,7 +163,7 @@ def _rows(record: Benchmark, quantity: str, scopes: dict[float, str]) -> list[Ro
     return [row for row in rows if row is not None]
 
 
-def _panel(key: str, title: str, caption: str, axis: str, group: str, lines: list[Line], **look: bool) -> Panel:
+def _panel(key: str, title: str, caption: str, axis: str, group: str, lines: list[Line], **look: Any) -> Panel:
     ticks = {context: f"{context:.0f}" for context in lines[0].x}
     name = f"{key}_{group.replace(', ', '_').replace(' ', '_')}"
     look |= {"log_x": len(ticks) > 1, "bars": True}

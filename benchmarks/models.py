@@ -106,23 +106,10 @@ def packed(losses: Losses) -> dict[str, list]:
 
 
 def ranks(model: Model, stored: dict[str, Any]) -> dict[str, Any]:
-    """Return the KL of dropping each layer's attention alone, as it is and after a linear map was fitted."""
-    count = model.layers
-    candidates = {}
-    for part in (range(0, count, 2), range(1, count, 2)):  # a decoder needs a layer with attention
-        method = dataclasses.replace(model.dropped([*part]), **REPAIRED)
-        fitted = convert_weights(model.model, [method]).model
-        calibrate(model.plain, fitted, model.fit.by_domain(), "lmmse")  # each layer on the original's own stream
-        for layer in part:
-            candidates[f"bare {layer}"] = model.converted(model.dropped([layer]), None)
-            one = convert_weights(model.model, [dataclasses.replace(model.dropped([layer]), **REPAIRED)]).model
-            one.model.layers[layer].compensation = fitted.model.layers[layer].compensation
-            candidates[f"repaired {layer}"] = one
+    """Return the KL of dropping each layer's attention alone."""
+    candidates = {str(layer): model.converted(model.dropped([layer]), None) for layer in range(model.layers)}
     found = model.kl(candidates, model.ranked)
-    return {
-        kind: [float(np.mean(found[f"{kind} {layer}"]["kl"])) for layer in range(count)]
-        for kind in ("bare", "repaired")
-    }
+    return {"kl": [float(np.mean(found[str(layer)]["kl"])) for layer in range(model.layers)]}
 
 
 def layers_by_cost(model: Model, costs: list[float], share: float) -> list[int]:
@@ -131,22 +118,17 @@ def layers_by_cost(model: Model, costs: list[float], share: float) -> list[int]:
 
 
 def dropping(model: Model, stored: dict[str, Any]) -> dict[str, Any]:
-    """Compare dropped layers with 4 bits, with shared blocks, and with those that a ranking without repair selects."""
-    costs = stored["ranks"]
-    chosen = {kept: layers_by_cost(model, costs["repaired"], share) for kept, share in LAYERS.items()}
-    bare = layers_by_cost(model, costs["bare"], LAYERS["70%"])
+    """Compare dropped layers, those that cost the least alone, with 4 bits and with shared blocks."""
+    costs = stored["ranks"]["kl"]
+    chosen = {kept: layers_by_cost(model, costs, share) for kept, share in LAYERS.items()}
     blocks = model.blocks(4, len(chosen["70%"]))
     candidates = {
         "4 bits": "int4",
         "dropped, 83%": model.converted(model.dropped(chosen["83%"])),
         "dropped, 70%": model.converted(model.dropped(chosen["70%"])),
-        "dropped, 70%, ranked bare": model.converted(model.dropped(bare)),
         "cla blocks, 70%": model.converted(method_class("cla").from_groups(blocks, model.layers)),
     }
-    return {
-        "kl": model.kl(candidates),
-        "layers": {**chosen, "ranked bare": bare, "blocks": blocks},
-    }
+    return {"kl": model.kl(candidates), "layers": {**chosen, "blocks": blocks}}
 
 
 def refit(model: Model, stored: dict[str, Any]) -> dict[str, Any]:

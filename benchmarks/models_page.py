@@ -27,7 +27,8 @@ over windows or items. Findings that do not hold everywhere come first. ✓ hold
 ✗ fails: the interval excludes the finding. ? open: the interval contains no difference. – not measurable on the model.
 
 KL and losses are measured on twelve windows of 512 tokens (science, speeches, code). What is fitted is fitted to 24
-windows of 256 tokens of books, web pages and documentation. Stored prompts use the text of
+windows of 256 tokens of books, web pages and documentation. Dropped layers are those whose removal alone costs the
+least KL on other windows, before any repair. Stored prompts use the text of
 [Store prompts](../guides/store.md). All models run in float32 on a CPU. [Twelve findings](findings.md) has the findings
 at full size, on SmolLM2 alone.
 """
@@ -40,7 +41,7 @@ TAIL = """## Damage by size of the model
 ## Command
 
 `python benchmarks/models.py smollm2 gemma3 qwen` measures everything but the stored prompts into
-`benchmarks/results/models.json`, which takes an hour on two cores; `python benchmarks/models.py` writes this page.
+`benchmarks/results/models.json`, in about an hour and a half on two cores; `python benchmarks/models.py` writes this page.
 `benchmarks/codecs.py` contains the commands of the stored prompts.
 """
 Cell = tuple[Estimate, str] | None  # the number that decides, and what else the cell shows
@@ -152,10 +153,6 @@ FINDINGS = (
     Finding(
         "Sharing keys and values in blocks costs more KL than dropping attention in as many layers (30%)",
         lambda name, stored: gap(stored["dropping"], "cla blocks, 70%", "dropped, 70%"), "higher",
-    ),
-    Finding(
-        "Layers ranked without repair cost more KL than layers ranked after repair, both repaired (30%)",
-        lambda name, stored: gap(stored["dropping"], "dropped, 70%, ranked bare", "dropped, 70%"), "higher",
     ),
     Finding(
         "W_c alone costs more KL than W_o and W_c, where three pairs of layers share keys and values",

@@ -26,7 +26,7 @@ Each row is a finding, each column a pretrained model, and each cell the number 
 over windows or items. Findings that do not hold everywhere come first. ✓ holds: the interval excludes the opposite.
 ✗ fails: the interval excludes the finding. ? open: the interval contains no difference. – not measurable on the model.
 
-KL and losses are measured on twelve windows of 512 tokens (science, speeches, code). What is fitted is fitted to 24
+KL and losses are measured on twelve windows of 512 tokens (science, speeches, code). Maps are fitted to 24
 windows of 256 tokens of books, web pages and documentation. Dropped layers are those whose removal alone costs the
 least KL on other windows, before any repair. Stored prompts use the text of
 [Store prompts](../guides/store.md). All models run in float32 on a CPU. [Twelve findings](findings.md) has the findings
@@ -41,8 +41,8 @@ TAIL = """## Damage by size of the model
 ## Command
 
 `python benchmarks/models.py smollm2 gemma3 qwen` measures everything but the stored prompts into
-`benchmarks/results/models.json`, in about an hour and a half on two cores; `python benchmarks/models.py` writes this page.
-`benchmarks/codecs.py` contains the commands of the stored prompts.
+`benchmarks/results/models.json`, in about an hour and a half on two cores. `python benchmarks/models.py` writes this
+page. `benchmarks/codecs.py` contains the commands of the stored prompts.
 """
 Cell = tuple[Estimate, str] | None  # the number that decides, and what else the cell shows
 
@@ -226,7 +226,7 @@ def scale(models: dict[str, Any]) -> str:
     order = ", ".join(NAMES[name] for _, name in sizes)
     return (
         f"KL in nats per token, in the order {order}: {'; '.join(sentences)}. The models differ in family, training "
-        "and shape, so this is no law of scale: damage depends on the model more than on its size."
+        "and shape, so damage depends on the model more than on its size."
     )
 
 

@@ -1,4 +1,4 @@
-"""Fingerprints of models and tokenizers, by which a codec refuses others: for mistakes, not for attacks."""
+"""Fingerprints of models and tokenizers. With them a codec refuses others; they catch mistakes, not attacks."""
 
 import hashlib
 import json

@@ -24,7 +24,7 @@ HEAD = """# Findings on three models
 
 Each row is a finding, each column a pretrained model, and each cell the number that decides it, with its 95% interval
 over windows or items. Findings that do not hold everywhere come first. ✓ holds: the interval excludes the opposite.
-✗ fails: the interval excludes the finding. ? open: the interval contains no difference. – not measurable on the model.
+✗ fails: the interval excludes the finding. ? open: the interval contains no difference. – not measured, or not measurable.
 
 KL and losses are measured on twelve windows of 512 tokens (science, speeches, code). Maps are fitted to 24
 windows of 256 tokens of books, web pages and documentation. Dropped layers are those whose removal alone costs the
@@ -215,7 +215,7 @@ def scale(models: dict[str, Any]) -> str:
             found.append((size, cost.value, cost.low, cost.high))
     lines.append(Line("attention dropped, 70%", *(list(column) for column in zip(*found, strict=True))))
     sentences.append(f"attention dropped in 30% of the layers {', '.join(f'{cost:.2g}' for _, cost, _, _ in found)}")
-    ticks = {size: NAMES[name].rpartition("-")[2] for size, name in sizes}
+    ticks = {size: NAMES[name].replace("-", " ").split()[-1] for size, name in sizes}
     save_svg(
         Panel(
             "scale", "Damage by size of the model", "", "parameters", "KL to the original (nats per token)", lines,

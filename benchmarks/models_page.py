@@ -24,7 +24,8 @@ HEAD = """# Findings on three models
 
 Each row is a finding, each column a pretrained model, and each cell the number that decides it, with its 95% interval
 over windows or items. Findings that do not hold everywhere come first. ✓ holds: the interval excludes the opposite.
-✗ fails: the interval excludes the finding. ? open: the interval contains no difference. – not measured, or not measurable.
+✗ fails: the interval excludes the finding. ? open: the interval contains no difference. – not measured, or not
+measurable.
 
 KL and losses are measured on twelve windows of 512 tokens (science, speeches, code). Maps are fitted to 24
 windows of 256 tokens of books, web pages and documentation. Dropped layers are those whose removal alone costs the

@@ -85,7 +85,10 @@ class Model:
         return method_class("drop")(attention=tuple(layers))
 
     def blocks(self, size: int, saved: int) -> list[list[int]]:
-        """Return blocks of up to `size` neighboring layers with one mask, from the top, that save so many layers."""
+        """Return blocks of up to `size` adjacent layers, from the top down, until they save `saved` caches.
+
+        All layers of a block have the same attention mask.
+        """
         found: list[list[int]] = []
         layer = self.layers - 1
         while layer > 0 and saved > 0:

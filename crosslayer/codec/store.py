@@ -142,7 +142,7 @@ class PromptStore:
         self._written = 0
 
     def load(self, ids: Tensor, model: PreTrainedModel, mask: Tensor | None = None) -> tuple[Cache, int]:
-        """Return a cache of the longest stored prefix, and its columns; an empty cache and 0 if there is none.
+        """Return the cache of the longest stored prefix and its length; an empty cache and 0 if nothing is stored.
 
         At least one token is left to the model, which continues with all ids: `model.generate(ids,
         past_key_values=cache)`. In a batch, all rows have the columns of the shortest. A damaged block is a miss.

@@ -51,7 +51,7 @@ def load_model(
     Args:
         name: a hub name, a local folder with safetensors weights, or a name in `EMBEDDED`.
         dtype: torch dtype or its name; default float32 on a CPU, the checkpoint's own elsewhere.
-        device: default the first GPU, or the CPU if there is none.
+        device: the first GPU by default, or the CPU without one.
 
     Raises:
         ValueError: the model is unknown, has no safetensors weights or not those of its config, or has NaN or

@@ -1,4 +1,4 @@
-"""A codec, and what it costs: bytes and KL by domain, times compared with prefill."""
+"""A codec and its costs: bytes, KL by domain, and times relative to prefill."""
 
 from pathlib import Path
 from typing import Literal

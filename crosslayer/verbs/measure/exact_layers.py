@@ -40,7 +40,7 @@ def exact_layers(judge: Judge, candidates: Sequence[Candidate], count: int) -> t
             raise ValueError(
                 f"`exact_layers` must be below {len(found)}, the layers that {kind} quantizes, got {count}"
             )
-        exact = dearest(rows, kind, count)
+        exact = dearest(prices(rows, kind), count)
         quantized = ranges(int(layer) for layer in found if int(layer) not in exact).split(", ")
         text = ",".join(f"{BITS[kind]}@{part}" for part in quantized)
         made.append(candidate_of(text, f"{kind}, {named_layers(exact)} exact"))
@@ -53,20 +53,18 @@ def prices(rows: Sequence[Row], kind: str) -> dict[int, float]:
     return {int(row.scope.removeprefix("layer ")): row.value or 0.0 for row in own}
 
 
-def dearest(rows: Sequence[Row], kind: str, count: int) -> list[int]:
+def dearest(costs: Mapping[int, float], count: int) -> list[int]:
     """Return the layers that cost the most."""
-    costs = prices(rows, kind)
     return sorted(sorted(costs, key=lambda layer: costs[layer])[-count:])
 
 
 def flags(costs: Mapping[int, float], kind: str, count: int) -> str:
-    """Return the options with which an engine leaves so many layers exact; empty if none is known for these bits."""
+    """Return an engine's options that leave `count` layers in 16 bits; empty if no engine has them for these bits."""
     if kind == "fp8":
-        skipped = sorted(sorted(costs, key=lambda layer: costs[layer])[-count:])
-        return f"vLLM: --kv-cache-dtype fp8 --kv-cache-dtype-skip-layers {' '.join(map(str, skipped))}"
-    if kind not in LLAMA_CPP:
+        return f"vLLM: --kv-cache-dtype fp8 --kv-cache-dtype-skip-layers {' '.join(map(str, dearest(costs, count)))}"
+    values = list(costs.values())
+    if kind not in LLAMA_CPP or [*costs] != [*range(len(values))]:  # llama.cpp counts all layers, from both ends
         return ""
-    values = list(costs.values())  # it exempts the first and the last layers alone
     first = max(range(count + 1), key=lambda n: sum(values[:n]) + sum(values[len(values) - count + n :]))
     own = [f"-ctk {LLAMA_CPP[kind]} -ctv {LLAMA_CPP[kind]}"]
     own += [f"-ctk-first f16,{first} -ctv-first f16,{first}"] if first else []

@@ -21,7 +21,7 @@ def test_the_dearest_layers_stay_exact(model):
     record = crosslayer.measure(model, candidates=["int8", "fp8"], exact_layers=1, **OPTIONS)
     alone = {layer: f"8@{layer}" for layer in range(model.config.num_hidden_layers)}
     assert len(prices(record.rows, "int8")) == len(alone)
-    layer = dearest(record.rows, "int8", 1)[0]
+    layer = dearest(prices(record.rows, "int8"), 1)[0]
     costs = prices(record.rows, "int8")
     assert costs[layer] == max(costs.values())
     names = [candidate.name for candidate in record.candidates]
@@ -29,7 +29,7 @@ def test_the_dearest_layers_stay_exact(model):
         "int8",
         "fp8",
         f"int8, layer {layer} exact",
-        f"fp8, layer {dearest(record.rows, 'fp8', 1)[0]} exact",
+        f"fp8, layer {dearest(prices(record.rows, 'fp8'), 1)[0]} exact",
     ]
     by_hand = ",".join(f"8@{other}" for other in alone if other != layer)
     same = crosslayer.measure(model, candidates={"own": by_hand}, **OPTIONS)
@@ -52,6 +52,8 @@ def test_engines_get_options():
     assert ends == {"-ctk-first": best, "-ctk-last": 3 - best}
     assert flags(costs, "int4", 1) == "ik_llama.cpp: -ctk q4_0 -ctv q4_0 -ctk-first f16,1 -ctv-first f16,1"
     assert flags(costs, "int3", 1) == ""
+    assert flags({5: 0.1, 11: 0.2, 17: 0.3}, "int4", 1) == ""  # the other layers have windows, and are not quantized
+    assert flags({5: 0.1, 11: 0.2, 17: 0.3}, "fp8", 1).endswith(" 17")
 
 
 def test_what_cannot_be_left_exact_is_refused(model):

@@ -8,6 +8,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from pydantic import ByteSize, TypeAdapter, ValidationError
@@ -174,10 +175,9 @@ def parse_bytes(size: str | int, option: str) -> int:
     Raises:
         ValueError: the option is not a size.
     """
-    try:
-        count = TypeAdapter(ByteSize).validate_python(str(size).strip())
-    except ValidationError:
-        raise ValueError(f"{option} must be a size such as 24GiB, got {str(size)!r}") from None
-    if not 1 <= count < 2**63:
-        raise ValueError(f"{option} must be at least 1 byte, got {str(size)!r}")
-    return int(count)
+    text, count = str(size).strip(), 0
+    with suppress(ValidationError):
+        count = int(TypeAdapter(ByteSize).validate_python(text))
+    if not 1 <= count < 2**63 or (text == size and text.isdigit() and count < 1000):  # a forgotten unit
+        raise ValueError(f"{option} must be a size such as 24GiB, got {str(size)!r}")
+    return count

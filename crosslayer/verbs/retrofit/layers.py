@@ -42,6 +42,8 @@ class Layers(Strategy):
             check_choice("`layers`", "auto", self.select, criteria)
         elif (count or 0) % readers:
             raise ValueError(f"`layers`: count must be a multiple of size − 1 = {readers}, got {count}")
+        if self.way not in ("auto", "top-half") and self.config is not None:
+            parse_layers(self.way, self.config.num_hidden_layers)
         if self.options.part is not None:
             if not self.method.parts:
                 raise no_effect(f"`part` {self.part}")

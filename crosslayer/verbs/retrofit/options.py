@@ -120,8 +120,9 @@ class RetrofitOptions(Options):
         budgets = sum(value is not None for value in (self.kv_budget, self.kl_budget, self.read_budget))
         if budgets > 1 or (budgets == 0 and self.method is None):
             raise ValueError(ONE_OF)
-        if self.read_budget is not None and self.read_budget >= 1:
-            raise ValueError(f"`read_budget` must be above 0 and below 1, got {self.read_budget:g}")
+        for name, share in {"kv_budget": self.kv_budget, "read_budget": self.read_budget}.items():
+            if share is not None and share >= 1:
+                raise ValueError(f"`{name}` must be above 0 and below 1, got {share:g}")
         if self.quick and self.full:
             raise ValueError("`quick` and `full` exclude each other; give one of them")
         if self.sweep and (budgets or self.full):

@@ -115,7 +115,7 @@ def test_attention_code_of_the_hub_never_runs(tmp_path):
     assert crosslayer.plan(tmp_path, memory="1GiB").parameters is None
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "3XB", "-1GiB", "nan", "1e400", "inf", "0"])
+@pytest.mark.parametrize("text", ["", "GiB", "3XB", "-1GiB", "nan", "1e400", "inf", "0", "24"])
 def test_no_size_of_memory(folder, text):
     with pytest.raises(ValueError, match="`memory` must be"):
         crosslayer.plan(folder, memory=text)

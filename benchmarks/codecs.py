@@ -32,6 +32,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import qwen_1_5b  # noqa: F401  # makes qwen-1.5b known
 import torch
 from codec_rivals.paired import Prompts, matrix, ratios, row_of
 from codec_rivals.ways import Made, Ways

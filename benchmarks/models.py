@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import qwen_1_5b  # noqa: F401  # makes qwen-1.5b known
 import torch
 from models_page import write_page
 

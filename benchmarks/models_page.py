@@ -1,7 +1,6 @@
 """The page of `benchmarks/models.py`: each finding on each model, and damage by the size of the model."""
 
 import json
-import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,10 +16,15 @@ from crosslayer.stats.shares import share_difference
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "results" / "models.md"
-NAMES = {"smollm2": "SmolLM2-135M", "gemma3": "Gemma 3 270M", "qwen": "Qwen2.5-Coder-0.5B"}
-PARAMETERS = {"smollm2": 134.5e6, "gemma3": 268.1e6, "qwen": 630.2e6}
+NAMES = {
+    "smollm2": "SmolLM2-135M",
+    "gemma3": "Gemma 3 270M",
+    "qwen": "Qwen2.5-Coder-0.5B",
+    "qwen-1.5b": "Qwen2.5-Coder-1.5B",
+}
+PARAMETERS = {"smollm2": 134.5e6, "gemma3": 268.1e6, "qwen": 630.2e6, "qwen-1.5b": 1777.1e6}
 UNSHOWN = 0.1  # rise of perplexity beyond which perplexity would have shown the damage
-HEAD = """# Findings on three models
+HEAD = """# Findings on four models
 
 Each row is a finding, each column a pretrained model, and each cell the number that decides it, with its 95% interval
 over windows or items. Findings that do not hold everywhere come first. ✓ holds: the interval excludes the opposite.
@@ -39,11 +43,14 @@ TAIL = """## Damage by size of the model
 
 {scale}
 
+The models differ in family, training and shape, so damage depends on the model more than on its size.
+
 ## Command
 
 `python benchmarks/models.py smollm2 gemma3 qwen` measures everything but the stored prompts into
-`benchmarks/results/models.json`, in about an hour and a half on two cores. `python benchmarks/models.py` writes this
-page. `benchmarks/codecs.py` contains the commands of the stored prompts.
+`benchmarks/results/models.json`, in about an hour and a half on two cores; with `qwen-1.5b --only sinks isolated` it
+measures what fits into that time for the largest model. `python benchmarks/models.py` writes this page.
+`benchmarks/codecs.py` contains the commands of the stored prompts.
 """
 Cell = tuple[Estimate, str] | None  # the number that decides, and what else the cell shows
 
@@ -194,29 +201,42 @@ def row(finding: Finding, models: dict[str, Any]) -> tuple[int, int, str]:
     return measured - holds, holds, f"| {finding.claim} | {' | '.join(shown)} | {holds} of {measured} |"
 
 
+def stored_costs(setting: str, models: dict[str, Any]) -> dict[str, tuple[float, float, float]]:
+    """Return the KL of stored prompts, with its interval, by model."""
+    found = {}
+    for name in models:
+        rows = {one["setting"]: one for one in codecs(name)["rows"] if one["way"] == "codec"}
+        if setting in rows:
+            found[name] = tuple(rows[setting]["kl"])
+    return found
+
+
+def dropped_costs(models: dict[str, Any]) -> dict[str, tuple[float, float, float]]:
+    """Return the KL of attention dropped in 30% of the layers, with its interval, by model."""
+    found = {}
+    for name, stored in models.items():
+        if "dropping" in stored:
+            part = stored["dropping"]["kl"]["dropped, 70%"]
+            cost = mean(part["kl"], part["documents"])
+            assert cost.interval is not None
+            found[name] = (cost.value, *cost.interval)
+    return found
+
+
 def scale(models: dict[str, Any]) -> str:
-    """Draw damage by the size of the model, and return what the figure shows."""
+    """Draw damage by the size of the model, and return it as a table."""
+    models = {name: models[name] for name in sorted(models, key=PARAMETERS.__getitem__)}
     settings = {"25": "stored, 1/4", "12.5": "stored, 1/8", "6.25": "stored, 1/16"}
-    sizes = sorted((PARAMETERS[name], name) for name in models)
-    lines, sentences = [], []
-    for setting, label in settings.items():
-        found = []
-        for size, name in sizes:
-            rows = {one["setting"]: one for one in codecs(name)["rows"] if one["way"] == "codec"}
-            if setting in rows:
-                found.append((size, *rows[setting]["kl"]))
-        if found:
-            lines.append(Line(label, *(list(column) for column in zip(*found, strict=True))))
-            sentences.append(f"{label} {', '.join(f'{cost:.2g}' for _, cost, _, _ in found)}")
-    found = []
-    for size, name in sizes:
-        part = models[name].get("dropping")
-        if part:
-            cost = mean(part["kl"]["dropped, 70%"]["kl"], part["kl"]["dropped, 70%"]["documents"])
-            found.append((size, cost.value, cost.low, cost.high))
-    lines.append(Line("attention dropped, 70%", *(list(column) for column in zip(*found, strict=True))))
-    sentences.append(f"attention dropped in 30% of the layers {', '.join(f'{cost:.2g}' for _, cost, _, _ in found)}")
-    ticks = {size: NAMES[name].replace("-", " ").split()[-1] for size, name in sizes}
+    costs = {label: stored_costs(setting, models) for setting, label in settings.items()}
+    costs["attention dropped, 70%"] = dropped_costs(models)
+    lines, rows = [], [f"| KL, nats per token | {' | '.join(NAMES[name] for name in models)} |"]
+    rows.append("|---" * (len(models) + 1) + "|")
+    for label, found in costs.items():
+        values, lows, highs = (list(column) for column in zip(*found.values(), strict=True))
+        lines.append(Line(label, [PARAMETERS[name] for name in found], values, lows, highs))
+        cells = [f"{found[name][0]:.2g}" if name in found else "–" for name in models]
+        rows.append(f"| {label} | {' | '.join(cells)} |")
+    ticks = {PARAMETERS[name]: NAMES[name].replace("-", " ").split()[-1] for name in models}
     save_svg(
         Panel(
             "scale", "Damage by size of the model", "", "parameters", "KL to the original (nats per token)", lines,
@@ -224,11 +244,7 @@ def scale(models: dict[str, Any]) -> str:
         ),
         ROOT / "docs" / "figures",
     )  # fmt: skip
-    order = ", ".join(NAMES[name] for _, name in sizes)
-    return (
-        f"KL in nats per token, in the order {order}: {'; '.join(sentences)}. The models differ in family, training "
-        "and shape, so damage depends on the model more than on its size."
-    )
+    return "\n".join(rows)
 
 
 def write_page(models: dict[str, Any]) -> None:
@@ -239,5 +255,5 @@ def write_page(models: dict[str, Any]) -> None:
     whole = sum(missing == 0 for missing, _, _ in rows)
     verdict = f"**{whole} of {len(rows)} findings hold on every model where they can be measured.**"
     table = "\n".join([head, "|---" * (len(models) + 2) + "|", *(line for _, _, line in rows)])
-    tail = TAIL.format(scale=textwrap.fill(scale(models), 120))
+    tail = TAIL.format(scale=scale(models))
     PAGE.write_text(f"{HEAD}\n{verdict}\n\n{table}\n\n{tail}")

@@ -1,6 +1,6 @@
 """Which layers of a quantized cache to leave in 16 bits: those whose quantization alone costs the most KL.
 
-KLs of single layers do not add up to that of the whole cache, so the choice is measured as a candidate of its own.
+KLs of single layers need not add up to that of the whole cache, so the choice is measured as a candidate of its own.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,9 +37,7 @@ def exact_layers(judge: Judge, candidates: Sequence[Candidate], count: int) -> t
             facts = {"candidate": kind, "scope": f"layer {layer}", "original": 0.0, "value": mean.value}
             rows.append(Row(quantity=PRICE, unit="nats/token", change=mean, **facts))
         if count >= len(found):
-            raise ValueError(
-                f"`exact_layers` must be below {len(found)}, the layers that {kind} quantizes, got {count}"
-            )
+            raise ValueError(f"`exact_layers` must be below {len(found)}, the layers that are quantized, got {count}")
         exact = dearest(prices(rows, kind), count)
         quantized = ranges(int(layer) for layer in found if int(layer) not in exact).split(", ")
         text = ",".join(f"{BITS[kind]}@{part}" for part in quantized)
@@ -60,13 +58,15 @@ def dearest(costs: Mapping[int, float], count: int) -> list[int]:
 
 def flags(costs: Mapping[int, float], kind: str, count: int) -> str:
     """Return an engine's options that leave `count` layers in 16 bits; empty if no engine has them for these bits."""
+    exact = dearest(costs, count)
     if kind == "fp8":
-        return f"vLLM: --kv-cache-dtype fp8 --kv-cache-dtype-skip-layers {' '.join(map(str, dearest(costs, count)))}"
-    values = list(costs.values())
-    if kind not in LLAMA_CPP or [*costs] != [*range(len(values))]:  # llama.cpp counts all layers, from both ends
+        text = f"vLLM: --kv-cache-dtype fp8 --kv-cache-dtype-skip-layers {' '.join(map(str, exact))}"
+    elif kind not in LLAMA_CPP or [*costs] != [*range(len(costs))]:  # llama.cpp counts all layers, from both ends
         return ""
-    first = max(range(count + 1), key=lambda n: sum(values[:n]) + sum(values[len(values) - count + n :]))
-    own = [f"-ctk {LLAMA_CPP[kind]} -ctv {LLAMA_CPP[kind]}"]
-    own += [f"-ctk-first f16,{first} -ctv-first f16,{first}"] if first else []
-    own += [f"-ctk-last f16,{count - first} -ctv-last f16,{count - first}"] if count > first else []
-    return f"ik_llama.cpp: {' '.join(own)}"
+    else:
+        ends = [[*range(first), *range(len(costs) - count + first, len(costs))] for first in range(count + 1)]
+        first, exact = max(enumerate(ends), key=lambda end: sum(costs[layer] for layer in end[1]))
+        text = f"ik_llama.cpp, first and last layers only: -ctk {LLAMA_CPP[kind]} -ctv {LLAMA_CPP[kind]}"
+        for end, number in {"first": first, "last": count - first}.items():
+            text += f" -ctk-{end} f16,{number} -ctv-{end} f16,{number}" if number else ""
+    return f"{text} ({sum(costs[layer] for layer in exact) / sum(costs.values()):.0%} of the layers' KL)"

@@ -121,8 +121,7 @@ def _flags(record: Measurement) -> list[str]:
     """Return the options with which engines leave the most expensive layers exact."""
     count, lines = record.settings.exact_layers, []
     for kind in _priced(record):
-        costs = prices(record.rows, kind)
-        options = flags(costs, kind, count)
+        options = flags(prices(record.rows, kind), kind, count)
         lines += [f"{kind} with {count} layers exact in {options}."] if options else []
     return lines
 
@@ -131,7 +130,7 @@ def _by_layer(record: Measurement) -> list[Panel]:
     """Return the figure of what quantizing each layer alone costs."""
     costs = {kind: prices(record.rows, kind) for kind in _priced(record)}
     lines = [Line(kind, list(map(float, own)), list(own.values())) for kind, own in costs.items()]
-    sentence = f"KL on {FEW} windows or fewer; KLs of single layers do not add up."
+    sentence = f"KL on {FEW} windows or fewer; KLs of single layers need not add up."
     panel = Panel("by_layer", "Quantizing one layer alone", sentence, "layer", "KL, nats/token", lines, log_y=True)
     return [panel] if lines else []
 

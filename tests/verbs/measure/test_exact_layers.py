@@ -25,6 +25,9 @@ def test_the_dearest_layers_stay_exact(model):
     costs = prices(record.rows, "int8")
     assert costs[layer] == max(costs.values())
     names = [candidate.name for candidate in record.candidates]
+    assert ["vLLM" in candidate.engines for candidate in record.candidates] == [False, True, False, True]
+    quantities = [row["quantity"] for row in record.headline()["rows"]]
+    assert quantities.count("KL") == quantities.count("bytes") == len(names)  # without those of domains
     assert names == [
         "int8",
         "fp8",
@@ -45,15 +48,15 @@ def crosslayer_sentences(record):
 
 def test_engines_get_options():
     costs = dict(enumerate([0.5, 0.1, 0.4, 0.0, 0.9, 0.2]))
-    assert flags(costs, "fp8", 3) == "vLLM: --kv-cache-dtype fp8 --kv-cache-dtype-skip-layers 0 2 4"
+    assert "--kv-cache-dtype fp8 --kv-cache-dtype-skip-layers 0 2 4 (86% of" in flags(costs, "fp8", 3)
     options = flags(costs, "int4", 3).split()
     ends = {name: int(options[options.index(name) + 1].split(",")[1]) for name in ("-ctk-first", "-ctk-last")}
     best = max(range(4), key=lambda n: sum(np.array(list(costs.values()))[[*range(n), *range(3 + n, 6)]]))
     assert ends == {"-ctk-first": best, "-ctk-last": 3 - best}
-    assert flags(costs, "int4", 1) == "ik_llama.cpp: -ctk q4_0 -ctv q4_0 -ctk-first f16,1 -ctv-first f16,1"
+    assert " -ctk q4_0 -ctv q4_0 -ctk-first f16,1 -ctv-first f16,1 (24% of" in flags(costs, "int4", 1)
     assert flags(costs, "int3", 1) == ""
     assert flags({5: 0.1, 11: 0.2, 17: 0.3}, "int4", 1) == ""  # the other layers have windows, and are not quantized
-    assert flags({5: 0.1, 11: 0.2, 17: 0.3}, "fp8", 1).endswith(" 17")
+    assert flags({5: 0.1, 11: 0.2, 17: 0.3}, "fp8", 1)[:-1].split(" (")[0].endswith(" 17")
 
 
 def test_what_cannot_be_left_exact_is_refused(model):

@@ -113,13 +113,13 @@ class Report(Result):
         return columns(row.model_dump() for row in self.rows)
 
     def headline(self) -> dict[str, Any]:
-        """Return the names of the models, and the figures of overall rows and tasks; without overall rows, of all."""
-        whole = {"all"} & {row.scope for row in self.rows}
+        """Return the names of the models, and the figures of each row; of a quantity with an overall row, of that."""
+        whole = {row.quantity for row in self.rows if row.scope == "all"}
         return {
             "candidates": [one.name for one in self.candidates],
             "original": None if self.original is None else self.original.name,
             "failed": {one.name: one.failed for one in self.candidates if one.failed is not None},
-            "rows": [_figures(row) for row in self.rows if not whole or row.scope in whole or "items" in row.details],
+            "rows": [_figures(row) for row in self.rows if row.scope == "all" or row.quantity not in whole],
         }
 
 

@@ -18,6 +18,7 @@ ONE_OF = (
     "give one of `method`, `kv_budget`, `kl_budget` and `read_budget`; the budgets choose methods and layers themselves"
 )
 Budget = Annotated[float, Field(gt=0, allow_inf_nan=False)] | None
+Share = Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False)] | None
 LAYERS = {  # names with the settings that each takes
     "top-half": ("size", "count"),
     **dict.fromkeys(("auto", "auto:similarity", "auto:top-half-similarity"), ("count",)),
@@ -90,10 +91,10 @@ class RetrofitOptions(Options):
 
     method: str | dict[str, Any] | list[dict[str, Any]] | None
     layers: str
-    kv_budget: Budget
+    kv_budget: Share
     kv_context: int | None = Field(ge=2)
     kl_budget: Budget
-    read_budget: Budget
+    read_budget: Share
     compensation: str | None
     part: str | None
     windows: int
@@ -120,9 +121,6 @@ class RetrofitOptions(Options):
         budgets = sum(value is not None for value in (self.kv_budget, self.kl_budget, self.read_budget))
         if budgets > 1 or (budgets == 0 and self.method is None):
             raise ValueError(ONE_OF)
-        for name, share in {"kv_budget": self.kv_budget, "read_budget": self.read_budget}.items():
-            if share is not None and share >= 1:
-                raise ValueError(f"`{name}` must be above 0 and below 1, got {share:g}")
         if self.quick and self.full:
             raise ValueError("`quick` and `full` exclude each other; give one of them")
         if self.sweep and (budgets or self.full):

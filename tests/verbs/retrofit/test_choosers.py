@@ -143,7 +143,7 @@ REFUSED = {
         "kl_budget": 0.5,
         "method": '{"name": "shared_choice", "tokens": 48}',
     },
-    "`read_budget` must be less than 1, got 1": {"read_budget": 1.0},
+    "read_budget must be less than 1, got 1": {"read_budget": 1.0},
     "`read_budget` 0.35 cannot be reached; the least is 0.3750": {
         "read_budget": 0.35,
         "method": '{"name": "shared_choice", "tokens": 0.25, "least": 0}',

@@ -30,7 +30,6 @@ VERSION = 3  # of the artifact
 FILE = "codec.safetensors"
 MATRICES = ("offset", "predict", "down", "up", "shift")
 TOGETHER = 8  # blocks that are encoded together
-HALF = 65504.0  # the largest number of float16
 SAME = 0.05  # relative distance of states that are the same but for rounding, in bfloat16 too
 
 
@@ -311,7 +310,7 @@ def on_device(chain: Chain, device: Any) -> Chain:
 
 def _halves(states: Sequence[Tensor]) -> bytes:
     """Return states one behind the other as float16."""
-    return b"".join(own.clamp(-HALF, HALF).half().cpu().numpy().astype("<f2").tobytes() for own in states)
+    return b"".join(own.clamp(-format.HALF, format.HALF).half().cpu().numpy().astype("<f2").tobytes() for own in states)
 
 
 def copies_of_first(states: Sequence[Tensor], tokens: np.ndarray, size: int) -> int:

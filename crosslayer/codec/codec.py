@@ -24,7 +24,7 @@ from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 from crosslayer.codec import format
 from crosslayer.codec.chain import BLOCK, Chain, Importance, Layer, below_of, code_layers, predicted, step_sizes
 from crosslayer.codec.prints import model_print, tokenizer_print
-from crosslayer.codec.states import LayerShape, check_cache, check_config, new_cache, read_states
+from crosslayer.codec.states import HALF, LayerShape, check_cache, check_config, new_cache, read_states
 
 VERSION = 3  # of the artifact
 FILE = "codec.safetensors"
@@ -310,7 +310,7 @@ def on_device(chain: Chain, device: Any) -> Chain:
 
 def _halves(states: Sequence[Tensor]) -> bytes:
     """Return states one behind the other as float16."""
-    return b"".join(own.clamp(-format.HALF, format.HALF).half().cpu().numpy().astype("<f2").tobytes() for own in states)
+    return b"".join(own.clamp(-HALF, HALF).half().cpu().numpy().astype("<f2").tobytes() for own in states)
 
 
 def copies_of_first(states: Sequence[Tensor], tokens: np.ndarray, size: int) -> int:

@@ -18,9 +18,8 @@ from transformers import PreTrainedModel
 
 from crosslayer.codec.chain import Chain, Importance, Layer, below_of, features, predicted, sources, step_sizes
 from crosslayer.codec.entropy import fitted, quantized
-from crosslayer.codec.format import HALF
 from crosslayer.codec.metric import Metric
-from crosslayer.codec.states import LayerShape, new_cache, turned
+from crosslayer.codec.states import HALF, LayerShape, new_cache, turned
 from crosslayer.output.progress import progress
 from crosslayer.probe.intercept import AttentionCall, evaluating, visited
 

@@ -44,7 +44,6 @@ LONGEST = 4096  # tokens of a block
 MOST_COPIES = 255
 MOST_PADDING = 2**20  # columns
 DTYPES = ("float16", "bfloat16", "float32")
-HALF = 65504.0  # the largest number of float16
 
 
 class OtherFormat(ValueError):

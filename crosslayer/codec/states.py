@@ -19,6 +19,7 @@ from crosslayer.cache.rotation import Rotation, angle_tables, find_rotation
 from crosslayer.core.transformers_versions import CACHE, layers_without_cache
 from crosslayer.probe.intercept import evaluating, plan_of
 
+HALF = torch.finfo(torch.float16).max
 PROBED = (1, 3, 40)  # positions at which keys are compared with those at 0
 ROWS = 8  # tokens for that
 UNEVEN = ("dynamic", "longrope")  # their angles depend on the length of the text

@@ -94,7 +94,8 @@ def _named(text: str, name: str | None) -> Candidate:
     if not Path(text).exists() and (is_eviction or is_bits):
         smaller = CacheOptions(evict=text) if is_eviction else CacheOptions(kv_bits=BITS.get(text, text))
         smaller.sentences()  # raises for what cannot be read
-        engines = ("transformers", "vLLM") if {part[:3] for part in text.split(",")} == {"fp8"} else ("transformers",)
+        is_fp8 = all(part.startswith("fp8") for part in text.split(","))  # of all layers, or of those that are named
+        engines = ("transformers", "vLLM") if is_fp8 else ("transformers",)
         return Candidate(name or text, around=smaller.running, engines=engines)
     if not Path(text).expanduser().is_dir() and "/" not in text and text not in EMBEDDED:
         raise ValueError(f"a candidate must be {WHAT}, got {text!r}")

@@ -23,6 +23,7 @@ from crosslayer.core.transformers_versions import CACHE, EMPTY_LAYER
 from crosslayer.judge.memory import Load
 from crosslayer.machine import Peak, peak_memory, seconds
 from crosslayer.output.progress import progress
+from crosslayer.probe.intercept import no_cache
 from crosslayer.stats.times import TimeComparison, compare_times
 
 TIMES = {  # measures, and what tables call them
@@ -92,11 +93,14 @@ def run(model: PreTrainedModel, load: Load, ids: Tensor, new_cache: NewCache | N
 @torch.no_grad()
 def announce(model: PreTrainedModel, ids: Tensor, tokens: float, steps: float = 0) -> None:
     """Show how long reading and decoding take, by the first of windows (N, T), if it is a minute or more."""
-    load = Load(ids.shape[1] - 1, new_tokens=1)
-    took = [run(model, load, ids[:1], static=False).seconds for _ in range(2)][-1]  # the first warms up
-    minutes = (tokens * took["ttft"] / load.context + steps * took["tpot_dynamic"]) / 60
-    if minutes >= 1:
-        with progress(f"this will take about {round(minutes)} min", 0):
+    window = ids[:1].to(model.device)
+    passes = [seconds(lambda: model(input_ids=window, **no_cache(model)), model.device) for _ in range(3)]
+    total = tokens * min(passes) / window.numel()  # with all logits, which are most of the work in a small model
+    if steps:
+        took = run(model, Load(window.shape[1] - 1, new_tokens=1), window, static=False).seconds
+        total += steps * took["tpot_dynamic"]
+    if total >= 60:
+        with progress(f"this will take about {round(total / 60)} min", 0):
             pass
 
 

@@ -178,6 +178,7 @@ def parse_bytes(size: str | int, option: str) -> int:
     text, count = str(size).strip(), 0
     with suppress(ValidationError):
         count = int(TypeAdapter(ByteSize).validate_python(text))
-    if not 1 <= count < 2**63 or (text == size and text.isdigit() and count < 1000):  # a forgotten unit
+    lacks_unit = isinstance(size, str) and text.isdigit() and count < 1000
+    if lacks_unit or not 1 <= count < 2**63:
         raise ValueError(f"{option} must be a size such as 24GiB, got {str(size)!r}")
     return count

@@ -58,7 +58,9 @@ def dearest(costs: Mapping[int, float], count: int) -> list[int]:
 
 def flags(costs: Mapping[int, float], kind: str, count: int) -> str:
     """Return an engine's options that leave `count` layers in 16 bits; empty if no engine has them for these bits."""
-    exact = dearest(costs, count)
+    exact, total = dearest(costs, count), sum(costs.values())
+    if total <= 0:  # the windows are too short for tokens to be quantized
+        return ""
     if kind == "fp8":
         text = f"vLLM: --kv-cache-dtype fp8 --kv-cache-dtype-skip-layers {' '.join(map(str, exact))}"
     elif kind not in LLAMA_CPP or [*costs] != [*range(len(costs))]:  # llama.cpp counts all layers, from both ends
@@ -69,4 +71,4 @@ def flags(costs: Mapping[int, float], kind: str, count: int) -> str:
         text = f"ik_llama.cpp, first and last layers only: -ctk {LLAMA_CPP[kind]} -ctv {LLAMA_CPP[kind]}"
         for end, number in {"first": first, "last": count - first}.items():
             text += f" -ctk-{end} f16,{number} -ctv-{end} f16,{number}" if number else ""
-    return f"{text} ({sum(costs[layer] for layer in exact) / sum(costs.values()):.0%} of the layers' KL)"
+    return f"{text} ({sum(costs[layer] for layer in exact) / total:.0%} of the layers' KL)"

@@ -112,24 +112,23 @@ def _advice(record: Measurement) -> list[str]:
     return lines
 
 
-def _priced(record: Measurement) -> list[str]:
-    """Return the candidates whose layers were measured one by one."""
-    return list(dict.fromkeys(row.candidate for row in record.rows_of(PRICE)))
+def _prices(record: Measurement) -> dict[str, dict[int, float]]:
+    """Return what quantizing each layer alone costs, by candidate."""
+    return {kind: prices(record.rows, kind) for kind in dict.fromkeys(row.candidate for row in record.rows_of(PRICE))}
 
 
 def _flags(record: Measurement) -> list[str]:
     """Return the options with which engines leave the most expensive layers exact."""
     count, lines = record.settings.exact_layers, []
-    for kind in _priced(record):
-        options = flags(prices(record.rows, kind), kind, count)
+    for kind, costs in _prices(record).items():
+        options = flags(costs, kind, count)
         lines += [f"{kind} with {count} layers exact in {options}."] if options else []
     return lines
 
 
 def _by_layer(record: Measurement) -> list[Panel]:
     """Return the figure of what quantizing each layer alone costs."""
-    costs = {kind: prices(record.rows, kind) for kind in _priced(record)}
-    lines = [Line(kind, list(map(float, own)), list(own.values())) for kind, own in costs.items()]
+    lines = [Line(kind, list(map(float, own)), list(own.values())) for kind, own in _prices(record).items()]
     sentence = f"KL on {FEW} windows or fewer; KLs of single layers need not add up."
     panel = Panel("by_layer", "Quantizing one layer alone", sentence, "layer", "KL, nats/token", lines, log_y=True)
     return [panel] if lines else []

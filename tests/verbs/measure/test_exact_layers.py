@@ -56,7 +56,8 @@ def test_engines_get_options():
     assert " -ctk q4_0 -ctv q4_0 -ctk-first f16,1 -ctv-first f16,1 (24% of" in flags(costs, "int4", 1)
     assert flags(costs, "int3", 1) == ""
     assert flags({5: 0.1, 11: 0.2, 17: 0.3}, "int4", 1) == ""  # the other layers have windows, and are not quantized
-    assert flags({5: 0.1, 11: 0.2, 17: 0.3}, "fp8", 1)[:-1].split(" (")[0].endswith(" 17")
+    assert "--kv-cache-dtype-skip-layers 17 (50% of" in flags({5: 0.1, 11: 0.2, 17: 0.3}, "fp8", 1)
+    assert flags(dict.fromkeys(range(6), 0.0), "fp8", 1) == flags(dict.fromkeys(range(6), 0.0), "int4", 1) == ""
 
 
 def test_what_cannot_be_left_exact_is_refused(model):

@@ -161,9 +161,9 @@ def dropping() -> Finding:
     drop, cla = points["attention dropped, searched", 0.7], points["CLA: keys, values shared", 0.7]
     return Finding(
         "Dropping searched attention layers costs less than sharing fixed blocks",
-        f"At 70% of the KV cache, on unseen C code and before any training, dropping attention in nine searched layers "
-        f"multiplies perplexity by {drop['ratio']:.2f} ({spread(drop['low'], drop['high'])}). Sharing keys and values "
-        f"in three fixed blocks of four layers multiplies it by {cla['ratio']:.2f} "
+        "At 70% of the KV cache, on 16 windows of unseen C code and before any training, dropping attention in nine "
+        f"searched layers multiplies perplexity by {drop['ratio']:.2f} ({spread(drop['low'], drop['high'])}). Sharing "
+        f"keys and values in three fixed blocks of four layers multiplies it by {cla['ratio']:.2f} "
         f"({spread(cla['low'], cla['high'])}).",
         "cache_and_perplexity",
         "python benchmarks/front_page.py",
@@ -281,9 +281,10 @@ def similarity() -> Finding:
     return Finding(
         "Much of the similarity between attention maps comes from the common sink",
         f"In the upper half of the model, neighboring maps have a mean cosine of {whole:.2f}. Without the first token, "
-        f"to which all of them attend, it is {rest:.2f}. In UniAttn, upper layers are more alike than lower ones "
-        f"(its Table 11): here by {whole - below:+.2f}, but by {rest - rest_below:+.2f} without the first token. "
-        "Similarity that includes it points to layers that cannot share.".replace("-0", "−0"),
+        f"to which all of them attend, it is {rest:.2f}. In UniAttn's Table 11, the maps of upper layers are "
+        f"more alike than those of lower layers. Here the difference is {whole - below:+.2f} with the first token and "
+        f"{rest - rest_below:+.2f} without it. A similarity that includes the first token suggests sharing in the "
+        "wrong layers.".replace("-0", "−0"),
         panel.key,
         "crosslayer diagnose smollm2 --sequences 8 --length 512",
     )
@@ -379,10 +380,9 @@ def from_scratch() -> Finding:
     return Finding(
         "After a million tokens, losses differ between methods; task scores do not",
         f"Of {len(rows)} methods trained from scratch at 0.46 million parameters, {lower} reach a lower loss than the "
-        f"plain Transformer (three or four seeds, Holm-corrected). On six tasks "
-        f"with 5,500 items in total, {clear} of {len(rows)} "
-        "differ from it. Two seeds at this size cannot rank methods by accuracy; a table of accuracies alone would "
-        "have ranked noise.",
+        f"plain Transformer (three or four seeds, Holm-corrected). Two seeds of each were also "
+        f"scored on six tasks with 5,500 items in total: {clear} of {len(rows)} differ from it. Models of this size "
+        "cannot be ranked by accuracy; a table of accuracies alone would rank noise.",
         panel.key,
         "python benchmarks/methods_tasks.py",
     )

@@ -143,11 +143,11 @@ def drained(name: str, stored: dict[str, Any]) -> Cell:
 
 FINDINGS = (
     Finding(
-        "A stored prompt of an eighth of the bytes has less KL than 4 bits of keys before rotation (ratio)",
+        "A stored prompt of an eighth has less KL than 4-bit keys and values, keys quantized before RoPE (ratio)",
         lambda name, stored: codec_ratio(name, "12.5", "unrotated-int"), "lower",
     ),
     Finding(
-        "A stored prompt of a sixteenth has less KL than 4 bits of keys before rotation (ratio)",
+        "A stored prompt of a sixteenth has less KL than 4-bit keys and values, keys quantized before RoPE (ratio)",
         lambda name, stored: codec_ratio(name, "6.25", "unrotated-int"), "lower",
     ),
     Finding(

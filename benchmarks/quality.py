@@ -30,12 +30,18 @@ from crosslayer.corpus.documents import TextSource, load_documents
 from crosslayer.corpus.domains import embedded_domains, split_domains
 from crosslayer.corpus.windows import packed
 from crosslayer.environment import environment
+from crosslayer.judge.candidate import Candidate
+from crosslayer.judge.clock import random_ids
 from crosslayer.judge.hidden import is_retrieved
+from crosslayer.judge.judge import Judge
+from crosslayer.judge.memory import Load
 from crosslayer.judge.retrieval import retrieval_change
+from crosslayer.judge.rows import cache_rows, time_rows
 from crosslayer.judge.tasks import summary
-from crosslayer.verbs.evaluate.run import measure_cost
 
 LENGTH = 512  # tokens of a window of text
+COST = Load(512, new_tokens=16)  # at which caches are counted and steps are timed
+PAIRS = 5  # of timed runs
 
 
 @torch.no_grad()
@@ -136,9 +142,17 @@ def measure(row, baseline, options):
         for length, right in raw["needles"].items()
     ]
     if baseline is not None and options.cost:
-        cost = measure_cost(result["name"], model, baseline["model"], cache)
-        result["cost"] = [row.model_dump() for row in cost]
+        result["cost"] = [row.model_dump() for row in measure_cost(result["name"], model, baseline["model"], cache)]
     return result, raw
+
+
+def measure_cost(name, model, baseline, cache):
+    """Return the rows of bytes and times of a candidate next to the baseline."""
+    judged = Candidate(name, model, None if cache == CacheOptions() else cache.running)
+    runs = Judge(baseline, catches=False).runs([judged], COST, random_ids([model, baseline], COST), PAIRS)
+    first, *pairs = runs[name]
+    facts = {"candidate": name, "scope": f"{COST.context} tokens"}
+    return [*cache_rows(*first, **facts), *time_rows(pairs, ("ttft", "tpot_dynamic"), **facts)]
 
 
 @torch.no_grad()

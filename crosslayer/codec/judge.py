@@ -9,18 +9,20 @@ Shapes: N windows, T tokens.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from copy import deepcopy
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from crosslayer.cache.held import held_bytes
 from crosslayer.cache.running import quantized_cache
 from crosslayer.codec.codec import Codec
 from crosslayer.core.transformers_versions import CACHE
+from crosslayer.judge.candidate import Candidate
 from crosslayer.judge.clock import prefill
 from crosslayer.judge.hidden import Sample, prompt_ids
 from crosslayer.judge.retrieval import retrieved
@@ -93,6 +95,29 @@ def rounded(model: PreTrainedModel, bits: str) -> Way:
         return other, held_bytes(other).sixteen
 
     return way
+
+
+class StoredCache(DynamicCache):
+    """A cache that is stored once: a second call reads what `way` gives back for the tokens of the first."""
+
+    def __init__(self, way: Way, config: PreTrainedConfig):
+        super().__init__(config=config)
+        self.way: Way | None = way
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Store what the cache holds before the tokens of a second call are added."""
+        if self.way is not None and layer_idx == 0 and self.get_seq_length():
+            way, self.way = self.way, None
+            rows, columns = len(key_states), self.get_seq_length()
+            self.layers = way(self, torch.zeros(rows, columns, dtype=torch.int64))[0].layers  # ids only name blocks
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+
+def stored(name: str, way: Way) -> Candidate:
+    """Return the candidate whose prompts are stored before they are continued."""
+    return Candidate(name, around=lambda model: nullcontext(lambda: StoredCache(way, model.config)), scores=False)
 
 
 def continued(model: PreTrainedModel, cache: Cache, ids: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from crosslayer.judge.clock import Run, random_ids, run, steps_in_turns
 from crosslayer.judge.hidden import Sample
 from crosslayer.judge.losses import Losses, losses
 from crosslayer.judge.memory import Load, too_large
-from crosslayer.judge.report import JudgedModel
+from crosslayer.judge.report import JudgedModel, Row
 from crosslayer.judge.retrieval import Retrieval, measure_retrieval, retrieved
 from crosslayer.models.load import load_model, model_facts
 from crosslayer.output.progress import progress
@@ -72,6 +72,28 @@ class Judge:
         """Return which hidden numbers a candidate, or the original, finds by length; empty if it cannot be asked."""
         ask = partial(measure_retrieval, tokenizer=self.tokenizer, seed=seed, lengths=lengths)
         return self.asked(candidate, lambda model, new_cache: ask(model, new_cache=new_cache)) or ()
+
+    def tasks(self, candidates: Sequence[Candidate], tasks: Any, limit: int | None) -> list[Row]:
+        """Return the scores of each candidate on `Tasks` of lm-eval, with the original's on the same items."""
+        from crosslayer.judge.tasks import harness, lm, summary
+
+        def results_of(candidate: Candidate | None) -> Any:
+            def ask(model: PreTrainedModel, new_cache: NewCache | None) -> Any:
+                scores = candidate is None or candidate.scores
+                assert self.tokenizer is not None
+                asked = lm.language_model(model, self.tokenizer, "auto" if scores else 1, new_cache, scores)
+                return harness.score(asked, tasks, limit=limit)
+
+            with harness.quiet():
+                return self.asked(candidate, ask)
+
+        original, rows = results_of(None), []
+        for candidate in candidates:
+            results = results_of(candidate)
+            if results is not None:
+                scored = summary.task_rows(candidate.name, results, original)
+                rows += [*summary.group_rows(tasks.groups, scored, results, original), *(one.row for one in scored)]
+        return rows
 
     def step(self, candidate: Candidate, load: Load) -> StepTime | None:
         """Time decoding steps of a candidate and the original alternately.

@@ -19,6 +19,7 @@ import torch
 
 from crosslayer.extras import check_extra
 from crosslayer.hub import reading_dataset
+from crosslayer.output.progress import progress
 
 LOCAL = "_local"  # ending of the names of tasks that read local files
 LM_EVAL_SEED = 1234  # lm-eval's default for numpy, torch and few-shot examples; our seed is added to it
@@ -144,6 +145,13 @@ class Tasks:
         inner = {child for children in content.get("group_map", {}).values() for child in children}
         groups = [group for label, group in content.get("groups", {}).items() if label not in inner]
         return groups or list(content["tasks"].values())
+
+
+def read_tasks(names: Sequence[str], include_path: Path | None = None, allow_code: bool = False) -> Tasks:
+    """Return tasks of lm-eval and of a user's folder by name, with their data."""
+    check_installed()
+    with quiet(), progress("reading tasks", 0):
+        return Tasks(names, include_path, allow_code)
 
 
 def score(

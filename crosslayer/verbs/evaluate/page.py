@@ -44,19 +44,14 @@ def _options(record: Evaluation) -> tuple[str, str]:
 
 
 def tables(record: Evaluation) -> list[Table]:
-    """Return the table of cost and of groups, if there are any, and the table of tasks."""
-    shown = []
-    if record.cost:
-        shown.append(listing("KV cache and latency", record.cost))
+    """Return the table of groups, if there are any, and the table of tasks."""
     if record.original is None:
         rows = [*record.groups, *record.tasks]
         return [listing("Scores", rows, {"stderr": "standard error", "items": "items", "shots": "examples"}, "task")]
-    if record.groups:
-        shown.append(
-            listing("Groups: means over tasks, in points", record.groups, {"items": "items", "tasks": "tasks"}, "group")
-        )
+    title = "Groups: means over tasks, in points"
+    groups = [listing(title, record.groups, {"items": "items", "tasks": "tasks"}, "group")] if record.groups else []
     title = "Tasks: candidate − baseline in points, or candidate ÷ baseline for perplexities"
-    return [*shown, listing(title, record.tasks, {**DETAILS, **NEEDED}, "task")]
+    return [*groups, listing(title, record.tasks, {**DETAILS, **NEEDED}, "task")]
 
 
 def sentences(record: Evaluation) -> list[str]:
@@ -65,7 +60,7 @@ def sentences(record: Evaluation) -> list[str]:
     if record.original is None:
         written = ["Scores of one model, with lm-eval's standard errors; add --baseline for paired differences."]
     else:
-        rows = (record.cost, record.groups, record.tasks)
+        rows = (record.groups, record.tasks)
         written = [*(line for group in rows for line in by_verdict(group)), *_chance(record.tasks)]
     written += CacheOptions(settings.evict, settings.kv_bits).sentences()
     return [*written, *_evicted(record), *_caveats(record)]

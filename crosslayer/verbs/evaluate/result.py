@@ -74,11 +74,6 @@ class Evaluation(Report):
         """The rows of tasks."""
         return [row for row in self.rows if "items" in row.details and "tasks" not in row.details]
 
-    @property
-    def cost(self) -> list[Row]:
-        """The rows of bytes and times; empty without `cost`."""
-        return [row for row in self.rows if "items" not in row.details]
-
     def _write(self, folder: Path) -> None:
         """Also write lm-eval's results as lm-eval does: one sample per line, everything else as JSON."""
         super()._write(folder)

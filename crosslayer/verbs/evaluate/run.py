@@ -1,7 +1,7 @@
 """Scores a model on lm-eval tasks and compares it with a baseline on the same items."""
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -9,23 +9,14 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from crosslayer.cache.running import CacheOptions
-from crosslayer.environment import quiet_transformers
-from crosslayer.judge.candidate import Candidate
-from crosslayer.judge.clock import random_ids
-from crosslayer.judge.judge import Judge
-from crosslayer.judge.memory import Load
-from crosslayer.judge.report import JudgedModel, Row
-from crosslayer.judge.rows import cache_rows, time_rows
+from crosslayer.judge.report import JudgedModel
 from crosslayer.judge.tasks import harness, summary
 from crosslayer.models.load import model_facts
 from crosslayer.models.pair import Loadable, Named, pair
 from crosslayer.output.progress import progress
 from crosslayer.probe.intercept import evaluating
-from crosslayer.probe.tokens import positions
 from crosslayer.verbs.evaluate.result import EvaluateSettings, Evaluation
 from crosslayer.verbs.serve.engine import Served, check_engine, servable, vllm_environment
-
-COST_CONTEXT, COST_TOKENS, COST_PAIRS = 512, 16, 5  # of `cost`: prompt tokens, new tokens, pairs of runs
 
 
 def evaluate(
@@ -40,7 +31,6 @@ def evaluate(
     batch: int | Literal["auto"] = "auto",
     evict: str | None = None,
     kv_bits: str | None = None,
-    cost: bool = False,
     engine: str = "transformers",
     seed: int = 0,
     allow_code: bool = False,
@@ -62,7 +52,6 @@ def evaluate(
         batch: batch size: auto (on a CPU computed from the number of tokens), or a number.
         evict: eviction policy of the candidate's KV cache, such as h2o:0.4; the baseline keeps all tokens.
         kv_bits: bits of the candidate's KV cache: 8, 4, 3, 2, fp8, or by layer, such as 8@0-11,4@12-29.
-        cost: also compare KV cache size and latency with the baseline.
         engine: engine that runs the models: transformers, or vllm, which truncates long texts (docs/guides/serve.md).
         seed: seed for few-shot examples; 0 is lm-eval's default.
         allow_code: run the code in include_path, and tasks of lm-eval that execute a model's output.
@@ -74,19 +63,14 @@ def evaluate(
             a causal LM, or an option is wrong.
     """
     names = tuple(name.strip() for name in (tasks.split(",") if isinstance(tasks, str) else tasks))
-    _check_engine(engine, transformers_only=(evict, kv_bits, device) != (None,) * 3 or cost)
+    _check_engine(engine, transformers_only=(evict, kv_bits, device) != (None,) * 3)
     options: dict[str, Any] = {"limit": limit, "num_fewshot": num_fewshot, "batch": batch, "engine": engine}
     settings = EvaluateSettings(tasks=names, evict=evict, kv_bits=kv_bits, seed=seed, **options)
     version, cache = harness.check_installed(), CacheOptions(evict, settings.kv_bits)
-    if cost and baseline is None:
-        raise ValueError("`cost` compares with a baseline; set `baseline` too")
     sources = pair("evaluate", model, baseline, tokenizer, dtype=dtype, device=device)
     served = [servable_source(source) for source in sources] if engine == "vllm" else []
-    if cost:
-        cost_context(source.positions for source in sources)
     started = time.perf_counter()
-    with harness.quiet(), progress("reading tasks", 0):
-        chosen = harness.Tasks(names, None if include_path is None else Path(include_path), allow_code)
+    chosen = harness.read_tasks(names, None if include_path is None else Path(include_path), allow_code)
     models, results = [], []
     for number, source in enumerate(sources):
         if engine == "vllm":
@@ -98,8 +82,6 @@ def evaluate(
     original, of_original = (models[1], results[1]) if len(models) > 1 else (None, None)
     scored = summary.task_rows(models[0].name, results[0], of_original)
     rows = [*summary.group_rows(chosen.groups, scored, results[0], of_original), *(one.row for one in scored)]
-    if cost:
-        rows += measure_cost(models[0].name, sources[0].load(), sources[1].load(), cache)
     evaluation = Evaluation(
         original=original,
         candidates=(models[0],),
@@ -117,7 +99,7 @@ def _check_engine(engine: str, transformers_only: bool) -> None:
     if engine not in ("transformers", "vllm"):
         raise ValueError(f"`engine` must be transformers or vllm, got {engine!r}")
     if engine == "vllm" and transformers_only:
-        raise ValueError("`evict`, `kv_bits`, `cost` and `device` need `engine` transformers; leave them out with vllm")
+        raise ValueError("`evict`, `kv_bits` and `device` need `engine` transformers; leave them out with vllm")
 
 
 def _score(
@@ -170,22 +152,3 @@ def _score_served(
             facts = served_facts(source, lm)
     details = {"requests": lm.requests, "shortened": lm.shortened, "seconds": seconds}
     return JudgedModel(name=source.name, model=facts, details=details), results
-
-
-def measure_cost(name: str, candidate: PreTrainedModel, baseline: PreTrainedModel, cache: CacheOptions) -> list[Row]:
-    """Return the candidate's KV cache size and latency compared with the baseline's."""
-    load = Load(cost_context(map(positions, (candidate, baseline))), new_tokens=COST_TOKENS)
-    judge, ids = Judge(baseline, catches=False), random_ids([candidate, baseline], load)
-    judged = Candidate(name, candidate, None if cache == CacheOptions() else cache.running)
-    with quiet_transformers():
-        ((first, *pairs),) = judge.runs([judged], load, ids, COST_PAIRS).values()
-    facts = {"candidate": name, "scope": f"{load.context} tokens"}
-    return [*cache_rows(*first, **facts), *time_rows(pairs, ("ttft", "tpot_dynamic"), **facts)]
-
-
-def cost_context(limits: Iterable[int]) -> int:
-    """Return the prompt length of a cost in tokens, such that prompt and new tokens fit all models' positions."""
-    least = min(limits)
-    if least <= COST_TOKENS:
-        raise ValueError(f"`cost` needs models with more than {COST_TOKENS} positions, got {least}")
-    return min(COST_CONTEXT, least - COST_TOKENS)

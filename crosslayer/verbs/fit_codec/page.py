@@ -13,6 +13,7 @@ def layout(record: CodecReport) -> Page:
     settings, original = record.settings, record.original
     assert original is not None and original.model is not None
     times = [row for row in record.rows if row.unit == "s"]
+    scores = [row for row in record.rows if "items" in row.details]
     return Page(
         title=f"A codec for the caches of {original.name}",
         subtitle=(
@@ -26,7 +27,10 @@ def layout(record: CodecReport) -> Page:
         ],
         sentences=sentences(record),
         panels=bytes_and_kl(record),
-        tables=[listing("Times (original: prefill)", times)],
+        tables=[
+            listing("Times (original: prefill)", times),
+            *([listing("Tasks", scores, {"items": "items"})] if scores else []),
+        ],
         lead=tables(record),
     )
 

@@ -21,6 +21,8 @@ class CodecSettings(Options):
     prompt: int = Field(ge=16)
     continued: int = Field(ge=1)
     numbers: int = Field(ge=0, multiple_of=5)
+    tasks: tuple[str, ...] = ()
+    limit: int | None = Field(default=None, ge=1)
     repeats: int = Field(ge=1)
     seed: Seed
     bos: str

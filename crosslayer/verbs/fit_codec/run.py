@@ -1,7 +1,7 @@
 """Fits a codec to a model, and measures it: bytes, KL by domain, time."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +13,19 @@ from crosslayer.codec.chain import BLOCK, Chain
 from crosslayer.codec.codec import Codec
 from crosslayer.codec.fit import BASIS, Calibration, calibrate, fit_chain_at, with_rate
 from crosslayer.codec.format import HASH, HEAD
-from crosslayer.codec.judge import Way, coded, exact, judge, numbers_found, rounded
+from crosslayer.codec.judge import Way, coded, exact, judge, numbers_found, rounded, stored
 from crosslayer.codec.layer_costs import weighed
 from crosslayer.codec.prints import model_print, tokenizer_print
-from crosslayer.codec.states import read_shapes
+from crosslayer.codec.states import LayerShape, read_shapes
 from crosslayer.corpus.domains import shared_out, split_domains
 from crosslayer.corpus.windows import Windows
 from crosslayer.extras import check_extra
 from crosslayer.judge.clock import announce, prefill
+from crosslayer.judge.judge import Judge
 from crosslayer.judge.report import JudgedModel, Row
 from crosslayer.judge.retrieval import DEPTHS, hidden_samples
 from crosslayer.judge.rows import bytes_row, damage_rows, retrieval_row, time_row
+from crosslayer.judge.tasks.harness import read_tasks
 from crosslayer.judge.texts import DomainTexts, Texts
 from crosslayer.machine import seconds
 from crosslayer.models.load import model_facts, public_name, ready_model
@@ -56,6 +58,8 @@ def fit_codec(
     prompt: int | None = None,
     continued: int = 128,
     numbers: int = 20,
+    tasks: Sequence[str] = (),
+    limit: int | None = None,
     repeats: int = 5,
     seed: int = 0,
     bos: str = "auto",
@@ -83,6 +87,8 @@ def fit_codec(
         prompt: tokens of a stored prompt; default 640, or as many as the model's sliding windows hold.
         continued: tokens after the stored prompt over which KL is measured.
         numbers: hidden numbers to ask for, in stored texts of `prompt` tokens; a multiple of 5.
+        tasks: lm-eval tasks: each context is stored, then continued.
+        limit: maximum number of items per task, from the first; default all.
         repeats: timed runs of prefill, encoding and decoding, alternating.
         seed: random seed.
         bos: begin each window with the BOS token: auto (as the tokenizer does), yes or no.
@@ -95,33 +101,30 @@ def fit_codec(
     """
     check_extra("store", "a codec", "pcodec")
     cut = {"calibration": calibration, "length": length, "windows": windows, "continued": continued}
-    more = {"numbers": numbers, "repeats": repeats, "seed": seed, "bos": bos}
+    more = {"numbers": numbers, "tasks": tuple(tasks), "limit": limit, "repeats": repeats, "seed": seed, "bos": bos}
     settings = CodecSettings(share=None if kl is not None else share, kl=kl, prompt=prompt or PROMPT, **cut, **more)
     fitted_on, judged_on = Texts.load(calibration_text or None, None, seed), Texts.load(text or None, None, seed)
     fitted_to = fitted_on.calibration
     domains = [name for name in judged_on.evaluation if text or name not in fitted_to]
     if not domains:
         raise ValueError("`text` must be given: the codec is fitted to all embedded domains")
+    asked = read_tasks(settings.tasks) if tasks else None
     started = time.perf_counter()
     loaded, tokenizer = ready_model(model, tokenizer, dtype=dtype, device=device)
     shapes = read_shapes(loaded)
-    windows_hold = min((shape.window - 1 for shape in shapes if shape.window is not None), default=2**31)
-    prompt = min(PROMPT, windows_hold) if prompt is None else prompt
+    prompt = _stored_tokens(shapes, prompt)
     settings = settings.model_copy(update={"prompt": prompt})
-    if prompt > windows_hold:
-        raise ValueError(f"`prompt` must be at most {windows_hold}, which all layers of the model hold, got {prompt}")
-    limit = config_positions(loaded.config) or 2**31
-    if prompt + continued > limit:
-        raise ValueError(f"`prompt` and `continued` must be at most {limit} together, got {prompt + continued}")
+    if prompt + continued > (most := config_positions(loaded.config) or 2**31):
+        raise ValueError(f"`prompt` and `continued` must be at most {most} together, got {prompt + continued}")
     with progress("tokenizing the text", 0):
         how: dict[str, Any] = {"tokenizer": tokenizer, "seed": seed, "bos": bos}
         own = {name: fitted_on.domains[name] for name in fitted_to}
         fit = split_domains(own, parts={"fit": shared_out(calibration, fitted_to)}, length=length, **how)["fit"]
         others = {name: judged_on.domains[name] for name in domains}
         parts = {"windows": shared_out(windows, domains), "step": dict.fromkeys(domains, STEP_WINDOWS)}
-        found = split_domains(others, parts=parts, length=prompt + continued, **how)
+        cuts = split_domains(others, parts=parts, length=prompt + continued, **how)
         samples = [] if tokenizer is None else hidden_samples(tokenizer, [prompt], numbers // len(DEPTHS), seed)
-    judged, step = found["windows"], found["step"].ids
+    judged, step = cuts["windows"], cuts["step"].ids
     check_ids(loaded, fit.ids)
     announce(loaded, judged.ids, READ * (fit.ids.numel() + judged.ids.numel()), ANSWERED * len(samples))
     data = calibrate(loaded, shapes, fit.ids, step[:, :prompt], seed)
@@ -137,8 +140,11 @@ def fit_codec(
         ways |= {name: rounded(loaded, bits) for name, bits in ROUNDED.items()}
     rows = _rows(judge(loaded, judged.ids, prompt, ways), judged, prompt * fitting.per_token)
     if tokenizer is not None and samples:
-        asked = numbers_found(loaded, tokenizer, samples, {"original": exact, **ways})
-        rows += [retrieval_row(way, "all", asked[way], asked["original"]) for way in ways]
+        found = numbers_found(loaded, tokenizer, samples, {"original": exact, **ways})
+        rows += [retrieval_row(way, "all", found[way], found["original"]) for way in ways]
+    if asked is not None:
+        scored = [stored(name, way) for name, way in ways.items() if name not in ROUNDED]
+        rows += Judge(loaded, tokenizer=tokenizer, catches=False).tasks(scored, asked, limit)
     name = public_name(model)
     report = CodecReport(
         original=JudgedModel(name=name, model=model_facts(loaded, name)),
@@ -153,6 +159,14 @@ def fit_codec(
     )
     report._codec = codec
     return report
+
+
+def _stored_tokens(shapes: Sequence[LayerShape], prompt: int | None) -> int:
+    """Return the tokens of a stored prompt, which all layers must hold."""
+    most = min((shape.window - 1 for shape in shapes if shape.window is not None), default=2**31)
+    if prompt is not None and prompt > most:
+        raise ValueError(f"`prompt` must be at most {most}, which all layers of the model hold, got {prompt}")
+    return prompt or min(PROMPT, most)
 
 
 class Fitting:

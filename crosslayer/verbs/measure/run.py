@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from crosslayer.cache.running import NewCache
 from crosslayer.corpus.domains import shared_out, split_domains
 from crosslayer.environment import quiet_transformers
 from crosslayer.judge.candidate import Candidate, read_candidates
@@ -19,6 +18,7 @@ from crosslayer.judge.memory import Load
 from crosslayer.judge.report import JudgedModel, Row
 from crosslayer.judge.retrieval import DEPTHS, NEW_TOKENS, hidden_samples
 from crosslayer.judge.rows import cache_rows, kl_rows, retrieval_row, time_rows
+from crosslayer.judge.tasks.harness import Tasks, read_tasks
 from crosslayer.judge.texts import DomainTexts, Texts
 from crosslayer.models.load import model_facts, public_name, ready_model
 from crosslayer.models.pair import causal_config
@@ -117,6 +117,7 @@ def measure(
     if windows < least:
         raise ValueError(f"`windows` must be at least {least} ({MIN_WINDOWS} of each domain), got {windows}")
     started = time.perf_counter()
+    asked = read_tasks(settings.tasks) if "tasks" in only else None
     loaded, tokenizer = ready_model(model, tokenizer, dtype=dtype, device=device)
     with progress("tokenizing the text", 0):
         parts = {"evaluation": shared_out(windows, texts.evaluation)}
@@ -132,7 +133,7 @@ def measure(
         announce(loaded, cut.ids, models * tokens + priced, models * steps)
         more, prices = exact.exact_layers(judge, judged, exact_layers) if exact_layers else ([], [])
         judged = [*judged, *more]
-        rows = [*_rows(judge, judged, settings), *prices]
+        rows = [*_rows(judge, judged, settings, asked), *prices]
     return Measurement(
         original=JudgedModel(name=(name := public_name(model)), model=model_facts(loaded, name)),
         candidates=tuple(map(judge.described, judged)),
@@ -153,7 +154,7 @@ def _work(settings: MeasureSettings) -> tuple[int, int]:
     )
 
 
-def _rows(judge: Judge, candidates: Sequence[Candidate], settings: MeasureSettings) -> list[Row]:
+def _rows(judge: Judge, candidates: Sequence[Candidate], settings: MeasureSettings, asked: Tasks | None) -> list[Row]:
     """Return the rows of all questions that are asked."""
     only, rows = settings.only, []
     if {"bytes", "time"} & set(only):
@@ -163,8 +164,8 @@ def _rows(judge: Judge, candidates: Sequence[Candidate], settings: MeasureSettin
             rows += kl_rows(name, found)
     if "needles" in only:
         rows += _needles(judge, candidates, settings)
-    if "tasks" in only:
-        rows += _tasks(judge, candidates, settings)
+    if asked is not None:
+        rows += judge.tasks(candidates, asked, settings.limit)
     return rows
 
 
@@ -202,33 +203,4 @@ def _needles(judge: Judge, candidates: Sequence[Candidate], settings: MeasureSet
                     candidate.name, scope, [found[number] for number in asked], [original[number] for number in asked]
                 )
             )
-    return rows
-
-
-def _tasks(judge: Judge, candidates: Sequence[Candidate], settings: MeasureSettings) -> list[Row]:
-    """Return the scores of each candidate on tasks of lm-eval, with the original's on the same items."""
-    from crosslayer.judge.tasks import harness, summary
-
-    harness.check_installed()
-    from crosslayer.judge.tasks.lm import language_model
-
-    with harness.quiet(), progress("reading tasks", 0):
-        tasks = harness.Tasks(settings.tasks, None)
-
-    def results_of(candidate: Candidate | None) -> Any:
-        def ask(model: PreTrainedModel, new_cache: NewCache | None) -> Any:
-            assert judge.tokenizer is not None
-            scores = candidate is None or candidate.scores
-            lm = language_model(model, judge.tokenizer, "auto", new_cache, scores)
-            return harness.score(lm, tasks, limit=settings.limit)
-
-        with harness.quiet():
-            return judge.asked(candidate, ask)
-
-    original, rows = results_of(None), []
-    for candidate in candidates:
-        results = results_of(candidate)
-        if results is not None:
-            scored = summary.task_rows(candidate.name, results, original)
-            rows += [*summary.group_rows(tasks.groups, scored, results, original), *(one.row for one in scored)]
     return rows

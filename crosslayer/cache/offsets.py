@@ -79,12 +79,8 @@ def _keys(model: PreTrainedModel) -> tuple[dict[int, Tensor], dict[int, Tensor]]
 
     modules = [call.module for call in _calls(model, text[:, :1]).values()]
     passes = [_calls(model, text, modules, hook) for hook in (note, repeat)]
-    first, second = ({layer: _key(call) for layer, call in calls.items()} for calls in passes)
-    return first, second
-
-
-def _key(call: AttentionCall) -> Tensor:
-    return call.key[0].to(work_dtype(call.key.dtype))
+    keys = [{layer: call.key[0].to(work_dtype(call.key.dtype)) for layer, call in calls.items()} for calls in passes]
+    return keys[0], keys[1]
 
 
 def _repeated(states: Any) -> Any:

@@ -100,7 +100,7 @@ def protected(rank: Tensor, above: Tensor) -> Tensor:
 
 POLICIES = {
     "streaming": Policy(_streaming, f"the first {SINKS} tokens and the latest ones"),
-    "h2o": Policy(_h2o, "half the latest tokens, half the tokens that received most attention", attention=True),
+    "h2o": Policy(_h2o, "the latest tokens and as many that received the most attention", attention=True),
     "sinks": Policy(_sinks, "each head's sinks, at any position, and the latest tokens", attention=True),
     "snapkv": Policy(
         _snapkv, "the prompt's end, the tokens it attends to, and all later tokens", attention=True, window=WINDOW

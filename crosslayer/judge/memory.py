@@ -53,7 +53,7 @@ def too_large(models: Sequence[PreTrainedModel], load: Load, evicts: bool = Fals
     activations = max(_activation_bytes(model, load.batch * load.context) for model in models)
     logits = max(load.batch * model.config.get_text_config().vocab_size * 8 for model in models)
     need = sum(caches) + max(caches) + activations + logits
-    heads = max(map(_heads, models))
+    heads = max(model.config.get_text_config().per_layer_config[0].num_attention_heads for model in models)
     if evicts:  # the boolean mask that eviction makes, and the additive one that sdpa makes of it
         need += load.batch * heads * load.context**2 * (2 + models[0].dtype.itemsize)
     if load.attention == "eager":  # two copies of a layer's maps
@@ -64,10 +64,6 @@ def too_large(models: Sequence[PreTrainedModel], load: Load, evicts: bool = Fals
         f"context {load.context}, batch {load.batch} needs about {need / 1e9:.1f} GB of memory with {load.attention} "
         f"attention, and {free / 1e9:.1f} GB are free"
     )
-
-
-def _heads(model: PreTrainedModel) -> int:
-    return model.config.get_text_config().per_layer_config[0].num_attention_heads
 
 
 def _activation_bytes(model: PreTrainedModel, tokens: int) -> int:

@@ -5,15 +5,25 @@ KLs of single layers need not add up to that of the whole cache, so the choice i
 
 from collections.abc import Mapping, Sequence
 
+from transformers import PreTrainedModel
+
+from crosslayer.cache.plans import stored_kinds
 from crosslayer.judge.candidate import BITS, Candidate, candidate_of
 from crosslayer.judge.judge import Judge
 from crosslayer.judge.report import Row
 from crosslayer.output.formatting import named_layers, ranges
 from crosslayer.stats.bootstrap import Bootstrap
+from crosslayer.wiring.kv_bits import parse_kv_bits
+from crosslayer.wiring.read import model_plan
 
 FEW = 12  # windows on which layers are compared
 PRICE = "KL of a layer"
 LLAMA_CPP = {"int8": "q8_0", "int4": "q4_0"}
+
+
+def quantizable(model: PreTrainedModel) -> list[int]:
+    """Return the layers that a quantized cache quantizes: those that store keys or values of all tokens."""
+    return [layer for layer, kind in enumerate(stored_kinds(model_plan(model), parse_kv_bits("8"))) if kind]
 
 
 def exact_layers(judge: Judge, candidates: Sequence[Candidate], count: int) -> tuple[list[Candidate], list[Row]]:
@@ -26,20 +36,20 @@ def exact_layers(judge: Judge, candidates: Sequence[Candidate], count: int) -> t
     kinds = [one.name for one in candidates if one.name in BITS]
     if not kinds:
         raise ValueError(f"`exact_layers` needs a candidate that quantizes the whole cache: {', '.join(BITS)}")
+    layers = quantizable(judge.original)
+    if count >= len(layers):
+        raise ValueError(f"`exact_layers` must be below {len(layers)}, the layers that are quantized, got {count}")
     few = judge.windows.take(range(0, len(judge.windows), -(-len(judge.windows) // FEW)))
-    layers = judge.original.config.get_text_config().num_hidden_layers
     made, rows = [], []
     for kind in kinds:
-        alone = [candidate_of(f"{BITS[kind]}@{layer}", str(layer)) for layer in range(layers)]
+        alone = [candidate_of(f"{BITS[kind]}@{layer}", str(layer)) for layer in layers]
         found = Judge(judge.original, few, judge.tokenizer).kl(alone, f"measuring the KL of {kind} by layer")
         for layer, losses in found.items():
             mean = Bootstrap(losses.documents).mean(losses.kl)
             facts = {"candidate": kind, "scope": f"layer {layer}", "original": 0.0, "value": mean.value}
             rows.append(Row(quantity=PRICE, unit="nats/token", change=mean, **facts))
-        if count >= len(found):
-            raise ValueError(f"`exact_layers` must be below {len(found)}, the layers that are quantized, got {count}")
         exact = dearest(prices(rows, kind), count)
-        quantized = ranges(int(layer) for layer in found if int(layer) not in exact).split(", ")
+        quantized = ranges(layer for layer in layers if layer not in exact).split(", ")
         text = ",".join(f"{BITS[kind]}@{part}" for part in quantized)
         made.append(candidate_of(text, f"{kind}, {named_layers(exact)} exact"))
     return made, rows

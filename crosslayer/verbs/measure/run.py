@@ -108,10 +108,9 @@ def measure(
         raise ValueError(
             f"`context` must be at most {most - STEPS}, the model's positions minus the steps, got {context}"
         )
-    if "needles" in only and max(lengths) > most:
-        raise ValueError(f"`lengths` must be at most the model's {most} positions, got {max(lengths)}")
-    if "kl" in only and length > most:
-        raise ValueError(f"`length` must be at most the model's {most} positions, got {length}")
+    for question, option, tokens in (("needles", "lengths", max(lengths)), ("kl", "length", length)):
+        if question in only and tokens > most:
+            raise ValueError(f"`{option}` must be at most the model's {most} positions, got {tokens}")
     texts = Texts.load(text, None, seed)
     least = MIN_WINDOWS * len(texts.evaluation)
     if windows < least:
@@ -126,10 +125,8 @@ def measure(
     judge = Judge(loaded, cut, tokenizer)
     with quiet_transformers():
         tokens, steps = _work(settings)
-        models, priced = 1 + len(judged), 0
-        if exact_layers:
-            models += len(judged)
-            priced = len(judged) * loaded.config.get_text_config().num_hidden_layers * exact.FEW * length
+        models = 1 + len(judged) * (2 if exact_layers else 1)
+        priced = len(judged) * len(exact.quantizable(loaded)) * exact.FEW * length if exact_layers else 0
         announce(loaded, cut.ids, models * tokens + priced, models * steps)
         more, prices = exact.exact_layers(judge, judged, exact_layers) if exact_layers else ([], [])
         judged = [*judged, *more]

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import crosslayer
+from crosslayer.judge.judge import Judge
 from crosslayer.verbs.measure.exact_layers import PRICE, dearest, flags, prices
 from tests.golden.records import ids
 from tests.helpers.tiny import tiny
@@ -60,7 +61,8 @@ def test_engines_get_options():
     assert flags(dict.fromkeys(range(6), 0.0), "fp8", 1) == flags(dict.fromkeys(range(6), 0.0), "int4", 1) == ""
 
 
-def test_what_cannot_be_left_exact_is_refused(model):
+def test_what_cannot_be_left_exact_is_refused_before_anything_is_measured(model, monkeypatch):
+    monkeypatch.delattr(Judge, "kl")
     with pytest.raises(ValueError, match="exact_layers"):
         crosslayer.measure(model, candidates=["h2o:0.5"], exact_layers=1, **OPTIONS)
     with pytest.raises(ValueError, match="exact_layers"):

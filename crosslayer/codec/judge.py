@@ -98,7 +98,10 @@ def rounded(model: PreTrainedModel, bits: str) -> Way:
 
 
 class StoredCache(DynamicCache):
-    """A cache that is stored once: a second call reads what `way` gives back for the tokens of the first."""
+    """A cache that is stored once: a second call reads what `way` gives back for the tokens of the first.
+
+    Its rows have no padding. The tokens are not known, so `way` gets zeros for them.
+    """
 
     def __init__(self, way: Way, config: PreTrainedConfig):
         super().__init__(config=config)
@@ -111,12 +114,12 @@ class StoredCache(DynamicCache):
         if self.way is not None and layer_idx == 0 and self.get_seq_length():
             way, self.way = self.way, None
             rows, columns = len(key_states), self.get_seq_length()
-            self.layers = way(self, torch.zeros(rows, columns, dtype=torch.int64))[0].layers  # ids only name blocks
+            self.layers = way(self, torch.zeros(rows, columns, dtype=torch.int64))[0].layers
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
 
 def stored(name: str, way: Way) -> Candidate:
-    """Return the candidate whose prompts are stored before they are continued."""
+    """Return the candidate whose prompts are stored before they are continued, for tasks."""
     return Candidate(name, around=lambda model: nullcontext(lambda: StoredCache(way, model.config)), scores=False)
 
 

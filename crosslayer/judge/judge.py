@@ -23,6 +23,8 @@ from crosslayer.judge.losses import Losses, losses
 from crosslayer.judge.memory import Load, too_large
 from crosslayer.judge.report import JudgedModel, Row
 from crosslayer.judge.retrieval import Retrieval, measure_retrieval, retrieved
+from crosslayer.judge.tasks.harness import Tasks, quiet, score
+from crosslayer.judge.tasks.summary import group_rows, task_rows
 from crosslayer.models.load import load_model, model_facts
 from crosslayer.output.progress import progress
 from crosslayer.probe.intercept import evaluating
@@ -37,7 +39,7 @@ class Judge:
     Attributes:
         original: the model that all candidates are compared with.
         windows: evaluation text, for KL.
-        tokenizer: of the original, for hidden numbers.
+        tokenizer: of the original, for hidden numbers and tasks.
         catches: whether a candidate that fails is noted, and the others are measured; otherwise it raises.
         failed: by candidate, why it could not be measured.
     """
@@ -73,26 +75,29 @@ class Judge:
         ask = partial(measure_retrieval, tokenizer=self.tokenizer, seed=seed, lengths=lengths)
         return self.asked(candidate, lambda model, new_cache: ask(model, new_cache=new_cache)) or ()
 
-    def tasks(self, candidates: Sequence[Candidate], tasks: Any, limit: int | None) -> list[Row]:
-        """Return the scores of each candidate on `Tasks` of lm-eval, with the original's on the same items."""
-        from crosslayer.judge.tasks import harness, lm, summary
+    def task_results(self, candidate: Candidate | None, tasks: Tasks, limit: int | None) -> Any:
+        """Return what lm-eval returns of a candidate, or of the original; None if it fails."""
+        from crosslayer.judge.tasks.lm import language_model
 
-        def results_of(candidate: Candidate | None) -> Any:
-            def ask(model: PreTrainedModel, new_cache: NewCache | None) -> Any:
-                scores = candidate is None or candidate.scores
-                assert self.tokenizer is not None
-                asked = lm.language_model(model, self.tokenizer, "auto" if scores else 1, new_cache, scores)
-                return harness.score(asked, tasks, limit=limit)
+        def ask(model: PreTrainedModel, new_cache: NewCache | None) -> Any:
+            scores = candidate is None or candidate.scores
+            assert self.tokenizer is not None
+            batch = "auto" if scores else 1  # such a cache need not know padding
+            return score(language_model(model, self.tokenizer, batch, new_cache, scores), tasks, limit=limit)
 
-            with harness.quiet():
-                return self.asked(candidate, ask)
+        with quiet():
+            return self.asked(candidate, ask)
 
-        original, rows = results_of(None), []
+    def tasks(
+        self, candidates: Sequence[Candidate], tasks: Tasks, limit: int | None, original: Any = None
+    ) -> list[Row]:
+        """Return the scores of each candidate, with the original's on the same items, or other `task_results`."""
+        original, rows = original or self.task_results(None, tasks, limit), []
         for candidate in candidates:
-            results = results_of(candidate)
+            results = self.task_results(candidate, tasks, limit)
             if results is not None:
-                scored = summary.task_rows(candidate.name, results, original)
-                rows += [*summary.group_rows(tasks.groups, scored, results, original), *(one.row for one in scored)]
+                scored = task_rows(candidate.name, results, original)
+                rows += [*group_rows(tasks.groups, scored, results, original), *(one.row for one in scored)]
         return rows
 
     def step(self, candidate: Candidate, load: Load) -> StepTime | None:

@@ -147,6 +147,12 @@ class Tasks:
         return groups or list(content["tasks"].values())
 
 
+def task_names(tasks: str | Sequence[str]) -> tuple[str, ...]:
+    """Return names that are listed, or separated by commas, or both."""
+    texts = [tasks] if isinstance(tasks, str) else tasks
+    return tuple(name.strip() for text in texts for name in text.split(","))
+
+
 def read_tasks(names: Sequence[str], include_path: Path | None = None, allow_code: bool = False) -> Tasks:
     """Return tasks of lm-eval and of a user's folder by name, with their data."""
     check_installed()

@@ -58,8 +58,8 @@ def language_model(
         lm = SmallerCacheLM(**options)
         empty = new_cache()
         eviction = empty.eviction if isinstance(empty, SmallerKVCache) else None
-        lm.new_cache, lm.eviction = new_cache, eviction
-        lm.by_context = not scores or (lm.eviction is not None and bool(lm.eviction.rule.window))
+        lm.new_cache, lm.eviction, lm.apart = new_cache, eviction, not scores
+        lm.by_context = lm.apart or (lm.eviction is not None and bool(lm.eviction.rule.window))
     return lm
 
 
@@ -165,9 +165,10 @@ class SmallerCacheLM(MeteredLM):
     new_cache: NewCache
     eviction: Eviction | None
     by_context: bool  # whether a context is read by itself, and its continuations from the cache
+    apart: bool  # whether its last token is read by itself, so that the first answer too comes from the cache
 
     def _model_generate(self, context: Tensor, *arguments: Any, **options: Any) -> Tensor:
-        cache = self.new_cache()
+        cache, _ = self._read_before_last(context)
         answers = super()._model_generate(context, *arguments, **{CACHE: cache}, **options)
         if isinstance(cache, SmallerKVCache):
             self.reduced += min(cache.reduced_texts(), len(context))  # beams are rows too
@@ -197,15 +198,23 @@ class SmallerCacheLM(MeteredLM):
                     self.cache_hook.add_partial("loglikelihood", requests[index][0], score)
         return answers
 
+    def _read_before_last(self, context: Tensor) -> tuple[Any, Tensor]:
+        """Return a cache, and the tokens (B, T) that are still to be read: all, or the last if that is read apart."""
+        cache = self.new_cache()
+        if not self.apart or context.shape[1] == 1:
+            return cache, context
+        self.model(context[:, :-1], **{CACHE: cache})
+        return cache, context[:, -1:]
+
     def _after(self, context: tuple[int, ...], continuations: list[list[int]]) -> list[tuple[float, bool]]:
         """Read a context, evict its tokens, and score N continuations of it."""
         longest = max(1, self.max_length + 1 - max(map(len, continuations)))
         prompt = torch.tensor([context[-longest:]], device=self.device)
         targets = [torch.tensor(ids, device=self.device) for ids in continuations]
         padded = pad_sequence(targets, batch_first=True)  # (N, T)
-        cache = self.new_cache()
         with torch.no_grad():
-            logits = self.model(prompt, **{CACHE: cache}).logits[:, -1:]  # (1, 1, V)
+            cache, rest = self._read_before_last(prompt)
+            logits = self.model(rest, **{CACHE: cache}).logits[:, -1:]  # (1, 1, V)
             logits = logits.expand(len(targets), -1, -1)
             if padded.shape[1] > 1:
                 cache.batch_repeat_interleave(len(targets))

@@ -62,7 +62,7 @@ def evaluate(
         ValueError: lm-eval is missing, a task is unknown or its data is unavailable, a model cannot be loaded or is not
             a causal LM, or an option is wrong.
     """
-    names = tuple(name.strip() for name in (tasks.split(",") if isinstance(tasks, str) else tasks))
+    names = harness.task_names(tasks)
     _check_engine(engine, transformers_only=(evict, kv_bits, device) != (None,) * 3)
     options: dict[str, Any] = {"limit": limit, "num_fewshot": num_fewshot, "batch": batch, "engine": engine}
     settings = EvaluateSettings(tasks=names, evict=evict, kv_bits=kv_bits, seed=seed, **options)

@@ -13,7 +13,6 @@ def layout(record: CodecReport) -> Page:
     settings, original = record.settings, record.original
     assert original is not None and original.model is not None
     times = [row for row in record.rows if row.unit == "s"]
-    scores = [row for row in record.rows if "items" in row.details]
     return Page(
         title=f"A codec for the caches of {original.name}",
         subtitle=(
@@ -27,10 +26,7 @@ def layout(record: CodecReport) -> Page:
         ],
         sentences=sentences(record),
         panels=bytes_and_kl(record),
-        tables=[
-            listing("Times (original: prefill)", times),
-            *([listing("Tasks", scores, {"items": "items"})] if scores else []),
-        ],
+        tables=[listing("Times (original: prefill)", times)],
         lead=tables(record),
     )
 
@@ -76,4 +72,6 @@ def tables(record: CodecReport) -> list[Table]:
             cells.append(UNKNOWN if row is None else row.change_text())
         rows.append(cells)
     head = ["stored as", "bytes", *(["numbers found"] if numbers else []), *scopes]
-    return [("KL of stored caches, nats/token (95% over windows)", head, rows)]
+    scores = [row for row in record.rows if "items" in row.details]
+    tasks = [listing("Tasks on stored contexts", scores, {"items": "items"}, "task")] if scores else []
+    return [("KL of stored caches, nats/token (95% over windows)", head, rows), *tasks]

@@ -13,7 +13,7 @@ from crosslayer.codec.chain import BLOCK, Chain
 from crosslayer.codec.codec import Codec
 from crosslayer.codec.fit import BASIS, Calibration, calibrate, fit_chain_at, with_rate
 from crosslayer.codec.format import HASH, HEAD
-from crosslayer.codec.judge import Way, coded, exact, judge, numbers_found, rounded, stored
+from crosslayer.codec.judge import coded, exact, judge, numbers_found, rounded, stored
 from crosslayer.codec.layer_costs import weighed
 from crosslayer.codec.prints import model_print, tokenizer_print
 from crosslayer.codec.states import LayerShape, read_shapes
@@ -25,7 +25,7 @@ from crosslayer.judge.judge import Judge
 from crosslayer.judge.report import JudgedModel, Row
 from crosslayer.judge.retrieval import DEPTHS, hidden_samples
 from crosslayer.judge.rows import bytes_row, damage_rows, retrieval_row, time_row
-from crosslayer.judge.tasks.harness import read_tasks
+from crosslayer.judge.tasks.harness import Tasks, read_tasks, task_names
 from crosslayer.judge.texts import DomainTexts, Texts
 from crosslayer.machine import seconds
 from crosslayer.models.load import model_facts, public_name, ready_model
@@ -87,7 +87,7 @@ def fit_codec(
         prompt: tokens of a stored prompt; default 640, or as many as the model's sliding windows hold.
         continued: tokens after the stored prompt over which KL is measured.
         numbers: hidden numbers to ask for, in stored texts of `prompt` tokens; a multiple of 5.
-        tasks: lm-eval tasks: each context is stored, then continued.
+        tasks: lm-eval tasks for the codec: each context is stored before its last token is read.
         limit: maximum number of items per task, from the first; default all.
         repeats: timed runs of prefill, encoding and decoding, alternating.
         seed: random seed.
@@ -101,14 +101,13 @@ def fit_codec(
     """
     check_extra("store", "a codec", "pcodec")
     cut = {"calibration": calibration, "length": length, "windows": windows, "continued": continued}
-    more = {"numbers": numbers, "tasks": tuple(tasks), "limit": limit, "repeats": repeats, "seed": seed, "bos": bos}
-    settings = CodecSettings(share=None if kl is not None else share, kl=kl, prompt=prompt or PROMPT, **cut, **more)
-    fitted_on, judged_on = Texts.load(calibration_text or None, None, seed), Texts.load(text or None, None, seed)
-    fitted_to = fitted_on.calibration
-    domains = [name for name in judged_on.evaluation if text or name not in fitted_to]
-    if not domains:
-        raise ValueError("`text` must be given: the codec is fitted to all embedded domains")
+    more = {"numbers": numbers, "tasks": task_names(tasks), "limit": limit, "repeats": repeats}
+    sizes = {"share": None if kl is not None else share, "kl": kl, "prompt": PROMPT if prompt is None else prompt}
+    settings = CodecSettings(**sizes, **cut, **more, seed=seed, bos=bos)  # type: ignore[arg-type]
+    if tasks and tokenizer is None and isinstance(model, PreTrainedModel):
+        raise ValueError("a loaded model needs tokenizer=… for `tasks`")
     asked = read_tasks(settings.tasks) if tasks else None
+    own, others = _domains(calibration_text, text, seed)
     started = time.perf_counter()
     loaded, tokenizer = ready_model(model, tokenizer, dtype=dtype, device=device)
     shapes = read_shapes(loaded)
@@ -117,25 +116,20 @@ def fit_codec(
     if prompt + continued > (most := config_positions(loaded.config) or 2**31):
         raise ValueError(f"`prompt` and `continued` must be at most {most} together, got {prompt + continued}")
     with progress("tokenizing the text", 0):
-        how: dict[str, Any] = {"tokenizer": tokenizer, "seed": seed, "bos": bos}
-        own = {name: fitted_on.domains[name] for name in fitted_to}
-        fit = split_domains(own, parts={"fit": shared_out(calibration, fitted_to)}, length=length, **how)["fit"]
-        others = {name: judged_on.domains[name] for name in domains}
-        parts = {"windows": shared_out(windows, domains), "step": dict.fromkeys(domains, STEP_WINDOWS)}
-        cuts = split_domains(others, parts=parts, length=prompt + continued, **how)
+        fit, judged, step = _windows(own, others, settings, tokenizer)
         samples = [] if tokenizer is None else hidden_samples(tokenizer, [prompt], numbers // len(DEPTHS), seed)
-    judged, step = cuts["windows"], cuts["step"].ids
     check_ids(loaded, fit.ids)
     announce(loaded, judged.ids, READ * (fit.ids.numel() + judged.ids.numel()), ANSWERED * len(samples))
+    scorer = Judge(loaded, tokenizer=tokenizer)
+    exactly = None if asked is None else _own_scores(scorer, asked, limit)
     data = calibrate(loaded, shapes, fit.ids, step[:, :prompt], seed)
     fitting = Fitting(loaded, tokenizer, data, fit.ids, prompt)
     chain = fitting.chain(settings.share or BASIS)
     if kl is not None:
         chain = fitting.chain_at(kl, chain, step)
     codec, took = fitting.codec(chain), time.perf_counter() - started
-    ways: dict[str, Way] = {"codec": coded(codec)}
-    for part in OTHERS:
-        ways[f"codec × {part:g}"] = coded(fitting.codec(fitting.smaller(chain, part)))
+    smaller = {f"codec × {part:g}": fitting.codec(fitting.smaller(chain, part)) for part in OTHERS}
+    ways = {name: coded(one) for name, one in {"codec": codec, **smaller}.items()}
     if any(shape.window is None for shape in shapes):  # only layers without a window are rounded
         ways |= {name: rounded(loaded, bits) for name, bits in ROUNDED.items()}
     rows = _rows(judge(loaded, judged.ids, prompt, ways), judged, prompt * fitting.per_token)
@@ -143,15 +137,16 @@ def fit_codec(
         found = numbers_found(loaded, tokenizer, samples, {"original": exact, **ways})
         rows += [retrieval_row(way, "all", found[way], found["original"]) for way in ways]
     if asked is not None:
-        scored = [stored(name, way) for name, way in ways.items() if name not in ROUNDED]
-        rows += Judge(loaded, tokenizer=tokenizer, catches=False).tasks(scored, asked, limit)
+        rows += scorer.tasks([stored(name, ways[name]) for name in ("codec", *smaller)], asked, limit, exactly)
     name = public_name(model)
     report = CodecReport(
         original=JudgedModel(name=name, model=model_facts(loaded, name)),
-        candidates=tuple(JudgedModel(name=way, engines=("transformers",)) for way in ways),
+        candidates=tuple(
+            JudgedModel(name=way, engines=("transformers",), failed=scorer.failed.get(way)) for way in ways
+        ),
         rows=(*rows, *_times(loaded, codec, judged.ids[:1, :prompt].to(loaded.device), repeats)),
         settings=settings,
-        fitted_to=fitted_to,
+        fitted_to=tuple(own),
         parameters=chain.numbers,
         bytes_per_token=fitting.per_token,
         fitting=round(took, 1),
@@ -166,7 +161,36 @@ def _stored_tokens(shapes: Sequence[LayerShape], prompt: int | None) -> int:
     most = min((shape.window - 1 for shape in shapes if shape.window is not None), default=2**31)
     if prompt is not None and prompt > most:
         raise ValueError(f"`prompt` must be at most {most}, which all layers of the model hold, got {prompt}")
-    return prompt or min(PROMPT, most)
+    return min(PROMPT, most) if prompt is None else prompt
+
+
+def _domains(calibration_text: DomainTexts, text: DomainTexts, seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the documents to fit the codec to, and those to measure it on, by domain."""
+    fitted, judged = Texts.load(calibration_text or None, None, seed), Texts.load(text or None, None, seed)
+    own = {name: fitted.domains[name] for name in fitted.calibration}
+    others = {name: judged.domains[name] for name in judged.evaluation if text or name not in own}
+    if not others:
+        raise ValueError("`text` must be given: the codec is fitted to all embedded domains")
+    return own, others
+
+
+def _windows(
+    fitted: dict[str, Any], judged: dict[str, Any], settings: CodecSettings, tokenizer: PreTrainedTokenizerBase | None
+) -> tuple[Windows, Windows, Tensor]:
+    """Return the windows to fit the codec to, those to measure it on, and those (N, T) that set its step."""
+    how: dict[str, Any] = {"tokenizer": tokenizer, "seed": settings.seed, "bos": settings.bos}
+    fit = {"fit": shared_out(settings.calibration, tuple(fitted))}
+    parts = {"windows": shared_out(settings.windows, tuple(judged)), "step": dict.fromkeys(judged, STEP_WINDOWS)}
+    cut = split_domains(judged, parts=parts, length=settings.prompt + settings.continued, **how)
+    return split_domains(fitted, parts=fit, length=settings.length, **how)["fit"], cut["windows"], cut["step"].ids
+
+
+def _own_scores(scorer: Judge, tasks: Tasks, limit: int | None) -> Any:
+    """Return the original's results on tasks, by the same calls as the codec's; before the fit, which would be lost."""
+    found = scorer.task_results(stored("original", exact), tasks, limit)
+    if found is None:
+        raise ValueError(f"`tasks` cannot be scored: {scorer.failed['original']}")
+    return found
 
 
 class Fitting:

@@ -7,14 +7,13 @@ from collections.abc import Mapping, Sequence
 
 from transformers import PreTrainedModel
 
-from crosslayer.cache.plans import stored_kinds
+from crosslayer.cache.plans import checked_plan, stored_kinds
 from crosslayer.judge.candidate import BITS, Candidate, candidate_of
 from crosslayer.judge.judge import Judge
 from crosslayer.judge.report import Row
 from crosslayer.output.formatting import named_layers, ranges
 from crosslayer.stats.bootstrap import Bootstrap
 from crosslayer.wiring.kv_bits import parse_kv_bits
-from crosslayer.wiring.read import model_plan
 
 FEW = 12  # windows on which layers are compared
 PRICE = "KL of a layer"
@@ -23,7 +22,8 @@ LLAMA_CPP = {"int8": "q8_0", "int4": "q4_0"}
 
 def quantizable(model: PreTrainedModel) -> list[int]:
     """Return the layers that a quantized cache quantizes: those that store keys or values of all tokens."""
-    return [layer for layer, kind in enumerate(stored_kinds(model_plan(model), parse_kv_bits("8"))) if kind]
+    bits = parse_kv_bits("8")
+    return [layer for layer, kind in enumerate(stored_kinds(checked_plan(model, None, bits), bits)) if kind]
 
 
 def exact_layers(judge: Judge, candidates: Sequence[Candidate], count: int) -> tuple[list[Candidate], list[Row]]:
@@ -43,7 +43,9 @@ def exact_layers(judge: Judge, candidates: Sequence[Candidate], count: int) -> t
     made, rows = [], []
     for kind in kinds:
         alone = [candidate_of(f"{BITS[kind]}@{layer}", str(layer)) for layer in layers]
-        found = Judge(judge.original, few, judge.tokenizer).kl(alone, f"measuring the KL of {kind} by layer")
+        found = Judge(judge.original, few, judge.tokenizer, catches=False).kl(
+            alone, f"measuring the KL of {kind} by layer"
+        )
         for layer, losses in found.items():
             mean = Bootstrap(losses.documents).mean(losses.kl)
             facts = {"candidate": kind, "scope": f"layer {layer}", "original": 0.0, "value": mean.value}

@@ -18,7 +18,7 @@ from crosslayer.judge.memory import Load
 from crosslayer.judge.report import JudgedModel, Row
 from crosslayer.judge.retrieval import DEPTHS, NEW_TOKENS, hidden_samples
 from crosslayer.judge.rows import cache_rows, kl_rows, retrieval_row, time_rows
-from crosslayer.judge.tasks.harness import Tasks, read_tasks
+from crosslayer.judge.tasks.harness import Tasks, read_tasks, task_names
 from crosslayer.judge.texts import DomainTexts, Texts
 from crosslayer.models.load import model_facts, public_name, ready_model
 from crosslayer.models.pair import causal_config
@@ -85,7 +85,7 @@ def measure(
     """
     settings = MeasureSettings(
         only=tuple(dict.fromkeys((*only, *(("tasks",) if tasks else ())))),  # type: ignore[arg-type]
-        tasks=tuple(tasks),
+        tasks=task_names(tasks),
         limit=limit,
         exact_layers=exact_layers,
         windows=windows,

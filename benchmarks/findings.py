@@ -48,9 +48,10 @@ HEAD = """# Findings
 Each finding has a paragraph, a figure and a command. The model is SmolLM2-135M on a CPU unless another is named.
 Intervals are 95%, over text windows, items, sequences or pairs of runs; only the losses of finding 11 are compared
 over training seeds. [Findings on four models](models.md) repeats seven of them on Gemma 3 and Qwen2.5-Coder. Two of
-these do not hold everywhere: 5 and 9. For details and negative results, see the pages of the papers ([ResFormer](../papers/resformer.md),
-[Attention Residuals](../papers/attention-residuals.md), [the waiver](../papers/waiver.md),
-[UniAttn](../papers/uniattn.md)), the [tables of retrofits](../evidence/retrofits.md), and [the log](../LOG.md).
+these do not hold everywhere: 5 and 9. For details and negative results, see the pages of the papers
+([ResFormer](../papers/resformer.md), [Attention Residuals](../papers/attention-residuals.md),
+[the waiver](../papers/waiver.md), [UniAttn](../papers/uniattn.md)), the
+[tables of retrofits](../evidence/retrofits.md), and [the log](../LOG.md).
 `python benchmarks/findings.py` writes this page from committed results.
 """
 
@@ -283,8 +284,8 @@ def similarity() -> Finding:
         f"In the upper half of the model, neighboring maps have a mean cosine of {whole:.2f}. Without the first token, "
         f"to which all of them attend, it is {rest:.2f}. In UniAttn's Table 11, the maps of upper layers are "
         f"more alike than those of lower layers. In SmolLM2 their mean cosine differs by {whole - below:+.2f}, and "
-        f"without the first token by {rest - rest_below:+.2f}. A similarity that includes the first token suggests sharing in the "
-        "wrong layers.".replace("-0", "−0"),
+        f"without the first token by {rest - rest_below:+.2f}. A similarity that includes the first token suggests "
+        "sharing in the wrong layers.".replace("-0", "−0"),
         panel.key,
         "crosslayer diagnose smollm2 --sequences 8 --length 512",
     )
@@ -319,8 +320,9 @@ def shared_maps() -> Finding:
         "In a random model of eight layers, three of them readers as in the paper, eager attention can hand the "
         f"softmax map of a source to its readers. A prompt of 1,024 tokens then takes ×{handed['median']:.2f} "
         f"({spread(*handed['interval'])}) of the plain model's time; the paper reports ×0.64. Fused attention (SDPA) "
-        f"never forms a map. It takes {fused['median']:.2f} times as long as eager attention, and with it UniAttn takes "
-        f"{sdpa['median']:.2f} ({spread(*sdpa['interval'])}) times as long as the plain model. Bars are quartiles.",
+        f"never forms a map. It takes {fused['median']:.2f} times as long as eager attention, and with it UniAttn "
+        f"takes {sdpa['median']:.2f} ({spread(*sdpa['interval'])}) times as long as the plain model. "
+        "Bars are quartiles.",
         panel.key,
         "python benchmarks/shared_maps.py",
     )
@@ -336,8 +338,8 @@ def isolation() -> Finding:
         f"When position 255 is isolated, its share of later tokens' attention in layers 12-28 rises from "
         f"{before['mean']:.2%} to {after['mean']:.1%} ({after['ci95'][0]:.1%} to {after['ci95'][1]:.1%}). The first "
         f"token keeps {averages['first_after']['mean']:.1%}. The loss on later tokens rises by "
-        f"{measured['loss_behind']['difference']['mean']:.3f} nats per token. Both Qwen2.5-Coder models behave alike; in "
-        "Gemma 3 270M no sink appears.",
+        f"{measured['loss_behind']['difference']['mean']:.3f} nats per token. Both Qwen2.5-Coder models behave "
+        "alike; in Gemma 3 270M no sink appears.",
         "waiver_smollm2",
         "python benchmarks/intervene.py --sequences 32",
     )

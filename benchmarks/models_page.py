@@ -82,7 +82,8 @@ def codec_ratio(name: str, setting: str, other: str) -> Cell:
         if (row["codec"], row["other"]) == (setting, other):
             value, low, high = row["ratio"]
             count = {"n": row["of"], "over": "windows", "how": "bootstrap"}
-            return Estimate(value=value, low=low, high=high, none=1, **count), f"{row['share']:.1%} and {row['other_share']:.1%} of the bytes"
+            shown = f"{row['share']:.1%} and {row['other_share']:.1%} of the bytes"
+            return Estimate(value=value, low=low, high=high, none=1, **count), shown
     return None
 
 
@@ -182,8 +183,11 @@ FINDINGS = (
         f"H2O at 60% of the cache loses hidden numbers, and perplexity rises by less than {UNSHOWN:.0%} (share found)",
         evicted, "lower",
     ),
-    Finding("In the strongest layer, the first token's share of attention, minus 30%, is above 0", sink, "higher"),
-    Finding("In that layer, the norm of the first token's values ÷ the median token's, minus 1, is below 0", drained, "lower"),
+    Finding(
+        "In the layer with the strongest sink, the first token's share of attention, minus 30%, is above 0",
+        sink, "higher",
+    ),
+    Finding("In that layer, the norm of the first token's values ÷ the median, minus 1, is below 0", drained, "lower"),
     Finding("Without the first token, neighboring maps of the upper half are less alike (cosine)", maps, "lower"),
     Finding("A token that attends only to itself becomes a sink (share of attention)", isolated, "higher"),
 )  # fmt: skip

@@ -14,7 +14,7 @@ from datetime import date
 from pathlib import Path
 
 import crosslayer
-from crosslayer.codec.judge import coded, stored
+from crosslayer.codec.judge import coded, exact, stored
 from crosslayer.environment import environment
 from crosslayer.judge.judge import Judge
 from crosslayer.judge.tasks.harness import read_tasks
@@ -34,18 +34,22 @@ def main() -> None:
     started = time.perf_counter()
     tasks = read_tasks([f"{name}_local" for name in options.names.split(",")], options.tasks, allow_code=True)
     model, tokenizer = crosslayer.load_model(options.model)
-    candidates = []
+    candidates, ids = [], {}
     for folder in options.codecs:
         codec = crosslayer.load_codec(folder)
         codec.check(model, tokenizer)
         candidates.append(stored(folder.name, coded(codec)))
-    rows = Judge(model, tokenizer=tokenizer, catches=False).tasks(candidates, tasks, options.limit)
+        ids[folder.name] = codec.id.hex()
+    judge = Judge(model, tokenizer=tokenizer, catches=False)
+    own = judge.task_results(stored("original", exact), tasks, options.limit)  # by the same calls as the codecs
+    rows = judge.tasks(candidates, tasks, options.limit, own)
     for row in rows:
         print(f"{row.candidate}: {row.scope} {row.quantity} {row.original:.4f} → {row.value:.4f}, {row.change_text()}")
     if options.json is not None:
         record = {
             "date": str(date.today()),
             "model": options.model,
+            "codecs": ids,
             "limit": options.limit,
             "seconds": round(time.perf_counter() - started),
             "environment": environment().model_dump(),

@@ -38,10 +38,10 @@ from crosslayer.judge.memory import Load
 from crosslayer.judge.retrieval import retrieval_change
 from crosslayer.judge.rows import cache_rows, time_rows
 from crosslayer.judge.tasks import summary
+from crosslayer.probe.tokens import positions
 
 LENGTH = 512  # tokens of a window of text
-COST = Load(512, new_tokens=16)  # at which caches are counted and steps are timed
-PAIRS = 5  # of timed runs
+CONTEXT, NEW_TOKENS, PAIRS = 512, 16, 5  # at which caches are counted and steps are timed, in pairs of runs
 
 
 @torch.no_grad()
@@ -149,9 +149,10 @@ def measure(row, baseline, options):
 def measure_cost(name, model, baseline, cache):
     """Return the rows of bytes and times of a candidate next to the baseline."""
     judged = Candidate(name, model, None if cache == CacheOptions() else cache.running)
-    runs = Judge(baseline, catches=False).runs([judged], COST, random_ids([model, baseline], COST), PAIRS)
+    load = Load(min(CONTEXT, positions(model) - NEW_TOKENS, positions(baseline) - NEW_TOKENS), new_tokens=NEW_TOKENS)
+    runs = Judge(baseline, catches=False).runs([judged], load, random_ids([model, baseline], load), PAIRS)
     first, *pairs = runs[name]
-    facts = {"candidate": name, "scope": f"{COST.context} tokens"}
+    facts = {"candidate": name, "scope": f"{load.context} tokens"}
     return [*cache_rows(*first, **facts), *time_rows(pairs, ("ttft", "tpot_dynamic"), **facts)]
 
 

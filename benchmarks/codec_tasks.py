@@ -1,10 +1,11 @@
-"""Task scores on stored prompts: each context is stored with a codec, then continued; the original keeps its cache.
+"""Task scores on stored prompts: each context is stored with a codec before its last token is read.
 
     crosslayer fit-codec smollm2 --share 0.125 --out codec-8
     python benchmarks/local_tasks.py DATA TASKS
     python benchmarks/codec_tasks.py smollm2 codec-8 codec-16 --tasks TASKS [--limit 200] [--json FILE]
 
-Prints the accuracy of each codec and its paired difference from the original in points, with a 95% interval.
+Prints the score of each codec and its paired change from the original, with a 95% interval. The original is scored by
+the same calls, with a cache that is stored exactly.
 """
 
 import argparse

@@ -25,7 +25,7 @@ from crosslayer.judge.judge import Judge
 from crosslayer.judge.report import JudgedModel, Row
 from crosslayer.judge.retrieval import DEPTHS, hidden_samples
 from crosslayer.judge.rows import bytes_row, damage_rows, retrieval_row, time_row
-from crosslayer.judge.tasks.harness import Tasks, read_tasks, task_names
+from crosslayer.judge.tasks.harness import read_tasks, task_names
 from crosslayer.judge.texts import DomainTexts, Texts
 from crosslayer.machine import seconds
 from crosslayer.models.load import model_facts, public_name, ready_model
@@ -120,8 +120,10 @@ def fit_codec(
         samples = [] if tokenizer is None else hidden_samples(tokenizer, [prompt], numbers // len(DEPTHS), seed)
     check_ids(loaded, fit.ids)
     announce(loaded, judged.ids, READ * (fit.ids.numel() + judged.ids.numel()), ANSWERED * len(samples))
-    scorer = Judge(loaded, tokenizer=tokenizer)
-    exactly = None if asked is None else _own_scores(scorer, asked, limit)
+    exactly = None
+    if asked is not None:  # what is wrong with a task is raised before the fit, which would be lost
+        strict = Judge(loaded, tokenizer=tokenizer, catches=False)
+        exactly = strict.task_results(stored("original", exact), asked, limit)
     data = calibrate(loaded, shapes, fit.ids, step[:, :prompt], seed)
     fitting = Fitting(loaded, tokenizer, data, fit.ids, prompt)
     chain = fitting.chain(settings.share or BASIS)
@@ -136,6 +138,7 @@ def fit_codec(
     if tokenizer is not None and samples:
         found = numbers_found(loaded, tokenizer, samples, {"original": exact, **ways})
         rows += [retrieval_row(way, "all", found[way], found["original"]) for way in ways]
+    scorer = Judge(loaded, tokenizer=tokenizer)
     if asked is not None:
         rows += scorer.tasks([stored(name, ways[name]) for name in ("codec", *smaller)], asked, limit, exactly)
     name = public_name(model)
@@ -183,14 +186,6 @@ def _windows(
     parts = {"windows": shared_out(settings.windows, tuple(judged)), "step": dict.fromkeys(judged, STEP_WINDOWS)}
     cut = split_domains(judged, parts=parts, length=settings.prompt + settings.continued, **how)
     return split_domains(fitted, parts=fit, length=settings.length, **how)["fit"], cut["windows"], cut["step"].ids
-
-
-def _own_scores(scorer: Judge, tasks: Tasks, limit: int | None) -> Any:
-    """Return the original's results on tasks, by the same calls as the codec's; before the fit, which would be lost."""
-    found = scorer.task_results(stored("original", exact), tasks, limit)
-    if found is None:
-        raise ValueError(f"`tasks` cannot be scored: {scorer.failed['original']}")
-    return found
 
 
 class Fitting:

@@ -5,7 +5,6 @@ Steps: name → config → what each layer caches, which layers share, the form 
 
 import inspect
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,13 +19,13 @@ from crosslayer.wiring.engines import dtype_name, item_sizes
 from crosslayer.wiring.fields import read_wiring
 from crosslayer.wiring.gguf import GgufConfig
 from crosslayer.wiring.result import ModelPlan
-from crosslayer.wiring.source import Source, read_source
+from crosslayer.wiring.source import Source
 
 WHOLE = (auto.MODEL_FOR_MULTIMODAL_LM_MAPPING, auto.MODEL_FOR_CAUSAL_LM_MAPPING, auto.MODEL_MAPPING)
 
 
 def model_plan(
-    model: PreTrainedModel | PreTrainedConfig | str | Path,
+    model: PreTrainedModel | PreTrainedConfig | Source,
     length: int | Sequence[int] = 1,
     dtype: str | torch.dtype | None = None,
     *,
@@ -34,7 +33,6 @@ def model_plan(
     batch: int = 1,
     engine: str | None = None,
     memory: int | None = None,
-    like: str | None = None,
 ) -> ModelPlan:
     """Return which layers of a model share states, what its cache holds, and the form of its residual: see `plan`."""
     lengths = (length,) if isinstance(length, int) else tuple(length)
@@ -42,8 +40,15 @@ def model_plan(
         raise ValueError(f"length must be at least 1 token, got {min(lengths, default='none')}")
     if batch < 1:
         raise ValueError(f"batch must be at least 1 sequence, got {batch}")
-    source, name, takes_cache = _source(model, like)
-    config, weights_bytes, parameters = source
+    takes_cache = True
+    if isinstance(model, Source):
+        config, weights_bytes, parameters, name = model
+    elif isinstance(model, PreTrainedModel):
+        config, parameters, name = model.config, None, model.name_or_path or ""
+        weights_bytes = sum(weight.numel() * weight.itemsize for weight in model.parameters())
+        takes_cache = CACHE in inspect.signature(type(model).forward).parameters
+    else:
+        config, weights_bytes, parameters, name = Source(model)
     try:
         wiring = read_wiring(config)
     except (TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError) as error:
@@ -67,20 +72,6 @@ def model_plan(
         parameters=parameters,
         memory=memory,
     )
-
-
-def _source(model: Any, like: str | None) -> tuple[Source, str, bool]:
-    """Return the config of a model, a config or a name, the model's name, and whether it takes a cache."""
-    source, name, takes_cache = Source(model), "", True
-    if isinstance(model, str | Path):
-        source, name = read_source(str(model), like), str(model)
-    elif isinstance(model, PreTrainedModel):
-        weights_bytes = sum(weight.numel() * weight.itemsize for weight in model.parameters())
-        source, name = Source(model.config, weights_bytes), model.name_or_path or ""
-        takes_cache = CACHE in inspect.signature(type(model).forward).parameters
-    if like is not None and (isinstance(source.config, GgufConfig) or not isinstance(model, str | Path)):
-        raise ValueError(f"--like must come with a config.json, got a {type(source.config).__name__}; leave it out")
-    return source, name, takes_cache
 
 
 def _count_parameters(config: Any) -> int | None:

@@ -11,7 +11,7 @@ from huggingface_hub.errors import HfHubHTTPError
 from crosslayer.hub import hub_source, is_hub_name
 from crosslayer.models.embedded import EMBEDDED, embedded_files
 from crosslayer.wiring.config_class import class_config
-from crosslayer.wiring.gguf import gguf_config, not_a_model, read_header
+from crosslayer.wiring.gguf import GgufConfig, gguf_config, not_a_model, read_header
 
 STDIN = "-"
 LARGEST = 2**26  # bytes of a config.json
@@ -20,19 +20,27 @@ ALTERNATIVES = f"use a hub name, a folder, a config.json, a .gguf file, - for st
 
 
 class Source(NamedTuple):
-    """A config, transformers' own or a GGUF file's with the same fields, and the size of its weights."""
+    """A config, transformers' own or a GGUF file's with the same fields, the size of its weights, and its name."""
 
     config: Any
     weights_bytes: int | None = None
     parameters: int | None = None
+    name: str = ""
 
 
 def read_source(name: str, like: str | None = None) -> Source:
     """Return the config that a name stands for; a config.json is read as one of the model type `like`, if it is set.
 
     Raises:
-        ValueError: there is none, or it cannot be read.
+        ValueError: there is none, or it cannot be read, or not as `like`.
     """
+    source = _read(name, like)
+    if like is not None and isinstance(source.config, GgufConfig):
+        raise ValueError("--like must come with a config.json, got a GgufConfig; leave it out")
+    return source._replace(name=name)
+
+
+def _read(name: str, like: str | None) -> Source:
     if name == STDIN:
         return _source(sys.stdin.read(LARGEST + 1), "standard input", like)
     parts = embedded_files(name) if name in EMBEDDED else [Path(name).expanduser()]

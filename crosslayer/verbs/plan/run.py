@@ -12,6 +12,7 @@ from crosslayer.verbs.plan.result import Plan
 from crosslayer.wiring.engines import parse_bytes
 from crosslayer.wiring.read import model_plan
 from crosslayer.wiring.sharing import share
+from crosslayer.wiring.source import read_source
 
 
 def plan(
@@ -49,7 +50,11 @@ def plan(
         ValueError: the model does not exist, or its config describes no attention layers or something unsupported.
     """
     limit = None if memory is None else parse_bytes(memory, "`memory`")
-    read = model_plan(model, length, dtype, kv_dtype=kv_dtype, batch=batch, engine=engine, memory=limit, like=like)
+    named = isinstance(model, str | Path)
+    if like is not None and not named:
+        raise ValueError(f"--like must come with a config.json, got a {type(model).__name__}; leave it out")
+    source = read_source(str(model), like) if named else model
+    read = model_plan(source, length, dtype, kv_dtype=kv_dtype, batch=batch, engine=engine, memory=limit)
     result = Plan(**vars(read))
     if not method:
         return result

@@ -51,7 +51,7 @@ class Family:
         experts: whether MLPs may be replaced by mixtures of gated MLPs.
         embedding: the class of token embeddings, called with (count, width, padding).
         learned_positions: whether learned position vectors are added to embeddings; otherwise positions are rotary.
-        supports: which of "pipeline", "vllm" and "export" the family was tested with; the others refuse it.
+        supports: which of "vllm" and "export" the family was tested with; the other refuses it.
         model_types: by `model_type`, Hugging Face's models that convert.
     """
 

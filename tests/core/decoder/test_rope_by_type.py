@@ -6,7 +6,6 @@ from transformers import DynamicCache
 
 from crosslayer.core.decoder import CrossLayerForCausalLM
 from crosslayer.core.decoder.family import RotaryByType
-from crosslayer.core.decoder.pipeline import stage_modules
 from crosslayer.core.decoder.weights import from_config, to_model
 from crosslayer.core.transformers_versions import CACHE
 from crosslayer.testing.tiny import build, close, config_of
@@ -93,14 +92,6 @@ def test_each_layer_type_has_its_own_tables(tmp_path):
 
 
 @torch.no_grad()
-def test_stages_of_a_pipeline_have_them_too():
-    model, ids = build(config_of([], **BY_TYPE)), tokens()
-    passed = ids
-    for stage in stage_modules(model, ranks=3):
-        passed = stage(*(passed if isinstance(passed, tuple) else (passed,)))
-    close(passed, model(ids, use_cache=False).logits, "logits of the last stage")
-
-
 def test_model_types_get_the_form_that_they_have():
     same = config_of([], **{**BY_TYPE, "qk_norm": True, "rope_parameters": {WINDOW: dict(LOCAL), FULL: dict(LOCAL)}})
     assert from_config(same, "qwen3").rope_parameters == LOCAL

@@ -5,7 +5,7 @@ from crosslayer.core.decoder.family import Family, ModelType
 EXPERTS = ("num_local_experts", "num_experts_per_tok", "router_aux_loss_coef", "output_router_logits")
 
 FAMILY = Family(
-    supports=("pipeline", "vllm", "export"),
+    supports=("vllm", "export"),
     model_types={
         "llama": ModelType(("attention_bias", "mlp_bias")),
         "mistral": ModelType(("sliding_window",)),

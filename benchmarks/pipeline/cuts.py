@@ -154,7 +154,7 @@ class _Watch(TorchDispatchMode):
                 continue
             if not isinstance(leaf, Tensor):
                 raise ValueError(
-                    f"pipeline: the carry before layer {self.starts[len(self.flat)]} holds a {type(leaf).__name__}; "
+                    f"the carry before layer {self.starts[len(self.flat)]} holds a {type(leaf).__name__}; "
                     "stages can pass on only tensors, in tuples, lists and dicts"
                 )
             self.numbers.setdefault(_key(leaf), len(self.numbers))

@@ -14,7 +14,6 @@ Shapes: B batch, T tokens, V vocabulary.
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -22,21 +21,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
-from crosslayer.core.decoder.cuts import Cut, Traffic, find_cuts, find_traffic
+from benchmarks.pipeline.cuts import Cut, Traffic, find_cuts, find_traffic
+from benchmarks.pipeline.rank_cache import Microbatch
 from crosslayer.core.decoder.family import rotary_tables
 from crosslayer.core.decoder.modeling import CrossLayerForCausalLM, CrossLayerModel, masks_of
-from crosslayer.core.decoder.rank_cache import Microbatch
 from crosslayer.core.method import TOKENS, Carry, Residual
 from crosslayer.core.sources import BY_LAYER
 
 
 def pipeline_stages(
-    model: CrossLayerForCausalLM,
-    device: torch.device,
-    rounds: int = 1,
-    keep: str = "all",
-    starts: Sequence[int] | None = None,
-    group: dist.ProcessGroup | None = None,
+    model: CrossLayerForCausalLM, device: torch.device, rounds: int = 1, keep: str = "all"
 ) -> list[PipelineStage]:
     """Return the stages of this rank, of ranks × rounds stages: stage c runs on rank c % ranks.
 
@@ -46,16 +40,14 @@ def pipeline_stages(
         rounds: number of stages per rank.
         keep: tensors that a rank keeps for its later stages: "all"; only those "received", which is cross-stage caching
             as published (arXiv 2603.15031); "nothing".
-        starts: (stages,), the first layer of each stage; None splits the layers evenly.
-        group: the process group; None for all ranks.
 
     Raises:
         ValueError: the decoder cannot be split this way.
     """
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    modules = stage_modules(model, ranks, rounds, keep, starts)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    modules = stage_modules(model, ranks, rounds, keep)
     mine = range(rank, len(modules), ranks)
-    return [Stage(modules[stage], stage, len(modules), device, group=group) for stage in mine]
+    return [Stage(modules[stage], stage, len(modules), device) for stage in mine]
 
 
 class Stage(PipelineStage):
@@ -66,30 +58,24 @@ class Stage(PipelineStage):
         return tensor if isinstance(arg, Tensor) else tensor.detach().zero_().requires_grad_(tensor.requires_grad)
 
 
-def stage_modules(
-    model: CrossLayerForCausalLM, ranks: int, rounds: int = 1, keep: str = "all", starts: Sequence[int] | None = None
-) -> list["StageModule"]:
+def stage_modules(model: CrossLayerForCausalLM, ranks: int, rounds: int = 1, keep: str = "all") -> list["StageModule"]:
     """Return the modules of the stages of all ranks; arguments and errors are those of `pipeline_stages`."""
     stages, layers = ranks * rounds, model.config.num_hidden_layers
-    if starts is None:
-        starts = [stage * layers // stages for stage in range(stages)]
+    if stages > layers:
+        raise ValueError(f"{ranks} ranks × {rounds} rounds need {stages} layers or more, got {layers}")
+    starts = [stage * layers // stages for stage in range(stages)]
     bounds = [*starts, layers]
-    if len(starts) != stages or starts[0] != 0 or any(start >= end for start, end in pairwise(bounds)):
-        raise ValueError(
-            f"pipeline: starts must name the first layers of {ranks} ranks × {rounds} rounds = {stages} stages, rising "
-            f"from 0 to at most {layers - 1}, got {list(starts)}"
-        )
     config = model.config
-    if "pipeline" not in config.components.supports or config.num_local_experts is not None or config.linear_layers:
+    if config.family != "llama" or config.num_local_experts is not None or config.linear_layers:
         raise ValueError(
-            "pipeline: only families like Llama are supported, without experts and linear attention; got family "
+            "only Llama is supported, without experts and linear attention; got family "
             f"{config.family!r}, {config.num_local_experts or 'no'} experts and linear attention in layers "
             f"{list(config.linear_layers)}"
         )
     if config.plan.beyond_sharing:
-        raise ValueError(f"pipeline: {config.plan.beyond_sharing}, so the model cannot be split into stages")
+        raise ValueError(f"{config.plan.beyond_sharing}, so the model cannot be split into stages")
     if model.config.tie_word_embeddings and stages > 1:
-        raise ValueError("pipeline: embedding and head are in different stages; set tie_word_embeddings=False")
+        raise ValueError("embedding and head are in different stages; set tie_word_embeddings=False")
     between = find_cuts(model.config, starts[1:])
     cuts = (None, *between, None)
     traffic = find_traffic(between, ranks, keep)
@@ -150,16 +136,14 @@ class StageModule(nn.Module):
         self.model = StageBody(model.model, layers, exchange)
         self.lm_head = model.lm_head if exchange.after is None else None
 
-    def forward(
-        self, *received: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None
-    ) -> Tensor | tuple[Tensor, ...]:
+    def forward(self, *received: Tensor) -> Tensor | tuple[Tensor, ...]:
         """Map ids (B, T), or the tensors received, to the tensors to send, or to logits (B, T, V) in the last stage."""
         microbatch, tensors = self.exchange.arrive(received)
         if self.exchange.before is None:
             stream, carry = self.model.begin(*received)
         else:
             stream, carry = self.exchange.before.rebuild(tensors)
-        stream, carry = self.model(stream, carry, attention_mask, position_ids)
+        stream, carry = self.model(stream, carry)
         if self.exchange.after is not None:
             return self.exchange.depart(microbatch, {**tensors, **self.exchange.after.take(stream, carry)})
         assert self.lm_head is not None
@@ -188,13 +172,10 @@ class StageBody(nn.Module):
         assert self.embed_tokens is not None
         return self.embed_tokens(ids), {TOKENS: ids} if self.reads_tokens else {}
 
-    def forward(
-        self, stream: Tensor, carry: Carry, attention_mask: Tensor | None, position_ids: Tensor | None
-    ) -> tuple[Tensor, Carry]:
+    def forward(self, stream: Tensor, carry: Carry) -> tuple[Tensor, Carry]:
         """Run the layers."""
-        if position_ids is None:
-            position_ids = torch.arange(stream.shape[1], device=stream.device).unsqueeze(0)
-        masks = masks_of(self.config, self.layer_types, stream, attention_mask, position_ids)
+        position_ids = torch.arange(stream.shape[1], device=stream.device).unsqueeze(0)
+        masks = masks_of(self.config, self.layer_types, stream, None, position_ids)
         tables = rotary_tables(self.rotary_emb, self.layer_types, stream, position_ids)
         carry = {BY_LAYER: True, "read": stream.view_as(stream), **carry}
         for layer, layer_type in zip(self.layers.values(), self.layer_types, strict=True):

@@ -1,6 +1,6 @@
 """Block Attention Residuals over a pipeline: bytes sent, gradients, step times; with cross-stage caching and without.
 
-    python benchmarks/pipeline.py [--pairs 20] [--width 128] [--json FILE]
+    python -m benchmarks.pipeline.run [--pairs 20] [--width 128] [--json FILE]
 
 P ranks (gloo, on the CPU) with V stages each, 8 layers in 8 blocks of 2 sublayers, 1F1B or interleaved 1F1B. The unit
 of traffic is one source: B · T · C numbers of a microbatch. The formulas (arXiv 2603.15031) count blocks, N of a stage:
@@ -27,9 +27,9 @@ import torch.multiprocessing as mp
 from scipy.stats import bootstrap
 from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleaved1F1B
 
+from benchmarks.pipeline.cuts import KEPT
+from benchmarks.pipeline.stages import pipeline_stages
 from crosslayer.core.decoder import CrossLayerConfig, CrossLayerForCausalLM
-from crosslayer.core.decoder.cuts import KEPT
-from crosslayer.core.decoder.pipeline import pipeline_stages
 from crosslayer.environment import environment
 
 CASES = ((2, 1), (2, 2), (4, 1), (4, 2))
@@ -75,29 +75,34 @@ def loss_of(logits, ids):
     return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
+def send_counts(stages):
+    """Return a counter of the bytes that stages of this rank send from now on, up and down."""
+    sent = Counter()
+
+    def counted(way, operations):
+        def count(chunk):
+            sends = operations(chunk)
+            sent[way] += sum(send.tensor.nbytes for send in sends)
+            return sends
+
+        return count
+
+    for stage in stages:
+        for way, name in SENDS.items():
+            setattr(stage, name, counted(way, getattr(stage, name)))
+    return sent
+
+
 class Run:
     """A pipeline with its schedule, which counts the bytes that this rank sends."""
 
     def __init__(self, options, dtype, rounds, keep):
         self.stages = pipeline_stages(build(options, dtype), torch.device("cpu"), rounds, keep)
-        self.sent = Counter()
-        for stage in self.stages:
-            for way, name in SENDS.items():
-                setattr(stage, name, self.counted(way, getattr(stage, name)))
+        self.sent = send_counts(self.stages)
         kind, stages = (ScheduleInterleaved1F1B, self.stages) if rounds > 1 else (Schedule1F1B, self.stages[0])
         self.schedule = kind(stages, options.microbatches, loss_fn=loss_of)
         generator = torch.Generator().manual_seed(0)
         self.ids = torch.randint(512, (options.microbatches * options.batch, options.tokens), generator=generator)
-
-    def counted(self, way, operations):
-        """Return what posts sends, counting their bytes."""
-
-        def count(chunk):
-            sends = operations(chunk)
-            self.sent[way] += sum(send.tensor.nbytes for send in sends)
-            return sends
-
-        return count
 
     def step(self):
         """Run a training step and return its seconds, until the last rank is through."""
@@ -117,8 +122,9 @@ class Run:
         return over_ranks(max(gaps).item(), dist.ReduceOp.MAX)
 
     def left(self):
-        """Return what the ranks still keep: 0 after a step."""
-        return over_ranks(self.stages[0].submod.exchange.cache.left(), dist.ReduceOp.SUM)
+        """Return how many microbatches still wait on all ranks: 0 after a step."""
+        waiting = self.stages[0].submod.exchange.waiting
+        return over_ranks(sum(len(queue) for queue in waiting.values()), dist.ReduceOp.SUM)
 
 
 def over_ranks(number, operation):
@@ -225,7 +231,7 @@ def main():
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--json", type=Path, default=Path(__file__).parent / "results" / "pipeline.json")
+    parser.add_argument("--json", type=Path, default=Path(__file__).parent.parent / "results" / "pipeline.json")
     options = parser.parse_args()
     results = []
     with TemporaryDirectory() as folder:

@@ -1,0 +1,130 @@
+"""Stages of a pipeline give the loss and gradients of the whole decoder, and send what the formulas say."""
+
+import os
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from safetensors.torch import load_file, save_file
+from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleaved1F1B
+
+from benchmarks.pipeline.cuts import KEPT, find_cuts
+from benchmarks.pipeline.run import SENDS, formula, free_port, loss_of, send_counts
+from benchmarks.pipeline.stages import pipeline_stages, stage_modules
+from crosslayer.testing import tiny as contract
+from tests.helpers.cases import CASES
+
+MICROBATCHES, LENGTH = 4, 6
+METHODS = ("attnres", "attnres + cla", "uniattn, two blocks", "value_embeddings", "resformer", "mudd + drop")
+
+
+def gradients(model):
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def check_gradients(found, expected):
+    assert set(found) == set(expected)
+    for name, grad in expected.items():
+        assert (grad - found[name]).abs().max() <= 1e-12 * grad.abs().max(), name
+
+
+def run_in_turn(modules, ids):
+    """Forward and backward through all modules as a schedule runs them: inputs are leaves, missing gradients zeros."""
+    values, calls = (ids,), []
+    for module in modules:
+        inputs = tuple(value.detach().requires_grad_(value.requires_grad) for value in values)
+        outputs = module(*inputs)
+        values = outputs if isinstance(outputs, tuple) else (outputs,)
+        calls.append((inputs, values))
+    loss = loss_of(values[0], ids)
+    loss.backward()
+    for (inputs, _), (_, outputs) in zip(calls[:0:-1], calls[-2::-1], strict=True):
+        wanted = [(out, value.grad) for out, value in zip(outputs, inputs, strict=True) if out.requires_grad]
+        grads = [torch.zeros_like(out) if grad is None else grad for out, grad in wanted]
+        torch.autograd.backward([out for out, _ in wanted], grads)
+    return loss
+
+
+@pytest.mark.parametrize("case", METHODS)
+def test_stages_equal_the_whole(case):
+    methods, shape = CASES[case]
+    model = contract.build(contract.config_of(methods, **{**shape, "tie_word_embeddings": False})).train()
+    ids = contract.tokens(length=8)
+    whole = loss_of(model(ids, use_cache=False).logits, ids)
+    whole.backward()
+    expected = gradients(model)
+    model.zero_grad()
+    modules = stage_modules(model, ranks=2, rounds=3)
+    torch.testing.assert_close(run_in_turn(modules, ids), whole, rtol=1e-12, atol=0)
+    check_gradients(gradients(model), expected)
+    assert not any(queue for module in modules for queue in module.exchange.waiting.values())
+
+
+def test_a_cut_within_a_block_sends_its_sum_too():
+    """Four sublayers a block: before layer 4 cross two sources and the stream, before layer 5 one source more."""
+    config = contract.config_of({"name": "attnres", "block": 4}, num_hidden_layers=8)
+    between, within = find_cuts(config, [4, 5])
+    assert len(between.numbers) == 2 + 1
+    assert len(within.numbers) == 3 + 1
+
+
+def decoder():
+    config = contract.config_of({"name": "attnres", "block": 2}, num_hidden_layers=8)
+    return contract.build(config).train()
+
+
+def batch():
+    return contract.tokens(batch=2 * MICROBATCHES, length=LENGTH)
+
+
+def worker(rank, ranks, rounds, port, folder):
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(ranks)}
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=ranks)
+    for keep in KEPT:
+        stages = pipeline_stages(decoder(), torch.device("cpu"), rounds, keep)
+        if rounds == 1:
+            schedule = Schedule1F1B(stages[0], MICROBATCHES, loss_fn=loss_of)
+        else:
+            schedule = ScheduleInterleaved1F1B(stages, MICROBATCHES, loss_fn=loss_of)
+        inputs = (batch(),) if rank == 0 else ()
+        schedule.step(*inputs, target=batch())  # the first step also exchanges shapes
+        counts, losses = send_counts(stages), []
+        for stage in stages:
+            stage.submod.zero_grad()
+        schedule.step(*inputs, target=batch(), losses=losses)
+        assert not any(stages[0].submod.exchange.waiting.values())
+        tensors = {name: grad for stage in stages for name, grad in gradients(stage.submod).items()}
+        tensors |= {name: torch.tensor(counts[name]) for name in SENDS}
+        if losses:
+            tensors["loss"] = torch.stack(losses).mean().detach()
+        save_file(tensors, folder / f"{keep}-{rank}.safetensors")
+    dist.barrier()
+    dist.destroy_process_group()
+    os._exit(0)  # gloo's threads may still run when the interpreter takes its modules down, which aborts
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "ranks, rounds", [(2, 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, 1), (4, 1), (4, 2)))]
+)
+def test_ranks_equal_one_process_and_send_what_the_formulas_say(ranks, rounds, tmp_path):
+    method = "spawn" if torch.cuda.is_initialized() else "fork"  # a fork has imported everything
+    mp.start_processes(worker, (ranks, rounds, free_port(), tmp_path), nprocs=ranks, start_method=method)
+    model = decoder()
+    loss = loss_of(model(batch(), use_cache=False).logits, batch())
+    loss.backward()
+    source = 2 * LENGTH * model.config.hidden_size * 8  # bytes, of a microbatch
+    for keep in KEPT:
+        counts, found = Counter(), {}
+        for rank in range(ranks):
+            tensors = load_file(tmp_path / f"{keep}-{rank}.safetensors")
+            for name in SENDS:
+                counts[name] += tensors.pop(name).item()
+            found |= tensors
+        expected = MICROBATCHES * sum(formula(ranks, rounds, keep)) * source
+        assert counts == {"up": expected, "down": expected}, keep
+        torch.testing.assert_close(found.pop("loss"), loss.detach(), rtol=1e-12, atol=0)
+        check_gradients(found, gradients(model))

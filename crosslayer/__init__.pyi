@@ -49,7 +49,6 @@ from crosslayer.verbs.methods.run import methods as methods
 from crosslayer.verbs.needles.result import Needles as Needles
 from crosslayer.verbs.needles.run import needles as needles
 from crosslayer.verbs.plan.run import plan as plan
-from crosslayer.verbs.push.run import push as push
 from crosslayer.verbs.retrofit.convert import Converted as Converted
 from crosslayer.verbs.retrofit.convert import convert as convert
 from crosslayer.verbs.retrofit.result import RetrofitReport as RetrofitReport

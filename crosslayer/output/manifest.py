@@ -67,12 +67,8 @@ def write_manifest(folder: Path, model: PreTrainedModel) -> None:
         fingerprint=fingerprint(model),
         versions=environment().versions,
     )
-    write_whole(folder / NAME, manifest_text(manifest))
-
-
-def manifest_text(manifest: Manifest) -> str:
-    """Return the text of `manifest.json`."""
-    return json.dumps(manifest.model_dump(by_alias=True), ensure_ascii=False, allow_nan=False, indent=1)
+    text = json.dumps(manifest.model_dump(by_alias=True), ensure_ascii=False, allow_nan=False, indent=1)
+    write_whole(folder / NAME, text)
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -53,7 +53,7 @@ REASONS = {  # why a recipe cannot set keys, or what to set instead → the keys
     "set logging_steps": "logging_strategy",
     "training uses no cache": "use_cache",
     "the command shows its own progress": "disable_tqdm",
-    "push the finished model with `crosslayer push`": (
+    "upload the finished model with `hf upload`": (
         "push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision"
     ),
     "set activation_checkpointing": "gradient_checkpointing",

@@ -19,7 +19,6 @@ USUAL = {
     "needles": "--out out",
     "generate": "",
     "export": "--out out",
-    "push": "",
     "methods": "",
     "plan": "",
 }
@@ -223,7 +222,7 @@ CASES = [
     ("generate {kit}/model w1 --chat", "no chat template"),
     ("generate {kit}/bert w1", "generate needs a causal LM"),
     ("generate {kit}/small_vocabulary w400", "not in the model's vocabulary of 64"),
-    # export, push
+    # export
     ("export {kit}/model", "Missing option '--to'"),
     ("export {kit}/model --to onnx", "--to must be one of hf, deci, gguf, got 'onnx'"),
     ("export {kit}/model --to gguf", "the tokenizer is WordLevel; only byte-level BPE can be written"),
@@ -232,9 +231,6 @@ CASES = [
     ("export {kit}/gpt2 --to deci", "'gpt2' cannot be converted.*llama, "),
     ("export {kit}/bert --to hf", "export needs a causal LM"),
     ("export {kit}/nothing --to hf", "does not exist"),
-    ("push {kit}/model 'my model'", "REPO must be NAME or OWNER/NAME, .*got 'my model'"),
-    ("push {kit}/model me/model", "push needs a model folder .*'model' has no manifest.json"),
-    ("push {kit}/nothing me/model", "push needs a model folder .*'nothing' has no manifest.json"),
     # methods
     ("methods --layers 1", "--layers must be 2 to 10,000, got 1"),
     ("methods --layers 1000000000000", "--layers must be 2 to 10,000, got "),

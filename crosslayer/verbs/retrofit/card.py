@@ -1,8 +1,10 @@
-"""The model card of a retrofit: README.md of its folder, from its record alone."""
+"""The model card of a retrofit and its evaluation results for the Hugging Face hub, from its record alone."""
 
+from pathlib import Path
 from typing import Any
 
-from huggingface_hub import EvalResult, ModelCardData
+import yaml
+from huggingface_hub import EvalResult, EvalResultEntry, ModelCardData, eval_result_entries_to_yaml
 
 from crosslayer.output.card import card, common_facts, use
 from crosslayer.verbs.retrofit.page import damage_table
@@ -10,13 +12,44 @@ from crosslayer.verbs.retrofit.result import RetrofitReport
 from crosslayer.verbs.retrofit.run import DEFAULTS
 from crosslayer.verbs.retrofit.sentences import sentences
 
+EVAL_RESULTS = Path(".eval_results", "crosslayer.yaml")  # where the hub reads them
 LIMITS = """- The figures hold for the text they were measured on; other text, tasks and lengths may lose more.
 - A smaller cache does not mean fewer reads: a layer that shares keys or values reads its source's at every step.
 - `crosslayer verify FOLDER` checks the files, the plan, and that cached, padded and compiled runs agree.
 - The license is that of the original model."""
 
 
-def model_card(record: RetrofitReport, tokenizer: bool = True) -> str:
+def write_card(record: RetrofitReport, folder: Path, tokenizer: bool) -> None:
+    """Write README.md, and evaluation results on datasets of the hub; `tokenizer`: whether the folder holds one."""
+    (folder / "README.md").write_text(model_card(record, tokenizer), encoding="utf-8")
+    entries = eval_entries(record)
+    if entries:
+        (folder / EVAL_RESULTS).parent.mkdir()
+        text = yaml.safe_dump(eval_result_entries_to_yaml(entries), sort_keys=False)
+        (folder / EVAL_RESULTS).write_text(text, encoding="utf-8")
+
+
+def eval_entries(record: RetrofitReport) -> list[EvalResultEntry]:
+    """Return an evaluation result for each domain that is a dataset of the hub; other texts have no name there."""
+    entries = []
+    for domain in record.damage.domains:
+        names = domain.name.split("/")  # OWNER, NAME, often a configuration, and the split
+        if len(names) not in (3, 4):
+            continue
+        note = f"perplexity of {domain.kl.n} windows of {record.settings.length} tokens"
+        before = f"{domain.perplexity_before:.4f} before the retrofit"
+        entries.append(
+            EvalResultEntry(
+                dataset_id="/".join(names[:2]),
+                task_id=names[2] if len(names) == 4 else "default",
+                value=round(domain.perplexity_after, 4),
+                notes=f"{note} of the split {names[-1]}; {before}",
+            )
+        )
+    return entries
+
+
+def model_card(record: RetrofitReport, tokenizer: bool) -> str:
     """Return the card as Markdown; `tokenizer`: whether the folder holds one."""
     form = "crosslayer" if record.takes_shim else "hf"
     versions = ", ".join(f"{name} {version}" for name, version in record.environment.versions.items() if version)

@@ -290,7 +290,6 @@ class RetrofitReport(Result):
             if remote_code_shim:
                 write_shim(partial)
             self._write(partial)
-            card = self.sibling("card").model_card(self, self._tokenizer is not None)
-            (partial / "README.md").write_text(card, encoding="utf-8")
+            self.sibling("card").write_card(self, partial, self._tokenizer is not None)
             write_manifest(partial, model)  # of all files in the folder
         return target / "report.html"

@@ -312,7 +312,7 @@ def test_values_are_those_of_yamls_core_schema(recipe):
         ("train.seed=1", "train.seed: cannot be set here: set seed at the top level of the recipe"),
         ("train.load_best_model_at_end=true", "train.load_best_model_at_end: cannot be set here: set eval.every and eval.windows"),
         ("train.auto_find_batch_size=true", "train.auto_find_batch_size: cannot be set here: the batch size, and with it the data, would change during the run"),
-        ("train.push_to_hub=true", "train.push_to_hub: cannot be set here: push the finished model with `crosslayer push`"),
+        ("train.push_to_hub=true", "train.push_to_hub: cannot be set here: upload the finished model with `hf upload`"),
         ("train.warmup_ratio=0.1", "train.warmup_ratio: cannot be set here: set schedule.warmup"),
         ("train.gradient_checkpointing=true", "train.gradient_checkpointing: cannot be set here: set activation_checkpointing"),
         ("train.activation_checkpointing_kwargs={use_reentrant: true}", "train.activation_checkpointing_kwargs.use_reentrant: must be false: …"),

@@ -1,4 +1,0 @@
-"""Uploads a model folder to the Hugging Face hub."""
-
-GROUP = "Ship"
-ARGUMENTS = 2  # folder, repository

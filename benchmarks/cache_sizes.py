@@ -19,7 +19,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import crosslayer
 from crosslayer.output.formatting import percent, readable_bytes
-from crosslayer.wiring.values import field
+from crosslayer.wiring.states import field
 
 RESULTS = Path(__file__).parents[1] / "docs" / "evidence"
 LENGTHS = (8192, 32_768, 131_072)

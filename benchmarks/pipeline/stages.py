@@ -23,7 +23,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from benchmarks.pipeline.cuts import Cut, Traffic, find_cuts, find_traffic
 from benchmarks.pipeline.rank_cache import Microbatch
-from crosslayer.core.decoder.family import rotary_tables
+from crosslayer.core.decoder.families import rotary_tables
 from crosslayer.core.decoder.modeling import CrossLayerForCausalLM, CrossLayerModel, masks_of
 from crosslayer.core.method import TOKENS, Carry, Residual
 from crosslayer.core.sources import BY_LAYER

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers.cache_utils import CacheLayerMixin
 
-from crosslayer.core.sixteen_bits import allocated_tokens
+from crosslayer.wiring.kv_bits import allocated_tokens
 
 
 class Columns:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from crosslayer.cache.columns import Columns
 from crosslayer.cache.kv_cache import SmallerKVCache
-from crosslayer.core.sixteen_bits import in_16_bits
+from crosslayer.wiring.kv_bits import in_16_bits
 
 KNOWN = ("transformers", "crosslayer")  # packages whose caches are known: their states lie in layers
 DEEPEST = 8  # objects within objects, in which a cache's tensors are counted

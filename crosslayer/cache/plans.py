@@ -8,7 +8,7 @@ from crosslayer.core.plan import CACHED, DepthPlan
 from crosslayer.wiring.kv_bits import KvBits, keeps_recent
 from crosslayer.wiring.read import model_plan
 from crosslayer.wiring.result import ModelPlan
-from crosslayer.wiring.values import field
+from crosslayer.wiring.states import field
 
 LARGE_EXCESS = 100.0  # of the mean key's energy over the deviations': codes below 8 bits are then too coarse
 

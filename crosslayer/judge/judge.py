@@ -27,8 +27,7 @@ from crosslayer.judge.tasks.harness import Tasks, quiet, score
 from crosslayer.judge.tasks.summary import group_rows, task_rows
 from crosslayer.models.load import load_model, model_facts
 from crosslayer.output.progress import progress
-from crosslayer.probe.intercept import evaluating
-from crosslayer.probe.tokens import positions
+from crosslayer.probe.intercept import evaluating, positions
 from crosslayer.stats.times import StepTime
 
 

@@ -13,8 +13,7 @@ from crosslayer.judge.hidden import Sample, Samples, is_retrieved, prompt_ids
 from crosslayer.judge.phrasing import PHRASINGS
 from crosslayer.output.progress import progress
 from crosslayer.output.record import Frozen
-from crosslayer.probe.intercept import evaluating
-from crosslayer.probe.tokens import positions
+from crosslayer.probe.intercept import evaluating, positions
 from crosslayer.stats.estimate import Estimate
 from crosslayer.stats.shares import in_points, share_difference
 

@@ -4,21 +4,28 @@ For a block of R rows and a single head, all layers' scores go into an (L, R, S)
 products across layers are taken there and the buffer is used again. Nothing of size S × S exists; memory is two such
 buffers (linear in S, bounded by a choice of R) in addition to the queries and keys.
 
-Shapes: L layers, H heads, S tokens (queries and keys of a sequence), R rows of a block, D head size.
+Compressed attention (DeepSeek-V4) appends entries to the keys, each of which stands for several tokens. What attention
+gives to them leaves the map over tokens, as what it gives to a learned sink does: the softmax has one further logit,
+their log-sum-exp.
+
+Shapes: L layers, H heads, S tokens (queries and keys of a sequence), R rows of a block, D head size, E entries.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from crosslayer.probe.intercept import AttentionCall
+from crosslayer.core.choice import TokenChoice, mask_of, pooled_attention
+from crosslayer.probe.intercept import UNREADABLE, AttentionCall
 from crosslayer.probe.measures import working
 
 BLOCKED = -1e30  # finite, so that a row without any allowed key gives no NaN
-UNREADABLE = "masks of flex attention cannot be read; load the model with sdpa or eager attention"
 BUFFER_ELEMENTS = 8_000_000  # 32 MB in float32: large enough for full-speed products, small beside a forward pass
+
+
+#
 
 
 @dataclass(frozen=True)
@@ -221,3 +228,89 @@ def _inner_products(rows: Tensor) -> Tensor:
     """Return all inner products between layers, (L, R, S) → (L, L), as a small product per row."""
     by_row = rows.transpose(0, 1)  # (R, L, S)
     return torch.bmm(by_row, by_row.transpose(1, 2)).double().sum(dim=0)
+
+
+#
+def has_entries(call: AttentionCall) -> bool:
+    """Return whether a call without a cache has more keys than tokens."""
+    return call.key.shape[2] > call.query.shape[2]
+
+
+def over_tokens(call: AttentionCall) -> AttentionCall:
+    """Return a call of a single sequence whose keys are its tokens; entries become a further logit of each row."""
+    if not has_entries(call):
+        return call
+    tokens = call.query.shape[2]
+    outside = torch.stack([_entry_logits(call, head) for head in range(call.query.shape[1])])  # (H, T)
+    outside = outside[None, :, :, None]  # (1, H, T, 1)
+    if call.sinks is not None:
+        outside = torch.logaddexp(outside, working(call.sinks))
+    options = {name: option for name, option in call.options.items() if name != "s_aux"}
+    return replace(
+        call,
+        key=call.key[:, :, :tokens],
+        value=call.value[:, :, :tokens],
+        mask=call.mask if call.mask is None else call.mask[..., :tokens],
+        options={**options, "sinks": outside, "entries": True},
+    )
+
+
+def _entry_logits(call: AttentionCall, head: int) -> Tensor:
+    """Return the log-sum-exp of a head's scores over the entries, (T,)."""
+    tokens = call.query.shape[2]
+    kv_head = head * call.key.shape[1] // call.query.shape[1]
+    query, key = working(call.query[0, head]), working(call.key[0, kv_head, tokens:])  # (T, D), (E, D)
+    scores = query @ key.T * call.scaling  # (T, E)
+    if call.mask is not None:
+        mask = call.mask[0, head % call.mask.shape[1], :, tokens:]  # (T, E)
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + working(mask)
+    return scores.logsumexp(dim=-1)
+
+
+@dataclass(frozen=True)
+class ChoiceSums:
+    """Sums over rows of a sequence, for one way to choose tokens.
+
+    `recovered` (N, H, N, H): attention of the second layer's head to the tokens that the first layer's head chooses.
+    `first` (N, H): attention to the first token. `common` (N, H): how many tokens the choices of a layer and the one
+    below it in the list have in common. `kept`: chosen tokens. `rows`: the rows that do not see all tokens chosen.
+    """
+
+    recovered: Tensor
+    first: Tensor
+    common: Tensor
+    kept: int
+    rows: int
+
+
+@torch.no_grad()
+def choice_sums(calls: Sequence[AttentionCall], choice: TokenChoice) -> ChoiceSums:
+    """Return the sums over the rows in which `choice` leaves tokens out.
+
+    `calls` are of layers with full causal attention and equal key-value heads: batch 1, as many queries as keys.
+    """
+    size, heads = calls[0].key.shape[2], calls[0].key.shape[1]
+    many = len(calls) * heads
+    double = {"dtype": torch.float64, "device": calls[0].key.device}
+    recovered, first = torch.zeros(many, many, **double), torch.zeros(many, **double)
+    common, kept, rows = torch.zeros(len(calls), heads, **double), 0, 0
+    start = next((row for row in range(size) if choice.count.of(row + 1) < row + 1), size)
+    step = max(1, BUFFER_ELEMENTS // (many * size))
+    for block in (range(row, min(row + step, size)) for row in range(start, size, step)):
+        columns = torch.arange(block.stop, device=calls[0].key.device)
+        allowed = (columns <= columns[block.start :, None])[None, None]  # (1, 1, R, S)
+        masses, chosen = [], []
+        for call in calls:
+            query, key = working(call.query[:, :, block.start : block.stop]), working(call.key[:, :, : block.stop])
+            mass = pooled_attention(query, key, allowed, call.scaling, call.softcap)[0]  # (H, R, S)
+            masses.append(mass * heads / query.shape[1])
+            indices = choice.largest(mass[None], allowed, choice.count.of(block.stop))
+            chosen.append(mask_of(indices, block.stop, 1, None)[0].to(mass.dtype))
+        mass, mask = torch.stack(masses), torch.stack(chosen)  # (N, H, R, S)
+        recovered += (mask.view(many, -1) @ mass.view(many, -1).T).double()
+        first += mass[..., 0].sum(-1).double().flatten()
+        common[1:] += (mask[1:] * mask[:-1]).sum((2, 3)).double()
+        kept += sum(choice.count.of(row + 1) for row in block)
+        rows += len(block)
+    shape = (len(calls), heads)
+    return ChoiceSums(recovered.view(*shape, *shape), first.view(shape), common, kept, rows)

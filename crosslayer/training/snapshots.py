@@ -15,9 +15,8 @@ from torch import Tensor
 from torch.utils.data import Subset
 from transformers import PreTrainedModel
 
-from crosslayer.probe.depth import depth_mixing
+from crosslayer.probe.depth import depth_mixing, output_norms
 from crosslayer.probe.intercept import evaluating, no_cache
-from crosslayer.probe.outputs import output_norms
 from crosslayer.training.attention import readable_masks
 from crosslayer.training.record import DepthMixing, Snapshot
 

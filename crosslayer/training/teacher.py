@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from crosslayer.core.decoder.configuration import CrossLayerConfig
-from crosslayer.core.decoder.weights import to_config
+from crosslayer.core.decoder.convert import to_config
 from crosslayer.training.divergence import Head, divergence
 from crosslayer.training.mixture import IGNORED
 

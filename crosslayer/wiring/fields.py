@@ -13,9 +13,7 @@ from transformers.models.auto import modeling_auto as auto
 from crosslayer.core.plan import DepthPlan, TokenCount
 from crosslayer.core.transformers_versions import layers_without_cache
 from crosslayer.models.load import check_layers
-from crosslayer.wiring.recurrent import fixed_states
-from crosslayer.wiring.states import LayerStates
-from crosslayer.wiring.values import field, int_field
+from crosslayer.wiring.states import LayerStates, field, fixed_states, int_field
 
 REFUSED = {  # model types whose states are of another kind
     "blt": "consists of several models",

@@ -1,7 +1,9 @@
-"""How a quantized KV cache stores a token, and how many bytes that takes; without importing torch.
+"""How many bytes a KV cache takes: in 16 bits, and quantized; without importing torch.
+
+The 16-bit cache is the one denominator: every share in a report is counted of it, whatever dtype ran. A number of more
+than 16 bits counts as 16 of them; codes and their scales count as they are, for the tokens that have memory allocated.
 
 As text, `4` stores keys and values of every layer with 4 bits, `8@0-11,4@12-29` by layer; `fp8` is float8 (e4m3).
-
 Below 8 bits the first token and the latest 64 stay exact, since much of attention goes to them.
 """
 
@@ -12,13 +14,28 @@ from typing import Annotated
 from pydantic import AfterValidator
 
 from crosslayer.core.options import ByLayer, by_layer
-from crosslayer.core.sixteen_bits import allocated_tokens
 
 KINDS = {"8": "int8", "4": "int4", "3": "int3", "2": "int2", "fp8": "fp8"}  # as an option → name of the type
 RECENT = 64  # latest tokens that stay exact below 8 bits
 GROUP = 64  # channels of a head that have a scale and a smallest value, in float16
 SCALES = 4  # bytes of both
 EXAMPLE = "as 4, fp8, or 8@0-11,4@12-29 (by layer)"
+
+
+#
+REFERENCE_DTYPE = "bfloat16"  # in which a plan counts the 16-bit cache
+BLOCK = 16  # tokens for which a cache that rounds allocates memory at a time
+
+
+def in_16_bits(size: int, item: int) -> int:
+    """Return the bytes of numbers of `item` bytes each, which take `size` bytes, if a number has at most 16 bits."""
+    return size * min(item, 2) // item
+
+
+def allocated_tokens(tokens: int) -> int:
+    """Return for how many tokens memory is allocated, in blocks that grow to `BLOCK`: at most a quarter ahead."""
+    block = min(BLOCK, 1 << max(0, tokens.bit_length() - 3))
+    return -(-tokens // block) * block
 
 
 @dataclass(frozen=True)

@@ -1,22 +1,61 @@
-"""Where a config comes from: a hub name, a folder, a config.json, a GGUF file, standard input; no weights are read."""
+"""Where a config comes from: a hub name, a folder, a config.json, a GGUF file, standard input; no weights are read.
 
+A config.json is read by transformers' own class for its model type. It is refused if the class ignores a field that
+decides on the cache.
+"""
+
+import ast
+import copy
+import dataclasses
+import functools
+import inspect
 import json
+import re
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import transformers
 from huggingface_hub import HfApi, hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError
+from transformers import CONFIG_MAPPING, LlamaConfig, PreTrainedConfig
 
+import crosslayer.core.decoder  # noqa: F401  registers our model
 from crosslayer.hub import hub_source, is_hub_name
 from crosslayer.models.embedded import EMBEDDED, embedded_files
-from crosslayer.wiring.config_class import class_config
+from crosslayer.models.load import check_layers, one_line_errors
+from crosslayer.wiring.fields import read_wiring
 from crosslayer.wiring.gguf import GgufConfig, gguf_config, not_a_model, read_header
+from crosslayer.wiring.states import field
 
 STDIN = "-"
 LARGEST = 2**26  # bytes of a config.json
 INDEX = "model.safetensors.index.json"
 ALTERNATIVES = f"use a hub name, a folder, a config.json, a .gguf file, - for standard input, or {', '.join(EMBEDDED)}"
+
+
+#
+LATENT_SIZES = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "layer_types")
+NAMES = {name: name for name in SIZES} | {  # all names that classes have for them
+    **dict.fromkeys(("n_layer", "n_layers", "num_layers", "layers"), "num_hidden_layers"),
+    **dict.fromkeys(("decoder_layers", "encoder_layers"), "num_hidden_layers"),
+    **dict.fromkeys(("n_embd", "d_model", "dim", "emb_dim", "embed_dim"), "hidden_size"),
+    **dict.fromkeys(("n_head", "n_heads", "attention_heads"), "num_attention_heads"),
+    **dict.fromkeys(("decoder_attention_heads", "encoder_attention_heads"), "num_attention_heads"),
+    "num_attention_groups": "num_key_value_heads",
+    **dict.fromkeys(("attention_head_dim", "kv_channels"), "head_dim"),
+    "layers_block_type": "layer_types",
+}
+READ = ("model_type", "torch_dtype", "per_layer_config")  # by all classes, without being declared
+CACHED = ("sliding_window", "attention_chunk_size", "layer_types", "use_mla")  # read by caches, or here, of all types
+SHARING = ("use_cla", "cla_share_factor")
+SHARED = {"share", "shared", "sharing", "reuse"}
+OF_WHAT = {"kv", "key", "keys", "cache", "attention", "attn", "layer", "layers"}
+NO_TEXT = ("vision", "visual", "audio", "speech", "image", "encoder", "draft", "mtp")  # in names of other parts
+DECILM = "nemotron-nas"
+BLOCK = ("no_op", "replace_with_linear", "n_heads_in_group")
 
 
 class Source(NamedTuple):
@@ -125,3 +164,163 @@ def _source(text: str, name: str, like: str | None, weights_bytes: int | None = 
     if like is not None:
         values["model_type"] = like
     return Source(class_config(values, name), weights_bytes)
+
+
+class DeciLMConfig(LlamaConfig):
+    """The config of a DeciLM: Llama's, with layers of their own."""
+
+    model_type = DECILM
+
+
+def class_config(values: dict[str, Any], name: str) -> PreTrainedConfig:
+    """Return the config that transformers reads from the fields of a config.json; code in its folder is never run.
+
+    Raises:
+        ValueError: the model type is unknown, its class refuses the fields, or does not read one that decides on the
+            cache.
+    """
+    model_type = values.get("model_type")
+    if not isinstance(model_type, str):
+        raise ValueError(f"{name!r} is not the config of a model: it has no model_type; try --like TYPE")
+    check_layers(values)
+    if model_type == DECILM:
+        kind, values = DeciLMConfig, _llama_values(values)
+    elif model_type in CONFIG_MAPPING:
+        kind = CONFIG_MAPPING[model_type]
+    else:
+        raise ValueError(
+            f"{name!r}: transformers {transformers.__version__} has no model type {model_type!r}; try a .gguf file of "
+            "the model, or --like TYPE with a type of transformers whose fields mean the same, such as llama"
+        )
+    if values.get("use_mla") is False:  # then the sizes of latents are 0 or null, which classes refuse
+        values = {other: value for other, value in values.items() if other not in LATENT_SIZES}
+    try:
+        with one_line_errors(name):
+            config = kind.from_dict(copy.deepcopy(values))
+    except ValueError:
+        for part in (values, *(part for part in values.values() if isinstance(part, dict))):
+            types, layers = part.get("layer_types"), part.get("num_hidden_layers")
+            if isinstance(types, list) and isinstance(layers, int) and len(types) != layers:
+                raise ValueError(
+                    f"{name!r}: layer_types must have an entry for each of {layers} layers (num_hidden_layers), got "
+                    f"{len(types)}; list the types of the layers that are left"
+                ) from None
+        raise
+    _check_ignored(values, config, name)
+    return config
+
+
+def _llama_values(values: dict[str, Any]) -> dict[str, Any]:
+    """Return Llama's fields of a DeciLM; a layer without attention, or with a linear map instead, stores nothing."""
+    blocks, heads = values.get("block_configs"), values.get("num_attention_heads")
+    if not isinstance(blocks, list) or len(blocks) != values.get("num_hidden_layers") or not isinstance(heads, int):
+        raise ValueError(f"{DECILM}: the config lacks Llama's fields, or block_configs with an entry for each layer")
+    layer_types, own = [], {}
+    for layer, block in enumerate(blocks):
+        attention = block.get("attention") if isinstance(block, dict) else None
+        if not isinstance(attention, dict):
+            raise ValueError(f"{DECILM}: layer {layer}: block_configs must describe its attention, got {attention}")
+        beside = sorted(name for name, value in attention.items() if name not in BLOCK and value not in (None, False))
+        if beside:
+            raise ValueError(f"{DECILM}: layer {layer}: attention with {', '.join(beside)} is not counted")
+        own[layer] = {}
+        if attention.get("no_op") or attention.get("replace_with_linear"):
+            layer_types.append("moe")
+            continue
+        group = attention.get("n_heads_in_group")
+        if not isinstance(group, int) or group < 1 or heads % group:
+            raise ValueError(f"{DECILM}: layer {layer}: n_heads_in_group must divide {heads} heads, got {group}")
+        layer_types.append("full_attention")
+        own[layer] = {"num_key_value_heads": heads // group}
+    others = ("block_configs", "num_key_value_heads", "intermediate_size")
+    llama = {name: value for name, value in values.items() if name not in others}
+    return {**llama, "layer_types": layer_types, "per_layer_config": own}
+
+
+def _check_ignored(values: dict[str, Any], config: PreTrainedConfig, name: str) -> None:
+    """Refuse a config.json if its class ignores a field that decides on the cache."""
+    kind = type(config)
+    read = {one.name for one in dataclasses.fields(kind)} | kind.attribute_map.keys() | {*READ} | _mentioned(kind)
+    is_flat = config.get_text_config(decoder=True) is config  # then all fields are those of its model
+    beside = {other: value for other, value in values.items() if other not in read and value is not None}
+    if is_flat:
+        beside = {other: value for other, value in beside.items() if not _in_model(kind, other)}
+    ignored = _sharing(beside) or _unread_sizes(values, beside, config)
+    if is_flat and not ignored:
+        whole, extra = _wiring(values, kind), [other for other in beside if other not in CACHED]
+        if _wiring({one: value for one, value in values.items() if one not in extra}, kind) != whole:
+            one_less = {other: {one: values[one] for one in values if one != other} for other in extra}
+            ignored = [other for other, less in one_less.items() if _wiring(less, kind) != whole] or extra
+    if ignored:
+        raise ValueError(
+            f"{name!r} has {', '.join(ignored)}, which transformers' class for {config.model_type} does not read, so "
+            "the size of its cache is unknown; try a .gguf file of the model, or --like TYPE"
+        )
+
+
+@functools.cache
+def _mentioned(kind: type[PreTrainedConfig]) -> frozenset[str]:
+    """Return the attributes and texts in the methods of a config class: the names of fields that it may act on."""
+    names = set()
+    for base in kind.__mro__[: kind.__mro__.index(PreTrainedConfig)]:
+        for part in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(base)))):
+            for node in ast.walk(part) if isinstance(part, ast.FunctionDef) else ():
+                if isinstance(node, ast.Attribute):
+                    names.add(node.attr)
+                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    names.add(node.value)
+    return frozenset(names)
+
+
+def _in_model(kind: type[PreTrainedConfig], name: str) -> bool:
+    """Return whether the code of a config class's model reads a field."""
+    file = inspect.getfile(LlamaConfig if kind is DeciLMConfig else kind)
+    code = _model_code(Path(file).parent)
+    return re.search(rf"(config\.|[\"']){re.escape(name)}\b", code) is not None
+
+
+@functools.cache
+def _model_code(folder: Path) -> str:
+    return "".join(file.read_text(encoding="utf-8") for file in sorted(folder.glob("modeling_*.py")))
+
+
+def _sharing(beside: dict[str, Any]) -> list[str]:
+    """Return the fields that make layers share keys and values; none if one of these fields is False."""
+    found = {}
+    for name, value in beside.items():
+        words = set(name.split("_"))
+        if name in SHARING or words & SHARED and words & OF_WHAT:
+            found[name] = value
+    if any(value is False for value in found.values()):
+        return []
+    return [name for name, value in found.items() if value is True or value not in (0, 1, [], {})]
+
+
+def _unread_sizes(values: dict[str, Any], beside: dict[str, Any], config: PreTrainedConfig) -> list[str]:
+    """Return the sizes in the file, or in a part of it, that are not those of the text model."""
+    text = config.get_text_config(decoder=True)
+    read = {NAMES[name] for name in values.keys() & NAMES.keys() - beside.keys()}
+    unread = []
+    for name, part in values.items():
+        if not isinstance(part, dict) or any(word in name for word in NO_TEXT):
+            continue
+        sizes = [other for other in part if other in NAMES]
+        if name in beside:
+            unread += [f"{name}.{one}" for one in sizes if _differs(part[one], field(text, NAMES[one]))]
+        else:
+            read |= {NAMES[one] for one in sizes}
+    own = [one for one in beside if one in NAMES and NAMES[one] not in read]
+    return [one for one in own if _differs(beside[one], field(text, NAMES[one]))] + unread
+
+
+def _differs(value: Any, other: Any) -> bool:
+    if isinstance(value, list) and isinstance(other, list | tuple):  # some layer types have newer names
+        return len(value) != len(other)
+    return value is not None and value != other
+
+
+def _wiring(values: dict[str, Any], kind: type[PreTrainedConfig]) -> Any:
+    try:
+        return read_wiring(kind.from_dict(copy.deepcopy(values)))
+    except Exception as error:  # each class has errors of its own
+        return str(error)

@@ -11,7 +11,7 @@ import torch
 import crosslayer
 from crosslayer.models import embedded
 from crosslayer.models.embedded import EMBEDDED, Embedded, embedded_files, embedded_folder, missing_packages
-from crosslayer.models.origin import origin
+from crosslayer.models.load import origin
 from crosslayer.output.folder import exclusive
 from tests.verbs.export.models import ours, words
 

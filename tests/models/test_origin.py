@@ -2,9 +2,9 @@
 
 import pytest
 
-from crosslayer.models import origin as module
+from crosslayer.models import load as module
 from crosslayer.models.embedded import cache_folder
-from crosslayer.models.origin import origin
+from crosslayer.models.load import origin
 from tests.helpers.tiny import tiny
 
 SMOLLM2 = {"base_model": "HuggingFaceTB/SmolLM2-135M-Instruct", "license": "apache-2.0", "language": "en"}

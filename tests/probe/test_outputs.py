@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from crosslayer.probe.outputs import output_norms
+from crosslayer.probe.depth import output_norms
 from crosslayer.testing.tiny import build, config_of
 from tests.helpers.cases import CAPPED, GPT2
 from tests.helpers.tiny import tiny, tokens

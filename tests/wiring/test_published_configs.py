@@ -9,8 +9,8 @@ from transformers import CONFIG_MAPPING
 
 import crosslayer
 from crosslayer.core.transformers_versions import CACHE
-from crosslayer.wiring.config_class import NAMES, SIZES
 from crosslayer.wiring.fields import DECODERS, ENCODERS
+from crosslayer.wiring.source import NAMES, SIZES
 from tests.cli.test_cli import run
 
 NEWEST = pytest.mark.skipif(CACHE != "cache", reason="the classes are those of the newest supported transformers")

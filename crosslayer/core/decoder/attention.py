@@ -19,7 +19,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, repea
 from crosslayer.core.choice import TokenChoice, mask_of
 from crosslayer.core.decoder.caches import update_both, update_single
 from crosslayer.core.decoder.configuration import CrossLayerConfig
-from crosslayer.core.decoder.family import norm
+from crosslayer.core.decoder.families import norm
 from crosslayer.core.method import FROM_VALUES, INPUT, ON_HEADS, Carry, Compensation, HeadMixer, StateReader, Wiring
 from crosslayer.core.methods import state_reader
 from crosslayer.core.plan import PASSED, STATES, DepthPlan

@@ -9,8 +9,7 @@ import torch
 from huggingface_hub.dataclasses import strict
 from transformers import LlamaConfig
 
-from crosslayer.core.decoder.families import load_family
-from crosslayer.core.decoder.family import ROTATED, Family, is_rope_by_type
+from crosslayer.core.decoder.families import ROTATED, Family, is_rope_by_type, load_family
 from crosslayer.core.decoder.parallel import tensor_parallel_plan
 from crosslayer.core.method import Method, Wiring
 from crosslayer.core.methods import load_method, mixes, state_reader, to_entry, wire

@@ -16,7 +16,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from crosslayer.core.decoder.attention import CrossLayerAttention, Inputs
 from crosslayer.core.decoder.configuration import CrossLayerConfig
-from crosslayer.core.decoder.family import norm
+from crosslayer.core.decoder.families import norm
 from crosslayer.core.method import Carry, Compensation, Residual, Wiring
 from crosslayer.core.sources import Sources, outside_layer_graphs
 from crosslayer.core.transformers_versions import CACHE, takes_cache
@@ -143,7 +143,7 @@ def _with_logits(logits: Tensor, carry: Carry) -> Carry:
 
 
 def _linear_attention(config: CrossLayerConfig, layer: int) -> nn.Module:
-    from crosslayer.core.decoder.linear import LinearAttention  # loaded only if needed
+    from crosslayer.core.decoder.blocks import LinearAttention  # loaded only if needed
 
     return LinearAttention(config, layer)
 
@@ -152,7 +152,7 @@ def _mlp(config: CrossLayerConfig) -> nn.Module:
     """Return the family's MLP, or a mixture of experts, which also returns router logits (B·T, E)."""
     if config.num_local_experts is None:
         return config.components.mlp(config)
-    from crosslayer.core.decoder.sparse import SparseMLP  # loaded only if needed
+    from crosslayer.core.decoder.blocks import SparseMLP  # loaded only if needed
 
     return SparseMLP(config)
 

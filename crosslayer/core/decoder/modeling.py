@@ -26,7 +26,7 @@ from transformers.utils.generic import can_return_tuple, merge_with_config_defau
 
 from crosslayer.core.decoder.caches import check_paged, check_quantized, fit_cache, without_empty_layers
 from crosslayer.core.decoder.configuration import CrossLayerConfig
-from crosslayer.core.decoder.family import Tables, norm, rotary, rotary_tables
+from crosslayer.core.decoder.families import Tables, norm, rotary, rotary_tables
 from crosslayer.core.decoder.keywords import LEAKED, LOSS, check_keywords
 from crosslayer.core.decoder.layer import ROUTERS, CrossLayerDecoderLayer
 from crosslayer.core.decoder.packed import recurrent_mask
@@ -291,7 +291,7 @@ class CrossLayerForCausalLM(CrossLayerPreTrainedModel, GenerationMixin):
                 loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **options)
         aux_loss = None
         if outputs.router_logits is not None:
-            from crosslayer.core.decoder.sparse import balance_loss  # not loaded for dense models
+            from crosslayer.core.decoder.blocks import balance_loss  # not loaded for dense models
 
             padding = attention_mask if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2 else None
             if padding is not None:  # it may cover cached tokens too

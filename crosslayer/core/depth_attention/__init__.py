@@ -6,7 +6,7 @@
 all of it, eagerly, compiled and checkpointed; its kernels are in `plain`, and in `crosslayer.core.kernels` for GPUs.
 """
 
-from crosslayer.core.depth_attention.definition import depth_scores, exact, inverse_rms, listed, wide
 from crosslayer.core.depth_attention.operators import depth_attention, keep
+from crosslayer.core.depth_attention.plain import depth_scores, exact, inverse_rms, listed, wide
 
 __all__ = ["depth_attention", "depth_scores", "exact", "inverse_rms", "keep", "listed", "wide"]

@@ -19,8 +19,16 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from crosslayer.core import custom_ops
-from crosslayer.core.depth_attention.definition import exact, listed, promoted, wide_type
-from crosslayer.core.depth_attention.plain import attend, differentiate, read, source_gradient
+from crosslayer.core.depth_attention.plain import (
+    attend,
+    differentiate,
+    exact,
+    listed,
+    promoted,
+    read,
+    source_gradient,
+    wide_type,
+)
 from crosslayer.core.sources import Sources
 
 SLOTS = 8  # sources in a bank, whose memory is freed as a whole

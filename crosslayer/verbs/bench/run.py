@@ -14,7 +14,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from crosslayer.cache.running import CacheOptions
-from crosslayer.core.sixteen_bits import DTYPE
 from crosslayer.environment import quiet_transformers
 from crosslayer.judge.candidate import Candidate
 from crosslayer.judge.clock import TIMES, attention_of, random_ids, softmax_share
@@ -29,6 +28,7 @@ from crosslayer.verbs.bench.result import Benchmark, BenchSettings
 from crosslayer.verbs.bench.serving import bench_vllm
 from crosslayer.verbs.bench.serving_result import ServingBenchmark, ServingSettings
 from crosslayer.verbs.serve.engine import memory_bytes
+from crosslayer.wiring.kv_bits import REFERENCE_DTYPE
 
 LEARNED = 8  # a table of learned positions may have up to this many rows more than positions
 
@@ -177,7 +177,7 @@ def _rows(
 
 def _reads(models: Sequence[PreTrainedModel], load: Load, facts: dict[str, Any]) -> list[Row]:
     """Return the bytes that the last step reads, by the plans, in 16 bits; nothing if a model has no plan."""
-    plans, as_stored = read_plans(models, load, DTYPE), read_plans(models, load)
+    plans, as_stored = read_plans(models, load, REFERENCE_DTYPE), read_plans(models, load)
     if not plans:
         return []
     own, original = (plan.read_bytes for plan in plans)

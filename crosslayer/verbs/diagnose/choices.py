@@ -11,8 +11,8 @@ from scipy.stats import rankdata
 from crosslayer.core.choice import ChoiceMethod, TokenChoice
 from crosslayer.core.plan import TokenCount
 from crosslayer.output.panel import Heat, Line, Panel
-from crosslayer.probe.choices import choice_sums
 from crosslayer.probe.intercept import AttentionCall
+from crosslayer.probe.maps import choice_sums
 from crosslayer.probe.shapes import LayerShape
 from crosslayer.verbs.diagnose.curves import SHARE, numbers
 from crosslayer.verbs.diagnose.result import ChosenTokens

@@ -13,8 +13,7 @@ from crosslayer.corpus.pieces import special_tokens
 from crosslayer.corpus.windows import Text, Windows, open_text, packed, text_name
 from crosslayer.models.load import model_facts, public_name, ready_model
 from crosslayer.output.progress import progress
-from crosslayer.probe.intercept import layer_stack
-from crosslayer.probe.tokens import check_ids, check_length
+from crosslayer.probe.intercept import check_ids, check_length, layer_stack
 from crosslayer.verbs.diagnose.result import ProbedModel, TextSettings
 
 

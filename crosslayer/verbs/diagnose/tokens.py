@@ -5,8 +5,8 @@ from collections import defaultdict
 import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from crosslayer.probe.intercept import position_embedding
 from crosslayer.probe.measures import working
-from crosslayer.probe.tokens import position_embedding
 from crosslayer.verbs.diagnose.result import PositionTable, TopToken
 
 PER_SEQUENCE, SHOWN = 10, 5

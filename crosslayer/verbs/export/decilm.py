@@ -14,7 +14,7 @@ from huggingface_hub import save_torch_state_dict
 from transformers import LlamaConfig, PreTrainedModel
 
 from crosslayer.core.decoder import CrossLayerConfig
-from crosslayer.core.decoder.weights import SHARED
+from crosslayer.core.decoder.convert import SHARED
 from crosslayer.verbs.export.layers import RemainingLayer, remaining_layers, renumbered
 from crosslayer.verbs.serve import configuration_decilm
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from crosslayer.core.decoder import CrossLayerConfig
-from crosslayer.core.decoder.family import is_rope_by_type
+from crosslayer.core.decoder.families import is_rope_by_type
 from crosslayer.core.methods import mixes
 from crosslayer.core.plan import STATES
 from crosslayer.output.formatting import ranges

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from crosslayer.core.decoder import CrossLayerConfig
-from crosslayer.core.decoder.family import rotary
+from crosslayer.core.decoder.families import rotary
 from crosslayer.verbs.export.layers import LAYER, RemainingLayer, remaining_layers, renumbered, rope
 from crosslayer.verbs.export.vocabulary import add_vocabulary
 

@@ -8,11 +8,10 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from crosslayer.core.decoder import CrossLayerConfig
-from crosslayer.core.decoder.weights import to_config
+from crosslayer.core.decoder.convert import to_config
 from crosslayer.environment import quiet_transformers
 from crosslayer.extras import check_extra
-from crosslayer.models.load import public_name, ready_model
-from crosslayer.models.origin import origin
+from crosslayer.models.load import origin, public_name, ready_model
 from crosslayer.models.pair import causal_config
 from crosslayer.output.card import card, common_facts, split_card, use
 from crosslayer.output.folder import check_free, whole_folder

@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from crosslayer.core.decoder import CrossLayerConfig, CrossLayerForCausalLM
-from crosslayer.core.decoder.weights import from_config
+from crosslayer.core.decoder.convert import from_config
 from crosslayer.core.transformers_versions import attention_that_caps
 from crosslayer.verbs.export.layers import remaining_layers, renumbered
 

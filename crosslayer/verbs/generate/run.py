@@ -14,16 +14,15 @@ from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokeniz
 from crosslayer.cache.held import held_bytes
 from crosslayer.cache.running import CacheOptions
 from crosslayer.core.decoder.configuration import CrossLayerConfig
-from crosslayer.core.sixteen_bits import DTYPE
 from crosslayer.core.transformers_versions import CACHE
 from crosslayer.environment import quiet_transformers
 from crosslayer.models.load import public_name, ready_model
 from crosslayer.models.pair import causal_config
 from crosslayer.output.progress import progress
 from crosslayer.output.record import Options, Seed
-from crosslayer.probe.intercept import evaluating
-from crosslayer.probe.tokens import positions
+from crosslayer.probe.intercept import evaluating, positions
 from crosslayer.verbs.generate.result import Continuation
+from crosslayer.wiring.kv_bits import REFERENCE_DTYPE
 from crosslayer.wiring.read import model_plan
 
 COLDEST, HOTTEST = 0.001, 1000.0  # temperatures; below, logits overflow
@@ -111,7 +110,7 @@ def _share(model: PreTrainedModel, cache: Cache) -> float | None:
     if isinstance(config, CrossLayerConfig):
         config = CrossLayerConfig(**{**config.to_dict(), "cross_layer": None})
     with suppress(ValueError):  # a plan does not count every model
-        whole = model_plan(config, cache.get_seq_length(), DTYPE).stored_bytes
+        whole = model_plan(config, cache.get_seq_length(), REFERENCE_DTYPE).stored_bytes
         return round(held_bytes(cache).sixteen / whole, 4)
     return None
 

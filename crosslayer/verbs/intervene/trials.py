@@ -10,8 +10,7 @@ from transformers import PreTrainedModel
 
 from crosslayer.core.options import parse_layers
 from crosslayer.output.record import Options, Seed
-from crosslayer.probe.intercept import layer_stack
-from crosslayer.probe.tokens import position_limit
+from crosslayer.probe.intercept import layer_stack, position_limit
 from crosslayer.verbs.intervene.kinds import (
     Ablate,
     InAttention,

@@ -23,7 +23,7 @@ from crosslayer.judge.texts import DomainTexts, Texts
 from crosslayer.models.load import model_facts, public_name, ready_model
 from crosslayer.models.pair import causal_config
 from crosslayer.output.progress import progress
-from crosslayer.probe.tokens import check_ids, config_positions
+from crosslayer.probe.intercept import check_ids, config_positions
 from crosslayer.verbs.measure import exact_layers as exact
 from crosslayer.verbs.measure.result import Measurement, MeasureSettings
 

@@ -10,8 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from crosslayer.core.methods import Entry
 from crosslayer.verbs.plan.result import Plan
 from crosslayer.wiring.engines import parse_bytes
-from crosslayer.wiring.read import model_plan
-from crosslayer.wiring.sharing import share
+from crosslayer.wiring.read import model_plan, share
 from crosslayer.wiring.source import read_source
 
 

@@ -8,13 +8,12 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from crosslayer.cache.running import CacheOptions, smaller_cache
-from crosslayer.core.sixteen_bits import DTYPE
 from crosslayer.judge.candidate import Candidate
 from crosslayer.judge.damage import damage, difference
 from crosslayer.judge.losses import Losses
 from crosslayer.verbs.retrofit.original import Original
 from crosslayer.verbs.retrofit.result import Alternative
-from crosslayer.wiring.kv_bits import KINDS, RECENT, keeps_recent
+from crosslayer.wiring.kv_bits import KINDS, RECENT, REFERENCE_DTYPE, keeps_recent
 from crosslayer.wiring.read import model_plan
 
 MEASURED = (("original", "fp8"), ("original", "8"), ("original", "4"), ("retrofit", "4"))
@@ -80,7 +79,7 @@ def rows_of(
             Alternative(
                 of=one.of,
                 kv_bits=one.kv_bits,
-                share=model_plan(one.model, context, DTYPE, kv_dtype=kind).stored_bytes
+                share=model_plan(one.model, context, REFERENCE_DTYPE, kv_dtype=kind).stored_bytes
                 / original.plan.stored_at(context),
                 kl=damage(own, seed).kl,
                 kl_by_domain={domain: float(own.of(domain).kl.mean()) for domain in dict.fromkeys(own.domains)},

@@ -9,11 +9,11 @@ from transformers.cache_utils import DynamicLayer
 
 from crosslayer.cache.held import held_bytes
 from crosslayer.core.plan import DepthPlan
-from crosslayer.core.sixteen_bits import DTYPE
 from crosslayer.core.transformers_versions import CACHE
 from crosslayer.probe.shapes import LayerShape
 from crosslayer.verbs.retrofit.original import Original
 from crosslayer.verbs.retrofit.result import CacheRecord
+from crosslayer.wiring.kv_bits import REFERENCE_DTYPE
 from crosslayer.wiring.read import model_plan
 
 CONTEXT = 2048  # default context length at which the cache is counted
@@ -55,7 +55,7 @@ def cache_record(original: Original, retrofit: PreTrainedModel, context: int | N
     """Return what the caches of a model and of its retrofit hold and read; None: at the default context."""
     context = CacheShare(original.sublayers.shapes, context).context
     before, after = token_bytes(original.model, context), token_bytes(retrofit, context)
-    own, changed = original.plan, model_plan(retrofit, dtype=DTYPE)
+    own, changed = original.plan, model_plan(retrofit, dtype=REFERENCE_DTYPE)
     layers = range(original.layers) if changed.plan.reads_less else ()
     return CacheRecord(
         context=context,

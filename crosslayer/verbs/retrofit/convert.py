@@ -15,7 +15,7 @@ from crosslayer.core.method import Compensated, Compensation
 from crosslayer.core.methods import Entry, load_methods, merge_plans, mixes
 from crosslayer.core.options import check_choice
 from crosslayer.core.plan import DepthPlan
-from crosslayer.models.stored import replaced
+from crosslayer.models.load import replaced
 from crosslayer.verbs.retrofit.calibrate import Text, calibrate, fit_for
 from crosslayer.verbs.retrofit.moments import FITS, REFITS, Fit
 from crosslayer.verbs.retrofit.result import Weights

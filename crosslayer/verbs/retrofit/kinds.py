@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, field
 
-from crosslayer.probe.groups import Groups
+from crosslayer.probe.shapes import Groups
 from crosslayer.verbs.retrofit.greedy import GreedySearch
 
 ALL, OWN, READER = "all", "own", "reader"  # what a layer attends to: all tokens, its own choice, another layer's

@@ -11,7 +11,7 @@ import numpy as np
 from crosslayer.core.decoder.configuration import CrossLayerConfig
 from crosslayer.core.method import Method
 from crosslayer.core.options import check_choice, parse_layers
-from crosslayer.probe.groups import PAPER_SIZE, Groups, paper_groups, similar_groups
+from crosslayer.probe.shapes import PAPER_SIZE, Groups, paper_groups, similar_groups
 from crosslayer.verbs.diagnose.run import diagnose
 from crosslayer.verbs.retrofit.options import RetrofitOptions, read_layers
 from crosslayer.verbs.retrofit.original import Original

@@ -8,12 +8,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from crosslayer.core.sixteen_bits import DTYPE
 from crosslayer.corpus.windows import Windows
 from crosslayer.judge.judge import Judge
-from crosslayer.models.load import model_facts
-from crosslayer.models.origin import origin
+from crosslayer.models.load import model_facts, origin
 from crosslayer.probe.what_if import Sublayers, find_sublayers
+from crosslayer.wiring.kv_bits import REFERENCE_DTYPE
 from crosslayer.wiring.read import model_plan
 from crosslayer.wiring.result import ModelPlan
 
@@ -51,7 +50,7 @@ class Original:
     @cached_property
     def plan(self) -> ModelPlan:
         """What its cache holds, in 16 bits, and what a step reads."""
-        return model_plan(self.model, dtype=DTYPE)
+        return model_plan(self.model, dtype=REFERENCE_DTYPE)
 
     @cached_property
     def judge(self) -> Judge:

@@ -14,7 +14,7 @@ from crosslayer.core.plan import STATES, DepthPlan
 from crosslayer.environment import quiet_transformers
 from crosslayer.judge.damage import Domains
 from crosslayer.judge.retrieval import Retrieval, count_retrieved
-from crosslayer.models.stored import replaced
+from crosslayer.models.load import replaced
 from crosslayer.output.folder import whole_folder
 from crosslayer.output.manifest import write_manifest
 from crosslayer.output.record import Frozen, ModelFacts, columns

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from crosslayer.core.decoder.weights import to_config
+from crosslayer.core.decoder.convert import to_config
 from crosslayer.core.methods import Entry, to_entry
 from crosslayer.corpus.domains import window_ranges
 from crosslayer.judge.candidate import Candidate
@@ -21,8 +21,7 @@ from crosslayer.judge.retrieval import DEPTHS, LENGTHS, LONG_LENGTHS, QUICK_LENG
 from crosslayer.judge.texts import DomainTexts
 from crosslayer.models.load import load_config, public_name, ready_model, stored_dtype
 from crosslayer.output.progress import progress
-from crosslayer.probe.intercept import evaluating
-from crosslayer.probe.tokens import check_ids, positions
+from crosslayer.probe.intercept import check_ids, evaluating, positions
 from crosslayer.verbs.retrofit.alternatives import MEASURED, WINDOWS, Compared, measure_alternatives, rows_of
 from crosslayer.verbs.retrofit.cache import CONTEXT, cache_record
 from crosslayer.verbs.retrofit.convert import Converted, convert

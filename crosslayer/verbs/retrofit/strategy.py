@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 from torch import Tensor
 
 from crosslayer.core.decoder.configuration import CrossLayerConfig
-from crosslayer.core.decoder.weights import to_config
+from crosslayer.core.decoder.convert import to_config
 from crosslayer.core.method import Compensated, Method
 from crosslayer.core.methods import merge_plans, to_entry
 from crosslayer.core.options import check_choice

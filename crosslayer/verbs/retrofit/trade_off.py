@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from crosslayer.core.method import Method
 from crosslayer.judge.candidate import Candidate
 from crosslayer.judge.damage import damage, difference
-from crosslayer.probe.groups import Groups
+from crosslayer.probe.shapes import Groups
 from crosslayer.verbs.retrofit.measure import Measure
 from crosslayer.verbs.retrofit.result import CurvePoint, MeasuredBaseline, SearchRecord
 

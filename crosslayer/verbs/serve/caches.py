@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from crosslayer.core.decoder import CrossLayerConfig
-from crosslayer.core.decoder.family import is_rope_by_type
+from crosslayer.core.decoder.families import is_rope_by_type
 from crosslayer.core.method import FROM_VALUES, Method, Mixing, StateReader
 from crosslayer.core.plan import CACHED
 from crosslayer.output.formatting import ranges

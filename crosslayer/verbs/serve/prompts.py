@@ -17,7 +17,7 @@ from crosslayer.codec.store import PromptStore
 from crosslayer.core.decoder import CrossLayerConfig
 from crosslayer.models.load import auto_class, load_model
 from crosslayer.verbs.serve.caches import CACHE_TYPES, TENSOR_PARALLEL
-from crosslayer.wiring.values import field
+from crosslayer.wiring.states import field
 
 CONNECTOR, MODULE = "PromptStoreConnector", "crosslayer.verbs.serve.connector"
 OTHER_WEIGHTS = "a codec belongs to the weights and RoPE that it was fitted to"

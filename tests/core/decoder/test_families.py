@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from crosslayer.core.decoder import CrossLayerForCausalLM
+from crosslayer.core.decoder.convert import from_model, to_model
 from crosslayer.core.decoder.families import family_names
-from crosslayer.core.decoder.weights import from_model, to_model
 from crosslayer.testing import tiny as contract
 from tests.helpers.cases import CAPPED, EXPERTS, GEMMA2, GPT2, LINEAR
 from tests.helpers.tiny import tiny, tokens

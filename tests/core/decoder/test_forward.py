@@ -10,7 +10,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import AttentionInterface
 
 from crosslayer.core.decoder import CrossLayerConfig, CrossLayerModel, modeling
-from crosslayer.core.decoder.weights import to_model
+from crosslayer.core.decoder.convert import to_model
 from crosslayer.core.method import Compensation
 from crosslayer.core.transformers_versions import CACHE
 from crosslayer.testing import tiny as contract

@@ -5,8 +5,8 @@ import torch
 from transformers import DynamicCache
 
 from crosslayer.core.decoder import CrossLayerForCausalLM
-from crosslayer.core.decoder.family import RotaryByType
-from crosslayer.core.decoder.weights import from_config, to_model
+from crosslayer.core.decoder.convert import from_config, to_model
+from crosslayer.core.decoder.families import RotaryByType
 from crosslayer.core.transformers_versions import CACHE
 from crosslayer.testing.tiny import build, close, config_of
 from crosslayer.verbs.export.refusals import no_deci, no_gguf, no_stock_class

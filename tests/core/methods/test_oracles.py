@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from crosslayer.core.decoder.convert import from_model, to_config, to_model
 from crosslayer.core.decoder.families import model_types
-from crosslayer.core.decoder.weights import from_model, to_config, to_model
 from crosslayer.core.depth_attention import depth_attention, plain
 from crosslayer.core.method import Mixing
 from crosslayer.testing.tiny import build, close, config_of

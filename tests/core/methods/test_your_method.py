@@ -147,7 +147,7 @@ from crosslayer.core.decoder.convert import convert_weights
 from crosslayer.verbs.retrofit.run import options_of
 from crosslayer.verbs.retrofit.search import searched_methods
 from crosslayer.verbs.retrofit.strategies import strategy_of
-from crosslayer.core.decoder.weights import from_model, to_model
+from crosslayer.core.decoder.convert import from_model, to_model
 from transformers import ArceeConfig, ArceeForCausalLM, LlamaConfig, LlamaForCausalLM
 
 assert crosslayer.__file__.startswith(FOLDER), crosslayer.__file__
@@ -181,7 +181,7 @@ crosslayer.cli.main()
 FAMILY = '''
 """Arcee: Llama with an MLP without a gate."""
 
-from crosslayer.core.decoder.family import PLAIN_MLP, Family, ModelType, PlainMLP
+from crosslayer.core.decoder.families import PLAIN_MLP, Family, ModelType, PlainMLP
 
 FAMILY = Family(
     mlp=PlainMLP, mlp_split=PLAIN_MLP, experts=False, model_types={"arcee": ModelType(("attention_bias", "mlp_bias"))}

@@ -1,6 +1,6 @@
 """Tiny models of ours that have, or lack, a form elsewhere."""
 
-from crosslayer.core.decoder.weights import to_model
+from crosslayer.core.decoder.convert import to_model
 from crosslayer.testing.tiny import build, config_of
 from tests.helpers.bytelevel import byte_level
 from tests.helpers.tiny import tiny

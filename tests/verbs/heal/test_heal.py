@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 import crosslayer
-from crosslayer.core.decoder.weights import to_model
+from crosslayer.core.decoder.convert import to_model
 from crosslayer.judge.losses import logits_of, losses
 from crosslayer.judge.retrieval import measure_retrieval
 from crosslayer.training import stages

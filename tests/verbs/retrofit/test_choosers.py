@@ -9,8 +9,8 @@ import torch
 import crosslayer
 from crosslayer.core.choice import TokenChoice
 from crosslayer.core.plan import TokenCount
-from crosslayer.probe.choices import choice_sums
 from crosslayer.probe.intercept import visited
+from crosslayer.probe.maps import choice_sums
 from crosslayer.verbs.retrofit import greedy
 from crosslayer.verbs.retrofit.choosers import matched_heads
 from crosslayer.verbs.retrofit.kinds import ALL, OWN, READER, KindSearch, affordable, evenly, groups_of, reads_of

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 import crosslayer
 from crosslayer.core.decoder import CrossLayerForCausalLM
 from crosslayer.corpus.documents import TextSource
-from crosslayer.probe.outputs import output_norms
+from crosslayer.probe.depth import output_norms
 from crosslayer.training.mixture import FixedRows, spread
 from crosslayer.training.recipe import load_recipe
 from crosslayer.training.rows import read_rows

@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM, MambaConfig
 from transformers.models.llama import modeling_llama
 
 from crosslayer import verify
-from crosslayer.core.decoder.weights import to_model
+from crosslayer.core.decoder.convert import to_model
 from tests.cli.test_cli import run
 from tests.helpers.tiny import tiny
 from tests.helpers.verifications import by_name, only

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from crosslayer import load_model, verify
-from crosslayer.core.decoder.weights import to_model
+from crosslayer.core.decoder.convert import to_model
 from crosslayer.output.progress import metered_by
 from crosslayer.verbs.verify.result import Verification
 from tests.helpers.meters import Recorder

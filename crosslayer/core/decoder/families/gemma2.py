@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 
-from crosslayer.core.decoder.family import Family, ModelType
+from crosslayer.core.decoder.families import Family, ModelType
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 SCORES = ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping")

@@ -2,8 +2,7 @@
 
 from dataclasses import replace
 
-from crosslayer.core.decoder.families import gemma2
-from crosslayer.core.decoder.family import ModelType
+from crosslayer.core.decoder.families import ModelType, gemma2
 
 FAMILY = replace(
     gemma2.FAMILY,

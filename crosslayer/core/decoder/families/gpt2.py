@@ -2,6 +2,6 @@
 
 from torch import nn
 
-from crosslayer.core.decoder.family import PLAIN_MLP, Family, PlainMLP
+from crosslayer.core.decoder.families import PLAIN_MLP, Family, PlainMLP
 
 FAMILY = Family(norm=nn.LayerNorm, mlp=PlainMLP, mlp_split=PLAIN_MLP, experts=False, learned_positions=True)

@@ -1,6 +1,6 @@
 """Llama: RMSNorm, a gated MLP, rotary positions; Mistral, Mixtral and Qwen differ from it only in config fields."""
 
-from crosslayer.core.decoder.family import Family, ModelType
+from crosslayer.core.decoder.families import Family, ModelType
 
 EXPERTS = ("num_local_experts", "num_experts_per_tok", "router_aux_loss_coef", "output_router_logits")
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import crosslayer
-from crosslayer.core.sixteen_bits import DTYPE, in_16_bits
+from crosslayer.wiring.kv_bits import REFERENCE_DTYPE, in_16_bits
 from tests.helpers.benches import short
 from tests.helpers.saved import ours, save
 from tests.helpers.tiny import VOCABULARY, tiny
@@ -25,7 +25,7 @@ def test_the_bytes_of_a_retrofit_are_those_in_16_bits():
     options = {"method": "cla", "layers": "1-2", "compensation": "none", "windows": 16, "length": 8}
     caches = [crosslayer.retrofit(model(dtype), ids, **options).cache for dtype in DTYPES]
     assert caches[0] == caches[1]
-    whole = crosslayer.plan(model(torch.float32), length=caches[0].context, dtype=DTYPE).stored_bytes
+    whole = crosslayer.plan(model(torch.float32), length=caches[0].context, dtype=REFERENCE_DTYPE).stored_bytes
     assert caches[0].bytes_per_token_before == whole / caches[0].context
 
 

@@ -66,16 +66,13 @@ class Interrupts:
 
     def _answer(self, number: int, frame: FrameType | None) -> None:
         if self.at_once:
-            self._end(number)
+            if number == signal.SIGINT:
+                os.write(2, f"{INTERRUPT_LINE}\n".encode())
+            os._exit(128 + number)
         if self.raised and time.monotonic() - self.raised < PATIENCE:
             return
         self.raised, self.status = time.monotonic(), 128 + number
         raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
-
-    def _end(self, number: int) -> None:
-        if number == signal.SIGINT:
-            os.write(2, f"{INTERRUPT_LINE}\n".encode())
-        os._exit(128 + number)
 
     def behind(self, error: BaseException | None) -> int:
         """Return the exit status of a signal that a library turned into an error, 0 where none is behind it."""

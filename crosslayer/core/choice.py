@@ -82,15 +82,13 @@ class TokenChoice(Mixing):
         always = allowed & ((number <= self.sinks) | (number > seen - self.window))
         mass = mass.masked_fill_(always, math.inf).masked_fill_(~allowed, -1)
         largest = mass.topk(kept, -1)
-        counts = self._counts(seen)  # (B or 1, 1, R, 1)
+        if self.count.tokens >= 1:
+            counts = torch.full_like(seen, int(self.count.tokens))  # (B or 1, 1, R, 1)
+        else:
+            share = seen.double() * self.count.tokens
+            counts = (share - ROUNDING).ceil().long().clamp_min(self.count.least)
         excess = torch.arange(kept, device=mass.device) >= counts
         return largest.indices.int().masked_fill_(excess | (largest.values < 0), NONE)
-
-    def _counts(self, seen: Tensor) -> Tensor:
-        """Return how many tokens are chosen of those that a row sees."""
-        if self.count.tokens >= 1:
-            return torch.full_like(seen, int(self.count.tokens))
-        return (seen.double() * self.count.tokens - ROUNDING).ceil().long().clamp_min(self.count.least)
 
     def attend_and_choose(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float, softcap: float | None, sparse: bool

@@ -203,6 +203,11 @@ class Wiring:
                 sites.append((layer, "mlp"))
         return tuple(sites)
 
+    def residual(self, config: Config, layer: int, site: str) -> "Residual | None":
+        """Return the residual connection of a sublayer (`site` "attn" or "mlp"); None: the plain sum."""
+        residuals = (method.residual(config, self, layer, site) for method in self.methods)
+        return next((residual for residual in residuals if residual is not None), None)
+
     @cached_property
     def sources(self) -> tuple[Mapping[int, tuple[str | None, ...]], ...]:
         """(L,), for each state (index in `PASSED`) that is not just the layer's own, the carry names of its sources.

@@ -41,7 +41,8 @@ def _normalize(matrix: Tensor, iterations: int) -> tuple[Tensor, Tensor]:
     kernels = _kernels(matrix)
     if kernels is not None:
         return kernels.doubly_stochastic(matrix.contiguous(), iterations, EPS)
-    result, sums = matrix.clone(memory_format=torch.contiguous_format), _sums(matrix, iterations)
+    result = matrix.clone(memory_format=torch.contiguous_format)
+    sums = matrix.new_empty(2 * iterations - 1, *matrix.shape[1:])
     for number, total in enumerate(sums):
         torch.sum(result, dim=number % 2, out=total)
         result.div_(total.add_(EPS).unsqueeze(number % 2))
@@ -88,20 +89,17 @@ def _kernels(matrix: Tensor) -> Any:
     return kernels if kernels is not None and matrix.dtype == torch.float32 and len(matrix) in kernels.TOKENS else None
 
 
-def _sums(matrix: Tensor, iterations: int) -> Tensor:
-    return matrix.new_empty(2 * iterations - 1, *matrix.shape[1:])
-
-
-def _fake_normalize(matrix: Tensor, iterations: int) -> tuple[Tensor, Tensor]:
-    return matrix.new_empty(matrix.shape), _sums(matrix, iterations)
-
-
-def _fake_differentiate(grad: Tensor, result: Tensor, sums: Tensor) -> Tensor:
-    return grad.new_empty(grad.shape)
-
-
-custom_ops.register("doubly_stochastic(Tensor matrix, int iterations) -> (Tensor, Tensor)", _normalize, _fake_normalize)
 custom_ops.register(
-    "doubly_stochastic_backward(Tensor grad, Tensor result, Tensor sums) -> Tensor", _differentiate, _fake_differentiate
+    "doubly_stochastic(Tensor matrix, int iterations) -> (Tensor, Tensor)",
+    _normalize,
+    lambda matrix, iterations: (
+        matrix.new_empty(matrix.shape),
+        matrix.new_empty(2 * iterations - 1, *matrix.shape[1:]),
+    ),
+)
+custom_ops.register(
+    "doubly_stochastic_backward(Tensor grad, Tensor result, Tensor sums) -> Tensor",
+    _differentiate,
+    lambda grad, result, sums: grad.new_empty(grad.shape),
 )
 custom_ops.register_gradient("doubly_stochastic", _Normalize.apply)

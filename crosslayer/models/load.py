@@ -354,9 +354,10 @@ def _stated(path: Path) -> dict[str, str | list[str]]:
     facts, _ = split_card(path.read_text(encoding="utf-8-sig", errors="replace"))
     tags = facts.get("tags")
     ours = isinstance(tags, list) and "crosslayer" in tags
-    return {name: facts[name] for name in (*COPIED, *(["base_model"] if ours else [])) if _is_words(facts.get(name))}
-
-
-def _is_words(value: object) -> bool:
-    words = value if isinstance(value, list) else [value]
-    return bool(words) and all(isinstance(word, str) and word for word in words)
+    stated = {}
+    for name in (*COPIED, "base_model") if ours else COPIED:
+        words = facts.get(name)
+        words = words if isinstance(words, list) else [words]
+        if words and all(isinstance(word, str) and word for word in words):
+            stated[name] = facts[name]
+    return stated

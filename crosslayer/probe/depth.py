@@ -15,7 +15,6 @@ Shapes: N sources, L layers, T tokens, C hidden.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 import torch
@@ -116,7 +115,8 @@ def output_norms(model: PreTrainedModel, ids: Tensor) -> dict[str, np.ndarray]:
 
     ids = ids[None].to(next(model.parameters()).device)  # (1, T)
     embedding: nn.Module = model.get_input_embeddings()
-    needing = embedding.register_forward_hook(_need_gradient)
+    # gradients reach the outputs of frozen layers too
+    needing = embedding.register_forward_hook(lambda module, args, output: output.requires_grad_())
     try:
         with torch.enable_grad(), evaluating(model), streams(model, see):
             logits = model(input_ids=ids, **no_cache(model)).logits[0]  # (T, V)
@@ -130,16 +130,7 @@ def output_norms(model: PreTrainedModel, ids: Tensor) -> dict[str, np.ndarray]:
         for sublayer in SUBLAYERS
     }
     for ((sublayer, layer), output), gradient in zip(outputs.items(), gradients, strict=True):
-        norms[f"{sublayer}_output_norm"][layer] = _mean_norm(output.detach())
+        norms[f"{sublayer}_output_norm"][layer] = float(hidden_norms(output.detach().flatten(0, -2)).mean())
         if gradient is not None:
-            norms[f"{sublayer}_gradient_norm"][layer] = _mean_norm(gradient)
+            norms[f"{sublayer}_gradient_norm"][layer] = float(hidden_norms(gradient.flatten(0, -2)).mean())
     return norms
-
-
-def _need_gradient(_: nn.Module, args: Any, output: Tensor) -> Tensor:
-    """Let gradients reach the outputs of frozen layers too."""
-    return output if output.requires_grad else output.requires_grad_()
-
-
-def _mean_norm(states: Tensor) -> float:
-    return float(hidden_norms(states.reshape(-1, states.shape[-1])).mean())

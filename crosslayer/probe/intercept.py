@@ -73,6 +73,13 @@ class AttentionCall:
         return self.options.get("position_bias")
 
     @property
+    def tensor_mask(self) -> Tensor | None:
+        """The mask, if it can be read: that of flex attention is a ValueError."""
+        if not isinstance(self.mask, Tensor | None):
+            raise ValueError(UNREADABLE)
+        return self.mask
+
+    @property
     def window(self) -> int | None:
         """Sliding window in tokens, as the model names it."""
         return self.options.get("sliding_window")

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from crosslayer.core.choice import TokenChoice, mask_of, pooled_attention
-from crosslayer.probe.intercept import UNREADABLE, AttentionCall
+from crosslayer.probe.intercept import AttentionCall
 from crosslayer.probe.measures import working
 
 BLOCKED = -1e30  # finite, so that a row without any allowed key gives no NaN
@@ -193,7 +193,7 @@ class _Masks:
 
 def is_causal(call: AttentionCall) -> bool:
     """Return whether no row sees a later key, looking at the mask itself, if any."""
-    tensor = _tensor_mask(call)
+    tensor = call.tensor_mask
     if tensor is None:
         return call.causal
     mask, step = tensor[0], 256
@@ -205,15 +205,9 @@ def is_causal(call: AttentionCall) -> bool:
     return True
 
 
-def _tensor_mask(call: AttentionCall) -> Tensor | None:
-    if call.mask is not None and not isinstance(call.mask, Tensor):
-        raise ValueError(UNREADABLE)
-    return call.mask
-
-
 def rows_that_see(call: AttentionCall) -> Tensor:
     """Return how many rows other than its own may attend to each key, (S,); batch 1, as many queries as keys."""
-    size, tensor = call.key.shape[2], _tensor_mask(call)
+    size, tensor = call.key.shape[2], call.tensor_mask
     if tensor is not None:
         mask = tensor[0]  # (1 or H, S, S)
         seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2

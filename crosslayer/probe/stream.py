@@ -137,7 +137,8 @@ class _LayerWatch:
         if self.attention is not None and any(isinstance(module, nn.LayerNorm) for module in inner):
             self.attention_out = _last_linear(self.attention) or self.attention  # it adds the residual too (BERT)
         blocks = [c for c in children if c is not self.attention and not isinstance(c, Compensation)]
-        self.blocks = {block: _last_linear(block) for block in blocks if _matrices(block)}
+        with_matrices = [block for block in blocks if any(p.dim() > 1 for p in block.parameters())]
+        self.blocks = {block: _last_linear(block) for block in with_matrices}
         self._clear()
 
     def hook(self, hooks: ExitStack) -> None:
@@ -161,6 +162,7 @@ class _LayerWatch:
 
     def _clear(self) -> None:
         self.received: Tensor | None = None  # by the layer
+        self.elements = 0  # of one of the streams that the layer received
         self.read: Tensor | None = None  # (…, T, C) by the first child that receives a single stream
         self.attention_update: Tensor | None = None
         self.after_attention: Tensor | None = None
@@ -179,7 +181,9 @@ class _LayerWatch:
                 f"channels or several streams of them, got the shape {tuple(entering.shape)}"
             )
         self.received, self.known = entering, [entering]
-        if len(split(entering, self.width)) > 1:
+        streams = split(entering, self.width)
+        self.elements = streams[0].numel()
+        if len(streams) > 1:
             self.turns.next_reads(None)
 
     def _child_in(self, child, args, kwargs) -> None:
@@ -188,7 +192,7 @@ class _LayerWatch:
         received, alone = _first(args, kwargs), len(self._wide(args, kwargs)) <= 1
         if not alone:  # a child that mixes sources, which reads for others
             return
-        if self.read is None and received.numel() == self._elements:
+        if self.read is None and received.numel() == self.elements:
             self.read = received  # the layer before it has left that, or its own output
             if received.numel() == self.received.numel():
                 self.turns.next_reads(split(received, self.width) if self._over_depth else None)
@@ -197,13 +201,8 @@ class _LayerWatch:
         is_new = not _among(received, self.known)
         if (is_new or _among(received, self.mixed)) and received.numel() == self.received.numel():
             self.after_attention = received
-        elif is_new and self.read_after is None and received.numel() == self._elements:
+        elif is_new and self.read_after is None and received.numel() == self.elements:
             self.read_after = received
-
-    @property
-    def _elements(self) -> int:
-        assert self.received is not None
-        return split(self.received, self.width)[0].numel()
 
     @property
     def _over_depth(self) -> bool:
@@ -258,11 +257,6 @@ class _LayerWatch:
         linear = self.blocks[last.block]
         return linear, None if linear is None else self.linear.get(linear)
 
-    def _read_by_mlp(self) -> Tensor | None:
-        if self.attention_update is None:
-            return self.read
-        return self.read_after if self.after_attention is None else self.after_attention
-
     def _around_attention(self, entering: Tensor) -> tuple[Tensor, Tensor] | None:
         """Return the streams before and after attention, or what is read before and after it."""
         if self.after_attention is not None:
@@ -286,6 +280,10 @@ class _LayerWatch:
             self.turns.next_reads(None)
         entering = split(entering, self.width)
         mlp, update = self._mlp_update(after)
+        if self.attention_update is None:
+            read_by_mlp = self.read
+        else:
+            read_by_mlp = self.read_after if self.after_attention is None else self.after_attention
         self.turns.waiting = LayerStream(
             self.index,
             entering,
@@ -296,7 +294,7 @@ class _LayerWatch:
             mlp,
             over_depth,
             (self.attention_update, update),
-            (self.read, self._read_by_mlp()),
+            (self.read, read_by_mlp),
         )
         self._clear()
 
@@ -330,12 +328,9 @@ def _size(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def _matrices(module: nn.Module) -> bool:
-    return any(p.dim() > 1 for p in module.parameters())
-
-
 def _is_norm(module: nn.Module) -> bool:
-    return not _matrices(module) and any(True for _ in module.parameters())
+    dimensions = [parameter.dim() for parameter in module.parameters()]
+    return bool(dimensions) and max(dimensions) <= 1
 
 
 def _last_linear(module: nn.Module) -> nn.Module | None:

@@ -22,7 +22,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
 from transformers import AutoModelForCausalLM, Cache, DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 
 from crosslayer.cache.running import quantized_cache, smaller_cache
@@ -43,6 +42,7 @@ from crosslayer.testing.tiny import (
     crops,
     elements,
     predicted,
+    same,
     steps,
     tokens,
     tolerance,
@@ -121,7 +121,7 @@ def beam_search_equals_uncached(config: CrossLayerConfig) -> None:
     options |= {"return_dict_in_generate": True, "attention_mask": torch.ones_like(ids)}
     cached = model.generate(ids, use_cache=True, **options)
     plain = model.generate(ids, use_cache=False, **options)
-    _same(cached.sequences, plain.sequences, "beam search")
+    same(cached.sequences, plain.sequences, "beam search")
     close(cached.sequences_scores, plain.sequences_scores, "beam search scores", tolerance(config))
 
 
@@ -138,22 +138,22 @@ def generation_modes_agree(config: CrossLayerConfig) -> None:
     plain = ids
     for _ in range(4):
         plain = torch.cat([plain, model(plain, use_cache=False).logits[:, -1:].argmax(-1)], 1)
-    _same(greedy, plain, "greedy")
+    same(greedy, plain, "greedy")
     static = {"cache_implementation": "static", "disable_compile": True}
-    _same(model.generate(ids, **options, **static), greedy, "static cache")
+    same(model.generate(ids, **options, **static), greedy, "static cache")
     embeddings = model.get_input_embeddings()(ids)
     if any(method.reads_tokens for method in config.methods):
         _refuses(lambda: model(inputs_embeds=embeddings), "input_ids")
     else:
-        _same(model.generate(inputs_embeds=embeddings, **options), greedy[:, 8:], "inputs_embeds")
+        same(model.generate(inputs_embeds=embeddings, **options), greedy[:, 8:], "inputs_embeds")
     if crops(config):  # as assisted decoding does
-        _same(model.generate(ids, **options, prompt_lookup_num_tokens=2), greedy, "prompt lookup")
-        _same(model.generate(ids, **options, assistant_model=build(config)), greedy, "assisted")
+        same(model.generate(ids, **options, prompt_lookup_num_tokens=2), greedy, "prompt lookup")
+        same(model.generate(ids, **options, assistant_model=build(config)), greedy, "assisted")
     sampled = []
     for use_cache in (True, False):
         torch.manual_seed(0)
         sampled.append(model.generate(ids, **{**options, "do_sample": True}, use_cache=use_cache))
-    _same(sampled[0], sampled[1], "sampling with and without a cache")
+    same(sampled[0], sampled[1], "sampling with and without a cache")
     close(model(ids, logits_to_keep=3).logits, model(ids).logits[:, -3:], "logits_to_keep", tolerance(config))
 
 
@@ -215,7 +215,7 @@ def left_padding_equals_single_runs(config: CrossLayerConfig) -> None:
     options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
     together = model.generate(batch, attention_mask=mask, **options)
     alone = model.generate(short, attention_mask=torch.ones_like(short), **options)
-    _same(together[1, 4:], alone[0], "left-padded generation")
+    same(together[1, 4:], alone[0], "left-padded generation")
 
 
 @torch.no_grad()
@@ -274,7 +274,7 @@ def save_and_load_are_bit_equal(config: CrossLayerConfig) -> None:
     assert again.config.plan == config.plan, f"the loaded plan is {again.config.plan}, not {config.plan}"
     assert again.config.methods == config.methods, f"the loaded methods are {again.config.methods}"
     with torch.no_grad():
-        _same(again.eval()(ids).logits, model(ids).logits, "logits of the loaded and of the saved model")
+        same(again.eval()(ids).logits, model(ids).logits, "logits of the loaded and of the saved model")
 
 
 @torch.no_grad()
@@ -290,10 +290,15 @@ def conversion_initialises_like_a_new_model(config: CrossLayerConfig) -> None:
     if isinstance(converted, CrossLayerForCausalLM) and all(
         type(method).inherit is Method.inherit for method in config.methods
     ):
-        first, second = _new_states(converted.config, 0), _new_states(converted.config, 1)
+        drawn = []
+        for seed in (0, 1):
+            torch.manual_seed(seed)
+            new: Any = CrossLayerForCausalLM._from_config(converted.config, dtype=torch.float64)
+            drawn.append(dict([*new.named_parameters(), *new.named_buffers()]))
+        first, second = drawn
         own = set(first) - set(source.state_dict())
         for name in (name for name in own if torch.equal(first[name], second[name])):  # what is not drawn at random
-            _same(states[name], first[name], f"first values of {name}, converted and new")
+            same(states[name], first[name], f"first values of {name}, converted and new")
 
 
 def reentrant_is_refused(config: CrossLayerConfig) -> None:
@@ -327,17 +332,6 @@ def compiled_equals_eager(config: CrossLayerConfig, backend: str = "aot_eager") 
         plain = model(ids, use_cache=False).logits
         compiled = torch.compile(model, backend=backend, fullgraph=True)(ids, use_cache=False).logits
     close(compiled, plain, f"compiled with {backend}", 1e-5 if backend == "inductor" else tolerance(config))
-
-
-def _new_states(config: CrossLayerConfig, seed: int) -> dict[str, Tensor]:
-    """Return the weights and buffers, by name, of a new decoder."""
-    torch.manual_seed(seed)
-    model: Any = CrossLayerForCausalLM._from_config(config, dtype=torch.float64)
-    return dict([*model.named_parameters(), *model.named_buffers()])
-
-
-def _same(result: Tensor, expected: Tensor, what: str) -> None:
-    assert torch.equal(result, expected), f"{what}: {result.tolist()} is not {expected.tolist()}"
 
 
 def _refuses(call: Callable[[], Any], expected: str) -> None:

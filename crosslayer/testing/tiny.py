@@ -56,6 +56,11 @@ def tokens(batch: int = 2, length: int = 24, seed: int = 0) -> Tensor:
     return torch.randint(3, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
+def same(result: Tensor, expected: Tensor, what: str) -> None:
+    """Assert that two tensors are equal."""
+    assert torch.equal(result, expected), f"{what}: {result.tolist()} is not {expected.tolist()}"
+
+
 def close(result: Tensor, expected: Tensor, what: str, tolerance: float = TOLERANCE) -> None:
     """Assert that two tensors differ by less than `tolerance` everywhere."""
     gap = (result - expected).abs().max().item()

@@ -89,8 +89,11 @@ def _check_quantized(kv_dtype: str, layers: Sequence[Stored]) -> None:
 
 def allocated(engine: str, layers: Sequence[Stored], sizes: ItemSizes, length: int) -> float:
     """Return the bytes that an engine allocates for one sequence of `length` tokens."""
-    by_engine = {"transformers": _transformers, "vllm": _vllm, "llama.cpp": _llama_cpp}
-    return by_engine[engine](layers, sizes, length)
+    if engine == "vllm":
+        return _vllm(layers, sizes, length)
+    if engine == "llama.cpp":
+        return _llama_cpp(layers, sizes, length)
+    return sum(states.stored_bytes(length, sizes, own) + states.fixed_bytes(length, sizes) for states, own in layers)
 
 
 def fixed_bytes(engine: str, states: LayerStates, sizes: ItemSizes, length: int) -> float:
@@ -101,10 +104,6 @@ def fixed_bytes(engine: str, states: LayerStates, sizes: ItemSizes, length: int)
     if states.kernel:  # the oldest token is not kept
         kept = states.fixed // states.kernel * (states.kernel - 1)
     return (kept + states.fixed_float32) * FLOAT32
-
-
-def _transformers(layers: Sequence[Stored], sizes: ItemSizes, length: int) -> float:
-    return sum(states.stored_bytes(length, sizes, own) + states.fixed_bytes(length, sizes) for states, own in layers)
 
 
 def _vllm(layers: Sequence[Stored], sizes: ItemSizes, length: int) -> float:

@@ -2,7 +2,7 @@
 
 import itertools
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -78,7 +78,7 @@ class ModelPlan(Shown):
             if self.plan.beyond_sharing:
                 raise ValueError(f"{' + '.join(self.methods)}: {self.plan.beyond_sharing}, which {what} does not do")
         if self.caches:
-            check_engine(self.engine, self.kv_dtype, self._stored)
+            check_engine(self.engine, self.kv_dtype, self.stored)
         several = [i for i in range(self.plan.layers) if max(self.plan.read_count(s, i) for s in CACHED) > 1]
         if self.sizes.kind is not None and several:
             raise ValueError(f"a quantized KV cache is not defined for layer {several[0]}, which reads several layers")
@@ -89,10 +89,19 @@ class ModelPlan(Shown):
         return max(self.lengths)
 
     @property
+    def stored(self) -> list[Stored]:
+        """(L,), each layer's states, and the shares of its keys and values that it stores itself."""
+        stored = []
+        for layer, states in enumerate(self.layers):
+            own = {state: self.plan.stored_share(state, layer) for state in self.plan.stored(layer)}
+            stored.append(Stored(states, own))
+        return stored
+
+    @property
     def layer_bytes(self) -> tuple[int, ...]:
         """(L,), the bytes of each layer's states."""
         held = []
-        for states, own in self._stored:
+        for states, own in self.stored:
             size = states.stored_bytes(self.length, self.sizes, own) + states.fixed_bytes(self.length, self.sizes)
             held.append(round(self.batch * size) if self.caches else 0)
         return tuple(held)
@@ -105,12 +114,12 @@ class ModelPlan(Shown):
     @property
     def kv_bytes(self) -> int:
         """Bytes of states that grow with the text."""
-        return self._sum(lambda states, layer: states.stored_bytes(self.length, self.sizes, self._own(layer)))
+        return self._sum(states.stored_bytes(self.length, self.sizes, own) for states, own in self.stored)
 
     @property
     def fixed_bytes(self) -> int:
         """Bytes of states of fixed size: of convolutions, of linear attention, of unfinished compressed entries."""
-        return self._sum(lambda states, layer: fixed_bytes(self.engine, states, self.sizes, self.length))
+        return self._sum(fixed_bytes(self.engine, states, self.sizes, self.length) for states in self.layers)
 
     @property
     def read_bytes(self) -> int:
@@ -125,11 +134,11 @@ class ModelPlan(Shown):
 
     def stored_at(self, length: int) -> int:
         """Return the bytes that the engine allocates for sequences of `length` tokens."""
-        return round(self.batch * allocated(self.engine, self._stored, self.sizes, length)) if self.caches else 0
+        return round(self.batch * allocated(self.engine, self.stored, self.sizes, length)) if self.caches else 0
 
     def read_at(self, length: int) -> int:
         """Return the bytes that attention reads for the last token of sequences of `length` tokens."""
-        return self._sum(lambda states, layer: self.layer_read_at(layer, length))
+        return self._sum(self.layer_read_at(layer, length) for layer in range(len(self.layers)))
 
     def layer_read_at(self, layer: int, length: int) -> float:
         """Return the bytes that a layer reads for the last token of one sequence of `length` tokens."""
@@ -162,17 +171,9 @@ class ModelPlan(Shown):
         fitting = bisect_right(range(MOST_TOKENS + 1), free, key=self.stored_at) - 1
         return None if fitting == MOST_TOKENS else fitting
 
-    @property
-    def _stored(self) -> list[Stored]:
-        return [Stored(states, self._own(layer)) for layer, states in enumerate(self.layers)]
-
-    def _own(self, layer: int) -> dict[str, float]:
-        return {state: self.plan.stored_share(state, layer) for state in self.plan.stored(layer)}
-
-    def _sum(self, of_layer: Callable[[LayerStates, int], float]) -> int:
+    def _sum(self, bytes_by_layer: Iterable[float]) -> int:
         """Return the sum over layers and sequences, 0 without a cache."""
-        total = sum(of_layer(states, layer) for layer, states in enumerate(self.layers)) if self.caches else 0
-        return round(self.batch * total)
+        return round(self.batch * sum(bytes_by_layer)) if self.caches else 0
 
     def diagram(self) -> str:
         """Return a table of what each layer reads and stores, and its mask; alike neighbors share a line."""

@@ -244,7 +244,9 @@ def _check_ignored(values: dict[str, Any], config: PreTrainedConfig, name: str) 
     is_flat = config.get_text_config(decoder=True) is config  # then all fields are those of its model
     beside = {other: value for other, value in values.items() if other not in read and value is not None}
     if is_flat:
-        beside = {other: value for other, value in beside.items() if not _in_model(kind, other)}
+        code = _model_code(kind)
+        read = {other for other in beside if re.search(rf"(config\.|[\"']){re.escape(other)}\b", code)}
+        beside = {other: value for other, value in beside.items() if other not in read}
     ignored = _sharing(beside) or _unread_sizes(values, beside, config)
     if is_flat and not ignored:
         whole, extra = _wiring(values, kind), [other for other in beside if other not in CACHED]
@@ -272,15 +274,10 @@ def _mentioned(kind: type[PreTrainedConfig]) -> frozenset[str]:
     return frozenset(names)
 
 
-def _in_model(kind: type[PreTrainedConfig], name: str) -> bool:
-    """Return whether the code of a config class's model reads a field."""
-    file = inspect.getfile(LlamaConfig if kind is DeciLMConfig else kind)
-    code = _model_code(Path(file).parent)
-    return re.search(rf"(config\.|[\"']){re.escape(name)}\b", code) is not None
-
-
 @functools.cache
-def _model_code(folder: Path) -> str:
+def _model_code(kind: type[PreTrainedConfig]) -> str:
+    """Return the code of a config class's model."""
+    folder = Path(inspect.getfile(LlamaConfig if kind is DeciLMConfig else kind)).parent
     return "".join(file.read_text(encoding="utf-8") for file in sorted(folder.glob("modeling_*.py")))
 
 

@@ -119,14 +119,11 @@ class LayerStates:
     def full_bytes(self, length: int, sizes: ItemSizes) -> float:
         """Return the bytes of a plain cache: keys and values of all tokens, neither compressed nor quantized."""
         kept = length * (self.keys + self.values) * sizes.model
-        return self.passes * (kept + length * self.index * self._index_item(sizes))
+        return self.passes * (kept + length * self.index * (FLOAT32 if self.index_float32 else sizes.model))
 
     def _indexed_bytes(self, length: int, sizes: ItemSizes) -> float:
         indexed = length if self.every is None else self.entries(length)
-        return indexed * self.index * self._index_item(sizes)
-
-    def _index_item(self, sizes: ItemSizes) -> float:
-        return FLOAT32 if self.index_float32 else sizes.model
+        return indexed * self.index * (FLOAT32 if self.index_float32 else sizes.model)
 
 
 #

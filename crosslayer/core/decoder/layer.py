@@ -32,7 +32,11 @@ class CrossLayerDecoderLayer(GradientCheckpointingLayer):
         plan, target, bias = wiring.plan, wiring.compensation[layer_idx], wiring.compensation_bias[layer_idx]
         has_attention, has_mlp = plan.attends(layer_idx) or layer_idx in wiring.linear, plan.mlps[layer_idx] is not None
         self.self_attn = CrossLayerAttention(config, wiring, layer_idx) if plan.attends(layer_idx) else None
-        self.linear_attn = _linear_attention(config, layer_idx) if layer_idx in wiring.linear else None
+        self.linear_attn: nn.Module | None = None
+        if layer_idx in wiring.linear:
+            from crosslayer.core.decoder.blocks import LinearAttention  # loaded only if needed
+
+            self.linear_attn = LinearAttention(config, layer_idx)
         self.mlp = _mlp(config) if has_mlp else None
         self.post_norms, self.is_sparse = config.has_post_norms, config.num_local_experts is not None
         width = config.hidden_size
@@ -43,8 +47,8 @@ class CrossLayerDecoderLayer(GradientCheckpointingLayer):
         self.mlp_compensation = Compensation(config, target, bias) if target == "mlp" else None
         self.attends = has_attention or self.attn_compensation is not None
         self.input_layernorm = norm(config, width) if wiring.reads_input[layer_idx] else None
-        self.attn_residual = _residual(config, wiring, layer_idx, "attn") if self.attends else None
-        self.mlp_residual = _residual(config, wiring, layer_idx, "mlp") if self.mlp is not None else None
+        self.attn_residual = wiring.residual(config, layer_idx, "attn") if self.attends else None
+        self.mlp_residual = wiring.residual(config, layer_idx, "mlp") if self.mlp is not None else None
 
     @property
     def compensation(self) -> Compensation | None:
@@ -74,10 +78,12 @@ class CrossLayerDecoderLayer(GradientCheckpointingLayer):
         first, normed = None, None
         if self.attends:
             first, carry = _read(self.attn_residual, stream, carry)
-            normed, inputs = self._normed(first), None
+            norm, inputs = self.input_layernorm, None
+            normed = first if norm is None else norm(first)
             if self.attn_residual is not None:  # separate inputs of queries, keys and values
-                raw = self.attn_residual.inputs(first, carry)
-                q, k, v = (normed if each is first else self._normed(each) for each in raw)
+                q, k, v = self.attn_residual.inputs(first, carry)
+                if norm is not None:
+                    q, k, v = (normed if raw is first else norm(raw) for raw in (q, k, v))
                 inputs = (q, k, v)
             update, carry = self._attention_update(
                 normed,
@@ -95,9 +101,6 @@ class CrossLayerDecoderLayer(GradientCheckpointingLayer):
             update, carry = self._mlp_update(read, normed, carry)
             stream, carry = _write(self.mlp_residual, stream, update, carry)
         return stream, {**carry, "read": first}
-
-    def _normed(self, read: Tensor) -> Tensor:
-        return read if self.input_layernorm is None else self.input_layernorm(read)
 
     def _attention_update(
         self, normed: Tensor, carry: Carry, inputs: Inputs | None, **kwargs: Any
@@ -142,12 +145,6 @@ def _with_logits(logits: Tensor, carry: Carry) -> Carry:
     return {**carry, ROUTERS: carry.get(ROUTERS, Sources()).with_newest(logits)}
 
 
-def _linear_attention(config: CrossLayerConfig, layer: int) -> nn.Module:
-    from crosslayer.core.decoder.blocks import LinearAttention  # loaded only if needed
-
-    return LinearAttention(config, layer)
-
-
 def _mlp(config: CrossLayerConfig) -> nn.Module:
     """Return the family's MLP, or a mixture of experts, which also returns router logits (B·T, E)."""
     if config.num_local_experts is None:
@@ -155,11 +152,6 @@ def _mlp(config: CrossLayerConfig) -> nn.Module:
     from crosslayer.core.decoder.blocks import SparseMLP  # loaded only if needed
 
     return SparseMLP(config)
-
-
-def _residual(config: CrossLayerConfig, wiring: Wiring, layer: int, site: str) -> Residual | None:
-    residuals = (method.residual(config, wiring, layer, site) for method in wiring.methods)
-    return next((residual for residual in residuals if residual is not None), None)
 
 
 def _read(residual: Residual | None, stream: Tensor, carry: Carry) -> tuple[Tensor, Carry]:

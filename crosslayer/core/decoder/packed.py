@@ -49,8 +49,10 @@ class Documents:
 def document_mask(batch_size: int, q_length: int, kv_length: int, **options: Any) -> Documents | Tensor | None:
     """Return the documents of packed rows, otherwise the result of `sdpa_mask`, which takes the same arguments."""
     whole = q_length == kv_length > 1 and options.get("attention_mask") is None and not options.get("use_vmap")
+    offsets = (options.get("q_offset"), options.get("kv_offset"))
+    begins = all(isinstance(offset, int) and offset == 0 for offset in offsets)
     documents = None
-    if whole and not torch.compiler.is_compiling() and _is_zero(options["q_offset"]) and _is_zero(options["kv_offset"]):
+    if whole and begins and not torch.compiler.is_compiling():
         sees = options["mask_function"]
         documents = _documents(sees, batch_size, q_length, options["device"], options["dtype"])
     return documents or sdpa_mask(batch_size, q_length, kv_length, **options)
@@ -139,7 +141,3 @@ def _lengths(starts: Tensor) -> tuple[int, ...]:
     begins = torch.nn.functional.pad(starts, (1, 0), value=True).flatten()  # (B·T,)
     positions = begins.nonzero().flatten()
     return tuple(torch.diff(positions, append=positions.new_tensor([begins.numel()])).tolist())
-
-
-def _is_zero(offset: Any) -> bool:
-    return isinstance(offset, int) and offset == 0

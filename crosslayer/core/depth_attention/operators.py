@@ -10,7 +10,6 @@ Double backward and `torch.func` go through the definition.
 Shapes: T tokens of all sequences, N sources, C hidden.
 """
 
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -22,7 +21,6 @@ from crosslayer.core import custom_ops
 from crosslayer.core.depth_attention.plain import (
     attend,
     differentiate,
-    exact,
     listed,
     promoted,
     read,
@@ -43,7 +41,7 @@ def depth_attention(sources: Sequence[Tensor], direction: Tensor, eps: float) ->
     if custom_ops.is_inference() and _kernels(len(sources), *sources) is None:
         return read(sources, direction, eps)  # the dispatcher would take a tenth of a decoding step's read
     if custom_ops.uses_definition():
-        return _definition(direction, *sources, eps=eps)
+        return listed(sources, direction, eps)
     return _OPERATORS.depth_attention(sources, direction, eps)[0]
 
 
@@ -62,7 +60,9 @@ def keep(source: Tensor, earlier: Sources, total: int) -> Sources:
         return earlier.with_newest(source)
     if torch.compiler.is_compiling():
         return earlier.with_newest(_as_source(source))
-    bank = _bank(source, earlier, total) if source.device.type == "cpu" and not _may_be_freed() else None
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]
+    may_be_freed = hooks is not None or custom_ops.is_intercepted()  # one by one, by checkpointing and offloading
+    bank = _bank(source, earlier, total) if source.device.type == "cpu" and not may_be_freed else None
     return Sources((*earlier, _Source.apply(source, bank)), bank or earlier.bank)
 
 
@@ -169,7 +169,9 @@ class _Read(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, eps: float, direction: Tensor, *sources: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
         result, scores, inverse = custom_ops.without_gradient(_OPERATORS.depth_attention, list(sources), direction, eps)
-        ctx.eps, ctx.nodes = eps, [_node(source) for source in sources]
+        nodes = [source.grad_fn for source in sources]
+        ctx.nodes = [node if isinstance(node, _Source._backward_cls) else None for node in nodes]  # type: ignore[attr-defined]
+        ctx.eps = eps
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(scores, inverse)
         ctx.save_for_backward(direction, scores, inverse, *sources)
@@ -182,8 +184,10 @@ class _Read(torch.autograd.Function):
         direction, scores, inverse, *sources = ctx.saved_tensors  # read once, as checkpointing requires
         needed = ctx.needs_input_grad[1:]
         if custom_ops.differentiates_definition(grad):
-            definition = functools.partial(_definition, eps=ctx.eps)
-            return None, *custom_ops.gradients_of_definition(definition, (direction, *sources), grad, needed)
+            inputs = (direction, *sources)
+            return None, *custom_ops.gradients_of_definition(
+                lambda direction, *sources: listed(sources, direction, ctx.eps), inputs, grad, needed
+            )
         shares, slopes, shrinks, toward = _OPERATORS.depth_attention_backward(grad, scores, inverse, sources, direction)
         gradients: list[Tensor | None] = []
         nodes = [None] * len(sources) if custom_ops.is_compiled_autograd() else ctx.nodes  # it has nodes of its own
@@ -197,23 +201,6 @@ class _Read(torch.autograd.Function):
             ordinary = needed[number + 1] and node is None
             gradients.append(_gradient(source, [term], None) if ordinary else None)
         return None, toward.to(direction.dtype), *gradients
-
-
-def _definition(direction: Tensor, *sources: Tensor, eps: float) -> Tensor:
-    with exact(direction.device):
-        return listed(sources, direction, eps)
-
-
-def _node(source: Tensor) -> Any:
-    """Return the autograd node of a source that `keep` made, None for other tensors."""
-    node = source.grad_fn
-    return node if isinstance(node, _Source._backward_cls) else None  # type: ignore[attr-defined]
-
-
-def _may_be_freed() -> bool:
-    """Return whether sources may be freed one by one: by checkpointing and offloading, hooks on saved tensors."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]
-    return hooks is not None or custom_ops.is_intercepted()
 
 
 def _kernels(count: int, *tensors: Tensor) -> Any:
@@ -284,15 +271,6 @@ def _fake_differentiate(
     return shares, slopes, shrinks, scores.new_empty(direction.shape)
 
 
-def _fake_source_gradient(source: Tensor, *_: Any) -> Tensor:
-    return source.new_empty(source.shape)
-
-
-def _flops(sources: list[Any], *_: Any, **__: Any) -> int:
-    """Return the operations of a read: two products with each source."""
-    return 4 * sum(shape.numel() for shape in sources)
-
-
 custom_ops.register(
     "depth_attention(Tensor[] sources, Tensor direction, float eps) -> (Tensor, Tensor, Tensor)", _attend, _fake_attend
 )
@@ -306,7 +284,9 @@ custom_ops.register(
     "depth_attention_source_gradient(Tensor source, Tensor[] grads, Tensor[] shares, Tensor[] slopes, "
     "Tensor[] shrinks, Tensor[] directions, Tensor? arrived) -> Tensor",
     _source_gradient,
-    _fake_source_gradient,
+    lambda source, *_: source.new_empty(source.shape),
 )
 custom_ops.register_gradient("depth_attention", lambda sources, direction, eps: _Read.apply(eps, direction, *sources))
-register_flop_formula(_OPERATORS.depth_attention)(_flops)
+register_flop_formula(_OPERATORS.depth_attention)(  # two products with each source
+    lambda sources, *_, **__: 4 * sum(shape.numel() for shape in sources)
+)

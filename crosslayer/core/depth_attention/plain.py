@@ -20,10 +20,11 @@ STACKED = 1 << 18  # largest number of elements of all sources together that are
 
 def listed(sources: Sequence[Tensor], direction: Tensor, eps: float) -> Tensor:
     """Return Σ_i α_i v_i (…, C) over sources (…, C) for a direction (C,)."""
-    shares = torch.stack([depth_scores(source, direction, eps) for source in sources]).softmax(dim=0)  # (N, …)
-    shares = shares.to(sources[0].dtype).unsqueeze(-1)  # (N, …, 1)
-    terms = [share * source for share, source in zip(shares, sources, strict=True)]
-    return functools.reduce(torch.add, terms)
+    with exact(direction.device):
+        shares = torch.stack([depth_scores(source, direction, eps) for source in sources]).softmax(dim=0)  # (N, …)
+        shares = shares.to(sources[0].dtype).unsqueeze(-1)  # (N, …, 1)
+        terms = [share * source for share, source in zip(shares, sources, strict=True)]
+        return functools.reduce(torch.add, terms)
 
 
 def depth_scores(source: Tensor, direction: Tensor, eps: float) -> Tensor:

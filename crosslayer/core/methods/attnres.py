@@ -205,17 +205,15 @@ class _Ablated(_Reader):
             carry = {**carry, SOURCES: sources}
         if self.is_first:
             return stream, carry
-        sources = self._window(sources)
+        window, heads = self.method.window, self.method.depth_heads
+        if window is not None:
+            sources = (sources[0], *sources[1:][-window:])
         weights = self._weights(sources)  # (N, …, H)
         terms = [
-            weight.to(source.dtype).unsqueeze(-1) * self._heads(source)
+            weight.to(source.dtype).unsqueeze(-1) * source.unflatten(-1, (heads, -1))  # (B, T, H, C / H)
             for weight, source in zip(weights, sources, strict=True)
         ]
         return functools.reduce(torch.add, terms).flatten(-2), carry
-
-    def _window(self, sources):
-        window = self.method.window
-        return sources if window is None else (sources[0], *sources[1:][-window:])
 
     def _weights(self, sources: Sequence[Tensor]) -> Tensor:
         """Return the weight of each source in each head, (N, B, T, H) or (N, 1, 1, H)."""
@@ -229,12 +227,8 @@ class _Ablated(_Reader):
                 query = nn.functional.linear(newest * inverse_rms(newest, self.eps), query)  # (B, T, C)
             if self.method.key_norm:
                 query = query * self.gain
-            scores = torch.stack([self._scores(source, query) for source in sources])  # (N, B, T, H)
+            products = [(source * query).unflatten(-1, (self.method.depth_heads, -1)).sum(dim=-1) for source in sources]
+            if self.method.key_norm:
+                products = [p * inverse_rms(source, self.eps) for p, source in zip(products, sources, strict=True)]
+            scores = torch.stack(products)  # (N, B, T, H)
         return scores.softmax(dim=0) if self.method.weights == "softmax" else scores.sigmoid()
-
-    def _scores(self, source: Tensor, query: Tensor) -> Tensor:
-        products = self._heads(source * query).sum(dim=-1)  # (B, T, H)
-        return products * inverse_rms(source, self.eps) if self.method.key_norm else products
-
-    def _heads(self, source: Tensor) -> Tensor:
-        return source.unflatten(-1, (self.method.depth_heads, -1))  # (B, T, H, C / H)

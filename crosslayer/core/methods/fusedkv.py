@@ -64,8 +64,11 @@ class _Fusion(StateReader):
 
     def reset(self) -> None:
         """Begin with keys of the last layer of the lower half and values of the first layer."""
-        init.copy_(self.key_weights, _chosen(self.key_weights, 1))
-        init.copy_(self.value_weights, _chosen(self.value_weights, 0))
+        keys, values = torch.zeros_like(self.key_weights), torch.zeros_like(self.value_weights)
+        keys[:, 1] = 1
+        values[:, 0] = 1
+        init.copy_(self.key_weights, keys)
+        init.copy_(self.value_weights, values)
 
     def forward(self, keys: PerSource, values: PerSource, mask: Tensor | None, new: int) -> Combined:
         """Return the weighted sums of keys and values (B, H_kv, S, D), and the mask unchanged."""
@@ -77,10 +80,3 @@ def _fused(states: tuple[Tensor, ...], weights: Tensor) -> Tensor:
     """Return Σ w ∘ states, from two states (B, H_kv, S, D) and weights (H_kv, 2, D)."""
     first, last = weights[:, 0, None], weights[:, 1, None]  # (H_kv, 1, D)
     return (first * states[0] + last * states[1]).to(states[0].dtype)  # weights may be wider in mixed precision
-
-
-def _chosen(weights: Tensor, source: int) -> Tensor:
-    """Return weights of 1 for one of the two sources and 0 for the other."""
-    result = torch.zeros_like(weights)
-    result[:, source] = 1
-    return result

@@ -102,7 +102,8 @@ class _Mix(_Collapse):
 
     def read(self, stream: Tensor, carry: Carry) -> tuple[Tensor, Carry]:
         """Return the weighted sum (B, T, C) of the streams (B, T, N, C); the very first sublayer gets (B, T, C)."""
-        streams, count = wide(self._streams(stream)), self.streams
+        count = self.streams
+        streams = wide(stream.unsqueeze(2).expand(-1, -1, count, -1) if self.first else stream)
         weights = self._weights(streams)
         post = 2 * self._scaled(weights, 1, slice(count, 2 * count)).sigmoid()  # (N, B, T)
         comb = self._scaled(weights, 2, slice(2 * count, None)).unflatten(0, (count, count))  # (N, N, B, T): from, to
@@ -110,11 +111,9 @@ class _Mix(_Collapse):
         return self._mix(streams, weights).to(stream.dtype), {**carry, MIX: (post, comb)}
 
     def write(self, stream: Tensor, update: Tensor, carry: Carry) -> tuple[Tensor, Carry]:
-        streams, (post, comb) = self._streams(stream), carry[MIX]
+        post, comb = carry[MIX]
         post, comb = post.to(stream.dtype), comb.to(stream.dtype)
         added = post.movedim(0, -1).unsqueeze(-1) * update.unsqueeze(-2)  # (B, T, N, C)
+        streams = stream.unsqueeze(2).expand(-1, -1, self.streams, -1) if self.first else stream
         mixed = comb.permute(2, 3, 1, 0) @ streams  # (B, T, N, N) @ (B, T, N, C)
         return mixed + added, {name: value for name, value in carry.items() if name != MIX}
-
-    def _streams(self, stream: Tensor) -> Tensor:
-        return stream.unsqueeze(2).expand(-1, -1, self.streams, -1) if self.first else stream

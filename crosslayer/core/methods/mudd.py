@@ -86,12 +86,12 @@ class _Sum(_Dense):
         self.ways, self.eps = ways, config.rms_norm_eps
         self.inner = nn.Parameter(torch.zeros(inner, config.hidden_size))  # W₁
         self.outer = nn.Parameter(torch.zeros(len(ways) * sources, inner))  # W₂: (W·J, inner)
-        self.base = nn.Parameter(_newest(len(ways), sources))  # a: (W, J)
+        self.base = nn.Parameter(torch.eye(sources)[-1].repeat(len(ways), 1))  # a: (W, J), 1 for the newest
 
     def reset(self) -> None:
         init.normal_(self.inner, mean=0.0, std=self.inner.shape[1] ** -0.5)
         init.zeros_(self.outer)
-        init.copy_(self.base, _newest(*self.base.shape).to(self.base))
+        init.copy_(self.base, torch.eye(self.base.shape[1])[-1].expand_as(self.base).to(self.base))
 
     @outside_layer_graphs
     def write(self, stream: Tensor, update: Tensor, carry: Carry) -> tuple[Tensor, Carry]:
@@ -118,8 +118,3 @@ def weighted_sums(sources: Sequence[Tensor], shares: Tensor) -> list[Tensor]:
             total = torch.addcmul(total, share, source)
         sums.append(total)
     return sums
-
-
-def _newest(ways: int, sources: int) -> Tensor:
-    """Return the first value of a for each way: 1 for the newest source, 0 for the others, (W, J)."""
-    return functional.pad(torch.ones(ways, 1), (sources - 1, 0))

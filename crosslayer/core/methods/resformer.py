@@ -11,7 +11,6 @@ keys), Fig. 11 (previous); its later version has trained weights.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -100,6 +99,7 @@ class _Mixer(HeadMixer):
     ):
         super().__init__()
         self.method, self.first, self.initial = method, first, weights
+        self.share: int | None = None  # of learnable-plus: which of the weights in the carry is λ₁ here
         self.state, self.key = STATES.index(method.of), f"resformer.{method.of}"
         begin = torch.tensor(weights)
         if heads is not None:
@@ -140,14 +140,12 @@ class _Mixer(HeadMixer):
             return total
         added = below[0] if len(below) == 1 else torch.stack(tuple(below)).mean(dim=0)  # (N, B, H, T, D) → (B, H, T, D)
         if self.weights is not None:
-            return self._weight_of_added(weights, carry) * added + weights[-1] * raw
+            weight = weights[0] if self.share is None else carry[f"{self.key}.shares"][self.share]
+            return weight * added + weights[-1] * raw
         first, own = self.initial
         if first == 0:  # sparse, before the last third: bit for bit like Llama
             return raw
         return torch.add(raw if own == 1 else raw * own, added, alpha=first)
-
-    def _weight_of_added(self, weights: Any, carry: Carry) -> Tensor:
-        return weights[0]
 
 
 class _MixerPlus(_Mixer):
@@ -155,7 +153,7 @@ class _MixerPlus(_Mixer):
 
     def __init__(self, method: ResFormer, position: int, count: int):
         super().__init__(method, first=position == 0, weights=(0.5,), trained=position > 0)
-        self.index, self.count = position - 1, count
+        self.share, self.count = position - 1, count
         if position == 0:
             self.total, self.logits = nn.Parameter(torch.tensor([float(count)])), nn.Parameter(torch.zeros(count - 1))
 
@@ -169,9 +167,6 @@ class _MixerPlus(_Mixer):
         if self.first:
             carry = {**carry, f"{self.key}.shares": self.total * self.logits.softmax(0)}  # (N − 1,)
         return super().before(q, k, v, carry)
-
-    def _weight_of_added(self, weights: Any, carry: Carry) -> Tensor:
-        return carry[f"{self.key}.shares"][self.index]
 
 
 class _MixerOfAll(_Mixer):

@@ -28,7 +28,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, default_data_collator
 from crosslayer.corpus.documents import TextSource, stream_documents
 from crosslayer.corpus.domains import embedded_domains
 from crosslayer.environment import environment
-from crosslayer.training.mixture import Mixture
+from crosslayer.training.rows import FixedRows, Mixture
 from crosslayer.training.shards import tokenise
 from crosslayer.training.tokenizers import make_tokenizer
 
@@ -81,7 +81,9 @@ def three_domains(documents, folder):
 
 def rows(domains, length, options):
     """Return µs of a row and of a row within a collated batch, and ms of a training step of a batch."""
-    mixture = Mixture(domains, WEIGHTS, length, 0, options.rows)
+    mixture = Mixture(
+        {name: FixedRows(shards, length, name) for name, shards in domains.items()}, WEIGHTS, 0, options.rows
+    )
     place_us, row_us, batch_us = [], [], []
     for _ in range(options.rounds):
         place_us.append(seconds(lambda: [mixture.window(item) for item in range(len(mixture))])[0] / len(mixture) * 1e6)

@@ -1,8 +1,9 @@
-"""What a computation takes of this machine: free memory, the peak memory of a block, the seconds of a call."""
+"""What a computation takes of this machine: free memory, the peak memory of a block, seconds of a call, FLOP/s."""
 
 import contextlib
 import ctypes
 import re
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ LIMITS = (  # limit of a control group, its usage, and the reclaimable file cach
     ("memory.max", "memory.current", "inactive_file"),
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
 )
+ROWS, MANY_ROWS = 1024, 8192  # of the square matrices whose product is timed: on a CPU, on a GPU
 
 
 def free_memory(device: torch.device) -> float:
@@ -28,8 +30,8 @@ def free_memory(device: torch.device) -> float:
     for limit, usage, cached in LIMITS:
         with contextlib.suppress(OSError, ValueError):
             free = int((GROUP / limit).read_text()) - int((GROUP / usage).read_text())
-            statistics = (GROUP / usage).with_name("memory.stat")
-            fields = statistics.read_text().split() if statistics.is_file() else []
+            file = (GROUP / usage).with_name("memory.stat")
+            fields = file.read_text().split() if file.is_file() else []
             return min(available, free + (int(fields[fields.index(cached) + 1]) if cached in fields else 0))
     return available
 
@@ -93,3 +95,12 @@ def seconds(work: Callable[[], Any], device: torch.device) -> float:
     work()
     wait()
     return time.perf_counter() - started
+
+
+def matrix_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """Return the FLOP/s of a large product of square matrices, the median of five measurements."""
+    rows = ROWS if device.type == "cpu" else MANY_ROWS
+    left = torch.full((rows, rows), 0.5, device=device, dtype=dtype)
+    right = left.clone()
+    times = [seconds(lambda: left @ right, device) for _ in range(6)]
+    return 2 * rows**3 / statistics.median(times[1:])  # the first is slower

@@ -9,7 +9,6 @@ weights + gradients + optimizer states   4 bytes per parameter each; Adam has tw
 """
 
 import json
-import statistics
 from typing import Any
 
 import torch
@@ -20,24 +19,36 @@ from transformers import PreTrainedModel, TrainingArguments
 from crosslayer.core.decoder import CrossLayerConfig, CrossLayerForCausalLM
 from crosslayer.core.decoder.modeling import AT_ONCE
 from crosslayer.core.transformers_versions import OLD_ARGUMENTS
-from crosslayer.machine import free_memory, seconds
+from crosslayer.machine import free_memory
 from crosslayer.probe.intercept import evaluating
 from crosslayer.training.arguments import step_sequences
-from crosslayer.training.recipe import Recipe
+from crosslayer.training.recipe_parts import OptimizerPart
 from crosslayer.training.record import TrainedModel
 from crosslayer.wiring.read import model_plan
 
 PASSES = 3  # a backward pass costs two forward passes
 COUNTED = 128  # tokens of the longer sequence over which FLOPs are counted
-ROWS, MANY_ROWS = 1024, 8192  # of the square matrices whose product is timed: on a CPU, on a GPU
 FLOAT, ROW = 4, 24  # bytes: of a number in float32; of a token's id, position and label
 LOGITS = 2**30  # numbers; for a batch with more, the loss is computed in chunks
 ADAM = ("adamw_torch", "adamw_torch_fused", "adamw_apex_fused", "adamw_anyprecision")
 
 
 def trained_model(model: PreTrainedModel, length: int) -> TrainedModel:
-    """Return the properties and costs of a model, over sequences of `length` tokens."""
+    """Return the properties and costs of a model, over sequences of `length` tokens.
+
+    FLOPs are those of attention over all positions, masked or not. They are counted on two short sequences and
+    extrapolated: linear layers cost each token the same, and attention grows linearly with the length.
+    """
     plan = model_plan(model, length)
+    longer = min(length, COUNTED)
+    shorter = longer // 2
+    flops = {}  # of a token in the forward pass, by the length of the sequence
+    with torch.no_grad(), evaluating(model), sdpa_kernel(SDPBackend.MATH):  # the FLOP counter knows only this one
+        for count in (shorter, longer):
+            with FlopCounterMode(display=False) as counter:
+                model(torch.zeros(1, count, dtype=torch.long, device=model.device), use_cache=False)
+            flops[count] = counter.get_total_flops() / count
+    growth = (flops[longer] - flops[shorter]) / (longer - shorter)
     methods = model.config.cross_layer if isinstance(model, CrossLayerForCausalLM) else []
     entries = [dict(entry) if isinstance(entry, dict) else {"name": entry} for entry in methods]
     return TrainedModel(  # pyright: ignore[reportCallIssue]
@@ -45,38 +56,11 @@ def trained_model(model: PreTrainedModel, length: int) -> TrainedModel:
         methods=json.loads(json.dumps(entries)),  # tuples become lists, as in a record that is read again
         layers=model.config.get_text_config().num_hidden_layers,
         parameters=model.num_parameters(),
-        flops_per_token=PASSES * _forward_flops(model, length),
+        flops_per_token=PASSES * (flops[longer] + growth * (length - longer)),
         kv_bytes_per_token=plan.kv_bytes / length,
         kv_read_bytes_per_token=plan.read_bytes / length,
         dtype=plan.dtype,
     )
-
-
-def matrix_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the FLOP/s of a large product of square matrices, the median of five measurements."""
-    rows = ROWS if device.type == "cpu" else MANY_ROWS
-    left = torch.full((rows, rows), 0.5, device=device, dtype=dtype)
-    right = left.clone()
-    times = [seconds(lambda: left @ right, device) for _ in range(6)]
-    return 2 * rows**3 / statistics.median(times[1:])  # the first is slower
-
-
-def _forward_flops(model: PreTrainedModel, length: int) -> float:
-    """Return the FLOPs per token of a forward pass over a sequence, with attention over all positions, masked or not.
-
-    They are counted on two short sequences and extrapolated: linear layers cost each token the same, and attention
-    grows linearly with the length.
-    """
-    longer = min(length, COUNTED)
-    shorter = longer // 2
-    of_token = {}
-    with torch.no_grad(), evaluating(model), sdpa_kernel(SDPBackend.MATH):  # the FLOP counter knows only this one
-        for count in (shorter, longer):
-            with FlopCounterMode(display=False) as counter:
-                model(torch.zeros(1, count, dtype=torch.long, device=model.device), use_cache=False)
-            of_token[count] = counter.get_total_flops() / count
-    growth = (of_token[longer] - of_token[shorter]) / (longer - shorter)
-    return of_token[longer] + growth * (length - longer)
 
 
 def without_logits(config: Any, args: TrainingArguments, tokens: int) -> dict[str, bool]:
@@ -88,16 +72,16 @@ def without_logits(config: Any, args: TrainingArguments, tokens: int) -> dict[st
     return {"skip_logits": True} if ours and tokens * config.vocab_size > LOGITS else {}
 
 
-def check_memory(model: PreTrainedModel, recipe: Recipe, args: TrainingArguments) -> None:
-    """Refuse a run that cannot fit into free memory.
+def check_memory(model: PreTrainedModel, args: TrainingArguments, length: int, optimizer: OptimizerPart) -> None:
+    """Refuse a run on sequences of `length` tokens that cannot fit into free memory.
 
     The model may be on the meta device; parameters that are on the device already are not counted again. With Muon,
     matrices have one optimizer state instead of two.
     """
-    text, length = model.config.get_text_config(), recipe.data.length
+    text = model.config.get_text_config()
     count = sum(parameter.numel() for parameter in model.parameters())
     allocated = sum(parameter.nbytes for parameter in model.parameters() if parameter.device.type == args.device.type)
-    copies = 2 if args.optim not in ADAM else 3 if recipe.optimizer.name == "muon" else 4
+    copies = 2 if args.optim not in ADAM else 3 if optimizer.name == "muon" else 4
     elsewhere = args.deepspeed or "offload" in str(args.fsdp)  # which move some of it to other memory
     states = 0 if elsewhere else FLOAT * count * copies / (args.world_size if args.fsdp else 1)
     width = 2 if args.bf16 or args.fp16 else FLOAT

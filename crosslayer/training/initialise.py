@@ -1,7 +1,8 @@
-"""Paired initial weights: each tensor is drawn from hash(seed, its name), whatever other tensors the model has.
+"""The model that a run starts from: an existing one, or a new one with paired initial weights.
 
-So models with different methods have identical values in all tensors that they have in common. The distribution of each
-tensor is the model's own.
+Each tensor of a new one is drawn from hash(seed, its name), whatever other tensors the model has. So models with
+different methods have identical values in all tensors that they have in common. The distribution of each tensor is the
+model's own.
 """
 
 import hashlib
@@ -9,7 +10,40 @@ import math
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, initialization
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, TrainingArguments, initialization
+
+from crosslayer.core.decoder import CrossLayerForCausalLM
+from crosslayer.models.load import load_model
+from crosslayer.training.costs import check_memory
+from crosslayer.training.model_part import ModelPart
+from crosslayer.training.recipe import Recipe
+
+
+def new_model(part: ModelPart, length: int, tokenizer: PreTrainedTokenizerFast) -> CrossLayerForCausalLM:
+    """Return a new model for sequences of `length` tokens, with weights not yet paired; on the meta device without."""
+    special = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    return CrossLayerForCausalLM(part.config(length, len(tokenizer), **special))
+
+
+def initial_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, args: TrainingArguments) -> PreTrainedModel:
+    """Return the model that a run trains: `model.start`, or a new one with weights by seed and name.
+
+    Raises:
+        ValueError: an existing model cannot be trained in free memory, or the tokenizer has more tokens than it.
+    """
+    assert recipe.model is not None
+    if recipe.model.start is None:
+        model = new_model(recipe.model, recipe.data.length, tokenizer)
+        initialise(model, recipe.seed)
+        return model
+    model, _ = load_model(recipe.model.start, dtype=torch.float32, device="cpu")  # Trainer moves it
+    if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:  # type: ignore[operator, union-attr]
+        raise ValueError(
+            f"tokenizer: {recipe.tokenizer!r} has {len(tokenizer):,} tokens, more than {recipe.model.start!r} has "
+            "embeddings; remove it to use the model's own"
+        )
+    check_memory(model, args, recipe.data.length, recipe.optimizer)
+    return model
 
 
 def initialise(model: PreTrainedModel, seed: int) -> None:

@@ -1,21 +1,25 @@
 """A recipe with its checks; docs/reference/recipes.md lists the keys.
 
 A recipe with a `schedule` trains its model, with `crosslayer train`. One with `stages` trains retrofits of an original,
-with `crosslayer heal`, and a judge measures them after each stage.
+with `crosslayer heal`, and a judge measures them after each stage. The folder of a run begins with `recipe.yaml`, which
+has every default; only the same recipe resumes in it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+import yaml
+from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from crosslayer.corpus.domains import EMBEDDED
+from crosslayer.output.folder import write_whole
 from crosslayer.output.record import Seed
-from crosslayer.training.arguments import Arguments
+from crosslayer.training.arguments import BATCH, Arguments
 from crosslayer.training.attention import Attention
+from crosslayer.training.checkpoints import checkpoints
 from crosslayer.training.model_part import ModelPart
-from crosslayer.training.recipe_file import EXAMPLES, Part, WrongKey, read_recipe
+from crosslayer.training.recipe_file import EXAMPLES, Part, WrongKey, error_message, read_values
 from crosslayer.training.recipe_parts import (
     DataPart,
     EvalPart,
@@ -27,6 +31,7 @@ from crosslayer.training.recipe_parts import (
 )
 from crosslayer.training.tokenizers import pair_tokens
 
+RECIPE = "recipe.yaml"  # in the folder of a run
 MAX_STAGES = 8
 WITH_STAGES = {  # keys that a recipe with stages cannot set, and why
     "model": "with stages: the retrofits are trained",
@@ -178,8 +183,20 @@ class Recipe(Part):
 
 
 def load_recipe(path: str | Path, settings: Sequence[str] = ()) -> Recipe:
-    """Read a recipe and check it, including that its model can be built; arguments and errors as `read_recipe`."""
-    return read_recipe(Recipe, path, settings)
+    """Read a recipe and check it, including that its model can be built; no data file is opened.
+
+    `path` is a file or the name of a shipped recipe, such as "smoke", as is the value of the key `extends`. Mappings
+    merge key by key, and the extending file wins; lists, methods and other values are replaced. `settings`, such as
+    "train.learning_rate=3e-4", override single keys. A name is not inherited; the default is the file's stem.
+
+    Raises:
+        ValueError: the recipe is wrong; one line "key: must be X, got Y (file)".
+    """
+    values = read_values(path, settings)
+    try:
+        return Recipe.model_validate(values)
+    except ValidationError as error:
+        raise ValueError(f"{error_message(error, values)} ({path})") from None
 
 
 def given_recipe(recipe: Recipe | str | Path, settings: Sequence[str], stages: bool) -> Recipe:
@@ -192,3 +209,45 @@ def given_recipe(recipe: Recipe | str | Path, settings: Sequence[str], stages: b
         other = "missing; train the recipe" if stages else "must be empty; train in stages"
         raise ValueError(f"stages: {other} with `crosslayer {'train' if stages else 'heal'}`")
     return recipe
+
+
+def check_run(folder: Path, recipe: Recipe, resume: bool, others: Mapping[str, str] | None = None) -> None:
+    """Refuse a folder with files, unless it is resumed and holds this recipe, and `others` (text by file name).
+
+    The batch size of a recipe with a schedule may differ: it is compared with that of the checkpoint.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"`out` must be a folder, got the file {folder.name!r}")
+    if not folder.exists() or not any(folder.iterdir()):
+        return
+    if not resume:
+        raise ValueError(f"the folder {folder.name!r} exists; use another name, or `resume` to continue its run")
+    same = [
+        (folder / name).is_file() and (folder / name).read_text(encoding="utf-8") == text
+        for name, text in (others or {}).items()
+    ]
+    if not (_is_of(folder / RECIPE, recipe) and all(same)):
+        what = "another recipe" if others is None else "another recipe, or other retrofits"
+        raise ValueError(f"the folder {folder.name!r} belongs to {what}; `resume` needs the same")
+
+
+def begin_run(folder: Path, recipe: Recipe, others: Mapping[str, str] | None = None) -> None:
+    """Write the recipe and `others` into a folder; a recipe that is there with its checkpoints does not change."""
+    folder.mkdir(parents=True, exist_ok=True)
+    files = dict(others or {})
+    if not checkpoints(folder):
+        files[RECIPE] = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    for name, text in files.items():
+        write_whole(folder / name, text)
+
+
+def _is_of(written: Path, recipe: Recipe) -> bool:
+    try:
+        existing = load_recipe(written)
+    except ValueError:
+        return False
+    if not recipe.stages:
+        batch = {key: existing.train[key] for key in BATCH if key in existing.train}
+        others = {key: value for key, value in recipe.train.items() if key not in BATCH}
+        recipe = recipe.model_copy(update={"train": {**others, **batch}})
+    return existing == recipe

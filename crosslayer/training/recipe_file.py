@@ -12,7 +12,7 @@ import re
 import reprlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import yaml
 from pydantic import (
@@ -30,7 +30,6 @@ SHIPPED = Path(__file__).parents[1] / "recipes"  # comes with the package
 LARGEST = 2**16  # bytes of a file
 EXAMPLES = {"model": "{size: tiny}", "schedule": "{steps: 1000}"}  # of keys without a default
 SHOULD = re.compile(r"^(Input|List|String|Dictionary|Value|Tuple|Keys) should ")  # how messages of pydantic begin
-AnyRecipe = TypeVar("AnyRecipe", bound=BaseModel)
 Keys = tuple[Any, ...]  # of mappings and lists, from the top
 
 
@@ -56,26 +55,15 @@ class Part(BaseModel):
         return only_keys(cls.model_fields, cls.moved)(values)
 
 
-def read_recipe(recipe_class: type[AnyRecipe], path: str | Path, settings: Sequence[str] = ()) -> AnyRecipe:
-    """Read a recipe and check it; no data file is opened.
-
-    `path` is a file or the name of a shipped recipe, such as "smoke", as is the value of the key `extends`. Mappings
-    merge key by key, and the extending file wins; lists, methods and other values are replaced. `settings`, such as
-    "train.learning_rate=3e-4", override single keys. A name is not inherited; the default is the file's stem.
-
-    Raises:
-        ValueError: the recipe is wrong; one line "key: must be X, got Y (file)".
-    """
+def read_values(path: str | Path, settings: Sequence[str]) -> dict[str, Any]:
+    """Return the values of a recipe, unchecked; arguments as `load_recipe`."""
     values = {"name": Path(path).stem, **_read_file(_file(Path(path), str(path)), ())}
     for setting in settings:
         _apply(values, " ".join(setting.split()))
-    try:
-        return recipe_class.model_validate(values)
-    except ValidationError as error:
-        raise ValueError(f"{_message(error, values)} ({path})") from None
+    return values
 
 
-def _message(error: ValidationError, values: Any) -> str:
+def error_message(error: ValidationError, values: Any) -> str:
     """Write pydantic's errors of the first wrong value as key: must be X, got Y."""
     by_keys: dict[Keys, list[Any]] = {}
     for each in error.errors(include_url=False):

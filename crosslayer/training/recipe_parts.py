@@ -12,9 +12,8 @@ from crosslayer.corpus.domains import EMBEDDED
 from crosslayer.corpus.files import READERS, file_kind
 from crosslayer.judge.damage import MIN_WINDOWS
 from crosslayer.training.arguments import Arguments
-from crosslayer.training.instructions import Columns, Instructions
 from crosslayer.training.recipe_file import Part, WrongKey, nearest
-from crosslayer.training.texts import EVERY, Domain
+from crosslayer.training.texts import EVERY, Columns, Domain, Instructions
 
 Count = Annotated[int, Field(ge=1, lt=2**63)]
 NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,63}", re.ASCII)  # of a domain, and so of a folder and a metric

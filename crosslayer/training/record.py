@@ -1,12 +1,16 @@
 """The components of a training run's `record.json`: losses in nats per token, times in seconds."""
 
-from collections.abc import Mapping, Sequence
+import math
+import re
+from collections.abc import Collection, Mapping, Sequence
 from statistics import fmean
 from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from crosslayer.output.record import Frozen
+
+KEY = re.compile(r"snapshot_(\w+)_layer_(\d+)")  # of a measure in the log
 
 
 class TrainedModel(Frozen):
@@ -101,6 +105,16 @@ class Validation(Frozen):
     losses: dict[str, float]
 
 
+def validations_in(history: Sequence[Mapping[str, Any]], domains: Collection[str]) -> tuple[Validation, ...]:
+    """Return the evaluations in a trainer's log."""
+    by_step: dict[int, dict[str, float]] = {}
+    for entry in history:
+        for name in domains:
+            if f"eval_{name}_loss" in entry:
+                by_step.setdefault(entry["step"], {})[name] = entry[f"eval_{name}_loss"]
+    return tuple(Validation(step=step, losses=losses) for step, losses in by_step.items())
+
+
 Layers = list[float | None]
 
 
@@ -138,3 +152,18 @@ class Snapshot(Frozen):
         if len({len(layers) for name, layers in vars(self).items() if name != "step" and layers}) > 1:
             raise ValueError("the measures of a snapshot must have the same number of layers")
         return self
+
+
+def snapshots_in(history: Sequence[dict[str, Any]]) -> tuple[Snapshot, ...]:
+    """Return the snapshots in a log; of two after the same step, the later one."""
+    by_step: dict[int, dict[str, dict[int, float | None]]] = {}
+    for entry in history:
+        for key, value in entry.items():
+            match = KEY.fullmatch(key)
+            if match is not None:
+                number = value if value is not None and math.isfinite(value) else None
+                by_step.setdefault(entry["step"], {}).setdefault(match[1], {})[int(match[2])] = number
+    return tuple(
+        Snapshot(step=step, **{name: [layers[layer] for layer in sorted(layers)] for name, layers in measures.items()})
+        for step, measures in by_step.items()
+    )

@@ -14,27 +14,30 @@ import itertools
 import json
 import os
 import shutil
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from crosslayer.corpus.files import Reading
+from crosslayer.corpus.pieces import next_word, special_tokens
 from crosslayer.output.folder import exclusive, filled, write_whole
 from crosslayer.output.progress import progress, say
 from crosslayer.output.record import validation_message
 from crosslayer.training.checkpoints import sync
-from crosslayer.training.tokenizers import PART, batches, encoder, frame, pieces
 
 INDEX, TOKENS, ENDS, BEGUN = "index.json", "tokens.bin", "ends.bin", "begun.json"
 SCHEMA = "crosslayer/shards/3"
 SAVED = 2**24  # tokens after which an interrupted tokenization can continue
 LARGEST = 2**16  # bytes of an index
+BATCH = 2**20  # characters that are encoded at once
+PART = 2**16  # characters; longer documents are split before a word: faster, and in less memory
 TYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 END_TYPE = np.dtype("<i8")
 DELETE = "delete the folder to tokenize the text again"
@@ -237,3 +240,72 @@ def _saved(folder: Path, key: str, size: int) -> Begun:
     shutil.rmtree(folder)
     folder.mkdir()
     return Begun(key=key)
+
+
+class Piece(NamedTuple):
+    """A document or a chunk of one: whether special tokens come before and after it, and whether its document ends."""
+
+    text: str
+    opens: bool
+    closes: bool
+    ends: bool
+
+
+def encoder(tokenizer: PreTrainedTokenizerFast) -> Callable[[list[Piece]], list[list[int]]]:
+    """Return a function that encodes pieces; special tokens spelled out in the text stay text."""
+    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())  # a copy, whose settings are ours
+    backend.no_truncation()
+    backend.no_padding()
+    backend.encode_special_tokens = True
+
+    return lambda batch: [
+        encoding.ids
+        for encoding in backend.encode_batch_fast([piece.text for piece in batch], add_special_tokens=False)
+    ]
+
+
+def batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    """Yield pieces, about `BATCH` characters at once."""
+    batch: list[Piece] = []
+    size = 0
+    for piece in pieces:
+        batch.append(piece)
+        size += len(piece.text)
+        if size >= BATCH:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def pieces(documents: Iterable[str], parts: int) -> Iterator[Piece]:
+    """Yield chunks of documents; the first chunk of `parts` documents that belong together opens, the last closes."""
+    number = 0
+    for index, text in enumerate(documents):
+        if not isinstance(text, str):
+            raise ValueError(f"document {index} must be text, got {type(text).__name__}")
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"document {index} contains a lone surrogate, which is not valid text") from None
+        if not text.strip():
+            assert parts == 1, "a document that belongs to others is blank"
+            continue
+        opens, closes = number % parts == 0, (number + 1) % parts == 0
+        start = 0
+        while start < len(text):
+            stop = next_word(text, start + PART)
+            last = stop == len(text)
+            yield Piece(text[start:stop], opens and start == 0, closes and last, last)
+            start = stop
+        number += 1
+    assert number % parts == 0, "the last documents that belong together are incomplete"
+
+
+def frame(tokenizer: PreTrainedTokenizerFast) -> tuple[list[int], list[int]]:
+    """Return the special tokens before and after a document."""
+    first, last = special_tokens(tokenizer)
+    end = tokenizer.eos_token_id
+    if isinstance(end, int) and end not in last:
+        last = [*last, end]
+    return first, last

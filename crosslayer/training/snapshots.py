@@ -4,15 +4,11 @@ Data flow: windows → measures of each → means in the log → `Snapshot`s in 
 Shapes: N windows, T tokens, L layers.
 """
 
-import math
-import re
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Subset
 from transformers import PreTrainedModel
 
 from crosslayer.probe.depth import depth_mixing, output_norms
@@ -21,7 +17,6 @@ from crosslayer.training.attention import readable_masks
 from crosslayer.training.record import DepthMixing, Snapshot
 
 MEASURES = tuple(name for name in Snapshot.model_fields if name != "step")
-KEY = re.compile(r"snapshot_(\w+)_layer_(\d+)")  # in the log
 
 
 @torch.no_grad()
@@ -53,28 +48,3 @@ def depth_mixing_of(model: PreTrainedModel, windows: Tensor | None) -> DepthMixi
         return None
     weights = [[None if np.isnan(weight) else float(weight) for weight in row] for row in np.mean(tables, axis=0)]
     return DepthMixing(readers=readers, weights=weights)
-
-
-def snapshots_in(history: Sequence[dict[str, Any]]) -> tuple[Snapshot, ...]:
-    """Return the snapshots in a log; of two after the same step, the later one."""
-    by_step: dict[int, dict[str, dict[int, float | None]]] = {}
-    for entry in history:
-        for key, value in entry.items():
-            match = KEY.fullmatch(key)
-            if match is not None:
-                number = value if value is not None and math.isfinite(value) else None
-                by_step.setdefault(entry["step"], {}).setdefault(match[1], {})[int(match[2])] = number
-    return tuple(
-        Snapshot(step=step, **{name: [layers[layer] for layer in sorted(layers)] for name, layers in measures.items()})
-        for step, measures in by_step.items()
-    )
-
-
-def windows_of_each(domains: Sequence[Subset[dict[str, Tensor]]], count: int) -> Tensor | None:
-    """Return `count` windows (N, T), alternating between domains, or all if there are fewer; None if `count` is 0."""
-    if count == 0:
-        return None
-    windows = []
-    for number in range(max(len(rows) for rows in domains)):
-        windows += [rows[number]["input_ids"] for rows in domains if number < len(rows)]
-    return torch.stack(windows[:count])

@@ -8,14 +8,13 @@ the stage as finished; the checkpoints are then removed.
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 from torch import nn
-from torch.utils.data import Dataset
 from transformers import PreTrainedModel, TrainingArguments, set_seed
 
 from crosslayer.core.method import Compensation
@@ -25,14 +24,13 @@ from crosslayer.output.folder import whole_folder, write_whole
 from crosslayer.output.record import validation_message
 from crosslayer.training.arguments import batch_sequences, step_sequences, training_arguments
 from crosslayer.training.attention import set_attention
-from crosslayer.training.callbacks import LastStep, SaveByTime, resumable
+from crosslayer.training.callbacks import EarlyStop, LastStep, SaveByTime, resumable
 from crosslayer.training.checkpoints import PARTIAL, checkpoints
-from crosslayer.training.early_stop import EarlyStop
+from crosslayer.training.distillation import Teacher
 from crosslayer.training.recipe import Recipe
 from crosslayer.training.recipe_parts import LoraPart, StagePart
 from crosslayer.training.record import Outcome, StageRun, curve_of, training_seconds
 from crosslayer.training.rows import Rows
-from crosslayer.training.teacher import Teacher
 from crosslayer.training.trainer import CrossLayerTrainer, TrainingStopped
 
 DONE, MODEL = "stage.json", "model"
@@ -55,18 +53,21 @@ def stage_trainer(
     rows: Rows,
     model: PreTrainedModel,
     arguments: TrainingArguments,
-    held_out: Mapping[str, Dataset] | None = None,
     teacher: Teacher | None = None,
     probe: Callable[[PreTrainedModel], dict[str, float]] | None = None,
 ) -> CrossLayerTrainer:
-    """Return the trainer of a stage; all stages start with the same rows. Arguments as `CrossLayerTrainer`."""
+    """Return the trainer of a stage; all stages start with the same rows. Arguments as `CrossLayerTrainer`.
+
+    Without stages, the held-out rows are evaluated during training.
+    """
     for each in (model,) if teacher is None else (model, teacher.model):
         set_attention(each, recipe.attention, arguments)
     if teacher is not None:
         teacher.model.to(arguments.device)  # type: ignore[arg-type]
     data = rows.training(arguments.max_steps * step_sequences(arguments))
     options = {"optimizer": recipe.optimizer, "teacher": teacher, "probe": probe}
-    trainer = CrossLayerTrainer(model, arguments, data, held_out or {}, rows.tokenizer, **options)
+    held_out = {} if recipe.stages else rows.held_out
+    trainer = CrossLayerTrainer(model, arguments, data, held_out, rows.tokenizer, **options)
     if recipe.save_minutes:
         trainer.add_callback(SaveByTime(recipe.save_minutes))
     return trainer

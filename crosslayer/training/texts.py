@@ -1,18 +1,31 @@
-"""The training and the held-out text of a domain, and the tokens of both."""
+"""The training and the held-out text of a domain, plain or instructions with their responses, and the tokens of both.
+
+An example of instructions is two consecutive documents of a shard, prompt and response.
+"""
 
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, Self
 
+from pydantic import model_validator
 from transformers import PreTrainedTokenizerFast
 
-from crosslayer.corpus.documents import TextSource, embedded_documents, reading_of, source_digest, stream_documents
+from crosslayer.corpus.documents import (
+    TextSource,
+    embedded_documents,
+    reading_of,
+    source_digest,
+    stream_documents,
+    stream_rows,
+)
 from crosslayer.corpus.domains import EMBEDDED
-from crosslayer.corpus.files import Reading
+from crosslayer.corpus.files import Reading, say_skipped, with_line_feeds
+from crosslayer.corpus.instructions import PROMPT, Example, example_of
 from crosslayer.corpus.pieces import next_word
+from crosslayer.training.recipe_file import Part, WrongKey
 from crosslayer.training.shards import Shards, fingerprint, tokenise
 
 EVERY, FIRST = 20, 3  # chunks 3, 23, 43, … are held out; a text of four chunks has one
@@ -110,3 +123,70 @@ def _pieces(documents: Iterable[str], every: int) -> Iterator[tuple[str, bool, b
             stop = next_word(text, start + PIECE)
             yield text[start:stop], start == 0, number % every == FIRST
             start, number = stop, number + 1
+
+
+class Columns(Part):
+    """The columns of a table of instructions."""
+
+    instruction: str = "instruction"
+    """The column of the instruction."""
+    input: str | None = None
+    """The column of the input that the instruction refers to, or null."""
+    choices: str | None = None
+    """The column of a list of answers to choose from, added after the input, one per line; or null."""
+    response: str = "response"
+    """The column of the response."""
+    messages: str | None = None
+    """Instead of these: the column of a conversation, a list of {role, content}; those of a single turn are read."""
+
+    @model_validator(mode="after")
+    def _check_messages(self) -> Self:
+        for key, field in type(self).model_fields.items():
+            if self.messages is not None and key != "messages" and vars(self)[key] != field.default:
+                raise WrongKey(key, "has no effect with messages; remove it")
+        return self
+
+
+@dataclass(frozen=True)
+class Instructions(Domain):
+    """A domain of instructions in .jsonl files or a dataset; every 20th is held out, or those in `validation` are."""
+
+    columns: Columns = Columns()
+    parts: ClassVar[int] = 2
+
+    def training(self, reading: Reading | None = None) -> Iterator[str]:
+        """Yield prompt and response of each example to train on; errors as `read_examples`."""
+        for example in self._examples(False, reading):
+            yield from example
+
+    def held_out(self, reading: Reading | None = None) -> Iterator[str]:
+        """Yield prompt and response of each example that is not trained on."""
+        examples = list(self._examples(True, reading))
+        if not examples:
+            raise ValueError(f"{FIRST} instructions or fewer are too few to hold any out; set `validation`")
+        for example in examples:
+            yield from example
+
+    def digest(self) -> str:
+        """Return a SHA-256 of the text, its columns and the prompt template."""
+        columns = tuple(self.columns.model_dump().values())
+        return hashlib.sha256(f"{super().digest()}/{columns}/{PROMPT}".encode()).hexdigest()
+
+    def _examples(self, held_out: bool, reading: Reading | None) -> Iterator[Example]:
+        source = self.validation if held_out and self.validation is not None else self.source
+        for number, example in enumerate(read_examples(source, self.columns, reading)):
+            if self.validation is not None or (number % self.every == FIRST) == held_out:
+                yield example
+
+
+def read_examples(source: TextSource, columns: Columns, reading: Reading | None = None) -> Iterator[Example]:
+    """Yield prompt and response of every row that has a response; `reading` counts what is read of files."""
+    skipped = 0
+    for location, row in stream_rows(source, reading):
+        example = example_of(row, location, **columns.model_dump())
+        if example is None:
+            skipped += 1
+        else:
+            prompt, response = example
+            yield with_line_feeds(prompt), with_line_feeds(response)
+    say_skipped(source.describe(), skipped)

@@ -1,26 +1,35 @@
-"""Tokenizers of training runs (bytes, byte pairs trained on the run's text, or a model's), and encoding documents."""
+"""Tokenizers of training runs: bytes, byte pairs trained on the run's text, or a model's."""
 
 import hashlib
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from crosslayer.corpus.pieces import next_word, special_tokens
+from crosslayer.models.embedded import cache_folder
 from crosslayer.models.load import load_tokenizer
+from crosslayer.output.progress import progress
+from crosslayer.training.texts import Domain
 
 END, PADDING = "<|end|>", "<|pad|>"  # the end of a document, and padding
 SPECIAL = (END, PADDING)
 LEAST = 256 + len(SPECIAL) + 1  # minimum tokens of byte pairs: bytes, special tokens and one pair
 TRAINED_ON = 32 * 10**6  # maximum characters of text to train byte pairs on
 PIECE = 4096  # characters of the evenly spaced chunks that a longer text is sampled in
-BATCH = 2**20  # characters that are encoded at once
-PART = 2**16  # characters; longer documents are split before a word: faster, and in less memory
+TOKENS = "tokens"  # folder in the cache
+
+
+def recipe_tokenizer(name: str, domains: Sequence[Domain]) -> PreTrainedTokenizerFast:
+    """Return the tokenizer of a recipe, trained on its text if it is of byte pairs."""
+    with progress("reading the tokenizer", 0):
+        digest = "/".join(f"{domain.name}: {domain.digest()}" for domain in domains)
+        return kept_tokenizer(
+            name, lambda: (text for domain in domains for text in domain.training()), cache_folder() / TOKENS, digest
+        )
 
 
 def make_tokenizer(name: str, documents: Callable[[], Iterable[str]]) -> PreTrainedTokenizerFast:
@@ -45,17 +54,17 @@ def kept_tokenizer(
     name: str, documents: Callable[[], Iterable[str]], folder: Path, digest: str
 ) -> PreTrainedTokenizerFast:
     """As `make_tokenizer`, with trained byte pairs cached in a folder by size and digest of their text."""
-    if not name.startswith("bpe:"):
-        return make_tokenizer(name, documents)
-    size = pair_tokens(name)
-    key = hashlib.sha256(f"{size}/{TRAINED_ON}/{PIECE}/{digest}".encode()).hexdigest()
-    path = folder / f"bpe-{size}-{key[:16]}.json"
-    if not path.is_file():
-        folder.mkdir(parents=True, exist_ok=True)
-        partial = folder / f".{path.name}.{os.getpid()}"
-        _trained(size, documents).save(str(partial))
-        partial.replace(path)
-    return _finished(Tokenizer.from_file(str(path)))
+    if name.startswith("bpe:"):
+        size = pair_tokens(name)
+        key = hashlib.sha256(f"{size}/{TRAINED_ON}/{PIECE}/{digest}".encode()).hexdigest()
+        path = folder / f"bpe-{size}-{key[:16]}.json"
+        if not path.is_file():
+            folder.mkdir(parents=True, exist_ok=True)
+            partial = folder / f".{path.name}.{os.getpid()}"
+            _trained(size, documents).save(str(partial))
+            partial.replace(path)
+        return _finished(Tokenizer.from_file(str(path)))
+    return make_tokenizer(name, documents)
 
 
 def pair_tokens(name: str) -> int:
@@ -110,72 +119,3 @@ def _finished(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
         split_special_tokens=True,
         clean_up_tokenization_spaces=False,
     )
-
-
-class Piece(NamedTuple):
-    """A document or a chunk of one: whether special tokens come before and after it, and whether its document ends."""
-
-    text: str
-    opens: bool
-    closes: bool
-    ends: bool
-
-
-def encoder(tokenizer: PreTrainedTokenizerFast) -> Callable[[list[Piece]], list[list[int]]]:
-    """Return a function that encodes pieces; special tokens spelled out in the text stay text."""
-    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())  # a copy, whose settings are ours
-    backend.no_truncation()
-    backend.no_padding()
-    backend.encode_special_tokens = True
-
-    return lambda batch: [
-        encoding.ids
-        for encoding in backend.encode_batch_fast([piece.text for piece in batch], add_special_tokens=False)
-    ]
-
-
-def batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """Yield pieces, about `BATCH` characters at once."""
-    batch: list[Piece] = []
-    size = 0
-    for piece in pieces:
-        batch.append(piece)
-        size += len(piece.text)
-        if size >= BATCH:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
-
-
-def pieces(documents: Iterable[str], parts: int) -> Iterator[Piece]:
-    """Yield chunks of documents; the first chunk of `parts` documents that belong together opens, the last closes."""
-    number = 0
-    for index, text in enumerate(documents):
-        if not isinstance(text, str):
-            raise ValueError(f"document {index} must be text, got {type(text).__name__}")
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            raise ValueError(f"document {index} contains a lone surrogate, which is not valid text") from None
-        if not text.strip():
-            assert parts == 1, "a document that belongs to others is blank"
-            continue
-        opens, closes = number % parts == 0, (number + 1) % parts == 0
-        start = 0
-        while start < len(text):
-            stop = next_word(text, start + PART)
-            last = stop == len(text)
-            yield Piece(text[start:stop], opens and start == 0, closes and last, last)
-            start = stop
-        number += 1
-    assert number % parts == 0, "the last documents that belong together are incomplete"
-
-
-def frame(tokenizer: PreTrainedTokenizerFast) -> tuple[list[int], list[int]]:
-    """Return the special tokens before and after a document."""
-    first, last = special_tokens(tokenizer)
-    end = tokenizer.eos_token_id
-    if isinstance(end, int) and end not in last:
-        last = [*last, end]
-    return first, last

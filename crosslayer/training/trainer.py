@@ -41,10 +41,10 @@ from crosslayer.training.attention import document_borders
 from crosslayer.training.callbacks import Interruption, Log
 from crosslayer.training.checkpoints import KEPT, PARTIAL, Kept, Resumed, last_good, publish, stage
 from crosslayer.training.costs import without_logits
-from crosslayer.training.mixture import ORDER
+from crosslayer.training.distillation import Teacher
 from crosslayer.training.optimizers import mixing_parameters, optimizer_of
 from crosslayer.training.recipe_parts import OptimizerPart
-from crosslayer.training.teacher import Teacher
+from crosslayer.training.rows import ORDER
 
 PICKLED = "training_args.bin"  # a file that Trainer adds to a model
 

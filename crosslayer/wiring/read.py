@@ -55,6 +55,8 @@ def model_plan(
         takes_cache = CACHE in inspect.signature(type(model).forward).parameters
     else:
         config, weights_bytes, parameters, name = Source(model)
+    if memory is not None and weights_bytes is None:
+        parameters = _count_parameters(config)
     try:
         wiring = read_wiring(config)
     except (TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError) as error:
@@ -62,8 +64,6 @@ def model_plan(
     dtype = dtype_name(dtype or wiring["dtype"])
     engine = engine or ("llama.cpp" if isinstance(config, GgufConfig) and name not in EMBEDDED else "transformers")
     sizes = item_sizes(dtype, kv_dtype, engine)
-    if memory is not None and weights_bytes is None:
-        parameters = _count_parameters(config)
     if engine == "llama.cpp" and weights_bytes is not None:
         parameters = None  # it loads a file as it is
     return ModelPlan(

@@ -8,7 +8,7 @@ from crosslayer.output.chart import same_scale
 from crosslayer.output.page import Page, Table
 from crosslayer.output.panel import COLORS, QUIET, Line, Panel
 from crosslayer.stats.estimate import band
-from crosslayer.training.early_stop import averages
+from crosslayer.training.callbacks import averages
 from crosslayer.verbs.heal.record import State
 from crosslayer.verbs.heal.result import Recovery
 from crosslayer.verbs.heal.sentences import (

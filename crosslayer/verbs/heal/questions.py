@@ -21,7 +21,7 @@ from crosslayer.judge.losses import Losses
 from crosslayer.judge.retrieval import Retrieval, measure_retrieval
 from crosslayer.output.folder import write_whole
 from crosslayer.output.record import Frozen
-from crosslayer.training.mixture import IGNORED
+from crosslayer.training.rows import IGNORED
 
 
 class Answers(Frozen):

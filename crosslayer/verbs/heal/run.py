@@ -21,13 +21,12 @@ from crosslayer.models.load import load_model, public_name
 from crosslayer.output.folder import held
 from crosslayer.output.progress import progress
 from crosslayer.training.arguments import step_sequences
-from crosslayer.training.recipe import Recipe, given_recipe
+from crosslayer.training.distillation import Teacher
+from crosslayer.training.recipe import Recipe, begin_run, check_run, given_recipe
 from crosslayer.training.recipe_parts import StagePart
 from crosslayer.training.record import Outcome
 from crosslayer.training.rows import Rows, read_rows
-from crosslayer.training.run_folder import begin_run, check_run
 from crosslayer.training.stages import MODEL, check_parameters, compensations, finished, run_stage, stage_arguments
-from crosslayer.training.teacher import Teacher
 from crosslayer.verbs.heal.questions import Answers, Questions
 from crosslayer.verbs.heal.record import State, Variant
 from crosslayer.verbs.heal.result import Recovery
@@ -103,7 +102,7 @@ def _ready(recipe: Recipe, retrofits: Sequence[Retrofit], original: str, folder:
         except ValueError as error:
             raise ValueError(f"stages.{number}: {error}") from None
         tokens.append(arguments.max_steps * step_sequences(arguments) * recipe.data.length)
-    questions = Questions(model, tokenizer, windows, rows.held_out(), recipe.judge.needles)
+    questions = Questions(model, tokenizer, windows, rows.held_out, recipe.judge.needles)
     job = _Job(recipe, retrofits, folder, original, rows, questions)
     if not (folder / retrofits[0].name).exists():  # else some of it is finished
         announce(model, windows.ids, job.tokens(tokens))

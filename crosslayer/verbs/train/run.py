@@ -14,20 +14,19 @@ from typing import Any
 import torch
 
 from crosslayer.environment import quiet_transformers
-from crosslayer.machine import peak_memory
+from crosslayer.machine import matrix_flops, peak_memory
 from crosslayer.output.folder import held
+from crosslayer.training.arguments import step_sequences
 from crosslayer.training.attention import check_attention
 from crosslayer.training.callbacks import resumable
-from crosslayer.training.costs import check_memory, matrix_flops, trained_model
-from crosslayer.training.mixture import ORDER
-from crosslayer.training.recipe import Recipe, given_recipe
-from crosslayer.training.record import TrainedDomain, Validation, curve_of, training_seconds
-from crosslayer.training.rows import read_rows, recipe_tokenizer
-from crosslayer.training.run_folder import begin_run, check_run
-from crosslayer.training.snapshots import depth_mixing_of, snapshot, snapshots_in, windows_of_each
+from crosslayer.training.costs import check_memory, trained_model
+from crosslayer.training.initialise import initial_model, new_model
+from crosslayer.training.recipe import Recipe, begin_run, check_run, given_recipe
+from crosslayer.training.record import curve_of, snapshots_in, training_seconds, validations_in
+from crosslayer.training.rows import read_rows
+from crosslayer.training.snapshots import depth_mixing_of, snapshot
 from crosslayer.training.stages import stage_arguments, stage_trainer
-from crosslayer.training.start import initial_model, new_model
-from crosslayer.training.trainer import CrossLayerTrainer
+from crosslayer.training.tokenizers import recipe_tokenizer
 from crosslayer.verbs.diagnose.sequence import measure_sequence
 from crosslayer.verbs.train.result import TrainingRun
 
@@ -56,79 +55,51 @@ def train(
     recipe = given_recipe(recipe, settings, stages=False)
     target = Path(out).expanduser().resolve()
     first = os.environ.get("RANK", "0") == "0"  # of the run's processes: the one that locks the folder and writes
-    with held(target) if first else contextlib.nullcontext():
+    with held(target) if first else contextlib.nullcontext(), resumable(target):
         if first:
             check_run(target, recipe, resume)
             begin_run(target, recipe)
-        with resumable(target):
-            return _train(recipe, target, resume)
-
-
-def _train(recipe: Recipe, folder: Path, resume: bool) -> TrainingRun:
-    arguments = stage_arguments(recipe, recipe.parts[0], folder)
-    check_attention(recipe.attention, arguments.device)
-    tokenizer = recipe_tokenizer(recipe)
-    if recipe.model is not None and recipe.model.start is None:
-        with torch.device("meta"):
-            check_memory(new_model(recipe, tokenizer), recipe, arguments)  # before the text is tokenized
-    rows = read_rows(recipe, tokenizer)
-    held_out = rows.held_out()
-    probed = windows_of_each(list(held_out.values()), recipe.eval.snapshots)
-    probe = None
-    if probed is not None:
-        probe = partial(
-            snapshot, windows=probed, measure=lambda model, window: measure_sequence(model, window).measures
+        arguments = stage_arguments(recipe, recipe.parts[0], target)
+        check_attention(recipe.attention, arguments.device)
+        tokenizer = recipe_tokenizer(recipe.tokenizer or "bytes", [part.text() for part in recipe.data.domains])
+        if recipe.model is not None and recipe.model.start is None:  # too large a model is refused before any text
+            with torch.device("meta"):
+                empty = new_model(recipe.model, recipe.data.length, tokenizer)
+            check_memory(empty, arguments, recipe.data.length, recipe.optimizer)
+        rows = read_rows(recipe, tokenizer)
+        domains = rows.trained(arguments.max_steps * step_sequences(arguments))
+        probed = rows.probed(recipe.eval.snapshots)
+        probe = None
+        if probed is not None:
+            probe = partial(snapshot, windows=probed, measure=lambda model, ids: measure_sequence(model, ids).measures)
+        dtype = torch.bfloat16 if arguments.bf16 else torch.float16 if arguments.fp16 else torch.float32
+        speed = matrix_flops(arguments.device, dtype) * arguments.world_size
+        with quiet_transformers(), peak_memory(arguments.device) as peak:
+            model = initial_model(recipe, tokenizer, arguments)
+            properties = trained_model(model, recipe.data.length)
+            trainer = stage_trainer(recipe, rows, model, arguments, probe=probe)
+            trainer.train(resume_from_checkpoint=resume)
+            if arguments.max_steps % (arguments.eval_steps or 1) or not trainer.window_losses:
+                trainer.evaluate()  # the last step was not evaluated, or the run had already finished
+            trainer.save_model(str(target / "model"))
+        history: list[dict[str, Any]] = trainer.state.log_history
+        result = TrainingRun(  # pyright: ignore[reportCallIssue]
+            name=recipe.name,
+            seed=recipe.seed,
+            recipe=recipe.model_dump(mode="json"),
+            model=properties,
+            domains=domains,
+            curve=curve_of(history),
+            validation=validations_in(history, rows.held_out),
+            windows={name: trainer.window_losses[f"eval_{name}_loss"].tolist() for name in rows.held_out},
+            snapshots=snapshots_in(history),
+            steps=trainer.state.max_steps,
+            tokens=trainer.state.num_input_tokens_seen,
+            seconds=training_seconds(history),
+            peak_bytes=peak.bytes,
+            matrix_flops=speed,
+            depth_mixing=depth_mixing_of(trainer.accelerator.unwrap_model(trainer.model), probed),
         )
-    dtype = torch.bfloat16 if arguments.bf16 else torch.float16 if arguments.fp16 else torch.float32
-    speed = matrix_flops(arguments.device, dtype) * arguments.world_size
-    with quiet_transformers(), peak_memory(arguments.device) as peak:
-        model = initial_model(recipe, tokenizer, arguments)
-        properties = trained_model(model, recipe.data.length)
-        trainer = stage_trainer(recipe, rows, model, arguments, held_out, probe=probe)
-        trainer.train(resume_from_checkpoint=resume)
-        if arguments.max_steps % (arguments.eval_steps or 1) or not trainer.window_losses:
-            trainer.evaluate()  # the last step was not evaluated, or the run had already finished
-        trainer.save_model(str(folder / "model"))
-    measured = {"model": properties, "peak_bytes": peak.bytes, "matrix_flops": speed}
-    measured["depth_mixing"] = depth_mixing_of(trainer.accelerator.unwrap_model(trainer.model), probed)
-    result = _result(recipe, trainer, **measured)
-    if trainer.is_world_process_zero():
-        result.save_within(folder)
+        if trainer.is_world_process_zero():
+            result.save_within(target)
     return result
-
-
-def _result(recipe: Recipe, trainer: CrossLayerTrainer, **measured: Any) -> TrainingRun:
-    mixture: Any = trainer.train_dataset
-    history: list[dict[str, Any]] = trainer.state.log_history
-    passes, windows = mixture.passes(), {name: trainer.window_losses[f"eval_{name}_loss"] for name in mixture.domains}
-    validation: dict[int, dict[str, float]] = {}  # step → loss of every domain
-    counted = [] if recipe.objective == "next-token" else [recipe.objective]  # losses of other tokens are not compared
-    for entry in history:
-        for name in mixture.domains:
-            if f"eval_{name}_loss" in entry:
-                validation.setdefault(entry["step"], {})[name] = entry[f"eval_{name}_loss"]
-    return TrainingRun(
-        name=recipe.name,
-        seed=recipe.seed,
-        recipe=recipe.model_dump(mode="json"),
-        domains=tuple(
-            TrainedDomain(
-                name=name,
-                share=units / sum(mixture.units),
-                tokens=shards.tokens,
-                documents=shards.documents,
-                validation_tokens=len(windows[name]) * mixture.length,
-                passes=passes[name],
-                fingerprint="-".join([shards.fingerprint, ORDER, *counted]),
-            )
-            for (name, shards), units in zip(mixture.domains.items(), mixture.units, strict=True)
-        ),
-        curve=curve_of(history),
-        validation=tuple(Validation(step=step, losses=losses) for step, losses in validation.items()),
-        windows={name: losses.tolist() for name, losses in windows.items()},
-        snapshots=snapshots_in(history),
-        steps=trainer.state.max_steps,
-        tokens=trainer.state.num_input_tokens_seen,
-        seconds=training_seconds(history),
-        **measured,
-    )

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from crosslayer.training.divergence import BLOCK, Head, divergence
+from crosslayer.training.distillation import BLOCK, Head, divergence
 
 
 def naive(hidden, head, target, target_head):

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from crosslayer.training.early_stop import EarlyStop, averages, end_of
+from crosslayer.training.callbacks import EarlyStop, averages, end_of
 from tests.helpers.training import trainer_of
 
 

@@ -8,11 +8,11 @@ from torch.nn import functional
 
 from crosslayer import hub
 from crosslayer.corpus.documents import TextSource, load_documents
-from crosslayer.training.instructions import PROMPT, Columns, ExampleRows, Instructions, read_examples
-from crosslayer.training.mixture import Mixture
+from crosslayer.corpus.instructions import PROMPT
 from crosslayer.training.recipe import load_recipe
-from crosslayer.training.rows import read_rows
+from crosslayer.training.rows import ExampleRows, Mixture, read_rows
 from crosslayer.training.shards import tokenise
+from crosslayer.training.texts import Columns, Instructions, read_examples
 from crosslayer.training.tokenizers import make_tokenizer
 from tests.helpers.recovery import recipe_in
 from tests.helpers.training import model_of, trainer_of
@@ -208,7 +208,7 @@ def test_the_loss_is_that_of_each_example_by_itself(tmp_path, tokenizer):
         total += functional.cross_entropy(logits[start - 1 : -1], ids[0, start:], reduction="sum").item()
         count += ids.shape[1] - start
     batch = {key: torch.stack([rows[item][key] for item in range(2)]) for key in rows[0]}
-    data = Mixture({"x": shards}, {"x": 1.0}, 24, 0, 40, {"x": rows})
+    data = Mixture({"x": rows}, {"x": 1.0}, 0, 40)
     trainer = trainer_of(tmp_path / "run", model, data, {"x": rows})
     assert trainer.compute_loss(model, batch).item() == pytest.approx(
         total / count, rel=1e-6
@@ -218,7 +218,7 @@ def test_the_loss_is_that_of_each_example_by_itself(tmp_path, tokenizer):
 
 def test_a_mixture_takes_rows_that_are_cut_otherwise(tmp_path, tokenizer):
     rows = ExampleRows(shards_of(tmp_path, tokenizer, [("p", "r" * k) for k in range(1, 9)]), 12, 257, "x")
-    mixture = Mixture({"x": rows.shards}, {"x": 1.0}, 12, 0, 2 * len(rows), {"x": rows})
+    mixture = Mixture({"x": rows}, {"x": 1.0}, 0, 2 * len(rows))
     numbers = [mixture.window(item)[1] for item in range(2 * len(rows))]
     assert sorted(numbers[: len(rows)]) == sorted(numbers[len(rows) :]) == list(range(len(rows)))
     for item, number in enumerate(numbers):
@@ -234,6 +234,6 @@ def test_rows_that_are_held_out_come_from_all_files(tmp_path):
     data = {"length": 512, "domains": [domain]}
     recipe = load_recipe(recipe_in(tmp_path, data=data), ["judge.held_out=8"])
     tokenizer = make_tokenizer("bytes", list)
-    held_out = read_rows(recipe, tokenizer).held_out()["say"]
+    held_out = read_rows(recipe, tokenizer).held_out["say"]
     texts = [tokenizer.decode(held_out[number]["input_ids"]) for number in range(8)]
     assert all(any(letter * 90 in text for text in texts) for letter in "abcd")

@@ -6,12 +6,11 @@ import torch
 import crosslayer
 from crosslayer.core.decoder import CrossLayerForCausalLM
 from crosslayer.testing import tiny as contract
-from crosslayer.training import teacher as teaching
+from crosslayer.training import distillation as teaching
 from crosslayer.training.arguments import training_arguments
-from crosslayer.training.divergence import divergence
+from crosslayer.training.distillation import Teacher, divergence
 from crosslayer.training.recipe_parts import LoraPart
 from crosslayer.training.stages import compensations, merged, unfreeze
-from crosslayer.training.teacher import Teacher
 from crosslayer.training.trainer import CrossLayerTrainer
 from tests.helpers.cases import CASES
 from tests.helpers.recovery import healed, recipe_in

@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 import crosslayer
 from crosslayer.training import costs
 from crosslayer.training.arguments import training_arguments
-from crosslayer.training.recipe import Recipe
+from crosslayer.training.recipe_parts import OptimizerPart
 from tests.helpers.training import course, recipe_in
 
 
@@ -57,9 +57,8 @@ def test_the_bound_is_between_a_sixth_and_all_of_what_a_run_uses(recipe, tmp_pat
 def test_muon_has_one_state_of_a_matrix(tmp_path, monkeypatch):
     model = mock.Mock(**{"parameters.side_effect": torch.nn.Linear(1000, 1000, bias=False, device="meta").parameters})
     model.config = LlamaConfig(vocab_size=1, hidden_size=1, num_hidden_layers=1, num_attention_heads=1)
-    parts = {"model": {"size": "tiny"}, "schedule": {"steps": 1}, "data": {"length": 2}}
     arguments = training_arguments(tmp_path, 0, course(1), {"use_cpu": True, "per_device_train_batch_size": 1})
     monkeypatch.setattr(costs, "free_memory", lambda device: 3.5 * 4 * 1000**2)
-    costs.check_memory(model, Recipe(**parts, optimizer={"name": "muon"}), arguments)
+    costs.check_memory(model, arguments, 2, OptimizerPart(name="muon"))
     with pytest.raises(ValueError, match="0.0 GB.*1,000,000 parameters"):
-        costs.check_memory(model, Recipe(**parts), arguments)
+        costs.check_memory(model, arguments, 2, OptimizerPart())

@@ -11,9 +11,8 @@ import crosslayer
 from crosslayer.core.decoder import CrossLayerForCausalLM
 from crosslayer.corpus.documents import TextSource
 from crosslayer.probe.depth import output_norms
-from crosslayer.training.mixture import FixedRows, spread
 from crosslayer.training.recipe import load_recipe
-from crosslayer.training.rows import read_rows
+from crosslayer.training.rows import FixedRows, read_rows, spread
 from crosslayer.training.texts import Domain
 from crosslayer.training.tokenizers import make_tokenizer
 from tests.cli.test_bad_input import type_in
@@ -150,7 +149,7 @@ def test_a_run_on_responses_is_trained_and_judged_by_these_alone(tmp_path):
         path = recipe_in(tmp_path, **parts, objective=objective)
         run = crosslayer.train(path, tmp_path / objective)
         assert run.recipe.get("objective", "next-token") == objective and set(run.windows) == {"say"}
-        rows = read_rows(load_recipe(path), make_tokenizer("bytes", list)).held_out()["say"]
+        rows = read_rows(load_recipe(path), make_tokenizer("bytes", list)).held_out["say"]
         counts[objective], ends[objective] = sum(int((row["labels"] != -100).sum()) for row in rows), run.final_loss
     assert counts["response"] < 40 < 600 < counts["next-token"]
     assert ends["response"] != ends["next-token"]

@@ -12,7 +12,6 @@ import pytest
 from tokenizers.normalizers import Replace
 
 from crosslayer.training import shards as module
-from crosslayer.training import tokenizers
 from crosslayer.training.shards import fingerprint, open_shards, tokenise
 from crosslayer.training.tokenizers import make_tokenizer
 from tests.helpers.text import tokenizer as word_tokenizer
@@ -57,8 +56,8 @@ def test_documents_begin_and_end_as_the_tokenizer_has_them(tmp_path):
 def test_any_tokens_are_read_however_the_text_was_cut(tmp_path, monkeypatch):
     whole = write(tmp_path / "whole")
     monkeypatch.setattr(module, "SAVED", 7)
-    monkeypatch.setattr(tokenizers, "BATCH", 5)
-    monkeypatch.setattr(tokenizers, "PART", 3)
+    monkeypatch.setattr(module, "BATCH", 5)
+    monkeypatch.setattr(module, "PART", 3)
     split = write(tmp_path / "split")
     ids, starts = whole.read(0, whole.tokens), whole.starts(0, whole.tokens)
     for start, count in [(0, 1), (6, 2), (7, 7), (3, 40), (split.tokens - 1, 1), (0, split.tokens)]:
@@ -78,8 +77,8 @@ def test_a_large_vocabulary_takes_more_bytes(tmp_path):
 def test_a_long_document_is_cut_before_words_and_stays_a_document(tmp_path, monkeypatch):
     pairs = make_tokenizer("bpe:400", lambda: [words(0, 400)])
     expected = documents_of(write(tmp_path / "whole", [words(0, 400), "w1"], pairs))
-    monkeypatch.setattr(tokenizers, "BATCH", 150)
-    monkeypatch.setattr(tokenizers, "PART", 50)
+    monkeypatch.setattr(module, "BATCH", 150)
+    monkeypatch.setattr(module, "PART", 50)
     assert documents_of(write(tmp_path / "cut", [words(0, 400), "w1"], pairs)) == expected
 
 
@@ -213,8 +212,8 @@ def interrupted(documents, after):
 def small_files(monkeypatch):
     """Parts and batches of a few tokens, saved often; gives the texts that are encoded."""
     monkeypatch.setattr(module, "SAVED", 10)
-    monkeypatch.setattr(tokenizers, "BATCH", 20)
-    monkeypatch.setattr(tokenizers, "PART", 10)
+    monkeypatch.setattr(module, "BATCH", 20)
+    monkeypatch.setattr(module, "PART", 10)
     encoded, encoder = [], module.encoder
 
     def noted(tokenizer):

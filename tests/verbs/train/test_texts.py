@@ -12,7 +12,7 @@ import pytest
 
 from crosslayer.corpus.documents import TextSource
 from crosslayer.output.progress import metered_by
-from crosslayer.training import texts, tokenizers
+from crosslayer.training import shards, texts
 from crosslayer.training.texts import Domain
 from crosslayer.training.tokenizers import make_tokenizer
 from tests.helpers.text import words
@@ -85,7 +85,7 @@ class Noted:
 
 @pytest.mark.parametrize("kind", ["txt", "txt.gz", "jsonl", "jsonl.xz", "parquet"])
 def test_progress_of_files_is_a_percentage(tmp_path, monkeypatch, kind):
-    monkeypatch.setattr(tokenizers, "BATCH", 20_000)
+    monkeypatch.setattr(shards, "BATCH", 20_000)
     monkeypatch.setattr(Noted, "tasks", [])
     draw = random.Random(0)  # what does not pack well, so that packed files are long enough
     documents = ["".join(draw.choices(string.ascii_letters, k=10_000)) for _ in range(100)]

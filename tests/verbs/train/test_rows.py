@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from crosslayer.testing.tiny import FLOAT32, SHAPE, build, close, config_of
-from crosslayer.training.mixture import IGNORED, FixedRows, Mixture, permutation, row, spread
+from crosslayer.training.rows import IGNORED, FixedRows, Mixture, permutation, row, spread
 from crosslayer.training.shards import tokenise
 from tests.helpers.text import WORDS, tokenizer, words
 
@@ -30,7 +30,7 @@ def domains(tmp_path_factory):
 
 
 def mixture(domains, seed=0, items=1000, weights=WEIGHTS, length=8):
-    return Mixture(domains, weights, length, seed, items)
+    return Mixture({name: FixedRows(shards, length, name) for name, shards in domains.items()}, weights, seed, items)
 
 
 def windows_of(rows):

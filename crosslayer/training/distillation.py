@@ -1,19 +1,31 @@
-"""The KL divergence of a model's predictions to its teacher's, without the logits of all tokens in memory at once.
+"""The loss of distillation: a model is trained towards the predictions of another, its teacher.
 
+    loss = KL + λ · mean over layers ℓ and tokens of ‖x_ℓ − x°_ℓ‖² / ‖x°_ℓ‖²
     KL = mean over tokens of Σ_v p_v (log p_v − log q_v),   p = softmax(z),  z = g W_tᵀ,   q = softmax(y),  y = h W_sᵀ
 
-Logits are computed for BLOCK tokens at a time. ∂KL/∂y = (q − p) / R depends on nothing that comes later, so it is
-computed with the value. Its products wait for ROWS tokens, since each one updates all of ∂KL/∂W_s.
+x_ℓ is the input of layer ℓ, for all layers that both models have except the first, whose input is the embedding; and
+the output of the final norm. Each token's distance is relative to the norm of the teacher's state, so that the few
+tokens with states of a hundredfold norm do not dominate. No token is predicted across document boundaries.
 
-Shapes: R tokens, C hidden (of either model), V vocabulary, B tokens of a block.
+The logits of all tokens are never in memory at once: they are computed for BLOCK tokens at a time. ∂KL/∂y = (q − p) / R
+depends on nothing that comes later, so it is computed with the value. Its products wait for ROWS tokens, since each one
+updates all of ∂KL/∂W_s.
+
+Shapes: B batch, T tokens, R tokens with labels, C hidden (of either model), V vocabulary.
 """
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
+from transformers import PreTrainedModel
+
+from crosslayer.core.decoder.configuration import CrossLayerConfig
+from crosslayer.core.decoder.convert import to_config
+from crosslayer.training.rows import IGNORED
 
 ROWS = 1024  # tokens whose ∂KL/∂y is in memory, in the dtype of the products
 BLOCK = 128  # tokens whose logits are in memory; 25 MB of float32 with 50,000 entries, which fits the CPU's cache
@@ -101,9 +113,63 @@ class _Divergence(Function):
 
 
 def _log_softmax(logits: Tensor, cap: float | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """Return log probabilities (B, V), and the factor of a soft cap on gradients."""
+    """Return log probabilities of a block (BLOCK, V), and the factor of a soft cap on gradients."""
     logits = logits.to(dtype)
     if cap is None:
         return logits.log_softmax(-1), None
     squashed = torch.tanh(logits / cap)
     return (squashed * cap).log_softmax(-1), 1 - squashed**2
+
+
+class Teacher:
+    """A frozen model; another is trained towards its predictions and, with λ = `hidden` > 0, its hidden states.
+
+    `layers` has the teacher's layer for each layer of the trained model, (L of the trained model,).
+    """
+
+    def __init__(self, model: PreTrainedModel, layers: tuple[int, ...], hidden: float = 0.0):
+        self.model, self.layers, self.hidden = model.eval(), layers, hidden
+        self.head = head_of(model)
+
+    @torch.no_grad()
+    def states(self, inputs: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        """Return the teacher's last hidden states, with λ > 0 after the input of each layer, (B, T, C) each."""
+        return _states(self.model, inputs, self.hidden > 0)
+
+    def loss(
+        self, student: Any, inputs: dict[str, Any], autocast: AbstractContextManager[None]
+    ) -> tuple[Tensor, Tensor]:
+        """Return the mean loss of a model over the tokens with labels, and their number; products run in `autocast`."""
+        counts = inputs["labels"][:, 1:] != IGNORED  # (B, T − 1): the token before each predicts it
+        given = {name: value for name, value in inputs.items() if name != "labels"}
+        with autocast:  # accelerate wraps only the forward of the trained model
+            states, targets = _states(student, given, self.hidden > 0), self.states(given)
+            loss = divergence(states[-1][:, :-1][counts], head_of(student), targets[-1][:, :-1][counts], self.head)
+        if self.hidden:
+            loss = loss + self.hidden * self._distance(states, targets, counts)
+        return loss, counts.sum()
+
+    def _distance(self, states: tuple[Tensor, ...], targets: tuple[Tensor, ...], counts: Tensor) -> Tensor:
+        """Return the mean relative squared distance of the hidden states of layers that both models have."""
+        pairs = [(states[own], targets[layer]) for own, layer in enumerate(self.layers)][1:]
+        pairs.append((states[-1], targets[-1]))
+        distances = []
+        for state, target in pairs:
+            own, teacher = state[:, :-1][counts].float(), target[:, :-1][counts].float()  # (R, C)
+            distances.append(((own - teacher).square().sum(-1) / teacher.square().sum(-1)).mean())
+        return torch.stack(distances).mean()
+
+
+def head_of(model: nn.Module) -> Head:
+    """Return the language-model head; in all supported families it is a weight and maybe a soft cap."""
+    assert isinstance(model, nn.Module)
+    config: Any = model.config
+    translated = config if isinstance(config, CrossLayerConfig) else to_config(config)
+    embeddings: Any = model.get_output_embeddings()  # type: ignore[operator]
+    return Head(embeddings.weight, translated.final_logit_softcapping)
+
+
+def _states(model: Any, inputs: dict[str, Tensor], every: bool) -> tuple[Tensor, ...]:
+    """Return the final norm's output, and before it, if `every` is set, the input of each layer."""
+    output = model.get_decoder()(**inputs, use_cache=False, output_hidden_states=every)
+    return output.hidden_states if every else (output.last_hidden_state,)

@@ -24,7 +24,7 @@ from crosslayer.core.decoder.convert import plain_decoder
 from crosslayer.core.methods.shared_choice import SharedChoice
 from crosslayer.core.transformers_versions import CACHE
 from crosslayer.environment import environment
-from crosslayer.stats.ratios import paired_ratio
+from crosslayer.stats.times import paired_ratio
 from crosslayer.verbs.retrofit.convert import convert
 
 SEARCHED = "orrrarrarrrrrrorrorrorrrrrrrrr"  # a: attends to all tokens, o: to its own choice, r: to another layer's

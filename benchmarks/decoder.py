@@ -32,7 +32,7 @@ from crosslayer.core.methods import method_class, method_names, to_entry
 from crosslayer.core.transformers_versions import CACHE
 from crosslayer.environment import environment
 from crosslayer.machine import peak_memory
-from crosslayer.stats.ratios import paired_ratio
+from crosslayer.stats.times import paired_ratio
 from crosslayer.testing.tiny import elements
 
 SHAPE = {

@@ -19,7 +19,7 @@ import crosslayer
 from crosslayer.environment import environment
 from crosslayer.judge.tasks import harness
 from crosslayer.models.load import load_model, model_source
-from crosslayer.stats.ratios import coverage, paired_ratio
+from crosslayer.stats.times import coverage, paired_ratio
 
 TARGET = 1.03  # the upper end of the interval
 

@@ -22,7 +22,7 @@ from crosslayer.cache.held import held_bytes
 from crosslayer.cache.running import smaller_cache
 from crosslayer.core.transformers_versions import CACHE
 from crosslayer.environment import environment
-from crosslayer.stats.ratios import coverage, paired_ratio
+from crosslayer.stats.times import coverage, paired_ratio
 
 
 def random_states(model, batch, tokens):

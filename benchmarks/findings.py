@@ -20,8 +20,7 @@ from front_page import draw_front_page
 import crosslayer
 from crosslayer import CrossLayerConfig
 from crosslayer.environment import environment
-from crosslayer.judge.damage import damage, difference
-from crosslayer.judge.losses import Losses
+from crosslayer.judge.damage import Losses, damage, difference
 from crosslayer.output.chart import save_svg
 from crosslayer.output.panel import Dots, Heat, Line, Panel
 from crosslayer.stats.estimate import band

@@ -24,7 +24,7 @@ from crosslayer.cache.running import smaller_cache
 from crosslayer.core.transformers_versions import CACHE
 from crosslayer.corpus.domains import embedded_domains, split_domains
 from crosslayer.environment import environment
-from crosslayer.stats.ratios import paired_ratio
+from crosslayer.stats.times import paired_ratio
 
 PROMPT, LENGTH = 384, 512
 OTHERS = {

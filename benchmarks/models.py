@@ -29,8 +29,8 @@ from crosslayer.corpus.domains import FITTED, embedded_domains, split_domains
 from crosslayer.corpus.windows import Windows
 from crosslayer.environment import environment
 from crosslayer.judge.candidate import candidate_of
+from crosslayer.judge.damage import Losses
 from crosslayer.judge.judge import Judge
-from crosslayer.judge.losses import Losses
 from crosslayer.judge.retrieval import hidden_samples
 from crosslayer.verbs.intervene.kinds import waiver
 from crosslayer.verbs.retrofit.calibrate import calibrate

@@ -11,8 +11,8 @@ import numpy as np
 from crosslayer.output.chart import save_svg
 from crosslayer.output.panel import Line, Panel
 from crosslayer.stats.bootstrap import Bootstrap
+from crosslayer.stats.differences import share_difference
 from crosslayer.stats.estimate import Better, Estimate
-from crosslayer.stats.shares import share_difference
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "results" / "models.md"

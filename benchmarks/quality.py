@@ -31,10 +31,9 @@ from crosslayer.corpus.domains import embedded_domains, split_domains
 from crosslayer.corpus.windows import packed
 from crosslayer.environment import environment
 from crosslayer.judge.candidate import Candidate
-from crosslayer.judge.clock import random_ids
+from crosslayer.judge.clock import Load, random_ids
 from crosslayer.judge.hidden import is_retrieved
 from crosslayer.judge.judge import Judge
-from crosslayer.judge.memory import Load
 from crosslayer.judge.retrieval import retrieval_change
 from crosslayer.judge.rows import cache_rows, time_rows
 from crosslayer.judge.tasks import summary

@@ -31,8 +31,7 @@ from crosslayer.core.decoder.convert import convert_weights
 from crosslayer.corpus.documents import TextSource, load_documents
 from crosslayer.corpus.domains import EMBEDDED, FITTED, embedded_domains, split_domains
 from crosslayer.environment import environment
-from crosslayer.judge.damage import damage, difference
-from crosslayer.judge.losses import Losses, logits_of, losses
+from crosslayer.judge.damage import Losses, damage, difference, logits_of, losses
 from crosslayer.output.chart import save_svg
 from crosslayer.output.panel import Line, Panel
 from crosslayer.stats.estimate import band

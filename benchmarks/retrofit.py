@@ -21,8 +21,7 @@ from crosslayer.core.options import parse_layers
 from crosslayer.corpus.documents import TextSource, load_documents
 from crosslayer.corpus.windows import split
 from crosslayer.environment import environment
-from crosslayer.judge.damage import damage
-from crosslayer.judge.losses import logits_of, losses
+from crosslayer.judge.damage import damage, logits_of, losses
 from crosslayer.verbs.bench.run import bench
 from crosslayer.verbs.retrofit.cache import token_bytes
 from crosslayer.verbs.retrofit.convert import convert

@@ -70,7 +70,7 @@ def serve_one_way(way: str, source: str, folder: str, dtype: str, length: int, e
 def measure(name: str, folder: str, lengths: list[int], repeats: int, dtype: str, eager: bool) -> list[dict]:
     from crosslayer.corpus.domains import embedded_domains, split_domains
     from crosslayer.models.load import load_tokenizer, model_source
-    from crosslayer.stats.ratios import paired_ratio
+    from crosslayer.stats.times import paired_ratio
 
     parts = {"text": {"speeches": repeats + 1}}
     texts = embedded_domains(["speeches"])

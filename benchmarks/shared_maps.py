@@ -19,7 +19,7 @@ import torch
 
 from crosslayer.core.decoder import CrossLayerConfig, CrossLayerForCausalLM
 from crosslayer.environment import environment
-from crosslayer.stats.ratios import coverage, paired_ratio
+from crosslayer.stats.times import coverage, paired_ratio
 
 SHAPE = {
     "num_hidden_layers": 8,

@@ -22,7 +22,7 @@ from crosslayer.corpus.domains import embedded_domains, split_domains
 from crosslayer.environment import environment
 from crosslayer.judge.clock import prefill
 from crosslayer.machine import seconds
-from crosslayer.stats.ratios import paired_ratio
+from crosslayer.stats.times import paired_ratio
 
 WHAT = ("prefill", "save", "load")
 

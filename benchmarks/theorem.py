@@ -24,7 +24,7 @@ from crosslayer.core.methods import load_method
 from crosslayer.corpus.documents import TextSource, load_documents
 from crosslayer.corpus.windows import split
 from crosslayer.environment import environment
-from crosslayer.judge.losses import compare
+from crosslayer.judge.damage import compare
 
 RESULTS = Path(__file__).parent / "results" / "theorem.json"
 BLOCK = (18, 19, 20, 21)

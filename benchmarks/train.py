@@ -22,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, Trainer
 
 from crosslayer.core.decoder import CrossLayerConfig, CrossLayerForCausalLM
 from crosslayer.environment import environment
-from crosslayer.stats.ratios import paired_ratio
+from crosslayer.stats.times import paired_ratio
 from crosslayer.training.arguments import training_arguments
 from crosslayer.training.initialise import initialise
 from crosslayer.training.recipe_parts import SchedulePart

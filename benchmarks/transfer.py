@@ -30,8 +30,7 @@ from crosslayer.core.options import parse_layers
 from crosslayer.corpus.domains import FITTED, embedded_domains, split_domains
 from crosslayer.corpus.windows import Windows
 from crosslayer.environment import environment
-from crosslayer.judge.damage import damage, difference
-from crosslayer.judge.losses import Losses, compare
+from crosslayer.judge.damage import Losses, compare, damage, difference
 from crosslayer.verbs.retrofit.calibrate import calibrate
 
 RESULTS = Path(__file__).parent / "results" / "transfer.json"

@@ -21,7 +21,7 @@ from decoder import SHAPE, filled
 from crosslayer.core.decoder import CrossLayerConfig, CrossLayerForCausalLM
 from crosslayer.core.transformers_versions import CACHE
 from crosslayer.environment import environment
-from crosslayer.stats.ratios import paired_ratio
+from crosslayer.stats.times import paired_ratio
 
 FULL = "attnres"
 

@@ -11,7 +11,7 @@ import torch
 
 from crosslayer.core.decoder import CrossLayerConfig, CrossLayerForCausalLM
 from crosslayer.environment import environment
-from crosslayer.stats.ratios import paired_ratio
+from crosslayer.stats.times import paired_ratio
 
 TINY = {
     "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,

@@ -18,7 +18,7 @@ from common import arguments, save, seconds
 from crosslayer.core.depth_attention import depth_attention, keep, listed
 from crosslayer.core.sinkhorn import doubly_stochastic
 from crosslayer.core.sources import Sources
-from crosslayer.stats.ratios import paired_ratio
+from crosslayer.stats.times import paired_ratio
 
 EPS = 1e-6
 REPEATS = 20

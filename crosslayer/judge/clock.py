@@ -1,4 +1,4 @@
-"""One run of a model at a load: a prompt, then decoding steps, with their times, bytes and peak memory.
+"""One run of a model at a load that fits into memory: a prompt, then decoding steps, with times, bytes and peak memory.
 
 Shapes: B batch, S tokens in the cache.
 """
@@ -12,19 +12,21 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 from transformers.cache_utils import DynamicLayer
+from transformers.pytorch_utils import Conv1D
 
 from crosslayer.cache.held import Bytes, held_bytes
 from crosslayer.cache.running import NewCache
 from crosslayer.core.transformers_versions import CACHE, EMPTY_LAYER
-from crosslayer.judge.memory import Load
-from crosslayer.machine import Peak, peak_memory, seconds
+from crosslayer.machine import Peak, free_memory, peak_memory, seconds
 from crosslayer.output.progress import progress
 from crosslayer.probe.intercept import no_cache
 from crosslayer.stats.times import TimeComparison, compare_times
+from crosslayer.wiring.read import model_plan
+from crosslayer.wiring.result import ModelPlan
 
 TIMES = {  # measures, and what tables call them
     "ttft": "time to first token",
@@ -32,6 +34,70 @@ TIMES = {  # measures, and what tables call them
     "tpot_static": "time per token, static cache",
 }
 WARM_UP = 2  # steps that are not counted
+
+
+@dataclass(frozen=True)
+class Load:
+    """A configuration: B sequences of `context` tokens, then `new_tokens` decoded step by step, and the attention."""
+
+    context: int
+    batch: int = 1
+    new_tokens: int = 16
+    attention: str = "sdpa"
+
+    @property
+    def total(self) -> int:
+        """Tokens in the cache at the end."""
+        return self.context + self.new_tokens
+
+    @property
+    def name(self) -> str:
+        """How tables call it."""
+        return f"context {self.context}, batch {self.batch}, {self.attention}"
+
+
+def read_plans(models: Sequence[PreTrainedModel], load: Load, dtype: str | None = None) -> list[ModelPlan]:
+    """Return the plans of models at the end of a configuration; empty if one of them has none."""
+    try:
+        return [model_plan(model, load.total, dtype or model.dtype, batch=load.batch) for model in models]
+    except ValueError:
+        return []
+
+
+def too_large(models: Sequence[PreTrainedModel], load: Load, evicts: bool = False) -> str | None:
+    """Return why a configuration is skipped: caches, activations and logits would not fit in free memory.
+
+    If a candidate `evicts`, its prompt also needs a mask for each head. Its cache is counted in full, evicted or
+    quantized: it is at most that.
+    """
+    caches = [plan.stored_bytes for plan in read_plans(models, load)]
+    if not caches:
+        return None
+    free = free_memory(models[0].device)
+    activations = max(_activation_bytes(model, load.batch * load.context) for model in models)
+    logits = max(load.batch * model.config.get_text_config().vocab_size * 8 for model in models)
+    need = sum(caches) + max(caches) + activations + logits
+    heads = max(model.config.get_text_config().per_layer_config[0].num_attention_heads for model in models)
+    if evicts:  # the boolean mask that eviction makes, and the additive one that sdpa makes of it
+        need += load.batch * heads * load.context**2 * (2 + models[0].dtype.itemsize)
+    if load.attention == "eager":  # two copies of a layer's maps
+        need += 2 * load.batch * heads * load.context**2 * 4
+    if need <= free:
+        return None
+    return (
+        f"context {load.context}, batch {load.batch} needs about {need / 1e9:.1f} GB of memory with {load.attention} "
+        f"attention, and {free / 1e9:.1f} GB are free"
+    )
+
+
+def _activation_bytes(model: PreTrainedModel, tokens: int) -> int:
+    """Return roughly how many bytes an MLP's activations and the residual streams around it take."""
+    head, linear = model.get_output_embeddings(), (nn.Linear, Conv1D)
+    weights = [module.weight for module in model.modules() if isinstance(module, linear) and module is not head]
+    if not weights:  # all are stored in a form of their own
+        return 0
+    outputs, inputs = max(weights, key=lambda weight: weight.numel()).shape
+    return tokens * (3 * outputs + 4 * inputs) * weights[0].element_size()
 
 
 @dataclass(frozen=True)

@@ -1,19 +1,98 @@
-"""The damage of a conversion on evaluation text: perplexity and KL to the original, paired by window, with intervals.
+"""The losses of models on evaluation text, their KL to the original, and the damage: both with intervals.
 
-    ratio = exp(mean(nll_after − nll_before))
+    KL = mean over tokens of Σ p_before (log p_before − log p_after);   ratio = exp(mean(nll_after − nll_before))
 
-Shapes: N windows.
+Shapes: N windows, T tokens of a window, V vocabulary, R rows of logits at a time.
 """
 
-import numpy as np
-from pydantic import Field
+from collections.abc import Callable
+from dataclasses import dataclass
 
-from crosslayer.judge.losses import Losses
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from crosslayer.corpus.windows import Windows
+from crosslayer.output.progress import progress
 from crosslayer.output.record import Frozen
 from crosslayer.stats.bootstrap import Bootstrap
 from crosslayer.stats.estimate import FEWEST_DOMAINS, Estimate, new_domain
 
+ROWS = 128  # of logits at a time, which avoids a second copy of a window's logits
+BATCH_TOKENS = 512  # of a forward pass: larger ones are hardly faster, and logits are large
+Run = Callable[[Tensor], Tensor]  # ids (B, T) → logits (B, T, V)
 MIN_WINDOWS = 16  # per domain, for an interval
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Means over each window's tokens: negative log-likelihood (nats) before and after, and KL (nats); all (N,).
+
+    `documents` holds the document of each window, `domains` its domain (empty: a single one).
+    """
+
+    before: np.ndarray
+    after: np.ndarray
+    kl: np.ndarray
+    documents: tuple[int, ...]
+    domains: tuple[str, ...] = ()
+
+    def of(self, domain: str) -> "Losses":
+        """Return the windows of a domain."""
+        rows = [number for number, name in enumerate(self.domains) if name == domain]
+        documents = tuple(self.documents[row] for row in rows)
+        return Losses(self.before[rows], self.after[rows], self.kl[rows], documents, (domain,) * len(rows))
+
+
+def logits_of(model: PreTrainedModel) -> Run:
+    """Return the forward pass of a model."""
+    return lambda ids: model(input_ids=ids.to(model.device), use_cache=False).logits
+
+
+@torch.no_grad()
+def losses(
+    before: Run, after: dict[str, Run], windows: Windows, doing: str = "measuring the damage"
+) -> dict[str, Losses]:
+    """Compare converted models, by name, with the original, window by window; the original runs once for all.
+
+    `doing` is what a progress meter shows.
+    """
+    rows: dict[str, list[tuple[float, float, float]]] = {name: [] for name in after}
+    done = 0
+    with progress(doing, len(windows)) as bar:
+        for batch in windows.ids.split(max(1, BATCH_TOKENS // windows.ids.shape[1])):
+            original = before(batch).float().log_softmax(-1)  # (B, T, V)
+            for name, run in after.items():
+                logits = run(batch)
+                rows[name] += [compare(*of_window) for of_window in zip(original, logits, batch, strict=True)]
+            done += len(batch)
+            bar.step(done, len(windows))
+    compared = {}
+    for name in after:
+        nll_before, nll_after, kl = np.array(rows[name]).T  # (N, 3) → three of (N,)
+        compared[name] = Losses(nll_before, nll_after, kl, windows.documents, windows.domains)
+    return compared
+
+
+def compare(before: Tensor, after: Tensor, ids: Tensor) -> tuple[float, float, float]:
+    """Return mean losses before and after, and mean KL, of a window, the last row unused.
+
+    `before` (T, V) are log-probabilities of the original, `after` (T, V) logits of the other model.
+    """
+    targets = ids[1:].to(before.device)  # (T − 1,)
+    sums = torch.zeros(3, dtype=torch.float64)
+    for start in range(0, len(targets), ROWS):
+        rows = slice(start, min(start + ROWS, len(targets)))
+        log_before, log_after = before[rows], after[rows].float().log_softmax(-1)  # (R, V)
+        target = targets[rows, None]  # (R, 1)
+        sums[0] -= log_before.gather(1, target).double().sum().cpu()
+        sums[1] -= log_after.gather(1, target).double().sum().cpu()
+        sums[2] += functional.kl_div(log_after, log_before, reduction="sum", log_target=True).double().cpu()
+    nll_before, nll_after, kl = (sums / len(targets)).tolist()
+    return nll_before, nll_after, kl
 
 
 class Damage(Frozen):

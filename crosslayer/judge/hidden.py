@@ -1,28 +1,105 @@
-"""Samples: a haystack of whole sentences with needles in it, of a given length in tokens, from a seed.
+"""Texts with hidden numbers: a haystack of whole sentences with needles in it, of a given length in tokens, by seed.
 
 One of K needles is asked for. It is inserted before sentence number ⌊depth / 100 · N⌋ of the N others, including
 distractors: 0 is the very beginning, 100 the very end. Distractors are inserted at random. A sample is determined by
-seed, length, depth, number of keys and index, independently of all other samples. Source: RULER, arXiv 2404.06654; its
-own haystack is cut at words, and its depths are random.
+seed, length, depth, number of keys and index, independently of all other samples. Source: RULER, arXiv 2404.06654, also
+of the sentences, of keys made of an adjective and a noun, and of 7-digit values. Its own haystack is cut at words, and
+its depths are random.
 
 Answers are scored like RULER's `string_match`: the share of expected values that the output contains, ignoring case;
 here one value is expected, so 0 or 1.
 """
 
+import functools
 import random
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from pydantic import Field
 from transformers import PreTrainedTokenizerBase
 
+from crosslayer.corpus.domains import embedded_domains
 from crosslayer.corpus.pieces import special_tokens, token_ids
-from crosslayer.judge.phrasing import DIGITS, KEYS, RULER, Phrasing, haystack
 from crosslayer.output.record import Frozen
 
 AHEAD = 50  # consecutive sentences that may be too long for the remaining tokens before the search ends
 _CONTROL = re.compile(r"[\x00-\x1f]")
+
+
+class Phrasing(NamedTuple):
+    """The sentences of a sample; `needle`, `question` and `prefix` have the key in them, `needle` the value too."""
+
+    needle: str
+    introduction: str
+    question: str
+    prefix: str
+
+
+RULER = Phrasing(
+    needle="One of the special magic numbers for {key} is: {value}.",
+    introduction=(
+        "A special magic number is hidden within the following text. Make sure to memorize it. I will quiz you about "
+        "the number afterwards."
+    ),
+    question="What is the special magic number for {key} mentioned in the provided text?",
+    prefix="The special magic number for {key} mentioned in the provided text is",
+)
+PHRASINGS = (  # a model that retrieves in one phrasing may fail in another
+    RULER,
+    Phrasing(
+        needle="The access code of the {key} is {value}.",
+        introduction="Read the following text. It contains an access code.",
+        question="Which access code does the text give for the {key}?",
+        prefix="The access code of the {key} is",
+    ),
+    Phrasing(
+        needle="Remember that locker {key} opens with {value}.",
+        introduction="Somewhere below, the text says how a locker is opened.",
+        question="With which number does locker {key} open?",
+        prefix="Locker {key} opens with",
+    ),
+)
+DIGITS = 7  # of a value
+
+DOMAIN = "books"
+SOURCE = "Moby-Dick, Pride and Prejudice, Sense and Sensibility"
+ADJECTIVES = (
+    "amber", "ancient", "bashful", "brave", "brisk", "calm", "clever", "cosmic", "crimson", "curious",
+    "dapper", "drowsy", "eager", "earnest", "fabled", "faint", "gentle", "gleaming", "hasty", "hollow",
+    "humble", "idle", "jolly", "keen", "lively", "lunar", "mellow", "mighty", "nimble", "noble",
+    "placid", "polite", "quaint", "rustic", "scarlet", "shiny", "silent", "sturdy", "tidy", "vivid",
+)  # fmt: skip
+NOUNS = (
+    "anchor", "badger", "basket", "beacon", "bridge", "candle", "canyon", "carpet", "cobbler", "comet",
+    "cradle", "desert", "dragon", "engine", "falcon", "feather", "fiddle", "garden", "glacier", "hammer",
+    "harbor", "island", "jacket", "kettle", "ladder", "lantern", "magnet", "meadow", "mirror", "orchard",
+    "pebble", "pillow", "rocket", "saddle", "teapot", "thimble", "tunnel", "violin", "walnut", "window",
+)  # fmt: skip
+KEYS = tuple(f"{adjective}-{noun}" for adjective in ADJECTIVES for noun in NOUNS)
+
+_END = re.compile(
+    r"(?<=[.!?])(?<!\bMr\.)(?<!\bMrs\.)(?<!\bDr\.)(?<!\bSt\.)(?<!\b[A-Z]\.)(?P<closing>[\"'”’)]*)\s+(?=[\"'“‘(]?[A-Z])"
+)
+_CLOSED = re.compile(r"[.!?][\"'”’)]*$")
+_VALUE = re.compile(rf"\d{{{DIGITS}}}")
+
+
+@functools.cache
+def haystack() -> tuple[str, ...]:
+    """Return the sentences of the embedded novels in order, each on one line, none with a 7-digit number."""
+    sentences: list[str] = []
+    for document in embedded_domains([DOMAIN])[DOMAIN]:
+        sentences += sentences_of(document)
+    whole = (sentence if _CLOSED.search(sentence) else f"{sentence}." for sentence in sentences)
+    return tuple(sentence for sentence in whole if not _VALUE.search(sentence))
+
+
+def sentences_of(text: str) -> list[str]:
+    """Return the sentences of a text with single spaces; closing quotation marks stay with their sentence."""
+    ended = _END.sub(lambda end: end["closing"] + "\n", " ".join(text.split()))
+    return [sentence for sentence in ended.split("\n") if sentence]
 
 
 class Question(Frozen):

@@ -17,10 +17,9 @@ from crosslayer.cache.running import NewCache
 from crosslayer.core.transformers_versions import CACHE
 from crosslayer.corpus.windows import Windows
 from crosslayer.judge.candidate import Candidate
-from crosslayer.judge.clock import Run, random_ids, run, steps_in_turns
+from crosslayer.judge.clock import Load, Run, random_ids, run, steps_in_turns, too_large
+from crosslayer.judge.damage import Losses, losses
 from crosslayer.judge.hidden import Sample
-from crosslayer.judge.losses import Losses, losses
-from crosslayer.judge.memory import Load, too_large
 from crosslayer.judge.report import JudgedModel, Row
 from crosslayer.judge.retrieval import Retrieval, measure_retrieval, retrieved
 from crosslayer.judge.tasks.harness import Tasks, quiet, score

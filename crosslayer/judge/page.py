@@ -36,22 +36,17 @@ def listing(title: str, rows: Sequence[Row], details: dict[str, str] | None = No
         cell += [*([row.scope] if scopes else []), TIMES.get(row.quantity, row.quantity)]
         cell += [row.text(row.original) or UNKNOWN] if compared else []
         cell.append(row.text(row.value) or UNKNOWN)
-        if compared:
-            cell += _change_cells(row)
-        cell += [_detail(row, name) for name in details]
+        if row.change is not None:
+            cell += [row.change_text().replace(" (", "\n("), Mark(row.verdict, KINDS[row.is_better]), over(row.change)]
+        elif compared:
+            cell += [UNKNOWN, UNKNOWN, UNKNOWN]
+        for name in details:
+            value = row.details.get(name, UNKNOWN)
+            cell.append(
+                f"{value:,}" if isinstance(value, int) else f"{value:.3g}" if isinstance(value, float) else value
+            )
         cells.append(cell)
     return title, [*head, *details.values()], cells
-
-
-def _change_cells(row: Row) -> list[Cell]:
-    if row.change is None:
-        return [UNKNOWN, UNKNOWN, UNKNOWN]
-    return [row.change_text().replace(" (", "\n("), Mark(row.verdict, KINDS[row.is_better]), over(row.change)]
-
-
-def _detail(row: Row, name: str) -> str:
-    value = row.details.get(name, UNKNOWN)
-    return f"{value:,}" if isinstance(value, int) else f"{value:.3g}" if isinstance(value, float) else value
 
 
 def over(change: Estimate) -> str:

@@ -8,8 +8,8 @@ from pydantic import Field
 from crosslayer.output.formatting import percent, readable_bytes, readable_seconds
 from crosslayer.output.record import Frozen, ModelFacts, columns
 from crosslayer.output.result import Result
+from crosslayer.stats.differences import in_points
 from crosslayer.stats.estimate import Better, Estimate
-from crosslayer.stats.shares import in_points
 from crosslayer.stats.times import SPEED
 
 Detail = float | int | str

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from crosslayer.judge.clock import Run
-from crosslayer.judge.losses import Losses
+from crosslayer.judge.damage import Losses
 from crosslayer.judge.report import Row
 from crosslayer.judge.retrieval import retrieval_change
 from crosslayer.stats.bootstrap import Bootstrap

@@ -12,8 +12,8 @@ import numpy as np
 
 from crosslayer.output.summary import Ends
 from crosslayer.stats import LEVEL, NORMAL, Interval
+from crosslayer.stats.differences import FEWEST, t_quantile
 from crosslayer.stats.estimate import Estimate
-from crosslayer.stats.means import FEWEST, t_quantile
 
 DRAWS = 4000
 STRATUM = 8  # windows, below which a document is no stratum of its own

@@ -4,9 +4,8 @@ import torch
 
 from crosslayer.codec.judge import exact, numbers_found
 from crosslayer.judge import retrieval
-from crosslayer.judge.answers import answers
 from crosslayer.judge.hidden import prompt_ids
-from crosslayer.judge.retrieval import hidden_samples
+from crosslayer.judge.retrieval import answers, hidden_samples
 from tests.verbs.needles.oracle import TOKENIZER, random_model
 
 

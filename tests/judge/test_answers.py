@@ -4,8 +4,8 @@ import torch
 from transformers import DynamicCache
 
 from crosslayer.cache.running import smaller_cache
-from crosslayer.judge.answers import answers, padded
 from crosslayer.judge.hidden import Samples, prompt_ids
+from crosslayer.judge.retrieval import answers, padded
 from tests.helpers.saved import ours, tokenizer
 from tests.verbs.needles.oracle import TOKENIZER, random_model
 

@@ -8,8 +8,7 @@ import torch
 from scipy import stats
 
 from crosslayer.corpus.windows import Windows, split
-from crosslayer.judge.damage import Damage, DomainDamage, Gain, by_domain, damage, difference
-from crosslayer.judge.losses import Losses, logits_of, losses
+from crosslayer.judge.damage import Damage, DomainDamage, Gain, Losses, by_domain, damage, difference, logits_of, losses
 from crosslayer.probe.what_if import what_if
 from crosslayer.stats.bootstrap import Bootstrap
 from crosslayer.stats.estimate import Estimate

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from crosslayer.judge.hidden import Drawn, Samples, prompt_ids, written
-from crosslayer.judge.phrasing import ADJECTIVES, KEYS, NOUNS, haystack, sentences_of
+from crosslayer.judge.hidden import ADJECTIVES, KEYS, NOUNS, Drawn, Samples, haystack, prompt_ids, sentences_of, written
 from tests.helpers.text import tokenizer
 from tests.verbs.needles.oracle import TOKENIZER
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy.stats import quantile_test
 
-from crosslayer.stats.ratios import coverage, paired_ratio
+from crosslayer.stats.times import coverage, paired_ratio
 
 
 def test_the_ratio_is_the_median_of_pairs():

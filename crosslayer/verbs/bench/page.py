@@ -12,7 +12,7 @@ from crosslayer.output.formatting import UNKNOWN, percent
 from crosslayer.output.page import Cell, Page
 from crosslayer.output.panel import COLORS, QUIET, Line, Panel
 from crosslayer.output.shown import Table
-from crosslayer.stats.ratios import FEWEST, coverage
+from crosslayer.stats.times import FEWEST, coverage
 from crosslayer.verbs.bench.result import Benchmark
 
 NOISY = 0.2  # the spread of equal runs above which the machine was busy

@@ -16,9 +16,8 @@ from transformers import PreTrainedModel
 from crosslayer.cache.running import CacheOptions
 from crosslayer.environment import quiet_transformers
 from crosslayer.judge.candidate import Candidate
-from crosslayer.judge.clock import TIMES, attention_of, random_ids, softmax_share
+from crosslayer.judge.clock import TIMES, Load, attention_of, random_ids, read_plans, softmax_share, too_large
 from crosslayer.judge.judge import Judge
-from crosslayer.judge.memory import Load, read_plans, too_large
 from crosslayer.judge.report import Detail, JudgedModel, Row
 from crosslayer.judge.rows import bytes_row, cache_rows, time_rows
 from crosslayer.models.load import model_facts

@@ -9,7 +9,7 @@ from crosslayer.judge.report import Report
 from crosslayer.output.formatting import listed, readable_bytes
 from crosslayer.output.page import Page, Table
 from crosslayer.output.record import SEVERAL, Options, Seed
-from crosslayer.stats.ratios import FEWEST
+from crosslayer.stats.times import FEWEST
 from crosslayer.verbs.bench.page import TOO_FEW, covered
 
 

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
+from crosslayer.stats.differences import FEWEST, t_mean, t_quantile
 from crosslayer.stats.estimate import Estimate
-from crosslayer.stats.means import FEWEST, t_mean, t_quantile
 from crosslayer.verbs.compare.read import Sorted
 from crosslayer.verbs.compare.record import COSTS, ComparedRun, Configuration, Cost, Law
 

@@ -6,7 +6,7 @@ Shapes: S pairs (seeds with a run of both), N logged steps.
 
 import numpy as np
 
-from crosslayer.stats.means import holm, paired_difference, seeds_needed, t_ends, t_mean
+from crosslayer.stats.differences import holm, paired_difference, seeds_needed, t_ends, t_mean
 from crosslayer.verbs.compare.read import Sorted
 from crosslayer.verbs.compare.record import RELEVANT, ComparedRun, CriticalPoints, Difference, Outcome, RelativeCurve
 

@@ -1,8 +1,8 @@
 """The sentences of a comparison: which differences are significant, which are not, and how many seeds would tell."""
 
 from crosslayer.output.formatting import listed, signed
+from crosslayer.stats.differences import FEWEST, MOST
 from crosslayer.stats.estimate import Estimate
-from crosslayer.stats.means import FEWEST, MOST
 from crosslayer.verbs.compare.record import ALPHA, COSTS, RELEVANT, Difference, Law, Outcome
 from crosslayer.verbs.compare.result import Comparison
 

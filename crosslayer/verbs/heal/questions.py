@@ -16,8 +16,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from crosslayer.corpus.windows import Windows
 from crosslayer.judge.candidate import Candidate
+from crosslayer.judge.damage import Losses
 from crosslayer.judge.judge import Judge
-from crosslayer.judge.losses import Losses
 from crosslayer.judge.retrieval import Retrieval, measure_retrieval
 from crosslayer.output.folder import write_whole
 from crosslayer.output.record import Frozen

@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from crosslayer.judge.damage import damage, difference
-from crosslayer.judge.losses import Losses
+from crosslayer.judge.damage import Losses, damage, difference
 from crosslayer.stats.bootstrap import Bootstrap
 from crosslayer.verbs.heal.record import DomainResult, Rank
 

@@ -11,10 +11,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from crosslayer.corpus.domains import shared_out, split_domains
 from crosslayer.environment import quiet_transformers
 from crosslayer.judge.candidate import Candidate, read_candidates
-from crosslayer.judge.clock import announce, random_ids
+from crosslayer.judge.clock import Load, announce, random_ids
 from crosslayer.judge.damage import MIN_WINDOWS
 from crosslayer.judge.judge import Judge
-from crosslayer.judge.memory import Load
 from crosslayer.judge.report import JudgedModel, Row
 from crosslayer.judge.retrieval import DEPTHS, NEW_TOKENS, hidden_samples
 from crosslayer.judge.rows import cache_rows, kl_rows, retrieval_row, time_rows

@@ -1,8 +1,8 @@
 """The page of a needle test, from its record alone: a map of scores by length and depth for each model, and tables."""
 
 from crosslayer.cache.running import CacheOptions
+from crosslayer.judge.hidden import SOURCE
 from crosslayer.judge.page import by_verdict, listing
-from crosslayer.judge.phrasing import SOURCE
 from crosslayer.output.formatting import listed, percent
 from crosslayer.output.page import Cell, Mark, Page
 from crosslayer.output.panel import Heat, Panel

@@ -5,13 +5,12 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, PositiveInt, model_validator
 
 from crosslayer.cache.eviction import Evict
-from crosslayer.judge.hidden import Question, is_retrieved
-from crosslayer.judge.phrasing import KEYS
+from crosslayer.judge.hidden import KEYS, Question, is_retrieved
 from crosslayer.judge.report import Report
 from crosslayer.output.record import SEVERAL, Options, Seed
 from crosslayer.output.shown import Table
+from crosslayer.stats.differences import share
 from crosslayer.stats.estimate import Estimate
-from crosslayer.stats.shares import share
 from crosslayer.wiring.kv_bits import KvBitsText
 
 SHORTEST = 256  # tokens; below, template and needles leave no space for a haystack

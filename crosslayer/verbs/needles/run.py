@@ -9,11 +9,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from crosslayer.cache.running import CacheOptions, NewCache
 from crosslayer.environment import quiet_transformers
-from crosslayer.judge.answers import answers
 from crosslayer.judge.candidate import Candidate
 from crosslayer.judge.hidden import Question, Sample, Samples, is_retrieved, prompt_ids
 from crosslayer.judge.judge import Judge
 from crosslayer.judge.report import JudgedModel, Row
+from crosslayer.judge.retrieval import answers
 from crosslayer.judge.rows import retrieval_row
 from crosslayer.models.pair import Loadable, Named, pair
 from crosslayer.output.progress import progress

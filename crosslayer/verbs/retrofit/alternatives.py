@@ -9,8 +9,7 @@ from transformers import PreTrainedModel
 
 from crosslayer.cache.running import CacheOptions, smaller_cache
 from crosslayer.judge.candidate import Candidate
-from crosslayer.judge.damage import damage, difference
-from crosslayer.judge.losses import Losses
+from crosslayer.judge.damage import Losses, damage, difference
 from crosslayer.verbs.retrofit.original import Original
 from crosslayer.verbs.retrofit.result import Alternative
 from crosslayer.wiring.kv_bits import KINDS, RECENT, REFERENCE_DTYPE, keeps_recent

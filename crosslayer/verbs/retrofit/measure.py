@@ -18,7 +18,7 @@ from crosslayer.core.decoder.modeling import CrossLayerForCausalLM
 from crosslayer.core.method import Method
 from crosslayer.core.plan import PASSED, STATES, DepthPlan
 from crosslayer.corpus.windows import repeating
-from crosslayer.judge.losses import compare
+from crosslayer.judge.damage import compare
 from crosslayer.verbs.retrofit.calibrate import fit_layer, fitted_layers, input_width
 from crosslayer.verbs.retrofit.moments import REFITS, is_enough
 from crosslayer.verbs.retrofit.original import Original

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from crosslayer.judge import memory
-from crosslayer.judge.memory import Load, read_plans
+from crosslayer.judge import clock
+from crosslayer.judge.clock import Load, read_plans
 from crosslayer.testing import SHAPE, config_of
 from crosslayer.testing.tiny import build
 from crosslayer.verbs.bench.page import TOO_FEW, sentences
@@ -80,6 +80,6 @@ def test_a_model_without_a_plan_is_measured_all_the_same(monkeypatch):
     def refuse(*_, **__):
         raise ValueError("no plan")
 
-    monkeypatch.setattr(memory, "model_plan", refuse)
+    monkeypatch.setattr(clock, "model_plan", refuse)
     benchmark = short(tiny("llama"), tiny("llama"), 4)
     assert not benchmark.rows_of("reads of a step") and benchmark.rows_of("bytes")[0].change.value == 1

@@ -8,7 +8,7 @@ import crosslayer
 from crosslayer.cache.held import held_bytes
 from crosslayer.core.transformers_versions import CACHE
 from crosslayer.judge import clock
-from crosslayer.judge.memory import Load
+from crosslayer.judge.clock import Load
 from crosslayer.output.progress import metered_by
 from crosslayer.testing.tiny import build, config_of
 from crosslayer.verbs.bench import run as module

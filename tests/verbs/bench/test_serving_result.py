@@ -3,7 +3,7 @@
 import crosslayer
 from crosslayer.judge.report import JudgedModel, Row
 from crosslayer.judge.rows import count_ratio
-from crosslayer.stats.ratios import paired_ratio
+from crosslayer.stats.times import paired_ratio
 from crosslayer.verbs.bench.serving_result import ServingSettings
 
 

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from crosslayer.judge.tasks import paired
+from crosslayer.judge.tasks import summary as paired
 from crosslayer.judge.tasks.summary import check_same, items_of
-from crosslayer.stats.shares import share_difference
+from crosslayer.stats.differences import share_difference
 
 
 def naive_t(differences):

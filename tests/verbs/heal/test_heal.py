@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 import crosslayer
 from crosslayer.core.decoder.convert import to_model
-from crosslayer.judge.losses import logits_of, losses
+from crosslayer.judge.damage import logits_of, losses
 from crosslayer.judge.retrieval import measure_retrieval
 from crosslayer.training import stages
 from crosslayer.training.checkpoints import checkpoints

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from crosslayer.judge.losses import Losses
+from crosslayer.judge.damage import Losses
 from crosslayer.verbs.heal.summary import Summary, shown_order
 
 

@@ -5,7 +5,7 @@ import re
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from crosslayer.judge.phrasing import PHRASINGS
+from crosslayer.judge.hidden import PHRASINGS
 from tests.helpers.bytelevel import byte_level
 
 TOKENIZER = byte_level()

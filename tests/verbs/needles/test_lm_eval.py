@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import crosslayer
-from crosslayer.judge import phrasing as text
+from crosslayer.judge import hidden as text
 from crosslayer.judge.hidden import Drawn, Samples, string_match, written
 from crosslayer.verbs.needles import tasks
 from crosslayer.verbs.needles.tasks.dataset import needles

@@ -7,8 +7,7 @@ import pytest
 
 from crosslayer.judge.hidden import string_match
 from crosslayer.judge.retrieval import retrieval_change
-from crosslayer.stats.means import paired_difference
-from crosslayer.stats.shares import share, share_difference
+from crosslayer.stats.differences import paired_difference, share, share_difference
 
 Z = 1.959963984540054
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from crosslayer.stats.means import holm, paired_difference, seeds_needed
+from crosslayer.stats.differences import holm, paired_difference, seeds_needed
 
 
 def test_the_interval_covers_as_often_as_it_says():

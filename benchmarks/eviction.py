@@ -18,7 +18,7 @@ import torch
 from transformers import DynamicCache
 
 from crosslayer import load_model
-from crosslayer.cache.held import held_bytes
+from crosslayer.cache.kv_cache import held_bytes
 from crosslayer.cache.running import smaller_cache
 from crosslayer.core.transformers_versions import CACHE
 from crosslayer.environment import environment

@@ -31,9 +31,8 @@ from crosslayer.environment import environment
 from crosslayer.output.chart import save_svg
 from crosslayer.output.panel import Line, Panel
 from crosslayer.output.progress import Progress
-from crosslayer.output.summary import Ends, plain, summarize
 from crosslayer.probe.intercept import position_embedding
-from crosslayer.stats.bootstrap import over_documents
+from crosslayer.stats.bootstrap import Ends, over_documents, plain, summarize
 from crosslayer.verbs.intervene.kinds import Kind, PositionSwap, positions_of, waiver
 from crosslayer.verbs.intervene.readings import Passes, Sample, change
 

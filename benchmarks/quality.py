@@ -22,8 +22,7 @@ from torch.nn import functional
 from transformers import DynamicCache
 
 from crosslayer import evaluate, load_model, needles
-from crosslayer.cache.held import held_bytes
-from crosslayer.cache.kv_cache import SmallerKVCache
+from crosslayer.cache.kv_cache import SmallerKVCache, held_bytes
 from crosslayer.cache.running import CacheOptions
 from crosslayer.core.transformers_versions import CACHE
 from crosslayer.corpus.documents import TextSource, load_documents

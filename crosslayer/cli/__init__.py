@@ -13,9 +13,8 @@ import typer
 
 from crosslayer._start import INTERRUPT_LINE, INTERRUPTED, interrupts
 from crosslayer.cli import errors
-from crosslayer.cli.command import command_of
+from crosslayer.cli.command import command_of, print_line
 from crosslayer.cli.declared import EVERYWHERE, read_verb
-from crosslayer.cli.printing import print_line
 from crosslayer.output.folder import release_targets
 from crosslayer.output.progress import say
 from crosslayer.verbs import GROUPS, verb_names

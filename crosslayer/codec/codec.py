@@ -23,7 +23,7 @@ from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 from crosslayer.codec import format
 from crosslayer.codec.chain import BLOCK, Chain, Importance, Layer, below_of, code_layers, predicted, step_sizes
-from crosslayer.codec.prints import model_print, tokenizer_print
+from crosslayer.codec.format import model_print, tokenizer_print
 from crosslayer.codec.states import HALF, LayerShape, check_cache, check_config, new_cache, read_states
 
 VERSION = 3  # of the artifact

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from crosslayer.cache.held import held_bytes
+from crosslayer.cache.kv_cache import held_bytes
 from crosslayer.cache.running import quantized_cache
 from crosslayer.codec.codec import Codec
 from crosslayer.core.transformers_versions import CACHE

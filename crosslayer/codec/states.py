@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from crosslayer.cache.rotation import Rotation, angle_tables, find_rotation
+from crosslayer.cache.offsets import Rotation, angle_tables, find_rotation
 from crosslayer.core.transformers_versions import CACHE, layers_without_cache
 from crosslayer.probe.intercept import evaluating, plan_of
 

@@ -23,8 +23,7 @@ from crosslayer.corpus.files import (
     stream_file,
     with_line_feeds,
 )
-from crosslayer.corpus.instructions import document_of
-from crosslayer.corpus.rows import is_chosen
+from crosslayer.corpus.rows import document_of, is_chosen
 from crosslayer.extras import check_extra
 from crosslayer.hub import dataset_revision, reading_dataset
 from crosslayer.output.progress import QUIET, say

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from crosslayer.corpus.instructions import document_of
-from crosslayer.corpus.rows import is_chosen
+from crosslayer.corpus.rows import document_of, is_chosen
 from crosslayer.extras import check_extra
 from crosslayer.output.progress import say
 

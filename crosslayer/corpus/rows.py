@@ -1,7 +1,18 @@
-"""Cells of rows of tables, which are untrusted."""
+"""Rows of tables, which are untrusted: their text, or an instruction with its response.
+
+The prompt is that of arXiv 2502.00439 (appendix B).
+"""
 
 from collections.abc import Mapping
 from typing import Any
+
+PROMPT = (
+    "Below is an instruction that describes a task, paired with an input that provides further context. Write a "
+    "response that appropriately completes the request.\n\n### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n"
+    "### Response:"
+)
+TEXT, MESSAGES, INSTRUCTION, RESPONSES = "text", "messages", "instruction", ("response", "output")  # usual columns
+Example = tuple[str, str]  # prompt, response
 
 
 def row_text(row: Any, location: str, column: str) -> str | None:
@@ -29,3 +40,64 @@ def is_chosen(row: Any, location: str, where: Mapping[str, Any]) -> bool:
         if value != wanted:
             return False
     return True
+
+
+def example_of(
+    row: Any,
+    location: str,
+    instruction: str = INSTRUCTION,
+    input: str | None = None,
+    choices: str | None = None,
+    response: str = RESPONSES[0],
+    messages: str | None = None,
+) -> Example | None:
+    """Return prompt and response of a row, whose columns are named; None if it has no response, or several."""
+    if messages is not None:
+        return _single_turn(row, location, messages)
+    answer = row_text(row, location, response)
+    if answer is None or not answer.strip():
+        return None
+    asked = row_text(row, location, instruction) or ""
+    lines = [] if input is None else [row_text(row, location, input) or ""]
+    if choices is not None:
+        options = row.get(choices)
+        if not isinstance(options, list) or not all(isinstance(option, str) for option in options):
+            raise ValueError(f"{location}: column {choices!r} has no list of texts; the columns are {', '.join(row)}")
+        lines += [f"- {option}" for option in options]
+    return PROMPT.format(instruction=asked, input="\n".join(filter(None, lines))), answer
+
+
+def _single_turn(row: Any, location: str, column: str) -> Example | None:
+    """Return prompt and response of a conversation with a single turn; a system message precedes the instruction."""
+    held = row.get(column) if isinstance(row, dict) else None
+    if not isinstance(held, list) or not all(isinstance(message, dict) for message in held):
+        raise ValueError(f"{location}: column {column!r} has no list of messages, each with role and content")
+    messages = [(row_text(message, location, "role"), row_text(message, location, "content")) for message in held]
+    roles, contents = [role for role, _ in messages], [content or "" for _, content in messages]
+    if roles not in (["user", "assistant"], ["system", "user", "assistant"]) or not contents[-1].strip():
+        return None
+    return PROMPT.format(instruction="\n\n".join(contents[:-1]), input=""), contents[-1]
+
+
+def document_of(row: Any, location: str, column: str) -> str | None:
+    """Return the text of a row; None if the row has no text.
+
+    A row without `column` "text", but with the usual columns of instructions, gives its prompt and response.
+    """
+    columns = _usual_columns(row) if column == TEXT else {}
+    if not columns:
+        return row_text(row, location, column)
+    example = example_of(row, location, **columns)
+    return None if example is None else "".join(example)
+
+
+def _usual_columns(row: Any) -> dict[str, str]:
+    """Return the columns of an instruction by their usual names; none if the row has text, or something else."""
+    if not isinstance(row, dict) or TEXT in row:
+        return {}
+    if MESSAGES in row:
+        return {"messages": MESSAGES}
+    response = next((name for name in RESPONSES if name in row), None)
+    if INSTRUCTION not in row or response is None:
+        return {}
+    return {"response": response, **({"input": "input"} if "input" in row else {})}

@@ -18,7 +18,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 from transformers.cache_utils import DynamicLayer
 from transformers.pytorch_utils import Conv1D
 
-from crosslayer.cache.held import Bytes, held_bytes
+from crosslayer.cache.kv_cache import Bytes, held_bytes
 from crosslayer.cache.running import NewCache
 from crosslayer.core.transformers_versions import CACHE, EMPTY_LAYER
 from crosslayer.machine import Peak, free_memory, peak_memory, seconds

@@ -4,10 +4,9 @@ from collections.abc import Sequence
 
 from crosslayer.judge.clock import TIMES
 from crosslayer.judge.report import Report, Row
-from crosslayer.output.formatting import UNKNOWN, listed
+from crosslayer.output.formatting import UNKNOWN, Table, listed
 from crosslayer.output.page import Cell, Mark
 from crosslayer.output.panel import QUIET, Line, Panel
-from crosslayer.output.shown import Table
 from crosslayer.stats.estimate import Estimate, band
 
 KINDS = {True: "pass", False: "fail", None: "skip"}  # of a verdict's cell, by whether the candidate is better

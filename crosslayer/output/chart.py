@@ -8,13 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from crosslayer.output.panel import COLORS, QUIET, Dots, Heat, Panel, drawn, lowest
+from crosslayer.output.panel import COLORS, QUIET, Dots, Heat, Panel, Wires, drawn, lowest
 
 VERSION = "6.4"  # of Vega-Lite, in the page and in vl-convert
 MARKED = 100  # points of a line, above which they are not marked
 BESIDE = 0.015  # share of the horizontal axis between error bars of the same x
 LONGEST = 18  # characters of a line of a name
 WHOLE_TICKS = 10  # whole numbers up to which each has a tick
+LANE, LANES = 0.035, 4  # vertical lines beside bars of layers: share of the figure's width, and how many
 PADDING = 8  # pixels between what is drawn and the ends of an axis
 CONFIG = {
     "font": "system-ui, sans-serif",
@@ -40,7 +41,7 @@ def chart(panel: Panel) -> dict[str, Any]:
     elif panel.dots is not None:
         layers, datasets = _dot_layers(panel, panel.dots), {}
     elif panel.wires is not None:
-        layers, datasets = panel.wires.layers(panel.x_title, panel.y_title, COLORS, QUIET), {}
+        layers, datasets = _wire_layers(panel, panel.wires), {}
     else:
         layers, datasets = _line_layers(panel), {"lines": _rows(panel)}
     return {
@@ -178,7 +179,13 @@ def _dot_layers(panel: Panel, dots: Dots) -> list[dict[str, Any]]:
     ends = [end for end in (*dots.low, *dots.high) if end is not None]
     x = _axis(panel.x_title, [0.0, *dots.x, *ends, *(point["x"] for point in single)], False, panel.x_ticks)
     x["axis"] |= {"tickCount": 5, "labelFlush": 12}  # a label at an end stays inside the figure
-    labels = json.dumps([_label(name) for name in dots.names], ensure_ascii=False)
+    names = []
+    for name in dots.names:  # a long one in lines that begin with a bracket or a plus; of a long line only both ends
+        parts = [part.strip() for part in re.split(r"(?<=.)(?=[(+])", name)] if len(name) > 16 else [name]
+        names.append(
+            "\n".join(part if len(part) <= LONGEST else f"{part[: LONGEST - 9]}…{part[-8:]}" for part in parts)
+        )
+    labels = json.dumps(names, ensure_ascii=False)
     y = {"field": "row", "type": "nominal", "scale": {"domain": [*range(len(dots.names))]}}  # names may be equal
     y["axis"] = {"title": None, "grid": True, "labelExpr": f"{labels}[datum.value]"}
     at = {"x": {"field": "x", **x}, "y": y}
@@ -193,10 +200,55 @@ def _dot_layers(panel: Panel, dots: Dots) -> list[dict[str, Any]]:
     ]
 
 
-def _label(name: str) -> str:
-    """Return a long name in lines that begin with a bracket or a plus; of a long line only both ends."""
-    lines = [line.strip() for line in re.split(r"(?<=.)(?=[(+])", name)] if len(name) > 16 else [name]
-    return "\n".join(line if len(line) <= LONGEST else f"{line[: LONGEST - 9]}…{line[-8:]}" for line in lines)
+def _wire_layers(panel: Panel, wires: Wires) -> list[dict[str, Any]]:
+    """Return bars, lines from each source to its readers, and the heads of the lines."""
+    widest = max(*wires.widths, 1e-9)
+    bars = [
+        {"layer": layer, "low": layer - 0.36, "high": layer + 0.36, "width": width, "kind": kind}
+        for layer, (width, kind) in enumerate(zip(wires.widths, wires.kinds, strict=True))
+        if width
+    ]
+    x: dict[str, Any] = {"type": "quantitative", "title": panel.x_title}
+    x["scale"] = {"domain": [-widest * LANE * (LANES + 1) * any(wires.sources), widest]}
+    power = 10.0 ** math.floor(math.log10(widest / 5))  # about five steps of 1, 2 or 5 times a power of ten
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= widest / 5)
+    steps = [number * step for number in range(int(widest / step + 1e-9) + 1)]
+    x["axis"] = {"values": steps, "format": ".4~g", "grid": False}
+    y: dict[str, Any] = {"type": "quantitative", "title": panel.y_title}
+    y["scale"] = {"domain": [-0.6, len(wires.widths) - 0.4], "nice": False}
+    y["axis"] = {"tickMinStep": 1, "format": "d", "grid": False}
+    kinds = list(dict.fromkeys(bar["kind"] for bar in bars))
+    color: dict[str, Any] = {"field": "kind", "type": "nominal", "scale": {"domain": kinds, "range": list(COLORS)}}
+    color["legend"] = {"title": None, "orient": "bottom", "columns": 2, "symbolType": "square"} if kinds[1:] else None
+    width = {"field": "width", "title": panel.x_title, "format": ".4~g"}
+    tooltip = [{"field": "layer"}, {"field": "kind"}, width]
+    bar = {"x": {"field": "width", **x}, "x2": {"datum": 0}, "y": {"field": "low", **y}, "y2": {"field": "high"}}
+    line = {"x": {"field": "x", **x}, "x2": {"field": "to"}, "y": {"field": "y", **y}, "y2": {"field": "end"}}
+    end = {"x": {"field": "x", **x}, "y": {"field": "y", **y}}
+    head = {"type": "point", "shape": "triangle-right", "filled": True, "size": 34, "opacity": 1, "color": QUIET}
+    lines, ends, lanes = [], [], lanes_of(wires.sources)
+    for reader, sources in enumerate(wires.sources):
+        for source in sources:
+            at = -widest * LANE * (1 + lanes[source])
+            lines.append({"x": at, "to": at, "y": source, "end": reader})
+            lines.append({"x": at, "to": 0, "y": reader, "end": reader})
+            lines.append({"x": at, "to": 0, "y": source, "end": source})
+            ends.append({"x": -widest * LANE / 2, "y": reader})
+    return [
+        _layer(bars, {"type": "rect"}, {**bar, "color": color, "tooltip": tooltip}),
+        _layer(lines, {"type": "rule", "strokeWidth": 1.2, "color": QUIET}, line),
+        _layer(ends, head, end),
+    ]
+
+
+def lanes_of(sources: Sequence[Sequence[int]]) -> dict[int, int]:
+    """Return the number of each source's vertical line, from the bars to the left; overlapping lines differ."""
+    last = {source: reader for reader, own in enumerate(sources) for source in own}
+    lanes: dict[int, int] = {}
+    for source in sorted(last):
+        busy = {lane for other, lane in lanes.items() if last[other] >= source}
+        lanes[source] = next((lane for lane in range(LANES) if lane not in busy), LANES - 1)
+    return lanes
 
 
 def _layer(values: list[dict[str, Any]], mark: dict[str, Any], encoding: dict[str, Any]) -> dict[str, Any]:

@@ -1,9 +1,12 @@
-"""Formatting for sentences and tables: numbers with signs and intervals, lists, ranges of layers."""
+"""Formatting for sentences and tables (numbers, lists, ranges of layers), and what a result shows in a terminal."""
 
+from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any, ClassVar
 
 UNKNOWN = "–"  # a cell without a value
+Table = tuple[str, list[str], list[list[Any]]]  # title, head, rows of cells
 
 
 def signed(number: float, digits: int = 4) -> str:
@@ -81,3 +84,29 @@ def _origin(documents: Sequence[int]) -> str:
     counts = [f"{whole} document{'s' if whole > 1 else ''}"] if whole else []
     counts += [f"{joined} joined from several documents"] if joined else []
     return f"from {listed(counts)}"
+
+
+class Shown:
+    """Printed are tables, sentences, the next command, and a line of JSON.
+
+    Attributes:
+        exit_status: of the command: 1 if checks failed.
+    """
+
+    exit_status: ClassVar[int] = 0
+
+    def tables(self) -> Sequence[Table]:
+        """Return the tables."""
+        return ()
+
+    def sentences(self) -> list[str]:
+        """Return the findings in sentences."""
+        return []
+
+    def next_command(self, model: str | None = None, out: str | None = None) -> str | None:
+        """Return the command that most readers type next; None if there is none."""
+        return None
+
+    @abstractmethod
+    def headline(self) -> dict[str, Any]:
+        """Return the few key figures of the last line, as JSON data."""

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import jinja2
 
 from crosslayer.output.chart import VERSION, chart, save_svg
+from crosslayer.output.formatting import Table
 from crosslayer.output.panel import Panel, drawn
 from crosslayer.output.record import dumps
-from crosslayer.output.shown import Table
 
 
 class Mark(NamedTuple):

@@ -1,12 +1,10 @@
-"""A figure as data: lines, a map or points with intervals, with its caption and axes."""
+"""A figure as data: lines, a map, points with intervals or layers, with its caption and axes."""
 
 import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
-
-from crosslayer.output.wires import Wires
 
 COLORS = ("#2457c5", "#c4472f", "#23865f", "#8a5fbf", "#b8860b", "#1391a8", "#c2549a", "#7a5640")
 QUIET = "#697082"  # the color of context: other tokens, the baseline
@@ -66,6 +64,23 @@ class Dots:
     def height(self) -> int:
         """Pixels of the figure."""
         return max(240, 80 + 36 * len(self.names))
+
+
+@dataclass(frozen=True)
+class Wires:
+    """Layers: what each stores, and lines to it from the layers whose states it reads; the first at the bottom.
+
+    `widths` are the bars' lengths, `kinds` what their colors mean, `sources` the other layers whose states each reads.
+    """
+
+    widths: Sequence[float]
+    kinds: Sequence[str]
+    sources: Sequence[Sequence[int]]
+
+    @property
+    def height(self) -> int:
+        """Pixels of the figure."""
+        return max(240, 90 + 13 * len(self.widths))
 
 
 @dataclass(frozen=True)

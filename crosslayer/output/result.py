@@ -14,9 +14,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from crosslayer.environment import Environment, environment
 from crosslayer.output.folder import whole_folder
+from crosslayer.output.formatting import Shown, Table
 from crosslayer.output.page import Page, save_page
 from crosslayer.output.record import read_record, typed_command, validation_message
-from crosslayer.output.shown import Shown, Table
 
 NOTEBOOK_HEIGHT = 800  # pixels of the page inside a notebook's cell
 

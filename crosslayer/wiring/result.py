@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from crosslayer.core.plan import CACHED, DepthPlan
-from crosslayer.output.formatting import UNKNOWN, ranges, readable_bytes
-from crosslayer.output.shown import Shown, Table
+from crosslayer.output.formatting import UNKNOWN, Shown, Table, ranges, readable_bytes
 from crosslayer.wiring.engines import Stored, allocated, check_engine, fixed_bytes
 from crosslayer.wiring.states import ItemSizes, LayerStates
 

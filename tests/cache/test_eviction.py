@@ -8,7 +8,7 @@ from transformers import DynamicCache, DynamicLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from crosslayer.cache.eviction import BLOCK, Amount, Eviction, parse_eviction
-from crosslayer.cache.held import held_bytes
+from crosslayer.cache.kv_cache import held_bytes
 from crosslayer.cache.plans import sharing_groups
 from crosslayer.cache.running import smaller_cache
 from crosslayer.core.transformers_versions import CACHE

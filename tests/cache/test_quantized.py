@@ -12,7 +12,7 @@ from transformers.cache_utils import DynamicLayer
 import crosslayer
 from crosslayer.cache import attention, quantized
 from crosslayer.cache.columns import ColumnLayer
-from crosslayer.cache.held import held_bytes
+from crosslayer.cache.kv_cache import held_bytes
 from crosslayer.cache.offsets import key_offsets
 from crosslayer.cache.plans import stored_kinds
 from crosslayer.cache.quantizers import RANGE, pack, quantizer_of, rotation, unpack

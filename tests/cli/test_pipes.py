@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from crosslayer.cli.printing import print_table
+from crosslayer.cli.command import print_table
 from crosslayer.output.page import Mark
 from crosslayer.output.progress import print_to
 

@@ -16,8 +16,7 @@ from crosslayer.codec.chain import sources, step_sizes
 from crosslayer.codec.codec import FILE, Codec, load_codec
 from crosslayer.codec.entropy import Coder, quantized
 from crosslayer.codec.fit import fit_chain, with_step
-from crosslayer.codec.format import read_header, unpack_file
-from crosslayer.codec.prints import model_print, tokenizer_print
+from crosslayer.codec.format import model_print, read_header, tokenizer_print, unpack_file
 from crosslayer.codec.states import LayerShape, check_config, read_shapes, turned
 from crosslayer.core.transformers_versions import CACHE
 from tests.helpers.bytelevel import byte_level

@@ -1,6 +1,6 @@
 """Rows of a report: what is counted, and what cannot be compared."""
 
-from crosslayer.cache.held import Bytes
+from crosslayer.cache.kv_cache import Bytes
 from crosslayer.judge.clock import Run
 from crosslayer.judge.rows import cache_rows, count_ratio
 from crosslayer.machine import Peak

@@ -10,8 +10,7 @@ import pytest
 from selenium.webdriver.support.ui import WebDriverWait
 
 from crosslayer.output.page import Page
-from crosslayer.output.panel import Dots, Heat, Line, Panel, by_position
-from crosslayer.output.wires import Wires
+from crosslayer.output.panel import Dots, Heat, Line, Panel, Wires, by_position
 from tests.helpers.browser import complaints, opened, resize
 
 LINES = [

@@ -15,10 +15,10 @@ from scipy import stats
 from torch.nn import functional
 
 import crosslayer
-from crosslayer.output.summary import by_position, measure
 from crosslayer.probe import measures as m
 from crosslayer.probe.intercept import AttentionCall, visited
 from crosslayer.probe.maps import map_sums
+from crosslayer.stats.bootstrap import by_position, measure
 from tests.helpers.tiny import tiny, tokens
 
 TOLERANCE = 1e-10

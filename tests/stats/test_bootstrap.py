@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from crosslayer.output.summary import measure
-from crosslayer.stats.bootstrap import over_documents
+from crosslayer.stats.bootstrap import measure, over_documents
 
 DOCUMENTS = [4, 4, 4, 7, 7, 9, 9, 9, 9, 2, 2, 2, 5, 5, 6, 8]
 

@@ -8,10 +8,9 @@ from crosslayer.judge.clock import TIMES
 from crosslayer.judge.page import by_verdict, failures, listing, models_table, span
 from crosslayer.judge.report import Row
 from crosslayer.output.chart import same_scale
-from crosslayer.output.formatting import UNKNOWN, percent
+from crosslayer.output.formatting import UNKNOWN, Table, percent
 from crosslayer.output.page import Cell, Page
 from crosslayer.output.panel import COLORS, QUIET, Line, Panel
-from crosslayer.output.shown import Table
 from crosslayer.stats.times import FEWEST, coverage
 from crosslayer.verbs.bench.result import Benchmark
 

@@ -6,8 +6,8 @@ from pydantic import Field, PositiveInt
 
 from crosslayer.cache.eviction import Evict
 from crosslayer.judge.report import Report
+from crosslayer.output.formatting import Table
 from crosslayer.output.record import SEVERAL, Options, Seed
-from crosslayer.output.shown import Table
 from crosslayer.wiring.kv_bits import KvBitsText
 
 

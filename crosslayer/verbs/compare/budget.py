@@ -18,7 +18,7 @@ from pydantic import Field, ValidationError
 
 from crosslayer.output.record import Frozen, validation_message
 from crosslayer.training.recipe_file import nearest
-from crosslayer.verbs.compare.record import Budget
+from crosslayer.verbs.compare.result import Budget
 from crosslayer.verbs.train.result import TrainingRun
 
 ROUNDS, WARM, TIMED = 3, 2, 8  # rounds over all variants; steps of each run that warm up, and that are timed

@@ -8,8 +8,7 @@ from crosslayer.output.chart import same_scale
 from crosslayer.output.panel import COLORS, QUIET, Dots, Heat, Line, Panel
 from crosslayer.stats.differences import FEWEST
 from crosslayer.stats.estimate import band
-from crosslayer.verbs.compare.record import COSTS, ComparedRun, Configuration, Law, SnapshotMeans
-from crosslayer.verbs.compare.result import Comparison
+from crosslayer.verbs.compare.result import COSTS, ComparedRun, Comparison, Configuration, Law, SnapshotMeans
 from crosslayer.verbs.compare.sentences import titled
 
 TOGETHER = 6  # lines of variants in a figure

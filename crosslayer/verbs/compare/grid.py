@@ -16,7 +16,7 @@ from typing import Any, Self
 from crosslayer.core.methods import load_methods, method_class, to_entry
 from crosslayer.training.recipe import Recipe, given_recipe, load_recipe
 from crosslayer.training.recipe_file import nearest, parse_value
-from crosslayer.verbs.compare.record import Budget, Configuration, Variant
+from crosslayer.verbs.compare.result import Budget, Configuration, Variant
 
 LONGEST = 60  # characters of a component of a folder's name
 HEADS = "num_key_value_heads"  # the key of a model's shape that belongs to its variant

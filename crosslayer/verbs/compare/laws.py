@@ -18,7 +18,7 @@ from scipy import stats
 from crosslayer.stats.differences import FEWEST, t_mean, t_quantile
 from crosslayer.stats.estimate import Estimate
 from crosslayer.verbs.compare.read import Sorted
-from crosslayer.verbs.compare.record import COSTS, ComparedRun, Configuration, Cost, Law
+from crosslayer.verbs.compare.result import COSTS, ComparedRun, Configuration, Cost, Law
 
 SCALED = (
     "model.",

@@ -8,7 +8,7 @@ import numpy as np
 
 from crosslayer.stats.differences import holm, paired_difference, seeds_needed, t_ends, t_mean
 from crosslayer.verbs.compare.read import Sorted
-from crosslayer.verbs.compare.record import RELEVANT, ComparedRun, CriticalPoints, Difference, Outcome, RelativeCurve
+from crosslayer.verbs.compare.result import RELEVANT, ComparedRun, CriticalPoints, Difference, Outcome, RelativeCurve
 
 SHARE = 20  # by default a curve is smoothed over 1/20 of its length
 

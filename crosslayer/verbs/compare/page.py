@@ -3,13 +3,11 @@
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 
-from crosslayer.output.formatting import UNKNOWN, signed
+from crosslayer.output.formatting import UNKNOWN, Table, signed
 from crosslayer.output.page import Page
-from crosslayer.output.shown import Table
 from crosslayer.training.record import mean_of_known
 from crosslayer.verbs.compare.figures import drawn_panels
-from crosslayer.verbs.compare.record import COSTS, ComparedRun, Law, SnapshotMeans
-from crosslayer.verbs.compare.result import Comparison
+from crosslayer.verbs.compare.result import COSTS, ComparedRun, Comparison, Law, SnapshotMeans
 from crosslayer.verbs.compare.sentences import seed_count, sentences, titled, with_values, written_verdict
 
 Read = Callable[[ComparedRun], float | None]

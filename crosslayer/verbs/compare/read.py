@@ -19,7 +19,7 @@ from crosslayer.output.result import load_as
 from crosslayer.training.record import Layers, Snapshot, mean_of_known
 from crosslayer.verbs.compare.budget import read_state
 from crosslayer.verbs.compare.grid import HEADS, variant_of
-from crosslayer.verbs.compare.record import MISSING, Budget, ComparedRun, Configuration, SnapshotMeans, Trace, Variant
+from crosslayer.verbs.compare.result import MISSING, Budget, ComparedRun, Configuration, SnapshotMeans, Trace, Variant
 from crosslayer.verbs.train.result import TrainingRun
 
 RECORD, RUNS = "record.json", "runs"

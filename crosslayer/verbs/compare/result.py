@@ -1,11 +1,226 @@
-"""The result of a comparison."""
+"""The result of a comparison, and what it holds: losses in nats per token, differences candidate − baseline."""
 
+import json
+from collections.abc import Sequence
 from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from crosslayer.environment import Machine
+from crosslayer.output.record import Frozen
 from crosslayer.output.result import Result
-from crosslayer.verbs.compare.record import Budget, ComparedRun, Configuration, Cost, Law, Outcome, Variant
+from crosslayer.stats.estimate import Estimate, Verdict
+from crosslayer.training.record import DepthMixing
+
+ALPHA = 0.05  # an adjusted p-value below it is significant
+SHORTEST = 2  # logged entries that a band must at least lie on one side of 0, since a single one may by chance
+MISSING = "not set"  # value of a key that only other configurations have
+RELEVANT = 0.01  # nats per token: the difference for which the number of needed seeds is estimated
+
+Cost = Literal["parameters", "tokens", "flops"]
+COSTS: dict[str, str] = {"parameters": "parameters", "tokens": "tokens", "flops": "FLOPs"}
+
+
+class Configuration(Frozen):
+    """The values of recipe keys in which configurations differ; empty if there is a single configuration."""
+
+    label: str
+    values: dict[str, Any]
+
+    @classmethod
+    def of(cls, values: dict[str, Any], labeled: Sequence[str] | None = None) -> Self:
+        """Return the configuration of values, with the keys `labeled`, by default all, in its label."""
+        written = {key: json.dumps(value).strip('"') for key, value in values.items()}
+        label = ", ".join(f"{key}={written[key]}" for key in (values if labeled is None else labeled))
+        return cls(label=label, values=values)
+
+
+class Variant(Frozen):
+    """A model variant: no method, one, or several together, and its key/value heads if the recipe states them."""
+
+    label: str = Field(min_length=1)
+    methods: list[dict[str, Any]]
+    num_key_value_heads: int | None = None
+
+
+class Trace(Frozen):
+    """A loss by step."""
+
+    steps: tuple[int, ...]
+    losses: tuple[float, ...]
+
+    @model_validator(mode="after")
+    def _check_lengths(self) -> Self:
+        if len(self.steps) != len(self.losses):
+            raise ValueError(
+                f"steps and losses must have the same length, got {len(self.steps)} and {len(self.losses)}"
+            )
+        return self
+
+
+class SnapshotMeans(Frozen):
+    """A snapshot of a model after a step: means over layers, and the residual stream's last norm / its first.
+
+    A spread is the largest norm over the smallest, from the second layer on: the first writes into the embedding.
+    """
+
+    step: int
+    first_token_share: float | None
+    sink_rate: float | None
+    stream_growth: float | None
+    entropy: float | None = None
+    token_similarity: float | None = None
+    output_spread: float | None = Field(default=None, description="of what attention and MLPs add")
+    gradient_spread: float | None = Field(default=None, description="of the gradient by what they add")
+
+
+class ComparedRun(Frozen):
+    """The compared properties of a training run; `seconds` covers training steps only."""
+
+    configuration: str
+    variant: str
+    seed: int
+    name: str
+    parameters: int = Field(ge=1)
+    flops_per_token: float = Field(ge=0)
+    steps: int = Field(ge=1)
+    tokens: int = Field(ge=1)
+    seconds: float = Field(ge=0)
+    step_seconds: float | None = Field(ge=0, description="median of the logged steps; None if none was logged")
+    peak_bytes: int | None
+    kv_bytes_per_token: float = Field(ge=0, description="stored")
+    kv_read_bytes_per_token: float = Field(ge=0)
+    dtype: str = Field(description="of the cache")
+    machine: Machine
+    final_loss: float = Field(description="over the mixture, on held-out text")
+    losses: dict[str, float] = Field(min_length=1, description="the same by domain")
+    curve: Trace = Field(description="training loss, each the mean since the previous entry")
+    validation: Trace = Field(description="held-out loss over the mixture")
+    snapshots: tuple[SnapshotMeans, ...]
+    depth_mixing: DepthMixing | None = None
+
+
+class RelativeCurve(Frozen):
+    """Smoothed training loss minus the baseline's by step: mean over pairs, and a band from two pairs on.
+
+    From three pairs on the band is the 95% Student-t interval; of two pairs it is the range of both curves, which is
+    not a confidence interval. It holds at each step, not at all steps at once: a verdict needs it over several entries.
+    """
+
+    window: int = Field(ge=1, description="logged entries per average")
+    steps: tuple[int, ...]
+    mean: tuple[float, ...]
+    low: tuple[float, ...] | None
+    high: tuple[float, ...] | None
+
+    @model_validator(mode="after")
+    def _check_lengths(self) -> Self:
+        if {len(values) for values in (self.mean, self.low, self.high) if values is not None} != {len(self.steps)}:
+            raise ValueError("steps, mean, low and high of a relative curve must have the same length")
+        return self
+
+    @property
+    def stretch(self) -> int:
+        """The number of successive logged entries for which the band must lie on one side of 0."""
+        return max(SHORTEST, self.window)
+
+    @property
+    def ahead(self) -> bool:
+        """Whether the variant was lower over some `stretch`; False for a single pair, which has no band."""
+        length = 0
+        for edge in self.high or ():
+            length = length + 1 if edge < 0 else 0
+            if length == self.stretch:
+                return True
+        return False
+
+    @property
+    def behind(self) -> bool:
+        """Whether the variant is higher over the last `stretch`; False for a single pair, which has no band."""
+        return self.low is not None and min(self.low[-self.stretch :]) > 0
+
+
+class Difference(Frozen):
+    """A loss less the baseline's: of each pair of seeds, and their mean."""
+
+    values: tuple[float, ...] = Field(min_length=1)
+    change: Estimate
+
+
+class CriticalPoints(Frozen):
+    """The step from which the baseline's training loss stays lower, by pair; None if that did not happen."""
+
+    reached: tuple[float | None, ...]
+    step: Estimate | None = Field(description="the mean of `reached`, if all pairs reached it")
+
+
+class Outcome(Frozen):
+    """A variant compared with the baseline in a configuration; `seeds` are those with a run of both."""
+
+    configuration: str
+    variant: str
+    seeds: tuple[int, ...]
+    missing: tuple[int, ...] = Field(description="seeds with a run of only one of the two")
+    loss: float = Field(description="mean of the final loss over all runs of the variant")
+    final: Difference | None = Field(description="of the final loss over the mixture; None without a pair")
+    adjusted: float | None = Field(ge=0, le=1, description="p-value corrected for all comparisons of this page")
+    domains: dict[str, Difference]
+    seeds_needed: int | None = Field(ge=1, description=f"to detect a difference of {RELEVANT}")
+    curve: RelativeCurve | None = Field(description="None if steps differ, as variants then have different schedules")
+    critical: CriticalPoints | None = Field(description="None if the variant was never ahead for long enough")
+
+    @property
+    def verdict(self) -> Verdict:
+        """Whether the loss is lower or higher than the baseline's, corrected for all comparisons."""
+        if self.final is None or self.adjusted is None or self.adjusted >= ALPHA:
+            return "no difference seen"
+        return self.final.change.verdict
+
+    @property
+    def overtaken(self) -> bool:
+        """Whether the baseline overtook the variant: every pair has a critical point, and the curve ends above 0."""
+        reached = self.critical is not None and self.critical.step is not None
+        return reached and self.curve is not None and self.curve.behind
+
+
+class Law(Frozen):
+    """A power law of a variant's final loss, L = scale · C^−exponent, through the means of configurations.
+
+    `fewer` is the share of the baseline's largest cost that the variant saves to reach the baseline's loss there
+    (0.1: 10% fewer; below 0: more); None if the variant's law does not reach it.
+    """
+
+    variant: str
+    where: str = Field(description="what its configurations share, if there are several groups")
+    cost: Cost
+    configurations: tuple[str, ...] = Field(min_length=2)
+    costs: tuple[float, ...]
+    losses: tuple[float, ...]
+    scale: float
+    exponent: Estimate = Field(description="of the fit, over configurations")
+    exponent_over_seeds: Estimate = Field(description="the mean of each seed's own law")
+    fewer: Estimate | None = Field(description="the interval is from the laws of each seed, paired")
+    extrapolated: bool = Field(description="whether no run of the variant had the cost that it needs")
+
+
+class Budget(Frozen):
+    """The budget of every run: seconds of training steps, FLOPs, or tokens."""
+
+    kind: Literal["time", "flops", "tokens"]
+    amount: float = Field(gt=0)
+    step_seconds: dict[str, float] = Field(
+        description="measured, by configuration and variant; only for a budget of time"
+    )
+
+    @property
+    def requested(self) -> Self:
+        """The budget without measured times per step."""
+        return self.model_copy(update={"step_seconds": {}})
+
+    @property
+    def text(self) -> str:
+        """The budget as an option: time=60."""
+        return f"{self.kind}={self.amount:g}"
 
 
 class Comparison(Result):

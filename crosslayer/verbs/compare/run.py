@@ -32,8 +32,7 @@ from crosslayer.verbs.compare.read import (
     sort_runs,
     variant_of_run,
 )
-from crosslayer.verbs.compare.record import Budget
-from crosslayer.verbs.compare.result import Comparison
+from crosslayer.verbs.compare.result import Budget, Comparison
 from crosslayer.verbs.train.result import TrainingRun
 from crosslayer.verbs.train.run import train
 

@@ -3,8 +3,7 @@
 from crosslayer.output.formatting import listed, signed
 from crosslayer.stats.differences import FEWEST, MOST
 from crosslayer.stats.estimate import Estimate
-from crosslayer.verbs.compare.record import ALPHA, COSTS, RELEVANT, Difference, Law, Outcome
-from crosslayer.verbs.compare.result import Comparison
+from crosslayer.verbs.compare.result import ALPHA, COSTS, RELEVANT, Comparison, Difference, Law, Outcome
 
 
 def sentences(record: Comparison) -> list[str]:

@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from crosslayer.output.formatting import ranges
+from crosslayer.output.formatting import Table, ranges
 from crosslayer.output.panel import QUIET, Line, Panel
-from crosslayer.output.shown import Table
 from crosslayer.verbs.diagnose.curves import highest, lowest, mean_over_layers
 from crosslayer.verbs.diagnose.result import Diagnosis
 

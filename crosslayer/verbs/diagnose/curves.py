@@ -9,7 +9,7 @@ import numpy as np
 
 from crosslayer.output.panel import Heat, Line, Panel, by_position
 from crosslayer.output.record import Measure, PositionBins
-from crosslayer.output.summary import plain
+from crosslayer.stats.bootstrap import plain
 
 LAYER = "layer"
 LAST_ROW = ("The last token's attention, by position", "Attention of the last token to each position, mean over heads.")

@@ -15,10 +15,9 @@ from crosslayer.corpus.windows import Text
 from crosslayer.models.load import load_config
 from crosslayer.output.progress import progress
 from crosslayer.output.record import Measure
-from crosslayer.output.summary import Ends, by_position, measure
 from crosslayer.probe.depth import output_norms
 from crosslayer.probe.intercept import evaluating
-from crosslayer.stats.bootstrap import over_documents
+from crosslayer.stats.bootstrap import Ends, by_position, measure, over_documents
 from crosslayer.verbs.diagnose.inputs import Inputs, read_inputs
 from crosslayer.verbs.diagnose.result import (
     ByStream,

@@ -9,9 +9,8 @@ import numpy as np
 
 from crosslayer.core.method import Method
 from crosslayer.core.methods import method_class, method_names
-from crosslayer.output.formatting import counted, named_layers, ranges
+from crosslayer.output.formatting import Table, counted, named_layers, ranges
 from crosslayer.output.record import Measure
-from crosslayer.output.shown import Table
 from crosslayer.probe.shapes import ENTRIES, PAPER_SIZE, Groups, LayerShape, paper_groups, similar_groups
 from crosslayer.verbs.diagnose.result import (
     CacheCandidates,

@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from crosslayer.output.formatting import Shown
 from crosslayer.output.record import Frozen
-from crosslayer.output.shown import Shown
 
 
 class Exported(Shown, Frozen):

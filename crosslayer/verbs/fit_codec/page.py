@@ -2,9 +2,8 @@
 
 from crosslayer.judge.page import bytes_and_kl, listing
 from crosslayer.judge.report import Row
-from crosslayer.output.formatting import UNKNOWN, listed, readable_bytes
+from crosslayer.output.formatting import UNKNOWN, Table, listed, readable_bytes
 from crosslayer.output.page import Cell, Page
-from crosslayer.output.shown import Table
 from crosslayer.verbs.fit_codec.result import CodecReport
 
 

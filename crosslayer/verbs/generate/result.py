@@ -4,8 +4,8 @@ from typing import Any
 
 from pydantic import Field
 
+from crosslayer.output.formatting import Shown
 from crosslayer.output.record import Frozen
-from crosslayer.output.shown import Shown
 from crosslayer.wiring.kv_bits import parse_kv_bits
 
 

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
-from crosslayer.cache.held import held_bytes
+from crosslayer.cache.kv_cache import held_bytes
 from crosslayer.cache.running import CacheOptions
 from crosslayer.core.decoder.configuration import CrossLayerConfig
 from crosslayer.core.transformers_versions import CACHE

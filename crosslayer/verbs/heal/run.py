@@ -27,12 +27,10 @@ from crosslayer.training.recipe_parts import StagePart
 from crosslayer.training.record import Outcome
 from crosslayer.training.rows import Rows, read_rows
 from crosslayer.training.stages import MODEL, check_parameters, compensations, finished, run_stage, stage_arguments
-from crosslayer.verbs.heal.questions import Answers, Questions
-from crosslayer.verbs.heal.record import State, Variant
-from crosslayer.verbs.heal.result import Recovery
+from crosslayer.verbs.heal.questions import Answers, Questions, evaluation_windows
+from crosslayer.verbs.heal.result import Recovery, State, Variant
 from crosslayer.verbs.heal.retrofits import Retrofit, check_original, open_retrofits, save_healed
 from crosslayer.verbs.heal.summary import Summary, shown_order
-from crosslayer.verbs.heal.windows import evaluation_windows
 
 HEALED, ORIGINAL, BEFORE, LOSSES = "heal.json", "original", "before.json", "losses.json"
 

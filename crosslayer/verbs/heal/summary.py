@@ -12,7 +12,7 @@ from typing import Any
 
 from crosslayer.judge.damage import Losses, damage, difference
 from crosslayer.stats.bootstrap import Bootstrap
-from crosslayer.verbs.heal.record import DomainResult, Rank
+from crosslayer.verbs.heal.result import DomainResult, Rank
 
 ALL = "all windows"
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from crosslayer.output.shown import Shown
+from crosslayer.output.formatting import Shown
 
 
 @dataclass(frozen=True)

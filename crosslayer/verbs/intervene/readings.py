@@ -20,11 +20,11 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 from crosslayer.output.progress import Steps
-from crosslayer.output.summary import Ends, measure
 from crosslayer.probe import measures as m
 from crosslayer.probe.intercept import AttentionCall, layer_stack, no_cache, visited
 from crosslayer.probe.maps import has_entries, is_causal, map_sums, rows_that_see
 from crosslayer.probe.stream import LayerStream, streams
+from crosslayer.stats.bootstrap import Ends, measure
 from crosslayer.verbs.diagnose.sequence import ByLayer, spread
 from crosslayer.verbs.intervene.kinds import Kind, intervening
 from crosslayer.verbs.intervene.result import Change, PositionChange, Reading, Role

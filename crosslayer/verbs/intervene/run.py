@@ -17,9 +17,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from crosslayer.corpus.windows import Text
 from crosslayer.output.progress import progress
-from crosslayer.output.summary import by_position
 from crosslayer.probe.intercept import evaluating
-from crosslayer.stats.bootstrap import over_documents
+from crosslayer.stats.bootstrap import by_position, over_documents
 from crosslayer.verbs.diagnose.inputs import Inputs, read_inputs
 from crosslayer.verbs.intervene.kinds import Kind, acting_layers, intervening, positions_of
 from crosslayer.verbs.intervene.readings import Passes, changes_at

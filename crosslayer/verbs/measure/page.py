@@ -3,10 +3,9 @@
 from crosslayer.judge.page import bytes_and_kl, failures, listing
 from crosslayer.judge.report import Row
 from crosslayer.judge.rows import NEW
-from crosslayer.output.formatting import UNKNOWN, listed, percent
+from crosslayer.output.formatting import UNKNOWN, Table, listed, percent
 from crosslayer.output.page import Cell, Page
 from crosslayer.output.panel import Line, Panel
-from crosslayer.output.shown import Table
 from crosslayer.verbs.measure.exact_layers import FEW, PRICE, flags, prices
 from crosslayer.verbs.measure.result import BITS, Measurement
 

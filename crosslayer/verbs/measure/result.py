@@ -6,8 +6,8 @@ from typing import Literal
 from pydantic import Field
 
 from crosslayer.judge.report import Report
+from crosslayer.output.formatting import Table
 from crosslayer.output.record import Options, Seed
-from crosslayer.output.shown import Table
 
 BITS = re.compile(r"(int|fp)?\d")  # what names of bits begin with
 Question = Literal["bytes", "kl", "needles", "tasks", "time"]

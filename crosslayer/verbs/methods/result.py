@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from crosslayer.output.shown import Shown, Table
+from crosslayer.output.formatting import Shown, Table
 
 
 @dataclass(frozen=True)

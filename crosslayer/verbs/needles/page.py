@@ -3,10 +3,9 @@
 from crosslayer.cache.running import CacheOptions
 from crosslayer.judge.hidden import SOURCE
 from crosslayer.judge.page import by_verdict, listing
-from crosslayer.output.formatting import listed, percent
+from crosslayer.output.formatting import Table, listed, percent
 from crosslayer.output.page import Cell, Mark, Page
 from crosslayer.output.panel import Heat, Panel
-from crosslayer.output.shown import Table
 from crosslayer.verbs.needles.result import Needles
 
 SHOWN = 12  # answers on the page; the record has all

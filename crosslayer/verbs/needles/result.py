@@ -7,8 +7,8 @@ from pydantic import Field, PositiveInt, model_validator
 from crosslayer.cache.eviction import Evict
 from crosslayer.judge.hidden import KEYS, Question, is_retrieved
 from crosslayer.judge.report import Report
+from crosslayer.output.formatting import Table
 from crosslayer.output.record import SEVERAL, Options, Seed
-from crosslayer.output.shown import Table
 from crosslayer.stats.differences import share
 from crosslayer.stats.estimate import Estimate
 from crosslayer.wiring.kv_bits import KvBitsText

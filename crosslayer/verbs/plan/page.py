@@ -2,8 +2,7 @@
 
 from crosslayer.output.formatting import UNKNOWN, percent, readable_bytes
 from crosslayer.output.page import Cell, Page, Table
-from crosslayer.output.panel import QUIET, Line, Panel
-from crosslayer.output.wires import Wires
+from crosslayer.output.panel import QUIET, Line, Panel, Wires
 from crosslayer.verbs.plan.result import PlannedLength, PlanReport
 from crosslayer.wiring.result import COLUMNS, SHARE
 

@@ -7,7 +7,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from crosslayer.cache.held import held_bytes
+from crosslayer.cache.kv_cache import held_bytes
 from crosslayer.core.plan import DepthPlan
 from crosslayer.core.transformers_versions import CACHE
 from crosslayer.probe.shapes import LayerShape

@@ -8,8 +8,7 @@ from crosslayer.core.plan import CACHED, PASSED, STATES
 from crosslayer.judge.retrieval import count_retrieved
 from crosslayer.output.formatting import UNKNOWN, listed
 from crosslayer.output.page import Page, Table
-from crosslayer.output.panel import COLORS, Line, Panel
-from crosslayer.output.wires import Wires
+from crosslayer.output.panel import COLORS, Line, Panel, Wires
 from crosslayer.stats.estimate import band
 from crosslayer.verbs.retrofit.result import Alternative, CurvePoint, MeasuredBaseline, RetrofitReport
 from crosslayer.verbs.retrofit.sentences import QUICK, sentences

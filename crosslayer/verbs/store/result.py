@@ -4,8 +4,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from crosslayer.output.formatting import readable_bytes
-from crosslayer.output.shown import Shown
+from crosslayer.output.formatting import Shown, readable_bytes
 
 
 @dataclass(frozen=True)

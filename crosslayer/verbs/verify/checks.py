@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, StaticCache
 
-from crosslayer.cache.held import held_bytes
+from crosslayer.cache.kv_cache import held_bytes
 from crosslayer.core.transformers_versions import CACHE, disable_checkpointing, enable_checkpointing
 from crosslayer.models.load import auto_class
 from crosslayer.probe.intercept import AttentionCall, stored_shares, visited

@@ -5,7 +5,7 @@ import torch
 from transformers import DynamicCache
 
 import crosslayer
-from crosslayer.cache.held import held_bytes
+from crosslayer.cache.kv_cache import held_bytes
 from crosslayer.core.transformers_versions import CACHE
 from crosslayer.judge import clock
 from crosslayer.judge.clock import Load

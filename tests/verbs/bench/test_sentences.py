@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 
-from crosslayer.cli.printing import print_table
+from crosslayer.cli.command import print_table
 from crosslayer.judge.clock import TIMES
 from crosslayer.testing.tiny import build, config_of
 from crosslayer.verbs.bench.page import sentences

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 import crosslayer
 from crosslayer.core.methods import merge_plans
 from crosslayer.output.formatting import counted, named_layers, ranges
-from crosslayer.output.summary import measure
 from crosslayer.probe.shapes import LayerShape, may_share, paper_groups, similar_groups
+from crosslayer.stats.bootstrap import measure
 from crosslayer.verbs.diagnose.result import Measures, Sink
 from crosslayer.verbs.diagnose.verdict import findings, map_statistics, sharing_methods, verdict, verdict_sentences
 from tests.helpers.tiny import tiny, tokens

@@ -17,10 +17,10 @@ from crosslayer.training import stages
 from crosslayer.training.checkpoints import checkpoints
 from crosslayer.training.recipe import load_recipe
 from crosslayer.training.trainer import TrainingStopped
+from crosslayer.verbs.heal.page import tokens_read
+from crosslayer.verbs.heal.questions import evaluation_windows
 from crosslayer.verbs.heal.result import Recovery
 from crosslayer.verbs.heal.retrofits import open_retrofits
-from crosslayer.verbs.heal.sentences import tokens_read
-from crosslayer.verbs.heal.windows import evaluation_windows
 from tests.cli.test_bad_input import type_in
 from tests.helpers.browser import complaints, fits
 from tests.helpers.recovery import healed, instructions_in, original_in, recipe_in, retrofit_in

@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from crosslayer import hub
 from crosslayer.corpus.documents import TextSource, load_documents
-from crosslayer.corpus.instructions import PROMPT
+from crosslayer.corpus.rows import PROMPT
 from crosslayer.training.recipe import load_recipe
 from crosslayer.training.rows import ExampleRows, Mixture, read_rows
 from crosslayer.training.shards import tokenise

@@ -9,8 +9,8 @@ import crosslayer
 from crosslayer.corpus.domains import embedded_domains
 from crosslayer.models.load import load_model
 from crosslayer.training.recipe import load_recipe
+from crosslayer.verbs.heal.questions import evaluation_windows
 from crosslayer.verbs.heal.retrofits import open_retrofits
-from crosslayer.verbs.heal.windows import evaluation_windows
 from crosslayer.verbs.retrofit.result import RetrofitReport
 from crosslayer.verbs.retrofit.strategies import strategy_of
 from crosslayer.verbs.retrofit.texts import RetrofitTexts

@@ -9,7 +9,7 @@ import torch
 from transformers import DynamicCache
 
 import crosslayer
-from crosslayer.cache.held import held_bytes
+from crosslayer.cache.kv_cache import held_bytes
 from crosslayer.cache.running import smaller_cache
 from crosslayer.core.transformers_versions import CACHE
 from crosslayer.judge.candidate import read_candidates

@@ -7,7 +7,8 @@ import pytest
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 import crosslayer
-from crosslayer.output.wires import Wires
+from crosslayer.output.chart import lanes_of
+from crosslayer.output.panel import Wires
 from crosslayer.results import load_result
 from crosslayer.verbs.plan.result import PlanReport
 from tests.cli.test_cli import run
@@ -277,5 +278,5 @@ def test_page_and_terminal_have_the_same_lengths(folder, tmp_path):
 
 def test_lines_of_sources_that_overlap_lie_beside_each_other():
     wires = Wires([1.0] * 6, ["full"] * 6, [(), (), (0,), (1,), (), (4, 1)])
-    lanes = wires._lanes()
+    lanes = lanes_of(wires.sources)
     assert lanes[0] != lanes[1] and lanes[4] != lanes[1]

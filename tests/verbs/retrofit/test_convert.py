@@ -7,7 +7,7 @@ import torch
 from transformers import DynamicCache
 
 import crosslayer
-from crosslayer.cache.held import held_bytes
+from crosslayer.cache.kv_cache import held_bytes
 from crosslayer.core.decoder.convert import convert_weights
 from crosslayer.core.methods import load_method, method_class
 from crosslayer.core.options import parse_layers

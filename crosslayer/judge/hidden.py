@@ -21,7 +21,7 @@ from pydantic import Field
 from transformers import PreTrainedTokenizerBase
 
 from crosslayer.corpus.domains import embedded_domains
-from crosslayer.corpus.pieces import special_tokens, token_ids
+from crosslayer.corpus.windows import special_tokens, token_ids
 from crosslayer.output.record import Frozen
 
 AHEAD = 50  # consecutive sentences that may be too long for the remaining tokens before the search ends

@@ -180,11 +180,10 @@ def _dot_layers(panel: Panel, dots: Dots) -> list[dict[str, Any]]:
     x = _axis(panel.x_title, [0.0, *dots.x, *ends, *(point["x"] for point in single)], False, panel.x_ticks)
     x["axis"] |= {"tickCount": 5, "labelFlush": 12}  # a label at an end stays inside the figure
     names = []
-    for name in dots.names:  # a long one in lines that begin with a bracket or a plus; of a long line only both ends
-        parts = [part.strip() for part in re.split(r"(?<=.)(?=[(+])", name)] if len(name) > 16 else [name]
-        names.append(
-            "\n".join(part if len(part) <= LONGEST else f"{part[: LONGEST - 9]}…{part[-8:]}" for part in parts)
-        )
+    for name in dots.names:  # a long one in lines that begin with a bracket or a plus
+        lines = [line.strip() for line in re.split(r"(?<=.)(?=[(+])", name)] if len(name) > 16 else [name]
+        lines = [line if len(line) <= LONGEST else f"{line[: LONGEST - 9]}…{line[-8:]}" for line in lines]
+        names.append("\n".join(lines))
     labels = json.dumps(names, ensure_ascii=False)
     y = {"field": "row", "type": "nominal", "scale": {"domain": [*range(len(dots.names))]}}  # names may be equal
     y["axis"] = {"title": None, "grid": True, "labelExpr": f"{labels}[datum.value]"}

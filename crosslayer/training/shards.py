@@ -26,7 +26,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from crosslayer.corpus.files import Reading
-from crosslayer.corpus.pieces import next_word, special_tokens
+from crosslayer.corpus.windows import next_word, special_tokens
 from crosslayer.output.folder import exclusive, filled, write_whole
 from crosslayer.output.progress import progress, say
 from crosslayer.output.record import validation_message

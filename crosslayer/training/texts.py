@@ -23,8 +23,8 @@ from crosslayer.corpus.documents import (
 )
 from crosslayer.corpus.domains import EMBEDDED
 from crosslayer.corpus.files import Reading, say_skipped, with_line_feeds
-from crosslayer.corpus.pieces import next_word
 from crosslayer.corpus.rows import PROMPT, Example, example_of
+from crosslayer.corpus.windows import next_word
 from crosslayer.training.recipe_file import Part, WrongKey
 from crosslayer.training.shards import Shards, fingerprint, tokenise
 

@@ -9,8 +9,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from crosslayer.cache.eviction import BLOCK, Amount, Eviction, parse_eviction
 from crosslayer.cache.kv_cache import held_bytes
-from crosslayer.cache.plans import sharing_groups
-from crosslayer.cache.running import smaller_cache
+from crosslayer.cache.running import sharing_groups, smaller_cache
 from crosslayer.core.transformers_versions import CACHE
 from crosslayer.testing.tiny import TOLERANCE, build, config_of, tokens
 from tests.cache.naive import Naive, capacity, share

@@ -14,9 +14,8 @@ from crosslayer.cache import attention, quantized
 from crosslayer.cache.columns import ColumnLayer
 from crosslayer.cache.kv_cache import held_bytes
 from crosslayer.cache.offsets import key_offsets
-from crosslayer.cache.plans import stored_kinds
 from crosslayer.cache.quantizers import RANGE, pack, quantizer_of, rotation, unpack
-from crosslayer.cache.running import quantized_cache, smaller_cache
+from crosslayer.cache.running import quantized_cache, smaller_cache, stored_kinds
 from crosslayer.core.transformers_versions import CACHE, EMPTY_LAYER
 from crosslayer.probe.intercept import intercepted
 from crosslayer.testing.tiny import TOLERANCE, build, config_of, tokens

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from crosslayer.corpus.documents import TextSource, load_documents
-from crosslayer.corpus.domains import EMBEDDED, FITTED, embedded_domains, shared_out, split_domains
-from crosslayer.judge.texts import Texts
+from crosslayer.corpus.domains import EMBEDDED, FITTED, Texts, embedded_domains, shared_out, split_domains
 from tests.helpers.text import tokenizer, words
 
 ROOT = Path(__file__).parents[2]

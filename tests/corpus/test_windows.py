@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from crosslayer.corpus.documents import TextSource
-from crosslayer.corpus.pieces import special_tokens
-from crosslayer.corpus.windows import JOINED, open_text, packed, text_name
+from crosslayer.corpus.windows import JOINED, open_text, packed, special_tokens, text_name
 from tests.helpers.text import WORDS, tokenizer, words
 
 

@@ -17,8 +17,7 @@ import numpy as np
 from crosslayer.output.record import read_record
 from crosslayer.output.result import load_as
 from crosslayer.training.record import Layers, Snapshot, mean_of_known
-from crosslayer.verbs.compare.budget import read_state
-from crosslayer.verbs.compare.grid import HEADS, variant_of
+from crosslayer.verbs.compare.grid import HEADS, read_state, variant_of
 from crosslayer.verbs.compare.result import MISSING, Budget, ComparedRun, Configuration, SnapshotMeans, Trace, Variant
 from crosslayer.verbs.train.result import TrainingRun
 

@@ -17,10 +17,20 @@ from crosslayer.output.folder import check_target, held, write_whole
 from crosslayer.output.progress import Silent, metered_by, prefixed, progress
 from crosslayer.training.recipe import Recipe, load_recipe
 from crosslayer.training.trainer import TrainingStopped
-from crosslayer.verbs.compare.budget import SHORT, STATE, State, Stopped, measured, read_budget, read_state
-from crosslayer.verbs.compare.grid import Cell, Grid, pick_baseline, read_grid
-from crosslayer.verbs.compare.laws import laws
-from crosslayer.verbs.compare.outcomes import outcomes
+from crosslayer.verbs.compare.grid import (
+    SHORT,
+    STATE,
+    Cell,
+    Grid,
+    State,
+    Stopped,
+    measured,
+    pick_baseline,
+    read_budget,
+    read_grid,
+    read_state,
+)
+from crosslayer.verbs.compare.outcomes import laws, outcomes
 from crosslayer.verbs.compare.read import (
     RECORD,
     RUNS,

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from crosslayer.corpus.pieces import special_tokens
-from crosslayer.corpus.windows import Text, Windows, open_text, packed, text_name
+from crosslayer.corpus.windows import Text, Windows, open_text, packed, special_tokens, text_name
 from crosslayer.models.load import model_facts, public_name, ready_model
 from crosslayer.output.progress import progress
 from crosslayer.probe.intercept import check_ids, check_length, layer_stack

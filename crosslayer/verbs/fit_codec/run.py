@@ -15,7 +15,7 @@ from crosslayer.codec.fit import BASIS, Calibration, calibrate, fit_chain_at, we
 from crosslayer.codec.format import HASH, HEAD, model_print, tokenizer_print
 from crosslayer.codec.judge import coded, exact, judge, numbers_found, rounded, stored
 from crosslayer.codec.states import LayerShape, read_shapes
-from crosslayer.corpus.domains import shared_out, split_domains
+from crosslayer.corpus.domains import DomainTexts, Texts, shared_out, split_domains
 from crosslayer.corpus.windows import Windows
 from crosslayer.extras import check_extra
 from crosslayer.judge.clock import announce, prefill
@@ -24,7 +24,6 @@ from crosslayer.judge.report import JudgedModel, Row
 from crosslayer.judge.retrieval import DEPTHS, hidden_samples
 from crosslayer.judge.rows import bytes_row, damage_rows, retrieval_row, time_row
 from crosslayer.judge.tasks.harness import read_tasks, task_names
-from crosslayer.judge.texts import DomainTexts, Texts
 from crosslayer.machine import seconds
 from crosslayer.models.load import model_facts, public_name, ready_model
 from crosslayer.output.progress import progress

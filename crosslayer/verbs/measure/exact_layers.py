@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from transformers import PreTrainedModel
 
-from crosslayer.cache.plans import checked_plan, stored_kinds
+from crosslayer.cache.running import checked_plan, stored_kinds
 from crosslayer.judge.candidate import BITS, Candidate, candidate_of
 from crosslayer.judge.judge import Judge
 from crosslayer.judge.report import Row

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from crosslayer.corpus.domains import shared_out, split_domains
+from crosslayer.corpus.domains import DomainTexts, Texts, shared_out, split_domains
 from crosslayer.environment import quiet_transformers
 from crosslayer.judge.candidate import Candidate, read_candidates
 from crosslayer.judge.clock import Load, announce, random_ids
@@ -18,7 +18,6 @@ from crosslayer.judge.report import JudgedModel, Row
 from crosslayer.judge.retrieval import DEPTHS, NEW_TOKENS, hidden_samples
 from crosslayer.judge.rows import cache_rows, kl_rows, retrieval_row, time_rows
 from crosslayer.judge.tasks.harness import Tasks, read_tasks, task_names
-from crosslayer.judge.texts import DomainTexts, Texts
 from crosslayer.models.load import model_facts, public_name, ready_model
 from crosslayer.models.pair import causal_config
 from crosslayer.output.progress import progress

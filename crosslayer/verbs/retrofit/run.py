@@ -12,12 +12,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from crosslayer.core.decoder.convert import to_config
 from crosslayer.core.methods import Entry, to_entry
-from crosslayer.corpus.domains import window_ranges
+from crosslayer.corpus.domains import DomainTexts, window_ranges
 from crosslayer.judge.candidate import Candidate
 from crosslayer.judge.clock import Load, announce
 from crosslayer.judge.damage import by_domain
 from crosslayer.judge.retrieval import DEPTHS, LENGTHS, LONG_LENGTHS, QUICK_LENGTHS, SAMPLES
-from crosslayer.judge.texts import DomainTexts
 from crosslayer.models.load import load_config, public_name, ready_model, stored_dtype
 from crosslayer.output.progress import progress
 from crosslayer.probe.intercept import check_ids, evaluating, positions

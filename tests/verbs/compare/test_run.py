@@ -13,8 +13,7 @@ import crosslayer
 from crosslayer.output.progress import metered_by
 from crosslayer.training.trainer import TrainingStopped
 from crosslayer.verbs.compare import run as module
-from crosslayer.verbs.compare.budget import measured, read_budget, whole_steps
-from crosslayer.verbs.compare.grid import read_grid, read_methods
+from crosslayer.verbs.compare.grid import measured, read_budget, read_grid, read_methods, whole_steps
 from crosslayer.verbs.compare.result import Comparison
 from crosslayer.verbs.compare.sentences import sentences
 from tests.cli.test_bad_input import type_in

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from crosslayer.stats.estimate import Estimate
-from crosslayer.verbs.compare.laws import PowerLaw, fit_power_law, relative_cost
+from crosslayer.verbs.compare.outcomes import PowerLaw, fit_power_law, relative_cost
 
 SIZES = [2e6, 10e6, 82e6, 180e6, 468e6]
 

@@ -13,9 +13,9 @@ from crosslayer.core.methods import load_method
 from crosslayer.core.methods.cla import CLA
 from crosslayer.core.plan import DepthPlan
 from crosslayer.corpus.documents import TextSource
+from crosslayer.corpus.domains import Texts
 from crosslayer.judge import retrieval
 from crosslayer.judge.retrieval import measure_retrieval
-from crosslayer.judge.texts import Texts
 from crosslayer.models.load import ready_model
 from crosslayer.output.manifest import check_files
 from crosslayer.verbs.retrofit import run as job

@@ -255,19 +255,16 @@ class CrossLayerAttention(nn.Module):
 
 @functools.lru_cache(8)  # every layer of a model asks
 def find_map_sources(plan: DepthPlan) -> tuple[int | None, ...]:
-    """Return the layer whose softmax map each layer uses, (L,); None: its own."""
-    return tuple(map_source(plan, layer) for layer in range(plan.layers))
-
-
-def map_source(plan: DepthPlan, layer: int) -> int | None:
-    """Return the layer whose softmax map a layer uses, since it reads both its queries and its keys; None: its own."""
-    source = plan.keys[layer]
-    if not isinstance(source, int) or source == layer or plan.queries[layer] != source:
-        return None
-    for each in (layer, source):
-        if isinstance(plan.values[each], tuple) or plan.involves_choice(each):
-            return None
-    return source
+    """Return the layer whose softmax map each layer uses (it reads its queries and keys), (L,); None: its own."""
+    sources: list[int | None] = []
+    for layer, source in enumerate(plan.keys):
+        found = None
+        if isinstance(source, int) and source != layer and plan.queries[layer] == source:
+            both = (layer, source)
+            special = any(isinstance(plan.values[each], tuple) or plan.involves_choice(each) for each in both)
+            found = None if special else source
+        sources.append(found)
+    return tuple(sources)
 
 
 def _rotate(states: States, rotary: tuple[Tensor, Tensor]) -> States:

@@ -84,12 +84,6 @@ def fit_cache(config: CrossLayerConfig, cache: Cache, empty: Collection[int]) ->
             cache.layers[layer] = EMPTY_LAYER()
 
 
-def check_paged(config: CrossLayerConfig) -> None:
-    """Refuse continuous batching, which stores keys and values by page, where a model needs something else."""
-    if config.plan.beyond_sharing:
-        raise ValueError(f"{config.plan.beyond_sharing}, for which continuous batching is not defined")
-
-
 def check_quantized(config: CrossLayerConfig) -> None:
     """Refuse a quantized cache, before it is built, if layers do not store both keys and values.
 

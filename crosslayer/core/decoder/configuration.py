@@ -156,11 +156,6 @@ class CrossLayerConfig(LlamaConfig):
     def base_model_tp_plan(self, plan: dict[str, str]) -> None:
         """Ignore assignments: transformers before 5.21 would add the embedding, which is included already."""
 
-    @property
-    def has_post_norms(self) -> bool:
-        """Whether each sublayer's update is normed."""
-        return self.components.post_norms
-
     def returns_router_logits(self, requested: bool | None) -> bool:
         """Return whether routers' logits are returned: as `requested`, by default as the config says.
 

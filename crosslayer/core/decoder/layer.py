@@ -38,7 +38,7 @@ class CrossLayerDecoderLayer(GradientCheckpointingLayer):
 
             self.linear_attn = LinearAttention(config, layer_idx)
         self.mlp = _mlp(config) if has_mlp else None
-        self.post_norms, self.is_sparse = config.has_post_norms, config.num_local_experts is not None
+        self.post_norms, self.is_sparse = config.components.post_norms, config.num_local_experts is not None
         width = config.hidden_size
         self.post_attention_layernorm = norm(config, width) if (has_attention if self.post_norms else has_mlp) else None
         self.pre_feedforward_layernorm = norm(config, width) if self.post_norms and has_mlp else None

@@ -6,7 +6,9 @@ through the cache.
 Shapes: B batch, T new tokens, C hidden, V vocabulary.
 """
 
-from collections.abc import Mapping, Sequence
+import difflib
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -22,12 +24,11 @@ from transformers.masking_utils import (
 )
 from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
-from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
+from transformers.utils.generic import TransformersKwargs, can_return_tuple, merge_with_config_defaults
 
-from crosslayer.core.decoder.caches import check_paged, check_quantized, fit_cache, without_empty_layers
+from crosslayer.core.decoder.caches import check_quantized, fit_cache, without_empty_layers
 from crosslayer.core.decoder.configuration import CrossLayerConfig
 from crosslayer.core.decoder.families import Tables, norm, rotary, rotary_tables
-from crosslayer.core.decoder.keywords import LEAKED, LOSS, check_keywords
 from crosslayer.core.decoder.layer import ROUTERS, CrossLayerDecoderLayer
 from crosslayer.core.decoder.packed import recurrent_mask
 from crosslayer.core.method import TOKENS, Carry, Mixing
@@ -41,6 +42,13 @@ MASKS = {
     "linear_attention": recurrent_mask,
 }
 AT_ONCE = 2048  # tokens whose logits are in memory at a time if they are not returned
+LOSS = ("num_items_in_batch", "ignore_index", "shift_labels", "skip_logits")  # options of the loss
+LEAKED = ("tokenizer", "assistant_tokenizer")  # arguments of `generate`, which passes them on to `forward`
+# arguments that layers pass on to the attention function: transformers' own, continuous batching's and vLLM's
+PASSED_ON = frozenset(
+    [*TransformersKwargs.__annotations__, "attention_instances", "read_index", "write_index", "block_table",
+     "logits_indices", "logits_processor_args"]
+)  # fmt: skip
 
 
 class CrossLayerPreTrainedModel(NewPreTrainedModel):
@@ -161,7 +169,8 @@ class CrossLayerModel(CrossLayerPreTrainedModel):
         stream: Tensor = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         check_flex(self.config._attn_implementation, stream.device)
         if cache is not None and not isinstance(cache, Cache):  # of continuous batching
-            check_paged(self.config)
+            if self.config.plan.beyond_sharing:
+                raise ValueError(f"{self.config.plan.beyond_sharing}, for which continuous batching is not defined")
             cache, kwargs["paged_cache"] = None, cache
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config)
@@ -370,3 +379,18 @@ def _filled(reads: list[Tensor | None], final: Tensor) -> list[Tensor]:
         following = following if read is None else read
         filled.append(following)
     return filled[::-1]
+
+
+def check_keywords(forward: Callable[..., Any], names: Iterable[str]) -> None:
+    """Refuse unknown keyword arguments.
+
+    Raises:
+        TypeError: a name is unknown; the message suggests the closest known one.
+    """
+    for name in names:
+        if name in PASSED_ON:
+            continue
+        named = [key for key in inspect.signature(forward).parameters if key not in ("self", "kwargs")]
+        close = difflib.get_close_matches(name, [*named, *LOSS, *sorted(PASSED_ON)], 1)
+        hint = f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(named)}"
+        raise TypeError(f"{forward.__qualname__}() has no argument {name!r}; {hint}")

@@ -105,7 +105,7 @@ def why_no_refit(model: CrossLayerForCausalLM) -> str | None:
     """Return why W_o cannot be refitted in a model; None if it can."""
     if not any(is_reader(block) for block in layers_of(model)):
         return "no layer attends to another layer's states, so there is no W_o to refit; use layerwise"
-    if model.config.has_post_norms:
+    if model.config.components.post_norms:
         return POST_NORM_ERROR
     others = sorted(set(model.config.wiring.compensation) - {None, "attention"})  # pyright: ignore[reportArgumentType]
     if others:
@@ -174,7 +174,7 @@ def _check(model: CrossLayerForCausalLM, domains: list[Tensor], fit: str, groups
         raise ValueError("no layer has a W_c to fit; give the method compensation='attention'")
     if fit in REFITS and (reason := why_no_refit(model)) is not None:
         raise ValueError(reason)
-    if model.config.has_post_norms and {*ON_HEADS} & {*wiring.compensation}:
+    if model.config.components.post_norms and {*ON_HEADS} & {*wiring.compensation}:
         raise ValueError(
             "this model norms attention's output before the residual, so W_c cannot write before W_o; use "
             "target 'attention'"

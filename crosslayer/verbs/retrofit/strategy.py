@@ -49,7 +49,7 @@ class Strategy(ABC):
 
     def __init__(self, options: RetrofitOptions, named: Sequence[Named], config: CrossLayerConfig | None = None):
         self.options, self.named, self.config = options, named, config
-        self.post_norms = config is not None and config.has_post_norms  # so W_o is not refitted
+        self.post_norms = config is not None and config.components.post_norms  # so W_o is not refitted
         self.wired = config is not None and bool(config.methods)  # the model has methods already
         self.asked = read_compensation(options.compensation)
         self.fit = self.asked.name or self._default_fit()

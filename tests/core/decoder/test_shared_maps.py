@@ -105,4 +105,4 @@ def test_dropout_differs_from_layer_to_layer(maps):
 @pytest.mark.parametrize("case", ["cla", "cross_attention", "shared_choice", "yoco", "resformer"])
 def test_other_ways_to_share_share_no_map(case):
     plan = config_of(CASES[case][0]).plan
-    assert not any(attention.map_source(plan, layer) for layer in range(plan.layers))
+    assert not any(attention.find_map_sources(plan))

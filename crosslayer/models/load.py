@@ -45,9 +45,6 @@ MISSED = re.compile(r"(^|\.)pooler\.")  # what may be missing: no measure of our
 LEFT_OVER = re.compile(
     r"(^|\.)pooler\.|rotary_emb\.inv_freq$|(^|\.)position_ids$|\.attn\.(attention\.)?(masked_)?bias$|\.attn\.causal_mask$"
 )
-
-
-#
 CARD = "README.md"
 COPIED = ("license", "license_name", "license_link", "language")
 
@@ -313,7 +310,6 @@ def one_line_errors(name: str):
         raise ValueError(f"{name!r} cannot be loaded: {_reason(error)}") from error
 
 
-#
 @contextmanager
 def replaced(weights: Mapping[nn.Parameter, Tensor]) -> Iterator[None]:
     """Give weights other data inside the block, which may be of another dtype."""

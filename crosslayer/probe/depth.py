@@ -29,9 +29,6 @@ from crosslayer.probe.stream import LayerStream, streams
 TOKENS = 64  # of a sequence, evenly spaced: more would change a mean little
 OWN = 1e-5  # smallest part of each source that earlier ones do not explain
 LOST = 1e-3  # largest part of what is read that no source explains, 1 − the ratio of norms
-
-
-#
 SUBLAYERS = ("attention", "mlp")
 
 

@@ -296,7 +296,6 @@ def visited(model: PreTrainedModel, see: Callable[[AttentionCall], None]) -> Ite
         )
 
 
-#
 def position_embedding(model: PreTrainedModel) -> tuple[str, nn.Embedding] | None:
     """Return name and module of the text model's learned position table, known by its name (BERT, GPT-2, OPT)."""
     for name, module in text_model(model).named_modules():

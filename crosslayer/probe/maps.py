@@ -25,9 +25,6 @@ BLOCKED = -1e30  # finite, so that a row without any allowed key gives no NaN
 BUFFER_ELEMENTS = 8_000_000  # 32 MB in float32: large enough for full-speed products, small beside a forward pass
 
 
-#
-
-
 @dataclass(frozen=True)
 class MapSums:
     """What the measures need of the maps of a sequence, for the L visited layers.
@@ -224,7 +221,6 @@ def _inner_products(rows: Tensor) -> Tensor:
     return torch.bmm(by_row, by_row.transpose(1, 2)).double().sum(dim=0)
 
 
-#
 def has_entries(call: AttentionCall) -> bool:
     """Return whether a call without a cache has more keys than tokens."""
     return call.key.shape[2] > call.query.shape[2]

@@ -12,9 +12,6 @@ from crosslayer.probe.intercept import AttentionCall, stored_shares
 from crosslayer.probe.maps import is_causal
 
 ENTRIES = "with further keys"  # in the words for a mask
-
-
-#
 PAPER_SIZE = 4  # layers in one of the paper's superblocks
 
 

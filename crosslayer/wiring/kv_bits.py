@@ -20,9 +20,6 @@ RECENT = 64  # latest tokens that stay exact below 8 bits
 GROUP = 64  # channels of a head that have a scale and a smallest value, in float16
 SCALES = 4  # bytes of both
 EXAMPLE = "as 4, fp8, or 8@0-11,4@12-29 (by layer)"
-
-
-#
 REFERENCE_DTYPE = "bfloat16"  # in which a plan counts the 16-bit cache
 BLOCK = 16  # tokens for which a cache that rounds allocates memory at a time
 

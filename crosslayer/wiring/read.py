@@ -93,7 +93,6 @@ def _count_parameters(config: Any) -> int | None:
         return None
 
 
-#
 def share(plan: ModelPlan, entries: Sequence[Any]) -> tuple[Sharing, ...]:
     """Return the plan of a model with each method, by its name (a typical instance), as JSON or as a `Method`.
 

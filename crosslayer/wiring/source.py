@@ -33,9 +33,6 @@ STDIN = "-"
 LARGEST = 2**26  # bytes of a config.json
 INDEX = "model.safetensors.index.json"
 ALTERNATIVES = f"use a hub name, a folder, a config.json, a .gguf file, - for standard input, or {', '.join(EMBEDDED)}"
-
-
-#
 LATENT_SIZES = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "layer_types")
 NAMES = {name: name for name in SIZES} | {  # all names that classes have for them

@@ -11,9 +11,7 @@ from typing import Any, NamedTuple
 from crosslayer.wiring import kv_bits
 
 FLOAT32 = 4  # bytes per element
-
-
-#
+# names of fields, of which the first that is set counts
 SHORT_CONVOLUTION = "conv_L_cache"
 GROUPS = ("mamba_n_groups", "mamba_ngroups", "n_groups")  # Mamba 2 has groups, Mamba has none
 HEADS = ("mamba_n_heads", "n_mamba_heads", "mamba_num_heads", "num_heads")
@@ -126,7 +124,6 @@ class LayerStates:
         return indexed * self.index * (FLOAT32 if self.index_float32 else sizes.model)
 
 
-#
 def field(config: Any, *names: str, default: Any = None) -> Any:
     """Return the value of the first of the fields `names` that is set in a config, otherwise `default`."""
     values = (getattr(config, name, None) for name in names)

@@ -12,7 +12,6 @@ Shapes: B batch, T new tokens, C hidden, E experts.
 """
 
 import math
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 from transformers import Cache
@@ -25,18 +24,15 @@ from transformers.models.mixtral.modeling_mixtral import (
     load_balancing_loss_func,
 )
 
+from crosslayer.core.decoder.configuration import CrossLayerConfig
 from crosslayer.core.decoder.packed import Documents, by_document
 from crosslayer.core.method import Mixing
-
-#
-if TYPE_CHECKING:
-    from crosslayer.core.decoder.configuration import CrossLayerConfig
 
 
 class ForgetGate(KimiLinearForgetGate, Mixing):
     """Kimi Linear's decays."""
 
-    def __init__(self, config: "CrossLayerConfig"):
+    def __init__(self, config: CrossLayerConfig):
         super().__init__(config)  # type: ignore[arg-type]
 
     def reset(self) -> None:
@@ -50,7 +46,7 @@ class ForgetGate(KimiLinearForgetGate, Mixing):
 class LinearAttention(KimiLinearDeltaAttention):
     """Kimi Linear's block with its weight names; it computes in float32 for any dtype."""
 
-    def __init__(self, config: "CrossLayerConfig", layer_idx: int):
+    def __init__(self, config: CrossLayerConfig, layer_idx: int):
         super().__init__(config, layer_idx)  # type: ignore[arg-type]
         self.forget_gate = ForgetGate(config)
 
@@ -61,11 +57,6 @@ class LinearAttention(KimiLinearDeltaAttention):
         if isinstance(attention_mask, Documents):
             return by_document(super().forward, hidden_states, attention_mask)
         return super().forward(hidden_states, cache, attention_mask)
-
-
-#
-if TYPE_CHECKING:
-    from crosslayer.core.decoder.configuration import CrossLayerConfig
 
 
 class _Normal(Mixing):
@@ -89,7 +80,7 @@ class Experts(MixtralExperts, _Normal):  # type: ignore[misc]
 class SparseMLP(MixtralSparseMoeBlock):
     """Mixtral's block with its weight names, which also returns the router's logits."""
 
-    def __init__(self, config: "CrossLayerConfig"):
+    def __init__(self, config: CrossLayerConfig):
         super().__init__(config)  # type: ignore[arg-type]
         self.gate, self.experts = Router(config), Experts(config)  # type: ignore[arg-type]
         self.gate.std = self.experts.std = config.initializer_range
@@ -101,7 +92,7 @@ class SparseMLP(MixtralSparseMoeBlock):
         return self.experts(rows, chosen, weights).view_as(hidden_states), logits
 
 
-def balance_loss(config: "CrossLayerConfig", logits: tuple[Tensor, ...], mask: Tensor | None) -> Tensor:
+def balance_loss(config: CrossLayerConfig, logits: tuple[Tensor, ...], mask: Tensor | None) -> Tensor:
     """Return Mixtral's loss for balanced use of experts (Switch Transformer, eq. 4-6).
 
     `logits` are the routers', (B·T, E) each; `mask` (B, T) excludes padding.

@@ -24,7 +24,6 @@ from crosslayer.core.methods import mixes, to_entry
 from crosslayer.core.plan import DepthPlan
 from crosslayer.core.transformers_versions import attention_that_caps
 
-#
 SHARED = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "hidden_act", "max_position_embeddings", "initializer_range", "rms_norm_eps", "use_cache", "pad_token_id",

@@ -237,6 +237,3 @@ def _add_weighted(result: Tensor, tensors: Sequence[Tensor], weights: Sequence[T
     """Add Σ_i w_i v_i to the result (T, C), for v_i (T, C) and w_i (T,)."""
     for values, row in zip(tensors, weights, strict=True):
         result.addcmul_(values, row.unsqueeze(1))
-
-
-#

@@ -20,7 +20,6 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, Lla
 
 from crosslayer.core.method import Config
 
-#
 PLAIN_MLP = {"layers.*.mlp.up_proj": "colwise", "layers.*.mlp.down_proj": "rowwise"}
 GATED_MLP = {"layers.*.mlp.gate_proj": "colwise", **PLAIN_MLP}
 Tables = tuple[Tensor, Tensor]  # cos and sin, (1 or B, T, D) each

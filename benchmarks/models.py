@@ -33,7 +33,7 @@ from crosslayer.judge.damage import Losses
 from crosslayer.judge.judge import Judge
 from crosslayer.judge.retrieval import hidden_samples
 from crosslayer.verbs.intervene.kinds import waiver
-from crosslayer.verbs.retrofit.calibrate import calibrate
+from crosslayer.verbs.retrofit.convert import calibrate
 
 RESULTS = Path(__file__).parent / "results" / "models.json"
 UNSEEN = ("science", "speeches", "code")

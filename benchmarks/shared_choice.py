@@ -25,8 +25,8 @@ from crosslayer import load_model
 from crosslayer.cache.running import CacheOptions
 from crosslayer.core.decoder.convert import plain_decoder
 from crosslayer.environment import environment
+from crosslayer.verbs.retrofit.choosers import affordable, evenly, groups_of
 from crosslayer.verbs.retrofit.convert import convert
-from crosslayer.verbs.retrofit.kinds import affordable, evenly, groups_of
 
 EVICTIONS = ("streaming", "h2o")
 

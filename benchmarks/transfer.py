@@ -31,7 +31,7 @@ from crosslayer.corpus.domains import FITTED, embedded_domains, split_domains
 from crosslayer.corpus.windows import Windows
 from crosslayer.environment import environment
 from crosslayer.judge.damage import Losses, compare, damage, difference
-from crosslayer.verbs.retrofit.calibrate import calibrate
+from crosslayer.verbs.retrofit.convert import calibrate
 
 RESULTS = Path(__file__).parent / "results" / "transfer.json"
 FOURS = "18-21,22-25,26-29"

@@ -18,8 +18,8 @@ from crosslayer.models.load import load_model as load_model
 from crosslayer.probe.what_if import what_if as what_if
 from crosslayer.results import load_result as load_result
 from crosslayer.verbs.bench.result import Benchmark as Benchmark
+from crosslayer.verbs.bench.result import ServingBenchmark as ServingBenchmark
 from crosslayer.verbs.bench.run import bench as bench
-from crosslayer.verbs.bench.serving_result import ServingBenchmark as ServingBenchmark
 from crosslayer.verbs.compare.result import Comparison as Comparison
 from crosslayer.verbs.compare.run import compare as compare
 from crosslayer.verbs.diagnose.result import Diagnosis as Diagnosis

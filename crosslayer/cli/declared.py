@@ -90,7 +90,7 @@ class Verb:
     @property
     def is_saved(self) -> bool:
         """Whether it returns a result that the call itself does not save."""
-        has_result = (PACKAGE / "verbs" / self.name / "page.py").is_file()
+        has_result = (PACKAGE / "verbs" / self.name / "result.py").is_file()
         return has_result and all(option.name != "out" for option in self.call.parameters)
 
     @property

@@ -42,7 +42,7 @@ def interventions(
     """
     from crosslayer.core.options import parse_layers
     from crosslayer.verbs.intervene.kinds import load_intervention
-    from crosslayer.verbs.intervene.trials import DEEPEST
+    from crosslayer.verbs.intervene.run import DEEPEST
 
     chosen = None if layers is None else [layer for group in parse_layers(layers, DEEPEST) for layer in group]
     typed = waiver, forbid, scale_values, position_swap, token_swap, ablate

@@ -53,6 +53,11 @@ class Row(Frozen):
         digits = 4 if size >= 1e-3 or size < 1e-7 else 1 - math.floor(math.log10(size))  # 2 that are not 0
         return self.change.text(digits, signed=bool(self.original))
 
+    def count(self, share: float | None) -> str:
+        """Return a share of the hidden numbers as a count: 38 of 40."""
+        assert share is not None and self.change is not None
+        return f"{round(share * self.change.n)} of {self.change.n}"
+
     def text(self, value: float | None) -> str:
         """Return a value of this quantity: 7.50 MiB, 52.3 ms, 41.25%."""
         if value is None:
@@ -73,6 +78,12 @@ class JudgedModel(Frozen):
     failed: str | None = Field(default=None, description="why it could not be measured")
     details: dict[str, Detail] = Field(default={}, description="bytes of its parameters, requests that it answered …")
 
+    @property
+    def place(self) -> str:
+        """How it ran, of a model that could be loaded: float32 on cpu."""
+        assert self.model is not None
+        return f"{self.model.dtype} on {self.model.device}"
+
 
 class Report(Result):
     """Rows of candidates; a verb adds its settings, and what its own figures show."""
@@ -91,6 +102,11 @@ class Report(Result):
     def models(self) -> tuple[JudgedModel, ...]:
         """The candidates and, last, the original if there is one."""
         return self.candidates if self.original is None else (*self.candidates, self.original)
+
+    def title(self, what: str) -> str:
+        """Return the title of a page: what was done, with which candidate, against which original."""
+        against = "" if self.original is None else f" against {self.original.name}"
+        return f"{what} of {self.candidates[0].name}{against}"
 
     def row(self, candidate: str, quantity: str, scope: str = "all") -> Row | None:
         """Return the row of a quantity; None if it was not measured."""

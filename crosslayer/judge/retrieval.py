@@ -184,6 +184,11 @@ def retrieval_sentence(model: Sequence[Retrieval], original: Sequence[Retrieval]
     )
 
 
+def retrieved_of(results: Sequence[Retrieval]) -> str:
+    """Return how many numbers were retrieved, over all lengths: 38 of 40."""
+    return f"{count_retrieved(results)} of {sum(len(result.found) for result in results)}"
+
+
 def count_retrieved(results: Sequence[Retrieval]) -> int:
     """Return how many numbers were retrieved, over all lengths."""
     return sum(sum(result.found) for result in results)

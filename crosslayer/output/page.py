@@ -31,10 +31,10 @@ class Page:
 
     title: str
     subtitle: str
-    cards: Sequence[tuple[str, str, str]]  # title, figure, note
-    sentences: Sequence[str]
-    panels: list[Panel]
-    tables: Sequence[Table]
+    cards: Sequence[tuple[str, str, str]] = ()  # title, figure, note
+    sentences: Sequence[str] = ()
+    panels: Sequence[Panel] = ()
+    tables: Sequence[Table] = ()
     lead: Sequence[Table] = ()
     following: str | None = None  # the next command
 
@@ -68,7 +68,7 @@ def _templates() -> jinja2.Environment:
     return templates
 
 
-def save_page(folder: Path, text: str, record: dict[str, Any], panels: list[Panel]) -> None:
+def save_page(folder: Path, text: str, record: dict[str, Any], panels: Sequence[Panel]) -> None:
     """Write report.html, record.json and an SVG for each figure into a folder."""
     (folder / "report.html").write_text(text, encoding="utf-8")
     (folder / "record.json").write_text(dumps(record), encoding="utf-8")

@@ -13,7 +13,7 @@ from crosslayer.probe.what_if import what_if
 from crosslayer.stats.bootstrap import Bootstrap
 from crosslayer.stats.estimate import Estimate
 from crosslayer.verbs.retrofit.convert import convert
-from crosslayer.verbs.retrofit.sentences import gain_sentence, sampling
+from crosslayer.verbs.retrofit.page import gain_sentence, sampling
 from tests.helpers.daily import daily
 from tests.helpers.text import tokenizer, words
 from tests.helpers.tiny import tiny

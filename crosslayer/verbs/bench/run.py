@@ -1,4 +1,4 @@
-"""Compares the KV cache, latency and memory of a candidate with those of a baseline.
+"""Compares the KV cache, latency and memory of a candidate with those of a baseline; in vLLM, the throughput.
 
 Candidate and baseline run alternately, so that a pair of runs sees the same machine load. A ratio is the median of
 candidate / baseline over pairs, with an interval whose ends are pairs too.
@@ -7,6 +7,7 @@ candidate / baseline over pairs, with an interval whose ends are pairs too.
 import itertools
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -14,21 +15,32 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from crosslayer.cache.running import CacheOptions
+from crosslayer.core.decoder import CrossLayerConfig
 from crosslayer.environment import quiet_transformers
 from crosslayer.judge.candidate import Candidate
 from crosslayer.judge.clock import TIMES, Load, attention_of, random_ids, read_plans, softmax_share, too_large
 from crosslayer.judge.judge import Judge
 from crosslayer.judge.report import Detail, JudgedModel, Row
-from crosslayer.judge.rows import bytes_row, cache_rows, time_rows
+from crosslayer.judge.rows import bytes_row, cache_rows, count_ratio, time_rows
 from crosslayer.models.load import model_facts
 from crosslayer.models.pair import Named, pair
 from crosslayer.output.progress import progress
-from crosslayer.verbs.bench.result import Benchmark, BenchSettings
-from crosslayer.verbs.bench.serving import bench_vllm
-from crosslayer.verbs.bench.serving_result import ServingBenchmark, ServingSettings
-from crosslayer.verbs.serve.engine import memory_bytes
+from crosslayer.stats.times import compare_times
+from crosslayer.verbs.bench.result import Benchmark, BenchSettings, ServingBenchmark, ServingSettings
+from crosslayer.verbs.serve.caches import not_saved
+from crosslayer.verbs.serve.engine import (
+    GIB,
+    Served,
+    check_engine,
+    memory_bytes,
+    servable,
+    starting,
+    vllm_environment,
+)
 from crosslayer.wiring.kv_bits import REFERENCE_DTYPE
 
+ROLES = ("candidate", "baseline")
+GPU_SHARE = 0.45  # fraction of GPU memory for each of the two engines of vLLM
 LEARNED = 8  # a table of learned positions may have up to this many rows more than positions
 
 
@@ -97,19 +109,18 @@ def bench(
         rows, skipped = measure_loads(Judge(original, catches=False), judged, settings)
     if not rows:
         raise ValueError(f"nothing was measured: {skipped[0]}")
+    described = []
+    for name, loaded in ((judged.name, candidate), (sources[1].name, original)):
+        size = sum(parameter.numel() * parameter.element_size() for parameter in loaded.parameters())
+        described.append(JudgedModel(name=name, model=model_facts(loaded, name), details={"bytes": size}))
     return Benchmark(
-        original=_described(sources[1].name, original),
-        candidates=(_described(judged.name, candidate),),
+        original=described[1],
+        candidates=(described[0],),
         settings=settings,
         rows=tuple(rows),
         skipped=tuple(skipped),
         seconds=time.perf_counter() - started,
     )
-
-
-def _described(name: str, model: PreTrainedModel) -> JudgedModel:
-    size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    return JudgedModel(name=name, model=model_facts(model, name), details={"bytes": size})
 
 
 def check_positions(models: Sequence[PreTrainedModel], settings: BenchSettings) -> None:
@@ -182,3 +193,102 @@ def _reads(models: Sequence[PreTrainedModel], load: Load, facts: dict[str, Any])
     own, original = (plan.read_bytes for plan in plans)
     details: dict[str, Detail] = {"stored": as_stored[0].read_bytes, "original_stored": as_stored[1].read_bytes}
     return [bytes_row("reads of a step", own, original, details=details, **facts)]
+
+
+def bench_vllm(candidate: Any, baseline: Any, settings: ServingSettings) -> ServingBenchmark:
+    """Measure cache capacity in tokens and throughput of two models, in two engines that run alternately."""
+    longest = max(settings.contexts) + settings.new_tokens
+    started = time.perf_counter()
+    with ExitStack() as stack:
+        stack.enter_context(vllm_environment())
+        check_engine()
+        import vllm  # type: ignore[import-not-found]
+
+        served: dict[str, Served] = {}
+        memory = settings.kv_bytes / GIB
+        for role, model in zip(ROLES, (candidate, baseline), strict=True):
+            served[role] = servable(str(model), kv_memory=memory, length=longest, dtype=settings.dtype)
+        engines: dict[str, Any] = {}
+        for role in ROLES:
+            engines[role] = _started(served[role], settings, longest, stack)
+        rows = _throughput(engines, served, settings)
+        models = {role: _served_model(served[role], engines[role]) for role in ROLES}
+    held = [int(models[role].details["kv_tokens"]) for role in ROLES]
+    facts: dict[str, Any] = {"candidate": models["candidate"].name, "better": "higher"}
+    capacity = Row(
+        quantity="KV cache capacity", unit="tokens", value=held[0], original=held[1], change=count_ratio(*held), **facts
+    )
+    return ServingBenchmark(
+        original=models["baseline"],
+        candidates=(models["candidate"],),
+        rows=(capacity, *rows),
+        settings=settings,
+        engine=f"vLLM {vllm.__version__}",
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _started(served: Served, settings: ServingSettings, longest: int, stack: ExitStack) -> Any:
+    """Start an engine with a model; it shuts down when the stack closes."""
+    from vllm import LLM  # type: ignore[import-not-found]
+
+    with starting(served):
+        engine = LLM(
+            served.source,
+            dtype=settings.dtype or "auto",
+            max_model_len=longest,
+            max_num_seqs=max(settings.requests),
+            kv_cache_memory_bytes=settings.kv_bytes,
+            gpu_memory_utilization=GPU_SHARE,
+            enable_prefix_caching=False,
+            skip_tokenizer_init=True,
+            seed=settings.seed,
+        )
+    stack.callback(engine.llm_engine.engine_core.shutdown)
+    return engine
+
+
+def _throughput(engines: dict[str, Any], served: dict[str, Served], settings: ServingSettings) -> list[Row]:
+    """Return a row for each configuration; after a warm-up, candidate and baseline run alternately."""
+    from vllm import SamplingParams  # type: ignore[import-not-found]
+
+    vocabulary = min(model.config.get_text_config().vocab_size for model in served.values())
+    generator = torch.Generator().manual_seed(settings.seed)
+    sampling = SamplingParams(temperature=0, max_tokens=settings.new_tokens, ignore_eos=True, detokenize=False)
+    loads = list(itertools.product(settings.contexts, settings.requests))
+    total, done = len(loads) * (settings.repeats + 1), itertools.count(1)
+    rows = []
+    with progress("benchmarking", total) as meter:
+        for context, requests in loads:
+            times: dict[str, list[float]] = {role: [] for role in ROLES}
+            for repeat in range(-1, settings.repeats):  # the first warms up
+                ids = torch.randint(0, vocabulary, (requests, context), generator=generator)  # (R, T)
+                prompts = [{"prompt_token_ids": row} for row in ids.tolist()]
+                for role in ROLES if repeat % 2 else ROLES[::-1]:
+                    started = time.perf_counter()
+                    engines[role].generate(prompts, sampling, use_tqdm=False)
+                    if repeat >= 0:
+                        times[role].append(time.perf_counter() - started)
+                meter.step(next(done), total)
+            found = compare_times(**times)
+            tokens = requests * settings.new_tokens
+            scope = f"context {context}, {requests} request{'s' if requests > 1 else ''}"
+            facts: dict[str, Any] = {"candidate": served["candidate"].name, "scope": scope}
+            took: dict[str, Any] = {"value": found.candidate.median, "original": found.baseline.median}
+            speeds: dict[str, Any] = {name: tokens / seconds for name, seconds in took.items()}
+            faster = found.change.mapped(lambda ratio: 1 / ratio)
+            rows.append(Row(quantity="throughput", unit="tokens/s", change=faster, better="higher", **speeds, **facts))
+            rows.append(Row(quantity="time", unit="s", change=found.change, **took, **facts))
+    return rows
+
+
+def _served_model(served: Served, engine: Any) -> JudgedModel:
+    cache, config = engine.llm_engine.vllm_config.cache_config, served.config
+    details: dict[str, Any] = {
+        "class": (config.architectures or [type(config).__name__])[0],
+        "layers": config.get_text_config().num_hidden_layers,
+        "kv_blocks": cache.num_gpu_blocks,
+        "kv_tokens": cache.kv_cache_size_tokens,
+    }
+    sentence = not_saved(config) if isinstance(config, CrossLayerConfig) else None
+    return JudgedModel(name=served.name, details=details if sentence is None else {**details, "not_saved": sentence})

@@ -72,23 +72,20 @@ def choice_panels(chosen: Sequence[ChosenTokens]) -> list[Panel]:
         "above."
     )
     axes = ("layer that attends", "layer that chooses")
-    matrix = Panel("chosen_tokens", "Attention recovered by another layer's choice", sentence, *axes, heat=heat)
+    square = Panel("chosen_tokens", "Attention recovered by another layer's choice", sentence, *axes, heat=heat)
     lines = []
     for one in chosen:
-        means = by_distance(one.without_first.array())[: len(one.common.mean) // 2 + 1]
+        matrix, means = one.without_first.array(), []  # (L, L), chooser first
+        for distance in range(len(matrix) // 2 + 1):
+            diagonal = matrix.diagonal(distance)
+            means.append(None if np.isnan(diagonal).all() else float(np.nanmean(diagonal)))
         lines.append(Line(f"{one.share:.1%} of the tokens", numbers(means), means))
     sentence = "The same, averaged over layers, by how far below the layer that chooses is; 0 is a layer's own choice."
     axes = ("distance in layers", "share of attention")
     return [
-        matrix,
+        square,
         Panel("chosen_by_distance", "Attention recovered, by distance", sentence, *axes, lines, bounds=SHARE),
     ]
-
-
-def by_distance(recovered: np.ndarray) -> list[float | None]:
-    """Return the mean over layers for each distance between chooser and reader, of (L, L), chooser first."""
-    diagonals = [recovered.diagonal(distance) for distance in range(len(recovered))]
-    return [None if np.isnan(diagonal).all() else float(np.nanmean(diagonal)) for diagonal in diagonals]
 
 
 def choice_sentence(chosen: Sequence[ChosenTokens], similarity: np.ndarray) -> str:

@@ -11,7 +11,6 @@ from crosslayer.output.formatting import UNKNOWN, measured_on
 from crosslayer.output.page import Page, Table
 from crosslayer.output.panel import COLORS, QUIET, Heat, Line, Panel
 from crosslayer.output.record import Measure
-from crosslayer.verbs.diagnose.baseline import beside, panels_beside
 from crosslayer.verbs.diagnose.choices import choice_panels, choice_sentence
 from crosslayer.verbs.diagnose.curves import (
     COSINE,
@@ -19,12 +18,15 @@ from crosslayer.verbs.diagnose.curves import (
     LAYER,
     NORM,
     SHARE,
+    beside,
     curve,
+    facts_table,
     from_one,
     head_panel,
     highest,
     lowest,
     numbers,
+    panels_beside,
     position_panel,
 )
 from crosslayer.verbs.diagnose.result import Diagnosis, Outputs, TopToken
@@ -37,17 +39,19 @@ EIGENVALUES = 64  # shown of each spectrum
 
 
 def layout(record: Diagnosis) -> Page:
-    """Return the parts of the page."""
-    model, settings = record.model, record.settings
+    """Return the page; figures show the baseline too, where there is one."""
+    model, settings, baseline, figures = record.model, record.settings, record.baseline, panels(record)
     over = record.measures.stream_norm.over
     text = measured_on(settings.sequences, settings.length, settings.text, settings.documents, over)
+    if baseline is not None:
+        figures = panels_beside(figures, panels(baseline), (model.name, baseline.model.name))
     streams = f" · {model.streams} residual streams" if model.streams > 1 else ""
     return Page(
         title=f"Diagnosis of {model.name}",
         subtitle=f"{model.class_}, {model.parameters / 1e6:.1f} M parameters, {model.layers} layers{streams} · {text}",
         cards=_cards(record),
         sentences=sentences(record),
-        panels=page_panels(record),
+        panels=figures,
         tables=_tables(record),
         lead=tables(record),
     )
@@ -62,14 +66,6 @@ def sentences(record: Diagnosis) -> list[str]:
 def tables(record: Diagnosis) -> list[Table]:
     """Return the findings, and the model next to its baseline, if it has one; a terminal shows them too."""
     return [findings(record.verdict), *([] if record.baseline is None else [beside(record, record.baseline)])]
-
-
-def page_panels(record: Diagnosis) -> list[Panel]:
-    """Return the figures, with the baseline's where there is one."""
-    other = record.baseline
-    if other is None:
-        return panels(record)
-    return panels_beside(panels(record), panels(other), (record.model.name, other.model.name))
 
 
 def _cards(record: Diagnosis) -> list[tuple[str, str, str]]:
@@ -105,12 +101,11 @@ def _tables(record: Diagnosis) -> list[Table]:
     title = (
         "By layer: tokens that receive most attention; largest channels of the MLP's output at token 0 (× the median)"
     )
-    rows = [[name.replace("_", " "), str(fact)] for name, fact in facts.items()]
     head = ["maps", "mean", "upper minus lower half", "largest", "smallest", "standard deviation"]
     return [
         ("Similarity of neighboring layers' maps (cosine)", head, similar),
         (title, ["layer", "tokens", "channels"], tokens),
-        ("Model", ["fact", "value"], rows),
+        facts_table(facts),
     ]
 
 
@@ -127,11 +122,12 @@ def panels(record: Diagnosis) -> list[Panel]:
     figures = [*_sink_panels(record), *_map_panels(record), *_layer_panels(record), *_spectrum(record)]
     if record.prefix_share is not None:
         figures.append(head_panel("prefix_share", record.prefix_share, "the prefix", "position"))
-    for name, sublayer in (("attention_io_similarity", "attention"), ("layer_io_similarity", "whole layers")):
+    changes = {"attention_io_similarity": "What attention changes", "layer_io_similarity": "What whole layers change"}
+    for name, title in changes.items():
         if getattr(record.by_stream, name, None) is not None:
-            title = f"What {sublayer} change{'s' if sublayer == 'attention' else ''}, by residual stream"
             sentence = "1 − the cosine of input and output in each residual stream, and in their mean."
             lines = [from_one(line) for line in _with_streams(record, name, QUIET)]
+            title = f"{title}, by residual stream"
             figures.append(_by_layer(f"{name}_by_stream", title, sentence, DISTANCE, lines, **FROM_ONE))
     if record.depth_weights is not None:
         z = record.depth_weights.weights.mean

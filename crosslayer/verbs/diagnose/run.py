@@ -4,21 +4,25 @@ Flows: tokens → measures of a sequence (`sequence.py`) → mean and interval �
 """
 
 import time
+from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from crosslayer.corpus.windows import Text
-from crosslayer.models.load import load_config
+from crosslayer.corpus.windows import Text, Windows, open_text, packed, special_tokens, text_name
+from crosslayer.models.load import load_config, model_facts, public_name, ready_model
 from crosslayer.output.progress import progress
 from crosslayer.output.record import Measure
 from crosslayer.probe.depth import output_norms
-from crosslayer.probe.intercept import evaluating
+from crosslayer.probe.intercept import check_ids, check_length, evaluating, layer_stack, position_embedding
+from crosslayer.probe.measures import working
 from crosslayer.stats.bootstrap import Ends, by_position, measure, over_documents
-from crosslayer.verbs.diagnose.inputs import Inputs, read_inputs
 from crosslayer.verbs.diagnose.result import (
     ByStream,
     ChosenTokens,
@@ -28,11 +32,18 @@ from crosslayer.verbs.diagnose.result import (
     Diagnosis,
     Measures,
     Outputs,
+    PositionTable,
+    ProbedModel,
     Settings,
+    TextSettings,
+    TopToken,
 )
 from crosslayer.verbs.diagnose.sequence import SequenceMeasures, measure_sequence
-from crosslayer.verbs.diagnose.tokens import position_table, top_channels, top_tokens
 from crosslayer.verbs.diagnose.verdict import verdict
+
+PER_SEQUENCE, SHOWN = 10, 5
+STANDS_OUT = 1.5  # times the median norm: above this a row of a position table is an outlier
+FIRST = -1  # stands for the token at the first position, whatever it is
 
 
 @torch.no_grad()
@@ -90,6 +101,64 @@ def diagnose(
         diagnoses.append(_diagnose(inputs, cross_layer, choices, outputs))
     *others, diagnosis = diagnoses
     return diagnosis.model_copy(update={"baseline": others[0]}) if others else diagnosis
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """A model, its tokenizer if it has one, token ids (N, T) that fit it, and the record's facts about them."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase | None
+    ids: Tensor
+    facts: ProbedModel
+    settings: TextSettings
+
+
+def read_inputs(
+    model: PreTrainedModel | str | Path,
+    text: Text,
+    tokenizer: PreTrainedTokenizerBase | None,
+    *,
+    sequences: int,
+    length: int,
+    seed: int,
+    bos: str,
+    prefix: str | Sequence[int] | None,
+    dtype: str | torch.dtype | None,
+    device: str | torch.device | None,
+) -> Inputs:
+    """Load a model and cut the text into token ids; the text is opened first, so that errors in it come early."""
+    if prefix is not None and isinstance(text, Tensor):
+        raise ValueError("`prefix` must be None for token ids, got one; put its ids before them")
+    opened = open_text(text, sequences=sequences, length=length, seed=seed)
+    loaded, tokenizer = ready_model(model, tokenizer, dtype=dtype, device=device)
+    facts: dict[str, Any] = dict(model_facts(loaded, public_name(model)))
+    facts["layers"] = len(layer_stack(loaded))  # of two stacks, the one that is measured
+    config = loaded.config
+    probed = ProbedModel(**facts, type=config.model_type, hidden_size=config.get_text_config().hidden_size)
+    cut, fixed = not isinstance(opened, Tensor), []
+    if isinstance(opened, Tensor):
+        windows = Windows(opened, ())
+    elif tokenizer is None:
+        raise ValueError("texts need a tokenizer; pass tokenizer=…, or token ids (B, T)")
+    else:
+        check_length(loaded, length)
+        with progress("tokenizing the text", 0):
+            windows = packed(opened, tokenizer, sequences=sequences, length=length, seed=seed, bos=bos, prefix=prefix)
+        fixed = [] if prefix is None else special_tokens(tokenizer, bos, prefix)[0]
+    check_ids(loaded, windows.ids)
+    if getattr(getattr(loaded, "active_peft_config", None), "is_prompt_learning", False):
+        raise ValueError("prompt-learning adapters add tokens outside the layers; use the base model")
+    settings = TextSettings(
+        text=text_name(text),
+        documents=list(windows.documents),
+        sequences=windows.ids.shape[0],
+        length=windows.ids.shape[1],
+        seed=seed if cut else None,
+        bos=bos if cut else None,
+        prefix=fixed,
+    )
+    return Inputs(loaded, tokenizer, windows.ids, probed, settings)
 
 
 def _diagnose(inputs: Inputs, cross_layer: bool, choices: bool, outputs: bool) -> Diagnosis:
@@ -157,3 +226,64 @@ def _diagnosis(inputs: Inputs, measured: Sequence[SequenceMeasures], cross_layer
 def _averages(by_sequence: Sequence[dict[str, np.ndarray]], over: Ends | None) -> dict[str, Measure]:
     names = by_sequence[0].keys()
     return {name: measure(np.stack([measures[name] for measures in by_sequence]), over) for name in names}
+
+
+def top_tokens(shares: np.ndarray, ids: np.ndarray, tokenizer: PreTrainedTokenizerBase | None) -> list[list[TopToken]]:
+    """Return, for each layer, the tokens that receive most attention, counting the ten largest a' of each sequence.
+
+    `shares` is (N, L, T), `ids` (N, T). Occurrences of a token are summed, except that the first position is counted
+    separately; shares are means over sequences. A layer without attention has an empty list.
+    """
+    return [_of_layer(of_layer, ids, tokenizer) for of_layer in shares.swapaxes(0, 1)]
+
+
+def _of_layer(shares: np.ndarray, ids: np.ndarray, tokenizer: PreTrainedTokenizerBase | None) -> list[TopToken]:
+    """Return the top tokens of a layer from its shares, (N, T)."""
+    if np.isnan(shares).any():
+        return []
+    total: dict[int, float] = defaultdict(float)
+    positions: dict[int, set[int]] = defaultdict(set)
+    for sequence, tokens in zip(shares, ids, strict=True):
+        for position in np.argsort(-sequence)[:PER_SEQUENCE]:
+            token = FIRST if position == 0 else int(tokens[position])
+            total[token] += float(sequence[position]) / len(ids)
+            positions[token].add(int(position))
+    tops = []
+    for token in sorted(total, key=lambda token: -total[token])[:SHOWN]:
+        text, occurrences = _text(token, ids, tokenizer), sorted(positions[token])
+        tops.append(TopToken(token=text, first=token == FIRST, share=total[token], positions=occurrences))
+    return tops
+
+
+def _text(token: int, ids: np.ndarray, tokenizer: PreTrainedTokenizerBase | None) -> str:
+    """Return a token as text; "first token" for the first position if the sequences begin with different tokens."""
+    if token == FIRST:
+        if len(set(ids[:, 0].tolist())) > 1:
+            return "first token"
+        token = int(ids[0, 0])
+    if tokenizer is None:
+        return str(token)
+    text = tokenizer.decode([token])
+    assert isinstance(text, str)
+    return text
+
+
+def top_channels(channels: np.ndarray) -> list[list[tuple[int, float, float]]]:
+    """Return index, mean value and mean ratio of each layer's largest channels, from values and ratios (N, L, 2, C)."""
+    tops = []
+    for means in channels.mean(axis=0):  # NaN where a layer has no MLP
+        order = [] if np.isnan(means).any() else np.argsort(-means[1])[:SHOWN].tolist()
+        tops.append([(channel, float(means[0, channel]), float(means[1, channel])) for channel in order])
+    return tops
+
+
+def position_table(model: PreTrainedModel) -> PositionTable | None:
+    """Return the row norms of a learned absolute position table; None if the model has no such table."""
+    embedding = position_embedding(model)
+    if embedding is None:
+        return None
+    name, table = embedding
+    norms = working(table.weight.detach()).norm(dim=-1).double().cpu().numpy()  # (rows,)
+    median = float(np.median(norms))
+    outliers = [int(row) for row in np.argsort(-norms) if norms[row] > STANDS_OUT * median]  # largest first
+    return PositionTable(name=name, norms=norms.tolist(), median=median, outliers=outliers[:10])

@@ -9,6 +9,7 @@ Shapes: L layers of the stack, B batch, T tokens, C hidden, H heads, H_kv key-va
 
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -72,14 +73,13 @@ def _cosines(call: AttentionCall, key: Tensor, value: Tensor, other_key: Tensor,
     mask = _mask(call)
     two_masks = None if mask is None else torch.cat([mask, mask], dim=-1)  # (…, T, 2T)
     keys, values = torch.cat([key, other_key], dim=2), torch.cat([value, other_value], dim=2)  # (B, H, 2T, D)
-    true = _attend(call, keys, values, two_masks)
-    own, other = _attend(call, key, value, mask), _attend(call, key, other_value, mask)
-    forms = ((own + other) / 2, own + other_value)
-    return [functional.cosine_similarity(_flat(true), _flat(form), dim=-1).mean() for form in forms]
-
-
-def _attend(call: AttentionCall, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-    return functional.scaled_dot_product_attention(call.query, key, value, attn_mask=mask, scale=call.scaling)
+    attend = partial(functional.scaled_dot_product_attention, call.query, scale=call.scaling)
+    true = attend(keys, values, attn_mask=two_masks)
+    own, other = attend(key, value, attn_mask=mask), attend(key, other_value, attn_mask=mask)
+    kind, flat = torch.promote_types(own.dtype, torch.float32), []
+    for heads in (true, (own + other) / 2, own + other_value):
+        flat.append(heads.transpose(1, 2).flatten(2).to(kind))  # (B, H, T, D) → (B, T, H·D)
+    return [functional.cosine_similarity(flat[0], form, dim=-1).mean() for form in flat[1:]]
 
 
 def _mask(call: AttentionCall) -> Tensor | None:
@@ -91,11 +91,6 @@ def _mask(call: AttentionCall) -> Tensor | None:
     rows, columns = call.query.shape[2], call.key.shape[2]
     mask = torch.ones(rows, columns, dtype=torch.bool, device=call.query.device).tril()
     return mask if call.window is None else mask.triu(1 - call.window)  # row i sees columns i − window + 1 … i
-
-
-def _flat(heads: Tensor) -> Tensor:
-    """(B, H, T, D) → (B, T, H·D) in float32 or wider."""
-    return heads.transpose(1, 2).flatten(2).to(torch.promote_types(heads.dtype, torch.float32))
 
 
 @dataclass(frozen=True)

@@ -157,7 +157,7 @@ def verdict_sentences(verdict: Verdict) -> list[str]:
     if not cache.least_attention:
         return [first]
     layers = counted(len(cache.least_attention), "layer")
-    kept = f"would keep {_percent(cache.share_without)} of the KV cache"
+    kept = f"would keep {100 * cache.share_without:.3g}% of the KV cache"
     return [first, f"Dropping the {layers} whose attention changes the input least {kept}; measure the loss first."]
 
 
@@ -182,13 +182,13 @@ def findings(verdict: Verdict) -> Table:
     if cache is not None:
         rules = {"by depth": cache.by_depth, "by similar maps": cache.by_similarity}
         for rule, blocks in rules.items():
-            kept = ", ".join(f"{_percent(entry.share)} with {entry.title}" for entry in blocks.kept)
+            kept = ", ".join(f"{100 * entry.share:.3g}% with {entry.title}" for entry in blocks.kept)
             groups = " ".join(f"[{ranges(group)}]" for group in blocks.groups)
             rows.append(
                 [f"layers that could share, {rule}", groups or "none", f"KV cache kept: {kept}" if groups else ""]
             )
         if cache.least_attention:
-            kept = f"KV cache kept: {_percent(cache.share_without)}"
+            kept = f"KV cache kept: {100 * cache.share_without:.3g}%"
             rows.append(["attention whose removal changes least", ranges(cache.least_attention), kept])
     return "Findings", ["finding", "layers", "value"], rows
 
@@ -214,7 +214,3 @@ def notes(model: DiagnosedModel) -> list[str]:
             "keys): the measures count only the attention that tokens receive."
         )
     return lines
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.3g}%"

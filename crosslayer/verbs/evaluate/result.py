@@ -1,18 +1,31 @@
-"""The result of an evaluation."""
+"""The result of an evaluation and its page: tables and figures of differences by task."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt, PrivateAttr, field_validator
 
 from crosslayer.cache.eviction import Evict
+from crosslayer.cache.running import CacheOptions
+from crosslayer.judge.page import by_verdict, listing, models_table
 from crosslayer.judge.report import Report, Row
+from crosslayer.judge.tasks.harness import LOCAL
+from crosslayer.output.formatting import Table
+from crosslayer.output.page import Page
+from crosslayer.output.panel import Dots, Panel
 from crosslayer.output.record import Options, Seed
+from crosslayer.stats.estimate import band
 from crosslayer.wiring.kv_bits import KvBitsText
 
 HARNESS = "lm_eval"  # the folder of lm-eval's own results
+COLUMNS = {  # of the table of tasks: details of a row
+    "items": "items",
+    "only_candidate": "only\ncandidate",
+    "only_original": "only\noriginal",
+    "items_for_a_point": "items for 1 point",
+}
 
 
 class EvaluateSettings(Options):
@@ -74,6 +87,95 @@ class Evaluation(Report):
         """The rows of tasks."""
         return [row for row in self.rows if "items" in row.details and "tasks" not in row.details]
 
+    def layout(self) -> Page:
+        """Return the page."""
+        limit, shots, cards = self.settings.limit, self.settings.num_fewshot, []
+        items = "all" if limit is None else f"the first {limit}"
+        for row in (self.groups or self.tasks)[:4]:
+            note = "" if row.change is None else f"{row.change_text()}: {row.verdict}"
+            cards.append((f"{row.scope} {row.quantity}", row.text(row.value), note))
+        return Page(
+            title=self.title("Evaluation"),
+            subtitle=(
+                f"lm-eval {self.lm_eval}, {items} items of each task · few-shot examples: "
+                f"{'task default' if shots is None else shots} · {self.candidates[0].place}"
+            ),
+            cards=cards,
+            sentences=self.sentences(),
+            panels=self._panels(),
+            tables=[models_table(self)],
+            lead=self.tables(),
+        )
+
+    def tables(self) -> list[Table]:
+        """Return the table of groups, if there are any, and the table of tasks."""
+        if self.original is None:
+            details = {"stderr": "standard error", "items": "items", "shots": "examples"}
+            return [listing("Scores", [*self.groups, *self.tasks], details, "task")]
+        tables = []
+        if self.groups:
+            title = "Groups: means over tasks, in points"
+            tables.append(listing(title, self.groups, {"items": "items", "tasks": "tasks"}, "group"))
+        title = "Tasks: candidate − baseline in points, or candidate ÷ baseline for perplexities"
+        return [*tables, listing(title, self.tasks, COLUMNS, "task")]
+
+    def sentences(self) -> list[str]:
+        """Return the results in sentences, groups first; gains and losses are worded alike."""
+        settings, details = self.settings, self.candidates[0].details
+        limit, shots = settings.limit, settings.num_fewshot
+        written = ["Scores of one model, with lm-eval's standard errors; add --baseline for paired differences."]
+        if self.original is not None:
+            written = [*by_verdict(self.groups), *by_verdict(self.tasks), *self._chance()]
+        written += CacheOptions(settings.evict, settings.kv_bits).sentences()
+        if settings.evict is not None:
+            reduced, requests = int(details["reduced"]), int(details["requests"])
+            line = f"Tokens were evicted in {reduced:,} of {requests:,} requests."
+            if not reduced:
+                line = f"No tokens were evicted: all {requests:,} requests fit in the budget, so this run says nothing "
+                line += "about eviction."
+            written.append(line)
+        written += ["Scored with vLLM."] if settings.engine == "vllm" else []
+        written += [] if limit is None else [f"Only the first {limit} items of each task were evaluated."]
+        for model in self.models:
+            if shortened := model.details["shortened"]:
+                line = f"{shortened:,} requests to {model.name} were truncated on the left to fit its positions."
+                written.append(line)
+        own = {row.scope: row.details["shots"] for row in self.tasks}
+        fixed = [f"{task} ({number})" for task, number in own.items() if shots not in (None, number)]
+        if fixed:
+            written.append(
+                f"lm-eval fixes the number of examples of {', '.join(fixed)}: --num-fewshot {shots} does not apply."
+            )
+        return written
+
+    def _chance(self) -> list[str]:
+        """Return what is not compared, and how many differences chance alone would give."""
+        lone = [f"{row.scope} {row.quantity}" for row in self.tasks if row.change is None]
+        written = [f"Not compared, because their scores are not means over items: {', '.join(lone)}."] if lone else []
+        paired = len(self.tasks) - len(lone)
+        if paired > 1:
+            chance = f"{paired / 20:.{1 if paired < 200 else 0}f}"
+            written.append(
+                f"Even between equal models, {paired} comparisons show up to about {chance} differences by chance."
+            )
+        return written
+
+    def _panels(self) -> list[Panel]:
+        """Return a figure of differences in points, and one of ratios of perplexities."""
+        rows = [row for row in (*self.groups, *self.tasks) if row.change is not None]
+        shares = [row for row in rows if row.unit == "share"]
+        ratios = [row for row in rows if row.change is not None and row.change.none == 1]
+        bars, panels = "Error bars: 95% intervals, paired by item.", []
+        if shares:
+            caption = f"Candidate − baseline: to the right of 0 the candidate answers more items correctly. {bars}"
+            panels.append(Panel("differences", "Differences", caption, "points", "", dots=_dots(shares)))
+        if ratios:
+            caption = (
+                f"How far the candidate's perplexity is above the baseline's; to the left of 0 it is lower. {bars}"
+            )
+            panels.append(Panel("perplexities", "Perplexities", caption, "% above", "", dots=_dots(ratios)))
+        return panels
+
     def _write(self, folder: Path) -> None:
         """Also write lm-eval's results as lm-eval does: one sample per line, everything else as JSON."""
         super()._write(folder)
@@ -88,3 +190,11 @@ class Evaluation(Report):
                 path = folder / HARNESS / f"{role}.samples.{task.replace('/', '_')}.jsonl"
                 lines = "".join(json.dumps(sample, **options) + "\n" for sample in samples)
                 path.write_text(lines, encoding="utf-8")
+
+
+def _dots(rows: Sequence[Row]) -> Dots:
+    """Return differences, or how far ratios are above 1, in percent."""
+    changes = [row.change for row in rows if row.change is not None]
+    changes = [change.mapped(lambda value, none=change.none: 100 * (value - none)) for change in changes]
+    names = [f"{row.scope.removesuffix(LOCAL)} ({row.quantity})" for row in rows]
+    return Dots(names, *band(changes), single=[[] for _ in rows])

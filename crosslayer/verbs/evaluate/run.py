@@ -18,6 +18,8 @@ from crosslayer.probe.intercept import evaluating
 from crosslayer.verbs.evaluate.result import EvaluateSettings, Evaluation
 from crosslayer.verbs.serve.engine import Served, check_engine, servable, vllm_environment
 
+SCORING = ("limit", "num_fewshot", "seed")  # settings that lm-eval takes
+
 
 def evaluate(
     model: Named,
@@ -112,16 +114,11 @@ def _score(
     started = time.perf_counter()
     with harness.quiet(), evaluating(model), cache.running(model) as new_cache:
         lm = language_model(model, source.tokenizer, settings.batch, new_cache)
-        results = _scored(lm, tasks, settings)
+        results = harness.score(lm, tasks, **settings.model_dump(include={*SCORING}))
     details = {"requests": lm.requests, "shortened": lm.shortened, "seconds": round(time.perf_counter() - started, 3)}
     if cache.evict is not None:
         details["reduced"] = lm.reduced
     return JudgedModel(name=name, model=model_facts(model, name), details=details), results
-
-
-def _scored(lm: Any, tasks: harness.Tasks, settings: EvaluateSettings) -> dict[str, Any]:
-    options = {"limit": settings.limit, "num_fewshot": settings.num_fewshot, "seed": settings.seed}
-    return harness.score(lm, tasks, **options)  # type: ignore[arg-type]
 
 
 def servable_source(source: Loadable) -> Served:
@@ -147,7 +144,7 @@ def _score_served(
         with served_model(served, settings, dtype_name(source)) as lm:
             started = time.perf_counter()
             with progress("answering in vLLM", 0):
-                results = _scored(lm, tasks, settings)
+                results = harness.score(lm, tasks, **settings.model_dump(include={*SCORING}))
             seconds = round(time.perf_counter() - started, 3)
             facts = served_facts(source, lm)
     details = {"requests": lm.requests, "shortened": lm.shortened, "seconds": seconds}

@@ -15,7 +15,7 @@ from crosslayer.core.decoder.families import is_rope_by_type
 from crosslayer.core.methods import mixes
 from crosslayer.core.plan import STATES
 from crosslayer.output.formatting import ranges
-from crosslayer.verbs.retrofit.sentences import title
+from crosslayer.verbs.retrofit.page import title
 
 LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 

@@ -6,20 +6,23 @@ A layer without MLP would lose its attention too, and head sizes are read only i
 refused.
 
 llama.cpp rotates queries and keys in pairs of neighbors, transformers in halves, so their rows are permuted.
+
+The tokenizer must be byte-level BPE with a pre-tokenizer that llama.cpp knows by name.
 """
 
+import json
 from pathlib import Path
+from typing import Any
 
 import gguf
 import torch
 from gguf import GGMLQuantizationType as TensorType
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from crosslayer.core.decoder import CrossLayerConfig
 from crosslayer.core.decoder.families import rotary
 from crosslayer.verbs.export.layers import LAYER, RemainingLayer, remaining_layers, renumbered, rope
-from crosslayer.verbs.export.vocabulary import add_vocabulary
 
 FILE = "model.gguf"
 TENSOR_TYPES = {torch.float32: TensorType.F32, torch.float16: TensorType.F16, torch.bfloat16: TensorType.BF16}
@@ -41,6 +44,18 @@ INNER = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+GPT2 = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+BYTES = {**GPT2, "use_regex": False}
+LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
+REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+# llama.cpp's name of a pre-tokenizer → its steps in tokenizer.json
+KNOWN = {
+    "gpt-2": [GPT2],
+    "smollm": [{"type": "Digits", "individual_digits": True}, GPT2],
+    "llama-bpe": [rf"{LETTERS}|\p{{N}}{{1,3}}|{REST}", BYTES],
+    "qwen2": [rf"{LETTERS}|\p{{N}}|{REST}", BYTES],
+}
+WHOLE_WORDS = ("llama-bpe",)  # pre-tokenizers for which a word in the vocabulary is not merged
 
 
 def write(
@@ -63,7 +78,10 @@ def write(
                 stored = TENSOR_TYPES[weight.dtype] if weight.dim() > 1 else TensorType.F32
                 values = weight.detach().cpu().float().contiguous().numpy()
                 data = values if stored == TensorType.F32 else gguf.quants.quantize(values, stored)
-                writer.add_tensor(_tensor_name(key), data, raw_dtype=stored)
+                module, _, parameter = key.rpartition(".")
+                inner = LAYER.fullmatch(module)
+                module = OUTER[module] if inner is None else f"blk.{inner[1]}.{INNER[inner[2]]}"
+                writer.add_tensor(f"{module}.{parameter}", data, raw_dtype=stored)
         if rope(config)["rope_type"] == "llama3":
             writer.add_tensor("rope_freqs.weight", _slowed(config).numpy())
         writer.write_header_to_file()
@@ -104,12 +122,6 @@ def _add_shape(writer: gguf.GGUFWriter, config: CrossLayerConfig, layers: list[R
         writer.add_rope_scaling_factor(parameters["factor"])
 
 
-def _tensor_name(key: str) -> str:
-    module, _, parameter = key.rpartition(".")
-    match = LAYER.fullmatch(module)
-    return f"{OUTER[module]}.{parameter}" if match is None else f"blk.{match[1]}.{INNER[match[2]]}.{parameter}"
-
-
 def _permuted(key: str, weight: Tensor, config: CrossLayerConfig) -> Tensor:
     """Return a weight (D, …); for queries and keys, with the two halves of each head's rows interleaved."""
     if ".q_proj." not in key and ".k_proj." not in key:
@@ -128,3 +140,63 @@ def _slowed(config: CrossLayerConfig) -> Tensor:
         table = rotary(config)
     assert table is not None
     return (plain / table.inv_freq.double()).float()
+
+
+def bpe(tokenizer: PreTrainedTokenizerBase | None, vocabulary: int) -> tuple[str, dict[str, Any]]:
+    """Return llama.cpp's name of a tokenizer's pre-tokenizer, and the tokenizer as plain data."""
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise ValueError("gguf needs a tokenizer.json, and this model has none")
+    data = json.loads(tokenizer.backend_tokenizer.to_str())
+    model = data["model"]
+    if model["type"] != "BPE" or model.get("byte_fallback"):
+        raise ValueError(f"gguf: the tokenizer is {model['type']}; only byte-level BPE can be written")
+    name = next((name for name, steps in KNOWN.items() if _steps(data["pre_tokenizer"]) == steps), None)
+    if name is None or bool(model.get("ignore_merges")) != (name in WHOLE_WORDS):
+        raise ValueError(f"gguf: the pre-tokenizer must be that of {', '.join(KNOWN)}, got another")
+    largest = max([*model["vocab"].values(), *(token["id"] for token in data["added_tokens"])])
+    if largest >= vocabulary:
+        raise ValueError(f"gguf: the tokenizer has a token id {largest}, and the model a vocabulary of {vocabulary}")
+    return name, data
+
+
+def add_vocabulary(writer: gguf.GGUFWriter, tokenizer: PreTrainedTokenizerBase | None, vocabulary: int) -> None:
+    """Write tokens, their types, merges, special tokens and the chat template.
+
+    Ids up to `vocabulary` that the tokenizer does not use become unused tokens.
+    """
+    name, data = bpe(tokenizer, vocabulary)
+    tokens = [f"[PAD{number}]" for number in range(vocabulary)]
+    types = [gguf.TokenType.UNUSED] * vocabulary
+    for text, number in data["model"]["vocab"].items():
+        tokens[number], types[number] = text, gguf.TokenType.NORMAL
+    for token in data["added_tokens"]:
+        tokens[token["id"]] = token["content"]
+        types[token["id"]] = gguf.TokenType.CONTROL if token["special"] else gguf.TokenType.USER_DEFINED
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(name)
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    writer.add_token_merges([pair if isinstance(pair, str) else " ".join(pair) for pair in data["model"]["merges"]])
+    assert tokenizer is not None, "bpe() refuses None"
+    ids = tokenizer("a")["input_ids"]
+    assert isinstance(ids, list)
+    writer.add_add_bos_token(tokenizer.bos_token_id is not None and ids[0] == tokenizer.bos_token_id)
+    writer.add_add_eos_token(tokenizer.eos_token_id is not None and ids[-1] == tokenizer.eos_token_id)
+    for name in ("bos", "eos", "unk", "pad"):
+        number = getattr(tokenizer, f"{name}_token_id")
+        if number is not None:
+            getattr(writer, f"add_{name}_token_id")(number)
+    if isinstance(tokenizer.chat_template, str):
+        writer.add_chat_template(tokenizer.chat_template)
+
+
+def _steps(pre: dict[str, Any] | None) -> list[Any]:
+    """Return the steps of a pre-tokenizer; for a split into the matches of a pattern, only the pattern."""
+    split = {"type": "Split", "behavior": "Isolated", "invert": False}
+    steps = []
+    for step in [] if pre is None else pre["pretokenizers"] if pre["type"] == "Sequence" else [pre]:
+        if {**step, "pattern": None} == {**split, "pattern": None}:
+            steps.append(step["pattern"].get("Regex"))
+        else:
+            steps.append({**step, "trim_offsets": True} if step["type"] == "ByteLevel" else step)  # changes no id
+    return steps

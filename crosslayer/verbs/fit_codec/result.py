@@ -1,4 +1,4 @@
-"""A codec and its costs: bytes, KL by domain, and times relative to prefill."""
+"""A codec and its costs, with their page: bytes against damage, damage by domain, times relative to prefill."""
 
 from pathlib import Path
 from typing import Literal
@@ -6,7 +6,10 @@ from typing import Literal
 from pydantic import Field, PrivateAttr
 
 from crosslayer.codec.codec import Codec
+from crosslayer.judge.page import bytes_and_kl, listing
 from crosslayer.judge.report import Report
+from crosslayer.output.formatting import UNKNOWN, Table, listed, readable_bytes
+from crosslayer.output.page import Cell, Page
 from crosslayer.output.record import Options, Seed
 
 
@@ -49,6 +52,65 @@ class CodecReport(Report):
         if self._codec is None:
             raise ValueError("a report that was loaded has no codec; use load_codec with its folder")
         return self._codec
+
+    def layout(self) -> Page:
+        """Return the page."""
+        settings, original = self.settings, self.original
+        assert original is not None
+        times = [row for row in self.rows if row.unit == "s"]
+        return Page(
+            title=f"A codec for the caches of {original.name}",
+            subtitle=(
+                f"{settings.windows} windows: a prompt of {settings.prompt} tokens, KL over the next "
+                f"{settings.continued} · {original.place} · fitted in {self.fitting:.0f} s"
+            ),
+            cards=[
+                ("bytes of the 16-bit cache", self.rows_of("bytes")[0].change_text(), "everything counted"),
+                ("KL, nats/token", self.rows_of("KL")[0].change_text(), "95% over windows"),
+                *((row.quantity, row.change_text(), f"of a prefill of {row.text(row.original)}") for row in times),
+            ],
+            sentences=self.sentences(),
+            panels=bytes_and_kl(self),
+            tables=[listing("Times (original: prefill)", times)],
+            lead=self.tables(),
+        )
+
+    def sentences(self) -> list[str]:
+        """Return what storing a prompt costs, in bytes, damage and time."""
+        share, cost = self.changes("bytes")["codec"], self.rows_of("KL")[0].change_text()
+        decoding, encoding = (self.changes(quantity)["codec"].text(3) for quantity in ("decoding", "encoding"))
+        size, found = self.bytes_per_token, self.row("codec", "retrieval")
+        lines = [
+            f"A stored prompt takes {share.value:.1%} of the 16-bit cache: {share.value * size:,.0f} of {size:,} bytes "
+            f"per token, all overhead included. The KL is {cost} nats/token."
+        ]
+        if found is not None:
+            stored, own = found.count(found.value), found.count(found.original)
+            lines.append(f"With the stored cache, the model finds {stored} hidden numbers; with its own cache, {own}.")
+        return [
+            *lines,
+            f"Decoding takes {decoding} of prefill, encoding {encoding} ({self.settings.prompt} tokens).",
+            f"The codec was fitted to {listed(self.fitted_to)}. Only its step size was set on other windows of the "
+            "domains used for measuring.",
+            f"It has {self.parameters / 1e6:.1f} million parameters, {readable_bytes(2 * self.parameters)} in 16 bits.",
+        ]
+
+    def tables(self) -> list[Table]:
+        """Return the table of all ways to store a cache: bytes, hidden numbers, and KL on all windows and by domain."""
+        scopes = list(dict.fromkeys(row.scope for row in self.rows_of("KL")))
+        sizes, rows = self.changes("bytes"), []
+        numbers = {row.candidate: row.count(row.value) for row in self.rows_of("retrieval")}
+        for candidate in self.candidates:
+            cells: list[Cell] = [candidate.name, f"{sizes[candidate.name].value:.1%}"]
+            cells += [numbers[candidate.name]] if numbers else []
+            for scope in scopes:
+                row = self.row(candidate.name, "KL", scope)
+                cells.append(UNKNOWN if row is None else row.change_text())
+            rows.append(cells)
+        head = ["stored as", "bytes", *(["numbers found"] if numbers else []), *scopes]
+        scores = [row for row in self.rows if "items" in row.details]
+        tasks = [listing("Tasks on stored contexts", scores, {"items": "items"}, "task")] if scores else []
+        return [("KL of stored caches, nats/token (95% over windows)", head, rows), *tasks]
 
     def _write(self, folder: Path) -> None:
         super()._write(folder)

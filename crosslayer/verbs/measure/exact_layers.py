@@ -50,17 +50,20 @@ def exact_layers(judge: Judge, candidates: Sequence[Candidate], count: int) -> t
             mean = Bootstrap(losses.documents).mean(losses.kl)
             facts = {"candidate": kind, "scope": f"layer {layer}", "original": 0.0, "value": mean.value}
             rows.append(Row(quantity=PRICE, unit="nats/token", change=mean, **facts))
-        exact = dearest(prices(rows, kind), count)
+        exact = dearest(prices(rows)[kind], count)
         quantized = ranges(layer for layer in layers if layer not in exact).split(", ")
         text = ",".join(f"{BITS[kind]}@{part}" for part in quantized)
         made.append(candidate_of(text, f"{kind}, {named_layers(exact)} exact"))
     return made, rows
 
 
-def prices(rows: Sequence[Row], kind: str) -> dict[int, float]:
-    """Return the KL of quantizing each layer alone."""
-    own = [row for row in rows if (row.quantity, row.candidate) == (PRICE, kind)]
-    return {int(row.scope.removeprefix("layer ")): row.value or 0.0 for row in own}
+def prices(rows: Sequence[Row]) -> dict[str, dict[int, float]]:
+    """Return the KL of quantizing each layer alone, by candidate."""
+    found: dict[str, dict[int, float]] = {}
+    for row in rows:
+        if row.quantity == PRICE:
+            found.setdefault(row.candidate, {})[int(row.scope.removeprefix("layer "))] = row.value or 0.0
+    return found
 
 
 def dearest(costs: Mapping[int, float], count: int) -> list[int]:

@@ -1,15 +1,30 @@
-"""What was measured: a row for each quantity and candidate."""
+"""What was measured, and its page: one table, one figure, one sentence of advice for each goal."""
 
 import re
 from typing import Literal
 
 from pydantic import Field
 
-from crosslayer.judge.report import Report
-from crosslayer.output.formatting import Table
+from crosslayer.judge.page import bytes_and_kl, failures, listing
+from crosslayer.judge.report import Report, Row
+from crosslayer.judge.rows import NEW
+from crosslayer.output.formatting import UNKNOWN, Table, listed, percent
+from crosslayer.output.page import Cell, Page
+from crosslayer.output.panel import Line, Panel
 from crosslayer.output.record import Options, Seed
+from crosslayer.verbs.measure.exact_layers import FEW, flags, prices
 
 BITS = re.compile(r"(int|fp)?\d")  # what names of bits begin with
+BUDGETS = (0.01, 0.05)  # KL in nats/token that advice is given for
+NOTHING = 1e-6  # KL below which no prediction has changed
+HEADS = {
+    "bytes": "KV cache",
+    "KL": "KL, nats/token",
+    "perplexity": "perplexity",
+    "retrieval": "numbers found",
+    "ttft": "first token",
+    "tpot_dynamic": "decoding step",
+}
 Question = Literal["bytes", "kl", "needles", "tasks", "time"]
 
 
@@ -36,14 +51,120 @@ class Measurement(Report):
     schema_: Literal["crosslayer/measure/2"] = Field(default="crosslayer/measure/2", alias="schema")
     settings: MeasureSettings
 
+    def layout(self) -> Page:
+        """Return the page."""
+        original, settings = self.original, self.settings
+        assert original is not None
+        tables = {"All candidates": [row for row in self.rows if row.scope == "all"]}
+        tables["By domain, length and task"] = [row for row in self.rows if row.scope != "all"]
+        return Page(
+            title=f"Candidates against {original.name}",
+            subtitle=(
+                f"{settings.windows} windows of {settings.length} tokens · bytes and time after {settings.context:,} · "
+                f"{original.place} · {self.seconds:.0f} s"
+            ),
+            sentences=self.sentences(),
+            panels=[*bytes_and_kl(self), *self._by_layer()],
+            tables=[listing(title, rows) for title, rows in tables.items() if rows],
+            lead=self.tables(),
+        )
+
+    def sentences(self) -> list[str]:
+        """Return advice for each goal, what the intervals are over, and which candidates failed."""
+        lines, count = self._advice(), self.settings.exact_layers
+        for kind, costs in prices(self.rows).items():
+            if options := flags(costs, kind, count):
+                lines.append(f"{kind} with {count} layers exact in {options}.")
+        lines += failures(self)
+        if self.changes("KL"):
+            lines.append(
+                "KL intervals are 95% bootstrap intervals over windows, conditional on these texts. For text "
+                f"of another kind, use the prediction interval in the column “{NEW}”."
+            )
+        return lines
+
     def tables(self) -> list[Table]:
-        """Return the table of all candidates."""
-        return [self.sibling("page").overview(self)]
+        """Return the table of all candidates: a row for each."""
+        quantities = [name for name in HEADS if self.changes(name)]
+        tasks = list(dict.fromkeys(row.scope for row in self.rows if "items" in row.details))
+        head = ["candidate", *(HEADS[name] for name in quantities), *tasks]
+        rows: list[list[Cell]] = []
+        for candidate in self.candidates:
+            cells: list[Cell] = [candidate.name]
+            cells += [_cell(self.row(candidate.name, name)) for name in quantities]
+            own = {row.scope: row for row in reversed(self.rows) if row.candidate == candidate.name}
+            cells += [_cell(own.get(task)) for task in tasks]
+            if "KL" in quantities:
+                damage = [row for row in self.rows_of("KL") if row.candidate == candidate.name]
+                damage = [row for row in damage if row.scope not in ("all", NEW)]  # of domains
+                worst = max(damage, key=lambda row: row.value or 0.0, default=None)
+                cells.append(UNKNOWN if worst is None else f"{worst.scope} {worst.change_text()}")
+                cells.append(_cell(self.row(candidate.name, "KL", NEW)))
+            rows.append([*cells, candidate.failed or ", ".join(candidate.engines)])
+        head += ["worst domain", NEW] if "KL" in quantities else []
+        return [("Candidates", [*head, "engines (by model type, untested)"], rows)]
 
     def next_command(self, model: str | None = None, out: str | None = None) -> str | None:
         """Return the command that tries the candidate with the fewest bytes, of those that cost little."""
-        best, following = self.sibling("page").least(self), super().next_command(model, out)
+        best, following = self.least(), super().next_command(model, out)
         if following is None or best is None or BITS.match(best):
             return following and best and following.removesuffix("4") + best.removeprefix("int")
         start = following.partition(" 'Once")[0].replace("generate", "needles", 1)
         return f"{start} --evict {best}" if ":" in best else f"crosslayer verify {best}"
+
+    def least(self, budget: float = BUDGETS[-1]) -> str | None:
+        """Return the candidate with the fewest bytes within a KL; bits that change nothing were not seen at work."""
+        sizes, damage, unseen = self.changes("bytes"), self.changes("KL"), self._unseen()
+        within = [name for name in sizes if name in damage and damage[name].value <= budget and sizes[name].value < 1]
+        return min(set(within) - {*unseen}, key=lambda name: (sizes[name].value, name), default=None)
+
+    def _unseen(self) -> list[str]:
+        """Return the bits that changed nothing."""
+        return [name for name, kl in self.changes("KL").items() if BITS.match(name) and abs(kl.value) < NOTHING]
+
+    def _advice(self) -> list[str]:
+        """Return the smallest candidate within each budget, and the fastest one."""
+        lines = []
+        sizes, damage, steps = (self.changes(name) for name in ("bytes", "KL", "tpot_dynamic"))
+        found: dict[str | None, float] = {}
+        for budget in BUDGETS if sizes and damage else ():
+            name = self.least(budget)
+            found[name] = found.get(name, budget) if name else budget
+        for name, budget in found.items():
+            line = f"No candidate is smaller than the original at a KL of at most {budget:g} nats/token."
+            if name is not None:
+                share = percent(sizes[name].value, 1)
+                line = f"Fewest bytes at a KL of at most {budget:g} nats/token: {name}, {share} of the 16-bit cache."
+            lines.append(line)
+        if unseen := self._unseen():
+            lines.append(
+                f"{listed(unseen)} changed nothing in windows of {self.settings.length} tokens, since the newest "
+                "tokens are kept as they are; measure with a larger --length."
+            )
+        faster = [name for name, change in steps.items() if change.is_better("lower")]
+        if faster:
+            fastest = min(faster, key=lambda name: steps[name].value)
+            lines.append(f"Fastest decoding step: {fastest}, {steps[fastest].text(2)} of the original's time.")
+        elif steps:
+            lines.append("No candidate decodes faster than the original here.")
+        return lines
+
+    def _by_layer(self) -> list[Panel]:
+        """Return the figure of what quantizing each layer alone costs."""
+        lines = [Line(kind, list(map(float, own)), list(own.values())) for kind, own in prices(self.rows).items()]
+        sentence = f"KL on {FEW} windows or fewer; KLs of single layers need not add up."
+        panel = Panel("by_layer", "Quantizing one layer alone", sentence, "layer", "KL, nats/token", lines, log_y=True)
+        return [panel] if lines else []
+
+
+def _cell(row: Row | None) -> str:
+    """Return what the table shows of a row."""
+    if row is None or row.change is None:
+        return UNKNOWN
+    if row.unit == "bytes":
+        return f"{row.change_text()} ({row.text(row.value)})"
+    if row.quantity == "retrieval":
+        return f"{row.count(row.value)} (original {round((row.original or 0) * row.change.n)})"
+    if row.unit == "share":
+        return f"{row.text(row.value)}: {row.change_text()} points"
+    return row.change_text()

@@ -1,8 +1,42 @@
-"""List the cross-layer methods, or describe one of them."""
+"""The table of the methods, or the description of one of them, read from their own files."""
 
-from crosslayer.core.methods import method_class
-from crosslayer.verbs.methods.catalogue import describe, method_table
-from crosslayer.verbs.methods.result import Catalogue
+import ast
+import dataclasses
+import inspect
+import re
+import textwrap
+from typing import Any
+
+from crosslayer.core.method import Method, options_of
+from crosslayer.core.methods import method_class, method_names
+from crosslayer.output.formatting import Shown, Table
+
+
+@dataclasses.dataclass(frozen=True)
+class Catalogue(Shown):
+    """A row of texts by column for each method, at a number of layers; for a single method its description too."""
+
+    rows: list[dict[str, str]]
+    layers: int
+    description: str | None = None
+
+    def tables(self) -> list[Table]:
+        """Return the table of all methods, narrow enough for a line each in a terminal."""
+        if self.description is not None:
+            return []
+        rows = [[row["method"], row["cache"], row["flows"]] for row in self.rows]
+        return [("", ["method", "KV cache", "what flows between layers"], rows)]
+
+    def sentences(self) -> list[str]:
+        """Return the description of a single method, or how to get one."""
+        hint = f"KV cache: share kept with {self.layers} layers. `crosslayer methods NAME` describes a method."
+        return [self.description or hint]
+
+    def headline(self) -> dict[str, Any]:
+        """Return the share of the KV cache that each method keeps."""
+        if self.description is not None:
+            return dict(self.rows[0])
+        return {row["method"]: row["cache"] for row in self.rows}
 
 
 def methods(name: str | None = None, *, layers: int | None = None) -> Catalogue:
@@ -22,3 +56,69 @@ def methods(name: str | None = None, *, layers: int | None = None) -> Catalogue:
     cls = method_class(name)
     share = f"{cls.example(layers or 8).plan(layers or 8).cached_fraction():.2%}"
     return Catalogue([{"method": cls.name(), "cache": share}], layers or 8, describe(cls, layers or 8))
+
+
+def method_table(layers: int = 32) -> list[dict[str, str]]:
+    """Return a row for each method: name, a line, what flows, cache share at `layers` layers, source."""
+    rows = []
+    for name in method_names():
+        cls = method_class(name)
+        text = description(cls)
+        share = cls.example(layers).plan(layers).cached_fraction()
+        what = text.partition("\n")[0].rstrip(".")
+        row = {"method": name, "what": what, "flows": _field(text, "Flows"), "cache": f"{share:.2%}"}
+        rows.append({**row, "source": _field(text, "Source")})
+    return rows
+
+
+def description(cls: type[Method]) -> str:
+    """Return the description of a method: its module's docstring, else its own, else nothing."""
+    return inspect.getdoc(inspect.getmodule(cls)) or inspect.getdoc(cls) or ""
+
+
+def options(cls: type[Method]) -> list[str]:
+    """Return the options of a method in the order of its fields: each as written in its source, with its docstring."""
+    documented = {}
+    for base in reversed(cls.__mro__):
+        if dataclasses.is_dataclass(base):
+            documented |= _written(base)
+    return [documented[option.name] for option in options_of(cls) if option.name in documented]
+
+
+def _written(cls: type) -> dict[str, str]:
+    """Return the fields in a class's own source, by name."""
+    (node,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+    assert isinstance(node, ast.ClassDef)
+    rows = {}
+    for line, below in zip(node.body, [*node.body[1:], None], strict=True):
+        if isinstance(line, ast.AnnAssign) and line.value is not None:
+            text = below.value.value if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) else None
+            written = " ".join(text.split()) if isinstance(text, str) else ""
+            rows[ast.unparse(line.target)] = f"  {ast.unparse(line)}\n      {written}".rstrip()
+    return rows
+
+
+def describe(cls: type[Method], layers: int = 8) -> str:
+    """Return a method's description and options, and the diagram and cache of an example at `layers` layers."""
+    from crosslayer.core.decoder.configuration import CrossLayerConfig  # takes seconds; the table does not need it
+
+    method = cls.example(layers)
+    config = CrossLayerConfig(num_hidden_layers=layers, cross_layer=[method])
+    rows = options(cls)
+    assert config.num_key_value_heads is not None and config.head_dim is not None
+    stored, read = config.plan.bytes_per_token(2 * config.num_key_value_heads * config.head_dim)
+    shown = ", ".join(f"{option.name}={getattr(method, option.name)!r}" for option in options_of(cls))
+    heads = f"{config.num_key_value_heads} heads of {config.head_dim}"
+    sections = [
+        description(cls),
+        inspect.getdoc(cls) or "",
+        "\n".join(["Options:", *rows]) if rows else "It has no options.",
+        f"{cls.__name__}({shown})",
+        f"{config.plan.diagram()}\nKV bytes per token in bf16 ({heads}): {stored} stored, {read} read",
+    ]
+    return "\n\n".join(dict.fromkeys(filter(None, sections)))
+
+
+def _field(text: str, name: str) -> str:
+    match = re.search(rf"{name}: (.+?)(?:\.\s+[A-Z][a-z]+:|\.?\s*\Z|\n\n)", text, re.S)
+    return " ".join(match[1].split()).rstrip(".") if match else ""

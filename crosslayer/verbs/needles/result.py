@@ -1,19 +1,25 @@
-"""The result of a needle test."""
+"""The result of a needle test and its page: a map of scores by length and depth for each model, tables, answers."""
 
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
 from crosslayer.cache.eviction import Evict
-from crosslayer.judge.hidden import KEYS, Question, is_retrieved
+from crosslayer.cache.running import CacheOptions
+from crosslayer.judge.hidden import KEYS, SOURCE, Question, is_retrieved
+from crosslayer.judge.page import by_verdict, listing
 from crosslayer.judge.report import Report
-from crosslayer.output.formatting import Table
+from crosslayer.output.formatting import Table, listed, percent
+from crosslayer.output.page import Cell, Mark, Page
+from crosslayer.output.panel import Heat, Panel
 from crosslayer.output.record import SEVERAL, Options, Seed
 from crosslayer.stats.differences import share
 from crosslayer.stats.estimate import Estimate
 from crosslayer.wiring.kv_bits import KvBitsText
 
 SHORTEST = 256  # tokens; below, template and needles leave no space for a haystack
+SHOWN = 12  # answers on the page; the record has all
+LOW = 0.05  # a baseline's score below which a candidate has nothing to lose
 
 
 class NeedlesSettings(Options):
@@ -33,6 +39,11 @@ class NeedlesSettings(Options):
     def cells(self) -> list[tuple[int, int]]:
         """All combinations of a length and a depth."""
         return [(length, depth) for length in self.lengths for depth in self.depths]
+
+    @property
+    def hidden(self) -> str:
+        """What is asked for in a text."""
+        return "the hidden number" if self.keys == 1 else f"one of {self.keys} hidden numbers"
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -73,17 +84,110 @@ class Needles(Report):
                 raise ValueError(f"{len(answers)} answers to {len(expected)} questions")
         return self
 
-    def found(self, model: int, length: int | None = None, depth: int | None = None) -> list[bool]:
-        """Return which answers of a model, by its number, contain their number, of all or at a length and depth."""
-        pairs = zip(self.questions, self.answers[model], strict=True)
-        chosen = [(one, answer) for one, answer in pairs if length in (None, one.length) and depth in (None, one.depth)]
-        return [is_retrieved(answer, one.value) for one, answer in chosen]
-
     def score(self, model: int, length: int, depth: int | None = None) -> Estimate:
-        """Return the share of numbers that a model retrieves at a length, and at a depth, with Wilson's interval."""
-        found = self.found(model, length, depth)
-        return share(sum(found), len(found))
+        """Return the share of numbers that a model (by index) retrieves at a length, and depth; Wilson's interval."""
+        pairs = zip(self.questions, self.answers[model], strict=True)
+        asked = [(one, answer) for one, answer in pairs if one.length == length and depth in (None, one.depth)]
+        return share(sum(is_retrieved(answer, one.value) for one, answer in asked), len(asked))
+
+    def layout(self) -> Page:
+        """Return the page."""
+        settings, cards = self.settings, []
+        for row in self.rows:
+            note = "" if row.original is None else f"baseline {percent(row.original)}; "
+            own = self.score(0, int(row.scope.split()[0]))
+            cards.append((row.scope, own.text(0, percent=True), f"{note}95% intervals"))
+        details = {"samples": "samples", "other_key": "another key's number"}
+        return Page(
+            title=self.title("Needle test"),
+            subtitle=(
+                f"needle in a haystack (RULER, arXiv 2404.06654): {settings.hidden} in {SOURCE} · seed {settings.seed} "
+                f"· {self.candidates[0].place} · {self.seconds:.0f} s"
+            ),
+            cards=cards,
+            sentences=self.sentences(),
+            panels=[self._map(number) for number in range(len(self.models))],
+            tables=[self._examples()],
+            lead=[listing("By length", self.rows, details, "length")],
+        )
+
+    def sentences(self) -> list[str]:
+        """Return the scores of each model by length, the differences, and how both are measured."""
+        settings, written, paired = self.settings, [], ""
+        for number, model in enumerate(self.models):
+            role = "baseline" if number else "candidate"
+            name = f"The {role}, {model.name}," if self.original is not None or ", " in model.name else model.name
+            scores = [f"{self.score(number, size).text(0, percent=True)} at {size:,}" for size in settings.lengths]
+            written.append(f"{name} retrieves {settings.hidden}: {', '.join(scores)} tokens.")
+        if settings.keys > 1:
+            other, total = (sum(int(row.details[name]) for row in self.rows) for name in ("other_key", "samples"))
+            written.append(f"{percent(other / total)} of the candidate's answers give another key's number.")
+        if self.original is not None:
+            paired = "; Agresti and Min for paired differences, with McNemar's test"
+            written += by_verdict(self.rows)
+            low = [row.scope for row in self.rows if row.original is not None and row.original < LOW]
+            if low:
+                written.append(
+                    f"At {listed(low)} the baseline itself retrieves fewer than {LOW:.0%}, so the candidate has "
+                    "nothing to lose there."
+                )
+        depths = len(settings.depths)
+        return [
+            *written,
+            *CacheOptions(settings.evict, settings.kv_bits).sentences(),
+            f"A score is the share of greedy answers (up to {settings.new_tokens} tokens) that contain the number, "
+            f"over {depths * settings.samples} samples per length: {settings.samples} at each of {depths} depths. 95% "
+            f"intervals over samples: Wilson for scores{paired}.",
+        ]
 
     def tables(self) -> list[Table]:
         """Return a table of scores for each model: a row for each length, a column for each depth."""
-        return self.sibling("page").scores(self)
+        depths, tables = self.settings.depths, []
+        for number, model in enumerate(self.models):
+            rows = []
+            for length in self.settings.lengths:
+                scores = [self.score(number, length, depth) for depth in (*depths, None)]
+                rows.append([f"{length:,}", *(percent(score.value) for score in scores)])
+            tables.append((model.name, ["length", *(f"depth {depth}%" for depth in depths), "all"], rows))
+        return tables
+
+    def _examples(self) -> Table:
+        """Return the first answers of each length and depth."""
+        rows: list[list[Cell]] = []
+        for number, question in enumerate(self.questions):
+            if question.index == 0 and len(rows) < SHOWN:
+                for model, answers in zip(self.models, self.answers, strict=True):
+                    right = Mark(question.value, "pass" if question.value in answers[number] else "fail")
+                    cells = [f"{question.length:,}", f"{question.depth}%", model.name, question.key]
+                    rows.append([*cells, right, answers[number].strip()])
+        head = ["length", "depth", "model", "key", "number", "answer"]
+        return "Answers: the first of each length and depth", head, rows
+
+    def _map(self, number: int) -> Panel:
+        """Return the map of a model's scores in percent: a row for each length, a column for each depth."""
+        lengths, depths, role = self.settings.lengths, self.settings.depths, ("candidate", "baseline")[number]
+        cells = {cell: self.score(number, *cell) for cell in self.settings.cells}
+        best, worst = (end(cells, key=lambda cell: cells[cell].value) for end in (max, min))
+        caption = f"{percent(cells[best].value)} at every length and depth."
+        if cells[worst].value < cells[best].value:
+            ends = [
+                f"{cells[length, depth].text(0, percent=True)} at {length:,} tokens, depth {depth}%"
+                for length, depth in (best, worst)
+            ]
+            caption = f"Best: {ends[0]}. Worst: {ends[1]}. In parentheses: 95% intervals."
+        heat = Heat(
+            [edge - 0.5 for edge in range(len(depths) + 1)],
+            [*range(len(lengths))],
+            [[100 * cells[length, depth].value for depth in depths] for length in lengths],
+            "score, %",
+            (0.0, 100.0),
+            columns=[f"{depth}%" for depth in depths],
+            written=True,
+        )
+        title, axes = self.models[number].name, ("depth of the needle, %", "length, tokens")
+        if self.original is not None:
+            title += f", {role}"
+        x_ticks = {float(column): str(depth) for column, depth in enumerate(depths)}
+        y_ticks = {float(row): f"{length:,}" for row, length in enumerate(lengths)}
+        drawn = {"heat": heat, "wide": self.original is None, "x_ticks": x_ticks, "y_ticks": y_ticks}
+        return Panel(f"scores_{role}", title, caption, *axes, **drawn)

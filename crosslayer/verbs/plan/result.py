@@ -1,4 +1,4 @@
-"""What `crosslayer.plan` returns, and its record."""
+"""What `crosslayer.plan` returns, its record and its page: who reads whom, bytes by layer, bytes by length."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -6,11 +6,16 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from crosslayer.output.formatting import UNKNOWN, Table, percent, readable_bytes
+from crosslayer.output.page import Cell, Page
+from crosslayer.output.panel import QUIET, Line, Panel, Wires
 from crosslayer.output.record import Frozen
 from crosslayer.output.result import Result
-from crosslayer.wiring.result import ModelPlan
+from crosslayer.wiring.result import COLUMNS, SHARE, ModelPlan
 
 SHORTEST, LONGEST = 256, 131_072  # tokens of the curve, whose lengths double
+MIB = 2**20
+FULL = "the 16-bit cache"
 
 
 class PlanSettings(Frozen):
@@ -39,6 +44,11 @@ class PlannedLength(Frozen):
     stored_bytes: int = Field(ge=0)
     read_bytes: int = Field(ge=0)
     full_bytes: int = Field(ge=0)
+
+    def cells(self) -> list[str]:
+        """Return the cells of `COLUMNS`."""
+        share = percent(self.stored_bytes / self.full_bytes, 1) if self.full_bytes else UNKNOWN
+        return [readable_bytes(self.stored_bytes), share, readable_bytes(self.read_bytes)]
 
 
 class PlannedMethod(Frozen):
@@ -69,9 +79,103 @@ class PlanReport(Result):
         """Return the numbers of the JSON line that the command prints last."""
         return self.figures
 
+    def sentences(self) -> list[str]:
+        """Return the findings."""
+        return list(self.findings)
+
+    def layout(self) -> Page:
+        """Return the page."""
+        settings, last = self.settings, max(self.sizes, key=lambda size: size.length)
+        sequences = "one sequence" if settings.batch == 1 else f"{settings.batch} sequences"
+        stored, share, read = last.cells()
+        return Page(
+            title=f"KV cache of {self.model}",
+            subtitle=f"{self.type} · {len(self.layers)} layers · as {settings.engine} allocates it, from the config",
+            cards=[
+                ("KV cache", stored, f"at {last.length:,} tokens, {sequences}, {settings.kv_dtype}"),
+                (SHARE, share, f"all layers, all tokens, in 16 bits: {readable_bytes(last.full_bytes)}"),
+                ("read per decoding step", read, "a layer that reads another's states counts too"),
+            ],
+            sentences=self.findings,
+            panels=[self._wires(), self._curve()],
+            tables=[self._with_methods()] if self.methods else [],
+            lead=self.tables(),
+        )
+
+    def tables(self) -> list[Table]:
+        """Return the sizes by length."""
+        return [("By length", ["tokens", *COLUMNS], [[f"{size.length:,}", *size.cells()] for size in self.sizes])]
+
+    def _with_methods(self) -> Table:
+        """Return the sizes with each method, at the longest length."""
+        rows: list[list[Cell]] = []
+        for method in self.methods:
+            largest = max(method.sizes, key=lambda size: size.length, default=None)
+            cells = [UNKNOWN] * 3 if largest is None else largest.cells()
+            rows.append([method.method, *cells, method.pretrained])
+        title = f"With sharing across layers, at {max(self.settings.length):,} tokens"
+        return title, ["method", *COLUMNS, "in a pretrained model"], rows
+
+    def _wires(self) -> Panel:
+        """Return the figure of the layers."""
+        readers, layers = sum(bool(layer.sources) for layer in self.layers), len(self.layers)
+        sharing = f"{readers} of {layers} read another layer's (arrows)" if readers else "none reads another's"
+        title = "Layers: what each stores, and whose states it reads"
+        sentence = f"What each layer stores at {max(self.settings.length):,} tokens; {sharing}."
+        wires = Wires(
+            widths=[layer.stored_bytes / MIB for layer in self.layers],
+            kinds=[layer.mask for layer in self.layers],
+            sources=[layer.sources for layer in self.layers],
+        )
+        return Panel("layers", title, sentence, "MiB", "layer", wires=wires)
+
+    def _curve(self) -> Panel:
+        """Return the figure of bytes over length; models of equal size share a line."""
+        x = [size.length for size in self.curve]
+        named: dict[tuple[int, ...], list[str]] = {}  # names by sizes
+        for name, sizes in (("this model", self.curve), *((f"with {one.method}", one.curve) for one in self.methods)):
+            named.setdefault(tuple(size.stored_bytes for size in sizes), []).append(name)
+        named.setdefault(tuple(size.full_bytes for size in self.curve), []).append(FULL)
+        lines = []
+        for sizes, names in named.items():
+            look = {"color": QUIET, "dashed": True} if names == [FULL] else {}
+            if any(sizes):
+                lines.append(Line(", ".join(names), x, [size / MIB for size in sizes], **look))
+        sentence = f"What {self.settings.engine} allocates, and the 16-bit cache of all layers and tokens."
+        ticks = {length: f"{length // 1024}k" if length >= 1024 else str(length) for length in x}
+        scale = {"log_x": True, "log_y": True, "x_ticks": ticks}
+        return Panel("lengths", "Bytes over length", sentence, "tokens", "MiB", lines, **scale)
+
 
 class Plan(ModelPlan):
     """The wiring of a model and the bytes of its cache, which can be saved as a page."""
+
+    def report(self) -> PlanReport:
+        """Return the plan as a record."""
+        lengths = [SHORTEST]
+        while lengths[-1] < max(LONGEST, self.length):
+            lengths.append(2 * lengths[-1])
+        settings = {name: getattr(self, name) for name in ("batch", "dtype", "kv_dtype", "engine")}
+        return PlanReport(
+            settings=PlanSettings(length=self.lengths, **settings),
+            model=self.model,
+            type=self.type,
+            residual=self.residual,
+            figures=self.headline(),
+            findings=tuple(self.findings()),
+            layers=tuple(_layer(self.shown, layer) for layer in range(len(self.layers))),
+            curve=_at(self, lengths),
+            sizes=_at(self, self.lengths),
+            methods=tuple(
+                PlannedMethod(
+                    method=sharing.method,
+                    pretrained=sharing.pretrained,
+                    sizes=_at(sharing.plan, self.lengths),
+                    curve=_at(sharing.plan, lengths),
+                )
+                for sharing in self.shared
+            ),
+        )
 
     def save(self, folder: str | Path, force: bool = False) -> Path:
         """Write record.json, report.html and figures into a folder; return the page's path.
@@ -79,41 +183,11 @@ class Plan(ModelPlan):
         Raises:
             ValueError: the folder exists and `force` is not set, or it cannot be written.
         """
-        return report_of(self).save(folder, force)
+        return self.report().save(folder, force)
 
     def next_command(self, model: str | None = None, out: str | None = None) -> str | None:
         """Return the command that the page shows, too."""
-        return report_of(self).next_command(model, out)
-
-
-def report_of(plan: ModelPlan) -> PlanReport:
-    """Return a plan as a record."""
-    longest = max(LONGEST, plan.length)
-    lengths = [SHORTEST]
-    while lengths[-1] < longest:
-        lengths.append(2 * lengths[-1])
-    return PlanReport(
-        settings=PlanSettings(
-            length=plan.lengths, batch=plan.batch, dtype=plan.dtype, kv_dtype=plan.kv_dtype, engine=plan.engine
-        ),
-        model=plan.model,
-        type=plan.type,
-        residual=plan.residual,
-        figures=plan.headline(),
-        findings=tuple(plan.findings()),
-        layers=tuple(_layer(plan.shown, layer) for layer in range(len(plan.layers))),
-        curve=_at(plan, lengths),
-        sizes=_at(plan, plan.lengths),
-        methods=tuple(
-            PlannedMethod(
-                method=sharing.method,
-                pretrained=sharing.pretrained,
-                sizes=_at(sharing.plan, plan.lengths),
-                curve=_at(sharing.plan, lengths),
-            )
-            for sharing in plan.shared
-        ),
-    )
+        return self.report().next_command(model, out)
 
 
 def _at(plan: ModelPlan | None, lengths: Sequence[int]) -> tuple[PlannedLength, ...]:

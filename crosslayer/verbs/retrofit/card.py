@@ -1,5 +1,6 @@
-"""The model card of a retrofit and its evaluation results for the Hugging Face hub, from its record alone."""
+"""What a retrofit's folder has for others: its card, evaluation results, and code that finds the installed package."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -7,16 +8,33 @@ import yaml
 from huggingface_hub import EvalResult, EvalResultEntry, ModelCardData, eval_result_entries_to_yaml
 
 from crosslayer.output.card import card, common_facts, use
-from crosslayer.verbs.retrofit.page import damage_table
+from crosslayer.verbs.retrofit.page import damage_table, sentences
 from crosslayer.verbs.retrofit.result import RetrofitReport
 from crosslayer.verbs.retrofit.run import DEFAULTS
-from crosslayer.verbs.retrofit.sentences import sentences
 
 EVAL_RESULTS = Path(".eval_results", "crosslayer.yaml")  # where the hub reads them
 LIMITS = """- The figures hold for the text they were measured on; other text, tasks and lengths may lose more.
 - A smaller cache does not mean fewer reads: a layer that shares keys or values reads its source's at every step.
 - `crosslayer verify FOLDER` checks the files, the plan, and that cached, padded and compiled runs agree.
 - The license is that of the original model."""
+
+SHIM_FILE = "modeling_shim.py"
+SHIM = '''"""Lets `trust_remote_code=True` find crosslayer, which must be installed."""
+
+import crosslayer
+
+
+class CrossLayerConfig(crosslayer.CrossLayerConfig):
+    pass
+
+
+class CrossLayerForCausalLM(crosslayer.CrossLayerForCausalLM):
+    config_class = CrossLayerConfig
+'''
+AUTO_MAP = {
+    "AutoConfig": "modeling_shim.CrossLayerConfig",
+    "AutoModelForCausalLM": "modeling_shim.CrossLayerForCausalLM",
+}
 
 
 def write_card(record: RetrofitReport, folder: Path, tokenizer: bool) -> None:
@@ -53,11 +71,13 @@ def model_card(record: RetrofitReport, tokenizer: bool) -> str:
     """Return the card as Markdown; `tokenizer`: whether the folder holds one."""
     form = "crosslayer" if record.takes_shim else "hf"
     versions = ", ".join(f"{name} {version}" for name, version in record.environment.versions.items() if version)
+    _, head, rows = damage_table(record)
+    costs = [head, ["---"] * len(head), *([cell.replace("|", "\\|") for cell in row] for row in rows)]
     body = [
         f"# {record.architecture.name}, converted",
         *sentences(record),
         "## What it costs",
-        _costs(record),
+        "\n".join(f"| {' | '.join(line)} |" for line in costs),
         "## Use",
         use(form, tokenizer),
         "## Which layers share",
@@ -90,12 +110,6 @@ def _facts(record: RetrofitReport, form: str) -> dict[str, Any]:
     return {**common_facts(form), **record.architecture.origin, "tags": tags, **index}
 
 
-def _costs(record: RetrofitReport) -> str:
-    _, head, rows = damage_table(record)
-    lines = [head, ["---"] * len(head), *([cell.replace("|", "\\|") for cell in row] for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
 def _how(record: RetrofitReport) -> str:
     """Return the command or the Python call that made the model."""
     if record.command is not None:
@@ -108,3 +122,11 @@ def _how(record: RetrofitReport) -> str:
     comment = "; ".join(f"{name}: {', '.join(map(repr, values))}" for name, values in names.items())
     call = f"crosslayer.retrofit({', '.join(['model', 'text', 'tokenizer', *options])})"
     return f"```python\n# {comment}\n{call}\n```"
+
+
+def write_shim(folder: Path) -> None:
+    """Add the remote code to the folder of a saved model, and to its config where to find it."""
+    (folder / SHIM_FILE).write_text(SHIM, encoding="utf-8")
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config["auto_map"] = AUTO_MAP
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -19,7 +19,7 @@ from crosslayer.core.method import Method
 from crosslayer.core.plan import PASSED, STATES, DepthPlan
 from crosslayer.corpus.windows import repeating
 from crosslayer.judge.damage import compare
-from crosslayer.verbs.retrofit.calibrate import fit_layer, fitted_layers, input_width
+from crosslayer.verbs.retrofit.convert import fit_layer, fitted_layers, input_width
 from crosslayer.verbs.retrofit.moments import REFITS, is_enough
 from crosslayer.verbs.retrofit.original import Original
 from crosslayer.verbs.retrofit.streams import Streams, layers_of
@@ -58,7 +58,7 @@ class FittedLayers:
     """Fitted W_c and W_o of single layers, each fitted at its first use and then cached."""
 
     def __init__(self, plain: CrossLayerForCausalLM, text: Mapping[str, Tensor], fit: str, width: int):
-        """Run the original on token ids (N, T) of each domain; `fit` is as in calibrate.py, `width` its inputs."""
+        """Run the original on token ids (N, T) of each domain; `fit` is as in convert.py, `width` its inputs."""
         domains = _subset(list(text.values()), fit, width)
         self.fit, self.sizes = fit, [len(ids) for ids in domains]
         self.inputs = LayerInputs(plain, torch.cat(domains))
@@ -116,7 +116,7 @@ class Measure:
     """
 
     def __init__(self, original: Original, fit: str | None = None):
-        """Run the original on the text to search on; with a `fit` (see calibrate.py) candidates are compensated."""
+        """Run the original on the text to search on; with a `fit` (see convert.py) candidates are compensated."""
         self.original = original
         self.ids, self.repeat_start = repeating(original.windows["search"].ids)
         self.step = lambda: None  # called after each measurement

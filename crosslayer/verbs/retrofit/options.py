@@ -140,7 +140,9 @@ class RetrofitOptions(Options):
         for values in itertools.product(*swept.values()):
             own = {SWEPT[key]: getattr(self, SWEPT[key]) for key in swept}
             for key, value in sorted(zip(swept, values, strict=True), key=lambda pair: pair[0] != SWEPT[pair[0]]):
-                own[SWEPT[key]] = value if key == SWEPT[key] else _with_setting(own[SWEPT[key]], key, value)
+                option = SWEPT[key]
+                kept = [word for word in (own[option] or "").split(",") if word and not word.startswith(f"{key}=")]
+                own[option] = value if key == option else ",".join([*kept, f"{key}={value}"])  # instead of its own
             typed = " ".join(f"--{option} {text}" for option, text in own.items())
             variants[typed] = RetrofitOptions(**self.model_dump() | own)
         return variants
@@ -149,9 +151,3 @@ class RetrofitOptions(Options):
         """Return the options that differ from `defaults`, without the ones that `quick` sets."""
         decided = QUICK_SETS if self.quick else ()
         return {name: value for name, value in self if name not in decided and value != defaults[name]}
-
-
-def _with_setting(text: str | None, key: str, value: str) -> str:
-    """Return the text of an option with a setting that replaces its own."""
-    kept = [word for word in (text or "").split(",") if word and not word.startswith(f"{key}=")]
-    return ",".join([*kept, f"{key}={value}"])

@@ -23,7 +23,6 @@ from crosslayer.stats.estimate import Estimate
 from crosslayer.stats.times import StepTime
 from crosslayer.verbs.retrofit.moments import Fit
 from crosslayer.verbs.retrofit.options import RetrofitOptions
-from crosslayer.verbs.retrofit.shim import write_shim
 from crosslayer.wiring.kv_bits import KINDS
 
 
@@ -287,9 +286,10 @@ class RetrofitReport(Result):
                 model.save_pretrained(partial)
                 if self._tokenizer is not None:
                     self._tokenizer.save_pretrained(partial)
+            card = self.sibling("card")
             if remote_code_shim:
-                write_shim(partial)
+                card.write_shim(partial)
             self._write(partial)
-            self.sibling("card").write_card(self, partial, self._tokenizer is not None)
+            card.write_card(self, partial, self._tokenizer is not None)
             write_manifest(partial, model)  # of all files in the folder
         return target / "report.html"

@@ -1,6 +1,7 @@
 """A whole retrofit: choose layers, convert, calibrate, measure the damage, and return a report."""
 
 import inspect
+import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,8 +11,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from crosslayer.core.decoder.configuration import CrossLayerConfig
 from crosslayer.core.decoder.convert import to_config
-from crosslayer.core.methods import Entry, to_entry
+from crosslayer.core.method import Method
+from crosslayer.core.methods import Entry, load_methods, method_class, to_entry
 from crosslayer.corpus.domains import DomainTexts, window_ranges
 from crosslayer.judge.candidate import Candidate
 from crosslayer.judge.clock import Load, announce
@@ -20,15 +23,23 @@ from crosslayer.judge.retrieval import DEPTHS, LENGTHS, LONG_LENGTHS, QUICK_LENG
 from crosslayer.models.load import load_config, public_name, ready_model, stored_dtype
 from crosslayer.output.progress import progress
 from crosslayer.probe.intercept import check_ids, evaluating, positions
-from crosslayer.verbs.retrofit.alternatives import MEASURED, WINDOWS, Compared, measure_alternatives, rows_of
-from crosslayer.verbs.retrofit.cache import CONTEXT, cache_record
+from crosslayer.verbs.retrofit.cache import (
+    CONTEXT,
+    MEASURED,
+    WINDOWS,
+    Compared,
+    cache_record,
+    measure_alternatives,
+    rows_of,
+)
+from crosslayer.verbs.retrofit.choosers import Choosers
 from crosslayer.verbs.retrofit.convert import Converted, convert
-from crosslayer.verbs.retrofit.options import RetrofitOptions
+from crosslayer.verbs.retrofit.options import ONE_OF, RetrofitOptions
 from crosslayer.verbs.retrofit.original import Original
+from crosslayer.verbs.retrofit.page import title
 from crosslayer.verbs.retrofit.result import Architecture, Calibration, Needles, RetrofitReport
-from crosslayer.verbs.retrofit.sentences import title
-from crosslayer.verbs.retrofit.strategies import plain_method, strategies_of
-from crosslayer.verbs.retrofit.strategy import Chosen, Strategy
+from crosslayer.verbs.retrofit.search import LayerSearch
+from crosslayer.verbs.retrofit.strategy import Chosen, Given, Layers, Named, Strategy
 from crosslayer.verbs.retrofit.texts import RetrofitTexts
 
 STEPS = 18  # timed decoding steps, with the two that warm up
@@ -111,7 +122,9 @@ def retrofit(
     is_loaded = isinstance(model, PreTrainedModel)
     config = model.config if is_loaded else load_config(str(model))
     decoder = to_config(config)  # raises for a model that cannot be converted
-    strategies = strategies_of(options, decoder, DEFAULTS)
+    strategies = {name: strategy_of(each, decoder) for name, each in options.variants().items()}
+    for strategy in strategies.values():  # all checks that need neither text nor weights
+        strategy.check(strategy.options.changed(DEFAULTS))
     with progress("reading the text", 0):
         texts = RetrofitTexts.load(text, calibration_text, options.seed)
     for strategy in strategies.values():
@@ -136,6 +149,60 @@ DEFAULTS = {name: parameter.default for name, parameter in inspect.signature(ret
 def options_of(**given: Any) -> RetrofitOptions:
     """Return the options of a retrofit; those that are not given are at their default."""
     return RetrofitOptions(**{name: DEFAULTS[name] for name in RetrofitOptions.model_fields} | given)
+
+
+def strategy_of(options: RetrofitOptions, config: CrossLayerConfig | None = None) -> Strategy:
+    """Return how methods and layers are chosen: a budget chooses what the method, or any method, lets it search.
+
+    Args:
+        options: what the user asked for.
+        config: the model's, as of a crosslayer decoder; None: not known, as for a report that was read.
+    """
+    named = _named(options.method)
+    names, spaces = " and ".join(one.name() for one in named), {one.search_space() for one in named}
+    if len(named) > 1 and "choosers" in spaces:
+        raise ValueError(f"`method` must be one method if layers choose tokens, got {names}")
+    has_budget = options.kl_budget is not None or options.read_budget is not None
+    if has_budget and ("choosers" in spaces or not named and options.read_budget is not None):
+        way: type[Strategy] = Choosers
+    elif not named:
+        way = LayerSearch
+    elif has_budget:
+        raise ValueError(ONE_OF)
+    elif options.kv_budget is not None:
+        raise ValueError(f"`kv_budget` chooses methods and layers itself; remove it, or `method` {names}")
+    else:
+        way = Layers if isinstance(named[0], type) else Given
+    return way(options, named, config)
+
+
+def plain_method(method: Entry | Sequence[Entry] | None) -> str | dict[str, Any] | list[dict[str, Any]] | None:
+    """Return a method, or several, as plain data, as options hold it; of a class its name."""
+    if isinstance(method, Sequence) and not isinstance(method, str):
+        return [to_entry(one) for one in load_methods(method)]
+    if isinstance(method, type):
+        return method.name()
+    if isinstance(method, Method):
+        return to_entry(method)
+    return dict(method) if isinstance(method, Mapping) else method
+
+
+def _named(value: str | dict[str, Any] | list[dict[str, Any]] | None) -> list[Named]:
+    """Return whole methods, or the class of a method whose layers are to be chosen."""
+    if value is None:
+        return []
+    if not isinstance(value, str):
+        return [*load_methods(value)]
+    if value.lstrip().startswith(("{", "[")):
+        try:
+            return [*load_methods(json.loads(value))]
+        except json.JSONDecodeError as error:
+            raise ValueError(f"`method` must be a name, a JSON object or a list, got {value!r} ({error})") from None
+        except RecursionError:
+            raise ValueError("`method` must be a name or a JSON object, got JSON that is nested too deeply") from None
+    cls = method_class(value)
+    takes_groups = cls.from_groups.__func__ is not Method.from_groups.__func__  # type: ignore[attr-defined]
+    return [cls] if takes_groups else [*load_methods(value)]
 
 
 def _report(

@@ -18,13 +18,20 @@ from crosslayer.core.plan import DepthPlan
 from crosslayer.output.progress import progress
 from crosslayer.probe.shapes import PAPER_SIZE, Groups, LayerShape, may_share, paper_groups
 from crosslayer.verbs.retrofit.cache import CacheShare
-from crosslayer.verbs.retrofit.greedy import PASSES, TOO_SMALL, GreedySearch
+from crosslayer.verbs.retrofit.greedy import (
+    PASSES,
+    TOO_SMALL,
+    Baseline,
+    GreedySearch,
+    Step,
+    search_record,
+    spread_steps,
+)
 from crosslayer.verbs.retrofit.measure import TOKENS, Measure
 from crosslayer.verbs.retrofit.options import RetrofitOptions
 from crosslayer.verbs.retrofit.original import Original
 from crosslayer.verbs.retrofit.result import Choice
 from crosslayer.verbs.retrofit.strategy import Chosen, Named, Strategy
-from crosslayer.verbs.retrofit.trade_off import Baseline, Step, search_record, spread_steps
 
 MethodClass = type[Method]
 UNCHANGED = "own"  # in records: a layer that no method acts on

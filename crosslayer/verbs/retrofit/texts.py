@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from crosslayer.corpus.domains import Texts, shared_out, split_domains
 from crosslayer.corpus.windows import Windows
 from crosslayer.judge.damage import MIN_WINDOWS
-from crosslayer.verbs.retrofit.calibrate import input_width
+from crosslayer.verbs.retrofit.convert import input_width
 from crosslayer.verbs.retrofit.moments import TOKENS_PER_INPUT, least_sequences
 from crosslayer.verbs.retrofit.options import QUICK_SETS, RetrofitOptions
 from crosslayer.verbs.retrofit.strategy import Strategy

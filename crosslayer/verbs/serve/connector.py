@@ -168,16 +168,13 @@ class PromptStoreConnector(KVConnectorBase_V1):
             return 0
         return (len(request.prompt_token_ids) - 1) // self._size * self._size
 
-    def _tokens(self, request: Any, count: int) -> np.ndarray:
-        return np.array(request.prompt_token_ids[:count], np.uint32)
-
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         """Return how many tokens the store has behind those that vLLM holds, and that they are loaded in the step."""
         count, name = self._usable(request), request.request_id
         if name not in self._matched:
             self._matched[name] = 0
             try:
-                self._matched[name] = self._store.match(self._tokens(request, count))
+                self._matched[name] = self._store.match(np.array(request.prompt_token_ids[:count], np.uint32))
             except MISSES as error:
                 logger.warning("the prompt store cannot be read: %s", error)
         return max(0, self._matched[name] // self._size * self._size - num_computed_tokens), False
@@ -189,7 +186,7 @@ class PromptStoreConnector(KVConnectorBase_V1):
             stop = self._matched[name] // self._size * self._size
             start = stop - num_external_tokens
             own = blocks.get_block_ids()[0][start // self._size : stop // self._size]
-            self._next.loads.append(Transfer(self._tokens(request, stop), list(own), start))
+            self._next.loads.append(Transfer(np.array(request.prompt_token_ids[:stop], np.uint32), list(own), start))
         if self._matched.get(name, 0) < count:
             self._prefilling[name] = request
 
@@ -202,7 +199,7 @@ class PromptStoreConnector(KVConnectorBase_V1):
             if request is not None and request.num_computed_tokens + scheduled >= count:
                 del self._prefilling[name]
                 own = scheduler_output.kv_connector_block_state.get_block_ids(name)[0][: count // self._size]
-                transfers.saves.append(Transfer(self._tokens(request, count), list(own)))
+                transfers.saves.append(Transfer(np.array(request.prompt_token_ids[:count], np.uint32), list(own)))
         return transfers
 
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, None]:

@@ -6,7 +6,6 @@ import os
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import NamedTuple
 from unittest.mock import patch
 
@@ -27,7 +26,6 @@ from crosslayer.verbs.serve.plugin import ALLOWED, register_decilm, version_erro
 # environment variables of vLLM, unless the user has set them: its log would hide the result
 QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_LOGGING_STREAM": "ext://sys.stderr", "VLLM_NO_USAGE_STATS": "1"}
 GIB = 2**30
-TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 BLOCKS = 16, 128  # tokens per block in vLLM, on a GPU and on a CPU
 GRACE = 10  # seconds for a server to shut down
 SHORT = {"q": "quantization", "tp": "tensor-parallel-size", "pp": "pipeline-parallel-size"}
@@ -201,9 +199,3 @@ def flag_values(flags: Sequence[str]) -> dict[str, str]:
             value = following[0]
         values[SHORT.get(name, name)] = value
     return values
-
-
-def has_tokenizer(served: Served) -> bool:
-    """Return whether there is a tokenizer next to the weights; True for hub models, which are not checked."""
-    folder = Path(served.source)
-    return not folder.is_dir() or any((folder / name).is_file() for name in TOKENIZERS)

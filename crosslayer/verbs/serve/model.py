@@ -39,12 +39,8 @@ def _attention(module: Any, query: Tensor, *others: Tensor | None, **options: An
     return out.view(batch, new, -1, size), None
 
 
-def _no_mask(*_: Any, **__: Any) -> None:
-    """Return no mask: vLLM's attention separates the requests itself."""
-
-
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _attention)
-ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION, _no_mask)
+ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION, lambda *_, **__: None)  # vLLM's attention separates the requests
 
 
 class Reader(Attention):

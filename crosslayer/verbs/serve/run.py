@@ -4,6 +4,7 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from crosslayer.core.methods import allowed_modules
@@ -11,6 +12,8 @@ from crosslayer.output.progress import say
 from crosslayer.verbs.serve import engine
 from crosslayer.verbs.serve.plugin import ALLOWED
 from crosslayer.verbs.serve.prompts import store_flags
+
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 def serve(
@@ -48,7 +51,9 @@ def serve(
     engine.check_engine()
     served = engine.servable(model, kv_memory=kv_memory, length=max_length, dtype=dtype, flags=passed)
     engine.check_flags(served, passed)
-    if not engine.has_tokenizer(served) and "--tokenizer" not in passed:
+    folder = Path(served.source)  # a model of the hub is not checked
+    has_tokenizer = not folder.is_dir() or any((folder / name).is_file() for name in TOKENIZERS)
+    if not has_tokenizer and "--tokenizer" not in passed:
         raise ValueError(f"{served.name} has no tokenizer; save one into its folder, or pass -- --tokenizer NAME")
     if prompt_store is not None and codec is not None:
         passed += store_flags(

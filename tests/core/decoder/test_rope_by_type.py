@@ -9,8 +9,8 @@ from crosslayer.core.decoder.convert import from_config, to_model
 from crosslayer.core.decoder.families import RotaryByType
 from crosslayer.core.transformers_versions import CACHE
 from crosslayer.testing.tiny import build, close, config_of
-from crosslayer.verbs.export.refusals import no_deci, no_gguf, no_stock_class
-from crosslayer.verbs.export.stock import stock_model
+from crosslayer.verbs.export.formats import stock_model
+from crosslayer.verbs.export.run import no_deci, no_gguf, no_stock_class
 from crosslayer.verbs.serve.caches import not_servable
 from tests.helpers.cases import GEMMA3
 from tests.helpers.tiny import tiny, tokens

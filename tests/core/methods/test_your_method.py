@@ -142,11 +142,11 @@ import torch
 import crosslayer.cli
 import crosslayer.core.methods
 from crosslayer import testing as contract
-from crosslayer.verbs.methods.catalogue import method_table
+from crosslayer.verbs.methods.run import method_table
 from crosslayer.core.decoder.convert import convert_weights
 from crosslayer.verbs.retrofit.run import options_of
 from crosslayer.verbs.retrofit.search import searched_methods
-from crosslayer.verbs.retrofit.strategies import strategy_of
+from crosslayer.verbs.retrofit.run import strategy_of
 from crosslayer.core.decoder.convert import from_model, to_model
 from transformers import ArceeConfig, ArceeForCausalLM, LlamaConfig, LlamaForCausalLM
 

@@ -5,7 +5,6 @@ import pytest
 from crosslayer.judge import clock
 from crosslayer.judge.clock import Load
 from crosslayer.output.progress import metered_by
-from crosslayer.verbs.bench.page import sentences
 from tests.helpers.benches import short
 from tests.helpers.meters import Recorder
 from tests.helpers.tiny import tiny
@@ -19,7 +18,7 @@ def test_what_is_too_large_is_skipped_with_a_word(monkeypatch):
         benchmark = short(*models, (2, 60))
     assert {row.scope for row in benchmark.rows} == {"context 2, batch 1, sdpa"} and meter.steps[-1][:2] == (4, 4)
     assert "context 60, batch 1" in benchmark.skipped[0]
-    assert any("context 60, batch 1" in sentence for sentence in sentences(benchmark))
+    assert any("context 60, batch 1" in sentence for sentence in benchmark.sentences())
     monkeypatch.setattr(clock, "free_memory", lambda device: 1000)
     with pytest.raises(ValueError, match="context 60"):
         short(*models, 60)

@@ -7,7 +7,7 @@ from crosslayer.judge import clock
 from crosslayer.judge.clock import Load, read_plans
 from crosslayer.testing import SHAPE, config_of
 from crosslayer.testing.tiny import build
-from crosslayer.verbs.bench.page import TOO_FEW, sentences
+from crosslayer.verbs.bench.result import TOO_FEW
 from tests.helpers.benches import BYTES, DROP, STATE, UNIATTN, short
 from tests.helpers.tiny import tiny
 
@@ -73,7 +73,7 @@ def test_experts_are_read_like_all_else_and_one_pair_has_no_interval():
     assert cache.change.value == 1 and reads.value == reads.original == 3 * 5 * 2 * STATE * 2
     assert reads.details["stored"] == 2 * reads.value  # in float32
     assert all(row.change.interval is None for row in benchmark.rows if row.unit == "s")
-    assert sum(TOO_FEW in sentence for sentence in sentences(benchmark)) == 1
+    assert sum(TOO_FEW in sentence for sentence in benchmark.sentences()) == 1
 
 
 def test_a_model_without_a_plan_is_measured_all_the_same(monkeypatch):

@@ -11,7 +11,6 @@ from crosslayer.judge.clock import TIMES
 from crosslayer.output.chart import chart
 from crosslayer.output.progress import metered_by
 from crosslayer.testing.tiny import build, config_of
-from crosslayer.verbs.bench.page import sentences
 from crosslayer.verbs.bench.result import Benchmark
 from crosslayer.verbs.bench.run import bench
 from tests.helpers.benches import BYTES, STATE, UNIATTN, short
@@ -76,7 +75,7 @@ def test_intervals_are_drawn_side_by_side_with_a_legend_that_names_them(benchmar
 
 
 def test_sentences_and_headline(benchmark):
-    written = sentences(benchmark)
+    written = benchmark.sentences()
     assert "83.3%" in written[0]
     assert any("5 pairs" in sentence and "93.8%" in sentence for sentence in written)
     headline = benchmark.headline()

@@ -12,7 +12,6 @@ from crosslayer.judge.clock import Load
 from crosslayer.output.progress import metered_by
 from crosslayer.testing.tiny import build, config_of
 from crosslayer.verbs.bench import run as module
-from crosslayer.verbs.bench.page import sentences
 from crosslayer.wiring.kv_bits import KINDS
 from tests.helpers.benches import UNIATTN, short
 from tests.helpers.meters import Recorder
@@ -89,7 +88,7 @@ def test_a_candidate_may_evict_beside_a_full_cache():
     assert dynamic.details["stored"] == 3 * states * heads * 32 + known
     assert static.value == dynamic.value == 3 * states * heads * 32 // 4 + known  # a single kind of cache
     assert not benchmark.rows_of("reads of a step")
-    assert "(h2o:32)" in " ".join(sentences(benchmark))
+    assert "(h2o:32)" in " ".join(benchmark.sentences())
     with pytest.raises(ValueError, match="did.*mean .h2o."):
         short(candidate, baseline, 48, evict="h20:32")
 

@@ -8,7 +8,6 @@ import pytest
 from crosslayer.cli.command import print_table
 from crosslayer.judge.clock import TIMES
 from crosslayer.testing.tiny import build, config_of
-from crosslayer.verbs.bench.page import sentences
 from crosslayer.verbs.bench.result import Benchmark
 from tests.helpers.benches import UNIATTN, short
 
@@ -36,7 +35,7 @@ def six():
 
 
 def test_losses_are_said_as_plainly_as_gains_and_briefly(six):
-    written = sentences(six)
+    written = six.sentences()
     first, dynamic, static = written[1:4]
     faster, slower = first.split("Slower at ")
     assert "context 512, batch 1" in faster
@@ -47,7 +46,7 @@ def test_losses_are_said_as_plainly_as_gains_and_briefly(six):
     assert "context 512, batch 4" in noise and len(written) <= 8
     calm = six.record()
     calm["rows"] = [row | {"details": row["details"] | {"spread": 0.2}} for row in calm["rows"]]
-    assert len(sentences(Benchmark.from_record(calm))) == len(written) - 1
+    assert len(Benchmark.from_record(calm).sentences()) == len(written) - 1
     ranges = [panel.y_range for panel in six.layout().panels]
     assert ranges[::2] == [ranges[0]] * 2 and ranges[1::2] == [ranges[1]] * 2
 

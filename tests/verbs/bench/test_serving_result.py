@@ -4,7 +4,7 @@ import crosslayer
 from crosslayer.judge.report import JudgedModel, Row
 from crosslayer.judge.rows import count_ratio
 from crosslayer.stats.times import paired_ratio
-from crosslayer.verbs.bench.serving_result import ServingSettings
+from crosslayer.verbs.bench.result import ServingSettings
 
 
 def test_the_result_comes_back_and_says_what_the_cache_holds(tmp_path):

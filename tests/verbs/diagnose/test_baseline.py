@@ -6,8 +6,7 @@ import pytest
 import torch
 
 import crosslayer
-from crosslayer.verbs.diagnose.baseline import beside
-from crosslayer.verbs.diagnose.page import page_panels
+from crosslayer.verbs.diagnose.curves import beside
 from tests.helpers.tiny import tiny, tokens
 
 
@@ -38,8 +37,8 @@ def test_the_table_has_a_column_of_each_model(both):
 
 def test_every_figure_shows_the_baseline(both):
     diagnosis, alone = both
-    panels = {panel.key: panel for panel in page_panels(diagnosis)}
-    for own in page_panels(alone):
+    panels = {panel.key: panel for panel in diagnosis.layout().panels}
+    for own in alone.layout().panels:
         if own.heat is not None:
             assert panels[f"{own.key}_baseline"].heat == own.heat
         else:

@@ -9,7 +9,6 @@ import crosslayer
 from crosslayer.cache import policies
 from crosslayer.cache.running import smaller_cache
 from crosslayer.core.transformers_versions import CACHE
-from crosslayer.verbs.evaluate.page import sentences
 from tests.verbs.evaluate.test_exact import check_equal
 
 NAMES = ("arc_easy_local", "lambada_openai_local")
@@ -64,7 +63,7 @@ def test_it_is_said_how_many_requests_lost_tokens(pair, tasks, evict, share):
     (candidate,) = evaluation.candidates
     assert candidate.name == f"candidate, {evict}" and evaluation.headline()["candidates"] == [candidate.name]
     assert candidate.details["requests"] == 14 * 4 and candidate.details["reduced"] == share * 14 * 4
-    said = " ".join(sentences(evaluation))
+    said = " ".join(evaluation.sentences())
     assert ("evicted in 56 of 56 requests" if share else "No tokens were evicted: all 56 requests fit") in said
 
 

@@ -15,7 +15,6 @@ from huggingface_hub import constants
 import crosslayer
 from crosslayer import hub
 from crosslayer.judge.tasks.harness import GROUPS, Tasks, select
-from crosslayer.verbs.evaluate.page import sentences
 from tests.cli.test_bad_input import type_in
 from tests.helpers import evaluations
 from tests.helpers.text import WORDS
@@ -234,10 +233,10 @@ def test_a_request_without_its_beginning_and_other_numbers_of_examples_are_said(
     )
     shortened = evaluation.candidates[0].details["shortened"]
     assert shortened > 0
-    assert f"{shortened} requests to candidate were truncated" in " ".join(sentences(evaluation))
+    assert f"{shortened} requests to candidate were truncated" in " ".join(evaluation.sentences())
     rows = [row.model_copy(update={"details": row.details | {"shots": 0}}) for row in evaluation.rows]
     fixed = evaluation.model_copy(update={"rows": tuple(rows)})
-    assert any("arc_easy_local (0)" in text and "--num-fewshot 9" in text for text in sentences(fixed))
+    assert any("arc_easy_local (0)" in text and "--num-fewshot 9" in text for text in fixed.sentences())
 
 
 def test_a_task_may_include_one_of_the_harness(pair, tasks):

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from crosslayer import load_model
-from crosslayer.verbs.generate.result import Continuation
-from crosslayer.verbs.generate.run import generate
+from crosslayer.verbs.generate.run import Continuation, generate
 from tests.cli.test_cli import run
 from tests.helpers.saved import ours, save
 

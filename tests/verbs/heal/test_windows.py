@@ -12,7 +12,7 @@ from crosslayer.training.recipe import load_recipe
 from crosslayer.verbs.heal.questions import evaluation_windows
 from crosslayer.verbs.heal.retrofits import open_retrofits
 from crosslayer.verbs.retrofit.result import RetrofitReport
-from crosslayer.verbs.retrofit.strategies import strategy_of
+from crosslayer.verbs.retrofit.run import strategy_of
 from crosslayer.verbs.retrofit.texts import RetrofitTexts
 from tests.helpers.recovery import healed, recipe_in
 

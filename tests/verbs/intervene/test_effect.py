@@ -27,8 +27,7 @@ from crosslayer.verbs.intervene.kinds import (
     waiver,
 )
 from crosslayer.verbs.intervene.result import Effect
-from crosslayer.verbs.intervene.run import intervene
-from crosslayer.verbs.intervene.trials import elsewhere
+from crosslayer.verbs.intervene.run import elsewhere, intervene
 from tests.cli.test_cli import run
 from tests.helpers.meters import Recorder
 from tests.helpers.text import WORDS, tokenizer

@@ -21,9 +21,9 @@ def model():
 def test_the_dearest_layers_stay_exact(model):
     record = crosslayer.measure(model, candidates=["int8", "fp8"], exact_layers=1, **OPTIONS)
     alone = {layer: f"8@{layer}" for layer in range(model.config.num_hidden_layers)}
-    assert len(prices(record.rows, "int8")) == len(alone)
-    layer = dearest(prices(record.rows, "int8"), 1)[0]
-    costs = prices(record.rows, "int8")
+    assert len(prices(record.rows)["int8"]) == len(alone)
+    layer = dearest(prices(record.rows)["int8"], 1)[0]
+    costs = prices(record.rows)["int8"]
     assert costs[layer] == max(costs.values())
     names = [candidate.name for candidate in record.candidates]
     assert ["vLLM" in candidate.engines for candidate in record.candidates] == [False, True, False, True]
@@ -33,18 +33,14 @@ def test_the_dearest_layers_stay_exact(model):
         "int8",
         "fp8",
         f"int8, layer {layer} exact",
-        f"fp8, layer {dearest(prices(record.rows, 'fp8'), 1)[0]} exact",
+        f"fp8, layer {dearest(prices(record.rows)['fp8'], 1)[0]} exact",
     ]
     by_hand = ",".join(f"8@{other}" for other in alone if other != layer)
     same = crosslayer.measure(model, candidates={"own": by_hand}, **OPTIONS)
     assert record.row(names[2], "KL").value == pytest.approx(same.row("own", "KL").value, rel=1e-6)
     assert record.row(names[2], "bytes").value == same.row("own", "bytes").value
     assert all(row.change.n > 1 for row in record.rows_of(PRICE))
-    assert "--kv-cache-dtype-skip-layers" in " ".join(crosslayer_sentences(record))
-
-
-def crosslayer_sentences(record):
-    return record.sibling("page").sentences(record)
+    assert "--kv-cache-dtype-skip-layers" in " ".join(record.sentences())
 
 
 def test_engines_get_options():

@@ -9,7 +9,6 @@ import torch
 
 import crosslayer
 from crosslayer.models.pair import Loadable
-from crosslayer.verbs.needles.page import sentences
 from tests.cli.test_cli import run
 from tests.helpers.browser import complaints, resize
 from tests.helpers.tiny import tiny
@@ -45,9 +44,9 @@ def test_what_strays_to_another_key_is_counted():
     result = found(oracle(stray=True), lengths=[512])
     (row,) = result.rows
     assert (row.value, row.details) == (0, {"samples": 9, "other_key": 9})
-    assert "candidate's answers" in sentences(result)[1]
+    assert "candidate's answers" in result.sentences()[1]
     alone = found(oracle(), lengths=[512], keys=1)
-    assert alone.rows[0].value == 1 and not any("another key" in line for line in sentences(alone))
+    assert alone.rows[0].value == 1 and not any("another key" in line for line in alone.sentences())
 
 
 def test_the_samples_are_the_same_whatever_else_is_asked():
@@ -58,9 +57,9 @@ def test_the_samples_are_the_same_whatever_else_is_asked():
 
 def test_a_baseline_that_finds_nothing_is_said_to(compared):
     swapped = found(oracle(), baseline=random_model(torch.float32))
-    assert any("baseline itself" in line and "5%" in line for line in sentences(swapped))
-    assert not any("baseline itself" in line for line in sentences(compared))
-    assert "−100.0 (−100.0 to −" in " ".join(sentences(compared))
+    assert any("baseline itself" in line and "5%" in line for line in swapped.sentences())
+    assert not any("baseline itself" in line for line in compared.sentences())
+    assert "−100.0 (−100.0 to −" in " ".join(compared.sentences())
 
 
 @pytest.mark.parametrize("beside", [True, False])
@@ -159,7 +158,7 @@ def test_the_command_says_what_the_call_returns(monkeypatch, folder, tmp_path, c
     result = crosslayer.load_result(tmp_path / "out")
     assert status == 0 and json.loads(lines[-1]) == result.headline()
     assert result.command.startswith("crosslayer needles model --baseline model --lengths 512")
-    assert lines[0].startswith("model") and "depth 100%" in lines[2] and sentences(result)[0] in lines
+    assert lines[0].startswith("model") and "depth 100%" in lines[2] and result.sentences()[0] in lines
     again = crosslayer.needles(folder, lengths=[512], depths=[0, 100], keys=2, samples=2, new_tokens=8, batch=3)
     assert again.answers[0] == result.answers[0] and again.questions == result.questions
     assert result.rows[0].change.value == 0

@@ -10,8 +10,7 @@ from crosslayer.core.decoder.convert import convert_weights
 from crosslayer.core.decoder.modeling import masks_of
 from crosslayer.core.methods import load_method
 from crosslayer.probe.what_if import what_if
-from crosslayer.verbs.retrofit.calibrate import calibrate
-from crosslayer.verbs.retrofit.convert import convert
+from crosslayer.verbs.retrofit.convert import calibrate, convert
 from crosslayer.verbs.retrofit.moments import Moments, check_enough
 from tests.helpers.tiny import VOCABULARY, tiny
 

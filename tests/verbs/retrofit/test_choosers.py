@@ -12,8 +12,17 @@ from crosslayer.core.plan import TokenCount
 from crosslayer.probe.intercept import visited
 from crosslayer.probe.maps import choice_sums
 from crosslayer.verbs.retrofit import greedy
-from crosslayer.verbs.retrofit.choosers import matched_heads
-from crosslayer.verbs.retrofit.kinds import ALL, OWN, READER, KindSearch, affordable, evenly, groups_of, reads_of
+from crosslayer.verbs.retrofit.choosers import (
+    ALL,
+    OWN,
+    READER,
+    KindSearch,
+    affordable,
+    evenly,
+    groups_of,
+    matched_heads,
+    reads_of,
+)
 from tests.helpers.tiny import tiny, tokens
 
 

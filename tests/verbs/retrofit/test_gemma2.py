@@ -9,7 +9,7 @@ from crosslayer.core.methods import load_method, method_class
 from crosslayer.core.options import parse_layers
 from crosslayer.probe.what_if import what_if
 from crosslayer.verbs.retrofit.convert import convert
-from crosslayer.verbs.retrofit.sentences import title
+from crosslayer.verbs.retrofit.page import title
 from tests.helpers.tiny import tiny, tokens
 
 MASKS = {"num_hidden_layers": 8, "layer_types": ["sliding_attention", "full_attention"] * 4}

@@ -19,10 +19,9 @@ from crosslayer.judge.retrieval import measure_retrieval
 from crosslayer.models.load import ready_model
 from crosslayer.output.manifest import check_files
 from crosslayer.verbs.retrofit import run as job
+from crosslayer.verbs.retrofit.page import title
 from crosslayer.verbs.retrofit.result import RetrofitReport
-from crosslayer.verbs.retrofit.run import options_of
-from crosslayer.verbs.retrofit.sentences import title
-from crosslayer.verbs.retrofit.strategies import strategy_of
+from crosslayer.verbs.retrofit.run import options_of, strategy_of
 from tests.helpers.text import WORDS, tokenizer, words
 from tests.helpers.tiny import VOCABULARY, tiny
 from tests.verbs.needles.oracle import TOKENIZER, random_model
@@ -212,7 +211,7 @@ def test_a_method_may_be_its_class_wherever_it_may_be_its_name(source):
 
 def test_a_method_of_the_registry_needs_no_other_file(monkeypatch):
     """A strategy reads everything about a method from its class: targets, parts, groups and saved states."""
-    from crosslayer.verbs.retrofit import search, strategies
+    from crosslayer.verbs.retrofit import search
 
     class Halves(Method):
         targets, parts, saves = ("heads",), ("left", "right"), ("values",)
@@ -223,16 +222,16 @@ def test_a_method_of_the_registry_needs_no_other_file(monkeypatch):
 
     def check(**options):
         options = options_of(method="halves", **options)
-        strategies.strategy_of(options).check(options.changed(job.DEFAULTS))
+        strategy_of(options).check(options.changed(job.DEFAULTS))
 
-    monkeypatch.setattr(strategies, "method_class", lambda name: Halves)
+    monkeypatch.setattr(job, "method_class", lambda name: Halves)
     monkeypatch.setattr(search, "method_class", lambda name: Halves)
-    parsed = strategies.strategy_of(options_of(method="halves", compensation="ridge", part="right"))
+    parsed = strategy_of(options_of(method="halves", compensation="ridge", part="right"))
     assert (parsed.method, parsed.part, parsed.targets) == (Halves, "right", ("heads",))
-    assert strategies.strategy_of(options_of(method="halves")).part == "left"
+    assert strategy_of(options_of(method="halves")).part == "left"
     assert set(search.searched_methods()) == {Halves}
     monkeypatch.setattr(Halves, "targets", ())
-    assert strategies.strategy_of(options_of(method="halves")).fit == "none"
+    assert strategy_of(options_of(method="halves")).fit == "none"
     with pytest.raises(ValueError, match="^`compensation`"):
         check(compensation="ridge")
     monkeypatch.setattr(Halves, "targets", ("heads",))

@@ -8,9 +8,8 @@ from crosslayer.core.methods import method_class
 from crosslayer.probe.shapes import LayerShape
 from crosslayer.verbs.retrofit.cache import CacheShare
 from crosslayer.verbs.retrofit.greedy import PASSES
-from crosslayer.verbs.retrofit.run import options_of
+from crosslayer.verbs.retrofit.run import options_of, strategy_of
 from crosslayer.verbs.retrofit.search import Assignment, Search, fixed_blocks, searched_methods
-from crosslayer.verbs.retrofit.strategies import strategy_of
 
 SHAPE = LayerShape(4, 2, 8, 8, True)
 UNIATTN, CLA, DROP = (method_class(name) for name in ("uniattn", "cla", "drop"))

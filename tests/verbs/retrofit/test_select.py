@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import crosslayer
-from crosslayer.verbs.retrofit import layers as layers_module
+from crosslayer.verbs.retrofit import strategy as strategy_module
 from tests.helpers.tiny import VOCABULARY, tiny
 
 LAYERS = 6
@@ -30,7 +30,9 @@ def retrofitted(source, **options):
 
 def test_llm_drop_takes_the_most_similar_attentions_of_the_top_half(source, monkeypatch):
     similarity = np.array([0.9, 0.8, 0.7, 0.1, 0.3, 0.2])
-    monkeypatch.setattr(layers_module, "diagnose", lambda *_, **__: SimpleNamespace(attention_io_similarity=similarity))
+    monkeypatch.setattr(
+        strategy_module, "diagnose", lambda *_, **__: SimpleNamespace(attention_io_similarity=similarity)
+    )
     options = {"method": "drop", "compensation": "none"}
     assert retrofitted(source, layers="auto,count=2", **options).methods[0]["attention"] == (0, 1)
     way = "auto:top-half-similarity"

@@ -1,4 +1,4 @@
-"""See every attention call of a Hugging Face model, with its outputs left as they are; its layers, positions and ids.
+"""See every attention call of a Hugging Face model, and what a probe needs to know of it: layers, positions, token ids.
 
 While a model is watched, the function that its attention implementation names is in transformers' attention
 interface behind one that shows the call first. The name stays, since models read it: sparse attention edits its mask

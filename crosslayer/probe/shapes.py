@@ -12,6 +12,7 @@ from crosslayer.probe.intercept import AttentionCall, stored_shares
 from crosslayer.probe.maps import is_causal
 
 ENTRIES = "with further keys"  # in the words for a mask
+Groups = list[list[int]]
 PAPER_SIZE = 4  # layers in one of the paper's superblocks
 
 
@@ -98,9 +99,6 @@ class LayerShape:
 def may_share(reader: LayerShape | None, source: LayerShape | None) -> bool:
     """Return whether two layers may share maps or keys: same heads, sizes, mask and soft-cap."""
     return reader is not None and reader == source
-
-
-Groups = list[list[int]]
 
 
 def paper_groups(shapes: list[LayerShape | None], size: int = PAPER_SIZE, count: int | None = None) -> Groups:

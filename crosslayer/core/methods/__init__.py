@@ -36,7 +36,7 @@ def allow_methods(*names: str) -> None:
         ValueError: a name is not a valid module name.
     """
     for name in names:
-        if not _names_a_module(name):
+        if not all(word.isidentifier() for word in name.split(".")):
             raise ValueError(f"{name!r} is not the name of a module; write for example my_methods or my_methods.mine")
     _allowed.update(names)
 
@@ -131,16 +131,13 @@ def hint(name: str, known: Sequence[str]) -> str:
     """Return a hint for an unknown name: the closest known name or all of them, and how to allow a module."""
     close = difflib.get_close_matches(name, known, 1)
     message = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(known)}."
-    if _names_a_module(name) and (not close or "." in name):
+    names_a_module = all(word.isidentifier() for word in name.split("."))
+    if names_a_module and (not close or "." in name):
         message += (
             " A module of your own must be imported or allowed first: "
             f"crosslayer.allow_methods({name!r}), or --allow-methods {name} on the command line"
         )
     return message
-
-
-def _names_a_module(name: str) -> bool:
-    return all(word.isidentifier() for word in name.split("."))
 
 
 def to_entry(method: Method) -> dict[str, Any]:

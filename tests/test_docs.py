@@ -37,7 +37,7 @@ PAGES = sorted(
 FENCE = re.compile(r'(?m)^```(\w*)(?: title="([^"\n]*)")?\n(.*?)^```$', re.S)
 VARIABLE = re.compile(r"[A-Z]+=")  # set for the command behind it
 WITH_RETROFIT = {"docs/guides/measure.md"}  # needs the folder that retrofit makes
-LONG = {"docs/guides/convert.md", "docs/guides/inspect.md"}  # half a minute together
+LONG = {f"docs/{page}.md" for page in ("guides/convert", "guides/inspect", "guides/measure", "methods/overview")}
 
 
 class Block(NamedTuple):

@@ -21,12 +21,14 @@ from crosslayer.probe.intercept import intercepted
 from crosslayer.testing.tiny import TOLERANCE, build, config_of, tokens
 from crosslayer.wiring.kv_bits import KvBits, groups, parse_kv_bits, stored_bytes, token_bytes
 from crosslayer.wiring.read import model_plan
+from tests.helpers.daily import daily
 from tests.helpers.quantized import add_key_biases, shift_of
 from tests.helpers.smaller_caches import EAGER, PLANS, UNIATTN, attending_with
 from tests.helpers.tiny import tiny
 
 KINDS = ("int8", "int4", "int3", "int2", "fp8")
 FEW = ("int8", "int4", "fp8")  # all ways to store
+OFTEN = daily(FEW, "int4")
 RECENT = 5
 FLOAT32 = 1e-5  # transformers computes norms and rotary tables in float32 whatever the dtype
 
@@ -101,7 +103,7 @@ def test_a_text_is_read_as_a_loop_over_tokens_reads_it(family, implementation, k
     assert (ours - expected).abs().max() < tolerance < 1e-4 < (ours - plain).abs().max()
 
 
-@pytest.mark.parametrize("kind", FEW)
+@pytest.mark.parametrize("kind", OFTEN)
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_cuts_make_no_difference_and_bytes_are_those_predicted(plan, kind):
     model, ids, bits = build(config_of(plan)), tokens(2, 24), bits_of(kind)
@@ -116,7 +118,7 @@ def test_cuts_make_no_difference_and_bytes_are_those_predicted(plan, kind):
 
 
 @pytest.mark.parametrize("text", ["8@0,4@1", "4@0,8@1", "fp8@0,4@1-5", "4@0-2,fp8@3-5", "8@2,4@3", "4@2,8@3"])
-@pytest.mark.parametrize("plan", ["svformer", UNIATTN, "cla"], ids=str)
+@pytest.mark.parametrize("plan", daily(["svformer", UNIATTN, "cla"], UNIATTN), ids=str)
 def test_keys_and_values_of_a_layer_may_have_types_of_their_own(plan, text):
     """Both keep the latest tokens exact, one of them does, or none."""
     model, ids = build(config_of(plan)), tokens(2, 24)
@@ -184,7 +186,7 @@ def test_beams_and_padded_rows_are_those_of_single_texts(plan, kind):
             assert (score - out.sequences_scores[row]).abs() < 1e-5  # generate keeps its scores in float32
 
 
-@pytest.mark.parametrize("kind", FEW)
+@pytest.mark.parametrize("kind", OFTEN)
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 @pytest.mark.parametrize("pads", [(3, 20, 0), (20, 0, 5), (0, 7, 1)])
 def test_padding_anywhere_makes_no_difference(pads, family, kind):
@@ -213,7 +215,7 @@ def test_padding_anywhere_makes_no_difference(pads, family, kind):
                 assert (logits[1] - beside).abs().max() < FLOAT32, sizes
 
 
-@pytest.mark.parametrize("kind", FEW)
+@pytest.mark.parametrize("kind", OFTEN)
 @pytest.mark.parametrize("spec", ["h2o:0.4", "streaming:32"])
 @pytest.mark.parametrize("plan", [None, "cla", UNIATTN], ids=str)
 def test_what_is_kept_under_eviction_is_quantized(plan, spec, kind):

@@ -185,7 +185,7 @@ if sys.argv[1] == "kept":
     from crosslayer._start import keep_memory
     keep_memory()
 before = faults()
-for _ in range(20):
+for _ in range(5):
     b"x" * (64 << 20)
 print(faults() - before)
 """

@@ -51,7 +51,7 @@ def config_with(plan, *methods, **changes):
     return config
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
 @given(plans(), st.sampled_from([(4, 1), (4, 2), (4, 4), (2, 1), (6, 3)]))
 def test_random_plans_run_cached_as_uncached_and_store_what_is_predicted(plan, heads):
     config = config_with(plan, num_attention_heads=heads[0], num_key_value_heads=heads[1], head_dim=8)
@@ -107,7 +107,7 @@ class ReadsMean(Method):
         return Mean()
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
 @given(plans_of_several(), st.sampled_from([(4, 2), (4, 4)]))
 def test_random_plans_of_several_sources_run_cached_as_uncached_and_store_what_is_predicted(plan, heads):
     config = config_with(plan, ReadsMean(), num_attention_heads=heads[0], num_key_value_heads=heads[1], head_dim=8)
@@ -140,7 +140,7 @@ def test_plans_of_several_sources_merge_and_compare_as_others(plan):
 BREAKS = ("above", "no state of its own", "out of range", "half dropped", "mlp", "length", "type", "dropped source")
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(plans(), st.sampled_from(BREAKS), st.data())
 def test_impossible_plans_are_refused(plan, how, data):
     values = {name: list(getattr(plan, name)) for name in (*STATES, "mlps")}

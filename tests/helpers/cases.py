@@ -152,11 +152,9 @@ CASES = {
     **SHAPES,
 }
 DAILY = {  # what `make test` runs beside every method alone; `make test-slow` runs all
-    "llama", "uniattn mlp", "drop compensated", "svformer all, every two", "kvsharer heads, bias", "attnres blocks",
-    "yoco, a short window", "resformer + cla", "attnres + svformer", "uniattn + drop of readers", "mudd + drop",
-    "resformer + uniattn + attnres", "value_embeddings + yoco + attnres", "cla, gemma2", "cla, gemma3",
-    "attnres, linear attention", "resformer + cla, gpt2", "attnres, mixture of experts", "uniattn, sliding windows",
-    "svformer, MQA, qk-norm",
+    "llama", "uniattn mlp", "drop compensated", "attnres blocks", "resformer + uniattn + attnres",
+    "value_embeddings + yoco + attnres", "cla, gemma2", "cla, gemma3", "attnres, linear attention",
+    "resformer + cla, gpt2", "attnres, mixture of experts", "uniattn, sliding windows", "svformer, MQA, qk-norm",
 }  # fmt: skip
 
 

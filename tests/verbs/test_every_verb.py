@@ -105,6 +105,7 @@ def test_the_shell_and_python_have_the_same_defaults(name):
             assert command[option.name].default == (None if default == () else shown)
 
 
+@pytest.mark.slow  # processes of their own
 def test_a_verb_is_one_new_folder(tmp_path):
     """In a copy of the package: its help, its call, its result and the table of its options, with no file changed."""
     shutil.copytree(ROOT / "crosslayer", tmp_path / "crosslayer", ignore=shutil.ignore_patterns("__pycache__"))

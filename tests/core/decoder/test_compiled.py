@@ -12,17 +12,15 @@ from transformers import StaticCache
 from crosslayer.core.methods import method_class, method_names, to_entry
 from crosslayer.core.transformers_versions import CACHE
 from crosslayer.testing.tiny import build, close, config_of, tolerance
+from tests.helpers.daily import daily
 from tests.helpers.tiny import tokens
 
 # dynamo asks for the gradients of what enters a graph
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-GROWING = ("attnres", "kvsharer")  # what a layer reads depends on its depth: sources, shared states
 CASES = {
     "resformer, all": ([{"name": "resformer", "source": "all"}], {}),
     "attnres, experts": (["attnres"], {"num_local_experts": 2, "num_experts_per_tok": 1}),
 }
-MORE = [{"name": "attnres", "block": 4}, "mudd", "denseformer", "hyper_connections"]
-OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in (*CASES, *method_names()) if name not in GROWING]
 
 
 @pytest.fixture(autouse=True)
@@ -39,11 +37,16 @@ def gradients(model, compiled=None):
     return [parameter.grad for parameter in model.parameters()]
 
 
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
-@pytest.mark.parametrize(
-    "method", [{"name": "attnres"}, {"name": "attnres", "block": 5}, "mudd", "denseformer"], ids=str
-)
-def test_gradients_of_compiled_models(method, checkpointing):
+GRADIENTS = [
+    (method, checkpointing)
+    for method in ({"name": "attnres"}, {"name": "attnres", "block": 5}, "mudd", "denseformer")
+    for checkpointing in (False, True)
+]
+
+
+@pytest.mark.parametrize("case", daily(GRADIENTS, GRADIENTS[0], GRADIENTS[3]), ids=str)
+def test_gradients_of_compiled_models(case):
+    method, checkpointing = case
     model = build(config_of([method])).train()
     expected = gradients(model)
     if checkpointing:
@@ -57,7 +60,7 @@ def test_gradients_of_compiled_models(method, checkpointing):
         assert (one - other).abs().max() <= 1e-12 * scale and (two - other).abs().max() <= 1e-12 * scale
 
 
-@pytest.mark.parametrize("case", [*GROWING, *OTHERS])
+@pytest.mark.parametrize("case", daily([*CASES, *method_names()], "attnres"))
 @torch._dynamo.config.patch(fail_on_recompile_limit_hit=True)
 def test_each_kind_of_layer_is_compiled_once(case):
     """As many graphs for 12 layers as for 40, no more in later steps, and never the compiler's limit of 8 a frame."""
@@ -107,7 +110,7 @@ def test_exported_programs_have_operators_of_torch_alone(method):
     )
 
 
-@pytest.mark.parametrize("name", ["attnres", *(pytest.param(name, marks=pytest.mark.slow) for name in method_names())])
+@pytest.mark.parametrize("name", daily(method_names(), "attnres"))
 def test_decoding_with_a_static_cache_is_compiled_once(name):
     """As `generate` does it on a GPU: a graph for the prompt, one for all later tokens, and the numbers of no cache."""
     config = config_of([to_entry(method_class(name).example(6))])

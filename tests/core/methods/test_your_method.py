@@ -189,6 +189,7 @@ FAMILY = Family(
 '''
 
 
+@pytest.mark.slow  # a process of its own
 def test_a_file_is_all_that_a_method_or_a_family_needs(tmp_path):
     """A copy of the package with two new files.
 

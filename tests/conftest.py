@@ -24,8 +24,12 @@ def pytest_configure(config):
         config.addinivalue_line("markers", f"{mark}: of transformers' own tests")
 
 
-def pytest_collection_finish():
-    """Leave what is imported out of garbage collection: libraries are hundreds of thousands of objects."""
+@pytest.fixture(scope="module", autouse=True)
+def _nothing_old_is_collected():
+    """Leave what earlier modules imported out of garbage collection, which Trainer runs before every training.
+
+    Libraries are hundreds of thousands of objects: without this, a collection takes longer than most tests.
+    """
     gc.collect()
     gc.freeze()
 

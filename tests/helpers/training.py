@@ -1,7 +1,6 @@
 """Small training runs: random ids, a tiny decoder, a trainer, a recipe."""
 
 import copy
-import gc
 
 import torch
 import yaml
@@ -31,9 +30,6 @@ RECIPE = {
     },
     "eval": {"every": 4, "windows": 3},
 }
-
-gc.freeze()  # Trainer collects garbage before every run; that takes half a second as long as it looks at all imports
-
 
 def recipe_in(folder, **parts):
     """Save `RECIPE` with other parts, and return its file."""

@@ -37,7 +37,10 @@ PAGES = sorted(
 FENCE = re.compile(r'(?m)^```(\w*)(?: title="([^"\n]*)")?\n(.*?)^```$', re.S)
 VARIABLE = re.compile(r"[A-Z]+=")  # set for the command behind it
 WITH_RETROFIT = {"docs/guides/measure.md"}  # needs the folder that retrofit makes
-LONG = {f"docs/{page}.md" for page in ("guides/convert", "guides/inspect", "guides/measure", "methods/overview")}
+LONG = {
+    f"docs/{page}.md"
+    for page in ("guides/convert", "guides/inspect", "guides/measure", "methods/overview", "start/tour")
+}
 
 
 class Block(NamedTuple):

@@ -31,6 +31,7 @@ RECIPE = {
     "eval": {"every": 4, "windows": 3},
 }
 
+
 def recipe_in(folder, **parts):
     """Save `RECIPE` with other parts, and return its file."""
     path = folder / "little.yaml"

@@ -12,6 +12,7 @@ from transformers.integrations.executorch import TorchExportableModuleWithStatic
 from crosslayer.core.transformers_versions import CACHE
 from crosslayer.testing import tiny as contract
 from tests.helpers.cases import CASES
+from tests.helpers.daily import daily
 from tests.helpers.tiny import tokens
 
 STATIC = {"cache_implementation": "static", "cache_config": {"batch_size": 1, "max_cache_len": 12}}
@@ -41,7 +42,7 @@ def test_a_cache_that_is_allocated_early_equals_none(case):
 
 
 @pytest.mark.filterwarnings("ignore")  # torch.export's own
-@pytest.mark.parametrize("case", ["svformer + uniattn", "drop of the first"])
+@pytest.mark.parametrize("case", daily(["svformer + uniattn", "drop of the first"], "drop of the first"))
 def test_export_with_a_static_cache(case):
     model, ids = exportable(case), tokens(batch=1, length=6)
     with torch.no_grad():

@@ -47,7 +47,7 @@ GRADIENTS = [
 @pytest.mark.parametrize("case", daily(GRADIENTS, GRADIENTS[0], GRADIENTS[3]), ids=str)
 def test_gradients_of_compiled_models(case):
     method, checkpointing = case
-    model = build(config_of([method])).train()
+    model = build(config_of([method], num_hidden_layers=4)).train()
     expected = gradients(model)
     if checkpointing:
         model.activation_checkpointing_enable()
@@ -98,7 +98,8 @@ def test_compiled_training_runs_the_operators():
     assert backward["crosslayer.depth_attention_source_gradient.default"] == 7  # once each
 
 
-@pytest.mark.parametrize("method", ["attnres", pytest.param("hyper_connections", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["attnres", "hyper_connections"])
 def test_exported_programs_have_operators_of_torch_alone(method):
     model, ids = build(config_of([method])), tokens(batch=1, length=6)
     program = torch.export.export(model, (ids,), {"use_cache": False, "attention_mask": None}, strict=False)

@@ -42,6 +42,7 @@ def undrawn(monkeypatch):
     monkeypatch.setattr(Recovery, "save_within", lambda *_: None)
 
 
+@pytest.mark.slow
 def test_hidden_numbers_are_retrieved_before_and_after_each_stage(tmp_path, undrawn):
     retrofit_in(tmp_path, original_in(tmp_path, max_position_embeddings=512), "zero")
     evaluation = {"domains": ["code"], "windows": 16, "length": 24, "held_out": 2}

@@ -160,6 +160,10 @@ def test_what_is_no_retrofit_is_refused(base, tmp_path):
         open_retrofits([base / "without", base / "without"], original)
     with pytest.raises(ValueError, match="opened.*`original`"):
         open_retrofits([base / "without"])
+
+
+@pytest.mark.slow  # loads SmolLM2
+def test_an_original_of_another_size_is_refused(base):
     with pytest.raises(ValueError, match="'without' .*vocab_size 258, 'smollm2' has 49152"):
         open_retrofits([base / "without"], "smollm2")
 

@@ -345,6 +345,7 @@ def test_what_can_be_refused_cheaply_is_refused_before_a_model_is_loaded(monkeyp
             intervene("smollm2", text, interventions=changes)
 
 
+@pytest.mark.slow
 def test_isolating_a_token_of_smollm2_moves_the_sink_to_it():
     """Position 255 in layers 12-28: from under 1 % to over 10 %, a peak, a drain; not by layers 12-29 alone."""
     options = {"scan": "12-29", "controls": 0, "probes": 1, "sequences": 1}

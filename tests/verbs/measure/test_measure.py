@@ -110,6 +110,11 @@ def test_kl_is_that_of_a_loop(model, measured):
     windows = torch.cat([rows[:16] for rows in TEXT.values()])
     coarse = naive_kl(model, windows, token_by_token(model, lambda: Coarse(model.config)))
     assert measured.row("coarse", "KL").value == pytest.approx(coarse, rel=1e-4)
+
+
+@pytest.mark.slow
+def test_kl_of_quantized_tokens_is_that_of_a_loop(model, measured):
+    windows = torch.cat([rows[:16] for rows in TEXT.values()])
     with smaller_cache(model, bits="8") as new_cache:
         run = token_by_token(model, new_cache)
         quantized = iter([run(window[None]) for window in windows])

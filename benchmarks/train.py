@@ -78,8 +78,8 @@ def ours(folder, steps, options):
     initialise(model, 0)
     data = Ids(steps * options.batch, options.tokens)
     validation = Ids(1, options.tokens)
-    course = SchedulePart(steps=steps).course(steps)
-    return CrossLayerTrainer(model, training_arguments(folder, 0, course, train), data, validation)
+    schedule = SchedulePart(steps=steps).schedule_arguments(steps)
+    return CrossLayerTrainer(model, training_arguments(folder, 0, schedule, train), data, validation)
 
 
 def plain(folder, steps, options):

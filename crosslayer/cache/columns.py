@@ -42,7 +42,8 @@ class Columns:
         end = self.used + states.shape[2]
         if end > self.memory[0].shape[2]:
             rows = allocated_tokens(end)
-            self.memory = tuple(_with_space(tensor[:, :, : self.used], rows) for tensor in self.memory)
+            space = (0, 0, 0, rows - self.used)  # behind the last column
+            self.memory = tuple(functional.pad(tensor[:, :, : self.used], space) for tensor in self.memory)
         for tensor, added in zip(self.memory, new, strict=True):
             tensor[:, :, self.used : end] = added
         self.used = end
@@ -53,7 +54,8 @@ class Columns:
         columns = columns.repeat(1, self.memory[0].shape[1] // columns.shape[1], 1)  # keys and values may be together
         self.used = columns.shape[-1]
         kept = (tensor.gather(2, columns[..., None].expand(-1, -1, -1, tensor.shape[-1])) for tensor in self.memory)
-        self.memory = tuple(_with_space(tensor, max(capacity, self.used)) for tensor in kept)
+        space = (0, 0, 0, max(0, capacity - self.used))
+        self.memory = tuple(functional.pad(tensor, space) for tensor in kept)
 
     def select(self, rows: Tensor) -> None:
         """Select rows of the batch, in this order; a row may occur several times."""
@@ -141,8 +143,3 @@ class ColumnLayer(CacheLayerMixin):
         raise ValueError(
             "a cache that evicts or quantizes cannot be cropped, so assisted generation does not work with it"
         )
-
-
-def _with_space(stored: Tensor, columns: int) -> Tensor:
-    """Return what is stored (B, H_kv, S, D) in new memory for a number of columns."""
-    return functional.pad(stored, (0, 0, 0, columns - stored.shape[2]))

@@ -54,12 +54,12 @@ class Policy:
     window: int = 0
 
 
-def _streaming(cached: Cached) -> Tensor:
+def streaming(cached: Cached) -> Tensor:
     """Rank the first tokens of the text highest, then the latest (StreamingLLM, arXiv 2309.17453)."""
     return protected(cached.positions, cached.positions < SINKS)
 
 
-def _h2o(cached: Cached) -> Tensor:
+def h2o(cached: Cached) -> Tensor:
     """Rank the latest tokens highest, half of those kept; then the tokens that received most attention.
 
     H2O (arXiv 2306.14048), section 4: the sum is over the queries read so far, never over later ones.
@@ -69,7 +69,7 @@ def _h2o(cached: Cached) -> Tensor:
     return protected(cached.attention, latest)
 
 
-def _sinks(cached: Cached) -> Tensor:
+def sinks(cached: Cached) -> Tensor:
     """Rank the attention sinks highest, then the latest tokens.
 
     A sink is a token that has received more than `SINK` of the attention of an average query since it was read, in the
@@ -80,7 +80,7 @@ def _sinks(cached: Cached) -> Tensor:
     return protected(cached.positions, cached.attention / queries > SINK)
 
 
-def _snapkv(cached: Cached) -> Tensor:
+def snapkv(cached: Cached) -> Tensor:
     """Rank the window highest, then the tokens by the attention they get from it, smoothed over neighbors.
 
     SnapKV (arXiv 2404.14469), section 4.2, with mean pooling.
@@ -99,11 +99,11 @@ def protected(rank: Tensor, above: Tensor) -> Tensor:
 
 
 POLICIES = {
-    "streaming": Policy(_streaming, f"the first {SINKS} tokens and the latest ones"),
-    "h2o": Policy(_h2o, "the latest tokens and as many that received the most attention", attention=True),
-    "sinks": Policy(_sinks, "each head's sinks, at any position, and the latest tokens", attention=True),
+    "streaming": Policy(streaming, f"the first {SINKS} tokens and the latest ones"),
+    "h2o": Policy(h2o, "the latest tokens and as many that received the most attention", attention=True),
+    "sinks": Policy(sinks, "each head's sinks, at any position, and the latest tokens", attention=True),
     "snapkv": Policy(
-        _snapkv, "the prompt's end, the tokens it attends to, and all later tokens", attention=True, window=WINDOW
+        snapkv, "the prompt's end, the tokens it attends to, and all later tokens", attention=True, window=WINDOW
     ),
 }
 

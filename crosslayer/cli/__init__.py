@@ -46,7 +46,7 @@ def _show_version(wanted: bool) -> None:
 
 
 @app.callback()
-def _root(
+def root(
     context: typer.Context,
     show_version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="print the version and exit.")

@@ -15,8 +15,8 @@ import typer
 
 from crosslayer import _start
 from crosslayer.cli.declared import REQUIRED, TEXTS, Call, Option, Verb
-from crosslayer.output.folder import check_free, check_target, held
-from crosslayer.output.progress import Progress, Silent, metered_by, print_to, say
+from crosslayer.output.folder import check_free, check_target, locked_folder
+from crosslayer.output.progress import NoProgress, Progress, metered_by, print_to, say
 
 COLORS = {"pass": "green", "fail": "red", "skip": "yellow"}  # of cells with a `Mark`
 TYPES = {"int": int, "float": float, "bool": bool}
@@ -101,7 +101,7 @@ def run(verb: Verb, typed: dict[str, Any]) -> None:
     is_first = os.environ.get("RANK", "0") == "0"  # among the processes that torchrun starts
     out = None if typed.get("out") is None else Path(typed["out"]).expanduser().resolve()
     if out is not None and is_first:
-        with held(out):  # a folder in use is refused before anything is imported
+        with locked_folder(out):  # a folder in use is refused before anything is imported
             if verb.is_saved:
                 check_free(out, typed["force"])
         parts = ": report.html, record.json, figures" if verb.is_saved else ""
@@ -123,7 +123,7 @@ def run(verb: Verb, typed: dict[str, Any]) -> None:
     shortened = [re.sub(r"(^|=)[/~].*/", r"\1", word) for word in sys.argv[1:]]  # absolute paths: the last part only
     _start.command_line = shlex.join(["crosslayer", *shortened])
     try:
-        with metered_by(Progress if is_first else Silent):
+        with metered_by(Progress if is_first else NoProgress):
             result = call(**arguments)
         if is_first:
             _show(result, typed, save if verb.is_saved and out else None)

@@ -154,8 +154,8 @@ def _call(node: ast.FunctionDef) -> Call:
     about, _, rest = lead.partition("\n\n")
     section = re.split(r"\n(?=\S)", behind)[0]
     entries = re.split(r"\n(?=    \w+: )", "\n" + section)[1:]
-    texts = {name.strip(): _joined(words) for name, _, words in (entry.partition(":") for entry in entries)}
-    return Call(_joined(about), rest.strip(), tuple(_parameters(node.args, texts)))
+    texts = {name.strip(): " ".join(words.split()) for name, _, words in (entry.partition(":") for entry in entries)}
+    return Call(" ".join(about.split()), rest.strip(), tuple(_parameters(node.args, texts)))
 
 
 def _parameters(arguments: ast.arguments, texts: dict[str, str]) -> Iterator[Option]:
@@ -164,14 +164,5 @@ def _parameters(arguments: ast.arguments, texts: dict[str, str]) -> Iterator[Opt
     defaults = [*missing, *arguments.defaults, *arguments.kw_defaults]
     for argument, default in zip([*positional, *arguments.kwonlyargs], defaults, strict=True):
         kind = "str" if argument.annotation is None else ast.unparse(argument.annotation)
-        yield Option(argument.arg, kind, _value(default), texts.get(argument.arg, ""))
-
-
-def _value(default: ast.expr | None) -> Any:
-    if default is None:
-        return REQUIRED
-    return ast.literal_eval(default)
-
-
-def _joined(text: str) -> str:
-    return " ".join(text.split())
+        value = REQUIRED if default is None else ast.literal_eval(default)
+        yield Option(argument.arg, kind, value, texts.get(argument.arg, ""))

@@ -27,7 +27,10 @@ def explain(error: Exception, options: Collection[str] = ()) -> tuple[int, str]:
         name = match[1] or match[2]
         return SPELLED.get(name, "--" + name.replace("_", "-")) if name in options else match[0]
 
-    text = OPTION.sub(as_typed, _one_line(_message(error)))
+    message = str(error)
+    if isinstance(error, OSError) and error.strerror:  # without the number of the error
+        message = f"{str(error.filename)!r}: {error.strerror}" if error.filename is not None else error.strerror
+    text = OPTION.sub(as_typed, _one_line(message))
     if isinstance(error, MemoryError) or isinstance(error, RuntimeError) and any(phrase in text for phrase in MEMORY):
         return USER_ERROR, "out of memory; use fewer or shorter sequences, a smaller batch or a smaller dtype"
     if isinstance(error, EndedTooSoon):
@@ -57,13 +60,6 @@ def usage_line(message: str, flags: Mapping[str, Collection[str]], typed: Sequen
     if verbs := [verb for verb, names in flags.items() if name in names]:
         return f"No such option: {name}; it is an option of {listed(verbs)}"
     return line if near is None else f"No such option: {name}; did you mean {near.replace(', ', ' or ')}?"
-
-
-def _message(error: Exception) -> str:
-    """Return the message of an error, without the number of an operating-system error."""
-    if isinstance(error, OSError) and error.strerror:
-        return f"{str(error.filename)!r}: {error.strerror}" if error.filename is not None else error.strerror
-    return str(error)
 
 
 def check_arguments(arguments: Sequence[str]) -> None:

@@ -142,8 +142,9 @@ class Codec:
                 for at in range(begin, stop, size):
                     text, first = tokens[at : at + size], np.clip(held - at, 0, len(tokens[at : at + size]))
                     facts = format.child(parent, text), parent, at, text, first, dtype, 0 if at else copies
-                    exact = _halves([own[0] for own in states if at == 0 and len(own) == length])
-                    blocks.append(format.Block(*facts, steps[at : at + size].cpu().numpy(), exact))
+                    exact = [own[0].clamp(-HALF, HALF) for own in states if at == 0 and len(own) == length]
+                    halves = b"".join(own.half().cpu().numpy().astype("<f2").tobytes() for own in exact)
+                    blocks.append(format.Block(*facts, steps[at : at + size].cpu().numpy(), halves))
                     parent = blocks[-1].name
                 cut = [self._cut(codes, block, stop) for block in blocks]
                 for block, packed in zip(blocks, pool.map(chain.coder.encode, cut), strict=True):
@@ -306,11 +307,6 @@ def on_device(chain: Chain, device: Any) -> Chain:
     ]
     moved.importance = Importance(*(part.to(device) for part in vars(chain.importance).values()))
     return moved
-
-
-def _halves(states: Sequence[Tensor]) -> bytes:
-    """Return states one behind the other as float16."""
-    return b"".join(own.clamp(-HALF, HALF).half().cpu().numpy().astype("<f2").tobytes() for own in states)
 
 
 def copies_of_first(states: Sequence[Tensor], tokens: np.ndarray, size: int) -> int:

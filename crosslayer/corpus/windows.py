@@ -28,7 +28,7 @@ Body = tuple[list[int], int]  # the tokens of a window without special ones, and
 
 
 def pieces(documents: Iterable[str], characters: int, seed: int) -> Iterator[tuple[int, str]]:
-    """Yield contiguous pieces of about `characters`, each with the number of its document.
+    """Yield contiguous pieces of about `characters` between words, each with the number of its document.
 
     They are shuffled where all documents are at hand, in a list; those of a stream come in their order.
     """
@@ -36,11 +36,12 @@ def pieces(documents: Iterable[str], characters: int, seed: int) -> Iterator[tup
         starts = [(number, start) for number, text in enumerate(documents) for start in range(0, len(text), characters)]
         random.Random(seed).shuffle(starts)
         for number, start in starts:
-            yield number, _from_word(documents[number], start, start + characters)
+            text = documents[number]
+            yield number, text[next_word(text, start) : next_word(text, start + characters)]
     else:
         for number, text in enumerate(documents):
             for start in range(0, len(text), characters):
-                yield number, _from_word(text, start, start + characters)
+                yield number, text[next_word(text, start) : next_word(text, start + characters)]
 
 
 def token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

@@ -40,7 +40,7 @@ class Losses:
     documents: tuple[int, ...]
     domains: tuple[str, ...] = ()
 
-    def of(self, domain: str) -> "Losses":
+    def for_domain(self, domain: str) -> "Losses":
         """Return the windows of a domain."""
         rows = [number for number, name in enumerate(self.domains) if name == domain]
         documents = tuple(self.documents[row] for row in rows)
@@ -157,9 +157,9 @@ def by_domain(after: Losses, uncompensated: Losses | None, seen: frozenset[str],
     """
     rows = []
     for name in dict.fromkeys(after.domains):
-        own, gain = after.of(name), None
+        own, gain = after.for_domain(name), None
         if uncompensated is not None:
-            without = uncompensated.of(name)
+            without = uncompensated.for_domain(name)
             gain = Gain(without=damage(without, seed), kl=difference(own, without, seed))
         rows.append(DomainDamage(**dict(damage(own, seed)), name=name, seen=name in seen, gain=gain))
     rows.sort(key=lambda row: (row.seen, -row.kl.value))

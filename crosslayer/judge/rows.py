@@ -67,7 +67,10 @@ def time_rows(pairs: Sequence[tuple[Run, Run]], measures: Sequence[str], **facts
 def kl_rows(candidate: str, found: Losses) -> list[Row]:
     """Return KL and the ratio of perplexities, of all windows and by domain, and the KL that a new domain may have."""
     rows = damage_rows(candidate, found.kl, found.domains, found.documents)
-    for scope, losses in [("all", found), *((domain, found.of(domain)) for domain in dict.fromkeys(found.domains))]:
+    for scope, losses in [
+        ("all", found),
+        *((domain, found.for_domain(domain)) for domain in dict.fromkeys(found.domains)),
+    ]:
         ratio = Bootstrap(losses.documents).ratio(losses.after - losses.before)
         before, after = float(np.exp(losses.before.mean())), float(np.exp(losses.after.mean()))
         facts: dict[str, Any] = {"candidate": candidate, "scope": scope, "change": ratio}

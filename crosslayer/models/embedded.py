@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from crosslayer.extras import check_extra
-from crosslayer.output.folder import exclusive, filled
+from crosslayer.output.folder import exclusive, staged_folder
 
 GGUF = "model.gguf"  # the parts of a model, joined, while it is converted
 BLOCK = 2**22  # bytes read at a time
@@ -75,7 +75,7 @@ def embedded_folder(name: str) -> Path:
     try:
         with exclusive(target, wait=True):
             if not _is_converted(target):  # by another process, just now
-                with filled(target) as partial:
+                with staged_folder(target) as partial:
                     _join(name, partial / GGUF)
                     _convert(partial)
                     (partial / GGUF).unlink()

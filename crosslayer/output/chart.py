@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from crosslayer.output.panel import COLORS, QUIET, Dots, Heat, Panel, Wires, drawn, lowest
+from crosslayer.output.panel import COLORS, QUIET, Dots, Heat, Panel, Wires, colored_lines, lowest
 
 VERSION = "6.4"  # of Vega-Lite, in the page and in vl-convert
 MARKED = 100  # points of a line, above which they are not marked
@@ -68,7 +68,7 @@ def save_svg(panel: Panel, folder: Path) -> Path:
 
 
 def _line_layers(panel: Panel) -> list[dict[str, Any]]:
-    lines = drawn(panel)
+    lines = colored_lines(panel)
     names = [line.name for line in lines]
     x = _axis(panel.x_title, [x for line in lines for x in line.x], panel.log_x, panel.x_ticks)
     y = _axis(panel.y_title, _heights(panel), panel.log_y, panel.y_ticks)
@@ -99,7 +99,7 @@ def _line_layers(panel: Panel) -> list[dict[str, Any]]:
 
 def _rows(panel: Panel) -> list[dict[str, Any]]:
     """Return a row for each point of each line; `at` sets error bars that share an `x` side by side."""
-    rows, lines = [], drawn(panel)
+    rows, lines = [], colored_lines(panel)
     low_x, high_x = _ends([x for line in lines for x in line.x], panel.log_x)
     barred = [line for line in lines if line.low is not None]
     for line in lines:
@@ -278,7 +278,7 @@ def _axis(title: str, values: Sequence[float], log: bool, ticks: dict[float, str
 
 def _heights(panel: Panel) -> list[float]:
     """Return the heights of lines and bands; on a logarithmic axis those above 0."""
-    lines = drawn(panel)
+    lines = colored_lines(panel)
     columns = [line.y for line in lines] + [band for line in lines for band in (line.low, line.high) if band]
     heights = [value for column in columns for value in column if value is not None]
     if not panel.log_y:

@@ -31,9 +31,9 @@ _reserved: dict[Path, contextlib.ExitStack] = {}  # folders that this process ha
 def whole_folder(target: Path, force: bool = False) -> Iterator[Path]:
     """Give a temporary folder that becomes `target` when the block ends, and is removed if the block fails."""
     target = target.expanduser().resolve()
-    with contextlib.nullcontext() if target in _reserved else _lock_of(target):
+    with contextlib.nullcontext() if target in _reserved else _folder_lock(target):
         check_free(target, force)
-        with filled(target) as partial:
+        with staged_folder(target) as partial:
             yield partial
 
 
@@ -42,7 +42,7 @@ def check_target(target: Path, force: bool) -> None:
     target = target.expanduser().resolve()
     with contextlib.ExitStack() as stack:
         if target not in _reserved:
-            stack.enter_context(_lock_of(target))
+            stack.enter_context(_folder_lock(target))
         check_free(target, force)
         if target not in _reserved:
             _reserved[target] = stack.pop_all()
@@ -58,7 +58,7 @@ def release_targets() -> None:
 def exclusive(target: Path, wait: bool = False) -> Iterator[None]:
     """Hold the lock of `target`, and repair what a killed process left; without a lock if the file system has none."""
     missing = [folder for folder in target.parents if not folder.exists()]
-    path = _beside(target, "lock")
+    path = _sibling(target, "lock")
     lock = FileLock(path, blocking=wait, fallback_to_soft=False)
     try:
         _acquire(lock, path.parent)
@@ -93,9 +93,9 @@ def _acquire(lock: FileLock, parent: Path) -> None:
 
 
 @contextlib.contextmanager
-def held(folder: Path) -> Iterator[None]:
+def locked_folder(folder: Path) -> Iterator[None]:
     """Hold the lock of a folder that a verb fills step by step; errors as in `whole_folder`."""
-    with _lock_of(folder), _naming(folder):
+    with _folder_lock(folder), _naming_disk_errors(folder):
         yield
 
 
@@ -125,11 +125,11 @@ def set_modes(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def filled(target: Path) -> Iterator[Path]:
+def staged_folder(target: Path) -> Iterator[Path]:
     """Give a temporary folder that replaces `target` when the block ends; the caller holds `exclusive`."""
-    partial, old = _beside(target, "partial"), _beside(target, "old")
+    partial, old = _sibling(target, "partial"), _sibling(target, "old")
     try:
-        with _naming(target):
+        with _naming_disk_errors(target):
             partial.mkdir()
             yield partial
             set_modes(partial)
@@ -147,15 +147,18 @@ def filled(target: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def _lock_of(target: Path) -> Iterator[None]:
+def _folder_lock(target: Path) -> Iterator[None]:
     """Hold the lock of an output folder; if that fails, a ValueError names the folder and the reason."""
     with contextlib.ExitStack() as stack:
         try:
             target.name.encode()
             stack.enter_context(exclusive(target))
         except BlockingIOError:
+            holder = ""
+            with contextlib.suppress(OSError, ValueError):  # where the lock says which process holds it
+                holder = f" (process {int(_sibling(target, 'lock').read_bytes()[:10])})"
             raise ValueError(
-                f"the folder {target.name!r} is being written by another process{_holder(target)}; name another folder"
+                f"the folder {target.name!r} is being written by another process{holder}; name another folder"
             ) from None
         except UnicodeEncodeError:
             raise ValueError(f"the name of the folder must be valid UTF-8, got {target.name!a}") from None
@@ -164,15 +167,8 @@ def _lock_of(target: Path) -> Iterator[None]:
         yield
 
 
-def _holder(target: Path) -> str:
-    """Return which process holds the lock of a folder, where the lock says so."""
-    with contextlib.suppress(OSError, ValueError):
-        return f" (process {int(_beside(target, 'lock').read_bytes()[:10])})"
-    return ""
-
-
 @contextlib.contextmanager
-def _naming(folder: Path) -> Iterator[None]:
+def _naming_disk_errors(folder: Path) -> Iterator[None]:
     """Name the folder in the error of a full disk, since libraries do not, and raise one type of error for it."""
     try:
         yield
@@ -196,7 +192,7 @@ def check_free(target: Path, force: bool) -> None:
         raise ValueError(f"the folder {target.name!r} has files not written by crosslayer; `force` does not replace it")
 
 
-def _beside(target: Path, what: str) -> Path:
+def _sibling(target: Path, what: str) -> Path:
     if not target.name:
         raise ValueError(f"{str(target)!r} cannot be an output folder; name a folder inside it")
     return target.with_name(f".{target.name}.crosslayer-{what}")
@@ -204,11 +200,11 @@ def _beside(target: Path, what: str) -> Path:
 
 def _repair(target: Path) -> None:
     """Repair what a process left that was killed while it wrote `target`."""
-    old = _beside(target, "old")
+    old = _sibling(target, "old")
     if old.exists() and not target.exists():
         old.rename(target)
     shutil.rmtree(old, ignore_errors=True)
-    shutil.rmtree(_beside(target, "partial"), ignore_errors=True)
+    shutil.rmtree(_sibling(target, "partial"), ignore_errors=True)
 
 
 def _is_ours(folder: Path) -> bool:

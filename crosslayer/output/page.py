@@ -11,7 +11,7 @@ import jinja2
 
 from crosslayer.output.chart import VERSION, chart, save_svg
 from crosslayer.output.formatting import Table
-from crosslayer.output.panel import Panel, drawn
+from crosslayer.output.panel import Panel, colored_lines
 from crosslayer.output.record import dumps
 
 
@@ -62,7 +62,7 @@ def _templates() -> jinja2.Environment:
         undefined=jinja2.StrictUndefined,
     )
     templates.policies["json.dumps_kwargs"] = {"allow_nan": False}
-    templates.globals |= {"drawn": drawn, "pairs": functools.partial(zip, strict=True)}
+    templates.globals |= {"colored_lines": colored_lines, "pairs": functools.partial(zip, strict=True)}
     templates.globals["anchor"] = lambda title: "table-" + re.sub(r"\W+", "-", title.lower()).strip("-")
     templates.filters["signed"] = lambda number: f"{number:g}".replace("-", "−")
     return templates

@@ -147,7 +147,7 @@ def _position_ticks(length: int, position: int) -> dict[float, str]:
     return {math.sqrt((p + 1) * (p + 2)): str(p) for p in sorted({*shown, position})}
 
 
-def drawn(panel: Panel) -> list[Line]:
+def colored_lines(panel: Panel) -> list[Line]:
     """Return the lines with their colors, and with bands clipped to possible values.
 
     On a logarithmic axis a band that reaches 0 ends at half of the lowest point, below the visible range.

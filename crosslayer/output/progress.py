@@ -40,10 +40,10 @@ class Steps(Protocol):
         """Show how many steps are done, of how many, and what is being done."""
 
 
-Meter = Callable[[str, int], AbstractContextManager[Steps]]  # the task and its number of steps (0: unknown)
+ProgressFactory = Callable[[str, int], AbstractContextManager[Steps]]  # the task and its number of steps (0: unknown)
 
 
-class Silent(AbstractContextManager):
+class NoProgress(AbstractContextManager):
     """The meter of calls from Python, which shows nothing."""
 
     def __init__(self, what: str, total: int = 0):
@@ -56,7 +56,7 @@ class Silent(AbstractContextManager):
         """Show nothing."""
 
 
-_METER: ContextVar[Meter] = ContextVar("meter", default=Silent)
+_METER: ContextVar[ProgressFactory] = ContextVar("meter", default=NoProgress)
 
 
 @contextmanager
@@ -65,12 +65,12 @@ def progress(what: str, total: int = 0) -> Iterator[Steps]:
 
     Tasks within one whose steps are counted are not shown: its bar is.
     """
-    with _METER.get()(what, total) as steps, metered_by(Silent) if total else nullcontext():
+    with _METER.get()(what, total) as steps, metered_by(NoProgress) if total else nullcontext():
         yield steps
 
 
 @contextmanager
-def metered_by(meter: Meter) -> Iterator[None]:
+def metered_by(meter: ProgressFactory) -> Iterator[None]:
     """Show what runs in the block with a meter, such as `Progress`."""
     token = _METER.set(meter)
     try:

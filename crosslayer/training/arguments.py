@@ -88,18 +88,18 @@ def batch_sequences(train: Mapping[str, Any]) -> int:
 
 
 def training_arguments(
-    folder: Path, seed: int, course: Mapping[str, Any], train: Mapping[str, Any] | None = None
+    folder: Path, seed: int, schedule: Mapping[str, Any], train: Mapping[str, Any] | None = None
 ) -> TrainingArguments:
     """Return Trainer's arguments for a run that logs and saves checkpoints into `folder`.
 
-    `course` holds steps and learning rate from `SchedulePart.course`, `train` any other field of `TrainingArguments`.
-    The seed is for dropout; weights and data order have been drawn before.
+    `schedule` holds steps and learning rate from `SchedulePart.schedule_arguments`, `train` any other field of
+    `TrainingArguments`. The seed is for dropout; weights and data order have been drawn before.
     """
     own = {
         "output_dir": str(folder),
         "seed": seed,
         "data_seed": seed,
-        **course,
+        **schedule,
         "eval_strategy": "steps",
         "train_sampling_strategy": "sequential",  # the data set determines the order
         "remove_unused_columns": False,

@@ -163,7 +163,7 @@ class SchedulePart(Part):
         if self.kind != "wsd" and self.decay != SchedulePart.model_fields["decay"].default:
             raise WrongKey("decay", f"has no effect with kind: {self.kind}; remove it, or set kind: wsd")
         if self.steps is not None:
-            self.course(self.steps)
+            self.schedule_arguments(self.steps)
         return self
 
     def total_steps(self, step_tokens: int) -> int:
@@ -173,7 +173,7 @@ class SchedulePart(Part):
         assert self.tokens is not None
         return -(-self.tokens // step_tokens)
 
-    def course(self, steps: int, evaluate: int = 0) -> dict[str, Any]:
+    def schedule_arguments(self, steps: int, evaluate: int = 0) -> dict[str, Any]:
         """Return Trainer's arguments for `steps` steps, with an evaluation every `evaluate` steps; 0: only at the end.
 
         A warmup starts above zero: at the rate of one step up, or for linear decays at the minimum.

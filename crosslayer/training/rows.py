@@ -201,7 +201,7 @@ def _key(seed: int, name: str, epoch: int = 0) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}/{epoch}/{name}".encode()).digest()[:8], "little")
 
 
-def spread(rows: Any, count: int) -> Subset[dict[str, Tensor]]:
+def evenly_spaced(rows: Any, count: int) -> Subset[dict[str, Tensor]]:
     """Return `count` of the rows, or all if there are fewer, at even distances; always the same ones."""
     count = min(count, len(rows))
     return Subset(rows, [len(rows) * number // count for number in range(count)])
@@ -269,6 +269,6 @@ def read_rows(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> Rows:
     for part in recipe.data.domains:
         shards = part.text(held_out_often=bool(recipe.stages)).shards(tokenizer, cache_folder() / TOKENS)
         training[part.name] = rows_of(shards.training, part)
-        held_out[part.name] = spread(rows_of(shards.validation, part), count)
+        held_out[part.name] = evenly_spaced(rows_of(shards.validation, part), count)
     weights = {part.name: part.weight for part in recipe.data.domains}
     return Rows(training, held_out, weights, recipe.seed, recipe.objective, tokenizer)

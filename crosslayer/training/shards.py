@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerFast
 
 from crosslayer.corpus.files import Reading
 from crosslayer.corpus.windows import next_word, special_tokens
-from crosslayer.output.folder import exclusive, filled, write_whole
+from crosslayer.output.folder import exclusive, staged_folder, write_whole
 from crosslayer.output.progress import progress, say
 from crosslayer.output.record import validation_message
 from crosslayer.training.checkpoints import sync
@@ -54,7 +54,7 @@ class Index(BaseModel):
     tokens: int = Field(gt=0)
 
 
-class Begun(BaseModel):
+class PartialShards(BaseModel):
     """What `begun.json` holds: the text and tokenizer of the files, and how far they are written."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -82,12 +82,13 @@ class Shards:
 
     def starts(self, start: int, count: int) -> np.ndarray:
         """Return where documents start in [start, start + count), relative to `start`: int64, ascending."""
-        first, last = np.searchsorted(self._ends, (start, start + count))
-        inside = self._ends[first:last] - start
+        first, last = np.searchsorted(self.ends, (start, start + count))
+        inside = self.ends[first:last] - start
         return np.concatenate(([0], inside)) if start == 0 else inside
 
     @cached_property
-    def _ends(self) -> np.ndarray:
+    def ends(self) -> np.ndarray:
+        """The end of each document in tokens, (documents,)."""
         return np.asarray(np.memmap(self.folder / ENDS, dtype=END_TYPE, mode="r"))
 
     @cached_property
@@ -152,7 +153,7 @@ def open_shards(folder: Path) -> Shards:
         if actual != size:
             raise ValueError(f"{name} of {folder.name!r} must have {size:,} bytes, got {actual:,}; {DELETE}")
     shards = Shards(folder, index.fingerprint, index.dtype, index.documents, index.tokens)
-    if np.diff(shards._ends, prepend=0).min() < 1 or shards._ends[-1] != shards.tokens:
+    if np.diff(shards.ends, prepend=0).min() < 1 or shards.ends[-1] != shards.tokens:
         raise ValueError(f"{ENDS} of {folder.name!r} does not match the tokens; {DELETE}")
     return shards
 
@@ -178,7 +179,7 @@ def _begun(folder: Path) -> Iterator[Path]:
     try:
         begun.mkdir(exist_ok=True)
         yield begun
-        with filled(folder) as partial:
+        with staged_folder(folder) as partial:
             (begun / BEGUN).unlink(missing_ok=True)
             for name in (INDEX, TOKENS, ENDS):
                 (begun / name).rename(partial / name)
@@ -226,10 +227,10 @@ def _write(
     yield at.documents
 
 
-def _saved(folder: Path, key: str, size: int) -> Begun:
+def _saved(folder: Path, key: str, size: int) -> PartialShards:
     """Return how far the files of a folder are valid, and cut them there; `size` is the bytes per token."""
     try:
-        at = Begun.model_validate_json((folder / BEGUN).read_bytes())
+        at = PartialShards.model_validate_json((folder / BEGUN).read_bytes())
         sizes = {folder / TOKENS: at.tokens * size, folder / ENDS: at.documents * END_TYPE.itemsize}
         if at.key == key and all(path.stat().st_size >= wanted for path, wanted in sizes.items()):
             for path, wanted in sizes.items():
@@ -239,7 +240,7 @@ def _saved(folder: Path, key: str, size: int) -> Begun:
         pass
     shutil.rmtree(folder)
     folder.mkdir()
-    return Begun(key=key)
+    return PartialShards(key=key)
 
 
 class Piece(NamedTuple):

@@ -42,8 +42,8 @@ def stage_arguments(recipe: Recipe, part: StagePart, folder: Path) -> TrainingAr
     settings = {**(LOGGING if recipe.stages else {}), **recipe.train, **part.train}
     sequences = batch_sequences(settings) * int(os.environ.get("WORLD_SIZE", "1"))  # per step, over all processes
     steps = part.schedule.total_steps(sequences * recipe.data.length)
-    course = part.schedule.course(steps, min(recipe.eval.every, steps))
-    arguments = training_arguments(folder, recipe.seed, course, settings)
+    schedule = part.schedule.schedule_arguments(steps, min(recipe.eval.every, steps))
+    arguments = training_arguments(folder, recipe.seed, schedule, settings)
     assert step_sequences(arguments) == sequences
     return arguments
 

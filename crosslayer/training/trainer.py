@@ -103,7 +103,7 @@ class CrossLayerTrainer(Trainer):
             train_dataset,
             eval_dataset if not isinstance(eval_dataset, Mapping) else dict(eval_dataset),
             tokenizer,
-            compute_metrics=_over_tokens,
+            compute_metrics=mean_loss,
             callbacks=[self._log, self.interruption],
         )
         model.config.use_cache = use_cache  # Trainer changed it; the inputs turn the cache off
@@ -345,5 +345,6 @@ class CrossLayerTrainer(Trainer):
         )
 
 
-def _over_tokens(windows: EvalPrediction) -> dict[str, float]:
+def mean_loss(windows: EvalPrediction) -> dict[str, float]:
+    """Return the mean loss over all predicted tokens, from sums and counts of windows (N,)."""
     return {"loss": float(np.sum(windows.predictions, dtype=np.float64) / np.sum(windows.label_ids))}

@@ -15,7 +15,7 @@ import typer
 
 import crosslayer
 from crosslayer import cli
-from crosslayer.output.folder import held
+from crosslayer.output.folder import locked_folder
 from tests.cli.test_start import heeding
 from tests.helpers.text import WORDS, tokenizer
 from tests.helpers.tiny import tiny, tokens
@@ -195,7 +195,7 @@ def test_a_folder_in_use_is_refused_before_anything_is_imported(monkeypatch, tmp
 
     monkeypatch.setattr("crosslayer.cli.command.import_module", imports)
     words = [name, *WITH_OUT[name].split(), "--out", str(tmp_path / "out")]
-    with held(tmp_path / "out"):
+    with locked_folder(tmp_path / "out"):
         assert run(monkeypatch, *words) == 2
     said = capsys.readouterr().err
     assert f"(process {os.getpid()})" in said and said.count("\n") == 1

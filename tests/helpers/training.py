@@ -76,7 +76,7 @@ def model_of(methods=(), **shape):
 
 def course(steps, **parts):
     """Return the arguments of a schedule."""
-    return SchedulePart(steps=steps, **parts).course(steps)
+    return SchedulePart(steps=steps, **parts).schedule_arguments(steps)
 
 
 def trainer_of(folder, model=None, data=None, validation=None, schedule=None, **train):

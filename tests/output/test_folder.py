@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from crosslayer.environment import environment
-from crosslayer.output.folder import check_target, exclusive, held, release_targets, whole_folder
+from crosslayer.output.folder import check_target, exclusive, locked_folder, release_targets, whole_folder
 from crosslayer.verbs.verify.result import Verification
 from tests.cli.test_cli import run
 
@@ -142,7 +142,7 @@ def test_a_failing_second_rename_gives_the_old_folder_back(monkeypatch, out):
     ],
     ids=lambda error: type(error).__name__,
 )
-@pytest.mark.parametrize("writer", [whole_folder, held])
+@pytest.mark.parametrize("writer", [whole_folder, locked_folder])
 def test_a_full_disk_is_named_whoever_finds_it(tmp_path, writer, error):
     said = "the disk may be full" if "inline" in str(error) else "No space left on device"
     with pytest.raises(OSError, match=said) as raised, writer(tmp_path / "results"):
@@ -250,7 +250,7 @@ def test_who_waits_for_the_lock_comes_next(tmp_path):
             """
             with folder.exclusive(out, wait=True):
                 if not out.exists():
-                    with folder.filled(out) as partial:
+                    with folder.staged_folder(out) as partial:
                         time.sleep(0.3)
                         print("filled")
             """,
@@ -263,7 +263,7 @@ def test_who_waits_for_the_lock_comes_next(tmp_path):
 
 
 def test_the_root_is_no_folder_of_a_result():
-    for call in (lambda: check_target(Path("/"), True), lambda: held(Path("/")).__enter__()):
+    for call in (lambda: check_target(Path("/"), True), lambda: locked_folder(Path("/")).__enter__()):
         with pytest.raises(ValueError, match="output folder"):
             call()
 

@@ -15,7 +15,7 @@ from crosslayer.core.plan import DepthPlan
 from crosslayer.environment import environment
 from crosslayer.output.chart import chart, same_scale, save_svg
 from crosslayer.output.page import Page, save_page
-from crosslayer.output.panel import Dots, Line, Panel, drawn
+from crosslayer.output.panel import Dots, Line, Panel, colored_lines
 from crosslayer.stats.estimate import Estimate
 from crosslayer.verbs.retrofit.moments import Fit
 from crosslayer.verbs.retrofit.page import panels as retrofit_panels
@@ -231,7 +231,7 @@ def test_bands_end_at_what_is_possible(pages):
 def test_a_logarithmic_axis_is_not_stretched_by_a_band_that_reaches_zero():
     line = Line("a", [0, 1], [2.0, 8.0], [-5.0, 7.0], [3.0, 9.0])
     panel = Panel("a", "a", "", "layer", "norm", [line], log_y=True, bounds=(0, math.inf))
-    assert drawn(panel)[0].low == [1.0, 7.0]
+    assert colored_lines(panel)[0].low == [1.0, 7.0]
     assert y_of(chart(panel))["scale"]["domain"] == [2.0, 9.0]  # the band goes on below the axis, where it is clipped
     panel = replace(panel, lines=[replace(line, low=[1.9, 7.0])])
     assert y_of(chart(panel))["scale"]["domain"] == [1.9, 9.0]

@@ -250,8 +250,11 @@ def group_rows(
     for group, tasks in {**_harness_groups(results), **groups}.items():
         shown: set[tuple[str, ...]] = set()
         for metric in GROUP_METRICS:
-            chosen = [_metric_of(scored, task, metric) for task in tasks]
-            members = [one for one in chosen if one is not None]
+            members = []
+            for task in tasks:  # by this metric, or by acc if it lacks that, provided that its items are right or wrong
+                shares = {one.metric: one for one in reversed(scored) if one.task == task and one.kind == "share"}
+                chosen = shares.get(metric) or shares.get("acc")
+                members += [] if chosen is None else [chosen]
             names = tuple(one.metric for one in members)
             if len(members) == len(tasks) and names not in shown:
                 shown.add(names)
@@ -269,12 +272,6 @@ def _harness_groups(results: Results) -> dict[str, tuple[str, ...]]:
     return {name: tuple(leaves(name)) for name, inner in results["group_subtasks"].items() if inner}
 
 
-def _metric_of(scored: Sequence[Scored], task: str, metric: str) -> Scored | None:
-    """Return a task's metric, or acc if it lacks that, provided that its items are right or wrong."""
-    shares = {one.metric: one for one in reversed(scored) if one.task == task and one.kind == "share"}
-    return shares.get(metric) or shares.get("acc")
-
-
 def _group_row(group: str, metric: str, members: Sequence[Scored], results: Results, original: Results | None) -> Row:
     """Return the mean over tasks, weighted by items if only that gives the score that lm-eval reports of the group."""
     scores = np.array([one.row.value for one in members], dtype=float)
@@ -285,7 +282,12 @@ def _group_row(group: str, metric: str, members: Sequence[Scored], results: Resu
     weights = items if by_items else np.ones(len(members))
     change, of_original = None, None
     if original is not None:
-        change = compare_groups([_values(results, one) - _values(original, one) for one in members], weights).change
+        differences = []
+        for one in members:
+            sides = [samples_of(side["samples"][one.task], one.metric, one.filter) for side in (results, original)]
+            own, other = (np.array([sample[one.metric] for sample in side], dtype=float) for side in sides)
+            differences.append(own - other)
+        change = compare_groups(differences, weights).change
         others = np.array([one.row.original for one in members], dtype=float)
         of_original = float(np.average(others, weights=weights))
     return Row(
@@ -303,8 +305,3 @@ def _group_row(group: str, metric: str, members: Sequence[Scored], results: Resu
             "weighting": "items" if by_items else "tasks",
         },
     )
-
-
-def _values(results: Results, one: Scored) -> np.ndarray:
-    samples = samples_of(results["samples"][one.task], one.metric, one.filter)
-    return np.array([sample[one.metric] for sample in samples], dtype=float)

@@ -8,7 +8,7 @@ from crosslayer.output.chart import same_scale
 from crosslayer.output.panel import COLORS, QUIET, Dots, Heat, Line, Panel
 from crosslayer.stats.differences import FEWEST
 from crosslayer.stats.estimate import band
-from crosslayer.verbs.compare.result import COSTS, ComparedRun, Comparison, Configuration, Law, SnapshotMeans
+from crosslayer.verbs.compare.result import COSTS, ComparedRun, Comparison, Configuration, SnapshotMeans
 from crosslayer.verbs.compare.sentences import titled
 
 TOGETHER = 6  # lines of variants in a figure
@@ -85,7 +85,7 @@ def _relative(record: Comparison, configuration: Configuration, suffix: str) -> 
 def _curves(record: Comparison, configuration: Configuration, suffix: str) -> list[Panel]:
     """Return quantities by step, means over seeds, with the baseline in each figure."""
     measured = {
-        variant: [_by_step(run) for run in record.of(configuration.label, variant)] for variant in record.ordered
+        variant: [_by_step(run) for run in record.runs_of(configuration.label, variant)] for variant in record.ordered
     }
     panels, colors = [], _colors(record)
     for key, (title, caption, axis) in CURVES.items():
@@ -102,7 +102,9 @@ def _mixing(record: Comparison, configuration: Configuration, suffix: str) -> li
     """Return the depth-mixing matrices of all variants in one figure, mean over seeds, a column apart."""
     columns, columns_of, ticks = [], [], {}
     for variant in record.ordered:
-        known = [run.depth_mixing for run in record.of(configuration.label, variant) if run.depth_mixing is not None]
+        known = [
+            run.depth_mixing for run in record.runs_of(configuration.label, variant) if run.depth_mixing is not None
+        ]
         if known and (not columns or len(columns[0]) == len(known[0].readers)):
             matrix = np.mean([np.array(one.weights, dtype=float) for one in known], axis=0)  # (readers, sources)
             matrix /= np.nanmax(np.abs(matrix), axis=1, keepdims=True)
@@ -139,7 +141,7 @@ def _colors(record: Comparison) -> dict[str, str]:
 
 def _groups(record: Comparison, configuration: Configuration) -> list[list[str]]:
     """Return the variants other than the baseline that have runs, in groups of one figure each."""
-    others = [variant for variant in record.ordered[1:] if record.of(configuration.label, variant)]
+    others = [variant for variant in record.ordered[1:] if record.runs_of(configuration.label, variant)]
     return [others[start : start + TOGETHER] for start in range(0, len(others), TOGETHER)]
 
 
@@ -172,13 +174,11 @@ def _laws(record: Comparison) -> list[Panel]:
     caption = "Mean over seeds against the total cost of a run; on these axes a power law is a straight line."
     for (where, cost), (first, *others) in record.law_groups().items():
         for start in range(0, len(others), TOGETHER):
-            lines = [_law_line(law, colors[law.variant]) for law in (first, *others[start : start + TOGETHER])]
+            lines = []
+            for law in (first, *others[start : start + TOGETHER]):
+                costs, losses = zip(*sorted(zip(law.costs, law.losses, strict=True)), strict=True)
+                lines.append(Line(law.variant, costs, losses, color=colors[law.variant]))
             title = titled(f"Final loss by {COSTS[cost]}", where)
             axes = {"x_title": COSTS[cost], "y_title": LOSS, "log_x": True, "log_y": True}
             panels.append(Panel(f"scaling_{len(panels)}", title, caption, lines=lines, **axes))
     return panels
-
-
-def _law_line(law: Law, color: str) -> Line:
-    costs, losses = zip(*sorted(zip(law.costs, law.losses, strict=True)), strict=True)
-    return Line(law.variant, costs, losses, color=color)

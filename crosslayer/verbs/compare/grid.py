@@ -135,17 +135,16 @@ def pick_baseline(labels: Sequence[str], baseline: str | None) -> str:
 
 
 @dataclass(frozen=True)
-class Cell:
-    """A run to be trained: its configuration, its variant, and its recipe, whose name is the run's folder."""
+class PlannedRun:
+    """A run to be trained: its configuration, its variant, and its recipe, whose name is the run's folder.
 
+    `key` names the variant in its configuration, without the seed.
+    """
+
+    key: str
     configuration: Configuration
     variant: Variant
     recipe: Recipe
-
-    @property
-    def key(self) -> str:
-        """The name of the variant in its configuration, without the seed."""
-        return _key(self.configuration, self.variant)
 
 
 @dataclass(frozen=True)
@@ -169,25 +168,27 @@ class Grid:
             return self
         return replace(self, overrides=(*self.overrides, f"{STEPS}=null", f"{TOKENS}={round(budget.amount)}"))
 
-    def cells(self, steps: dict[str, int] | None = None) -> list[Cell]:
-        """Return the runs, seed by seed so that pairs are complete early; `steps` of a budget are by `Cell.key`."""
+    def planned_runs(self, steps: dict[str, int] | None = None) -> list[PlannedRun]:
+        """Return the runs, seed by seed so that pairs are complete early; `steps` of a budget are by key of a run."""
         first = load_recipe(self.path, self.overrides).seed
         configurations = [
-            Configuration.of(dict(zip(self.varied, values, strict=True))) for values in product(*self.varied.values())
+            Configuration.from_values(dict(zip(self.varied, values, strict=True)))
+            for values in product(*self.varied.values())
         ]
         prefixes = [
             f"{name}-" if name else "" for name in _folders([configuration.label for configuration in configurations])
         ]
         names = _folders([variant.label for variant in self.variants])
-        cells = []
+        planned = []
         for seed in range(first, first + self.seeds):
             for configuration, prefix in zip(configurations, prefixes, strict=True):
                 for variant, name in zip(self.variants, names, strict=True):
+                    key = " · ".join(filter(None, (configuration.label, variant.label)))
                     own = [f"seed={seed}", f"name={prefix}{name}-{seed}"]
                     if steps is not None:
-                        own += [f"{STEPS}={steps[_key(configuration, variant)]}", f"{TOKENS}=null"]
-                    cells.append(Cell(configuration, variant, self.recipe(configuration, variant, own)))
-        return cells
+                        own += [f"{STEPS}={steps[key]}", f"{TOKENS}=null"]
+                    planned.append(PlannedRun(key, configuration, variant, self.recipe(configuration, variant, own)))
+        return planned
 
     def recipe(self, configuration: Configuration, variant: Variant, more: Sequence[str] = ()) -> Recipe:
         """Return the recipe of a variant in a configuration, with more overrides."""
@@ -228,10 +229,6 @@ def read_grid(
     model = given_recipe(path, overrides, stages=False).model
     assert model is not None
     return Grid(Path(path), tuple(overrides), tuple(read_methods(methods, model.shape.get(HEADS))), seeds, varied)
-
-
-def _key(configuration: Configuration, variant: Variant) -> str:
-    return " · ".join(filter(None, (configuration.label, variant.label)))
 
 
 def _folders(labels: Sequence[str]) -> list[str]:
@@ -307,15 +304,15 @@ def measured(budget: Budget, keys: Sequence[str], short: Short, folder: Path) ->
     if budget.kind == "flops":
         costs = {key: own[0].model.flops_per_token * own[0].tokens / own[0].steps for key, own in runs.items()}
         return budget, {key: whole_steps(budget.amount, cost, key) for key, cost in costs.items()}
-    costs = {key: statistics.median(map(_step_seconds, own)) for key, own in runs.items()}
+    costs = {}
+    for key, own in runs.items():
+        medians = []
+        for run in own:
+            tokens = run.tokens / run.steps
+            medians.append(statistics.median(tokens / speed for speed in run.curve.tokens_per_second[WARM:]))
+        costs[key] = statistics.median(medians)
     steps = {key: whole_steps(budget.amount, cost, key) for key, cost in costs.items()}
     return budget.model_copy(update={"step_seconds": costs}), steps
-
-
-def _step_seconds(run: TrainingRun) -> float:
-    """Return the median time of a short run's steps in seconds, without the warm-up."""
-    tokens = run.tokens / run.steps
-    return statistics.median(tokens / speed for speed in run.curve.tokens_per_second[WARM:])
 
 
 def whole_steps(amount: float, cost: float, name: str) -> int:

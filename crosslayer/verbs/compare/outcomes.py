@@ -18,7 +18,7 @@ from scipy import stats
 
 from crosslayer.stats.differences import FEWEST, holm, paired_difference, seeds_needed, t_ends, t_mean, t_quantile
 from crosslayer.stats.estimate import Estimate
-from crosslayer.verbs.compare.read import Sorted
+from crosslayer.verbs.compare.read import GroupedRuns
 from crosslayer.verbs.compare.result import (
     COSTS,
     RELEVANT,
@@ -46,7 +46,7 @@ FARTHEST = 1000  # the largest factor between a cost and the cost to which a law
 RunsBySeed = dict[int, list[ComparedRun]]  # seed → its run in each configuration
 
 
-def outcomes(runs: Sorted, baseline: str, smooth: int | None) -> tuple[Outcome, ...]:
+def outcomes(runs: GroupedRuns, baseline: str, smooth: int | None) -> tuple[Outcome, ...]:
     """Return each variant compared with the baseline in each configuration; curves are smoothed over `smooth` steps."""
     grouped: dict[tuple[str, str], dict[int, ComparedRun]] = {}
     for run in runs.runs:
@@ -204,7 +204,7 @@ def relative_cost(method: PowerLaw, baseline: PowerLaw, cost: float) -> float | 
     return math.exp(logarithm) if abs(logarithm) < math.log(FARTHEST) else None
 
 
-def laws(runs: Sorted, baseline: str) -> tuple[tuple[Law, ...], str | None]:
+def laws(runs: GroupedRuns, baseline: str) -> tuple[tuple[Law, ...], str | None]:
     """Return the law of each variant, the baseline's first, or the reason why there is none.
 
     A law goes through configurations that differ only in model, schedule, training arguments and evaluation.
@@ -237,12 +237,12 @@ def _groups(configurations: Sequence[Configuration]) -> dict[str, tuple[str, ...
     groups: dict[str, tuple[str, ...]] = {}
     for configuration in configurations:
         fixed = {key: value for key, value in configuration.values.items() if not key.startswith(SCALED)}
-        common = Configuration.of(fixed).label
+        common = Configuration.from_values(fixed).label
         groups[common] = (*groups.get(common, ()), configuration.label)
     return groups
 
 
-def _runs_by_seed(runs: Sorted, configurations: Sequence[str], variant: str) -> RunsBySeed:
+def _runs_by_seed(runs: GroupedRuns, configurations: Sequence[str], variant: str) -> RunsBySeed:
     """Return the runs of a variant, for the seeds that have a run in every configuration."""
     own = {(run.configuration, run.seed): run for run in runs.runs if run.variant == variant}
     complete = [seed for seed in runs.seeds if all((configuration, seed) in own for configuration in configurations)]

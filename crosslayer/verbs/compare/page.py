@@ -86,7 +86,7 @@ def _finals(record: Comparison, configuration: str) -> Table:
     """Return the final losses; an interval stands only where it was computed, else the difference of each seed."""
     head = ["variant", "seeds", "loss", f"difference to {record.baseline}", "p (Holm)", "verdict"]
     rows = []
-    losses = [run.final_loss for run in record.of(configuration, record.baseline)]
+    losses = [run.final_loss for run in record.runs_of(configuration, record.baseline)]
     if losses:
         rows.append([record.baseline, f"{len(losses)}", f"{statistics.fmean(losses):.4f}", "", "", "the baseline"])
     results = [result for result in record.outcomes if result.configuration == configuration]
@@ -99,7 +99,7 @@ def _finals(record: Comparison, configuration: str) -> Table:
 
 
 def _costs(record: Comparison, configuration: str) -> Table:
-    measured = {variant: record.of(configuration, variant) for variant in record.ordered}
+    measured = {variant: record.runs_of(configuration, variant) for variant in record.ordered}
     rows = [
         [variant, *(_cost_cell(runs, measured[record.baseline], column) for column in COLUMNS)]
         for variant, runs in measured.items()
@@ -145,7 +145,7 @@ def _snapshots(record: Comparison) -> Table:
     rows = []
     for configuration in record.configurations:
         for variant in record.ordered:
-            known = _last_snapshots(record.of(configuration.label, variant))
+            known = _last_snapshots(record.runs_of(configuration.label, variant))
             if known:
                 cells = [form.format(known[name]) if name in known else UNKNOWN for name, _, form in SNAPSHOTS]
                 rows.append([configuration.label, variant, *cells])

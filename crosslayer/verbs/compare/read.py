@@ -32,7 +32,7 @@ STEPS = ("schedule.steps", "schedule.tokens")  # keys that a budget of time or F
 
 
 @dataclass(frozen=True)
-class Placed:
+class NamedRun:
     """A run with the name of its folder and its configuration."""
 
     run: TrainingRun
@@ -41,7 +41,7 @@ class Placed:
 
 
 @dataclass(frozen=True)
-class Sorted:
+class GroupedRuns:
     """Runs with their configurations and variants."""
 
     configurations: tuple[Configuration, ...]
@@ -101,9 +101,13 @@ def variant_of_run(run: TrainingRun) -> Variant:
     return variant_of(run.model.methods, heads)
 
 
-def sort_runs(folders: Sequence[Path]) -> Sorted:
+def read_runs(folders: Sequence[Path]) -> GroupedRuns:
     """Read the runs in folders and sort them into configurations and variants by their recipes."""
-    budgets = [_budget(folder) for folder in folders]
+    budgets = []
+    for folder in folders:
+        within = folder.resolve().parent
+        state = read_state(within.parent) if within.name == RUNS else None  # of the comparison that trained the run
+        budgets.append(None if state is None else state.budget)
     runs = [load_run(folder) for folder in folders]
     recipes = [_recipe(run, budget) for run, budget in zip(runs, budgets, strict=True)]
     keys = dict.fromkeys(key for recipe in recipes for key in recipe)
@@ -112,18 +116,11 @@ def sort_runs(folders: Sequence[Path]) -> Sorted:
     for key in differing:
         if _count(recipes, [*distinguishing, key]) > _count(recipes, distinguishing):
             distinguishing.append(key)
-    placed = []
+    named = []
     for folder, run, recipe in zip(folders, runs, recipes, strict=True):
         values = {key: recipe.get(key, MISSING) for key in differing}
-        placed.append(Placed(run, folder.name, Configuration.of(values, distinguishing)))
-    return replace(assemble(placed), budget=_agreed(budgets))
-
-
-def _budget(folder: Path) -> Budget | None:
-    """Return the budget of the comparison that trained a run; None if there was none, or the run was trained alone."""
-    runs = folder.resolve().parent
-    state = read_state(runs.parent) if runs.name == RUNS else None
-    return None if state is None else state.budget
+        named.append(NamedRun(run, folder.name, Configuration.from_values(values, distinguishing)))
+    return replace(group_runs(named), budget=_agreed(budgets))
 
 
 def _recipe(run: TrainingRun, budget: Budget | None) -> dict[str, Any]:
@@ -146,12 +143,12 @@ def _agreed(budgets: Sequence[Budget | None]) -> Budget | None:
     return first if all(other == first for other in budgets) else first.requested
 
 
-def assemble(placed: Sequence[Placed]) -> Sorted:
+def group_runs(named: Sequence[NamedRun]) -> GroupedRuns:
     """Group runs by configuration and variant, and check that those of a configuration are comparable."""
     variants: dict[str, Variant] = {}
-    first: dict[str, Placed] = {}
-    seen: dict[tuple[str, str, int], Placed] = {}
-    for entry in placed:
+    first: dict[str, NamedRun] = {}
+    seen: dict[tuple[str, str, int], NamedRun] = {}
+    for entry in named:
         variant = variant_of_run(entry.run)
         label = variant.label
         variants.setdefault(label, variant)
@@ -160,11 +157,11 @@ def assemble(placed: Sequence[Placed]) -> Sorted:
             raise ValueError(f"{same.name} and {entry.name} are both {label} with seed {entry.run.seed}; pass only one")
         _check_pair(first.setdefault(entry.configuration.label, entry), entry)
     configurations = tuple(entry.configuration for entry in first.values())
-    domains = tuple(domain.name for domain in placed[0].run.domains)
-    return Sorted(configurations, tuple(variants.values()), domains, tuple(map(_compared, placed)))
+    domains = tuple(domain.name for domain in named[0].run.domains)
+    return GroupedRuns(configurations, tuple(variants.values()), domains, tuple(map(_compared, named)))
 
 
-def _check_pair(first: Placed, other: Placed) -> None:
+def _check_pair(first: NamedRun, other: NamedRun) -> None:
     """Refuse two runs of a configuration that differ in training text, held-out text, or tokens per step.
 
     The number of steps may differ under a budget.
@@ -185,7 +182,7 @@ def _check_pair(first: Placed, other: Placed) -> None:
         )
 
 
-def _compared(entry: Placed) -> ComparedRun:
+def _compared(entry: NamedRun) -> ComparedRun:
     run = entry.run
     shares = np.array([domain.share for domain in run.domains])  # (D,)
     validation = np.array([[entry.losses[domain.name] for domain in run.domains] for entry in run.validation])  # (M, D)

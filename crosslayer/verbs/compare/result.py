@@ -28,7 +28,7 @@ class Configuration(Frozen):
     values: dict[str, Any]
 
     @classmethod
-    def of(cls, values: dict[str, Any], labeled: Sequence[str] | None = None) -> Self:
+    def from_values(cls, values: dict[str, Any], labeled: Sequence[str] | None = None) -> Self:
         """Return the configuration of values, with the keys `labeled`, by default all, in its label."""
         written = {key: json.dumps(value).strip('"') for key, value in values.items()}
         label = ", ".join(f"{key}={written[key]}" for key in (values if labeled is None else labeled))
@@ -257,7 +257,7 @@ class Comparison(Result):
         """Labels of the variants, the baseline first."""
         return [self.baseline, *(variant.label for variant in self.variants if variant.label != self.baseline)]
 
-    def of(self, configuration: str, variant: str) -> list[ComparedRun]:
+    def runs_of(self, configuration: str, variant: str) -> list[ComparedRun]:
         """Return the runs of a variant in a configuration, in the order of their seeds."""
         runs = [run for run in self.runs if run.configuration == configuration and run.variant == variant]
         return sorted(runs, key=lambda run: run.seed)

@@ -13,15 +13,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from crosslayer.output.folder import check_target, held, write_whole
-from crosslayer.output.progress import Silent, metered_by, prefixed, progress
+from crosslayer.output.folder import check_target, locked_folder, write_whole
+from crosslayer.output.progress import NoProgress, metered_by, prefixed, progress
 from crosslayer.training.recipe import Recipe, load_recipe
 from crosslayer.training.trainer import TrainingStopped
 from crosslayer.verbs.compare.grid import (
     SHORT,
     STATE,
-    Cell,
     Grid,
+    PlannedRun,
     State,
     Stopped,
     measured,
@@ -34,12 +34,12 @@ from crosslayer.verbs.compare.outcomes import laws, outcomes
 from crosslayer.verbs.compare.read import (
     RECORD,
     RUNS,
-    Placed,
-    Sorted,
-    assemble,
+    GroupedRuns,
+    NamedRun,
+    group_runs,
     load_run,
+    read_runs,
     run_folders,
-    sort_runs,
     variant_of_run,
 )
 from crosslayer.verbs.compare.result import Budget, Comparison
@@ -94,7 +94,7 @@ def compare(
         _check_reading(runs, {**options, "settings": settings or None, "resume": resume or None})
         if out is not None:
             check_target(Path(out), force)
-        finished = sort_runs(run_folders(runs or ()))
+        finished = read_runs(run_folders(runs or ()))
         names = {run.name for run in finished.runs}
         name = names.pop() if len(names) == 1 else f"{len(finished.runs)} runs"
         comparison = _comparison(finished, name, baseline, smooth)
@@ -106,9 +106,9 @@ def compare(
     baseline = pick_baseline([variant.label for variant in grid.variants], baseline)
     requested = None if budget is None else read_budget(budget)
     grid = grid.within(requested)
-    grid.cells()  # checks all recipes before the folder is created
+    grid.planned_runs()  # checks all recipes before the folder is created
     folder, name = Path(out or "").expanduser().resolve(), load_recipe(recipe, settings).name
-    with held(folder):
+    with locked_folder(folder):
         job = _Job(grid, folder, _opened(folder, requested, resume))
         result = _comparison(job.train(baseline), name, baseline, smooth, job.state)
         result.save_within(folder)
@@ -163,16 +163,16 @@ class _Job:
     folder: Path
     state: State
 
-    def train(self, baseline: str) -> Sorted:
+    def train(self, baseline: str) -> GroupedRuns:
         """Train the missing runs; runs that diverge are recorded and not trained again."""
         self._schedule()
-        cells = self.grid.cells(self.state.steps or None)
-        names = {cell.recipe.name for cell in cells}
+        planned = self.grid.planned_runs(self.state.steps or None)
+        names = {one.recipe.name for one in planned}
         self._keep(stopped={name: what for name, what in self.state.stopped.items() if name in names})
-        placed: list[Placed] = []
-        for number, cell in enumerate(cells, 1):
-            digest = hashlib.sha256(cell.recipe.model_dump_json().encode()).hexdigest()
-            name = cell.recipe.name
+        named: list[NamedRun] = []
+        for number, one in enumerate(planned, 1):
+            digest = hashlib.sha256(one.recipe.model_dump_json().encode()).hexdigest()
+            name = one.recipe.name
             before = self.state.stopped.get(name)
             if before is not None and before.recipe == digest:
                 continue
@@ -181,34 +181,34 @@ class _Job:
                     shutil.rmtree(self.folder / RUNS / name, ignore_errors=True)
                 self._keep(stopped={other: what for other, what in self.state.stopped.items() if other != name})
             try:
-                run = self._train(cell.recipe, f"run {number} of {len(cells)}, {name}")
-                placed.append(Placed(run, name, cell.configuration))
+                run = self._train(one.recipe, f"run {number} of {len(planned)}, {name}")
+                named.append(NamedRun(run, name, one.configuration))
             except TrainingStopped as stop:
                 if stop.__cause__ is not None:  # a checkpoint that could not be written: a full disk
                     raise
                 what = Stopped(what=str(stop), recipe=digest)
                 self._keep(stopped={**self.state.stopped, name: what})
-        finished = {variant_of_run(entry.run).label for entry in placed}
+        finished = {variant_of_run(entry.run).label for entry in named}
         if baseline not in finished or len(finished) < 2:
             each = "; ".join(f"{name}: {stop.what}" for name, stop in self.state.stopped.items())
             raise ValueError(f"nothing to compare with {baseline}, because these runs stopped: {each}")
-        return replace(assemble(placed), budget=self.state.budget)
+        return replace(group_runs(named), budget=self.state.budget)
 
     def _schedule(self) -> None:
         """Measure the cost of a step of each variant, if the budget needs it and it is not known yet."""
         budget = self.state.budget
         if budget is None or budget.kind == "tokens":
             return
-        first: dict[str, Cell] = {}
-        for cell in self.grid.cells():
-            first.setdefault(cell.key, cell)
+        first: dict[str, PlannedRun] = {}
+        for one in self.grid.planned_runs():
+            first.setdefault(one.key, one)
         if self.state.steps.keys() == first.keys():
             return
         if self.state.steps:
             raise ValueError(f"the folder {self.folder.name!r} has a budget for other variants; use another name")
 
         def short(key: str, folder: Path) -> TrainingRun:
-            with progress(f"measuring a step of {key}", 0), metered_by(Silent):
+            with progress(f"measuring a step of {key}", 0), metered_by(NoProgress):
                 return train(self.grid.recipe(first[key].configuration, first[key].variant, SHORT), folder)
 
         budget, steps = measured(budget, [*first], short, self.folder / ".measured")
@@ -235,7 +235,7 @@ class _Job:
 
 
 def _comparison(
-    runs: Sorted, name: str, baseline: str | None, smooth: int | None, state: State | None = None
+    runs: GroupedRuns, name: str, baseline: str | None, smooth: int | None, state: State | None = None
 ) -> Comparison:
     baseline = pick_baseline([variant.label for variant in runs.variants], baseline)
     lines, no_laws = laws(runs, baseline)

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from crosslayer.judge.candidate import Candidate
 from crosslayer.judge.clock import announce
 from crosslayer.models.load import load_model, public_name
-from crosslayer.output.folder import held
+from crosslayer.output.folder import locked_folder
 from crosslayer.output.progress import progress
 from crosslayer.training.arguments import step_sequences
 from crosslayer.training.distillation import Teacher
@@ -74,7 +74,7 @@ def heal(
     opened, name = open_retrofits(retrofits, original)
     target = Path(out).expanduser().resolve()
     digests = {HEALED: json.dumps({retrofit.name: retrofit.digest() for retrofit in opened}, indent=1)}
-    with held(target):
+    with locked_folder(target):
         check_run(target, recipe, resume, digests)
         job = _ready(recipe, opened, name, target)
         begin_run(target, recipe, digests)

@@ -35,7 +35,7 @@ class Summary:
         for name in (*self.domains, ALL):
 
             def on(losses: Losses, name: str = name) -> Losses:
-                return losses if name == ALL else losses.of(name)
+                return losses if name == ALL else losses.for_domain(name)
 
             own, reference = on(state), on(self.reference)
             bootstrap, left = Bootstrap(own.documents, self.seed), own.after - reference.after
@@ -59,7 +59,9 @@ class Summary:
         """
         order = {}
         for domain in self.domains:
-            losses = sorted(((name, each.of(domain)) for name, each in ends.items()), key=lambda end: end[1].kl.mean())
+            losses = sorted(
+                ((name, each.for_domain(domain)) for name, each in ends.items()), key=lambda end: end[1].kl.mean()
+            )
             ranks = []
             for number, (name, own) in enumerate(losses):
                 over = difference(own, losses[number - 1][1], self.seed) if number else None
@@ -74,5 +76,5 @@ def shown_order(before: Sequence[Losses], seen: frozenset[str]) -> list[str]:
     `before` has the losses of each retrofit before training; their order has no effect.
     """
     names = sorted(set(before[0].domains))
-    kl = {name: math.fsum(losses.of(name).kl.mean() for losses in before) for name in names}
+    kl = {name: math.fsum(losses.for_domain(name).kl.mean() for losses in before) for name in names}
     return sorted(names, key=lambda name: (name in seen, -kl[name]))

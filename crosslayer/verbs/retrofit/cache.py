@@ -159,7 +159,7 @@ def rows_of(
                 share=model_plan(one.model, context, REFERENCE_DTYPE, kv_dtype=kind).stored_bytes
                 / original.plan.stored_at(context),
                 kl=damage(own, seed).kl,
-                kl_by_domain={domain: float(own.of(domain).kl.mean()) for domain in dict.fromkeys(own.domains)},
+                kl_by_domain={domain: float(own.for_domain(domain).kl.mean()) for domain in dict.fromkeys(own.domains)},
                 change=difference(own, first, seed),
                 needles=original.judge.needles(one.candidate, seed) if one.is_asked else (),
             )

@@ -15,7 +15,7 @@ import torch
 
 from crosslayer.environment import quiet_transformers
 from crosslayer.machine import matrix_flops, peak_memory
-from crosslayer.output.folder import held
+from crosslayer.output.folder import locked_folder
 from crosslayer.training.arguments import step_sequences
 from crosslayer.training.attention import check_attention
 from crosslayer.training.callbacks import resumable
@@ -55,7 +55,7 @@ def train(
     recipe = given_recipe(recipe, settings, stages=False)
     target = Path(out).expanduser().resolve()
     first = os.environ.get("RANK", "0") == "0"  # of the run's processes: the one that locks the folder and writes
-    with held(target) if first else contextlib.nullcontext(), resumable(target):
+    with locked_folder(target) if first else contextlib.nullcontext(), resumable(target):
         if first:
             check_run(target, recipe, resume)
             begin_run(target, recipe)

@@ -139,7 +139,7 @@ def test_a_grid_grows_and_pairs_are_complete_early(whole, recipe, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         crosslayer.compare(out=folder, recipe=recipe, methods=METHODS, seeds=3, resume=True)
     assert trained == ["vanilla-2"]
-    cells = read_grid(recipe, METHODS, 2, ["data.length=16,32"], ()).cells()
+    cells = read_grid(recipe, METHODS, 2, ["data.length=16,32"], ()).planned_runs()
     assert [cell.recipe.name for cell in cells][:5] == [
         "length-16-vanilla-0", "length-16-svformer-0", "length-32-vanilla-0", "length-32-svformer-0",
         "length-16-vanilla-1",

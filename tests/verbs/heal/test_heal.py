@@ -130,13 +130,13 @@ def test_the_record_has_what_a_measurement_of_the_saved_models_gives(base, whole
     states = {state.name: state for state in recovery.variants[0].states} | {"trained": recovery.trained_original}
     for name, state in states.items():
         for domain in state.domains:
-            expected = measured[name].of(domain.name)
+            expected = measured[name].for_domain(domain.name)
             assert domain.damage.kl.value == pytest.approx(expected.kl.mean(), abs=1e-7)
             assert np.log(domain.damage.ratio.value) == pytest.approx(
                 (expected.after - expected.before).mean(), abs=1e-7
             )
     last = states["stage 2"].domains[0]
-    code = {name: losses_.of(last.name) for name, losses_ in measured.items()}
+    code = {name: losses_.for_domain(last.name) for name, losses_ in measured.items()}
     gap, left = (code[name].after - code["trained"].after for name in ("before", "stage 2"))
     assert np.log(last.to_reference.value) == pytest.approx(left.mean(), abs=1e-7)
     assert last.kl_change.value == pytest.approx((code["stage 2"].kl - code["stage 1"].kl).mean(), abs=1e-7)

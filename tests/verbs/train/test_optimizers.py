@@ -46,14 +46,14 @@ def rates(folder, schedule):
     ],
 )
 def test_rates_rise_from_above_zero_and_fall_as_the_recipe_says(tmp_path, part, expected):
-    assert rates(tmp_path, SchedulePart(steps=8, **part).course(8)) == pytest.approx(expected)
+    assert rates(tmp_path, SchedulePart(steps=8, **part).schedule_arguments(8)) == pytest.approx(expected)
 
 
 def test_a_decay_without_effect_or_too_long_is_refused():
     with pytest.raises(ValueError, match="kind: cosine"):
         SchedulePart(steps=8, decay=4)
     with pytest.raises(ValueError, match="6 steps.*7"):
-        SchedulePart(tokens=8, kind="wsd", warmup=2, decay=7).course(8)
+        SchedulePart(tokens=8, kind="wsd", warmup=2, decay=7).schedule_arguments(8)
 
 
 def test_matrices_are_trained_by_torchs_muon_and_the_rest_by_adamw(tmp_path):

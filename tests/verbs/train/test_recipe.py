@@ -123,11 +123,11 @@ def test_sources_of_a_domain(recipe):
 
 def test_schedule_in_steps_or_tokens(recipe):
     schedule = load_recipe(recipe, ["schedule={tokens: 1e6, warmup: 0.125}"]).schedule
-    assert schedule.total_steps(1024) == 977 and schedule.course(80)["warmup_steps"] == 10
+    assert schedule.total_steps(1024) == 977 and schedule.schedule_arguments(80)["warmup_steps"] == 10
     schedule = load_recipe(recipe, ["schedule={steps: 50, warmup: 4}"]).schedule
-    assert schedule.total_steps(1024) == 50 and schedule.course(50)["warmup_steps"] == 4
+    assert schedule.total_steps(1024) == 50 and schedule.schedule_arguments(50)["warmup_steps"] == 4
     with pytest.raises(ValueError, match="^warmup:.*3 steps.*4$"):
-        schedule.course(3)
+        schedule.schedule_arguments(3)
 
 
 # --- files and overrides

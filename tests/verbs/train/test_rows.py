@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from crosslayer.testing.tiny import FLOAT32, SHAPE, build, close, config_of
-from crosslayer.training.rows import IGNORED, FixedRows, Mixture, permutation, row, spread
+from crosslayer.training.rows import IGNORED, FixedRows, Mixture, evenly_spaced, permutation, row
 from crosslayer.training.shards import tokenise
 from tests.helpers.text import WORDS, tokenizer, words
 
@@ -147,11 +147,11 @@ def test_documents_in_a_row_do_not_see_each_other(tmp_path, make, method):
 
 def test_validation_windows_are_spread_evenly(domains):
     every = FixedRows(domains["books"], 8, "books")
-    rows = spread(every, 5)
+    rows = evenly_spaced(every, 5)
     assert [int(rows[number]["input_ids"][0]) for number in range(5)] == [
         3 + 8 * window for window in (0, 5, 10, 15, 20)
     ]
-    assert len(rows) == 5 and len(every) == len(spread(every, 25)) == len(spread(every, 26)) == 25
+    assert len(rows) == 5 and len(every) == len(evenly_spaced(every, 25)) == len(evenly_spaced(every, 26)) == 25
     with pytest.raises(ValueError, match="300 tokens,.*205"):
         FixedRows(domains["books"], 300, "own")
 

@@ -12,7 +12,7 @@ from crosslayer.core.decoder import CrossLayerForCausalLM
 from crosslayer.corpus.documents import TextSource
 from crosslayer.probe.depth import output_norms
 from crosslayer.training.recipe import load_recipe
-from crosslayer.training.rows import FixedRows, read_rows, spread
+from crosslayer.training.rows import FixedRows, evenly_spaced, read_rows
 from crosslayer.training.texts import Domain
 from crosslayer.training.tokenizers import make_tokenizer
 from tests.cli.test_bad_input import type_in
@@ -72,7 +72,7 @@ def test_snapshots_are_a_diagnosis_of_the_model_at_that_step(recipe, tmp_path):
     assert isinstance(tokenizer, PreTrainedTokenizerFast)
     tokens = tmp_path / "tokens"
     rows = [
-        spread(FixedRows(Domain(name, TextSource()).shards(tokenizer, tokens).validation, 32, name), 3)
+        evenly_spaced(FixedRows(Domain(name, TextSource()).shards(tokenizer, tokens).validation, 32, name), 3)
         for name in ("books", "code")
     ]
     windows = torch.stack([rows[0][0]["input_ids"], rows[1][0]["input_ids"], rows[0][1]["input_ids"]])

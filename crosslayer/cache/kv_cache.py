@@ -72,22 +72,20 @@ class SmallerKVCache(Cache):
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Reorder the rows of the batch, for beam search."""
         super().reorder_cache(beam_idx)
-        self._select(beam_idx)
+        for group in self.groups:
+            group.select(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Select rows of the batch, in this order; a row may occur several times."""
         super().batch_select_indices(indices)
-        self._select(indices)
+        for group in self.groups:
+            group.select(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row of the batch."""
         super().batch_repeat_interleave(repeats)
-        if self.groups:
-            self._select(torch.arange(len(self.groups[0].seen)).repeat_interleave(repeats))
-
-    def _select(self, rows: Tensor) -> None:
         for group in self.groups:
-            group.select(rows)
+            group.select(torch.arange(len(group.seen)).repeat_interleave(repeats))
 
     def reduced_texts(self) -> int:
         """Return how many texts have lost tokens, in any layer."""

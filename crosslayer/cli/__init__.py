@@ -66,6 +66,7 @@ def main() -> None:
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # for a terminal that has only ASCII
+    line = ""
     try:
         errors.check_arguments(sys.argv[1:])
         with warnings.catch_warnings():
@@ -79,15 +80,19 @@ def main() -> None:
         status = INTERRUPTED
     except typer.TyperException as error:  # no message: the help was shown
         flags = {verb.command: [flag for option in verb.options for flag in option.flag.split("/")] for verb in VERBS}
-        status = _fail(errors.USER_ERROR, errors.usage_line(error.format_message(), flags, sys.argv[1:]))
+        status, line = errors.USER_ERROR, errors.usage_line(error.format_message(), flags, sys.argv[1:])
     except Exception as error:
         if "--debug" in sys.argv:
             traceback.print_exc()
         options = {option.name for verb in VERBS for option in verb.options}
-        status = interrupts.behind(error) or _fail(*errors.explain(error, options))
+        status = interrupts.behind(error)
+        if not status:
+            status, line = errors.explain(error, options)
     finally:
         interrupts.caught()
         release_targets()
+    if line:
+        say(f"crosslayer: error: {line}")
     if status == INTERRUPTED:
         say(INTERRUPT_LINE + interrupts.advice)
     sys.exit(status or 0)
@@ -96,9 +101,3 @@ def main() -> None:
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
     """Print a warning in one line, without the source line that raised it."""
     say(f"crosslayer: warning: {' '.join(str(message).split())}")
-
-
-def _fail(status: int, line: str) -> int:
-    if line:
-        say(f"crosslayer: error: {line}")
-    return status

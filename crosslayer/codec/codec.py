@@ -146,7 +146,11 @@ class Codec:
                     halves = b"".join(own.half().cpu().numpy().astype("<f2").tobytes() for own in exact)
                     blocks.append(format.Block(*facts, steps[at : at + size].cpu().numpy(), halves))
                     parent = blocks[-1].name
-                cut = [self._cut(codes, block, stop) for block in blocks]
+                cut = []  # of each block the codes (R, T) of its tokens
+                for block in blocks:
+                    ends = [own.shape[1] - (stop - block.stop) for own in codes]
+                    counted = zip(codes, ends, self._coded(block), strict=True)
+                    cut.append([own[:, max(end, 0) - count : max(end, 0)] for own, end, count in counted])
                 for block, packed in zip(blocks, pool.map(chain.coder.encode, cut), strict=True):
                     yield replace(block, parts=packed)
 
@@ -154,12 +158,6 @@ class Codec:
         """Return of each layer how many of a block's last tokens have codes: it holds them, and they are not exact."""
         first = np.maximum(block.first, 1 + block.copies) if block.start == 0 else block.first
         return np.maximum(len(block.tokens) - first.astype(int), 0).tolist()
-
-    def _cut(self, codes: Sequence[np.ndarray], block: format.Block, stop: int) -> list[np.ndarray]:
-        """Return the codes (R, T) of a block's tokens, from those of each layer's latest tokens before `stop`."""
-        ends = [own.shape[1] - (stop - block.stop) for own in codes]
-        counted = zip(codes, ends, self._coded(block), strict=True)
-        return [own[:, max(end, 0) - count : max(end, 0)] for own, end, count in counted]
 
     def decode_rows(
         self, rows: Sequence[Sequence[format.Block]], pads: list[int], columns: int, device: Any, dtype: torch.dtype

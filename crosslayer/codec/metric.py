@@ -58,7 +58,11 @@ class Metric:
             if not self.outputs:
                 self._find_outputs(ids)
             for layer, linear in self.outputs.items():
-                stack.callback(linear.register_forward_hook(self._keep(layer)).remove)
+
+                def keep(module: nn.Module, args: Any, output: Tensor, layer: int = layer) -> None:
+                    self.written[layer] = output[0]
+
+                stack.callback(linear.register_forward_hook(keep).remove)
             stack.enter_context(streams(self.model, self._see))
             stack.enter_context(visited(self.model, lambda call: self.calls.__setitem__(call.layer, call)))
             self.model(ids, use_cache=True, logits_to_keep=1, **{CACHE: deepcopy(cache)})
@@ -75,9 +79,6 @@ class Metric:
             if not fitting:
                 raise ValueError(f"layer {call.layer} has no output projection of {inputs} inputs; it cannot be fitted")
             self.outputs[call.layer] = fitting[-1]
-
-    def _keep(self, layer: int) -> Any:
-        return lambda module, args, output: self.written.__setitem__(layer, output[0])
 
     def _see(self, stream: LayerStream) -> None:
         call, shape = self.calls.pop(stream.layer), self.shapes[stream.layer]

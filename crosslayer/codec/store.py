@@ -170,7 +170,8 @@ class PromptStore:
         except ValueError:  # written by another program: its SHA-256 is right, its codes are not
             return DynamicCache(config=model.config), 0
         for own in blocks:
-            self._touch(own)
+            for block in reversed(own):  # parents last: they are removed last
+                self.files.touch(self.files.path(block.parent, block.name))
         return cache, columns
 
     def save(self, ids: Tensor, cache: Cache, mask: Tensor | None = None) -> int:
@@ -239,12 +240,9 @@ class PromptStore:
         blocks, stop = self._read(tokens)
         if stop < len(tokens) or any(block.first.any() for block in blocks):
             raise ValueError(f"only {stop} of {len(tokens)} tokens could be read")
-        self._touch(blocks)
-        return [block for block in blocks if block.stop > start]
-
-    def _touch(self, blocks: Sequence[format.Block]) -> None:
-        for block in reversed(blocks):  # parents last: they are removed last
+        for block in reversed(blocks):  # parents last
             self.files.touch(self.files.path(block.parent, block.name))
+        return [block for block in blocks if block.stop > start]
 
     def _walk(self, tokens: np.ndarray, whole: bool = False) -> Iterator[tuple[format.Block, int]]:
         """Yield the blocks that hold a text's tokens one after the other, and how many of their tokens are the text's.

@@ -145,10 +145,10 @@ def _figures(row: Row) -> dict[str, Any]:
     figures |= {"original": row.original, "value": row.value}
     if row.change is not None:
         figures |= {"change": row.change.value, "interval": row.change.interval, "verdict": row.verdict}
-    return {name: _rounded(value) for name, value in figures.items() if value is not None}
-
-
-def _rounded(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return [_rounded(end) for end in value]
-    return float(f"{value:.5g}") if isinstance(value, float) else value
+    rounded: dict[str, Any] = {}
+    for name, value in figures.items():
+        if isinstance(value, tuple):
+            rounded[name] = [float(f"{end:.5g}") for end in value]
+        elif value is not None:
+            rounded[name] = float(f"{value:.5g}") if isinstance(value, float) else value
+    return rounded

@@ -127,13 +127,13 @@ def tokenise(
     and none may be blank. `reading` counts the bytes read from the documents' files, for the percentage of progress.
     """
     folder = folder.expanduser().resolve()
-    if not _exists(folder, fingerprint):  # checked without a lock, since the folder may be read-only
+    if not (folder.exists() and _read_index(folder).fingerprint == fingerprint):  # no lock: it may be read-only
         reading = reading or Reading()
         known = reading.total > 0
         title = f"tokenizing {folder.name}"
         try:
             with exclusive(folder, wait=True):
-                if not _exists(folder, fingerprint):
+                if not (folder.exists() and _read_index(folder).fingerprint == fingerprint):
                     with _begun(folder) as begun, progress(f"{title} (%)" if known else title, 100 * known) as bar:
                         for done in _write(documents, tokenizer, begun, fingerprint, parts):
                             bar.step(min(100, 100 * reading.done // reading.total) if known else done, 100 * known)
@@ -156,10 +156,6 @@ def open_shards(folder: Path) -> Shards:
     if np.diff(shards.ends, prepend=0).min() < 1 or shards.ends[-1] != shards.tokens:
         raise ValueError(f"{ENDS} of {folder.name!r} does not match the tokens; {DELETE}")
     return shards
-
-
-def _exists(folder: Path, fingerprint: str) -> bool:
-    return folder.exists() and _read_index(folder).fingerprint == fingerprint
 
 
 def _read_index(folder: Path) -> Index:

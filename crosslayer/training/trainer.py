@@ -95,6 +95,8 @@ class CrossLayerTrainer(Trainer):
         self._staging, self._micro_batch = False, 0
         self._clock: tuple[float, int] | None = None  # time and tokens of the last logged training loss
         self.teacher, self._optimizer, self._probe = teacher, optimizer, probe
+        assert args.output_dir is not None
+        self._folder = Path(args.output_dir)
         use_cache = model.config.use_cache
         super().__init__(
             model,
@@ -324,11 +326,6 @@ class CrossLayerTrainer(Trainer):
             folder = Path(output_dir or self._folder)
             (folder / PICKLED).unlink(missing_ok=True)
             set_modes(folder)
-
-    @property
-    def _folder(self) -> Path:
-        assert self.args.output_dir is not None
-        return Path(self.args.output_dir)
 
     def _check_finite(self, name: str, value: float, first: int, last: int) -> None:
         """Stop if a value from the step's micro-batches `first` to `last` is not finite."""

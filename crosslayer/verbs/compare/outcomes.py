@@ -214,7 +214,11 @@ def laws(runs: GroupedRuns, baseline: str) -> tuple[tuple[Law, ...], str | None]
     for where, names in _groups(runs.configurations).items():
         if len(names) < 2:
             continue
-        measured = {variant.label: _runs_by_seed(runs, names, variant.label) for variant in runs.variants}
+        measured: dict[str, RunsBySeed] = {}
+        for variant in runs.variants:  # the seeds that have a run in every configuration
+            own = {(run.configuration, run.seed): run for run in runs.runs if run.variant == variant.label}
+            seeds = [seed for seed in runs.seeds if all((name, seed) in own for name in names)]
+            measured[variant.label] = {seed: [own[name, seed] for name in names] for seed in seeds}
         if not measured[baseline]:
             reason = f"no seed of {baseline} has a run in every configuration"
             continue
@@ -240,13 +244,6 @@ def _groups(configurations: Sequence[Configuration]) -> dict[str, tuple[str, ...
         common = Configuration.from_values(fixed).label
         groups[common] = (*groups.get(common, ()), configuration.label)
     return groups
-
-
-def _runs_by_seed(runs: GroupedRuns, configurations: Sequence[str], variant: str) -> RunsBySeed:
-    """Return the runs of a variant, for the seeds that have a run in every configuration."""
-    own = {(run.configuration, run.seed): run for run in runs.runs if run.variant == variant}
-    complete = [seed for seed in runs.seeds if all((configuration, seed) in own for configuration in configurations)]
-    return {seed: [own[configuration, seed] for configuration in configurations] for seed in complete}
 
 
 def _cost(row: Sequence[ComparedRun]) -> Cost:

@@ -114,7 +114,11 @@ def _cost_cell(
     runs: Sequence[ComparedRun], reference: Sequence[ComparedRun], column: tuple[str, Read, float, str]
 ) -> str:
     name, read, unit, unit_name = column
-    own, other = _median(runs, read), _median(reference, read)
+    medians = []
+    for group in (runs, reference):
+        values = [value for value in map(read, group) if value is not None]
+        medians.append(statistics.median(values) if values and len(values) == len(group) else None)
+    own, other = medians
     if own is None:
         return UNKNOWN
     ratio = f" (× {own / other:.2f})" if other and runs is not reference else ""
@@ -123,11 +127,6 @@ def _cost_cell(
     number = own / unit
     digits = 0 if number >= 100 or not unit_name else 1 if number >= 10 else 2
     return f"{number:,.{digits}f} {unit_name}".strip() + ratio
-
-
-def _median(runs: Sequence[ComparedRun], read: Read) -> float | None:
-    values = [value for value in map(read, runs) if value is not None]
-    return statistics.median(values) if values and len(values) == len(runs) else None
 
 
 def _domains(record: Comparison, configuration: str) -> Table:

@@ -94,11 +94,6 @@ def next_word(text: str, at: int) -> int:
     return space if space >= 0 else at
 
 
-def _from_word(text: str, start: int, stop: int) -> str:
-    """Return text[start:stop] with both ends moved to the next beginning of a word."""
-    return text[next_word(text, start) : next_word(text, stop)]
-
-
 @dataclass(frozen=True)
 class Windows:
     """Token sequences (N, T), the document that each is cut from (-1: joined from several), and its domain."""

@@ -19,7 +19,7 @@ def compared(tables):
         ]
         for variant, each in tables.items()
     }
-    return SimpleNamespace(ordered=list(runs), of=lambda configuration, variant: runs[variant])
+    return SimpleNamespace(ordered=list(runs), runs_of=lambda configuration, variant: runs[variant])
 
 
 def test_matrices_stand_side_by_side_relative_to_each_rows_largest_weight():

@@ -79,13 +79,6 @@ def _check_means(model: PreTrainedModel, bits: KvBits) -> None:
         )
 
 
-def check_masks(model: PreTrainedModel, what: str) -> None:
-    """Refuse an attention implementation that takes no mask."""
-    kind = model.config.get_text_config()._attn_implementation or "eager"
-    if kind not in ("sdpa", "eager"):
-        raise ValueError(f"{what} needs sdpa or eager attention, which take a mask, got {kind!r}")
-
-
 def stored_kinds(wiring: ModelPlan, bits: KvBits | None) -> list[str | None]:
     """Return the types of stored keys and values by layer; None for a layer with a window, or one that stores none."""
     return [
@@ -201,7 +194,10 @@ class _Run:
 
     def __init__(self, model: PreTrainedModel, eviction: Eviction | None, bits: KvBits | None):
         wiring = checked_plan(model, eviction, bits)
-        check_masks(model, "a quantized KV cache" if eviction is None else "eviction")
+        kind = model.config.get_text_config()._attn_implementation or "eager"
+        if kind not in ("sdpa", "eager"):
+            what = "a quantized KV cache" if eviction is None else "eviction"
+            raise ValueError(f"{what} needs sdpa or eager attention, which take a mask, got {kind!r}")
         self.plan, self.eviction, self.bits = wiring.plan, eviction, bits
         self.config, self.way = model.config, (model.config, eviction, bits)
         self.stored_kinds = stored_kinds(wiring, bits)

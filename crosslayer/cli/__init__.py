@@ -7,7 +7,7 @@ import io
 import sys
 import traceback
 import warnings
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -70,7 +70,8 @@ def main() -> None:
     try:
         errors.check_arguments(sys.argv[1:])
         with warnings.catch_warnings():
-            warnings.showwarning = _show_warning
+            # in one line, without the source line that raised it
+            warnings.showwarning = lambda text, *_, **__: say(f"crosslayer: warning: {' '.join(str(text).split())}")
             status = app(standalone_mode=False)
     except typer.Exit as stop:
         status = stop.exit_code
@@ -96,8 +97,3 @@ def main() -> None:
     if status == INTERRUPTED:
         say(INTERRUPT_LINE + interrupts.advice)
     sys.exit(status or 0)
-
-
-def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
-    """Print a warning in one line, without the source line that raised it."""
-    say(f"crosslayer: warning: {' '.join(str(message).split())}")

@@ -131,10 +131,10 @@ class Teacher:
         self.model, self.layers, self.hidden = model.eval(), layers, hidden
         self.head = head_of(model)
 
-    @torch.no_grad()
-    def states(self, inputs: dict[str, Tensor]) -> tuple[Tensor, ...]:
-        """Return the teacher's last hidden states, with λ > 0 after the input of each layer, (B, T, C) each."""
-        return _states(self.model, inputs, self.hidden > 0)
+    def states(self, model: Any, inputs: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        """Return a model's last hidden states, with λ > 0 after the input of each layer, (B, T, C) each."""
+        output = model.get_decoder()(**inputs, use_cache=False, output_hidden_states=self.hidden > 0)
+        return output.hidden_states if self.hidden > 0 else (output.last_hidden_state,)
 
     def loss(
         self, student: Any, inputs: dict[str, Any], autocast: AbstractContextManager[None]
@@ -143,7 +143,9 @@ class Teacher:
         counts = inputs["labels"][:, 1:] != IGNORED  # (B, T − 1): the token before each predicts it
         given = {name: value for name, value in inputs.items() if name != "labels"}
         with autocast:  # accelerate wraps only the forward of the trained model
-            states, targets = _states(student, given, self.hidden > 0), self.states(given)
+            states = self.states(student, given)
+            with torch.no_grad():
+                targets = self.states(self.model, given)
             loss = divergence(states[-1][:, :-1][counts], head_of(student), targets[-1][:, :-1][counts], self.head)
         if self.hidden:
             loss = loss + self.hidden * self._distance(states, targets, counts)
@@ -167,9 +169,3 @@ def head_of(model: nn.Module) -> Head:
     translated = config if isinstance(config, CrossLayerConfig) else to_config(config)
     embeddings: Any = model.get_output_embeddings()  # type: ignore[operator]
     return Head(embeddings.weight, translated.final_logit_softcapping)
-
-
-def _states(model: Any, inputs: dict[str, Tensor], every: bool) -> tuple[Tensor, ...]:
-    """Return the final norm's output, and before it, if `every` is set, the input of each layer."""
-    output = model.get_decoder()(**inputs, use_cache=False, output_hidden_states=every)
-    return output.hidden_states if every else (output.last_hidden_state,)

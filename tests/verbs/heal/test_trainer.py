@@ -108,7 +108,7 @@ def test_hidden_states_are_kept_only_where_they_are_matched(tmp_path):
     for hidden, count in ((0.0, 1), (0.5, 4)):
         _, teacher = student_and_teacher(hidden)
         given = {name: value for name, value in batch_of(2).items() if name != "labels"}
-        assert len(teacher.states(given)) == count
+        assert len(teacher.states(teacher.model, given)) == count
 
 
 def test_accumulated_batches_are_weighted_by_their_tokens(tmp_path):

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -29,7 +30,7 @@ def interrupts(monkeypatch):
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     monkeypatch.setattr(_start, "PATIENCE", 0.05)
-    monkeypatch.setattr(Interrupts, "_end", lambda self, number: (_ for _ in ()).throw(Ended))
+    monkeypatch.setattr(_start.os, "_exit", mock.Mock(side_effect=Ended))
     watched = Interrupts()
     watched.watch()
     monkeypatch.setattr(cli, "interrupts", watched)

@@ -13,7 +13,7 @@ from website.reference import methods_table
 PACKAGE = Path(__file__).parent.parent / "crosslayer"
 ARCHITECTURE = (PACKAGE.parent / "docs" / "ARCHITECTURE.md").read_text()
 ORDER = (
-    *re.findall(r"^\| `([\w/]+)` \|", ARCHITECTURE, re.M),
+    *(name for cell in re.findall(r"^\| (`.+?`) \|", ARCHITECTURE, re.M) for name in re.findall(r"[\w/]+", cell)),
     "__main__",
 )  # each package imports only packages that stand before it
 

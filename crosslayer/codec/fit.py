@@ -51,7 +51,7 @@ BASIS = 0.125  # share of the 16-bit cache at which matrices are fitted; larger 
 QUICK = 4  # every 4th token is enough to find a step
 TRIES, ROUGH, CLOSE = 6, 0.15, 0.005
 SLOPE = 1.2  # of the logarithm of the step over that of the bytes
-WINDOWS = 6  # of calibration text
+WINDOWS = 6  # of calibration text, on which the costs of layers are measured
 FACTOR_POWER = 0.75  # of KL over squared error in a metric's factor; below 1, as six windows leave it uncertain
 
 

@@ -51,7 +51,7 @@ LONGEST = 4096  # tokens of a block
 MOST_COPIES = 255
 MOST_PADDING = 2**20  # columns
 DTYPES = ("float16", "bfloat16", "float32")
-SUMMED = 2**22  # weights at a time
+SUMMED = 2**22  # weights of a fingerprint at a time
 
 
 class OtherFormat(ValueError):

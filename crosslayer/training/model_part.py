@@ -17,12 +17,8 @@ from crosslayer.core.methods import load_methods
 from crosslayer.training.attention import Attention
 from crosslayer.training.recipe_file import Part, WrongKey, one_of, only_keys, typed_keys
 
-NEEDED = (
-    "num_hidden_layers",
-    "num_attention_heads",
-    "hidden_size",
-    "intermediate_size",
-)  # keys of a shape that are required without a size
+# keys of a shape that are required without a size
+NEEDED = ("num_hidden_layers", "num_attention_heads", "hidden_size", "intermediate_size")
 ELSEWHERE = {  # keys of a config that a shape cannot set, and what to do instead
     "cross_layer": "set model.method instead",
     "vocab_size": "the tokenizer sets it",

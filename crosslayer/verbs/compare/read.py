@@ -22,12 +22,8 @@ from crosslayer.verbs.compare.result import MISSING, Budget, ComparedRun, Config
 from crosslayer.verbs.train.result import TrainingRun
 
 RECORD, RUNS = "record.json", "runs"
-OWN = (
-    "name.",
-    "seed.",
-    "model.method.",
-    f"model.shape.{HEADS}.",
-)  # recipe keys that differ between runs of a configuration
+# recipe keys that differ between runs of a configuration
+OWN = ("name.", "seed.", "model.method.", f"model.shape.{HEADS}.")
 STEPS = ("schedule.steps", "schedule.tokens")  # keys that a budget of time or FLOPs sets for each variant
 
 

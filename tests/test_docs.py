@@ -78,8 +78,7 @@ def folder(request, tmp_path, monkeypatch):
     """A working directory with what pages speak of; smollm2 is tiny, and its tokens are words."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CROSSLAYER_CACHE", str(tmp_path / "cache"))
-    smollm2 = tmp_path / "cache" / "smollm2-tiny"
-    monkeypatch.setattr(embedded, "_folder", lambda name: smollm2)
+    smollm2 = tmp_path / "cache" / f"smollm2-{embedded.EMBEDDED['smollm2'].sha256[:16]}"
     sizes = {"vocab_size": len(WORDS), "max_position_embeddings": 512, "dtype": torch.float32}
     tiny("llama", num_hidden_layers=30, **sizes).save_pretrained(smollm2)
     tokenizer(unk_token="[UNK]").save_pretrained(smollm2)

@@ -61,7 +61,7 @@ def bare(monkeypatch):
 )
 def test_a_missing_package_is_named_with_its_extra(monkeypatch, tmp_path, bare, extra, missing, call):
     (tmp_path / "a.parquet").write_bytes(b"")
-    monkeypatch.setattr(embedded, "_folder", lambda name: tmp_path / "not-converted")
+    monkeypatch.setenv("CROSSLAYER_CACHE", str(tmp_path / "empty"))
     with pytest.raises(ValueError) as caught:
         call(tmp_path)
     assert missing in str(caught.value) and f"pip install '.[{extra}]'" in str(caught.value)

@@ -5,11 +5,11 @@ import pytest
 
 import crosslayer
 from crosslayer.judge.judge import Judge
+from crosslayer.testing.tiny import tokens
 from crosslayer.verbs.measure.exact_layers import PRICE, dearest, flags, prices
-from tests.golden.records import ids
 from tests.helpers.tiny import tiny
 
-TEXT = {name: ids(20, seed, 20) for seed, name in enumerate("abc")}
+TEXT = {name: tokens(20, 20, seed) for seed, name in enumerate("abc")}
 OPTIONS = {"text": TEXT, "windows": 48, "length": 20, "context": 24, "only": ["kl", "bytes"]}
 
 

@@ -13,11 +13,11 @@ from crosslayer.cache.kv_cache import held_bytes
 from crosslayer.cache.running import smaller_cache
 from crosslayer.core.transformers_versions import CACHE
 from crosslayer.judge.candidate import read_candidates
-from tests.golden.records import ids
+from crosslayer.testing.tiny import tokens
 from tests.helpers.tiny import tiny
 from tests.verbs.needles.oracle import TOKENIZER, random_model
 
-TEXT = {"a": ids(20, 0, 20), "b": ids(20, 1, 20), "c": ids(20, 2, 20)}
+TEXT = {"a": tokens(20, 20, 0), "b": tokens(20, 20, 1), "c": tokens(20, 20, 2)}
 OPTIONS = {"text": TEXT, "windows": 48, "length": 20, "context": 24, "repeats": 5}
 
 
@@ -129,8 +129,8 @@ def test_bytes_are_those_of_tensors(model, measured):
     assert measured.row("growing", "bytes").change.value > 1
     with torch.no_grad(), smaller_cache(model, "h2o:0.5") as new_cache:
         cache = new_cache()
-        model(ids(1, 5, 24), **{CACHE: cache})
-        for token in ids(1, 6, 16).split(1, dim=1):
+        model(tokens(1, 24, 5), **{CACHE: cache})
+        for token in tokens(1, 16, 6).split(1, dim=1):
             model(token, **{CACHE: cache})
     assert measured.row("h2o", "bytes").value == held_bytes(cache).sixteen
     assert any("Not smaller" in line and "growing" in line for line in measured.sentences())

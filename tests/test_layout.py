@@ -180,7 +180,7 @@ def test_the_package_keeps_within_its_bounds():
     trees = {path: parsed(PACKAGE / path) for path in texts}
     presentation = ("record", "result", "page", "sentences", "report")
     shown = [text for path, text in texts.items() if path.stem in presentation and path.parts[0] != "wiring"]
-    between, arrays, kinds, intervals = [], [], [], []
+    between, arrays, kinds, intervals, tiny = [], [], [], [], []
     for path, tree in trees.items():
         verb = path.parts[1] if path.parts[0] == "verbs" and len(path.parts) > 2 else None
         for node in ast.walk(tree):
@@ -188,11 +188,15 @@ def test_the_package_keeps_within_its_bounds():
                 between += [f"{path}: {node.module}"] if node.module.split(".")[2] != verb else []
             if isinstance(node, ast.FunctionDef) and "np.ndarray" in (node.returns and ast.unparse(node.returns) or ""):
                 arrays += [f"{path}: {node.name}"] if "property" in map(ast.unparse, node.decorator_list) else []
+            if isinstance(node, ast.FunctionDef) and re.match("_[^_]", node.name) and body_lines(node) <= 3:
+                tiny.append(f"{path}: {node.name}")
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and "ci95" in node.target.id:
                 intervals.append(f"{path}: {node.target.id}")
         if path.parts[0] != "core" and path.name != "choosers.py":
             kinds += re.findall(r"\b(?:ChoiceMethod|has_choices|can_share)\b", texts[path])
     assert sum(text.count("\n") for text in texts.values()) <= LINES_IN_ALL
+    assert len(texts) <= 270
+    assert len(tiny) <= 160, tiny  # private functions of at most three lines
     assert sum(text.count("\n") for text in shown) <= 5_044
     assert len(between) <= 19, between
     assert not arrays, arrays  # a record converts its lists where it is asked, by a method

@@ -60,7 +60,7 @@ def saved(browser, tmp_path_factory):
         for kind in ("SVG", "PNG", "CSV"):
             path = downloads / f"{panel.key}.{kind.lower()}"
             press(browser, panel.key, kind)
-            WebDriverWait(browser, 20).until(lambda _, path=path: path.is_file())
+            WebDriverWait(browser, 60).until(lambda _, path=path: path.is_file())
     assert not complaints(browser)
     return downloads
 

@@ -1,4 +1,4 @@
-"""A verb as a command: its options, made from its Python function, the run with what was typed, and what it prints."""
+"""Turns a verb into a command: builds its options from the Python signature, runs it, and prints its result."""
 
 import inspect
 import json

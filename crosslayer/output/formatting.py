@@ -104,7 +104,7 @@ class Shown:
         return []
 
     def next_command(self, model: str | None = None, out: str | None = None) -> str | None:
-        """Return the command that most readers type next; None if there is none."""
+        """Return the next command to suggest, or None."""
         return None
 
     @abstractmethod

@@ -4,9 +4,9 @@ For a block of R rows and a single head, all layers' scores go into an (L, R, S)
 products across layers are taken there and the buffer is used again. Nothing of size S × S exists; memory is two such
 buffers (linear in S, bounded by a choice of R) in addition to the queries and keys.
 
-Compressed attention (DeepSeek-V4) appends entries to the keys, each of which stands for several tokens. What attention
-gives to them leaves the map over tokens, as what it gives to a learned sink does: the softmax has one further logit,
-their log-sum-exp.
+Compressed attention (DeepSeek-V4) appends entries to the keys; each stands for several tokens. The map over tokens
+excludes the attention on these entries, as it excludes that on a learned sink: the softmax has one further logit, the
+log-sum-exp of their scores.
 
 Shapes: L layers, H heads, S tokens (queries and keys of a sequence), R rows of a block, D head size, E entries.
 """

@@ -68,7 +68,7 @@ def read_source(name: str, like: str | None = None) -> Source:
     """Return the config that a name stands for; a config.json is read as one of the model type `like`, if it is set.
 
     Raises:
-        ValueError: there is none, or it cannot be read, or not as `like`.
+        ValueError: the config does not exist, cannot be read, or cannot be read as `like`.
     """
     source = _read(name, like)
     if like is not None and isinstance(source.config, GgufConfig):

@@ -68,7 +68,7 @@ def to_config(source: PreTrainedConfig, cross_layer: Any = None) -> CrossLayerCo
 
 
 def _refuse_unknown(source: PreTrainedConfig, values: Mapping[str, Any], translated: Sequence[str]) -> None:
-    """Refuse attributes that are neither translated, nor ignored, nor at their default (None if there is none)."""
+    """Refuse attributes that are not translated or ignored, and not at their default (None without one)."""
     defaults = type(source)().to_dict()
     for key, value in values.items():
         if key in translated or key in IGNORED or key.startswith("_"):

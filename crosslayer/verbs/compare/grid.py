@@ -260,7 +260,7 @@ class State(Frozen):
 
 
 def read_state(folder: Path) -> State | None:
-    """Return what `grid.json` of a folder holds; None if there is none."""
+    """Return the content of the folder's `grid.json`, or None if the file does not exist."""
     path = folder / STATE
     if not path.is_file():
         return None

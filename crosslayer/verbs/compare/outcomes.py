@@ -200,7 +200,7 @@ def relative_cost(method: PowerLaw, baseline: PowerLaw, cost: float) -> float | 
 
 
 def laws(runs: GroupedRuns, baseline: str) -> tuple[tuple[Law, ...], str | None]:
-    """Return the law of each variant, the baseline's first, or the reason why there is none.
+    """Return the power law of each variant, the baseline's first, or the reason why none was fitted.
 
     A law goes through configurations that differ only in model, schedule, training arguments and evaluation.
     """

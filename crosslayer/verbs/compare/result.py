@@ -1,4 +1,4 @@
-"""The result of a comparison, and what it holds: losses in nats per token, differences candidate − baseline."""
+"""The result of a comparison. Losses are in nats per token; differences are candidate − baseline."""
 
 import json
 from collections.abc import Sequence

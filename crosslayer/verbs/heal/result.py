@@ -1,4 +1,4 @@
-"""The result of a recovery, and what it holds: losses and KL in nats/token, times in seconds."""
+"""The result of a recovery. Losses and KL are in nats/token, times in seconds."""
 
 from typing import Any, Literal, Self
 

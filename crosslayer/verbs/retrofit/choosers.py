@@ -41,7 +41,7 @@ from crosslayer.verbs.retrofit.strategy import Chosen, Named, Strategy
 
 ALL, OWN, READER = "all", "own", "reader"  # what a layer attends to: all tokens, its own choice, another layer's
 Kinds = tuple[str, ...]  # by layer
-Move = tuple[int, str]  # a layer, and what it attends to from now on
+Move = tuple[int, str]  # a layer, and its new role
 SHARES = (0.25, 0.5, 0.125)  # of a budget of reads: how many tokens are chosen, in the order in which they are tried
 
 
@@ -107,7 +107,7 @@ class KindSearch(GreedySearch[Kinds, Move]):
         return costs
 
     def revise(self, costs: dict[Move, float], current: Kinds, taken: Move | None) -> None:
-        """Give a layer that now attends to its own choice what it has left to lose by another's, of both alone."""
+        """Update the cost of reading another layer's choice, for a layer that now has its own: the damage this adds."""
         if taken is not None and taken[1] == OWN and taken[0]:
             reader = (taken[0], READER)
             costs[reader] = (self.ranking[reader] - self.ranking[taken]) / self.saved(current, reader)

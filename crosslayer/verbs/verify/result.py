@@ -40,7 +40,7 @@ class Check(Frozen):
         return f"{self.name} ({self.dtype})" if self.dtype else self.name
 
     def numbers(self) -> list[str]:
-        """Return difference and tolerance with two digits; empty if there is none."""
+        """Return difference and tolerance with two digits; an empty text for None."""
         return ["" if number is None else f"{number:.2g}" for number in (self.difference, self.tolerance)]
 
 

@@ -9,7 +9,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
@@ -143,18 +143,6 @@ def _llama_cpp(layers: Sequence[Stored], sizes: ItemSizes, length: int) -> float
     return total
 
 
-def dtype_name(dtype: Any) -> str:
-    """Return the name of a dtype, given by its name or as torch's.
-
-    Raises:
-        ValueError: it is not known.
-    """
-    name = str(dtype).removeprefix("torch.")
-    if name not in BITS:
-        raise ValueError(f"`dtype` must be one of {', '.join(BITS)}, got {name!r}")
-    return name
-
-
 def item_sizes(dtype: str, kv_dtype: str | None, engine: str = "transformers") -> ItemSizes:
     """Return bytes per element of the model's dtype, and of keys and values, by default the same.
 
@@ -162,6 +150,8 @@ def item_sizes(dtype: str, kv_dtype: str | None, engine: str = "transformers") -
         ValueError: a type is not known.
     """
     kinds = {**BITS, **QUANTISED, **OURS}
+    if dtype not in BITS:
+        raise ValueError(f"`dtype` must be one of {', '.join(BITS)}, got {dtype!r}")
     if kv_dtype is not None and kv_dtype not in kinds:
         raise ValueError(f"`kv_dtype` must be one of {', '.join(kinds)}, got {kv_dtype!r}")
     ours = kv_dtype if engine == "transformers" and kv_dtype in OURS else None

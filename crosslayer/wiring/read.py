@@ -20,7 +20,7 @@ from crosslayer.core.transformers_versions import CACHE
 from crosslayer.models.embedded import EMBEDDED
 from crosslayer.models.load import one_line_errors
 from crosslayer.output.formatting import folder_name
-from crosslayer.wiring.engines import dtype_name, item_sizes
+from crosslayer.wiring.engines import item_sizes
 from crosslayer.wiring.fields import read_wiring
 from crosslayer.wiring.gguf import GgufConfig
 from crosslayer.wiring.result import ModelPlan, Sharing
@@ -61,7 +61,7 @@ def model_plan(
         wiring = read_wiring(config)
     except (TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError) as error:
         raise ValueError(f"the config of {config.model_type} has a value that cannot be used: {error}") from error
-    dtype = dtype_name(dtype or wiring["dtype"])
+    dtype = str(dtype or wiring["dtype"]).removeprefix("torch.")
     engine = engine or ("llama.cpp" if isinstance(config, GgufConfig) and name not in EMBEDDED else "transformers")
     sizes = item_sizes(dtype, kv_dtype, engine)
     if engine == "llama.cpp" and weights_bytes is not None:

@@ -81,8 +81,10 @@ class Quantized(Columns):
             if before + leaving == 1:  # the first token, which is exact
                 leaving = 0
             self.tail = exact[:, :, leaving:].clone()  # a view would hold all of it
-            if leaving:
-                self._keep_first(exact[:, :, :leaving])
+            if leaving:  # keep the first tokens that are among those that get codes
+                column, inside = self._first_column(exact[:, :, :leaving], self.used)
+                picked = exact.gather(2, column)
+                self.first = torch.where(inside, picked, self.first) if self.first.numel() else picked
         self.append(exact[:, :, :leaving])
         quantized = before if self.keeps_recent else self.used  # columns that are read so
         read = states.new_empty((*states.shape[:2], before + exact.shape[2], states.shape[3]))
@@ -90,21 +92,11 @@ class Quantized(Columns):
             codes = tuple(tensor[:, :, :quantized] for tensor in self.memory)
             self.quantizer.decode(codes, read[:, :, :quantized])
             self._shifted(read[:, :, :quantized], 0, 1)
-            if self.keeps_recent:
-                self._put_first(read[:, :, :quantized])
+            if self.keeps_recent:  # the first tokens are exact
+                column, inside = self._first_column(read[:, :, :quantized], 0)
+                read.scatter_(2, column, torch.where(inside, self.first, read.gather(2, column)))
         read[:, :, quantized:] = exact[:, :, quantized - before :]
         return rotated(read, back=True) if self.rotates and not self.returns_rotated else read
-
-    def _keep_first(self, states: Tensor) -> None:
-        """Keep the first tokens that are among the next states (B, H_kv, T, D) to get codes."""
-        column, inside = self._first_column(states, self.used)
-        picked = states.gather(2, column)
-        self.first = torch.where(inside, picked, self.first) if self.first.numel() else picked
-
-    def _put_first(self, states: Tensor) -> None:
-        """Put the first tokens back into their columns among the columns that had codes, (B, H_kv, T, D)."""
-        column, inside = self._first_column(states, 0)
-        states.scatter_(2, column, torch.where(inside, self.first, states.gather(2, column)))
 
     def _first_column(self, states: Tensor, start: int) -> tuple[Tensor, Tensor]:
         """Return the first tokens in states (B, H_kv, T, D) of columns from `start` on, and whether they are there.

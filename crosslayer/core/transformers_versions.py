@@ -145,10 +145,10 @@ class NoState:
         """Return -1: there is no limit."""
         return -1
 
-    def _nothing(self, *_: Any, **__: Any) -> None:
+    def reset(self, *_: Any, **__: Any) -> None:
         """Do nothing: there are no states to move, to cut or to reorder."""
 
-    offload = prefetch = reset = crop = reorder_cache = batch_repeat_interleave = batch_select_indices = _nothing
+    offload = prefetch = crop = reorder_cache = batch_repeat_interleave = batch_select_indices = reset
 
 
 EMPTY_LAYER: type = cache_utils.DummyLayer if CACHES_KNOW_READERS else NoState

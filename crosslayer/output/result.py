@@ -110,7 +110,7 @@ class Result(Shown, BaseModel):
         """
         target = Path(folder)
         with whole_folder(target, force) as partial:
-            self._write(partial)
+            self.write_files(partial)
         return target / "report.html"
 
     def save_within(self, folder: Path) -> None:
@@ -139,7 +139,8 @@ class Result(Shown, BaseModel):
         except ValueError:
             return set()
 
-    def _write(self, folder: Path) -> None:
+    def write_files(self, folder: Path) -> None:
+        """Write the files of a result into a folder; a class with files of its own adds them."""
         layout = self.layout()
         save_page(folder, self._html(layout), self.record(), layout.panels)
 

@@ -63,15 +63,15 @@ class DepthMixing:
         sources = torch.stack(self._sources, dim=-1)  # (T, C, N)
         basis, factors = torch.linalg.qr(sources)  # (T, C, N), (T, N, N): the first n columns serve the first n sources
         known = (factors.diagonal(dim1=1, dim2=2).abs() > OWN * sources.norm(dim=1)).all(dim=1)  # (T,)
-        result = np.full((len(self._reads), sources.shape[2]), np.nan)
-        for row, (read, count) in enumerate(self._reads):
-            inside = (basis[..., :count].mT @ read.unsqueeze(-1))[known]  # (T, n, 1)
-            lost = 1 - inside.norm() / read[known].norm()
-            if not known.any() or not lost.abs() < LOST:
-                return None
-            weights = torch.linalg.solve_triangular(factors[known, :count, :count], inside, upper=True)
-            result[row, :count] = weights.mean(dim=(0, 2)).cpu()
-        return result
+        reads = torch.stack([read for read, _ in self._reads], dim=-1)[known]  # (T, C, M): M readers
+        counts = torch.tensor([count for _, count in self._reads], device=reads.device)  # (M,)
+        earlier = torch.arange(len(self._sources), device=reads.device)[:, None] < counts  # (N, M)
+        inside = (basis[known].mT @ reads) * earlier  # (T, N, M)
+        lost = 1 - inside.norm(dim=(0, 1)) / reads.norm(dim=(0, 1))  # (M,)
+        if not known.any() or not (lost.abs() < LOST).all():
+            return None
+        weights = torch.linalg.solve_triangular(factors[known], inside, upper=True).mean(dim=0)  # (N, M)
+        return weights.masked_fill(~earlier, torch.nan).T.cpu().numpy()
 
 
 @contextmanager

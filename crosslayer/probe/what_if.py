@@ -136,7 +136,7 @@ def what_if(model: PreTrainedModel, plan: Wish) -> Iterator[None]:
         for vector, modules in ((plan.keys, sublayers.attention), (plan.mlps, sublayers.mlps)):
             for source, module in zip(vector, modules, strict=True):
                 if source is None and module is not None:
-                    stack.callback(module.register_forward_hook(_silence).remove)
+                    stack.callback(module.register_forward_hook(zero_output).remove)
         yield
 
 
@@ -209,7 +209,8 @@ class _Choices:
         return dataclasses.replace(call, mask=mask_of(module.of_reader(choice), total, groups, mask))
 
 
-def _silence(module: nn.Module, args: Any, output: Any) -> Any:
+def zero_output(module: nn.Module, args: Any, output: Any) -> Any:
+    """Return zeros in place of a module's output, or of its first part; a forward hook."""
     if isinstance(output, tuple):
         return (torch.zeros_like(output[0]), *output[1:])
     return torch.zeros_like(output)

@@ -78,7 +78,7 @@ class Shards:
     def read(self, start: int, count: int) -> np.ndarray:
         """Return tokens [start, start + count), (count,) int64."""
         assert start >= 0 and count > 0 and start + count <= self.tokens
-        return self._ids[start : start + count].astype(np.int64)
+        return self.ids[start : start + count].astype(np.int64)
 
     def starts(self, start: int, count: int) -> np.ndarray:
         """Return where documents start in [start, start + count), relative to `start`: int64, ascending."""
@@ -92,7 +92,8 @@ class Shards:
         return np.asarray(np.memmap(self.folder / ENDS, dtype=END_TYPE, mode="r"))
 
     @cached_property
-    def _ids(self) -> np.ndarray:
+    def ids(self) -> np.ndarray:
+        """The token ids, (tokens,)."""
         return np.asarray(np.memmap(self.folder / TOKENS, dtype=TYPES[self.dtype], mode="r"))
 
     def __getstate__(self) -> dict[str, Any]:

@@ -176,9 +176,9 @@ class Evaluation(Report):
             panels.append(Panel("perplexities", "Perplexities", caption, "% above", "", dots=_dots(ratios)))
         return panels
 
-    def _write(self, folder: Path) -> None:
+    def write_files(self, folder: Path) -> None:
         """Also write lm-eval's results as lm-eval does: one sample per line, everything else as JSON."""
-        super()._write(folder)
+        super().write_files(folder)
         for role, results in self._results.items():
             from lm_eval.utils import handle_non_serializable
 

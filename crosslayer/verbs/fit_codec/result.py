@@ -112,7 +112,8 @@ class CodecReport(Report):
         tasks = [listing("Tasks on stored contexts", scores, {"items": "items"}, "task")] if scores else []
         return [("KL of stored caches, nats/token (95% over windows)", head, rows), *tasks]
 
-    def _write(self, folder: Path) -> None:
-        super()._write(folder)
+    def write_files(self, folder: Path) -> None:
+        """Also write the codec."""
+        super().write_files(folder)
         if self._codec is not None:
             self._codec.save(folder)

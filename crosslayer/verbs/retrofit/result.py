@@ -289,7 +289,7 @@ class RetrofitReport(Result):
             card = self.sibling("card")
             if remote_code_shim:
                 card.write_shim(partial)
-            self._write(partial)
+            self.write_files(partial)
             card.write_card(self, partial, self._tokenizer is not None)
             write_manifest(partial, model)  # of all files in the folder
         return target / "report.html"

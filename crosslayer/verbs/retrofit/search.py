@@ -224,7 +224,8 @@ class LayerSearch(Strategy):
                 baselines[cls.name()] = Baseline([method], *blocks)
         return steps, baselines
 
-    def _written(self) -> set[str | None]:
+    def written_sublayers(self) -> set[str | None]:
+        """Return `target`, by default attention."""
         return {self.asked.target or "attention"}
 
 

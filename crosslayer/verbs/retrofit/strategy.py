@@ -113,7 +113,7 @@ class Strategy(ABC):
         idle = {"layers", "part"} - {*self.acts}
         if "calibration" not in self.purposes:
             idle.add("calibration")
-        if self.adds and self._written() == {None}:
+        if self.adds and self.written_sublayers() == {None}:
             idle.add("compensation")
         for option, value in given.items():
             if option in idle:
@@ -139,12 +139,13 @@ class Strategy(ABC):
             raise ValueError(POST_NORM_ERROR)
 
     def _default_fit(self) -> str:
-        if self.wired or self._written() == {None}:
+        if self.wired or self.written_sublayers() == {None}:
             return "none"
         shares = any(one.grouped for one in self.named or [Method])
-        return "refit" if shares and self._written() <= {None, "attention"} and not self.post_norms else "layerwise"
+        refits = shares and self.written_sublayers() <= {None, "attention"} and not self.post_norms
+        return "refit" if refits else "layerwise"
 
-    def _written(self) -> set[str | None]:
+    def written_sublayers(self) -> set[str | None]:
         """Return what W_c of the methods is added to; None: a method can have no W_c."""
         return {one.compensation if isinstance(one, Compensated) else None for one in self.named}
 
@@ -209,7 +210,8 @@ class Layers(Strategy):
         """Return the method on groups of layers, without W_c."""
         return self.method.from_groups(groups, layers, **({} if self.part is None else {"part": self.part}))
 
-    def _written(self) -> set[str | None]:
+    def written_sublayers(self) -> set[str | None]:
+        """Return `target`, by default the first of the method's."""
         return {self.asked.target or next(iter(self.targets), None)}
 
     def _default_fit(self) -> str:

@@ -58,7 +58,7 @@ def named(message, entries):
     return [entry for entry in entries if (entry if isinstance(entry, str) else entry["name"]) in names]
 
 
-@settings(max_examples=30)
+@settings(max_examples=12)
 @given(SETS)
 @example(KNOWN[0])
 @example(KNOWN[1])

@@ -135,6 +135,7 @@ def test_nothing_of_a_folder_is_read_unless_its_code_may_run(monkeypatch, capsys
 
     folder, mark, managers, opened = tmp_path / "tasks", tmp_path / "ran", [], []
     folder.mkdir()
+    monkeypatch.chdir(tmp_path)  # a task without data files would read all of the working directory
     (folder / "trap.py").write_text(f"import pathlib\npathlib.Path({str(mark)!r}).touch()\ntext = len\n")
     (folder / "mine.yaml").write_text(text)
     manager, files = tasks.TaskManager, builtins.open

@@ -26,7 +26,6 @@ from crosslayer.verbs.intervene.kinds import (
     to_entry,
     waiver,
 )
-from tests.helpers.daily import daily
 from tests.helpers.tiny import tiny, tokens
 
 FAMILIES = ("llama", "mistral", "qwen2", "gemma2", "gpt2")
@@ -88,8 +87,9 @@ def stock_gap(family):
     return (eager - flex).abs().max().item()
 
 
+@pytest.mark.slow  # compiles
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # transformers' and torch's own ways to compile
-@pytest.mark.parametrize("family", daily(["llama", "mistral", "bert"], "llama"))
+@pytest.mark.parametrize("family", ["llama", "mistral", "bert"])
 def test_eager_sdpa_and_flex_attention_agree(family):
     fault = flex_error()
     found = []

@@ -383,7 +383,7 @@ finally:
 
 
 def test_killed_at_any_step_of_writing_it_leaves_a_whole_folder_or_none(inputs, tmp_path):
-    """One process forks where it begins to write: one child finishes, and three die: at the first, middle, and last step.
+    """One process forks where it begins to write: one child finishes; three die, at its first, middle and last step.
 
     A step is a file opened or the file system changed, so that every run dies where it should on every machine.
     """

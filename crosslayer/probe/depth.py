@@ -58,8 +58,8 @@ class DepthMixing:
         """Return the mean weights (readers, sources); None if the stream is not a sum of these outputs."""
         tokens, channels = self._sources[0].shape
         states = [*self._sources, *(read for read, _ in self._reads)]
-        if channels < len(self._sources) or any(state.shape[0] != tokens for state in states):  # of several streams
-            return None
+        if channels < len(self._sources) or any(state.shape != (tokens, channels) for state in states):
+            return None  # of several streams, some states have other shapes
         sources = torch.stack(self._sources, dim=-1)  # (T, C, N)
         basis, factors = torch.linalg.qr(sources)  # (T, C, N), (T, N, N): the first n columns serve the first n sources
         known = (factors.diagonal(dim1=1, dim2=2).abs() > OWN * sources.norm(dim=1)).all(dim=1)  # (T,)

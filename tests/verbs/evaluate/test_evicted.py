@@ -9,6 +9,7 @@ import crosslayer
 from crosslayer.cache import policies
 from crosslayer.cache.running import smaller_cache
 from crosslayer.core.transformers_versions import CACHE
+from tests.helpers.daily import daily
 from tests.verbs.evaluate.test_exact import check_equal
 
 NAMES = ("arc_easy_local", "lambada_openai_local")
@@ -32,7 +33,7 @@ def rescored(folder, evict, samples):
     return answers
 
 
-@pytest.mark.parametrize("evict", ["h2o:0.4", "streaming:0.5", "snapkv:0.5"])
+@pytest.mark.parametrize("evict", daily(["h2o:0.4", "streaming:0.5", "snapkv:0.5"], "h2o:0.4"))
 def test_scores_are_those_of_a_text_that_is_read_token_by_token(monkeypatch, pair, tasks, evict):
     """Two examples make texts of some 36 tokens, more than SnapKV's window, which is made small."""
     snapkv = replace(policies.POLICIES["snapkv"], window=8)

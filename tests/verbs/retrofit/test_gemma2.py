@@ -73,6 +73,7 @@ def test_a_model_that_loses_whole_layers_is_gemmas_own():
         assert torch.equal(shorter(ids).logits, source(ids).logits)
 
 
+@pytest.mark.slow  # Gemma 3 does so in every run
 def test_a_retrofit_verifies():
     converted = convert(gemma2(dtype=torch.float32), APART | {"compensation": None})
     verification = crosslayer.verify(converted.model, dtypes=("float32",), compile_backend="aot_eager")

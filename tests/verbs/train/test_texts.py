@@ -85,10 +85,10 @@ class Noted:
 
 @pytest.mark.parametrize("kind", ["txt", "txt.gz", "jsonl", "jsonl.xz", "parquet"])
 def test_progress_of_files_is_a_percentage(tmp_path, monkeypatch, kind):
-    monkeypatch.setattr(shards, "BATCH", 20_000)
+    monkeypatch.setattr(shards, "BATCH", 10_000)
     monkeypatch.setattr(Noted, "tasks", [])
     draw = random.Random(0)  # what does not pack well, so that packed files are long enough
-    documents = ["".join(draw.choices(string.ascii_letters, k=10_000)) for _ in range(100)]
+    documents = ["".join(draw.choices(string.ascii_letters, k=5_000)) for _ in range(100)]
     for number in range(2):
         file = tmp_path / f"{number}.{kind}"
         if kind == "parquet":

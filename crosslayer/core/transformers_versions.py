@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel, cache_utils
 from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.utils.deprecation import deprecate_kwarg
 
 Forward = TypeVar("Forward", bound=Callable[..., Any])
 CACHE = next(
@@ -40,12 +41,14 @@ def given_cache(arguments: Mapping[str, Any]) -> Any:
 
 
 def takes_cache(forward: Forward) -> Forward:
-    """Let a `forward` with a parameter `cache` take it by either name; its signature shows the name in `CACHE`."""
+    """Let a `forward` with a parameter `cache` take it by either name; from 5.24 on, the old one with a warning."""
+    if CACHE == "cache":
+        return deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")(forward)
 
     @functools.wraps(forward)
     def renamed(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if "past_key_values" in kwargs:
-            kwargs["cache"] = kwargs.pop("past_key_values")
+        if CACHE in kwargs:
+            kwargs["cache"] = kwargs.pop(CACHE)
         return forward(self, *args, **kwargs)
 
     signature = inspect.signature(forward)

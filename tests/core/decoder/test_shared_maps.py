@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from crosslayer.core.decoder import attention
+from crosslayer.core.transformers_versions import CACHE
 from crosslayer.testing.tiny import build, close, config_of, tokens, tolerance
 from tests.helpers.cases import CASES
 from tests.helpers.eager import use_float64_softmax
@@ -78,8 +79,8 @@ def test_decoding_with_padding_and_a_cache(case, changes, maps):
     results = []
     for model in (eager(case, **changes), computing_all(eager(case, **changes))):
         with torch.no_grad():
-            cache = model(ids[:, :8], attention_mask=mask[:, :8], use_cache=True).past_key_values
-            results.append(model(ids[:, 8:], attention_mask=mask, past_key_values=cache).logits)
+            cache = model(ids[:, :8], attention_mask=mask[:, :8], use_cache=True)[CACHE]
+            results.append(model(ids[:, 8:], attention_mask=mask, **{CACHE: cache}).logits)
     assert [shape[:3] for shape in maps] == [(2, 4, 8)] * 4 + [(2, 4, 4)] * 4 + [(2, 4, 8)] * 6 + [(2, 4, 4)] * 6
     close(*results, case)
 

@@ -180,9 +180,9 @@ def test_decoding_with_chosen_tokens_is_the_full_pass_in_one_call_a_layer(one):
     with torch.no_grad(), intervening(model, one):
         full = model(ids, use_cache=False).logits
         start = model(ids[:, :290], use_cache=True)
-        cache, steps = start.past_key_values, [start.logits]
+        cache, steps = start[CACHE], [start.logits]
         for part in ids[:, 290:].split(1, dim=1):
-            steps.append(model(part, past_key_values=cache, use_cache=True).logits)
+            steps.append(model(part, **{CACHE: cache}, use_cache=True).logits)
     assert (torch.cat(steps, dim=1) - full).abs().max() < 1e-9
     calls = []
     with torch.no_grad(), visited(model, calls.append):

@@ -23,11 +23,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from crosslayer.core.kernels import depth_attention, sinkhorn
+from crosslayer.core.kernels import depth_attention
 
 TARGETS = (80, 90, 100)
 CASES = ((torch.bfloat16, 4096), (torch.float32, 1024))  # dtype and width
-STREAMS = (2, 4, 8)
 TOKENS = 8192
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 TYPES |= {torch.int16: "i16", torch.int32: "i32", torch.int64: "i64"}
@@ -96,17 +95,6 @@ def launches(dtype: torch.dtype, width: int, count: int) -> dict[str, tuple[ASTS
     return {name: record(module, name, call) for name, call in calls.items()}
 
 
-def sinkhorn_launches(count: int) -> dict[str, tuple[ASTSource, dict]]:
-    """Return the launches of Sinkhorn for so many streams."""
-    matrix = torch.empty(count, count, TOKENS, device="meta")
-    sums = torch.empty(39, count, TOKENS, device="meta")
-    calls = {
-        "forward_kernel": lambda: sinkhorn.doubly_stochastic(matrix, 20, 1e-6),
-        "backward_kernel": lambda: sinkhorn.backward(matrix, matrix, sums),
-    }
-    return {name: record(sinkhorn, name, call) for name, call in calls.items()}
-
-
 def measure(source: ASTSource, options: dict, architecture: int) -> dict:
     """Compile a launch; return what it uses. A stack is there only for spilled registers."""
     start = time.perf_counter()
@@ -137,7 +125,6 @@ def main():
         ({"dtype": TYPES[dtype], "width": width, "count": options.sources}, launches(dtype, width, options.sources))
         for dtype, width in CASES
     ]
-    cases += [({"dtype": "fp32", "width": None, "count": count}, sinkhorn_launches(count)) for count in STREAMS]
     rows = []
     print("| GPU | kernel | dtype | C | N, R | warps | registers | spilled bytes | shared bytes | seconds |")
     print("|---|---|---|---|---|---|---|---|---|---|")

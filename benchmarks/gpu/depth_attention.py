@@ -3,10 +3,9 @@
     python benchmarks/gpu/depth_attention.py [--dry-run] [--json FILE]
 
 Right: result and gradients of the operator in bfloat16, and of its definition in bfloat16, against the definition in
-float64 on the same numbers; Sinkhorn's normalization in float32 against float64. Times: one reader over N sources,
-forward and backward (two passes over the sources, and one over the reader's gradient for each), beside the time of
-the bytes at the memory's measured bandwidth; where flash-linear-attention is installed, its operator on the same
-sources, in turns.
+float64 on the same numbers. Times: one reader over N sources, forward and backward (two passes over the sources, and
+one over the reader's gradient for each), beside the time of the bytes at the memory's measured bandwidth; where
+flash-linear-attention is installed, its operator on the same sources, in turns.
 """
 
 import importlib.util
@@ -16,7 +15,6 @@ import torch
 from common import arguments, save, seconds
 
 from crosslayer.core.depth_attention import depth_attention, keep, listed
-from crosslayer.core.sinkhorn import doubly_stochastic
 from crosslayer.core.sources import Sources
 from crosslayer.stats.times import paired_ratio
 
@@ -75,23 +73,6 @@ def errors(forms, count, tokens, width, device):
     return rows
 
 
-def sinkhorn_errors(streams, tokens, device):
-    """Return the largest error of Sinkhorn's result and gradient in float32, over the largest value."""
-    generator = torch.Generator(device).manual_seed(streams)
-    matrix = torch.rand(streams, streams, tokens, device=device, generator=generator) + 0.1
-    grad = torch.randn(matrix.shape, device=device, generator=generator)
-    found = []
-    for dtype in (torch.float32, torch.float64):
-        leaf = matrix.to(dtype).cpu() if dtype == torch.float64 else matrix.clone()
-        leaf.requires_grad_()
-        result = doubly_stochastic(leaf, 20)
-        found.append((result.detach(), torch.autograd.grad(result, leaf, grad.to(leaf))[0]))
-    gaps = [
-        ((one.cpu().double() - other).abs().max() / other.abs().max()).item() for one, other in zip(*found, strict=True)
-    ]
-    return {"result": gaps[0], "gradient": gaps[1]}
-
-
 def bandwidth(device, elements):
     """Return the bytes a second of a copy that is larger than any cache."""
     one, other = torch.empty(2, elements, device=device)
@@ -136,13 +117,10 @@ def main():
     forms = {"operator": by_operator, "definition": by_definition}
     if importlib.util.find_spec("fla") is not None and device == "cuda":
         forms["flash-linear-attention"] = by_fla
-    record = {"tokens": tokens, "width": width, "errors": {}, "sinkhorn_errors": {}, "times": {}}
+    record = {"tokens": tokens, "width": width, "errors": {}, "times": {}}
     for count in counts:
         record["errors"][count] = errors(forms, count, min(tokens, 256), width, device)
         print(f"{count} sources, errors:", record["errors"][count], flush=True)
-    for streams in (2, 4, 8):
-        record["sinkhorn_errors"][streams] = sinkhorn_errors(streams, min(tokens, 4096), device)
-        print(f"{streams} streams, errors of Sinkhorn:", record["sinkhorn_errors"][streams], flush=True)
     save(options.json, record)
     record["bytes_per_second"] = rate = bandwidth(device, 1 << (16 if options.dry_run else 28))
     for count in counts:

@@ -26,7 +26,6 @@ def depth_attention(record: dict) -> None:
         print(
             count, "sources:", {form: {key: f"{gap:.1e}" for key, gap in gaps.items()} for form, gaps in forms.items()}
         )
-    print("Sinkhorn:", record["sinkhorn_errors"])
     for count, forms in record["times"].items():
         for form, kinds in forms.items():
             cells = [f"{kind} {milliseconds(row)} = {row['of_limit']:.2f} of its bytes" for kind, row in kinds.items()]

@@ -23,8 +23,8 @@ from transformers import initialization as init
 
 from crosslayer.core.depth_attention import inverse_rms, wide
 from crosslayer.core.method import Carry, Config, Method, Residual, Wiring
-from crosslayer.core.sinkhorn import EPS, doubly_stochastic
 
+EPS = 1e-6
 SCALE = 0.01
 MIX = "hyper_connections.mix"
 
@@ -107,7 +107,7 @@ class _Mix(_Collapse):
         weights = self._weights(streams)
         post = 2 * self._scaled(weights, 1, slice(count, 2 * count)).sigmoid()  # (N, B, T)
         comb = self._scaled(weights, 2, slice(2 * count, None)).unflatten(0, (count, count))  # (N, N, B, T): from, to
-        comb = doubly_stochastic(comb.softmax(dim=1) + EPS, self.iterations)
+        comb = _doubly_stochastic(comb.softmax(dim=1) + EPS, self.iterations)
         return self._mix(streams, weights).to(stream.dtype), {**carry, MIX: (post, comb)}
 
     def write(self, stream: Tensor, update: Tensor, carry: Carry) -> tuple[Tensor, Carry]:
@@ -117,3 +117,10 @@ class _Mix(_Collapse):
         streams = stream.unsqueeze(2).expand(-1, -1, self.streams, -1) if self.first else stream
         mixed = comb.permute(2, 3, 1, 0) @ streams  # (B, T, N, N) @ (B, T, N, C)
         return mixed + added, {name: value for name, value in carry.items() if name != MIX}
+
+
+def _doubly_stochastic(matrix: Tensor, iterations: int) -> Tensor:
+    """Divide a positive matrix (from, to, …) by the sums of its columns, then of rows and columns alternately."""
+    for number in range(2 * iterations - 1):
+        matrix = matrix / (matrix.sum(dim=number % 2, keepdim=True) + EPS)
+    return matrix

@@ -28,10 +28,3 @@ def compiler(monkeypatch):
 def test_depth_attention(compiler, dtype, width):
     for name, launch in compiler.launches(dtype, width, COUNT).items():
         assert compiler.measure(*launch, 90)["spilled_bytes"] == 0, name
-
-
-@pytest.mark.parametrize("count", [2, 4, 8])
-def test_sinkhorn(compiler, count):
-    for name, launch in compiler.sinkhorn_launches(count).items():
-        used = compiler.measure(*launch, 90)
-        assert used["spilled_bytes"] == used["shared_bytes"] == 0, name

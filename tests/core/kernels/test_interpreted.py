@@ -13,7 +13,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 from triton.runtime.interpreter import InterpreterBuilder  # noqa: E402
 
 from crosslayer.core import custom_ops  # noqa: E402
-from crosslayer.core.kernels import depth_attention, sinkhorn  # noqa: E402
+from crosslayer.core.kernels import depth_attention  # noqa: E402
 from crosslayer.testing.tiny import build, config_of  # noqa: E402
 from tests.helpers.tiny import tokens  # noqa: E402
 
@@ -213,36 +213,14 @@ def test_gradients_are_moved_once(moved):
     assert sum(counts.values()) + small + extra <= 1.1 * minimum
 
 
-@pytest.mark.parametrize("count, tokens, iterations", [(2, 129, 1), (4, 65, 20), (8, 17, 20), (8, 1, 3)])
-def test_sinkhorn(count, tokens, iterations):
-    matrix, grad = torch.rand(count, count, tokens) + 0.05, torch.randn(count, count, tokens)
-    leaf = matrix.double().requires_grad_()
-    expected, sums = leaf, []
-    for division in range(2 * iterations - 1):
-        sums.append(expected.sum(dim=division % 2, keepdim=True) + EPS)
-        expected = expected / sums[-1]
-    expected.backward(grad.double())
-    result, divided = sinkhorn.doubly_stochastic(matrix, iterations, EPS)
-    # some 40 divisions in float32, each of them off by 6e-8 at most, and sums of 8
-    assert close(result, expected, 1e-5)
-    assert close(divided, torch.stack([total.reshape(count, tokens) for total in sums]), 1e-5)
-    assert close(sinkhorn.backward(grad, result, divided), leaf.grad, 1e-5)
-
-
-@pytest.mark.parametrize("shape", [(3, 3, 5), (2, 4, 5), (16, 16, 5)])
-def test_other_shapes_are_refused(shape):
-    with pytest.raises(ValueError, match="2, 4.*8 rows"):
-        sinkhorn.doubly_stochastic(torch.ones(shape), 2, EPS)
-
-
-@pytest.mark.parametrize("method", [{"name": "attnres"}, {"name": "attnres", "block": 5}, "hyper_connections"], ids=str)
+@pytest.mark.parametrize("method", [{"name": "attnres"}, {"name": "attnres", "block": 5}], ids=str)
 def test_models_run_on_the_kernels(method, monkeypatch):
     """As on a GPU: loss and gradients of a model in float32 are those of the plain forms."""
     model, ids = build(config_of([method])).float().train(), tokens(batch=1, length=6)
-    modules, results = {"depth_attention": depth_attention, "sinkhorn": sinkhorn}, []
+    results = []
     for on_kernels in (False, True):
         if on_kernels:
-            monkeypatch.setattr(custom_ops, "triton_kernels", lambda name, device: modules[name])
+            monkeypatch.setattr(custom_ops, "triton_kernels", lambda name, device: depth_attention)
         model.zero_grad()
         loss = model(ids, labels=ids, use_cache=False).loss
         loss.backward()

@@ -290,9 +290,6 @@ class Method:
         """Return a module whose `read` gives the final norm's input; None: the stream."""
         return None
 
-    def connect(self, model: nn.Module) -> None:
-        """Let modules of the finished model know of one another."""
-
     def inherit(self, weights: dict[str, Tensor], config: Config, wiring: Wiring) -> list[str]:
         """Adapt pretrained weights in `weights`; projections that readers do not need are removed by the caller.
 

@@ -23,13 +23,12 @@ class Sources(Sequence[Tensor]):
     Attributes:
         opened: the tensors.
         bank: memory in which they lie one behind another, if there is any.
-        ahead: what readers get from these tensors, by reader, where it was computed for several at once.
     """
 
-    __slots__ = ("ahead", "bank", "opened")
+    __slots__ = ("bank", "opened")
 
-    def __init__(self, tensors: Sequence[Tensor] = (), bank: Any = None, ahead: Mapping[Any, Any] | None = None):
-        self.opened, self.bank, self.ahead = tuple(tensors), bank, ahead or {}
+    def __init__(self, tensors: Sequence[Tensor] = (), bank: Any = None):
+        self.opened, self.bank = tuple(tensors), bank
 
     def __len__(self) -> int:
         return len(self.opened)

@@ -135,8 +135,6 @@ class CrossLayerModel(CrossLayerPreTrainedModel):
         residuals = (method.final(config, wiring) for method in wiring.methods)
         self.token_readers = [method.name() for method in wiring.methods if method.reads_tokens]
         self.final_residual = next((residual for residual in residuals if residual is not None), None)
-        for method in wiring.methods:
-            method.connect(self)
         self.gradient_checkpointing = False
         self.post_init()
 

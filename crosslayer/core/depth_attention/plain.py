@@ -64,10 +64,10 @@ def attend(sources: Sequence[Tensor], direction: Tensor, eps: float) -> tuple[Te
     """Return the weighted sum (…, C) of sources (…, C), the scores and the inverse RMS of sources, (N, T) each."""
     with exact(direction.device):
         if len(sources) * sources[0].numel() <= STACKED:
-            sums, scores, norms = _stacked(sources, direction[None], eps)
+            result, scores, norms = _stacked(sources, direction, eps)
             inverse = norms.T.reciprocal().mul_(math.sqrt(len(direction)))  # (N, T)
-            result = sums.to(promoted(sources)).view(sources[0].shape)
-            return result, scores.squeeze(-1).T.contiguous(), inverse.contiguous()
+            result = result.to(promoted(sources)).view(sources[0].shape)
+            return result, scores.T.contiguous(), inverse.contiguous()
         kept = promoted(sources)
         dtype = wide_type(kept)
         operands = operands_of(sources)
@@ -84,29 +84,7 @@ def read(sources: Sequence[Tensor], direction: Tensor, eps: float) -> Tensor:
     newest = sources[-1]
     if len(sources) * newest.numel() > STACKED or torch.is_autocast_enabled(newest.device.type):
         return attend(sources, direction, eps)[0]
-    return _stacked(sources, direction[None], eps)[0].to(newest.dtype).view(newest.shape)
-
-
-def read_ahead(sources: Sequence[Tensor], directions: Tensor, eps: float) -> list[tuple[Tensor, Tensor]]:
-    """Return the weighted sum (…, C) and the log-sum-exp of scores (…, 1) for each of S directions (S, C).
-
-    Phase 1 of the two-phase form: sources are normed and read once for all. Results are in float32 or wider.
-    """
-    with exact(directions.device):
-        sums, scores, _ = _stacked(sources, directions, eps)
-        tokens = sources[0].shape[:-1]
-        totals = scores.logsumexp(1).view(*tokens, -1, 1)  # (…, S, 1)
-        return list(zip(sums.view(*tokens, *directions.shape).unbind(-2), totals.unbind(-2), strict=True))
-
-
-def merge(ahead: tuple[Tensor, Tensor], newest: Tensor, direction: Tensor, eps: float) -> Tensor:
-    """Return the weighted sum (…, C) with one source more: phase 2, the online softmax."""
-    with exact(newest.device):
-        (closed, total), source = ahead, wide(newest)
-        score = torch.matmul(source, direction.to(source.dtype).unsqueeze(-1))  # (…, 1)
-        norm = _norms(source, eps).unsqueeze(-1)
-        share = torch.addcdiv(total, score, norm, value=-math.sqrt(len(direction))).sigmoid_()  # of the closed blocks
-        return torch.lerp(source, closed, share).to(newest.dtype)
+    return _stacked(sources, direction, eps)[0].to(newest.dtype).view(newest.shape)
 
 
 def differentiate(
@@ -183,22 +161,17 @@ def _is_next(source: Tensor, following: Tensor) -> bool:
     )
 
 
-def _stacked(sources: Sequence[Tensor], directions: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the sums (T, S, C) and scores (T, N, S) for directions (S, C), and the norms √C · rms(v), (T, N).
+def _stacked(sources: Sequence[Tensor], direction: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the sum (T, 1, C) and scores (T, N) for a direction (C,), and the norms √C · rms(v), (T, N).
 
     It copies the sources: for few tokens, more operators would cost more.
     """
-    stacked = wide(torch.stack(tuple(sources), dim=-2).view(-1, len(sources), directions.shape[1]))  # (T, N, C)
-    norms = _norms(stacked, eps)
-    scores = torch.matmul(stacked, directions.to(stacked.dtype).T)
-    scores = scores.mul_(math.sqrt(directions.shape[1])).div_(norms.unsqueeze(-1))
-    return torch.bmm(scores.softmax(1).mT, stacked), scores, norms
-
-
-def _norms(source: Tensor, eps: float) -> Tensor:
-    """Return √C · rms(v) of v (…, C): (…,)."""
-    floor = _scalar(math.sqrt(source.shape[-1] * eps), source.dtype, source.device)
-    return torch.hypot(torch.linalg.vector_norm(source, dim=-1), floor)
+    width = len(direction)
+    stacked = wide(torch.stack(tuple(sources), dim=-2).view(-1, len(sources), width))  # (T, N, C)
+    floor = _scalar(math.sqrt(width * eps), stacked.dtype, stacked.device)
+    norms = torch.hypot(torch.linalg.vector_norm(stacked, dim=-1), floor)
+    scores = torch.matmul(stacked, direction.to(stacked.dtype)).mul_(math.sqrt(width)).div_(norms)
+    return torch.bmm(scores.softmax(-1).unsqueeze(1), stacked), scores, norms
 
 
 @functools.cache

@@ -13,7 +13,6 @@ Source: "Attention Residuals" (arXiv 2603.15031); softmax over depth in float32,
 """
 
 import functools
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import ClassVar
@@ -22,9 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from crosslayer.core import custom_ops
 from crosslayer.core.depth_attention import depth_attention, exact, inverse_rms, keep, wide
-from crosslayer.core.depth_attention.plain import merge, read_ahead
 from crosslayer.core.method import Carry, Config, Method, Residual, Wiring
 from crosslayer.core.options import check_choice
 from crosslayer.core.sources import Sources, outside_layer_graphs
@@ -50,8 +47,6 @@ class AttnRes(Method):
     """Number of groups of channels, each with its own weights."""
     window: int | None = None
     """How many of the newest sources are read, in addition to the embedding; None: all."""
-    two_phase: bool = False
-    """Whether inference answers the queries of a block over the closed blocks at once, then merges the running sum."""
 
     def __post_init__(self):
         check_choice("attnres", "query", self.query, ("static", "input"))
@@ -59,8 +54,6 @@ class AttnRes(Method):
         for option, value in (("depth_heads", self.depth_heads), ("window", self.window)):
             if value is not None and value < 1:
                 raise ValueError(f"attnres: {option} must be at least 1, got {value}")
-        if self.two_phase and (self.block is None or not self.published):
-            raise ValueError("attnres: two_phase needs block, and no ablation: the full form has nothing to batch")
         if self.weights == "static" and (self.query != "static" or not self.key_norm):
             raise ValueError(
                 "attnres: weights 'static' has neither queries nor keys; leave query at 'static' and key_norm at True"
@@ -69,7 +62,7 @@ class AttnRes(Method):
     @property
     def published(self) -> bool:
         """Whether the options are the paper's form, with any block size."""
-        ablations = (field for field in fields(self) if field.name not in ("block", "two_phase"))
+        ablations = (field for field in fields(self) if field.name != "block")
         return all(getattr(self, field.name) == field.default for field in ablations)
 
     def residual(self, config: Config, wiring: Wiring, layer: int, site: str) -> Residual:
@@ -99,14 +92,6 @@ class AttnRes(Method):
             return _Ablated(self, config, total, opens=True)
         return _Depth(config, total, opens=True, total=total)
 
-    def connect(self, model: nn.Module) -> None:
-        """Let the reader that opens a block know the others, whose queries it answers over the closed blocks."""
-        if self.two_phase:
-            readers = [reader for reader in model.modules() if isinstance(reader, _Depth)]
-            openers = [number for number, reader in enumerate(readers) if reader.opens]
-            for start, end in itertools.pairwise(openers):
-                readers[start].block = tuple(readers[start:end])
-
     def _size(self, count: int) -> int:
         size = 1 if self.block is None else self.block
         if not 1 <= size <= count:
@@ -132,7 +117,6 @@ class _Depth(_Reader):
     def __init__(self, config: Config, sources: int, opens: bool, total: int):
         super().__init__(sources, opens)
         self.total, self.eps = total, config.rms_norm_eps
-        self.block: tuple[_Depth, ...] = ()  # in the two-phase form, the readers of the block that this one opens
         if not self.is_first:
             self.query = nn.Parameter(torch.empty(config.hidden_size))
             self.gain = nn.Parameter(torch.empty(config.hidden_size))
@@ -150,26 +134,10 @@ class _Depth(_Reader):
         closed = carry.get(SOURCES, Sources())
         sources = keep(stream, closed, self.total) if self.opens else closed.with_newest(stream)
         if self.opens:
-            closed = Sources(sources, sources.bank, self._read_ahead(sources))
-            carry = {**carry, SOURCES: closed}
+            carry = {**carry, SOURCES: sources}
         if self.is_first:
             return stream, carry
-        ahead = closed.ahead.get(self)
-        if ahead is None:
-            return depth_attention(sources, self.query * self.gain, self.eps), carry
-        if self.opens:
-            return ahead[0].to(stream.dtype), carry
-        return merge(ahead, stream, self.query * self.gain, self.eps), carry
-
-    def _read_ahead(self, sources: Sources) -> dict["_Depth", tuple[Tensor, Tensor]]:
-        """Return what each reader of the block gets from the closed blocks."""
-        readers = [reader for reader in self.block if not reader.is_first]
-        queries = [reader.query for reader in readers]
-        here = all(type(query) is nn.Parameter and not query.is_meta for query in queries)  # not sharded or offloaded
-        if not readers or not here or not custom_ops.is_inference():
-            return {}
-        directions = torch.stack(tuple(queries)) * torch.stack([reader.gain for reader in readers])  # (S, C)
-        return dict(zip(readers, read_ahead(sources, directions, self.eps), strict=True))
+        return depth_attention(sources, self.query * self.gain, self.eps), carry
 
 
 class _Ablated(_Reader):

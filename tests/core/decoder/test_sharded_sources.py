@@ -17,7 +17,6 @@ from tests.helpers.cases import EXPERTS
 from tests.helpers.tiny import tokens
 
 BLOCKS = {"full": {"name": "attnres"}, "blocks": {"name": "attnres", "block": 5}}
-BLOCKS["two phases"] = {**BLOCKS["blocks"], "two_phase": True}
 
 
 def source_bytes(model, ids):
@@ -69,7 +68,7 @@ def test_two_ranks_equal_one_and_hold_half(tmp_path):
         outputs = load_file(tmp_path / name / "outputs.safetensors")
         logits, whole = source_bytes(model, tokens(length=8))
         ids = tokens(length=8)
-        sources = {"full": 13}.get(name, 4)  # of 12 sublayers, and the embedding
+        sources = {"full": 13, "blocks": 4}[name]  # of 12 sublayers, and the embedding
         assert whole.item() == sources * ids.numel() * model.config.hidden_size * 8
         assert outputs["bytes"].item() == whole.item() / 2
         for key in ("logits", "cached"):

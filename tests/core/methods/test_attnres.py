@@ -153,6 +153,17 @@ def test_a_source_that_is_wrapped_on_the_way_gets_its_gradient(wrapped):
     agree(gradient(wrapped), gradient([]))
 
 
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-14), (torch.float32, 1e-6)], ids=str)
+@pytest.mark.parametrize("scale", [0.0, 1.0, 1e4])
+def test_a_read_of_inference_equals_the_definition(dtype, tolerance, scale):
+    generator = torch.Generator().manual_seed(0)
+    sources = [torch.randn(2, 7, 16, dtype=dtype, generator=generator) for _ in range(4)]
+    for direction in torch.randn(5, 16, dtype=dtype, generator=generator) * scale:
+        result, expected = (form(sources, direction, 1e-6) for form in (plain.read, listed))
+        # scores of 1e4 have an absolute error that large weights' softmax passes on
+        assert (result - expected).abs().max() <= tolerance * max(1, scale) * expected.abs().max()
+
+
 def kept(values):
     """Return sources that were kept one after another."""
     sources = Sources()

@@ -30,8 +30,7 @@ REASONS = {
     ),
     "C": ("The source is dropped.", "One removes the attention of a layer whose states the other reads."),
     "D": ("Too few values are left.", "One changes layers' own values; the other leaves too few of them."),
-    "E": ("Heads differ.", "One replaces a share of the value heads, the other changes all heads of a layer."),
-    "F": (
+    "E": (
         "Tokens are chosen.",
         "One lets layers choose tokens, the other gives such a layer a window or the states of several layers.",
     ),
@@ -67,11 +66,11 @@ def reason(first: str, second: str) -> str:
     if not all(plan.attends(layer) for plan in plans for layer in range(LAYERS)):
         return "C"
     if any(type(method).choice is not Method.choice for method in methods):
-        return "F"
+        return "E"
     if any(all(plan.sources(state)[n] != n for plan in plans) for state in STATES for n in range(LAYERS)):
         return "B"
     merge_plans(methods, LAYERS)  # the plans agree, so what is refused is how states are mixed
-    return "E" if any(share < 1 for plan in plans for share in plan.value_shares) else "D"
+    return "D"
 
 
 def page() -> str:

@@ -55,7 +55,7 @@ def checked_plan(model: PreTrainedModel, eviction: Eviction | None, bits: KvBits
         if plan.attends(layer) and more:
             raise ValueError(f"{name}: layer {layer} has {states.mask}; {what} needs keys and values of each token")
         several = [state for state in CACHED if plan.read_count(state, layer) > 1]
-        if plan.value_shares[layer] < 1 or several:
+        if several:
             raise ValueError(f"{name}: layer {layer} reads states of several layers; {what} is not defined for that")
         if eviction is not None and states.mask != "no attention" and states.keys == 0:
             raise ValueError(f"{name}: layer {layer} has {states.mask}; eviction needs softmax attention")

@@ -109,7 +109,7 @@ class StateReader(Mixing):
 
         Args:
             keys: (B, H_kv, S, D) of each source in the plan's order; cached and new tokens.
-            values: the same; from a layer that computes a share of its value heads, only those heads.
+            values: the same.
             mask: (B or 1, 1, T, S), True or 0 where attention is allowed; None: one new token attends to all tokens,
                 several are the first of the sequence and attend causally.
             new: T, the number of new tokens.

@@ -40,9 +40,6 @@ class TokenCount:
 class DepthPlan:
     """Sources of queries, keys and values, and which MLPs exist (`mlps[i]` is i or None); each of length L.
 
-    `value_shares[i]` is the share of the value heads that layer i computes itself, if it has values of its own; the
-    other heads come from the other layers that it reads. Empty means 1 for every layer.
-
     `choices[i]` is the layer that chooses the tokens to which layer i attends: i itself or a layer below, None if layer
     i attends to all tokens. Empty means None for every layer. `chosen` is how many of the tokens so far are chosen.
     """
@@ -51,7 +48,6 @@ class DepthPlan:
     keys: Vector
     values: Vector
     mlps: Vector
-    value_shares: tuple[float, ...] = ()
     choices: tuple[int | None, ...] = ()
     chosen: TokenCount | None = None
 
@@ -65,7 +61,6 @@ class DepthPlan:
         for name in (*STATES, "mlps"):  # lists become tuples, so that equal plans compare and hash as equal
             entries = (tuple(entry) if isinstance(entry, list) else entry for entry in self.sources(name))
             object.__setattr__(self, name, tuple(entries))
-        object.__setattr__(self, "value_shares", tuple(self.value_shares) or (1.0,) * self.layers)
         object.__setattr__(self, "choices", tuple(self.choices) or (None,) * self.layers)
         if len({len(self.queries), len(self.keys), len(self.values), len(self.mlps)}) != 1:
             raise ValueError("queries, keys, values and mlps must have an entry for each layer")
@@ -83,24 +78,7 @@ class DepthPlan:
                     f"layer {layer}: queries, keys and values must be all None (attention is dropped) or all set, got "
                     f"{sources}"
                 )
-        self._check_shares()
         self._check_choices()
-
-    def _check_shares(self) -> None:
-        if len(self.value_shares) != self.layers:
-            raise ValueError("value_shares must have an entry for each layer, or be empty")
-        for layer, share in enumerate(self.value_shares):
-            if not 0 < share <= 1:
-                raise ValueError(f"layer {layer}: value_shares must be above 0 and at most 1, got {share}")
-            partner = isinstance(self.values[layer], tuple) and self.has_own("values", layer)
-            if share < 1 and not partner:
-                raise ValueError(
-                    f"layer {layer} computes only {share:.0%} of its value heads, so it needs another layer's too"
-                )
-            if share < 1 and self.is_source("values", layer):
-                raise ValueError(
-                    f"layer {layer} computes only {share:.0%} of its value heads, so no other layer can read its values"
-                )
 
     def _check_choices(self) -> None:
         if len(self.choices) != self.layers:
@@ -137,11 +115,11 @@ class DepthPlan:
         return _layers_of(self.sources(state)[layer])
 
     def has_own(self, state: str, layer: int) -> bool:
-        """Return whether a layer computes this state, or a share of it, itself."""
+        """Return whether a layer computes this state itself."""
         return layer in self.reads(state, layer)
 
     def own_layers(self, state: str) -> list[int]:
-        """Return the layers that compute this state, or a share of it, themselves."""
+        """Return the layers that compute this state themselves."""
         return [layer for layer, entry in enumerate(self.sources(state)) if layer in _layers_of(entry)]
 
     def is_source(self, state: str, layer: int) -> bool:
@@ -152,15 +130,9 @@ class DepthPlan:
         """Return what the cache holds for a layer: its own keys and values, if any (queries are never cached)."""
         return tuple(state for state in CACHED if self.has_own(state, layer))
 
-    def stored_share(self, state: str, layer: int) -> float:
-        """Return the share of a layer's full keys, or values, that the cache holds: 0 if it reads another layer's."""
-        if not self.has_own(state, layer):
-            return 0.0
-        return self.value_shares[layer] if state == "values" else 1.0
-
-    def stored_states(self) -> float:
-        """Return how many layers' full keys or values the cache holds; a plain Transformer holds 2·L."""
-        return sum(self.stored_share(state, layer) for state in CACHED for layer in range(self.layers))
+    def stored_states(self) -> int:
+        """Return how many layers' keys or values the cache holds; a plain Transformer holds 2·L."""
+        return sum(len(self.stored(layer)) for layer in range(self.layers))
 
     @property
     def reads_less(self) -> bool:
@@ -187,8 +159,6 @@ class DepthPlan:
         attends to its own choice reads all of its keys for it.
         """
         count = len(self.reads(state, layer))
-        if state == "values" and self.value_shares[layer] < 1:
-            count = 1  # only the missing heads are read from other layers
         reads_all = self.choices[layer] is None or (state == "keys" and self.choices[layer] == layer)
         if reads_all or context is None or self.chosen is None:
             return count
@@ -208,7 +178,7 @@ class DepthPlan:
         `state_bytes` is the size of a layer's keys, or values, of a single token. Sharing reduces what is stored, not
         what is read: a reader reads its source's states again.
         """
-        return round(self.stored_states() * state_bytes), round(self.read_states() * state_bytes)
+        return self.stored_states() * state_bytes, round(self.read_states() * state_bytes)
 
     def slots(self, state: str) -> tuple[int | None, ...]:
         """Return a slot number for each layer whose `state` later layers read, None for the other layers.
@@ -241,13 +211,10 @@ class DepthPlan:
                         raise ValueError(
                             f"{pair}: layer {reader} reads {state} of layer {source}, which has no {state} of its own"
                         )
-        shares = []
-        for layer, (share, others) in enumerate(zip(self.value_shares, other.value_shares, strict=True)):
-            shares.append(1.0 if vectors["values"][layer] is None else min(share, others))
         choices = self._merge_choices(other, vectors["keys"], names)
         chosen = self.chosen if self.reads_less else other.chosen
         chosen = None if choices == (None,) * self.layers else chosen
-        return DepthPlan(**vectors, value_shares=tuple(shares), choices=choices, chosen=chosen)
+        return DepthPlan(**vectors, choices=choices, chosen=chosen)
 
     def _merge_choices(self, other: "DepthPlan", keys: Vector, names: tuple[str, str]) -> tuple[int | None, ...]:
         """Return who chooses for whom; a layer whose attention is dropped needs no choice."""
@@ -284,7 +251,7 @@ class DepthPlan:
         for layer in range(self.layers):
             cells = "".join(f"{self.source_label(state, layer):<9}" for state in states)
             mlp = "own" if self.mlps[layer] is not None else "–"
-            lines.append(f"{layer:>5}  {cells}{mlp:<6}{self._cache_cell(layer)}")
+            lines.append(f"{layer:>5}  {cells}{mlp:<6}{'+'.join(self.stored(layer)) or '–'}")
         return "\n".join([*lines, f"KV cache: {self.cached_fraction():.2%} of a full one"])
 
     def source_label(self, state: str, layer: int) -> str:
@@ -298,13 +265,6 @@ class DepthPlan:
         if sources == (layer,):
             return "own"
         return "← " + "+".join("own" if source == layer else str(source) for source in sources)
-
-    def _cache_cell(self, layer: int) -> str:
-        states = []
-        for state in self.stored(layer):
-            share = self.stored_share(state, layer)
-            states.append(state if share == 1 else f"{share:.0%} of {state}")
-        return "+".join(states) or "–"
 
 
 def _layers_of(entry: Entry) -> tuple[int, ...]:

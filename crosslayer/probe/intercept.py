@@ -115,12 +115,12 @@ def attention_layers(config: PreTrainedConfig) -> list[int]:
     return [i for i, kind in enumerate(kinds) if "attention" in kind and "linear" not in kind or "hybrid" in kind]
 
 
-def stored_shares(config: PreTrainedConfig, layer: int) -> dict[str, float]:
-    """Return which share of its full keys and values a layer keeps in the cache: 0 where it reuses another's."""
+def stored_states(config: PreTrainedConfig, layer: int) -> tuple[str, ...]:
+    """Return which of its keys and values a layer keeps in the cache: none where it reuses another's."""
     plan = plan_of(config)
     if plan is not None:
-        return {state: plan.stored_share(state, layer) for state in CACHED}
-    return dict.fromkeys(CACHED, 0.0 if layer in layers_without_cache(config) else 1.0)
+        return plan.stored(layer)
+    return () if layer in layers_without_cache(config) else CACHED
 
 
 def layer_stack(model: PreTrainedModel) -> nn.ModuleList:

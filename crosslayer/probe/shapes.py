@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from transformers import PreTrainedConfig
 
-from crosslayer.probe.intercept import AttentionCall, stored_shares
+from crosslayer.core.plan import CACHED
+from crosslayer.probe.intercept import AttentionCall, stored_states
 from crosslayer.probe.maps import is_causal
 
 ENTRIES = "with further keys"  # in the words for a mask
@@ -34,7 +35,7 @@ class LayerShape:
     softcap: float | None = None
     sinks: bool = False
     entries: bool = False  # whether it also attends to entries that stand for several tokens
-    stored: tuple[float, float] = field(default=(1.0, 1.0), compare=False)
+    stored: tuple[str, ...] = field(default=CACHED, compare=False)
 
     @staticmethod
     def read(calls: list[AttentionCall], config: PreTrainedConfig, layers: int) -> list["LayerShape | None"]:
@@ -46,7 +47,6 @@ class LayerShape:
             kinds[layer] = kinds[layer] if rotated else f"{kinds[layer] or 'attention'} without rope"
         shapes: list[LayerShape | None] = [None] * layers
         for call in calls:
-            shares = stored_shares(config, call.layer)
             shapes[call.layer] = LayerShape(
                 heads=call.query.shape[1],
                 kv_heads=call.key.shape[1],
@@ -59,7 +59,7 @@ class LayerShape:
                 softcap=call.softcap,
                 sinks=call.sinks is not None,
                 entries=bool(call.options.get("entries")),
-                stored=(shares["keys"], shares["values"]),
+                stored=stored_states(config, call.layer),
             )
         return shapes
 
@@ -84,9 +84,10 @@ class LayerShape:
         A sliding layer keeps what the next token can see, without itself: window − 1 tokens, as in transformers.
         """
         tokens = length if self.window is None else min(length, self.window - 1)
-        keys, values = self.stored
         width = self.kv_heads * tokens
-        return round(keys * width * self.key_size), round(values * width * self.value_size)
+        sizes = {"keys": width * self.key_size, "values": width * self.value_size}
+        keys, values = (sizes[state] if state in self.stored else 0 for state in CACHED)
+        return keys, values
 
     def even_share(self, length: int) -> float:
         """Return a'_0 if every row spread its attention evenly over what it may see."""

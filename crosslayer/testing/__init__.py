@@ -177,7 +177,7 @@ def quantized_cache_cuts_make_no_difference(config: CrossLayerConfig) -> None:
     model, ids, bits = build(config), tokens(length=16), KvBits("4", everywhere="int4", recent=5)
     plan = config.plan
     counts = [plan.read_count(state, layer) for state in CACHED for layer in range(plan.layers)]
-    several = max(counts) > 1 or min(plan.value_shares) < 1
+    several = max(counts) > 1
     windows = config.sliding_window is not None and "full_attention" not in (config.layer_types or [])
     if several or windows or plan.beyond_sharing:
         why = plan.beyond_sharing or ("several layers" if several else "no layer")

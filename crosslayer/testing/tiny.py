@@ -14,7 +14,6 @@ from transformers.cache_utils import CacheLayerMixin
 
 from crosslayer.core.decoder import CrossLayerConfig, CrossLayerForCausalLM
 from crosslayer.core.methods import Entry
-from crosslayer.core.plan import CACHED
 from crosslayer.core.transformers_versions import CACHE
 
 TOLERANCE = 1e-10
@@ -106,5 +105,5 @@ def predicted(config: CrossLayerConfig, batch: int, length: int, windowed: int |
     width, total = config.num_key_value_heads * config.head_dim, 0
     for layer, layer_type in enumerate(config.layer_types):
         held = min(length, length if windowed is None else windowed) if layer_type == "sliding_attention" else length
-        total += held * round(width * sum(config.plan.stored_share(state, layer) for state in CACHED))
+        total += held * width * len(config.plan.stored(layer))
     return batch * total

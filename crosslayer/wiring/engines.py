@@ -7,7 +7,7 @@
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -46,10 +46,10 @@ TYPES = {"transformers": (*BITS, *OURS), "vllm": (*BITS, "fp8"), "llama.cpp": GG
 
 
 class Stored(NamedTuple):
-    """A layer's states, and the shares of its keys and values that it stores itself."""
+    """A layer's states, and which of its keys and values it stores itself."""
 
     layer: LayerStates
-    own: Mapping[str, float]
+    own: tuple[str, ...]
 
 
 def check_engine(engine: str, kv_dtype: str, layers: Sequence[Stored]) -> None:
@@ -72,16 +72,16 @@ def check_engine(engine: str, kv_dtype: str, layers: Sequence[Stored]) -> None:
         if engine == "vllm" and (states.fixed or states.fixed_float32):
             raise ValueError(f"what vllm allocates for the state of layer {number} ({states.mask}) is unknown")
         if engine == "llama.cpp" and len(own) == 1:
-            raise ValueError(f"llama.cpp cannot store {next(iter(own))} alone, as layer {number} does")
+            raise ValueError(f"llama.cpp cannot store {own[0]} alone, as layer {number} does")
 
 
 def _check_quantized(kv_dtype: str, layers: Sequence[Stored]) -> None:
     """Refuse a quantized cache of this package where it is not defined."""
     if kv_dtype not in OURS:
         return
-    for number, (states, own) in enumerate(layers):
+    for number, (states, _) in enumerate(layers):
         more = states.every or states.index or states.passes > 1 or states.fixed or states.fixed_float32
-        if states.keys and (not states.heads or more or 0 < own.get("values", 0) < 1):  # no heads: a latent
+        if states.keys and (not states.heads or more):  # no heads: a latent
             raise ValueError(
                 f"a quantized KV cache is not defined for layer {number} ({states.mask}), which is not plain"
             )

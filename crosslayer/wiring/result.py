@@ -89,12 +89,8 @@ class ModelPlan(Shown):
 
     @property
     def stored(self) -> list[Stored]:
-        """(L,), each layer's states, and the shares of its keys and values that it stores itself."""
-        stored = []
-        for layer, states in enumerate(self.layers):
-            own = {state: self.plan.stored_share(state, layer) for state in self.plan.stored(layer)}
-            stored.append(Stored(states, own))
-        return stored
+        """(L,), each layer's states, and which of its keys and values it stores itself."""
+        return [Stored(states, self.plan.stored(layer)) for layer, states in enumerate(self.layers)]
 
     @property
     def layer_bytes(self) -> tuple[int, ...]:

@@ -4,7 +4,6 @@ Convolutions and linear attention keep states of fixed size. A kind of layer is 
 the sizes are those of transformers' caches.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -78,11 +77,11 @@ class LayerStates:
         """Return the tokens whose keys and values are kept; a windowed cache leaves space for the next token."""
         return length + self.prompt if self.window is None else min(length, self.window - 1)
 
-    def stored_bytes(self, length: int, sizes: ItemSizes, own: Mapping[str, float]) -> float:
-        """Return the bytes that grow with the text; `own` has the shares of its keys and values that it stores."""
+    def stored_bytes(self, length: int, sizes: ItemSizes, own: tuple[str, ...]) -> float:
+        """Return the bytes that grow with the text; `own` names which of its keys and values it stores."""
         if sizes.kind is not None:
             return sum(self._quantized_bytes(vars(self)[state], length, sizes) for state in own)
-        size = self.keys * own.get("keys", 0) + self.values * own.get("values", 0)
+        size = sum(vars(self)[state] for state in own)
         kept = (self.kept(length) + self.entries(length)) * size * sizes.kv
         return self.passes * (kept + self._indexed_bytes(length, sizes))
 

@@ -78,25 +78,16 @@ def entries_of_several(draw, layers):
 
 @st.composite
 def plans_of_several(draw):
-    """Plans whose layers may read several layers' keys and values, and have a half of their value heads."""
+    """Plans whose layers may read several layers' keys and values."""
     layers = draw(st.integers(1, 6))
-    keys, values = draw(entries_of_several(layers)), draw(entries_of_several(layers))
     own = tuple(range(layers))
-    whole = DepthPlan(own, keys, values, own)
-    halves = [
-        isinstance(values[i], tuple) and len(values[i]) == 2 and i in values[i] and not whole.is_source("values", i)
-        for i in own
-    ]
-    return DepthPlan(own, keys, values, own, tuple(0.5 if half and draw(st.booleans()) else 1.0 for half in halves))
+    return DepthPlan(own, draw(entries_of_several(layers)), draw(entries_of_several(layers)), own)
 
 
 class Mean(StateReader):
-    """Reads the mean of the layers' states; missing heads are taken from the first source."""
+    """Reads the mean of the layers' states."""
 
     def forward(self, keys, values, mask, new):
-        own = values[-1]
-        if own.shape[1] < keys[0].shape[1]:
-            values = (torch.cat([values[0][:, own.shape[1] :], own], 1),)
         return sum(keys) / len(keys), sum(values) / len(values), mask
 
 
@@ -188,13 +179,6 @@ def test_errors_name_layer_and_rule():
         ((own, (0, (0, 0), 2), own, own), r"layer 1: keys: .* in rising order, got \(0, 0\)"),
         ((own, (0, 0, (0, 1)), own, own), "layer 2: keys: .* got layer 1, which has none"),
         ((own, (0, (0, 2), 2), own, own), "layer 1: keys: .* must not be above its reader, got layer 2"),
-        ((own, own, own, own, (1, 0.5, 1)), "layer 1 computes only 50% of its value heads, so it needs another"),
-        (
-            (own, own, (0, (0, 1), (1, 2)), own, (1, 0.5, 1)),
-            "layer 1 computes only 50% .* so no other layer can read its values",
-        ),
-        ((own, own, (0, (0, 1), 2), own, (1, 0, 1)), "layer 1: value_shares must be above 0 and at most 1, got 0"),
-        ((own, own, own, own, (1, 1)), "value_shares must have an entry for each layer"),
     ]
     for entries, message in cases + several:
         with pytest.raises(ValueError, match=message):
@@ -238,7 +222,6 @@ def test_slots_are_reused_after_the_last_reader():
         ("attnres", 32, 1.0),
         ("fusedkv", 32, 0.5),
         ({"name": "fusedkv", "lite": True}, 32, 0.5),
-        ("skipv1", 32, (1 + (1 + 31 / 2) / 32) / 2),  # of the values (1 + (L − 1)/2) / L
         ("cross_attention", 32, 1.0),
         ("yoco", 32, 17 / 32),
         ("denseformer", 32, 1.0),
@@ -321,9 +304,7 @@ BAD = [
     (["value_embeddings", "svformer"], r"value_embeddings: .* values of their own, \[0\], got"),
     ({"name": "fusedkv", "start": 1}, "start must be 2 to 5 for 6 layers, got 1"),
     (["fusedkv", "cla"], r"layer 3: fusedkv reads keys of layers 0 and 2 and cla of layer 2; only one"),
-    (["skipv1", "resformer"], "skipv1 with resformer: one gives layers only a share of their value heads"),
     (["fusedkv", "cross_attention"], r"fusedkv reads keys of layers 0 and 2 and cross_attention of layers 0 and 3"),
-    (["cross_attention", "skipv1"], "layer 1 .* exactly one method must combine them, got cross_attention and skipv1"),
     ({"name": "cross_attention", "source": "last"}, "source must be one of 'first', 'previous', got 'last'"),
 ]
 
@@ -344,12 +325,10 @@ def test_impossible_shapes_are_refused():
         contract.config_of([], layer_types=kinds)
     with pytest.raises(ValueError, match="head_dim.*7"):
         contract.config_of(["fusedkv"], head_dim=7)
-    with pytest.raises(ValueError, match="skipv1: num_key_value_heads.*1"):
-        contract.config_of(["skipv1"], num_key_value_heads=1)
 
 
 def test_methods_that_need_other_layers_are_refused_where_there_are_none():
-    for name in ("fusedkv", "skipv1", "cross_attention", "yoco"):
+    for name in ("fusedkv", "cross_attention", "yoco"):
         with pytest.raises(ValueError, match=f"^{name}[: ]"):
             contract.config_of([name], num_hidden_layers=1)
 

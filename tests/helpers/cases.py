@@ -91,7 +91,6 @@ COMPOSITIONS = {
     "neutreno + resformer": ["neutreno", "resformer"],
     "identity_mapping + cla": ["identity_mapping", "cla"],
     "denseformer + drop": ["denseformer", {"name": "drop", "attention": (0,), "mlp": (5,), "layers": (3,)}],
-    "denseformer + skipv1": ["denseformer", "skipv1"],
     "fusedkv + resformer": ["fusedkv", "resformer"],
     "cross_attention + resformer": ["cross_attention", "resformer"],
     "shared_choice + cla": [
@@ -144,7 +143,7 @@ SHAPES = {
     "svformer, MQA, qk-norm": (["svformer"], {"num_key_value_heads": 1, "qk_norm": True}),
     "resformer, biases, tied": (["resformer"], {"attention_bias": True, "tie_word_embeddings": True}),
     "cross_attention, sliding windows": (["cross_attention"], {"sliding_window": 5}),
-    "skipv1, qk-norm, biases": (["skipv1"], {"num_key_value_heads": 4, "qk_norm": True, "attention_bias": True}),
+    "cla, qk-norm, biases": (["cla"], {"num_key_value_heads": 4, "qk_norm": True, "attention_bias": True}),
     "fusedkv, MQA": (["fusedkv"], {"num_key_value_heads": 1}),
 }
 CASES = {

@@ -24,10 +24,9 @@ def test_a_collision_names_both_methods():
     [
         ("attnres", "mudd", "A"),
         ("cla", "yoco", "B"),
-        ("cross_attention", "skipv1", "B"),
+        ("cross_attention", "fusedkv", "B"),
         ("cla", "drop", "C"),
         ("resformer", "svformer", "D"),
-        ("resformer", "skipv1", "E"),
     ],
 )
 def test_a_reason_is_what_the_plans_and_modules_say(first, second, letter):

@@ -171,9 +171,7 @@ def test_who_reads_whom(family, sources):
     assert plan.queries == tuple(None if source is None else layer for layer, source in enumerate(sources))
 
 
-@pytest.mark.parametrize(
-    "methods", [["cla"], ["svformer"], ["skipv1"], [{"name": "drop", "attention": (0, 2)}], ["attnres"]]
-)
+@pytest.mark.parametrize("methods", [["cla"], ["svformer"], [{"name": "drop", "attention": (0, 2)}], ["attnres"]])
 def test_our_own_models(methods):
     config = contract.config_of(methods)
     plan = crosslayer.plan(config, length=24)

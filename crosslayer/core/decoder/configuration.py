@@ -262,9 +262,6 @@ class CrossLayerConfig(LlamaConfig):
                 raise ValueError(f"layer {layer} reads several layers, so it can neither choose nor attend to a choice")
         if sum(type(method).residual is not Method.residual for method in wiring.methods) > 1:
             raise ValueError("both replace the residual stream; only one method may")
-        mixing = any(type(method).heads is not Method.heads for method in wiring.methods)
-        if mixing and min(plan.value_shares) < 1:
-            raise ValueError("one gives layers only a share of their value heads, the other changes all; use only one")
         names = [method.name() for method in wiring.methods]
         if len(set(names)) != len(names):
             raise ValueError(f"cross_layer must name each method once, got {', '.join(names)}")

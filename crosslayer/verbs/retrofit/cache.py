@@ -45,8 +45,7 @@ class CacheShare:
 
     def of(self, plan: DepthPlan) -> float:
         """Return the share of the cache that a plan keeps."""
-        layers = enumerate(self.sizes)
-        kept = sum(plan.stored_share(state, layer) * size[state] for layer, size in layers for state in size)
+        kept = sum(size[state] for layer, size in enumerate(self.sizes) for state in plan.stored(layer))
         return kept / self.total
 
     def saved(self, states: Sequence[str], layer: int) -> float:

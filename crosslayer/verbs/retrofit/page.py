@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from statistics import fmean
 from typing import Any
 
 from crosslayer.core.method import Method, options_of
@@ -252,7 +251,7 @@ def _by_layer(record: RetrofitReport) -> Panel:
         reads = Line("retrofit", [*map(float, each)], [100 * share for share in record.cache.layer_reads])
         return Panel("layers", "What each layer reads", caption, "layer", axis, [reads], bounds=(0, math.inf))
     wires = Wires(
-        widths=[100 * fmean(plan.stored_share(state, layer) for state in CACHED) for layer in each],
+        widths=[100 * len(plan.stored(layer)) / len(CACHED) for layer in each],
         kinds=[listed(plan.stored(layer)) for layer in each],
         sources=[sorted({*plan.reads("keys", layer), *plan.reads("values", layer)} - {layer}) for layer in each],
     )

@@ -134,7 +134,7 @@ class RetrofitReport(Result):
     Shapes: D domains, the worst unseen one first; L layers of the original.
     """
 
-    schema_: Literal["crosslayer/retrofit/16"] = Field(default="crosslayer/retrofit/16", alias="schema")
+    schema_: Literal["crosslayer/retrofit/17"] = Field(default="crosslayer/retrofit/17", alias="schema")
     architecture: Architecture
     methods: list[dict[str, Any]] = Field(description="name and options of each method, as in a config")
     title: str = Field(description="the methods with their options, as a line of text")

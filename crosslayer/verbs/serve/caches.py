@@ -55,8 +55,7 @@ def not_saved(config: CrossLayerConfig) -> str | None:
     """Return a sentence on cache memory that the plan saves and vLLM does not; None if vLLM saves all of it."""
     wiring = config.wiring
     caching = [layer for layer in range(config.num_hidden_layers) if cache_source(config, layer) == layer]
-    stored = {layer: [wiring.plan.stored_share(state, layer) for state in CACHED] for layer in caching}
-    wasting = [layer for layer, shares in stored.items() if min(shares) < 1]
+    wasting = [layer for layer in caching if len(wiring.plan.stored(layer)) < len(CACHED)]
     if not wasting:
         return None
     return (
@@ -107,8 +106,6 @@ def not_split(config: CrossLayerConfig, ranks: int) -> str | None:
     assert heads is not None
     if heads % ranks:
         return f"its {heads} key-value heads cannot be divided among {ranks} processes"
-    if min(config.plan.value_shares) < 1:
-        return "its layers compute only a share of their value heads, which vLLM does not split"
     if FROM_VALUES in config.wiring.compensation:
         return "its W_c reads the values of all heads, which vLLM splits"
     for method, layer, module in _modules(config):

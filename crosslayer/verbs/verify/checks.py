@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, StaticCache
 from crosslayer.cache.kv_cache import held_bytes
 from crosslayer.core.transformers_versions import CACHE, disable_checkpointing, enable_checkpointing
 from crosslayer.models.load import auto_class
-from crosslayer.probe.intercept import AttentionCall, stored_shares, visited
+from crosslayer.probe.intercept import AttentionCall, stored_states, visited
 from crosslayer.verbs.verify.result import FAIL, NOT_APPLICABLE, PASS, Check
 from crosslayer.verbs.verify.subject import FEW, NEW, Subject, widened
 from crosslayer.wiring.kv_bits import KvBits, stored_bytes
@@ -324,5 +324,5 @@ def _predicted_bytes(model: PreTrainedModel, tokens: int, bits: KvBits | None = 
             if kind is not None and bits is not None:
                 _, heads, _, size = one.shape
                 sizes[state] = heads * stored_bytes(kind, size, tokens, one.itemsize, bits.recent)
-        total += round(sum(share * sizes[state] for state, share in stored_shares(config, layer).items()))
+        total += sum(sizes[state] for state in stored_states(config, layer))
     return total

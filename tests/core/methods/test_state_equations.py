@@ -69,20 +69,6 @@ def test_fused_keys_are_rotated_as_those_that_are_fused_before():
     close(after, before, "fused after the rotation")
 
 
-@pytest.mark.parametrize("heads", [2, 4])
-def test_skipv1(heads):
-    class Loops(Naive):
-        def states(self, layer, normed):
-            q, k, v = super().states(layer, normed)
-            if layer == 0:
-                return q, k, v
-            own = iter(v)
-            heads_of_v = [self.used["v"][0][head] if head % 2 == 0 else next(own) for head in range(len(k))]
-            return q, k, torch.stack(heads_of_v)
-
-    check(build(config_of(["skipv1"], num_key_value_heads=heads)), Loops)
-
-
 def to_each_query_head(v, heads):
     """Values (H_kv, T, D) as those that each of the query heads reads, (T, H·D)."""
     return torch.cat([v[head // (heads // len(v))] for head in range(heads)], dim=-1)

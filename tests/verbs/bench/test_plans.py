@@ -32,7 +32,6 @@ def test_a_stock_llama_by_hand():
         ([{"name": "svformer"}], 7, 12),
         (DROP, 8, 8),
         (["fusedkv"], 6, 6 + 3 * 4),
-        (["skipv1"], 6 + 3.5, 12),
         (["cross_attention"], 12, 2 + 5 * 4),
         (["value_embeddings"], 12, 12),  # of its tables a token reads a row
     ],

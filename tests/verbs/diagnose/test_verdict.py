@@ -35,8 +35,8 @@ def test_even_attention_is_no_sink():
 
 
 def test_layers_that_store_nothing_do_not_count():
-    stored = [LayerShape(2, 2, 8, 8, causal=True, stored=s) for s in ((1.0, 1.0), (0.0, 0.5), (0.0, 0.0))]
-    assert [shape.cached(10) for shape in stored] == [(160, 160), (0, 80), (0, 0)]
+    stored = [LayerShape(2, 2, 8, 8, causal=True, stored=s) for s in (("keys", "values"), ("values",), ())]
+    assert [shape.cached(10) for shape in stored] == [(160, 160), (0, 160), (0, 0)]
     assert may_share(stored[0], stored[2])
 
 

@@ -91,7 +91,7 @@ def test_a_report_is_its_record(report):
     with pytest.raises(ValueError, match=r"no model; .*crosslayer.load_model\(FOLDER\)"):
         _ = again.model
     for wrong in ({"schema": "crosslayer/retrofit/2"}, {"paper": {}}):
-        with pytest.raises(ValueError, match="crosslayer/retrofit/16|paper"):
+        with pytest.raises(ValueError, match="crosslayer/retrofit/17|paper"):
             RetrofitReport.from_record(report.record() | wrong)
 
 

@@ -22,7 +22,6 @@ from crosslayer.core.transformers_versions import OLD_ARGUMENTS
 from crosslayer.machine import free_memory
 from crosslayer.probe.intercept import evaluating
 from crosslayer.training.arguments import step_sequences
-from crosslayer.training.recipe_parts import OptimizerPart
 from crosslayer.training.record import TrainedModel
 from crosslayer.wiring.read import model_plan
 
@@ -72,16 +71,15 @@ def without_logits(config: Any, args: TrainingArguments, tokens: int) -> dict[st
     return {"skip_logits": True} if ours and tokens * config.vocab_size > LOGITS else {}
 
 
-def check_memory(model: PreTrainedModel, args: TrainingArguments, length: int, optimizer: OptimizerPart) -> None:
+def check_memory(model: PreTrainedModel, args: TrainingArguments, length: int) -> None:
     """Refuse a run on sequences of `length` tokens that cannot fit into free memory.
 
-    The model may be on the meta device; parameters that are on the device already are not counted again. With Muon,
-    matrices have one optimizer state instead of two.
+    The model may be on the meta device; parameters that are on the device already are not counted again.
     """
     text = model.config.get_text_config()
     count = sum(parameter.numel() for parameter in model.parameters())
     allocated = sum(parameter.nbytes for parameter in model.parameters() if parameter.device.type == args.device.type)
-    copies = 2 if args.optim not in ADAM else 3 if optimizer.name == "muon" else 4
+    copies = 4 if args.optim in ADAM else 2
     elsewhere = args.deepspeed or "offload" in str(args.fsdp)  # which move some of it to other memory
     states = 0 if elsewhere else FLOAT * count * copies / (args.world_size if args.fsdp else 1)
     width = 2 if args.bf16 or args.fp16 else FLOAT

@@ -42,7 +42,7 @@ def initial_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, args: Trai
             f"tokenizer: {recipe.tokenizer!r} has {len(tokenizer):,} tokens, more than {recipe.model.start!r} has "
             "embeddings; remove it to use the model's own"
         )
-    check_memory(model, args, recipe.data.length, recipe.optimizer)
+    check_memory(model, args, recipe.data.length)
     return model
 
 

@@ -7,7 +7,7 @@ has every default; only the same recipe resumes in it.
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 import yaml
 from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
@@ -24,7 +24,6 @@ from crosslayer.training.recipe_parts import (
     DataPart,
     EvalPart,
     JudgePart,
-    OptimizerPart,
     SchedulePart,
     StagePart,
     left_out,
@@ -45,6 +44,7 @@ WITHOUT_STAGES = dict.fromkeys(("judge", "baseline"), "without stages, in which 
 class Recipe(Part):
     """A training run: model, data, objective, schedule or stages, arguments and evaluation."""
 
+    moved: ClassVar[dict[str, str]] = {"optimizer": "it is removed; use train.optim"}
     name: str = Field(default="", max_length=100)
     """Name of the run in results; by default the file's name."""
     seed: Seed = 0
@@ -69,8 +69,6 @@ class Recipe(Part):
     """The length of training, and the learning rate."""
     stages: list[StagePart] = Field(default=[], max_length=MAX_STAGES, exclude_if=lambda stages: not stages)
     """Instead of `model` and `schedule`: stages, in order, in which `crosslayer heal` trains retrofits."""
-    optimizer: OptimizerPart = OptimizerPart()
-    """The optimizer."""
     train: Arguments = {}
     """Keys of transformers' `TrainingArguments`, such as `learning_rate` or `per_device_train_batch_size`."""
     save_minutes: float = Field(default=0, ge=0)
@@ -107,14 +105,6 @@ class Recipe(Part):
             )
         return data
 
-    @field_validator("train")
-    @classmethod
-    def _check_optimizer(cls, train: Arguments, info: ValidationInfo) -> Arguments:
-        optimizer = info.data.get("optimizer")
-        if optimizer is not None and optimizer.name is not None and "optim" in train:
-            raise WrongKey("optim", f"has no effect with optimizer.name: {optimizer.name}; remove one of the two")
-        return train
-
     @field_validator("objective", mode="before")
     @classmethod
     def _check_objective(cls, objective: Any) -> Any:
@@ -144,8 +134,6 @@ class Recipe(Part):
         for key in () if self.stages else ("model", "schedule"):
             if vars(self)[key] is None:
                 raise WrongKey(key, f"missing; for example {key}: {EXAMPLES[key]}")
-        if self.stages and self.optimizer.rates:
-            raise WrongKey("optimizer", "rates must be empty with stages, because each stage trains other parameters")
         for key, reason in (WITH_STAGES if self.stages else WITHOUT_STAGES).items():
             if vars(self)[key] not in (None, Recipe.model_fields[key].default):
                 raise WrongKey(key, f"has no effect {reason}; remove it")

@@ -1,11 +1,11 @@
-"""The sections of a recipe with their checks: text, optimizer, schedule, stages, and what is measured."""
+"""The sections of a recipe with their checks: text, schedule, stages, and what is measured."""
 
 import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from crosslayer.corpus.documents import TextSource
 from crosslayer.corpus.domains import EMBEDDED
@@ -110,25 +110,6 @@ class DataPart(Part):
             if names.count(name) > 1:
                 raise ValueError(f"must have different names, got {name!r} twice")
         return domains
-
-
-def _expression(pattern: str) -> str:
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        raise ValueError(f"must be a regular expression, got {pattern!r}: {error}") from None
-    return pattern
-
-
-class OptimizerPart(Part):
-    """The optimizer, if not that of `train`."""
-
-    name: Literal["muon"] | None = None
-    """`muon`: torch's Muon for the matrices of linear layers except the head, AdamW for all other parameters, with the
-    same learning rate. Null: `train.optim`, by default AdamW."""
-    rates: dict[Annotated[str, AfterValidator(_expression)], Annotated[float, Field(gt=0)]] = {}
-    """Factors of `train.learning_rate` by regular expression over parameter names; the first match counts:
-    `{embed_tokens: 3, "layers[.][0-3][.]": 0.5}`."""
 
 
 class SchedulePart(Part):

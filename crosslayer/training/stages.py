@@ -65,9 +65,8 @@ def stage_trainer(
     if teacher is not None:
         teacher.model.to(arguments.device)  # type: ignore[arg-type]
     data = rows.training(arguments.max_steps * step_sequences(arguments))
-    options = {"optimizer": recipe.optimizer, "teacher": teacher, "probe": probe}
     held_out = {} if recipe.stages else rows.held_out
-    trainer = CrossLayerTrainer(model, arguments, data, held_out, rows.tokenizer, **options)
+    trainer = CrossLayerTrainer(model, arguments, data, held_out, rows.tokenizer, teacher, probe)
     if recipe.save_minutes:
         trainer.add_callback(SaveByTime(recipe.save_minutes))
     return trainer

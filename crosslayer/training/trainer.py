@@ -35,6 +35,7 @@ from transformers import (
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from crosslayer._start import EndedTooSoon
+from crosslayer.core.method import HeadMixer, Residual, StateReader
 from crosslayer.output.folder import disk_error, set_modes
 from crosslayer.training.arguments import step_sequences
 from crosslayer.training.attention import document_borders
@@ -42,8 +43,6 @@ from crosslayer.training.callbacks import Interruption, Log
 from crosslayer.training.checkpoints import KEPT, PARTIAL, Kept, Resumed, last_good, publish, stage
 from crosslayer.training.costs import without_logits
 from crosslayer.training.distillation import Teacher
-from crosslayer.training.optimizers import mixing_parameters, optimizer_of
-from crosslayer.training.recipe_parts import OptimizerPart
 from crosslayer.training.rows import ORDER
 
 PICKLED = "training_args.bin"  # a file that Trainer adds to a model
@@ -75,7 +74,6 @@ class CrossLayerTrainer(Trainer):
         train_dataset: Dataset,
         eval_dataset: Dataset | Mapping[str, Dataset],
         tokenizer: PreTrainedTokenizerBase | None = None,
-        optimizer: OptimizerPart | None = None,
         teacher: Teacher | None = None,
         probe: Callable[[PreTrainedModel], dict[str, float]] | None = None,
     ):
@@ -94,7 +92,7 @@ class CrossLayerTrainer(Trainer):
         self._resumed: Resumed | None = None
         self._staging, self._micro_batch = False, 0
         self._clock: tuple[float, int] | None = None  # time and tokens of the last logged training loss
-        self.teacher, self._optimizer, self._probe = teacher, optimizer, probe
+        self.teacher, self._probe = teacher, probe
         assert args.output_dir is not None
         self._folder = Path(args.output_dir)
         use_cache = model.config.use_cache
@@ -148,18 +146,14 @@ class CrossLayerTrainer(Trainer):
         Norms, biases, other vectors, and the parameters that belong directly to a method's mixing modules (queries over
         depth, gains, mixing weights) have none. A linear layer inside such a module does.
         """
-        decayed = set(super().get_decay_parameter_names(model)) - mixing_parameters(model)
+        mixing = {
+            f"{path}.{name}"
+            for path, module in model.named_modules()
+            if isinstance(module, HeadMixer | Residual | StateReader)
+            for name, _ in module.named_parameters(recurse=False)
+        }
+        decayed = set(super().get_decay_parameter_names(model)) - mixing
         return [name for name, parameter in model.named_parameters() if name in decayed and parameter.ndim > 1]
-
-    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """Return Trainer's optimizer, or the one of the recipe; errors as `optimizer_of`."""
-        chosen = self._optimizer
-        if self.optimizer is None and chosen is not None and (chosen.name or chosen.rates):
-            whole: Any = self.accelerator.unwrap_model(self.model if model is None else model)
-            decayed = set(self.get_decay_parameter_names(whole))
-            optimizer_class, options = self.get_optimizer_cls_and_kwargs(self.args, whole)
-            self.optimizer = optimizer_of(whole, chosen, self.args, decayed, optimizer_class, options)
-        return super().create_optimizer(model)
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None

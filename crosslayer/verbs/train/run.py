@@ -65,7 +65,7 @@ def train(
         if recipe.model is not None and recipe.model.start is None:  # too large a model is refused before any text
             with torch.device("meta"):
                 empty = new_model(recipe.model, recipe.data.length, tokenizer)
-            check_memory(empty, arguments, recipe.data.length, recipe.optimizer)
+            check_memory(empty, arguments, recipe.data.length)
         rows = read_rows(recipe, tokenizer)
         domains = rows.trained(arguments.max_steps * step_sequences(arguments))
         probed = rows.probed(recipe.eval.snapshots)

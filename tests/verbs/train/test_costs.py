@@ -10,7 +10,6 @@ from transformers import LlamaConfig
 import crosslayer
 from crosslayer.training import costs
 from crosslayer.training.arguments import training_arguments
-from crosslayer.training.recipe_parts import OptimizerPart
 from tests.helpers.training import course, recipe_in
 
 
@@ -54,11 +53,11 @@ def test_the_bound_is_between_a_sixth_and_all_of_what_a_run_uses(recipe, tmp_pat
         crosslayer.train(recipe, tmp_path / "fourth", settings=start)
 
 
-def test_muon_has_one_state_of_a_matrix(tmp_path, monkeypatch):
+def test_adam_has_two_states_of_a_matrix(tmp_path, monkeypatch):
     model = mock.Mock(**{"parameters.side_effect": torch.nn.Linear(1000, 1000, bias=False, device="meta").parameters})
     model.config = LlamaConfig(vocab_size=1, hidden_size=1, num_hidden_layers=1, num_attention_heads=1)
-    arguments = training_arguments(tmp_path, 0, course(1), {"use_cpu": True, "per_device_train_batch_size": 1})
+    plain = {"use_cpu": True, "per_device_train_batch_size": 1}
     monkeypatch.setattr(costs, "free_memory", lambda device: 3.5 * 4 * 1000**2)
-    costs.check_memory(model, arguments, 2, OptimizerPart(name="muon"))
+    costs.check_memory(model, training_arguments(tmp_path, 0, course(1), {**plain, "optim": "sgd"}), 2)
     with pytest.raises(ValueError, match="0.0 GB.*1,000,000 parameters"):
-        costs.check_memory(model, arguments, 2, OptimizerPart())
+        costs.check_memory(model, training_arguments(tmp_path, 0, course(1), plain), 2)

@@ -1,11 +1,8 @@
 """The loss of distillation: a model is trained towards the predictions of another, its teacher.
 
-    loss = KL + λ · mean over layers ℓ and tokens of ‖x_ℓ − x°_ℓ‖² / ‖x°_ℓ‖²
     KL = mean over tokens of Σ_v p_v (log p_v − log q_v),   p = softmax(z),  z = g W_tᵀ,   q = softmax(y),  y = h W_sᵀ
 
-x_ℓ is the input of layer ℓ, for all layers that both models have except the first, whose input is the embedding; and
-the output of the final norm. Each token's distance is relative to the norm of the teacher's state, so that the few
-tokens with states of a hundredfold norm do not dominate. No token is predicted across document boundaries.
+No token is predicted across document boundaries.
 
 The logits of all tokens are never in memory at once: they are computed for BLOCK tokens at a time. ∂KL/∂y = (q − p) / R
 depends on nothing that comes later, so it is computed with the value. Its products wait for ROWS tokens, since each one
@@ -122,44 +119,24 @@ def _log_softmax(logits: Tensor, cap: float | None, dtype: torch.dtype) -> tuple
 
 
 class Teacher:
-    """A frozen model; another is trained towards its predictions and, with λ = `hidden` > 0, its hidden states.
+    """A frozen model; another is trained towards its predictions."""
 
-    `layers` has the teacher's layer for each layer of the trained model, (L of the trained model,).
-    """
-
-    def __init__(self, model: PreTrainedModel, layers: tuple[int, ...], hidden: float = 0.0):
-        self.model, self.layers, self.hidden = model.eval(), layers, hidden
-        self.head = head_of(model)
-
-    def states(self, model: Any, inputs: dict[str, Tensor]) -> tuple[Tensor, ...]:
-        """Return a model's last hidden states, with λ > 0 after the input of each layer, (B, T, C) each."""
-        output = model.get_decoder()(**inputs, use_cache=False, output_hidden_states=self.hidden > 0)
-        return output.hidden_states if self.hidden > 0 else (output.last_hidden_state,)
+    def __init__(self, model: PreTrainedModel):
+        self.model, self.head = model.eval(), head_of(model)
 
     def loss(
         self, student: Any, inputs: dict[str, Any], autocast: AbstractContextManager[None]
     ) -> tuple[Tensor, Tensor]:
         """Return the mean loss of a model over the tokens with labels, and their number; products run in `autocast`."""
         counts = inputs["labels"][:, 1:] != IGNORED  # (B, T − 1): the token before each predicts it
-        given = {name: value for name, value in inputs.items() if name != "labels"}
+        given = {**{name: value for name, value in inputs.items() if name != "labels"}, "use_cache": False}
         with autocast:  # accelerate wraps only the forward of the trained model
-            states = self.states(student, given)
+            states = student.get_decoder()(**given).last_hidden_state  # (B, T, C)
             with torch.no_grad():
-                targets = self.states(self.model, given)
-            loss = divergence(states[-1][:, :-1][counts], head_of(student), targets[-1][:, :-1][counts], self.head)
-        if self.hidden:
-            loss = loss + self.hidden * self._distance(states, targets, counts)
+                decoder: Any = self.model.get_decoder()
+                targets = decoder(**given).last_hidden_state
+            loss = divergence(states[:, :-1][counts], head_of(student), targets[:, :-1][counts], self.head)
         return loss, counts.sum()
-
-    def _distance(self, states: tuple[Tensor, ...], targets: tuple[Tensor, ...], counts: Tensor) -> Tensor:
-        """Return the mean relative squared distance of the hidden states of layers that both models have."""
-        pairs = [(states[own], targets[layer]) for own, layer in enumerate(self.layers)][1:]
-        pairs.append((states[-1], targets[-1]))
-        distances = []
-        for state, target in pairs:
-            own, teacher = state[:, :-1][counts].float(), target[:, :-1][counts].float()  # (R, C)
-            distances.append(((own - teacher).square().sum(-1) / teacher.square().sum(-1)).mean())
-        return torch.stack(distances).mean()
 
 
 def head_of(model: nn.Module) -> Head:

@@ -44,7 +44,10 @@ WITHOUT_STAGES = dict.fromkeys(("judge", "baseline"), "without stages, in which 
 class Recipe(Part):
     """A training run: model, data, objective, schedule or stages, arguments and evaluation."""
 
-    moved: ClassVar[dict[str, str]] = {"optimizer": "it is removed; use train.optim"}
+    moved: ClassVar[dict[str, str]] = {
+        "optimizer": "it is removed; use train.optim",
+        "hidden_weight": "it is removed; distill trains towards the predictions",
+    }
     name: str = Field(default="", max_length=100)
     """Name of the run in results; by default the file's name."""
     seed: Seed = 0
@@ -63,8 +66,6 @@ class Recipe(Part):
     objective: Literal["next-token", "response", "distill"] = left_out("next-token")
     """`next-token`: the loss of all tokens. `response`: the loss of responses to instructions, with their end tokens.
     `distill`, with `stages`: the KL between the original's predictions and the retrofit's, at all tokens."""
-    hidden_weight: float = Field(default=0, ge=0, exclude_if=lambda weight: not weight)
-    """With `distill`: the weight of the squared distance of hidden states to the original's, relative to their norm."""
     schedule: SchedulePart | None = left_out()
     """The length of training, and the learning rate."""
     stages: list[StagePart] = Field(default=[], max_length=MAX_STAGES, exclude_if=lambda stages: not stages)
@@ -111,14 +112,12 @@ class Recipe(Part):
         if objective == "text" or isinstance(objective, dict):
             raise ValueError(
                 f"must be next-token (formerly text), response or distill, got {objective!r}; objective.loss is now "
-                "objective, and objective.hidden is now hidden_weight"
+                "objective, and objective.hidden is removed"
             )
         return objective
 
     @model_validator(mode="after")
     def _check_objective_with_others(self) -> Self:
-        if self.hidden_weight and self.objective != "distill":
-            raise WrongKey("hidden_weight", f"must be 0 unless objective is distill, got {self.hidden_weight:g}")
         if self.objective == "distill" and not self.stages:
             raise WrongKey("objective", "distill needs stages, in which `crosslayer heal` trains towards the original")
         for domain in self.data.domains:

@@ -62,15 +62,6 @@ class Retrofit:
             f"{self.name!r} has no {EMBEDDING} in safetensors files; give the folder of a complete retrofit"
         )
 
-    def layers(self, model: PreTrainedModel) -> tuple[int, ...]:
-        """Return the layer of the original that each layer of its model comes from."""
-        plan, layers = self.report.plan, model.config.num_hidden_layers
-        if layers == plan.layers:
-            return tuple(range(layers))
-        kept = [layer for layer in range(plan.layers) if plan.attends(layer) or plan.mlps[layer] is not None]
-        assert len(kept) == layers, "the report's plan is of another model"
-        return tuple(kept)
-
 
 def open_retrofits(folders: Sequence[str | Path], original: str | None = None) -> tuple[list[Retrofit], str]:
     """Return retrofits with their reports, and the name of their original, by default the one in the reports."""

@@ -166,7 +166,7 @@ class _Job:
             return Outcome(skipped="there is no W_c")
         teacher = None
         if retrofit is not None and self.recipe.objective == "distill":
-            teacher = Teacher(self.questions.original, retrofit.layers(model), self.recipe.hidden_weight)
+            teacher = Teacher(self.questions.original)
         return run_stage(self.recipe, part, self.rows, model, folder, teacher)
 
     def _result(self, healed: dict[str, list[_Step]], original: list[_Step]) -> Recovery:

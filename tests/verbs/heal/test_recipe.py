@@ -43,11 +43,10 @@ def test_shipped_recipes_are_read(path):
         ("objective=text", "^objective: must be next-token .*, got 'text'"),
         (
             "objective.loss=distill",
-            "^objective: .*objective.loss is now objective, .*objective.hidden is now hidden_weight",
+            "^objective: .*objective.loss is now objective, .*objective.hidden is removed",
         ),
         ("objective={loss: distill, hidden: 0.1}", "^objective: must be next-token"),
-        ("hidden_weight=1", "hidden_weight: must be 0 unless objective is distill, got 1"),
-        ("hidden_weight=-1", "hidden_weight: .*greater than or equal to 0, got -1"),
+        ("hidden_weight=1", "^hidden_weight: cannot be set here: it is removed"),
         ("objective=response", "^objective: response needs columns, domain 'web' has none"),
         ("data.domains.0.columns={}", "data.domains.0.columns: needs a source of .jsonl files, or a dataset, got None"),
         ("data.domains.0.name=wob", "data.domains.0.name: .* got 'wob'; did you mean 'web'?"),

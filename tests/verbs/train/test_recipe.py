@@ -208,7 +208,7 @@ BOMB = "a: &a [x, x]\nb: [*a, *a]\n"
         ("seed: 1\n7: 3\n", "key 7 must be text (bad.yaml, line 2)"),
         (BOMB, "alias *a is not allowed; write the value out, or use extends (bad.yaml, line 2)"),
         ("model: !!python/object/apply:os.system [ls]\nseed: 0", "tag tag:yaml.org,2002:python/object/apply:os.system is not allowed; remove it (bad.yaml, line 1)"),
-        ('"a\\nb": 3', "'a\\nb': unknown key, use one of name, seed, model, tokenizer, data, objective, hidden_weight, schedule, stages, train, save_minutes, eval, baseline, judge (bad.yaml)"),
+        ('"a\\nb": 3', "'a\\nb': unknown key, use one of name, seed, model, tokenizer, data, objective, schedule, stages, train, save_minutes, eval, baseline, judge (bad.yaml)"),
         ("seed: 1\n---\nseed: 2\n", "but found another document (bad.yaml, line 2)"),
         ("seed: " + "[" * 2000, "nested too deeply (bad.yaml)"),
         ("seed: " + "9" * 40, "seed: must be less than 9223372036854775808, got " + "9" * 40 + " (bad.yaml)"),

@@ -1,4 +1,4 @@
-"""Callbacks of a run: a log in JSON lines, checkpoints by time, a clean stop at Ctrl-C, and early stopping.
+"""Callbacks of a run: a log in JSON lines, a clean stop at Ctrl-C, and early stopping.
 
 A stage ends early when the moving average of its loss no longer falls:
 
@@ -17,15 +17,12 @@ import math
 import os
 import signal
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import numpy as np
-import torch
-import torch.distributed as dist
 from scipy.signal import lfilter
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
@@ -85,33 +82,6 @@ class Log(TrainerCallback):
         """End the progress, however the training ended."""
         self.stack.close()
         self.steps = None
-
-
-class SaveByTime(TrainerCallback):
-    """Saves a checkpoint after the first step that ends `minutes` after the last one; the first process decides.
-
-    This bounds the training time that an interrupted run loses.
-    """
-
-    def __init__(self, minutes: float):
-        self.seconds, self.since = 60 * minutes, 0.0
-
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Start the clock."""
-        self.since = time.monotonic()
-
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Save a checkpoint if it is due."""
-        due = time.monotonic() - self.since >= self.seconds
-        if args.world_size > 1:
-            decision = torch.tensor([due], device=args.device)
-            dist.broadcast(decision, 0)
-            due = bool(decision.item())
-        control.should_save |= due
-
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Start the clock again."""
-        self.since = time.monotonic()
 
 
 class Interruption(TrainerCallback):

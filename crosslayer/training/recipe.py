@@ -47,6 +47,7 @@ class Recipe(Part):
     moved: ClassVar[dict[str, str]] = {
         "optimizer": "it is removed; use train.optim",
         "hidden_weight": "it is removed; distill trains towards the predictions",
+        "save_minutes": "it is removed; use train.save_steps",
     }
     name: str = Field(default="", max_length=100)
     """Name of the run in results; by default the file's name."""
@@ -72,8 +73,6 @@ class Recipe(Part):
     """Instead of `model` and `schedule`: stages, in order, in which `crosslayer heal` trains retrofits."""
     train: Arguments = {}
     """Keys of transformers' `TrainingArguments`, such as `learning_rate` or `per_device_train_batch_size`."""
-    save_minutes: float = Field(default=0, ge=0)
-    """Maximum minutes between checkpoints, in addition to `train.save_steps`; 0: no limit."""
     eval: EvalPart = EvalPart()
     """When the validation loss is measured."""
     baseline: bool = left_out(True)

@@ -24,7 +24,7 @@ from crosslayer.output.folder import whole_folder, write_whole
 from crosslayer.output.record import validation_message
 from crosslayer.training.arguments import batch_sequences, step_sequences, training_arguments
 from crosslayer.training.attention import set_attention
-from crosslayer.training.callbacks import EarlyStop, LastStep, SaveByTime, resumable
+from crosslayer.training.callbacks import EarlyStop, LastStep, resumable
 from crosslayer.training.checkpoints import PARTIAL, checkpoints
 from crosslayer.training.distillation import Teacher
 from crosslayer.training.recipe import Recipe
@@ -66,10 +66,7 @@ def stage_trainer(
         teacher.model.to(arguments.device)  # type: ignore[arg-type]
     data = rows.training(arguments.max_steps * step_sequences(arguments))
     held_out = {} if recipe.stages else rows.held_out
-    trainer = CrossLayerTrainer(model, arguments, data, held_out, rows.tokenizer, teacher, probe)
-    if recipe.save_minutes:
-        trainer.add_callback(SaveByTime(recipe.save_minutes))
-    return trainer
+    return CrossLayerTrainer(model, arguments, data, held_out, rows.tokenizer, teacher, probe)
 
 
 @contextmanager

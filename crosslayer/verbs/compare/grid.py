@@ -4,25 +4,16 @@ A variant without methods is called "vanilla"; otherwise a method is named with 
 "name(option=2)", and several are joined by "+". Grouped-query and multi-query attention are variants too:
 "NAME+num_key_value_heads=1".
 
-A budget gives every run the same time, FLOPs or tokens, and is converted to steps for each variant:
-
-    time:  steps = ⌊seconds / measured seconds a step⌋
-    FLOPs: steps = ⌊FLOPs / (FLOPs per token · tokens per step)⌋
-
-Each variant has a learning rate schedule over the steps that fit, since a run that is cut off would end at a high
-learning rate. `grid.json` in the folder of a comparison holds the budget, the steps, and the runs that diverged.
+`grid.json` in the folder of a comparison holds the runs that diverged.
 """
 
 import json
-import math
 import re
-import shutil
-import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
@@ -30,8 +21,7 @@ from crosslayer.core.methods import load_methods, method_class, to_entry
 from crosslayer.output.record import Frozen, validation_message
 from crosslayer.training.recipe import Recipe, given_recipe, load_recipe
 from crosslayer.training.recipe_file import nearest, parse_value
-from crosslayer.verbs.compare.result import Budget, Configuration, Variant
-from crosslayer.verbs.train.result import TrainingRun
+from crosslayer.verbs.compare.result import Configuration, Variant
 
 LONGEST = 60  # characters of a component of a folder's name
 HEADS = "num_key_value_heads"  # the key of a model's shape that belongs to its variant
@@ -43,23 +33,9 @@ FIXED = {  # keys that --vary refuses → the option to use
 }
 PLAIN = "vanilla"
 NAME = re.compile(r"[A-Za-z_][\w.]{0,99}", re.ASCII)
-STEPS, TOKENS = "schedule.steps", "schedule.tokens"  # keys that a budget sets
 Methods = list[dict[str, Any]]  # of a variant, as in a config
-ROUNDS, WARM, TIMED = 3, 2, 8  # rounds over all variants; steps of each run that warm up, and that are timed
-SHORT = (  # overrides of a recipe for the short run that is measured
-    f"schedule.steps={WARM + TIMED}",
-    "schedule.tokens=null",
-    "schedule.warmup=0",
-    "train.logging_steps=1",
-    "train.report_to=none",
-    "eval.every=0",
-    "eval.windows=1",
-    "eval.snapshots=0",
-)
-UNITS = ("time", "flops", "tokens")
 STATE = "grid.json"
 LARGEST = 2**24  # bytes of it; a thousand runs need a tenth of that
-Short = Callable[[str, Path], TrainingRun]  # trains a variant, by its key, with the overrides `SHORT` into a folder
 
 
 def read_methods(methods: str | Sequence[Any], heads: int | None = None) -> list[Variant]:
@@ -136,14 +112,9 @@ def pick_baseline(labels: Sequence[str], baseline: str | None) -> str:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A run to be trained: its configuration, its variant, and its recipe, whose name is the run's folder.
+    """A run to be trained: its configuration, and its recipe, whose name is the run's folder."""
 
-    `key` names the variant in its configuration, without the seed.
-    """
-
-    key: str
     configuration: Configuration
-    variant: Variant
     recipe: Recipe
 
 
@@ -157,19 +128,8 @@ class Grid:
     seeds: int
     varied: dict[str, list[Any]]
 
-    def within(self, budget: Budget | None) -> Self:
-        """Return the grid under a budget; a budget of tokens is written into all recipes."""
-        if budget is None:
-            return self
-        for key in (STEPS, TOKENS):
-            if key in self.varied:
-                raise ValueError(f"`budget` sets {key}, which `vary` varies too; remove one of the two")
-        if budget.kind != "tokens":
-            return self
-        return replace(self, overrides=(*self.overrides, f"{STEPS}=null", f"{TOKENS}={round(budget.amount)}"))
-
-    def planned_runs(self, steps: dict[str, int] | None = None) -> list[PlannedRun]:
-        """Return the runs, seed by seed so that pairs are complete early; `steps` of a budget are by key of a run."""
+    def planned_runs(self) -> list[PlannedRun]:
+        """Return the runs, seed by seed so that pairs are complete early."""
         first = load_recipe(self.path, self.overrides).seed
         configurations = [
             Configuration.from_values(dict(zip(self.varied, values, strict=True)))
@@ -183,14 +143,11 @@ class Grid:
         for seed in range(first, first + self.seeds):
             for configuration, prefix in zip(configurations, prefixes, strict=True):
                 for variant, name in zip(self.variants, names, strict=True):
-                    key = " · ".join(filter(None, (configuration.label, variant.label)))
                     own = [f"seed={seed}", f"name={prefix}{name}-{seed}"]
-                    if steps is not None:
-                        own += [f"{STEPS}={steps[key]}", f"{TOKENS}=null"]
-                    planned.append(PlannedRun(key, configuration, variant, self.recipe(configuration, variant, own)))
+                    planned.append(PlannedRun(configuration, self.recipe(configuration, variant, own)))
         return planned
 
-    def recipe(self, configuration: Configuration, variant: Variant, more: Sequence[str] = ()) -> Recipe:
+    def recipe(self, configuration: Configuration, variant: Variant, more: Sequence[str]) -> Recipe:
         """Return the recipe of a variant in a configuration, with more overrides."""
         values = [f"{key}={json.dumps(value)}" for key, value in configuration.values.items()]
         own = [f"model.method={json.dumps(variant.methods or None)}"]
@@ -249,13 +206,11 @@ class Stopped(Frozen):
 
 
 class State(Frozen):
-    """What `grid.json` holds, so that runs can be resumed and read."""
+    """What `grid.json` holds, so that runs can be resumed."""
 
-    schema_: Literal["crosslayer/grid/2"] = Field(
-        "crosslayer/grid/2", validation_alias="schema", serialization_alias="schema"
+    schema_: Literal["crosslayer/grid/3"] = Field(
+        "crosslayer/grid/3", validation_alias="schema", serialization_alias="schema"
     )
-    budget: Budget | None = None
-    steps: dict[str, int] = Field({}, description="of each variant and configuration, if a budget sets them")
     stopped: dict[str, Stopped] = Field({}, description="runs that diverged, by name")
 
 
@@ -270,53 +225,3 @@ def read_state(folder: Path) -> State | None:
         return State.model_validate_json(path.read_bytes())
     except ValidationError as error:
         raise ValueError(f"{STATE}: {validation_message(error)}") from None
-
-
-def read_budget(text: str) -> Budget:
-    """Read "time=60" (seconds), "flops=1e14" or "tokens=1e6"."""
-    unit, _, number = text.partition("=")
-    if unit not in UNITS:
-        raise ValueError(
-            f"`budget` must be time=SECONDS, flops=NUMBER or tokens=NUMBER, got {text!r}; {nearest(unit, UNITS)}"
-        )
-    try:
-        amount = float(number)
-    except ValueError:
-        amount = math.nan
-    if not (math.isfinite(amount) and amount > 0):
-        raise ValueError(f"`budget` must be a number above 0, got {text!r}; for example {unit}=60")
-    return Budget(kind=unit, amount=amount, step_seconds={})
-
-
-def measured(budget: Budget, keys: Sequence[str], short: Short, folder: Path) -> tuple[Budget, dict[str, int]]:
-    """Return the budget with the measured times per step, and the number of steps of each variant.
-
-    Short runs of the variants alternate, in an order that reverses each round, so that all see the same state of the
-    machine. The time per step is the median over rounds of the median over steps.
-    """
-    rounds = ROUNDS if budget.kind == "time" else 1
-    runs: dict[str, list[TrainingRun]] = {key: [] for key in keys}
-    for number in range(rounds):
-        for key in keys if number % 2 == 0 else reversed(keys):
-            shutil.rmtree(folder, ignore_errors=True)
-            runs[key].append(short(key, folder))
-    shutil.rmtree(folder, ignore_errors=True)
-    if budget.kind == "flops":
-        costs = {key: own[0].model.flops_per_token * own[0].tokens / own[0].steps for key, own in runs.items()}
-        return budget, {key: whole_steps(budget.amount, cost, key) for key, cost in costs.items()}
-    costs = {}
-    for key, own in runs.items():
-        medians = []
-        for run in own:
-            tokens = run.tokens / run.steps
-            medians.append(statistics.median(tokens / speed for speed in run.curve.tokens_per_second[WARM:]))
-        costs[key] = statistics.median(medians)
-    steps = {key: whole_steps(budget.amount, cost, key) for key, cost in costs.items()}
-    return budget.model_copy(update={"step_seconds": costs}), steps
-
-
-def whole_steps(amount: float, cost: float, name: str) -> int:
-    """Return how many steps of this cost fit into the amount."""
-    if amount < cost:
-        raise ValueError(f"`budget` must allow at least one step: a step of {name} needs {cost:.3g}, got {amount:.3g}")
-    return math.floor(amount / cost)

@@ -34,7 +34,7 @@ from crosslayer.verbs.compare.result import (
 
 SHARE = 20  # by default a curve is smoothed over 1/20 of its length
 # keys that may differ between the configurations of a law
-SCALED = ("model.", "schedule.", "budget", "train.", "eval.")
+SCALED = ("model.", "schedule.", "train.", "eval.")
 APART = 1.5  # the smallest factor between neighboring costs: an exponent from closer ones would be noise
 CLOSE = 1 + 1e-6  # tolerance of the largest cost for rounding
 FARTHEST = 1000  # the largest factor between a cost and the cost to which a law is extrapolated

@@ -1,13 +1,12 @@
 """Reads finished training runs, which may be untrusted, and sorts them into configurations and variants.
 
-A configuration is a recipe without name, seed, method and number of key/value heads. Only a run's `record.json` is
-read, and `grid.json` of the comparison that trained it: with a budget of time or FLOPs each variant has a schedule of
-its own.
+A configuration is a recipe without name, seed, method and number of key/value heads. Of a run only `record.json` is
+read.
 """
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,14 +16,13 @@ import numpy as np
 from crosslayer.output.record import read_record
 from crosslayer.output.result import load_as
 from crosslayer.training.record import Layers, Snapshot, mean_of_known
-from crosslayer.verbs.compare.grid import HEADS, read_state, variant_of
-from crosslayer.verbs.compare.result import MISSING, Budget, ComparedRun, Configuration, SnapshotMeans, Trace, Variant
+from crosslayer.verbs.compare.grid import HEADS, variant_of
+from crosslayer.verbs.compare.result import MISSING, ComparedRun, Configuration, SnapshotMeans, Trace, Variant
 from crosslayer.verbs.train.result import TrainingRun
 
 RECORD, RUNS = "record.json", "runs"
 # recipe keys that differ between runs of a configuration
 OWN = ("name.", "seed.", "model.method.", f"model.shape.{HEADS}.")
-STEPS = ("schedule.steps", "schedule.tokens")  # keys that a budget of time or FLOPs sets for each variant
 
 
 @dataclass(frozen=True)
@@ -44,7 +42,6 @@ class GroupedRuns:
     variants: tuple[Variant, ...]
     domains: tuple[str, ...]
     runs: tuple[ComparedRun, ...]
-    budget: Budget | None = None
 
     @property
     def seeds(self) -> tuple[int, ...]:
@@ -99,13 +96,10 @@ def variant_of_run(run: TrainingRun) -> Variant:
 
 def read_runs(folders: Sequence[Path]) -> GroupedRuns:
     """Read the runs in folders and sort them into configurations and variants by their recipes."""
-    budgets = []
-    for folder in folders:
-        within = folder.resolve().parent
-        state = read_state(within.parent) if within.name == RUNS else None  # of the comparison that trained the run
-        budgets.append(None if state is None else state.budget)
     runs = [load_run(folder) for folder in folders]
-    recipes = [_recipe(run, budget) for run, budget in zip(runs, budgets, strict=True)]
+    recipes = [
+        {key: value for key, value in _flat(run.recipe).items() if not f"{key}.".startswith(OWN)} for run in runs
+    ]
     keys = dict.fromkeys(key for recipe in recipes for key in recipe)
     differing = [key for key in keys if _count(recipes, [key]) > 1]
     distinguishing: list[str] = []  # keys that split configurations further than the keys before them
@@ -116,27 +110,11 @@ def read_runs(folders: Sequence[Path]) -> GroupedRuns:
     for folder, run, recipe in zip(folders, runs, recipes, strict=True):
         values = {key: recipe.get(key, MISSING) for key in differing}
         named.append(NamedRun(run, folder.name, Configuration.from_values(values, distinguishing)))
-    return replace(group_runs(named), budget=_agreed(budgets))
-
-
-def _recipe(run: TrainingRun, budget: Budget | None) -> dict[str, Any]:
-    """Return the recipe keys that runs of a configuration share, with the budget in place of steps that it set."""
-    recipe = {key: value for key, value in _flat(run.recipe).items() if not f"{key}.".startswith(OWN)}
-    if budget is None or budget.kind == "tokens":
-        return recipe
-    return {**{key: value for key, value in recipe.items() if key not in STEPS}, "budget": budget.text}
+    return group_runs(named)
 
 
 def _count(recipes: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> int:
     return len({json.dumps([recipe.get(key, MISSING) for key in keys]) for recipe in recipes})
-
-
-def _agreed(budgets: Sequence[Budget | None]) -> Budget | None:
-    """Return the budget shared by all runs, with times per step only if these are shared too; None if they differ."""
-    first = budgets[0]
-    if first is None or any(other is None or other.requested != first.requested for other in budgets):
-        return None
-    return first if all(other == first for other in budgets) else first.requested
 
 
 def group_runs(named: Sequence[NamedRun]) -> GroupedRuns:
@@ -158,10 +136,7 @@ def group_runs(named: Sequence[NamedRun]) -> GroupedRuns:
 
 
 def _check_pair(first: NamedRun, other: NamedRun) -> None:
-    """Refuse two runs of a configuration that differ in training text, held-out text, or tokens per step.
-
-    The number of steps may differ under a budget.
-    """
+    """Refuse two runs of a configuration that differ in training text, held-out text, or tokens per step."""
     both = f"{first.name} and {other.name} have the same recipe but"
     texts = [
         {domain.name: (domain.fingerprint, domain.validation_tokens) for domain in entry.run.domains}

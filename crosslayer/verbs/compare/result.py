@@ -166,7 +166,7 @@ class Outcome(Frozen):
     adjusted: float | None = Field(ge=0, le=1, description="p-value corrected for all comparisons of this page")
     domains: dict[str, Difference]
     seeds_needed: int | None = Field(ge=1, description=f"to detect a difference of {RELEVANT}")
-    curve: RelativeCurve | None = Field(description="None if steps differ, as variants then have different schedules")
+    curve: RelativeCurve | None = Field(description="None if steps differ")
     critical: CriticalPoints | None = Field(description="None if the variant was never ahead for long enough")
 
     @property
@@ -203,26 +203,6 @@ class Law(Frozen):
     extrapolated: bool = Field(description="whether no run of the variant had the cost that it needs")
 
 
-class Budget(Frozen):
-    """The budget of every run: seconds of training steps, FLOPs, or tokens."""
-
-    kind: Literal["time", "flops", "tokens"]
-    amount: float = Field(gt=0)
-    step_seconds: dict[str, float] = Field(
-        description="measured, by configuration and variant; only for a budget of time"
-    )
-
-    @property
-    def requested(self) -> Self:
-        """The budget without measured times per step."""
-        return self.model_copy(update={"step_seconds": {}})
-
-    @property
-    def text(self) -> str:
-        """The budget as an option: time=60."""
-        return f"{self.kind}={self.amount:g}"
-
-
 class Comparison(Result):
     """What `crosslayer.compare` returns: an outcome for each variant in each configuration, and a page."""
 
@@ -232,7 +212,7 @@ class Comparison(Result):
     name: str
     baseline: str
     smooth: int | None = Field(ge=1, description="steps; None: 1/20 of each run")
-    budget: Budget | None
+    budget: None = Field(default=None, exclude=True, description="in records of an earlier release")
     configurations: tuple[Configuration, ...] = Field(min_length=1)
     variants: tuple[Variant, ...] = Field(min_length=1)
     domains: tuple[str, ...] = Field(min_length=1)

@@ -1,6 +1,6 @@
 """Compares finished runs, or first trains the runs of a recipe one after another.
 
-With a recipe the folder holds `grid.json` (the budget, measured times per step, runs that diverged), `runs/` with a
+With a recipe the folder holds `grid.json` (the runs that diverged), `runs/` with a
 folder for each run, and at the end `record.json` with its page.
 """
 
@@ -9,24 +9,20 @@ import hashlib
 import os
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from crosslayer.output.folder import check_target, locked_folder, write_whole
-from crosslayer.output.progress import NoProgress, metered_by, prefixed, progress
+from crosslayer.output.progress import prefixed
 from crosslayer.training.recipe import Recipe, load_recipe
 from crosslayer.training.trainer import TrainingStopped
 from crosslayer.verbs.compare.grid import (
-    SHORT,
     STATE,
     Grid,
-    PlannedRun,
     State,
     Stopped,
-    measured,
     pick_baseline,
-    read_budget,
     read_grid,
     read_state,
 )
@@ -42,7 +38,7 @@ from crosslayer.verbs.compare.read import (
     run_folders,
     variant_of_run,
 )
-from crosslayer.verbs.compare.result import Budget, Comparison
+from crosslayer.verbs.compare.result import Comparison
 from crosslayer.verbs.train.result import TrainingRun
 from crosslayer.verbs.train.run import train
 
@@ -58,7 +54,6 @@ def compare(
     seeds: int | None = None,
     vary: Sequence[str] | None = None,
     settings: Sequence[str] = (),
-    budget: str | None = None,
     baseline: str | None = None,
     smooth: int | None = None,
     resume: bool = False,
@@ -77,7 +72,6 @@ def compare(
         vary: a recipe key and its values, repeatable: model.size=tiny,mini. Variants are compared in every
             combination.
         settings: override a key of the recipe, repeatable: train.learning_rate=3e-4.
-        budget: the same budget for every run: time=60 (seconds of training steps), flops=1e14 or tokens=1e6.
         baseline: variant to compare with; default vanilla, or the first variant.
         smooth: steps over which curves are smoothed; default 1/20 of a run.
         resume: keep the finished runs in the folder and train the missing ones.
@@ -90,7 +84,7 @@ def compare(
     if smooth is not None and smooth < 1:
         raise ValueError(f"`smooth` must be at least 1 step, got {smooth}")
     if recipe is None:
-        options = {"methods": methods, "seeds": seeds, "vary": vary or None, "budget": budget}
+        options = {"methods": methods, "seeds": seeds, "vary": vary or None}
         _check_reading(runs, {**options, "settings": settings or None, "resume": resume or None})
         if out is not None:
             check_target(Path(out), force)
@@ -104,12 +98,10 @@ def compare(
     _check_training(runs, methods, out, force)
     grid = read_grid(recipe, methods or (), SEEDS if seeds is None else seeds, vary or (), settings)
     baseline = pick_baseline([variant.label for variant in grid.variants], baseline)
-    requested = None if budget is None else read_budget(budget)
-    grid = grid.within(requested)
     grid.planned_runs()  # checks all recipes before the folder is created
     folder, name = Path(out or "").expanduser().resolve(), load_recipe(recipe, settings).name
     with locked_folder(folder):
-        job = _Job(grid, folder, _opened(folder, requested, resume))
+        job = _Job(grid, folder, _opened(folder, resume))
         result = _comparison(job.train(baseline), name, baseline, smooth, job.state)
         result.save_within(folder)
     return result
@@ -136,22 +128,18 @@ def _check_training(runs: Any, methods: Any, out: Any, force: bool) -> None:
         )
 
 
-def _opened(folder: Path, budget: Budget | None, resume: bool) -> State:
+def _opened(folder: Path, resume: bool) -> State:
     """Return the state in `grid.json` of a folder, or a new one for a new folder."""
     name = folder.name
     if folder.is_file():
         raise ValueError(f"the folder {name!r} is a file; use another name")
     if not folder.exists() or not any(folder.iterdir()):
-        return State(budget=budget)  # pyright: ignore[reportCallIssue]
+        return State()  # pyright: ignore[reportCallIssue]
     if not resume:
         raise ValueError(f"the folder {name!r} exists; use another name, or `resume` to continue its runs")
     state = read_state(folder)
     if state is None:
         raise ValueError(f"the folder {name!r} holds no comparison to resume; use another name")
-    existing, requested = (None if each is None else each.requested for each in (state.budget, budget))
-    if existing != requested:
-        texts = ["no budget" if each is None else each.text for each in (existing, requested)]
-        raise ValueError(f"the folder {name!r} has runs with {texts[0]}, got {texts[1]}; use another name")
     return state
 
 
@@ -165,8 +153,7 @@ class _Job:
 
     def train(self, baseline: str) -> GroupedRuns:
         """Train the missing runs; runs that diverge are recorded and not trained again."""
-        self._schedule()
-        planned = self.grid.planned_runs(self.state.steps or None)
+        planned = self.grid.planned_runs()
         names = {one.recipe.name for one in planned}
         self._keep(stopped={name: what for name, what in self.state.stopped.items() if name in names})
         named: list[NamedRun] = []
@@ -192,27 +179,7 @@ class _Job:
         if baseline not in finished or len(finished) < 2:
             each = "; ".join(f"{name}: {stop.what}" for name, stop in self.state.stopped.items())
             raise ValueError(f"nothing to compare with {baseline}, because these runs stopped: {each}")
-        return replace(group_runs(named), budget=self.state.budget)
-
-    def _schedule(self) -> None:
-        """Measure the cost of a step of each variant, if the budget needs it and it is not known yet."""
-        budget = self.state.budget
-        if budget is None or budget.kind == "tokens":
-            return
-        first: dict[str, PlannedRun] = {}
-        for one in self.grid.planned_runs():
-            first.setdefault(one.key, one)
-        if self.state.steps.keys() == first.keys():
-            return
-        if self.state.steps:
-            raise ValueError(f"the folder {self.folder.name!r} has a budget for other variants; use another name")
-
-        def short(key: str, folder: Path) -> TrainingRun:
-            with progress(f"measuring a step of {key}", 0), metered_by(NoProgress):
-                return train(self.grid.recipe(first[key].configuration, first[key].variant, SHORT), folder)
-
-        budget, steps = measured(budget, [*first], short, self.folder / ".measured")
-        self._keep(budget=budget, steps=steps)
+        return group_runs(named)
 
     def _train(self, recipe: Recipe, shown: str) -> TrainingRun:
         """Return the run of a recipe, trained to its end if it is not finished."""

@@ -9,7 +9,6 @@ from crosslayer.verbs.compare.result import ALPHA, COSTS, RELEVANT, Comparison, 
 def sentences(record: Comparison) -> list[str]:
     """Return the findings, most important first."""
     return [
-        *_budget(record),
         *(line for configuration in record.configurations for line in _differences(record, configuration.label)),
         *_tests(record),
         *(_overtaken(result, record.baseline) for result in record.outcomes if result.overtaken),
@@ -55,24 +54,6 @@ def titled(title: str, label: str) -> str:
 def _prefix(label: str) -> str:
     """Return the beginning of a sentence about one configuration of several."""
     return f"{label}: " if label else ""
-
-
-def _budget(record: Comparison) -> list[str]:
-    budget = record.budget
-    if budget is None:
-        return []
-    units = {
-        "tokens": (",.0f", "tokens", [run.tokens for run in record.runs]),
-        "flops": (".3g", "FLOPs", [run.flops_per_token * run.tokens for run in record.runs]),
-        "time": (".3g", "s of training steps", [run.seconds for run in record.runs]),
-    }
-    form, unit, used = units[budget.kind]
-    ends = " to ".join(dict.fromkeys(f"{value:{form}}" for value in (min(used), max(used))))
-    measured = " (time per step measured beforehand, alternating between variants)" if budget.kind == "time" else ""
-    return [
-        f"Each run had a budget of {budget.amount:{form}} {unit}, in whole steps{measured}, with a learning rate "
-        f"schedule over these steps; the runs used {ends}."
-    ]
 
 
 def _differences(record: Comparison, configuration: str) -> list[str]:

@@ -245,7 +245,7 @@ def test_configurations_of_the_same_cost_have_no_law(tmp_path):
 
 
 def test_configurations_that_cost_nearly_the_same_have_no_law(tmp_path):
-    """A budget of FLOPs over sizes: a line through costs that differ by rounding would have any exponent."""
+    """A line through costs that differ by rounding would have any exponent."""
     runs = []
     for size, parameters in SIZES.items():
         steps = 10_000 * 1_000_000 // parameters + 1
@@ -264,7 +264,7 @@ def halved(entry):
 
 
 def test_steps_that_differ_leave_no_relative_curve(tmp_path):
-    """Under a budget each variant has its own schedule, and step 100 of one is not step 100 of another."""
+    """Step 100 of one schedule is not step 100 of another."""
     runs = three(0.0)
     runs = [each if each.model.methods == [] else halved(each) for each in runs]
     assert compared(tmp_path, *runs).outcomes[0].curve is None

@@ -1,8 +1,7 @@
-"""A comparison that trains its runs: the grid, resuming, budgets, runs that diverge, and the page."""
+"""A comparison that trains its runs: the grid, resuming, runs that diverge, and the page."""
 
 import gc
 import json
-import time
 from pathlib import Path
 
 import numpy as np
@@ -13,12 +12,11 @@ import crosslayer
 from crosslayer.output.progress import metered_by
 from crosslayer.training.trainer import TrainingStopped
 from crosslayer.verbs.compare import run as module
-from crosslayer.verbs.compare.grid import measured, read_budget, read_grid, read_methods, whole_steps
+from crosslayer.verbs.compare.grid import read_grid, read_methods
 from crosslayer.verbs.compare.result import Comparison
 from crosslayer.verbs.compare.sentences import sentences
 from tests.cli.test_bad_input import type_in
 from tests.helpers.meters import Recorder
-from tests.helpers.runs import run
 from tests.output.test_page import LOOK
 
 RECIPE = {
@@ -158,10 +156,13 @@ def test_the_page_in_a_browser(whole, browser):
 
 def test_grouped_query_attention_is_paired_with_other_variants(recipe, tmp_path):
     """ResFormer's Fig. 13: multi-query attention with SVFormer keeps 3 of 16 states."""
-    folder = tmp_path / "heads"
-    trained = crosslayer.compare(
-        out=folder, recipe=recipe, methods="vanilla, [svformer, {num_key_value_heads: 1}]", seeds=1
-    )
+    folder, meter = tmp_path / "heads", Recorder()
+    with metered_by(meter):
+        trained = crosslayer.compare(
+            out=folder, recipe=recipe, methods="vanilla, [svformer, {num_key_value_heads: 1}]", seeds=1
+        )
+    tasks = [task for task, _ in meter.works]
+    assert tasks[0].startswith("run 1 of 2, vanilla-0: ") and tasks[-1].startswith("run 2 of 2, svformer-")
     read = crosslayer.compare([folder])
     for result in (trained, read):
         assert [each.label for each in result.configurations] == [""]
@@ -182,17 +183,12 @@ def test_an_option_that_no_record_can_hold_is_refused(monkeypatch):
     [
         ({"resume": False}, "the folder 'whole' exists; use another name, or `resume`"),
         ({"settings": ["schedule.steps=7"]}, "runs/vanilla-0 has another recipe"),
-        ({"budget": "tokens=1000"}, "the folder 'whole' has runs with no budget, got tokens=1000"),
         ({"methods": "vanilla, resfromer"}, "did you mean 'resformer'?"),
         ({"methods": "vanilla"}, "at least two variants, got only vanilla"),
         ({"methods": "vanilla, {name: cla, group: 5}"}, "cla(group=5): model.method"),
         ({"baseline": "resfromer"}, "`baseline` must be one of the variants, got 'resfromer'"),
         ({"seeds": 0}, "`seeds` must be at least 1, got 0"),
         ({"smooth": 0}, "`smooth` must be at least 1 step, got 0"),
-        ({"budget": "tim=60"}, "got 'tim=60'; did you mean 'time'?"),
-        ({"budget": "time=-1"}, "`budget` must be a number above 0, got 'time=-1'"),
-        ({"budget": "time=nan"}, "must be a number above 0"),
-        ({"budget": "tokens=1e4", "vary": ["schedule.tokens=1,2"]}, "`budget` sets schedule.tokens"),
         ({"vary": ["model.shape.num_key_value_heads=1,2"]}, "`vary` must not name model.shape.num_key_value_heads"),
         ({"methods": "vanilla, {num_key_value_heads: 3}"}, "num_key_value_heads=3: model.shape"),
         ({"vary": ["model.method=cla"]}, "`vary` must not name model.method, got 'model.method=cla'; use `methods`"),
@@ -219,9 +215,16 @@ def test_a_folder_of_something_else_is_refused(recipe, tmp_path, no_training):
     options = {"out": tmp_path, "recipe": recipe, "methods": METHODS, "resume": True}
     with pytest.raises(ValueError, match="no comparison"):
         crosslayer.compare(**options)
-    (tmp_path / "grid.json").write_text('{"schema": "crosslayer/grid/2", "steps": {"vanilla": "rm"}}')
-    with pytest.raises(ValueError, match=r"grid.json: steps.vanilla must be"):
-        crosslayer.compare(**options)
+    for state, message in (
+        ('{"schema": "crosslayer/grid/3", "stopped": {"vanilla-0": "rm"}}', "grid.json: stopped.vanilla-0 must be"),
+        ("[]", "grid.json: it must be an object"),
+        ('{"stopped": {"a\x1b[2J": "x"}}', "grid.json: "),
+        ("[" * 100_000, "grid.json: Invalid JSON"),
+    ):
+        (tmp_path / "grid.json").write_text(state)
+        with pytest.raises(ValueError) as error:
+            crosslayer.compare(**options)
+        assert message in str(error.value) and str(error.value).isprintable()
 
 
 def test_a_run_that_diverges_is_left_out_and_stays_out(recipe, tmp_path, monkeypatch, planted, undrawn):
@@ -257,70 +260,13 @@ def test_a_baseline_that_diverges_is_an_error(recipe, tmp_path):
     assert json.loads((tmp_path / "out" / "grid.json").read_text())["stopped"] == {}
 
 
-def test_budgets_are_whole_steps(tmp_path):
-    assert whole_steps(60.0, 0.5, "a") == 120 and whole_steps(0.99, 0.5, "a") == 1
-    with pytest.raises(ValueError, match="`budget`.*0.5,.*0.4"):
-        whole_steps(0.4, 0.5, "a")
-    turns = []
-
-    def short(key, place):
-        turns.append(key)
-        speed = {"slow": [1.0, 1.0, *[100.0] * 8], "fast": [1.0, 1.0, *[200.0] * 8]}[key]
-        entry = run(steps=10, length=10, parameters=100)
-        return entry.model_copy(update={"curve": entry.curve.model_copy(update={"tokens_per_second": speed})})
-
-    budget, steps = measured(read_budget("time=8"), ["slow", "fast"], short, tmp_path / "short")
-    assert budget.step_seconds == {"slow": 0.8, "fast": 0.4} and steps == {"slow": 10, "fast": 20}
-    assert turns == ["slow", "fast", "fast", "slow", "slow", "fast"]
-    _, steps = measured(read_budget("flops=1e6"), ["slow"], short, tmp_path / "short")
-    assert steps == {"slow": 20}  # of 6 · 100 FLOPs a token and 80 tokens
-
-
-@pytest.mark.slow
-def test_a_budget_of_flops(recipe, tmp_path):
-    meter = Recorder()
-    options = {"out": tmp_path / "flops", "recipe": recipe, "methods": "vanilla, cla"}
-    with metered_by(meter):
-        flops = crosslayer.compare(**options, seeds=1, budget="flops=4e7")
-    tasks = [task for task, _ in meter.works]
-    assert tasks[:2] == ["measuring a step of vanilla", "measuring a step of cla"]
-    assert tasks[2].startswith("run 1 of 2, vanilla-0: ") and tasks[-1].startswith("run 2 of 2, cla-0: ")
-    spent = {entry.variant: entry.flops_per_token * entry.tokens for entry in flops.runs}
-    for entry in flops.runs:
-        step = entry.flops_per_token * entry.tokens / entry.steps
-        assert 4e7 - step < spent[entry.variant] <= 4e7
-    assert json.loads((tmp_path / "flops" / "grid.json").read_text())["steps"] == {
-        p.variant: p.steps for p in flops.runs
-    }
-    again = crosslayer.compare([tmp_path / "flops"])
-    assert (
-        again.budget == flops.budget
-        and again.outcomes == flops.outcomes
-        and again.configurations == flops.configurations
-    )
-
-
-@pytest.mark.slow
-def test_a_budget_of_time_is_measured_once(recipe, tmp_path, monkeypatch):
-    options = {"out": tmp_path / "out", "recipe": recipe, "methods": METHODS, "seeds": 1, "budget": "time=0.3"}
-    started = time.perf_counter()
-    first = crosslayer.compare(**options)
-    assert set(first.budget.step_seconds) == {"vanilla", "svformer"}
-    for entry in first.runs:
-        assert entry.steps == int(0.3 / first.budget.step_seconds[entry.variant])
-        assert entry.seconds < time.perf_counter() - started
-    monkeypatch.setattr(module, "train", None)
-    assert crosslayer.compare(**options, resume=True).budget == first.budget
-    assert not (tmp_path / "out" / ".measured").exists()
-
-
 def test_the_command_trains(recipe, tmp_path, capsys, monkeypatch, planted):
     words = ["compare", "--recipe", str(recipe), "--methods", METHODS, "--seeds", "1", "--out", str(tmp_path / "out")]
-    assert type_in(monkeypatch, [*words, "--budget", "tokens=300", "--vary", "model.shape.hidden_size=32,64"]) == 0
-    *lines, last = capsys.readouterr().out.splitlines()
+    tokens = ["--set", "schedule.steps=null", "--set", "schedule.tokens=300"]
+    assert type_in(monkeypatch, [*words, *tokens, "--vary", "model.shape.hidden_size=32,64"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
     configurations = [f"model.shape.hidden_size={width}" for width in (32, 64)]
     assert [result["configuration"] for result in json.loads(last)["results"]] == configurations
-    assert "300 tokens" in lines[0] and "320" in lines[0]
     result = crosslayer.load_result(tmp_path / "out")
     assert {entry.tokens for entry in result.runs} == {5 * 64} and {law.cost for law in result.laws} == {"parameters"}
     assert type_in(monkeypatch, words) == 2

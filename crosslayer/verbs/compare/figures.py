@@ -6,7 +6,6 @@ import numpy as np
 
 from crosslayer.output.chart import same_scale
 from crosslayer.output.panel import COLORS, QUIET, Dots, Heat, Line, Panel
-from crosslayer.stats.differences import FEWEST
 from crosslayer.stats.estimate import band
 from crosslayer.verbs.compare.result import COSTS, ComparedRun, Comparison, Configuration, SnapshotMeans
 from crosslayer.verbs.compare.sentences import titled
@@ -14,10 +13,6 @@ from crosslayer.verbs.compare.sentences import titled
 TOGETHER = 6  # lines of variants in a figure
 LOSS, SNAPSHOT = "nats per token", "Mean over seeds, on a few held-out windows."
 LATER = "Of attention and MLPs from the second layer on."
-BANDS = (
-    " Bands: 95% confidence intervals over seeds.",
-    " The band of two seeds spans both curves; it is not a confidence interval.",
-)
 CURVES = {  # quantity → title, caption and axis
     "training_loss": ("Training loss", "Mean over seeds; each point is the mean since the previous one.", LOSS),
     "validation_loss": ("Validation loss", "Held-out text, domains weighted as in training; mean over seeds.", LOSS),
@@ -60,24 +55,23 @@ def _differences(record: Comparison, configuration: Configuration, suffix: str) 
 
 
 def _relative(record: Comparison, configuration: Configuration, suffix: str) -> list[Panel]:
-    """Return the relative curves; the range of two seeds is named as such, since it is not a confidence interval."""
+    """Return the relative curves, with bands from three seeds on."""
     results = {each.variant: each for each in record.outcomes if each.configuration == configuration.label}
-    colors, groups, over, bands = _colors(record), [], 0, set()
+    colors, groups, over, bands = _colors(record), [], 0, False
     for group in _groups(record, configuration):
         lines = []
         for variant in group:
             result = results.get(variant)
             curve = None if result is None else result.curve
-            if result is None or curve is None:
+            if curve is None:
                 continue
             over = over or round(curve.window * curve.steps[-1] / len(curve.steps))
-            bands.add(min(len(result.seeds), FEWEST))
-            name = f"{variant} (range of 2 seeds)" if len(result.seeds) == 2 else variant
-            lines.append(Line(name, [*map(float, curve.steps)], curve.mean, curve.low, curve.high, colors[variant]))
+            bands = bands or curve.low is not None
+            lines.append(Line(variant, [*map(float, curve.steps)], curve.mean, curve.low, curve.high, colors[variant]))
         groups.append(lines)
     caption = (
         f"Training loss, smoothed over {over:,} steps, minus that of {record.baseline} with the same seed: below 0 is "
-        f"lower.{BANDS[0] if FEWEST in bands else ''}{BANDS[1] if 2 in bands else ''}"
+        f"lower.{' Bands: 95% confidence intervals over seeds.' if bands else ''}"
     )
     return _panels(f"relative_loss{suffix}", "Relative training loss", configuration, caption, LOSS, groups)
 

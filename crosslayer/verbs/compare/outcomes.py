@@ -99,7 +99,7 @@ def _curve(
     window = entries_of(steps, smooth)
     own, other = (np.array([run.curve.losses for run in group]) for group in (candidates, baselines))  # (S, N)
     relative = smoothed(own, window) - smoothed(other, window)
-    edges = band(relative)
+    edges = t_ends(relative)
     curve = RelativeCurve(
         window=window,
         steps=tuple(steps.tolist()),
@@ -131,15 +131,6 @@ def smoothed(losses: np.ndarray, window: int) -> np.ndarray:
     before[..., window:] = sums[..., :-window]
     counts = np.minimum(np.arange(1, losses.shape[-1] + 1), window)
     return (sums - before) / counts
-
-
-def band(curves: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return the lower and the upper edge (N,) of the mean of curves (S, N).
-
-    From three curves on it is the 95% confidence interval of the mean by Student's t. For two it is the range that both
-    span, which is not a confidence interval; for one None.
-    """
-    return (curves.min(axis=0), curves.max(axis=0)) if len(curves) == 2 else t_ends(curves)
 
 
 def critical_point(steps: np.ndarray, relative: np.ndarray) -> float | None:

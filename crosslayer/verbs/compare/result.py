@@ -101,10 +101,10 @@ class ComparedRun(Frozen):
 
 
 class RelativeCurve(Frozen):
-    """Smoothed training loss minus the baseline's by step: mean over pairs, and a band from two pairs on.
+    """Smoothed training loss minus the baseline's by step: mean over pairs, and a band from three pairs on.
 
-    From three pairs on the band is the 95% Student-t interval; of two pairs it is the range of both curves, which is
-    not a confidence interval. It holds at each step, not at all steps at once: a verdict needs it over several entries.
+    The band is the 95% Student-t interval. It holds at each step, not at all steps at once: a verdict needs it over
+    several entries.
     """
 
     window: int = Field(ge=1, description="logged entries per average")
@@ -126,7 +126,7 @@ class RelativeCurve(Frozen):
 
     @property
     def ahead(self) -> bool:
-        """Whether the variant was lower over some `stretch`; False for a single pair, which has no band."""
+        """Whether the variant was lower over some `stretch`; False below three pairs, which have no band."""
         length = 0
         for edge in self.high or ():
             length = length + 1 if edge < 0 else 0
@@ -136,7 +136,7 @@ class RelativeCurve(Frozen):
 
     @property
     def behind(self) -> bool:
-        """Whether the variant is higher over the last `stretch`; False for a single pair, which has no band."""
+        """Whether the variant is higher over the last `stretch`; False below three pairs, which have no band."""
         return self.low is not None and min(self.low[-self.stretch :]) > 0
 
 

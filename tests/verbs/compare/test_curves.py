@@ -3,12 +3,8 @@
 import numpy as np
 import pytest
 
-from crosslayer.verbs.compare.outcomes import (
-    band,
-    critical_point,
-    entries_of,
-    smoothed,
-)
+from crosslayer.stats.differences import t_ends
+from crosslayer.verbs.compare.outcomes import critical_point, entries_of, smoothed
 
 
 @pytest.mark.parametrize("window", [1, 3, 10, 50])
@@ -43,11 +39,9 @@ def test_steps_are_smoothed_in_whole_logged_entries(every, last, smooth, entries
     assert entries_of(np.arange(every, last + 1, every), smooth) == entries
 
 
-def test_the_band_is_the_range_of_two_curves_and_an_interval_of_three():
+def test_the_band_is_an_interval_of_three_curves():
     curves = np.random.default_rng(0).normal(size=(3, 5))
-    low, high = band(curves[:2])
-    assert (low == curves[:2].min(axis=0)).all() and (high == curves[:2].max(axis=0)).all()
-    low, high = band(curves)
+    low, high = t_ends(curves)
     half = 4.30265 * curves.std(axis=0, ddof=1) / np.sqrt(3)
     assert np.allclose(high - curves.mean(axis=0), half, rtol=1e-5) and np.allclose(high + low, 2 * curves.mean(axis=0))
-    assert band(curves[:1]) is None
+    assert t_ends(curves[:2]) is None

@@ -1,4 +1,4 @@
-"""The tasks in the LM Evaluation Harness, and our samples against those of its own RULER tasks."""
+"""Our samples against those of the RULER tasks of the LM Evaluation Harness."""
 
 import ast
 import importlib
@@ -8,74 +8,14 @@ import types
 from pathlib import Path
 
 import pytest
-import torch
 
-import crosslayer
 from crosslayer.judge import hidden as text
-from crosslayer.judge.hidden import Drawn, Samples, string_match, written
-from crosslayer.verbs.needles import tasks
-from crosslayer.verbs.needles.tasks.dataset import needles
-from tests.verbs.needles.oracle import TOKENIZER, random_model
+from crosslayer.judge.hidden import Drawn, string_match, written
 
-LENGTHS = [256, 512, 1024, 2048, 4096, 8192, 16384, 32768]
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="lm-eval is not installed (extra eval)"),
     pytest.mark.filterwarnings("ignore"),  # lm-eval's own
 ]
-
-
-@pytest.fixture
-def folder(tmp_path):
-    random_model(torch.float32).save_pretrained(tmp_path / "model")
-    TOKENIZER.save_pretrained(tmp_path / "model")
-    return str(tmp_path / "model")
-
-
-def manager(**metadata):
-    from lm_eval.tasks import TaskManager
-
-    return TaskManager(include_path=str(tasks.TASKS), include_defaults=False, metadata=metadata)
-
-
-def test_the_tasks_are_found():
-    assert set(manager().all_tasks) == {"needles", *(f"needles_{length}" for length in LENGTHS)}
-
-
-def test_a_prompt_of_the_task_is_ours(folder):
-    task = manager(pretrained=folder, samples=2, keys=2).load(["needles_512"])["tasks"]["needles_512"]
-    rows, made = list(task.test_docs()), Samples(TOKENIZER, keys=2)
-    assert len(rows) == 10 and [row["depth"] for row in rows] == [0, 0, 25, 25, 50, 50, 75, 75, 100, 100]
-    for place, row in enumerate(rows):
-        sample = made.sample(512, row["depth"], place % 2)
-        assert task.fewshot_context(row, 0, gen_prefix=task.doc_to_prefix(row)) == sample.prompt
-        assert row["outputs"] == [sample.value] and row["tokens"] == sample.tokens <= 512 - 32
-        assert task.process_results(row, [f" {sample.value}."]) == {"string_match": 1}
-        assert task.process_results(row, ["1234567"]) == {"string_match": 0}
-
-
-def test_the_harness_says_what_the_verb_says(folder):
-    from lm_eval import simple_evaluate
-    from lm_eval.models.huggingface import HFLM
-
-    options = {"samples": 1, "keys": 2, "depths": [0, 50]}
-    ran = simple_evaluate(
-        HFLM(folder, batch_size=2, device="cpu", dtype="float32"),
-        tasks=["needles_512"],
-        task_manager=manager(pretrained=folder, **options),
-        log_samples=True,
-        bootstrap_iters=0,
-    )
-    said = [row["resps"][0][0] for row in sorted(ran["samples"]["needles_512"], key=lambda row: row["doc_id"])]
-    result = crosslayer.needles(folder, lengths=[512], **options)
-    assert said == [*result.answers[0]] and all(said)
-    assert ran["results"]["needles_512"]["string_match,none"] == result.rows[0].value
-
-
-def test_a_task_without_a_tokenizer_is_refused():
-    with pytest.raises(ValueError, match="^needles.*pretrained="):
-        needles(512, config_source="x")
-    with pytest.raises(ValueError, match="^`keys`.*1-.*0"):
-        needles(512, keys=0, tokenizer=TOKENIZER)
 
 
 def ruler():

@@ -9,9 +9,8 @@ change of this layer only. For all other fits the target is the original model's
 correct the errors of the layers before it, which generalizes to similar text only.
 
 "mean": W_c = pinv(X̄) Ē over position-wise means in v groups of sequences (arXiv 2502.00439, Theorem 3.1).
-"lstsq": least squares over all tokens. "lmmse": least squares on the original's own streams, each layer separately;
-with a bias W_c is then the linear map with the least mean square error (arXiv 2505.21077). "ridge" and "layerwise" have
-a penalty chosen by leave-one-domain-out. A bias of W_c is fitted together with it.
+"lstsq": least squares over all tokens. "ridge" and "layerwise" have a penalty chosen by leave-one-domain-out. A bias of
+W_c is fitted together with it.
 
 "refit": as "layerwise", and in readers (layers that attend to another layer's states, for which their W_o was not
 trained) W_o together with W_c: E is regressed on [concatenated heads ‖ X]; the two weights are the change of W_o, and
@@ -41,8 +40,6 @@ from crosslayer.verbs.retrofit.result import Weights
 from crosslayer.verbs.retrofit.streams import Streams, computes_the_same, layers_of, same_weights
 
 WIRED = "a model that already has methods cannot be fitted or searched"
-# which model's stream both models' layers run on; by default each its own
-RUN_ON = {"layerwise": "converted", "refit": "converted", "refit-o": "converted", "lmmse": "original"}
 POST_NORM_ERROR = (
     "this model norms attention's output before the residual, and W_o cannot be refitted through that; use layerwise"
 )
@@ -102,8 +99,8 @@ def convert(
         methods: a method or a list: names, {"name": …, option: …}, `Method` objects or classes.
         calibration: token ids (N, T) without padding, to fit the linear compensation W_c of methods that have one; or
             such ids by domain, {"web": …, "code": …}: a fit on several domains generalizes better to other text.
-        fit: "zero", "mean" (arXiv 2502.00439, Theorem 3.1), "lstsq", "lmmse", "ridge", "layerwise", "refit" or
-            "refit-o" (see the top of this file).
+        fit: "zero", "mean" (arXiv 2502.00439, Theorem 3.1), "lstsq", "ridge", "layerwise", "refit" or "refit-o"
+            (see the top of this file).
             Default: "refit" if layers attend to another layer's states, else "layerwise"; or "ridge" if there is a
             change that these do not correct (a dropped MLP).
         groups: v of Theorem 3.1: the number of groups of sequences, each with its own mean, for fit "mean".
@@ -158,7 +155,7 @@ def calibrate(
     """
     domains = [text] if isinstance(text, Tensor) else list(text.values())
     _check(model, domains, fit, groups)
-    streams = Streams(original, model, torch.cat(domains), run_on=RUN_ON.get(fit, "own"))
+    streams = Streams(original, model, torch.cat(domains), run_on="converted" if fit in LAYER_ONLY else "own")
     layers, fits = fitted_layers(model, fit), []
     highest = layers[-1]
     with progress("calibrating", highest + 1) as bar:

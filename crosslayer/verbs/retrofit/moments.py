@@ -25,10 +25,9 @@ from torch import Tensor
 
 FITTED_WEIGHTS = {"refit": "W_o and the linear compensation W_c", "refit-o": "W_o"}  # where it is not W_c alone
 REFITS = tuple(FITTED_WEIGHTS)  # which refit W_o of layers that read other layers' states
-FITS = ("zero", "mean", "lstsq", "lmmse", "ridge", "layerwise", *REFITS)
-LEAST_SQUARES = ("lstsq", "lmmse")  # no penalty
+FITS = ("zero", "mean", "lstsq", "ridge", "layerwise", *REFITS)
 WITH_PENALTY = ("ridge", "layerwise", *REFITS)  # penalty chosen by cross-validation
-LAYER_ONLY = ("layerwise", "lmmse", *REFITS)  # which correct each layer's own change only
+LAYER_ONLY = ("layerwise", *REFITS)  # which correct each layer's own change only
 PENALTIES = tuple(10.0**exponent for exponent in range(-7, 4))  # times the mean square of an input
 MAX_CUTOFF = 0.01  # of singular values, as a share of the largest
 HELD_OUT = 8  # with a single domain every n-th sequence is held out
@@ -68,7 +67,7 @@ def is_enough(width: int, sizes: Sequence[int], length: int, fit: str) -> bool:
 
     If a penalty is chosen, some tokens must remain when others are held out.
     """
-    if fit not in (*LEAST_SQUARES, *WITH_PENALTY):
+    if fit not in ("lstsq", *WITH_PENALTY):
         return True
     fold_of, held = folds(sizes)
     left_out = max(fold_of.count(fold) for fold in held) if fit in WITH_PENALTY else 0

@@ -84,7 +84,7 @@ class Weights(Frozen):
 class Calibration(Frozen):
     """How W_c and W_o were fitted."""
 
-    fit: str = Field(description="none, zero, mean, lstsq, lmmse, ridge, layerwise, refit, refit-o")
+    fit: str = Field(description="none, zero, mean, lstsq, ridge, layerwise, refit, refit-o")
     windows: dict[str, int] = Field(description="calibration windows by domain")
     layers: list[Fit] = Field(description="the error before and after the fit, by layer from the first")
 

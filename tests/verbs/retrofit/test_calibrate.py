@@ -9,7 +9,6 @@ import torch
 from crosslayer.core.decoder.convert import convert_weights
 from crosslayer.core.decoder.modeling import masks_of
 from crosslayer.core.methods import load_method
-from crosslayer.probe.what_if import what_if
 from crosslayer.verbs.retrofit.convert import calibrate, convert
 from crosslayer.verbs.retrofit.moments import Moments, check_enough
 from tests.helpers.tiny import VOCABULARY, tiny
@@ -202,19 +201,15 @@ def seen_in(model, layer, ids):
     return (seen[name].flatten(0, 1).numpy() for name in ("normed", "stream"))
 
 
-@pytest.mark.parametrize("fit", ["lstsq", "lmmse"])
-def test_a_bias_is_least_squares_with_an_intercept(source, fit):
-    """Against numpy's lstsq: on both models' streams from below, or each layer by itself on the original's (NBL)."""
+def test_a_bias_is_least_squares_with_an_intercept(source):
+    """Against numpy's lstsq, on both models' streams from below."""
     ids, ones = text(), np.ones((24 * 12, 1))
     entry = {**METHODS["drop"], "compensation_bias": True}
-    done = convert(source, entry, calibration=ids, fit=fit)
+    done = convert(source, entry, calibration=ids, fit="lstsq")
     naive, converted = convert_weights(source, [load_method(entry)]).model, done.model
     for fitted_layer, number in zip(done.fits, (2, 4), strict=True):
-        normed, expected = seen_in(source, source.model.layers[number], ids)
-        if fit == "lmmse":
-            stream = expected - attention_output(source, number, ids)
-        else:
-            normed, stream = seen_in(naive, naive.model.layers[number], ids)
+        _, expected = seen_in(source, source.model.layers[number], ids)
+        normed, stream = seen_in(naive, naive.model.layers[number], ids)
         error = expected - stream
         solved = np.linalg.lstsq(np.concatenate([normed, ones], axis=1), error, rcond=None)[0]
         rest = error - normed @ solved[:-1] - solved[-1]
@@ -228,30 +223,8 @@ def test_a_bias_is_least_squares_with_an_intercept(source, fit):
     assert done.weights.new == [
         f"model.layers.{i}.attn_compensation.{part}" for i in (2, 4) for part in ("bias", "weight")
     ]
-    plain = convert(source, METHODS["drop"], calibration=ids, fit=fit)
+    plain = convert(source, METHODS["drop"], calibration=ids, fit="lstsq")
     assert done.fits[0].token_after < plain.fits[0].token_after
-
-
-def test_lmmse_takes_each_layer_by_itself(source):
-    """The error of a layer is its own in the original: readers read sources of the original's own stream."""
-    ids = text()
-    fits = convert(source, METHODS["cla"], calibration=ids, fit="lmmse").fits
-    for fit, read in zip(fits, (1, 3, 3), strict=True):
-        layer = source.model.layers[fit.layer]
-        _, expected = seen_in(source, layer, ids)
-        with what_if(source, {"name": "kvsharer", "pairs": ((fit.layer, read),)}):
-            _, reached = seen_in(source, layer, ids)
-        assert fit.token_before == pytest.approx(np.sqrt(((expected - reached) ** 2).sum(1).mean()), rel=1e-6)
-
-
-def attention_output(model, number, ids):
-    """Return what attention of a layer adds to the stream, rows of numpy."""
-    seen = {}
-    hook = model.model.layers[number].self_attn.register_forward_hook(lambda _, args, out: seen.update(out=out[0]))
-    with torch.no_grad():
-        model(ids)
-    hook.remove()
-    return seen["out"].flatten(0, 1).numpy()
 
 
 @pytest.mark.parametrize("name", ["heads", "mlp", "cla"])
@@ -370,8 +343,6 @@ def test_what_changes_outside_of_w_c_is_fitted_by_ridge(source):
         assert convert(source, method, calibration=ids).fit == "ridge"
         with pytest.raises(ValueError, match=rf"layers {re.escape(str(layers))}.*use ridge"):
             convert(source, method, calibration=ids, fit="layerwise")
-        with pytest.raises(ValueError, match=rf"fit 'lmmse' .*layers {re.escape(str(layers))}"):
-            convert(source, method, calibration=ids, fit="lmmse")
 
 
 @pytest.mark.parametrize("domains", [1, 2, 3, 6])

@@ -182,7 +182,7 @@ def test_by_default_three_embedded_domains_calibrate_and_six_evaluate(monkeypatc
 
 WAYS = [
     ("--method", "cla", "--layers", "auto", "--compensation", "ridge"),
-    ("--method", "drop", "--layers", "auto,count=2", "--compensation", "lmmse,bias"),
+    ("--method", "drop", "--layers", "auto,count=2", "--compensation", "lstsq,bias"),
     ("--method", "kvsharer", "--layers", "auto,count=2"),
     ("--method", "svformer", "--layers", "0-7", "--compensation", "lstsq"),
     ("--method", "drop", "--layers", "2,5", "--part", "mlp"),
@@ -212,7 +212,7 @@ def test_the_folder_keeps_the_dtype_of_the_original_and_what_was_measured(
 def test_other_ways(monkeypatch, inputs, tmp_path, options):
     assert retrofit(monkeypatch, inputs, tmp_path / "out", *options, "--windows", 16) == 0
     record = json.loads((tmp_path / "out" / "record.json").read_text())
-    assert record["settings"]["compensation"] in (None, record["calibration"]["fit"], "lmmse,bias")
+    assert record["settings"]["compensation"] in (None, record["calibration"]["fit"], "lstsq,bias")
     AutoTokenizer.from_pretrained(tmp_path / "out")
     AutoModelForCausalLM.from_pretrained(tmp_path / "out").generate(torch.tensor([[5, 6]]), max_new_tokens=3)
 

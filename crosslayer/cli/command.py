@@ -118,7 +118,7 @@ def run(verb: Verb, typed: dict[str, Any]) -> None:
     if verb.is_saved and out is not None:
         check_target(out, typed["force"])
     made = {name: function(**_values(verb.beside[name], typed)) for name, function in own.items()}
-    save, then = made.pop("saver", lambda result: result.save(typed["out"], typed["force"])), made.pop("then", None)
+    then = made.pop("then", None)
     arguments = _values(verb.call, typed) | made
     shortened = [re.sub(r"(^|=)[/~].*/", r"\1", word) for word in sys.argv[1:]]  # absolute paths: the last part only
     _start.command_line = shlex.join(["crosslayer", *shortened])
@@ -126,7 +126,7 @@ def run(verb: Verb, typed: dict[str, Any]) -> None:
         with metered_by(Progress if is_first else NoProgress):
             result = call(**arguments)
         if is_first:
-            _show(result, typed, save if verb.is_saved and out else None)
+            _show(result, typed, verb.is_saved and out is not None)
     finally:
         _start.command_line = None
     if then is not None:
@@ -134,12 +134,12 @@ def run(verb: Verb, typed: dict[str, Any]) -> None:
     raise typer.Exit(result.exit_status)
 
 
-def _show(result: Any, typed: dict[str, Any], save: Callable[[Any], Path] | None) -> None:
+def _show(result: Any, typed: dict[str, Any], is_saved: bool) -> None:
     out = typed.get("out")
     page = None if out is None else Path(out) / "report.html"
-    if save is not None:
+    if is_saved:
         say("writing the report")
-        page = save(result)
+        page = result.save(out, typed["force"])
     if not typed["json"]:
         for table in result.tables():
             print_table(*table)

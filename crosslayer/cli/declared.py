@@ -12,7 +12,7 @@ from typing import Any
 PACKAGE = Path(__file__).parent.parent
 REQUIRED = object()
 TEXTS = ("Text", "DomainTexts")  # annotations of text: from one source, and by domain
-OUTPUT = ("out", "force", "remote_code_shim")  # options of a panel of their own
+OUTPUT = ("out", "force")  # options of a panel of their own
 SPELLED = {"settings": "--set", "candidates": "--candidate"}  # each adds one; other config tools call it --set too
 
 
@@ -69,8 +69,7 @@ class Verb:
 
     `beside` has these functions, from `cli/<verb>.py`. Their parameters with a default are further options; the others
     receive the verb's own options of that name. A function with the name of a parameter of the call returns its value.
-    `saver` returns a function that saves the result and returns the path of its page, `then` a function that runs after
-    the result is printed.
+    `then` returns a function that runs after the result is printed.
     """
 
     name: str

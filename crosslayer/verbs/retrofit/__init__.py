@@ -7,7 +7,7 @@ PANELS = {
     "Choice and compensation": ("kl_budget", "read_budget", "kv_context", "part", "compensation", "sweep"),
     "Text": ("calibration_text", "windows", "calibration", "length", "bos", "seed"),
     "Run and output": (
-        *("full", "heal", "force", "remote_code_shim", "dtype", "device"),
+        *("full", "heal", "force", "dtype", "device"),
         *("allow_methods", "json", "debug"),
     ),
 }

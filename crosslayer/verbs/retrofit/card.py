@@ -1,6 +1,5 @@
-"""What a retrofit's folder has for others: its card, evaluation results, and code that finds the installed package."""
+"""What a retrofit's folder has for others: its card and evaluation results."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -17,24 +16,6 @@ LIMITS = """- The figures hold for the text they were measured on; other text, t
 - A smaller cache does not mean fewer reads: a layer that shares keys or values reads its source's at every step.
 - `crosslayer verify FOLDER` checks the files, the plan, and that cached, padded and compiled runs agree.
 - The license is that of the original model."""
-
-SHIM_FILE = "modeling_shim.py"
-SHIM = '''"""Lets `trust_remote_code=True` find crosslayer, which must be installed."""
-
-import crosslayer
-
-
-class CrossLayerConfig(crosslayer.CrossLayerConfig):
-    pass
-
-
-class CrossLayerForCausalLM(crosslayer.CrossLayerForCausalLM):
-    config_class = CrossLayerConfig
-'''
-AUTO_MAP = {
-    "AutoConfig": "modeling_shim.CrossLayerConfig",
-    "AutoModelForCausalLM": "modeling_shim.CrossLayerForCausalLM",
-}
 
 
 def write_card(record: RetrofitReport, folder: Path, tokenizer: bool) -> None:
@@ -69,7 +50,7 @@ def eval_entries(record: RetrofitReport) -> list[EvalResultEntry]:
 
 def model_card(record: RetrofitReport, tokenizer: bool) -> str:
     """Return the card as Markdown; `tokenizer`: whether the folder holds one."""
-    form = "crosslayer" if record.takes_shim else "hf"
+    form = "crosslayer" if record.architecture.retrofit_class == "CrossLayerForCausalLM" else "hf"
     versions = ", ".join(f"{name} {version}" for name, version in record.environment.versions.items() if version)
     _, head, rows = damage_table(record)
     costs = [head, ["---"] * len(head), *([cell.replace("|", "\\|") for cell in row] for row in rows)]
@@ -122,11 +103,3 @@ def _how(record: RetrofitReport) -> str:
     comment = "; ".join(f"{name}: {', '.join(map(repr, values))}" for name, values in names.items())
     call = f"crosslayer.retrofit({', '.join(['model', 'text', 'tokenizer', *options])})"
     return f"```python\n# {comment}\n{call}\n```"
-
-
-def write_shim(folder: Path) -> None:
-    """Add the remote code to the folder of a saved model, and to its config where to find it."""
-    (folder / SHIM_FILE).write_text(SHIM, encoding="utf-8")
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    config["auto_map"] = AUTO_MAP
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -211,11 +211,6 @@ class RetrofitReport(Result):
         return self._tokenizer
 
     @property
-    def takes_shim(self) -> bool:
-        """Whether the model is of a crosslayer class, which tools need a remote-code shim to find."""
-        return self.architecture.retrofit_class == "CrossLayerForCausalLM"
-
-    @property
     def kv_share(self) -> float:
         """Share of the original's KV cache that the retrofit allocates, 0 to 1."""
         return self.cache.share
@@ -258,7 +253,7 @@ class RetrofitReport(Result):
             "seconds": round(sum(self.seconds.values()), 1),
         }
 
-    def save(self, folder: str | Path, force: bool = False, remote_code_shim: bool = False) -> Path:
+    def save(self, folder: str | Path, force: bool = False) -> Path:
         """Write the model's folder, all of it or nothing: weights, tokenizer, card, record, page, figures, manifest.
 
         Of a sweep, without the model: its record, page and figures.
@@ -266,30 +261,23 @@ class RetrofitReport(Result):
         Args:
             folder: the output folder.
             force: replace an existing folder of results.
-            remote_code_shim: add an `auto_map` to the config and the file it names, for tools that load remote code.
 
         Returns:
             the path of the page.
 
         Raises:
-            ValueError: the folder exists and `force` is not set, it cannot be written, there is no model, or
-                `remote_code_shim` is set for a model of a stock class.
+            ValueError: the folder exists and `force` is not set, it cannot be written, or there is no model.
         """
         if self.settings.sweep:
             return super().save(folder, force)
         model, target = self.model, Path(folder)
-        if remote_code_shim and not self.takes_shim:
-            raise ValueError(f"a remote-code shim needs a crosslayer model, got a stock {type(model).__name__}")
         saved = {weight: weight.data.to(self._dtype) for weight in model.parameters()}  # shared where it is the same
         with whole_folder(target, force) as partial:
             with quiet_transformers(), replaced(saved):
                 model.save_pretrained(partial)
                 if self._tokenizer is not None:
                     self._tokenizer.save_pretrained(partial)
-            card = self.sibling("card")
-            if remote_code_shim:
-                card.write_shim(partial)
             self.write_files(partial)
-            card.write_card(self, partial, self._tokenizer is not None)
+            self.sibling("card").write_card(self, partial, self._tokenizer is not None)
             write_manifest(partial, model)  # of all files in the folder
         return target / "report.html"

@@ -119,8 +119,8 @@ def test_a_record_that_contradicts_itself_is_refused(report, place, value, messa
 
 def test_it_saves_a_whole_model_folder(report, tmp_path):
     out = tmp_path / "out"
-    assert report.save(out, remote_code_shim=True) == out / "report.html"
-    assert check_files(out) == [] and (out / "modeling_shim.py").is_file()
+    assert report.save(out) == out / "report.html"
+    assert check_files(out) == []
     assert RetrofitReport.from_record(json.loads((out / "record.json").read_text())) == report
     card = (out / "README.md").read_text()
     assert (
@@ -180,8 +180,6 @@ def test_whole_layers_that_any_method_drops_give_the_stock_class(source):
     report = crosslayer.retrofit(source, ids(40, 0), method=method, windows=40, length=LENGTH)
     assert type(report.model) is type(source) and report.model.config.num_hidden_layers == 7
     assert report.calibration.fit == "none" and all(row.gain is None for row in report.damage.domains)
-    with pytest.raises(ValueError, match="got a stock LlamaForCausalLM"):
-        report.save("nowhere", remote_code_shim=True)
 
 
 def test_the_options_that_are_checked_are_those_of_the_call():

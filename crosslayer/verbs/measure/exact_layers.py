@@ -17,7 +17,6 @@ from crosslayer.wiring.kv_bits import parse_kv_bits
 
 FEW = 12  # windows on which layers are compared
 PRICE = "KL of a layer"
-LLAMA_CPP = {"int8": "q8_0", "int4": "q4_0"}
 
 
 def quantizable(model: PreTrainedModel) -> list[int]:
@@ -72,18 +71,9 @@ def dearest(costs: Mapping[int, float], count: int) -> list[int]:
 
 
 def flags(costs: Mapping[int, float], kind: str, count: int) -> str:
-    """Return an engine's options that leave `count` layers in 16 bits; empty if no engine has them for these bits."""
+    """Return vLLM's options that leave `count` layers of an fp8 cache in 16 bits; empty for other bits."""
     exact, total = dearest(costs, count), sum(costs.values())
-    if total <= 0:  # the windows are too short for tokens to be quantized
+    if kind != "fp8" or total <= 0:  # zero: the windows are too short for tokens to be quantized
         return ""
-    if kind == "fp8":
-        text = f"vLLM: --kv-cache-dtype fp8 --kv-cache-dtype-skip-layers {' '.join(map(str, exact))}"
-    elif kind not in LLAMA_CPP or [*costs] != [*range(len(costs))]:  # llama.cpp counts all layers, from both ends
-        return ""
-    else:
-        ends = [[*range(first), *range(len(costs) - count + first, len(costs))] for first in range(count + 1)]
-        first, exact = max(enumerate(ends), key=lambda end: sum(costs[layer] for layer in end[1]))
-        text = f"ik_llama.cpp, first and last layers only: -ctk {LLAMA_CPP[kind]} -ctv {LLAMA_CPP[kind]}"
-        for end, number in {"first": first, "last": count - first}.items():
-            text += f" -ctk-{end} f16,{number} -ctv-{end} f16,{number}" if number else ""
-    return f"{text} ({sum(costs[layer] for layer in exact) / total:.0%} of the layers' KL)"
+    skipped, share = " ".join(map(str, exact)), sum(costs[layer] for layer in exact) / total
+    return f"vLLM: --kv-cache-dtype fp8 --kv-cache-dtype-skip-layers {skipped} ({share:.0%} of the layers' KL)"

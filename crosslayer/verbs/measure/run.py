@@ -66,7 +66,7 @@ def measure(
         tasks: lm-eval tasks, or groups of tasks as in papers, for all candidates.
         limit: maximum number of items per task, from the first; default all.
         exact_layers: also measure each quantized cache with this many layers in 16 bits, those whose quantization alone
-            costs the most KL, and print the options of vLLM and ik_llama.cpp for it.
+            costs the most KL, and print vLLM's options for it, for fp8.
         windows: evaluation windows, all domains together; at least 16 per domain.
         length: tokens per window.
         context: tokens in the cache when its bytes are counted and a decoding step is timed.

@@ -31,7 +31,6 @@ from crosslayer.environment import environment
 from crosslayer.output.chart import save_svg
 from crosslayer.output.panel import Line, Panel
 from crosslayer.output.progress import Progress
-from crosslayer.probe.intercept import position_embedding
 from crosslayer.stats.bootstrap import Ends, over_documents, plain, summarize
 from crosslayer.verbs.intervene.kinds import Kind, PositionSwap, positions_of, waiver
 from crosslayer.verbs.intervene.readings import Passes, Sample, change
@@ -92,9 +91,7 @@ def minilm(sequences: int) -> dict[str, Any]:
     model, tokenizer = crosslayer.load_model("minilm")
     plain = packed(load_documents(TextSource()), tokenizer, sequences=sequences, length=LENGTH)
     drawn = np.random.default_rng(0).choice(range(1, LENGTH - 1), RANDOM_ROWS, replace=False).tolist()
-    found = position_embedding(model)
-    assert found is not None
-    table, results = found[1].weight.detach(), {}
+    results = {}
     for start in ("special", "random"):
         windows = replace(plain, ids=plain.ids.clone())  # with [CLS] and [SEP]
         if start == "random":
@@ -104,8 +101,7 @@ def minilm(sequences: int) -> dict[str, Any]:
         if start == "special":
             for row in (0, drawn[0]):
                 for norm in NORMS:
-                    vector = tuple((table[row] * (norm / table[row].norm())).tolist())
-                    changes[f"row {row}, norm {norm}"] = PositionSwap(ENCODER, vector)
+                    changes[f"row {row}, norm {norm}"] = PositionSwap(ENCODER, row, norm)
         results[start] = measured(f"minilm {start}", model, windows, changes, LOWER)
     return results
 

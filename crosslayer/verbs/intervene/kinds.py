@@ -165,10 +165,10 @@ class ScaleValues(InAttention):
 
 @dataclass(frozen=True, config=STRICT)
 class PositionSwap(Intervention):
-    """`position` gets row `source` of a learned position table (BERT, GPT-2), or a vector (C,), scaled to a norm."""
+    """`position` gets row `source` of a learned position table (BERT, GPT-2), scaled to a norm."""
 
     position: Position
-    source: Whole | tuple[float, ...]
+    source: Whole
     norm: Annotated[FiniteFloat, Field(gt=0), BeforeValidator(_no_boolean)] | None = None
     kind: Literal["position_swap"] = "position_swap"
 
@@ -182,7 +182,7 @@ class PositionSwap(Intervention):
         _, table = embedding
         weight, limit = table.weight, position_limit(model)
         assert limit is not None
-        for position in (self.position, self.source) if isinstance(self.source, int) else (self.position,):
+        for position in (self.position, self.source):
             if not 0 <= position < limit:
                 raise ValueError(f"position {position} is not in the position table, which has rows 0 to {limit - 1}")
         # rows before that of position 0 are padding
@@ -190,13 +190,7 @@ class PositionSwap(Intervention):
         index = self.position + first
         before = weight.detach()[index].clone()  # (C,)
         running.rows.setdefault(index, before)
-        if isinstance(self.source, int):  # the row before any swap
-            row = running.rows.get(self.source + first, weight.detach()[self.source + first]).clone()
-        else:
-            row = torch.tensor(self.source, dtype=weight.dtype, device=weight.device)
-            if row.shape != before.shape:
-                raise ValueError(f"position_swap: the vector must have {weight.shape[1]} entries, got {len(row)}")
-
+        row = running.rows.get(self.source + first, weight.detach()[self.source + first]).clone()  # before any swap
         if self.norm is not None:
             row = torch.nn.functional.normalize(row, dim=0) * self.norm
 

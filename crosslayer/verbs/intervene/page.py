@@ -38,8 +38,7 @@ def describe(interventions: Sequence[Kind]) -> str:
                 continue
             if isinstance(option, tuple):
                 name = name.removesuffix("s") if len(option) == 1 else name
-                whole = all(isinstance(number, int) for number in option)
-                option = ranges(option) if whole else f"a vector of {len(option)}"
+                option = ranges(option)
             options.append(f"{name.replace('_', ' ')} {option}")
         descriptions.append(f"{intervention.kind} ({', '.join(options)})")
     return " + ".join(descriptions)

@@ -327,7 +327,7 @@ def test_everything_composes_and_is_restored_after_an_exception():
     assert [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()] == hooks
 
 
-@pytest.mark.parametrize("one", [*EACH, PositionSwap(1, 2), PositionSwap(1, (0.5,) * 4)], ids=str)
+@pytest.mark.parametrize("one", [*EACH, PositionSwap(1, 2)], ids=str)
 def test_round_trip_through_json(one):
     assert load_intervention(json.loads(json.dumps(to_entry(one)))) == one
 

@@ -10,12 +10,12 @@ from crosslayer.verbs.intervene.page import describe
 from tests.helpers.tiny import tiny, tokens
 
 
-@pytest.mark.parametrize("source", [8, 4, tuple(range(1, 33))], ids=["another row", "its own row", "a vector"])
+@pytest.mark.parametrize("source", [8, 4], ids=["another row", "its own row"])
 def test_a_row_gets_the_norm(source):
     model = tiny("gpt2")
     table = model.transformer.wpe.weight
     before = table.detach().clone()
-    row = before[source].tolist() if isinstance(source, int) else source
+    row = before[source].tolist()
     length = sum(x**2 for x in row) ** 0.5
     with intervening(model, PositionSwap(4, source, 1.5)):
         assert table[4].tolist() == pytest.approx([1.5 * x / length for x in row], rel=1e-6)

@@ -130,7 +130,6 @@ CASES = [
     ("intervene {kit}/model --token-swap 5:7 --layers 3", "--layers needs --waiver"),
     ("intervene {kit}/model --waiver 16", "position 16 is outside the sequences, which have 16 tokens"),
     ("intervene {kit}/model --waiver 15", "position 15 needs two tokens after it"),
-    ("intervene {kit}/model --waiver 5 --probes 3", "--probes must be at most the number of sequences, 2, got 3"),
     ("intervene {kit}/model --waiver 5 --controls -1", "--controls must be greater than or equal to 0, got -1"),
     ("intervene {kit}/model --scale-values 5", "--scale-values must be POSITIONS:FACTOR"),
     ("intervene {kit}/model --scale-values 5:inf", "scale_values: factor must be a finite number"),

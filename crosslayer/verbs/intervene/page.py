@@ -48,7 +48,7 @@ def sentences(record: Effect) -> list[str]:
     """Return the effect in sentences: the main position, then other positions, the scan and the controls."""
     main, *others = record.positions
     rows = "later tokens'" if record.model.causal else "the other tokens'"
-    probes = record.settings.probed
+    probed = record.settings.probed
     lines = [_received(f"Position {main.position}", main, rows), _norms(main)]
     if main.loss_behind is not None:
         loss = main.loss_behind
@@ -71,13 +71,13 @@ def sentences(record: Effect) -> list[str]:
         trials = "; ".join(f"{layers} {mean:.1%}" for layers, mean in means)
         lines.append(
             f"Attention on position {main.position} if the intervention acts in some layers only (mean over "
-            f"layers{probes}): {trials}."
+            f"layers{probed}): {trials}."
         )
     for control in record.controls:
         before, after = (mean_over_layers(reading.attention_received) for reading in (control.before, control.after))
         lines.append(
             f"Control, {describe(control.interventions)}: position {control.position} receives {before:.2%} of "
-            f"attention before and {after:.2%} after (mean over layers{probes})."
+            f"attention before and {after:.2%} after (mean over layers{probed})."
         )
     return lines
 

@@ -17,6 +17,7 @@ from crosslayer.verbs.diagnose.result import ProbedModel, TextSettings
 from crosslayer.verbs.intervene.kinds import Entry, to_entry
 
 Role = Literal["intervened", "first token", "left alone"]
+PROBED = 2  # sequences, the first ones, on which scan and controls run
 
 
 class Change(Frozen):
@@ -28,7 +29,7 @@ class Change(Frozen):
 
 
 class Reading(Frozen):
-    """The measures of a position by layer, over the probe sequences, before or after an intervention."""
+    """The measures of a position by layer, over the first `PROBED` sequences, before or after an intervention."""
 
     attention_received: Measure
     hidden_norm_ratio: Measure
@@ -84,12 +85,10 @@ class IntervenedModel(ProbedModel):
 class Settings(TextSettings):
     """The settings of the run; `seed` is used for everything random, also with token ids."""
 
-    probes: int = Field(ge=1, description="number of sequences, the first ones, on which scan and controls run")
-
     @property
     def probed(self) -> str:
         """On how many sequences scan and controls ran; empty if on all of them."""
-        return f", {counted(self.probes, 'sequence')}" if self.probes < self.sequences else ""
+        return f", {counted(PROBED, 'sequence')}" if self.sequences > PROBED else ""
 
 
 class Effect(Result):
@@ -101,7 +100,7 @@ class Effect(Result):
     Shapes: L layers; 2 stands for before and after.
     """
 
-    schema_: Literal["crosslayer/intervene/5"] = Field(default="crosslayer/intervene/5", alias="schema")
+    schema_: Literal["crosslayer/intervene/6"] = Field(default="crosslayer/intervene/6", alias="schema")
     model: IntervenedModel
     settings: Settings
     interventions: list[Entry] = Field(min_length=1)

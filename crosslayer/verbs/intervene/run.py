@@ -39,6 +39,7 @@ from crosslayer.verbs.intervene.kinds import (
 )
 from crosslayer.verbs.intervene.readings import Passes, changes_at
 from crosslayer.verbs.intervene.result import (
+    PROBED,
     AttentionByPosition,
     Control,
     Effect,
@@ -62,7 +63,6 @@ def intervene(
     interventions: Sequence[Kind | Mapping[str, Any]],
     scan: str | Sequence[Sequence[int]] = "auto",
     controls: int = 2,
-    probes: int | None = None,
     sequences: int = 8,
     length: int = 512,
     seed: int = 0,
@@ -86,7 +86,6 @@ def intervene(
         scan: repeat the interventions in these ranges of layers only, such as 0-2,3-29; none; or auto: the first 10%,
             25% and 50% of layers, and all but the first 10% and 25%. In Python also groups of layers.
         controls: control runs with all positions shifted by a random distance (swaps: with a random row or token).
-        probes: number of sequences for scan and controls; default 2.
         sequences: sequences to measure; confidence intervals need at least two.
         length: tokens per sequence.
         seed: random seed for the order of the text and for the controls.
@@ -102,7 +101,7 @@ def intervene(
     if isinstance(text, Tensor) and text.dim() == 2:
         sequences, length = text.shape
     cut: dict[str, Any] = {"sequences": sequences, "length": length, "seed": seed}
-    options: dict[str, Any] = {"interventions": interventions, "scan": scan, "controls": controls, "probes": probes}
+    options: dict[str, Any] = {"interventions": interventions, "scan": scan, "controls": controls}
     request = Request(**options, **cut)
     cut |= {"bos": bos, "prefix": prefix}
     inputs = read_inputs(model, text, tokenizer, dtype=dtype, device=device, **cut)
@@ -115,7 +114,6 @@ class Request(Options):
     interventions: Kinds
     scan: str | tuple[tuple[int, ...], ...] = "auto"
     controls: int = Field(2, ge=0)
-    probes: int | None = Field(None, ge=1)
     sequences: int = Field(8, ge=1)
     length: int = Field(512, ge=2)
     seed: Seed = 0
@@ -147,14 +145,12 @@ class Request(Options):
 
     @model_validator(mode="after")
     def _check_positions(self) -> "Request":
-        """Raise if there are no positions, or if positions or probes exceed the sequences."""
+        """Raise if there are no positions, or if positions exceed the sequences."""
         if not self.positions:
             raise ValueError("an intervention is missing; give at least one, such as waiver(255)")
         last = max(self.positions)
         if last >= self.length:
             raise ValueError(f"position {last} is outside the sequences, which have {self.length} tokens")
-        if self.probes is not None and self.probes > self.sequences:
-            raise ValueError(f"`probes` must be at most the number of sequences, {self.sequences}, got {self.probes}")
         return self
 
     @property
@@ -164,10 +160,9 @@ class Request(Options):
 
 
 def _measure(inputs: Inputs, request: Request) -> Effect:
-    """Run all sequences, (N, T), before and after the interventions, and the first `probes` in scan and controls."""
-    started, interventions, probes = time.perf_counter(), request.interventions, request.probes
-    probes = min(2, request.sequences) if probes is None else probes
-    model, ids, probed = inputs.model, inputs.ids, inputs.ids[:probes]
+    """Run all sequences, (N, T), before and after the interventions, and the first `PROBED` in scan and controls."""
+    started, interventions = time.perf_counter(), request.interventions
+    model, ids, probed = inputs.model, inputs.ids, inputs.ids[:PROBED]
     last = max(request.positions)
     if model.can_generate() and last > request.length - 3:
         raise ValueError(f"position {last} needs two tokens after it, and sequences have {request.length} tokens")
@@ -179,7 +174,7 @@ def _measure(inputs: Inputs, request: Request) -> Effect:
     for untouched, _ in controls:
         roles.setdefault(untouched, "left alone")
     measured, first = [*roles], min(request.positions)  # the main position comes first
-    total = 2 * len(ids) + probes * (len(groups) + len(controls))
+    total = 2 * len(ids) + len(probed) * (len(groups) + len(controls))
     with progress("running", total) as steps, evaluating(model):
         passes = Passes(model, total, steps)
         after = passes.sample(ids, measured, interventions, first)  # before all else: it may raise
@@ -190,14 +185,14 @@ def _measure(inputs: Inputs, request: Request) -> Effect:
         control_runs = []
         for _, moved in controls:
             position = positions_of(moved[0])[0]  # swaps keep their position
-            start, end = before.reading(measured.index(position), probes), passes.sample(probed, [position], moved)
+            start, end = before.reading(measured.index(position), PROBED), passes.sample(probed, [position], moved)
             control_runs.append(
                 Control(interventions=list(moved), position=position, before=start, after=end.reading(0))
             )
     if scan:  # between no layers and all layers in which the interventions act
         everywhere = sorted({layer for intervention in interventions for layer in acting_layers(model, intervention)})
-        nowhere = Trial(layers=[], **dict(before.reading(0, probes)))
-        scan = [nowhere, *scan, Trial(layers=everywhere, **dict(after.reading(0, probes)))]
+        nowhere = Trial(layers=[], **dict(before.reading(0, PROBED)))
+        scan = [nowhere, *scan, Trial(layers=everywhere, **dict(after.reading(0, PROBED)))]
     single = {*roles, *range(len(inputs.settings.prefix))}
     received, last_row = (
         AttentionByPosition(before=by_position(start, single), after=by_position(end, single))
@@ -205,7 +200,7 @@ def _measure(inputs: Inputs, request: Request) -> Effect:
     )
     return Effect(
         model=IntervenedModel(**dict(inputs.facts), causal=before.causal),
-        settings=Settings(**{**dict(inputs.settings), "seed": request.seed}, probes=probes),
+        settings=Settings(**{**dict(inputs.settings), "seed": request.seed}),
         interventions=list(interventions),
         positions=changes_at(roles, before, after, over_documents(inputs.settings.documents)),
         attention_by_position=received,

@@ -81,15 +81,15 @@ def test_measures_are_those_of_a_loop(family, change):
 
 
 def test_scan_controls_and_what_is_left_alone():
-    model, ids = tiny("llama"), tokens(batch=3)
+    model, ids = tiny("llama"), tokens()
     model.train()
     model.model.layers[1].eval()
     modes = [module.training for module in model.modules()]
     weights = {name: w.clone() for name, w in model.state_dict().items()}
     meter, whole, part = Recorder(), [0, 1, 2], [1]
     with metered_by(meter):
-        result = intervene(model, ids, interventions=[waiver(K)], scan=[whole, part], controls=2, probes=3)
-    assert meter.works == [("running", 15)] and meter.steps == [(done, 15, "") for done in range(1, 16)]
+        result = intervene(model, ids, interventions=[waiver(K)], scan=[whole, part], controls=2)
+    assert meter.works == [("running", 10)] and meter.steps == [(done, 10, "") for done in range(1, 11)]
     assert [module.training for module in model.modules()] == modes
     assert all(torch.equal(w, weights[name]) for name, w in model.state_dict().items())
     received = result.main.attention_received
@@ -133,13 +133,11 @@ def test_swaps_are_controlled_by_random_content():
         ((waiver(22),), {}, "position 22 needs two tokens after it, and sequences have 24 tokens"),
         ((waiver(1, layers=[7]),), {}, "layer 7 does not exist"),
         ((waiver(1),), {"scan": [[3]]}, "layer 3 does not exist"),
-        ((waiver(1),), {"probes": 3}, "`probes` must be at most the number of sequences, 2, got 3"),
         ((waiver(1),), {"scan": [1, 2]}, r"`scan` must hold groups of layers such as \[\[0, 1, 2\], \[3, 4\]\], got 1"),
         ((waiver(1),), {"scan": 3}, "`scan` must be auto, none, ranges .* got 3"),
         (None, {}, r"must be a list such as \[waiver\(255\)\], got None"),
         ({"kind": "waiver", "positions": [3]}, {}, "must be a list .* got a single intervention"),
         ((waiver(1),), {"seed": 2**63}, "seed must be less than"),
-        ((waiver(1),), {"probes": 0}, "probes must be greater than or equal to 1, got 0"),
         ((waiver(1),), {"controls": -1}, "controls must be greater than or equal to 0, got -1"),
         ((waiver(1),), {"scan": "0-3"}, "'0-3' is out of range; layers go from 0 to 2"),
         ((waiver(1),), {"scan": "x"}, "neither a layer nor a range"),
@@ -159,7 +157,7 @@ def test_what_cannot_be_done_is_one_line(changes, options, message):
 
 def test_the_verb_writes_a_whole_folder_that_can_be_run_again(monkeypatch, tmp_path, capsys):
     out = tmp_path / "out"
-    words = ["intervene", "minilm", "--sequences", 2, "--length", 64, "--probes", 1]
+    words = ["intervene", "minilm", "--sequences", 3, "--length", 64]
     assert run(monkeypatch, *words, "--position-swap", "40:0", "--waiver", "20,21", "--out", out) == 0
     printed = capsys.readouterr().out.strip().splitlines()
     headline = json.loads(printed[-1])
@@ -168,7 +166,8 @@ def test_the_verb_writes_a_whole_folder_that_can_be_run_again(monkeypatch, tmp_p
     result = Effect.from_record(record)
     assert result.record() == record and result.command.startswith("crosslayer intervene minilm")
     assert result.model.name == headline["model"] == "minilm"
-    assert result.settings.text.startswith("embedded corpus") and len(result.settings.documents) == 2
+    assert result.settings.text.startswith("embedded corpus") and len(result.settings.documents) == 3
+    assert result.controls[0].after.attention_received.n == 2 and "layers, two sequences)" in result.sentences()[-1]
     assert str(tmp_path) not in (out / "record.json").read_text()
     assert [one["kind"] for one in record["interventions"]] == ["waiver", "position_swap"]
     assert result.attention_received.shape == (2, 6)
@@ -179,7 +178,7 @@ def test_the_verb_writes_a_whole_folder_that_can_be_run_again(monkeypatch, tmp_p
         assert typed_interventions(file=str(file)) == result.interventions
         file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes().replace(b"\n", b"\r\n"))  # saved on Windows
         assert typed_interventions(file=str(file)) == result.interventions
-    again = intervene("minilm", interventions=result.interventions, sequences=2, length=64, probes=1)
+    again = intervene("minilm", interventions=result.interventions, sequences=3, length=64)
     assert again.interventions == result.interventions
     assert again.positions == result.positions and again.controls == result.controls
 
@@ -277,14 +276,14 @@ def test_a_result_is_saved_and_loaded_again_equal(tmp_path):
     page = result.save(tmp_path / "out")
     assert page == tmp_path / "out" / "report.html" and page.read_text() == result.page()
     record = json.loads((tmp_path / "out" / "record.json").read_text())
-    assert record == result.record() and record["schema"] == "crosslayer/intervene/5"
+    assert record == result.record() and record["schema"] == "crosslayer/intervene/6"
     again = Effect.from_record(record)
     assert again == result and again.page() == result.page() and again.headline() == result.headline()
     assert again.interventions == changes and again.settings.text is None and again.command is None
     assert "srcdoc" in result._repr_html_()
     assert ["seconds", f"{result.seconds:.1f}"] in result.run_details()[2]
     assert crosslayer.load_result(tmp_path / "out") == result
-    with pytest.raises(ValueError, match="'crosslayer/intervention/2';.*crosslayer/intervene/5"):
+    with pytest.raises(ValueError, match="'crosslayer/intervention/2';.*crosslayer/intervene/6"):
         Effect.from_record({**record, "schema": "crosslayer/intervention/2"})
     for broken in ({"positions": []}, {"colour": 1}, {"model": {**record["model"], "layers": 4}}):
         with pytest.raises(ValidationError):
@@ -348,7 +347,7 @@ def test_what_can_be_refused_cheaply_is_refused_before_a_model_is_loaded(monkeyp
 @pytest.mark.slow
 def test_isolating_a_token_of_smollm2_moves_the_sink_to_it():
     """Position 255 in layers 12-28: from under 1 % to over 10 %, a peak, a drain; not by layers 12-29 alone."""
-    options = {"scan": "12-29", "controls": 0, "probes": 1, "sequences": 1}
+    options = {"scan": "12-29", "controls": 0, "sequences": 1}
     result = intervene("smollm2", interventions=[waiver(255)], device="cpu", **options)
     before, after = result.attention_received[:, 12:29]
     assert before.max() < 0.01 < 0.10 < after.min() and after.mean() > 0.20
@@ -363,7 +362,7 @@ def test_isolating_a_token_of_smollm2_moves_the_sink_to_it():
 def test_the_row_of_position_0_makes_a_sink_of_minilm_and_a_random_row_does_not():
     model, tokens_of = load_model("minilm", device="cpu")
     ids = packed(load_documents(TextSource()), tokens_of, sequences=4, length=512).ids
-    result = intervene(model, ids, interventions=[PositionSwap(383, 0)], controls=2, probes=4)
+    result = intervene(model, ids, interventions=[PositionSwap(383, 0)], controls=2)
     before, after = result.attention_received[:, 1:5]
     assert (after > 20 * before).all()
     assert len(result.controls) == 2

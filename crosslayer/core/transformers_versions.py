@@ -43,7 +43,7 @@ def given_cache(arguments: Mapping[str, Any]) -> Any:
 def takes_cache(forward: Forward) -> Forward:
     """Let a `forward` with a parameter `cache` take it by either name; from 5.24 on, the old one with a warning."""
     if CACHE == "cache":
-        return deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")(forward)
+        return deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")(forward)  # type: ignore[return-value]
 
     @functools.wraps(forward)
     def renamed(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -19,7 +19,7 @@ from crosslayer.codec.judge import coded, continued
 from crosslayer.corpus.domains import embedded_domains, split_domains
 from crosslayer.environment import environment
 from crosslayer.judge.clock import prefill
-from crosslayer.probe.intercept import evaluating
+from crosslayer.probe.model import evaluating
 from crosslayer.stats.bootstrap import Bootstrap
 
 TEXTS, WINDOWS, AFTER = ("science", "speeches", "code"), 4, 128

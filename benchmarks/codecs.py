@@ -42,7 +42,7 @@ from crosslayer.corpus.documents import TextSource, load_documents
 from crosslayer.corpus.domains import EMBEDDED, FITTED, embedded_domains, shared_out, split_domains
 from crosslayer.corpus.windows import Windows
 from crosslayer.environment import environment
-from crosslayer.probe.intercept import evaluating
+from crosslayer.probe.model import evaluating
 
 HELD_OUT = 1  # windows of each domain that set the numbers of bytes
 NEAR = (0.8, 1.0, 1.25)  # shares of the mixed fit of a matrix, in units of the others'

@@ -36,7 +36,7 @@ from crosslayer.judge.judge import Judge
 from crosslayer.judge.retrieval import retrieval_change
 from crosslayer.judge.rows import cache_rows, time_rows
 from crosslayer.judge.tasks import summary
-from crosslayer.probe.intercept import positions
+from crosslayer.probe.model import positions
 
 LENGTH = 512  # tokens of a window of text
 CONTEXT, NEW_TOKENS, PAIRS = 512, 16, 5  # at which caches are counted and steps are timed, in pairs of runs

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from crosslayer.cache.quantizers import rotated, work_dtype
-from crosslayer.probe.intercept import AttentionCall, evaluating, visited
+from crosslayer.probe.intercept import AttentionCall, visited
+from crosslayer.probe.model import evaluating
 
 ORDERS = ("halves", "pairs")  # channel i turns with i + R/2, or with its neighbor
 TOKENS = 32  # of the random text

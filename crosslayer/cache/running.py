@@ -25,7 +25,8 @@ from crosslayer.cache.quantizers import rotates
 from crosslayer.cache.state import Step, padding
 from crosslayer.core.plan import CACHED, DepthPlan
 from crosslayer.core.transformers_versions import CACHE, given_cache
-from crosslayer.probe.intercept import AttentionCall, evaluating, intercepted, layer_stack
+from crosslayer.probe.intercept import AttentionCall, intercepted
+from crosslayer.probe.model import evaluating, layer_stack
 from crosslayer.wiring.kv_bits import KvBits, keeps_recent, parse_kv_bits
 from crosslayer.wiring.read import model_plan
 from crosslayer.wiring.result import ModelPlan

@@ -38,7 +38,8 @@ from crosslayer.codec.metric import Metric
 from crosslayer.codec.states import HALF, LayerShape, new_cache, read_states, turned
 from crosslayer.judge.clock import prefill
 from crosslayer.output.progress import progress
-from crosslayer.probe.intercept import AttentionCall, evaluating, visited
+from crosslayer.probe.intercept import AttentionCall, visited
+from crosslayer.probe.model import evaluating
 
 PART = 4  # the last quarter of a window reads the tokens before it
 RIDGE = 0.01  # of the metric, in units of its mean eigenvalue

@@ -27,7 +27,7 @@ from crosslayer.judge.clock import prefill
 from crosslayer.judge.hidden import Sample, prompt_ids
 from crosslayer.judge.retrieval import retrieved
 from crosslayer.output.progress import progress
-from crosslayer.probe.intercept import evaluating
+from crosslayer.probe.model import evaluating
 
 Way = Callable[[Cache, Tensor], tuple[Cache, int]]  # from a cache and its tokens (1, T) to what is read back, its bytes
 

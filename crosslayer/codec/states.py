@@ -17,7 +17,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from crosslayer.cache.offsets import Rotation, angle_tables, find_rotation
 from crosslayer.core.transformers_versions import CACHE, layers_without_cache
-from crosslayer.probe.intercept import evaluating, plan_of
+from crosslayer.probe.model import evaluating, plan_of
 
 HALF = torch.finfo(torch.float16).max
 PROBED = (1, 3, 40)  # positions at which keys are compared with those at 0

@@ -23,7 +23,7 @@ from crosslayer.cache.running import NewCache
 from crosslayer.core.transformers_versions import CACHE, EMPTY_LAYER
 from crosslayer.machine import Peak, free_memory, peak_memory, seconds
 from crosslayer.output.progress import progress
-from crosslayer.probe.intercept import no_cache
+from crosslayer.probe.model import no_cache
 from crosslayer.stats.times import TimeComparison, compare_times
 from crosslayer.wiring.read import model_plan
 from crosslayer.wiring.result import ModelPlan

@@ -26,7 +26,7 @@ from crosslayer.judge.tasks.harness import Tasks, quiet, score
 from crosslayer.judge.tasks.summary import group_rows, task_rows
 from crosslayer.models.load import load_model, model_facts
 from crosslayer.output.progress import progress
-from crosslayer.probe.intercept import evaluating, positions
+from crosslayer.probe.model import evaluating, positions
 from crosslayer.stats.times import StepTime
 
 

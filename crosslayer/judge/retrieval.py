@@ -22,7 +22,7 @@ from crosslayer.environment import quiet_transformers
 from crosslayer.judge.hidden import PHRASINGS, Sample, Samples, is_retrieved, prompt_ids
 from crosslayer.output.progress import progress
 from crosslayer.output.record import Frozen
-from crosslayer.probe.intercept import evaluating, positions
+from crosslayer.probe.model import evaluating, positions
 from crosslayer.stats.differences import in_points, share_difference
 from crosslayer.stats.estimate import Estimate
 

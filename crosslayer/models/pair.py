@@ -17,7 +17,7 @@ from crosslayer.models.load import (
     resolve_device,
 )
 from crosslayer.output.progress import progress
-from crosslayer.probe.intercept import config_positions
+from crosslayer.probe.model import config_positions
 
 Named = PreTrainedModel | str | Path
 

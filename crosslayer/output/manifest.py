@@ -21,7 +21,7 @@ from crosslayer.core.plan import DepthPlan
 from crosslayer.environment import environment
 from crosslayer.output.folder import write_whole
 from crosslayer.output.record import validation_message
-from crosslayer.probe.intercept import evaluating, layer_stack, positions
+from crosslayer.probe.model import evaluating, layer_stack, positions
 
 NAME = "manifest.json"
 NOT_LISTED = (NAME, ".gitattributes")  # the hub adds .gitattributes to every repository

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from crosslayer.probe.intercept import evaluating, layer_stack, no_cache
 from crosslayer.probe.measures import hidden_norms
+from crosslayer.probe.model import evaluating, layer_stack, no_cache
 from crosslayer.probe.stream import LayerStream, streams
 
 TOKENS = 64  # of a sequence, evenly spaced: more would change a mean little

@@ -1,4 +1,4 @@
-"""See every attention call of a Hugging Face model, and what a probe needs to know of it: layers, positions, token ids.
+"""See every attention call of a Hugging Face model, and change it.
 
 While a model is watched, the function that its attention implementation names is in transformers' attention
 interface behind one that shows the call first. The name stays, since models read it: sparse attention edits its mask
@@ -15,14 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-from crosslayer.core.decoder.configuration import CrossLayerConfig
-from crosslayer.core.plan import CACHED, DepthPlan
-from crosslayer.core.transformers_versions import layers_without_cache
+from crosslayer.probe.model import UNREADABLE, attention_layers, layer_stack, text_model
 
-UNREADABLE = "masks of flex attention cannot be read; load the model with sdpa or eager attention"
 OVER_DEPTH = "AttentionResidual"  # ends the names of transformers' classes that attend over earlier layers, not tokens
 
 
@@ -95,79 +92,6 @@ Handler = Callable[[AttentionCall], AttentionCall]
 # every module in the layers of the models that are watched: its layer, and their handlers, outermost first
 _watched: dict[nn.Module, tuple[int, list[Handler]]] = {}
 _replaced: dict[str, tuple[int, Callable | None]] = {}  # by name: how many models use it, and the function before
-
-
-def plan_of(config: PreTrainedConfig) -> DepthPlan | None:
-    """Return the plan of one of our own models, from its config."""
-    text = config.get_text_config()
-    return text.plan if isinstance(text, CrossLayerConfig) else None
-
-
-def attention_layers(config: PreTrainedConfig) -> list[int]:
-    """Return the indices of the layers that have softmax attention, from the config alone."""
-    plan, text = plan_of(config), config.get_text_config()
-    if plan is not None:
-        return [i for i in range(plan.layers) if plan.attends(i)]
-    kinds = getattr(text, "layers_block_type", None) or getattr(text, "layer_types", None)
-    if not kinds:
-        return list(range(text.num_hidden_layers))
-    kinds = kinds[: text.num_hidden_layers]
-    return [i for i, kind in enumerate(kinds) if "attention" in kind and "linear" not in kind or "hybrid" in kind]
-
-
-def stored_states(config: PreTrainedConfig, layer: int) -> tuple[str, ...]:
-    """Return which of its keys and values a layer keeps in the cache: none where it reuses another's."""
-    plan = plan_of(config)
-    if plan is not None:
-        return plan.stored(layer)
-    return () if layer in layers_without_cache(config) else CACHED
-
-
-def layer_stack(model: PreTrainedModel) -> nn.ModuleList:
-    """Return the list of Transformer layers: the largest `ModuleList` with `num_hidden_layers` entries.
-
-    Raises:
-        ValueError: there is none (where all layers are the same module, say), or the model is an encoder-decoder.
-    """
-    config = model.config.get_text_config()
-    if model.config.is_encoder_decoder:
-        raise ValueError(f"{type(model).__name__} is an encoder-decoder; only decoders and encoders can be probed")
-    count = config.num_hidden_layers
-    lists = [m for m in text_model(model).modules() if isinstance(m, nn.ModuleList) and len(m) == count]
-    if not lists:
-        raise ValueError(
-            f"{type(model).__name__} has no list of {count} layers, so it cannot be probed; neither can other models "
-            "that reuse one layer's weights at every depth (ALBERT) or attend several times in a layer (LongCat-Flash)"
-        )
-    return max(lists, key=lambda m: sum(p.numel() for p in m.parameters()))
-
-
-def no_cache(model: PreTrainedModel) -> dict[str, bool]:
-    """Return use_cache=False where the model knows it: packed positions and less memory."""
-    return {"use_cache": False} if "use_cache" in model.config.get_text_config().to_dict() else {}
-
-
-def final_hidden(model: PreTrainedModel, sequence: Tensor) -> Tensor:
-    """Run a model over a sequence (T,) and return the output of its final norm, (T, C)."""
-    return model.base_model(input_ids=sequence[None].to(model.device), **no_cache(model)).last_hidden_state[0]
-
-
-def text_model(model: PreTrainedModel) -> nn.Module:
-    """Return the part of a model that its text config describes: without a vision tower."""
-    config = model.config.get_text_config()
-    return next((m for m in model.modules() if isinstance(m, PreTrainedModel) and m.config is config), model)
-
-
-@contextmanager
-def evaluating(model: PreTrainedModel) -> Iterator[None]:
-    """Put a model into evaluation mode inside the block, and every module back into its own afterwards."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes.items():
-            module.training = training
 
 
 @contextmanager
@@ -294,62 +218,3 @@ def visited(model: PreTrainedModel, see: Callable[[AttentionCall], None]) -> Ite
             f"{type(model).__name__} ({model.config.model_type}): no attention call was seen in layers {missing}, "
             "so it cannot be probed"
         )
-
-
-def position_embedding(model: PreTrainedModel) -> tuple[str, nn.Embedding] | None:
-    """Return name and module of the text model's learned position table, known by its name (BERT, GPT-2, OPT)."""
-    for name, module in text_model(model).named_modules():
-        leaf = name.rpartition(".")[2]
-        if isinstance(module, nn.Embedding) and (leaf == "wpe" or "position" in leaf):
-            return name, module
-    return None
-
-
-def config_positions(config: PreTrainedConfig) -> int | None:
-    """Return how many positions a config names, if any."""
-    return getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
-
-
-def position_limit(model: PreTrainedModel) -> int | None:
-    """Return how many positions a model has, if any limit; rows of the table for padding (RoBERTa) do not count."""
-    limit = config_positions(model.config)
-    embedding = position_embedding(model)
-    if embedding is None:
-        return limit
-    _, table = embedding
-    if table.padding_idx is None:
-        return limit
-    rows = table.num_embeddings - table.padding_idx - 1
-    return rows if limit is None else min(limit, rows)
-
-
-def positions(model: PreTrainedModel) -> int:
-    """Return how many positions a model has; far more than enough where its config names no limit."""
-    return position_limit(model) or 2**31
-
-
-def check_ids(model: PreTrainedModel, ids: Tensor) -> None:
-    """Refuse token ids that a model cannot take.
-
-    Raises:
-        ValueError: `ids` are no integers (B ≥ 1, T ≥ 2), not in the vocabulary, or more than the model's positions; or
-            the model has flex attention, whose masks cannot be read and would take long to compile.
-    """
-    if ids.dim() != 2 or ids.shape[0] < 1 or ids.shape[1] < 2 or ids.is_floating_point():
-        raise ValueError(f"ids must be integers (B ≥ 1, T ≥ 2), got {ids.dtype} of shape {tuple(ids.shape)}")
-    config = model.config.get_text_config()
-    check_length(model, ids.shape[1])
-    if int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size:
-        raise ValueError(
-            f"token ids must be below the vocabulary's size, {config.vocab_size}, got {int(ids.min())} to "
-            f"{int(ids.max())}; use this model's tokenizer"
-        )
-    if config._attn_implementation == "flex_attention":
-        raise ValueError(UNREADABLE)
-
-
-def check_length(model: PreTrainedModel, length: int) -> None:
-    """Refuse sequences of more tokens than the model has positions, by a ValueError."""
-    limit = position_limit(model)
-    if limit is not None and length > limit:
-        raise ValueError(f"length {length} is above the model's {limit} positions")

@@ -9,8 +9,9 @@ import numpy as np
 from transformers import PreTrainedConfig
 
 from crosslayer.core.plan import CACHED
-from crosslayer.probe.intercept import AttentionCall, stored_states
+from crosslayer.probe.intercept import AttentionCall
 from crosslayer.probe.maps import is_causal
+from crosslayer.probe.model import stored_states
 
 ENTRIES = "with further keys"  # in the words for a mask
 Groups = list[list[int]]

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from crosslayer.core.method import Compensation, Residual
-from crosslayer.probe.intercept import attention_layers, layer_stack
 from crosslayer.probe.measures import working
+from crosslayer.probe.model import attention_layers, layer_stack
 
 
 @dataclass(frozen=True)

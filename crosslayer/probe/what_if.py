@@ -20,7 +20,8 @@ from crosslayer.core.method import Method
 from crosslayer.core.methods import Entry, load_methods, merge_plans, mixes, wire
 from crosslayer.core.plan import PASSED, STATES, DepthPlan
 from crosslayer.core.transformers_versions import is_checkpointing
-from crosslayer.probe.intercept import AttentionCall, intercepted, layer_stack, no_cache, plan_of, visited
+from crosslayer.probe.intercept import AttentionCall, intercepted, visited
+from crosslayer.probe.model import layer_stack, no_cache, plan_of
 from crosslayer.probe.shapes import LayerShape, may_share
 from crosslayer.probe.stream import LayerStream, streams
 

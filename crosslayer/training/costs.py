@@ -20,7 +20,7 @@ from crosslayer.core.decoder import CrossLayerConfig, CrossLayerForCausalLM
 from crosslayer.core.decoder.modeling import AT_ONCE
 from crosslayer.core.transformers_versions import OLD_ARGUMENTS
 from crosslayer.machine import free_memory
-from crosslayer.probe.intercept import evaluating
+from crosslayer.probe.model import evaluating
 from crosslayer.training.arguments import step_sequences
 from crosslayer.training.record import TrainedModel
 from crosslayer.wiring.read import model_plan

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from crosslayer.probe.depth import depth_mixing, output_norms
-from crosslayer.probe.intercept import evaluating, no_cache
+from crosslayer.probe.model import evaluating, no_cache
 from crosslayer.training.attention import readable_masks
 from crosslayer.training.record import DepthMixing, Snapshot
 

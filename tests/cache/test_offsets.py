@@ -10,7 +10,8 @@ from crosslayer.cache.quantizers import rotated
 from crosslayer.cache.running import smaller_cache
 from crosslayer.corpus.domains import embedded_domains, split_domains
 from crosslayer.models.load import load_model
-from crosslayer.probe.intercept import layer_stack, visited
+from crosslayer.probe.intercept import visited
+from crosslayer.probe.model import layer_stack
 from crosslayer.testing.tiny import tokens
 from tests.helpers.quantized import add_key_biases, shift_of
 from tests.helpers.tiny import CAUSAL, tiny

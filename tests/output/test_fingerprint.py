@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from crosslayer.output.manifest import fingerprint
-from crosslayer.probe.intercept import layer_stack
+from crosslayer.probe.model import layer_stack
 from crosslayer.testing import tiny as contract
 from tests.helpers.cases import SINGLE
 from tests.helpers.tiny import CAUSAL, tiny

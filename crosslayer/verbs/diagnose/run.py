@@ -20,8 +20,8 @@ from crosslayer.models.load import load_config, model_facts, public_name, ready_
 from crosslayer.output.progress import progress
 from crosslayer.output.record import Measure
 from crosslayer.probe.depth import output_norms
-from crosslayer.probe.intercept import check_ids, check_length, evaluating, layer_stack, position_embedding
 from crosslayer.probe.measures import working
+from crosslayer.probe.model import check_ids, check_length, evaluating, layer_stack, position_embedding
 from crosslayer.stats.bootstrap import Ends, by_position, measure, over_documents
 from crosslayer.verbs.diagnose.result import (
     ByStream,

@@ -20,8 +20,9 @@ from transformers import PreTrainedModel
 
 from crosslayer.probe import measures as m
 from crosslayer.probe.depth import DepthMixing, depth_mixing
-from crosslayer.probe.intercept import AttentionCall, layer_stack, no_cache, visited
+from crosslayer.probe.intercept import AttentionCall, visited
 from crosslayer.probe.maps import BLOCKED, is_causal, map_sums, over_tokens
+from crosslayer.probe.model import layer_stack, no_cache
 from crosslayer.probe.shapes import LayerShape
 from crosslayer.probe.stream import LayerStream, mean_stream, streams
 from crosslayer.verbs.diagnose.choices import measure_choices

@@ -14,7 +14,7 @@ from crosslayer.judge.tasks import harness, summary
 from crosslayer.models.load import model_facts
 from crosslayer.models.pair import Loadable, Named, pair
 from crosslayer.output.progress import progress
-from crosslayer.probe.intercept import evaluating
+from crosslayer.probe.model import evaluating
 from crosslayer.verbs.evaluate.result import EvaluateSettings, Evaluation
 from crosslayer.verbs.serve.engine import Served, check_engine, servable, vllm_environment
 

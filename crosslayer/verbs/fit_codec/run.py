@@ -27,7 +27,7 @@ from crosslayer.judge.tasks.harness import read_tasks, task_names
 from crosslayer.machine import seconds
 from crosslayer.models.load import model_facts, public_name, ready_model
 from crosslayer.output.progress import progress
-from crosslayer.probe.intercept import check_ids, config_positions
+from crosslayer.probe.model import check_ids, config_positions
 from crosslayer.verbs.fit_codec.result import CodecReport, CodecSettings
 
 PROMPT = 640  # tokens of a stored prompt

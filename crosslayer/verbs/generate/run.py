@@ -21,7 +21,7 @@ from crosslayer.models.pair import causal_config
 from crosslayer.output.formatting import Shown
 from crosslayer.output.progress import progress
 from crosslayer.output.record import Frozen, Options, Seed
-from crosslayer.probe.intercept import evaluating, positions
+from crosslayer.probe.model import evaluating, positions
 from crosslayer.wiring.kv_bits import REFERENCE_DTYPE, parse_kv_bits
 from crosslayer.wiring.read import model_plan
 

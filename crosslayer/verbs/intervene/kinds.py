@@ -24,15 +24,8 @@ from transformers import PreTrainedModel
 
 from crosslayer.environment import check_flex
 from crosslayer.output.record import validation_message
-from crosslayer.probe.intercept import (
-    AttentionCall,
-    attention_layers,
-    intercepted,
-    layer_stack,
-    plan_of,
-    position_embedding,
-    position_limit,
-)
+from crosslayer.probe.intercept import AttentionCall, intercepted
+from crosslayer.probe.model import attention_layers, layer_stack, plan_of, position_embedding, position_limit
 from crosslayer.verbs.intervene.running import Running, added_mask, as_taken
 
 

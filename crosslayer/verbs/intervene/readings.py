@@ -21,8 +21,9 @@ from transformers import PreTrainedModel
 
 from crosslayer.output.progress import Steps
 from crosslayer.probe import measures as m
-from crosslayer.probe.intercept import AttentionCall, layer_stack, no_cache, visited
+from crosslayer.probe.intercept import AttentionCall, visited
 from crosslayer.probe.maps import has_entries, is_causal, map_sums, rows_that_see
+from crosslayer.probe.model import layer_stack, no_cache
 from crosslayer.probe.stream import LayerStream, streams
 from crosslayer.stats.bootstrap import Ends, measure
 from crosslayer.verbs.diagnose.sequence import ByLayer, spread

@@ -22,7 +22,7 @@ from crosslayer.core.options import parse_layers
 from crosslayer.corpus.windows import Text
 from crosslayer.output.progress import progress
 from crosslayer.output.record import Options, Seed
-from crosslayer.probe.intercept import evaluating, layer_stack, position_limit
+from crosslayer.probe.model import evaluating, layer_stack, position_limit
 from crosslayer.stats.bootstrap import by_position, over_documents
 from crosslayer.verbs.diagnose.run import Inputs, read_inputs
 from crosslayer.verbs.intervene.kinds import (

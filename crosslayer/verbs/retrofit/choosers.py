@@ -19,8 +19,9 @@ from transformers import PreTrainedModel
 from crosslayer.core.choice import ChoiceMethod, TokenChoice
 from crosslayer.core.decoder.configuration import CrossLayerConfig
 from crosslayer.output.progress import progress
-from crosslayer.probe.intercept import AttentionCall, final_hidden, visited
+from crosslayer.probe.intercept import AttentionCall, visited
 from crosslayer.probe.maps import choice_sums
+from crosslayer.probe.model import final_hidden
 from crosslayer.probe.shapes import Groups
 from crosslayer.verbs.retrofit.cache import CONTEXT
 from crosslayer.verbs.retrofit.greedy import (

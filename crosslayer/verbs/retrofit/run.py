@@ -22,7 +22,7 @@ from crosslayer.judge.damage import by_domain
 from crosslayer.judge.retrieval import DEPTHS, LENGTHS, LONG_LENGTHS, QUICK_LENGTHS, SAMPLES
 from crosslayer.models.load import load_config, public_name, ready_model, stored_dtype
 from crosslayer.output.progress import progress
-from crosslayer.probe.intercept import check_ids, evaluating, positions
+from crosslayer.probe.model import check_ids, evaluating, positions
 from crosslayer.verbs.retrofit.cache import (
     CONTEXT,
     MEASURED,

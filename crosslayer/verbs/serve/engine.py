@@ -18,7 +18,7 @@ from crosslayer.core.methods import allowed_modules
 from crosslayer.extras import remedy
 from crosslayer.models.load import DTYPES, load_config, model_source, public_name
 from crosslayer.output.progress import progress
-from crosslayer.probe.intercept import config_positions
+from crosslayer.probe.model import config_positions
 from crosslayer.verbs.serve import bounded
 from crosslayer.verbs.serve.caches import TENSOR_PARALLEL, bytes_per_token, cache_item, not_servable, untested
 from crosslayer.verbs.serve.plugin import ALLOWED, register_decilm, version_error

@@ -20,7 +20,7 @@ from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel,
 from crosslayer.cache.running import smaller_cache
 from crosslayer.core.transformers_versions import CACHE
 from crosslayer.models.load import DTYPES
-from crosslayer.probe.intercept import positions
+from crosslayer.probe.model import positions
 from crosslayer.wiring.kv_bits import KvBits
 
 TOKENS, FEWEST, SEED = 33, 16, 0

@@ -9,7 +9,8 @@ from transformers.modeling_utils import AttentionInterface
 
 import crosslayer
 from crosslayer.probe import intercept
-from crosslayer.probe.intercept import attention_layers, intercepted, layer_stack, visited
+from crosslayer.probe.intercept import intercepted, visited
+from crosslayer.probe.model import attention_layers, layer_stack
 from crosslayer.probe.stream import streams
 from crosslayer.testing import tiny as contract
 from tests.helpers.tiny import BASE, CAUSAL, ENCODERS, tiny, tokens

@@ -8,8 +8,9 @@ import torch
 
 import crosslayer
 from crosslayer.probe import measures as m
-from crosslayer.probe.intercept import attention_layers, layer_stack, visited
+from crosslayer.probe.intercept import visited
 from crosslayer.probe.maps import map_sums, over_tokens
+from crosslayer.probe.model import attention_layers, layer_stack
 from crosslayer.probe.stream import split, streams
 from crosslayer.testing import tiny as contract
 from tests.helpers.shipped import SHIPPED, families, needs, shipped

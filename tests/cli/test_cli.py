@@ -71,9 +71,14 @@ def test_diagnose_writes_a_whole_folder(monkeypatch, tmp_path, capsys):
 
     assert run(monkeypatch, "diagnose", "minilm", "--out", out) == 2
     assert "--force" in capsys.readouterr().err
-    assert run(monkeypatch, "diagnose", "minilm", "--sequences", 1, "--length", 32, "--out", out, "--force") == 0
-    assert json.loads((out / "record.json").read_text())["measures"]["entropy"]["ci95"] is None
-    assert [p.name for p in tmp_path.iterdir()] == ["results"]
+
+
+@pytest.mark.slow  # draws all figures twice
+def test_diagnose_replaces_a_folder(monkeypatch, tmp_path):
+    words = ["diagnose", "minilm", "--length", 32, "--out", tmp_path / "out", "--sequences"]
+    assert run(monkeypatch, *words, 2) == 0 and run(monkeypatch, *words, 1, "--force") == 0
+    assert json.loads((tmp_path / "out/record.json").read_text())["measures"]["entropy"]["ci95"] is None
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
 def test_json_is_all_that_is_printed(monkeypatch, tmp_path, capsys):
@@ -96,6 +101,7 @@ def test_hostile_token_text_stays_text(tmp_path):
     assert "<script>alert" not in crosslayer.Diagnosis.from_record(record).page()
 
 
+@pytest.mark.slow  # a process of its own
 def test_an_interrupt_leaves_nothing(tmp_path):
     tiny("llama", dtype=torch.float32, vocab_size=len(WORDS)).save_pretrained(tmp_path / "model")
     tokenizer().save_pretrained(tmp_path / "model")

@@ -29,6 +29,7 @@ def test_an_unread_result_ends_quietly(unread, words):
     assert (ran.returncode, ran.stderr) == (0, expected)
 
 
+@pytest.mark.slow  # a process of its own
 def test_unread_messages_change_nothing(unread):
     ran = subprocess.run([*PROGRAM, "info"], stdout=subprocess.PIPE, stderr=unread, text=True)
     assert ran.returncode == 0 and ran.stdout.endswith("}\n")
@@ -53,7 +54,9 @@ ALL = ["stdin", "stdout", "stderr"]
 
 
 @pytest.mark.parametrize(
-    "names", [ALL, *(pytest.param([name], marks=pytest.mark.slow) for name in ALL[1:])], ids=" and ".join
+    "names",
+    [pytest.param(names, marks=pytest.mark.slow) for names in (ALL, *([name] for name in ALL[1:]))],
+    ids=" and ".join,
 )
 def test_a_stream_that_is_closed_changes_nothing_else(names):
     ran = closing(names, "info")

@@ -42,7 +42,7 @@ def test_a_benchmark_shows_the_share_of_the_16_bit_cache_beside_what_is_allocate
     assert wide.details["original_stored"] == 2 * narrow.details["original_stored"]
 
 
-@pytest.mark.parametrize(("name", "share"), [("vanilla", 1), ("svformer", None)])
+@pytest.mark.parametrize(("name", "share"), [pytest.param("vanilla", 1, marks=pytest.mark.slow), ("svformer", None)])
 def test_generation_counts_the_same_share_in_every_dtype(tmp_path, name, share):
     folder = save(tiny("llama") if share else ours(name), tmp_path / "model")
     runs = [crosslayer.generate(folder, "the whale w9", max_new_tokens=5, dtype=dtype) for dtype in DTYPES]

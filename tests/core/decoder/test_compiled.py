@@ -111,7 +111,7 @@ def test_exported_programs_have_operators_of_torch_alone(method):
     )
 
 
-@pytest.mark.parametrize("name", daily(method_names(), "attnres"))
+@pytest.mark.parametrize("name", daily(method_names(), "cla"))
 def test_decoding_with_a_static_cache_is_compiled_once(name):
     """As `generate` does it on a GPU: a graph for the prompt, one for all later tokens, and the numbers of no cache."""
     config = config_of([to_entry(method_class(name).example(6))])

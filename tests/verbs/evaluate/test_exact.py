@@ -82,6 +82,7 @@ def test_nothing_of_the_process_changes(monkeypatch, pair, tasks, capfd, tmp_pat
     assert (28, 28, "") in meter.steps and (9, 9, "") in meter.steps
 
 
+@pytest.mark.slow  # runs the tasks three times
 def test_a_model_in_memory_and_its_batch_change_nothing_that_counts(pair, tasks):
     model, tokenizer = crosslayer.load_model(str(pair[0]), device="cpu")
     model.train()

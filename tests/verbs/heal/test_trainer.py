@@ -154,6 +154,7 @@ def test_merged_adapters_compute_the_same(case):
         contract.close(expected, whole(ids, use_cache=False).logits, "merged", 1e-8)
 
 
+@pytest.mark.slow  # float32 is trained every day
 def test_distilling_retrofits_with_adapters_in_bfloat16(base, tmp_path):
     """The original is its own baseline, and a model without a whole layer learns too."""
     pytest.importorskip("peft")

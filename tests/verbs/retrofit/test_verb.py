@@ -115,6 +115,7 @@ for folder in (ours, again):
 """
 
 
+@pytest.mark.slow  # a process of its own
 def test_folders_open_in_another_process(monkeypatch, inputs, tmp_path, capsys):
     """Whole layers need no package; with it a model of ours loads, saves, and loads again."""
     stock, ours = tmp_path / "stock", tmp_path / "ours"
@@ -372,6 +373,7 @@ finally:
 """
 
 
+@pytest.mark.slow  # a process that forks four times; tests/output/test_folder.py kills every day
 def test_killed_at_any_step_of_writing_it_leaves_a_whole_folder_or_none(inputs, tmp_path):
     """One process forks where it begins to write: one child finishes; three die, at its first, middle and last step.
 

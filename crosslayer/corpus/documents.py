@@ -1,6 +1,7 @@
 """Documents of a source: a file, a dataset, or the corpus in the package."""
 
 import contextlib
+import functools
 import glob
 import hashlib
 import re
@@ -220,14 +221,23 @@ def source_digest(source: TextSource) -> str:
 
 def embedded_documents(archive: str, files: Sequence[str] = ()) -> list[str]:
     """Return the documents of the named files (without suffix) of an embedded archive; without names, whole files."""
-    documents = []
+    texts = _embedded_texts(archive)
+    if not files:
+        return [*texts.values()]
+    chosen = [text.split(f"\n{DOCUMENT_LINE}\n") for name, text in texts.items() if name in files]
+    return [document for documents in chosen for document in documents]
+
+
+@functools.cache
+def _embedded_texts(archive: str) -> dict[str, str]:
+    """Return the texts of an embedded archive by file name without suffix, in the order of their names.
+
+    They are read in the order of the archive, since going back in it means to unpack it again.
+    """
+    texts = {}
     with tarfile.open(DATA / f"{archive}.tar.xz", "r:xz") as opened:
-        members = [member for member in opened.getmembers() if member.isfile()]
-        for member in sorted(members, key=lambda member: member.name):
-            if files and Path(member.name).stem not in files:
-                continue
+        for member in opened:
             content = opened.extractfile(member)
-            assert content is not None
-            text = content.read().decode("utf-8")
-            documents += text.split(f"\n{DOCUMENT_LINE}\n") if files else [text]
-    return documents
+            if content is not None:  # None: a folder
+                texts[member.name] = content.read().decode("utf-8")
+    return {Path(name).stem: texts[name] for name in sorted(texts)}

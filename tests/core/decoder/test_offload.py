@@ -34,6 +34,7 @@ def test_parameters_that_lie_on_the_cpu(model):
     contract.close(run(model, ids), expected, "offloaded", contract.tolerance(model.config))
 
 
+@pytest.mark.slow  # offloading to memory is tested every day
 def test_layers_that_lie_on_a_disk(model, tmp_path):
     ids = tokens(length=8)
     expected = run(model, ids)

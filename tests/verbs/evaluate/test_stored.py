@@ -51,6 +51,7 @@ def test_answers_to_stored_contexts_come_from_what_was_stored(pair, tasks):
         torch.testing.assert_close(model(ids[:, -1:], **{CACHE: cache}).logits, naive)
 
 
+@pytest.mark.slow  # scores the tasks twice
 def test_a_judge_compares_stored_contexts_and_smaller_caches_on_the_same_items(pair, tasks):
     model, tokenizer = crosslayer.load_model(str(pair[0]), device="cpu")
     candidates = [stored("exact", exact), candidate_of("int8")]

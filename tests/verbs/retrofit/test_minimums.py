@@ -7,6 +7,7 @@ import torch
 
 import crosslayer
 from crosslayer.verbs.retrofit.result import RetrofitReport
+from tests.helpers.daily import daily
 from tests.helpers.text import WORDS, tokenizer
 from tests.helpers.tiny import VOCABULARY, tiny
 
@@ -30,7 +31,10 @@ def least(message):
     return {option: int(count) for option, count in found.items()}
 
 
-@pytest.mark.parametrize("options", [{"kv_budget": 0.7}, {"method": "uniattn"}, {"method": "drop", "layers": "6"}])
+OPTIONS = [{"kv_budget": 0.7}, {"method": "uniattn"}, {"method": "drop", "layers": "6"}]
+
+
+@pytest.mark.parametrize("options", daily(OPTIONS, OPTIONS[0]))
 def test_all_that_is_too_little_is_named_at_once_and_that_much_is_enough(source, options):
     with pytest.raises(ValueError, match="`quick`") as error:
         crosslayer.retrofit(source, TEXT, **options, windows=17, calibration=2, length=LENGTH)

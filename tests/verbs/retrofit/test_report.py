@@ -344,6 +344,7 @@ def test_without_a_tokenizer_there_is_no_retrieval(report):
     assert report.needles is None and not any("hidden" in line for line in report.sentences())
 
 
+@pytest.mark.slow  # measures five caches
 def test_quantized_caches_stand_beside_the_retrofit(monkeypatch):
     monkeypatch.setattr(retrieval, "LENGTHS", (384,))
     model, text = random_model(torch.float32), {"web": ids(40, 0, 96), "code": ids(40, 1, 96)}

@@ -36,6 +36,7 @@ def test_the_needed_memory_is_named_in_one_line(recipe, tmp_path, setting, messa
     assert re.search(r"but [\d.]+ GB are free", str(error.value))
 
 
+@pytest.mark.slow  # trains a larger model
 def test_the_bound_is_between_a_sixth_and_all_of_what_a_run_uses(recipe, tmp_path, monkeypatch):
     settings = ["model.size=mini", "model.shape={}", "data.length=128", "train.per_device_train_batch_size=8"]
     run = crosslayer.train(recipe, tmp_path / "run", settings=settings)

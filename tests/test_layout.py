@@ -117,7 +117,7 @@ def test_methods_never_import_one_another():
         ]
 
 
-LINES_IN_ALL = 39_642  # of the package
+LINES_IN_ALL = 39_652  # of the package
 LINES, BODY = 400, 60  # of a file; of a function, without signature and docstring, so that any option can be explained
 
 

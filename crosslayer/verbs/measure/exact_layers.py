@@ -29,12 +29,10 @@ def exact_layers(judge: Judge, candidates: Sequence[Candidate], count: int) -> t
     """Return a further candidate for each quantized cache, which leaves `count` layers exact, and the KL of each layer.
 
     Raises:
-        ValueError: no candidate quantizes the whole cache, or `count` layers are all that can be quantized.
+        ValueError: `count` layers are all that can be quantized.
     """
     assert judge.windows is not None
     kinds = [one.name for one in candidates if one.name in BITS]
-    if not kinds:
-        raise ValueError(f"`exact_layers` needs a candidate that quantizes the whole cache: {', '.join(BITS)}")
     layers = quantizable(judge.original)
     if count >= len(layers):
         raise ValueError(f"`exact_layers` must be below {len(layers)}, the layers that are quantized, got {count}")

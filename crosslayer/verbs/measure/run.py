@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from crosslayer.corpus.domains import DomainTexts, Texts, shared_out, split_domains
 from crosslayer.environment import quiet_transformers
-from crosslayer.judge.candidate import Candidate, read_candidates
+from crosslayer.judge.candidate import BITS, Candidate, read_candidates
 from crosslayer.judge.clock import Load, announce, random_ids
 from crosslayer.judge.damage import MIN_WINDOWS
 from crosslayer.judge.judge import Judge
@@ -97,6 +97,8 @@ def measure(
     )
     judged = read_candidates(("fp8", "int8", "int4") if candidates is None else candidates)
     only = settings.only
+    if exact_layers and not any(one.name in BITS for one in judged):
+        raise ValueError(f"`exact_layers` needs a candidate that quantizes the whole cache: {', '.join(BITS)}")
     if {"needles", "tasks"} & set(only) and tokenizer is None and isinstance(model, PreTrainedModel):
         raise ValueError("a loaded model needs tokenizer=…, or leave needles and tasks out of `only`")
     if "tasks" in only and not tasks:

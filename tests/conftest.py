@@ -32,7 +32,7 @@ def _nothing_old_is_collected():
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(50_000, 20, 50)  # Python's own thresholds cost 2.5% of the time
+    gc.set_threshold(50_000, 20, 50)  # Python's own thresholds took 2.5% more time, measured once
 
 
 @pytest.fixture(scope="session")

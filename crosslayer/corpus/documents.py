@@ -232,7 +232,7 @@ def embedded_documents(archive: str, files: Sequence[str] = ()) -> list[str]:
 def _embedded_texts(archive: str) -> dict[str, str]:
     """Return the texts of an embedded archive by file name without suffix, in the order of their names.
 
-    They are read in the order of the archive, since going back in it means to unpack it again.
+    Files are read in the order of the archive: going back would unpack it again.
     """
     texts = {}
     with tarfile.open(DATA / f"{archive}.tar.xz", "r:xz") as opened:

@@ -46,7 +46,7 @@ def layer_stack(model: PreTrainedModel) -> nn.ModuleList:
     """Return the list of Transformer layers: the largest `ModuleList` with `num_hidden_layers` entries.
 
     Raises:
-        ValueError: there is none (where all layers are the same module, say), or the model is an encoder-decoder.
+        ValueError: the model has no such list (for example, it reuses one layer), or it is an encoder-decoder.
     """
     config = model.config.get_text_config()
     if model.config.is_encoder_decoder:

@@ -266,7 +266,7 @@ class RetrofitReport(Result):
             the path of the page.
 
         Raises:
-            ValueError: the folder exists and `force` is not set, it cannot be written, or there is no model.
+            ValueError: the folder exists without `force`, the folder cannot be written, or the report has no model.
         """
         if self.settings.sweep:
             return super().save(folder, force)

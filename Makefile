@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.current
 TORCH ?= torch==2.13.0
+unexport PYTHONDONTWRITEBYTECODE # else every process of the tests compiles them again
 
 .PHONY: demo models browser test tests test-oldest test-slow test-serving test-kernels test-kvpress test-transformers style tables site notebooks bench clean
 

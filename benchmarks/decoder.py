@@ -26,8 +26,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from crosslayer.core import custom_ops
 from crosslayer.core.decoder import CrossLayerConfig, CrossLayerForCausalLM
+from crosslayer.core.depth_attention import operators
 from crosslayer.core.methods import method_class, method_names, to_entry
 from crosslayer.core.transformers_versions import CACHE
 from crosslayer.environment import environment
@@ -68,7 +68,7 @@ class Case:
 
     def running(self):
         """Return the context in which the case runs."""
-        return mock.patch.object(custom_ops, "uses_definition", lambda: True) if self.listed else nullcontext()
+        return mock.patch.object(operators, "uses_definition", lambda: True) if self.listed else nullcontext()
 
 
 PLAIN = "plain decoder"

@@ -17,7 +17,7 @@ from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward  
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, repeat_kv
 
 from crosslayer.core.choice import TokenChoice, mask_of
-from crosslayer.core.decoder.caches import update_both, update_single
+from crosslayer.core.decoder.caches import update_single
 from crosslayer.core.decoder.configuration import CrossLayerConfig
 from crosslayer.core.decoder.families import norm
 from crosslayer.core.method import FROM_VALUES, INPUT, ON_HEADS, Carry, Compensation, HeadMixer, StateReader, Wiring
@@ -241,7 +241,7 @@ class CrossLayerAttention(nn.Module):
     def _cached(self, states: States, cache: Cache) -> States:
         q, k, v = states
         if k is not None and v is not None:
-            return [q, *update_both(cache, k, v, self.layer_idx)]
+            return [q, *cache.update(k, v, self.layer_idx)]
         if k is not None:
             return [q, update_single(cache, k, self.layer_idx), v]
         assert v is not None

@@ -10,38 +10,15 @@ from crosslayer.core.decoder.configuration import CrossLayerConfig
 from crosslayer.core.transformers_versions import CACHES_KNOW_READERS, EMPTY_LAYER
 
 
-def update_both(cache: Cache, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-    """Cache keys (B, H_kv, T, D) and values (B, h, T, D) of a layer; return cached and new ones, S tokens.
-
-    A preallocated cache has the same number of heads for keys and values. If a layer computes only h of its value
-    heads, each of them is stored there as H_kv / h narrower ones. A cache that was allocated before the model was known
-    has space for all heads, and stores each of the h heads repeatedly.
-    """
-    pieces = k.shape[1] // v.shape[1]
-    if pieces == 1:
-        return cache.update(k, v, layer)
-    if _early_value_size(cache, layer) == v.shape[-1]:
-        keys, values = cache.update(k, v.repeat(1, pieces, 1, 1), layer)
-        return keys, values[:, : v.shape[1]]
-    narrow = v.unflatten(-1, (pieces, -1)).transpose(2, 3).flatten(1, 2)  # (B, H_kv, T, D / pieces)
-    keys, values = cache.update(k, narrow, layer)  # values (B, H_kv, S, D / pieces)
-    return keys, values.unflatten(1, (-1, pieces)).transpose(2, 3).flatten(-2)
-
-
 def update_single(cache: Cache, state: Tensor, layer: int) -> Tensor:
     """Cache the only state (B, H_kv, T, D) that a layer stores; return cached and new tokens, (B, H_kv, S, D).
 
     Stored as keys, since caches measure their length by these, with values of head size 0. A cache that was allocated
     before the model was known (as torch.export needs it) has space for keys and values, and stores the state as both.
     """
-    early = _early_value_size(cache, layer) > 0
-    return cache.update(state, state if early else state[..., :0], layer)[0]
-
-
-def _early_value_size(cache: Cache, layer: int) -> int:
-    """Return the head size of values in memory that is allocated already; 0 if there is none."""
     existing = cache.layers[layer] if layer < len(cache.layers) else None
-    return existing.v_head_dim if isinstance(existing, StaticLayer) and existing.is_initialized else 0
+    has_values = isinstance(existing, StaticLayer) and existing.is_initialized and existing.v_head_dim > 0
+    return cache.update(state, state if has_values else state[..., :0], layer)[0]
 
 
 def without_empty_layers(cache: Cache | None) -> Cache | None:

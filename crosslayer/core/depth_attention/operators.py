@@ -5,19 +5,24 @@ A reader does not build a gradient for each of its sources: it records the terms
 one pass over the source and one over the reader's gradient. It is the same when a model is compiled: terms are recorded
 as the backward pass is traced. Tensors that did not pass through `keep` get a gradient from each reader.
 
-Double backward and `torch.func` go through the definition.
+The definition runs instead under `torch.func`, for double backward, for several backward passes at once, and in what is
+exported, which has to run elsewhere.
 
 Shapes: T tokens of all sequences, N sources, C hidden.
 """
 
-from collections.abc import Sequence
+import functools
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.flop_counter import register_flop_formula
 
-from crosslayer.core import custom_ops
 from crosslayer.core.depth_attention.plain import (
     attend,
     differentiate,
@@ -32,15 +37,15 @@ from crosslayer.core.sources import Sources
 SLOTS = 8  # sources in a bank, whose memory is freed as a whole
 MOST_TERMS = 16  # terms of a source's gradient that wait at least: each sum of them reads and writes the gradient again
 
-_OPERATORS = torch.ops.crosslayer
+_LIBRARY, _OPERATORS = torch.library.Library("crosslayer", "FRAGMENT"), torch.ops.crosslayer
 
 
 def depth_attention(sources: Sequence[Tensor], direction: Tensor, eps: float) -> Tensor:
     """Return Σ_i α_i v_i (…, C) over sources (…, C) for a direction (C,)."""
     sources = list(sources)
-    if custom_ops.is_inference() and _kernels(len(sources), *sources) is None:
+    if is_inference() and _kernels(len(sources), *sources) is None:
         return read(sources, direction, eps)  # the dispatcher would take a tenth of a decoding step's read
-    if custom_ops.uses_definition():
+    if uses_definition():
         return listed(sources, direction, eps)
     return _OPERATORS.depth_attention(sources, direction, eps)[0]
 
@@ -56,12 +61,12 @@ def keep(source: Tensor, earlier: Sources, total: int) -> Sources:
         earlier: the sources before it.
         total: the largest number of sources that there will be.
     """
-    if custom_ops.uses_definition() or not (torch.is_grad_enabled() and source.requires_grad):
+    if uses_definition() or not (torch.is_grad_enabled() and source.requires_grad):
         return earlier.with_newest(source)
     if torch.compiler.is_compiling():
         return earlier.with_newest(_as_source(source))
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]
-    may_be_freed = hooks is not None or custom_ops.is_intercepted()  # one by one, by checkpointing and offloading
+    may_be_freed = hooks is not None or is_intercepted()  # one by one, by checkpointing and offloading
     bank = _bank(source, earlier, total) if source.device.type == "cpu" and not may_be_freed else None
     return Sources((*earlier, _Source.apply(source, bank)), bank or earlier.bank)
 
@@ -168,7 +173,8 @@ class _Read(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, eps: float, direction: Tensor, *sources: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        result, scores, inverse = custom_ops.without_gradient(_OPERATORS.depth_attention, list(sources), direction, eps)
+        with torch._C._AutoDispatchBelowAutograd():
+            result, scores, inverse = _OPERATORS.depth_attention(list(sources), direction, eps)
         nodes = [source.grad_fn for source in sources]
         ctx.nodes = [node if isinstance(node, _Source._backward_cls) else None for node in nodes]  # type: ignore[attr-defined]
         ctx.eps = eps
@@ -183,14 +189,11 @@ class _Read(torch.autograd.Function):
             return None, *[None] * (len(ctx.nodes) + 1)
         direction, scores, inverse, *sources = ctx.saved_tensors  # read once, as checkpointing requires
         needed = ctx.needs_input_grad[1:]
-        if custom_ops.differentiates_definition(grad):
-            inputs = (direction, *sources)
-            return None, *custom_ops.gradients_of_definition(
-                lambda direction, *sources: listed(sources, direction, ctx.eps), inputs, grad, needed
-            )
+        if differentiates_definition(grad):
+            return None, *gradients_of_definition((direction, *sources), ctx.eps, grad, needed)
         shares, slopes, shrinks, toward = _OPERATORS.depth_attention_backward(grad, scores, inverse, sources, direction)
         gradients: list[Tensor | None] = []
-        nodes = [None] * len(sources) if custom_ops.is_compiled_autograd() else ctx.nodes  # it has nodes of its own
+        nodes = [None] * len(sources) if is_compiled_autograd() else ctx.nodes  # it has nodes of its own
         for number, (source, node) in enumerate(zip(sources, nodes, strict=True)):
             term = _Term(grad, shares[number], slopes[number], shrinks[number], direction)
             if node is not None and torch._C._will_engine_execute_node(node):
@@ -203,9 +206,61 @@ class _Read(torch.autograd.Function):
         return None, toward.to(direction.dtype), *gradients
 
 
+def uses_definition() -> bool:
+    """Return whether the definition has to run: for `torch.func`, forward-mode gradients and export."""
+    transformed = torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+    return transformed or torch.compiler.is_exporting()
+
+
+def is_inference() -> bool:
+    """Return whether only numbers are wanted, eagerly: no gradient, no graph, and no dispatch mode that counts."""
+    return not (torch.is_grad_enabled() or torch.compiler.is_compiling() or is_intercepted() or uses_definition())
+
+
+def differentiates_definition(grad: Tensor) -> bool:
+    """Return whether a backward pass is to go through the definition: it is differentiated itself, or batched."""
+    if is_compiled_autograd():
+        return False
+    batched = torch._C._functorch.is_legacy_batchedtensor(grad)  # pyright: ignore[reportAttributeAccessIssue]
+    return torch.is_grad_enabled() or uses_definition() or batched
+
+
+def gradients_of_definition(
+    inputs: Sequence[Tensor], eps: float, grad: Tensor, needed: Sequence[bool]
+) -> list[Tensor | None]:
+    """Return the gradients of direction and sources that need one, which can be differentiated if that is asked for."""
+    again = torch.is_grad_enabled()
+    with torch.enable_grad():
+        inputs = [tensor.view_as(tensor) for tensor in inputs]  # stop here, although inputs may depend on inputs
+        output = listed(inputs[1:], inputs[0], eps)
+    required = [tensor for tensor, need in zip(inputs, needed, strict=True) if need]
+    gradients = iter(torch.autograd.grad(output, required, grad, create_graph=again, allow_unused=True))
+    return [next(gradients) if need else None for need in needed]
+
+
+def is_compiled_autograd() -> bool:
+    """Return whether torch compiles the backward pass, as a whole."""
+    module = sys.modules.get("torch._dynamo.compiled_autograd")
+    return module is not None and module.in_compiled_autograd_region
+
+
+def is_intercepted() -> bool:
+    """Return whether a dispatch mode is active, which must see operators and may bring tensors without data."""
+    return _get_current_dispatch_mode() is not None
+
+
+@functools.cache
+def triton_kernels(device: torch.device) -> ModuleType | None:
+    """Return the module of Triton's kernels, None where the device or Triton is not there."""
+    from torch.utils._triton import has_triton
+
+    is_there = device.type == "cuda" and has_triton()
+    return importlib.import_module("crosslayer.core.kernels.depth_attention") if is_there else None
+
+
 def _kernels(count: int, *tensors: Tensor) -> Any:
     """Return the module of Triton's kernels if they support this number of sources or readers, and these tensors."""
-    kernels = custom_ops.triton_kernels("depth_attention", tensors[0].device)
+    kernels: Any = triton_kernels(tensors[0].device)
     if kernels is None or count > kernels.SIZES[-1] or any(tensor.dtype == torch.float64 for tensor in tensors):
         return None
     return kernels
@@ -271,22 +326,31 @@ def _fake_differentiate(
     return shares, slopes, shrinks, scores.new_empty(direction.shape)
 
 
-custom_ops.register(
+def _register(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    """Register `crosslayer::name` for all devices by its schema, with the shapes that it returns (`fake`)."""
+    name = schema.partition("(")[0]
+    _LIBRARY.define(schema)
+    _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"crosslayer::{name}", fake, lib=_LIBRARY)
+
+
+_register(
     "depth_attention(Tensor[] sources, Tensor direction, float eps) -> (Tensor, Tensor, Tensor)", _attend, _fake_attend
 )
-custom_ops.register(
+_register(
     "depth_attention_backward(Tensor grad, Tensor scores, Tensor inverse, Tensor[] sources, Tensor direction) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
     _differentiate,
     _fake_differentiate,
 )
-custom_ops.register(
+_register(
     "depth_attention_source_gradient(Tensor source, Tensor[] grads, Tensor[] shares, Tensor[] slopes, "
     "Tensor[] shrinks, Tensor[] directions, Tensor? arrived) -> Tensor",
     _source_gradient,
     lambda source, *_: source.new_empty(source.shape),
 )
-custom_ops.register_gradient("depth_attention", lambda sources, direction, eps: _Read.apply(eps, direction, *sources))
+# `torch.library.register_autograd` flattens lists of tensors in Python, which takes as long as a small read
+_LIBRARY.impl("depth_attention", lambda sources, direction, eps: _Read.apply(eps, direction, *sources), "Autograd")
 register_flop_formula(_OPERATORS.depth_attention)(  # two products with each source
     lambda sources, *_, **__: 4 * sum(shape.numel() for shape in sources)
 )

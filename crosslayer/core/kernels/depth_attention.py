@@ -8,6 +8,7 @@ Arithmetic is in float32. Nothing is tuned while running: warps and blocks are i
 Shapes: T tokens, N sources of a reader, R readers of a source, C hidden.
 """
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -32,7 +33,8 @@ def attend(sources: Sequence[Tensor], direction: Tensor, eps: float) -> tuple[Te
     The sum has the sources' promoted dtype, the others are float32. Sources are contiguous; the direction is (C,).
     """
     tokens, width = sources[0].shape
-    result = sources[0].new_empty(tokens, width, dtype=promoted(sources))
+    dtype = functools.reduce(torch.promote_types, (source.dtype for source in sources))
+    result = sources[0].new_empty(tokens, width, dtype=dtype)
     scores = sources[0].new_empty(len(sources), tokens, dtype=torch.float32)
     inverse = torch.empty_like(scores)
     block = triton.next_power_of_2(width)
@@ -137,14 +139,6 @@ def padded(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         raise ValueError(f"depth attention kernels take 1 to {SIZES[-1]} tensors, got {len(tensors)}")
     size = next(size for size in SIZES if size >= len(tensors))
     return (*tensors, *[tensors[0]] * (size - len(tensors)))
-
-
-def promoted(tensors: Sequence[Tensor]) -> torch.dtype:
-    """Return the dtype to which all tensors promote."""
-    dtype = tensors[0].dtype
-    for tensor in tensors[1:]:
-        dtype = torch.promote_types(dtype, tensor.dtype)
-    return dtype
 
 
 def row_warps(tensors: Sequence[Tensor]) -> int:

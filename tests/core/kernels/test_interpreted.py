@@ -12,7 +12,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 from triton.runtime.interpreter import InterpreterBuilder  # noqa: E402
 
-from crosslayer.core import custom_ops  # noqa: E402
+from crosslayer.core.depth_attention import operators  # noqa: E402
 from crosslayer.core.kernels import depth_attention  # noqa: E402
 from crosslayer.testing.tiny import build, config_of  # noqa: E402
 from tests.helpers.tiny import tokens  # noqa: E402
@@ -220,7 +220,7 @@ def test_models_run_on_the_kernels(method, monkeypatch):
     results = []
     for on_kernels in (False, True):
         if on_kernels:
-            monkeypatch.setattr(custom_ops, "triton_kernels", lambda name, device: depth_attention)
+            monkeypatch.setattr(operators, "triton_kernels", lambda device: depth_attention)
         model.zero_grad()
         loss = model(ids, labels=ids, use_cache=False).loss
         loss.backward()

@@ -11,7 +11,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import FlopCounterMode
 
 from crosslayer import testing as contract
-from crosslayer.core import custom_ops
 from crosslayer.core.depth_attention import depth_attention, depth_scores, keep, listed, operators, plain
 from crosslayer.core.methods.attnres import AttnRes
 from crosslayer.core.sources import Sources
@@ -126,7 +125,7 @@ def test_nothing_of_a_forward_pass_stays():
 def test_the_model_is_the_same_by_either_form(block, checkpointing, monkeypatch):
     results = []
     for by_definition in (False, True):
-        monkeypatch.setattr(custom_ops, "uses_definition", lambda by_definition=by_definition: by_definition)
+        monkeypatch.setattr(operators, "uses_definition", lambda by_definition=by_definition: by_definition)
         model, ids = build(config_of([{"name": "attnres", "block": block}])).train(), tokens()
         if checkpointing:
             model.activation_checkpointing_enable()
@@ -213,7 +212,7 @@ def test_what_a_layer_returns_has_its_whole_gradient():
         layer.register_forward_hook(lambda module, args, output: outputs.append(output[0]))
     gradients = []
     for by_definition in (False, True):
-        with mock.patch.object(custom_ops, "uses_definition", lambda by_definition=by_definition: by_definition):
+        with mock.patch.object(operators, "uses_definition", lambda by_definition=by_definition: by_definition):
             outputs.clear()
             loss = model(ids, labels=ids, use_cache=False).loss
             gradients.append(torch.autograd.grad(loss, outputs))

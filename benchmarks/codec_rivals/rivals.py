@@ -75,7 +75,7 @@ def ways_of(rival: Rival, shapes: list[LayerShape], exact: Mapping[str, tuple[in
     def way(ends: tuple[int, int], cache: Cache, ids: Tensor) -> tuple[Cache, int]:
         first, last = ends
         count = ids.shape[1]
-        states = torch.cat([read_states(cache, 0, at, 0, count, shape)[0] for at, shape in enumerate(shapes)], 1)
+        states = torch.cat(read_states(cache, 0, 0, count, shapes), 1)
         if "states" not in last_one or not torch.equal(last_one["states"], states):
             last_one.update(states=states, coded=rival.coded(states))
         decoded, codes = last_one["coded"]

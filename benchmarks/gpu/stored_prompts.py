@@ -35,7 +35,7 @@ def error(cache, other) -> float:
 
 def stand_in(cache, shapes) -> Chain:
     """Return a chain of random orthogonal channels that keeps `SHARE` of the bytes of a cache of 1,024 tokens."""
-    states = [read_states(cache, 0, layer, 0, 1024, shape)[0] for layer, shape in enumerate(shapes)]
+    states = read_states(cache, 0, 0, 1024, shapes)
     device = states[0].device
     matrices = []
     for own, shape in zip(states, shapes, strict=True):

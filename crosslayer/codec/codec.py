@@ -119,8 +119,7 @@ class Codec:
 
     def read(self, cache: Cache, row: int, pad: int, tokens: int) -> list[Tensor]:
         """Return the states (T, W) of a row's first `tokens` tokens, of each layer those that it still holds."""
-        shapes = enumerate(self.shapes)
-        return [read_states(cache, row, layer, pad, tokens, shape)[0] for layer, shape in shapes]
+        return read_states(cache, row, pad, tokens, self.shapes)
 
     def encode_blocks(
         self, states: Sequence[Tensor], tokens: np.ndarray, start: int, parent: bytes, size: int, dtype: int

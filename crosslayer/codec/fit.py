@@ -301,7 +301,7 @@ def layer_costs(model: PreTrainedModel, calibration: Calibration, chain: Chain, 
         for done, row in enumerate(ids.to(model.device), 1):
             before, after = row[None, :-count], row[None, -count:]
             cache = prefill(model, before)
-            states = [read_states(cache, 0, layer, 0, before.shape[1], shape)[0] for layer, shape in enumerate(shapes)]
+            states = read_states(cache, 0, 0, before.shape[1], shapes)
             steps = step_sizes(chain.importance.steps(states, shapes, before.shape[1]))
             _, stored = code_layers(chain.layers, states, steps)
             for own, back in zip(states, stored, strict=True):

@@ -7,6 +7,7 @@ this decides which table of the model and which order of channels each layer use
 Shapes: B rows, S cached tokens, T tokens, H_kv key-value heads, D head size, W = numbers of a layer for each token.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,21 +64,21 @@ def turned(keys: Tensor, start: int, shape: LayerShape, back: bool = False) -> T
     return rotation.apply(keys.float().transpose(0, 1), cos, -sin if back else sin).transpose(0, 1)
 
 
-def read_states(cache: Cache, row: int, layer: int, pad: int, tokens: int, shape: LayerShape) -> tuple[Tensor, int]:
-    """Return a layer's states (T, W) of a row's first `tokens` tokens that are still held, and the first of these.
+def read_states(cache: Cache, row: int, pad: int, tokens: int, shapes: Sequence[LayerShape]) -> list[Tensor]:
+    """Return the states (T, W) of a row's first `tokens` tokens, of each layer those that it still holds.
 
     A state is keys before rotation, then values, in float32. The row has `pad` columns of padding on its left.
     """
-    own: Any = cache.layers[layer]
-    seen, held = own.get_seq_length(), own.keys.shape[-2]
-    first = max(0, seen - held - pad)  # token of the row
-    columns = slice(pad + first - (seen - held), pad + tokens - (seen - held))
-    if tokens <= first:
-        return own.keys.new_empty((0, shape.width), dtype=torch.float32), tokens
-    keys = own.keys[row, :, columns].transpose(0, 1)  # (T, H_kv, D)
-    values = own.values[row, :, columns].transpose(0, 1).float()
-    keys = turned(keys, first, shape, back=True)
-    return torch.cat([keys.flatten(1), values.flatten(1)], 1), first
+    states, layers = [], list[Any](cache.layers)
+    for own, shape in zip(layers, shapes, strict=True):
+        lost = own.get_seq_length() - own.keys.shape[-2]  # columns
+        first = max(0, lost - pad)  # token of the row
+        columns = slice(pad + first - lost, pad + max(tokens, first) - lost)
+        keys = own.keys[row, :, columns].transpose(0, 1)  # (T, H_kv, D)
+        values = own.values[row, :, columns].transpose(0, 1).float()
+        keys = turned(keys, first, shape, back=True)
+        states.append(torch.cat([keys.flatten(1), values.flatten(1)], 1))
+    return states
 
 
 def new_cache(rows: list[list[Tensor]], shapes: list[LayerShape], pads: list[int], columns: int, dtype: Any) -> Cache:

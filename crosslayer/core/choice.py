@@ -65,8 +65,8 @@ class TokenChoice(Mixing):
             seen = total if allowed is None else _first_columns(allowed, total)
             allowed = None if allowed is None else allowed[..., :seen]
             rows = q[:, :, block.start : block.stop]
-            mass = pooled_attention(rows, k[:, :, :seen], allowed, scaling, softcap)  # (B, H_kv, R, seen)
-            largest = self.largest(mass, allowed, min(kept, seen))
+            weights = attention_weights(rows, k[:, :, :seen], allowed, scaling, softcap)  # (B, H_kv, G, R, seen)
+            largest = self.largest(weights.sum(2), allowed, min(kept, seen))
             chosen.append(functional.pad(largest, (0, kept - largest.shape[-1]), value=NONE))
         return torch.cat(chosen, 2)
 
@@ -99,7 +99,7 @@ class TokenChoice(Mixing):
         """
         total = k.shape[2]
         kept, allowed = self.count.of(total), _allowed(mask, range(1), 1, k)
-        weights = _attention(q, k, allowed, scaling, softcap)  # (B, H_kv, G, 1, S)
+        weights = attention_weights(q, k, allowed, scaling, softcap)  # (B, H_kv, G, 1, S)
         choice = None
         if kept < total:
             choice = self.largest(weights.detach().sum(2), allowed, kept)  # (B, H_kv, 1, K)
@@ -253,12 +253,7 @@ def _allowed(mask: Tensor | None, rows: range, new: int, keys: Tensor) -> Tensor
     return (columns <= columns[rows.start : rows.stop, None])[None, None]
 
 
-def pooled_attention(q: Tensor, k: Tensor, allowed: Tensor | None, scaling: float, softcap: float | None) -> Tensor:
-    """Return the attention of each key-value head's query heads together, (B, H_kv, R, S)."""
-    return _attention(q, k, allowed, scaling, softcap).sum(2)
-
-
-def _attention(q: Tensor, k: Tensor, allowed: Tensor | None, scaling: float, softcap: float | None) -> Tensor:
+def attention_weights(q: Tensor, k: Tensor, allowed: Tensor | None, scaling: float, softcap: float | None) -> Tensor:
     """Return the softmax of scores, (B, H_kv, G, R, S), in float32 or wider."""
     groups, new = q.shape[1] // k.shape[1], q.shape[2]
     by_head = q.unflatten(1, (-1, groups)).flatten(2, 3)  # (B, H_kv, G·R, D)

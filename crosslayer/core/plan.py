@@ -122,10 +122,6 @@ class DepthPlan:
         """Return the layers that compute this state themselves."""
         return [layer for layer, entry in enumerate(self.sources(state)) if layer in _layers_of(entry)]
 
-    def is_source(self, state: str, layer: int) -> bool:
-        """Return whether later layers read this layer's `state`."""
-        return any(layer in self.reads(state, reader) for reader in range(layer + 1, self.layers))
-
     def stored(self, layer: int) -> tuple[str, ...]:
         """Return what the cache holds for a layer: its own keys and values, if any (queries are never cached)."""
         return tuple(state for state in CACHED if self.has_own(state, layer))

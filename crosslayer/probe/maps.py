@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from crosslayer.core.choice import TokenChoice, mask_of, pooled_attention
+from crosslayer.core.choice import TokenChoice, attention_weights, mask_of
 from crosslayer.probe.intercept import AttentionCall
 from crosslayer.probe.measures import working
 
@@ -292,7 +292,7 @@ def choice_sums(calls: Sequence[AttentionCall], choice: TokenChoice) -> ChoiceSu
         masses, chosen = [], []
         for call in calls:
             query, key = working(call.query[:, :, block.start : block.stop]), working(call.key[:, :, : block.stop])
-            mass = pooled_attention(query, key, allowed, call.scaling, call.softcap)[0]  # (H, R, S)
+            mass = attention_weights(query, key, allowed, call.scaling, call.softcap).sum(2)[0]  # (H, R, S)
             masses.append(mass * heads / query.shape[1])
             indices = choice.largest(mass[None], allowed, choice.count.of(block.stop))
             chosen.append(mask_of(indices, block.stop, 1, None)[0].to(mass.dtype))

@@ -130,8 +130,9 @@ def what_if(model: PreTrainedModel, plan: Wish) -> Iterator[None]:
     sublayers.check(plan)
     choosing = _choices(model, methods, plan)
     with ExitStack() as stack:
-        if any(plan.is_source(state, i) for state in STATES for i in range(plan.layers)):
-            stack.enter_context(intercepted(model, _Loans(plan)))
+        loans = _Loans(plan)
+        if loans.last:
+            stack.enter_context(intercepted(model, loans))
         if choosing:
             stack.enter_context(intercepted(model, _Choices(plan, choosing)))
         for vector, modules in ((plan.keys, sublayers.attention), (plan.mlps, sublayers.mlps)):

@@ -59,8 +59,15 @@ class CrossLayerAttention(nn.Module):
         # the compiler distinguishes layers by what is read of them: these flags are few, the names behind them many
         self.reads_others, self.is_read = bool(self.sources), bool(self.carried)
         plan = wiring.plan
-        has_own = [plan.has_own(state, layer_idx) for state in STATES]
-        self._add_projections(config, has_own)
+        own_q, own_k, own_v = (plan.has_own(state, layer_idx) for state in STATES)
+        width, has_bias, output_bias = config.hidden_size, config.attention_bias, config.attention_output_bias
+        heads, has_norms = config.num_attention_heads, config.qk_norm
+        self.q_proj = nn.Linear(width, heads * head_dim, bias=has_bias) if own_q else None
+        self.k_proj = nn.Linear(width, pairs * head_dim, bias=has_bias) if own_k else None
+        self.v_proj = nn.Linear(width, pairs * head_dim, bias=has_bias) if own_v else None
+        self.o_proj = nn.Linear(heads * head_dim, width, bias=has_bias if output_bias is None else output_bias)
+        self.q_norm = norm(config, head_dim) if own_q and has_norms else None
+        self.k_norm = norm(config, head_dim) if own_k and has_norms else None
         mixers = [mixer for m in wiring.methods if (mixer := m.heads(config, wiring, layer_idx)) is not None]
         self.mixers = nn.ModuleList(mixers)
         self.shows_input = any(mixer.reads_input for mixer in mixers)
@@ -73,19 +80,6 @@ class CrossLayerAttention(nn.Module):
         target, bias = wiring.compensation[layer_idx], wiring.compensation_bias[layer_idx]
         self.compensation = Compensation(config, target, bias) if target in ON_HEADS else None
         self.values_compensate = target == FROM_VALUES
-
-    def _add_projections(self, config: CrossLayerConfig, has_own: list[bool]) -> None:
-        head_dim, pairs = self.head_dim, config.num_key_value_heads
-        assert pairs is not None
-        width, bias, heads = config.hidden_size, config.attention_bias, config.num_attention_heads
-        own_q, own_k, own_v = has_own
-        self.q_proj = nn.Linear(width, heads * head_dim, bias=bias) if own_q else None
-        self.k_proj = nn.Linear(width, pairs * head_dim, bias=bias) if own_k else None
-        self.v_proj = nn.Linear(width, pairs * head_dim, bias=bias) if own_v else None
-        output_bias, has_norms = config.attention_output_bias, config.qk_norm
-        self.o_proj = nn.Linear(heads * head_dim, width, bias=bias if output_bias is None else output_bias)
-        self.q_norm = norm(config, head_dim) if own_q and has_norms else None
-        self.k_norm = norm(config, head_dim) if own_k and has_norms else None
 
     @takes_cache
     def forward(

@@ -140,22 +140,19 @@ def _rope_for(family: str, values: Mapping[str, Any], by_type: bool) -> dict[str
 @torch.no_grad()
 def to_model(source: PreTrainedModel) -> CrossLayerForCausalLM:
     """Return our decoder with a copy of the source's weights: the same logits, no methods."""
-    return _copied(CrossLayerForCausalLM, to_config(source.config), source)
+    return _copied(to_config(source.config), source)
 
 
 @torch.no_grad()
 def from_model(model: CrossLayerForCausalLM, family: str) -> PreTrainedModel:
     """Return a Hugging Face model of type `family` with a copy of our weights."""
-    return _copied(AutoModelForCausalLM, from_config(model.config, family), model)
+    return _copied(from_config(model.config, family), model)
 
 
-def _copied(cls: Any, config: PreTrainedConfig, source: PreTrainedModel) -> Any:
+def _copied(config: PreTrainedConfig, source: PreTrainedModel) -> Any:
     implementation = attention_that_caps(config, source.config._attn_implementation)
     config._experts_implementation = source.config._experts_implementation
-    if cls is AutoModelForCausalLM:
-        target = cls.from_config(config, dtype=source.dtype, attn_implementation=implementation)
-    else:
-        target = cls._from_config(config, dtype=source.dtype, attn_implementation=implementation)
+    target = AutoModelForCausalLM.from_config(config, dtype=source.dtype, attn_implementation=implementation)
     target.load_state_dict(source.state_dict(), strict=True)
     target.generation_config = source.generation_config
     return target.to(source.device).train(source.training)

@@ -20,6 +20,7 @@ from crosslayer.cache.running import NewCache
 from crosslayer.core.transformers_versions import CACHE
 from crosslayer.environment import quiet_transformers
 from crosslayer.judge.hidden import PHRASINGS, Sample, Samples, is_retrieved, prompt_ids
+from crosslayer.output.formatting import UNKNOWN
 from crosslayer.output.progress import progress
 from crosslayer.output.record import Frozen
 from crosslayer.probe.model import evaluating, positions
@@ -185,8 +186,8 @@ def retrieval_sentence(model: Sequence[Retrieval], original: Sequence[Retrieval]
 
 
 def retrieved_of(results: Sequence[Retrieval]) -> str:
-    """Return how many numbers were retrieved, over all lengths: 38 of 40."""
-    return f"{count_retrieved(results)} of {sum(len(result.found) for result in results)}"
+    """Return how many numbers were retrieved, over all lengths: 38 of 40, or a dash if none were asked for."""
+    return f"{count_retrieved(results)} of {sum(len(result.found) for result in results)}" if results else UNKNOWN
 
 
 def count_retrieved(results: Sequence[Retrieval]) -> int:

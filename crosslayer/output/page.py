@@ -27,15 +27,18 @@ Cell = str | list[str] | Mark  # the strings of a list are formatted as code
 
 @dataclass(frozen=True)
 class Page:
-    """The content of a page; the template escapes every text. The tables of `lead` come before the figures."""
+    """The content of a page; the template escapes every text.
+
+    Sentences and the tables of `lead`, which come before the figures, are by default those that the command prints.
+    """
 
     title: str
     subtitle: str
     cards: Sequence[tuple[str, str, str]] = ()  # title, figure, note
-    sentences: Sequence[str] = ()
+    sentences: Sequence[str] | None = None
     panels: Sequence[Panel] = ()
     tables: Sequence[Table] = ()
-    lead: Sequence[Table] = ()
+    lead: Sequence[Table] | None = None
     following: str | None = None  # the next command
 
     def html(self) -> str:

@@ -22,7 +22,10 @@ NOTEBOOK_HEIGHT = 800  # pixels of the page inside a notebook's cell
 
 
 class Result(Shown, BaseModel):
-    """The result of a verb: immutable, its fields are those of `record.json`, checked on construction."""
+    """The result of a verb: immutable, its fields are those of `record.json`, checked on construction.
+
+    Two results are equal if their records are.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True, allow_inf_nan=False)
     command: str | None = typed_command()
@@ -46,6 +49,9 @@ class Result(Shown, BaseModel):
             if name not in record:
                 raise ValueError(f"{name}: it is missing")
         return cls.model_validate(record)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Result) and self.record() == other.record()
 
     def __repr__(self) -> str:
         figures = ", ".join(f"{name}={value!r}" for name, value in self.headline().items())
@@ -100,7 +106,10 @@ class Result(Shown, BaseModel):
         return self._html(self.layout())
 
     def _html(self, layout: Page) -> str:
-        return replace(layout, tables=[*layout.tables, self.run_details()], following=self.next_command()).html()
+        sentences = self.sentences() if layout.sentences is None else layout.sentences
+        lead = self.tables() if layout.lead is None else layout.lead
+        tables, following = [*layout.tables, self.run_details()], self.next_command()
+        return replace(layout, sentences=sentences, lead=lead, tables=tables, following=following).html()
 
     def save(self, folder: str | Path, force: bool = False) -> Path:
         """Write record.json, report.html and an SVG for each figure; return the page's path.

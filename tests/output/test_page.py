@@ -139,7 +139,7 @@ def retrofitted(folder):
     )
     panels = retrofit_panels(record)
     folder.mkdir()
-    save_page(folder, Page("Retrofit", "of a model", [], [], panels, []).html(), {}, panels)
+    save_page(folder, Page("Retrofit", "of a model", [], [], panels, [], []).html(), {}, panels)
     return folder / "report.html"
 
 

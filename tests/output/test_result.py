@@ -24,7 +24,8 @@ class Small(Result):
 
     def layout(self):
         panel = Panel("norm", "Norm", "It rises.", "layer", "norm", [Line("norm", [0, 1], self.norm.mean)])
-        return Page(f"About {self.model}", "a <b>", [("a", "1", "b")], ["it's"], [panel], [("t", ["x"], [["&"]])])
+        table = ("t", ["x"], [["&"]])
+        return Page(f"About {self.model}", "a <b>", [("a", "1", "b")], ["it's"], [panel], [table], [])
 
     def headline(self):
         return {"model": self.model}

@@ -54,7 +54,7 @@ def saved(browser, tmp_path_factory):
     """Save every figure by its buttons; return the folder of downloads."""
     folder, downloads = tmp_path_factory.mktemp("page"), tmp_path_factory.mktemp("downloads")
     page = folder / "report.html"
-    page.write_text(Page("A page", "", [], ["A sentence."], PANELS, []).html())
+    page.write_text(Page("A page", "", [], ["A sentence."], PANELS, [], []).html())
     resize(browser, 1280)
     opened(browser, page)
     browser.execute_cdp_cmd("Browser.setDownloadBehavior", {"behavior": "allow", "downloadPath": str(downloads)})

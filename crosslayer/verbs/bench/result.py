@@ -66,13 +66,11 @@ class Benchmark(Report):
                 f"{' and '.join(settings.attention)} attention"
             ),
             cards=cards,
-            sentences=self.sentences(),
             panels=self._panels(),
             tables=[
                 listing("All measurements", self.rows, {"stored": "bytes\nas stored"}, "configuration"),
                 models_table(self),
             ],
-            lead=self.tables(),
         )
 
     def sentences(self) -> list[str]:
@@ -198,8 +196,6 @@ class ServingBenchmark(Report):
                 f"{settings.new_tokens} decoded after each prompt · {settings.repeats} pairs of alternating runs"
             ),
             cards=[(row.quantity, row.change_text(), f"{row.scope}: {row.verdict}") for row in rows[:5]],
-            sentences=self.sentences(),
-            lead=self.tables(),
         )
 
     def tables(self) -> list[Table]:

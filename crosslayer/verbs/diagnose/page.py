@@ -50,10 +50,8 @@ def layout(record: Diagnosis) -> Page:
         title=f"Diagnosis of {model.name}",
         subtitle=f"{model.class_}, {model.parameters / 1e6:.1f} M parameters, {model.layers} layers{streams} · {text}",
         cards=_cards(record),
-        sentences=sentences(record),
         panels=figures,
         tables=_tables(record),
-        lead=tables(record),
     )
 
 

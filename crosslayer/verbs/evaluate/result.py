@@ -58,9 +58,8 @@ class EvaluateSettings(Options):
 class Evaluation(Report):
     """What `crosslayer.evaluate` returns: a row for each metric of a task, and a page.
 
-    The scope of a row is a task or a group of tasks, which its details name. The fields are the contents of
-    `record.json`, and two evaluations are equal if these are. `save` also writes what lm-eval returned (except the git
-    commit, which is None), unless the evaluation was loaded from a folder.
+    The scope of a row is a task or a group of tasks, which its details name. `save` also writes what lm-eval returned
+    (except the git commit, which is None), unless the evaluation was loaded from a folder.
     """
 
     schema_: Literal["crosslayer/evaluate/7"] = Field(default="crosslayer/evaluate/7", alias="schema")
@@ -68,9 +67,6 @@ class Evaluation(Report):
     lm_eval: str = Field(description="version of lm-eval")
 
     _results: dict[str, Mapping[str, Any]] = PrivateAttr(default_factory=dict)  # by candidate and baseline
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Evaluation) and self.record() == other.record()
 
     @property
     def lm_eval_results(self) -> dict[str, Mapping[str, Any]]:
@@ -101,10 +97,8 @@ class Evaluation(Report):
                 f"{'task default' if shots is None else shots} · {self.candidates[0].place}"
             ),
             cards=cards,
-            sentences=self.sentences(),
             panels=self._panels(),
             tables=[models_table(self)],
-            lead=self.tables(),
         )
 
     def tables(self) -> list[Table]:

@@ -69,10 +69,8 @@ class CodecReport(Report):
                 ("KL, nats/token", self.rows_of("KL")[0].change_text(), "95% over windows"),
                 *((row.quantity, row.change_text(), f"of a prefill of {row.text(row.original)}") for row in times),
             ],
-            sentences=self.sentences(),
             panels=bytes_and_kl(self),
             tables=[listing("Times (original: prefill)", times)],
-            lead=self.tables(),
         )
 
     def sentences(self) -> list[str]:

@@ -4,14 +4,14 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from crosslayer.judge.retrieval import count_retrieved, retrieval_sentence
+from crosslayer.judge.retrieval import retrieval_sentence, retrieved_of
 from crosslayer.output.chart import same_scale
 from crosslayer.output.formatting import UNKNOWN
 from crosslayer.output.page import Page, Table
 from crosslayer.output.panel import COLORS, QUIET, Line, Panel
 from crosslayer.stats.estimate import Estimate, band
 from crosslayer.training.callbacks import averages
-from crosslayer.verbs.heal.result import DomainResult, Rank, Recovery, State, Variant
+from crosslayer.verbs.heal.result import DomainResult, Recovery, State, Variant
 
 LOSSES = {
     "next-token": "the loss of all tokens",
@@ -34,10 +34,13 @@ def sentences(record: Recovery) -> list[str]:
     stops.append((f"{record.original}, trained as the reference", record.original_stopped))
     lines += [f"Stopped: {run}: {reason}." for run, reason in stops if reason is not None]
     if record.trained_original is not None:
-        tokens = ", ".join(f"{variant.name} {sum(tokens_read(variant)):,}" for variant in record.variants)
+        tokens = []
+        for variant in record.variants:
+            read = sum(state.run.tokens for state in variant.states if state.run is not None)
+            tokens.append(f"{variant.name} {read:,}")
         lines.append(
             f"Reference: {record.original} {as_the_last_stage(record)}. Tokens that the retrofits trained on, over all "
-            f"stages: {tokens}."
+            f"stages: {', '.join(tokens)}."
         )
     return [*lines, _measured(record)]
 
@@ -54,28 +57,10 @@ def seen_label(record: Recovery, domain: DomainResult) -> str:
     return "seen" if domain.seen else "unseen"
 
 
-def retrieved_of(state: State) -> str:
-    """Return how many hidden numbers the model retrieves, or a dash if this was not measured."""
-    total = sum(len(result.found) for result in state.needles)
-    return f"{count_retrieved(state.needles)} of {total}" if total else UNKNOWN
-
-
-def rank_words(rank: Rank) -> str:
-    """Return the KL of a retrofit, and its difference to the one ranked before it."""
-    over = rank.over_previous
-    difference = "" if over is None else f", {over.text(signed=True)}"
-    return f"{rank.kl:.3f}{difference}"
-
-
 def as_the_last_stage(record: Recovery) -> str:
     """Return how the original was trained."""
     assert record.trained_original is not None and record.trained_original.run is not None
     return f"trained with the last stage's settings, without early stop ({record.trained_original.run.tokens:,} tokens)"
-
-
-def tokens_read(variant: Variant) -> list[int]:
-    """Return how many tokens each stage of a retrofit trained on."""
-    return [0 if state.run is None else state.run.tokens for state in variant.states[1:]]
 
 
 def _recovered(record: Recovery, variant: Variant) -> list[str]:
@@ -90,7 +75,7 @@ def _recovered(record: Recovery, variant: Variant) -> list[str]:
         f"{variant.name} is {variant.title}, with {variant.cache_share:.0%} of the 16-bit cache.",
     ]
     if last.needles:
-        counts = " → ".join(retrieved_of(state) for state in variant.states)
+        counts = " → ".join(retrieved_of(state.needles) for state in variant.states)
         comparison = retrieval_sentence(last.needles, record.untrained_original.needles)
         lines.append(f"Hidden numbers retrieved, stage by stage: {counts}. {comparison}")
     return lines
@@ -113,9 +98,7 @@ def layout(record: Recovery) -> Page:
         title=f"Recovery of {record.original}",
         subtitle=f"{record.name} · {count} retrofit{'s' if count > 1 else ''} · trained on {LOSSES[record.objective]}",
         cards=_cards(record),
-        sentences=sentences(record),
         panels=[*_kl_panels(record), *_loss_panels(record)],
-        lead=tables(record),
         tables=[_domains(record), _training(record)],
     )
 
@@ -152,7 +135,7 @@ def tables(record: Recovery) -> list[Table]:
         domain = state.domains[0]
         closed = share(domain.closed) if number else UNKNOWN
         measured = [figure.text() for figure in (domain.damage.kl, domain.damage.ratio, state.all.damage.kl)]
-        rows.append([name, _stage_words(state), *measured, closed, *([retrieved_of(state)] if asked else [])])
+        rows.append([name, _stage_words(state), *measured, closed, *([retrieved_of(state.needles)] if asked else [])])
     head = ["retrofit", "state", *figures, *(["hidden numbers retrieved"] if asked else [])]
     stages: Table = ("Stage by stage (compared with the untrained original; 95% CI)", head, rows)
     return [stages, _order(record)] if len(record.variants) > 1 else [stages]
@@ -172,9 +155,12 @@ def _stage_words(state: State) -> str:
 def _order(record: Recovery) -> Table:
     """Return the retrofits by final KL, lowest first, with a column for each domain."""
     rows = []
-    for number in range(len(record.variants)):
-        ranks = [ranks[number] for ranks in record.order.values()]
-        rows.append([f"{number + 1}", *(f"{rank.variant} {rank_words(rank)}" for rank in ranks)])
+    for number, ranks in enumerate(zip(*record.order.values(), strict=True), 1):
+        cells = [str(number)]
+        for rank in ranks:
+            over = "" if rank.over_previous is None else f", {rank.over_previous.text(signed=True)}"
+            cells.append(f"{rank.variant} {rank.kl:.3f}{over}")
+        rows.append(cells)
     return "Final KL (with the difference to the retrofit above, paired by window)", ["rank", *record.order], rows
 
 

@@ -122,7 +122,6 @@ def layout(record: Effect) -> Page:
         title=f"Intervention on {record.model.name}",
         subtitle=f"{describe(record.interventions)} · {text}",
         cards=_cards(record),
-        sentences=sentences(record),
         panels=_panels(record),
         tables=[facts_table(record.model.model_dump(by_alias=True))],
     )

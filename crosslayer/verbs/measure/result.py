@@ -63,10 +63,8 @@ class Measurement(Report):
                 f"{settings.windows} windows of {settings.length} tokens · bytes and time after {settings.context:,} · "
                 f"{original.place} · {self.seconds:.0f} s"
             ),
-            sentences=self.sentences(),
             panels=[*bytes_and_kl(self), *self._by_layer()],
             tables=[listing(title, rows) for title, rows in tables.items() if rows],
-            lead=self.tables(),
         )
 
     def sentences(self) -> list[str]:

@@ -105,7 +105,6 @@ class Needles(Report):
                 f"· {self.candidates[0].place} · {self.seconds:.0f} s"
             ),
             cards=cards,
-            sentences=self.sentences(),
             panels=[self._map(number) for number in range(len(self.models))],
             tables=[self._examples()],
             lead=[listing("By length", self.rows, details, "length")],

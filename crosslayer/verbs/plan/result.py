@@ -96,10 +96,8 @@ class PlanReport(Result):
                 (SHARE, share, f"all layers, all tokens, in 16 bits: {readable_bytes(last.full_bytes)}"),
                 ("read per decoding step", read, "a layer that reads another's states counts too"),
             ],
-            sentences=self.findings,
             panels=[self._wires(), self._curve()],
             tables=[self._with_methods()] if self.methods else [],
-            lead=self.tables(),
         )
 
     def tables(self) -> list[Table]:

@@ -184,6 +184,7 @@ def layout(record: RetrofitReport) -> Page:
         cards=_cards(record),
         sentences=[f"{verdict} {others[0]}", *([QUICK] if settings.quick else []), *others[1:]],
         panels=panels(record),
+        lead=(),
         tables=[*tables(record), damage_table(record), (title, ["layer", *states[:-1], "MLP"], sources)],
     )
 
@@ -279,14 +280,13 @@ def tables(record: RetrofitReport) -> list[Table]:
     if not record.alternatives:
         return []
     rows, swept = [], bool(record.settings.sweep)
-    retrieved = None if record.needles is None else record.needles.retrofit
+    retrieved = () if record.needles is None else record.needles.retrofit
     for number, row in enumerate(record.alternatives):
         rows.append([row.name, f"{row.share:.1%}", row.kl.text(4), row.change.text() if number else UNKNOWN])
         if swept:
             rows[-1] += [f"{row.kl_by_domain[domain]:.3f}" for domain in record.domains]
         else:
-            asked = row.needles if number else retrieved
-            rows[-1].append(retrieved_of(asked) if asked else UNKNOWN)
+            rows[-1].append(retrieved_of(row.needles if number else retrieved))
             rows[-1].append(UNKNOWN if row.kv_bits is None else [f"--kv-bits {row.kv_bits}"])
     if swept:
         head = ["variant", "bytes", "KL", "KL minus the first's", *(f"on {domain}" for domain in record.domains)]

@@ -1,7 +1,4 @@
-"""The report of a retrofit: configuration, memory saved and quality lost, with the converted model.
-
-Its fields are what `record.json` holds.
-"""
+"""The report of a retrofit: configuration, memory saved and quality lost, with the converted model."""
 
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -15,7 +12,6 @@ from crosslayer.environment import quiet_transformers
 from crosslayer.judge.damage import Domains
 from crosslayer.judge.retrieval import Retrieval, count_retrieved
 from crosslayer.models.load import replaced
-from crosslayer.output.folder import whole_folder
 from crosslayer.output.manifest import write_manifest
 from crosslayer.output.record import Frozen, ModelFacts, columns
 from crosslayer.output.result import Result
@@ -127,9 +123,10 @@ class Alternative(Frozen):
 
 
 class RetrofitReport(Result):
-    """The report of a retrofit; its fields are what `record.json` holds, and two reports compare by them.
+    """The report of a retrofit.
 
-    The record holds neither model nor tokenizer: a report that was read from a folder has neither.
+    Except for a sweep, `save` also writes the model with its tokenizer, card and manifest. The record holds neither
+    model nor tokenizer: a report that was read from a folder has neither, and cannot be saved.
 
     Shapes: D domains, the worst unseen one first; L layers of the original.
     """
@@ -179,9 +176,6 @@ class RetrofitReport(Result):
     _model: PreTrainedModel | None = PrivateAttr(None)
     _tokenizer: PreTrainedTokenizerBase | None = PrivateAttr(None)
     _dtype: torch.dtype | None = PrivateAttr(None)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, RetrofitReport) and self.record() == other.record()
 
     def of_model(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, dtype: torch.dtype
@@ -253,31 +247,17 @@ class RetrofitReport(Result):
             "seconds": round(sum(self.seconds.values()), 1),
         }
 
-    def save(self, folder: str | Path, force: bool = False) -> Path:
-        """Write the model's folder, all of it or nothing: weights, tokenizer, card, record, page, figures, manifest.
-
-        Of a sweep, without the model: its record, page and figures.
-
-        Args:
-            folder: the output folder.
-            force: replace an existing folder of results.
-
-        Returns:
-            the path of the page.
-
-        Raises:
-            ValueError: the folder exists without `force`, the folder cannot be written, or the report has no model.
-        """
+    def write_files(self, folder: Path) -> None:
+        """Also write the model with its tokenizer, card and manifest; of a sweep, only record, page and figures."""
         if self.settings.sweep:
-            return super().save(folder, force)
-        model, target = self.model, Path(folder)
+            super().write_files(folder)
+            return
+        model = self.model
         saved = {weight: weight.data.to(self._dtype) for weight in model.parameters()}  # shared where it is the same
-        with whole_folder(target, force) as partial:
-            with quiet_transformers(), replaced(saved):
-                model.save_pretrained(partial)
-                if self._tokenizer is not None:
-                    self._tokenizer.save_pretrained(partial)
-            self.write_files(partial)
-            self.sibling("card").write_card(self, partial, self._tokenizer is not None)
-            write_manifest(partial, model)  # of all files in the folder
-        return target / "report.html"
+        with quiet_transformers(), replaced(saved):
+            model.save_pretrained(folder)
+            if self._tokenizer is not None:
+                self._tokenizer.save_pretrained(folder)
+        super().write_files(folder)
+        self.sibling("card").write_card(self, folder, self._tokenizer is not None)
+        write_manifest(folder, model)  # of all files in the folder

@@ -41,7 +41,6 @@ def layout(record: TrainingRun) -> Page:
             ("Time", f"{record.seconds / 60:.1f} min", "training steps only"),
             *memory,
         ],
-        sentences=sentences(record),
         panels=[*_curves(record), *_snapshots(record)],
         tables=[_domains(record)],
     )

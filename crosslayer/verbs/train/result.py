@@ -11,9 +11,7 @@ from crosslayer.training.record import Curve, DepthMixing, Snapshot, TrainedDoma
 class TrainingRun(Result):
     """What `crosslayer.train` returns. Shapes: N logged entries, M evaluations, D domains in the recipe's order."""
 
-    schema_: Literal["crosslayer/train/4"] = Field(
-        "crosslayer/train/4", validation_alias="schema", serialization_alias="schema"
-    )
+    schema_: Literal["crosslayer/train/4"] = Field(default="crosslayer/train/4", alias="schema")
     name: str
     seed: int
     recipe: dict[str, Any] = Field(description="with every default")

@@ -105,8 +105,6 @@ class Verification(Result):
             title=f"Verification of {self.model}",
             subtitle=f"{applicable} checks in {self.seconds:.0f} s",
             cards=cards,
-            sentences=self.sentences(),
-            tables=self.tables(),
         )
 
     def sentences(self) -> list[str]:

@@ -17,7 +17,6 @@ from crosslayer.training import stages
 from crosslayer.training.checkpoints import checkpoints
 from crosslayer.training.recipe import load_recipe
 from crosslayer.training.trainer import TrainingStopped
-from crosslayer.verbs.heal.page import tokens_read
 from crosslayer.verbs.heal.questions import evaluation_windows
 from crosslayer.verbs.heal.result import Recovery
 from crosslayer.verbs.heal.retrofits import open_retrofits
@@ -255,7 +254,7 @@ def test_stages_that_end_early_say_so_and_the_original_trains_to_the_last_step(b
     page, sentences = recovery.page(), " ".join(recovery.sentences())
     assert "4, ended" in page and "held-out text, web" in page
     assert "640 tokens" in page and "640 tokens" in sentences and "fitted 512." in sentences
-    assert tokens_read(recovery.variants[0]) == [256, 256]
+    assert [first.tokens, second.tokens] == [256, 256]
     stage = tmp_path / "out" / "fitted" / "stage-1" / "model"
     assert len(changed(base / "fitted", stage)) == 1
     before, after = (state.domains for state in recovery.variants[0].states[:2])

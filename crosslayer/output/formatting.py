@@ -67,25 +67,6 @@ def counted(count: int, noun: str) -> str:
     return f"{digits[count] if count < len(digits) else count} {noun}{'' if count == 1 else 's'}"
 
 
-def measured_on(sequences: int, length: int, text: str | None, documents: Sequence[int], over: str) -> str:
-    """Return the text that was measured, and what the bands of the figures are, from the settings of a record.
-
-    `text` is None for token ids, `documents` empty; `over` says what intervals are over, "sequences" or "documents".
-    """
-    windows = f"{sequences} sequences of {length} tokens, {text or 'own tokens'}"
-    origin = f" · {_origin(documents)}" if documents else ""
-    bands = "bootstrap over documents" if over == "documents" else "Student-t over sequences, taken as independent"
-    return f"{windows}{origin} · bands: 95% intervals ({bands}), clipped to possible values"
-
-
-def _origin(documents: Sequence[int]) -> str:
-    whole = len({number for number in documents if number >= 0})
-    joined = sum(number < 0 for number in documents)
-    counts = [f"{whole} document{'s' if whole > 1 else ''}"] if whole else []
-    counts += [f"{joined} joined from several documents"] if joined else []
-    return f"from {listed(counts)}"
-
-
 class Shown:
     """Printed are tables, sentences, the next command, and a line of JSON.
 

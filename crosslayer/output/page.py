@@ -5,14 +5,13 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jinja2
 
-from crosslayer.output.chart import VERSION, chart, save_svg
+from crosslayer.output.chart import VERSION, chart
 from crosslayer.output.formatting import Table
 from crosslayer.output.panel import Panel, colored_lines
-from crosslayer.output.record import dumps
 
 
 class Mark(NamedTuple):
@@ -69,12 +68,3 @@ def _templates() -> jinja2.Environment:
     templates.globals["anchor"] = lambda title: "table-" + re.sub(r"\W+", "-", title.lower()).strip("-")
     templates.filters["signed"] = lambda number: f"{number:g}".replace("-", "−")
     return templates
-
-
-def save_page(folder: Path, text: str, record: dict[str, Any], panels: Sequence[Panel]) -> None:
-    """Write report.html, record.json and an SVG for each figure into a folder."""
-    (folder / "report.html").write_text(text, encoding="utf-8")
-    (folder / "record.json").write_text(dumps(record), encoding="utf-8")
-    for panel in panels:
-        (folder / "figures").mkdir(exist_ok=True)
-        save_svg(panel, folder / "figures")

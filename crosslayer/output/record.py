@@ -104,6 +104,20 @@ class PositionBins(Frozen):
         return self
 
 
+class SameLengths(Frozen):
+    """A component whose lists have the same length, except those that are left at their default."""
+
+    @model_validator(mode="after")
+    def _check_lengths(self) -> Self:
+        fields, lengths = type(self).model_fields, {}
+        for name, entries in self:
+            if isinstance(entries, list | tuple) and entries != fields[name].default:
+                lengths[name] = len(entries)
+        if len(set(lengths.values())) > 1:
+            raise ValueError(f"the lists must have the same length, got {lengths}")
+        return self
+
+
 class ModelFacts(Frozen):
     """A model that was measured; a verb may add fields."""
 

@@ -13,10 +13,11 @@ from typing import Any, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from crosslayer.environment import Environment, environment
+from crosslayer.output.chart import save_svg
 from crosslayer.output.folder import whole_folder
 from crosslayer.output.formatting import Shown, Table
-from crosslayer.output.page import Page, save_page
-from crosslayer.output.record import read_record, typed_command, validation_message
+from crosslayer.output.page import Page
+from crosslayer.output.record import dumps, read_record, typed_command, validation_message
 
 NOTEBOOK_HEIGHT = 800  # pixels of the page inside a notebook's cell
 
@@ -151,7 +152,11 @@ class Result(Shown, BaseModel):
     def write_files(self, folder: Path) -> None:
         """Write the files of a result into a folder; a class with files of its own adds them."""
         layout = self.layout()
-        save_page(folder, self._html(layout), self.record(), layout.panels)
+        (folder / "report.html").write_text(self._html(layout), encoding="utf-8")
+        (folder / "record.json").write_text(dumps(self.record()), encoding="utf-8")
+        for panel in layout.panels:
+            (folder / "figures").mkdir(exist_ok=True)
+            save_svg(panel, folder / "figures")
 
     def _repr_html_(self) -> str:
         """Show the page in a notebook, in a frame, so that the styles of both do not mix."""
@@ -169,11 +174,7 @@ AnyResult = TypeVar("AnyResult", bound=Result)
 
 
 def load_as(kinds: Sequence[type[AnyResult]], folder: Path) -> AnyResult:
-    """Load the result in a folder; its record's schema decides its type.
-
-    Args:
-        kinds: the types; the default of their field `schema_` is the schema that they read.
-        folder: the folder of record.json.
+    """Load the result in a folder; its record's schema decides which of `kinds` it is.
 
     Raises:
         ValueError: there is no record, it is damaged, or no type reads its schema.

@@ -4,11 +4,11 @@ import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from statistics import fmean
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from crosslayer.output.record import Frozen
+from crosslayer.output.record import Frozen, SameLengths
 
 KEY = re.compile(r"snapshot_(\w+)_layer_(\d+)")  # of a measure in the log
 
@@ -38,7 +38,7 @@ class TrainedDomain(Frozen):
     fingerprint: str = Field(description="of the text, the tokenizer and the order of rows")
 
 
-class Curve(Frozen):
+class Curve(SameLengths):
     """The logged entries; a loss is the mean since the previous entry."""
 
     steps: list[int]
@@ -46,12 +46,6 @@ class Curve(Frozen):
     learning_rates: list[float]
     gradient_norms: list[float | None]
     tokens_per_second: list[float]
-
-    @model_validator(mode="after")
-    def _check_lengths(self) -> Self:
-        if len({len(entries) for entries in vars(self).values()}) > 1:
-            raise ValueError("the lists of a curve must have the same length")
-        return self
 
 
 def curve_of(history: Sequence[Mapping[str, Any]]) -> Curve:
@@ -131,7 +125,7 @@ class DepthMixing(Frozen):
     weights: list[Layers] = Field(description="(readers, sources), mean over tokens")
 
 
-class Snapshot(Frozen):
+class Snapshot(SameLengths):
     """Measures of a few held-out windows after a step, by layer; None where a layer lacks the sublayer."""
 
     step: int
@@ -146,12 +140,6 @@ class Snapshot(Frozen):
     mlp_output_norm: Layers = Field(default=[], description="mean norm of what the MLP adds")
     attention_gradient_norm: Layers = Field(default=[], description="of the gradient of the summed loss by the former")
     mlp_gradient_norm: Layers = Field(default=[], description="of the gradient of the summed loss by the latter")
-
-    @model_validator(mode="after")
-    def _check_lengths(self) -> Self:
-        if len({len(layers) for name, layers in vars(self).items() if name != "step" and layers}) > 1:
-            raise ValueError("the measures of a snapshot must have the same number of layers")
-        return self
 
 
 def snapshots_in(history: Sequence[dict[str, Any]]) -> tuple[Snapshot, ...]:

@@ -6,8 +6,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from pydantic import Field
+
 from crosslayer.core.plan import CACHED, DepthPlan
-from crosslayer.output.formatting import UNKNOWN, Shown, Table, ranges, readable_bytes
+from crosslayer.output.formatting import UNKNOWN, Shown, Table, percent, ranges, readable_bytes
+from crosslayer.output.record import Frozen
 from crosslayer.wiring.engines import Stored, allocated, check_engine, fixed_bytes
 from crosslayer.wiring.states import ItemSizes, LayerStates
 
@@ -15,6 +18,29 @@ MOST_TOKENS = 2**40  # beyond any context
 SIXTEEN_BITS = ItemSizes(2, 2)
 SHARE = "of the 16-bit cache"
 COLUMNS = ["stored", SHARE, "read per decoding step"]
+
+
+class PlannedLength(Frozen):
+    """Bytes at a length: stored, read for the last token, and of the 16-bit cache."""
+
+    length: int = Field(ge=1)
+    stored_bytes: int = Field(ge=0)
+    read_bytes: int = Field(ge=0)
+    full_bytes: int = Field(ge=0)
+
+    def cells(self) -> list[str]:
+        """Return the cells of `COLUMNS`."""
+        share = percent(self.stored_bytes / self.full_bytes, 1) if self.full_bytes else UNKNOWN
+        return [readable_bytes(self.stored_bytes), share, readable_bytes(self.read_bytes)]
+
+
+def methods_table(length: int, methods: Iterable[tuple[str, PlannedLength | None, str]]) -> Table:
+    """Return the table of methods: name, sizes with it (None: not possible), and what a pretrained model needs."""
+    rows = []
+    for method, sizes, pretrained in methods:
+        rows.append([method, *([UNKNOWN] * 3 if sizes is None else sizes.cells()), pretrained])
+    title = f"With sharing across layers, at {length:,} tokens"
+    return title, ["method", *COLUMNS, "in a pretrained model"], rows
 
 
 class Sharing(NamedTuple):
@@ -151,6 +177,11 @@ class ModelPlan(Shown):
         sizes = [states.full_bytes(length, SIXTEEN_BITS) for states in self.layers]
         return round(self.batch * sum(size or max(sizes) for size in sizes))
 
+    def sizes_at(self, length: int) -> PlannedLength:
+        """Return all of these bytes."""
+        stored, read, full = self.stored_at(length), self.read_at(length), self.full_at(length)
+        return PlannedLength(length=length, stored_bytes=stored, read_bytes=read, full_bytes=full)
+
     def fitting_length(self) -> int | None:
         """Return the longest sequences whose cache fits into `memory` next to the weights; None if they always fit.
 
@@ -186,20 +217,13 @@ class ModelPlan(Shown):
         tables: list[Table] = []
         if self.caches and len(self.lengths) > 1:
             title = f"KV cache of {self.model} in {self.kv_dtype}, batch {self.batch}, as {self.engine} allocates it"
-            tables.append((title, ["tokens", *COLUMNS], [[f"{n:,}", *self._cells(n)] for n in self.lengths]))
+            rows = [[f"{length:,}", *self.sizes_at(length).cells()] for length in self.lengths]
+            tables.append((title, ["tokens", *COLUMNS], rows))
         if self.caches and self.shared:
-            rows = []
-            for method, plan, pretrained in self.shared:
-                rows.append([method, *([UNKNOWN] * 3 if plan is None else plan._cells(self.length)), pretrained])
-            title = f"With sharing across layers, at {self.length:,} tokens"
-            tables.append((title, ["method", *COLUMNS, "in a pretrained model"], rows))
+            length = self.length
+            methods = [(name, plan and plan.sizes_at(length), needed) for name, plan, needed in self.shared]
+            tables.append(methods_table(length, methods))
         return tables
-
-    def _cells(self, length: int) -> list[str]:
-        """Return the cells of `COLUMNS` at a length."""
-        stored, full = self.stored_at(length), self.full_at(length)
-        share = f"{stored / full:.1%}" if full else UNKNOWN
-        return [readable_bytes(stored), share, readable_bytes(self.read_at(length))]
 
     def sentences(self) -> list[str]:
         """Return sentences on the cache and the model, and the diagram of the wiring."""

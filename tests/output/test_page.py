@@ -14,7 +14,7 @@ import crosslayer
 from crosslayer.core.plan import DepthPlan
 from crosslayer.environment import environment
 from crosslayer.output.chart import chart, same_scale, save_svg
-from crosslayer.output.page import Page, save_page
+from crosslayer.output.page import Page
 from crosslayer.output.panel import Dots, Line, Panel, colored_lines
 from crosslayer.stats.estimate import Estimate
 from crosslayer.verbs.retrofit.moments import Fit
@@ -139,7 +139,7 @@ def retrofitted(folder):
     )
     panels = retrofit_panels(record)
     folder.mkdir()
-    save_page(folder, Page("Retrofit", "of a model", [], [], panels, [], []).html(), {}, panels)
+    (folder / "report.html").write_text(Page("Retrofit", "of a model", [], [], panels, [], []).html())
     return folder / "report.html"
 
 

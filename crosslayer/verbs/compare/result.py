@@ -7,7 +7,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from crosslayer.environment import Machine
-from crosslayer.output.record import Frozen
+from crosslayer.output.record import Frozen, SameLengths
 from crosslayer.output.result import Result
 from crosslayer.stats.estimate import Estimate, Verdict
 from crosslayer.training.record import DepthMixing
@@ -43,19 +43,11 @@ class Variant(Frozen):
     num_key_value_heads: int | None = None
 
 
-class Trace(Frozen):
+class Trace(SameLengths):
     """A loss by step."""
 
     steps: tuple[int, ...]
     losses: tuple[float, ...]
-
-    @model_validator(mode="after")
-    def _check_lengths(self) -> Self:
-        if len(self.steps) != len(self.losses):
-            raise ValueError(
-                f"steps and losses must have the same length, got {len(self.steps)} and {len(self.losses)}"
-            )
-        return self
 
 
 class SnapshotMeans(Frozen):
@@ -100,7 +92,7 @@ class ComparedRun(Frozen):
     depth_mixing: DepthMixing | None = None
 
 
-class RelativeCurve(Frozen):
+class RelativeCurve(SameLengths):
     """Smoothed training loss minus the baseline's by step: mean over pairs, and a band from three pairs on.
 
     The band is the 95% Student-t interval. It holds at each step, not at all steps at once: a verdict needs it over
@@ -112,12 +104,6 @@ class RelativeCurve(Frozen):
     mean: tuple[float, ...]
     low: tuple[float, ...] | None
     high: tuple[float, ...] | None
-
-    @model_validator(mode="after")
-    def _check_lengths(self) -> Self:
-        if {len(values) for values in (self.mean, self.low, self.high) if values is not None} != {len(self.steps)}:
-            raise ValueError("steps, mean, low and high of a relative curve must have the same length")
-        return self
 
     @property
     def stretch(self) -> int:

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from crosslayer.output.formatting import Table, ranges
+from crosslayer.output.formatting import Table, listed, ranges
 from crosslayer.output.panel import QUIET, Heat, Line, Panel, by_position
 from crosslayer.output.record import Measure, PositionBins
 from crosslayer.stats.bootstrap import plain
-from crosslayer.verbs.diagnose.result import Diagnosis
+from crosslayer.verbs.diagnose.result import Diagnosis, TextSettings
 
 LAYER = "layer"
 LAST_ROW = ("The last token's attention, by position", "Attention of the last token to each position, mean over heads.")
@@ -76,6 +76,18 @@ def mean_over_layers(measure: Measure) -> float:
 def facts_table(facts: Mapping[str, Any]) -> Table:
     """Return the table of facts about a model."""
     return "Model", ["fact", "value"], [[name.replace("_", " "), str(fact)] for name, fact in facts.items()]
+
+
+def measured_on(settings: TextSettings, over: str) -> str:
+    """Return the text that was measured, and what the bands of the figures are: over sequences, or over documents."""
+    text = f"{settings.sequences} sequences of {settings.length} tokens, {settings.text or 'own tokens'}"
+    whole = len({number for number in settings.documents if number >= 0})
+    joined = sum(number < 0 for number in settings.documents)
+    origins = [f"{whole} document{'s' if whole > 1 else ''}"] if whole else []
+    origins += [f"{joined} joined from several documents"] if joined else []
+    origin = f" · from {listed(origins)}" if origins else ""
+    bands = "bootstrap over documents" if over == "documents" else "Student-t over sequences, taken as independent"
+    return f"{text}{origin} · bands: 95% intervals ({bands}), clipped to possible values"
 
 
 def beside(record: Diagnosis, baseline: Diagnosis) -> Table:

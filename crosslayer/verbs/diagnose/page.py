@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from crosslayer.output.formatting import UNKNOWN, measured_on
+from crosslayer.output.formatting import UNKNOWN
 from crosslayer.output.page import Page, Table
 from crosslayer.output.panel import COLORS, QUIET, Heat, Line, Panel
 from crosslayer.output.record import Measure
@@ -25,6 +25,7 @@ from crosslayer.verbs.diagnose.curves import (
     head_panel,
     highest,
     lowest,
+    measured_on,
     numbers,
     panels_beside,
     position_panel,
@@ -40,9 +41,8 @@ EIGENVALUES = 64  # shown of each spectrum
 
 def layout(record: Diagnosis) -> Page:
     """Return the page; figures show the baseline too, where there is one."""
-    model, settings, baseline, figures = record.model, record.settings, record.baseline, panels(record)
-    over = record.measures.stream_norm.over
-    text = measured_on(settings.sequences, settings.length, settings.text, settings.documents, over)
+    model, baseline, figures = record.model, record.baseline, panels(record)
+    text = measured_on(record.settings, record.measures.stream_norm.over)
     if baseline is not None:
         figures = panels_beside(figures, panels(baseline), (model.name, baseline.model.name))
     streams = f" · {model.streams} residual streams" if model.streams > 1 else ""

@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 
 from crosslayer.output.chart import same_scale
-from crosslayer.output.formatting import listed, measured_on, ranges
+from crosslayer.output.formatting import listed, ranges
 from crosslayer.output.page import Page
 from crosslayer.output.panel import COLORS, QUIET, Panel
 from crosslayer.output.record import Measure
@@ -20,6 +20,7 @@ from crosslayer.verbs.diagnose.curves import (
     highest,
     lowest,
     mean_over_layers,
+    measured_on,
     position_panel,
 )
 from crosslayer.verbs.intervene.kinds import Kind, to_entry
@@ -116,8 +117,7 @@ def _norms(change: PositionChange) -> str:
 
 def layout(record: Effect) -> Page:
     """Return the parts of the page."""
-    settings, over = record.settings, record.main.attention_received.before.over
-    text = measured_on(settings.sequences, settings.length, settings.text, settings.documents, over)
+    text = measured_on(record.settings, record.main.attention_received.before.over)
     return Page(
         title=f"Intervention on {record.model.name}",
         subtitle=f"{describe(record.interventions)} · {text}",

@@ -6,12 +6,12 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from crosslayer.output.formatting import UNKNOWN, Table, percent, readable_bytes
-from crosslayer.output.page import Cell, Page
+from crosslayer.output.formatting import Table, readable_bytes
+from crosslayer.output.page import Page
 from crosslayer.output.panel import QUIET, Line, Panel, Wires
 from crosslayer.output.record import Frozen
 from crosslayer.output.result import Result
-from crosslayer.wiring.result import COLUMNS, SHARE, ModelPlan
+from crosslayer.wiring.result import COLUMNS, SHARE, ModelPlan, PlannedLength, methods_table
 
 SHORTEST, LONGEST = 256, 131_072  # tokens of the curve, whose lengths double
 MIB = 2**20
@@ -35,20 +35,6 @@ class PlannedLayer(Frozen):
     stored_bytes: int = Field(ge=0)
     attends: bool
     sources: tuple[int, ...]
-
-
-class PlannedLength(Frozen):
-    """Bytes at a length: stored, read for the last token, and of the 16-bit cache."""
-
-    length: int = Field(ge=1)
-    stored_bytes: int = Field(ge=0)
-    read_bytes: int = Field(ge=0)
-    full_bytes: int = Field(ge=0)
-
-    def cells(self) -> list[str]:
-        """Return the cells of `COLUMNS`."""
-        share = percent(self.stored_bytes / self.full_bytes, 1) if self.full_bytes else UNKNOWN
-        return [readable_bytes(self.stored_bytes), share, readable_bytes(self.read_bytes)]
 
 
 class PlannedMethod(Frozen):
@@ -88,6 +74,10 @@ class PlanReport(Result):
         settings, last = self.settings, max(self.sizes, key=lambda size: size.length)
         sequences = "one sequence" if settings.batch == 1 else f"{settings.batch} sequences"
         stored, share, read = last.cells()
+        methods = []
+        for method in self.methods:
+            largest = max(method.sizes, key=lambda size: size.length, default=None)
+            methods.append((method.method, largest, method.pretrained))
         return Page(
             title=f"KV cache of {self.model}",
             subtitle=f"{self.type} · {len(self.layers)} layers · as {settings.engine} allocates it, from the config",
@@ -97,22 +87,12 @@ class PlanReport(Result):
                 ("read per decoding step", read, "a layer that reads another's states counts too"),
             ],
             panels=[self._wires(), self._curve()],
-            tables=[self._with_methods()] if self.methods else [],
+            tables=[methods_table(last.length, methods)] if methods else [],
         )
 
     def tables(self) -> list[Table]:
         """Return the sizes by length."""
         return [("By length", ["tokens", *COLUMNS], [[f"{size.length:,}", *size.cells()] for size in self.sizes])]
-
-    def _with_methods(self) -> Table:
-        """Return the sizes with each method, at the longest length."""
-        rows: list[list[Cell]] = []
-        for method in self.methods:
-            largest = max(method.sizes, key=lambda size: size.length, default=None)
-            cells = [UNKNOWN] * 3 if largest is None else largest.cells()
-            rows.append([method.method, *cells, method.pretrained])
-        title = f"With sharing across layers, at {max(self.settings.length):,} tokens"
-        return title, ["method", *COLUMNS, "in a pretrained model"], rows
 
     def _wires(self) -> Panel:
         """Return the figure of the layers."""
@@ -153,6 +133,10 @@ class Plan(ModelPlan):
         lengths = [SHORTEST]
         while lengths[-1] < max(LONGEST, self.length):
             lengths.append(2 * lengths[-1])
+
+        def sizes(plan: ModelPlan | None, lengths: Sequence[int]) -> tuple[PlannedLength, ...]:
+            return () if plan is None else tuple(map(plan.sizes_at, lengths))
+
         settings = {name: getattr(self, name) for name in ("batch", "dtype", "kv_dtype", "engine")}
         return PlanReport(
             settings=PlanSettings(length=self.lengths, **settings),
@@ -162,14 +146,14 @@ class Plan(ModelPlan):
             figures=self.headline(),
             findings=tuple(self.findings()),
             layers=tuple(_layer(self.shown, layer) for layer in range(len(self.layers))),
-            curve=_at(self, lengths),
-            sizes=_at(self, self.lengths),
+            curve=sizes(self, lengths),
+            sizes=sizes(self, self.lengths),
             methods=tuple(
                 PlannedMethod(
                     method=sharing.method,
                     pretrained=sharing.pretrained,
-                    sizes=_at(sharing.plan, self.lengths),
-                    curve=_at(sharing.plan, lengths),
+                    sizes=sizes(sharing.plan, self.lengths),
+                    curve=sizes(sharing.plan, lengths),
                 )
                 for sharing in self.shared
             ),
@@ -186,16 +170,6 @@ class Plan(ModelPlan):
     def next_command(self, model: str | None = None, out: str | None = None) -> str | None:
         """Return the command that the page shows, too."""
         return self.report().next_command(model, out)
-
-
-def _at(plan: ModelPlan | None, lengths: Sequence[int]) -> tuple[PlannedLength, ...]:
-    if plan is None:
-        return ()
-    sizes = []
-    for length in lengths:
-        stored, read, full = plan.stored_at(length), plan.read_at(length), plan.full_at(length)
-        sizes.append(PlannedLength(length=length, stored_bytes=stored, read_bytes=read, full_bytes=full))
-    return tuple(sizes)
 
 
 def _layer(shown: ModelPlan, layer: int) -> PlannedLayer:

@@ -16,11 +16,7 @@ NAMED = 6  # scopes that a sentence names at most
 def listing(title: str, rows: Sequence[Row], details: dict[str, str] | None = None, of: str = "scope") -> Table:
     """Return a table with a line for each row.
 
-    Args:
-        title: above the table.
-        rows: what it lists.
-        details: of the rows' details those that have a column, with the heads of these.
-        of: the head of the column of scopes.
+    `details` are those of the rows' details that have a column, with its head; `of` is the head of the scopes.
     """
     details = details or {}
     candidates = {row.candidate for row in rows}

@@ -4,7 +4,6 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 COLORS = ("#2457c5", "#c4472f", "#23865f", "#8a5fbf", "#b8860b", "#1391a8", "#c2549a", "#7a5640")
 QUIET = "#697082"  # the color of context: other tokens, the baseline
@@ -116,35 +115,6 @@ class Panel:
         """Pixels of the figure, None for the usual height."""
         rows = self.dots or self.wires
         return None if rows is None else rows.height
-
-
-def by_position(
-    edges: Sequence[int],
-    length: int,
-    z: list[list[float | None]],
-    label: str,
-    limits: tuple[float, float],
-    position: int = 0,
-) -> dict[str, Any]:
-    """Return `heat`, `log_x` and `x_ticks` of a panel of layers by bins of positions, counted from 0.
-
-    Bin i holds the positions edges[i] to edges[i + 1] − 1, the last up to length − 1. Position p reaches from p + 1 to
-    p + 2 of a logarithmic axis. `position` always has a label.
-    """
-    ends = [*edges[1:], length]
-    columns = [str(a) if b == a + 1 else f"{a}-{b - 1}" for a, b in zip(edges, ends, strict=True)]
-    heat = Heat([edge + 1.0 for edge in (*edges, length)], [*range(len(z))], z, label, limits, columns=columns)
-    return {"heat": heat, "log_x": True, "x_ticks": _position_ticks(length, position)}
-
-
-def _position_ticks(length: int, position: int) -> dict[float, str]:
-    """Return labels at the middle of their positions: 0, 1, 2, 5, 10 …, and `position` instead of its neighbors."""
-    powers = range(len(str(length)))
-    digits = {power: (1, 2, 5) if power == 0 or length <= 1000 else (1,) for power in powers}
-    usual = [0, *(digit * 10**power for power in powers for digit in digits[power])]
-    near = 1.7 if position >= 10 else 1.0  # labels are wider than single positions there
-    shown = [p for p in usual if p < length and not 1 / near < (p + 1.5) / (position + 1.5) < near]
-    return {math.sqrt((p + 1) * (p + 2)): str(p) for p in sorted({*shown, position})}
 
 
 def colored_lines(panel: Panel) -> list[Line]:

@@ -19,8 +19,6 @@ from pydantic import (
     model_validator,
 )
 
-from crosslayer import _start
-
 LARGEST = 2**28  # bytes of a record; a diagnosis of 30 layers has 0.8 MB
 Seed = Annotated[int, Field(ge=0, lt=2**63)]  # torch takes no larger seed
 PYDANTIC = "Input should be "  # how most of pydantic's messages begin
@@ -158,11 +156,6 @@ def _message(details: Mapping[str, Any]) -> str:
         got = f", got {reprlib.repr(value)}" if isinstance(value, str | int | float | None) else ""
         return f"{path or 'it'} must be {rule}{got}"
     return f"{path}: {message}" if path else message
-
-
-def typed_command() -> Any:
-    """Return the field of a record for the command as it was typed, or None for a call from Python."""
-    return Field(default_factory=lambda: _start.command_line, description="as typed; None from Python")
 
 
 def columns(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:

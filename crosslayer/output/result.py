@@ -12,12 +12,13 @@ from typing import Any, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from crosslayer import _start
 from crosslayer.environment import Environment, environment
 from crosslayer.output.chart import save_svg
 from crosslayer.output.folder import whole_folder
 from crosslayer.output.formatting import Shown, Table
 from crosslayer.output.page import Page
-from crosslayer.output.record import dumps, read_record, typed_command, validation_message
+from crosslayer.output.record import dumps, read_record, validation_message
 
 NOTEBOOK_HEIGHT = 800  # pixels of the page inside a notebook's cell
 
@@ -29,7 +30,7 @@ class Result(Shown, BaseModel):
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True, allow_inf_nan=False)
-    command: str | None = typed_command()
+    command: str | None = Field(default_factory=lambda: _start.command_line, description="as typed; None from Python")
     environment: Environment = Field(default_factory=environment)
 
     def record(self) -> dict[str, Any]:

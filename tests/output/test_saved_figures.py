@@ -12,7 +12,9 @@ from selenium.common.exceptions import TimeoutException
 from selenium.webdriver.support.ui import WebDriverWait
 
 from crosslayer.output.page import Page
-from crosslayer.output.panel import Dots, Heat, Line, Panel, Wires, by_position
+from crosslayer.output.panel import Dots, Heat, Line, Panel, Wires
+from crosslayer.output.record import PositionBins
+from crosslayer.verbs.diagnose.curves import position_panel
 from tests.helpers.browser import complaints, opened, resize
 
 LINES = [
@@ -20,13 +22,14 @@ LINES = [
     Line("second", [0, 1], [1.0, 2.0]),
 ]
 LINE_PANEL = Panel("two_lines", "Two lines", "", "layer", "share", LINES)
+BINS = PositionBins(edges=[0, 1, 3], length=5, mean=[[10.0, 100.0, 1000.0]])
 PANELS = [
     LINE_PANEL,
     replace(LINE_PANEL, key="one_line", x_title="", lines=LINES[1:]),
     Panel(
         "heat", "Heat", "", "column", "layer", heat=Heat([0, 1], [0, 1], [[0.5, None], [1.0, 2.0]], "cosine", (0, 2))
     ),
-    Panel("bins", "Bins", "", "position", "layer", **by_position([0, 1, 3], 5, [[1.0, 2.0, 3.0]], "norm", (0, 3))),
+    replace(position_panel("bins", "Bins", "", BINS, 1.0, "norm", (0, 3)), x_title="position", wide=False),
     Panel(
         "dots", "Dots", "", "loss", "", dots=Dots(["a", "b"], [1.0, 2.0], [0.5, None], [1.5, None], [[0.5, 1.5], []])
     ),

@@ -1,5 +1,6 @@
 """Measures by layer or position as figures and sentences need them: curves, extremes, means, two models compared."""
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -8,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from crosslayer.output.formatting import Table, listed, ranges
-from crosslayer.output.panel import QUIET, Heat, Line, Panel, by_position
+from crosslayer.output.panel import QUIET, Heat, Line, Panel
 from crosslayer.output.record import Measure, PositionBins
 from crosslayer.stats.bootstrap import plain
 from crosslayer.verbs.diagnose.result import Diagnosis, TextSettings
@@ -39,10 +40,26 @@ def position_panel(
     key: str, title: str, sentence: str, bins: PositionBins, scale: float, label: str, limits: tuple[float, float],
     position: int = 0,
 ) -> Panel:  # fmt: skip
-    """Return a heat map of log10(mean · `scale`) by layer and position; `limits` are the ends of the color scale."""
+    """Return a heat map of log10(mean · `scale`) by layer and position; `limits` are the ends of the color scale.
+
+    Position p reaches from p + 1 to p + 2 of a logarithmic axis. `position` always has a label.
+    """
     z = plain(np.log10(np.maximum(np.array(bins.mean, dtype=float) * scale, 10 ** (limits[0] - 2))))  # (L, bins)
-    drawn: dict[str, Any] = by_position(bins.edges, bins.length, z, label, limits, position)
-    return Panel(key, title, sentence, "position (0 = first token)", LAYER, wide=True, **drawn)
+    edges, axis = [*bins.edges, bins.length], "position (0 = first token)"
+    columns = [str(a) if b == a + 1 else f"{a}-{b - 1}" for a, b in itertools.pairwise(edges)]
+    heat = Heat([edge + 1.0 for edge in edges], [*range(len(z))], z, label, limits, columns=columns)
+    ticks = _position_ticks(bins.length, position)
+    return Panel(key, title, sentence, axis, LAYER, heat=heat, log_x=True, wide=True, x_ticks=ticks)
+
+
+def _position_ticks(length: int, position: int) -> dict[float, str]:
+    """Return labels at the middle of their positions: 0, 1, 2, 5, 10 …, and `position` instead of its neighbors."""
+    powers = range(len(str(length)))
+    digits = {power: (1, 2, 5) if power == 0 or length <= 1000 else (1,) for power in powers}
+    usual = [0, *(digit * 10**power for power in powers for digit in digits[power])]
+    near = 1.7 if position >= 10 else 1.0  # labels are wider than single positions there
+    shown = [p for p in usual if p < length and not 1 / near < (p + 1.5) / (position + 1.5) < near]
+    return {math.sqrt((p + 1) * (p + 2)): str(p) for p in sorted({*shown, position})}
 
 
 def head_panel(key: str, measure: Measure, token: str, axis: str = "head") -> Panel:

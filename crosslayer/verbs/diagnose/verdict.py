@@ -12,6 +12,7 @@ from crosslayer.core.methods import method_class, method_names
 from crosslayer.output.formatting import Table, counted, named_layers, ranges
 from crosslayer.output.record import Measure
 from crosslayer.probe.shapes import ENTRIES, PAPER_SIZE, Groups, LayerShape, paper_groups, similar_groups
+from crosslayer.verbs.diagnose.curves import known
 from crosslayer.verbs.diagnose.result import (
     CacheCandidates,
     DiagnosedModel,
@@ -107,9 +108,8 @@ def sharing_methods() -> list[type[Method]]:
 
 
 def _ranked(similarity: Measure) -> list[RankedLayer]:
-    known = [(layer, cosine) for layer, cosine in enumerate(similarity.mean) if cosine is not None]
-    known.sort(key=lambda pair: -pair[1])
-    return [RankedLayer(layer=layer, similarity=cosine) for layer, cosine in known]
+    ranked = sorted(known(similarity).items(), key=lambda pair: -pair[1])
+    return [RankedLayer(layer=layer, similarity=cosine) for layer, cosine in ranked]
 
 
 def _cache(measures: Measures, redundancy: Redundancy, shapes: Shapes, length: int) -> CacheCandidates:

@@ -110,10 +110,8 @@ class Report(Result):
 
     def row(self, candidate: str, quantity: str, scope: str = "all") -> Row | None:
         """Return the row of a quantity; None if it was not measured."""
-        for row in self.rows:
-            if (row.candidate, row.quantity, row.scope) == (candidate, quantity, scope):
-                return row
-        return None
+        own = (row for row in self.rows_of(quantity) if row.candidate == candidate and row.scope == scope)
+        return next(own, None)
 
     def rows_of(self, quantity: str) -> list[Row]:
         """Return the rows of a quantity."""

@@ -7,7 +7,7 @@ from crosslayer.output.formatting import UNKNOWN, Table, signed
 from crosslayer.output.page import Page
 from crosslayer.training.record import mean_of_known
 from crosslayer.verbs.compare.figures import drawn_panels
-from crosslayer.verbs.compare.result import COSTS, ComparedRun, Comparison, Law, SnapshotMeans
+from crosslayer.verbs.compare.result import COSTS, ComparedRun, Comparison, Law
 from crosslayer.verbs.compare.sentences import seed_count, sentences, titled, with_values, written_verdict
 
 Read = Callable[[ComparedRun], float | None]
@@ -144,20 +144,15 @@ def _snapshots(record: Comparison) -> Table:
     rows = []
     for configuration in record.configurations:
         for variant in record.ordered:
-            known = _last_snapshots(record.runs_of(configuration.label, variant))
-            if known:
-                cells = [form.format(known[name]) if name in known else UNKNOWN for name, _, form in SNAPSHOTS]
+            ends = [run.snapshots[-1] for run in record.runs_of(configuration.label, variant) if run.snapshots]
+            cells = []
+            for name, _, form in SNAPSHOTS:
+                mean = mean_of_known([getattr(end, name) for end in ends])
+                cells.append(UNKNOWN if mean is None else form.format(mean))
+            if set(cells) != {UNKNOWN}:
                 rows.append([configuration.label, variant, *cells])
     head = ["variant", *(title for _, title, _ in SNAPSHOTS)]
     return _with_configurations("Inside the models at the end of training, means over layers", head, rows)
-
-
-def _last_snapshots(runs: Sequence[ComparedRun]) -> dict[str, float]:
-    """Return the measures at the end of training by name, means over runs, as far as they are known."""
-    ends = [run.snapshots[-1] for run in runs if run.snapshots]
-    names = [name for name in SnapshotMeans.model_fields if name != "step"]
-    means = {name: mean_of_known([getattr(end, name) for end in ends]) for name in names}
-    return {name: mean for name, mean in means.items() if mean is not None}
 
 
 def _critical(record: Comparison) -> Table:

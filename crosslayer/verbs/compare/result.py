@@ -113,12 +113,8 @@ class RelativeCurve(SameLengths):
     @property
     def ahead(self) -> bool:
         """Whether the variant was lower over some `stretch`; False below three pairs, which have no band."""
-        length = 0
-        for edge in self.high or ():
-            length = length + 1 if edge < 0 else 0
-            if length == self.stretch:
-                return True
-        return False
+        high, stretch = self.high or (), self.stretch
+        return any(max(high[start : start + stretch]) < 0 for start in range(len(high) - stretch + 1))
 
     @property
     def behind(self) -> bool:

@@ -8,6 +8,7 @@ by Student's t over the normal quantile, since a domain may have 16 windows only
 `measure` and `by_position` summarize the values of N sequences for a record.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -32,16 +33,7 @@ class Bootstrap:
     """
 
     def __init__(self, documents: tuple[int, ...], seed: int = 0):
-        self.strata = _strata(documents)
-        windows = len(documents)
-        generator = np.random.default_rng(seed)
-        weights = np.zeros((DRAWS, windows))  # of each window in the mean of each draw
-        for rows in self.strata:
-            count = len(rows)
-            drawn = generator.multinomial(count - 1, np.full(count, 1 / count), size=DRAWS)  # (DRAWS, count)
-            weights[:, rows] = drawn * (count / (count - 1) / windows)
-        spread = t_quantile(windows - len(self.strata)) / NORMAL
-        self.weights = (1 + spread * (weights * windows - 1)) / windows  # (DRAWS, N)
+        self.strata, self.weights = _drawn(documents, seed)
 
     def means(self, values: np.ndarray) -> np.ndarray:
         """Return the mean of values (N,) in each draw, (DRAWS,)."""
@@ -101,6 +93,22 @@ def percentiles(draws: np.ndarray) -> Interval:
     """Return the middle 95% of draws."""
     low, high = np.quantile(draws, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return float(low), float(high)
+
+
+@functools.lru_cache(maxsize=4)  # most results are of the same windows
+def _drawn(documents: tuple[int, ...], seed: int) -> tuple[list[np.ndarray], np.ndarray]:
+    """Return the strata of N windows, and the weight of each window in each draw, (DRAWS, N)."""
+    strata, windows = _strata(documents), len(documents)
+    generator = np.random.default_rng(seed)
+    weights = np.zeros((DRAWS, windows))  # of each window in the mean of each draw
+    for rows in strata:
+        count = len(rows)
+        drawn = generator.multinomial(count - 1, np.full(count, 1 / count), size=DRAWS)  # (DRAWS, count)
+        weights[:, rows] = drawn * (count / (count - 1) / windows)
+    spread = t_quantile(windows - len(strata)) / NORMAL
+    weights = (1 + spread * (weights * windows - 1)) / windows
+    weights.flags.writeable = False  # all that were drawn alike have the same
+    return strata, weights
 
 
 def _strata(documents: tuple[int, ...]) -> list[np.ndarray]:

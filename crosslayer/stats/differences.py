@@ -10,6 +10,7 @@ it too.
 Shapes: S pairs, M comparisons. Source of the adjusted p-values: Holm (1979).
 """
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -86,6 +87,7 @@ def seeds_needed(values: Sequence[float], difference: float) -> int | None:
     return None
 
 
+@functools.cache
 def t_quantile(degrees: int) -> float:
     """Return by how many standard errors a 95% interval reaches to either side, by Student's t."""
     return float(stats.t.ppf((1 + LEVEL) / 2, degrees))

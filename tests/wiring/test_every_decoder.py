@@ -24,7 +24,7 @@ REFUSED = {  # model type → words of the reason
 }  # fmt: skip
 AS_TEXT = {"gemma3n": "gemma3n_text"}  # whose vision tower needs another package
 TYPES = sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) & set(CONFIG_MAPPING))
-QUICK = ("gpt_oss", "llama4_text", "mllama")
+QUICK = ("llama4_text", "mllama")
 
 
 def check(model_type: str) -> None:

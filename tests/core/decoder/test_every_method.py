@@ -9,11 +9,38 @@ import torch
 from crosslayer import testing as contract
 from crosslayer.core import methods
 from tests.helpers.cases import CASES, COMPOSITIONS, SINGLE, each
+from tests.helpers.daily import daily
 from tests.helpers.tiny import tokens
 
+COSTLY = (  # a third of the time of all checks: every day only on what differs most in what it reads and stores
+    contract.quantized_cache_cuts_make_no_difference,
+    contract.generation_modes_agree,
+    contract.beam_search_equals_uncached,
+)
+KINDS = (
+    "cla",
+    "svformer",
+    "drop",
+    "yoco",
+    "attnres",
+    "cross_attention",
+    "shared_choice",
+    "shared_maps",
+    "attnres, linear attention",
+)
+CONTRACT = [
+    pytest.param(
+        *case.values,
+        check,
+        marks=[*case.marks, *([pytest.mark.slow] if check in COSTLY and case.values[0] not in KINDS else [])],
+        id=f"{case.values[0]}-{check.__name__}",
+    )
+    for case in each(CASES)
+    for check in contract.BY_OPTIONS
+]
 
-@pytest.mark.parametrize("check", contract.BY_OPTIONS, ids=lambda check: check.__name__)
-@pytest.mark.parametrize("case", each(CASES))
+
+@pytest.mark.parametrize(("case", "check"), CONTRACT)
 def test_contract(case, check):
     methods, changes = CASES[case]
     check(contract.config_of(methods, **changes))
@@ -31,7 +58,7 @@ COMPILED = {
 }
 
 
-@pytest.mark.parametrize("case", COMPILED)
+@pytest.mark.parametrize("case", daily(COMPILED, "attnres + svformer"))
 def test_compiled(case):
     contract.compiled_equals_eager(contract.config_of(COMPILED[case], num_hidden_layers=3))
 
@@ -117,6 +144,7 @@ def own_method(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
-def test_a_method_of_the_users_own(own_method):
-    for entries in ([own_method], [own_method, "cla"], ["attnres", own_method]):
-        contract.check_method(entries)
+@pytest.mark.parametrize("others", daily([((), ()), ((), ("cla",)), (("attnres",), ())], (("attnres",), ())), ids=str)
+def test_a_method_of_the_users_own(own_method, others):
+    before, after = others
+    contract.check_method([*before, own_method, *after])

@@ -94,6 +94,7 @@ def test_a_model_that_loses_whole_layers_is_gemmas_own():
         assert torch.equal(shorter(ids).logits, source(ids).logits)
 
 
+@pytest.mark.slow  # compiles the model; other families are verified every day
 def test_a_retrofit_verifies():
     source = gemma3(dtype=torch.float32, num_hidden_layers=6, layer_types=LAYERS["layer_types"][:6])
     converted = convert(source, {"name": "cla", "groups": ((1, 2), (3, 4))})

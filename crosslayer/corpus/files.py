@@ -14,6 +14,7 @@ from typing import IO, Any
 
 from crosslayer.corpus.rows import document_of, is_chosen
 from crosslayer.extras import check_extra
+from crosslayer.output.formatting import plural
 from crosslayer.output.progress import say
 
 DOCUMENT_LINE = "<|doc|>"  # a line that separates documents in a .txt file
@@ -97,7 +98,7 @@ def _check_regular(path: Path) -> None:
 def say_skipped(name: str, rows: int) -> None:
     """Say how many rows of a table hold no text, if there are any."""
     if rows:
-        say(f"{name}: skipped {rows} row{'s' if rows > 1 else ''} without text or response")
+        say(f"{name}: skipped {plural(rows, 'row')} without text or response")
 
 
 def _txt_documents(path: Path, column: str, reading: Reading, where: Mapping[str, Any]) -> Iterator[str]:

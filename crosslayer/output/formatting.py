@@ -61,6 +61,11 @@ def named_layers(layers: Iterable[int]) -> str:
     return f"layer{'' if text.isdigit() else 's'} {listed(text.split(', '))}"
 
 
+def plural(count: int, noun: str) -> str:
+    """Return a count with its noun: 1 seed, 2 seeds."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
 def counted(count: int, noun: str) -> str:
     """Return a count with its noun, spelled out up to ten: no layers, one layer, nine layers, 11 layers."""
     digits = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")

@@ -10,7 +10,7 @@ from crosslayer.judge.clock import TIMES
 from crosslayer.judge.page import by_verdict, failures, listing, models_table, span
 from crosslayer.judge.report import Report, Row
 from crosslayer.output.chart import same_scale
-from crosslayer.output.formatting import UNKNOWN, Table, listed, percent, readable_bytes
+from crosslayer.output.formatting import UNKNOWN, Table, listed, percent, plural, readable_bytes
 from crosslayer.output.page import Cell, Page
 from crosslayer.output.panel import COLORS, QUIET, Line, Panel
 from crosslayer.output.record import SEVERAL, Options, Seed
@@ -62,7 +62,7 @@ class Benchmark(Report):
             title=self.title("Benchmark"),
             subtitle=(
                 f"random tokens, {settings.new_tokens} decoded after each prompt · {settings.repeats} pairs of "
-                f"alternating runs · {self.models[-1].place}, {threads} thread{'s' if threads > 1 else ''} · "
+                f"alternating runs · {self.models[-1].place}, {plural(threads, 'thread')} · "
                 f"{' and '.join(settings.attention)} attention"
             ),
             cards=cards,
@@ -92,7 +92,7 @@ class Benchmark(Report):
             )
         rule = "a candidate counts as faster or slower only where the interval excludes 1"
         lines.append(
-            f"Each ratio is the median of {pairs} pair{'s' if pairs > 1 else ''} of runs ({covered(pairs)}); "
+            f"Each ratio is the median of {plural(pairs, 'pair')} of runs ({covered(pairs)}); "
             f"{TOO_FEW if pairs < FEWEST else rule}."
         )
         worst = max(times, key=lambda row: row.details["spread"])

@@ -24,6 +24,7 @@ from crosslayer.judge.report import Detail, JudgedModel, Row
 from crosslayer.judge.rows import bytes_row, cache_rows, count_ratio, time_rows
 from crosslayer.models.load import model_facts
 from crosslayer.models.pair import Named, pair
+from crosslayer.output.formatting import plural
 from crosslayer.output.progress import progress
 from crosslayer.stats.times import compare_times
 from crosslayer.verbs.bench.result import Benchmark, BenchSettings, ServingBenchmark, ServingSettings
@@ -272,7 +273,7 @@ def _throughput(engines: dict[str, Any], served: dict[str, Served], settings: Se
                 meter.step(next(done), total)
             found = compare_times(**times)
             tokens = requests * settings.new_tokens
-            scope = f"context {context}, {requests} request{'s' if requests > 1 else ''}"
+            scope = f"context {context}, {plural(requests, 'request')}"
             facts: dict[str, Any] = {"candidate": served["candidate"].name, "scope": scope}
             took: dict[str, Any] = {"value": found.candidate.median, "original": found.baseline.median}
             speeds: dict[str, Any] = {name: tokens / seconds for name, seconds in took.items()}

@@ -3,12 +3,12 @@
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 
-from crosslayer.output.formatting import UNKNOWN, Table, signed
+from crosslayer.output.formatting import UNKNOWN, Table, plural, signed
 from crosslayer.output.page import Page
 from crosslayer.training.record import mean_of_known
 from crosslayer.verbs.compare.figures import drawn_panels
 from crosslayer.verbs.compare.result import COSTS, ComparedRun, Comparison, Law
-from crosslayer.verbs.compare.sentences import seed_count, sentences, titled, with_values, written_verdict
+from crosslayer.verbs.compare.sentences import sentences, titled, with_values, written_verdict
 
 Read = Callable[[ComparedRun], float | None]
 STEP_TIME = "time per step"
@@ -59,7 +59,7 @@ def _subtitle(record: Comparison) -> str:
     parts = [
         f"{len(record.variants) - 1} compared with {record.baseline}",
         *([f"{len(record.configurations)} configurations"] if len(record.configurations) > 1 else []),
-        f"{seed_count(seeds)}, paired",
+        f"{plural(seeds, 'seed')}, paired",
         f"{len(record.runs)} runs of {tokens} tokens",
         *(machines if len(machines) == 1 else ()),
     ]

@@ -1,6 +1,6 @@
 """The sentences of a comparison: which differences are significant, which are not, and how many seeds would tell."""
 
-from crosslayer.output.formatting import listed, signed
+from crosslayer.output.formatting import listed, plural, signed
 from crosslayer.stats.differences import FEWEST, MOST
 from crosslayer.stats.estimate import Estimate
 from crosslayer.verbs.compare.result import ALPHA, COSTS, RELEVANT, Comparison, Difference, Law, Outcome
@@ -27,12 +27,7 @@ def with_values(difference: Difference) -> str:
 
 def by_seed(difference: Difference) -> str:
     """Write the difference of each seed: −0.0120, +0.0030 (2 seeds)."""
-    return f"{', '.join(map(signed, difference.values))} ({seed_count(len(difference.values))})"
-
-
-def seed_count(count: int) -> str:
-    """Write a number of seeds: 1 seed, 2 seeds."""
-    return f"{count} seed{'' if count == 1 else 's'}"
+    return f"{', '.join(map(signed, difference.values))} ({plural(len(difference.values), 'seed')})"
 
 
 def written_verdict(result: Outcome) -> str:
@@ -40,7 +35,7 @@ def written_verdict(result: Outcome) -> str:
     if result.final is None:
         return "no pair of runs"
     if result.final.change.interval is None:
-        return f"none: {seed_count(len(result.seeds))}"
+        return f"none: {plural(len(result.seeds), 'seed')}"
     if result.verdict == result.final.change.verdict:
         return result.verdict
     return f"{result.final.change.verdict} before correction only"

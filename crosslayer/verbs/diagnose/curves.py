@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from crosslayer.output.formatting import Table, listed, ranges
+from crosslayer.output.formatting import Table, listed, plural, ranges
 from crosslayer.output.panel import QUIET, Heat, Line, Panel
 from crosslayer.output.record import Measure, PositionBins
 from crosslayer.stats.bootstrap import plain
@@ -100,7 +100,7 @@ def measured_on(settings: TextSettings, over: str) -> str:
     text = f"{settings.sequences} sequences of {settings.length} tokens, {settings.text or 'own tokens'}"
     whole = len({number for number in settings.documents if number >= 0})
     joined = sum(number < 0 for number in settings.documents)
-    origins = [f"{whole} document{'s' if whole > 1 else ''}"] if whole else []
+    origins = [plural(whole, "document")] if whole else []
     origins += [f"{joined} joined from several documents"] if joined else []
     origin = f" · from {listed(origins)}" if origins else ""
     bands = "bootstrap over documents" if over == "documents" else "Student-t over sequences, taken as independent"

@@ -6,7 +6,7 @@ from typing import Any
 
 from crosslayer.judge.retrieval import retrieval_sentence, retrieved_of
 from crosslayer.output.chart import same_scale
-from crosslayer.output.formatting import UNKNOWN
+from crosslayer.output.formatting import UNKNOWN, plural
 from crosslayer.output.page import Page, Table
 from crosslayer.output.panel import COLORS, QUIET, Line, Panel
 from crosslayer.stats.estimate import Estimate, band
@@ -93,10 +93,10 @@ def _measured(record: Recovery) -> str:
 
 def layout(record: Recovery) -> Page:
     """Return the content of the page."""
-    count = len(record.variants)
+    retrofits = plural(len(record.variants), "retrofit")
     return Page(
         title=f"Recovery of {record.original}",
-        subtitle=f"{record.name} · {count} retrofit{'s' if count > 1 else ''} · trained on {LOSSES[record.objective]}",
+        subtitle=f"{record.name} · {retrofits} · trained on {LOSSES[record.objective]}",
         cards=_cards(record),
         panels=[*_kl_panels(record), *_loss_panels(record)],
         tables=[_domains(record), _training(record)],

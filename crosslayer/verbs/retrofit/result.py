@@ -175,15 +175,7 @@ class RetrofitReport(Result):
 
     _model: PreTrainedModel | None = PrivateAttr(None)
     _tokenizer: PreTrainedTokenizerBase | None = PrivateAttr(None)
-    _dtype: torch.dtype | None = PrivateAttr(None)
-
-    def of_model(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, dtype: torch.dtype
-    ) -> "RetrofitReport":
-        """Return the same report with its converted model, whose weights will be saved in `dtype`."""
-        report = self.model_copy()
-        report._model, report._tokenizer, report._dtype = model, tokenizer, dtype
-        return report
+    _dtype: torch.dtype | None = PrivateAttr(None)  # in which the model's weights are saved
 
     @property
     def model(self) -> PreTrainedModel:

@@ -259,7 +259,10 @@ def _report(
         windows=windows,
         seconds=seconds,
     )
-    return report.of_model(model, original.tokenizer, original.dtype)
+    report._model = model
+    report._tokenizer = original.tokenizer
+    report._dtype = original.dtype
+    return report
 
 
 def _converted(original: Original, strategy: Strategy, seconds: dict[str, float]) -> tuple[Chosen, Converted]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-from crosslayer.probe.model import UNREADABLE, attention_layers, layer_stack, text_model
+from crosslayer.probe.model import NO_MASKS, attention_layers, layer_stack, text_model
 
 OVER_DEPTH = "AttentionResidual"  # ends the names of transformers' classes that attend over earlier layers, not tokens
 
@@ -71,9 +71,9 @@ class AttentionCall:
 
     @property
     def tensor_mask(self) -> Tensor | None:
-        """The mask, if it can be read: that of flex attention is a ValueError."""
+        """The mask, if it can be read: documents of packed rows are a ValueError."""
         if not isinstance(self.mask, Tensor | None):
-            raise ValueError(UNREADABLE)
+            raise ValueError(NO_MASKS.format(self.implementation))
         return self.mask
 
     @property

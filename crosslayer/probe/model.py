@@ -13,7 +13,7 @@ from crosslayer.core.decoder.configuration import CrossLayerConfig
 from crosslayer.core.plan import CACHED, DepthPlan
 from crosslayer.core.transformers_versions import layers_without_cache
 
-UNREADABLE = "masks of flex attention cannot be read; load the model with sdpa or eager attention"
+NO_MASKS = "expected attn_implementation eager or sdpa, got {}; try attn_implementation='sdpa'"
 
 
 def plan_of(config: PreTrainedConfig) -> DepthPlan | None:
@@ -126,7 +126,7 @@ def check_ids(model: PreTrainedModel, ids: Tensor) -> None:
 
     Raises:
         ValueError: `ids` are no integers (B ≥ 1, T ≥ 2), not in the vocabulary, or more than the model's positions; or
-            the model has flex attention, whose masks cannot be read and would take long to compile.
+            the model has flex attention, whose masks cannot be read.
     """
     if ids.dim() != 2 or ids.shape[0] < 1 or ids.shape[1] < 2 or ids.is_floating_point():
         raise ValueError(f"ids must be integers (B ≥ 1, T ≥ 2), got {ids.dtype} of shape {tuple(ids.shape)}")
@@ -137,8 +137,18 @@ def check_ids(model: PreTrainedModel, ids: Tensor) -> None:
             f"token ids must be below the vocabulary's size, {config.vocab_size}, got {int(ids.min())} to "
             f"{int(ids.max())}; use this model's tokenizer"
         )
-    if config._attn_implementation == "flex_attention":
-        raise ValueError(UNREADABLE)
+    check_masks(model, "flex")
+
+
+def check_masks(model: PreTrainedModel, *refused: str) -> None:
+    """Refuse implementations of attention whose masks cannot be read or edited, by a part of their name.
+
+    Raises:
+        ValueError: the model runs with one of `refused`.
+    """
+    attention = model.config.get_text_config()._attn_implementation or "eager"
+    if any(name in attention for name in refused):
+        raise ValueError(NO_MASKS.format(attention))
 
 
 def check_length(model: PreTrainedModel, length: int) -> None:

@@ -1,8 +1,8 @@
 """The attention implementations of training runs, which avoid a dense mask over packed rows.
 
-`sdpa` computes one document at a time (decoder/packed.py), `flex` uses block masks, and `flash` is FlashAttention-2,
-which receives the document boundaries. A method that changes the mask (cross-attention, chosen tokens) needs a dense
-one, and capped scores need eager attention or flex.
+`sdpa` computes one document at a time (decoder/packed.py), and `flash` is FlashAttention-2, which receives the document
+boundaries. A method that changes the mask (cross-attention, chosen tokens) needs a dense one, and capped scores need
+eager attention.
 """
 
 import contextlib
@@ -21,9 +21,9 @@ from crosslayer.core.method import Mixing
 from crosslayer.core.transformers_versions import attention_that_caps
 from crosslayer.wiring.fields import layer_types_of
 
-Attention = Literal["sdpa", "flex", "flash"]
+Attention = Literal["sdpa", "flash"]
 WITHIN_DOCUMENTS, FLASH = "sdpa_within_documents", "flash_attention_2"
-NAMES = {"sdpa": WITHIN_DOCUMENTS, "flex": "flex_attention", "flash": FLASH}  # transformers' names
+NAMES = {"sdpa": WITHIN_DOCUMENTS, "flash": FLASH}  # transformers' names
 STATES = {"linear_attention", "conv", "mamba", "hybrid"}  # layer types with a state that is carried from token to token
 
 AttentionInterface.register(WITHIN_DOCUMENTS, attend_within_documents)
@@ -32,10 +32,8 @@ AttentionMaskInterface.register(WITHIN_DOCUMENTS, document_mask)
 
 def check_attention(implementation: Attention | None, device: torch.device) -> None:
     """Refuse attention that cannot train on a device."""
-    if implementation == "flex" and device.type == "cpu":
-        raise ValueError("model.attention: flex has no backward pass on a CPU; use sdpa")
     if implementation == "flash" and (device.type == "cpu" or not is_flash_attn_2_available()):
-        raise ValueError("model.attention: flash needs a GPU and the package flash-attn; use sdpa or flex")
+        raise ValueError("model.attention: flash needs a GPU and the package flash-attn; use sdpa")
 
 
 def set_attention(model: PreTrainedModel, implementation: Attention | None, arguments: TrainingArguments) -> None:
@@ -52,13 +50,14 @@ def set_attention(model: PreTrainedModel, implementation: Attention | None, argu
     caps = attention_that_caps(config, "sdpa") != "sdpa"
     dense = any(isinstance(module, Mixing) and module.needs_mask for module in model.modules())
     if implementation == "sdpa" and caps:
-        raise ValueError("model.attention: sdpa cannot cap scores as this model does; use null or flex")
-    if implementation in ("flex", "flash") and dense:
-        raise ValueError(f"model.attention: {implementation} cannot apply the mask that the method changes; use sdpa")
+        raise ValueError("model.attention: sdpa cannot cap scores as this model does; use null")
+    if implementation == "flash" and dense:
+        raise ValueError("model.attention: flash cannot apply the mask that the method changes; use sdpa")
     if implementation == "flash" and not (arguments.bf16 or arguments.fp16):
         raise ValueError("model.attention: flash computes in half precision; set train.bf16: true")
     if implementation is None and config._attn_implementation == "sdpa":
-        implementation = "sdpa" if model._supports_flex_attn else None  # such a model passes masks on unchanged
+        passes_masks_on = isinstance(config, CrossLayerConfig) or model._supports_flex_attn  # unchanged
+        implementation = "sdpa" if passes_masks_on else None
     if implementation is not None and not (implementation == "sdpa" and dense):
         model.set_attn_implementation(NAMES[implementation])
 

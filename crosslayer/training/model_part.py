@@ -69,8 +69,8 @@ class ModelPart(Part):
     start: str | None = Field(default=None, min_length=1)
     """Instead of the above: an existing model to continue training, as a folder, a hub name or an embedded model."""
     attention: Attention | None = None
-    """`sdpa`, one document at a time; `flex`, with block masks on a GPU; `flash`, FlashAttention-2. Null: `sdpa`, or
-    `eager` with a dense mask for models that cap attention scores."""
+    """`sdpa`, one document at a time; `flash`, FlashAttention-2. Null: `sdpa`, or `eager` with a dense mask for models
+    that cap attention scores."""
 
     @field_validator("method", mode="plain")
     @classmethod

@@ -343,13 +343,13 @@ def test_a_window_that_a_method_sets_is_set_nowhere_else():
             contract.config_of([{"name": "yoco", "window": 7}], **wrong)
 
 
-@pytest.mark.parametrize("kind", ["flash_attention_2", "flex_attention"])
+@pytest.mark.parametrize("kind", ["flash_attention_2", "sdpa_within_documents"])
 def test_attention_without_a_mask_as_a_tensor_cannot_read_two_layers_in_a_row(kind):
     model = contract.build(contract.config_of(["cross_attention"]))
     model.config._attn_implementation = kind  # as if it were installed
     attention = model.model.layers[1].self_attn
     with pytest.raises(ValueError, match=f"attention '{kind}' takes no mask as a tensor, .*; use sdpa or eager"):
-        attention._read_several(attention.reader, [None] * 3, {}, object() if kind == "flex_attention" else None, 4)
+        attention._read_several(attention.reader, [None] * 3, {}, None if "flash" in kind else object(), 4)
 
 
 def test_attention_that_would_ignore_the_mask_is_refused():

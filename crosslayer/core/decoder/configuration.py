@@ -35,7 +35,7 @@ class CrossLayerConfig(LlamaConfig):
       convolution over `linear_conv_kernel_dim` tokens. Methods cannot share the state of such a layer.
     - `query_pre_attn_scalar`: scores are divided by its root; None: the head size.
     - `attn_logit_softcapping`, `final_logit_softcapping`: c of c·tanh(x / c), for scores and for logits; None: no cap.
-      SDPA cannot cap scores, so eager attention is the default then; FlexAttention can.
+      SDPA cannot cap scores, so eager attention is the default then.
     - `num_local_experts`: replaces each MLP by a mixture of that many experts (Mixtral); `num_experts_per_tok` of them
       process a token. With `output_router_logits` the loss includes the balance loss times `router_aux_loss_coef`.
 

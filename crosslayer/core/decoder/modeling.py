@@ -34,7 +34,6 @@ from crosslayer.core.decoder.packed import recurrent_mask
 from crosslayer.core.method import TOKENS, Carry, Mixing
 from crosslayer.core.sources import BY_LAYER
 from crosslayer.core.transformers_versions import CACHE, NewPreTrainedModel, layers_without_cache, takes_cache
-from crosslayer.environment import check_flex
 
 MASKS = {
     "full_attention": create_causal_mask,
@@ -61,7 +60,6 @@ class CrossLayerPreTrainedModel(NewPreTrainedModel):
     _no_split_modules = ["CrossLayerDecoderLayer"]
     _skip_keys_device_placement = ["cache", "past_key_values"]
     _supports_flash_attn = True
-    _supports_flex_attn = True
     _can_compile_fullgraph = True
     _supports_attention_backend = True
 
@@ -72,7 +70,7 @@ class CrossLayerPreTrainedModel(NewPreTrainedModel):
 
     def _sdpa_can_dispatch(self, is_init_check: bool = False) -> bool:
         if not self._supports_sdpa:
-            raise ValueError("SDPA does not support attn_logit_softcapping; use eager or flex_attention")
+            raise ValueError("SDPA does not support attn_logit_softcapping; use eager")
         return super()._sdpa_can_dispatch(is_init_check)
 
     @property
@@ -165,7 +163,6 @@ class CrossLayerModel(CrossLayerPreTrainedModel):
                 "output_attentions is not supported, since maps are never built; `crosslayer diagnose` measures them"
             )
         stream: Tensor = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        check_flex(self.config._attn_implementation, stream.device)
         if cache is not None and not isinstance(cache, Cache):  # of continuous batching
             if self.config.plan.beyond_sharing:
                 raise ValueError(f"{self.config.plan.beyond_sharing}, for which continuous batching is not defined")

@@ -23,7 +23,7 @@ SOURCES = ("first", "previous")
 
 @dataclass(frozen=True)
 class CrossAttention(Method):
-    """Each layer attends over two layers' tokens at once; FlashAttention and FlexAttention are not supported."""
+    """Each layer attends over two layers' tokens at once; FlashAttention is not supported."""
 
     source: str = "first"
     """The other layer whose keys and values are read: "first" or "previous"."""

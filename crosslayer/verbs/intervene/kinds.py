@@ -22,11 +22,17 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from crosslayer.environment import check_flex
 from crosslayer.output.record import validation_message
 from crosslayer.probe.intercept import AttentionCall, intercepted
-from crosslayer.probe.model import attention_layers, layer_stack, plan_of, position_embedding, position_limit
-from crosslayer.verbs.intervene.running import Running, added_mask, as_taken
+from crosslayer.probe.model import (
+    attention_layers,
+    check_masks,
+    layer_stack,
+    plan_of,
+    position_embedding,
+    position_limit,
+)
+from crosslayer.verbs.intervene.running import Running, added_mask
 
 
 def _no_boolean(value: Any) -> Any:
@@ -112,7 +118,7 @@ class Waiver(InAttention):
         for row, index in rows:
             mask[row, :, index] = least
             mask[row, :, index, index + offset] = 0
-        return dataclasses.replace(call, mask=as_taken(call, mask))
+        return dataclasses.replace(call, mask=mask)
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -133,7 +139,7 @@ class Forbid(InAttention):
             mask[row, :, :, column] = torch.finfo(mask.dtype).min
             if 0 <= column - offset < call.query.shape[2]:
                 mask[row, :, column - offset, column] = 0
-        return dataclasses.replace(call, mask=as_taken(call, mask))
+        return dataclasses.replace(call, mask=mask)
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -320,15 +326,10 @@ def intervening(model: PreTrainedModel, *interventions: Kind) -> Iterator[None]:
         interventions: what to change; positions count tokens from 0, without left padding.
 
     Raises:
-        ValueError: the model's attention ignores edited masks (FlashAttention), a layer, position or table does not
-            exist, or, on exit without another error, no sequence had a token at one of the positions.
+        ValueError: the model's attention takes no edited masks (FlashAttention, FlexAttention), a layer, position or
+            table does not exist, or, on exit without another error, no sequence had a token at one of the positions.
     """
-    attention = model.config.get_text_config()._attn_implementation or "eager"
-    if "flash" in attention:
-        raise ValueError(
-            f"{attention} does not support edited masks; load the model with sdpa, eager or flex attention"
-        )
-    check_flex(attention, model.device)
+    check_masks(model, "flash", "flex")
     running = Running()
     with ExitStack() as stack:
         layers = layer_stack(model)

@@ -9,13 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
 from transformers import Cache
 
 from crosslayer.core.transformers_versions import given_cache
 from crosslayer.probe.intercept import AttentionCall
-
-FLEX_BLOCK = 128  # rows and keys in a block of flex attention's kernels
 
 
 class Running:
@@ -96,10 +93,8 @@ def added_mask(call: AttentionCall, running: Running) -> Tensor:
     """Return an editable copy of the mask of a call, to be added to the scores: (B, 1 or H, T, S)."""
     batch, _, new, _ = call.query.shape
     size, device = call.key.shape[2], call.query.device
-    mask: Any = call.mask
-    if isinstance(mask, BlockMask):
-        mask = create_mask(mask.mask_mod, batch, None, new, size, device=str(device))  # (B, 1, T, S)
-    elif mask is None:
+    mask = call.tensor_mask
+    if mask is None:
         mask = torch.ones(1, 1, new, size, dtype=torch.bool, device=device)
         if call.causal:
             mask = mask.tril(max(0, min(running.cached, size - new)))
@@ -107,17 +102,3 @@ def added_mask(call: AttentionCall, running: Running) -> Tensor:
         scores = torch.zeros(mask.shape, dtype=call.query.dtype, device=device)
         mask = scores.masked_fill_(~mask, torch.finfo(scores.dtype).min)
     return mask.expand(batch, *mask.shape[1:]).clone()  # (1 or B, …) → (B, …)
-
-
-def as_taken(call: AttentionCall, mask: Tensor) -> Any:
-    """Return an edited mask in the form that the attention of the call takes: a tensor, or a `BlockMask` for flex."""
-    if "flex" not in call.implementation:
-        return mask
-    batch, _, new, size = mask.shape
-    # flex attention's kernels read whole blocks, also beyond the last row and key
-    allowed = torch.nn.functional.pad(mask[:, 0] == 0, (0, -size % FLEX_BLOCK, 0, -new % FLEX_BLOCK))  # (B, T', S')
-
-    def may_see(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return allowed[row, query, key]
-
-    return create_block_mask(may_see, batch, None, new, size, device=str(mask.device))

@@ -38,7 +38,6 @@ def test_by_default_sdpa_computes_one_document_at_a_time_where_it_can(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "methods", "shape", "train", "message"),
     [
-        ("flex", [], {}, {}, "model.attention: flex has no backward pass on a CPU"),
         ("flash", [], {}, {}, "model.attention: flash needs a GPU and the package flash-attn"),
         ("sdpa", [], CAPPED_TWO, {}, "model.attention: sdpa cannot cap scores"),
         (None, [], {**LINEAR, **TWO, "layer_types": ["linear_attention", "full_attention"]}, {"torch_compile": True},
@@ -62,17 +61,15 @@ def test_states_that_would_cross_document_boundaries_are_refused(tmp_path):
             set_attention(model, None, arguments(tmp_path))
 
 
-@pytest.mark.parametrize("kind", ["flex", "flash"])
-def test_attention_without_a_dense_mask_is_refused_where_a_method_changes_the_mask(tmp_path, kind, monkeypatch):
+def test_attention_without_a_dense_mask_is_refused_where_a_method_changes_the_mask(tmp_path, monkeypatch):
     monkeypatch.setattr(attention, "check_attention", lambda kind, device: None)  # this machine has no GPU
-    with pytest.raises(ValueError, match=f"model.attention: {kind} cannot apply the mask"):
-        set_attention(model_of(["cross_attention"]), kind, arguments(tmp_path))
+    with pytest.raises(ValueError, match="model.attention: flash cannot apply the mask"):
+        set_attention(model_of(["cross_attention"]), "flash", arguments(tmp_path))
     with pytest.raises(ValueError, match="train.bf16"):
         set_attention(model_of(), "flash", arguments(tmp_path))
 
 
-def test_a_gpu_is_enough_for_flex():
-    check_attention("flex", torch.device("cuda"))
+def test_flash_needs_its_package_also_on_a_gpu():
     assert not is_flash_attn_2_available()
     with pytest.raises(ValueError, match="the package flash-attn"):
         check_attention("flash", torch.device("cuda"))

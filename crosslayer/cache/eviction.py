@@ -26,12 +26,12 @@ class Amount:
     share: float | None = None
     tokens: int | None = None
 
-    def keep(self, seen: int, reserve: int = BLOCK) -> int:
-        """Return how many of `seen` tokens an eviction keeps; of `tokens`, `reserve` are left free for new ones."""
+    def keep(self, seen: int) -> int:
+        """Return how many of `seen` tokens an eviction keeps; of `tokens`, a block is left free for new ones."""
         if self.share is not None:
             return math.ceil((1 - self.share) * seen - 1e-9)  # 0.6 · 10 is 6, in floating point as well
         assert self.tokens is not None
-        return self.tokens - reserve
+        return self.tokens - BLOCK
 
     def __post_init__(self):
         if (self.share is None) == (self.tokens is None):
@@ -57,11 +57,8 @@ class Eviction(ByLayer[Amount]):
         return policy(self.policy)
 
     def evicts_from(self, tokens: int) -> bool:
-        """Return whether tokens are evicted before the last of a text is read (a prompt, with a window)."""
+        """Return whether tokens are evicted before the last of a text is read."""
         amounts = [amount for amount in (self.everywhere, *self.layers) if amount is not None]
-        window = self.rule.window
-        if window:
-            return any(max(amount.keep(tokens, reserve=0), window) < tokens for amount in amounts)
         last = (tokens - 1) // BLOCK * BLOCK  # the last eviction that is followed by a token
         return any(amount.keep(last) < last for amount in amounts)
 

@@ -1,7 +1,7 @@
 """Eviction policies: each is a function that ranks the cached tokens by what has been read so far.
 
-Shapes: B batch, H_kv key-value heads, S cached tokens, W query tokens of a window, G query heads per key-value head. A
-rank is (B, H_kv, S), larger for tokens that are kept longer; the caller breaks ties.
+Shapes: B batch, H_kv key-value heads, S cached tokens, G query heads per key-value head. A rank is (B, H_kv, S), larger
+for tokens that are kept longer; the caller breaks ties.
 """
 
 from collections.abc import Callable
@@ -9,14 +9,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from crosslayer.core.methods import hint, users_module
 
 SINKS = 4  # StreamingLLM's: the first tokens of a text
 SINK = 0.3  # a token with a larger share of all attention since it was read is a sink, as in `diagnose`
 TOP = 2.0**22  # above every position and every sum of attention: the rank of tokens that are always kept
-WINDOW, KERNEL = 64, 5  # SnapKV's observation window and the width over which it smooths, in tokens
 
 
 @dataclass(frozen=True)
@@ -44,14 +42,11 @@ class Policy:
         rank: the function that ranks the cached tokens.
         about: a phrase that says which tokens it keeps.
         attention: whether it needs the attention that tokens have received.
-        window: 0 for a policy that evicts while the text is read; otherwise it evicts once, after the prompt, by the
-            attention of the prompt's last `window` tokens.
     """
 
     rank: Callable[[Cached], Tensor]
     about: str
     attention: bool = False
-    window: int = 0
 
 
 def streaming(cached: Cached) -> Tensor:
@@ -80,18 +75,6 @@ def sinks(cached: Cached) -> Tensor:
     return protected(cached.positions, cached.attention / queries > SINK)
 
 
-def snapkv(cached: Cached) -> Tensor:
-    """Rank the window highest, then the tokens by the attention they get from it, smoothed over neighbors.
-
-    SnapKV (arXiv 2404.14469), section 4.2, with mean pooling.
-    """
-    assert cached.attention is not None
-    window = cached.positions >= cached.seen - WINDOW
-    earlier = cached.attention.masked_fill(window, 0.0)
-    smooth = F.avg_pool1d(earlier, KERNEL, stride=1, padding=KERNEL // 2)
-    return protected(smooth, window)
-
-
 def protected(rank: Tensor, above: Tensor) -> Tensor:
     """Return a rank (B, H_kv, S) with the tokens of `above` (B, H_kv, S) above all others, the earliest highest."""
     earliest = TOP + torch.arange(rank.shape[-1], 0, -1, device=rank.device, dtype=torch.float32)
@@ -102,9 +85,6 @@ POLICIES = {
     "streaming": Policy(streaming, f"the first {SINKS} tokens and the latest ones"),
     "h2o": Policy(h2o, "the latest tokens and as many that received the most attention", attention=True),
     "sinks": Policy(sinks, "each head's sinks, at any position, and the latest tokens", attention=True),
-    "snapkv": Policy(
-        snapkv, "the prompt's end, the tokens it attends to, and all later tokens", attention=True, window=WINDOW
-    ),
 }
 
 

@@ -106,8 +106,7 @@ class _Reading:
         new = torch.from_numpy(numbers).to(call.key.device)[:, None].expand(-1, self.heads, -1)  # (B, H_kv, T)
         self.positions = new if state.positions is None else torch.cat([state.positions, new], dim=-1)
         self.attention: Tensor | None = None  # that tokens have received, (B, H_kv, S)
-        is_summed = state.policy.attention and state.amount is not None
-        if is_summed and not (state.policy.window and state.positions is not None):
+        if state.policy.attention and state.amount is not None:
             fresh = torch.zeros(new.shape, dtype=torch.float32, device=call.key.device)
             self.attention = fresh if state.attention is None else torch.cat([state.attention, fresh], dim=-1)
 
@@ -121,11 +120,6 @@ class _Reading:
         amount, due = self.state.amount, {}
         if amount is None:
             return due
-        if self.state.policy.window:  # evicts once, after the prompt, which is the first call
-            prompts = [] if self.state.positions is not None else [self.new - pads for pads in self.pads]
-            kept = {row: max(amount.keep(tokens, 0), self.state.policy.window) for row, tokens in enumerate(prompts)}
-            keeps = {row: keep for row, keep in kept.items() if keep < prompts[row]}
-            return {self.new: keeps} if keeps else {}
         for row in range(self.batch):
             seen, held = self.seen[row], self.held[row]
             last = seen + self.new - self.pads[row]
@@ -166,16 +160,13 @@ class _Reading:
         return self.in_cache[:, :, None, :width] & (columns <= own) | (columns == own)
 
     def _receive(self, first: int, last: int, allowed: Tensor | None) -> None:
-        """Add the attention that new columns `first` to `last` pay to tokens; with a window, only that of its columns.
+        """Add the attention that new columns `first` to `last` pay to tokens.
 
         `allowed` (B, H_kv, last - first, columns so far) says what they attend to, None for everything.
         """
         assert self.attention is not None
-        window, width, call = self.state.policy.window, self.before + last, self.call
-        start = max(first, self.new - window) if window else first
-        if start >= last:
-            return
-        query = call.query[:, :, start:last].unflatten(1, (self.heads, self.groups))  # (B, H_kv, G, T', D)
+        width, call = self.before + last, self.call
+        query = call.query[:, :, first:last].unflatten(1, (self.heads, self.groups))  # (B, H_kv, G, T', D)
         key = call.key[:, :, :width].transpose(2, 3)  # (B, H_kv, D, S')
         scores = ((query.flatten(2, 3) * call.scaling) @ key).to(torch.float32)  # (B, H_kv, G·T', S')
         if call.softcap is not None:
@@ -184,8 +175,8 @@ class _Reading:
             self.attention += scores.softmax(-1).sum(2)
             return
         scores = scores.unflatten(2, (self.groups, -1))  # (B, H_kv, G, T', S')
-        hidden = ~allowed[:, :, None, start - first :]
-        real = self.positions[:, :, None, self.before + start : self.before + last, None] >= 0
+        hidden = ~allowed[:, :, None]
+        real = self.positions[:, :, None, self.before + first : self.before + last, None] >= 0
         weights = scores.masked_fill(hidden, -torch.inf).softmax(-1) * real
         self.attention[..., :width] += weights.sum((2, 3))
 

@@ -2,14 +2,14 @@
 
     python by_kvpress.py MODEL_FOLDER IDS.json KEPT.json
 
-IDS.json holds lists of ids; KEPT.json gets, by press and text, the sorted positions of each layer and head.
+IDS.json holds lists of ids; KEPT.json gets, by text, the sorted positions of each layer and head.
 """
 
 import json
 import sys
 
 import torch
-from kvpress import SnapKVPress, StreamingLLMPress
+from kvpress import StreamingLLMPress
 from transformers import AutoModelForCausalLM, DynamicCache
 
 SHARE = 0.5  # of the tokens is evicted
@@ -36,8 +36,7 @@ def main():
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with open(source, encoding="utf-8") as file:
         texts = json.load(file)
-    presses = {"snapkv": SnapKVPress, "streaming": StreamingLLMPress}
-    answer = {name: [kept(model, press(SHARE), ids) for ids in texts] for name, press in presses.items()}
+    answer = [kept(model, StreamingLLMPress(SHARE), ids) for ids in texts]
     with open(target, "w", encoding="utf-8") as file:
         json.dump(answer, file)
 

@@ -59,7 +59,6 @@ def language_model(
         empty = new_cache()
         eviction = empty.eviction if isinstance(empty, SmallerKVCache) else None
         lm.new_cache, lm.eviction, lm.apart = new_cache, eviction, not scores
-        lm.by_context = lm.apart or (lm.eviction is not None and bool(lm.eviction.rule.window))
     return lm
 
 
@@ -164,8 +163,7 @@ class SmallerCacheLM(MeteredLM):
 
     new_cache: NewCache
     eviction: Eviction | None
-    by_context: bool  # whether a context is read by itself, and its continuations from the cache
-    apart: bool  # whether its last token is read by itself, so that the first answer too comes from the cache
+    apart: bool  # whether a context is read by itself, its last token too, so that answers come from the cache
 
     def _model_generate(self, context: Tensor, *arguments: Any, **options: Any) -> Tensor:
         cache, _ = self._read_before_last(context)
@@ -180,9 +178,9 @@ class SmallerCacheLM(MeteredLM):
         """Return the log likelihood of each continuation, and whether it is the greedy one."""
         for _, context, answer in requests if self.eviction is not None else ():
             assert self.eviction is not None
-            read = len(context) if self.by_context else min(len(context) + len(answer) - 1, self.max_length)
+            read = len(context) if self.apart else min(len(context) + len(answer) - 1, self.max_length)
             self.reduced += self.eviction.evicts_from(read)
-        if not self.by_context:
+        if not self.apart:
             return super()._loglikelihood_tokens(requests, disable_tqdm=True, override_bs=override_bs)
         self.count(requests)
         by_context: dict[tuple[int, ...], list[int]] = {}

@@ -1,12 +1,9 @@
 """Evaluations of models whose cached tokens go: scored as they would be read token by token."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 import crosslayer
-from crosslayer.cache import policies
 from crosslayer.cache.running import smaller_cache
 from crosslayer.core.transformers_versions import CACHE
 from tests.helpers.daily import daily
@@ -33,12 +30,8 @@ def rescored(folder, evict, samples):
     return answers
 
 
-@pytest.mark.parametrize("evict", daily(["h2o:0.4", "streaming:0.5", "snapkv:0.5"], "h2o:0.4"))
-def test_scores_are_those_of_a_text_that_is_read_token_by_token(monkeypatch, pair, tasks, evict):
-    """Two examples make texts of some 36 tokens, more than SnapKV's window, which is made small."""
-    snapkv = replace(policies.POLICIES["snapkv"], window=8)
-    monkeypatch.setitem(policies.POLICIES, "snapkv", snapkv)
-    monkeypatch.setattr(policies, "WINDOW", 8)
+@pytest.mark.parametrize("evict", daily(["h2o:0.4", "streaming:0.5"], "h2o:0.4"))
+def test_scores_are_those_of_a_text_that_is_read_token_by_token(pair, tasks, evict):
     options = {"tasks": NAMES[:1], "include_path": tasks, "allow_code": True, "device": "cpu", "num_fewshot": 2}
     evaluation = crosslayer.evaluate(pair[0], **options, evict=evict)
     samples = evaluation.lm_eval_results["candidate"]["samples"][NAMES[0]]
@@ -49,7 +42,7 @@ def test_scores_are_those_of_a_text_that_is_read_token_by_token(monkeypatch, pai
     assert max(abs(one - other) for one, other in zip(scores, full, strict=True)) > 1e-2
 
 
-@pytest.mark.parametrize(("evict", "share"), [("h2o:0.4", 1.0), ("h2o:64", 0.0), ("snapkv:0.4", 0.0)])
+@pytest.mark.parametrize(("evict", "share"), [("h2o:0.4", 1.0), ("h2o:64", 0.0)])
 def test_it_is_said_how_many_requests_lost_tokens(pair, tasks, evict, share):
     """With two examples every request has more than 17 tokens, and fewer than 48."""
     options = {

@@ -262,14 +262,10 @@ class ChoiceSums:
     """Sums over rows of a sequence, for one way to choose tokens.
 
     `recovered` (N, H, N, H): attention of the second layer's head to the tokens that the first layer's head chooses.
-    `first` (N, H): attention to the first token. `common` (N, H): how many tokens the choices of a layer and the one
-    below it in the list have in common. `kept`: chosen tokens. `rows`: the rows that do not see all tokens chosen.
+    `rows`: the rows that do not see all tokens chosen.
     """
 
     recovered: Tensor
-    first: Tensor
-    common: Tensor
-    kept: int
     rows: int
 
 
@@ -281,9 +277,7 @@ def choice_sums(calls: Sequence[AttentionCall], choice: TokenChoice) -> ChoiceSu
     """
     size, heads = calls[0].key.shape[2], calls[0].key.shape[1]
     many = len(calls) * heads
-    double = {"dtype": torch.float64, "device": calls[0].key.device}
-    recovered, first = torch.zeros(many, many, **double), torch.zeros(many, **double)
-    common, kept, rows = torch.zeros(len(calls), heads, **double), 0, 0
+    recovered, rows = torch.zeros(many, many, dtype=torch.float64, device=calls[0].key.device), 0
     start = next((row for row in range(size) if choice.count.of(row + 1) < row + 1), size)
     step = max(1, BUFFER_ELEMENTS // (many * size))
     for block in (range(row, min(row + step, size)) for row in range(start, size, step)):
@@ -298,9 +292,6 @@ def choice_sums(calls: Sequence[AttentionCall], choice: TokenChoice) -> ChoiceSu
             chosen.append(mask_of(indices, block.stop, 1, None)[0].to(mass.dtype))
         mass, mask = torch.stack(masses), torch.stack(chosen)  # (N, H, R, S)
         recovered += (mask.view(many, -1) @ mass.view(many, -1).T).double()
-        first += mass[..., 0].sum(-1).double().flatten()
-        common[1:] += (mask[1:] * mask[:-1]).sum((2, 3)).double()
-        kept += sum(choice.count.of(row + 1) for row in block)
         rows += len(block)
     shape = (len(calls), heads)
-    return ChoiceSums(recovered.view(*shape, *shape), first.view(shape), common, kept, rows)
+    return ChoiceSums(recovered.view(*shape, *shape), rows)

@@ -11,7 +11,6 @@ from crosslayer.output.formatting import UNKNOWN
 from crosslayer.output.page import Page, Table
 from crosslayer.output.panel import COLORS, QUIET, Heat, Line, Panel
 from crosslayer.output.record import Measure
-from crosslayer.verbs.diagnose.choices import choice_panels, choice_sentence
 from crosslayer.verbs.diagnose.curves import (
     COSINE,
     LAST_ROW,
@@ -57,8 +56,7 @@ def layout(record: Diagnosis) -> Page:
 
 def sentences(record: Diagnosis) -> list[str]:
     """Return the verdict, then what is unusual about the model."""
-    chosen = [choice_sentence(record.choices, record.map_similarity_without_first)] if record.choices else []
-    return [*verdict_sentences(record.verdict), *notes(record.model), *chosen]
+    return [*verdict_sentences(record.verdict), *notes(record.model)]
 
 
 def tables(record: Diagnosis) -> list[Table]:
@@ -150,7 +148,6 @@ def panels(record: Diagnosis) -> list[Panel]:
         ]
         title, axis = "Approximations of cross-layer attention", "cosine, mean over tokens"
         figures.append(_by_layer("cross_layer", title, sentence, axis, lines))
-    figures += choice_panels(record.choices) if record.choices else []
     figures += _output_panels(record.outputs) if record.outputs else []
     if record.position_table is not None:
         table = record.position_table

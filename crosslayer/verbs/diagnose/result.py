@@ -46,7 +46,6 @@ class Settings(TextSettings):
     """What was measured; `seed` is None for token ids."""
 
     cross_layer: bool
-    choices: bool = False
 
 
 class Measures(Frozen):
@@ -112,21 +111,6 @@ class Outputs(Frozen):
     mlp_output_norm: Measure
     attention_gradient_norm: Measure
     mlp_gradient_norm: Measure
-
-
-class ChosenTokens(Frozen):
-    """What a layer's choice of tokens recovers of other layers' attention, chooser first; 0 to 1.
-
-    None for layers without full causal attention.
-    """
-
-    share: float = Field(description="of the tokens so far, that are chosen")
-    recovered: Measure = Field(
-        description="attention that falls on the chosen tokens, mean over key-value heads, (L, L)"
-    )
-    best_heads: Measure = Field(description="the same if each head takes the choice of the best head, (L, L)")
-    without_first: Measure = Field(description="`recovered` with the first token set aside, (L, L)")
-    common: Measure = Field(description="share of the chosen tokens that the layer below chooses as well, (L,)")
 
 
 class DepthWeights(Frozen):
@@ -249,13 +233,12 @@ class Diagnosis(Result):
     (L, 2), None for a single sequence. Layers and positions count from 0. Definitions: docs/guides/inspect.md.
     """
 
-    schema_: Literal["crosslayer/diagnose/7"] = Field(default="crosslayer/diagnose/7", alias="schema")
+    schema_: Literal["crosslayer/diagnose/8"] = Field(default="crosslayer/diagnose/8", alias="schema")
     model: DiagnosedModel
     settings: Settings
     measures: Measures
     by_stream: ByStream | None = None
     cross_layer: CrossLayer | None
-    choices: list[ChosenTokens] | None = None
     outputs: Outputs | None = None
     depth_weights: DepthWeights | None = None
     importance_by_position: PositionBins

@@ -25,7 +25,6 @@ from crosslayer.probe.model import check_ids, check_length, evaluating, layer_st
 from crosslayer.stats.bootstrap import Ends, by_position, measure, over_documents
 from crosslayer.verbs.diagnose.result import (
     ByStream,
-    ChosenTokens,
     CrossLayer,
     DepthWeights,
     DiagnosedModel,
@@ -59,7 +58,6 @@ def diagnose(
     bos: str = "auto",
     prefix: str | Sequence[int] | None = None,
     cross_layer: bool = False,
-    choices: bool = False,
     outputs: bool = False,
     dtype: str | torch.dtype | None = None,
     device: str | torch.device | None = None,
@@ -80,8 +78,6 @@ def diagnose(
         prefix: text that every sequence begins with; chat: the chat template's. In Python also token ids.
         cross_layer: also measure how well a value residual approximates attention over two layers (arXiv 2410.17897,
             Fig. 4); costs about six more attention calls per layer.
-        choices: also measure how much of a layer's attention falls on the tokens that another layer would choose, for
-            a sixteenth, an eighth and a quarter of the tokens; takes about twice as long.
         outputs: also measure the norms of each layer's attention and MLP outputs, and of the gradients of the loss with
             respect to them; takes about three times as long, and memory for a backward pass.
         dtype: float32, bfloat16, …; default float32 on a CPU. In Python only if `model` is a name or path.
@@ -98,7 +94,7 @@ def diagnose(
     diagnoses = []
     for source in [model] if baseline is None else [baseline, model]:
         inputs = read_inputs(source, text, tokenizer, **options)
-        diagnoses.append(_diagnose(inputs, cross_layer, choices, outputs))
+        diagnoses.append(_diagnose(inputs, cross_layer, outputs))
     *others, diagnosis = diagnoses
     return diagnosis.model_copy(update={"baseline": others[0]}) if others else diagnosis
 
@@ -161,13 +157,13 @@ def read_inputs(
     return Inputs(loaded, tokenizer, windows.ids, probed, settings)
 
 
-def _diagnose(inputs: Inputs, cross_layer: bool, choices: bool, outputs: bool) -> Diagnosis:
+def _diagnose(inputs: Inputs, cross_layer: bool, outputs: bool) -> Diagnosis:
     if outputs and not inputs.model.can_generate():
         raise ValueError(f"`outputs` needs a causal language model with a loss, {inputs.facts.name} has none")
     started, measured, norms = time.perf_counter(), [], []
     with evaluating(inputs.model), progress(f"diagnosing {inputs.facts.name}", len(inputs.ids)) as meter:
         for sequence in inputs.ids:
-            measured.append(measure_sequence(inputs.model, sequence, cross_layer, choices))
+            measured.append(measure_sequence(inputs.model, sequence, cross_layer))
             norms += [output_norms(inputs.model, sequence)] if outputs else []
             meter.step(len(measured), len(inputs.ids))
     over = over_documents(inputs.settings.documents)
@@ -200,15 +196,10 @@ def _diagnosis(inputs: Inputs, measured: Sequence[SequenceMeasures], cross_layer
     )
     return Diagnosis(
         model=facts,
-        settings=Settings(**dict(inputs.settings), cross_layer=cross_layer, choices=bool(measured[0].choices)),
+        settings=Settings(**dict(inputs.settings), cross_layer=cross_layer),
         measures=measures,
         by_stream=ByStream(**single) if single else None,
         cross_layer=CrossLayer(**cosines) if cosines else None,
-        choices=[
-            ChosenTokens(share=share, **_averages([sequence.choices[share] for sequence in measured], over))
-            for share in measured[0].choices
-        ]
-        or None,
         depth_weights=weights,
         importance_by_position=by_position(shares, prefix),
         last_row_by_position=by_position(np.stack([sequence.last for sequence in measured]), prefix),

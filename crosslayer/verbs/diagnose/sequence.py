@@ -25,7 +25,6 @@ from crosslayer.probe.maps import BLOCKED, is_causal, map_sums, over_tokens
 from crosslayer.probe.model import layer_stack, no_cache
 from crosslayer.probe.shapes import LayerShape
 from crosslayer.probe.stream import LayerStream, mean_stream, streams
-from crosslayer.verbs.diagnose.choices import measure_choices
 from crosslayer.verbs.diagnose.result import ByStream, Measures
 
 SOURCES = ("previous", "first")
@@ -109,12 +108,9 @@ class SequenceMeasures:
     shapes: list[LayerShape | None]  # of each layer's attention; None if it has none
     over_depth: bool  # whether layers read by attention over depth
     depth: DepthMixing  # what sublayers take from earlier ones
-    choices: dict[float, dict[str, np.ndarray]]  # of chosen tokens, by share and name; empty unless requested
 
 
-def measure_sequence(
-    model: PreTrainedModel, ids: Tensor, cross_layer: bool = False, choices: bool = False
-) -> SequenceMeasures:
+def measure_sequence(model: PreTrainedModel, ids: Tensor, cross_layer: bool = False) -> SequenceMeasures:
     """Run the model over token ids (T,) and measure every layer."""
     recorder = _Recorder(CrossLayerCosines() if cross_layer else None)
     ids = ids[None].to(next(model.parameters()).device)  # (1, T)
@@ -144,7 +140,6 @@ def measure_sequence(
         shapes=shapes,
         over_depth=recorder.over_depth,
         depth=depth,
-        choices=measure_choices(calls, shapes) if choices else {},
     )
 
 

@@ -1,7 +1,7 @@
 """Where a config comes from: a hub name, a folder, a config.json, a GGUF file, standard input; no weights are read.
 
 A config.json is read by transformers' own class for its model type. It is refused if the class ignores a field that
-decides on the cache.
+makes layers share, or a size under another name.
 """
 
 import ast
@@ -25,7 +25,6 @@ import crosslayer.core.decoder  # noqa: F401  registers our model
 from crosslayer.hub import hub_source, is_hub_name
 from crosslayer.models.embedded import EMBEDDED, embedded_files
 from crosslayer.models.load import check_layers, one_line_errors
-from crosslayer.wiring.fields import read_wiring
 from crosslayer.wiring.gguf import GgufConfig, gguf_config, not_a_model, read_header
 from crosslayer.wiring.states import field
 
@@ -46,7 +45,6 @@ NAMES = {name: name for name in SIZES} | {  # all names that classes have for th
     "layers_block_type": "layer_types",
 }
 READ = ("model_type", "torch_dtype", "per_layer_config")  # by all classes, without being declared
-CACHED = ("sliding_window", "attention_chunk_size", "layer_types", "use_mla")  # read by caches, or here, of all types
 SHARING = ("use_cla", "cla_share_factor")
 SHARED = {"share", "shared", "sharing", "reuse"}
 OF_WHAT = {"kv", "key", "keys", "cache", "attention", "attn", "layer", "layers"}
@@ -173,8 +171,8 @@ def class_config(values: dict[str, Any], name: str) -> PreTrainedConfig:
     """Return the config that transformers reads from the fields of a config.json; code in its folder is never run.
 
     Raises:
-        ValueError: the model type is unknown, its class refuses the fields, or does not read one that decides on the
-            cache.
+        ValueError: the model type is unknown, its class refuses the fields, or does not read one that makes layers
+            share, or a size under another name.
     """
     model_type = values.get("model_type")
     if not isinstance(model_type, str):
@@ -235,7 +233,7 @@ def _llama_values(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_ignored(values: dict[str, Any], config: PreTrainedConfig, name: str) -> None:
-    """Refuse a config.json if its class ignores a field that decides on the cache."""
+    """Refuse a config.json if its class ignores a field that makes layers share, or a size under another name."""
     kind = type(config)
     read = {one.name for one in dataclasses.fields(kind)} | kind.attribute_map.keys() | {*READ} | _mentioned(kind)
     is_flat = config.get_text_config(decoder=True) is config  # then all fields are those of its model
@@ -245,11 +243,6 @@ def _check_ignored(values: dict[str, Any], config: PreTrainedConfig, name: str) 
         read = {other for other in beside if re.search(rf"(config\.|[\"']){re.escape(other)}\b", code)}
         beside = {other: value for other, value in beside.items() if other not in read}
     ignored = _sharing(beside) or _unread_sizes(values, beside, config)
-    if is_flat and not ignored:
-        whole, extra = _wiring(values, kind), [other for other in beside if other not in CACHED]
-        if _wiring({one: value for one, value in values.items() if one not in extra}, kind) != whole:
-            one_less = {other: {one: values[one] for one in values if one != other} for other in extra}
-            ignored = [other for other, less in one_less.items() if _wiring(less, kind) != whole] or extra
     if ignored:
         raise ValueError(
             f"{name!r} has {', '.join(ignored)}, which transformers' class for {config.model_type} does not read, so "
@@ -311,10 +304,3 @@ def _differs(value: Any, other: Any) -> bool:
     if isinstance(value, list) and isinstance(other, list | tuple):  # some layer types have newer names
         return len(value) != len(other)
     return value is not None and value != other
-
-
-def _wiring(values: dict[str, Any], kind: type[PreTrainedConfig]) -> Any:
-    try:
-        return read_wiring(kind.from_dict(copy.deepcopy(values)))
-    except Exception as error:  # each class has errors of its own
-        return str(error)

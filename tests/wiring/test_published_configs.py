@@ -101,9 +101,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {  # fields → what the line n
     "CLA by its factor": (CLA, "cla_share_factor"),
     "another name of a size": ({**LLAMA, "n_layers": 30}, "n_layers"),
     "older names that a class has dropped": ({"model_type": "falcon", "n_layer": 5, "n_head": 4}, "n_layer, n_head"),
-    "key-value heads of a type without": ({"model_type": "gpt2", "num_key_value_heads": 2}, "num_key_value_heads"),
-    "a head size of a type without": ({"model_type": "gpt2", "head_dim": 128}, "head_dim"),
-    "latents of a type without": ({**LLAMA, "kv_lora_rank": 8, "qk_rope_head_dim": 4}, "kv_lora_rank"),
     "shared layers of a type without": ({**LLAMA, "num_kv_shared_layers": 10}, "num_kv_shared_layers"),
     "a text model under another name": (
         {"model_type": "llava", "language_config": {"num_hidden_layers": 10}},

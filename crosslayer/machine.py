@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import functools
 import re
 import statistics
 import time
@@ -97,8 +98,9 @@ def seconds(work: Callable[[], Any], device: torch.device) -> float:
     return time.perf_counter() - started
 
 
+@functools.cache
 def matrix_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the FLOP/s of a large product of square matrices, the median of five measurements."""
+    """Return the FLOP/s of a large product of square matrices, the median of five measurements, made once a process."""
     rows = ROWS if device.type == "cpu" else MANY_ROWS
     left = torch.full((rows, rows), 0.5, device=device, dtype=dtype)
     right = left.clone()

@@ -13,11 +13,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
-from scipy import stats
 
 from crosslayer.output.record import Measure, PositionBins
 from crosslayer.stats import LEVEL, NORMAL, Interval
-from crosslayer.stats.differences import FEWEST, t_quantile
+from crosslayer.stats.differences import FEWEST, standard_error, t_quantile
 from crosslayer.stats.estimate import Estimate
 
 DRAWS = 4000
@@ -141,7 +140,7 @@ def summarize(sample: np.ndarray, over_documents: Ends | None = None) -> dict[st
         return {"mean": plain(mean), "ci95": plain(over_documents(sample)), "n": count, "over": "documents"}
     if count < 2:
         return {"mean": plain(mean), "ci95": None, "n": count}
-    half = stats.t.ppf(0.975, count - 1) * stats.sem(sample, axis=0)
+    half = t_quantile(count - 1) * standard_error(sample)
     return {"mean": plain(mean), "ci95": plain(np.stack([mean - half, mean + half], axis=-1)), "n": count}
 
 

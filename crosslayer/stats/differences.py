@@ -15,7 +15,7 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-from scipy import stats
+from scipy import special, stats
 
 from crosslayer.stats import LEVEL, NORMAL
 from crosslayer.stats.estimate import Estimate
@@ -43,11 +43,16 @@ def t_mean(values: Sequence[float] | np.ndarray) -> Estimate:
     return Estimate(value=float(np.mean(values)), low=low, high=high, n=len(values), over="seeds", how="Student's t")
 
 
+def standard_error(values: np.ndarray) -> np.ndarray:
+    """Return the standard error (…) of the mean over S of values (S, …); scipy's own takes ten times as long."""
+    return values.std(axis=0, ddof=1) / math.sqrt(len(values))
+
+
 def t_ends(values: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
     """Return the ends (…) of the 95% interval of the mean over S of values (S, …), as `t_mean` has it."""
     if len(values) < FEWEST:
         return None
-    mean, half = values.mean(axis=0), stats.sem(values, axis=0) * t_quantile(len(values) - 1)
+    mean, half = values.mean(axis=0), standard_error(values) * t_quantile(len(values) - 1)
     return mean - half, mean + half
 
 
@@ -55,10 +60,10 @@ def _p_value(values: np.ndarray) -> float | None:
     """Return the two-sided p-value of Student's t for a mean of 0 of values (S,); None below three."""
     if len(values) < FEWEST:
         return None
-    mean, error = abs(float(values.mean())), float(stats.sem(values))
+    mean, error = abs(float(values.mean())), float(standard_error(values))
     if error == 0:
         return 1.0 if mean == 0 else 0.0
-    return float(2 * stats.t.sf(mean / error, len(values) - 1))
+    return float(2 * special.stdtr(len(values) - 1, -mean / error))
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from scipy import stats
+from scipy import special, stats
 
 from crosslayer.judge.report import Detail, Row
 from crosslayer.stats import NORMAL
@@ -110,7 +110,7 @@ def items_for_shares(discordance: float) -> int:
     If fewer than 1% differ, a difference of a point is impossible; the share is then taken as 1%.
     """
     share = max(discordance, POINT)
-    high = stats.norm.ppf(POWER)
+    high = special.ndtri(POWER)
     return math.ceil(((NORMAL * math.sqrt(share) + high * math.sqrt(share - POINT**2)) / POINT) ** 2)
 
 

@@ -12,7 +12,7 @@ import crosslayer
 
 
 def test_smollm2_shows_its_sink():
-    diagnosis = crosslayer.diagnose("smollm2", sequences=2, device="cpu")
+    diagnosis = crosslayer.diagnose("smollm2", sequences=1, device="cpu")
     hidden, share, value = diagnosis.hidden_norm_ratio, diagnosis.first_token_share, diagnosis.value_norm_ratio
     assert (hidden[12:19] > 100).all() and (hidden[10:12] < 3).all()
     assert (share[12:29] > 0.3).mean() > 0.8 and (share[[0, 1, 2, 10, 11]] < 0.1).all()

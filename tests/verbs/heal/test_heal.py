@@ -368,7 +368,7 @@ def test_the_folder_comes_back_equal(whole):
 
 
 def test_the_healed_model_opens_and_is_verified(whole):
-    for name in NAMES.split():
+    for name in ("fitted", "shorter"):  # one with W_c, one of transformers' own class
         folder = whole[1] / name / "model"
         model, tokenizer = crosslayer.load_model(str(folder))
         assert tokenizer.decode(tokenizer("Käse").input_ids) == "Käse"

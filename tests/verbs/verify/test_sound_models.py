@@ -28,7 +28,7 @@ def test_every_row_passes_on_a_stock_llama_in_two_dtypes_and_leaves_it_alone():
     config, generation = model.config.to_dict(), model.generation_config
     model.model.embed_tokens.weight.requires_grad_(False)
     with metered_by(meter):
-        verification = verify(model, compile_backend="aot_eager")
+        verification = verify(model, compile_backend="eager")
     assert {row.status for row in verification.applicable} == {"PASS"} and verification.passed
     total = 2 * len(CHECKS)
     assert meter.works == [("verifying", total)]

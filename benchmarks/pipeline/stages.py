@@ -25,7 +25,7 @@ from benchmarks.pipeline.cuts import Cut, Traffic, find_cuts, find_traffic
 from benchmarks.pipeline.rank_cache import Microbatch
 from crosslayer.core.decoder.families import rotary_tables
 from crosslayer.core.decoder.modeling import CrossLayerForCausalLM, CrossLayerModel, masks_of
-from crosslayer.core.method import TOKENS, Carry, Residual
+from crosslayer.core.method import Carry, Residual
 from crosslayer.core.sources import BY_LAYER
 
 
@@ -165,12 +165,11 @@ class StageBody(nn.Module):
         self.rotary_emb = body.rotary_emb
         self.final_residual: Residual | None = body.final_residual if last else None
         self.norm: nn.Module | None = body.norm if last else None
-        self.reads_tokens = bool(body.token_readers)
 
     def begin(self, ids: Tensor) -> tuple[Tensor, Carry]:
         """Return stream and carry for the first layer."""
         assert self.embed_tokens is not None
-        return self.embed_tokens(ids), {TOKENS: ids} if self.reads_tokens else {}
+        return self.embed_tokens(ids), {}
 
     def forward(self, stream: Tensor, carry: Carry) -> tuple[Tensor, Carry]:
         """Run the layers."""

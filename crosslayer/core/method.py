@@ -33,8 +33,6 @@ State = Tensor | None  # queries, keys or values; None if the layer reads anothe
 Mixed = tuple[State, State, State, Carry]
 PerSource = tuple[Tensor, ...]  # a state of each source layer
 Combined = tuple[Tensor, Tensor, Tensor | None]  # keys, values and mask for attention
-TOKENS = "tokens"  # key in the carry: ids of the new tokens (B, T), for methods that read them
-INPUT = "input"  # key in the carry of mixers: the input of the value projection (B, T, C), for mixers that read it
 
 
 class Mixing(nn.Module):
@@ -53,18 +51,9 @@ class Mixing(nn.Module):
         Its functions skip what a checkpoint has filled; `torch.nn.init` would overwrite it.
         """
 
-    def resize_tokens(self, count: int) -> None:
-        """Resize parameters that have a row per token to a vocabulary of `count` tokens."""
-
 
 class HeadMixer(Mixing):
-    """Changes a layer's states.
-
-    With `reads_input`, `before` gets the layer's normed input (B, T, C), which its values are projected from, in
-    `carry[INPUT]`; attention removes it from the carry afterwards.
-    """
-
-    reads_input: ClassVar[bool] = False
+    """Changes a layer's states."""
 
     def forward(self, q: State, k: State, v: State, carry: Carry) -> Mixed:
         """Call `before`, so that hooks on modules (for example of offloading) act."""
@@ -249,8 +238,6 @@ class Method:
     - `grouped`: layers form groups that share the states of a source; False: the method acts on single layers.
     - `parts`: which sublayers the method can act on (`--part`), if there is a choice; the first is the default.
     - `needs_long_text`: only long texts show what it costs.
-    - `reads_tokens`: its modules read the ids of the new tokens (B, T) from `carry[TOKENS]`; the model then needs
-      `input_ids` and refuses `inputs_embeds`.
     - `reads_sources`: its residuals read outputs of earlier sublayers, token by token, and write nothing else.
     """
 
@@ -259,7 +246,6 @@ class Method:
     grouped: ClassVar[bool] = True
     parts: ClassVar[tuple[str, ...]] = ()
     needs_long_text: ClassVar[bool] = False
-    reads_tokens: ClassVar[bool] = False
     reads_sources: ClassVar[bool] = False
 
     def plan(self, layers: int) -> DepthPlan:

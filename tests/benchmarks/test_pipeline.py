@@ -17,7 +17,7 @@ from crosslayer.testing import tiny as contract
 from tests.helpers.cases import CASES
 
 MICROBATCHES, LENGTH = 4, 6
-METHODS = ("attnres", "attnres + cla", "uniattn, two blocks", "value_embeddings", "resformer", "mudd + drop")
+METHODS = ("attnres", "attnres + cla", "uniattn, two blocks", "resformer", "mudd + drop")
 
 
 def gradients(model):

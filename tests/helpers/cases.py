@@ -39,7 +39,6 @@ VARIANTS = {
     "denseformer, dilated": [{"name": "denseformer", "dilation": 2, "period": 2}],
     "denseformer, sparse": [{"name": "denseformer", "dilation": 4, "period": 5}],
     "yoco, a short window": [{"name": "yoco", "window": 5}],
-    "value_embeddings chosen": [{"name": "value_embeddings", "layers": (0, 3), "channels": 8}],
     "kvsharer, a source of three": [{"name": "kvsharer", "pairs": ((5, 1), (2, 1), (4, 0), (3, 1))}],
     "kvsharer heads, bias": [
         {"name": "kvsharer", "pairs": ((5, 1), (4, 0)), "compensation": "heads", "compensation_bias": True}
@@ -97,7 +96,7 @@ COMPOSITIONS = {
         "cla",
         {"name": "shared_choice", "groups": ((1, 2, 3), (4, 5)), "tokens": 4, "sinks": 1, "window": 2},
     ],
-    "value_embeddings + yoco + attnres": ["value_embeddings", {"name": "yoco", "window": 5}, "attnres"],
+    "resformer + yoco + attnres": ["resformer", {"name": "yoco", "window": 5}, "attnres"],
 }
 SLIDING = {"sliding_window": 5, "layer_types": ["sliding_attention"] * 2 + ["full_attention"] * 4}
 ALTERNATING = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"] * 3}
@@ -152,7 +151,7 @@ CASES = {
 }
 DAILY = {  # what `make test` runs beside every method alone; `make test-slow` runs all
     "llama", "uniattn mlp", "drop compensated", "attnres blocks", "resformer + uniattn + attnres",
-    "value_embeddings + yoco + attnres", "cla, gemma2", "cla, gemma3", "attnres, linear attention",
+    "resformer + yoco + attnres", "cla, gemma2", "cla, gemma3", "attnres, linear attention",
     "resformer + cla, gpt2", "attnres, mixture of experts", "uniattn, sliding windows", "svformer, MQA, qk-norm",
 }  # fmt: skip
 

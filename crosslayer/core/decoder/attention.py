@@ -20,7 +20,7 @@ from crosslayer.core.choice import TokenChoice, mask_of
 from crosslayer.core.decoder.caches import update_single
 from crosslayer.core.decoder.configuration import CrossLayerConfig
 from crosslayer.core.decoder.families import norm
-from crosslayer.core.method import FROM_VALUES, INPUT, ON_HEADS, Carry, Compensation, HeadMixer, StateReader, Wiring
+from crosslayer.core.method import FROM_VALUES, ON_HEADS, Carry, Compensation, HeadMixer, StateReader, Wiring
 from crosslayer.core.methods import state_reader
 from crosslayer.core.plan import PASSED, STATES, DepthPlan
 from crosslayer.core.sources import SharedStates, outside_layer_graphs
@@ -70,7 +70,6 @@ class CrossLayerAttention(nn.Module):
         self.k_norm = norm(config, head_dim) if own_k and has_norms else None
         mixers = [mixer for m in wiring.methods if (mixer := m.heads(config, wiring, layer_idx)) is not None]
         self.mixers = nn.ModuleList(mixers)
-        self.shows_input = any(mixer.reads_input for mixer in mixers)
         self.reader = state_reader(config, wiring, layer_idx) if wiring.reads_several[layer_idx] else None
         self.chooses, self.attends_to_choice = plan.chooses(layer_idx), plan.choices[layer_idx] is not None
         self.choice = None
@@ -106,13 +105,9 @@ class CrossLayerAttention(nn.Module):
         v = states[2]
         if position_embeddings is not None:
             states = _rotate(states, position_embeddings)
-        if self.shows_input:
-            carry = {**carry, INPUT: for_v}
         mixer: HeadMixer
         for mixer in self.mixers:  # type: ignore[assignment]
             *states, carry = mixer(*states, carry)
-        if self.shows_input:
-            carry = {name: value for name, value in carry.items() if name != INPUT}
         if cache is not None and self.stored:
             states = self._cached(states, cache)  # the layer's own keys, values: (B, H_kv, S, D)
         own: States = [*states, None, None]

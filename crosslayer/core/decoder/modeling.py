@@ -31,7 +31,7 @@ from crosslayer.core.decoder.configuration import CrossLayerConfig
 from crosslayer.core.decoder.families import Tables, norm, rotary, rotary_tables
 from crosslayer.core.decoder.layer import ROUTERS, CrossLayerDecoderLayer
 from crosslayer.core.decoder.packed import recurrent_mask
-from crosslayer.core.method import TOKENS, Carry, Mixing
+from crosslayer.core.method import Carry, Mixing
 from crosslayer.core.sources import BY_LAYER
 from crosslayer.core.transformers_versions import CACHE, NewPreTrainedModel, layers_without_cache, takes_cache
 
@@ -87,14 +87,6 @@ class CrossLayerPreTrainedModel(NewPreTrainedModel):
             if components.gain_offset and isinstance(module, components.norm):
                 initialization.constant_(module.get_parameter("weight"), 1 - components.gain_offset)
 
-    def _resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
-        embeddings = super()._resize_token_embeddings(*args, **kwargs)
-        assert isinstance(embeddings, nn.Embedding)
-        for module in self.modules():
-            if isinstance(module, Mixing):
-                module.resize_tokens(len(embeddings.weight))
-        return embeddings
-
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
         """Return that experts may use any of transformers' implementations."""
@@ -131,7 +123,6 @@ class CrossLayerModel(CrossLayerPreTrainedModel):
         self.empty = layers_without_cache(config)  # computed here, since compiled code could not
         self.norm, self.rotary_emb = norm(config, config.hidden_size), rotary(config)
         residuals = (method.final(config, wiring) for method in wiring.methods)
-        self.token_readers = [method.name() for method in wiring.methods if method.reads_tokens]
         self.final_residual = next((residual for residual in residuals if residual is not None), None)
         self.gradient_checkpointing = False
         self.post_init()
@@ -182,7 +173,10 @@ class CrossLayerModel(CrossLayerPreTrainedModel):
         stream, tables = self.add_positions(stream, position_ids)
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
-        reads, carry = [], self._first_carry(input_ids, stream)
+        # where layers may be compiled one by one, the first finds in the carry what the others find: "read", here a
+        # view, since the compiler tells a tensor that comes twice from two tensors
+        carry: Carry = {} if torch.compiler.is_compiling() else {BY_LAYER: True, "read": stream.view_as(stream)}
+        reads = []
         for layer, layer_type in zip(self.layers, layer_types, strict=True):
             stream, carry = layer(
                 stream,
@@ -218,20 +212,6 @@ class CrossLayerModel(CrossLayerPreTrainedModel):
             return stream + self.embed_positions(position_ids), {}
         assert self.rotary_emb is not None and self.config.layer_types is not None
         return stream, rotary_tables(self.rotary_emb, self.config.layer_types, stream, position_ids)
-
-    def _first_carry(self, input_ids: Tensor | None, stream: Tensor) -> Carry:
-        """Return the carry for the first layer: the token ids, if a method reads them.
-
-        Where layers may be compiled one by one, the first finds in it what the others find: "read", here a view, since
-        the compiler tells a tensor that comes twice from two tensors.
-        """
-        carry: Carry = {} if torch.compiler.is_compiling() else {BY_LAYER: True, "read": stream.view_as(stream)}
-        if not self.token_readers:
-            return carry
-        if input_ids is None:
-            readers = " and ".join(self.token_readers)
-            raise ValueError(f"{readers} reads token ids, which inputs_embeds do not have; pass input_ids")
-        return {**carry, TOKENS: input_ids}
 
 
 class CrossLayerForCausalLM(CrossLayerPreTrainedModel, GenerationMixin):

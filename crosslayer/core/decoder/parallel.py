@@ -13,7 +13,7 @@ from transformers.integrations.tensor_parallel import (
     TensorParallelLayer,
 )
 
-from crosslayer.core.method import FROM_VALUES, INPUT, Config, HeadMixer, Method, Mixing, Wiring
+from crosslayer.core.method import FROM_VALUES, Config, Method, Mixing, Wiring
 
 WHOLE = "crosslayer_whole"
 BY_HEAD = "crosslayer_by_head"
@@ -77,16 +77,6 @@ class MixingParallel(TensorParallelLayer):
         if not module.split_by_head:
             ReplicatedWithGradAllReduce().install_forward(module, mesh)
         return super().install_forward(module, mesh)
-
-    def transform_inputs_pre_forward(self, module: Mixing, args: Any, kwargs: Any, mesh: Any) -> tuple[Any, Any]:
-        """Mark the gradient of the layer's input as a sum over the ranks' heads."""
-        if not isinstance(module, HeadMixer) or not module.reads_input:
-            return args, kwargs
-        from torch.distributed.tensor import DTensor, Partial, Replicate
-
-        *states, carry = args
-        whole = DTensor.from_local(carry[INPUT], mesh, [Replicate()], run_check=False)
-        return (*states, {**carry, INPUT: whole.to_local(grad_placements=[Partial()])}), kwargs
 
 
 if torch.distributed.is_available():

@@ -18,7 +18,7 @@ from tests.helpers.tiny import tokens
 STATIC = {"cache_implementation": "static", "cache_config": {"batch_size": 1, "max_cache_len": 12}}
 DROP_FIRST = ([{"name": "drop", "attention": (0, 1)}], {"sliding_window": 16, "layer_types": ["full_attention"] * 6})
 NAMES = ("llama", "cla", "svformer", "uniattn", "svformer keys", "attnres + drop", "fusedkv",
-         "cross_attention", "yoco, a short window", "value_embeddings")  # fmt: skip
+         "cross_attention", "yoco, a short window")  # fmt: skip
 EARLY = {name: CASES[name] for name in NAMES}
 EARLY |= {"drop of the first": DROP_FIRST, "svformer + uniattn": CASES["svformer + uniattn"]}
 
@@ -104,7 +104,7 @@ def test_quantized_caches_hold_whole_layers(case):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "case",
-    ["llama", "cla", "svformer", "uniattn", "drop", "attnres blocks", "fusedkv", "yoco", "value_embeddings"],
+    ["llama", "cla", "svformer", "uniattn", "drop", "attnres blocks", "fusedkv", "yoco"],
 )
 def test_continuous_batching_equals_generate(case):
     model = contract.build(contract.config_of(*CASES[case][:1])).float()

@@ -24,7 +24,7 @@ NAMES = (
     "llama", "cla", "svformer", "uniattn", "uniattn heads", "uniattn mlp", "resformer", "attnres", "attnres blocks",
     "drop compensated", "resformer, biases, tied", "hyper_connections", "mudd", "mudd + uniattn", "fusedkv",
     "fusedkv lite", "cross_attention", "cla, qk-norm, biases", "identity_mapping", "neutreno", "denseformer",
-    "yoco", "value_embeddings", "value_embeddings + yoco + attnres", "uniattn + resformer, gemma2", "gpt2",
+    "yoco", "resformer + yoco + attnres", "uniattn + resformer, gemma2", "gpt2",
     "mixture of experts", "attnres, linear attention", "kvsharer heads, bias", "uniattn mlp, bias", "drop, bias",
     "uniattn heads-from-values",
 )  # fmt: skip

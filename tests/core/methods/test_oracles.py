@@ -327,18 +327,8 @@ def test_denseformer_keeps_what_a_later_layer_sums(dilation, period, kept):
 
 def test_carries_hold_nothing_that_is_over():
     """What mixers see of their own layer does not travel to the next one."""
-    model, names = build(config_of(["value_embeddings", "identity_mapping", "neutreno"])), set()
+    model, names = build(config_of(["identity_mapping", "neutreno"])), set()
     for layer in model.model.layers:
         layer.register_forward_hook(lambda module, args, out: names.update(out[1]))
     logits(model)
-    assert names == {"layers_compile_alone", "tokens", "read", "identity_mapping.sum", "neutreno.first"}
-
-
-def test_value_embeddings_begin_with_gates_of_one_and_small_tables():
-    from crosslayer.core.decoder import CrossLayerForCausalLM
-
-    model = CrossLayerForCausalLM(config_of(["value_embeddings"], vocab_size=4096))
-    mixers = [layer.self_attn.mixers for layer in model.model.layers]
-    assert [len(mixer) for mixer in mixers] == [0, 1, 0, 1, 0, 1]
-    assert mixers[5][0].gate.abs().max() == 0 and mixers[5][0].gate.shape == (2, 32)
-    assert abs(mixers[5][0].table.std() - 0.02) < 1e-3 and mixers[5][0].table.shape == (4096, 16)
+    assert names == {"layers_compile_alone", "read", "identity_mapping.sum", "neutreno.first"}

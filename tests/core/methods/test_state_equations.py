@@ -127,27 +127,3 @@ def test_yoco(window):
             return torch.stack(rows).unflatten(0, (len(q), -1)).transpose(0, 1).flatten(1)
 
     check(build(config_of([{"name": "yoco", "window": window}])), Loops)
-
-
-@pytest.mark.parametrize(("layers", "channels"), [(None, 32), ((0, 1, 4), 5)])
-def test_value_embeddings(layers, channels):
-    chosen = (1, 3, 5) if layers is None else layers
-
-    class Loops(Naive):
-        def run(self, ids):
-            self.ids = ids
-            return super().run(ids)
-
-        def states(self, layer, normed):
-            q, k, v = super().states(layer, normed)
-            if layer not in chosen:
-                return q, k, v
-            mixer, v = self.layers[layer].self_attn.mixers[0], v.clone()
-            for head in range(len(v)):
-                for t, token in enumerate(self.ids):
-                    gate = 2 / (1 + torch.exp(-(mixer.gate[head] @ normed[t, :channels])))
-                    size = v.shape[-1]
-                    v[head, t] += gate * mixer.table[token, head * size : (head + 1) * size]
-            return q, k, v
-
-    check(build(config_of([{"name": "value_embeddings", "layers": layers, "channels": channels}])), Loops)

@@ -33,7 +33,6 @@ def test_a_stock_llama_by_hand():
         (DROP, 8, 8),
         (["fusedkv"], 6, 6 + 3 * 4),
         (["cross_attention"], 12, 2 + 5 * 4),
-        (["value_embeddings"], 12, 12),  # of its tables a token reads a row
     ],
     ids=str,
 )

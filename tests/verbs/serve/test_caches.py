@@ -85,7 +85,6 @@ def test_what_processes_cannot_share_is_named():
     split = ("cla", "drop compensated", "uniattn heads", "resformer", "attnres", "fusedkv lite", "yoco", "gemma2")
     assert not any(not_split(config_of(case), 2) for case in split)
     assert "layer 3" in str(not_split(config_of("fusedkv"), 2))
-    assert "value_embeddings" in str(not_split(config_of("value_embeddings"), 2))
     assert "its 1 key-value heads" in str(not_split(config_of("fusedkv, MQA"), 2))
     assert not not_split(config_of("fusedkv"), 1)
 

@@ -39,9 +39,9 @@ VARIANTS = {
     "denseformer, dilated": [{"name": "denseformer", "dilation": 2, "period": 2}],
     "denseformer, sparse": [{"name": "denseformer", "dilation": 4, "period": 5}],
     "yoco, a short window": [{"name": "yoco", "window": 5}],
-    "kvsharer, a source of three": [{"name": "kvsharer", "pairs": ((5, 1), (2, 1), (4, 0), (3, 1))}],
-    "kvsharer heads, bias": [
-        {"name": "kvsharer", "pairs": ((5, 1), (4, 0)), "compensation": "heads", "compensation_bias": True}
+    "cla, a source of three": [{"name": "cla", "groups": ((0, 4), (1, 2, 3, 5))}],
+    "cla heads, bias": [
+        {"name": "cla", "groups": ((0, 4), (1, 5)), "compensation": "heads", "compensation_bias": True}
     ],
     "uniattn mlp, bias": [{"name": "uniattn", "superblocks": BLOCKS, "compensation": "mlp", "compensation_bias": True}],
     "shared_choice, own choice": [
@@ -72,10 +72,7 @@ COMPOSITIONS = {
     "attnres + resformer": ["attnres", "resformer"],
     "resformer + cla": ["resformer", "cla"],
     "uniattn + drop of readers": [{"name": "uniattn", "superblocks": BLOCKS}, {"name": "drop", "attention": (3,)}],
-    "kvsharer + drop of a reader": [
-        {"name": "kvsharer", "pairs": ((4, 1), (5, 2))},
-        {"name": "drop", "attention": (4,)},
-    ],
+    "cla + drop of a reader": [{"name": "cla", "groups": ((1, 4), (2, 5))}, {"name": "drop", "attention": (4,)}],
     "uniattn + resformer": [{"name": "uniattn", "superblocks": BLOCKS}, "resformer"],
     "attnres + drop compensated": ["attnres", {"name": "drop", "attention": (2,), "compensation": "attention"}],
     "attnres + cla": [{"name": "attnres", "block": 3}, "cla"],

@@ -43,18 +43,14 @@ def title(methods: Sequence[Method]) -> str:
 
 
 def _shown(value: Any) -> str:
-    """Write layers as 18-21, 22-25, groups with gaps as 18+20, 19+21, and (reader, source) as (9, 4)."""
+    """Write layers as 18-21, 22-25, and groups with gaps as 18+20, 19+21."""
     if not isinstance(value, list | tuple):
         return str(value)
     if () in value:  # an entry for each layer, empty for some
         return f"of {sum(entry != () for entry in value)} layers"
     if all(isinstance(entry, int) for entry in value):
         return ranges(value)
-    pairs = [list(entry) != sorted(entry) for entry in value]
-    return ", ".join(
-        f"({', '.join(map(str, entry))})" if is_pair else _shown(entry).replace(", ", "+")
-        for entry, is_pair in zip(value, pairs, strict=True)
-    )
+    return ", ".join(_shown(entry).replace(", ", "+") for entry in value)
 
 
 def sentences(record: RetrofitReport) -> list[str]:

@@ -22,7 +22,6 @@ OPTIONS = {name: {} for name in method_names()} | {
     "cla": {"groups": GROUPS},
     "cross_attention": {"source": st.sampled_from(["first", "previous"])},
     "drop": {"attention": st.one_of(ONE, FEW), "mlp": st.one_of(st.just(()), ONE)},
-    "kvsharer": {"pairs": FEW.map(lambda layers: ((layers[1], layers[0]),))},
     "resformer": {"of": STATES},
     "shared_choice": {"groups": GROUPS},
     "svformer": {"anchors": st.sampled_from([(0,), (0, 2), (0, 4)]), "share": STATES},
@@ -34,8 +33,12 @@ SETS = st.lists(st.sampled_from(list(ENTRIES)), min_size=2, max_size=4, unique=T
 )
 CROSS_ATTENTION, CLA = {"name": "cross_attention"}, {"name": "cla", "groups": ((1, 4),)}
 KNOWN = [
-    [CROSS_ATTENTION, {"name": "drop", "attention": (1,)}, {"name": "kvsharer", "pairs": ((1, 0),)}],
-    [{"name": "drop", "attention": (0, 1, 4)}, CLA, {"name": "kvsharer", "pairs": ((4, 0),)}],
+    [CROSS_ATTENTION, {"name": "drop", "attention": (1,)}, {"name": "cla", "groups": ((0, 1),)}],
+    [
+        {"name": "drop", "attention": (0, 1, 4)},
+        CLA,
+        {"name": "uniattn", "superblocks": ((0, 4),)},
+    ],
     [{"name": "shared_choice", "groups": ((0, 2),)}, {"name": "attnres"}, {"name": "yoco"}],
     [CROSS_ATTENTION, {"name": "mudd"}, {"name": "shared_choice", "groups": ((1, 3),)}],
     [{"name": "yoco"}, {"name": "attnres"}, {"name": "svformer"}],

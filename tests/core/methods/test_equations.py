@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from crosslayer.core.decoder import CrossLayerForCausalLM
-from crosslayer.core.methods import method_class
 from crosslayer.core.methods.shared_choice import SharedChoice
 from crosslayer.testing.tiny import build, config_of, steps
 from tests.core.methods.naive import Naive, attend, check, softmax_map
@@ -37,45 +36,18 @@ def test_cla(group, start, end):
     check(build(config_of([{"name": "cla", "group": group, "start": start, "end": end}])), Loops)
 
 
-@pytest.mark.parametrize("pairs", [((5, 1),), ((2, 1), (4, 0), (5, 1)), ((1, 0), (2, 0), (3, 0), (4, 0), (5, 0))])
-def test_kvsharer(pairs):
+@pytest.mark.parametrize("groups", [((1, 5),), ((0, 4), (1, 2, 5)), ((0, 1, 2, 3, 4, 5),)])
+def test_cla_between_any_layers(groups):
+    sources = {reader: source for source, *readers in groups for reader in readers}
+
     class Loops(Naive):
         def states(self, layer, normed):
-            q = self.raw_state(layer, normed, "q")
-            for reader, source in pairs:
-                if reader == layer:
-                    return q, self.used["k"][source], self.used["v"][source]
+            q, source = self.raw_state(layer, normed, "q"), sources.get(layer)
+            if source is not None:
+                return q, self.used["k"][source], self.used["v"][source]
             return q, self.raw_state(layer, normed, "k"), self.raw_state(layer, normed, "v")
 
-    check(build(config_of([{"name": "kvsharer", "pairs": pairs}])), Loops)
-
-
-def test_kvsharer_on_groups_is_cla():
-    groups = ((1, 2, 3), (4, 5))
-    pairs = method_class("kvsharer").from_groups(groups, 6)
-    model = build(config_of([pairs]))
-    same = CrossLayerForCausalLM(config_of([{"name": "cla", "groups": groups}])).double().eval()
-    assert pairs.plan(6) == same.config.plan and pairs.pairs == ((2, 1), (3, 1), (5, 4))
-    assert not any(same.load_state_dict(model.state_dict()))
-    with torch.no_grad():
-        assert torch.equal(model(tokens()).logits, same(tokens()).logits)
-
-
-@pytest.mark.parametrize(
-    ("pairs", "message"),
-    [
-        (((1, 4),), r"a reader and an earlier source, got \(1, 4\)"),
-        ((), "pairs must not be empty"),
-        (((3, 3),), r"a reader and an earlier source, got \(3, 3\)"),
-        (((6, 1),), "layers from 0 to 5, got 6"),
-        (((4, -1),), "layers from 0 to 5, got -1"),
-        (((4, 1), (4, 2)), r"each layer once, got \[4, 4\]"),
-        (((5, 4), (4, 1)), r"layer 5 reads layer 4, which itself reads layer 1; use the pair \(5, 1\)"),
-    ],
-)
-def test_pairs_that_cannot_be(pairs, message):
-    with pytest.raises(ValueError, match=f"^kvsharer: .*{message}"):
-        config_of([{"name": "kvsharer", "pairs": pairs}])
+    check(build(config_of([{"name": "cla", "groups": groups}])), Loops)
 
 
 @pytest.mark.parametrize(

@@ -23,10 +23,9 @@ from tests.helpers.tiny import tiny, tokens
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 PLANS = {
     "uniattn": {"superblocks": ((1, 2, 3), (4, 5)), "compensation": None},
-    "cla": {"groups": ((1, 2, 3), (4, 5))},
+    "cla": {"groups": ((0, 4), (1, 3, 5))},
     "svformer": {"anchors": (0, 4)},
     "drop": {"attention": (0, 3), "mlp": (2,)},
-    "kvsharer": {"pairs": ((5, 1), (3, 1), (4, 0))},
 }
 
 

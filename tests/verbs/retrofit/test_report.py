@@ -255,11 +255,11 @@ def test_every_w_c_that_may_have_a_bias_gets_one():
     assert without.compensated(load_method(drop)) == load_method(drop)
 
 
-def test_a_title_writes_pairs_and_ranges_differently():
-    pairs = load_method({"name": "kvsharer", "pairs": ((9, 4), (20, 3))})
+def test_a_title_writes_gaps_and_ranges_differently():
+    gaps = load_method({"name": "uniattn", "superblocks": ((4, 9), (3, 20)), "compensation": None})
     groups = load_method({"name": "cla", "groups": ((18, 19, 20, 21), (22, 23)), "compensation": "attention"})
-    assert title([pairs, groups]) == (
-        "kvsharer (pairs (9, 4), (20, 3)) + cla (groups 18-21, 22-23, compensation attention)"
+    assert title([gaps, groups]) == (
+        "uniattn (superblocks 4+9, 3+20) + cla (groups 18-21, 22-23, compensation attention)"
     )
 
 

@@ -171,7 +171,7 @@ def test_by_default_three_embedded_domains_calibrate_and_six_evaluate(monkeypatc
 WAYS = [
     ("--method", "cla", "--layers", "auto", "--compensation", "ridge"),
     ("--method", "drop", "--layers", "auto,count=2", "--compensation", "lstsq,bias"),
-    ("--method", "kvsharer", "--layers", "auto,count=2"),
+    ("--method", "cla", "--layers", "auto,count=2"),
     ("--method", "svformer", "--layers", "0-7", "--compensation", "lstsq"),
     ("--method", "drop", "--layers", "2,5", "--part", "mlp"),
     ("--method", '{"name": "cla", "group": 2, "compensation": "attention"}'),

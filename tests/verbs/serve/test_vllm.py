@@ -77,7 +77,7 @@ WIRINGS = {
     "attnres + cla": [{"name": "attnres", "block": 4}, "cla"],
     **{case: CASES[case][0] for case in (
         "resformer", "svformer", "uniattn", "uniattn heads", "neutreno", "denseformer", "attnres", "mudd", "fusedkv",
-        "hyper_connections", "identity_mapping", "kvsharer", "resformer + cla", "yoco",
+        "hyper_connections", "identity_mapping", "cla, a source of three", "resformer + cla", "yoco",
     )},
 }  # fmt: skip
 

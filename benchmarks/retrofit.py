@@ -36,7 +36,6 @@ WIRINGS = {
     "cla-4": ("cla", FOURS),
     "cla-2": ("cla", PAIRS),
     "cla-top6": ("cla", "24-29"),
-    "svformer": ("svformer", "0-29"),
     "drop-9": ("drop", "19-21,23-25,27-29"),
     "kvsharer-5": ("cla", "11+23+25+27+28,10+26"),  # whose caches differ most, as arXiv 2410.18517 chooses them
     "kvsharer-9": ("cla", "11+19+21+23+24+25+27+28,10+22+26"),

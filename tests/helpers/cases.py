@@ -29,7 +29,6 @@ VARIANTS = {
     "uniattn mlp": [{"name": "uniattn", "superblocks": BLOCKS, "compensation": "mlp"}],
     "uniattn none": [{"name": "uniattn", "superblocks": BLOCKS, "compensation": None}],
     "cla groups, compensated": [{"name": "cla", "groups": ((1, 2, 3), (4, 5)), "compensation": "attention"}],
-    "svformer compensated": [{"name": "svformer", "anchors": (0, 3), "compensation": "heads"}],
     "drop compensated": [{"name": "drop", "attention": (0, 3), "compensation": "attention"}],
     "attnres blocks": [{"name": "attnres", "block": 5}],
     "mudd residual": [{"name": "mudd", "ways": "residual"}],

@@ -8,18 +8,16 @@ Flows: values (or queries, keys). Reads: every layer, its anchor's. Cache: keys 
 Source: ResFormer (arXiv 2410.17897), Eq. 10; anchors Fig. 17, other states Fig. 16, `every` Fig. 5.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
 
-from crosslayer.core.method import Compensated
-from crosslayer.core.options import check_choice, check_layers, sharing_groups
+from crosslayer.core.method import Method
+from crosslayer.core.options import check_choice, check_layers
 from crosslayer.core.plan import STATES, DepthPlan
 
 
 @dataclass(frozen=True)
-class SVFormer(Compensated):
-    """Layers read the values of the nearest earlier anchor; the search by damage does not try it (no `saves`)."""
+class SVFormer(Method):
+    """Layers read the values of the nearest earlier anchor."""
 
     anchors: tuple[int, ...] = (0,)
     """0-based layers that compute the shared state; must include layer 0."""
@@ -46,16 +44,3 @@ class SVFormer(Compensated):
         source = tuple(latest)
         queries, keys, values = (source if state in shared else own for state in STATES)
         return DepthPlan(queries, keys, values, own)
-
-    @classmethod
-    def from_groups(cls, groups: Sequence[Sequence[int]], layers: int) -> Self:
-        """Make every layer an anchor except the second and later layers of groups."""
-        for group in groups:
-            if list(group) != list(range(group[0], group[0] + len(group))):
-                raise ValueError(
-                    f"svformer: groups must be consecutive layers, since a layer reads the nearest earlier anchor, got "
-                    f"{list(group)}"
-                )
-        readers = {layer for group in sharing_groups("svformer", groups) for layer in group[1:]}
-        anchors = tuple(layer for layer in range(layers) if layer not in readers)
-        return cls(anchors)

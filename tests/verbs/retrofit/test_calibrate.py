@@ -16,7 +16,6 @@ from tests.helpers.tiny import VOCABULARY, tiny
 METHODS = {
     "uniattn": {"name": "uniattn", "superblocks": ((1, 2), (3, 4, 5))},
     "cla": {"name": "cla", "groups": ((1, 2), (3, 4, 5)), "compensation": "attention"},
-    "svformer": {"name": "svformer", "anchors": (0, 1, 2), "compensation": "attention"},
     "drop": {"name": "drop", "attention": (2, 4), "compensation": "attention"},
     "heads": {"name": "uniattn", "superblocks": ((1, 2), (3, 4, 5)), "compensation": "heads"},
     "mlp": {"name": "uniattn", "superblocks": ((1, 2), (3, 4, 5)), "compensation": "mlp"},

@@ -105,7 +105,6 @@ SHARES = [
     ("drop", 32, "20-31", 20 / 32),
     ("uniattn", 30, "18-21,22-25,26-29", 0.85),
     ("uniattn", 30, "16-17,18-19,20-21,22-23,24-25,26-27,28-29", 53 / 60),
-    ("svformer", 30, "0-29", 31 / 60),
 ]
 
 
@@ -186,8 +185,6 @@ def test_bad_conversions():
     ):
         with pytest.raises(ValueError, match=words):
             parse_layers(text, 30)
-    with pytest.raises(ValueError, match=r"svformer:.*consecutive.*\[0, 2\]"):
-        method_class("svformer").from_groups([[0, 2]], 3)
     with pytest.raises(ValueError, match=r"two layers,.*\[\[1\], \[2\]\]"):
         method_class("cla").from_groups([[1], [2]], 3)
 

@@ -28,9 +28,7 @@ def gemma3(**changes):
     return tiny("gemma3_text", **{**LAYERS, "num_key_value_heads": 1, "rope_parameters": ROPE, **changes})
 
 
-@pytest.mark.parametrize(
-    ("name", "layers"), [("uniattn", "1-4,7+9,5+11"), ("cla", "1-4,7+9,5+11"), ("svformer", "1-4,7-9"), ("drop", "2,5")]
-)
+@pytest.mark.parametrize(("name", "layers"), [("uniattn", "1-4,7+9,5+11"), ("cla", "1-4,7+9,5+11"), ("drop", "2,5")])
 def test_what_if_equals_the_retrofit_without_training(name, layers):
     source, ids = gemma3(), tokens()
     method = method_class(name).from_groups(parse_layers(layers, 12), 12)

@@ -15,7 +15,7 @@ from crosslayer.verbs.retrofit.convert import convert
 from crosslayer.verbs.verify.run import verify
 
 SHARES = {"uniattn-4": 0.85, "uniattn-2": 53 / 60, "uniattn-top6": 55 / 60, "cla-4": 0.70, "cla-2": 46 / 60,
-          "cla-top6": 50 / 60, "svformer": 31 / 60, "drop-9": 0.70, "kvsharer-5": 25 / 30,
+          "cla-top6": 50 / 60, "drop-9": 0.70, "kvsharer-5": 25 / 30,
           "kvsharer-9": 0.70}  # fmt: skip
 
 

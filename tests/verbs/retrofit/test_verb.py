@@ -172,7 +172,7 @@ WAYS = [
     ("--method", "cla", "--layers", "auto", "--compensation", "ridge"),
     ("--method", "drop", "--layers", "auto,count=2", "--compensation", "lstsq,bias"),
     ("--method", "cla", "--layers", "auto,count=2"),
-    ("--method", "svformer", "--layers", "0-7", "--compensation", "lstsq"),
+    ("--method", "cla", "--layers", "0-7", "--compensation", "lstsq"),
     ("--method", "drop", "--layers", "2,5", "--part", "mlp"),
     ("--method", '{"name": "cla", "group": 2, "compensation": "attention"}'),
 ]
@@ -262,7 +262,7 @@ BAD = [
     (("--method", "uniattn", "--calibration", 9999), "are needed (32 for evaluation, 9999 for calibration)"),
     (("--method", "drop", "--part", "mlp", "--layers", "1", "--compensation", "ridge"), "needs at least one layer"),
     (("--method", "cla", "--layers", "auto:top-half-similarity"), "auto must be one of 'similarity', got 'top-half"),
-    (("--method", "svformer", "--compensation", "none,bias"), "--compensation: none takes no settings"),
+    (("--method", "cla", "--compensation", "none,bias"), "--compensation: none takes no settings"),
     (("--method", "uniattn", "--layers", "1,2,4-5"), "at least two layers, got [[1], [2]]"),
     (("--method", "drop", "--layers", "auto,count=8"), "--layers: count must be below 8, the number of layers"),
     (("--method", "cla", "--compensation", "target=head"), "target must be one of 'attention', 'heads', 'mlp'"),

@@ -274,8 +274,6 @@ BAD = [
     ({"name": "resformer", "mode": "sparse", "weights": [2.0]}, "weights need mode 'constant' or 'learnable'"),
     ({"name": "resformer", "mode": "constant", "weights": [1.0, 2.0]}, r"weights must be 1 or \d+, got 2"),
     ({"name": "resformer", "mode": "constant", "weights": ["x"]}, "weights must be .*float"),
-    ({"name": "resformer", "by_head": True, "of": "queries"}, "by_head needs"),
-    ({"name": "resformer", "mode": "learnable-plus", "source": "all"}, "'first' or 'previous'"),
     ({"name": "resformer", "mode": "strange"}, "must be one of 'identity'"),
     ({"name": "attnres", "block": 13}, "block must be 1 to 12 .*, got 13"),
     (["svformer", "resformer"], "at least two layers with values of their own, only layer 0 has"),

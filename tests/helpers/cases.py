@@ -17,8 +17,6 @@ VARIANTS = {
     "resformer all": [{"name": "resformer", "mode": "constant", "source": "all"}],
     "resformer previous queries": [{"name": "resformer", "of": "queries", "source": "previous"}],
     "resformer keys": [{"name": "resformer", "of": "keys"}],
-    "resformer by head": [{"name": "resformer", "by_head": True}],
-    "resformer learnable-plus": [{"name": "resformer", "mode": "learnable-plus"}],
     "resformer weights": [{"name": "resformer", "mode": "constant", "weights": (0.5, 1.0, 2.0, 3.0, 0.0)}],
     "svformer anchors": [{"name": "svformer", "anchors": (0, 3)}],
     "svformer keys": [{"name": "svformer", "share": "keys"}],

@@ -22,7 +22,7 @@ from crosslayer.core.plan import STATES
 from crosslayer.core.sources import Sources, outside_layer_graphs
 
 FIXED = {"identity": (0.5, 0.5), "constant": (2.0, 1.0), "sparse": (5.0, 1.0)}
-MODES = ("identity", "constant", "sparse", "learnable", "learnable-plus", "dense")
+MODES = ("identity", "constant", "sparse", "learnable", "dense")
 WITH_WEIGHTS = ("constant", "learnable")
 SOURCES = ("first", "previous", "all")
 
@@ -33,9 +33,7 @@ class ResFormer(Method):
 
     mode: str = "learnable"
     """The weights λ₁, λ₂: "identity" (½, ½), "constant" (2, 1), "sparse" (5, 1 in the last third of the layers,
-    otherwise 0, 1), "learnable" (a trained pair per layer), "learnable-plus" (a trained λ₂ per layer, and λ₁ =
-    s · softmax(a) over the layers that mix, where s begins at the number of layers), "dense" (a trained weight for each
-    layer up to its own).
+    otherwise 0, 1), "learnable" (a trained pair per layer), "dense" (a trained weight for each layer up to its own).
     With the source "all", "identity" is ((n − 1) / n, 1 / n), the mean of the first n layers; trained weights of n
     layers begin there, too."""
     of: str = "values"
@@ -45,8 +43,6 @@ class ResFormer(Method):
     weights: tuple[float, ...] = ()
     """λ of V_n + λ V_1 (Fig. 8): a number for all layers, or one for each that mixes, from the second on. It needs mode
     "constant", or "learnable", which begins there."""
-    by_head: bool = False
-    """Train the weights of each key-value head."""
 
     def __post_init__(self):
         check_choice("resformer", "mode", self.mode, MODES)
@@ -54,12 +50,8 @@ class ResFormer(Method):
         check_choice("resformer", "source", self.source, SOURCES)
         if self.mode == "dense" and self.source != "all":
             raise ValueError(f"resformer: with mode 'dense' source must be 'all', got {self.source!r}")
-        if self.mode == "learnable-plus" and self.source == "all":
-            raise ValueError("resformer: with mode 'learnable-plus' source must be 'first' or 'previous', got 'all'")
         if self.weights and self.mode not in WITH_WEIGHTS:
             raise ValueError(f"resformer: weights need mode 'constant' or 'learnable', got {self.mode!r}")
-        if self.by_head and (self.mode not in ("learnable", "dense") or self.of == "queries"):
-            raise ValueError("resformer: by_head needs mode 'learnable' or 'dense', and keys or values")
 
     def heads(self, config: Config, wiring: Wiring, layer: int) -> HeadMixer | None:
         """Mix in every layer that computes the state itself."""
@@ -67,16 +59,12 @@ class ResFormer(Method):
         if layer not in own_layers:
             return None
         position = own_layers.index(layer)
-        if self.mode == "learnable-plus":
-            return _MixerPlus(self, position, len(own_layers))
         if len(self.weights) > 1 and len(self.weights) != len(own_layers) - 1:
             raise ValueError(f"resformer: weights must be 1 or {len(own_layers) - 1}, got {len(self.weights)}")
         weights = self._weights(position, late=layer >= config.num_hidden_layers - config.num_hidden_layers // 3)
         trained = self.mode in ("learnable", "dense") and position > 0
         mixer = _MixerOfAll if self.source == "all" else _Mixer
-        return mixer(
-            self, position == 0, weights, trained, config.num_key_value_heads if self.by_head and trained else None
-        )
+        return mixer(self, position == 0, weights, trained)
 
     def _weights(self, position: int, late: bool) -> tuple[float, ...]:
         """Return the weights, or where they begin, of the layer at `position` among those that compute the state."""
@@ -94,23 +82,15 @@ class ResFormer(Method):
 class _Mixer(HeadMixer):
     """Mixes a state; puts the raw state into the carry."""
 
-    def __init__(
-        self, method: ResFormer, first: bool, weights: tuple[float, ...], trained: bool, heads: int | None = None
-    ):
+    def __init__(self, method: ResFormer, first: bool, weights: tuple[float, ...], trained: bool):
         super().__init__()
         self.method, self.first, self.initial = method, first, weights
-        self.share: int | None = None  # of learnable-plus: which of the weights in the carry is λ₁ here
         self.state, self.key = STATES.index(method.of), f"resformer.{method.of}"
-        begin = torch.tensor(weights)
-        if heads is not None:
-            begin = begin[:, None].repeat(1, heads)
-            self.split_by_head = {"weights": 1}  # type: ignore[misc]
-        self.weights = nn.Parameter(begin) if trained else None  # (2 or N,) or (2 or N, H_kv)
+        self.weights = nn.Parameter(torch.tensor(weights)) if trained else None  # (2 or N,)
 
     def reset(self) -> None:
         if self.weights is not None:
-            initial = torch.tensor(self.initial, dtype=self.weights.dtype, device=self.weights.device)
-            init.copy_(self.weights, initial if self.weights.dim() == 1 else initial[:, None].expand_as(self.weights))
+            init.copy_(self.weights, torch.tensor(self.initial, dtype=self.weights.dtype, device=self.weights.device))
 
     def before(self, q: State, k: State, v: State, carry: Carry) -> Mixed:
         states = [q, k, v]  # (B, H, T, D), (B, H_kv, T, D) twice
@@ -118,7 +98,7 @@ class _Mixer(HeadMixer):
         assert raw is not None
         below: Sequence[Tensor] = carry.get(self.key, ())
         if not self.first:
-            states[self.state] = self._mix(raw, below, carry)
+            states[self.state] = self._mix(raw, below)
         q, k, v = states
         return q, k, v, {**carry, self.key: self._raw_states(raw, below)}
 
@@ -129,10 +109,8 @@ class _Mixer(HeadMixer):
             return below
         return (raw,)
 
-    def _mix(self, raw: Tensor, below: Sequence[Tensor], carry: Carry) -> Tensor:
+    def _mix(self, raw: Tensor, below: Sequence[Tensor]) -> Tensor:
         weights = self.initial if self.weights is None else self.weights
-        if self.method.by_head and self.weights is not None:
-            weights = self.weights[..., None, None]  # (2 or N, H_kv, 1, 1)
         if self.method.mode == "dense":
             total = weights[0] * below[0]
             for weight, state in zip(weights[1:], (*below[1:], raw), strict=True):
@@ -140,33 +118,11 @@ class _Mixer(HeadMixer):
             return total
         added = below[0] if len(below) == 1 else torch.stack(tuple(below)).mean(dim=0)  # (N, B, H, T, D) → (B, H, T, D)
         if self.weights is not None:
-            weight = weights[0] if self.share is None else carry[f"{self.key}.shares"][self.share]
-            return weight * added + weights[-1] * raw
+            return weights[0] * added + weights[1] * raw
         first, own = self.initial
         if first == 0:  # sparse, before the last third: bit for bit like Llama
             return raw
         return torch.add(raw if own == 1 else raw * own, added, alpha=first)
-
-
-class _MixerPlus(_Mixer):
-    """Mixes with λ₁ = s · softmax(a) over the layers; s and a are parameters of the first layer's mixer."""
-
-    def __init__(self, method: ResFormer, position: int, count: int):
-        super().__init__(method, first=position == 0, weights=(0.5,), trained=position > 0)
-        self.share, self.count = position - 1, count
-        if position == 0:
-            self.total, self.logits = nn.Parameter(torch.tensor([float(count)])), nn.Parameter(torch.zeros(count - 1))
-
-    def reset(self) -> None:
-        super().reset()
-        if self.first:
-            init.constant_(self.total, float(self.count))
-            init.zeros_(self.logits)
-
-    def before(self, q: State, k: State, v: State, carry: Carry) -> Mixed:
-        if self.first:
-            carry = {**carry, f"{self.key}.shares": self.total * self.logits.softmax(0)}  # (N − 1,)
-        return super().before(q, k, v, carry)
 
 
 class _MixerOfAll(_Mixer):

@@ -194,11 +194,8 @@ RESFORMERS = [
     {"mode": "learnable", "of": "keys", "source": "all"},
     {"mode": "constant", "weights": [3.0]},
     {"mode": "constant", "weights": [0.0, 0.5, 1.0, 2.0, 3.0]},
-    {"mode": "learnable", "by_head": True},
-    {"mode": "learnable", "by_head": True, "weights": [2.0]},
-    {"mode": "dense", "source": "all", "by_head": True},
-    {"mode": "learnable-plus"},
-    {"mode": "learnable-plus", "source": "previous", "of": "queries"},
+    {"mode": "learnable", "weights": [2.0]},
+    {"mode": "learnable", "source": "previous", "of": "queries"},
 ]
 
 
@@ -215,12 +212,6 @@ def test_resformer(options):
                 mixers = [each.self_attn.mixers[0] for each in self.layers]
                 if mode in ("learnable", "dense"):
                     weights = mixers[layer].weights
-                    if options.get("by_head"):
-                        weights = weights[:, :, None, None]  # (2 or N, H_kv, 1, 1)
-                elif mode == "learnable-plus":
-                    exponentials = [math.exp(logit) for logit in mixers[0].logits]
-                    share = exponentials[layer - 1] / sum(exponentials)
-                    weights = (mixers[0].total * share, mixers[layer].weights)
                 elif "weights" in options:
                     weights = ((options["weights"] * 5)[layer - 1], 1)
                 else:
@@ -243,14 +234,10 @@ def test_resformer_s_trained_weights_begin_where_they_should():
         model = CrossLayerForCausalLM(config_of([{"name": "resformer", **options}]))
         return [layer.self_attn.mixers[0] for layer in model.model.layers]
 
-    plus = mixers(mode="learnable-plus")
-    assert plus[0].total.tolist() == [6.0] and plus[0].logits.tolist() == [0.0] * 5
-    assert [mixer.weights.tolist() for mixer in plus[1:]] == [[0.5]] * 5
+    plain = mixers(mode="learnable")
+    assert plain[0].weights is None and [mixer.weights.tolist() for mixer in plain[1:]] == [[0.5, 0.5]] * 5
     by_layer = mixers(mode="learnable", weights=[1.0, 2.0, 3.0, 4.0, 5.0])
     assert [mixer.weights.tolist() for mixer in by_layer[1:]] == [[float(i), 1.0] for i in range(1, 6)]
-    by_head = mixers(mode="learnable", by_head=True)
-    assert by_head[0].weights is None and by_head[1].weights.tolist() == [[0.5, 0.5], [0.5, 0.5]]
-    assert by_head[1].split_by_head == {"weights": 1} and not by_head[0].split_by_head
 
 
 @pytest.mark.parametrize("mode", ["identity", "learnable", "dense"])

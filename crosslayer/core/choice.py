@@ -174,9 +174,7 @@ class ChoiceMethod(Method):
     def check_text(self, length: int) -> None:
         """Refuse windows that are so short that all of their tokens are chosen."""
         if self.count.of(length) == length:
-            raise ValueError(
-                f"`length` must be larger, so that not all tokens are chosen (tokens = {self.tokens:g}), got {length}"
-            )
+            raise ValueError(f"`length` must be larger: all tokens are chosen (tokens = {self.tokens:g}), got {length}")
 
     def check_options(self, layers: int) -> None:
         """Refuse options that are impossible whatever the model's heads."""
@@ -187,30 +185,22 @@ class ChoiceMethod(Method):
         if self.tokens <= 0 or (self.tokens > 1 and self.tokens != int(self.tokens)):
             raise ValueError(f"{name}: tokens must be a share below 1 or a whole number, got {self.tokens:g}")
         if self.sinks < 0 or self.window < 1:
-            raise ValueError(
-                f"{name}: sinks must be at least 0 and window at least 1, the new token, got {self.sinks} and "
-                f"{self.window}"
-            )
-        if 1 <= self.tokens < self.sinks + self.window:
-            raise ValueError(
-                f"{name}: tokens must be at least sinks + window = {self.sinks + self.window}, got {self.tokens:g}"
-            )
+            raise ValueError(f"{name}: sinks must be at least 0, window at least 1, got {self.sinks} and {self.window}")
+        always = self.sinks + self.window
+        if 1 <= self.tokens < always:
+            raise ValueError(f"{name}: tokens must be at least sinks + window = {always}, got {self.tokens:g}")
         if self.least < 0:
             raise ValueError(f"{name}: least must be at least 0, got {self.least}")
         if self.chooser_heads and len(self.chooser_heads) != layers:
-            raise ValueError(
-                f"{name}: chooser_heads must have {layers} entries, one for each layer, got {len(self.chooser_heads)}"
-            )
+            raise ValueError(f"{name}: chooser_heads must have {layers} entries, got {len(self.chooser_heads)}")
 
     def choice(self, config: Config, wiring: Wiring, layer: int) -> TokenChoice:
         """Return the module with which a layer chooses tokens, or attends to chosen ones."""
         heads, count = self.chooser_heads[layer] if self.chooser_heads else (), config.num_key_value_heads
         assert count is not None
         if heads and (len(heads) != count or not all(0 <= head < count for head in heads)):
-            raise ValueError(
-                f"{self.name()}: chooser_heads of layer {layer} must be {count} heads from 0 to {count - 1}, got "
-                f"{list(heads)}"
-            )
+            where = f"{self.name()}: chooser_heads of layer {layer}"
+            raise ValueError(f"{where} must be {count} heads from 0 to {count - 1}, got {list(heads)}")
         return TokenChoice(self.count, self.sinks, self.window, heads or None)
 
 

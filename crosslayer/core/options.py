@@ -75,9 +75,7 @@ def mixed_layers(name: str, plan: DepthPlan, state: str) -> tuple[int, ...]:
     """Return the layers that compute this state themselves; refuse fewer than two, since there is nothing to mix."""
     own_layers = plan.own_layers(state)
     if len(own_layers) < 2:
-        raise ValueError(
-            f"{name}: mixing needs at least two layers with {state} of their own, only layer {own_layers[0]} has them"
-        )
+        raise ValueError(f"{name} needs at least two layers with {state} of their own, only layer {own_layers[0]} has")
     return tuple(own_layers)
 
 

@@ -68,16 +68,11 @@ class DepthPlan:
             _check_vector(state, self.sources(state))
         for layer, source in enumerate(self.mlps):
             if source is not None and (type(source) is not int or source != layer):
-                raise ValueError(
-                    f"layer {layer}: mlps must be the layer itself ({layer}) or None (dropped), got {source}"
-                )
+                raise ValueError(f"layer {layer}: mlps must be the layer itself or None (dropped), got {source}")
         for layer in range(self.layers):
             sources = [self.sources(state)[layer] for state in STATES]
             if None in sources and sources != [None] * 3:
-                raise ValueError(
-                    f"layer {layer}: queries, keys and values must be all None (attention is dropped) or all set, got "
-                    f"{sources}"
-                )
+                raise ValueError(f"layer {layer}: queries, keys and values must be all None or all set, got {sources}")
         self._check_choices()
 
     def _check_choices(self) -> None:

@@ -132,11 +132,9 @@ def check_ids(model: PreTrainedModel, ids: Tensor) -> None:
         raise ValueError(f"ids must be integers (B ≥ 1, T ≥ 2), got {ids.dtype} of shape {tuple(ids.shape)}")
     config = model.config.get_text_config()
     check_length(model, ids.shape[1])
-    if int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size:
-        raise ValueError(
-            f"token ids must be below the vocabulary's size, {config.vocab_size}, got {int(ids.min())} to "
-            f"{int(ids.max())}; use this model's tokenizer"
-        )
+    least, most, size = int(ids.min()), int(ids.max()), config.vocab_size
+    if least < 0 or most >= size:
+        raise ValueError(f"token ids must be below {size}, got {least} to {most}; use this model's tokenizer")
     check_masks(model, "flex")
 
 

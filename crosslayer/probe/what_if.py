@@ -54,29 +54,21 @@ class Sublayers:
                 if source is None or source == reader:
                     continue
                 if isinstance(source, tuple):
-                    raise ValueError(
-                        f"layer {reader} reads {state} of layers {source}; a what-if cannot combine several layers'"
-                    )
-                if may_share(self.shapes[reader], self.shapes[source]):
-                    continue
-                raise ValueError(
-                    f"layer {reader} ({self._mask(reader)}) cannot read {state} of layer {source} "
-                    f"({self._mask(source)}): layers share only where heads, sizes, masks and soft-caps agree"
-                )
+                    raise ValueError(f"layer {reader} reads {state} of layers {source}, which a what-if cannot combine")
+                if not may_share(self.shapes[reader], self.shapes[source]):
+                    pair = f"{self._named(reader)} cannot read {state} of {self._named(source)}"
+                    raise ValueError(f"{pair}: layers share only where heads, sizes, masks and soft-caps agree")
         for layer, shape in enumerate(self.shapes):
             if plan.involves_choice(layer) and not (shape and shape.can_choose):
-                raise ValueError(
-                    f"layer {layer} ({self._mask(layer)}) cannot choose tokens or attend to chosen ones, only layers "
-                    "with full causal attention, without learned sinks, can"
-                )
+                raise ValueError(f"{self._named(layer)}: chosen tokens need full causal attention and no learned sinks")
         for name, vector, modules in (("attention", plan.keys, self.attention), ("MLP", plan.mlps, self.mlps)):
             lost = [i for i, source in enumerate(vector) if source is None and modules[i] is None]
             if lost:
                 raise ValueError(f"layers {lost} have no separate {name} that could be dropped")
 
-    def _mask(self, layer: int) -> str:
+    def _named(self, layer: int) -> str:
         shape = self.shapes[layer]
-        return "no attention" if shape is None else shape.mask
+        return f"layer {layer} ({'no attention' if shape is None else shape.mask})"
 
 
 @torch.no_grad()
@@ -197,10 +189,7 @@ class _Choices:
         if module is None:
             return call
         if call.position_bias is not None or not isinstance(mask, Tensor | None) or "flash" in call.implementation:
-            raise ValueError(
-                f"layer {call.layer}: chosen tokens need attention that takes a mask as a tensor (sdpa or eager), "
-                "without position biases"
-            )
+            raise ValueError(f"layer {call.layer}: chosen tokens need sdpa or eager attention without position biases")
         if self.plan.chooses(call.layer):
             self.held[call.layer] = module.choose(call.query, call.key, mask, call.scaling, call.softcap)
         chooser = self.plan.choices[call.layer]

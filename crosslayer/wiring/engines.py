@@ -82,9 +82,7 @@ def _check_quantized(kv_dtype: str, layers: Sequence[Stored]) -> None:
     for number, (states, _) in enumerate(layers):
         more = states.every or states.index or states.passes > 1 or states.fixed or states.fixed_float32
         if states.keys and (not states.heads or more):  # no heads: a latent
-            raise ValueError(
-                f"a quantized KV cache is not defined for layer {number} ({states.mask}), which is not plain"
-            )
+            raise ValueError(f"layer {number} ({states.mask}) has more than keys and values, which cannot be quantized")
 
 
 def allocated(engine: str, layers: Sequence[Stored], sizes: ItemSizes, length: int) -> float:

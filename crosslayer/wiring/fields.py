@@ -302,10 +302,8 @@ def _check(config: Any, text: Any) -> None:
         needed.insert(1, "num_attention_heads")
     missing = [name for name in needed if field(first, name) is None]
     if missing:
-        raise ValueError(
-            f"the config of {config.model_type} has no {', '.join(missing)}, so it does not describe a language "
-            "model with attention"
-        )
+        names = ", ".join(missing)
+        raise ValueError(f"the config of {config.model_type} has no {names}, so it does not describe a language model")
     for name in needed:
         int_field(first, 0, name)
 
@@ -315,6 +313,4 @@ def _check_readers(config: PreTrainedConfig, plan: DepthPlan) -> None:
     reading = {layer for layer, source in enumerate(plan.keys) if source not in (layer, None)}
     reusing = layers_without_cache(config)
     if reusing != reading:
-        raise ValueError(
-            f"layers {sorted(reusing)} of {config.model_type} reuse a cache, but no known field says whose"
-        )
+        raise ValueError(f"layers {sorted(reusing)} of {config.model_type} reuse a cache; no known field says whose")

@@ -132,19 +132,15 @@ def _with(plan: ModelPlan, method: Method) -> ModelPlan:
         mask = "full" if window is None else f"window {window}"
         layers[layer] = replace(layers[layer], window=window, mask=mask)
     for reader in range(len(layers)):
+        where = f"{method.name()}: layer {reader} ({layers[reader].mask})"
         for state in ("keys", "values"):
             for source in merged.reads(state, reader):
                 if layers[reader] != layers[source]:
-                    raise ValueError(
-                        f"{method.name()}: layer {reader} ({layers[reader].mask}) would read {state} of layer {source} "
-                        f"({layers[source].mask}); layers of different kinds cannot share"
-                    )
+                    pair = f"{where} would read {state} of layer {source} ({layers[source].mask})"
+                    raise ValueError(f"{pair}; layers of different kinds cannot share")
         windowed = layers[reader].window is not None or layers[reader].every is not None
         if windowed and wiring.involves_choice(reader):
-            raise ValueError(
-                f"{method.name()}: layer {reader} ({layers[reader].mask}) cannot choose tokens or attend to chosen "
-                "ones, only layers with full causal attention can"
-            )
+            raise ValueError(f"{where}: chosen tokens need full causal attention")
     reading = [layer for layer in range(len(layers)) if set(merged.reads("keys", layer)) - {layer}]
     if plan.engine == "llama.cpp" and reading:
         raise ValueError(f"llama.cpp cannot share across layers as {method.name()} does; use another `engine`")

@@ -87,7 +87,7 @@ CASES = [
     ("diagnose {kit}/albert", "one layer's weights"),
     ("diagnose {kit}/t5", "encoder-decoder"),
     ("diagnose {kit}/bloom", "computes its attention itself"),
-    ("diagnose {kit}/small_vocabulary", "the vocabulary.s size, 64"),
+    ("diagnose {kit}/small_vocabulary", "token ids must be below 64"),
     ("diagnose {kit}/model --length 65", "length 65 is above the model's 64 positions"),
     ("plan {kit}/nothing", "does not exist"),
     ("plan {kit}/no_config", "no config.json"),
@@ -183,7 +183,7 @@ CASES = [
     ("retrofit {kit}/model --method cla --windows 3", "--windows must be at least 16 .16 of each domain., got 3"),
     ("retrofit {kit}/model --method cla --layers 6-9", "'6-9' is out of range; layers go from 0 to 7"),
     ("retrofit {kit}/model --method cla --layers 1,2", "each group must have at least two layers"),
-    ("retrofit {kit}/small_vocabulary --method cla --layers 1-2", "the vocabulary.s size, 64"),
+    ("retrofit {kit}/small_vocabulary --method cla --layers 1-2", "token ids must be below 64"),
     ("retrofit {kit}/gpt2 --method cla", "'gpt2' cannot be converted"),
     ("retrofit {kit}/bert --method cla", "'bert' cannot be converted"),
     # bench

@@ -64,13 +64,13 @@ def test_a_plan_does_not_say_how_to_choose():
 def test_layers_with_indexers_cannot_choose():
     """They attend to chosen tokens already."""
     model = shipped("glm_moe_dsa")
-    with pytest.raises(ValueError, match="cannot choose"), crosslayer.what_if(model, SharedChoice(groups=((0, 1),))):
+    with pytest.raises(ValueError, match="chosen tokens"), crosslayer.what_if(model, SharedChoice(groups=((0, 1),))):
         pass
 
 
 def test_layers_with_windows_cannot_choose():
     model = tiny("mistral", sliding_window=4)
-    with pytest.raises(ValueError, match="cannot choose"), crosslayer.what_if(model, SharedChoice(groups=((0, 1),))):
+    with pytest.raises(ValueError, match="chosen tokens"), crosslayer.what_if(model, SharedChoice(groups=((0, 1),))):
         pass
 
 

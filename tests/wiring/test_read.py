@@ -263,7 +263,7 @@ def test_an_encoder_keeps_no_cache():
     [
         (
             lambda: AutoConfig.for_model("vit"),
-            "the config of vit has no vocab_size, so it does not describe a language model with attention",
+            "the config of vit has no vocab_size, so it does not describe a language model",
         ),
         (lambda: AutoConfig.for_model("t5"), "t5 is an encoder-decoder"),
         (

@@ -47,9 +47,7 @@ def fit_cache(config: CrossLayerConfig, cache: Cache, empty: Collection[int]) ->
     if cache.layers and all(getattr(layer, "is_initialized", True) for layer in cache.layers):  # linear ones have none
         return
     if empty and cache.offloading and not CACHES_KNOW_READERS:  # there it counts layers
-        raise ValueError(
-            "an offloaded cache needs transformers 5.23 if layers store nothing; upgrade, or use the default cache"
-        )
+        raise ValueError("if layers store nothing, an offloaded cache needs transformers 5.23; use the default cache")
     if cache.layer_class_to_replicate is not None and not cache.layers:
         layer_types, new = config.layer_types or [], cache.layer_class_to_replicate
         linear = DynamicCache(config=config).layers if config.linear_layers else []

@@ -65,11 +65,9 @@ class CrossLayerConfig(LlamaConfig):
     linear_conv_kernel_dim: int = 4
 
     def __post_init__(self, **kwargs: Any):
-        if self.head_dim is None and self.hidden_size % self.num_attention_heads:
-            raise ValueError(
-                f"hidden_size = {self.hidden_size} is not a multiple of num_attention_heads = "
-                f"{self.num_attention_heads}; set head_dim"
-            )
+        width, heads = self.hidden_size, self.num_attention_heads
+        if self.head_dim is None and width % heads:
+            raise ValueError(f"hidden_size = {width} is not a multiple of num_attention_heads = {heads}; set head_dim")
         entries = self.cross_layer if isinstance(self.cross_layer, list | tuple) else [self.cross_layer]
         self.cross_layer = [to_entry(load_method(entry)) for entry in entries if entry is not None]
         self._set_windows()
@@ -163,9 +161,7 @@ class CrossLayerConfig(LlamaConfig):
             ValueError: they are requested, but the model has no router.
         """
         if requested and self.num_local_experts is None:
-            raise ValueError(
-                "output_router_logits: the model has no router, as its config does not set num_local_experts"
-            )
+            raise ValueError("output_router_logits: the model has no router, since num_local_experts is not set")
         return self.output_router_logits if requested is None else requested
 
     def _check_family(self) -> None:
@@ -174,28 +170,24 @@ class CrossLayerConfig(LlamaConfig):
             value = vars(self)[name]
             if value is not None and not value > 0:
                 raise ValueError(f"{name} must be above 0 or None, got {value}")
-        if self.num_local_experts is not None and not 1 <= self.num_experts_per_tok <= self.num_local_experts:
-            raise ValueError(
-                f"num_experts_per_tok must be 1 to num_local_experts = {self.num_local_experts}, got "
-                f"{self.num_experts_per_tok}"
-            )
-        if self.num_local_experts is not None and (self.mlp_bias or not family.experts):
+        experts, used = self.num_local_experts, self.num_experts_per_tok
+        if experts is not None and not 1 <= used <= experts:
+            raise ValueError(f"num_experts_per_tok must be 1 to num_local_experts = {experts}, got {used}")
+        if experts is not None and (self.mlp_bias or not family.experts):
             raise ValueError(
                 "num_local_experts needs a family with gated MLPs and mlp_bias = False, got family = "
                 f"{self.family!r}, mlp_bias = {self.mlp_bias}"
             )
-        if self.output_router_logits and self.num_local_experts is None:
+        if self.output_router_logits and experts is None:
             raise ValueError("output_router_logits needs routers; set num_local_experts")
         if family.learned_positions and self.rope_parameters != LlamaConfig().rope_parameters:
             raise ValueError(f"family {self.family!r} has learned positions; leave rope_parameters out")
 
     def _check_shapes(self) -> None:
-        assert self.num_key_value_heads is not None and self.layer_types is not None
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
-                f"num_attention_heads = {self.num_attention_heads} is not a multiple of num_key_value_heads = "
-                f"{self.num_key_value_heads}"
-            )
+        heads, pairs = self.num_attention_heads, self.num_key_value_heads
+        assert pairs is not None and self.layer_types is not None
+        if heads % pairs:
+            raise ValueError(f"num_attention_heads = {heads} is not a multiple of num_key_value_heads = {pairs}")
         if len(self.layer_types) != self.num_hidden_layers or not set(self.layer_types) <= set(LAYER_TYPES):
             raise ValueError(
                 f"layer_types must have {self.num_hidden_layers} entries, each one of {', '.join(LAYER_TYPES)}, got "
@@ -252,10 +244,7 @@ class CrossLayerConfig(LlamaConfig):
                         raise ValueError(f"{pair} ({layer_types[source]}); layers of different types cannot share")
         for layer in filter(plan.involves_choice, range(plan.layers)):
             if layer_types[layer] != "full_attention":
-                raise ValueError(
-                    f"layer {layer} ({layer_types[layer]}) cannot choose tokens or attend to chosen ones, only layers "
-                    "that see all tokens can"
-                )
+                raise ValueError(f"layer {layer} ({layer_types[layer]}): chosen tokens need full causal attention")
             for method in wiring.methods:
                 method.choice(self, wiring, layer)  # refuses bad options
             if wiring.reads_several[layer]:

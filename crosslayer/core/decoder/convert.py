@@ -47,10 +47,8 @@ def to_config(source: PreTrainedConfig, cross_layer: Any = None) -> CrossLayerCo
     """
     if isinstance(source, CrossLayerConfig):
         if source.linear_layers:
-            raise ValueError(
-                f"layers {list(source.linear_layers)} have linear attention, which a retrofit cannot share; use a "
-                "model whose layers all have softmax attention"
-            )
+            layers = list(source.linear_layers)
+            raise ValueError(f"layers {layers} have linear attention, which a retrofit cannot share")
         return CrossLayerConfig(**{**source.to_dict(), "cross_layer": [*source.cross_layer, *(cross_layer or ())]})
     known = model_types()
     if source.model_type not in known:
@@ -75,10 +73,8 @@ def _refuse_unknown(source: PreTrainedConfig, values: Mapping[str, Any], transla
             continue
         as_default = value == defaults[key] if key in defaults else value is None
         if not as_default:
-            raise ValueError(
-                f"{source.model_type}: config attribute {key} = {value!r} is unknown and may change the model, so it "
-                "cannot be converted"
-            )
+            what = f"{source.model_type}: config attribute {key} = {value!r}"
+            raise ValueError(f"{what} is unknown and may change the model, so it cannot be converted")
 
 
 def from_config(config: CrossLayerConfig, family: str) -> PreTrainedConfig:

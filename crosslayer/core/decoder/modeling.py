@@ -109,9 +109,7 @@ class CrossLayerModel(CrossLayerPreTrainedModel):
         super().__init__(config)
         implementation = config._attn_implementation or "eager"
         if implementation not in ALL_MASK_ATTENTION_FUNCTIONS:
-            raise ValueError(
-                f"attention {implementation!r} has no mask function registered, so it would ignore the causal mask"
-            )
+            raise ValueError(f"attention {implementation!r} has no mask function, so it would not be causal")
         self.embed_tokens = config.components.embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         learned = config.components.learned_positions
         self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size) if learned else None
@@ -150,9 +148,7 @@ class CrossLayerModel(CrossLayerPreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("the model needs either input_ids or inputs_embeds; pass exactly one")
         if kwargs.pop("output_attentions", None) or self.config.output_attentions:
-            raise ValueError(
-                "output_attentions is not supported, since maps are never built; `crosslayer diagnose` measures them"
-            )
+            raise ValueError("output_attentions is not supported; `crosslayer diagnose` measures attention maps")
         stream: Tensor = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if cache is not None and not isinstance(cache, Cache):  # of continuous batching
             if self.config.plan.beyond_sharing:
@@ -204,11 +200,9 @@ class CrossLayerModel(CrossLayerPreTrainedModel):
     def add_positions(self, stream: Tensor, position_ids: Tensor) -> tuple[Tensor, Mapping[str, Tables]]:
         """Return embeddings (B, T, C) with learned positions added, or rotary tables by layer type instead."""
         if self.embed_positions is not None:
-            if stream.shape[1] > self.config.max_position_embeddings:
-                raise ValueError(
-                    f"input is too long: {stream.shape[1]} tokens, the model has learned "
-                    f"{self.config.max_position_embeddings} positions"
-                )
+            positions = self.config.max_position_embeddings
+            if stream.shape[1] > positions:
+                raise ValueError(f"input is too long: {stream.shape[1]} tokens, the model has {positions} positions")
             return stream + self.embed_positions(position_ids), {}
         assert self.rotary_emb is not None and self.config.layer_types is not None
         return stream, rotary_tables(self.rotary_emb, self.config.layer_types, stream, position_ids)

@@ -69,9 +69,8 @@ def load_method(entry: Entry) -> Method:
     options = {"name": entry} if isinstance(entry, str) else dict(entry) if isinstance(entry, Mapping) else {}
     name = options.pop("name", None)
     if not isinstance(name, str):
-        raise ValueError(
-            f"cross_layer: each entry needs a name, got {entry!r}; known methods: {', '.join(method_names())}"
-        )
+        known = ", ".join(method_names())
+        raise ValueError(f"cross_layer: each entry needs a name, got {entry!r}; known methods: {known}")
     cls = method_class(name)
     fields = [option.name for option in options_of(cls)]
     for option in options:
@@ -159,10 +158,8 @@ def state_reader(config: Config, wiring: Wiring, layer: int) -> StateReader:
     """
     readers = {m.name(): reader for m in wiring.methods if (reader := m.reader(config, wiring, layer)) is not None}
     if len(readers) != 1:
-        raise ValueError(
-            f"layer {layer} reads the states of several layers; exactly one method must combine them, got "
-            f"{' and '.join(readers) or 'none'}"
-        )
+        names = " and ".join(readers) or "none"
+        raise ValueError(f"layer {layer} reads several layers, which one method must combine, got {names}")
     return next(iter(readers.values()))
 
 
@@ -227,14 +224,9 @@ def _wire(methods: tuple[Method, ...], layers: int, linear: tuple[int, ...]) -> 
                 both = f"{compensated[layer].name()} and {method.name()}"
                 raise ValueError(f"layer {layer}: {both} both compensate it; only one method may")
             if method.compensation == "mlp" and plan.mlps[layer] is None:
-                raise ValueError(
-                    f"layer {layer}: {method.name()} adds its W_c to the MLP's update, but the layer has no MLP"
-                )
+                raise ValueError(f"layer {layer}: {method.name()} adds its W_c to an MLP that the layer does not have")
             if method.compensation == FROM_VALUES and plan.values[layer] != layer:
-                raise ValueError(
-                    f"layer {layer}: {method.name()} has a W_c of the output of W_v, which the layer does not have; "
-                    "use compensation 'heads'"
-                )
+                raise ValueError(f"layer {layer}: {method.name()} has a W_c of W_v's output, which the layer lacks")
             compensated[layer] = method
     targets = tuple(compensated[layer].compensation if layer in compensated else None for layer in every)
     biased = tuple(layer in compensated and compensated[layer].compensation_bias for layer in every)

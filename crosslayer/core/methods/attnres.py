@@ -55,9 +55,7 @@ class AttnRes(Method):
             if value is not None and value < 1:
                 raise ValueError(f"attnres: {option} must be at least 1, got {value}")
         if self.weights == "static" and (self.query != "static" or not self.key_norm):
-            raise ValueError(
-                "attnres: weights 'static' has neither queries nor keys; leave query at 'static' and key_norm at True"
-            )
+            raise ValueError("attnres: weights 'static' has neither queries nor keys; leave query and key_norm out")
 
     @property
     def published(self) -> bool:
@@ -85,9 +83,7 @@ class AttnRes(Method):
         count = len(wiring.sublayers)
         total = -(-count // self._size(count)) + 1
         if self.window is not None and self.window + 1 >= total:
-            raise ValueError(
-                f"attnres: window must be at most {total - 2} to leave out any of {total} sources, got {self.window}"
-            )
+            raise ValueError(f"attnres: window must be at most {total - 2} of {total} sources, got {self.window}")
         if not self.published:
             return _Ablated(self, config, total, opens=True)
         return _Depth(config, total, opens=True, total=total)

@@ -42,9 +42,7 @@ class CLA(Compensated):
             return self.groups
         end = layers if self.end is None else self.end
         if not 0 <= self.start < end <= layers:
-            raise ValueError(
-                f"cla: start and end must satisfy 0 ≤ start < end ≤ {layers} layers, got {self.start} and {end}"
-            )
+            raise ValueError(f"cla: start and end must be 0 ≤ start < end ≤ {layers}, got {self.start} and {end}")
         if not 1 <= self.group <= layers:
             raise ValueError(f"cla: group must be 1 to {layers} (the number of layers), got {self.group}")
         return tuple(tuple(range(i, min(i + self.group, end))) for i in range(self.start, end, self.group))

@@ -44,9 +44,7 @@ class FusedKV(Method):
         """Return the weighted sum for every upper layer, None in the lite form, which needs no module."""
         assert config.head_dim is not None
         if config.head_dim % 2:
-            raise ValueError(
-                f"fusedkv: head_dim must be even, since rotary pairs share a weight, got {config.head_dim}"
-            )
+            raise ValueError(f"fusedkv: head_dim must be even, got {config.head_dim}")
         return None if self.plan(config.num_hidden_layers).keys[layer] == layer else _Fusion(config)
 
 

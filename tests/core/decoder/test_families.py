@@ -57,7 +57,7 @@ def test_the_gpt2_shape_is_gpt2():
 def test_learned_positions_end():
     model = contract.build(contract.config_of([], **GPT2))
     model(tokens(length=64))
-    with pytest.raises(ValueError, match="65 tokens,.*learned 64"):
+    with pytest.raises(ValueError, match="65 tokens,.*64 positions"):
         model(tokens(length=65))
 
 

@@ -336,7 +336,8 @@ def test_bytes_of_another_codec_are_refused():
         other.decode(data)
 
 
-def test_altered_blocks_are_errors_and_allocate_no_more_than_their_header_says():
+@pytest.mark.parametrize("count", [3_000, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_altered_blocks_are_errors_and_allocate_no_more_than_their_header_says(count):
     model, codec = fitted()
     ids = random_ids(1, 24, 5)
     data = bytearray(codec.encode(cache_of(model, ids), ids, block=8))
@@ -344,7 +345,7 @@ def test_altered_blocks_are_errors_and_allocate_no_more_than_their_header_says()
     codec.decode(clean)
     first, classes = int.from_bytes(clean[20:24], "little"), len(codec.chain.coder.runs)
     tracemalloc.start()
-    for _ in range(3_000):
+    for _ in range(count):
         broken = bytearray(clean)
         kind = generator.integers(4)
         if kind == 0:
@@ -367,12 +368,13 @@ def test_altered_blocks_are_errors_and_allocate_no_more_than_their_header_says()
     assert peak < 20 * len(clean) + 2**20
 
 
-def test_altered_codes_with_a_right_hash_decode_to_something_or_are_an_error():
+@pytest.mark.parametrize("count", [600, pytest.param(2_000, marks=pytest.mark.slow)])
+def test_altered_codes_with_a_right_hash_decode_to_something_or_are_an_error(count):
     model, codec = fitted()
     ids = random_ids(1, 8, 5)
     (_, [block]), generator = format.unpack_file(codec.encode(cache_of(model, ids), ids))[0], np.random.default_rng(0)
     clean = bytes(block[: -format.HASH])
-    for _ in range(600):
+    for _ in range(count):
         broken = bytearray(clean)
         for at in generator.integers(0, len(broken), generator.integers(1, 4)):
             broken[at] = generator.integers(256)

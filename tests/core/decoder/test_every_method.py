@@ -23,7 +23,6 @@ KINDS = (
     "attnres",
     "cross_attention",
     "shared_choice",
-    "shared_maps",
     "attnres, linear attention",
 )
 CONTRACT = [

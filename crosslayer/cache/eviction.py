@@ -66,7 +66,7 @@ class Eviction(ByLayer[Amount]):
         """Refuse an eviction that does not fit the number of layers or the groups that share and may evict."""
         self.check_count(layers, f"eviction {self.text!r}")
         if not groups:
-            raise ValueError(f"eviction {self.text!r}: no layer of the model attends to all tokens, as eviction needs")
+            raise ValueError(f"eviction {self.text!r}: eviction needs a layer that attends to all tokens")
         for group in groups:
             if any(self.at(layer) != self.at(group[0]) for layer in group):
                 names = ", ".join(map(str, group))

@@ -192,5 +192,7 @@ def _shape(states: dict[int, Cache], index: int, tables: list[tuple[float, ...]]
     if not tables:  # positions are in the hidden states, or in the scores
         rotation = Rotation()
     if rotation is None:
-        raise ValueError(f"the keys of layer {index} turn by no table of the model, so they cannot be turned back")
+        raise ValueError(
+            f"the keys of layer {index} are not rotated by the model's RoPE tables, so they cannot be stored"
+        )
     return LayerShape(heads, key, value, window, rotation.angles, rotation.order)

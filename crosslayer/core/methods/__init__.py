@@ -226,7 +226,7 @@ def _wire(methods: tuple[Method, ...], layers: int, linear: tuple[int, ...]) -> 
             if method.compensation == "mlp" and plan.mlps[layer] is None:
                 raise ValueError(f"layer {layer}: {method.name()} adds its W_c to an MLP that the layer does not have")
             if method.compensation == FROM_VALUES and plan.values[layer] != layer:
-                raise ValueError(f"layer {layer}: {method.name()} has a W_c of W_v's output, which the layer lacks")
+                raise ValueError(f"layer {layer}: {method.name()} needs the layer's W_v; use compensation 'heads'")
             compensated[layer] = method
     targets = tuple(compensated[layer].compensation if layer in compensated else None for layer in every)
     biased = tuple(layer in compensated and compensated[layer].compensation_bias for layer in every)

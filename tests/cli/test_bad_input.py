@@ -139,31 +139,6 @@ CASES = [
     ("intervene {kit}/gpt2 --position-swap 1:64", "rows 0 to 63"),
     ("intervene {kit}/model --token-swap 5:99999", "not in the vocabulary of"),
     ("intervene {kit}/model --token-swap 5:many", r"token_swap: token.* must be a valid integer"),
-    ("intervene {kit}/model --file missing.json", "--file must be a .json, .yaml or .yml file that exists"),
-    ("intervene {kit}/model --file /dev/zero", "--file must be a .json, .yaml or .yml file that exists"),
-    *[
-        (f"intervene {{kit}}/model --file {{kit}}/{name}", message)
-        for name, message in {
-            "empty.json": "'empty.json', line 1: Expecting value",
-            "broken.json": "'broken.json', line 2: Expecting",
-            "broken.yaml": "'broken.yaml', line 3: expected",
-            "object.yaml": "'object.yaml', line 1: could not determine a constructor",
-            "true.json": "waiver: positions.0: must be a number, got true",
-            "true.yaml": "ablate: layer: must be a number, got true",
-            "half.json": r"waiver: positions\.0 must be a valid integer, got a number with a fractional part",
-            "negative.json": r"forbid: positions\.0 must be greater than or equal to 0",
-            "nobody.json": "waiver: positions: .*at least 1",
-            "kind.json": r"must be one of waiver.* got \['waiver'\]",
-            "unknown.json": "must be one of waiver.* got 'exorcise'",
-            "extra.json": "waiver: colour: Unexpected keyword",
-            "number.yaml": "waiver: 7: Unexpected keyword",
-            "nan.json": "scale_values: factor must be a finite number",
-            "word.json": "has no list of interventions",
-            "strings.json": "has no list of interventions",
-            "deep.json": "'deep.json': .*recursion",
-            "latin.json": "'latin.json': 'utf-8' codec",
-        }.items()
-    ],
     # retrofit
     ("retrofit {kit}/model", "give one of --method, --kv-budget, --kl-budget and --read-budget"),
     ("retrofit {kit}/model --method cla --kv-budget 0.5", "remove it, or --method cla"),
@@ -241,7 +216,6 @@ def kit(tmp_path_factory):
     folder = tmp_path_factory.mktemp("kit")
     broken.models(folder)
     broken.texts(folder)
-    broken.interventions(folder)
     return folder
 
 

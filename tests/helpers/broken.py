@@ -86,31 +86,6 @@ def texts(folder: Path) -> None:
     (folder / "page.parquet").write_bytes(data)
 
 
-def interventions(folder: Path) -> None:
-    """Write broken lists of interventions."""
-    for name, text in {
-        "empty.json": "",
-        "broken.json": '[{"kind": "waiver",\n "positions": [5}]',
-        "broken.yaml": "- kind: waiver\n  positions: [5\n- kind: forbid\n",
-        "object.yaml": "!!python/object/apply:os.system ['touch pwned']",
-        "true.json": '[{"kind": "waiver", "positions": [true]}]',
-        "true.yaml": "- {kind: ablate, layer: yes, position: 3}",
-        "half.json": '[{"kind": "waiver", "positions": [1.5]}]',
-        "negative.json": '[{"kind": "forbid", "positions": [-1]}]',
-        "nobody.json": '[{"kind": "waiver", "positions": []}]',
-        "kind.json": '[{"kind": ["waiver"], "positions": [5]}]',
-        "unknown.json": '[{"kind": "exorcise", "positions": [5]}]',
-        "extra.json": '[{"kind": "waiver", "positions": [5], "colour": 1}]',
-        "number.yaml": "- {kind: waiver, positions: [5], 7: 8}",
-        "nan.json": '[{"kind": "scale_values", "positions": [5], "factor": NaN}]',
-        "word.json": '"waiver"',
-        "strings.json": '["waiver"]',
-        "deep.json": "[" * 100_000,
-    }.items():
-        (folder / name).write_text(text)
-    (folder / "latin.json").write_bytes(b'["\xe9"]')
-
-
 def _save(folder: Path, family: str, **changes) -> None:
     tiny(family, dtype=torch.float32, **{"vocab_size": len(WORDS), **changes}).save_pretrained(folder)
     tokenizer().save_pretrained(folder)

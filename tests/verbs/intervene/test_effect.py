@@ -6,11 +6,9 @@ import json
 import numpy as np
 import pytest
 import torch
-import yaml
 from pydantic import ValidationError
 
 import crosslayer
-from crosslayer.cli.intervene import interventions as typed_interventions
 from crosslayer.corpus.documents import TextSource, load_documents
 from crosslayer.corpus.windows import packed
 from crosslayer.models.load import load_model
@@ -173,11 +171,6 @@ def test_the_verb_writes_a_whole_folder_that_can_be_run_again(monkeypatch, tmp_p
     assert result.attention_received.shape == (2, 6)
     figures = {path.stem for path in (out / "figures").iterdir()}
     assert {"attention_before", "attention_after", "attention_received", "first_token", "controls"} <= figures
-    (tmp_path / "same.yaml").write_text(yaml.safe_dump(json.loads(json.dumps(record["interventions"]))))
-    for file in (out / "record.json", tmp_path / "same.yaml"):
-        assert typed_interventions(file=str(file)) == result.interventions
-        file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes().replace(b"\n", b"\r\n"))  # saved on Windows
-        assert typed_interventions(file=str(file)) == result.interventions
     again = intervene("minilm", interventions=result.interventions, sequences=3, length=64)
     assert again.interventions == result.interventions
     assert again.positions == result.positions and again.controls == result.controls
@@ -210,18 +203,9 @@ def test_flex_attention_is_refused_by_a_line_before_anything_runs():
         (["--position-swap", "3:512"], "rows 0 to 511"),
         (["--ablate", "9:3"], "layer 9 does not exist"),
         (["--scale-values", "3:big"], "scale_values: factor must be a valid number, got 'big'"),
-        (["--file", "none.json"], "a .json, .yaml or .yml file that exists"),
-        (["--file", "list.json"], "list.json', line 1: "),
-        (["--file", "list.yaml"], "has no list of interventions"),
-        (["--file", "kind.yaml"], "got 'waver'"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(monkeypatch, tmp_path, capsys, words, message):
-    for name, text in {"list.json": "{waiver}", "list.yaml": "waiver", "kind.yaml": "[{kind: waver}]"}.items():
-        (tmp_path / name).write_text(text)
-    words = [
-        tmp_path / word if word in ("none.json", "list.json", "list.yaml", "kind.yaml") else word for word in words
-    ]
     common = ["intervene", "minilm", "--sequences", 2, "--length", 64, "--out", tmp_path / "out"]
     assert run(monkeypatch, *common, *words) == 2
     *_, line = lines = capsys.readouterr().err.splitlines()

@@ -323,16 +323,32 @@ def test_bad_interventions_are_one_clear_line():
         intervening(tiny("gpt2"), PositionSwap(64, 1)),
     ):
         pass
-    with pytest.raises(ValueError, match="'waver'"):
-        load_intervention({"kind": "waver"})
-    with pytest.raises(ValueError, match="waiver: "):
-        load_intervention({"kind": "waiver", "positions": [1], "layer": 3})
     model.config._attn_implementation_internal = "flash_attention_2"
     with (
         pytest.raises(ValueError, match="flash_attention_2"),
         intervening(model, waiver(1)),
     ):
         pass
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"kind": "waver"}, "must be one of waiver.* got 'waver'"),
+        ({"kind": ["waiver"], "positions": [5]}, r"must be one of waiver.* got \['waiver'\]"),
+        ({"kind": "waiver", "positions": [True]}, r"waiver: positions\.0: must be a number, got true"),
+        ({"kind": "ablate", "layer": True, "position": 3}, "ablate: layer: must be a number, got true"),
+        ({"kind": "waiver", "positions": [1.5]}, r"positions\.0 must be a valid integer, got a number with a fraction"),
+        ({"kind": "forbid", "positions": [-1]}, r"forbid: positions\.0 must be greater than or equal to 0"),
+        ({"kind": "waiver", "positions": []}, "waiver: positions: .*at least 1"),
+        ({"kind": "waiver", "positions": [1], "layer": 3}, "waiver: layer: Unexpected keyword"),
+        ({"kind": "waiver", "positions": [5], 7: 8}, "waiver: 7: Unexpected keyword"),
+        ({"kind": "scale_values", "positions": [5], "factor": float("nan")}, "factor must be a finite number"),
+    ],
+)
+def test_a_wrong_entry_of_a_record_is_named(entry, message):
+    with pytest.raises(ValueError, match=message):
+        load_intervention(entry)
 
 
 def test_keys_that_are_not_the_tokens_own_are_refused():

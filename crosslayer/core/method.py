@@ -305,6 +305,11 @@ class Method:
         raise ValueError(f"{cls.name()} does not take groups of layers; set its options as JSON")
 
     @classmethod
+    def takes_groups(cls) -> bool:
+        """Return whether the method has its own `from_groups`, so that it converts pretrained models."""
+        return cls.from_groups.__func__ is not Method.from_groups.__func__  # type: ignore[attr-defined]
+
+    @classmethod
     def search_space(cls) -> str | None:
         """Return what a budget can choose: "layers", or "choosers" of tokens; None: nothing."""
         return "layers" if cls.saves else None

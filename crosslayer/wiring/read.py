@@ -161,7 +161,7 @@ def _method(entry: Any, layers: int) -> Method:
 
 def _in_pretrained(method: Method, plan: ModelPlan) -> str:
     """Return whether a pretrained model of this type can be converted, in words."""
-    if type(method).from_groups.__func__ is Method.from_groups.__func__:  # type: ignore[attr-defined]
+    if not method.takes_groups():
         return "no, only trained from scratch"
     if plan.type not in model_types():
         return f"no model of type {plan.type} yet"

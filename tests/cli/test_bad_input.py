@@ -141,6 +141,7 @@ CASES = [
     ("intervene {kit}/model --token-swap 5:many", r"token_swap: token.* must be a valid integer"),
     # retrofit
     ("retrofit {kit}/model", "give one of --method, --kv-budget, --kl-budget and --read-budget"),
+    ("retrofit {kit}/model --method svformer", "--method must be one of cla, drop"),
     ("retrofit {kit}/model --method cla --kv-budget 0.5", "remove it, or --method cla"),
     ("retrofit {kit}/model --kv-budget 0.5 --kl-budget 1", "give one of --method, --kv-budget, --kl-budget"),
     ("retrofit {kit}/model --method telepathy", "method 'telepathy' is not known"),

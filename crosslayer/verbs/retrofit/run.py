@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from crosslayer.core.decoder.configuration import CrossLayerConfig
 from crosslayer.core.decoder.convert import to_config
 from crosslayer.core.method import Method
-from crosslayer.core.methods import Entry, load_methods, method_class, to_entry
+from crosslayer.core.methods import Entry, load_methods, method_class, method_names, to_entry
 from crosslayer.corpus.domains import DomainTexts, window_ranges
 from crosslayer.judge.candidate import Candidate
 from crosslayer.judge.clock import Load, announce
@@ -201,8 +201,13 @@ def _named(value: str | dict[str, Any] | list[dict[str, Any]] | None) -> list[Na
         except RecursionError:
             raise ValueError("`method` must be a name or a JSON object, got JSON that is nested too deeply") from None
     cls = method_class(value)
-    takes_groups = cls.from_groups.__func__ is not Method.from_groups.__func__  # type: ignore[attr-defined]
-    return [cls] if takes_groups else [*load_methods(value)]
+    if cls.takes_groups():
+        return [cls]
+    if value in method_names():  # a user's own may adapt weights in `inherit`
+        known = [name for name in method_names() if method_class(name).takes_groups()]
+        names = f"{', '.join(known)}, or options as JSON"
+        raise ValueError(f"`method` must be one of {names}, got {value!r}; crosslayer train has the others")
+    return [*load_methods(value)]
 
 
 def _report(

@@ -142,7 +142,7 @@ REFUSED = {
         "read_budget": 0.5,
         "method": '{"name": "shared_choice", "sparse_choosers": [0]}',
     },
-    "not all tokens are chosen .tokens = 48.*got 48": {
+    "all tokens are chosen .tokens = 48.*got 48": {
         "kl_budget": 0.5,
         "method": '{"name": "shared_choice", "tokens": 48}',
     },
@@ -157,7 +157,7 @@ REFUSED = {
         "kv_context": 30,
         "method": '{"name": "shared_choice", "tokens": 32}',
     },
-    "not all tokens are chosen .tokens = 64.*got 48": {
+    "all tokens are chosen .tokens = 64.*got 48": {
         "method": '{"name": "shared_choice", "groups": [[0, 1]], "tokens": 64}'
     },
     "give one of `method`, `kv_budget`, `kl_budget` and `read_budget`": {"read_budget": 0.5, "kl_budget": 0.5},

@@ -132,14 +132,8 @@ def random_ids(models: Sequence[PreTrainedModel], load: Load, seed: int = 0) -> 
 def run(model: PreTrainedModel, load: Load, ids: Tensor, new_cache: NewCache | None = None, static: bool = True) -> Run:
     """Read a prompt and decode the tokens after it, with a dynamic cache and, if `static`, with a static one.
 
-    A model with a smaller cache, which `new_cache` makes, has only one kind of it, which the prompt fills again.
-
-    Args:
-        model: in evaluation mode, without gradients.
-        load: the configuration.
-        ids: prompt and new tokens, (B, S).
-        new_cache: makes an empty cache; None: the model's own.
-        static: whether to decode with a static cache, too.
+    The model is in evaluation mode, without gradients; `ids` (B, S) are prompt and new tokens. A model with a smaller
+    cache, which `new_cache` makes, has only one kind of it, which the prompt fills again.
     """
     ids, took, caches = ids.to(model.device), {}, []
     prompt = ids[:, : load.context]

@@ -6,7 +6,6 @@ Shapes: B batch, T tokens of a window, V vocabulary, S tokens in a cache.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from crosslayer.judge.clock import Load, Run, random_ids, run, steps_in_turns, t
 from crosslayer.judge.damage import Losses, losses
 from crosslayer.judge.hidden import Sample
 from crosslayer.judge.report import JudgedModel, Row
-from crosslayer.judge.retrieval import Retrieval, measure_retrieval, retrieved
+from crosslayer.judge.retrieval import LENGTHS, Retrieval, measure_retrieval, retrieved
 from crosslayer.judge.tasks.harness import Tasks, quiet, score
 from crosslayer.judge.tasks.summary import group_rows, task_rows
 from crosslayer.models.load import load_model, model_facts
@@ -67,11 +66,11 @@ class Judge:
         return self.asked(candidate, lambda model, new_cache: retrieved(model, tokenizer, samples, new_cache, doing))
 
     def needles(
-        self, candidate: Candidate | None, seed: int, lengths: Sequence[int] | None = None
+        self, candidate: Candidate | None, seed: int = 0, lengths: Sequence[int] = LENGTHS
     ) -> tuple[Retrieval, ...]:
         """Return which hidden numbers a candidate, or the original, finds by length; empty if it cannot be asked."""
-        ask = partial(measure_retrieval, tokenizer=self.tokenizer, seed=seed, lengths=lengths)
-        return self.asked(candidate, lambda model, new_cache: ask(model, new_cache=new_cache)) or ()
+        words = self.tokenizer, seed, lengths
+        return self.asked(candidate, lambda model, new_cache: measure_retrieval(model, *words, new_cache)) or ()
 
     def task_results(self, candidate: Candidate | None, tasks: Tasks, limit: int | None) -> Any:
         """Return what lm-eval returns of a candidate, or of the original; None if it fails."""
@@ -123,15 +122,8 @@ class Judge:
         """Return runs at a load: pairs (candidate, original) that do not fail, the first of them a warm-up.
 
         Original and candidates take turns, and the order alternates, so that both of a pair see the same load of the
-        machine.
-
-        Args:
-            candidates: what runs next to the original.
-            load: prompt and new tokens.
-            ids: their token ids, (B, S).
-            repeats: timed pairs after the warm-up.
-            static: whether to decode with a static cache, too.
-            tick: called after each round.
+        machine. `ids` (B, S) are prompt and new tokens, `repeats` pairs follow the warm-up, and `tick` is called after
+        each; with `static` a static cache is run too.
         """
         pairs: dict[str, list[tuple[Run, Run]]] = {one.name: [] for one in candidates}
         for repeat in range(-1, repeats):

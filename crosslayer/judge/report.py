@@ -117,9 +117,9 @@ class Report(Result):
         """Return the rows of a quantity."""
         return [row for row in self.rows if row.quantity == quantity]
 
-    def changes(self, quantity: str, scope: str = "all") -> dict[str, Estimate]:
-        """Return the change of a quantity by candidate, of those for which it was measured."""
-        rows = [row for row in self.rows_of(quantity) if row.scope == scope]
+    def changes(self, quantity: str) -> dict[str, Estimate]:
+        """Return the change of a quantity as a whole by candidate, of those for which it was measured."""
+        rows = [row for row in self.rows_of(quantity) if row.scope == "all"]
         return {row.candidate: row.change for row in rows if row.change is not None}
 
     def frame(self) -> dict[str, list[Any]]:

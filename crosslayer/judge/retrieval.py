@@ -144,7 +144,7 @@ def measure_retrieval(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | None,
     seed: int = 0,
-    lengths: Sequence[int] | None = None,
+    lengths: Sequence[int] = LENGTHS,
     new_cache: NewCache | None = None,
 ) -> tuple[Retrieval, ...]:
     """Ask a model for ten numbers at each of some lengths; `new_cache` makes an empty cache for each.
@@ -154,7 +154,7 @@ def measure_retrieval(
     """
     if tokenizer is None or not model.can_generate():
         return ()
-    lengths = [length for length in lengths or LENGTHS if length <= positions(model)]
+    lengths = [length for length in lengths if length <= positions(model)]
     results = []
     for length in lengths:
         with contextlib.suppress(ValueError):  # the text is too short

@@ -98,10 +98,10 @@ def t_quantile(degrees: int) -> float:
     return float(stats.t.ppf((1 + LEVEL) / 2, degrees))
 
 
-def share(found: int, n: int, over: str = "samples") -> Estimate:
-    """Return a share of n with Wilson's 95% interval."""
+def share(found: int, n: int) -> Estimate:
+    """Return a share of n samples with Wilson's 95% interval."""
     interval = stats.binomtest(found, n).proportion_ci(LEVEL, method="wilson")
-    return Estimate(value=found / n, low=interval.low, high=interval.high, n=n, over=over, how="Wilson")
+    return Estimate(value=found / n, low=interval.low, high=interval.high, n=n, over="samples", how="Wilson")
 
 
 def share_difference(candidate: int, baseline: int, count: int, over: str = "samples") -> Estimate:

@@ -41,14 +41,9 @@ def language_model(
     new_cache: NewCache | None = None,
     scores: bool = True,
 ) -> "MeteredLM":
-    """Wrap a causal LM for lm-eval.
+    """Wrap a causal LM for lm-eval; if there is a `new_cache`, the model already runs with such caches.
 
-    Args:
-        model: the model; if there is a `new_cache`, it already runs with such a cache.
-        tokenizer: its tokenizer.
-        batch: batch size, or auto.
-        new_cache: makes an empty cache; None: the model's own.
-        scores: whether the cache also has its effect if a text is scored without a cache.
+    `batch` may be "auto"; `scores` says whether the cache also has its effect if a text is scored without a cache.
     """
     tokenizer = copy.deepcopy(tokenizer)  # lm-eval adds a padding token if there is none
     options = {"pretrained": model, "tokenizer": tokenizer, "batch_size": batch, "backend": "causal"}

@@ -55,14 +55,9 @@ def compare_shares(candidate: np.ndarray, baseline: np.ndarray) -> Paired:
     )
 
 
-def compare_means(candidate: np.ndarray, baseline: np.ndarray, weights: np.ndarray) -> Paired:
-    """Return the paired difference of weighted means of items (n,)."""
-    return Paired(change=_weighted(candidate - baseline, weights)[0])
-
-
 def compare_perplexities(candidate: np.ndarray, baseline: np.ndarray, weights: np.ndarray) -> Paired:
     """Return the ratio of perplexities exp(−Σ x / Σ w), from the log likelihoods of items (n,)."""
-    change, spread = _weighted(baseline - candidate, weights)  # of the log perplexity
+    change, spread = weighted_mean(baseline - candidate, weights)  # of the log perplexity
     counts = {}
     if spread:  # number of items with which 1% is detected in 80% of cases
         quantiles = NORMAL + stats.norm.ppf(POWER)
@@ -70,7 +65,7 @@ def compare_perplexities(candidate: np.ndarray, baseline: np.ndarray, weights: n
     return Paired(change.mapped(math.exp), counts)
 
 
-def _weighted(differences: np.ndarray, weights: np.ndarray) -> tuple[Estimate, float | None]:
+def weighted_mean(differences: np.ndarray, weights: np.ndarray) -> tuple[Estimate, float | None]:
     """Return Σ d / Σ w of n items, and the standard deviation of an item; no interval and None below `FEWEST`."""
     count, value = len(differences), float(differences.sum() / weights.sum())
     facts: dict[str, Any] = {"value": value, "n": count, "over": "items", "how": "Student's t"}
@@ -83,7 +78,7 @@ def _weighted(differences: np.ndarray, weights: np.ndarray) -> tuple[Estimate, f
     return Estimate(**facts, low=value - half, high=value + half, p=p), spread
 
 
-def compare_groups(differences: Sequence[np.ndarray], weights: np.ndarray) -> Paired:
+def compare_groups(differences: Sequence[np.ndarray], weights: np.ndarray) -> Estimate:
     """Return the difference of means over T tasks with weights (T,), from item differences (n,) of −1 to 1 per task.
 
     Tasks are independent, so their variances add up.
@@ -92,7 +87,7 @@ def compare_groups(differences: Sequence[np.ndarray], weights: np.ndarray) -> Pa
     errors = np.array([share_error(int((d > 0).sum()), int((d < 0).sum()), len(d)) for d in differences])
     value = float(shares @ np.array([values.mean() for values in differences]))
     error = float(np.sqrt(((shares * errors) ** 2).sum()))
-    change = Estimate(
+    return Estimate(
         value=value,
         low=max(-1.0, value - NORMAL * error),
         high=min(1.0, value + NORMAL * error),
@@ -101,7 +96,6 @@ def compare_groups(differences: Sequence[np.ndarray], weights: np.ndarray) -> Pa
         how="Agresti-Min",
         p=float(2 * stats.norm.sf(abs(value) / error)),
     )
-    return Paired(change=change)
 
 
 def items_for_shares(discordance: float) -> int:
@@ -236,7 +230,7 @@ def _compared(candidate: Items | None, original: Items | None) -> Paired | None:
         return compare_perplexities(candidate.values, original.values, candidate.weights)
     if "perplexity" in kinds:
         return None
-    return compare_means(candidate.values, original.values, candidate.weights)
+    return Paired(weighted_mean(candidate.values - original.values, candidate.weights)[0])
 
 
 def group_rows(
@@ -287,7 +281,7 @@ def _group_row(group: str, metric: str, members: Sequence[Scored], results: Resu
             sides = [samples_of(side["samples"][one.task], one.metric, one.filter) for side in (results, original)]
             own, other = (np.array([sample[one.metric] for sample in side], dtype=float) for side in sides)
             differences.append(own - other)
-        change = compare_groups(differences, weights).change
+        change = compare_groups(differences, weights)
         others = np.array([one.row.original for one in members], dtype=float)
         of_original = float(np.average(others, weights=weights))
     return Row(

@@ -29,7 +29,7 @@ from crosslayer.corpus.windows import Windows, split
 from crosslayer.judge.candidate import Candidate
 from crosslayer.judge.damage import MIN_WINDOWS, Losses
 from crosslayer.judge.judge import Judge
-from crosslayer.judge.retrieval import Retrieval, measure_retrieval
+from crosslayer.judge.retrieval import Retrieval
 from crosslayer.output.folder import write_whole
 from crosslayer.output.record import Frozen
 from crosslayer.training.recipe import Recipe
@@ -89,9 +89,7 @@ class Questions:
             held_out=judge.asked(
                 candidate, lambda model, _: {name: mean_loss(model, rows) for name, rows in self.held_out.items()}
             ),
-            needles=judge.asked(
-                candidate, lambda model, _: measure_retrieval(model, self.tokenizer if self.needles else None)
-            ),
+            needles=judge.needles(candidate) if self.needles else (),
         )
         file.parent.mkdir(parents=True, exist_ok=True)
         write_whole(file, answers.model_dump_json())

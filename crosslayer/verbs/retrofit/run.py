@@ -298,7 +298,7 @@ def _announce_time(original: Original, strategies: Sequence[Strategy]) -> None:
     forwarded += sum(strategy.forwarded(tokens, original.layers) for strategy in strategies)
     options = strategies[0].options
     if original.tokenizer is not None and not options.sweep:
-        asked = [length for length in _lengths(strategies[0]) or LENGTHS if length <= positions(original.model)]
+        asked = [length for length in _lengths(strategies[0]) if length <= positions(original.model)]
         forwarded += (3 if options.full else 2) * len(DEPTHS) * SAMPLES * sum(asked)
     if options.full and not options.sweep:
         forwarded += 2 * min(options.kv_context or CONTEXT, LONGEST_STEP)
@@ -314,8 +314,8 @@ def _timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
     seconds[phase] = round(seconds.get(phase, 0.0) + time.perf_counter() - started, 2)
 
 
-def _lengths(strategy: Strategy) -> Sequence[int] | None:
-    """Return the lengths at which hidden numbers are asked for; None: the usual ones."""
+def _lengths(strategy: Strategy) -> Sequence[int]:
+    """Return the lengths at which hidden numbers are asked for."""
     if strategy.options.quick:
         return QUICK_LENGTHS
-    return LONG_LENGTHS if strategy.options.full and strategy.needs_long_text else None
+    return LONG_LENGTHS if strategy.options.full and strategy.needs_long_text else LENGTHS

@@ -36,7 +36,7 @@ def test_the_row_of_the_codec_is_what_a_loop_says(fitted):
     kl, sizes_of = report.changes("KL"), report.changes("bytes")
     assert kl["codec"].value == pytest.approx(np.mean(costs), rel=0.01, abs=1e-6)
     assert sizes_of["codec"].value == pytest.approx(np.mean(sizes), rel=1e-6)
-    assert report.changes("KL", "b")["codec"].value == pytest.approx(np.mean(costs[:2]), rel=0.01, abs=1e-6)
+    assert report.row("codec", "KL", "b").value == pytest.approx(np.mean(costs[:2]), rel=0.01, abs=1e-6)
     assert sizes_of["fp8"].value > sizes_of["codec × 0.5"].value
 
 

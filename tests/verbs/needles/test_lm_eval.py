@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from crosslayer.judge import hidden as text
-from crosslayer.judge.hidden import Drawn, string_match, written
+from crosslayer.judge.hidden import Drawn, is_retrieved, written
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="lm-eval is not installed (extra eval)"),
@@ -84,5 +84,4 @@ def test_the_answer_begins_as_rulers_does():
 def test_the_score_is_rulers(said):
     from lm_eval.tasks.ruler.common_utils import postprocess_pred, string_match_all
 
-    for values in (["1234567"], ["abc", "1234567"]):
-        assert string_match(said, values) == string_match_all(postprocess_pred([said]), [values])
+    assert is_retrieved(said, "1234567") == string_match_all(postprocess_pred([said]), [["1234567"]])

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from crosslayer.judge.hidden import string_match
+from crosslayer.judge.hidden import is_retrieved
 from crosslayer.judge.retrieval import retrieval_change
 from crosslayer.stats.differences import paired_difference, share, share_difference
 
@@ -20,10 +20,9 @@ def test_wilson(found, n):
     assert share(found, n).interval == pytest.approx((middle - half, middle + half), abs=1e-12)
 
 
-def test_string_match_is_a_share_of_values():
-    assert string_match(" is\t1234567.\n", ["1234567"]) == 1
-    assert string_match("123456", ["1234567"]) == 0
-    assert string_match("Amber 12", ["amber", "12", "13"]) == pytest.approx(2 / 3)
+def test_an_answer_retrieves_the_value_that_it_contains():
+    assert is_retrieved(" is\t1234567.\n", "1234567")
+    assert not is_retrieved("123456", "1234567")
 
 
 def test_the_difference_of_pairs():

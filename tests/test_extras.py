@@ -12,8 +12,7 @@ from crosslayer.corpus.documents import TextSource, load_documents
 from crosslayer.extras import check_extra, install
 from crosslayer.models import embedded
 from crosslayer.training.arguments import training_arguments
-from crosslayer.training.recipe_parts import StagePart
-from crosslayer.training.stages import check_parameters
+from crosslayer.verbs.heal.run import heal
 
 ROOT = Path(__file__).parent.parent
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
@@ -56,7 +55,7 @@ def bare(monkeypatch):
         ("train", "pyarrow", lambda folder: load_documents(TextSource(str(folder / "a.parquet")))),
         ("train", "accelerate", lambda folder: training_arguments(folder, 0, {})),
         ("demo", "accelerate, gguf", lambda folder: embedded.embedded_folder("smollm2")),
-        ("heal", "peft", lambda folder: check_parameters([StagePart.model_construct(parameters="lora")])),
+        ("heal", "peft", lambda folder: heal([], "heal-smoke", folder, settings=["stages.0.parameters=lora"])),
     ],
 )
 def test_a_missing_package_is_named_with_its_extra(monkeypatch, tmp_path, bare, extra, missing, call):

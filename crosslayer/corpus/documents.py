@@ -20,11 +20,10 @@ from crosslayer.corpus.files import (
     file_kind,
     jsonl_rows,
     local_files,
-    say_skipped,
+    row_texts,
     stream_file,
     with_line_feeds,
 )
-from crosslayer.corpus.rows import document_of, is_chosen
 from crosslayer.extras import check_extra
 from crosslayer.hub import dataset_revision, reading_dataset
 from crosslayer.output.progress import QUIET, say
@@ -76,6 +75,10 @@ class TextSource:
             options = dict(setting.split("=") for setting in settings[1:].split(","))
         return cls(text, domain=domain, **options)
 
+    def files(self) -> list[Path]:
+        """Return its local files; none for a dataset and for the embedded corpus."""
+        return [] if self.name is None else local_files(self.name)
+
     def describe(self) -> str:
         """Return the domain's name, or a short name of the source for reports, without any folder."""
         if self.domain is not None:
@@ -97,10 +100,11 @@ def load_documents(source: TextSource, seed: int = 0) -> Iterable[str]:
     """
     if source.name is None:
         return embedded_documents("default_corpus")
-    files = local_files(source.name)
-    if files:
+    if source.files():
         return list(_told(stream_documents(source), source.describe()))
-    return stream_dataset(source, seed)
+    # opened at once, so that an unreadable name is an error before a model is loaded
+    rows = _opened_dataset(source).shuffle(seed=seed, buffer_size=SHUFFLED)
+    return _some(_texts(source, rows), source)
 
 
 def _told(documents: Iterable[str], name: str) -> Iterator[str]:
@@ -116,18 +120,12 @@ def _told(documents: Iterable[str], name: str) -> Iterator[str]:
         yield text
 
 
-def reading_of(source: TextSource) -> Reading:
-    """Return a count of the bytes that a source's files have; none of them is read yet."""
-    files = [] if source.name is None else local_files(source.name)
-    return Reading(sum(path.stat().st_size for path in files))
-
-
 def stream_documents(source: TextSource, reading: Reading | None = None) -> Iterator[str]:
     """Yield the documents of a source, a file at a time, always in the same order; errors as `load_documents`.
 
     Of files, `reading` counts the bytes that are read.
     """
-    files = [] if source.name is None else local_files(source.name)
+    files = source.files()
     if files:
         texts = (text for path in files for text in stream_file(path, source.column, reading, source.where))
         yield from _some(texts, source)
@@ -138,12 +136,12 @@ def stream_documents(source: TextSource, reading: Reading | None = None) -> Iter
 def stream_rows(source: TextSource, reading: Reading | None = None) -> Iterator[tuple[str, Any]]:
     """Yield the rows of .jsonl files or of a dataset, in their order, each with its location in words."""
     assert source.name is not None, "the embedded corpus has no rows"
-    for path in (files := local_files(source.name)):
+    for path in (files := source.files()):
         if file_kind(path) != ".jsonl":
             raise ValueError(f"instructions must be in .jsonl files (.gz, .xz) or a dataset, got {path.name!r}")
         yield from jsonl_rows(path, reading)
     if not files:
-        for number, row in enumerate(_opened_dataset(source.name, source.config, source.split), 1):
+        for number, row in enumerate(_opened_dataset(source), 1):
             yield f"{source.name!r}, row {number}", row
 
 
@@ -158,34 +156,20 @@ def _some(texts: Iterable[str], source: TextSource) -> Iterator[str]:
         raise ValueError(f"`where` must choose rows with text, got {wanted}, which no row of {source.describe()!r} has")
 
 
-def _opened_dataset(name: str, config: str | None, split: str) -> Any:
+def _opened_dataset(source: TextSource) -> Any:
+    name = str(source.name)
     check_extra("train", f"{name!r} is not a local file; as the name of a dataset it", "datasets")
     import datasets
 
     with _readable(name), reading_dataset(name):
-        return datasets.load_dataset(name, config, split=split, streaming=True)
+        return datasets.load_dataset(name, source.config, split=source.split, streaming=True)
 
 
-def stream_dataset(source: TextSource, seed: int) -> Iterator[str]:
-    """Open a dataset at once, so that an unreadable name is an error before a model is loaded; stream its texts.
-
-    Rows whose column has no text are skipped and counted; `seed` decides the order of rows.
-    """
+def _texts(source: TextSource, rows: Iterable[dict[str, Any]]) -> Iterator[str]:
     name = str(source.name)
-    rows = _opened_dataset(name, source.config, source.split).shuffle(seed=seed, buffer_size=SHUFFLED)
-    return _some(_texts(name, rows, source.column, source.where), source)
-
-
-def _texts(name: str, rows: Iterable[dict[str, Any]], column: str, where: Mapping[str, Any]) -> Iterator[str]:
-    skipped = 0
     with _readable(name):
-        for row in (row for row in rows if is_chosen(row, "a row", where)):
-            text = row[column] if column in row else document_of(row, "a row", column)
-            if isinstance(text, str):
-                yield with_line_feeds(text)
-            else:
-                skipped += 1
-    say_skipped(name, skipped)
+        for text in row_texts((("a row", row) for row in rows), name, source.column, source.where):
+            yield with_line_feeds(text)
 
 
 @contextlib.contextmanager
@@ -204,7 +188,7 @@ def source_digest(source: TextSource) -> str:
 
     Where no revision is known, without the hub and with nothing in its cache, a dataset is its names.
     """
-    files = [DATA / "default_corpus.tar.xz"] if source.name is None else local_files(source.name)
+    files = [DATA / "default_corpus.tar.xz"] if source.name is None else source.files()
     names = [source.column] if files else [source.name, source.config, source.split, source.column]
     if source.name is not None and not files and (revision := dataset_revision(source.name)):
         names.append(revision)

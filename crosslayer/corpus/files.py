@@ -6,7 +6,7 @@ import io
 import json
 import lzma
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,8 +116,13 @@ def _txt_documents(path: Path, column: str, reading: Reading, where: Mapping[str
 
 
 def _jsonl_documents(path: Path, column: str, reading: Reading, where: Mapping[str, Any]) -> Iterator[str]:
+    return row_texts(jsonl_rows(path, reading), path.name, column, where)
+
+
+def row_texts(rows: Iterable[tuple[str, Any]], name: str, column: str, where: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the texts of rows that `where` chooses, each with its location in words; say how many have no text."""
     skipped = 0
-    for location, row in jsonl_rows(path, reading):
+    for location, row in rows:
         if not is_chosen(row, location, where):
             continue
         text = document_of(row, location, column)
@@ -125,7 +130,7 @@ def _jsonl_documents(path: Path, column: str, reading: Reading, where: Mapping[s
             skipped += 1
         else:
             yield text
-    say_skipped(path.name, skipped)
+    say_skipped(name, skipped)
 
 
 def jsonl_rows(path: Path, reading: Reading | None = None) -> Iterator[tuple[str, Any]]:
@@ -152,26 +157,18 @@ def _parquet_documents(path: Path, column: str, reading: Reading, where: Mapping
         names = file.schema_arrow.names
     if column not in names:
         raise ValueError(f"{path.name!r} has no column {column!r}; it has {', '.join(names)}")
-    skipped = 0
-    for row in _parquet_rows(path, file, [*{column, *where}], reading):
-        text = row[column] if is_chosen(row, repr(path.name), where) else ""
-        if text is None:
-            skipped += 1
-        elif isinstance(text, str):
-            yield text
-        else:
-            raise ValueError(f"{path.name!r}: column {column!r} holds {file.schema_arrow.field(column).type}, not text")
-    say_skipped(path.name, skipped)
+    return row_texts(_parquet_rows(path, file, [*{column, *where}], reading), path.name, column, where)
 
 
-def _parquet_rows(path: Path, file: Any, columns: list[str], reading: Reading) -> Iterator[dict[str, Any]]:
-    """Yield rows of some columns, read a batch of rows at a time, each counted as its share of the file."""
+def _parquet_rows(path: Path, file: Any, columns: list[str], reading: Reading) -> Iterator[tuple[str, Any]]:
+    """Yield rows of some columns, each with the file's name; a batch that is read counts as its share of the file."""
     before, rows = reading.done, 0
     with _readable_table(path):
         for batch in file.iter_batches(columns=columns):
             rows += batch.num_rows
             reading.done = before + path.stat().st_size * rows // file.metadata.num_rows
-            yield from batch.to_pylist()
+            for row in batch.to_pylist():
+                yield repr(path.name), row
 
 
 @contextmanager

@@ -84,20 +84,13 @@ def document_of(row: Any, location: str, column: str) -> str | None:
 
     A row without `column` "text", but with the usual columns of instructions, gives its prompt and response.
     """
-    columns = _usual_columns(row) if column == TEXT else {}
-    if not columns:
+    if column != TEXT or not isinstance(row, dict) or TEXT in row:
         return row_text(row, location, column)
-    example = example_of(row, location, **columns)
-    return None if example is None else "".join(example)
-
-
-def _usual_columns(row: Any) -> dict[str, str]:
-    """Return the columns of an instruction by their usual names; none if the row has text, or something else."""
-    if not isinstance(row, dict) or TEXT in row:
-        return {}
-    if MESSAGES in row:
-        return {"messages": MESSAGES}
     response = next((name for name in RESPONSES if name in row), None)
-    if INSTRUCTION not in row or response is None:
-        return {}
-    return {"response": response, **({"input": "input"} if "input" in row else {})}
+    if MESSAGES in row:
+        example = example_of(row, location, messages=MESSAGES)
+    elif INSTRUCTION in row and response is not None:
+        example = example_of(row, location, response=response, input="input" if "input" in row else None)
+    else:
+        return row_text(row, location, column)
+    return None if example is None else "".join(example)

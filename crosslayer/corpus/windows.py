@@ -32,16 +32,13 @@ def pieces(documents: Iterable[str], characters: int, seed: int) -> Iterator[tup
 
     They are shuffled where all documents are at hand, in a list; those of a stream come in their order.
     """
+    texts = enumerate(documents)
+    starts = ((number, text, start) for number, text in texts for start in range(0, len(text), characters))
     if isinstance(documents, list):
-        starts = [(number, start) for number, text in enumerate(documents) for start in range(0, len(text), characters)]
+        starts = [*starts]
         random.Random(seed).shuffle(starts)
-        for number, start in starts:
-            text = documents[number]
-            yield number, text[next_word(text, start) : next_word(text, start + characters)]
-    else:
-        for number, text in enumerate(documents):
-            for start in range(0, len(text), characters):
-                yield number, text[next_word(text, start) : next_word(text, start + characters)]
+    for number, text, start in starts:
+        yield number, text[next_word(text, start) : next_word(text, start + characters)]
 
 
 def token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

@@ -267,8 +267,9 @@ def read_rows(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> Rows:
 
     training, held_out = {}, {}
     for part in recipe.data.domains:
-        shards = part.text(held_out_often=bool(recipe.stages)).shards(tokenizer, cache_folder() / TOKENS)
-        training[part.name] = rows_of(shards.training, part)
-        held_out[part.name] = evenly_spaced(rows_of(shards.validation, part), count)
+        text = part.text(held_out_often=bool(recipe.stages))
+        trained_on, kept = text.shards(tokenizer, cache_folder() / TOKENS)
+        training[part.name] = rows_of(trained_on, part)
+        held_out[part.name] = evenly_spaced(rows_of(kept, part), count)
     weights = {part.name: part.weight for part in recipe.data.domains}
     return Rows(training, held_out, weights, recipe.seed, recipe.objective, tokenizer)

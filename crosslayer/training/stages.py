@@ -8,7 +8,7 @@ the stage as finished; the checkpoints are then removed.
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ from transformers import PreTrainedModel, TrainingArguments, set_seed
 
 from crosslayer.core.method import Compensation
 from crosslayer.environment import quiet_transformers
-from crosslayer.extras import check_extra
 from crosslayer.output.folder import whole_folder, write_whole
 from crosslayer.output.record import validation_message
 from crosslayer.training.arguments import batch_sequences, step_sequences, training_arguments
@@ -91,7 +90,7 @@ def run_stage(
         TrainingStopped: a checkpoint cannot be written, as on a full disk.
     """
     set_seed(recipe.seed)  # for the initial values of adapters
-    trained = unfreeze(model, part.parameters, part.lora)
+    trained: Any = unfreeze(model, part.parameters, part.lora)
     with quiet_transformers(), _kept_attention(teacher):
         trainer = stage_trainer(recipe, rows, trained, stage_arguments(recipe, part, folder), teacher=teacher)
         trainer.add_callback(LastStep(trainer.interruption))
@@ -106,9 +105,10 @@ def run_stage(
             outcome = Outcome(stopped=str(stop))
         else:
             outcome = Outcome(run=_run_of(trainer, trained, part))
+            whole = trained.merge_and_unload(safe_merge=True) if part.parameters == "lora" else trained
             shutil.rmtree(folder / MODEL, ignore_errors=True)
             with whole_folder(folder / MODEL) as partial:
-                merged(trained, part.parameters).save_pretrained(partial)
+                whole.save_pretrained(partial)
                 rows.tokenizer.save_pretrained(partial)
     write_whole(folder / DONE, outcome.model_dump_json(indent=1))
     for path in (folder / PARTIAL, *checkpoints(folder).values()) if outcome.run is not None else ():
@@ -149,12 +149,6 @@ def compensations(model: nn.Module) -> list[Compensation]:
     return [module for module in model.modules() if isinstance(module, Compensation)]
 
 
-def check_parameters(stages: Sequence[StagePart]) -> None:
-    """Raise if a stage needs a package that is not installed."""
-    if any(stage.parameters == "lora" for stage in stages):
-        check_extra("heal", "parameters: lora", "peft")
-
-
 def unfreeze(model: PreTrainedModel, parameters: str, lora: LoraPart | None = None) -> PreTrainedModel:
     """Enable gradients for a stage's parameters only, and return the model, with adapters for "lora".
 
@@ -177,9 +171,3 @@ def unfreeze(model: PreTrainedModel, parameters: str, lora: LoraPart | None = No
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # peft uses a name that transformers renamed
         return get_peft_model(model, options)  # type: ignore[return-value]
-
-
-def merged(model: PreTrainedModel, parameters: str) -> PreTrainedModel:
-    """Return the model after a stage, with adapters merged into its weights."""
-    wrapped: Any = model
-    return wrapped.merge_and_unload(safe_merge=True) if parameters == "lora" else model

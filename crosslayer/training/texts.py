@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, NamedTuple, Self
+from typing import ClassVar, Self
 
 from pydantic import model_validator
 from transformers import PreTrainedTokenizerFast
@@ -16,7 +16,6 @@ from transformers import PreTrainedTokenizerFast
 from crosslayer.corpus.documents import (
     TextSource,
     embedded_documents,
-    reading_of,
     source_digest,
     stream_documents,
     stream_rows,
@@ -30,13 +29,6 @@ from crosslayer.training.shards import Shards, fingerprint, tokenise
 
 EVERY, FIRST = 20, 3  # chunks 3, 23, 43, … are held out; a text of four chunks has one
 PIECE = 2**14  # characters of a chunk; a shorter document is one chunk
-
-
-class DomainShards(NamedTuple):
-    """The training and the held-out tokens of a domain."""
-
-    training: Shards
-    validation: Shards
 
 
 @dataclass(frozen=True)
@@ -77,21 +69,20 @@ class Domain:
         if not count:
             raise ValueError("the text is too short to hold out a chunk; set validation to another source")
 
-    def shards(self, tokenizer: PreTrainedTokenizerFast, folder: Path) -> DomainShards:
-        """Return the tokens of both; they are written into folders in `folder`, unless they are there already."""
+    def shards(self, tokenizer: PreTrainedTokenizerFast, folder: Path) -> tuple[Shards, Shards]:
+        """Return the training and the held-out tokens; they are written into `folder`, unless they are there."""
         text = self.digest()
 
         def cut(split: str, documents: Callable[[Reading], Iterator[str]], source: TextSource) -> Shards:
-            reading, digest = reading_of(source), fingerprint(f"{split}/{text}", tokenizer)
+            reading = Reading(sum(path.stat().st_size for path in source.files()))
+            digest = fingerprint(f"{split}/{text}", tokenizer)
             target = folder / f"{re.sub(r'[^A-Za-z0-9]+', '-', self.name)}-{split}-{digest[:16]}"
             options = {"fingerprint": digest, "parts": self.parts, "reading": reading}
             return tokenise(documents(reading), tokenizer, target, **options)
 
         try:
-            return DomainShards(
-                cut("training", self.training, self.source),
-                cut("validation", self.held_out, self.validation or self.source),
-            )
+            training = cut("training", self.training, self.source)
+            return training, cut("validation", self.held_out, self.validation or self.source)
         except ValueError as error:
             raise ValueError(f"{self.name}: {error}") from error
 

@@ -4,7 +4,6 @@ import hashlib
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -24,12 +23,19 @@ TOKENS = "tokens"  # folder in the cache
 
 
 def recipe_tokenizer(name: str, domains: Sequence[Domain]) -> PreTrainedTokenizerFast:
-    """Return the tokenizer of a recipe, trained on its text if it is of byte pairs."""
+    """As `make_tokenizer`, on the text of domains, with trained byte pairs cached by their number and their text."""
     with progress("reading the tokenizer", 0):
-        digest = "/".join(f"{domain.name}: {domain.digest()}" for domain in domains)
-        return kept_tokenizer(
-            name, lambda: (text for domain in domains for text in domain.training()), cache_folder() / TOKENS, digest
-        )
+        if not name.startswith("bpe:"):
+            return make_tokenizer(name, list)
+        size, digest = pair_tokens(name), "/".join(f"{domain.name}: {domain.digest()}" for domain in domains)
+        key = hashlib.sha256(f"{size}/{TRAINED_ON}/{PIECE}/{digest}".encode()).hexdigest()
+        path = cache_folder() / TOKENS / f"bpe-{size}-{key[:16]}.json"
+        if not path.is_file():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            partial = path.with_name(f".{path.name}.{os.getpid()}")
+            _trained(size, lambda: (text for domain in domains for text in domain.training())).save(str(partial))
+            partial.replace(path)
+        return _finished(Tokenizer.from_file(str(path)))
 
 
 def make_tokenizer(name: str, documents: Callable[[], Iterable[str]]) -> PreTrainedTokenizerFast:
@@ -48,23 +54,6 @@ def make_tokenizer(name: str, documents: Callable[[], Iterable[str]]) -> PreTrai
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise ValueError(f"tokenizer: must be a fast one (with tokenizer.json), got that of {name!r}")
     return tokenizer
-
-
-def kept_tokenizer(
-    name: str, documents: Callable[[], Iterable[str]], folder: Path, digest: str
-) -> PreTrainedTokenizerFast:
-    """As `make_tokenizer`, with trained byte pairs cached in a folder by size and digest of their text."""
-    if name.startswith("bpe:"):
-        size = pair_tokens(name)
-        key = hashlib.sha256(f"{size}/{TRAINED_ON}/{PIECE}/{digest}".encode()).hexdigest()
-        path = folder / f"bpe-{size}-{key[:16]}.json"
-        if not path.is_file():
-            folder.mkdir(parents=True, exist_ok=True)
-            partial = folder / f".{path.name}.{os.getpid()}"
-            _trained(size, documents).save(str(partial))
-            partial.replace(path)
-        return _finished(Tokenizer.from_file(str(path)))
-    return make_tokenizer(name, documents)
 
 
 def pair_tokens(name: str) -> int:

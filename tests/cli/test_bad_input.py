@@ -115,7 +115,7 @@ CASES = [
     ("diagnose {kit}/model --text {kit}/broken.parquet", "'broken.parquet' is not a parquet file, or is damaged"),
     ("diagnose {kit}/model --text {kit}/page.parquet", "'page.parquet' is not a parquet file, or is damaged"),
     ("diagnose {kit}/model --text {kit}/table.parquet,column=body", "no column 'body'; it has text, number"),
-    ("diagnose {kit}/model --text {kit}/table.parquet,column=number", "column 'number' holds int64, not text"),
+    ("diagnose {kit}/model --text {kit}/table.parquet,column=number", "column 'number'; it holds a value of type int"),
     # intervene
     ("intervene {kit}/model", "at least one, such as --waiver 255"),
     ("intervene {kit}/model --waiver 0", "a waiver of position 0 changes nothing"),

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from crosslayer.extras import check_extra
 from crosslayer.judge.candidate import Candidate
 from crosslayer.judge.clock import announce
 from crosslayer.models.load import load_model, public_name
@@ -26,7 +27,7 @@ from crosslayer.training.recipe import Recipe, begin_run, check_run, given_recip
 from crosslayer.training.recipe_parts import StagePart
 from crosslayer.training.record import Outcome
 from crosslayer.training.rows import Rows, read_rows
-from crosslayer.training.stages import MODEL, check_parameters, compensations, finished, run_stage, stage_arguments
+from crosslayer.training.stages import MODEL, compensations, finished, run_stage, stage_arguments
 from crosslayer.verbs.heal.questions import Answers, Questions, evaluation_windows
 from crosslayer.verbs.heal.result import Recovery, State, Variant
 from crosslayer.verbs.heal.retrofits import Retrofit, check_original, open_retrofits, save_healed
@@ -70,7 +71,8 @@ def heal(
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise ValueError("heal runs in a single process, got WORLD_SIZE > 1; start it without torchrun")
     recipe = given_recipe(recipe, settings, stages=True)
-    check_parameters(recipe.stages)
+    if any(stage.parameters == "lora" for stage in recipe.stages):
+        check_extra("heal", "parameters: lora", "peft")
     opened, name = open_retrofits(retrofits, original)
     target = Path(out).expanduser().resolve()
     digests = {HEALED: json.dumps({retrofit.name: retrofit.digest() for retrofit in opened}, indent=1)}

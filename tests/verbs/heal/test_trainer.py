@@ -10,7 +10,7 @@ from crosslayer.training import distillation as teaching
 from crosslayer.training.arguments import training_arguments
 from crosslayer.training.distillation import Teacher, divergence
 from crosslayer.training.recipe_parts import LoraPart
-from crosslayer.training.stages import compensations, merged, unfreeze
+from crosslayer.training.stages import compensations, unfreeze
 from crosslayer.training.trainer import CrossLayerTrainer
 from tests.helpers.cases import CASES
 from tests.helpers.recovery import healed, recipe_in
@@ -149,7 +149,7 @@ def test_merged_adapters_compute_the_same(case):
             torch.nn.init.normal_(parameter, std=0.1)
     with torch.no_grad():
         expected = model.eval()(ids, use_cache=False).logits
-        whole = merged(model, "lora")
+        whole = model.merge_and_unload(safe_merge=True)
         assert isinstance(whole, CrossLayerForCausalLM) and {name for name, _ in whole.named_parameters()} == names
         contract.close(expected, whole(ids, use_cache=False).logits, "merged", 1e-8)
 

@@ -50,19 +50,19 @@ def test_a_source_of_its_own_leaves_the_text_whole(tmp_path):
     (tmp_path / "held.txt").write_text("judge")
     parts = domain(tmp_path, ["one", "two", "three", "four"], validation=TextSource(str(tmp_path / "held.txt")))
     assert list(parts.training()) == ["one", "two", "three", "four"] and list(parts.held_out()) == ["judge"]
-    shards = parts.shards(BYTES, tmp_path / "shards")
-    assert (shards.training.documents, shards.validation.documents) == (4, 1)
+    training, held_out = parts.shards(BYTES, tmp_path / "shards")
+    assert (training.documents, held_out.documents) == (4, 1)
 
 
 def test_a_text_is_tokenised_once_and_again_when_it_changes(tmp_path):
     parts = domain(tmp_path, ["one", "two", "three", "four", "five"])
-    first = parts.shards(BYTES, tmp_path / "shards")
-    assert (first.training.tokens, first.validation.tokens) == (len("onetwothreefive") + 4, len("four") + 1)
-    assert parts.shards(BYTES, tmp_path / "shards") == first
+    training, held_out = parts.shards(BYTES, tmp_path / "shards")
+    assert (training.tokens, held_out.tokens) == (len("onetwothreefive") + 4, len("four") + 1)
+    assert parts.shards(BYTES, tmp_path / "shards") == (training, held_out)
     assert len(list((tmp_path / "shards").iterdir())) == 2
     other = domain(tmp_path, ["one", "two", "three", "four", "six"]).shards(BYTES, tmp_path / "shards")
-    assert {other.training.fingerprint, other.validation.fingerprint}.isdisjoint(shard.fingerprint for shard in first)
-    assert first.training.folder.name.startswith("web-pages-training-")
+    assert not {one.fingerprint for one in other} & {training.fingerprint, held_out.fingerprint}
+    assert training.folder.name.startswith("web-pages-training-")
 
 
 class Noted:

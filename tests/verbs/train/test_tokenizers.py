@@ -5,8 +5,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from crosslayer.corpus.documents import TextSource
 from crosslayer.training import tokenizers
-from crosslayer.training.tokenizers import SPECIAL, kept_tokenizer, make_tokenizer
+from crosslayer.training.texts import Domain
+from crosslayer.training.tokenizers import SPECIAL, make_tokenizer, recipe_tokenizer
 
 TEXT = "the whale and the sea, the white whale; a sea of whales.\n  He said: naïve 鯨 🐋! {}\n"
 TEXT = "".join(TEXT.format(number * number) for number in range(40))
@@ -85,21 +87,21 @@ def test_without_text_or_tokenizer(tmp_path):
         make_tokenizer(str(tmp_path / "missing"), nothing)
 
 
-def test_pairs_are_trained_once_for_a_text(pairs, tmp_path):
-    def documents():
-        reads.append(1)
-        return [TEXT] * 5
-
-    reads = []
-    first = kept_tokenizer("bpe:300", documents, tmp_path, "a text")
-    times = len(reads)
-    again = kept_tokenizer("bpe:300", documents, tmp_path, "a text")
-    assert len(reads) == times > 0 and len(list(tmp_path.iterdir())) == 1
+def test_pairs_are_trained_once_for_a_text(tmp_path, monkeypatch):
+    monkeypatch.setenv("CROSSLAYER_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "a.txt").write_text(TEXT * 5)
+    (tmp_path / "b.txt").write_text(TEXT * 6)
+    one, other = ([Domain("a", TextSource(str(tmp_path / name)))] for name in ("a.txt", "b.txt"))
+    first = recipe_tokenizer("bpe:300", one)
+    with monkeypatch.context() as patch:
+        patch.setattr(tokenizers, "_trained", lambda size, documents: nothing())
+        again = recipe_tokenizer("bpe:300", one)
+    kept = tmp_path / "cache" / "tokens"
+    assert len(list(kept.iterdir())) == 1
     assert first(TEXT)["input_ids"] == again(TEXT)["input_ids"] and first.get_vocab() == again.get_vocab()
-    assert again(SPECIAL[0])["input_ids"] == make_tokenizer("bpe:300", documents)(SPECIAL[0])["input_ids"]
-    kept_tokenizer("bpe:301", documents, tmp_path, "a text"), kept_tokenizer("bpe:300", documents, tmp_path, "other")
-    assert len(list(tmp_path.iterdir())) == 3
-    assert (
-        kept_tokenizer("bytes", documents, tmp_path, "a text").get_vocab()
-        == make_tokenizer("bytes", nothing).get_vocab()
-    )
+    made = make_tokenizer("bpe:300", lambda: one[0].training())
+    assert made.get_vocab() == again.get_vocab() and made(SPECIAL[0])["input_ids"] == again(SPECIAL[0])["input_ids"]
+    recipe_tokenizer("bpe:301", one), recipe_tokenizer("bpe:300", other)
+    assert len(list(kept.iterdir())) == 3
+    missing = [Domain("a", TextSource(str(tmp_path / "missing.txt")))]
+    assert recipe_tokenizer("bytes", missing).get_vocab() == make_tokenizer("bytes", nothing).get_vocab()

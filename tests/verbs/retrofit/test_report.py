@@ -14,7 +14,6 @@ from crosslayer.core.methods.cla import CLA
 from crosslayer.core.plan import DepthPlan
 from crosslayer.corpus.documents import TextSource
 from crosslayer.corpus.domains import Texts
-from crosslayer.judge import retrieval
 from crosslayer.judge.retrieval import measure_retrieval
 from crosslayer.models.load import ready_model
 from crosslayer.output.manifest import check_files
@@ -328,12 +327,12 @@ def test_documents_need_only_a_tokenizer():
 
 
 def test_both_models_retrieve_hidden_numbers(monkeypatch):
-    monkeypatch.setattr(retrieval, "LENGTHS", (384,))
+    monkeypatch.setattr("crosslayer.verbs.retrofit.run.LENGTHS", (384,))
     model, text = random_model(torch.float32), {"web": ids(40, 0), "code": ids(40, 1)}
     options = {"method": "drop", "layers": "1", "compensation": "none", "windows": 32, "length": LENGTH}
     report = crosslayer.retrofit(model, text, TOKENIZER, **options)
-    assert report.needles.original == measure_retrieval(model, TOKENIZER)
-    assert report.needles.retrofit == measure_retrieval(report.model, TOKENIZER)
+    assert report.needles.original == measure_retrieval(model, TOKENIZER, lengths=(384,))
+    assert report.needles.retrofit == measure_retrieval(report.model, TOKENIZER, lengths=(384,))
     total = sum(len(length.found) for length in report.needles.original)
     assert total == 10 and report.headline()["needles"] == 0
     assert any("hidden" in line and f"{total}" in line for line in report.sentences())
@@ -346,7 +345,8 @@ def test_without_a_tokenizer_there_is_no_retrieval(report):
 
 @pytest.mark.slow  # measures five caches
 def test_quantized_caches_stand_beside_the_retrofit(monkeypatch):
-    monkeypatch.setattr(retrieval, "LENGTHS", (384,))
+    monkeypatch.setattr("crosslayer.verbs.retrofit.run.LENGTHS", (384,))
+    monkeypatch.setattr("crosslayer.judge.judge.Judge.needles.__defaults__", (0, (384,)))
     model, text = random_model(torch.float32), {"web": ids(40, 0, 96), "code": ids(40, 1, 96)}
     options = {"method": "drop", "layers": "1", "compensation": "none", "windows": 32, "length": 96}
     report = crosslayer.retrofit(model, text, TOKENIZER, **options, full=True)

@@ -133,23 +133,22 @@ class Residual(Mixing):
 
 
 class Compensation(nn.Linear, Mixing):
-    """A linear compensation (W_c): adds `normed @ W_c [+ b]` to the update that `target` (of `TARGETS`) names.
+    """A linear compensation (W_c): adds `normed @ W_c` to the update that `target` (of `TARGETS`) names.
 
     It begins at zero, and maps (B, T, C) to (B, T, C), or to (B, T, H·D) before W_o; with the target `FROM_VALUES` it
     maps the layer's own values (B, T, H_kv·D) instead.
     """
 
-    def __init__(self, config: Config, target: str, bias: bool = False):
+    def __init__(self, config: Config, target: str):
         assert config.head_dim is not None and config.num_key_value_heads is not None
         self.target, self.reads_values, size = target, target == FROM_VALUES, config.head_dim
         inputs = config.num_key_value_heads * size if self.reads_values else config.hidden_size
         outputs = config.num_attention_heads * size if target in ON_HEADS else config.hidden_size
-        super().__init__(inputs, outputs, bias=bias)
+        super().__init__(inputs, outputs, bias=False)
 
     def reset(self) -> None:
         """Set W_c to zero, unless a checkpoint has filled it."""
-        for parameter in self.parameters():
-            init.zeros_(parameter)
+        init.zeros_(self.weight)
 
     reset_parameters = reset  # called by nn.Linear.__init__
 
@@ -162,14 +161,12 @@ class Wiring:
         methods: the methods, in list order.
         plan: which layer reads which states, all methods merged.
         compensation: (L,), the target of a layer's W_c (of `TARGETS`), None without W_c.
-        compensation_bias: (L,), whether a layer's W_c has a bias.
         linear: layers with linear attention; in the plan they have no attention, since they have nothing to share.
     """
 
     methods: tuple["Method", ...]
     plan: DepthPlan
     compensation: tuple[str | None, ...]
-    compensation_bias: tuple[bool, ...]
     linear: tuple[int, ...] = ()
 
     @cached_property
@@ -342,17 +339,10 @@ class Compensated(Method):
     compensation: str | None = None
     """What the linear compensation (W_c) of these layers adds to: "attention" (after W_o), "heads" (before W_o), "mlp"
     (the MLP's update), None: no W_c. An extension if the paper has none."""
-    compensation_bias: bool = False
-    """Whether W_c has a bias."""
 
     def check_compensation(self) -> None:
-        """Refuse an unknown target, and a bias without W_c."""
+        """Refuse an unknown target."""
         check_choice(self.name(), "compensation", self.compensation, (*self.targets, None))
-        if self.compensation_bias and self.compensation is None:
-            raise ValueError(
-                f"{self.name()}: compensation_bias needs a W_c; set compensation to "
-                f"{' or '.join(map(repr, self.targets))}"
-            )
 
     def compensates(self, plan: DepthPlan, layer: int) -> bool:
         """Return whether a layer gets a W_c, by the method's own `plan`: if any of its states is not its own."""

@@ -37,10 +37,7 @@ VARIANTS = {
     "denseformer, sparse": [{"name": "denseformer", "dilation": 4, "period": 5}],
     "yoco, a short window": [{"name": "yoco", "window": 5}],
     "cla, a source of three": [{"name": "cla", "groups": ((0, 4), (1, 2, 3, 5))}],
-    "cla heads, bias": [
-        {"name": "cla", "groups": ((0, 4), (1, 5)), "compensation": "heads", "compensation_bias": True}
-    ],
-    "uniattn mlp, bias": [{"name": "uniattn", "superblocks": BLOCKS, "compensation": "mlp", "compensation_bias": True}],
+    "cla heads": [{"name": "cla", "groups": ((0, 4), (1, 5)), "compensation": "heads"}],
     "shared_choice, own choice": [
         {
             "name": "shared_choice",
@@ -62,7 +59,6 @@ VARIANTS = {
             "chooser_heads": ((), (), (1, 0), (), (), (1, 1)),
         }
     ],
-    "drop, bias": [{"name": "drop", "attention": (0, 3), "compensation": "attention", "compensation_bias": True}],
 }
 COMPOSITIONS = {
     "attnres + svformer": ["attnres", "svformer"],

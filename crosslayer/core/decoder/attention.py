@@ -76,8 +76,8 @@ class CrossLayerAttention(nn.Module):
         if plan.involves_choice(layer_idx):
             modules = [method.choice(config, wiring, layer_idx) for method in wiring.methods]
             (self.choice,) = [module for module in modules if module is not None]
-        target, bias = wiring.compensation[layer_idx], wiring.compensation_bias[layer_idx]
-        self.compensation = Compensation(config, target, bias) if target in ON_HEADS else None
+        target = wiring.compensation[layer_idx]
+        self.compensation = Compensation(config, target) if target in ON_HEADS else None
         self.values_compensate = target == FROM_VALUES
 
     @takes_cache

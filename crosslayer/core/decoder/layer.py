@@ -29,7 +29,7 @@ class CrossLayerDecoderLayer(GradientCheckpointingLayer):
 
     def __init__(self, config: CrossLayerConfig, wiring: Wiring, layer_idx: int):
         super().__init__()
-        plan, target, bias = wiring.plan, wiring.compensation[layer_idx], wiring.compensation_bias[layer_idx]
+        plan, target = wiring.plan, wiring.compensation[layer_idx]
         has_attention, has_mlp = plan.attends(layer_idx) or layer_idx in wiring.linear, plan.mlps[layer_idx] is not None
         self.self_attn = CrossLayerAttention(config, wiring, layer_idx) if plan.attends(layer_idx) else None
         self.linear_attn: nn.Module | None = None
@@ -43,8 +43,8 @@ class CrossLayerDecoderLayer(GradientCheckpointingLayer):
         self.post_attention_layernorm = norm(config, width) if (has_attention if self.post_norms else has_mlp) else None
         self.pre_feedforward_layernorm = norm(config, width) if self.post_norms and has_mlp else None
         self.post_feedforward_layernorm = norm(config, width) if self.post_norms and has_mlp else None
-        self.attn_compensation = Compensation(config, target, bias) if target == "attention" else None
-        self.mlp_compensation = Compensation(config, target, bias) if target == "mlp" else None
+        self.attn_compensation = Compensation(config, target) if target == "attention" else None
+        self.mlp_compensation = Compensation(config, target) if target == "mlp" else None
         self.attends = has_attention or self.attn_compensation is not None
         self.input_layernorm = norm(config, width) if wiring.reads_input[layer_idx] else None
         self.attn_residual = wiring.residual(config, layer_idx, "attn") if self.attends else None

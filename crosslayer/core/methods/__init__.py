@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
 Entry = str | Mapping[str, Any] | Method | type[Method]
+RETIRED = ("by_head", "compensation", "compensation_bias", "two_phase")  # options that saved configs may still name
 _allowed: set[str] = set()  # users' modules that a config may import
 
 
@@ -73,6 +74,9 @@ def load_method(entry: Entry) -> Method:
         raise ValueError(f"cross_layer: each entry needs a name, got {entry!r}; known methods: {known}")
     cls = method_class(name)
     fields = [option.name for option in options_of(cls)]
+    for option in RETIRED:
+        if option not in fields and not options.get(option, True):  # a config names it, but it is off
+            del options[option]
     for option in options:
         if option not in fields:
             close = difflib.get_close_matches(option, fields, 1)
@@ -229,8 +233,7 @@ def _wire(methods: tuple[Method, ...], layers: int, linear: tuple[int, ...]) -> 
                 raise ValueError(f"layer {layer}: {method.name()} needs the layer's W_v; use compensation 'heads'")
             compensated[layer] = method
     targets = tuple(compensated[layer].compensation if layer in compensated else None for layer in every)
-    biased = tuple(layer in compensated and compensated[layer].compensation_bias for layer in every)
-    return Wiring(methods, plan, targets, biased, linear)
+    return Wiring(methods, plan, targets, linear)
 
 
 def _check_linear_layers(name: str, plan: DepthPlan, linear: tuple[int, ...]) -> None:

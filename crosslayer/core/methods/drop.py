@@ -1,6 +1,6 @@
 """Dropping sublayers: attention, MLPs or whole layers are removed.
 
-    x' = x  (no attention);  y = x'  (no MLP);  x' = x + Norm(x) W_c [+ b]  (no attention, compensated)
+    x' = x  (no attention);  y = x'  (no MLP);  x' = x + Norm(x) W_c  (no attention, compensated)
 
 Flows: nothing. Reads: nothing. Cache: nothing for layers without attention.
 Source: LLMDrop (He et al. 2024, arXiv 2406.15786); whole layers as in ShortGPT; a linear map with bias instead of

@@ -194,16 +194,10 @@ def no_gguf(config: CrossLayerConfig) -> str | None:
     rope_type = rope(config)["rope_type"]
     if rope_type not in ROPES:
         return f"rope_type is {rope_type!r}, and only {', '.join(ROPES)} are supported"
-    layers, biased = remaining_layers(config), config.wiring.compensation_bias
+    layers = remaining_layers(config)
     bare = [layer.number for layer in layers if not layer.mlp]
     if bare:
         return f"layers {ranges(bare)} have no MLP ({culprits(config, bare)})"
-    with_bias = [layer.number for layer in layers if layer.attention == "compensation" and biased[layer.number]]
-    if with_bias:
-        return (
-            f"the linear compensation (W_c) of layers {ranges(with_bias)} has a bias ({culprits(config, with_bias)}); "
-            "a retrofit without bias has none"
-        )
     if layers[0].attention is None:
         first = layers[0].number
         return f"layer {first} has no attention ({culprits(config, [first])}), and the first layer must have heads"

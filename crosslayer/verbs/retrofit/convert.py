@@ -9,8 +9,7 @@ change of this layer only. For all other fits the target is the original model's
 correct the errors of the layers before it, which generalizes to similar text only.
 
 "mean": W_c = pinv(X̄) Ē over position-wise means in v groups of sequences (arXiv 2502.00439, Theorem 3.1).
-"lstsq": least squares over all tokens. "ridge" and "layerwise" have a penalty chosen by leave-one-domain-out. A bias of
-W_c is fitted together with it.
+"lstsq": least squares over all tokens. "ridge" and "layerwise" have a penalty chosen by leave-one-domain-out.
 
 "refit": as "layerwise", and in readers (layers that attend to another layer's states, for which their W_o was not
 trained) W_o together with W_c: E is regressed on [concatenated heads ‖ X]; the two weights are the change of W_o, and
@@ -233,13 +232,12 @@ def fit_layer(streams: Streams, layer: int, fit: str, sizes: list[int], groups: 
     heads = sum(inputs.values())
     read = "values" if compensation is not None and compensation.reads_values else "normed"
     inputs |= {read: compensation.in_features} if compensation is not None else {}
-    biased = compensation is not None and compensation.bias is not None
     target = "attention" if compensation is None else compensation.target
     errors = streams.errors(layer, target, list(inputs))
-    moments = Moments(streams.after[0], sizes, groups, biased, list(inputs.values()))
+    moments = Moments(streams.after[0], sizes, groups, list(inputs.values()))
     for x, error in errors:  # (B, T, I), (B, T, C)
         moments.add(x, error)
-    weight, penalties, left_out = moments.solve(fit, roughly)  # (I [+ 1, the bias], C)
+    weight, penalties, left_out = moments.solve(fit, roughly)  # (I, C)
     penalty_of = dict(zip(inputs, penalties, strict=False))
     if attention is not None:
         old = attention.o_proj.weight  # may share its tensor with the original model
@@ -253,16 +251,14 @@ def fit_layer(streams: Streams, layer: int, fit: str, sizes: list[int], groups: 
 
 
 def _write(block: CrossLayerDecoderLayer, compensation: Compensation, weight: Tensor) -> Tensor:
-    """Set W_c to a solution (inputs [+ 1, the bias], C), and return what of it reaches the stream."""
+    """Set W_c to a solution (inputs, C), and return what of it reaches the stream."""
     written = weight.T
     if compensation.target in ON_HEADS:
         assert block.self_attn is not None
         projection = block.self_attn.o_proj.weight.double()  # (C, H·D)
-        written = torch.linalg.pinv(projection) @ written  # (H·D, inputs [+ 1])
-        weight = (projection @ written).T  # what passes through W_o, (inputs [+ 1], C)
-    compensation.weight.copy_(written[:, : compensation.in_features])
-    if compensation.bias is not None:
-        compensation.bias.copy_(written[:, -1])
+        written = torch.linalg.pinv(projection) @ written  # (H·D, inputs)
+        weight = (projection @ written).T  # what passes through W_o, (inputs, C)
+    compensation.weight.copy_(written)
     return weight
 
 

@@ -4,15 +4,12 @@ The ridge penalty is chosen by leave-one-*domain*-out: fitted on all other domai
 domains. Held-out windows of a calibration domain would say nothing about other text, since W_c learns the domain. With
 a single domain every eighth window is held out instead.
 
-A bias is the weight of an additional input that is always 1. It is not penalized: W is fitted to centered moments, and
-the bias is the mean of E that remains.
-
 Where W_o is refitted, the concatenated heads that it reads are inputs too, and the fit gives the change of W_o. W_o and
 W_c then have a penalty each, in units of the mean square of their own inputs. The pair is found by steps of a factor of
 ten from the best pair of equal penalties.
 
 Shapes: B sequences, T tokens, C hidden, H·D concatenated heads, P folds, v groups of sequences, I inputs: C for W_c,
-H·D for W_o, or both concatenated; one more with a bias.
+H·D for W_o, or both concatenated.
 """
 
 import functools
@@ -97,18 +94,16 @@ def check_enough(width: int, sizes: Sequence[int], length: int, fit: str) -> Non
 class Moments:
     """Second moments of X and E by fold, and position-wise sums in groups of sequences."""
 
-    def __init__(
-        self, like: Tensor, sizes: Sequence[int], groups: int, bias: bool = False, blocks: Sequence[int] | None = None
-    ):
+    def __init__(self, like: Tensor, sizes: Sequence[int], groups: int, blocks: Sequence[int] | None = None):
         """Start empty; `like` is a stream (B, T, C), `sizes` are the sequences of each domain, `groups` is v.
 
         `blocks` are the widths of inputs with a penalty of their own: (C,) by default, (H·D,), or (H·D, C).
         """
         length, width = like.shape[1:]
         self.blocks = (width,) if blocks is None else tuple(blocks)
-        inputs = sum(self.blocks) + bias
+        inputs = sum(self.blocks)
         self.fold_of, self.held = folds(sizes)
-        self.sequences, self.groups, self.length, self.bias = sum(sizes), groups, length, bias
+        self.sequences, self.groups, self.length = sum(sizes), groups, length
         self.epsilon = torch.finfo(like.dtype).eps
         double = {"dtype": torch.float64, "device": like.device}
         count = max(self.held) + 1
@@ -121,10 +116,8 @@ class Moments:
         self.added = 0  # sequences so far
 
     def add(self, x: Tensor, error: Tensor) -> None:
-        """Add the next sequences: X (B, T, I without the bias) and E (B, T, C)."""
+        """Add the next sequences: X (B, T, I) and E (B, T, C)."""
         x, error = x.double(), error.double()  # least squares would invert float32 rounding of dependent inputs
-        if self.bias:
-            x = torch.cat([x, x.new_ones(*x.shape[:2], 1)], dim=-1)  # (B, T, I)
         for inputs, errors in zip(x, error, strict=True):  # (T, I), (T, C)
             fold, group = self.fold_of[self.added], self.added * self.groups // self.sequences
             self.gram[fold].addmm_(inputs.T, inputs)
@@ -143,17 +136,13 @@ class Moments:
     def solve(self, fit: str, roughly: bool = False) -> tuple[Tensor, tuple[float, ...], float | None]:
         """Return W (I, C) with X W ≈ E, the chosen penalties of its blocks, and the relative error on held-out folds.
 
-        Without a choice these are () and None; `roughly` is as in `fit_layer`. The last row of W is a bias, if any.
+        Without a choice these are () and None; `roughly` is as in `fit_layer`.
         """
         if fit == "zero":
             return torch.zeros_like(self.cross[0]), (), None
-        if fit == "mean":  # a bias: fit the deviations from the means over all rows
+        if fit == "mean":
             x, error = self.means()
-            if not self.bias:
-                return pseudo_inverse(x, self.epsilon) @ error, (), None
-            x, center, offset = x[:, :-1], x[:, :-1].mean(0), error.mean(0)
-            weight = pseudo_inverse(x - center, self.epsilon) @ (error - offset)  # (C, C)
-            return torch.cat([weight, (offset - center @ weight)[None]]), (), None
+            return pseudo_inverse(x, self.epsilon) @ error, (), None
         penalties, left = self._penalties(roughly) if fit in WITH_PENALTY else ((), None)
         return self._solved(penalties, self.gram.sum(0), self.cross.sum(0)), penalties, left
 
@@ -162,27 +151,12 @@ class Moments:
 
         There is a penalty per block, in units of the inputs' mean square; without any it is least squares.
         """
-        energy = gram.diagonal()[: sum(self.blocks)]  # of each input, (I,)
-        if not self.bias:
-            return self._ridge(gram, cross, energy, penalties)
-        tokens = gram[-1, -1]
-        center, offset = gram[-1, :-1] / tokens, cross[-1] / tokens  # means of X and E, (I,) and (C,)
-        gram = gram[:-1, :-1] - tokens * torch.outer(center, center)
-        weight = self._ridge(gram, cross[:-1] - tokens * torch.outer(center, offset), energy, penalties)
-        return torch.cat([weight, (offset - center @ weight)[None]])
-
-    def _ridge(self, gram: Tensor, cross: Tensor, energy: Tensor, penalties: Sequence[float]) -> Tensor:
-        """Solve with penalties; `energy` (I,) is that of the inputs before centering.
-
-        Of inputs that hardly vary, a centered gram holds only the rounding of `energy`, which may be negative: the
-        smallest penalty stays above that.
-        """
         if not penalties:
             return torch.linalg.pinv(gram, rtol=RANK_CUTOFF, hermitian=True) @ cross
-        added, sizes = [], list(self.blocks)
-        for penalty, centered, whole in zip(penalties, gram.diagonal().split(sizes), energy.split(sizes), strict=True):
-            mean = max(float(centered.mean()), RANK_CUTOFF / PENALTIES[0] * float(whole.sum()))
-            added.append(torch.full_like(centered, penalty * (mean or 1.0)))  # inputs of zeros get weights of zero
+        added = []
+        for penalty, energies in zip(penalties, gram.diagonal().split(list(self.blocks)), strict=True):
+            mean = float(energies.mean()) or 1.0  # inputs of zeros get weights of zero
+            added.append(torch.full_like(energies, penalty * mean))
         return torch.cholesky_solve(cross, torch.linalg.cholesky(gram + torch.cat(added).diag()))
 
     def _penalties(self, roughly: bool) -> tuple[tuple[float, ...], float | None]:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Self
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from crosslayer.output.record import Options, Seed
-from crosslayer.verbs.retrofit.moments import FITS
+from crosslayer.verbs.retrofit.moments import FITS, REFITS
 
 QUICK_SETS = ("windows", "calibration", "length")  # what `quick` decides
 ONE_OF = (
@@ -24,12 +24,10 @@ LAYERS = {  # names with the settings that each takes
     **dict.fromkeys(("auto", "auto:similarity", "auto:top-half-similarity"), ("count",)),
 }
 COMPENSATIONS = {
-    **dict.fromkeys(("", *FITS), ("target", "bias")),  # "": the default fit
-    "mean": ("target", "bias", "groups"),
-    "refit": ("bias",),
-    **dict.fromkeys(("none", "refit-o"), ()),
+    **dict.fromkeys(("", *FITS), ("target",)),  # "": the default fit
+    "mean": ("target", "groups"),
+    **dict.fromkeys(("none", *REFITS), ()),
 }
-FLAG = "bias"  # the setting without a value
 SWEPT = {option: option for option in ("method", "layers", "compensation")}  # what can be swept, and in which option
 SWEPT |= dict.fromkeys(("size", "count"), "layers") | dict.fromkeys(("target", "groups"), "compensation")
 
@@ -47,7 +45,6 @@ class AskedCompensation(Options):
 
     name: str
     target: str | None = None
-    bias: bool = False
     groups: int = Field(default=1, ge=1)
 
 
@@ -59,7 +56,7 @@ def read_layers(text: str) -> AskedLayers:
 
 
 def read_compensation(text: str | None) -> AskedCompensation:
-    """Return what a text says, such as `mean,groups=4` or `target=heads,bias`."""
+    """Return what a text says, such as `mean,groups=4` or `target=heads`."""
     return AskedCompensation(**_settings("compensation", text or "", COMPENSATIONS))
 
 
@@ -70,7 +67,7 @@ def _settings(option: str, text: str, takes: Mapping[str, Collection[str]]) -> d
         ValueError: the name is unknown, or does not take a setting.
     """
     first, *words = (word.strip() for word in text.split(","))
-    if first == FLAG or "=" in first:
+    if "=" in first:
         first, words = "", [first, *words]
     if first not in takes:
         groups = ", or groups such as 18-21,22-25" if takes is LAYERS else ""
@@ -78,11 +75,11 @@ def _settings(option: str, text: str, takes: Mapping[str, Collection[str]]) -> d
     settings: dict[str, Any] = {"name": first}
     for word in words:
         key, equals, value = word.partition("=")
-        if key not in takes[first] or key in settings or bool(equals) == (key == FLAG):
-            forms = [name if name == FLAG else f"{name}=…" for name in takes[first]]
+        if key not in takes[first] or key in settings or not equals:
+            forms = [f"{name}=…" for name in takes[first]]
             allowed = f"{', '.join(forms)}, each once" if forms else "no settings"
             raise ValueError(f"`{option}`: {first or 'the default'} takes {allowed}, got {word!r}")
-        settings[key] = value if equals else True
+        settings[key] = value
     return settings
 
 

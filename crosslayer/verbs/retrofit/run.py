@@ -93,9 +93,9 @@ def retrofit(
         compensation: how to compensate for the change. A linear map W_c of each converted layer's input is fitted by
             layerwise (default), ridge, mean or lstsq; zero leaves it at zero. refit (default if layers read another
             layer's states) fits W_c and W_o together, refit-o only W_o; none fits nothing. Settings follow, as in
-            layerwise,target=heads,bias. target: where W_c's output is added: attention (default if possible), heads,
-            mlp, or heads-from-values (a map of the output of W_v). bias: add a bias. groups=4, for mean: groups of
-            windows, each with its own mean (v of Theorem 3.1).
+            layerwise,target=heads. target: where W_c's output is added: attention (default if possible), heads, mlp,
+            or heads-from-values (a map of the output of W_v). groups=4, for mean: groups of windows, each with its own
+            mean (v of Theorem 3.1).
         part: what to remove, if the method offers a choice: attention, mlp or layer.
         calibration_text: text to fit and search on, repeatable; default --text, or embedded books, web and docs.
         windows: evaluation windows, all domains together; at least 16 per domain.

@@ -106,7 +106,7 @@ class Strategy(ABC):
         if not self.adds or not isinstance(method, Compensated):
             return method
         target = self.asked.target if self.asked.target in method.targets else method.targets[0]
-        return dataclasses.replace(method, compensation=target, compensation_bias=self.asked.bias)
+        return dataclasses.replace(method, compensation=target)
 
     def check(self, given: Mapping[str, Any]) -> None:
         """Raise for a given option without effect, and for methods and fits that a model's config does not allow."""
@@ -123,8 +123,6 @@ class Strategy(ABC):
             raise no_effect(f"`compensation` target={target}")
         if target is not None:
             check_choice("`compensation`", "target", target, self.targets)
-        if self.asked.bias and not (self.adds and self.targets):
-            raise no_effect("`compensation` bias")
         if self.fit in REFITS and self.named and not any(one.grouped for one in self.named):
             raise ValueError(
                 f"`compensation` {self.fit} refits W_o of layers that read another layer's states, and {names} has "

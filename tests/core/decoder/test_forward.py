@@ -282,12 +282,6 @@ def test_compensation_is_zero_when_built():
     contract.close(compensation(normed), normed @ compensation.weight.T, "W_c", 1e-5)
     compensation.reset()
     assert not compensation.weight.any()
-    biased = Compensation(config, "heads", bias=True)
-    assert not biased.bias.any() and compensation.bias is None
-    torch.nn.init.ones_(biased.bias)
-    contract.close(biased(normed), torch.ones(2, 3, 32), "W_c with a bias", 1e-6)
-    biased.reset()
-    assert not biased.bias.any()
 
 
 def test_parallel_plans_are_the_decoders_own():

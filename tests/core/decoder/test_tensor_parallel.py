@@ -25,7 +25,7 @@ NAMES = (
     "drop compensated", "resformer, biases, tied", "hyper_connections", "mudd", "mudd + uniattn", "fusedkv",
     "fusedkv lite", "cross_attention", "cla, qk-norm, biases", "identity_mapping", "neutreno", "denseformer",
     "yoco", "resformer + yoco + attnres", "uniattn + resformer, gemma2", "gpt2",
-    "mixture of experts", "attnres, linear attention", "cla heads, bias", "uniattn mlp, bias", "drop, bias",
+    "mixture of experts", "attnres, linear attention", "cla heads",
     "uniattn heads-from-values",
 )  # fmt: skip
 SHARDED = {name: CASES[name] for name in NAMES}

@@ -50,29 +50,16 @@ def test_cla_between_any_layers(groups):
     check(build(config_of([{"name": "cla", "groups": groups}])), Loops)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"name": "drop", "attention": (3,)}, "drop: compensation_bias needs a W_c; set compensation to 'att"),
-        ({"name": "uniattn", "superblocks": ((2, 3),), "compensation": None}, "to 'attention' or 'heads' or 'mlp'"),
-    ],
-)
-def test_a_bias_without_w_c(options, message):
-    with pytest.raises(ValueError, match=message):
-        config_of([{**options, "compensation_bias": True}])
-
-
 @pytest.mark.parametrize("target", ["attention", "heads"])
-def test_a_bias_of_w_c(target):
-    """Drop with W_c and bias instead of attention, and CLA with W_c before W_o: token by token."""
+def test_w_c(target):
+    """Drop with W_c instead of attention, and CLA with W_c before W_o: token by token."""
     drop = {"name": "drop", "attention": (1, 4), "compensation": "attention"}
     cla = {"name": "cla", "groups": ((2, 3),), "compensation": "heads"}
-    entry = {**(drop if target == "attention" else cla), "compensation_bias": True}
 
     class Loops(Naive):
         def w_c(self, layer, normed):
             module = self.layers[layer].compensation
-            return torch.stack([module.weight @ row + module.bias for row in normed])
+            return torch.stack([module.weight @ row for row in normed])
 
         def states(self, layer, normed):
             q, k, v = (None,) * 3 if layer == 3 and target == "heads" else super().states(layer, normed)
@@ -98,9 +85,9 @@ def test_a_bias_of_w_c(target):
                 x = x + layer.mlp(layer.post_attention_layernorm(x))
             return self.model.lm_head(self.model.model.norm(x))
 
-    model = build(config_of([entry]))
-    biased = [layer.compensation.bias for layer in model.model.layers if layer.compensation is not None]
-    assert all(bias.abs().max() > 0.1 for bias in biased)
+    model = build(config_of([drop if target == "attention" else cla]))
+    fitted = [layer.compensation.weight for layer in model.model.layers if layer.compensation is not None]
+    assert all(weight.abs().max() > 0.1 for weight in fitted)
     check(model, Loops)
 
 
@@ -166,7 +153,7 @@ def test_uniattn(target, attention, monkeypatch):
 
 def test_a_w_c_of_the_values_needs_a_w_v():
     uniattn = {"name": "uniattn", "superblocks": ((2, 3),), "compensation": "heads-from-values"}
-    with pytest.raises(ValueError, match="layer 3:.*W_c.*W_v,.*'heads'"):
+    with pytest.raises(ValueError, match="layer 3:.*W_v;.*'heads'"):
         config_of([uniattn, "svformer"])
     with pytest.raises(ValueError, match="'attention', 'heads', 'mlp'"):
         config_of([{"name": "cla", "compensation": "heads-from-values"}])

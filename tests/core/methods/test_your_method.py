@@ -121,8 +121,6 @@ class WithoutBase(Method):
 def test_w_c_is_checked_and_never_left_out_silently():
     with pytest.raises(ValueError, match="compensation.*one.*'head'"):
         methods.wire([OwnCheck(compensation="head")], 4)
-    with pytest.raises(ValueError, match="compensation_bias needs a W_c"):
-        methods.wire([OwnCheck(compensation_bias=True)], 4)
     with pytest.raises(ValueError, match="of Compensated"):
         methods.wire([WithoutBase()], 4)
 

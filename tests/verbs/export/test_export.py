@@ -176,7 +176,6 @@ def test_cards_of_all_forms_say_what_the_model_is_and_how_it_is_used(tmp_path):
 
 
 UNIATTN = {"name": "uniattn", "superblocks": [[1, 2], [3, 4]]}
-WITH_BIAS = {"name": "drop", "attention": [3], "compensation": "attention", "compensation_bias": True}
 REFUSED = {
     "shared maps": ([UNIATTN], "gguf", ("uniattn (superblocks", "layer 2 reads the queries of layer 1", "no other")),
     "shared values": (["svformer"], "deci", ("svformer", "values", "no other")),
@@ -191,7 +190,6 @@ REFUSED = {
         "deci",
         ("W_c", "with compensation none", "use `to` gguf"),
     ),
-    "W_c with a bias": ([WITH_BIAS], "gguf", ("(W_c) of layers 3 has a bias", "without bias", "no other")),
     "no MLP": ([{"name": "drop", "mlp": [1, 2]}], "gguf", ("layers 1-2 have no MLP", "use `to` deci")),
     "first layer": ([{"name": "drop", "attention": [0]}], "gguf", ("layer 0 has no attention", "no other")),
 }

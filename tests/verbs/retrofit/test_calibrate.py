@@ -200,40 +200,30 @@ def seen_in(model, layer, ids):
     return (seen[name].flatten(0, 1).numpy() for name in ("normed", "stream"))
 
 
-def test_a_bias_is_least_squares_with_an_intercept(source):
+def test_lstsq_is_least_squares(source):
     """Against numpy's lstsq, on both models' streams from below."""
-    ids, ones = text(), np.ones((24 * 12, 1))
-    entry = {**METHODS["drop"], "compensation_bias": True}
+    ids, entry = text(), METHODS["drop"]
     done = convert(source, entry, calibration=ids, fit="lstsq")
     naive, converted = convert_weights(source, [load_method(entry)]).model, done.model
     for fitted_layer, number in zip(done.fits, (2, 4), strict=True):
         _, expected = seen_in(source, source.model.layers[number], ids)
         normed, stream = seen_in(naive, naive.model.layers[number], ids)
         error = expected - stream
-        solved = np.linalg.lstsq(np.concatenate([normed, ones], axis=1), error, rcond=None)[0]
-        rest = error - normed @ solved[:-1] - solved[-1]
+        solved = np.linalg.lstsq(normed, error, rcond=None)[0]
+        rest = error - normed @ solved
         assert fitted_layer.token_after == pytest.approx(np.sqrt((rest**2).sum(1).mean()), rel=1e-6)
         assert fitted_layer.token_before == pytest.approx(np.sqrt((error**2).sum(1).mean()), rel=1e-6)
-        assert abs(rest.mean(0)).max() < 1e-6  # an intercept leaves nothing of the mean
         found = converted.model.layers[number].compensation
-        assert np.abs(found.weight.detach().numpy().T - solved[:-1]).max() < 1e-5
-        assert np.abs(found.bias.detach().numpy() - solved[-1]).max() < 1e-5 < np.abs(solved[-1]).max()
+        assert np.abs(found.weight.detach().numpy().T - solved).max() < 1e-5 < np.abs(solved).max()
         naive.model.layers[number].compensation.load_state_dict(found.state_dict())
-    assert done.weights.new == [
-        f"model.layers.{i}.attn_compensation.{part}" for i in (2, 4) for part in ("bias", "weight")
-    ]
-    plain = convert(source, METHODS["drop"], calibration=ids, fit="lstsq")
-    assert done.fits[0].token_after < plain.fits[0].token_after
+    assert done.weights.new == [f"model.layers.{i}.attn_compensation.weight" for i in (2, 4)]
 
 
 @pytest.mark.parametrize("name", ["heads", "mlp", "cla"])
-def test_a_bias_helps_wherever_w_c_writes(source, name):
-    plain = convert(source, METHODS[name], calibration=text(), fit="lstsq")
-    biased = convert(source, {**METHODS[name], "compensation_bias": True}, calibration=text(), fit="lstsq")
-    assert biased.fits[0].token_after < plain.fits[0].token_after * 0.999
-    model, number = biased.model, biased.fits[0].layer
-    rest = seen_rest(source, model, number, name)
-    assert biased.fits[0].token_after == pytest.approx(np.sqrt((rest**2).sum(1).mean()), rel=1e-6)
+def test_a_fit_reports_what_is_left_wherever_w_c_writes(source, name):
+    done = convert(source, METHODS[name], calibration=text(), fit="lstsq")
+    rest = seen_rest(source, done.model, done.fits[0].layer, name)
+    assert done.fits[0].token_after == pytest.approx(np.sqrt((rest**2).sum(1).mean()), rel=1e-6)
 
 
 def seen_rest(source, model, number, name):
@@ -249,50 +239,6 @@ def seen_rest(source, model, number, name):
             m(text())
         hook.remove()
     return seen[0] - seen[1]
-
-
-def test_no_penalty_shrinks_a_bias():
-    """What is constant is learnt whole, from centred moments, where the penalty shrinks everything else."""
-    generator = torch.Generator().manual_seed(0)
-    center, offset = torch.randn(2, 8, generator=generator, dtype=torch.float64) * 5
-    moments = Moments(torch.zeros(1, 16, 8), [8, 8], 1, bias=True)
-    rows = []
-    for _ in range(2):
-        x = center + torch.randn(8, 16, 8, generator=generator, dtype=torch.float64)
-        error = offset + torch.randn(8, 16, 8, generator=generator, dtype=torch.float64)  # x says nothing of it
-        moments.add(x, error)
-        rows.append((x.flatten(0, 1), error.flatten(0, 1)))
-    solved, (penalty,), left = moments.solve("ridge")
-    x, error = (torch.cat(parts) for parts in zip(*rows, strict=True))
-    assert penalty >= 1 and left < 0.5 and solved[:-1].abs().max() < 0.2
-    centred = x - x.mean(0)
-    gram = centred.T @ centred
-    eye = torch.eye(8, dtype=torch.float64) * penalty * gram.diagonal().mean()
-    weight = torch.linalg.solve(gram + eye, centred.T @ (error - error.mean(0)))
-    assert (solved[:-1] - weight).abs().max() < 1e-9
-    assert (solved[-1] - (error.mean(0) - x.mean(0) @ weight)).abs().max() < 1e-9
-    report = moments.report(0, solved)
-    rest = error - x @ solved[:-1] - solved[-1]
-    assert report.token_after == pytest.approx(float(rest.square().sum(-1).mean().sqrt()), rel=1e-9)
-    mean, *_ = moments.solve("mean")
-    x_bar, e_bar = (
-        torch.stack([part.view(8, 16, 8).mean(0) for part in parts]).mean(0) for parts in zip(*rows, strict=True)
-    )
-    expected = torch.linalg.lstsq(torch.cat([x_bar, torch.ones(16, 1)], 1).double(), e_bar).solution
-    assert (mean - expected).abs().max() < 1e-8
-
-
-@pytest.mark.parametrize("spread", [0, 1e-9, 1e-7, 1e-5])
-def test_inputs_that_hardly_vary_leave_a_bias_alone(spread):
-    """Their centred gram is rounding, which has no Cholesky factor."""
-    generator = torch.Generator().manual_seed(0)
-    center, offset = torch.randn(2, 64, generator=generator)
-    moments = Moments(torch.zeros(1, 16, 64), [8, 8, 8], 1, bias=True)
-    noise, rest = torch.randn(2, 24, 16, 64, generator=generator)
-    moments.add(center + spread * noise, offset + rest)
-    solved, _, left = moments.solve("ridge")
-    assert solved.isfinite().all() and left is not None and left < 1
-    assert (center.double() @ solved[:-1] + solved[-1] - offset).abs().max() < 0.3  # the mean of 384 rows of noise
 
 
 def test_ridge_shrinks_what_noise_would_fit(source):

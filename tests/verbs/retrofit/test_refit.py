@@ -174,12 +174,11 @@ REFUSED = {
         {"method": "drop"},
         "W_o.*drop has none; use layerwise",
     ),
-    "mlp": ({"method": "uniattn", "compensation": "refit,target=mlp"}, "refit takes bias, each once, got 'target=mlp'"),
+    "mlp": ({"method": "uniattn", "compensation": "refit,target=mlp"}, "refit takes no settings, got 'target=mlp'"),
     "target": (
         {"method": "uniattn", "compensation": "refit-o,target=attention"},
         "refit-o takes no settings, got 'target=attention'",
     ),
-    "bias": ({"method": "uniattn", "compensation": "refit-o,bias"}, "refit-o takes no settings"),
     "text": ({"method": "cla", "calibration": 3}, r"`calibration` must be at least \d+ \(refit fits \d+ inputs"),
 }
 

@@ -54,12 +54,8 @@ def test_llm_drop_takes_the_most_similar_attentions_of_the_top_half(source, monk
             "`layers`: auto takes count=…, each once, got 'threshold=0.8'",
         ),
         ({"method": "cla", "layers": "top-half,threshold=0.5"}, "top-half takes size=…, count=…"),
-        ({"method": "cla", "compensation": "none,bias"}, "none takes no settings, got 'bias'"),
-        ({"method": "drop", "part": "mlp", "compensation": "bias"}, "`compensation` bias has no effect"),
-        (
-            {"method": {"name": "drop", "attention": [1], "compensation": "attention"}, "compensation": "bias"},
-            "`compensation` bias has no effect",
-        ),
+        ({"method": "cla", "compensation": "none,groups=2"}, "none takes no settings, got 'groups=2'"),
+        ({"method": "cla", "compensation": "mean,groups"}, "mean takes target=…, groups=…, each once, got 'groups'"),
     ],
     ids=str,
 )

@@ -85,7 +85,7 @@ BAD = [
         ("--sweep", "target=attention,head"),
         "target must be one of 'attention', 'heads', 'mlp', 'heads-from-values', got 'head'",
     ),
-    (("--sweep", "groups=1,2"), "takes target=…, bias, each once, got 'groups=1'"),
+    (("--sweep", "groups=1,2"), "takes target=…, each once, got 'groups=1'"),
     (("--sweep", "count=3,4"), "--layers: count must be a multiple of size − 1 = 3, got 4"),
     (("--sweep", "size=2,4", "--full"), "--sweep needs --method, without a budget and without --full"),
     (("--sweep", "size=2,4", "--heal", "heal-smoke"), "--heal has no effect with --sweep"),

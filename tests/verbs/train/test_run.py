@@ -72,7 +72,7 @@ def test_snapshots_are_a_diagnosis_of_the_model_at_that_step(recipe, tmp_path):
     assert isinstance(tokenizer, PreTrainedTokenizerFast)
     tokens = tmp_path / "tokens"
     rows = [
-        evenly_spaced(FixedRows(Domain(name, TextSource()).shards(tokenizer, tokens).validation, 32, name), 3)
+        evenly_spaced(FixedRows(Domain(name, TextSource()).shards(tokenizer, tokens)[1], 32, name), 3)
         for name in ("books", "code")
     ]
     windows = torch.stack([rows[0][0]["input_ids"], rows[1][0]["input_ids"], rows[0][1]["input_ids"]])

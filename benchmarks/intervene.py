@@ -31,7 +31,7 @@ from crosslayer.environment import environment
 from crosslayer.output.chart import save_svg
 from crosslayer.output.panel import Line, Panel
 from crosslayer.output.progress import Progress
-from crosslayer.stats.bootstrap import Ends, over_documents, plain, summarize
+from crosslayer.stats.bootstrap import Ends, measure, over_documents, plain
 from crosslayer.verbs.intervene.kinds import Kind, PositionSwap, positions_of, waiver
 from crosslayer.verbs.intervene.readings import Passes, Sample, change
 
@@ -140,7 +140,7 @@ def compared(
         averages["drain"] = np.nanmedian(sample.measures["value_norm_ratio"][:, layers, at], axis=1)
         averages["first_drain"] = np.nanmedian(sample.measures["value_norm_ratio"][:, layers, 0], axis=1)
         averages["last_row"] = sample.last[:, layers, position].mean(axis=1)
-        result["averages"] |= {f"{who}_{side}": summarize(values, over) for who, values in averages.items()}
+        result["averages"] |= {f"{who}_{side}": measure(values, over).model_dump() for who, values in averages.items()}
         result[f"by_head_{side}"] = plain(sample.measures["attention_by_head"][:, :, at].mean(axis=0))  # (L, H)
     for name in ("attention_received", "hidden_norm_ratio", "value_norm_ratio"):
         result[name] = change(before.measures[name][..., at], after.measures[name][..., at], over).model_dump()

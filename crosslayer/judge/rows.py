@@ -81,11 +81,7 @@ def kl_rows(candidate: str, found: Losses) -> list[Row]:
 def damage_rows(candidate: str, kl: np.ndarray, domains: Sequence[str], documents: Sequence[int]) -> list[Row]:
     """Return the KL of N windows, of all and by domain, and that which a new domain may have.
 
-    Args:
-        candidate: its name.
-        kl: nats per token of each window, (N,).
-        domains: of each window, empty for a single one; a domain with a single window has no interval, and no row.
-        documents: of each window.
+    `kl` (N,) is in nats per token; `domains` may be empty for a single one. A domain with a single window has no row.
     """
     rows, means = [], []
     for scope in ("all", *dict.fromkeys(domains)):

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from crosslayer.output.record import Measure, PositionBins
-from crosslayer.stats import LEVEL, NORMAL, Interval
-from crosslayer.stats.differences import FEWEST, standard_error, t_quantile
+from crosslayer.stats import LEVEL, NORMAL, Interval, t_quantile
+from crosslayer.stats.differences import FEWEST, standard_error
 from crosslayer.stats.estimate import Estimate
 
 DRAWS = 4000
@@ -125,23 +125,17 @@ def _strata(documents: tuple[int, ...]) -> list[np.ndarray]:
 
 
 def measure(sample: np.ndarray, over_documents: Ends | None = None) -> Measure:
-    """Return a measure by layer for a record, from its values (N, L), (N, L, L) or (N, L, k) over N sequences."""
-    return Measure.model_validate(summarize(sample, over_documents))
+    """Return a measure by layer for a record, from its values (N, L), (N, L, L) or (N, L, k) over N sequences.
 
-
-def summarize(sample: np.ndarray, over_documents: Ends | None = None) -> dict[str, Any]:
-    """Return the mean over sequences and its 95% interval, (N, …) → fields of a `Measure`.
-
-    `ci95` has a pair [low, high] for each entry of the mean: what `over_documents` returns, otherwise Student's t over
-    sequences, which is None for a single one.
+    Its interval is what `over_documents` returns, otherwise Student's t over sequences, which a single one lacks.
     """
     count, mean = len(sample), sample.mean(axis=0)
     if over_documents is not None:
-        return {"mean": plain(mean), "ci95": plain(over_documents(sample)), "n": count, "over": "documents"}
+        return Measure(mean=plain(mean), ci95=plain(over_documents(sample)), n=count, over="documents")
     if count < 2:
-        return {"mean": plain(mean), "ci95": None, "n": count}
+        return Measure(mean=plain(mean), ci95=None, n=count)
     half = t_quantile(count - 1) * standard_error(sample)
-    return {"mean": plain(mean), "ci95": plain(np.stack([mean - half, mean + half], axis=-1)), "n": count}
+    return Measure(mean=plain(mean), ci95=plain(np.stack([mean - half, mean + half], axis=-1)), n=count)
 
 
 def by_position(sample: np.ndarray, single: Iterable[int] = ()) -> PositionBins:

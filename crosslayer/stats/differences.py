@@ -10,14 +10,13 @@ it too.
 Shapes: S pairs, M comparisons. Source of the adjusted p-values: Holm (1979).
 """
 
-import functools
 import math
 from collections.abc import Sequence
 
 import numpy as np
 from scipy import special, stats
 
-from crosslayer.stats import LEVEL, NORMAL
+from crosslayer.stats import LEVEL, NORMAL, t_quantile
 from crosslayer.stats.estimate import Estimate
 
 FEWEST = 3  # pairs that give an interval: of two, one degree of freedom makes it twelve times the standard error
@@ -90,12 +89,6 @@ def seeds_needed(values: Sequence[float], difference: float) -> int | None:
             return count
         count += 1
     return None
-
-
-@functools.cache
-def t_quantile(degrees: int) -> float:
-    """Return by how many standard errors a 95% interval reaches to either side, by Student's t."""
-    return float(stats.t.ppf((1 + LEVEL) / 2, degrees))
 
 
 def share(found: int, n: int) -> Estimate:

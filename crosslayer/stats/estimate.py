@@ -6,11 +6,10 @@ from typing import Literal, Self
 
 import numpy as np
 from pydantic import Field, model_validator
-from scipy import stats
 
 from crosslayer.output.formatting import UNKNOWN
 from crosslayer.output.record import Frozen
-from crosslayer.stats import LEVEL
+from crosslayer.stats import LEVEL, t_quantile
 
 Verdict = Literal["lower", "higher", "no difference seen"]
 Better = Literal["lower", "higher"]
@@ -84,15 +83,12 @@ def new_domain(means: Sequence[float] | np.ndarray, least: float = -math.inf) ->
         x̄ ± t(0.975, D − 1) · s · √(1 + 1/D)
 
     An interval over windows says what more text of the same domains would give. This one says what text of another kind
-    would, if it is drawn as these domains were.
-
-    Args:
-        means: the mean of each domain, (D,).
-        least: of all possible values: 0 for a KL. The interval ends there.
+    would, if it is drawn as these domains were. `means` (D,) are those of the domains; the interval ends at `least`,
+    which is 0 for a KL.
     """
     count, value = len(means), float(np.mean(means))
     facts = {"value": value, "n": count, "over": "domains", "how": "prediction"}
     if count < FEWEST_DOMAINS:
         return Estimate(**facts)
-    half = float(stats.t.ppf((1 + LEVEL) / 2, count - 1)) * float(np.std(means, ddof=1)) * math.sqrt(1 + 1 / count)
+    half = t_quantile(count - 1) * float(np.std(means, ddof=1)) * math.sqrt(1 + 1 / count)
     return Estimate(**facts, low=max(least, value - half), high=value + half)

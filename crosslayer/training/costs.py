@@ -8,7 +8,6 @@ weights + gradients + optimizer states   4 bytes per parameter each; Adam has tw
                                          (if the loss is computed in chunks: logits of one chunk)
 """
 
-import json
 from typing import Any
 
 import torch
@@ -16,10 +15,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel, TrainingArguments
 
-from crosslayer.core.decoder import CrossLayerConfig, CrossLayerForCausalLM
+from crosslayer.core.decoder import CrossLayerConfig
 from crosslayer.core.decoder.modeling import AT_ONCE
 from crosslayer.core.transformers_versions import OLD_ARGUMENTS
 from crosslayer.machine import free_memory
+from crosslayer.output.manifest import methods_of
 from crosslayer.probe.model import evaluating
 from crosslayer.training.arguments import step_sequences
 from crosslayer.training.record import TrainedModel
@@ -48,11 +48,9 @@ def trained_model(model: PreTrainedModel, length: int) -> TrainedModel:
                 model(torch.zeros(1, count, dtype=torch.long, device=model.device), use_cache=False)
             flops[count] = counter.get_total_flops() / count
     growth = (flops[longer] - flops[shorter]) / (longer - shorter)
-    methods = model.config.cross_layer if isinstance(model, CrossLayerForCausalLM) else []
-    entries = [dict(entry) if isinstance(entry, dict) else {"name": entry} for entry in methods]
     return TrainedModel(  # pyright: ignore[reportCallIssue]
         class_=type(model).__name__,
-        methods=json.loads(json.dumps(entries)),  # tuples become lists, as in a record that is read again
+        methods=methods_of(model) or [],
         layers=model.config.get_text_config().num_hidden_layers,
         parameters=model.num_parameters(),
         flops_per_token=PASSES * (flops[longer] + growth * (length - longer)),

@@ -39,15 +39,9 @@ class Head:
 def divergence(hidden: Tensor, head: Head, target: Tensor, target_head: Head, rows: int = ROWS) -> Tensor:
     """Return the mean KL of a model's predictions to its teacher's, in nats, as a scalar with gradients.
 
-    Products run in autocast's dtype if it is on; all sums are in float32, or in float64 for float64 states. The teacher
-    gets no gradients.
-
-    Args:
-        hidden: (R, C), the last hidden states of the model, after its final norm.
-        head: the model's head.
-        target: (R, C of the teacher), the teacher's hidden states of the same tokens.
-        target_head: the teacher's head, with the same vocabulary.
-        rows: tokens whose ∂KL/∂y is in memory.
+    `hidden` (R, C) and `target` (R, C of the teacher) are last hidden states of the same tokens, after the final norm;
+    ∂KL/∂y of `rows` tokens is in memory. Products run in autocast's dtype if it is on; all sums are in float32, or in
+    float64 for float64 states. The teacher gets no gradients.
     """
     assert head.weight.shape[0] == target_head.weight.shape[0], "the vocabularies differ"
     assert hidden.shape[0] == target.shape[0] > 0, "hidden and target must be of the same tokens"

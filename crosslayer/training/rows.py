@@ -49,26 +49,22 @@ class FixedRows(Dataset[dict[str, Tensor]]):
         return self.shards.tokens // self.length
 
     def __getitem__(self, item: int) -> dict[str, Tensor]:
-        """Return a row, as `row` makes it."""
-        return row(self.shards, item, self.length)
+        """Return a window for training a causal model, each entry (T,) int64.
 
-
-def row(shards: Shards, window: int, length: int) -> dict[str, Tensor]:
-    """Return a window of a text for training a causal model, each entry (T,) int64.
-
-    `position_ids` restart at 0 with every document, which makes transformers keep attention within documents (only with
-    `use_cache=False`). `labels` are the ids, since models shift them themselves, but -100 at the first token of each
-    document, which is not predicted from the document before.
-    """
-    input_ids = torch.from_numpy(shards.read(window * length, length))  # (T,)
-    starts = torch.from_numpy(shards.starts(window * length, length))  # (documents that begin in it,)
-    labels = input_ids.clone()
-    labels[0] = IGNORED
-    labels[starts] = IGNORED
-    begin = torch.zeros(length, dtype=torch.int64)  # (T,): index at which the document of each token starts
-    begin[starts] = starts
-    position_ids = torch.arange(length) - begin.cummax(0).values  # (T,)
-    return {"input_ids": input_ids, "position_ids": position_ids, "labels": labels}
+        `position_ids` restart at 0 with every document, which makes transformers keep attention within documents (only
+        with `use_cache=False`). `labels` are the ids, since models shift them themselves, but -100 at the first token
+        of each document, which is not predicted from the document before.
+        """
+        first, length = item * self.length, self.length
+        input_ids = torch.from_numpy(self.shards.read(first, length))  # (T,)
+        starts = torch.from_numpy(self.shards.starts(first, length))  # (documents that begin in it,)
+        labels = input_ids.clone()
+        labels[0] = IGNORED
+        labels[starts] = IGNORED
+        begin = torch.zeros(length, dtype=torch.int64)  # (T,): index at which the document of each token starts
+        begin[starts] = starts
+        position_ids = torch.arange(length) - begin.cummax(0).values  # (T,)
+        return {"input_ids": input_ids, "position_ids": position_ids, "labels": labels}
 
 
 class ExampleRows(Dataset[dict[str, Tensor]]):
@@ -152,7 +148,7 @@ class Mixture(Dataset[dict[str, Tensor]]):
         return self.items
 
     def __getitem__(self, item: int) -> dict[str, Tensor]:
-        """Return a row: `input_ids`, `position_ids` and `labels`, each (T,) int64, as `row` makes them."""
+        """Return a row: `input_ids`, `position_ids` and `labels`, each (T,) int64."""
         name, window = self.window(item)
         return self.rows[name][window]
 
@@ -211,22 +207,21 @@ def evenly_spaced(rows: Any, count: int) -> Subset[dict[str, Tensor]]:
 class Rows:
     """The rows of a recipe by domain: those to train on, and held-out ones, spread evenly over their text."""
 
+    recipe: Recipe
+    tokenizer: PreTrainedTokenizerFast
     domains: dict[str, DomainRows]
     held_out: dict[str, Subset[dict[str, Tensor]]]
-    weights: dict[str, float]
-    seed: int
-    objective: str
-    tokenizer: PreTrainedTokenizerFast
 
     def training(self, items: int) -> Mixture:
         """Return `items` rows to train on; fewer are the first of more."""
-        return Mixture(self.domains, self.weights, self.seed, items)
+        weights = {part.name: part.weight for part in self.recipe.data.domains}
+        return Mixture(self.domains, weights, self.recipe.seed, items)
 
     def trained(self, items: int) -> tuple[TrainedDomain, ...]:
         """Return what training on `items` rows reads of each domain."""
-        mixture = self.training(items)
+        mixture, objective = self.training(items), self.recipe.objective
         passes, total = mixture.passes(), sum(mixture.units)
-        counted = [] if self.objective == "next-token" else [self.objective]  # losses of other tokens are not compared
+        counted = [] if objective == "next-token" else [objective]  # losses of other tokens are not compared
         return tuple(
             TrainedDomain(
                 name=name,
@@ -271,5 +266,4 @@ def read_rows(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> Rows:
         trained_on, kept = text.shards(tokenizer, cache_folder() / TOKENS)
         training[part.name] = rows_of(trained_on, part)
         held_out[part.name] = evenly_spaced(rows_of(kept, part), count)
-    weights = {part.name: part.weight for part in recipe.data.domains}
-    return Rows(training, held_out, weights, recipe.seed, recipe.objective, tokenizer)
+    return Rows(recipe, tokenizer, training, held_out)

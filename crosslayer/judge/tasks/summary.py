@@ -18,8 +18,8 @@ import numpy as np
 from scipy import special, stats
 
 from crosslayer.judge.report import Detail, Row
-from crosslayer.stats import NORMAL
-from crosslayer.stats.differences import FEWEST, share_difference, share_error, t_quantile
+from crosslayer.stats import NORMAL, t_quantile
+from crosslayer.stats.differences import FEWEST, share_difference, share_error
 from crosslayer.stats.estimate import Estimate
 
 POWER = 0.8

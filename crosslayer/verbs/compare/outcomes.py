@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from crosslayer.stats.differences import FEWEST, holm, paired_difference, seeds_needed, t_ends, t_mean, t_quantile
+from crosslayer.stats import t_quantile
+from crosslayer.stats.differences import FEWEST, holm, paired_difference, seeds_needed, t_ends, t_mean
 from crosslayer.stats.estimate import Estimate
 from crosslayer.verbs.compare.read import GroupedRuns
 from crosslayer.verbs.compare.result import (

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from crosslayer.testing.tiny import FLOAT32, SHAPE, build, close, config_of
-from crosslayer.training.rows import IGNORED, FixedRows, Mixture, evenly_spaced, permutation, row
+from crosslayer.training.rows import IGNORED, FixedRows, Mixture, evenly_spaced, permutation
 from crosslayer.training.shards import tokenise
 from tests.helpers.text import WORDS, tokenizer, words
 
@@ -109,7 +109,8 @@ def test_rows_are_the_same_for_any_number_of_processes(domains):
 def test_positions_and_labels_know_where_documents_begin(tmp_path):
     texts = [words(0, 3), words(3, 4), words(4, 16)]
     shards = tokenise(texts, tokenizer(), tmp_path / "s", fingerprint="")
-    first, second = row(shards, 0, 8), row(shards, 1, 8)
+    rows = FixedRows(shards, 8, "own")
+    first, second = rows[0], rows[1]
     assert first["input_ids"].tolist() == list(range(3, 11))
     assert first["position_ids"].tolist() == [0, 1, 2, 0, 0, 1, 2, 3]
     assert first["labels"].tolist() == [IGNORED, 4, 5, IGNORED, IGNORED, 8, 9, 10]
@@ -134,7 +135,7 @@ def test_documents_in_a_row_do_not_see_each_other(tmp_path, make, method):
     texts = [words(0, 9), words(9, 10), words(10, 24), words(3, 20)]
     shards = tokenise(texts, tokenizer(), tmp_path / "s", fingerprint="")
     model = make(method)
-    packed = {name: entry[None] for name, entry in row(shards, 0, 32).items()}  # (1, T)
+    packed = {name: entry[None] for name, entry in FixedRows(shards, 32, "own")[0].items()}  # (1, T)
     together = model(**packed, use_cache=False)
     parts = packed["input_ids"].split([9, 1, 14, 8], dim=1)  # of the last document what the row holds of it
     alone = torch.cat([model(part, use_cache=False).logits for part in parts], 1)  # (1, T, V)

@@ -51,8 +51,9 @@ def special_tokens(
 ) -> tuple[list[int], list[int]]:
     """Return the tokens that a sequence begins and ends with.
 
-    With `bos` "auto" that is what the tokenizer puts there, with "yes" the beginning token alone, with "no" none. Then
-    comes the prefix: a text, token ids, or for "chat" what the chat template puts before a user's message.
+    With `bos` "auto" that is what the tokenizer puts there ([CLS] and [SEP], say), with "yes" the beginning token
+    alone, with "no" none. Then comes the prefix: a text, token ids, or for "chat" what the chat template puts before a
+    user's message.
     """
     if prefix is not None:
         if prefix == "chat":
@@ -174,15 +175,9 @@ def packed(
 ) -> Windows:
     """Cut documents into windows, a single window from each piece of text, so that they come from all of it.
 
-    Args:
-        documents: a list, or a stream, which is read only as far as needed.
-        tokenizer: of the model.
-        sequences: how many windows.
-        length: tokens of each. A window is contiguous text as far as its document reaches.
-        seed: of the order in which pieces are taken.
-        bos: "auto" keeps what the tokenizer puts first and last ([CLS] and [SEP], say), "yes" forces the beginning
-            token, "no" gives plain text.
-        prefix: what every window begins with behind that, as `special_tokens` has it.
+    A window of `length` tokens is contiguous text as far as its document reaches, between the tokens that
+    `special_tokens` gives for `bos` and `prefix`. Pieces of a list are taken in the order of `seed`; a stream is read
+    only as far as needed.
 
     Raises:
         ValueError: there is too little text; the message says how many tokens there are.

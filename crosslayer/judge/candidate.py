@@ -51,11 +51,7 @@ class Candidate:
 
 
 def candidate_of(given: Any, name: str | None = None) -> Candidate:
-    """Return a candidate from a name, or in Python from a model, a plan, a cache class or a context manager.
-
-    Raises:
-        ValueError: it is something else.
-    """
+    """Return a candidate from a name, or in Python from a model, a plan, a cache class or a context manager."""
     if isinstance(given, Candidate):
         return given
     if isinstance(given, PreTrainedModel):

@@ -201,8 +201,7 @@ class Judge:
         return logits_of
 
     def _original_logits(self, ids: Tensor) -> Tensor:
-        with evaluating(self.original):
-            logits = self.original(input_ids=ids.to(self.original.device), use_cache=False).logits
+        logits = self._logits(ORIGINAL, ids)
         self._shape = logits.shape
         return logits
 

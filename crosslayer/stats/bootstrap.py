@@ -38,10 +38,6 @@ class Bootstrap:
         """Return the mean of values (N,) in each draw, (DRAWS,)."""
         return self.weights @ values
 
-    def interval(self, values: np.ndarray) -> Interval:
-        """Return the 95% interval of the mean of values (N,)."""
-        return percentiles(self.means(values))
-
     def mean(self, values: np.ndarray) -> Estimate:
         """Return the mean of values (N,)."""
         return self._estimate(values.mean(), self.means(values))
@@ -55,9 +51,9 @@ class Bootstrap:
 
         None where the gap's own interval reaches 0.
         """
-        if self.interval(gap)[0] <= 0:
-            return None
         draws = self.means(gap)
+        if percentiles(draws)[0] <= 0:
+            return None
         shares = 1 - self.means(left) / np.where(draws > 0, draws, np.nan)
         return self._estimate(1 - left.mean() / gap.mean(), shares[np.isfinite(shares)])
 

@@ -76,9 +76,8 @@ class ExampleRows(Dataset[dict[str, Tensor]]):
         The shards hold prompts and responses alternately; prompts have labels unless `responses_alone`.
         """
         self.shards, self.length, self.padding, self.responses_alone = shards, length, padding, responses_alone
-        starts = np.append(shards.starts(0, shards.tokens), shards.tokens)  # (2 E + 1,)
-        self.borders = starts
-        self.rows, self.left_out = _packed(np.diff(starts[::2]), length)
+        self.borders = np.append(shards.starts(0, shards.tokens), shards.tokens)  # (2 E + 1,)
+        self.rows, self.left_out = _packed(np.diff(self.borders[::2]), length)
         if not self.rows:
             raise ValueError(
                 f"{name}: all {self.left_out:,} instructions are longer than data.length = {length}; raise it"

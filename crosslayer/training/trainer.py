@@ -45,8 +45,6 @@ from crosslayer.training.costs import without_logits
 from crosslayer.training.distillation import Teacher
 from crosslayer.training.rows import ORDER
 
-PICKLED = "training_args.bin"  # a file that Trainer adds to a model
-
 
 class TrainingStopped(EndedTooSoon):
     """A run ended before its last step, for a reason that could not be checked beforehand.
@@ -318,7 +316,7 @@ class CrossLayerTrainer(Trainer):
         super()._save(output_dir, state_dict)
         if self.args.should_save:
             folder = Path(output_dir or self._folder)
-            (folder / PICKLED).unlink(missing_ok=True)
+            (folder / "training_args.bin").unlink(missing_ok=True)
             set_modes(folder)
 
     def _check_finite(self, name: str, value: float, first: int, last: int) -> None:

@@ -144,7 +144,7 @@ def test_sentences_say_how_windows_were_resampled_and_what_w_c_raises():
 def test_of_a_single_stratum_the_interval_is_scipys(windows):
     """Percentiles of scipy's draws of n of n windows, spread by Student's t as ours are, and n − 1 for n."""
     values = np.random.default_rng(1).gamma(2.0, size=windows)
-    low, high = Bootstrap((0,) * windows).interval(values)
+    low, high = Bootstrap((0,) * windows).mean(values).interval
     plain = stats.bootstrap((values,), np.mean, n_resamples=20_000, method="percentile", rng=2).confidence_interval
     spread = stats.t.ppf(0.975, windows - 1) / stats.norm.ppf(0.975) * (windows / (windows - 1)) ** 0.5
     expected = [values.mean() + spread * (end - values.mean()) for end in plain]

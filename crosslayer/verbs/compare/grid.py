@@ -35,7 +35,6 @@ PLAIN = "vanilla"
 NAME = re.compile(r"[A-Za-z_][\w.]{0,99}", re.ASCII)
 Methods = list[dict[str, Any]]  # of a variant, as in a config
 STATE = "grid.json"
-LARGEST = 2**24  # bytes of it; a thousand runs need a tenth of that
 
 
 def read_methods(methods: str | Sequence[Any], heads: int | None = None) -> list[Variant]:
@@ -219,8 +218,6 @@ def read_state(folder: Path) -> State | None:
     path = folder / STATE
     if not path.is_file():
         return None
-    if path.stat().st_size > LARGEST:
-        raise ValueError(f"{STATE} must have at most {LARGEST:,} bytes, got {path.stat().st_size:,}")
     try:
         return State.model_validate_json(path.read_bytes())
     except ValidationError as error:

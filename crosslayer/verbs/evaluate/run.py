@@ -65,7 +65,10 @@ def evaluate(
             a causal LM, or an option is wrong.
     """
     names = harness.task_names(tasks)
-    _check_engine(engine, transformers_only=(evict, kv_bits, device) != (None,) * 3)
+    if engine not in ("transformers", "vllm"):
+        raise ValueError(f"`engine` must be transformers or vllm, got {engine!r}")
+    if engine == "vllm" and (evict, kv_bits, device) != (None, None, None):
+        raise ValueError("`evict`, `kv_bits` and `device` need `engine` transformers; leave them out with vllm")
     options: dict[str, Any] = {"limit": limit, "num_fewshot": num_fewshot, "batch": batch, "engine": engine}
     settings = EvaluateSettings(tasks=names, evict=evict, kv_bits=kv_bits, seed=seed, **options)
     version, cache = harness.check_installed(), CacheOptions(evict, settings.kv_bits)
@@ -94,14 +97,6 @@ def evaluate(
     )
     evaluation.lm_eval_results.update(zip(("candidate", "baseline"), results, strict=False))
     return evaluation
-
-
-def _check_engine(engine: str, transformers_only: bool) -> None:
-    """Refuse an unknown engine, and options that vLLM does not have."""
-    if engine not in ("transformers", "vllm"):
-        raise ValueError(f"`engine` must be transformers or vllm, got {engine!r}")
-    if engine == "vllm" and transformers_only:
-        raise ValueError("`evict`, `kv_bits` and `device` need `engine` transformers; leave them out with vllm")
 
 
 def _score(

@@ -8,7 +8,7 @@ Source: "Unveiling and Controlling Anomalous Attention Distribution in Transform
 Shapes: N sequences, T tokens, L layers, P measured positions.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from inspect import signature
@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
-from crosslayer.output.progress import Steps
 from crosslayer.probe import measures as m
 from crosslayer.probe.intercept import AttentionCall, visited
 from crosslayer.probe.maps import has_entries, is_causal, map_sums, rows_that_see
@@ -54,39 +53,37 @@ class Sample:
         return Reading(**{name: measure(self.measures[name][:count, :, index]) for name in names})
 
 
-class Passes:
-    """Runs sequences through a model one at a time, and reports progress out of `total` forward passes."""
+@torch.no_grad()
+def sample(
+    model: PreTrainedModel,
+    ids: Tensor,
+    positions: Sequence[int],
+    interventions: Sequence[Kind] = (),
+    loss_from: int | None = None,
+    tick: Callable[[], None] = lambda: None,
+) -> Sample:
+    """Return the readings of token ids (N, T), a sequence at a time, at P positions; the model is left unchanged.
 
-    def __init__(self, model: PreTrainedModel, total: int, steps: Steps):
-        self.model, self.total, self.steps, self.done = model, total, steps, 0
-
-    @torch.no_grad()
-    def sample(
-        self, ids: Tensor, positions: Sequence[int], interventions: Sequence[Kind] = (), loss_from: int | None = None
-    ) -> Sample:
-        """Return the readings of token ids (N, T) at P positions under interventions; the model is left unchanged.
-
-        The loss is computed for the tokens after `loss_from`, by default not at all.
-        """
-        layers, observers, losses = len(layer_stack(self.model)), [], []
-        for sequence in ids:
-            observer = _Observer(self.model, positions)
-            losses.append(observer.run(sequence, interventions, loss_from))
-            observers.append(observer)
-            self.done += 1
-            self.steps.step(self.done, self.total)
-        measures = {}
-        for name, by_layer in observers[0].measures.items():
-            if by_layer:
-                measures[name] = np.stack([spread(observer.measures[name], layers) for observer in observers])
-        causal = observers[0].causal
-        return Sample(
-            causal=causal,
-            measures=measures,
-            received=np.stack([spread(observer.received, layers) for observer in observers]),
-            last=np.stack([spread(observer.last, layers) for observer in observers]),
-            loss_behind=np.stack(losses) if causal and losses[0] is not None else None,
-        )
+    The loss is computed for the tokens after `loss_from`, by default not at all. `tick` is called after each sequence.
+    """
+    layers, observers, losses = len(layer_stack(model)), [], []
+    for sequence in ids:
+        observer = _Observer(model, positions)
+        losses.append(observer.run(sequence, interventions, loss_from))
+        observers.append(observer)
+        tick()
+    measures = {}
+    for name, by_layer in observers[0].measures.items():
+        if by_layer:
+            measures[name] = np.stack([spread(observer.measures[name], layers) for observer in observers])
+    causal = observers[0].causal
+    return Sample(
+        causal=causal,
+        measures=measures,
+        received=np.stack([spread(observer.received, layers) for observer in observers]),
+        last=np.stack([spread(observer.last, layers) for observer in observers]),
+        loss_behind=np.stack(losses) if causal and losses[0] is not None else None,
+    )
 
 
 class _Observer:

@@ -7,8 +7,11 @@ Shapes: N sequences, T tokens, L layers, P measured positions.
 """
 
 import dataclasses
+import itertools
+import operator
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +40,7 @@ from crosslayer.verbs.intervene.kinds import (
     load_intervention,
     positions_of,
 )
-from crosslayer.verbs.intervene.readings import Passes, changes_at
+from crosslayer.verbs.intervene.readings import changes_at, sample
 from crosslayer.verbs.intervene.result import (
     PROBED,
     AttentionByPosition,
@@ -122,26 +125,24 @@ class Request(Options):
     @classmethod
     def _load_entries(cls, interventions: Any) -> Any:
         """Build interventions from plain data."""
-        if isinstance(interventions, Intervention | Mapping):
-            raise ValueError("interventions must be a list such as [waiver(255)], got a single intervention")
-        if not isinstance(interventions, Iterable):
+        if isinstance(interventions, Intervention | Mapping) or not isinstance(interventions, Iterable):
             raise ValueError(f"interventions must be a list such as [waiver(255)], got {interventions!r}")
         return tuple(load_intervention(each) if isinstance(each, Mapping) else each for each in interventions)
 
     @field_validator("scan", mode="before")
     @classmethod
     def _read_groups(cls, scan: Any) -> Any:
-        """Turn groups of any type, such as ranges, into tuples; check text for being a list of ranges."""
+        """Turn groups of any type, such as ranges, into tuples; check that a text is a list of ranges."""
         if isinstance(scan, str):
             _groups(scan, DEEPEST)
             return scan
-        if not isinstance(scan, Iterable):
-            raise ValueError(f"`scan` must be auto, none, ranges such as '0-2,3-29' or groups of layers, got {scan!r}")
-        groups = tuple(scan)
-        for group in groups:
-            if isinstance(group, str) or not isinstance(group, Iterable):
-                raise ValueError(f"`scan` must hold groups of layers such as [[0, 1, 2], [3, 4]], got {group!r}")
-        return tuple(tuple(group) for group in groups)
+        try:
+            return tuple(tuple(map(operator.index, group)) for group in scan)
+        except TypeError:
+            groups = "groups of layers such as [[0, 1, 2], [3, 4]]"
+            raise ValueError(
+                f"`scan` must be auto, none, ranges such as '0-2,3-29' or {groups}, got {scan!r}"
+            ) from None
 
     @model_validator(mode="after")
     def _check_positions(self) -> "Request":
@@ -176,16 +177,17 @@ def _measure(inputs: Inputs, request: Request) -> Effect:
     measured, first = [*roles], min(request.positions)  # the main position comes first
     total = 2 * len(ids) + len(probed) * (len(groups) + len(controls))
     with progress("running", total) as steps, evaluating(model):
-        passes = Passes(model, total, steps)
-        after = passes.sample(ids, measured, interventions, first)  # before all else: it may raise
-        before = passes.sample(ids, measured, (), first)
+        done = itertools.count(1)
+        read = partial(sample, model, tick=lambda: steps.step(next(done), total))
+        after = read(ids, measured, interventions, first)  # before all else: it may raise
+        before = read(ids, measured, (), first)
         scan = []
         for layers, within in groups.items():
-            scan.append(Trial(layers=list(layers), **dict(passes.sample(probed, measured[:1], within).reading(0))))
+            scan.append(Trial(layers=list(layers), **dict(read(probed, measured[:1], within).reading(0))))
         control_runs = []
         for _, moved in controls:
             position = positions_of(moved[0])[0]  # swaps keep their position
-            start, end = before.reading(measured.index(position), PROBED), passes.sample(probed, [position], moved)
+            start, end = before.reading(measured.index(position), PROBED), read(probed, [position], moved)
             control_runs.append(
                 Control(interventions=list(moved), position=position, before=start, after=end.reading(0))
             )

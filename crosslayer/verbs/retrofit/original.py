@@ -3,14 +3,12 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from crosslayer.corpus.windows import Windows
 from crosslayer.judge.judge import Judge
-from crosslayer.models.load import model_facts, origin
 from crosslayer.probe.what_if import Sublayers, find_sublayers
 from crosslayer.wiring.kv_bits import REFERENCE_DTYPE
 from crosslayer.wiring.read import model_plan
@@ -56,8 +54,3 @@ class Original:
     def judge(self) -> Judge:
         """Compares candidates with it on the evaluation text."""
         return Judge(self.model, self.windows["evaluation"], self.tokenizer, catches=False)
-
-    @cached_property
-    def facts(self) -> dict[str, Any]:
-        """Its name, size, dtype and origin, as fields of a report."""
-        return {**dict(model_facts(self.model, self.name)), "origin": origin(self.model)}

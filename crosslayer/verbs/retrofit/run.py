@@ -20,7 +20,7 @@ from crosslayer.judge.candidate import Candidate
 from crosslayer.judge.clock import Load, announce
 from crosslayer.judge.damage import by_domain
 from crosslayer.judge.retrieval import DEPTHS, LENGTHS, LONG_LENGTHS, QUICK_LENGTHS, SAMPLES
-from crosslayer.models.load import load_config, public_name, ready_model, stored_dtype
+from crosslayer.models.load import load_config, model_facts, origin, public_name, ready_model, stored_dtype
 from crosslayer.output.progress import progress
 from crosslayer.probe.model import check_ids, evaluating, positions
 from crosslayer.verbs.retrofit.cache import (
@@ -245,7 +245,10 @@ def _report(
     calibrated = {name: len(ids) for name, ids in strategy.calibration(original.windows).items()}
     report = RetrofitReport(
         architecture=Architecture(
-            **original.facts, retrofit_class=type(model).__name__, parameters_after=model.num_parameters()
+            **dict(model_facts(original.model, original.name)),
+            origin=origin(original.model),
+            retrofit_class=type(model).__name__,
+            parameters_after=model.num_parameters(),
         ),
         methods=[to_entry(method) for method in methods],
         title=title(methods),

@@ -1,6 +1,7 @@
 """Which layers of a model share a cache in vLLM, and which models vLLM cannot serve; nothing here imports vLLM."""
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 
@@ -121,6 +122,24 @@ def untested(config: CrossLayerConfig, flags: Mapping[str, str]) -> tuple[str, s
             return name, reason
     reason = not_split(config, int(flags.get(TENSOR_PARALLEL, "1")))
     return None if reason is None else (TENSOR_PARALLEL, f"{reason}; use one process")
+
+
+def flags_of(vllm_config: Any) -> dict[str, str]:
+    """Return the options of a running vLLM that are checked here and for stores, as flags without dashes, if set."""
+    parallel, model, cache = vllm_config.parallel_config, vllm_config.model_config, vllm_config.cache_config
+    values = {
+        TENSOR_PARALLEL: parallel.tensor_parallel_size,
+        "pipeline-parallel-size": parallel.pipeline_parallel_size,
+        "decode-context-parallel-size": parallel.decode_context_parallel_size,
+        "kv-cache-dtype": cache.cache_dtype,
+        "kv-cache-dtype-skip-layers": cache.kv_cache_dtype_skip_layers,
+        "kv-sharing-fast-prefill": cache.kv_sharing_fast_prefill,
+        "quantization": model.quantization,
+        "hf-overrides": model.hf_overrides,
+        "speculative-config": vllm_config.speculative_config,
+        "enable-lora": vllm_config.lora_config,
+    }
+    return {name: str(value) for name, value in values.items() if value}
 
 
 def cache_item(flags: Mapping[str, str], dtype: torch.dtype) -> int:

@@ -31,6 +31,7 @@ from crosslayer.codec import format
 from crosslayer.codec.codec import load_codec
 from crosslayer.codec.states import LayerShape, turned
 from crosslayer.codec.store import MISSES, PromptStore
+from crosslayer.verbs.serve.caches import flags_of
 from crosslayer.verbs.serve.plugin import logger
 from crosslayer.verbs.serve.prompts import check_served, check_weights
 
@@ -129,7 +130,7 @@ class PromptStoreConnector(KVConnectorBase_V1):
             raise ValueError("kv_load_failure_policy must be recompute, so that a damaged block is read again")
         model = vllm_config.model_config
         config = AutoConfig.from_pretrained(model.model, trust_remote_code=False)
-        check_served(self._codec, config, _flags(vllm_config))
+        check_served(self._codec, config, flags_of(vllm_config))
         if role == KVConnectorRole.SCHEDULER and options.get("checked") != self._codec.model_print:
             check_weights(self._codec, model.model, config)
         groups = kv_cache_config.kv_cache_groups
@@ -289,18 +290,3 @@ class PromptStoreConnector(KVConnectorBase_V1):
             self._store.save_states(tokens, states, dtype)
         except MISSES as error:
             logger.warning("a prompt is not stored: %s", error)
-
-
-def _flags(vllm_config: Any) -> dict[str, str]:
-    """Return the options of vLLM that a store depends on, as flags without dashes."""
-    parallel, model = vllm_config.parallel_config, vllm_config.model_config
-    values = {
-        "tensor-parallel-size": parallel.tensor_parallel_size,
-        "pipeline-parallel-size": parallel.pipeline_parallel_size,
-        "decode-context-parallel-size": parallel.decode_context_parallel_size,
-        "kv-cache-dtype": vllm_config.cache_config.cache_dtype,
-        "quantization": model.quantization,
-        "hf-overrides": model.hf_overrides,
-        "speculative-config": vllm_config.speculative_config,
-    }
-    return {name: str(value) for name, value in values.items() if value}

@@ -19,9 +19,9 @@ from vllm.model_executor.models.transformers import (  # type: ignore[import-not
 )
 from vllm.model_executor.models.utils import maybe_prefix  # type: ignore[import-not-found]
 
-from crosslayer.core.decoder import CrossLayerConfig, CrossLayerModel
+from crosslayer.core.decoder import CrossLayerModel
 from crosslayer.core.decoder.attention import CrossLayerAttention
-from crosslayer.verbs.serve.caches import cache_source, not_saved, not_servable, untested
+from crosslayer.verbs.serve.caches import cache_source, flags_of, not_saved, not_servable, untested
 
 logger = init_logger(__name__)
 ATTENTION = "crosslayer_vllm"  # the name by which the decoder calls vLLM's attention
@@ -69,31 +69,15 @@ class CrossLayerForCausalLM(TransformersForCausalLM):
 
     def __init__(self, *, vllm_config: Any, prefix: str = ""):
         config = vllm_config.model_config.hf_config
-        reason = not_servable(config) or self._unsupported(config, vllm_config)
+        reason, refused = not_servable(config), untested(config, flags_of(vllm_config))
+        if reason is None and refused is not None:
+            _, reason = refused
         if reason is not None:
             raise ValueError(f"vLLM cannot serve this crosslayer model: {reason}")
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         warning = not_saved(config)
         if warning is not None:
             logger.warning_once(warning)
-
-    @staticmethod
-    def _unsupported(config: CrossLayerConfig, vllm_config: Any) -> str | None:
-        parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
-        flags = {
-            "tensor-parallel-size": str(parallel.tensor_parallel_size),
-            "pipeline-parallel-size": str(parallel.pipeline_parallel_size),
-            "kv-cache-dtype": cache.cache_dtype,
-        }
-        skipped = cache.kv_cache_dtype_skip_layers
-        flags |= {"kv-cache-dtype-skip-layers": ",".join(skipped)} if skipped else {}
-        flags |= (
-            {"quantization": str(vllm_config.model_config.quantization)} if vllm_config.quant_config is not None else {}
-        )
-        flags |= {"kv-sharing-fast-prefill": ""} if cache.kv_sharing_fast_prefill else {}
-        flags |= {"enable-lora": ""} if vllm_config.lora_config is not None else {}
-        refused = untested(config, flags)
-        return None if refused is None else refused[1]
 
     def _patch_config(self) -> None:
         """Make the decoder call vLLM's attention."""

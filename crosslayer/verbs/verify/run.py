@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -64,7 +63,7 @@ def verify(
     if bits is not None and tuple(dtypes) != DTYPES_CHECKED:
         raise ValueError("`kv_bits` is checked in float64, where rounding decides nothing; leave `dtypes` out")
     check_dtypes(dtypes)
-    conditions = Conditions(tuple(dtypes), bits, compile_backend)
+    checked = tuple(dtypes) if bits is None else ("float64",)
     started = time.monotonic()
     if isinstance(model, PreTrainedModel):
         if device is not None:
@@ -72,35 +71,26 @@ def verify(
                 "device applies only if the model is a name or path, got a loaded model; use model.to(device)"
             )
         path = None if folder is None else Path(folder).expanduser()
-        checks = _check_loaded(model, tokenizer, path, conditions)
+        checks = _check_loaded(model, tokenizer, path, checked, bits, compile_backend)
     else:
         if tokenizer is not None or folder is not None:
             raise ValueError("tokenizer and folder apply only to a loaded model, got a name or path")
-        checks = _check_named(str(model), device, conditions)
+        checks = _check_named(str(model), device, checked, bits, compile_backend)
     seconds = round(time.monotonic() - started, 1)
     return Verification(model=public_name(model), checks=tuple(checks), seconds=seconds)
 
 
-class Conditions(NamedTuple):
-    """How a model is checked: in which dtypes, with which bits in its KV cache, with which backend of a compiler."""
-
-    dtypes: tuple[str, ...]
-    bits: KvBits | None
-    backend: str
-
-
 def check_dtypes(dtypes: Sequence[str]) -> None:
     """Raise if dtypes are unknown, repeated or missing."""
-    if isinstance(dtypes, str) or not all(isinstance(dtype, str) for dtype in dtypes):
-        raise ValueError(f"`dtypes` must be a list of names such as ['float32', 'bfloat16'], got {dtypes!r}")
-    unknown = [dtype for dtype in dtypes if dtype not in DTYPES]
-    if unknown or not dtypes or len(set(dtypes)) != len(dtypes):
-        raise ValueError(
-            f"`dtypes` must be one or more of {', '.join(DTYPES)}, each once, got {', '.join(dtypes) or 'none'}"
-        )
+    names = [dtypes] if isinstance(dtypes, str) else [str(dtype) for dtype in dtypes]
+    if isinstance(dtypes, str) or not names or len({*names} & {*DTYPES}) < len(names):
+        got = ", ".join(names) or "none"
+        raise ValueError(f"`dtypes` must be one or more of {', '.join(DTYPES)}, each once, in a list, got {got}")
 
 
-def _check_named(name: str, device: str | None, conditions: Conditions) -> list[Check]:
+def _check_named(
+    name: str, device: str | None, dtypes: Sequence[str], bits: KvBits | None, backend: str
+) -> list[Check]:
     """Check the files of a model, load it in float32 and check it."""
     target, path = resolve_device(device), Path(name).expanduser()
     local = name not in EMBEDDED and ((path / "config.json").is_file() or (path / manifest.NAME).exists())
@@ -115,22 +105,24 @@ def _check_named(name: str, device: str | None, conditions: Conditions) -> list[
             if folder is None:
                 raise
             return [files, Check(name="load", dtype="float32", status=FAIL, reason=in_brief(error))]
-    return _check_loaded(model, tokenizer, folder, conditions)
+    return _check_loaded(model, tokenizer, folder, dtypes, bits, backend)
 
 
 def _check_loaded(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, folder: Path | None, conditions: Conditions
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    folder: Path | None,
+    dtypes: Sequence[str],
+    bits: KvBits | None,
+    backend: str,
 ) -> list[Check]:
-    """Run every check on copies of a loaded model."""
+    """Run every check on copies of a loaded model, with `bits` those of a quantized KV cache."""
     name = type(model).__name__
     causal_config("verify", model)
     forwards = (inspect.signature(module.forward).parameters for module in (model, model.base_model))
     attends = hasattr(model.config.get_text_config(), "num_attention_heads")  # a Mamba caches its states only
     if not attends or not any(CACHE in parameters for parameters in forwards):
         raise ValueError(f"verify needs a model with a KV cache, and {name} has none")
-    dtypes, bits, backend = conditions
-    if bits is not None:
-        dtypes = ("float64",)
     chosen = {name: check for name, check in CHECKS.items() if bits is None or name in WITH_BITS}
     ids, done, total = random_ids(model, tokenizer), 0, len(chosen) * len(dtypes)
     with quiet_transformers(), full_float32(), progress("verifying", total) as meter:

@@ -11,7 +11,6 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from crosslayer.cache.running import CacheOptions
@@ -26,6 +25,7 @@ from crosslayer.models.load import model_facts
 from crosslayer.models.pair import Named, pair
 from crosslayer.output.formatting import plural
 from crosslayer.output.progress import progress
+from crosslayer.probe.model import position_embedding, positions
 from crosslayer.stats.times import compare_times
 from crosslayer.verbs.bench.result import Benchmark, BenchSettings, ServingBenchmark, ServingSettings
 from crosslayer.verbs.serve.caches import not_saved
@@ -42,7 +42,6 @@ from crosslayer.wiring.kv_bits import REFERENCE_DTYPE
 
 ROLES = ("candidate", "baseline")
 GPU_SHARE = 0.45  # fraction of GPU memory for each of the two engines of vLLM
-LEARNED = 8  # a table of learned positions may have up to this many rows more than positions
 
 
 def bench(
@@ -127,10 +126,8 @@ def bench(
 def check_positions(models: Sequence[PreTrainedModel], settings: BenchSettings) -> None:
     """Refuse contexts beyond the models' positions, and models on different devices."""
     for model in models:
-        limit, longest = model.config.get_text_config().max_position_embeddings, max(settings.contexts)
-        tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-        tables = [table for table in tables if table is not model.get_input_embeddings()]
-        learned = any(limit <= table.num_embeddings < limit + LEARNED for table in tables)
+        limit, longest = positions(model), max(settings.contexts)
+        learned = position_embedding(model) is not None
         needed = longest + settings.new_tokens if learned else longest  # rotary positions extend, learned ones do not
         if needed > limit:
             extra = f" + {settings.new_tokens} new tokens" if learned else ""

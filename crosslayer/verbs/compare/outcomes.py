@@ -125,8 +125,6 @@ def entries_of(steps: np.ndarray, smooth: int | None) -> int:
 
 def smoothed(losses: np.ndarray, window: int) -> np.ndarray:
     """Return the moving average of curves (…, N) over the last `window` values; the first steps average fewer."""
-    if window < 1:
-        raise ValueError(f"window must be at least 1 step, got {window}")
     sums = np.cumsum(losses, axis=-1, dtype=float)
     before = np.zeros_like(sums)
     before[..., window:] = sums[..., :-window]
@@ -204,7 +202,9 @@ def laws(runs: GroupedRuns, baseline: str) -> tuple[tuple[Law, ...], str | None]
         measured: dict[str, RunsBySeed] = {}
         for variant in runs.variants:  # the seeds that have a run in every configuration
             own = {(run.configuration, run.seed): run for run in runs.runs if run.variant == variant.label}
-            seeds = [seed for seed in runs.seeds if all((name, seed) in own for name in names)]
+            seeds = [
+                seed for seed in sorted({run.seed for run in runs.runs}) if all((name, seed) in own for name in names)
+            ]
             measured[variant.label] = {seed: [own[name, seed] for name in names] for seed in seeds}
         if not measured[baseline]:
             reason = f"no seed of {baseline} has a run in every configuration"

@@ -43,11 +43,6 @@ class GroupedRuns:
     domains: tuple[str, ...]
     runs: tuple[ComparedRun, ...]
 
-    @property
-    def seeds(self) -> tuple[int, ...]:
-        """All seeds, in ascending order."""
-        return tuple(sorted({run.seed for run in self.runs}))
-
 
 def run_folders(paths: Sequence[str | Path]) -> list[Path]:
     """Return the folders of finished runs: those in `paths`, and those inside them, sorted by name."""

@@ -28,7 +28,7 @@ MODULE = "configuration_decilm"
 
 
 def stock_model(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a model of a stock class with the same logits and weights; `no_stock_class` must accept the model."""
+    """Return a model of a stock class with the same logits and weights; `refusal` must accept it."""
     if not isinstance(model, CrossLayerForCausalLM):
         return model
     config = stock_config(model.config)
@@ -65,7 +65,7 @@ def stock_config(config: CrossLayerConfig) -> PreTrainedConfig:
 def write_deci(model: PreTrainedModel, config: CrossLayerConfig, folder: Path) -> None:
     """Write config, its class, generation config and weights in their own dtype into a folder.
 
-    `model` is a crosslayer model or has the same weight names; `config`, its crosslayer config, must pass `no_deci`.
+    `model` is a crosslayer model or has the same weight names; `refusal` must accept `config`, its crosslayer config.
     """
     layers = remaining_layers(config)
     weights = renumbered(model.state_dict(), layers)

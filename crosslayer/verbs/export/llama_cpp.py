@@ -63,7 +63,7 @@ def write(
 ) -> None:
     """Write the file into a folder, matrices in the model's dtype and vectors in float32.
 
-    `model` is a crosslayer model or has the same weight names; `config`, its crosslayer config, must pass `no_gguf`.
+    `model` is a crosslayer model or has the same weight names; `refusal` must accept `config`, its crosslayer config.
     """
     layers = remaining_layers(config)
     writer = gguf.GGUFWriter(folder / FILE, architecture(layers))

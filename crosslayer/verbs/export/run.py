@@ -146,10 +146,7 @@ def _write(
 
 
 def no_stock_class(config: CrossLayerConfig) -> str | None:
-    """Return why no stock class can hold a crosslayer model, None if one can."""
-    reason = unsupported(config)
-    if reason is not None:
-        return reason
+    """Return why no stock class can hold the remaining layers of a model, None if one can."""
     partial = [layer.number for layer in remaining_layers(config) if not layer.whole]
     if partial:
         return (
@@ -164,10 +161,7 @@ def no_stock_class(config: CrossLayerConfig) -> str | None:
 
 
 def no_deci(config: CrossLayerConfig) -> str | None:
-    """Return why a model cannot be exported as vLLM's DeciLM, None if it can."""
-    reason = unsupported(config) or unlike_llama(config)
-    if reason is not None:
-        return reason
+    """Return why vLLM's DeciLM cannot hold the remaining layers of a model like Llama, None if it can."""
     if config.hidden_size % config.num_attention_heads:
         return (
             f"hidden_size ({config.hidden_size}) is not a multiple of num_attention_heads "
@@ -187,10 +181,7 @@ def no_deci(config: CrossLayerConfig) -> str | None:
 
 
 def no_gguf(config: CrossLayerConfig) -> str | None:
-    """Return why a model cannot be exported for llama.cpp, None if it can."""
-    reason = unsupported(config) or unlike_llama(config)
-    if reason is not None:
-        return reason
+    """Return why llama.cpp cannot run the remaining layers of a model like Llama, None if it can."""
     rope_type = rope(config)["rope_type"]
     if rope_type not in ROPES:
         return f"rope_type is {rope_type!r}, and only {', '.join(ROPES)} are supported"
@@ -207,10 +198,15 @@ def no_gguf(config: CrossLayerConfig) -> str | None:
 REFUSALS: dict[str, Callable[[CrossLayerConfig], str | None]] = {"hf": no_stock_class, "deci": no_deci, "gguf": no_gguf}
 
 
+def refusal(config: CrossLayerConfig, to: str) -> str | None:
+    """Return why a crosslayer model cannot be exported to a format, None if it can."""
+    return unsupported(config) or (None if to == "hf" else unlike_llama(config)) or REFUSALS[to](config)
+
+
 def check_form(config: CrossLayerConfig, to: str) -> None:
     """Refuse a format to which a model cannot be exported; the message names the possible formats."""
-    reason = REFUSALS[to](config)
+    reason = refusal(config, to)
     if reason is not None:
-        others = [name for name, refusal in REFUSALS.items() if refusal(config) is None]
+        others = [name for name in REFUSALS if refusal(config, name) is None]
         advice = f"use `to` {' or '.join(others)}" if others else "no other format can hold it; run it with crosslayer"
         raise ValueError(f"cannot export to {to}: {reason}; {advice}")

@@ -116,17 +116,9 @@ def measure_alternatives(
 ) -> tuple[Alternative, ...]:
     """Return the cache's share, the KL to the original and the numbers retrieved with other caches.
 
-    The first is the retrofit as it is. All are measured on the same windows, some of the evaluation text's.
-
-    Args:
-        original: the original model, which is also measured with quantized caches.
-        retrofit: the retrofit, likewise.
-        context: tokens at which bytes are counted.
-        seed: of the bootstrap and of hidden numbers.
-        asks: whether numbers are hidden.
-
-    Returns:
-        rows of the models for which quantized caches are defined; nothing if they are not for the original.
+    The first is the retrofit as it is. All are measured on the same windows, some of the evaluation text's. Bytes are
+    counted at `context` tokens; `asks`: whether numbers are hidden. Without a quantized cache of the original there are
+    no rows.
     """
     models = {"original": original.model, "retrofit": retrofit}
     quantizable = [of for of, model in models.items() if _takes_quantized(model)]

@@ -76,11 +76,7 @@ class KindSearch(GreedySearch[Kinds, Move]):
     def run(self, reads: float | None = None, kl: float | None = None) -> Kinds:
         """Take moves until at most the share `reads` is read, or as long as the KL stays within `kl`."""
         most = -math.inf if reads is None else reads + 1e-9
-        return self.descend((ALL,) * self.layers, lambda kinds: self.reads(kinds) <= most, kl)
-
-    def reads(self, kinds: Kinds) -> float:
-        """Return the share of the original's keys and values that is read."""
-        return reads_of(kinds, self.share)
+        return self.descend((ALL,) * self.layers, lambda kinds: reads_of(kinds, self.share) <= most, kl)
 
     def moves(self, current: Kinds) -> list[Move]:
         """Return each layer with what else it may attend to."""
@@ -99,7 +95,7 @@ class KindSearch(GreedySearch[Kinds, Move]):
 
     def saved(self, current: Kinds, move: Move) -> float:
         """Return the share of the reads that a move saves."""
-        return self.reads(current) - self.reads(self.take(current, move))
+        return reads_of(current, self.share) - reads_of(self.take(current, move), self.share)
 
     def ranked(self, start: Kinds) -> dict[Move, float]:
         """Return the cost of each move alone."""
@@ -201,9 +197,6 @@ class Choosers(Strategy):
         """Return the methods to search with: several numbers of tokens, where they are free.
 
         Each leaves some tokens out, chooses some that are not always chosen, and can meet a budget of reads.
-
-        Raises:
-            ValueError: no such methods exist.
         """
         method, reads, candidates = self.method, self.options.read_budget, [self.method]
         if self.counts_are_free and reads is not None:  # in shorter texts than windows as many tokens as in these
@@ -257,9 +250,9 @@ class ChoiceSearch(KindSearch):
         name, steps = self.candidate.name(), []
         for kinds, kl in spread_steps(self.curve[1:]):
             layers = {name: sum(kind != ALL for kind in kinds)}
-            steps.append(Step([self.method(kinds)], self.reads(kinds), kl, layers))
+            steps.append(Step([self.method(kinds)], reads_of(kinds, self.share), kl, layers))
         even = evenly(self.layers, affordable(self.layers, steps[-1].share, self.share))
         if even == self.curve[-1][0]:
             return steps, {}
         method = self.method(even)
-        return steps, {name: Baseline([method], [list(group) for group in method.groups], self.reads(even))}
+        return steps, {name: Baseline([method], [list(group) for group in method.groups], reads_of(even, self.share))}

@@ -143,14 +143,10 @@ def convert(
 def calibrate(
     original: CrossLayerForCausalLM, model: CrossLayerForCausalLM, text: Text, fit: str = "layerwise", groups: int = 1
 ) -> list[Fit]:
-    """Fit and set every W_c of `model`; the refits also refit W_o of every reader.
+    """Fit and set every W_c of `model`, converted from `original`; the refits also refit W_o of every reader.
 
-    Args:
-        original: the plain model with the same weights.
-        model: the converted model.
-        text: calibration ids (N, T), or these by domain; each domain in turn is held out to choose a penalty.
-        fit: a fit of the list above; "zero" sets W_c to zero and reports the error without compensation.
-        groups: v, the groups of sequences with a mean of their own, for "mean".
+    `text` is ids (N, T), or these by domain: each in turn is held out to choose a penalty. The fit "zero" sets W_c to
+    zero and reports the error without compensation; `groups` is v, of "mean".
     """
     domains = [text] if isinstance(text, Tensor) else list(text.values())
     _check(model, domains, fit, groups)

@@ -134,12 +134,7 @@ def search_record(
 ) -> SearchRecord:
     """Measure steps of a search, and each baseline against the last of them, on windows for the trade-off, if any.
 
-    Args:
-        measure: of the search.
-        passes: how many configurations it measured.
-        names: (L,), which method acts on each layer.
-        steps: some of its steps, the last one too.
-        baselines: by name.
+    `passes` is how many configurations the search measured, `names` (L,) the method of each layer.
     """
     curve, compared = [], []
     if "trade-off" in measure.original.windows:

@@ -61,11 +61,7 @@ def read_compensation(text: str | None) -> AskedCompensation:
 
 
 def _settings(option: str, text: str, takes: Mapping[str, Collection[str]]) -> dict[str, Any]:
-    """Return the name, "" without one, and the settings of a text; `takes` has the settings of each name.
-
-    Raises:
-        ValueError: the name is unknown, or does not take a setting.
-    """
+    """Return the name, "" without one, and the settings of a text; `takes` has the settings of each name."""
     first, *words = (word.strip() for word in text.split(","))
     if "=" in first:
         first, words = "", [first, *words]

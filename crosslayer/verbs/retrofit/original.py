@@ -17,23 +17,14 @@ from crosslayer.wiring.result import ModelPlan
 
 @dataclass(frozen=True)
 class Original:
-    """A pretrained model that is to be retrofitted.
+    """A pretrained model that is to be retrofitted."""
 
-    Attributes:
-        model: in evaluation mode.
-        windows: text by purpose: "evaluation", and what a strategy needs to choose and to fit.
-        tokenizer: None: no hidden numbers are asked for.
-        name: in reports.
-        dtype: in which what is made of it is saved.
-        is_kept: whether the caller has the model too, so that a retrofit must not share its weights.
-    """
-
-    model: PreTrainedModel
-    windows: Mapping[str, Windows]
-    tokenizer: PreTrainedTokenizerBase | None = None
-    name: str = ""
-    dtype: torch.dtype = torch.float32
-    is_kept: bool = True
+    model: PreTrainedModel  # in evaluation mode
+    windows: Mapping[str, Windows]  # by purpose: "evaluation", and what a strategy needs to choose and to fit
+    tokenizer: PreTrainedTokenizerBase | None = None  # None: no hidden numbers are asked for
+    name: str = ""  # in reports
+    dtype: torch.dtype = torch.float32  # in which what is made of it is saved
+    is_kept: bool = True  # whether the caller has the model too, so that a retrofit must not share its weights
 
     @property
     def layers(self) -> int:

@@ -154,9 +154,7 @@ def options_of(**given: Any) -> RetrofitOptions:
 def strategy_of(options: RetrofitOptions, config: CrossLayerConfig | None = None) -> Strategy:
     """Return how methods and layers are chosen: a budget chooses what the method, or any method, lets it search.
 
-    Args:
-        options: what the user asked for.
-        config: the model's, as of a crosslayer decoder; None: not known, as for a report that was read.
+    `config` is the model's, as of a crosslayer decoder; None: not known.
     """
     named = _named(options.method)
     names, spaces = " and ".join(one.name() for one in named), {one.search_space() for one in named}

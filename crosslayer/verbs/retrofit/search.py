@@ -56,11 +56,11 @@ class Assignment:
     """The method of each layer, None where the layer keeps its own attention.
 
     With a grouped method a layer reads its source; with any other it changes on its own. `shapes` defines which layers
-    may share; None: all of them.
+    may share.
     """
 
     classes: tuple[MethodClass | None, ...]
-    shapes: tuple[LayerShape | None, ...] | None = None
+    shapes: tuple[LayerShape | None, ...]
 
     def source(self, layer: int) -> int | None:
         """Return the layer that a reader reads: the nearest unchanged layer below it that may share with it.
@@ -69,19 +69,17 @@ class Assignment:
         """
         for below in range(layer - 1, -1, -1):
             cls = self.classes[below]
-            if self._may_share(below, layer) and (cls is None or (cls.grouped and cls is not self.classes[layer])):
+            if may_share(self.shapes[below], self.shapes[layer]) and (
+                cls is None or (cls.grouped and cls is not self.classes[layer])
+            ):
                 return below if cls is None else None
         return None
-
-    def _may_share(self, layer: int, other: int) -> bool:
-        return self.shapes is None or may_share(self.shapes[layer], self.shapes[other])
 
     @property
     def valid(self) -> bool:
         """Whether every reader has a source, and some layer keeps its attention."""
-        layers = list(enumerate(self.classes))
-        keeps = any(cls is None and (self.shapes is None or self.shapes[layer] is not None) for layer, cls in layers)
-        readers = [layer for layer, cls in layers if cls is not None and cls.grouped]
+        keeps = any(cls is None and shape is not None for cls, shape in zip(self.classes, self.shapes, strict=True))
+        readers = [layer for layer, cls in enumerate(self.classes) if cls is not None and cls.grouped]
         return keeps and all(self.source(layer) is not None for layer in readers)
 
     def take(self, cls: MethodClass, layer: int) -> "Assignment":
@@ -104,7 +102,7 @@ class Assignment:
             return [[layer] for layer in layers]
         last_reader = {source: layer for layer in layers if (source := self.source(layer)) is not None}
         return [
-            [layer for layer in range(source, last + 1) if self._may_share(layer, source)]
+            [layer for layer in range(source, last + 1) if may_share(self.shapes[layer], self.shapes[source])]
             for source, last in last_reader.items()
         ]
 

@@ -45,14 +45,11 @@ class Strategy(ABC):
         config: the model's, as of a crosslayer decoder; None: not known.
         named: the methods that the user named, with all their options, or the class of one without.
         fit: how W_c, and W_o of readers, are fitted: one of `FITS`, or "none".
-        needs: purposes of text, without "evaluation", and without "calibration" where W_c or W_o is fitted.
-        targets: what W_c may be added to, where `compensation` decides.
-        acts: options that have an effect on this way alone.
     """
 
-    needs: tuple[str, ...] = ()
-    targets: tuple[str, ...] = ()
-    acts: ClassVar[tuple[str, ...]] = ()
+    needs: tuple[str, ...] = ()  # purposes of text, besides "evaluation", and "calibration" where something is fitted
+    targets: tuple[str, ...] = ()  # what W_c may be added to, where `compensation` decides
+    acts: ClassVar[tuple[str, ...]] = ()  # options that have an effect on this way alone
 
     def __init__(self, options: RetrofitOptions, named: Sequence[Named], config: CrossLayerConfig | None = None):
         self.options, self.named, self.config = options, named, config

@@ -6,8 +6,8 @@ later layers read; never all layers.
 Shapes: B sequences of a batch, T tokens, C hidden.
 """
 
-import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
@@ -38,22 +38,20 @@ class Streams:
     ):
         self.body, self.run_on = converted.model, run_on
         self.layers_before, self.layers_after = layers_of(original), layers_of(converted)
-        length = text.shape[1] if isinstance(text, Tensor) else text[0].shape[1]
+        length = (text if isinstance(text, Tensor) else text[0]).shape[1]
         position = torch.arange(length, device=converted.device)[None]  # (1, T)
         config, layer_types = converted.config, converted.config.layer_types
         assert layer_types is not None
         self.layer_types = layer_types
         if isinstance(text, Tensor):
             batches = text.to(converted.device).split(max(1, BATCH_TOKENS // length))
-            streams = [original.model.embed_tokens(batch) for batch in batches]  # (B, T, C)
+            embedded = [original.model.embed_tokens(batch) for batch in batches]  # (B, T, C)
+            self.after = [self.body.add_positions(stream, position)[0] for stream in embedded]
         else:
-            streams = [stream.clone() for stream in text]
-        by_size = {len(stream): stream for stream in streams}  # the last batch may be smaller
+            self.after = [stream.clone() for stream in text]
+        by_size = {len(stream): stream for stream in self.after}  # the last batch may be smaller
         self.masks = {size: masks_of(config, layer_types, stream, None, position) for size, stream in by_size.items()}
-        self.tables = self.body.add_positions(streams[0], position)[1]
-        if isinstance(text, Tensor):
-            streams = [self.body.add_positions(stream, position)[0] for stream in streams]
-        self.after = streams
+        self.tables = self.body.add_positions(self.after[0], position)[1]
         self.before: list[Tensor] | None = None  # the original's own, once the models differ
         self.passed = -1  # the last layer that `before` has passed
         self.carries: list[Carry] = [{} for _ in self.after]
@@ -117,20 +115,17 @@ class Streams:
                 raise _EnoughError
 
         assert block.input_layernorm is not None
-        handles = [block.input_layernorm.register_forward_hook(keep("normed"))]
-        if block.self_attn is not None:
-            handles.append(block.self_attn.o_proj.register_forward_pre_hook(keep("heads")))
-            if block.self_attn.v_proj is not None:
-                handles.append(block.self_attn.v_proj.register_forward_hook(keep("values")))
-        if target != "mlp" and block.mlp is not None:
-            assert block.mlp_norm is not None
-            handles.append(block.mlp_norm.register_forward_pre_hook(keep_stream))
-        try:
-            with contextlib.suppress(_EnoughError):
+        with ExitStack() as hooks:
+            hooks.callback(block.input_layernorm.register_forward_hook(keep("normed")).remove)
+            if block.self_attn is not None:
+                hooks.callback(block.self_attn.o_proj.register_forward_pre_hook(keep("heads")).remove)
+                if block.self_attn.v_proj is not None:
+                    hooks.callback(block.self_attn.v_proj.register_forward_hook(keep("values")).remove)
+            if target != "mlp" and block.mlp is not None:
+                assert block.mlp_norm is not None
+                hooks.callback(block.mlp_norm.register_forward_pre_hook(keep_stream).remove)
+            with suppress(_EnoughError):
                 captured["output"] = self._run(block, layer, stream, carry)[0]
-        finally:
-            for handle in handles:
-                handle.remove()
         return {"stream": captured["output"], **captured} if "output" in captured else captured
 
     def _run(self, block: CrossLayerDecoderLayer, layer: int, stream: Tensor, carry: Carry) -> tuple[Tensor, Carry]:

@@ -34,13 +34,9 @@ ALONE = {
 
 
 def transfer_config(codec: Codec, folder: str | Path, url: str | Path, limit: str | int | None) -> dict[str, Any]:
-    """Return vLLM's `kv_transfer_config` for a store, once the model's weights were found to be those of the codec.
+    """Return vLLM's `kv_transfer_config` for a store at `url`, once the model's weights are known to be the codec's.
 
-    Args:
-        codec: of `folder`.
-        folder: that has codec.safetensors.
-        url: of the store.
-        limit: of the store, such as "20GiB"; None: no limit.
+    `folder` holds the codec; `limit` is the size of the store, such as "20GiB".
     """
     options = {"store": str(url), "codec": str(Path(folder).expanduser().absolute()), "checked": codec.model_print}
     return {
@@ -57,13 +53,7 @@ def store_flags(
 ) -> list[str]:
     """Return the flags that make vLLM use a store of prompts; reads all weights of the model once.
 
-    Args:
-        source: folder or hub name of the model.
-        config: of the model.
-        flags: of vLLM, by name without dashes.
-        url: of the store.
-        folder: of the codec.
-        limit: of the store.
+    `source` is the model's folder or hub name; `flags` are vLLM's, by name without dashes; `folder` is the codec's.
 
     Raises:
         ValueError: the codec is of another model, or the model or a flag does not go with a store.

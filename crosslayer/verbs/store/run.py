@@ -13,31 +13,18 @@ from crosslayer.wiring.engines import parse_bytes
 
 @dataclass(frozen=True)
 class Stored(Shown):
-    """What a store holds.
-
-    Attributes:
-        url: of the store.
-        blocks: files.
-        beginnings: blocks with which a prompt begins.
-        tokens: in all blocks that can be read.
-        bytes: of all blocks.
-        pruned: bytes that were removed to keep the limit.
-        damaged: blocks that are cut off or altered.
-        removed: whether these were removed.
-        unread: blocks that are of another release, or that could not be read.
-        used: seconds since 1970 when a block was used last.
-    """
+    """What a store holds."""
 
     url: str
-    blocks: int
-    beginnings: int
-    tokens: int
-    bytes: int
-    pruned: int
-    damaged: int
-    removed: bool
-    unread: int
-    used: float | None
+    blocks: int  # files
+    beginnings: int  # blocks with which a prompt begins
+    tokens: int  # in all blocks that can be read
+    bytes: int  # of all blocks
+    pruned: int  # bytes that were removed to keep the limit
+    damaged: int  # blocks that are cut off or altered
+    removed: bool  # whether these were removed
+    unread: int  # blocks that are of another release, or that could not be read
+    used: float | None  # seconds since 1970 when a block was used last
 
     @property
     def exit_status(self) -> int:  # type: ignore[override]

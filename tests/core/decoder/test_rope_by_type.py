@@ -10,7 +10,7 @@ from crosslayer.core.decoder.families import RotaryByType
 from crosslayer.core.transformers_versions import CACHE
 from crosslayer.testing.tiny import build, close, config_of
 from crosslayer.verbs.export.formats import stock_model
-from crosslayer.verbs.export.run import no_deci, no_gguf, no_stock_class
+from crosslayer.verbs.export.run import refusal
 from crosslayer.verbs.serve.caches import not_servable
 from tests.helpers.cases import GEMMA3
 from tests.helpers.tiny import tiny, tokens
@@ -110,8 +110,8 @@ def test_model_types_get_the_form_that_they_have():
 
 def test_what_knows_one_set_of_parameters_refuses_others():
     config = config_of([], **BY_TYPE)
-    assert "by layer type" in str(no_deci(config)) and "by layer type" in str(no_gguf(config))
-    assert "by layer type" in str(no_stock_class(config)) and "by layer type" in str(not_servable(config))
+    assert all("by layer type" in str(refusal(config, to)) for to in ("hf", "deci", "gguf"))
+    assert "by layer type" in str(not_servable(config))
     assert "family 'gemma3' is untested" in str(not_servable(config_of([], **GEMMA3)))
 
 

@@ -26,11 +26,6 @@ def test_a_curve_that_is_not_overtaken_has_no_critical_point(relative):
     assert critical_point(np.arange(3), np.array(relative)) is None
 
 
-def test_a_window_of_zero_steps_is_refused():
-    with pytest.raises(ValueError, match="1 step,.*0"):
-        smoothed(np.ones(3), 0)
-
-
 @pytest.mark.parametrize(
     ("every", "last", "smooth", "entries"),
     [(10, 120, None, 1), (10, 1000, None, 5), (10, 120, 30, 3), (50, 500, 10, 1)],

@@ -16,7 +16,7 @@ UNIATTN, CLA, DROP = (method_class(name) for name in ("uniattn", "cla", "drop"))
 
 
 def own(layers):
-    return Assignment((None,) * layers)
+    return Assignment((None,) * layers, (SHAPE,) * layers)
 
 
 def additive(costs):
@@ -149,7 +149,7 @@ def test_assignments_follow_the_rules_of_plans():
     shapes = (SHAPE, SHAPE, LayerShape(4, 2, 8, 8, True, window=8), *[SHAPE] * 3)
     assert not Assignment((None,) * 6, shapes).take(CLA, 2).valid and Assignment((None,) * 6, shapes).take(CLA, 3).valid
     assert Assignment((None,) * 6, shapes).take(CLA, 3).plan.keys == (0, 1, 2, 1, 4, 5)
-    assert not Assignment((DROP,) * 6).valid
+    assert not Assignment((DROP,) * 6, (SHAPE,) * 6).valid
 
 
 def test_fixed_blocks_are_of_the_size_nearest_to_the_share():

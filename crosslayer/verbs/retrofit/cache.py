@@ -12,8 +12,8 @@ from transformers.cache_utils import DynamicLayer
 from crosslayer.cache.kv_cache import held_bytes
 from crosslayer.cache.running import CacheOptions, smaller_cache
 from crosslayer.core.plan import DepthPlan
-from crosslayer.core.transformers_versions import CACHE
 from crosslayer.judge.candidate import Candidate
+from crosslayer.judge.clock import prefill
 from crosslayer.judge.damage import Losses, damage, difference
 from crosslayer.probe.shapes import LayerShape
 from crosslayer.verbs.retrofit.original import Original
@@ -74,16 +74,13 @@ def cache_record(original: Original, retrofit: PreTrainedModel, context: int | N
     )
 
 
-@torch.no_grad()
 def token_bytes(model: PreTrainedModel, context: int = CONTEXT) -> float:
     """Return the bytes of a dynamic cache for each of `context` tokens, in 16 bits.
 
     A short prompt shows what each layer stores. A cache is then filled with `context` tokens of it, layer by layer and
     in two steps, so that sliding windows are cut as in decoding. The model never runs on the long context.
     """
-    cache = DynamicCache(config=model.config)
-    ids = torch.arange(PROMPT, device=model.device)[None] % model.config.vocab_size  # (1, PROMPT)
-    model(input_ids=ids, **{CACHE: cache}, use_cache=True, logits_to_keep=1)
+    cache = prefill(model, torch.arange(PROMPT, device=model.device)[None] % model.config.vocab_size)  # (1, PROMPT)
     total = 0
     for number, layer in enumerate(cache.layers):
         if not isinstance(layer, DynamicLayer) or layer.keys is None or layer.values is None:

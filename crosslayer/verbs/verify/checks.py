@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, StaticCache
 
 from crosslayer.cache.kv_cache import held_bytes
 from crosslayer.core.transformers_versions import CACHE, disable_checkpointing, enable_checkpointing
+from crosslayer.judge.clock import attention_of
 from crosslayer.models.load import auto_class
 from crosslayer.probe.intercept import AttentionCall, visited
 from crosslayer.probe.model import stored_states
@@ -231,17 +232,14 @@ def _eager_and_sdpa(subject: Subject) -> Measurement:
     model = subject.model
     if not model._supports_sdpa:
         raise NotApplicable(f"{type(model).__name__} has no SDPA attention")
-    before, logits = model.config._attn_implementation or "eager", {}
-    try:
-        for implementation in ("eager", "sdpa"):
-            model.set_attn_implementation(implementation)
+    logits = []
+    for implementation in ("eager", "sdpa"):
+        with attention_of([model], implementation):
             if model.config._attn_implementation != implementation:
                 raise NotApplicable(f"{type(model).__name__} cannot switch its attention implementation")
-            logits[implementation] = widened(model(subject.ids, use_cache=False).logits)[0]
-    finally:
-        model.set_attn_implementation(before)
+            logits.append(widened(model(subject.ids, use_cache=False).logits)[0])
     factor = 1.0 if subject.exact else EAGER / ROUNDINGS
-    return Measurement(subject.difference(logits["eager"], logits["sdpa"]), factor=factor)
+    return Measurement(subject.difference(*logits), factor=factor)
 
 
 @torch.no_grad()

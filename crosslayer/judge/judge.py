@@ -94,7 +94,7 @@ class Judge:
             results = self.task_results(candidate, tasks, limit)
             if results is not None:
                 scored = task_rows(candidate.name, results, original)
-                rows += [*group_rows(tasks.groups, scored, results, original), *(one.row for one in scored)]
+                rows += [*group_rows(tasks.groups, scored, results), *(one.row for one in scored)]
         return rows
 
     def step(self, candidate: Candidate, load: Load) -> StepTime | None:

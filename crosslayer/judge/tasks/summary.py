@@ -162,13 +162,13 @@ def check_same(candidate: Sequence[Sample], original: Sequence[Sample], task: st
 
 @dataclass(frozen=True)
 class Scored:
-    """A metric of a task: its names in lm-eval's results, its row, and the kind of its items."""
+    """A metric of a task: its row, the kind of its items, and for groups their differences (n,) to the original's."""
 
     task: str
     metric: str
-    filter: str
     kind: str | None
     row: Row
+    differences: np.ndarray | None
 
 
 def task_rows(candidate: str, results: Results, original: Results | None) -> list[Scored]:
@@ -190,14 +190,17 @@ def _scored(
     samples, key = samples_of(results["samples"][task], metric, name), f"{metric},{name}"
     if not samples:
         return None
-    items, paired = items_of(samples, metric, results["results"][task][key]), None
+    items, paired, differences = items_of(samples, metric, results["results"][task][key]), None, None
     kind = None if items is None else items.kind
-    details: dict[str, Detail] = {"items": len(samples), "shots": results["n-shot"][task], **_error(results, task, key)}
+    details: dict[str, Detail] = {"items": len(samples), "shots": results["n-shot"][task]}
+    details |= _error(results, task, metric, name)
     if original is not None:
         others = samples_of(original["samples"][task], metric, name)
         check_same(samples, others, task)
         paired = _compared(items, items_of(others, metric, original["results"][task][key]))
-        details |= {f"original_{one}": value for one, value in _error(original, task, key).items()}
+        if items is not None and kind == "share" and metric in GROUP_METRICS:
+            differences = items.values - np.array([sample[metric] for sample in others], dtype=float)
+        details |= {f"original_{one}": value for one, value in _error(original, task, metric, name).items()}
     higher_is_better = results["higher_is_better"].get(task, {}).get(metric) is not False  # the default is True
     row = Row(
         quantity=metric if name == "none" else f"{metric} ({name})",
@@ -210,12 +213,11 @@ def _scored(
         better="higher" if higher_is_better and kind != "perplexity" else "lower",
         details={**details, **({} if paired is None else paired.counts)},
     )
-    return Scored(task, metric, name, kind, row)
+    return Scored(task, metric, kind, row, differences)
 
 
-def _error(results: Results, task: str, key: str) -> dict[str, float]:
+def _error(results: Results, task: str, metric: str, name: str) -> dict[str, float]:
     """Return lm-eval's standard error of a score, if it has one."""
-    metric, _, name = key.partition(",")
     error = results["results"][task].get(f"{metric}_stderr,{name}")
     return {"stderr": error} if isinstance(error, int | float) and not math.isnan(error) else {}
 
@@ -233,9 +235,7 @@ def _compared(candidate: Items | None, original: Items | None) -> Paired | None:
     return Paired(weighted_mean(candidate.values - original.values, candidate.weights)[0])
 
 
-def group_rows(
-    groups: Mapping[str, Sequence[str]], scored: Sequence[Scored], results: Results, original: Results | None
-) -> list[Row]:
+def group_rows(groups: Mapping[str, Sequence[str]], scored: Sequence[Scored], results: Results) -> list[Row]:
     """Return the means of acc, and of acc_norm if tasks have it, over the `scored` tasks of each group.
 
     `groups` are the groups in addition to lm-eval's own. A group's row names its tasks in its details.
@@ -252,7 +252,7 @@ def group_rows(
             names = tuple(one.metric for one in members)
             if len(members) == len(tasks) and names not in shown:
                 shown.add(names)
-                means.append(_group_row(group, metric, members, results, original))
+                means.append(_group_row(group, metric, members, results))
     return means
 
 
@@ -266,7 +266,7 @@ def _harness_groups(results: Results) -> dict[str, tuple[str, ...]]:
     return {name: tuple(leaves(name)) for name, inner in results["group_subtasks"].items() if inner}
 
 
-def _group_row(group: str, metric: str, members: Sequence[Scored], results: Results, original: Results | None) -> Row:
+def _group_row(group: str, metric: str, members: Sequence[Scored], results: Results) -> Row:
     """Return the mean over tasks, weighted by items if only that gives the score that lm-eval reports of the group."""
     scores = np.array([one.row.value for one in members], dtype=float)
     items = np.array([one.row.details["items"] for one in members], dtype=float)
@@ -275,12 +275,8 @@ def _group_row(group: str, metric: str, members: Sequence[Scored], results: Resu
     by_items = not _is_close(scores.mean(), reported) and _is_close(float(np.average(scores, weights=items)), reported)
     weights = items if by_items else np.ones(len(members))
     change, of_original = None, None
-    if original is not None:
-        differences = []
-        for one in members:
-            sides = [samples_of(side["samples"][one.task], one.metric, one.filter) for side in (results, original)]
-            own, other = (np.array([sample[one.metric] for sample in side], dtype=float) for side in sides)
-            differences.append(own - other)
+    differences = [one.differences for one in members if one.differences is not None]
+    if differences:  # there is an original
         change = compare_groups(differences, weights)
         others = np.array([one.row.original for one in members], dtype=float)
         of_original = float(np.average(others, weights=weights))

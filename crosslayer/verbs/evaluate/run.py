@@ -86,7 +86,7 @@ def evaluate(
         results.append(returned)
     original, of_original = (models[1], results[1]) if len(models) > 1 else (None, None)
     scored = summary.task_rows(models[0].name, results[0], of_original)
-    rows = [*summary.group_rows(chosen.groups, scored, results[0], of_original), *(one.row for one in scored)]
+    rows = [*summary.group_rows(chosen.groups, scored, results[0]), *(one.row for one in scored)]
     evaluation = Evaluation(
         original=original,
         candidates=(models[0],),

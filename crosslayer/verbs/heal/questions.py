@@ -121,11 +121,7 @@ def mean_loss(model: PreTrainedModel, rows: Subset[dict[str, Tensor]]) -> float:
 
 
 def evaluation_windows(recipe: Recipe, retrofits: Sequence[Retrofit], tokenizer: PreTrainedTokenizerBase) -> Windows:
-    """Cut the windows as in the reports, unless the recipe's `judge` differs.
-
-    Raises:
-        ValueError: the reports differ, or their windows were fitted and are shorter than `judge.length`.
-    """
+    """Cut the windows as in the reports, which must agree, unless the recipe's `judge` differs."""
     judge, trained = recipe.judge, {part.name: part for part in recipe.data.domains if part.source is None}
     cut, seed, bos = (_shared(retrofits, name) for name in ("length", "seed", "bos"))
     length, windows = judge.length or cut, judge.windows or _shared(retrofits, "windows", "judge.windows")

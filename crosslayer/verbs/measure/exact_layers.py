@@ -26,11 +26,7 @@ def quantizable(model: PreTrainedModel) -> list[int]:
 
 
 def exact_layers(judge: Judge, candidates: Sequence[Candidate], count: int) -> tuple[list[Candidate], list[Row]]:
-    """Return a further candidate for each quantized cache, which leaves `count` layers exact, and the KL of each layer.
-
-    Raises:
-        ValueError: `count` layers are all that can be quantized.
-    """
+    """Return another candidate for each quantized cache, with `count` layers exact, and the KL of each layer."""
     assert judge.windows is not None
     kinds = [one.name for one in candidates if one.name in BITS]
     layers = quantizable(judge.original)

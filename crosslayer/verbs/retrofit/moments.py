@@ -94,14 +94,13 @@ def check_enough(width: int, sizes: Sequence[int], length: int, fit: str) -> Non
 class Moments:
     """Second moments of X and E by fold, and position-wise sums in groups of sequences."""
 
-    def __init__(self, like: Tensor, sizes: Sequence[int], groups: int, blocks: Sequence[int] | None = None):
+    def __init__(self, like: Tensor, sizes: Sequence[int], groups: int, blocks: Sequence[int]):
         """Start empty; `like` is a stream (B, T, C), `sizes` are the sequences of each domain, `groups` is v.
 
-        `blocks` are the widths of inputs with a penalty of their own: (C,) by default, (H·D,), or (H·D, C).
+        `blocks` are the widths of inputs with a penalty of their own: (C,), (H·D,), or (H·D, C).
         """
         length, width = like.shape[1:]
-        self.blocks = (width,) if blocks is None else tuple(blocks)
-        inputs = sum(self.blocks)
+        self.blocks, inputs = blocks, sum(blocks)
         self.fold_of, self.held = folds(sizes)
         self.sequences, self.groups, self.length = sum(sizes), groups, length
         self.epsilon = torch.finfo(like.dtype).eps
@@ -142,7 +141,10 @@ class Moments:
             return torch.zeros_like(self.cross[0]), (), None
         if fit == "mean":
             x, error = self.means()
-            return pseudo_inverse(x, self.epsilon) @ error, (), None
+            # smaller singular values are the rounding of the streams, which inverting would amplify a million times;
+            # in bfloat16 a cutoff above 1% would remove signal
+            cutoff = min(self.epsilon * max(x.shape), MAX_CUTOFF)
+            return torch.linalg.pinv(x, rtol=cutoff) @ error, (), None
         penalties, left = self._penalties(roughly) if fit in WITH_PENALTY else ((), None)
         return self._solved(penalties, self.gram.sum(0), self.cross.sum(0)), penalties, left
 
@@ -226,13 +228,3 @@ def _neighbors(indices: tuple[int, ...]) -> list[tuple[int, ...]]:
     steps = itertools.product(range(len(indices)), (-1, 1))
     near = [(*indices[:block], indices[block] + step, *indices[block + 1 :]) for block, step in steps]
     return [others for others in near if min(others) >= 0 and max(others) < len(PENALTIES)]
-
-
-def pseudo_inverse(x: Tensor, epsilon: float) -> Tensor:
-    """Return the pseudo-inverse of means (R, C) whose entries are known to a relative `epsilon`.
-
-    Singular values below epsilon · max(R, C) of the largest are treated as rounding: in float32 streams they are far
-    above float64's zero, and inverting them would amplify noise a million times. The cutoff is at most 1%, which
-    bfloat16 reaches: a larger one would remove signal.
-    """
-    return torch.linalg.pinv(x, rtol=min(epsilon * max(x.shape), MAX_CUTOFF))

@@ -194,10 +194,10 @@ def _named(value: str | dict[str, Any] | list[dict[str, Any]] | None) -> list[Na
     if value.lstrip().startswith(("{", "[")):
         try:
             return [*load_methods(json.loads(value))]
-        except json.JSONDecodeError as error:
-            raise ValueError(f"`method` must be a name, a JSON object or a list, got {value!r} ({error})") from None
-        except RecursionError:
-            raise ValueError("`method` must be a name or a JSON object, got JSON that is nested too deeply") from None
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise ValueError(
+                f"`method` must be a name, a JSON object or a list, got {value[:80]!r} ({error})"
+            ) from None
     cls = method_class(value)
     if cls.takes_groups():
         return [cls]

@@ -114,7 +114,7 @@ def test_the_pseudo_inverse_does_not_invert_what_float32_rounds():
 
     basis = torch.randn(8, 64, generator=torch.Generator().manual_seed(8))
     weight = torch.randn(64, 64, generator=torch.Generator().manual_seed(9)) / 8
-    moments = Moments(torch.zeros(1, 60, 64), [12], 1)
+    moments = Moments(torch.zeros(1, 60, 64), [12], 1, [64])
     moments.add(*drawn(0))
     solved, *_ = moments.solve("mean")
     x, error = drawn(1)
@@ -128,7 +128,7 @@ def test_ridge_leaves_one_domain_out(source):
     """A direction that means the opposite in every other domain is worth nothing in the next one: it is not learnt."""
     generator = torch.Generator().manual_seed(0)
     shared = torch.eye(32) * (torch.arange(32) < 16)
-    moments, single = Moments(torch.zeros(1, 64, 32), [8, 8, 8], 1), Moments(torch.zeros(1, 64, 32), [24], 1)
+    moments, single = (Moments(torch.zeros(1, 64, 32), sizes, 1, [32]) for sizes in ([8, 8, 8], [24]))
     for sign in (1.0, -1.0, 1.0):
         x = torch.randn(8, 64, 32, generator=generator)
         error = 0.1 * x @ shared + sign * 3 * x @ (torch.eye(32) - shared)

@@ -213,12 +213,9 @@ class State(Frozen):
     stopped: dict[str, Stopped] = Field({}, description="runs that diverged, by name")
 
 
-def read_state(folder: Path) -> State | None:
-    """Return the content of the folder's `grid.json`, or None if the file does not exist."""
-    path = folder / STATE
-    if not path.is_file():
-        return None
+def read_state(folder: Path) -> State:
+    """Return the content of the folder's `grid.json`."""
     try:
-        return State.model_validate_json(path.read_bytes())
+        return State.model_validate_json((folder / STATE).read_bytes())
     except ValidationError as error:
         raise ValueError(f"{STATE}: {validation_message(error)}") from None

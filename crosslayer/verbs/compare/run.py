@@ -137,10 +137,9 @@ def _opened(folder: Path, resume: bool) -> State:
         return State()  # pyright: ignore[reportCallIssue]
     if not resume:
         raise ValueError(f"the folder {name!r} exists; use another name, or `resume` to continue its runs")
-    state = read_state(folder)
-    if state is None:
+    if not (folder / STATE).is_file():
         raise ValueError(f"the folder {name!r} holds no comparison to resume; use another name")
-    return state
+    return read_state(folder)
 
 
 @dataclass

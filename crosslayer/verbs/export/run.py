@@ -89,8 +89,8 @@ def export(
         dtype = config.dtype or torch.float32
     device = "cpu" if named else None
     loaded, own = ready_model(model, tokenizer, dtype=dtype, device=device)
+    dtype_name = str(loaded.dtype).removeprefix("torch.")
     if loaded.dtype not in DTYPES:
-        dtype_name = str(loaded.dtype).removeprefix("torch.")
         raise ValueError(f"`dtype` must be float32, bfloat16 or float16, got {dtype_name}")
     with whole_folder(Path(out), force) as partial, progress(f"writing {to}", 0):
         written, facts = _write(loaded, translated, own, to, name, partial)
@@ -98,7 +98,6 @@ def export(
         (partial / "README.md").write_text(text, encoding="utf-8")
         write_manifest(partial, written)  # with logits on fixed ids, which other programs must reproduce
         size = sum(path.stat().st_size for path in partial.rglob("*"))
-    dtype_name = str(loaded.dtype).removeprefix("torch.")
     return Exported(model=name, to=to, dtype=dtype_name, bytes=size, **facts)
 
 

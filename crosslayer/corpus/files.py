@@ -49,9 +49,10 @@ def local_files(name: str) -> list[Path]:
         if not files:
             raise ValueError(f"{name!r} has no text files; their names end in {SUFFIXES}")
         return files
-    if path.exists():
-        _check_regular(path)
+    if path.is_file():
         return [path]
+    if path.exists():
+        raise ValueError(f"{name!r} is a device or a pipe; use a .txt, .md, .jsonl or .parquet file, or a Hub dataset")
     if glob.has_magic(name):
         matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
         files = [match for match in matches if match.is_file()]
@@ -70,7 +71,6 @@ def file_kind(path: Path) -> str:
 
 def stream_file(path: Path, column: str, reading: Reading | None, where: Mapping[str, Any]) -> Iterator[str]:
     """Yield the documents of a file, of a table the `column` of rows that `where` chooses, if any; `reading` counts."""
-    _check_regular(path)
     if where and file_kind(path) in PLAIN:
         raise ValueError(f"`where` needs columns, and {path.name!r} has none; give .jsonl, .parquet or a dataset")
     if file_kind(path) not in READERS:
@@ -87,12 +87,6 @@ def stream_file(path: Path, column: str, reading: Reading | None, where: Mapping
 def with_line_feeds(text: str) -> str:
     """Return text in which every line ends in a line feed, whatever system it was saved on."""
     return text.replace("\r\n", "\n").replace("\r", "\n")
-
-
-def _check_regular(path: Path) -> None:
-    if not path.is_file():
-        kind = "a folder" if path.is_dir() else "a device or a pipe"
-        raise ValueError(f"{str(path)!r} is {kind}; use a .txt, .md, .jsonl or .parquet file, or a Hub dataset")
 
 
 def say_skipped(name: str, rows: int) -> None:

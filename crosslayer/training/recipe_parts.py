@@ -261,8 +261,8 @@ class JudgePart(Part):
 
     @model_validator(mode="after")
     def _check_windows(self) -> Self:
-        least = MIN_WINDOWS * len(self.domains or ())
+        count = len(self.domains or ())
+        least = MIN_WINDOWS * count
         if self.windows is not None and self.windows < least:
-            count = len(self.domains or ())
             raise WrongKey("windows", f"must be at least {least} for {count} domains, got {self.windows}")
         return self

@@ -1,5 +1,7 @@
 """Which layers share a cache in vLLM, over every wiring of the contract; nothing here needs vLLM."""
 
+from types import SimpleNamespace as Space
+
 import pytest
 import torch
 
@@ -9,9 +11,11 @@ from crosslayer.verbs.serve.caches import (
     bytes_per_token,
     cache_item,
     cache_source,
+    flags_of,
     not_saved,
     not_servable,
     not_split,
+    untested,
 )
 from tests.helpers.cases import CASES, each
 
@@ -93,3 +97,34 @@ def test_a_number_in_a_cache_of_8_bits_has_a_byte():
     assert cache_item({}, torch.float32) == 4 and cache_item({"kv-cache-dtype": "auto"}, torch.bfloat16) == 2
     assert cache_item({"kv-cache-dtype": "fp8_e5m2"}, torch.float32) == 1
     assert cache_item({"kv-cache-dtype": "bfloat16"}, torch.float32) == 2
+
+
+@pytest.mark.parametrize(
+    ("set_otherwise", "refused"),
+    [
+        ({}, None),
+        ({"cache_dtype": "fp8", "quantization": "compressed-tensors"}, None),
+        ({"tensor_parallel_size": 3}, "tensor-parallel-size"),
+        ({"pipeline_parallel_size": 2}, "pipeline-parallel-size"),
+        ({"cache_dtype": "int4"}, "kv-cache-dtype"),
+        ({"kv_cache_dtype_skip_layers": ["0"]}, "kv-cache-dtype-skip-layers"),
+        ({"kv_sharing_fast_prefill": True}, "kv-sharing-fast-prefill"),
+        ({"quantization": "gptq"}, "quantization"),
+        ({"lora_config": Space()}, "enable-lora"),
+    ],
+    ids=str,
+)
+def test_options_of_a_running_vllm_are_refused_as_flags_are(set_otherwise, refused):
+    usual = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "decode_context_parallel_size": 1}
+    usual |= {"cache_dtype": "auto", "kv_cache_dtype_skip_layers": [], "kv_sharing_fast_prefill": False}
+    usual |= {"quantization": None, "hf_overrides": {}, "speculative_config": None, "lora_config": None}
+    options = Space(**usual | set_otherwise)  # each part of the config has all options here
+    vllm_config = Space(
+        parallel_config=options,
+        model_config=options,
+        cache_config=options,
+        speculative_config=options.speculative_config,
+        lora_config=options.lora_config,
+    )
+    found = untested(config_of("cla"), flags_of(vllm_config))
+    assert (None if found is None else found[0]) == refused

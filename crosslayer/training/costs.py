@@ -8,6 +8,7 @@ weights + gradients + optimizer states   4 bytes per parameter each; Adam has tw
                                          (if the loss is computed in chunks: logits of one chunk)
 """
 
+import json
 from typing import Any
 
 import torch
@@ -19,7 +20,6 @@ from crosslayer.core.decoder import CrossLayerConfig
 from crosslayer.core.decoder.modeling import AT_ONCE
 from crosslayer.core.transformers_versions import OLD_ARGUMENTS
 from crosslayer.machine import free_memory
-from crosslayer.output.manifest import methods_of
 from crosslayer.probe.model import evaluating
 from crosslayer.training.arguments import step_sequences
 from crosslayer.training.record import TrainedModel
@@ -48,9 +48,10 @@ def trained_model(model: PreTrainedModel, length: int) -> TrainedModel:
                 model(torch.zeros(1, count, dtype=torch.long, device=model.device), use_cache=False)
             flops[count] = counter.get_total_flops() / count
     growth = (flops[longer] - flops[shorter]) / (longer - shorter)
+    methods = model.config.cross_layer if isinstance(model.config, CrossLayerConfig) else []
     return TrainedModel(  # pyright: ignore[reportCallIssue]
         class_=type(model).__name__,
-        methods=methods_of(model) or [],
+        methods=json.loads(json.dumps(methods)),  # tuples become lists, as in a record that is read again
         layers=model.config.get_text_config().num_hidden_layers,
         parameters=model.num_parameters(),
         flops_per_token=PASSES * (flops[longer] + growth * (length - longer)),

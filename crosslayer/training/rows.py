@@ -206,21 +206,22 @@ def evenly_spaced(rows: Any, count: int) -> Subset[dict[str, Tensor]]:
 class Rows:
     """The rows of a recipe by domain: those to train on, and held-out ones, spread evenly over their text."""
 
-    recipe: Recipe
-    tokenizer: PreTrainedTokenizerFast
     domains: dict[str, DomainRows]
     held_out: dict[str, Subset[dict[str, Tensor]]]
+    weights: dict[str, float]
+    seed: int
+    objective: str
+    tokenizer: PreTrainedTokenizerFast
 
     def training(self, items: int) -> Mixture:
         """Return `items` rows to train on; fewer are the first of more."""
-        weights = {part.name: part.weight for part in self.recipe.data.domains}
-        return Mixture(self.domains, weights, self.recipe.seed, items)
+        return Mixture(self.domains, self.weights, self.seed, items)
 
     def trained(self, items: int) -> tuple[TrainedDomain, ...]:
         """Return what training on `items` rows reads of each domain."""
-        mixture, objective = self.training(items), self.recipe.objective
+        mixture = self.training(items)
         passes, total = mixture.passes(), sum(mixture.units)
-        counted = [] if objective == "next-token" else [objective]  # losses of other tokens are not compared
+        counted = [] if self.objective == "next-token" else [self.objective]  # losses of other tokens are not compared
         return tuple(
             TrainedDomain(
                 name=name,
@@ -265,4 +266,5 @@ def read_rows(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> Rows:
         trained_on, kept = text.shards(tokenizer, cache_folder() / TOKENS)
         training[part.name] = rows_of(trained_on, part)
         held_out[part.name] = evenly_spaced(rows_of(kept, part), count)
-    return Rows(recipe, tokenizer, training, held_out)
+    weights = {part.name: part.weight for part in recipe.data.domains}
+    return Rows(training, held_out, weights, recipe.seed, recipe.objective, tokenizer)

@@ -48,6 +48,7 @@ def stage_arguments(recipe: Recipe, part: StagePart, folder: Path) -> TrainingAr
 
 
 def stage_trainer(
+    recipe: Recipe,
     rows: Rows,
     model: PreTrainedModel,
     arguments: TrainingArguments,
@@ -59,11 +60,11 @@ def stage_trainer(
     Without stages, the held-out rows are evaluated during training.
     """
     for each in (model,) if teacher is None else (model, teacher.model):
-        set_attention(each, rows.recipe.attention, arguments)
+        set_attention(each, recipe.attention, arguments)
     if teacher is not None:
         teacher.model.to(arguments.device)  # type: ignore[arg-type]
     data = rows.training(arguments.max_steps * step_sequences(arguments))
-    held_out = {} if rows.recipe.stages else rows.held_out
+    held_out = {} if recipe.stages else rows.held_out
     return CrossLayerTrainer(model, arguments, data, held_out, rows.tokenizer, teacher, probe)
 
 
@@ -79,7 +80,7 @@ def _kept_attention(teacher: Teacher | None) -> Iterator[None]:
 
 
 def run_stage(
-    part: StagePart, rows: Rows, model: PreTrainedModel, folder: Path, teacher: Teacher | None = None
+    recipe: Recipe, part: StagePart, rows: Rows, model: PreTrainedModel, folder: Path, teacher: Teacher | None = None
 ) -> Outcome:
     """Train a float32 model in place and save it; resume from the folder's latest complete checkpoint, if any.
 
@@ -88,10 +89,10 @@ def run_stage(
     Raises:
         TrainingStopped: a checkpoint cannot be written, as on a full disk.
     """
-    set_seed(rows.recipe.seed)  # for the initial values of adapters
+    set_seed(recipe.seed)  # for the initial values of adapters
     trained: Any = unfreeze(model, part.parameters, part.lora)
     with quiet_transformers(), _kept_attention(teacher):
-        trainer = stage_trainer(rows, trained, stage_arguments(rows.recipe, part, folder), teacher)
+        trainer = stage_trainer(recipe, rows, trained, stage_arguments(recipe, part, folder), teacher)
         trainer.add_callback(LastStep(trainer.interruption))
         if part.stop is not None:
             trainer.add_callback(EarlyStop(part.stop.smoothing, part.stop.patience, part.stop.least))

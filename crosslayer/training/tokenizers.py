@@ -25,17 +25,17 @@ TOKENS = "tokens"  # folder in the cache
 def recipe_tokenizer(name: str, domains: Sequence[Domain]) -> PreTrainedTokenizerFast:
     """As `make_tokenizer`, on the text of domains, with trained byte pairs cached by their number and their text."""
     with progress("reading the tokenizer", 0):
-        if not name.startswith("bpe:"):
-            return make_tokenizer(name, list)
-        size, digest = pair_tokens(name), "/".join(f"{domain.name}: {domain.digest()}" for domain in domains)
-        key = hashlib.sha256(f"{size}/{TRAINED_ON}/{PIECE}/{digest}".encode()).hexdigest()
-        path = cache_folder() / TOKENS / f"bpe-{size}-{key[:16]}.json"
-        if not path.is_file():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            partial = path.with_name(f".{path.name}.{os.getpid()}")
-            _trained(size, lambda: (text for domain in domains for text in domain.training())).save(str(partial))
-            partial.replace(path)
-        return _finished(Tokenizer.from_file(str(path)))
+        if name.startswith("bpe:"):
+            size, digest = pair_tokens(name), "/".join(f"{domain.name}: {domain.digest()}" for domain in domains)
+            key = hashlib.sha256(f"{size}/{TRAINED_ON}/{PIECE}/{digest}".encode()).hexdigest()
+            path = cache_folder() / TOKENS / f"bpe-{size}-{key[:16]}.json"
+            if not path.is_file():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                partial = path.with_name(f".{path.name}.{os.getpid()}")
+                _trained(size, lambda: (text for domain in domains for text in domain.training())).save(str(partial))
+                partial.replace(path)
+            return _finished(Tokenizer.from_file(str(path)))
+        return make_tokenizer(name, list)  # needs no documents
 
 
 def make_tokenizer(name: str, documents: Callable[[], Iterable[str]]) -> PreTrainedTokenizerFast:

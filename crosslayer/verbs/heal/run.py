@@ -169,7 +169,7 @@ class _Job:
         teacher = None
         if retrofit is not None and self.recipe.objective == "distill":
             teacher = Teacher(self.questions.original)
-        return run_stage(part, self.rows, model, folder, teacher)
+        return run_stage(self.recipe, part, self.rows, model, folder, teacher)
 
     def _result(self, healed: dict[str, list[_Step]], original: list[_Step]) -> Recovery:
         windows, ends = self.questions.windows, {name: steps[-1].answers.losses for name, steps in healed.items()}

@@ -77,7 +77,7 @@ def train(
         with quiet_transformers(), peak_memory(arguments.device) as peak:
             model = initial_model(recipe, tokenizer, arguments)
             properties = trained_model(model, recipe.data.length)
-            trainer = stage_trainer(rows, model, arguments, probe=probe)
+            trainer = stage_trainer(recipe, rows, model, arguments, probe=probe)
             trainer.train(resume_from_checkpoint=resume)
             if arguments.max_steps % (arguments.eval_steps or 1) or not trainer.window_losses:
                 trainer.evaluate()  # the last step was not evaluated, or the run had already finished

@@ -26,14 +26,12 @@ TOY = {
 """What was counted."""
 from typing import Literal
 from pydantic import Field
-from crosslayer.output.record import typed_command
 from crosslayer.output.result import Result
 
 class Count(Result):
     """Words."""
 
     schema_: Literal["crosslayer/count/1"] = Field(default="crosslayer/count/1", alias="schema")
-    command: str | None = typed_command()
     words: int
 
     def sentences(self):

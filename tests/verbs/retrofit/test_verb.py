@@ -334,7 +334,8 @@ from types import SimpleNamespace
 import torch
 
 from crosslayer.cli import main
-from crosslayer.verbs.retrofit import result, run  # and with them all that a child would have to import
+from crosslayer.output import result
+from crosslayer.verbs.retrofit import run  # and with them all that a child would have to import
 
 torch.set_num_threads(1)  # threads do not survive a fork
 drawn = SimpleNamespace(vegalite_to_svg=lambda *_, **__: "<svg/>", javascript_bundle=lambda *_, **__: "")

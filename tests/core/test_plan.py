@@ -46,7 +46,7 @@ def plans(draw):
 def config_with(plan, *methods, **changes):
     """A config with a plan; `cross_layer` stays empty, so that nothing has to be named."""
     config = contract.config_of([], num_hidden_layers=plan.layers, **changes)
-    wiring = Wiring(methods, plan, (None,) * plan.layers, (False,) * plan.layers)
+    wiring = Wiring(methods, plan, (None,) * plan.layers)
     config.__class__ = type("Wired", (type(config),), {"wiring": property(lambda self: wiring)})
     return config
 

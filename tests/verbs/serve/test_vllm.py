@@ -22,6 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import crosslayer
 from crosslayer.testing.tiny import build, config_of, tokens
+from crosslayer.verbs.serve.caches import flags_of, untested
 from tests.helpers.cases import CASES
 
 pytestmark = [
@@ -321,21 +322,24 @@ def decoder():
     [
         ("parallel_config", {"tensor_parallel_size": 4}, "over more than 2 processes"),
         ("parallel_config", {"pipeline_parallel_size": 2}, "pipeline parallelism puts elsewhere"),
-        (None, {"quant_config": "any"}, "weights quantized in this way"),
+        ("model_config", {"quantization": "awq"}, "weights quantized in this way"),
         (None, {"lora_config": "any"}, "LoRA adapters are untested"),
     ],
 )
 def test_what_needs_more_than_is_here_is_refused(decoder, part, changes, words):
     config = SimpleNamespace(
-        parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1),
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=1, pipeline_parallel_size=1, decode_context_parallel_size=1
+        ),
         cache_config=SimpleNamespace(cache_dtype="auto", kv_cache_dtype_skip_layers=[], kv_sharing_fast_prefill=False),
-        quant_config=None,
-        model_config=SimpleNamespace(quantization="awq"),
+        model_config=SimpleNamespace(quantization=None, hf_overrides=None, hf_config=config_of(WIRINGS["cla"])),
+        speculative_config=None,
         lora_config=None,
     )
-    assert decoder._unsupported(config_of(WIRINGS["cla"]), config) is None
+    assert untested(config.model_config.hf_config, flags_of(config)) is None
     vars(config if part is None else getattr(config, part)).update(changes)
-    assert words in decoder._unsupported(config_of(WIRINGS["cla"]), config)
+    with pytest.raises(ValueError, match=words):
+        decoder(vllm_config=config)
 
 
 def test_an_export_needs_no_plugin(tmp_path):

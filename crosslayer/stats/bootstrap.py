@@ -102,7 +102,7 @@ def _drawn(documents: tuple[int, ...], seed: int) -> tuple[list[np.ndarray], np.
         weights[:, rows] = drawn * (count / (count - 1) / windows)
     spread = t_quantile(windows - len(strata)) / NORMAL
     weights = (1 + spread * (weights * windows - 1)) / windows
-    weights.flags.writeable = False  # all that were drawn alike have the same
+    weights.setflags(write=False)  # all that were drawn alike have the same
     return strata, weights
 
 

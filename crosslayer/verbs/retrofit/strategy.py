@@ -47,7 +47,7 @@ class Strategy(ABC):
         fit: how W_c, and W_o of readers, are fitted: one of `FITS`, or "none".
     """
 
-    needs: tuple[str, ...] = ()  # purposes of text, besides "evaluation", and "calibration" where something is fitted
+    needs: tuple[str, ...] = ()  # texts to read beside "evaluation"; a fit adds "calibration"
     targets: tuple[str, ...] = ()  # what W_c may be added to, where `compensation` decides
     acts: ClassVar[tuple[str, ...]] = ()  # options that have an effect on this way alone
 

@@ -10,7 +10,8 @@ from crosslayer.core import methods
 from tests.helpers.cases import CASES, COMPOSITIONS, SINGLE, each
 from tests.helpers.daily import daily
 
-COSTLY = (  # a third of the time of all checks: every day only on what differs most in what it reads and stores
+# These checks take a third of the contract's time. The fast tests run them on `KINDS`, the slow tests on every method.
+COSTLY = (
     contract.quantized_cache_cuts_make_no_difference,
     contract.generation_modes_agree,
     contract.beam_search_equals_uncached,

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from crosslayer.core.decoder import CrossLayerForCausalLM
-from crosslayer.core.methods import load_method
 from crosslayer.core.methods.shared_choice import SharedChoice
 from crosslayer.testing.tiny import build, config_of, steps
 from tests.core.methods.naive import Naive, attend, check, softmax_map
@@ -150,13 +149,6 @@ def test_uniattn(target, attention, monkeypatch):
     model.set_attn_implementation(attention)
     use_float64_softmax(monkeypatch)
     check(model, Loops)
-
-
-def test_a_config_of_an_earlier_release_may_name_an_option_that_is_off():
-    assert load_method({"name": "cla", "compensation_bias": False}) == load_method("cla")
-    assert load_method({"name": "svformer", "compensation": None}) == load_method("svformer")
-    with pytest.raises(ValueError, match="'cla' has no option 'compensation_bias'"):
-        load_method({"name": "cla", "compensation_bias": True})
 
 
 def test_a_w_c_of_the_values_needs_a_w_v():

@@ -125,6 +125,13 @@ def test_w_c_is_checked_and_never_left_out_silently():
         methods.wire([WithoutBase()], 4)
 
 
+def test_a_config_of_an_earlier_release_may_name_an_option_that_is_off():
+    assert methods.load_method({"name": "cla", "compensation_bias": False}) == methods.load_method("cla")
+    assert methods.load_method({"name": "svformer", "compensation": None}) == methods.load_method("svformer")
+    with pytest.raises(ValueError, match="'cla' has no option 'compensation_bias'"):
+        methods.load_method({"name": "cla", "compensation_bias": True})
+
+
 def test_its_test_passes(folder):
     test = runpy.run_path(str(folder / "test_scaled.py"))
     for check in CHECKS:

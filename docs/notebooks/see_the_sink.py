@@ -13,8 +13,8 @@ diagnosis = crosslayer.diagnose(model, None, tokenizer, sequences=2, length=128)
 print("\n".join(diagnosis.sentences()))
 
 # %% [markdown]
-# If `diagnosis` is the last line of a cell, a notebook displays the whole page. `save` writes the page, a record and
-# figures:
+# If `diagnosis` is the last line of a cell, the notebook displays the whole report. `save` writes the report, a record
+# and figures:
 
 # %%
 diagnosis.save("sink")
@@ -22,8 +22,8 @@ diagnosis.save("sink")
 # %% [markdown]
 # ![Attention on the first token, by layer](sink/figures/first_token_share.svg)
 #
-# Every measure is an array by layer, with intervals over sequences. In layers that put much attention on the
-# first token, its values are small, so attention to it adds little (*value drain*):
+# Every measure is an array with one entry per layer, and has intervals over sequences. In layers that put much
+# attention on the first token, its values are small, so attention to it adds little (*value drain*):
 
 # %%
 for layer in (0, 10, 15, 23):
@@ -42,5 +42,5 @@ before, after = effect.attention_received  # (2, L)
 print(f"attention on position 64, largest over layers: {before.max():.1%} before, {after.max():.1%} after")
 
 # %% [markdown]
-# A token that attends only to itself becomes a sink at any position. [The waiver's page](../papers/waiver.md) repeats this
-# on more text, with controls.
+# The token that attends only to itself became a second sink. [The waiver's page](../papers/waiver.md) repeats this on
+# more text, with controls.

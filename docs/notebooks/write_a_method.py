@@ -1,9 +1,8 @@
 # %% [markdown]
-# # Write a method of this week's paper
+# # Write a method from this week's paper
 #
 # A paper proposes that the middle layers share the keys and values of one layer ("sandwich-bottom", arXiv 2410.14442).
-# That is one file, [sandwich.py](sandwich.py): a dataclass that assigns a source to each state of each
-# layer.
+# The method takes one file, [sandwich.py](sandwich.py): a dataclass that assigns a source to each state of each layer.
 
 # %%
 from pathlib import Path
@@ -13,7 +12,7 @@ import sandwich
 print(Path(sandwich.__file__).read_text())
 
 # %% [markdown]
-# Pass an instance to a config. The model is built, trained, cached and saved like any other.
+# Pass an instance to a config. The model can then be built, trained, cached and saved like any other.
 
 # %%
 from crosslayer import CrossLayerConfig
@@ -22,8 +21,9 @@ config = CrossLayerConfig(num_hidden_layers=8, cross_layer=[sandwich.Sandwich(be
 print(config.plan.diagram())
 
 # %% [markdown]
-# Is it correct? Run the contract tests, which the package's own methods also pass: cached = uncached = chunked, left
-# padding, every generation mode, gradients with checkpointing, save and load, causality.
+# Is it correct? Run the contract tests, which the package's own methods also pass. They check that cached, uncached and
+# chunked runs agree, and test left padding, every generation mode, gradients with checkpointing, save and load, and
+# causality.
 
 # %%
 from crosslayer.testing import check_method
@@ -54,5 +54,5 @@ with torch.no_grad():
 # %% [markdown]
 # Next: `crosslayer.retrofit("smollm2", method={"name": "sandwich", "below": 24, "above": 2, "compensation":
 # "attention"})` fits linear compensation (W_c) and writes a report, and `crosslayer compare --methods 'vanilla,
-# sandwich' --allow-methods sandwich` trains it next to others (with its folder in `PYTHONPATH`). [Your own
-# method](../methods/your_own.md) lists everything that a method can define.
+# sandwich' --allow-methods sandwich` trains it and compares it with the plain model (its folder must be in
+# `PYTHONPATH`). [Your own method](../methods/your_own.md) lists everything that a method can define.

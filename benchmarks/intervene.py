@@ -11,6 +11,7 @@ random tokens; and with row 0 and a random row scaled to the norms 0.5, 1 and 2.
 """
 
 import argparse
+import itertools
 import json
 import statistics
 import subprocess
@@ -18,6 +19,7 @@ import sys
 import tempfile
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +35,7 @@ from crosslayer.output.panel import Line, Panel
 from crosslayer.output.progress import Progress
 from crosslayer.stats.bootstrap import Ends, measure, over_documents, plain
 from crosslayer.verbs.intervene.kinds import Kind, PositionSwap, positions_of, waiver
-from crosslayer.verbs.intervene.readings import Passes, Sample, change
+from crosslayer.verbs.intervene.readings import Sample, change, sample
 
 HERE = Path(__file__).parent
 RESULTS, FIGURES = HERE / "results" / "waiver.json", HERE.parent / "docs" / "figures"
@@ -117,11 +119,12 @@ def measured(name: str, model, windows: Windows, changes: dict[str, Kind], layer
     """
     positions = sorted({0, *(position for change in changes.values() for position in positions_of(change))})
     results, over = {}, over_documents(windows.documents)
-    with Progress(name, (1 + len(changes)) * len(windows)) as steps:
-        passes = Passes(model, (1 + len(changes)) * len(windows), steps)
-        before = passes.sample(windows.ids, positions, (), positions[0])
+    total, done = (1 + len(changes)) * len(windows), itertools.count(1)
+    with Progress(name, total) as steps:
+        read = partial(sample, model, windows.ids, positions, tick=lambda: steps.step(next(done), total))
+        before = read(loss_from=positions[0])
         for named, intervention in changes.items():
-            after = passes.sample(windows.ids, positions, [intervention], positions[0])
+            after = read([intervention], loss_from=positions[0])
             position = positions_of(intervention)[0]
             results[named] = compared(before, after, (position, positions.index(position)), layers, over)
     return {"documents": list(windows.documents), "changes": results}
@@ -132,16 +135,16 @@ def compared(
 ) -> dict[str, Any]:
     """Return the change at a position, given with its number among the measured ones, and at the first token."""
     (position, at), result = measured_at, {"averages": {}}
-    for side, sample in (("before", before), ("after", after)):
+    for side, read in (("before", before), ("after", after)):
         averages = {}
         for index, who in ((at, "position"), (0, "first")):  # (N, L, P) → (N,)
-            averages[who] = sample.measures["attention_received"][:, layers, index].mean(axis=1)
-        averages["peak"] = sample.measures["hidden_norm_ratio"][:, :, at].max(axis=1)
-        averages["drain"] = np.nanmedian(sample.measures["value_norm_ratio"][:, layers, at], axis=1)
-        averages["first_drain"] = np.nanmedian(sample.measures["value_norm_ratio"][:, layers, 0], axis=1)
-        averages["last_row"] = sample.last[:, layers, position].mean(axis=1)
+            averages[who] = read.measures["attention_received"][:, layers, index].mean(axis=1)
+        averages["peak"] = read.measures["hidden_norm_ratio"][:, :, at].max(axis=1)
+        averages["drain"] = np.nanmedian(read.measures["value_norm_ratio"][:, layers, at], axis=1)
+        averages["first_drain"] = np.nanmedian(read.measures["value_norm_ratio"][:, layers, 0], axis=1)
+        averages["last_row"] = read.last[:, layers, position].mean(axis=1)
         result["averages"] |= {f"{who}_{side}": measure(values, over).model_dump() for who, values in averages.items()}
-        result[f"by_head_{side}"] = plain(sample.measures["attention_by_head"][:, :, at].mean(axis=0))  # (L, H)
+        result[f"by_head_{side}"] = plain(read.measures["attention_by_head"][:, :, at].mean(axis=0))  # (L, H)
     for name in ("attention_received", "hidden_norm_ratio", "value_norm_ratio"):
         result[name] = change(before.measures[name][..., at], after.measures[name][..., at], over).model_dump()
     if before.loss_behind is not None and after.loss_behind is not None:

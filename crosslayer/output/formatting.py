@@ -9,9 +9,9 @@ UNKNOWN = "–"  # a cell without a value
 Table = tuple[str, list[str], list[list[Any]]]  # title, head, rows of cells
 
 
-def signed(number: float, digits: int = 4) -> str:
+def signed(number: float) -> str:
     """Return a number with its sign and a true minus: −0.0312, +0.0005."""
-    return f"{number:+.{digits}f}".replace("-", "−")
+    return f"{number:+.4f}".replace("-", "−")
 
 
 def percent(share: float, digits: int = 0) -> str:

@@ -95,7 +95,7 @@ def test_a_folder_of_something_else_is_never_replaced(monkeypatch, tmp_path, cap
     assert (tmp_path / "thesis.tex").exists()
 
 
-def test_hostile_token_text_stays_text(tmp_path):
+def test_hostile_token_text_stays_text():
     record = crosslayer.diagnose(tiny("llama"), tokens()).record()
     record["top_tokens"][0][0]["token"] = record["model"]["name"] = "</script><script>alert(1)</script>"
     assert "<script>alert" not in crosslayer.Diagnosis.from_record(record).page()

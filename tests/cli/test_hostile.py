@@ -90,7 +90,7 @@ def test_code_that_a_config_maps_to_is_not_run(monkeypatch, tmp_path, capsys, fo
     assert "never run" in capsys.readouterr().err and not ran(folder)
 
 
-def test_a_method_that_is_allowed_is_imported(monkeypatch, tmp_path, capsys, folder):
+def test_a_method_that_is_allowed_is_imported(monkeypatch, folder):
     """The trap works: allowed by name, and with its folder on the path, it runs."""
     monkeypatch.setattr(methods, "_allowed", set())
     monkeypatch.syspath_prepend(str(folder))

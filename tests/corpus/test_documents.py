@@ -274,7 +274,7 @@ def test_unknown_names(tmp_path):
         load_documents(TextSource(str(tmp_path / "b.parquet")))
 
 
-def test_a_dataset_is_streamed_and_its_column_checked(tmp_path, monkeypatch):
+def test_a_dataset_is_streamed_and_its_column_checked(monkeypatch):
     datasets = pytest.importorskip("datasets")
     rows = datasets.Dataset.from_dict({"text": [words(10 * i, 10 * i + 10) for i in range(20)]}).to_iterable_dataset()
     asked = {}

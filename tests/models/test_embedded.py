@@ -153,7 +153,7 @@ def test_a_gguf_file_is_converted_once(conversions, tmp_path):
     assert [path.name for path in (tmp_path / "cache").iterdir()] == [target.name]
 
 
-def test_processes_that_need_it_at_once_wait_for_the_first(conversions, tmp_path):
+def test_processes_that_need_it_at_once_wait_for_the_first(conversions):
     target = embedded.embedded_folder("smollm2")
     shutil.rmtree(target)
     with exclusive(target):

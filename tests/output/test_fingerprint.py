@@ -25,7 +25,7 @@ def test_every_module_keeps_its_own_mode(kind):
 
 
 @pytest.mark.parametrize("family", [*CAUSAL, "tied", *SINGLE])
-def test_it_is_that_of_the_model_in_float32_which_is_never_held_whole(family, monkeypatch):
+def test_it_is_that_of_the_model_in_float32_which_is_never_held_whole(family):
     if family in SINGLE:
         model = contract.build(contract.config_of(SINGLE[family])).bfloat16()
     else:

@@ -95,7 +95,7 @@ def test_the_routers_loss_trains_under_checkpointing():
     contract.close(gradients[1], gradients[0], "gradient of the highest router")
 
 
-def test_first_values_are_the_familys(tmp_path):
+def test_first_values_are_the_familys():
     model = CrossLayerForCausalLM(contract.config_of([], **GEMMA2))
     norms = [model.model.norm, model.model.layers[0].post_feedforward_layernorm]
     assert all(norm.weight.abs().max() == 0 for norm in norms)  # a gain of 1

@@ -302,7 +302,7 @@ def test_neutreno_after_resformer_has_half_the_weight(base):
     close(logits(after), logits(before), "λ on mixed and on raw values")
 
 
-def test_denseformer_counts_layers_that_are_there(base):
+def test_denseformer_counts_layers_that_are_there():
     """Dropping a layer whole is DenseFormer of one layer less."""
     short = build(config_of([{"name": "denseformer", "dilation": 2}], num_hidden_layers=5))
     dropped = build(config_of([{"name": "denseformer", "dilation": 2}, {"name": "drop", "layers": (2,)}]))

@@ -3,7 +3,7 @@
 It comes by llama-cpp-python, which has an environment of its own, since it is built from source:
 
     python -m venv llama && llama/bin/pip install llama-cpp-python
-    CROSSLAYER_LLAMA=llama/bin/python pytest -m slow tests/formats
+    CROSSLAYER_LLAMA=llama/bin/python pytest -m slow tests/verbs/export
 """
 
 import importlib.util

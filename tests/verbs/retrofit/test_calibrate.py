@@ -124,7 +124,7 @@ def test_the_pseudo_inverse_does_not_invert_what_float32_rounds():
     assert torch.linalg.matrix_rank(solved, rtol=1e-5) == 8
 
 
-def test_ridge_leaves_one_domain_out(source):
+def test_ridge_leaves_one_domain_out():
     """A direction that means the opposite in every other domain is worth nothing in the next one: it is not learnt."""
     generator = torch.Generator().manual_seed(0)
     shared = torch.eye(32) * (torch.arange(32) < 16)

@@ -116,7 +116,7 @@ for folder in (ours, again):
 
 
 @pytest.mark.slow  # a process of its own
-def test_folders_open_in_another_process(monkeypatch, inputs, tmp_path, capsys):
+def test_folders_open_in_another_process(monkeypatch, inputs, tmp_path):
     """Whole layers need no package; with it a model of ours loads, saves, and loads again."""
     stock, ours = tmp_path / "stock", tmp_path / "ours"
     options = ("--method", "drop", "--part", "layer", "--layers", "auto,count=2")
@@ -159,7 +159,7 @@ def test_the_worst_unseen_domain_leads(monkeypatch, inputs, tmp_path, capsys):
     assert all(0 < fit["left_out"] < 10 for fit in record["calibration"]["layers"])
 
 
-def test_by_default_three_embedded_domains_calibrate_and_six_evaluate(monkeypatch, inputs, tmp_path, capsys):
+def test_by_default_three_embedded_domains_calibrate_and_six_evaluate(monkeypatch, inputs, tmp_path):
     words = ("--method", "cla", "--layers", "6-7", "--compensation", "lstsq", "--windows", 96, "--length", 8)
     assert run(monkeypatch, "retrofit", inputs / "model", "--out", tmp_path / "out", *map(str, words)) == 0
     record = json.loads((tmp_path / "out" / "record.json").read_text())
@@ -180,9 +180,7 @@ WAYS = [
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("words", [("--method", "uniattn"), ("--method", "drop", "--part", "layer")], ids=str)
-def test_the_folder_keeps_the_dtype_of_the_original_and_what_was_measured(
-    monkeypatch, inputs, tmp_path, capsys, dtype, words
-):
+def test_the_folder_keeps_the_dtype_of_the_original_and_what_was_measured(monkeypatch, inputs, tmp_path, dtype, words):
     original, out = tmp_path / "original", tmp_path / "out"
     model = tiny("llama", dtype=dtype, vocab_size=len(WORDS), num_hidden_layers=8)
     model.save_pretrained(original)

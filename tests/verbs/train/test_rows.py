@@ -11,10 +11,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from crosslayer.testing.tiny import FLOAT32, SHAPE, build, close, config_of
 from crosslayer.training.rows import IGNORED, FixedRows, Mixture, evenly_spaced, permutation
 from crosslayer.training.shards import tokenise
-from tests.helpers.text import WORDS, tokenizer, words
+from tests.helpers.text import tokenizer, words
 
 WEIGHTS = {"books": 5, "web": 3.5, "code": 1.5}
-END = WORDS["[SEP]"]
 
 
 @pytest.fixture(scope="module")

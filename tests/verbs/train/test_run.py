@@ -93,7 +93,7 @@ def load_recipe_config(folder):
     return crosslayer.CrossLayerConfig.from_pretrained(folder / "model")
 
 
-def test_the_folder_comes_back_equal(whole, tmp_path):
+def test_the_folder_comes_back_equal(whole):
     run, folder = whole
     assert crosslayer.load_result(folder) == run
     assert not list(folder.glob(".[!.]*"))

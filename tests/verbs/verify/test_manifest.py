@@ -43,7 +43,7 @@ def with_print(**changes):
         (with_print(ids=["a"]), "fingerprint.ids"),
     ],
 )
-def test_a_hostile_manifest_is_one_line(monkeypatch, saved, hostile, message):
+def test_a_hostile_manifest_is_one_line(saved, hostile, message):
     path = saved / "manifest.json"
     path.write_text(hostile(json.loads(path.read_text())))
     with pytest.raises(ValueError, match=r"^manifest\.json: ") as error:

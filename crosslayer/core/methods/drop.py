@@ -3,8 +3,8 @@
     x' = x  (no attention);  y = x'  (no MLP);  x' = x + Norm(x) W_c  (no attention, compensated)
 
 Flows: nothing. Reads: nothing. Cache: nothing for layers without attention.
-Source: LLMDrop (He et al. 2024, arXiv 2406.15786); whole layers as in ShortGPT; a linear map with bias instead of
-attention as in NBL (arXiv 2505.21077), where the map reads x without the norm.
+Source: LLMDrop (He et al. 2024, arXiv 2406.15786); whole layers as in ShortGPT; a linear map instead of attention as
+in NBL (arXiv 2505.21077), whose map has a bias and reads x without the norm.
 """
 
 from collections.abc import Sequence

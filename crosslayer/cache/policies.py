@@ -21,10 +21,10 @@ TOP = 2.0**22  # above every position and every sum of attention: the rank of to
 class Cached:
     """What is known of the cached tokens when some are evicted.
 
-    `positions` (B, H_kv, S) count the tokens of a text from 0. `attention` (B, H_kv, S) is the
-    probability mass that each has received, summed over the queries so far and over the query heads of its key-value
-    head; None if the policy does not use it. `seen` (B, 1, 1) is how many tokens of the text have been read, `keep`
-    (B, 1, 1) how many will be kept. `groups` is G.
+    `positions` (B, H_kv, S) count the tokens of a text from 0. `attention` (B, H_kv, S) is the probability mass that
+    each has received, summed over the queries so far and over the query heads of its key-value head; None if the policy
+    does not use it. `seen` (B, 1, 1) is how many tokens of the text have been read, `keep` (B, 1, 1) how many will be
+    kept. `groups` is G.
     """
 
     positions: Tensor

@@ -46,7 +46,7 @@ def searched_methods(space: str = "layers") -> list[MethodClass]:
     return [cls for cls in classes if cls.search_space() == space]
 
 
-def expected_passes(layers: int, most: int = RANKED) -> int:
+def expected_passes(layers: int, most: int) -> int:
     """Estimate how many configurations a search measures, with at most `most` in its first ranking."""
     return min(PASSES, min(most, layers * len(searched_methods())) + layers)
 

@@ -53,6 +53,7 @@ with torch.no_grad():
 
 # %% [markdown]
 # Next: `crosslayer.retrofit("smollm2", method={"name": "sandwich", "below": 24, "above": 2, "compensation":
-# "attention"})` fits linear compensation (W_c) and writes a report, and `crosslayer compare --methods 'vanilla,
-# sandwich' --allow-methods sandwich` trains it and compares it with the plain model (its folder must be in
-# `PYTHONPATH`). [Your own method](../methods/your_own.md) lists everything that a method can define.
+# "attention"})` fits linear compensation (W_c) and writes a report, and `crosslayer compare --recipe smoke --methods
+# 'vanilla, sandwich' --allow-methods sandwich --out compared` trains it and compares it with the plain model (the
+# folder of `sandwich.py` must be in `PYTHONPATH`). [Your own method](../methods/your_own.md) lists everything that a
+# method can define.

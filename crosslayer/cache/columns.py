@@ -140,4 +140,4 @@ class ColumnLayer(CacheLayerMixin):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Refuse to remove the last tokens: what was evicted or rounded because of them cannot be restored."""
-        raise ValueError("a cache that evicts or quantizes cannot be cropped; assisted generation needs that")
+        raise ValueError("a cache that evicts or quantizes cannot be cropped, which assisted generation needs")

@@ -37,7 +37,7 @@ class Amount:
         if (self.share is None) == (self.tokens is None):
             raise ValueError("an eviction needs either a share or a number of tokens")
         if self.share is not None and not 0 <= self.share < 1:
-            raise ValueError(f"the evicted share must be from 0 to below 1, got {self.share:g}")
+            raise ValueError(f"the evicted share must be at least 0 and below 1, got {self.share:g}")
         if self.tokens is not None and self.tokens < 2 * BLOCK:
             raise ValueError(f"an eviction must keep at least {2 * BLOCK} tokens, got {self.tokens}")
 
@@ -94,7 +94,7 @@ def parse_eviction(text: str) -> Eviction:
 
     def amount(digits: str) -> Amount:
         if AMOUNT.fullmatch(digits) is None:
-            raise ValueError(f"eviction {text!r} cannot be read at {digits!r}; write it {EXAMPLE}")
+            raise ValueError(f"eviction {text!r} cannot be parsed at {digits!r}; write it {EXAMPLE}")
         return Amount(share=float(digits)) if "." in digits else Amount(tokens=int(digits))
 
     return Eviction(text.strip(), *by_layer(rest, f"eviction {text!r}", EXAMPLE, amount), policy=name)

@@ -46,18 +46,18 @@ def checked_plan(model: PreTrainedModel, eviction: Eviction | None, bits: KvBits
     wiring = model_plan(model)
     plan, name = wiring.plan, f"{type(model).__name__} ({wiring.type})"
     if not wiring.caches or not model.can_generate():
-        raise ValueError(f"{name} keeps no KV cache, so {what} is not defined for it")
+        raise ValueError(f"{name} has no KV cache, so {what} is not supported")
     if field(model.config.get_text_config(), "kv_lora_rank"):
-        raise ValueError(f"{name} caches latents of keys and values; {what} needs those of each head")
+        raise ValueError(f"{name} caches latents; {what} needs the keys and values of each head")
     if plan.beyond_sharing:
-        raise ValueError(f"{name}: {plan.beyond_sharing}; {what} is not defined for that")
+        raise ValueError(f"{name}: {plan.beyond_sharing}; {what} does not support that")
     for layer, states in enumerate(wiring.layers):
         more = states.every or states.index or states.passes > 1 or states.fixed or states.fixed_float32
         if plan.attends(layer) and more:
             raise ValueError(f"{name}: layer {layer} has {states.mask}; {what} needs keys and values of each token")
         several = [state for state in CACHED if plan.read_count(state, layer) > 1]
         if several:
-            raise ValueError(f"{name}: layer {layer} reads states of several layers; {what} is not defined for that")
+            raise ValueError(f"{name}: layer {layer} reads states of several layers; {what} does not support that")
         if eviction is not None and states.mask != "no attention" and states.keys == 0:
             raise ValueError(f"{name}: layer {layer} has {states.mask}; eviction needs softmax attention")
     if eviction is not None:
@@ -232,8 +232,8 @@ class _Run:
             )
         if cache is not None and (not isinstance(cache, SmallerKVCache) or cache.way != self.way):
             raise ValueError(
-                f"the model runs under `smaller_cache` but got another cache ({type(cache).__name__}); pass "
-                f"{CACHE}=new_cache(), with the function that `smaller_cache` gives"
+                f"the model runs under `smaller_cache` but got a different cache ({type(cache).__name__}); pass "
+                f"{CACHE}=new_cache(), with the function that `smaller_cache` yields"
             )
         self.is_cached = cache is not None
         self.cache = self.new_cache() if cache is None else cache
@@ -268,7 +268,7 @@ class _Run:
         if not is_divided:
             return call
         if call.position_bias is not None:
-            raise ValueError("a quantized KV cache is not defined for attention with a position bias")
+            raise ValueError("a quantized KV cache does not support attention with a position bias")
         assert reading.ranks is not None
         ranks = reading.ranks.to(call.key.device)
         later = replace(call, key=call.key[:, :, exact:], value=call.value[:, :, exact:])
@@ -280,7 +280,7 @@ class _Run:
         if call.layer not in self.group_of:
             return call  # with a window
         if call.layer in self.handled:
-            raise ValueError(f"layer {call.layer} attends twice in a forward pass; eviction is not defined for that")
+            raise ValueError(f"layer {call.layer} attends twice in a forward pass; eviction does not support that")
         self.handled.add(call.layer)
         number = self.group_of[call.layer]
         if number not in self.steps:

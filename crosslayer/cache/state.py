@@ -95,9 +95,9 @@ class _Reading:
         self.before, self.heads = call.key.shape[2] - self.new, call.key.shape[1]
         self.groups = heads // self.heads
         if self.before != (0 if state.positions is None else state.positions.shape[-1]):
-            raise ValueError("a layer reads keys of several layers; eviction is not defined for that")
+            raise ValueError("a layer reads keys of several layers; eviction does not support that")
         if call.sinks is not None or call.position_bias is not None:
-            raise ValueError("eviction is not defined for attention with a learned sink or a position bias")
+            raise ValueError("eviction does not support attention with a learned sink or a position bias")
         nothing = [0] * self.batch
         self.seen, self.held = list(state.seen or nothing), list(state.held or nothing)
         self.is_plain = self.new == 1 and self.held == [self.before] * self.batch  # attends to every column
@@ -226,7 +226,7 @@ def padding(mask: Tensor | None, seen: list[int], new: int) -> list[int]:
     if mask is None:
         return [0] * len(seen)
     if not isinstance(mask, Tensor) or mask.ndim != 4:
-        raise ValueError("eviction needs a mask as transformers makes it for sdpa or eager attention")
+        raise ValueError("eviction needs the mask that transformers builds for sdpa or eager attention")
     visible = mask if mask.dtype == torch.bool else mask == 0
     visible = visible.expand(len(seen), -1, -1, -1)[:, 0]  # (B, T, S)
     last = visible[:, -1]  # (B, S): the last token sees everything but padding
@@ -238,5 +238,5 @@ def padding(mask: Tensor | None, seen: list[int], new: int) -> list[int]:
     before, padding = last.shape[-1] - new, pads.tolist()
     known = [min(before, padded) + tokens for padded, tokens in zip(padding, seen, strict=True)]
     if bool(((visible != expected) & text[:, :, None]).any()) or known != [before] * len(seen):
-        raise ValueError("the mask hides more than padding on the left; eviction is not defined for that")
+        raise ValueError("eviction supports only padding on the left, but the mask hides more")
     return [max(0, padded - before) for padded in padding]

@@ -49,7 +49,7 @@ class Option:
 FORCE = Option("force", "bool", False, "replace the output folder if it exists.")
 EVERYWHERE = (
     Option("allow_methods", "Sequence[str] | None", None, "your own Python module to import; repeatable."),
-    Option("json", "bool", False, "print only the line of JSON on stdout."),
+    Option("json", "bool", False, "print only one line of JSON on stdout."),
     Option("debug", "bool", False, "show the traceback of an error."),
 )
 

@@ -13,7 +13,7 @@ def then(model: str, out: str, json: bool, sweep: Any, *, heal: str | None = Non
         out: the folder of the retrofit.
         json: whether only JSON is printed.
         sweep: as in the call.
-        heal: a recipe to then train the model with, as `crosslayer heal` does; saved in OUT-healed.
+        heal: a recipe to train the result with, as `crosslayer heal` does; saved in OUT-healed.
     """
     from crosslayer.cli import command, declared
     from crosslayer.training.recipe import given_recipe

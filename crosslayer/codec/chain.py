@@ -117,7 +117,7 @@ def predicted(below: Sequence[Tensor], predict: Tensor, offset: Tensor) -> Tenso
 def below_of(sources: Sequence[int], decoded: Sequence[Tensor] | Mapping[int, Tensor], count: int) -> list[Tensor]:
     """Return the decoded states (N, W) of each of a layer's sources, of the latest `count` tokens."""
     if any(len(decoded[source]) < count for source in sources):
-        raise ValueError("a layer holds tokens that the layers which predict it do not")
+        raise ValueError("a layer has tokens that the layers predicting it lack")
     return [decoded[source][len(decoded[source]) - count :] for source in sources]
 
 

@@ -62,12 +62,12 @@ class Codec:
             ValueError: other weights, other RoPE parameters, another tokenizer, or a cache that no codec knows.
         """
         if tokenizer is not None and self.tokenizer_print not in (None, tokenizer_print(tokenizer)):
-            raise ValueError("the codec was fitted with another tokenizer; fit one to this model with fit-codec")
+            raise ValueError("the codec was fitted with a different tokenizer; fit one to this model with fit-codec")
         if self._checked is not None and self._checked() is model:
             return
         check_config(model.config)
         if model_print(model) != self.model_print:
-            raise ValueError("the codec was fitted to other weights or RoPE; fit one to this model with fit-codec")
+            raise ValueError("the codec was fitted to different weights or RoPE; fit one to this model with fit-codec")
         self._checked = weakref.ref(model)
 
     def encode(self, cache: Cache, ids: Tensor, mask: Tensor | None = None, block: int = BLOCK) -> bytes:
@@ -107,7 +107,7 @@ class Codec:
                 own = list(pool.map(read, blocks))
             for block in own:
                 if block.parent != parent or block.start != start:
-                    raise ValueError("the bytes come from another codec, or their blocks are out of order")
+                    raise ValueError("the bytes come from a different codec, or their blocks are out of order")
                 parent, start = block.name, block.stop
             pads.append(pad)
             rows.append(own)
@@ -266,7 +266,7 @@ def load_codec(
             facts = json.loads((file.metadata() or {}).get("crosslayer_codec", "{}"))
             if facts.get("version") != VERSION:
                 got = facts.get("version")
-                raise ValueError(f"the codec has format {got!r}, and this release reads {VERSION}; fit it again")
+                raise ValueError(f"the codec's format must be {VERSION}, got {got!r}; fit it again")
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a mapping
         codec = _loaded(facts, tensors)
     except (SafetensorError, KeyError, TypeError, IndexError, RuntimeError, AttributeError) as error:
@@ -290,7 +290,7 @@ def _loaded(facts: dict[str, Any], tensors: dict[str, Tensor]) -> Codec:
         found = [tuple(matrix.shape) for matrix in own.values()]
         channels = len(classes)
         if found != [(width,), below, (width, channels), (channels, width), (channels,)]:
-            raise ValueError("the codec's matrices do not fit its layers; fit it again")
+            raise ValueError("the codec's matrices do not match its layers; fit it again")
         layers.append(Layer(shape=shape, sources=own_sources, classes=classes, **own))
     importance = Importance(*(tensors[name] for name in ("mean", "spread", "weight")))
     return Codec(Chain(layers, importance), facts["model"], facts["tokenizer"])

@@ -86,7 +86,7 @@ def _decompressed(data: bytes, count: int) -> np.ndarray:
     except (RuntimeError, TypeError) as error:
         raise ValueError("the codes of a block are damaged") from error
     if progress.n_processed != count or not progress.finished:
-        raise ValueError("the codes of a block are not those of its tokens")
+        raise ValueError("the codes of a block do not match its tokens")
     return numbers
 
 

@@ -160,7 +160,7 @@ def fit_chain(calibration: Calibration, step: float, every: int = 1) -> Chain:
         below = below_of(own_sources, decoded, len(own))
         least, count = every * sum(states.shape[1] for states in below), every * len(own)
         if count <= least:
-            raise ValueError(f"`calibration` must be windows of more than {least:,} tokens, got {count:,}")
+            raise ValueError(f"`calibration` must have more than {least:,} tokens in its windows, got {count:,}")
         predict, offset = _regression(below, own, weight)
         prediction = predicted(below, predict, offset)
         rest = own - prediction

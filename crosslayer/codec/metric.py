@@ -77,7 +77,7 @@ class Metric:
             inputs = call.query.shape[1] * call.value.shape[3]
             fitting = [one for one in call.module.modules() if isinstance(one, nn.Linear) and one.in_features == inputs]
             if not fitting:
-                raise ValueError(f"layer {call.layer} has no output projection of {inputs} inputs; it cannot be fitted")
+                raise ValueError(f"layer {call.layer} has no output projection of {inputs} inputs, as a codec needs")
             self.outputs[call.layer] = fitting[-1]
 
     def _see(self, stream: LayerStream) -> None:

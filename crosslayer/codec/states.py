@@ -169,7 +169,7 @@ def check_config(config: PreTrainedConfig) -> None:
     }
     for reason, applies in reasons.items():
         if applies:
-            raise ValueError(f"{config.model_type} has {reason}; a codec needs keys and values of every layer's own")
+            raise ValueError(f"{config.model_type} has {reason}; a codec needs separate keys and values per layer")
 
 
 @torch.no_grad()

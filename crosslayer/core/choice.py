@@ -136,7 +136,7 @@ class TokenChoice(Mixing):
         if self.heads is None:
             return choice
         if len(self.heads) != choice.shape[1]:
-            raise ValueError("tensor parallelism is not defined for layers with chooser_heads")
+            raise ValueError("tensor parallelism does not support layers with chooser_heads")
         return choice[:, list(self.heads)]
 
 
@@ -181,11 +181,11 @@ class ChoiceMethod(Method):
         name = self.name()
         idle = set(self.sparse_choosers) - {group[0] for group in self.groups if group}
         if idle:
-            raise ValueError(f"{name}: sparse_choosers must be the first of a group each, got {sorted(idle)}")
+            raise ValueError(f"{name}: each of sparse_choosers must be the first layer of a group, got {sorted(idle)}")
         if self.tokens <= 0 or (self.tokens > 1 and self.tokens != int(self.tokens)):
             raise ValueError(f"{name}: tokens must be a share below 1 or a whole number, got {self.tokens:g}")
         if self.sinks < 0 or self.window < 1:
-            raise ValueError(f"{name}: sinks must be at least 0, window at least 1, got {self.sinks} and {self.window}")
+            raise ValueError(f"{name}: sinks must be at least 0 and window at least 1, got {self.sinks}, {self.window}")
         always = self.sinks + self.window
         if 1 <= self.tokens < always:
             raise ValueError(f"{name}: tokens must be at least sinks + window = {always}, got {self.tokens:g}")

@@ -34,7 +34,7 @@ def sharing_groups(name: str, groups: Sequence[Sequence[int]]) -> tuple[tuple[in
     """Return the groups as tuples; refuse groups of a single layer, which would share nothing."""
     alone = [list(group) for group in groups if len(group) < 2]
     if alone or not groups:
-        raise ValueError(f"{name}: each group must have at least two layers, got {alone}; write for example 18-21")
+        raise ValueError(f"{name}: each group must have at least two layers, got {alone}; for example 18-21")
     return tuple(tuple(group) for group in groups)
 
 
@@ -56,7 +56,7 @@ def parse_layers(text: str, layers: int) -> list[list[int]]:
 def _parse_range(text: str, item: str, layers: int) -> range:
     match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", item)
     if match is None:
-        raise ValueError(f"layers {text!r}: {item!r} is neither a layer nor a range; write for example 18-21,22-25")
+        raise ValueError(f"layers {text!r}: {item!r} is neither a layer nor a range; write, for example, 18-21,22-25")
     first = int(match[1])
     last = first if match[2] is None else int(match[2])
     if not first <= last < layers:
@@ -75,7 +75,7 @@ def mixed_layers(name: str, plan: DepthPlan, state: str) -> tuple[int, ...]:
     """Return the layers that compute this state themselves; refuse fewer than two, since there is nothing to mix."""
     own_layers = plan.own_layers(state)
     if len(own_layers) < 2:
-        raise ValueError(f"{name} needs at least two layers with {state} of their own, only layer {own_layers[0]} has")
+        raise ValueError(f"{name} needs at least two layers with their own {state}, got only layer {own_layers[0]}")
     return tuple(own_layers)
 
 
@@ -116,10 +116,10 @@ def by_layer(
     for piece in pieces:
         match = BY_LAYER.fullmatch(piece)
         if match is None:
-            raise ValueError(f"{what} cannot be read at {piece!r}; write it {example}")
+            raise ValueError(f"{what} cannot be parsed at {piece!r}; write it {example}")
         if match["first"] is None:
             if len(pieces) > 1:
-                raise ValueError(f"{what}: each of several amounts needs layers, {example}")
+                raise ValueError(f"{what}: if there are several amounts, each needs layers, {example}")
             return read(match["value"]), ()
         first, last = int(match["first"]), int(match["last"] or match["first"])
         if not first <= last < MOST_LAYERS:

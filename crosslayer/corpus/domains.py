@@ -78,7 +78,7 @@ def split_domains(
             if isinstance(documents, Tensor):
                 cut = _split_ids(documents, wanted)
             elif tokenizer is None:
-                raise ValueError("texts need tokenizer=…; without it give token ids (N, T)")
+                raise ValueError("texts need tokenizer=…; without one, pass token ids (N, T)")
             else:
                 cut = split(documents, tokenizer, parts=wanted, length=length, seed=seed, bos=bos)
         except ValueError as error:

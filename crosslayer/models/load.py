@@ -88,7 +88,7 @@ def load_model(
     _check_complete(name, model, info)
     broken = [key for key, weight in model.named_parameters() if not torch.isfinite(weight).all()]
     if broken:
-        raise ValueError(f"{name}: weights must be finite, got NaN or infinity in {len(broken)}, first in {broken[0]}")
+        raise ValueError(f"{name}: weights must be finite, got {len(broken)} with NaN or infinity, such as {broken[0]}")
     torch.nn.Module.to(model.eval(), target)
     return model, tokenizer
 

@@ -57,7 +57,7 @@ class Sublayers:
                     raise ValueError(f"layer {reader} reads {state} of layers {source}, which a what-if cannot combine")
                 if not may_share(self.shapes[reader], self.shapes[source]):
                     pair = f"{self._named(reader)} cannot read {state} of {self._named(source)}"
-                    raise ValueError(f"{pair}: layers share only where heads, sizes, masks and soft-caps agree")
+                    raise ValueError(f"{pair}: layers can share only if heads, sizes, masks and soft-caps agree")
         for layer, shape in enumerate(self.shapes):
             if plan.involves_choice(layer) and not (shape and shape.can_choose):
                 raise ValueError(f"{self._named(layer)}: chosen tokens need full causal attention and no learned sinks")

@@ -31,7 +31,7 @@ def paired_difference(candidate: Sequence[float], baseline: Sequence[float]) -> 
         )
     values = np.asarray(candidate, dtype=float) - np.asarray(baseline, dtype=float)  # (S,)
     if not np.isfinite(values).all():
-        raise ValueError("a loss is not finite; leave out runs that diverged, and say so")
+        raise ValueError("losses must be finite; leave out runs that diverged, and report them")
     return t_mean(values).model_copy(update={"p": _p_value(values)})
 
 
@@ -109,7 +109,7 @@ def share_difference(candidate: int, baseline: int, count: int, over: str = "sam
     b items only the candidate has right, c only the baseline; n are all.
     """
     if not count:
-        raise ValueError("pairs need at least one sample that both sides were asked; got none")
+        raise ValueError("pairs need at least one sample that both sides answered, got none")
     half, middle = NORMAL * share_error(candidate, baseline, count), (candidate - baseline) / (count + 2)
     either = candidate + baseline
     return Estimate(

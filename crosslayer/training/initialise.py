@@ -39,8 +39,8 @@ def initial_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, args: Trai
     model, _ = load_model(recipe.model.start, dtype=torch.float32, device="cpu")  # Trainer moves it
     if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:  # type: ignore[operator, union-attr]
         raise ValueError(
-            f"tokenizer: {recipe.tokenizer!r} has {len(tokenizer):,} tokens, more than {recipe.model.start!r} has "
-            "embeddings; remove it to use the model's own"
+            f"tokenizer: {recipe.tokenizer!r} has {len(tokenizer):,} tokens, more than the embeddings of "
+            f"{recipe.model.start!r}; remove `tokenizer` to use the model's own"
         )
     check_memory(model, args, recipe.data.length)
     return model

@@ -121,7 +121,7 @@ class Recipe(Part):
             raise WrongKey("objective", "distill needs stages, in which `crosslayer heal` trains towards the original")
         for domain in self.data.domains:
             if self.objective == "response" and domain.columns is None:
-                raise WrongKey("objective", f"response needs columns, domain {domain.name!r} has none")
+                raise WrongKey("objective", f"response needs columns, but domain {domain.name!r} has none")
         return self
 
     @model_validator(mode="after")

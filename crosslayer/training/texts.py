@@ -154,7 +154,7 @@ class Instructions(Domain):
         """Yield prompt and response of each example that is not trained on."""
         examples = list(self._examples(True, reading))
         if not examples:
-            raise ValueError(f"{FIRST} instructions or fewer are too few to hold any out; set `validation`")
+            raise ValueError(f"more than {FIRST} instructions are needed to hold some out; set `validation`")
         for example in examples:
             yield from example
 

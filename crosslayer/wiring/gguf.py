@@ -91,7 +91,7 @@ def read_header(file: Path) -> tuple[dict[str, Any], int]:
             if version in (2 << 24, 3 << 24):
                 raise ValueError(f"{file.name} is a big-endian GGUF file; only little-endian ones can be read")
             if version not in (2, 3):
-                raise ValueError(f"{file.name} has version {version} of GGUF; 2 and 3 can be read")
+                raise ValueError(f"{file.name} has GGUF version {version}; only 2 and 3 can be read")
             tensors = _count(opened)
             for _ in range(_count(opened)):
                 name = _string(opened)

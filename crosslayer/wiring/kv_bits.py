@@ -62,7 +62,7 @@ class KvBits(ByLayer[str]):
         self.check_count(count, f"KV bits {self.text!r}")
         if all(self.at(layer) is None for layer in quantizable):
             named = "no layer of the model stores" if self.everywhere else "none of these layers stores"
-            raise ValueError(f"KV bits {self.text!r}: {named} keys or values of all tokens, which could be quantized")
+            raise ValueError(f"KV bits {self.text!r}: {named} quantizable keys or values (of all tokens)")
 
 
 def parse_kv_bits(text: str | int) -> KvBits:

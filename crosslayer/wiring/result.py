@@ -101,12 +101,12 @@ class ModelPlan(Shown):
         if self.methods and (self.engine != "transformers" or self.sizes.kind is not None):
             what = "a quantized KV cache" if self.sizes.kind is not None else self.engine
             if self.plan.beyond_sharing:
-                raise ValueError(f"{' + '.join(self.methods)}: {self.plan.beyond_sharing}, which {what} does not do")
+                raise ValueError(f"{' + '.join(self.methods)}: {self.plan.beyond_sharing}, which {what} cannot do")
         if self.caches:
             check_engine(self.engine, self.kv_dtype, self.stored)
         several = [i for i in range(self.plan.layers) if max(self.plan.read_count(s, i) for s in CACHED) > 1]
         if self.sizes.kind is not None and several:
-            raise ValueError(f"a quantized KV cache is not defined for layer {several[0]}, which reads several layers")
+            raise ValueError(f"a quantized KV cache does not support layer {several[0]}, which reads several layers")
 
     @property
     def length(self) -> int:

@@ -255,7 +255,7 @@ def test_another_model_is_refused():
     changed = tiny("llama").float()
     with torch.no_grad():
         next(changed.parameters()).view(-1)[17] += 0.25
-    with pytest.raises(ValueError, match="other weights"):
+    with pytest.raises(ValueError, match="different weights"):
         codec.check(changed)
     with pytest.raises(ValueError, match="RoPE"):
         codec.check(tiny("llama", rope_parameters={"rope_type": "default", "rope_theta": 5000.0}).float())
@@ -332,7 +332,7 @@ def test_bytes_of_another_codec_are_refused():
     _, other = fitted("llama", 0.04)
     ids = random_ids(1, 20, 5)
     data = codec.encode(cache_of(model, ids), ids)
-    with pytest.raises(ValueError, match="another codec"):
+    with pytest.raises(ValueError, match="a different codec"):
         other.decode(data)
 
 

@@ -157,7 +157,7 @@ def test_another_codec_finds_nothing_and_another_model_is_refused(tmp_path):
     model, store, ids = saved(tmp_path)
     _, other = fitted("llama", 0.04)
     assert PromptStore(tmp_path, other, block=BLOCK).load(ids, model)[1] == 0
-    with pytest.raises(ValueError, match="other weights"):
+    with pytest.raises(ValueError, match="different weights"):
         store.load(ids, fitted("qwen2")[0])
     with pytest.raises(ValueError, match="70 tokens, got 60"):
         store.save(random_ids(1, 70), cache_of(model, ids))

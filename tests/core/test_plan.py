@@ -276,11 +276,11 @@ BAD = [
     ({"name": "resformer", "mode": "constant", "weights": ["x"]}, "weights must be .*float"),
     ({"name": "resformer", "mode": "strange"}, "must be one of 'identity'"),
     ({"name": "attnres", "block": 13}, "block must be 1 to 12 .*, got 13"),
-    (["svformer", "resformer"], "at least two layers with values of their own, only layer 0 has"),
+    (["svformer", "resformer"], "at least two layers with their own values, got only layer 0"),
     (["attnres", "attnres"], "both replace the residual"),
     (["cla", "cla"], "each method once, got cla, cla"),
-    (["svformer", "neutreno"], "neutreno: .* values of their own, only layer 0 has"),
-    (["svformer", "identity_mapping"], "identity_mapping: .* values of their own, only layer 0 has"),
+    (["svformer", "neutreno"], "neutreno: .* their own values, got only layer 0"),
+    (["svformer", "identity_mapping"], "identity_mapping: .* their own values, got only layer 0"),
     ({"name": "neutreno", "weight": float("inf")}, "neutreno: weight must be a finite number, got inf"),
     ({"name": "denseformer", "period": 0}, "denseformer: period must be at least 1, got 0"),
     ({"name": "denseformer", "dilation": 7}, "none of the 6 layers .* period may be at most 6, dilation at most 6"),
@@ -338,7 +338,7 @@ def test_attention_without_a_mask_as_a_tensor_cannot_read_two_layers_in_a_row(ki
     model = contract.build(contract.config_of(["cross_attention"]))
     model.config._attn_implementation = kind  # as if it were installed
     attention = model.model.layers[1].self_attn
-    with pytest.raises(ValueError, match=f"attention '{kind}' takes no mask as a tensor; use sdpa or eager"):
+    with pytest.raises(ValueError, match=f"attention '{kind}' accepts no mask tensor; use sdpa or eager"):
         attention._read_several(attention.reader, [None] * 3, {}, None if "flash" in kind else object(), 4)
 
 

@@ -59,7 +59,7 @@ def test_seeds_that_cannot_be_told(values, difference):
     [
         ([1.0], [1.0, 2.0], "got 1 and 2"),
         ([], [], "got 0 and 0"),
-        ([1.0, float("nan")], [1.0, 2.0], "a loss is not finite; leave out runs that diverged"),
+        ([1.0, float("nan")], [1.0, 2.0], "losses must be finite; leave out runs that diverged"),
     ],
 )
 def test_wrong_pairs_are_refused(candidate, baseline, message):

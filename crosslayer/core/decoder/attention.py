@@ -158,7 +158,7 @@ class CrossLayerAttention(nn.Module):
         """Refuse attention that takes no mask as a tensor."""
         implementation = self.config._attn_implementation or "eager"
         if not isinstance(mask, Tensor | None) or "flash" in implementation:
-            raise ValueError(f"attention {implementation!r} takes no mask as a tensor; use sdpa or eager")
+            raise ValueError(f"attention {implementation!r} accepts no mask tensor; use sdpa or eager")
 
     @outside_layer_graphs  # names differ from layer to layer
     def _read_others(self, own: States, carry: Carry) -> States:

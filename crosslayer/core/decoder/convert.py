@@ -178,7 +178,7 @@ def convert_weights(source: PreTrainedModel, methods: list[Method]) -> Conversio
     extremes = {name: weight.aminmax() for name, weight in source.named_parameters() if weight.numel()}
     broken = [name for name, ends in extremes.items() if not all(end.isfinite() for end in ends)]  # 10 times faster
     if broken:
-        raise ValueError(f"weights must be finite, got NaN or infinity in {len(broken)}, first in {broken[0]}")
+        raise ValueError(f"weights must be finite, got {len(broken)} with NaN or infinity, such as {broken[0]}")
     config = to_config(source.config, [to_entry(method) for method in methods])
     dropped = _dropped_layers(config.wiring)
     if dropped:

@@ -111,7 +111,7 @@ class CrossLayerDecoderLayer(GradientCheckpointingLayer):
             update, carry = self.self_attn(hidden_states=normed, carry=carry, inputs=inputs, **kwargs)
         elif self.linear_attn is not None:
             if inputs is not None and any(each is not normed for each in inputs):
-                raise ValueError("linear attention takes one input for queries, keys and values; leave the method out")
+                raise ValueError("linear attention has one input for queries, keys and values; remove the method")
             update = self.linear_attn(normed, kwargs["attention_mask"], kwargs[CACHE])
         else:
             assert beside is not None

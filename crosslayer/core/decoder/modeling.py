@@ -152,7 +152,7 @@ class CrossLayerModel(CrossLayerPreTrainedModel):
         stream: Tensor = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if cache is not None and not isinstance(cache, Cache):  # of continuous batching
             if self.config.plan.beyond_sharing:
-                raise ValueError(f"{self.config.plan.beyond_sharing}, for which continuous batching is not defined")
+                raise ValueError(f"{self.config.plan.beyond_sharing}, which continuous batching does not support")
             cache, kwargs["paged_cache"] = None, cache
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config)

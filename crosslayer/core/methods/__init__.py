@@ -38,7 +38,7 @@ def allow_methods(*names: str) -> None:
     """
     for name in names:
         if not all(word.isidentifier() for word in name.split(".")):
-            raise ValueError(f"{name!r} is not the name of a module; write for example my_methods or my_methods.mine")
+            raise ValueError(f"{name!r} is not a module name; write, for example, my_methods or my_methods.mine")
     _allowed.update(names)
 
 

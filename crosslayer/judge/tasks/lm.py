@@ -129,7 +129,7 @@ class MeteredLM(_HFLM):
         """Count requests that are scored, (texts, context, continuation) each."""
         longest = max((len(answer) for _, _, answer in requests), default=0)
         if longest > self.max_length:
-            raise ValueError(f"a task has an answer of {longest} tokens, and the model has {self.max_length} positions")
+            raise ValueError(f"answers must fit into {self.max_length} positions, got one of {longest} tokens")
         self.requests += len(requests)
         self.shortened += sum(len(context) + len(answer) > self.max_length + 1 for _, context, answer in requests)
 

@@ -191,7 +191,7 @@ class _Job:
                 gc.collect()  # a trainer refers to itself and would keep its model in memory
         run = load_run(folder)
         if run.recipe != recipe.model_dump(mode="json"):
-            raise ValueError(f"{RUNS}/{recipe.name} has another recipe; use another folder, or remove that run")
+            raise ValueError(f"the recipe of {RUNS}/{recipe.name} differs; use another folder, or remove that run")
         return run
 
     def _keep(self, **changes: Any) -> None:

@@ -79,7 +79,7 @@ def diagnose(
         cross_layer: also measure how well a value residual approximates attention over two layers (arXiv 2410.17897,
             Fig. 4); costs about six more attention calls per layer.
         outputs: also measure the norms of each layer's attention and MLP outputs, and of the gradients of the loss with
-            respect to them; takes about three times as long, and memory for a backward pass.
+            respect to them; takes about three times as long and needs memory for a backward pass.
         dtype: float32, bfloat16, …; default float32 on a CPU. In Python only if `model` is a name or path.
         device: cpu, cuda, …; default the GPU if there is one. In Python only if `model` is a name or path.
 
@@ -125,7 +125,7 @@ def read_inputs(
 ) -> Inputs:
     """Load a model and cut the text into token ids; the text is opened first, so that errors in it come early."""
     if prefix is not None and isinstance(text, Tensor):
-        raise ValueError("`prefix` must be None for token ids, got one; put its ids before them")
+        raise ValueError("`prefix` must be None for token ids; put its ids before them instead")
     opened = open_text(text, sequences=sequences, length=length, seed=seed)
     loaded, tokenizer = ready_model(model, tokenizer, dtype=dtype, device=device)
     facts: dict[str, Any] = dict(model_facts(loaded, public_name(model)))
@@ -159,7 +159,7 @@ def read_inputs(
 
 def _diagnose(inputs: Inputs, cross_layer: bool, outputs: bool) -> Diagnosis:
     if outputs and not inputs.model.can_generate():
-        raise ValueError(f"`outputs` needs a causal language model with a loss, {inputs.facts.name} has none")
+        raise ValueError(f"`outputs` needs a causal language model with a loss, but {inputs.facts.name} has none")
     started, measured, norms = time.perf_counter(), [], []
     with evaluating(inputs.model), progress(f"diagnosing {inputs.facts.name}", len(inputs.ids)) as meter:
         for sequence in inputs.ids:

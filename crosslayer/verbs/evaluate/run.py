@@ -49,7 +49,7 @@ def evaluate(
         tasks: comma-separated lm-eval tasks, or groups of tasks as in papers (docs/guides/measure.md).
         baseline: a model to compare with, item by item. In Python a loaded one uses the tokenizer of `model`.
         include_path: folder with your own task files; needs --allow-code.
-        limit: maximum number of items per task, from the first; default all.
+        limit: use only the first N items of each task; default all.
         num_fewshot: examples before each item; default set by the task.
         batch: batch size: auto (on a CPU computed from the number of tokens), or a number.
         evict: eviction policy of the candidate's KV cache, such as h2o:0.4; the baseline keeps all tokens.

@@ -38,7 +38,7 @@ class ServedLM(_VLLM):
         longest = self.max_length - 1  # vLLM generates a token after each text
         for _, context, answer in requests:
             if len(answer) >= longest:
-                raise ValueError(f"a task has an answer of {len(answer)} tokens, and vLLM scores at most {longest - 1}")
+                raise ValueError(f"vLLM scores answers of at most {longest - 1} tokens, got one of {len(answer)}")
             self.shortened += len(context) + len(answer) > longest
         self.requests += len(requests)
         return super()._loglikelihood_tokens(requests, disable_tqdm=True)

@@ -152,10 +152,10 @@ def bpe(tokenizer: PreTrainedTokenizerBase | None, vocabulary: int) -> tuple[str
         raise ValueError(f"gguf: the tokenizer is {model['type']}; only byte-level BPE can be written")
     name = next((name for name, steps in KNOWN.items() if _steps(data["pre_tokenizer"]) == steps), None)
     if name is None or bool(model.get("ignore_merges")) != (name in WHOLE_WORDS):
-        raise ValueError(f"gguf: the pre-tokenizer must be that of {', '.join(KNOWN)}, got another")
+        raise ValueError(f"gguf: the pre-tokenizer must be that of {', '.join(KNOWN)}, got a different one")
     largest = max([*model["vocab"].values(), *(token["id"] for token in data["added_tokens"])])
     if largest >= vocabulary:
-        raise ValueError(f"gguf: the tokenizer has a token id {largest}, and the model a vocabulary of {vocabulary}")
+        raise ValueError(f"gguf: token ids must be below {vocabulary}, the model's vocabulary size, got {largest}")
     return name, data
 
 

@@ -61,7 +61,7 @@ def export(
 ) -> Exported:
     """Export a model to a format that does not need crosslayer, with a card and a manifest.
 
-    Layers without attention and MLP are not written; the layers after them move up.
+    Layers with neither attention nor MLP are not written, and later layers are renumbered.
 
     Args:
         model: a retrofit's folder, another local folder, a hub name, or smollm2. In Python also a loaded model.

@@ -76,8 +76,8 @@ def fit_codec(
         calibration_text: text that the codec is fitted to, repeatable: one domain each, named by NAME=FILE; default
             books, web and docs of the embedded text. In Python also a dict of documents, or of token ids
             (N, `length`), by domain.
-        text: evaluation text, in the same form (token ids: N, `prompt` + `continued`); default the other embedded
-            domains.
+        text: evaluation text, in the same form (token ids have the shape (N, `prompt` + `continued`)); default the
+            other embedded domains.
         calibration: calibration windows.
         length: tokens per calibration window.
         windows: evaluation windows, all domains together.
@@ -85,7 +85,7 @@ def fit_codec(
         continued: tokens after the stored prompt over which KL is measured.
         numbers: hidden numbers to ask for, in stored texts of `prompt` tokens; a multiple of 5.
         tasks: lm-eval tasks for the codec: each context is stored before its last token is read.
-        limit: maximum number of items per task, from the first; default all.
+        limit: use only the first N items of each task; default all.
         repeats: timed runs of prefill, encoding and decoding, alternating.
         seed: random seed.
         bos: begin each window with the BOS token: auto (as the tokenizer does), yes or no.

@@ -99,10 +99,10 @@ def check_original(name: str, original: PreTrainedModel, retrofits: Sequence[Ret
     for retrofit in retrofits:
         before, own = retrofit.report.architecture.parameters, retrofit.embedding()
         if before != size:
-            raise ValueError(f"{retrofit.name!r} comes from a model with {before:,} parameters, {name!r} has {size:,}")
+            raise ValueError(f"{retrofit.name!r} comes from a model of {before:,} parameters; {name!r} has {size:,}")
         if not torch.equal(own, weights.to(own.dtype)):
             raise ValueError(
-                f"{retrofit.name!r} has another embedding than {name!r}: it comes from another model of the same shape"
+                f"{retrofit.name!r} has a different embedding than {name!r}; it comes from another model of this shape"
             )
 
 
@@ -122,7 +122,7 @@ def _check_config(name: str, original: PreTrainedConfig, retrofit: Retrofit) -> 
     for key in ("vocab_size", "hidden_size", "num_hidden_layers"):
         other = original.to_dict().get(key)
         if config[key] != other:
-            raise ValueError(f"{retrofit.name!r} comes from a model with {key} {config[key]}, {name!r} has {other}")
+            raise ValueError(f"{retrofit.name!r} comes from a model with {key} {config[key]}, but {name!r} has {other}")
 
 
 def save_healed(source: Path, retrofit: Retrofit, target: Path, trained: bool) -> None:

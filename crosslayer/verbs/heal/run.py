@@ -90,7 +90,7 @@ def _ready(recipe: Recipe, retrofits: Sequence[Retrofit], original: str, folder:
     with progress(f"loading {public_name(original)}", 0):
         model, tokenizer = load_model(original, dtype=torch.float32)
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        raise ValueError(f"training needs a fast tokenizer (tokenizer.json), {original!r} has none")
+        raise ValueError(f"training needs a fast tokenizer (tokenizer.json), but {original!r} has none")
     check_original(public_name(original), model, retrofits)
     with progress("tokenizing the text", 0):
         windows = evaluation_windows(recipe, retrofits, tokenizer)

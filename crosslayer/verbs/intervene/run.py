@@ -84,10 +84,10 @@ def intervene(
             NAME,config=…,split=…,column=…; default the embedded corpus. In Python also token ids (B, T), T ≥ 2, without
             padding, a `TextSource` or texts.
         tokenizer: in Python, the tokenizer of a loaded model.
-        interventions: in Python, what to change, as objects or as plain data from a record, applied together; the
-            result describes the first position of the first.
-        scan: repeat the interventions in these ranges of layers only, such as 0-2,3-29; none; or auto: the first 10%,
-            25% and 50% of layers, and all but the first 10% and 25%. In Python also groups of layers.
+        interventions: in Python, the changes, as objects or plain data from a record, applied together; the result
+            describes the first position of the first intervention.
+        scan: repeat the interventions in each of these ranges of layers, such as 0-2,3-29; or none; or auto: the first
+            10%, 25% and 50% of layers, and all but the first 10% and 25%. In Python also groups of layers.
         controls: control runs with all positions shifted by a random distance (swaps: with a random row or token).
         sequences: sequences to measure; confidence intervals need at least two.
         length: tokens per sequence.

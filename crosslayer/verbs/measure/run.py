@@ -64,9 +64,9 @@ def measure(
             dict of these by domain.
         only: what to measure: bytes, kl, needles, tasks, time.
         tasks: lm-eval tasks, or groups of tasks as in papers, for all candidates.
-        limit: maximum number of items per task, from the first; default all.
-        exact_layers: also measure each quantized cache with this many layers in 16 bits, those whose quantization alone
-            costs the most KL, and print vLLM's options for it, for fp8.
+        limit: use only the first N items of each task; default all.
+        exact_layers: also measure each quantized cache with this many layers kept in 16 bits: those whose quantization
+            alone costs the most KL. For fp8, also print the options for vLLM.
         windows: evaluation windows, all domains together; at least 16 per domain.
         length: tokens per window.
         context: tokens in the cache when its bytes are counted and a decoding step is timed.

@@ -48,7 +48,7 @@ def needles(
         baseline: a model to compare with, given like `model`. In Python a loaded one uses the tokenizer of `model`.
         lengths: tokens of prompt and answer together; at least 256.
         depths: position of the needle in percent of the text: 0 (beginning) to 100 (end).
-        keys: needles per text: the model is asked for one, the others are distractors.
+        keys: needles per text: the model is asked for one; the others are distractors.
         samples: samples per length and depth.
         new_tokens: maximum tokens per answer.
         batch: batch size.

@@ -26,9 +26,9 @@ def plan(
     like: str | None = None,
     method: Sequence[Entry] | None = None,
 ) -> Plan:
-    """Show how large a model's KV cache is, which layers share keys and values, masks and residual stream.
+    """Show the size of a model's KV cache, which layers share keys and values, the masks and the residual stream.
 
-    Reads only the config; downloads nothing else.
+    Only the config is read or downloaded.
 
     Args:
         model: hub name, local folder, config.json, .gguf file, - for a config on standard input, smollm2, qwen, gemma3
@@ -40,7 +40,7 @@ def plan(
             q8_0, q5_1, q5_0, q4_1, q4_0 or iq4_nl (llama.cpp); default that of the model.
         engine: count the allocation of transformers, vllm or llama.cpp; default llama.cpp for a .gguf file, else
             transformers.
-        memory: size such as 24GiB: how many tokens fit next to the weights (without a file, counted from the config).
+        memory: size such as 24GiB; shows how many tokens fit beside the weights (counted from the config if no file).
         like: read a config.json of unknown model type as this type of transformers.
         method: cross-layer method to apply, by name (with typical options) or as JSON, {"name": NAME, OPTION: VALUE};
             several are compared.

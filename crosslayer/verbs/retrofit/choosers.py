@@ -218,7 +218,7 @@ class Choosers(Strategy):
         # the least is read where the first layer chooses for all
         least = [reads_of((OWN, *[READER] * (layers - 1)), one.count.share(context)) for one in fitting]
         if reads < min(least):
-            raise ValueError(f"`read_budget` {reads:g} cannot be reached; the least is {min(least):.4f}")
+            raise ValueError(f"`read_budget` must be at least {min(least):.4f} here, got {reads:g}")
         return [one for one, share in zip(fitting, least, strict=True) if share <= reads]
 
 

@@ -82,8 +82,8 @@ def retrofit(
         method: a method (`crosslayer methods` lists them) or your own module, applied to --layers; or a method with
             all its options as JSON: {"name": NAME, OPTION: VALUE}, or a list of these.
         layers: layers to convert (0-based): groups such as 18-21,22-25 or 18+20,19+21; top-half: blocks of 4, or
-            top-half,size=3,count=6; auto: chosen on text by similarity, such as auto,count=6; or
-            auto:top-half-similarity: only in the upper half. count: how many layers become readers, or are dropped.
+            top-half,size=3,count=6; auto: chosen by similarity on text, such as auto,count=6; or
+            auto:top-half-similarity: only in the upper half. count: how many layers become readers or are dropped.
         kv_budget: instead of --method: search for the methods and layers that keep this share of the KV cache (0 to 1).
         kv_context: context length at which the cache is counted; default 2048, or twice the largest sliding window.
         kl_budget: instead of --method: search for the smallest cache within this KL to the original, in nats/token.
@@ -101,10 +101,10 @@ def retrofit(
         windows: evaluation windows, all domains together; at least 16 per domain.
         calibration: calibration windows, all domains together.
         length: tokens per window.
-        quick: a first estimate in a fraction of the time: the minimum of windows, 128 tokens each, a shorter search.
+        quick: a first estimate in a fraction of the time: the fewest windows, of 128 tokens each, and a shorter search.
         full: also measure quantized caches of both models (float8, 8 and 4 bits), and time a decoding step of both
-            after `kv_context` tokens, at most 8,192. If layers choose tokens, also hide numbers in up to 8,192
-            tokens.
+            after `kv_context` tokens, at most 8,192. If layers choose tokens, also run the needle test at up to
+            8,192 tokens.
         seed: random seed.
         bos: begin each window with the BOS token: auto (as the tokenizer does), yes or no.
         dtype: dtype for computing, not for saving; default float32 on a CPU. In Python only if `model` is a name.

@@ -67,7 +67,7 @@ class RetrofitTexts(Texts):
             return options
         for name in QUICK_SETS:
             if vars(options)[name] != defaults[name]:
-                raise ValueError(f"`{name}` has no effect with `quick`, which decides it; remove one of them")
+                raise ValueError(f"`{name}` has no effect with `quick`, which sets it; remove one of them")
         lengths = [text.shape[-1] for text in self.domains.values() if isinstance(text, Tensor)]  # rows are windows
         length = max(lengths, default=options.length if strategy.needs_long_text else QUICK_LENGTH)
         least = {option: count for option, (count, _) in self.least(strategy, length).items()}

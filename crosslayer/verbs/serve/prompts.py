@@ -73,7 +73,7 @@ def check_served(codec: Codec, config: PreTrainedConfig, flags: Mapping[str, str
         raise ValueError("`prompt_store` needs a model that was not converted; remove `prompt_store` and `codec`")
     check_config(config)
     if all(shape.window is not None for shape in codec.shapes):
-        raise ValueError("`prompt_store` needs a layer without a sliding window: vLLM forgets tokens behind windows")
+        raise ValueError("`prompt_store` needs a layer without a sliding window: vLLM discards tokens outside windows")
     for name, (allowed, reason) in ALONE.items():
         if name in flags and flags[name] not in allowed:
             raise ValueError(
@@ -85,7 +85,7 @@ def check_weights(codec: Codec, source: str, config: PreTrainedConfig) -> None:
     """Refuse a model, a folder or hub name, other than that which the codec was fitted to."""
     is_quantized = field(config.get_text_config(), "quantization_config")
     if is_quantized or served_print(source, config) != codec.model_print:
-        raise ValueError("the codec was fitted to other weights or RoPE; fit one to this model with fit-codec")
+        raise ValueError("the codec was fitted to different weights or RoPE; fit one to this model with fit-codec")
 
 
 def served_print(source: str, config: PreTrainedConfig) -> str:

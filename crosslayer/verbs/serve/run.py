@@ -29,7 +29,7 @@ def serve(
     codec: str | None = None,
     prompt_limit: str | None = None,
 ) -> NoReturn:
-    """Serve a model with vLLM over an OpenAI-compatible HTTP API; layers that share a KV cache share it there too.
+    """Serve a model with vLLM over an OpenAI-compatible HTTP API; layers that share a KV cache also share it in vLLM.
 
     Args:
         model: hub name, local folder, or smollm2 (embedded).

@@ -54,7 +54,7 @@ class Stored(Shown):
 
 
 def store(url: str, *, verify: bool = True, limit: str | None = None, remove_damaged: bool = False) -> Stored:
-    """List a store of prompts, check every block, and remove the least recently used blocks.
+    """List the blocks of a prompt store, check each one, and remove the least recently used ones.
 
     Args:
         url: a folder, or any fsspec URL.

@@ -49,8 +49,8 @@ def verify(
         model: hub name, local folder, smollm2, qwen or gemma3, loaded in float32. In Python also a loaded model.
         tokenizer: in Python, the tokenizer of a loaded model; its special tokens are not used as test ids.
         dtypes: dtypes to check; each is compared with a plain pass in the same dtype.
-        kv_bits: check a quantized KV cache of 8, 4, 3, 2, fp8, or by layer, such as 8@0-11,4@12-29, in float64:
-            in lower precisions, rounding decides between neighboring codes.
+        kv_bits: check a KV cache quantized to 8, 4, 3, 2, fp8, or by layer, such as 8@0-11,4@12-29. Runs in float64,
+            because rounding in lower precision may select a neighboring code.
         device: cpu, cuda, …; default the GPU if there is one. In Python only if `model` is a name or path.
         folder: in Python, the folder of a loaded model; its `manifest.json` is checked too.
         compile_backend: in Python, the backend of `torch.compile`.
@@ -61,7 +61,7 @@ def verify(
     """
     bits = None if kv_bits is None else replace(parse_kv_bits(kv_bits), recent=RECENT)
     if bits is not None and tuple(dtypes) != DTYPES_CHECKED:
-        raise ValueError("`kv_bits` is checked in float64, where rounding decides nothing; leave `dtypes` out")
+        raise ValueError("`kv_bits` is checked in float64 only, where rounding has no effect; leave `dtypes` out")
     check_dtypes(dtypes)
     checked = tuple(dtypes) if bits is None else ("float64",)
     started = time.monotonic()
@@ -122,7 +122,7 @@ def _check_loaded(
     forwards = (inspect.signature(module.forward).parameters for module in (model, model.base_model))
     attends = hasattr(model.config.get_text_config(), "num_attention_heads")  # a Mamba caches its states only
     if not attends or not any(CACHE in parameters for parameters in forwards):
-        raise ValueError(f"verify needs a model with a KV cache, and {name} has none")
+        raise ValueError(f"verify needs a model with a KV cache, but {name} has none")
     chosen = {name: check for name, check in CHECKS.items() if bits is None or name in WITH_BITS}
     ids, done, total = random_ids(model, tokenizer), 0, len(chosen) * len(dtypes)
     with quiet_transformers(), full_float32(), progress("verifying", total) as meter:

@@ -96,7 +96,7 @@ def random_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
     config = model.config.get_text_config(decoder=True)
     count = min(TOKENS, positions(model) - NEW)
     if count < FEWEST:
-        raise ValueError(f"verify needs {FEWEST + NEW} positions, and the model has {positions(model)}")
+        raise ValueError(f"verify needs {FEWEST + NEW} positions, but the model has {positions(model)}")
     special = {config.bos_token_id, config.pad_token_id}
     if tokenizer is not None:
         special.update(tokenizer.all_special_ids)

@@ -115,8 +115,8 @@ REFUSED = {
     "tokens must be a share below 1 or a whole number, got 2.5": ({"tokens": 2.5}, {}),
     "tokens must be at least sinks \\+ window = 20, got 8": ({"tokens": 8.0}, {}),
     "groups of layers in rising order": ({"groups": ((2, 1),)}, {}),
-    "window at least 1, got 4 and 0": ({"window": 0}, {}),
-    "sparse_choosers must be the first of a group each, got \\[2\\]": (
+    "window at least 1, got 4, 0": ({"window": 0}, {}),
+    "each of sparse_choosers must be the first layer of a group, got \\[2\\]": (
         {"groups": ((1, 2),), "sparse_choosers": (1, 2)},
         {},
     ),

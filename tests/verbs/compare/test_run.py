@@ -182,7 +182,7 @@ def test_an_option_that_no_record_can_hold_is_refused(monkeypatch):
     ("options", "message"),
     [
         ({"resume": False}, "the folder 'whole' exists; use another name, or `resume`"),
-        ({"settings": ["schedule.steps=7"]}, "runs/vanilla-0 has another recipe"),
+        ({"settings": ["schedule.steps=7"]}, "recipe of runs/vanilla-0 differs"),
         ({"methods": "vanilla, resfromer"}, "did you mean 'resformer'?"),
         ({"methods": "vanilla"}, "at least two variants, got only vanilla"),
         ({"methods": "vanilla, {name: cla, group: 5}"}, "cla(group=5): model.method"),

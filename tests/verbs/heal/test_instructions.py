@@ -154,7 +154,7 @@ def test_every_20th_is_held_out_and_nothing_is_in_both(tmp_path):
     assert out[1::2] == ["r3", "r23"]
     assert sorted(kept[1::2] + out[1::2]) == sorted(f"r{k}" for k in range(43))
     other = Instructions("x", TextSource(str(table(tmp_path, rows[:2], "b.jsonl"))))
-    with pytest.raises(ValueError, match="too few to hold any out"):
+    with pytest.raises(ValueError, match="needed to hold some out"):
         list(other.held_out())
     assert domain.digest() != Instructions("x", domain.source, columns=Columns(response="instruction")).digest()
 

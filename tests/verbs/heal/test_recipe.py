@@ -47,7 +47,7 @@ def test_shipped_recipes_are_read(path):
         ),
         ("objective={loss: distill, hidden: 0.1}", "^objective: must be next-token"),
         ("hidden_weight=1", "^hidden_weight: cannot be set here: it is removed"),
-        ("objective=response", "^objective: response needs columns, domain 'web' has none"),
+        ("objective=response", "^objective: response needs columns, but domain 'web' has none"),
         ("data.domains.0.columns={}", "data.domains.0.columns: needs a source of .jsonl files, or a dataset, got None"),
         ("data.domains.0.name=wob", "data.domains.0.name: .* got 'wob'; did you mean 'web'?"),
         ("judge.windows=20", "judge.windows: must be at least 32 for 2 domains, got 20"),
@@ -163,7 +163,7 @@ def test_what_is_no_retrofit_is_refused(base, tmp_path):
 
 @pytest.mark.slow  # loads SmolLM2
 def test_an_original_of_another_size_is_refused(base):
-    with pytest.raises(ValueError, match="'without' .*vocab_size 258, 'smollm2' has 49152"):
+    with pytest.raises(ValueError, match="'without' .*vocab_size 258, but 'smollm2' has 49152"):
         open_retrofits([base / "without"], "smollm2")
 
 
@@ -171,7 +171,7 @@ def test_another_model_of_the_same_shape_but_other_sizes_is_refused(base, tmp_pa
     model = tiny("llama", vocab_size=258, num_hidden_layers=4, intermediate_size=64)
     model.save_pretrained(tmp_path / "wider")
     crosslayer.load_model(str(base / "original"))[1].save_pretrained(tmp_path / "wider")
-    with pytest.raises(ValueError, match=r"'without' .* [\d,]+ parameters, 'wider' has [\d,]+"):
+    with pytest.raises(ValueError, match=r"'without' .* [\d,]+ parameters; 'wider' has [\d,]+"):
         crosslayer.heal([base / "without"], recipe_in(tmp_path), tmp_path / "out", original=str(tmp_path / "wider"))
 
 

@@ -208,7 +208,7 @@ def test_a_method_that_is_not_possible_is_a_row(folder, tmp_path):
     plan = crosslayer.plan(folder, length=100, method=["shared_choice", "cla"], engine="vllm")
     (choice, *cells, reason), (cla, stored, *_) = plan.tables()[0][2]
     assert (choice, cla) == ("shared_choice", "cla") and set(cells) == {"–"} and stored != "–"
-    assert reason.startswith("not served by vllm: ") and reason.endswith("chosen tokens only, which vllm does not do")
+    assert reason.startswith("not served by vllm: ") and reason.endswith("chosen tokens only, which vllm cannot do")
     assert plan.headline()["stored_bytes_by_method"] == {"shared_choice": None, "cla": 112 * TOKEN // 2}
     plan.save(tmp_path / "out")
     report = load_result(tmp_path / "out")

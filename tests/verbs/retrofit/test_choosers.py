@@ -147,7 +147,7 @@ REFUSED = {
         "method": '{"name": "shared_choice", "tokens": 48}',
     },
     "read_budget must be less than 1, got 1": {"read_budget": 1.0},
-    "`read_budget` 0.35 cannot be reached; the least is 0.3750": {
+    "`read_budget` must be at least 0.3750 here, got 0.35": {
         "read_budget": 0.35,
         "method": '{"name": "shared_choice", "tokens": 0.25, "least": 0}',
     },

@@ -175,7 +175,7 @@ def test_bad_conversions():
         convert(source, "uniattn")
     with torch.no_grad():
         source.model.layers[0].mlp.up_proj.weight[0, 0] = float("nan")
-    with pytest.raises(ValueError, match="NaN or infinity in 1, first in model.layers.0.mlp.up_proj"):
+    with pytest.raises(ValueError, match="1 with NaN or infinity, such as model.layers.0.mlp.up_proj"):
         convert_weights(source, [load_method("cla")])
     for text, words in (
         ("18-21,x", "'x' is neither a layer nor a range"),

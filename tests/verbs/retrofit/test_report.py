@@ -298,7 +298,7 @@ def test_bad_calls_are_one_line(source):
     cases = [
         ({"length": 8}, r"text: token ids .*length=8.*got \(40, 16\)"),
         ({"windows": 41}, r"there are 40 windows of token ids; 41 are needed \(41 for evaluation\)"),
-        ({"text": [words(0, 400)]}, r"texts need tokenizer=…; without it give token ids"),
+        ({"text": [words(0, 400)]}, r"texts need tokenizer=…; without one, pass token ids"),
         ({"layers": "top-half,size=1"}, "`layers`: size must be greater than or equal to 2"),
         ({"layers": "auto,count=0"}, "`layers`: count must be greater than or equal to 1"),
         ({"kl_budget": 1.0}, "give one of `method`, `kv_budget`, `kl_budget`"),

@@ -72,7 +72,7 @@ def test_other_models_are_refused(paths, tmp_path):
     weights = load_file(f"{paths[0]}/model.safetensors")
     weights["model.norm.weight"][3] += 0.1
     save_file(weights, f"{paths[0]}/model.safetensors")
-    with pytest.raises(ValueError, match="fitted to other weights or RoPE"):
+    with pytest.raises(ValueError, match="fitted to different weights or RoPE"):
         flags_of(paths)
     build(config_of(CASES["cla"][0])).save_pretrained(tmp_path / "ours")
     with pytest.raises(ValueError, match="not converted"):

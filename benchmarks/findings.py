@@ -282,8 +282,8 @@ def similarity() -> Finding:
         "Much of the similarity between attention maps comes from the common sink",
         f"In the upper half of the model, neighboring maps have a mean cosine of {whole:.2f}. Without the first token, "
         f"to which all of them attend, it is {rest:.2f}. In UniAttn's Table 11, the maps of upper layers are "
-        f"more alike than those of lower layers. In SmolLM2 their mean cosine differs by {whole - below:+.2f}, and "
-        f"without the first token by {rest - rest_below:+.2f}. A similarity that includes the first token suggests "
+        f"more alike than those of lower layers. In SmolLM2, upper minus lower mean cosine is {whole - below:+.2f} "
+        f"with the first token and {rest - rest_below:+.2f} without it. A similarity that includes it suggests "
         "sharing in the wrong layers.".replace("-0", "−0"),
         panel.key,
         "crosslayer diagnose smollm2 --sequences 8 --length 512",

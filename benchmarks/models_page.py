@@ -47,7 +47,7 @@ The models differ in family, training and shape, so damage depends on the model 
 
 ## Command
 
-`python benchmarks/models.py smollm2 gemma3 qwen` measures everything but the stored prompts into
+`python benchmarks/models.py smollm2 gemma3 qwen` measures everything except the stored prompts for
 `benchmarks/results/models.json`, in about an hour and a half on two cores; `qwen-1.5b --only sinks isolated` measures
 the findings on sinks for the largest model, in six minutes. `python benchmarks/models.py` writes this page.
 `benchmarks/codecs.py` contains the commands of the stored prompts.

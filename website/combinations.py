@@ -32,7 +32,7 @@ REASONS = {
     "D": ("Too few values are left.", "One changes layers' own values; the other leaves too few of them."),
     "E": (
         "Tokens are chosen.",
-        "One lets layers choose tokens, the other gives such a layer a window or the states of several layers.",
+        "One lets layers choose tokens; the other gives such a layer a window or the states of several layers.",
     ),
 }
 

@@ -19,7 +19,7 @@ def row_text(row: Any, location: str, column: str) -> str | None:
     """Return the text in a column of a row, None where it is null."""
     if not isinstance(row, dict) or column not in row:
         keys = ", ".join(row) if isinstance(row, dict) else type(row).__name__
-        raise ValueError(f"{location}: no text in column {column!r}; the row has {keys}")
+        raise ValueError(f"{location}: no text in column {column!r}, got {keys}")
     text = row[column]
     if text is not None and not isinstance(text, str):
         raise ValueError(f"{location}: no text in column {column!r}; it holds a value of type {type(text).__name__}")

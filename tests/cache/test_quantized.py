@@ -354,7 +354,7 @@ def test_models_without_keys_and_values_of_all_tokens_are_refused(family, messag
 
 
 def test_plan_refuses_what_the_cache_refuses():
-    with pytest.raises(ValueError, match="does not support"):
+    with pytest.raises(ValueError, match="not support"):
         crosslayer.plan(build(config_of("fusedkv")), kv_dtype="int4")
     for family in ("deepseek_v3", "falcon_h1"):
         with pytest.raises(ValueError, match="layer 0"):

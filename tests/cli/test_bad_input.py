@@ -107,7 +107,7 @@ CASES = [
     ("diagnose {kit}/model --text {kit}/short.txt", "the text has 8 bytes, and 2 sequences of 16"),
     ("diagnose {kit}/model --length 64 --sequences 60", "the text has 3600 tokens; 60 sequences of 64 need 3840"),
     ("diagnose {kit}/model --sequences 100000", "100000 sequences of 16 are 1600000 tokens"),
-    ("diagnose {kit}/model --text {kit}/a.jsonl", "line 1: no text in column 'text'; the row has body"),
+    ("diagnose {kit}/model --text {kit}/a.jsonl", "line 1: no text in column 'text', got body"),
     ("diagnose {kit}/model --text {kit}/broken.jsonl", "'broken.jsonl', line 2: not JSON"),
     ("diagnose {kit}/model --text {kit}/digits.jsonl", "'digits.jsonl', line 1: not JSON"),
     ("diagnose {kit}/model --text {kit}/nulls.jsonl", "'nulls.jsonl' holds no text"),

@@ -216,7 +216,7 @@ class PromptStoreConnector(KVConnectorBase_V1):
         sizes = [(shape.heads, self._size, shape.key + shape.value) for shape in self._codec.shapes]
         if [tuple(kv_caches[name].shape[1:]) for name in names] != sizes:
             raise ValueError(
-                f"each layer's cache must have the shape (heads, block, numbers) = {sizes[0]} for `prompt_store`"
+                f"`prompt_store` needs layer caches of the shape (heads, block size, numbers) = {sizes[0]}"
             )
         known: dict[Any, Tensor] = {}
         for name, shape in zip(names, self._codec.shapes, strict=True):

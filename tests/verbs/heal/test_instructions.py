@@ -66,14 +66,14 @@ def test_line_ends_and_byte_order_marks_change_no_example(tmp_path):
     [
         (
             {"instruction": "a", "answer": "b"},
-            r"'table.jsonl', line 2: no text in column 'response'; it has instruction",
+            r"'table.jsonl', line 2: no text in column 'response', got instruction",
         ),
         ({"instruction": 3, "response": "b", "input": ""}, "line 2: no text in column 'instruction'"),
         (
             {"instruction": "a", "response": "b", "input": "", "choices": "x"},
             "line 2: column 'choices' has no list of texts",
         ),
-        ([1], "line 2: no text in column 'response'; it has list"),
+        ([1], "line 2: no text in column 'response', got list"),
     ],
 )
 def test_errors_name_the_line(row, message, tmp_path):

@@ -186,7 +186,7 @@ def packed(
     size = length - len(first) - len(last)
     if sequences < 1 or size < 1:
         fixed = f"{len(first) + len(last)} fixed tokens"
-        raise ValueError(f"sequences = {sequences} and length = {length} leave no text beside {fixed}; raise them")
+        raise ValueError(f"sequences = {sequences} and length = {length} leave no text next to {fixed}; raise them")
     _check_estimate(documents, tokenizer, sequences, size)
     bodies, rest = _pack_bodies(documents, tokenizer, sequences, size, seed)
     if len(bodies) < sequences:

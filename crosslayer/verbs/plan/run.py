@@ -40,7 +40,7 @@ def plan(
             q8_0, q5_1, q5_0, q4_1, q4_0 or iq4_nl (llama.cpp); default that of the model.
         engine: count the allocation of transformers, vllm or llama.cpp; default llama.cpp for a .gguf file, else
             transformers.
-        memory: size such as 24GiB; shows how many tokens fit beside the weights (counted from the config if no file).
+        memory: size such as 24GiB; shows how many tokens fit next to the weights (counted from the config if no file).
         like: read a config.json of unknown model type as this type of transformers.
         method: cross-layer method to apply, by name (with typical options) or as JSON, {"name": NAME, OPTION: VALUE};
             several are compared.

@@ -137,7 +137,7 @@ def test_every_position_of_a_prefix_has_a_bin_in_an_intervention(model):
     [
         (tokens(), "w1", "`prefix` must be None for token ids"),
         ([words(0, 400)], [600], "token ids must be below .* to 600"),
-        ([words(0, 400)], " ".join(["w1"] * LENGTH), f"length = {LENGTH} leave no text beside {LENGTH} fixed tokens"),
+        ([words(0, 400)], " ".join(["w1"] * LENGTH), f"length = {LENGTH} leave no text next to {LENGTH} fixed tokens"),
     ],
     ids=str,
 )

@@ -294,7 +294,7 @@ def _reason(error: Exception) -> str:
     if "trust_remote_code" in text:
         return (
             "it needs code from its folder or repository, which crosslayer never runs; try `crosslayer serve` if vLLM "
-            "has the model, or the folder that it was exported from"
+            "supports the model, or the folder that it was exported from"
         )
     first = re.split(r"\. (?=[A-Z])", text)[0]
     return first if len(first) <= SENTENCE else f"{first[:SENTENCE]} …"

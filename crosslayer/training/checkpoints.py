@@ -233,5 +233,5 @@ def _check_batch(checkpoint: Path, sequences: int, args: TrainingArguments) -> N
 
 def _refused(checkpoint: Path, problem: str) -> ValueError:
     return ValueError(
-        f"{checkpoint.name} cannot be resumed: {problem}; if it is broken, delete it to resume from the one before"
+        f"{checkpoint.name} cannot be resumed: {problem}; if it is damaged, delete it to resume from the previous one"
     )

@@ -88,9 +88,9 @@ class Benchmark(Report):
             for shares in ([row.value or 0.0 for row in softmax], [row.original or 0.0 for row in softmax]):
                 ends.append(" to ".join(dict.fromkeys(percent(end) for end in (min(shares), max(shares)))))
             lines.append(
-                f"With eager attention softmax takes {ends[0]} of the time to first token, in the baseline {ends[1]}."
+                f"With eager attention, softmax takes {ends[0]} of the time to first token, in the baseline {ends[1]}."
             )
-        rule = "a candidate counts as faster or slower only where the interval excludes 1"
+        rule = "a candidate counts as faster or slower only if the interval excludes 1"
         lines.append(
             f"Each ratio is the median of {plural(pairs, 'pair')} of runs ({covered(pairs)}); "
             f"{TOO_FEW if pairs < FEWEST else rule}."

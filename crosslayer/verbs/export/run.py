@@ -150,7 +150,7 @@ def no_stock_class(config: CrossLayerConfig) -> str | None:
     if partial:
         return (
             f"layers {ranges(partial)} lack attention or MLP ({culprits(config, partial)}), which every layer of a "
-            "stock class has; a retrofit with part layer drops whole layers"
+            "stock class has; to remove whole layers, retrofit with part layer"
         )
     try:
         stock_config(config)
@@ -175,7 +175,7 @@ def no_deci(config: CrossLayerConfig) -> str | None:
         )
     if layers[0].attention is None:
         first = layers[0].number
-        return f"layer {first} has no attention ({culprits(config, [first])}), and the first layer of DeciLM must"
+        return f"layer {first} has no attention ({culprits(config, [first])}), but DeciLM's first layer needs it"
     return None
 
 
@@ -190,7 +190,7 @@ def no_gguf(config: CrossLayerConfig) -> str | None:
         return f"layers {ranges(bare)} have no MLP ({culprits(config, bare)})"
     if layers[0].attention is None:
         first = layers[0].number
-        return f"layer {first} has no attention ({culprits(config, [first])}), and the first layer must have heads"
+        return f"layer {first} has no attention ({culprits(config, [first])}), but the first layer must have heads"
     return None
 
 

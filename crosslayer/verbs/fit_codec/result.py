@@ -43,7 +43,7 @@ class CodecReport(Report):
     fitted_to: tuple[str, ...]
     parameters: int = Field(description="numbers of the codec's matrices")
     bytes_per_token: int = Field(description="of the 16-bit cache")
-    fitting: float = Field(description="seconds until the codec was there")
+    fitting: float = Field(description="seconds until the codec was ready")
     _codec: Codec | None = PrivateAttr(default=None)
 
     @property

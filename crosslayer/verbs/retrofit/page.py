@@ -96,7 +96,7 @@ def sentences(record: RetrofitReport) -> list[str]:
     if record.needles is not None:
         lines.append(retrieval_sentence(record.needles.retrofit, record.needles.original))
     if settings.sweep:
-        lines.append(f"The table has {len(record.alternatives)} variants; all else is of the first. No model is saved.")
+        lines.append(f"The table has {len(record.alternatives)} variants; the rest is of the first. No model is saved.")
     else:
         lines += _cheaper(record.alternatives)
     search = record.choice.search

@@ -23,14 +23,14 @@ UNTESTED = {
     ),
     "quantization": (
         ("compressed-tensors",),
-        "weights quantized in this way are untested; use int8 weights and activations of compressed-tensors",
+        "weights quantized in this way are untested; use int8 weights and activations (compressed-tensors)",
     ),
     "kv-cache-dtype": (
         ("auto", *CACHE_TYPES, *FP8),
         "this type of KV cache is untested, and vLLM's CPU kernels read it wrongly; fp8 and fp8_e5m2 are tested",
     ),
-    "kv-cache-dtype-skip-layers": ((), "layers that share a KV cache would take it for different types"),
-    "kv-sharing-fast-prefill": ((), "with kv_sharing_fast_prefill some layers would see only the last token"),
+    "kv-cache-dtype-skip-layers": ((), "layers that share a KV cache would read it as different types"),
+    "kv-sharing-fast-prefill": ((), "with kv_sharing_fast_prefill, some layers would see only the last token"),
     "enable-lora": ((), "LoRA adapters are untested; merge them into the weights"),
 }
 
@@ -75,7 +75,7 @@ def not_servable(config: CrossLayerConfig) -> str | None:
         return f"{config.plan.beyond_sharing}, and vLLM's attention reads keys and values of all tokens"
     for method, layer, module in _modules(config):
         if isinstance(module, StateReader) and module.needs_mask:
-            return f"with {method.name()} layer {layer} reads several caches, and vLLM's attention reads only one"
+            return f"with {method.name()}, layer {layer} reads several caches, but vLLM's attention reads only one"
     if config.num_local_experts is not None:
         return "mixtures of experts are untested"
     if "vllm" not in config.components.supports:

@@ -29,7 +29,7 @@ ALONE = {
     "kv-cache-dtype": (("auto", *CACHE_TYPES), "a codec stores caches of 16 or 32 bits"),
     "quantization": ((), OTHER_WEIGHTS),
     "hf-overrides": ((), OTHER_WEIGHTS),
-    "speculative-config": ((), "a codec has no layers of a draft model"),
+    "speculative-config": ((), "a codec does not cover the layers of a draft model"),
 }
 
 

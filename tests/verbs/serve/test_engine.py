@@ -163,7 +163,7 @@ def test_a_server_of_a_folder_without_tokenizer_is_refused(vllm, folder, monkeyp
         (["--max-num-seqs", "4", "--kv_cache_dtype=fp8_per_token_head"], "remove --kv-cache-dtype fp8_per_token_head"),
         (["--kv-cache-dtype-skip-layers", "1"], "remove --kv-cache-dtype-skip-layers 1"),
         (["--enable-lora"], "merge them into the weights; remove --enable-lora"),
-        (["--quantization", "fp8"], "int8 weights and activations of compressed-tensors; remove --quantization fp8"),
+        (["--quantization", "fp8"], "int8 weights and activations (compressed-tensors); remove --quantization fp8"),
         (["-tp", "4"], "remove --tensor-parallel-size 4"),
         (["-pp", "2"], "use --tensor-parallel-size 2; remove --pipeline-parallel-size 2"),
         (["--kv-sharing-fast-prefill", "--seed", "1"], "remove --kv-sharing-fast-prefill"),

@@ -298,7 +298,7 @@ def test_what_it_cannot_hold_is_refused_in_a_line(tmp_path):
     [
         ({"kv_sharing_fast_prefill": True}, "would see only the last token"),
         ({"kv_cache_dtype": "int8_per_token_head"}, "this type of KV cache is untested"),
-        ({"kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": ["1"]}, "would take it for different types"),
+        ({"kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": ["1"]}, "would read it as different types"),
         ({"enable_lora": True}, "LoRA adapters are untested"),
     ],
 )

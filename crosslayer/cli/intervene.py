@@ -32,7 +32,7 @@ def interventions(
         position_swap: POSITION:ROW[:NORM]: use another row of a learned position table, scaled to a norm.
         token_swap: POSITION:TOKEN: replace a token by an id, bos or random.
         ablate: LAYER:POSITION[:zero|mean]: replace the output of a layer by zero or the mean of other tokens.
-        layers: layers in which waiver, forbid and scale-values act, such as 0-11; default all.
+        layers: layers in which waiver, forbid and scale-values act, such as 0-11; default: all.
     """
     from crosslayer.core.options import parse_layers
     from crosslayer.verbs.intervene.kinds import load_intervention

@@ -88,7 +88,7 @@ class Codec:
         for row, (pad, tokens) in enumerate(rows):
             states = self.read(cache, row, pad, len(tokens))
             if any(len(own) < shape.holds(len(tokens)) for own, shape in zip(states, self.shapes, strict=True)):
-                raise ValueError(f"sliding windows no longer hold the end of these {len(tokens)} tokens; give more ids")
+                raise ValueError(f"sliding windows no longer hold the end of these {len(tokens)} tokens; pass more ids")
             made = self.encode_blocks(states, tokens, 0, format.root(self.id), block, dtype_of(cache))
             packed.append((pad, [block.pack() for block in made]))
         return format.pack_file(packed)

@@ -74,11 +74,11 @@ def bench(
         evict: eviction policy of the candidate's KV cache, such as h2o:0.4; the baseline keeps all tokens.
         kv_bits: bits of the candidate's KV cache: 8, 4, 3, 2, fp8, or by layer, such as 8@0-11,4@12-29.
         engine: engine that runs both models: transformers or vllm.
-        kv_memory: GiB for each model's KV cache in vLLM; default 1.
+        kv_memory: GiB for each model's KV cache in vLLM; default: 1.
         seed: seed of the random tokens.
-        dtype: float32, bfloat16, …; default float32 on a CPU. In Python only for models given by name or path; default
-            that of the other model if it is loaded.
-        device: cpu, cuda, …; default the GPU if there is one. In Python only for models given by name or path.
+        dtype: float32, bfloat16, …; default: float32 on a CPU. In Python only for models given by name or path;
+            default: that of the other model if it is loaded.
+        device: cpu, cuda, …; default: the GPU if there is one. In Python only for models given by name or path.
 
     Raises:
         ValueError: an option is wrong, a model cannot be loaded, is not a causal language model or has fewer positions

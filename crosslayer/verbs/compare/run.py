@@ -68,12 +68,12 @@ def compare(
         methods: variants to compare, such as 'vanilla, NAME, {name: NAME, option: 2}, [NAME, NAME]'. In Python also a
             list of these; "vanilla" or None means no method, an inner list combines several. An entry or a part of one
             may be {num_key_value_heads: 1}: grouped-query attention, with 1 multi-query attention.
-        seeds: number of seeds per variant, starting at the recipe's seed; default 3, the fewest that give intervals.
+        seeds: number of seeds per variant, starting at the recipe's seed; default: 3, the fewest that give intervals.
         vary: a recipe key and its values, repeatable: model.size=tiny,mini. Variants are compared in every
             combination.
         settings: override a key of the recipe, repeatable: train.learning_rate=3e-4.
-        baseline: variant to compare with; default vanilla, or the first variant.
-        smooth: steps over which curves are smoothed; default 1/20 of a run.
+        baseline: variant to compare with; default: vanilla, or the first variant.
+        smooth: steps over which curves are smoothed; default: 1/20 of a run.
         resume: keep the finished runs in the folder and train the missing ones.
         force: replace the folder of an earlier comparison, but never a folder with trained runs.
 

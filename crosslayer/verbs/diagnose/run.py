@@ -67,8 +67,8 @@ def diagnose(
     Args:
         model: hub name, local folder, smollm2, qwen, gemma3 or minilm. In Python also a loaded model.
         text: a .txt, .md, .jsonl or .parquet file, a folder of them, or a Hugging Face dataset:
-            NAME,config=…,split=…,column=…; default the embedded corpus. In Python also token ids (B, T), T ≥ 2, without
-            padding, a `TextSource` or texts.
+            NAME,config=…,split=…,column=…; default: the embedded corpus. In Python also token ids (B, T), T ≥ 2,
+            without padding, a `TextSource` or texts.
         tokenizer: in Python, the tokenizer of a loaded model; token ids are then shown as text.
         baseline: another model to compare with, such as the original of a retrofit.
         sequences: sequences to measure; confidence intervals need at least two.
@@ -80,8 +80,8 @@ def diagnose(
             Fig. 4); costs about six more attention calls per layer.
         outputs: also measure the norms of each layer's attention and MLP outputs, and of the gradients of the loss with
             respect to them; takes about three times as long and needs memory for a backward pass.
-        dtype: float32, bfloat16, …; default float32 on a CPU. In Python only if `model` is a name or path.
-        device: cpu, cuda, …; default the GPU if there is one. In Python only if `model` is a name or path.
+        dtype: float32, bfloat16, …; default: float32 on a CPU. In Python only if `model` is a name or path.
+        device: cpu, cuda, …; default: the GPU if there is one. In Python only if `model` is a name or path.
 
     Raises:
         ValueError: the model or the text cannot be read, the model's attention cannot be measured, or the sequences

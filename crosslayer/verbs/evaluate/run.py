@@ -49,16 +49,16 @@ def evaluate(
         tasks: comma-separated lm-eval tasks, or groups of tasks as in papers (docs/guides/measure.md).
         baseline: a model to compare with, item by item. In Python a loaded one uses the tokenizer of `model`.
         include_path: folder with your own task files; needs --allow-code.
-        limit: use only the first N items of each task; default all.
-        num_fewshot: examples before each item; default set by the task.
+        limit: use only the first N items of each task; default: all.
+        num_fewshot: examples before each item; default: set by the task.
         batch: batch size: auto (on a CPU computed from the number of tokens), or a number.
         evict: eviction policy of the candidate's KV cache, such as h2o:0.4; the baseline keeps all tokens.
         kv_bits: bits of the candidate's KV cache: 8, 4, 3, 2, fp8, or by layer, such as 8@0-11,4@12-29.
         engine: engine that runs the models: transformers, or vllm, which truncates long texts (docs/guides/serve.md).
         seed: seed for few-shot examples; 0 is lm-eval's default.
         allow_code: run the code in include_path, and tasks of lm-eval that execute a model's output.
-        dtype: float32, bfloat16, …; default float32 on a CPU. In Python only for models given by name or path.
-        device: cpu, cuda, …; default the GPU if there is one. In Python only for models given by name or path.
+        dtype: float32, bfloat16, …; default: float32 on a CPU. In Python only for models given by name or path.
+        device: cpu, cuda, …; default: the GPU if there is one. In Python only for models given by name or path.
 
     Raises:
         ValueError: lm-eval is missing, a task is unknown or its data is unavailable, a model cannot be loaded or is not

@@ -68,7 +68,7 @@ def export(
         out: folder for the model, its card and its manifest.
         tokenizer: in Python, tokenizer of a loaded model.
         to: hf (a stock class of transformers, Llama if possible), deci (vLLM's DeciLM) or gguf (llama.cpp).
-        dtype: float32, bfloat16 or float16; default the dtype of the stored weights.
+        dtype: float32, bfloat16 or float16; default: the dtype of the stored weights.
         force: replace a folder that crosslayer wrote.
 
     Raises:

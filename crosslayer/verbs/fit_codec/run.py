@@ -73,24 +73,24 @@ def fit_codec(
         tokenizer: in Python, the tokenizer of a loaded model.
         share: size of a stored prompt of `prompt` tokens, as a share of the 16-bit cache.
         kl: maximum KL in nats per token, instead of `share`.
-        calibration_text: text that the codec is fitted to, repeatable: one domain each, named by NAME=FILE; default
+        calibration_text: text that the codec is fitted to, repeatable: one domain each, named by NAME=FILE; default:
             books, web and docs of the embedded text. In Python also a dict of documents, or of token ids
             (N, `length`), by domain.
-        text: evaluation text, in the same form (token ids have the shape (N, `prompt` + `continued`)); default the
+        text: evaluation text, in the same form (token ids have the shape (N, `prompt` + `continued`)); default: the
             other embedded domains.
         calibration: calibration windows.
         length: tokens per calibration window.
         windows: evaluation windows, all domains together.
-        prompt: tokens of a stored prompt; default 640, or as many as the model's sliding windows hold.
+        prompt: tokens of a stored prompt; default: 640, or as many as the model's sliding windows hold.
         continued: tokens after the stored prompt over which KL is measured.
         numbers: hidden numbers to ask for, in stored texts of `prompt` tokens; a multiple of 5.
         tasks: lm-eval tasks for the codec: each context is stored before its last token is read.
-        limit: use only the first N items of each task; default all.
+        limit: use only the first N items of each task; default: all.
         repeats: timed runs of prefill, encoding and decoding, alternating.
         seed: random seed.
         bos: begin each window with the BOS token: auto (as the tokenizer does), yes or no.
-        dtype: float32, bfloat16, …; default float32 on a CPU. In Python only if `model` is a name.
-        device: cpu, cuda, …; default the GPU if there is one. In Python only if `model` is a name.
+        dtype: float32, bfloat16, …; default: float32 on a CPU. In Python only if `model` is a name.
+        device: cpu, cuda, …; default: the GPU if there is one. In Python only if `model` is a name.
 
     Raises:
         ValueError: an option is wrong, there is too little text, or the model has shared or chosen layers, MLA, or

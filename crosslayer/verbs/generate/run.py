@@ -91,8 +91,8 @@ def generate(
         seed: seed of sampling. In Python the state of torch's own generator is restored.
         chat: apply the tokenizer's chat template to the prompt.
         kv_bits: bits of the KV cache: 8, 4, 3, 2, fp8, or by layer, such as 8@0-11,4@12-29.
-        dtype: float32, bfloat16, …; default float32 on a CPU. In Python only if `model` is a name or path.
-        device: cpu, cuda, …; default the GPU if there is one. In Python only if `model` is a name or path.
+        dtype: float32, bfloat16, …; default: float32 on a CPU. In Python only if `model` is a name or path.
+        device: cpu, cuda, …; default: the GPU if there is one. In Python only if `model` is a name or path.
         write: in Python, called with each new piece of text.
 
     Raises:

@@ -56,7 +56,7 @@ def heal(
         recipe: a YAML file with stages, or the name of a shipped recipe, such as heal-smoke. In Python also what
             `load_recipe` returns.
         out: output folder (stages, models, report.html, record.json); it must not exist unless `resume` is set.
-        original: the original model; default the one that the retrofits' reports name.
+        original: the original model; default: the one that the retrofits' reports name.
         settings: override a recipe key, repeatable: stages.0.schedule.steps=20. In Python only with a recipe that is a
             file.
         resume: continue in the output folder of the same recipe and retrofits; finished stages are not repeated.

@@ -81,8 +81,8 @@ def intervene(
     Args:
         model: hub name, local folder, smollm2, qwen, gemma3 or minilm. In Python also a loaded model.
         text: a .txt, .md, .jsonl or .parquet file, a folder of them, or a Hugging Face dataset:
-            NAME,config=…,split=…,column=…; default the embedded corpus. In Python also token ids (B, T), T ≥ 2, without
-            padding, a `TextSource` or texts.
+            NAME,config=…,split=…,column=…; default: the embedded corpus. In Python also token ids (B, T), T ≥ 2,
+            without padding, a `TextSource` or texts.
         tokenizer: in Python, the tokenizer of a loaded model.
         interventions: in Python, the changes, as objects or plain data from a record, applied together; the result
             describes the first position of the first intervention.
@@ -94,8 +94,8 @@ def intervene(
         seed: random seed for the order of the text and for the controls.
         bos: whether sequences start with the BOS token: auto (as the tokenizer does), yes or no.
         prefix: text that every sequence begins with; chat: the chat template's. In Python also token ids.
-        dtype: float32, bfloat16, …; default float32 on a CPU. In Python only if `model` is a name or path.
-        device: cpu, cuda, …; default the GPU if there is one. In Python only if `model` is a name or path.
+        dtype: float32, bfloat16, …; default: float32 on a CPU. In Python only if `model` is a name or path.
+        device: cpu, cuda, …; default: the GPU if there is one. In Python only if `model` is a name or path.
 
     Raises:
         ValueError: an option, position or layer is invalid (a causal model needs two tokens after every position), the

@@ -57,14 +57,14 @@ def measure(
         model: the original: hub name, local folder, smollm2, qwen or gemma3. In Python also a loaded model.
         tokenizer: in Python, the tokenizer of a loaded model.
         candidates: a model (name or folder), bits of the cache (int8, int4, fp8, 8@0-11,4@12-29) or an eviction
-            (h2o:0.5); repeatable; default fp8, int8 and int4. In Python also a loaded model, a `DepthPlan`, a class
+            (h2o:0.5); repeatable; default: fp8, int8 and int4. In Python also a loaded model, a `DepthPlan`, a class
             of caches, or a context manager around the model, in a list or by name.
         text: evaluation text, repeatable: one domain each, named by NAME=FILE, or NAME=DATASET,config=…,split=…,
-            column=…; default all embedded domains. In Python also token ids (N, `length`), documents, sources, or a
+            column=…; default: all embedded domains. In Python also token ids (N, `length`), documents, sources, or a
             dict of these by domain.
         only: what to measure: bytes, kl, needles, tasks, time.
         tasks: lm-eval tasks, or groups of tasks as in papers, for all candidates.
-        limit: use only the first N items of each task; default all.
+        limit: use only the first N items of each task; default: all.
         exact_layers: also measure each quantized cache with this many layers kept in 16 bits: those whose quantization
             alone costs the most KL. For fp8, also print the options for vLLM.
         windows: evaluation windows, all domains together; at least 16 per domain.
@@ -75,8 +75,8 @@ def measure(
         repeats: timed runs of each candidate.
         seed: random seed.
         bos: begin each window with the BOS token: auto (as the tokenizer does), yes or no.
-        dtype: float32, bfloat16, …; default float32 on a CPU. In Python only if `model` is a name.
-        device: cpu, cuda, …; default the GPU if there is one. In Python only if `model` is a name.
+        dtype: float32, bfloat16, …; default: float32 on a CPU. In Python only if `model` is a name.
+        device: cpu, cuda, …; default: the GPU if there is one. In Python only if `model` is a name.
 
     Raises:
         ValueError: a candidate is unknown, an option is wrong, or there is too little text.

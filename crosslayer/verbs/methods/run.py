@@ -43,8 +43,8 @@ def methods(name: str | None = None, *, layers: int | None = None) -> Catalogue:
     """List the cross-layer methods, or describe one: what flows between layers, and how much KV cache remains.
 
     Args:
-        name: the method to describe, with options, diagram and cache; default a table of all.
-        layers: number of layers in the example, 2 to 10,000; default 32 for the table, 8 for one method.
+        name: the method to describe, with options, diagram and cache; default: a table of all.
+        layers: number of layers in the example, 2 to 10,000; default: 32 for the table, 8 for one method.
 
     Raises:
         ValueError: the method does not exist, or `layers` is out of range.

@@ -55,8 +55,8 @@ def needles(
         evict: eviction policy of the candidate's KV cache, such as h2o:0.4; the baseline keeps all tokens.
         kv_bits: bits of the candidate's KV cache: 8, 4, 3, 2, fp8, or by layer, such as 8@0-11,4@12-29.
         seed: seed of all random choices.
-        dtype: float32, bfloat16, …; default float32 on a CPU. In Python only for models given by name or path.
-        device: cpu, cuda, …; default the GPU if there is one. In Python only for models given by name or path.
+        dtype: float32, bfloat16, …; default: float32 on a CPU. In Python only for models given by name or path.
+        device: cpu, cuda, …; default: the GPU if there is one. In Python only for models given by name or path.
 
     Raises:
         ValueError: an option is wrong, a model cannot be loaded, is not a causal language model or has fewer positions

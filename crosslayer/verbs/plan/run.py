@@ -35,10 +35,10 @@ def plan(
             or minilm. In Python also a model or a config.
         length: tokens in the KV cache; several values give a table.
         batch: number of sequences.
-        dtype: dtype of the model; default from the config, else bfloat16.
+        dtype: dtype of the model; default: from the config, else bfloat16.
         kv_dtype: type of keys and values: a dtype; fp8, int8, int4, int3 or int2 (as `kv_bits` of other commands);
-            q8_0, q5_1, q5_0, q4_1, q4_0 or iq4_nl (llama.cpp); default that of the model.
-        engine: count the allocation of transformers, vllm or llama.cpp; default llama.cpp for a .gguf file, else
+            q8_0, q5_1, q5_0, q4_1, q4_0 or iq4_nl (llama.cpp); default: that of the model.
+        engine: count the allocation of transformers, vllm or llama.cpp; default: llama.cpp for a .gguf file, else
             transformers.
         memory: size such as 24GiB; shows how many tokens fit next to the weights (counted from the config if no file).
         like: read a config.json of unknown model type as this type of transformers.

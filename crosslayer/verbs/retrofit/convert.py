@@ -40,7 +40,7 @@ from crosslayer.verbs.retrofit.streams import Streams, computes_the_same, layers
 
 WIRED = "a model that already has methods cannot be fitted or searched"
 POST_NORM_ERROR = (
-    "this model norms attention's output before the residual, and W_o cannot be refitted through that; use layerwise"
+    "this model normalizes attention's output before the residual, so W_o cannot be refitted; use layerwise"
 )
 Text = Tensor | Mapping[str, Tensor]  # ids (N, T), or those of each domain by name
 
@@ -268,8 +268,7 @@ def _check(model: CrossLayerForCausalLM, domains: list[Tensor], fit: str, groups
         raise ValueError(reason)
     if model.config.components.post_norms and {*ON_HEADS} & {*wiring.compensation}:
         raise ValueError(
-            "this model norms attention's output before the residual, so W_c cannot write before W_o; use "
-            "target 'attention'"
+            "this model normalizes attention's output, so W_c cannot be added before W_o; use target 'attention'"
         )
     if any(type(method).residual is not Method.residual for method in wiring.methods):
         names = ", ".join(method.name() for method in wiring.methods)

@@ -76,7 +76,7 @@ def retrofit(
     Args:
         model: Hub name, local folder, smollm2, qwen or gemma3. In Python also a loaded model, which is not changed.
         text: evaluation text, repeatable: one domain each, named by NAME=FILE, or NAME=DATASET,config=…,split=…,
-            column=…; default all embedded domains. In Python also token ids (N, `length`), documents, sources, or a
+            column=…; default: all embedded domains. In Python also token ids (N, `length`), documents, sources, or a
             dict of these by domain.
         tokenizer: in Python, the tokenizer of a loaded model.
         method: a method (`crosslayer methods` lists them) or your own module, applied to --layers; or a method with
@@ -85,7 +85,7 @@ def retrofit(
             top-half,size=3,count=6; auto: chosen by similarity on text, such as auto,count=6; or
             auto:top-half-similarity: only in the upper half. count: how many layers become readers or are dropped.
         kv_budget: instead of --method: search for the methods and layers that keep this share of the KV cache (0 to 1).
-        kv_context: context length at which the cache is counted; default 2048, or twice the largest sliding window.
+        kv_context: context length at which the cache is counted; default: 2048, or twice the largest sliding window.
         kl_budget: instead of --method: search for the smallest cache within this KL to the original, in nats/token.
             With a method whose layers choose tokens: search which layers choose for which, for the fewest reads.
         read_budget: instead of --method: search which layers choose tokens for which, so that a decoding step reads
@@ -97,7 +97,7 @@ def retrofit(
             or heads-from-values (a map of the output of W_v). groups=4, for mean: groups of windows, each with its own
             mean (v of Theorem 3.1).
         part: what to remove, if the method offers a choice: attention, mlp or layer.
-        calibration_text: text to fit and search on, repeatable; default --text, or embedded books, web and docs.
+        calibration_text: text to fit and search on, repeatable; default: --text, or embedded books, web and docs.
         windows: evaluation windows, all domains together; at least 16 per domain.
         calibration: calibration windows, all domains together.
         length: tokens per window.
@@ -107,8 +107,8 @@ def retrofit(
             8,192 tokens.
         seed: random seed.
         bos: begin each window with the BOS token: auto (as the tokenizer does), yes or no.
-        dtype: dtype for computing, not for saving; default float32 on a CPU. In Python only if `model` is a name.
-        device: cpu, cuda, …; default the GPU if there is one. In Python only if `model` is a name.
+        dtype: dtype for computing, not for saving; default: float32 on a CPU. In Python only if `model` is a name.
+        device: cpu, cuda, …; default: the GPU if there is one. In Python only if `model` is a name.
         sweep: KEY=VALUE,VALUE, repeatable: convert with every combination of values of method, layers or compensation,
             or of their settings size, count, target or groups. Writes a table of the damage, but no
             model.

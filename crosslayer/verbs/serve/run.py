@@ -36,9 +36,9 @@ def serve(
         flags: flags of `vllm serve`, after --.
         host: address to listen on; 0.0.0.0 for all interfaces.
         port: port to listen on.
-        kv_memory: GiB for the KV cache; default chosen by vLLM.
+        kv_memory: GiB for the KV cache; default: chosen by vLLM.
         max_length: maximum tokens per request.
-        dtype: float32, bfloat16, …; default chosen by vLLM.
+        dtype: float32, bfloat16, …; default: chosen by vLLM.
         prompt_store: folder or URL from which stored prompts are loaded instead of computed, and where new ones are
             saved; for unconverted models only. Needs `codec`.
         codec: folder of the model's codec, from fit-codec.

@@ -51,7 +51,7 @@ def verify(
         dtypes: dtypes to check; each is compared with a plain pass in the same dtype.
         kv_bits: check a KV cache quantized to 8, 4, 3, 2, fp8, or by layer, such as 8@0-11,4@12-29. Runs in float64,
             because rounding in lower precision may select a neighboring code.
-        device: cpu, cuda, …; default the GPU if there is one. In Python only if `model` is a name or path.
+        device: cpu, cuda, …; default: the GPU if there is one. In Python only if `model` is a name or path.
         folder: in Python, the folder of a loaded model; its `manifest.json` is checked too.
         compile_backend: in Python, the backend of `torch.compile`.
 

@@ -30,7 +30,7 @@ Each row is a finding, each column a pretrained model, and each cell the number 
 over windows or items. Findings that do not hold everywhere come first. ✓ The whole interval supports the finding.
 ✗ The whole interval contradicts it. ? It does neither. – Not measured, or not measurable.
 
-KL and losses are measured on twelve windows of 512 tokens (science, speeches, code). Maps are fitted to 24
+KL and losses are measured on twelve windows of 512 tokens (science, speeches, code). W_c and W_o are fitted to 24
 windows of 256 tokens of books, web pages and documentation. Dropped layers are those whose removal alone costs the
 least KL on other windows, before any repair. Stored prompts use the text of
 [Store prompts](../guides/store.md). All models run in float32 on a CPU. Seven rows repeat findings 2, 3, 5, 6, 8, 9 and

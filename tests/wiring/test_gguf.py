@@ -148,7 +148,7 @@ def test_a_file_in_parts(tmp_path):
     ("data", "message"),
     [
         (b"PK\x03\x04", "is not a GGUF file"),
-        (b"GGUF" + struct.pack("<IQQ", 1, 0, 0), "version 1 of GGUF"),
+        (b"GGUF" + struct.pack("<IQQ", 1, 0, 0), "GGUF version 1"),
         (b"GGUF" + struct.pack("<IQQ", 3, 0, 2**60), "damaged: it claims 1152921504606846976 items"),
         (b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 2**50), "damaged: it claims a text of 1125899906842624 bytes"),
         (b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + packed("a") + struct.pack("<I", 77), "a value of type 77"),

@@ -80,7 +80,7 @@ def test_what_is_not_saved_is_said():
 def test_what_cannot_be_served_is_named():
     assert not_servable(config_of("cla")) is None
     reason = not_servable(config_of("cross_attention"))
-    assert reason is not None and reason.startswith("with cross_attention layer ")
+    assert reason is not None and reason.startswith("with cross_attention, layer ")
     assert "linear attention" in str(not_servable(config_of("linear attention")))
     assert not_servable(config_of("gpt2")) and not_servable(config_of("mixture of experts"))
 

@@ -289,7 +289,7 @@ def test_without_the_plugin_nothing_is_served(tmp_path):
 
 def test_what_it_cannot_hold_is_refused_in_a_line(tmp_path):
     model_of(CASES["cross_attention"][0]).save_pretrained(tmp_path / "model")
-    line = "ValueError: vLLM cannot serve this crosslayer model: with cross_attention layer "
+    line = "ValueError: vLLM cannot serve this crosslayer model: with cross_attention, layer "
     assert line in failure(tmp_path / "model")
 
 

@@ -117,7 +117,7 @@ def test_methods_never_import_one_another():
         ]
 
 
-LINES_IN_ALL = 38_489
+LINES_IN_ALL = 38_488
 LINES, BODY = 400, 60  # of a file; of a function, without signature and docstring, so that any option can be explained
 
 

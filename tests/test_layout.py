@@ -177,7 +177,7 @@ def test_nobody_passes_a_progress_meter():
 def test_the_package_leaves_room_and_does_not_grow_without_end():
     lines = sum(path.read_text().count("\n") for path in PACKAGE.rglob("*.py"))
     assert lines <= LINES_IN_ALL, (
-        f"crosslayer/ has {lines:,} lines, at most {LINES_IN_ALL:,} are allowed: look for an idea that is written twice "
+        f"crosslayer/ has {lines:,} lines, at most {LINES_IN_ALL:,} are allowed: look for an idea written twice "
         "and keep one; a feature that a paper names stays. If neither helps, raise the limit and say what for"
     )
 

@@ -18,7 +18,7 @@ from steps import SHAPE_8B, freed
 from crosslayer.codec.chain import Chain, Importance, Layer, sources, step_sizes
 from crosslayer.codec.codec import Codec
 from crosslayer.codec.entropy import fitted
-from crosslayer.codec.format import model_print
+from crosslayer.codec.fingerprint import model_print
 from crosslayer.codec.states import read_shapes, read_states
 from crosslayer.judge.clock import prefill
 

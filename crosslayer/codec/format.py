@@ -25,21 +25,14 @@ ends it, too.
 
 A block is decoded only if its length and its SHA-256 match, so a truncated or altered block is an error. The hash is
 not a signature: anyone who can write to a store can change its texts.
-
-Fingerprints of models and tokenizers let a codec refuse others; they catch mistakes, not attacks.
 """
 
 import hashlib
-import json
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 MAGIC, FILE = b"CLKB", b"CLKF"
 VERSION = 2
@@ -49,9 +42,8 @@ PAIR = struct.Struct("<II")
 HASH = 32
 LONGEST = 4096  # tokens of a block
 MOST_COPIES = 255
-MOST_PADDING = 2**20  # columns
+MOST_PADDING = 64  # columns for each token of the longest row: a small file must not ask for a large cache
 DTYPES = ("float16", "bfloat16", "float32")
-SUMMED = 2**22  # weights of a fingerprint at a time
 
 
 class OtherFormat(ValueError):
@@ -215,8 +207,8 @@ def unpack_file(data: bytes) -> list[tuple[int, list[memoryview]]]:
             size = int.from_bytes(_piece(view, at, 4), "little")
             own.append(_piece(view, at + 4, size))
             at += 4 + size
-        if not own or pad > MOST_PADDING:
-            raise ValueError("a row of the file has no block, or too much padding")
+        if not own:
+            raise ValueError("a row of the file has no block")
         rows.append((pad, own))
     if at != len(view) or not rows:
         raise ValueError("the length of the file does not match its header")
@@ -227,33 +219,3 @@ def _piece(view: memoryview, at: int, size: int) -> memoryview:
     if at + size > len(view):
         raise ValueError("the file is truncated")
     return view[at : at + size]
-
-
-def tokenizer_print(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return a fingerprint of a tokenizer's vocabulary."""
-    words = sorted(tokenizer.get_vocab().items(), key=lambda entry: (entry[1], entry[0]))
-    return hashlib.sha256(json.dumps(words).encode()).hexdigest()
-
-
-def model_print(model: PreTrainedModel) -> str:
-    """Return a fingerprint of a model's weights and angles, equal in float32 and in bfloat16."""
-    return weights_print(model.config, sorted(model.named_parameters()))
-
-
-@torch.no_grad()
-def weights_print(config: PreTrainedConfig, weights: Iterable[tuple[str, Tensor]]) -> str:
-    """Return the fingerprint of a model from its parameters by name, in alphabetical order.
-
-    Two sums over each tensor's numbers as bfloat16, one of them weighted by position: for mistakes, not for attacks.
-    """
-    text: Any = config.get_text_config()
-    facts = [getattr(text, "rope_parameters", None), getattr(text, "sliding_window", None), text.num_hidden_layers]
-    digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode())
-    for name, weight in weights:
-        sums = [0, 0]
-        for part in weight.detach().reshape(-1).split(SUMMED):
-            bits = part.to(torch.bfloat16).view(torch.int16).to(torch.int64)
-            order = torch.arange(len(bits), device=bits.device) % 8191 + 1
-            sums = [sums[0] + int(bits.sum()), sums[1] * 31 % 2**61 + int((bits * order).sum())]
-        digest.update(f"{name} {tuple(weight.shape)} {sums}".encode())
-    return digest.hexdigest()

@@ -64,10 +64,13 @@ def turned(keys: Tensor, start: int, shape: LayerShape, back: bool = False) -> T
     return rotation.apply(keys.float().transpose(0, 1), cos, -sin if back else sin).transpose(0, 1)
 
 
-def read_states(cache: Cache, row: int, pad: int, tokens: int, shapes: Sequence[LayerShape]) -> list[Tensor]:
+def read_states(
+    cache: Cache, row: int, pad: int, tokens: int, shapes: Sequence[LayerShape], shift: int = 0
+) -> list[Tensor]:
     """Return the states (T, W) of a row's first `tokens` tokens, of each layer those that it still holds.
 
-    A state is keys before rotation, then values, in float32. The row has `pad` columns of padding on its left.
+    A state is keys before rotation, then values, in float32. The row has `pad` columns of padding on its left. Its
+    first token was read at the position `shift`.
     """
     states, layers = [], list[Any](cache.layers)
     for own, shape in zip(layers, shapes, strict=True):
@@ -76,7 +79,7 @@ def read_states(cache: Cache, row: int, pad: int, tokens: int, shapes: Sequence[
         columns = slice(pad + first - lost, pad + max(tokens, first) - lost)
         keys = own.keys[row, :, columns].transpose(0, 1)  # (T, H_kv, D)
         values = own.values[row, :, columns].transpose(0, 1).float()
-        keys = turned(keys, first, shape, back=True)
+        keys = turned(keys, first + shift, shape, back=True)
         states.append(torch.cat([keys.flatten(1), values.flatten(1)], 1))
     return states
 

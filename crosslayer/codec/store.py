@@ -1,19 +1,17 @@
 """A store of prompts: each file is a block of a coded cache, named by its parent and its tokens, so that prompts share.
 
-A file is `<2 hex digits>/<parent>-<name>.kv`, 32 hex digits each, in the folder that an fsspec URL names. To find a
-prefix, the store tries the block that the next tokens name, then any block that follows the last one, because its
-tokens may begin alike. Several processes and machines may use a store at once: a file is written completely or not at
-all, and a file that another process removes in the meantime is a miss.
+To find a prefix, the store tries the block that the next tokens name, then the block behind the last one whose tokens
+begin most like them (`index.py`). Several processes and machines may use a store at once: a file is written completely
+or not at all, and a file that another process removes in the meantime is a miss. So is everything in a store that is
+out of reach.
 
 Anyone who can read a store can read its prompts: on a local disk its files have mode 0600, its folders 0700.
 """
 
-import contextlib
-import os
-import secrets
-import time
+import errno
+import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,102 +20,18 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from crosslayer.codec import format
 from crosslayer.codec.chain import BLOCK
-from crosslayer.codec.codec import Codec, dtype_of, texts_of
+from crosslayer.codec.codec import Codec, dtype_of
+from crosslayer.codec.files import DIGITS, Entry, Files, prune
+from crosslayer.codec.index import Index
 from crosslayer.codec.states import check_cache
-from crosslayer.extras import check_extra
+from crosslayer.codec.texts import texts_of
+from crosslayer.output.formatting import readable_bytes
 from crosslayer.wiring.engines import parse_bytes
 
-DIGITS = 32  # hex digits of a name in a file's name
-SUFFIX = ".kv"
-TRIED = 16  # blocks behind one parent whose tokens are compared
-ABANDONED = 3600  # seconds after which a file that was never finished is removed
 LISTED = 0.02  # share of the limit that is written before the store is listed again
 MISSES = (OSError, ValueError)  # of a block that cannot be read
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A file of a store."""
-
-    path: str
-    size: int
-    used: float  # seconds since 1970
-
-
-class Files:
-    """The files of a store, on any file system that fsspec knows."""
-
-    def __init__(self, url: str | Path):
-        check_extra("store", "a prompt store", "fsspec", "pcodec")
-        import fsspec  # type: ignore[import-not-found]
-
-        self.url = str(url)
-        try:
-            self.system, folder = fsspec.core.url_to_fs(self.url)
-        except (ImportError, ValueError) as error:
-            raise ValueError(f"the store {self.url!r} cannot be opened: {error}") from error
-        self.folder = folder.rstrip("/")
-        self.is_local = "file" in np.atleast_1d(self.system.protocol)
-
-    def path(self, parent: bytes, name: bytes) -> str:
-        """Return the path of a block."""
-        parent_digits, digits = parent.hex()[:DIGITS], name.hex()[:DIGITS]
-        return f"{self.folder}/{parent_digits[:2]}/{parent_digits}-{digits}{SUFFIX}"
-
-    def children(self, parent: bytes) -> list[str]:
-        """Return the paths of the blocks after a parent, the latest first."""
-        digits = parent.hex()[:DIGITS]
-        found = self._listed(f"{self.folder}/{digits[:2]}", f"{digits}-")
-        return [entry.path for entry in sorted(found, key=lambda entry: -entry.used)]
-
-    def entries(self) -> list[Entry]:
-        """Return all blocks."""
-        folders: list[str] = []
-        with contextlib.suppress(FileNotFoundError):
-            folders = self.system.ls(self.folder, detail=False, refresh=True)
-        return [entry for folder in folders if len(Path(folder).name) == 2 for entry in self._listed(folder)]
-
-    def _listed(self, folder: str, begin: str = "") -> list[Entry]:
-        found = []
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            for fact in self.system.ls(folder, detail=True, refresh=True):
-                name = fact["name"].rpartition("/")[2]
-                if name.startswith(begin) and name.endswith(SUFFIX) and fact["type"] == "file":
-                    changed = fact.get("mtime", fact.get("LastModified", fact.get("created", 0)))
-                    used = changed.timestamp() if hasattr(changed, "timestamp") else float(changed or 0)
-                    found.append(Entry(fact["name"], int(fact["size"]), used))
-        return found
-
-    def read(self, path: str, stop: int | None = None) -> bytes:
-        """Return the bytes of a file, or its first ones; a missing file is a FileNotFoundError."""
-        return self.system.cat_file(path, start=0 if stop else None, end=stop)
-
-    def write(self, path: str, data: bytes) -> None:
-        """Write a file completely or not at all."""
-        if not self.is_local:
-            self.system.pipe_file(path, data)
-            return
-        target = Path(path)
-        for folder in (Path(self.folder), target.parent):
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        partial = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
-        try:
-            with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-                file.write(data)
-            partial.replace(target)
-        finally:
-            partial.unlink(missing_ok=True)
-
-    def touch(self, path: str) -> None:
-        """Record that a file was used, where the file system can: on a local disk."""
-        if self.is_local:
-            with contextlib.suppress(OSError):
-                os.utime(path)
-
-    def remove(self, path: str) -> None:
-        """Remove a file, unless another process did, or the store is read-only."""
-        with contextlib.suppress(OSError):
-            self.system.rm_file(path)
+FULL = (errno.ENOSPC, errno.EDQUOT)
+TRIES = 3  # to write a block on a full disk, each after removing more
 
 
 class PromptStore:
@@ -137,6 +51,7 @@ class PromptStore:
         if not 16 <= block <= format.LONGEST:
             raise ValueError(f"block must be from 16 to {format.LONGEST} tokens, got {block}")
         self.files, self.codec, self.block = Files(url), codec, block
+        self.index = Index(self.files, len(codec.widths))
         self.limit = None if limit is None else parse_bytes(limit, "the limit")
         self._size: int | None = None  # of the store, when it was listed, and what was written since
         self._written = 0
@@ -145,7 +60,8 @@ class PromptStore:
         """Return the cache of the longest stored prefix and its length; an empty cache and 0 if nothing is stored.
 
         At least one token is left to the model, which continues with all ids: `model.generate(ids,
-        past_key_values=cache)`. In a batch, all rows have the columns of the shortest. A damaged block is a miss.
+        past_key_values=cache)`. In a batch, all rows have the columns of the shortest; a forward pass that continues
+        them needs `position_ids`, as below in `save`. A damaged block is a miss, and so is a store out of reach.
 
         Args:
             ids: (B, S) or (S,).
@@ -153,11 +69,12 @@ class PromptStore:
             mask: 0 for padding columns, on the left, (B, S).
 
         Raises:
-            ValueError: the codec was fitted to another model.
+            ValueError: the codec was fitted to another model, or the weights changed since; a row begins with repeated
+                ids, and no mask says whether they are padding.
         """
         self.codec.check(model)
         blocks, pads, stops = [], [], []
-        for pad, tokens in texts_of(ids, mask)[0]:
+        for pad, tokens in texts_of(ids, mask, model)[0]:
             own, stop = self._read(tokens[:-1])
             blocks.append(own)
             pads.append(pad)
@@ -170,24 +87,35 @@ class PromptStore:
         except ValueError:  # written by another program: its SHA-256 is right, its codes are not
             return DynamicCache(config=model.config), 0
         for own in blocks:
-            for block in reversed(own):  # parents last: they are removed last
-                self.files.touch(self.files.path(block.parent, block.name))
+            self._use(own)
         return cache, columns
 
-    def save(self, ids: Tensor, cache: Cache, mask: Tensor | None = None) -> int:
-        """Store the cache of tokens; return how many tokens were coded, 0 if all are stored already.
+    def save(
+        self, ids: Tensor, cache: Cache, mask: Tensor | None = None, *, model: PreTrainedModel | None = None
+    ) -> int:
+        """Store the cache of tokens; return how many tokens were coded and stored, 0 if all are stored already.
 
-        Stored blocks are not coded again: only the blocks after the longest stored prefix of whole blocks.
+        Stored blocks are not coded again: only the blocks after the longest stored prefix of whole blocks. A store that
+        cannot be written, and a limit below the size of the text, are warnings.
+
+        Whoever loads the text gets this cache. What is checked: shapes, finite numbers, and whether a padded row's
+        positions begin at 0 behind its padding (a model that gets no `position_ids` counts columns; `generate` passes
+        them). Not checked: that the cache is of these tokens; without `model`, that the codec's weights computed it,
+        without an adapter.
 
         Args:
             ids: (B, S) or (S,): the prompt, or the prompt and its continuation.
             cache: of these tokens; it may hold more tokens after them.
             mask: 0 for padding columns, on the left, (B, S).
+            model: that computed the cache, to check its weights as `load` does.
 
         Raises:
-            ValueError: the cache is shorter than `ids` or of another model, or the store cannot be written.
+            ValueError: the cache is shorter than `ids`, of another model, not finite, or of shifted positions; a row
+                begins with repeated ids, and no mask says whether they are padding.
         """
-        rows, columns = texts_of(ids, mask)
+        if model is not None:
+            self.codec.check(model)
+        rows, columns = texts_of(ids, mask, model)
         if cache.get_seq_length() == columns - 1:  # the last token that was generated was never read
             columns -= 1
         check_cache(cache, self.codec.shapes, len(rows), columns)
@@ -198,7 +126,9 @@ class PromptStore:
         return coded
 
     def save_states(self, tokens: np.ndarray, states: Sequence[Tensor], dtype: int) -> int:
-        """Store one text, from each layer's states of the latest tokens; return how many tokens were coded.
+        """Store one text, from each layer's states of the latest tokens.
+
+        Returns how many tokens were coded and are stored.
 
         Args:
             tokens: (T,) uint32.
@@ -206,21 +136,32 @@ class PromptStore:
             dtype: of the cache, an index of `format.DTYPES`.
 
         Raises:
-            ValueError: the store cannot be written.
+            ValueError: a state is not finite.
         """
-        first, coded = np.array([len(tokens) - len(own) for own in states]), 0
-        parent, start = format.root(self.codec.id), 0
+        first = np.array([len(tokens) - len(own) for own in states])
+        parent, start, stored = format.root(self.codec.id), 0, []
         for block, common in self._walk(tokens):
             known = np.minimum(np.maximum(first - block.start, 0), len(block.tokens))
             rest = len(tokens) - block.start
             if common < min(len(block.tokens), rest) or (known < block.first).any():
                 break  # only its beginning is the same, or a window holds more now
             parent, start = block.name, min(block.stop, len(tokens))
+            stored.append(block)
+        self._use(stored)  # before others make room for the new ones
+        begin = start
         for block in self.codec.encode_blocks(states, tokens, start, parent, self.block, dtype):
-            self._write(block)
-            coded += len(block.tokens)
-        self._evict()
-        return coded
+            if not self._write(block):
+                break
+            start = block.stop
+            stored.append(replace(block, exact=b"", parts=()))  # its bytes are not needed any more
+        self.index.add(stored)
+        self._use(stored)
+        removed = {entry.path for entry in self._evict()}
+        if lost := [block.start for block in stored if self._path(block) in removed]:
+            text = f"the limit of {readable_bytes(self.limit or 0)} is below the size of a text of {len(tokens)} tokens"
+            warnings.warn(f"{text}; its first {min(lost)} are stored", stacklevel=2)
+            start = min(lost)
+        return max(0, start - begin)
 
     def match(self, tokens: np.ndarray) -> int:
         """Return how many of a text's first tokens (T,) are stored, in all layers; reads headers alone."""
@@ -240,49 +181,76 @@ class PromptStore:
         blocks, stop = self._read(tokens)
         if stop < len(tokens) or any(block.first.any() for block in blocks):
             raise ValueError(f"only {stop} of {len(tokens)} tokens could be read")
-        for block in reversed(blocks):  # parents last
-            self.files.touch(self.files.path(block.parent, block.name))
+        self._use(blocks)
         return [block for block in blocks if block.stop > start]
 
     def _walk(self, tokens: np.ndarray, whole: bool = False) -> Iterator[tuple[format.Block, int]]:
         """Yield the blocks that hold a text's tokens one after the other, and how many of their tokens are the text's.
 
         These are fewer than all in the last one only. Without `whole` only headers are read; with it, a damaged block
-        ends the text, and is removed, so that `save` writes it again.
+        is removed, so that `save` writes it again, and the next best one is taken.
         """
-        parent, start = format.root(self.codec.id), 0
+        parent, start, damaged = format.root(self.codec.id), 0, set[str]()
         head = None if whole else format.HEAD.size + 4 * format.LONGEST + 2 * len(self.codec.widths)
         while start < len(tokens):
-            rest = tokens[start:]
-            path = self.files.path(parent, format.child(parent, rest[: self.block]))
-            found = self._found([path], rest, head) or self._found(self.files.children(parent)[:TRIED], rest, head)
-            if found is None or found[0].parent != parent or found[0].start != start:
+            found = self._found(parent, start, tokens[start:], head, damaged)
+            if found is None:
                 return
             block, common, data = found
             if whole:
                 try:
                     block = format.unpack(data, self.codec.widths, len(self.codec.chain.coder.runs))
                 except ValueError:
-                    self.files.remove(self.files.path(block.parent, block.name))
-                    return
+                    damaged.add(self._path(block))  # for this text, even if the file cannot be removed
+                    self.files.remove(self._path(block))
+                    continue
             yield block, common
             if common < len(block.tokens):
                 return
             parent, start = block.name, block.stop
 
     def _found(
-        self, paths: Sequence[str], rest: np.ndarray, head: int | None
+        self, parent: bytes, start: int, rest: np.ndarray, head: int | None, damaged: set[str]
     ) -> tuple[format.Block, int, bytes] | None:
-        """Return the block among these that has most tokens in common with the rest of a text; None without any."""
-        best = None
-        for path in paths:
-            with contextlib.suppress(*MISSES):
-                data = self.files.read(path, head)
-                block = format.read_header(data, len(self.codec.widths))
-                common = same(block.tokens, rest)
-                if common > (best[1] if best else 0):
-                    best = block, common, data
+        """Return the block behind a parent with most tokens in common with the rest of a text (T,); None without any.
+
+        With it come how many tokens these are, and the bytes of its file, or their first `head`.
+        """
+        whole = rest[: self.block]
+        if block := self._block(parent, start, whole, head, damaged):
+            return block[0], len(whole), block[1]
+        while True:
+            best, gone = None, []
+            for own in self.index.beside(parent, rest):
+                common = same(own, rest)
+                if not common or (best and common <= best[1]):
+                    continue
+                if block := self._block(parent, start, own, head, damaged):
+                    best = block[0], common, block[1]
+                else:
+                    gone.append(format.child(parent, own).hex()[:DIGITS])
+            if not gone:
+                break
+            self.index.remove(gone)  # of files that another process removed, or that are damaged
+        # a block that ends there has the windows of its end, which a longer one has not
+        if best and (block := self._block(parent, start, rest[: best[1]], head, damaged)):
+            return block[0], best[1], block[1]
         return best
+
+    def _block(
+        self, parent: bytes, start: int, tokens: np.ndarray, head: int | None, damaged: set[str]
+    ) -> tuple[format.Block, bytes] | None:
+        """Return the block of these tokens, and the bytes of its file, or their first `head`; None if it is no such."""
+        path = self.files.path(parent, format.child(parent, tokens))
+        if path in damaged:
+            return None
+        try:
+            data = self.files.read(path, head)
+            block = format.read_header(data, len(self.codec.widths))
+        except MISSES:
+            return None
+        is_own = block.parent == parent and block.start == start and np.array_equal(block.tokens, tokens)
+        return (block, data) if is_own else None
 
     def _read(self, tokens: np.ndarray) -> tuple[list[format.Block], int]:
         """Return the blocks of the longest stored prefix, and how many tokens of the text they hold."""
@@ -302,38 +270,52 @@ class PromptStore:
                 good[pad + 1 :] &= positions - last_missing >= needed
         return int(good.nonzero()[0].max(initial=0))
 
-    def _write(self, block: format.Block) -> None:
-        data = block.pack()
-        try:
-            self.files.write(self.files.path(block.parent, block.name), data)
-        except OSError as error:
-            reason = error.strerror or str(error)
-            raise ValueError(f"the store {self.files.url!r} cannot be written: {reason}; nothing is lost") from error
-        self._written += len(data)
+    def _path(self, block: format.Block) -> str:
+        return self.files.path(block.parent, block.name)
 
-    def _evict(self) -> None:
-        """Remove the blocks used least recently, if the store has more bytes than the limit."""
+    def _use(self, blocks: Sequence[format.Block]) -> None:
+        """Record that blocks of a text were used, parents last: they are removed last."""
+        for block in reversed(blocks):
+            self.files.touch(self._path(block))
+
+    def _write(self, block: format.Block) -> bool:
+        """Write a block, and return whether it is stored; a full disk loses the blocks used least recently."""
+        data, error = block.pack(), OSError()
+        for attempt in range(1, TRIES + 1):
+            try:
+                self.files.write(self._path(block), data)
+            except OSError as failed:
+                error = failed
+                if self.limit is None or failed.errno not in FULL:
+                    break
+                left = sum(entry.size for entry in self.files.entries())
+                self._prune(max(0, left - attempt * len(data)))
+            else:
+                self._written += len(data)
+                return True
+        reason = error.strerror or str(error)
+        text = (
+            f"the store {self.files.url!r} cannot be written: {reason}; the tokens from {block.start} on are not stored"
+        )
+        warnings.warn(text, stacklevel=4)
+        return False
+
+    def _evict(self) -> list[Entry]:
+        """Remove the blocks used least recently, if the store has more bytes than the limit; return them."""
         if self.limit is None:
-            return
+            return []
         if self._size is not None and self._written < LISTED * self.limit and self._size + self._written <= self.limit:
-            return
-        self._size, self._written = prune(self.files, self.limit), 0
+            return []
+        return self._prune(self.limit)
 
-
-def prune(files: Files, limit: int) -> int:
-    """Remove the blocks used least recently, until at most `limit` bytes are left; return the bytes that are left."""
-    if files.is_local:
-        for path in Path(files.folder).glob("??/.*"):  # of processes that were killed
-            with contextlib.suppress(OSError):
-                if time.time() - path.stat().st_mtime > ABANDONED:
-                    path.unlink()
-    entries = sorted(files.entries(), key=lambda entry: -entry.used)
-    total = sum(entry.size for entry in entries)
-    while entries and total > limit:
-        entry = entries.pop()
-        files.remove(entry.path)
-        total -= entry.size
-    return total
+    def _prune(self, limit: int) -> list[Entry]:
+        try:
+            self._size, removed = prune(self.files, limit)
+        except OSError:  # out of reach: the next call tries again
+            return []
+        self._written = 0
+        self.index.remove(entry.name for entry in removed)
+        return removed
 
 
 def same(tokens: np.ndarray, others: np.ndarray) -> int:

@@ -15,8 +15,9 @@ from crosslayer.codec import entropy, format
 from crosslayer.codec.chain import sources, step_sizes
 from crosslayer.codec.codec import FILE, Codec, load_codec
 from crosslayer.codec.entropy import Coder, quantized
+from crosslayer.codec.fingerprint import model_print, tokenizer_print
 from crosslayer.codec.fit import fit_chain, with_step
-from crosslayer.codec.format import model_print, read_header, tokenizer_print, unpack_file
+from crosslayer.codec.format import read_header, unpack_file
 from crosslayer.codec.states import LayerShape, check_config, read_shapes, turned
 from crosslayer.core.transformers_versions import CACHE
 from tests.helpers.bytelevel import byte_level
@@ -235,11 +236,11 @@ def test_a_codec_is_saved_and_loaded(tmp_path):
     assert loaded.encode(cache, ids) == codec.encode(cache, ids)
     tensors = load_file(tmp_path / FILE)
     tensors.pop("layers.1.up")
-    save_file(tensors, tmp_path / FILE, metadata={"crosslayer_codec": '{"version": 3}'})
+    save_file(tensors, tmp_path / FILE, metadata={"crosslayer_codec": '{"version": 4}'})
     with pytest.raises(ValueError, match="codec again"):
         load_codec(tmp_path)
-    save_file(tensors, tmp_path / FILE, metadata={"crosslayer_codec": '{"version": 4}'})
-    with pytest.raises(ValueError, match="got 4"):
+    save_file(tensors, tmp_path / FILE, metadata={"crosslayer_codec": '{"version": 3}'})
+    with pytest.raises(ValueError, match="must be 4, got 3; fit it again"):
         load_codec(tmp_path)
     (tmp_path / FILE).write_bytes(b"nothing")
     with pytest.raises(ValueError, match="codec again"):

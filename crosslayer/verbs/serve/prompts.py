@@ -11,7 +11,7 @@ from safetensors import safe_open
 from transformers import PreTrainedConfig
 
 from crosslayer.codec.codec import Codec, load_codec
-from crosslayer.codec.format import model_print, weights_print
+from crosslayer.codec.fingerprint import model_print, weights_print
 from crosslayer.codec.states import check_config
 from crosslayer.codec.store import PromptStore
 from crosslayer.core.decoder import CrossLayerConfig

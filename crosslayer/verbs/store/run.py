@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
+from crosslayer.codec.files import Files, prune
 from crosslayer.codec.format import OtherFormat, check_hash, read_header
-from crosslayer.codec.store import Files, prune
 from crosslayer.output.formatting import Shown, readable_bytes
 from crosslayer.output.progress import progress
 from crosslayer.wiring.engines import parse_bytes
@@ -70,7 +70,7 @@ def store(url: str, *, verify: bool = True, limit: str | None = None, remove_dam
     if not files.system.exists(files.folder):
         raise ValueError(f"the store {url!r} does not exist; a PromptStore makes it when it saves a prompt")
     before = sum(entry.size for entry in files.entries())
-    left = before if most is None else prune(files, most)
+    left = before if most is None else prune(files, most)[0]
     entries, damaged, prompts, tokens, unread = files.entries(), [], 0, 0, 0
     with progress("checking blocks", len(entries)) as bar:
         for done, entry in enumerate(entries, 1):

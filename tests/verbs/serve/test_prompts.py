@@ -7,7 +7,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from crosslayer.codec.codec import load_codec
-from crosslayer.codec.format import model_print
+from crosslayer.codec.fingerprint import model_print
 from crosslayer.testing.tiny import build, config_of
 from crosslayer.verbs.serve import engine, prompts
 from tests.cli.test_cli import run

@@ -1,0 +1,194 @@
+"""The files of a prompt store, on any file system that fsspec knows: `<2 hex digits>/<parent>-<name>.kv`.
+
+Clients of object stores raise errors of their own. They leave this module as OSErrors, so that a store that is out of
+reach is a miss and never ends a request.
+"""
+
+import contextlib
+import os
+import secrets
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from crosslayer.extras import check_extra
+
+DIGITS = 32  # hex digits of a name in a file's name
+SUFFIX = ".kv"
+ABANDONED = 3600  # seconds after which a file that was never finished is removed
+TIMES = ("mtime", "LastModified", "last_modified", "updated", "created")  # what file systems call a file's time
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A file of a store."""
+
+    path: str
+    size: int
+    used: float  # seconds since 1970
+
+    @property
+    def parent(self) -> str:
+        """The digits of its parent's name."""
+        return self.path[-2 * DIGITS - len(SUFFIX) - 1 :][:DIGITS]
+
+    @property
+    def name(self) -> str:
+        """The digits of its name."""
+        return self.path[-DIGITS - len(SUFFIX) :][:DIGITS]
+
+
+class Files:
+    """The files of a store.
+
+    Raises:
+        ValueError: fsspec cannot open this kind of URL here.
+        OSError: by any method: the store is out of reach.
+    """
+
+    def __init__(self, url: str | Path):
+        check_extra("store", "a prompt store", "fsspec", "pcodec")
+        import fsspec  # type: ignore[import-not-found]
+
+        self.url = str(url)
+        try:
+            self.system, folder = fsspec.core.url_to_fs(self.url)
+        except (ImportError, ValueError) as error:
+            raise ValueError(f"the store {self.url!r} cannot be opened: {error}") from error
+        self.folder = folder.rstrip("/")
+        self.is_local = "file" in np.atleast_1d(self.system.protocol)
+
+    def path(self, parent: bytes, name: bytes) -> str:
+        """Return the path of a block."""
+        parent_digits, digits = parent.hex()[:DIGITS], name.hex()[:DIGITS]
+        return f"{self.folder}/{parent_digits[:2]}/{parent_digits}-{digits}{SUFFIX}"
+
+    def children(self, parent: bytes) -> list[Entry]:
+        """Return the blocks after a parent."""
+        digits = parent.hex()[:DIGITS]
+        return self._listed(f"{self.folder}/{digits[:2]}", f"{digits}-")
+
+    def entries(self) -> list[Entry]:
+        """Return all blocks."""
+        folders: list[str] = []
+        with _os_errors(), contextlib.suppress(FileNotFoundError):
+            folders = self.system.ls(self.folder, detail=False, refresh=True)
+        return [entry for folder in folders if folder[-3:-2] == "/" for entry in self._listed(folder)]
+
+    def _listed(self, folder: str, begin: str = "") -> list[Entry]:
+        found = []
+        with _os_errors(), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            if self.is_local:
+                facts = list(_scanned(folder))
+            else:
+                own = self.system.ls(folder, detail=True, refresh=True)
+                facts = [(fact["name"], int(fact["size"]), _time(fact)) for fact in own if fact["type"] == "file"]
+            for path, size, used in facts:
+                name = path.rpartition("/")[2]
+                if name.startswith(begin) and name.endswith(SUFFIX):
+                    found.append(Entry(path, size, used))
+        return found
+
+    def read(self, path: str, stop: int | None = None) -> bytes:
+        """Return the bytes of a file, or its first ones; a missing file is a FileNotFoundError."""
+        with _os_errors():
+            return self.system.cat_file(path, start=0 if stop else None, end=stop)
+
+    def write(self, path: str, data: bytes) -> None:
+        """Write a file completely or not at all."""
+        if not self.is_local:
+            with _os_errors():
+                self.system.pipe_file(path, data)
+            return
+        target = Path(path)
+        for folder in (Path(self.folder), target.parent):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        partial = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
+        try:
+            with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                file.write(data)
+            partial.replace(target)
+        finally:
+            partial.unlink(missing_ok=True)
+
+    def touch(self, path: str) -> None:
+        """Record that a file was used, where the file system can: on a local disk."""
+        if self.is_local:
+            now = time.time_ns()  # the kernel's own clock of files has steps of some milliseconds
+            with contextlib.suppress(OSError):
+                os.utime(path, ns=(now, now))
+
+    def remove(self, path: str) -> None:
+        """Remove a file, unless another process did, or the store is read-only."""
+        with contextlib.suppress(OSError), _os_errors():
+            self.system.rm_file(path)
+
+
+def _scanned(folder: str) -> Iterator[tuple[str, int, float]]:
+    """Yield path, size and time of a local folder's files; fsspec's listing takes ten times as long."""
+    for entry in os.scandir(folder):
+        with contextlib.suppress(FileNotFoundError):  # another process removed it
+            status = entry.stat()
+            yield entry.path, status.st_size, status.st_mtime
+
+
+def _time(fact: dict[str, Any]) -> float:
+    """Return the time of a file, in seconds since 1970, from what a file system tells about it."""
+    changed: Any = next((fact[key] for key in TIMES if fact.get(key)), 0)
+    return changed.timestamp() if hasattr(changed, "timestamp") else float(changed)
+
+
+@contextlib.contextmanager
+def _os_errors() -> Iterator[None]:
+    """Raise what a file system's client raises inside the block as an OSError."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        raise OSError(f"{type(error).__name__}: {error}") from error
+
+
+def prune(files: Files, limit: int) -> tuple[int, list[Entry]]:
+    """Remove the blocks used least recently, until at most `limit` bytes are left.
+
+    A block goes only after all blocks behind it, because without it nobody can reach these: it counts as used when any
+    of them was. Returns the bytes that are left, and the blocks that were removed.
+    """
+    if files.is_local:
+        for path in Path(files.folder).glob("??/.*"):  # of processes that were killed
+            with contextlib.suppress(OSError):
+                if time.time() - path.stat().st_mtime > ABANDONED:
+                    path.unlink()
+    entries = files.entries()
+    total, removed = sum(entry.size for entry in entries), []
+    if total <= limit:
+        return total, removed
+    for entry in _last_used_first(entries):
+        files.remove(entry.path)
+        removed.append(entry)
+        total -= entry.size
+        if total <= limit:
+            break
+    return total, removed
+
+
+def _last_used_first(entries: list[Entry]) -> list[Entry]:
+    """Return blocks in the order in which they are removed: least recently used first, children before parents."""
+    parents = {entry.name: entry.parent for entry in entries}
+    used = {entry.name: entry.used for entry in entries}
+    depth: dict[str, int] = {}
+    for name in parents:
+        line = [name]  # the block, and those before it whose depth is not known
+        while line[-1] not in depth and parents[line[-1]] in parents and len(line) <= len(parents):
+            line.append(parents[line[-1]])
+        for own in reversed(line):
+            depth.setdefault(own, depth.get(parents[own], 0) + 1)
+    for name in sorted(parents, key=lambda name: -depth[name]):
+        if parents[name] in used:
+            used[parents[name]] = max(used[parents[name]], used[name])
+    return sorted(entries, key=lambda entry: (used[entry.name], -depth[entry.name]))

@@ -64,6 +64,7 @@ def answers(
             sequences = model.generate(  # type: ignore[operator]
                 ids.to(model.device),
                 attention_mask=mask.to(model.device),
+                use_cache=True,  # trainers save configs with False, and then `generate` would read all at every step
                 **{CACHE: None if new_cache is None else new_cache()},
                 max_new_tokens=new_tokens,
                 stopping_criteria=StoppingCriteriaList([retrieved]),

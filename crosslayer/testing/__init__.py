@@ -187,7 +187,7 @@ def quantized_cache_cuts_make_no_difference(config: CrossLayerConfig) -> None:
         mask = torch.ones_like(ids)
         mask[1, :3] = 0
         positions = (mask.cumsum(-1) - 1).clamp_min(0)
-        options = {"attention_mask": mask, "position_ids": positions, CACHE: new_cache()}
+        options = {"attention_mask": mask, "position_ids": positions, CACHE: new_cache(), "use_cache": True}
         padded = model(torch.cat([ids[:1], torch.cat([ids[1:, :3], ids[1:, :-3]], 1)]), **options).logits
         close(padded[1, 3:], full[1, :-3], "quantized and padded", allowed)
 

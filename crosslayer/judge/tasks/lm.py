@@ -196,7 +196,7 @@ class SmallerCacheLM(MeteredLM):
         cache = self.new_cache()
         if not self.apart or context.shape[1] == 1:
             return cache, context
-        self.model(context[:, :-1], **{CACHE: cache})
+        self.model(context[:, :-1], use_cache=True, **{CACHE: cache})
         return cache, context[:, -1:]
 
     def _after(self, context: tuple[int, ...], continuations: list[list[int]]) -> list[tuple[float, bool]]:
@@ -207,11 +207,11 @@ class SmallerCacheLM(MeteredLM):
         padded = pad_sequence(targets, batch_first=True)  # (N, T)
         with torch.no_grad():
             cache, rest = self._read_before_last(prompt)
-            logits = self.model(rest, **{CACHE: cache}).logits[:, -1:]  # (1, 1, V)
+            logits = self.model(rest, use_cache=True, **{CACHE: cache}).logits[:, -1:]  # (1, 1, V)
             logits = logits.expand(len(targets), -1, -1)
             if padded.shape[1] > 1:
                 cache.batch_repeat_interleave(len(targets))
-                more = self.model(padded[:, :-1], **{CACHE: cache}).logits
+                more = self.model(padded[:, :-1], use_cache=True, **{CACHE: cache}).logits
                 logits = torch.cat([logits, more], dim=1)  # (N, T, V)
         log_probabilities = logits.log_softmax(-1, dtype=torch.float32)
         scores = []

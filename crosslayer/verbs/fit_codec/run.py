@@ -11,8 +11,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from crosslayer.codec.chain import BLOCK, Chain
 from crosslayer.codec.codec import Codec
-from crosslayer.codec.fit import BASIS, Calibration, calibrate, fit_chain_at, weighed, with_rate
 from crosslayer.codec.fingerprint import model_print, tokenizer_print
+from crosslayer.codec.fit import BASIS, Calibration, calibrate, fit_chain_at, weighed, with_rate
 from crosslayer.codec.format import HASH, HEAD
 from crosslayer.codec.judge import coded, exact, judge, numbers_found, rounded, stored
 from crosslayer.codec.states import LayerShape, read_shapes

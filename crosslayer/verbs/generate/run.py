@@ -170,6 +170,7 @@ def _continue(
         sequences = model.generate(  # type: ignore[operator]
             ids,
             attention_mask=torch.ones_like(ids),
+            use_cache=True,  # trainers save configs with False, and then `generate` would read all at every step
             **{CACHE: cache},
             max_new_tokens=sampling.max_new_tokens,
             streamer=streamer,

@@ -92,6 +92,11 @@ class SmallerKVCache(Cache):
         lost = {row for group in self.groups for row, seen in enumerate(group.seen) if group.held[row] < seen}
         return len(lost)
 
+    def quantized_tokens(self) -> int:
+        """Return how many columns are quantized, in the layer with most; below 8 bits, short texts have none."""
+        parts = [part for layer in self.layers if isinstance(layer, ColumnLayer) for part in layer.columns]
+        return max((part.quantized for part in parts if isinstance(part, Quantized)), default=0)
+
     def overhead_bytes(self) -> int:
         """Return the bytes of positions and attention sums, stored in addition to keys and values."""
         return sum(group.overhead_bytes() for group in self.groups)

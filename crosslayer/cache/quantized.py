@@ -67,6 +67,11 @@ class Quantized(Columns):
         self.first = self.tail = torch.empty(0)
         self.offset = offset if self.rotates else None
 
+    @property
+    def quantized(self) -> int:
+        """How many columns are read as their codes say: those that have some, but the first token where it is exact."""
+        return max(0, self.used - 1) if self.keeps_recent else self.used
+
     def encode(self, states: Tensor) -> tuple[Tensor, ...]:
         """Return the codes of the next states (B, H_kv, T, D), rotated already, and what belongs to them."""
         return self.quantizer.encode(self._shifted(states.clone(), self.used, -1))

@@ -5,6 +5,8 @@ The channels of a head are rotated first: a Hadamard matrix with random signs sp
 
     code = round((x R − low) / scale),    x ≈ (code · scale + low) Rᵀ
 
+Where one of the two is beyond float16's range, both are stored in units of 2^14, and the scale with a minus.
+
 Attention over rotated keys and values needs no way back: (q R)(k R)ᵀ = q kᵀ, and Σ a (v R) = (Σ a v) R.
 With fewer bits the codes cover less of the range, and the rest is clipped: steps become finer.
 
@@ -26,6 +28,7 @@ FILL = 8  # channels are padded to a multiple of it, so that codes fill whole by
 LARGEST = torch.finfo(torch.float16).max
 RANGE = {8: 1.0, 4: 0.95, 3: 0.9, 2: 0.75}  # bits → share of the range that codes cover; damage on SmolLM2 decided
 SMALLEST = 2.0**-24  # of scales: float16's smallest number
+WIDE = 2.0**14  # unit of scales beyond float16's range: keys up to 10⁹ fit, and no byte is added
 LARGEST_FP8 = torch.finfo(torch.float8_e4m3fn).max
 
 
@@ -79,11 +82,14 @@ class Integer(Quantizer):
         low, high = grouped.aminmax(dim=-1, keepdim=True)
         cut = (1 - RANGE[self.bits]) / 2 * (high - low)
         low, high = low + cut, high - cut
-        low = low.clamp(-LARGEST, LARGEST).to(torch.float16)
-        scale = ((high - low) / (2**self.bits - 1)).clamp(SMALLEST, LARGEST).to(torch.float16)
-        codes = ((grouped - low) / scale).round().clamp(0, 2**self.bits - 1).to(torch.uint8).flatten(-2)
+        largest = 2**self.bits - 1
+        is_wide = torch.maximum(low.abs(), (high - low) / largest) > LARGEST  # (…, G, 1)
+        unit = torch.where(is_wide, WIDE, 1.0).to(grouped.dtype)
+        low = (low / unit).clamp(-LARGEST, LARGEST).to(torch.float16)
+        scale = ((high / unit - low) / largest).clamp(SMALLEST, LARGEST).to(torch.float16)
+        codes = ((grouped / unit - low) / scale).round().clamp(0, largest).to(torch.uint8).flatten(-2)
         codes = F.pad(codes, (0, -size % FILL))
-        return pack(codes, self.bits), torch.cat([scale, low], -1).flatten(-2)
+        return pack(codes, self.bits), torch.cat([torch.where(is_wide, -scale, scale), low], -1).flatten(-2)
 
     def decode(self, stored: tuple[Tensor, ...], out: Tensor) -> None:
         """Write states into `out` (B, H_kv, T, D)."""
@@ -92,7 +98,8 @@ class Integer(Quantizer):
             return
         out.copy_(unpack(packed, self.bits)[..., : out.shape[-1]])
         scale, low = scales.to(out.dtype).unflatten(-1, (-1, 2)).split(1, -1)  # (…, G, 1) each
-        out.unflatten(-1, (scale.shape[-2], -1)).mul_(scale).add_(low)
+        unit = torch.where(scale < 0, WIDE, 1.0).to(out.dtype)
+        out.unflatten(-1, (scale.shape[-2], -1)).mul_(scale.abs() * unit).add_(low * unit)
 
 
 def work_dtype(dtype: torch.dtype) -> torch.dtype:

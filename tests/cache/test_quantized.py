@@ -322,6 +322,21 @@ def test_a_head_is_rounded_by_itself_within_half_a_step(size, kind):
     assert (gap.abs() <= most * 1.01).all()  # scales are rounded to float16
 
 
+@pytest.mark.parametrize("kind", ["int8", "int4", "int3", "int2"])
+def test_scales_hold_keys_beyond_the_range_of_float16(kind):
+    """Each group by itself, at no more bytes; the others are stored as without such keys."""
+    states = torch.randn(1, 1, 6, 64, generator=torch.Generator().manual_seed(0))
+    sizes = torch.tensor([1.0, 1e3, 1e5, 1e6, 1e8, 1.0])[:, None]
+    codec = quantizer_of(kind)
+    stored, plain = codec.encode(states * sizes), codec.encode(states)
+    assert sum(one[0, 0, 0].nbytes for one in stored) == token_bytes(kind, 64)
+    assert all(
+        torch.equal(one[..., [0, 5], :], other[..., [0, 5], :]) for one, other in zip(stored, plain, strict=True)
+    )
+    error, own = ((codec.rounded(states * by) / by - states).norm(dim=-1) for by in (sizes, 1.0))
+    assert (error < 1.05 * own).all()  # the 11 bits of a scale fall on other numbers
+
+
 @pytest.mark.parametrize(
     ("bits", "message"),
     [

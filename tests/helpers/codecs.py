@@ -6,8 +6,8 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from crosslayer.codec.codec import Codec
-from crosslayer.codec.fit import Calibration, calibrate, fit_chain
 from crosslayer.codec.fingerprint import model_print
+from crosslayer.codec.fit import Calibration, calibrate, fit_chain
 from crosslayer.codec.states import read_shapes
 from crosslayer.core.transformers_versions import CACHE
 from tests.helpers.tiny import CAUSAL, VOCABULARY, tiny

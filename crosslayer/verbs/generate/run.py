@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
-from crosslayer.cache.kv_cache import held_bytes
+from crosslayer.cache.kv_cache import SmallerKVCache, held_bytes
 from crosslayer.cache.running import CacheOptions
 from crosslayer.core.decoder.configuration import CrossLayerConfig
 from crosslayer.core.transformers_versions import CACHE
@@ -54,12 +54,17 @@ class Continuation(Shown, Frozen):
     cache_bytes: int = Field(description="allocated, in the dtype of the run")
     kv_share: float | None = Field(description="of the original's 16-bit cache; None if no plan counts that")
     kv_bits: str | None = Field(description="bits of the KV cache; None: not quantized")
+    cached_tokens: int = Field(description="of the prompt and the continuation, whose last token is never read")
+    quantized_tokens: int = Field(description="of the cached ones, in the layer with most; short texts have none")
 
     def sentences(self) -> list[str]:
-        """Return an empty line, which ends the text printed piece by piece, and how the cache is quantized."""
+        """Return an empty line, which ends the text printed piece by piece, and how many tokens are quantized."""
         if self.kv_bits is None:
             return [""]
-        return ["", f"The KV cache is quantized ({parse_kv_bits(self.kv_bits).about})."]
+        about = parse_kv_bits(self.kv_bits).about
+        if not self.quantized_tokens:
+            return ["", f"Nothing is quantized: the text has {self.cached_tokens} tokens ({about})."]
+        return ["", f"{self.quantized_tokens} of {self.cached_tokens} cached tokens are quantized ({about})."]
 
     def headline(self) -> dict[str, Any]:
         """Return the model's name and the figures."""
@@ -125,6 +130,8 @@ def generate(
         cache_bytes=held_bytes(cache).allocated,
         kv_share=_share(loaded, cache),
         kv_bits=kv_bits,
+        cached_tokens=int(cache.get_seq_length()),
+        quantized_tokens=cache.quantized_tokens() if isinstance(cache, SmallerKVCache) else 0,
     )
 
 

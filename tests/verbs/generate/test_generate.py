@@ -28,6 +28,8 @@ def test_generate_streams_and_ends_with_its_figures(monkeypatch, saved, capsys):
         "cache_bytes",
         "kv_share",
         "kv_bits",
+        "cached_tokens",
+        "quantized_tokens",
     }
     model, words = load_model(str(saved))
     ids = words("the whale w9", return_tensors="pt")["input_ids"]
@@ -59,7 +61,18 @@ def test_a_short_text_takes_no_more_bytes_with_fewer_bits(saved, bits):
     fewer = generate(saved, "the whale w9", max_new_tokens=5, kv_bits=bits)
     assert fewer.cache_bytes <= plain.cache_bytes
     assert ("latest 64" in fewer.sentences()[-1]) == (bits in "42")  # what stays exact
-    assert plain.sentences() == [""]
+    assert fewer.quantized_tokens == (0 if bits in "42" else 7) and fewer.cached_tokens == 7
+    assert plain.sentences() == [""] and plain.quantized_tokens == 0
+
+
+@pytest.mark.parametrize("bits", ["4", "8"])
+def test_a_longer_text_says_how_many_tokens_are_quantized(saved, bits):
+    model, words = load_model(str(saved))
+    model.config.max_position_embeddings = 128
+    longer = generate(model, " ".join(["the whale w9"] * 30), words, max_new_tokens=5, kv_bits=bits)
+    assert longer.cached_tokens == 94
+    assert longer.quantized_tokens == (94 if bits == "8" else 94 - 63 - 1)  # the first and the latest are exact
+    assert str(longer.quantized_tokens) in longer.sentences()[-1]
 
 
 def test_the_call_refuses_what_is_wrong_before_it_loads(saved):

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from crosslayer.codec.codec import Codec
-from crosslayer.codec.fit import calibrate, fit_chain
 from crosslayer.codec.fingerprint import model_print
+from crosslayer.codec.fit import calibrate, fit_chain
 from crosslayer.codec.states import read_shapes
 from crosslayer.codec.store import PromptStore
 from crosslayer.core.transformers_versions import CACHE

@@ -7,11 +7,9 @@
 """
 
 import math
+import re
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import NamedTuple
-
-from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from crosslayer.wiring.states import FLOAT32, ItemSizes, LayerStates
 
@@ -32,6 +30,8 @@ IN_FLIGHT = 2 * 8192  # tokens that vLLM may have in flight on a GPU: two batche
 EVEN = 1.5  # if the most frequent kind of layer is less than so often as frequent as the rarest, groups have its size
 CELLS = 256  # llama.cpp rounds up to a multiple of it
 MICRO_BATCH = 512  # tokens, llama.cpp's default
+SIZE = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*((?:[kmgtp]i?)?b?)\s*", re.IGNORECASE)  # the whole text: no prefix of it
+PREFIXES = ("", "k", "m", "g", "t", "p")
 GGML = ("float32", "float16", "bfloat16", *(kind for kind in QUANTISED if kind != "fp8"))
 
 
@@ -162,10 +162,13 @@ def parse_bytes(size: str | int, option: str) -> int:
     Raises:
         ValueError: the option is not a size.
     """
-    text, count = str(size).strip(), 0
-    with suppress(ValidationError):
-        count = int(TypeAdapter(ByteSize).validate_python(text))
-    lacks_unit = isinstance(size, str) and text.isdigit() and count < 1000
-    if lacks_unit or not 1 <= count < 2**63:
-        raise ValueError(f"{option} must be a size such as 24GiB, got {str(size)!r}")
-    return count
+    count = 0.0
+    if match := SIZE.fullmatch(str(size)):
+        number, unit = float(match[1]), match[2].lower().removesuffix("b")
+        base = 1024 if unit.endswith("i") else 1000
+        count = number * base ** PREFIXES.index(unit.removesuffix("i"))
+        if isinstance(size, str) and not match[2] and count < 1000:  # "24" means GiB to whoever types it
+            count = 0.0
+    if not 1 <= count < 2**63:
+        raise ValueError(f"{option} must be a size such as 24GiB or 1.5TB, got {str(size)!r}")
+    return int(count)

@@ -13,6 +13,7 @@ from transformers.models.auto import modeling_auto as auto
 from crosslayer.core.plan import DepthPlan, TokenCount
 from crosslayer.core.transformers_versions import layers_without_cache
 from crosslayer.models.load import check_layers
+from crosslayer.wiring.classes import reads
 from crosslayer.wiring.states import LayerStates, field, fixed_states, int_field
 
 REFUSED = {  # model types whose states are of another kind
@@ -165,8 +166,8 @@ def _sizes(config: Any, layer_type: str, layer: int) -> tuple[int, int, int]:
         rope = int_field(config, layer, "qk_rope_head_dim", least=0, default=0)
         return latent, rope if _rotates(config, layer) else 0, 0
     prefix = "swa_" if layer_type in SLIDING and field(config, "swa_head_dim") is not None else ""
-    heads = int_field(config, layer, *(f"{prefix}{name}" for name in KV_HEADS))
-    if field(config, "multi_query") and not field(config, "new_decoder_architecture"):
+    heads = int_field(config, layer, *(f"{prefix}{name}" for name in KV_HEADS if reads(config, f"{prefix}{name}")))
+    if field(config, "multi_query") and reads(config, "multi_query") and not field(config, "new_decoder_architecture"):
         heads = 1
     if layer_type in SLIDING and not prefix:
         heads *= SLIDING_HEADS.get(config.model_type, 1)
@@ -176,6 +177,18 @@ def _sizes(config: Any, layer_type: str, layer: int) -> tuple[int, int, int]:
         return heads * size, 0, heads
     value_size = size if off else int_field(config, layer, f"{prefix}v_head_dim", default=size)
     return heads * size, heads * value_size, heads
+
+
+def as_in_transformers(config: Any, layers: tuple[LayerStates, ...]) -> tuple[LayerStates, ...]:
+    """Return the states of layers as transformers caches them: Falcon 40B and 180B for each query head."""
+    text = config.get_text_config(decoder=True)
+    if not field(text, "new_decoder_architecture"):
+        return layers
+    heads = text.num_attention_heads
+    return tuple(
+        replace(own, keys=own.keys // own.heads * heads, values=own.values // own.heads * heads, heads=heads)
+        for own in layers
+    )
 
 
 def _index_size(config: Any, layer: int) -> int:

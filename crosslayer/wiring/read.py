@@ -21,7 +21,7 @@ from crosslayer.models.embedded import EMBEDDED
 from crosslayer.models.load import one_line_errors
 from crosslayer.output.formatting import folder_name
 from crosslayer.wiring.engines import item_sizes
-from crosslayer.wiring.fields import read_wiring
+from crosslayer.wiring.fields import as_in_transformers, read_wiring
 from crosslayer.wiring.gguf import GgufConfig
 from crosslayer.wiring.result import ModelPlan, Sharing
 from crosslayer.wiring.source import Source
@@ -64,6 +64,8 @@ def model_plan(
     dtype = str(dtype or wiring["dtype"]).removeprefix("torch.")
     engine = engine or ("llama.cpp" if isinstance(config, GgufConfig) and name not in EMBEDDED else "transformers")
     sizes = item_sizes(dtype, kv_dtype, engine)
+    if engine == "transformers":
+        wiring["layers"] = as_in_transformers(config, wiring["layers"])
     if engine == "llama.cpp" and weights_bytes is not None:
         parameters = None  # it loads a file as it is
     return ModelPlan(

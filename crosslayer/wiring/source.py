@@ -4,15 +4,9 @@ A config.json is read by transformers' own class for its model type. It is refus
 makes layers share, or a size under another name.
 """
 
-import ast
 import copy
-import dataclasses
-import functools
-import inspect
 import json
-import re
 import sys
-import textwrap
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +19,7 @@ import crosslayer.core.decoder  # noqa: F401  registers our model
 from crosslayer.hub import hub_source, is_hub_name
 from crosslayer.models.embedded import EMBEDDED, embedded_files
 from crosslayer.models.load import check_layers, one_line_errors
+from crosslayer.wiring.classes import declared, in_model_code
 from crosslayer.wiring.gguf import GgufConfig, gguf_config, not_a_model, read_header
 from crosslayer.wiring.states import field
 
@@ -105,8 +100,10 @@ def _folder(folder: Path, name: str, like: str | None) -> Source:
 
 
 def _weights_bytes(folder: Path) -> int | None:
-    """Return the bytes of a folder's safetensors files: those of the index, if there is one."""
-    index = folder / INDEX
+    """Return the bytes of the safetensors files that transformers reads: one file, else those of the index, else all."""
+    single, index = folder / "model.safetensors", folder / INDEX
+    if single.is_file():  # shards beside it are of an earlier save
+        return single.stat().st_size
     if index.is_file():
         size = _parsed(_text(index), INDEX).get("metadata", {}).get("total_size")
         if isinstance(size, int):
@@ -141,7 +138,7 @@ def _hub_weights_bytes(name: str) -> int | None:
 def _text(file: Path) -> str:
     if file.stat().st_size > LARGEST:
         raise ValueError(f"{file.name} has {file.stat().st_size:,} bytes, too many for a config")
-    return file.read_text(encoding="utf-8", errors="replace")
+    return file.read_text(encoding="utf-8-sig", errors="replace")  # editors on Windows begin files with a mark
 
 
 def _parsed(text: str, name: str) -> dict[str, Any]:
@@ -235,12 +232,11 @@ def _llama_values(values: dict[str, Any]) -> dict[str, Any]:
 def _check_ignored(values: dict[str, Any], config: PreTrainedConfig, name: str) -> None:
     """Refuse a config.json if its class ignores a field that makes layers share, or a size under another name."""
     kind = type(config)
-    read = {one.name for one in dataclasses.fields(kind)} | kind.attribute_map.keys() | {*READ} | _mentioned(kind)
+    read = declared(kind) | {*READ}
     is_flat = config.get_text_config(decoder=True) is config  # then all fields are those of its model
     beside = {other: value for other, value in values.items() if other not in read and value is not None}
     if is_flat:
-        code = _model_code(kind)
-        read = {other for other in beside if re.search(rf"(config\.|[\"']){re.escape(other)}\b", code)}
+        read = {other for other in beside if in_model_code(LlamaConfig if kind is DeciLMConfig else kind, other)}
         beside = {other: value for other, value in beside.items() if other not in read}
     ignored = _sharing(beside) or _unread_sizes(values, beside, config)
     if ignored:
@@ -248,27 +244,6 @@ def _check_ignored(values: dict[str, Any], config: PreTrainedConfig, name: str) 
             f"{name!r} has {', '.join(ignored)}, which transformers' class for {config.model_type} does not read, so "
             "the size of its cache is unknown; try a .gguf file of the model, or --like TYPE"
         )
-
-
-@functools.cache
-def _mentioned(kind: type[PreTrainedConfig]) -> frozenset[str]:
-    """Return the attributes and texts in the methods of a config class: the names of fields that it may act on."""
-    names = set()
-    for base in kind.__mro__[: kind.__mro__.index(PreTrainedConfig)]:
-        for part in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(base)))):
-            for node in ast.walk(part) if isinstance(part, ast.FunctionDef) else ():
-                if isinstance(node, ast.Attribute):
-                    names.add(node.attr)
-                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                    names.add(node.value)
-    return frozenset(names)
-
-
-@functools.cache
-def _model_code(kind: type[PreTrainedConfig]) -> str:
-    """Return the code of a config class's model."""
-    folder = Path(inspect.getfile(LlamaConfig if kind is DeciLMConfig else kind)).parent
-    return "".join(file.read_text(encoding="utf-8") for file in sorted(folder.glob("modeling_*.py")))
 
 
 def _sharing(beside: dict[str, Any]) -> list[str]:

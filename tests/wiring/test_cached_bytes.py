@@ -34,6 +34,13 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("bloom", {"hidden_size": 32, "n_layer": 5, "n_head": 4, "vocab_size": 64}),
     ("mpt", {"d_model": 32, "n_layers": 5, "n_heads": 4, "vocab_size": 64}),
     ("falcon", {**SIZES, "multi_query": False}),
+    ("falcon", {**SIZES, "multi_query": True}),  # Falcon 7B
+    ("falcon", {**SIZES, "new_decoder_architecture": True, "num_kv_heads": 2}),  # 40B and 180B: all query heads
+    ("gpt2", {**OLD, "multi_query": True}),  # keys that these classes do not have
+    *((kind, {**OLD, "num_key_value_heads": 2, "rotary_dim": 4}) for kind in ("gptj", "codegen", "gpt2")),
+    *((kind, {**SIZES, "num_key_value_heads": 2}) for kind in ("gpt_neox", "gpt_neox_japanese", "opt", "persimmon")),
+    ("bloom", {"hidden_size": 32, "n_layer": 5, "n_head": 4, "vocab_size": 64, "num_key_value_heads": 2}),
+    ("mpt", {"d_model": 32, "n_layers": 5, "n_heads": 4, "vocab_size": 64, "num_key_value_heads": 2}),
     (
         "nemotron_h",
         {

@@ -1,0 +1,48 @@
+"""Which fields a config class and the code of its model read; the code is read as text, and never imported."""
+
+import ast
+import dataclasses
+import functools
+import inspect
+import re
+import textwrap
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+
+def reads(config: Any, name: str) -> bool:
+    """Return whether a field of a config means anything to its class or model; others are kept, and have no effect."""
+    kind = type(config)
+    if not isinstance(config, PreTrainedConfig):
+        return True
+    try:
+        return name in declared(kind) or in_model_code(kind, name)
+    except (OSError, TypeError):  # a class without a file, such as one typed into a notebook
+        return True
+
+
+@functools.cache
+def declared(kind: type[PreTrainedConfig]) -> frozenset[str]:
+    """Return the fields of a config class: those it declares, other names of these, and all that its methods name."""
+    names = {one.name for one in dataclasses.fields(kind)} | kind.attribute_map.keys()
+    for base in kind.__mro__[: kind.__mro__.index(PreTrainedConfig)]:
+        for part in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(base)))):
+            for node in ast.walk(part) if isinstance(part, ast.FunctionDef) else ():
+                if isinstance(node, ast.Attribute):
+                    names.add(node.attr)
+                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    names.add(node.value)
+    return frozenset(names)
+
+
+def in_model_code(kind: type[PreTrainedConfig], name: str) -> bool:
+    """Return whether the model of a config class reads a field, as an attribute or by its name as text."""
+    return bool(re.search(rf"(config\.|[\"']){re.escape(name)}\b", _model_code(kind)))
+
+
+@functools.cache
+def _model_code(kind: type[PreTrainedConfig]) -> str:
+    folder = Path(inspect.getfile(kind)).parent
+    return "".join(file.read_text(encoding="utf-8") for file in sorted(folder.glob("modeling_*.py")))

@@ -9,7 +9,7 @@ from crosslayer.output.formatting import percent, readable_bytes, readable_secon
 from crosslayer.output.record import Frozen, ModelFacts, columns
 from crosslayer.output.result import Result
 from crosslayer.stats.differences import in_points
-from crosslayer.stats.estimate import Better, Estimate
+from crosslayer.stats.estimate import NOT_TESTED, Better, Estimate
 from crosslayer.stats.times import SPEED
 
 Detail = float | int | str
@@ -36,7 +36,7 @@ class Row(Frozen):
     @property
     def verdict(self) -> str:
         """Whether the candidate's value is lower or higher; of times, whether it is faster or slower."""
-        verdict = "not compared" if self.change is None else self.change.verdict
+        verdict = NOT_TESTED if self.change is None or self.change.verdict is None else self.change.verdict
         return SPEED.get(verdict, verdict) if self.unit == "s" else verdict  # type: ignore[call-overload]
 
     def change_text(self) -> str:
@@ -44,9 +44,11 @@ class Row(Frozen):
         if self.change is None:
             return self.text(self.value)
         if self.unit == "bytes":
-            return percent(self.change.value, 1)
+            is_exact = self.change.interval == (self.change.value, self.change.value)
+            return percent(self.change.value, 1) if is_exact else self.change.text(1, percent=True)
         if self.unit == "share":
-            return in_points(self.change).text(1, signed=True)
+            p = f"; p = {self.change.p:.2g}" if self.change.p_decides else ""  # the interval would say otherwise
+            return in_points(self.change).text(1, signed=True) + p
         if self.change.none == 1:
             return self.change.text(3, unit="x")
         size = abs(self.change.value)
@@ -142,11 +144,16 @@ def _figures(row: Row) -> dict[str, Any]:
     figures: dict[str, Any] = {"candidate": row.candidate, "quantity": row.quantity, "scope": row.scope}
     figures |= {"original": row.original, "value": row.value}
     if row.change is not None:
-        figures |= {"change": row.change.value, "interval": row.change.interval, "verdict": row.verdict}
+        figures |= {"change": row.change.value, "interval": row.change.interval}
     rounded: dict[str, Any] = {}
     for name, value in figures.items():
         if isinstance(value, tuple):
             rounded[name] = [float(f"{end:.5g}") for end in value]
+        elif isinstance(value, float):
+            is_count = row.unit == "bytes" and name in ("original", "value")
+            rounded[name] = round(value) if is_count else float(f"{value:.5g}")
         elif value is not None:
-            rounded[name] = float(f"{value:.5g}") if isinstance(value, float) else value
+            rounded[name] = value
+    if row.change is not None:
+        rounded["verdict"] = None if row.change.verdict is None else row.verdict
     return rounded

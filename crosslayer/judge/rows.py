@@ -11,7 +11,7 @@ from crosslayer.judge.report import Row
 from crosslayer.judge.retrieval import retrieval_change
 from crosslayer.stats.bootstrap import Bootstrap
 from crosslayer.stats.estimate import Estimate, new_domain
-from crosslayer.stats.times import compare_times
+from crosslayer.stats.times import compare_times, paired_ratio
 
 NEW = "a new domain"  # the scope of a prediction
 
@@ -39,6 +39,23 @@ def time_row(quantity: str, own: Sequence[float], original: Sequence[float], **f
     medians: dict[str, Any] = {"original": found.baseline.median, "value": found.candidate.median}
     spread = max(found.candidate.spread, found.baseline.spread)
     return Row(quantity=quantity, unit="s", change=found.change, details={"spread": spread}, **medians, **facts)
+
+
+def peak_row(pairs: Sequence[tuple[Run, Run]], **facts: Any) -> Row:
+    """Return the median peak memory of pairs of runs (candidate, original), and their ratio.
+
+    One run of each model is no measurement: of two equal commands, one gave 1.31 and one 1.69.
+    """
+    peaks = [[run.peak.bytes for run in side] for side in zip(*pairs, strict=True)]
+    reasons = [run.peak.reason for pair in pairs for run in pair if run.peak.reason]
+    if reasons or not all(all(side) for side in peaks):
+        details: dict[str, Any] = {"reason": reasons[0]} if reasons else {}
+        return Row(quantity="peak memory", unit="bytes", details=details, **facts)
+    own, other = (np.array(side, dtype=float) for side in peaks)
+    medians: dict[str, Any] = {"value": float(np.median(own)), "original": float(np.median(other))}
+    return Row(
+        quantity="peak memory", unit="bytes", change=paired_ratio(own.tolist(), other.tolist()), **medians, **facts
+    )
 
 
 def cache_rows(own_run: Run, original_run: Run, /, **facts: Any) -> list[Row]:

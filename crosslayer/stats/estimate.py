@@ -13,7 +13,9 @@ from crosslayer.stats import LEVEL, t_quantile
 
 Verdict = Literal["lower", "higher", "no difference seen"]
 Better = Literal["lower", "higher"]
+NOT_TESTED = "not tested"  # how pages write that there is too little for a verdict
 ERROR = 1 - LEVEL  # of a p-value, above which no difference is seen
+RELEVANT = 1e-4  # of a ratio: a count of bytes that differs by less is the same for every purpose
 FEWEST_DOMAINS = 3  # that a prediction interval needs
 
 
@@ -45,18 +47,29 @@ class Estimate(Frozen):
         return None if self.low is None or self.high is None else (self.low, self.high)
 
     @property
-    def verdict(self) -> Verdict:
-        """Whether the value is lower or higher than no difference: the interval, and p if there is one, must say so."""
-        if self.interval is None or (self.p is not None and self.p >= ERROR):
-            return "no difference seen"
+    def verdict(self) -> Verdict | None:
+        """Whether the value is lower or higher than no difference; None without an interval: nothing was tested.
+
+        The interval, and p if there is one, must say so, and a ratio must be more than `RELEVANT` from 1.
+        """
+        if self.interval is None:
+            return None
         low, high = self.interval
-        if low <= self.none <= high:
+        is_small = self.none == 1 and abs(self.value - 1) <= RELEVANT
+        if low <= self.none <= high or is_small or (self.p is not None and self.p >= ERROR):
             return "no difference seen"
         return "lower" if high < self.none else "higher"
 
+    @property
+    def p_decides(self) -> bool:
+        """Whether no difference is seen because of p alone: the interval excludes it."""
+        if self.interval is None or self.p is None or self.p < ERROR:
+            return False
+        return not self.interval[0] <= self.none <= self.interval[1]
+
     def is_better(self, better: Better) -> bool | None:
-        """Return whether the difference is for the better; None if no difference is seen."""
-        return None if self.verdict == "no difference seen" else self.verdict == better
+        """Return whether the difference is for the better; None if no difference is seen, or nothing was tested."""
+        return None if self.verdict in (None, "no difference seen") else self.verdict == better
 
     def mapped(self, function: Callable[[float], float]) -> Self:
         """Return the estimate of a monotone function of the value: in points, or of the inverse ratio."""

@@ -100,7 +100,7 @@ def _folder(folder: Path, name: str, like: str | None) -> Source:
 
 
 def _weights_bytes(folder: Path) -> int | None:
-    """Return the bytes of the safetensors files that transformers reads: one file, else those of the index, else all."""
+    """Return the bytes of the safetensors that transformers reads: one file, else those of the index, else all."""
     single, index = folder / "model.safetensors", folder / INDEX
     if single.is_file():  # shards beside it are of an earlier save
         return single.stat().st_size

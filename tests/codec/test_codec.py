@@ -240,7 +240,7 @@ def test_a_codec_is_saved_and_loaded(tmp_path):
     with pytest.raises(ValueError, match="codec again"):
         load_codec(tmp_path)
     save_file(tensors, tmp_path / FILE, metadata={"crosslayer_codec": '{"version": 3}'})
-    with pytest.raises(ValueError, match="must be 4, got 3; fit it again"):
+    with pytest.raises(ValueError, match="be 4, got 3"):
         load_codec(tmp_path)
     (tmp_path / FILE).write_bytes(b"nothing")
     with pytest.raises(ValueError, match="codec again"):

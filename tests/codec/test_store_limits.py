@@ -149,7 +149,7 @@ def test_a_full_disk_makes_room_and_recovers(tmp_path, monkeypatch):
         assert put(store, text_of(number, 2)) == 32
         assert store.match(text_of(number, 2)) == 32 and not unreachable(store)
     store.limit = None  # nothing may be removed
-    with pytest.warns(UserWarning, match="No space left"):
+    with pytest.warns(UserWarning, match="space"):
         assert put(store, text_of(50, 2)) < 32
 
 
@@ -186,9 +186,9 @@ def test_a_store_out_of_reach_is_a_miss(monkeypatch):
     assert store.match(ids[0].numpy().astype(np.uint32)) == 0
     other, columns = store.load(ids, model)
     assert columns == 0 and other.get_seq_length() == 0
-    with pytest.warns(UserWarning, match="cannot be written"):
+    with pytest.warns(UserWarning, match="written"):
         assert store.save(ids, cache) == 0
-    with pytest.raises(OSError, match="could be read|Could not connect"):
+    with pytest.raises(OSError, match="Could not connect"):
         store.files.entries()
     monkeypatch.setattr(Cloud, "is_down", False)
     assert store.load(ids, model)[1] == 59

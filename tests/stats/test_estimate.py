@@ -16,11 +16,14 @@ def estimate(value, low=None, high=None, **facts):
         (estimate(-0.2, -0.3, -0.1), "lower"),
         (estimate(0.2, 0.1, 0.3), "higher"),
         (estimate(0.2, 0.0, 0.3), "no difference seen"),
-        (estimate(0.2), "no difference seen"),
+        (estimate(0.2), None),
         (estimate(0.2, 0.1, 0.3, p=0.2), "no difference seen"),
         (estimate(0.2, 0.1, 0.3, p=0.04), "higher"),
         (estimate(0.9, 0.8, 0.95, none=1), "lower"),
         (estimate(1.1, 0.8, 1.2, none=1), "no difference seen"),
+        (estimate(1.00009, 1.00008, 1.0001, none=1), "no difference seen"),  # a ratio that no purpose notices
+        (estimate(1.0002, 1.0001, 1.0003, none=1), "higher"),
+        (estimate(0.9998, 0.9998, 0.9998, none=1), "lower"),
     ],
 )
 def test_verdicts(found, verdict):

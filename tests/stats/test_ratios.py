@@ -49,7 +49,7 @@ def test_the_coverage_is_what_the_pairs_give():
 @pytest.mark.parametrize("pairs", [1, 3, 4])
 def test_fewer_than_five_pairs_give_no_interval_and_no_verdict(pairs):
     found = paired_ratio([1.0] * pairs, [2.0] * pairs)
-    assert found.interval is None and found.verdict == "no difference seen"
+    assert found.interval is None and found.verdict is None
     assert paired_ratio([1.0] * 5, [2.0] * 5).verdict == "lower"
 
 

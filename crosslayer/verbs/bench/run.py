@@ -20,7 +20,7 @@ from crosslayer.judge.candidate import Candidate
 from crosslayer.judge.clock import TIMES, Load, attention_of, random_ids, read_plans, softmax_share, too_large
 from crosslayer.judge.judge import Judge
 from crosslayer.judge.report import Detail, JudgedModel, Row
-from crosslayer.judge.rows import bytes_row, cache_rows, count_ratio, time_rows
+from crosslayer.judge.rows import bytes_row, cache_rows, count_ratio, peak_row, time_rows
 from crosslayer.models.load import model_facts
 from crosslayer.models.pair import Named, pair
 from crosslayer.output.formatting import plural
@@ -173,10 +173,7 @@ def _rows(
     if candidate.around is None:
         rows += _reads(models, load, facts)
     rows += time_rows(pairs, tuple(TIMES), **facts)
-    own, original = (side.peak for side in first)
-    reason = own.reason or original.reason
-    details: dict[str, Detail] = {} if reason is None else {"reason": reason}
-    rows.append(bytes_row("peak memory", own.bytes, original.bytes, details=details, **facts))
+    rows.append(peak_row(pairs, **facts))
     if load.attention == "eager" and candidate.around is None:
         shares = [judge.asked(one, lambda model, _: softmax_share(model, load, ids)) for one in (candidate, None)]
         rows.append(Row(quantity="softmax share", unit="share", value=shares[0], original=shares[1], **facts))

@@ -74,7 +74,7 @@ def _outcome(own: dict[int, ComparedRun], others: dict[int, ComparedRun], smooth
         variant=first.variant,
         seeds=tuple(seeds),
         missing=tuple(sorted(own.keys() ^ others.keys())),
-        loss=float(np.mean([run.final_loss for run in own.values()])),
+        loss=float(np.mean([run.final_loss for run in candidates])) if candidates else None,
         final=final,
         adjusted=None,
         domains=domains,

@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 from crosslayer.output.formatting import UNKNOWN, Table, plural, signed
 from crosslayer.output.page import Page
+from crosslayer.stats.differences import FEWEST
+from crosslayer.stats.estimate import NOT_TESTED
 from crosslayer.training.record import mean_of_known
 from crosslayer.verbs.compare.figures import drawn_panels
 from crosslayer.verbs.compare.result import COSTS, ComparedRun, Comparison, Law
@@ -68,12 +70,13 @@ def _subtitle(record: Comparison) -> str:
 
 def _cards(record: Comparison) -> list[tuple[str, str, str]]:
     paired = [result for result in record.outcomes if result.final is not None]
-    verdicts = [result.verdict for result in paired]
-    cards = [
-        (f"{verdict} than {record.baseline}", str(verdicts.count(verdict.lower())), f"of {len(paired)}, final loss")
-        for verdict in ("Lower", "Higher")
-    ]
-    cards.append(("No difference seen", str(verdicts.count("no difference seen")), f"of {len(paired)}, final loss"))
+    verdicts = [result.verdict or NOT_TESTED for result in paired]
+    titles = {"lower": f"Lower than {record.baseline}", "higher": f"Higher than {record.baseline}"}
+    titles |= {"no difference seen": "No difference seen", NOT_TESTED: "Not tested"}
+    of = f"of {len(paired)}, final loss"
+    cards = [(title, str(verdicts.count(verdict)), of) for verdict, title in titles.items() if verdict != NOT_TESTED]
+    if NOT_TESTED in verdicts:
+        cards.append((titles[NOT_TESTED], str(verdicts.count(NOT_TESTED)), f"{of}: fewer than {FEWEST} seeds"))
     finals = [(result.final, result.variant) for result in paired if result.final is not None]
     if finals:
         best, variant = min(finals, key=lambda final: final[0].change.value)
@@ -86,14 +89,17 @@ def _finals(record: Comparison, configuration: str) -> Table:
     """Return the final losses; an interval stands only where it was computed, else the difference of each seed."""
     head = ["variant", "seeds", "loss", f"difference to {record.baseline}", "p (Holm)", "verdict"]
     rows = []
-    losses = [run.final_loss for run in record.runs_of(configuration, record.baseline)]
-    if losses:
-        rows.append([record.baseline, f"{len(losses)}", f"{statistics.fmean(losses):.4f}", "", "", "the baseline"])
     results = [result for result in record.outcomes if result.configuration == configuration]
-    for result in sorted(results, key=lambda result: result.loss):
+    paired = {seed for result in results for seed in result.seeds}  # other runs count nowhere
+    own = [run for run in record.runs_of(configuration, record.baseline) if run.seed in paired]
+    if own:
+        mean = statistics.fmean(run.final_loss for run in own)
+        rows.append([record.baseline, f"{len(own)}", f"{mean:.4f}", "", "", "the baseline"])
+    for result in sorted(results, key=lambda result: result.rank):
         difference = UNKNOWN if result.final is None else with_values(result.final)
         adjusted = UNKNOWN if result.adjusted is None else f"{result.adjusted:.3f}"
-        cells = [f"{len(result.seeds)}", f"{result.loss:.4f}", difference, adjusted, written_verdict(result)]
+        loss = UNKNOWN if result.loss is None else f"{result.loss:.4f}"
+        cells = [f"{len(result.seeds)}", loss, difference, adjusted, written_verdict(result)]
         rows.append([result.variant, *cells])
     return titled("Final loss on held-out text, nats per token", configuration), head, rows
 

@@ -1,6 +1,7 @@
 """The result of a comparison. Losses are in nats per token; differences are candidate − baseline."""
 
 import json
+import math
 from collections.abc import Sequence
 from typing import Any, Literal, Self
 
@@ -143,7 +144,7 @@ class Outcome(Frozen):
     variant: str
     seeds: tuple[int, ...]
     missing: tuple[int, ...] = Field(description="seeds with a run of only one of the two")
-    loss: float = Field(description="mean of the final loss over all runs of the variant")
+    loss: float | None = Field(description="mean of the variant's final loss over `seeds`; None without a pair")
     final: Difference | None = Field(description="of the final loss over the mixture; None without a pair")
     adjusted: float | None = Field(ge=0, le=1, description="p-value corrected for all comparisons of this page")
     domains: dict[str, Difference]
@@ -152,11 +153,19 @@ class Outcome(Frozen):
     critical: CriticalPoints | None = Field(description="None if the variant was never ahead for long enough")
 
     @property
-    def verdict(self) -> Verdict:
-        """Whether the loss is lower or higher than the baseline's, corrected for all comparisons."""
-        if self.final is None or self.adjusted is None or self.adjusted >= ALPHA:
-            return "no difference seen"
-        return self.final.change.verdict
+    def verdict(self) -> Verdict | None:
+        """Whether the loss is lower or higher than the baseline's, corrected for all comparisons.
+
+        None if there are too few pairs for a test.
+        """
+        if self.final is None or self.adjusted is None:
+            return None
+        return "no difference seen" if self.adjusted >= ALPHA else self.final.change.verdict
+
+    @property
+    def rank(self) -> float:
+        """The value by which tables sort: the loss, and last those without one."""
+        return math.inf if self.loss is None else self.loss
 
     @property
     def overtaken(self) -> bool:
@@ -239,7 +248,7 @@ class Comparison(Result):
                     **({"configuration": outcome.configuration} if outcome.configuration else {}),
                     "variant": outcome.variant,
                     "seeds": len(outcome.seeds),
-                    "loss": round(outcome.loss, 5),
+                    "loss": None if outcome.loss is None else round(outcome.loss, 5),
                     "difference": None if change is None else round(change.value, 5),
                     "interval": [round(end, 5) for end in change.interval] if change and change.interval else None,
                     "verdict": outcome.verdict,

@@ -2,7 +2,7 @@
 
 from crosslayer.output.formatting import listed, plural, signed
 from crosslayer.stats.differences import FEWEST, MOST
-from crosslayer.stats.estimate import Estimate
+from crosslayer.stats.estimate import NOT_TESTED, Estimate
 from crosslayer.verbs.compare.result import ALPHA, COSTS, RELEVANT, Comparison, Difference, Law, Outcome
 
 
@@ -35,9 +35,9 @@ def written_verdict(result: Outcome) -> str:
     if result.final is None:
         return "no pair of runs"
     if result.final.change.interval is None:
-        return f"none: {plural(len(result.seeds), 'seed')}"
+        return f"{NOT_TESTED}: {plural(len(result.seeds), 'seed')}"
     if result.verdict == result.final.change.verdict:
-        return result.verdict
+        return result.verdict or NOT_TESTED
     return f"{result.final.change.verdict} before correction only"
 
 
@@ -54,7 +54,7 @@ def _prefix(label: str) -> str:
 def _differences(record: Comparison, configuration: str) -> list[str]:
     """Say which variants have a lower or higher final loss than the baseline, and which no significant difference."""
     results = [result for result in record.outcomes if result.configuration == configuration]
-    results.sort(key=lambda result: result.loss)
+    results.sort(key=lambda result: result.rank)
     base = record.baseline
     uncorrected = [result for result in results if result.final and result.final.change.verdict != result.verdict]
     few = [result for result in results if result.final and result.final.change.interval is None]

@@ -23,8 +23,18 @@ FIT_LINES = (  # of the calibration figure: name, field of a fit, color, dashed
     ("mean by position, after", "mean_after", 1, False),
 )
 QUICK = "A first estimate (--quick): few and short windows, for the fit too. Run it without --quick to rely on it."
-EFFECTS = {"lower": "lowers", "higher": "raises", "no difference seen": "does not significantly change"}
-SEARCHED = {"lower": "beats", "higher": "is worse than", "no difference seen": "is not significantly different from"}
+EFFECTS = {
+    "lower": "lowers",
+    "higher": "raises",
+    "no difference seen": "does not significantly change",
+    None: "was not tested for its effect on",
+}
+SEARCHED = {
+    "lower": "beats",
+    "higher": "is worse than",
+    "no difference seen": "is not significantly different from",
+    None: "was not tested against",
+}
 SHOWN = 200  # characters of an option in a title
 
 

@@ -80,10 +80,14 @@ def test_two_seeds_give_no_verdict_but_both_differences(tmp_path):
     ]
     result = compared(tmp_path, *runs)
     (outcome,) = result.outcomes
-    assert outcome.verdict == "no difference seen" and outcome.adjusted is None
+    assert outcome.verdict is None and outcome.adjusted is None
     assert outcome.final.change.interval is None and outcome.final.values == pytest.approx((-0.5, -0.4))
     assert "resformer −0.5000, −0.4000 (2 seeds)" in sentences(result)[0] and "95%" not in sentences(result)[0]
-    assert "none: 2 seeds" in result.page()
+    assert "not tested: 2 seeds" in result.page()
+    assert [card[:2] for card in result.layout().cards[:4]] == [
+        ("Lower than vanilla", "0"), ("Higher than vanilla", "0"), ("No difference seen", "0"), ("Not tested", "1"),
+    ]  # fmt: skip
+    assert result.headline()["results"][0]["verdict"] is None
 
 
 @pytest.mark.parametrize("seeds", [1, 2, 3])
@@ -115,9 +119,15 @@ def test_pairs_that_lack_a_side_are_left_out_and_named(tmp_path):
     result = compared(tmp_path, *three(-0.1), run("vanilla", 7, 9.0), run("svformer", 8, 9.0))
     first, second = result.outcomes
     assert first.seeds == (0, 1, 2) and first.missing == (7,) and np.isclose(first.final.change.value, -0.1)
-    assert second.seeds == () and second.final is None and second.verdict == "no difference seen"
+    assert second.seeds == () and second.final is None and second.verdict is None and second.loss is None
     assert any("resformer (seed 7); svformer (seed 0, 1, 2, 7, 8)." in line for line in sentences(result))
     assert "no pair" in result.page()
+    assert first.loss == pytest.approx(np.mean([row.final_loss for row in result.runs if row.variant == "resformer"]))
+    finals = next(
+        rows for title, _, rows in [*result.tables(), *result.layout().tables] if title.startswith("Final loss")
+    )
+    assert [row[1] for row in finals] == ["3", "3", "0"]  # seed 7 of the baseline, with a loss of 9, counts nowhere
+    assert max(float(row[2]) for row in finals[:2]) < 8 and result.headline()["results"][1]["loss"] is None
     assert "102,400 tokens" in result.layout().subtitle
 
 

@@ -12,6 +12,7 @@ Shapes: B batch, T new tokens, C hidden, E experts.
 """
 
 import math
+from typing import Any
 
 from torch import Tensor
 from transformers import Cache
@@ -101,3 +102,18 @@ def balance_loss(config: CrossLayerConfig, logits: tuple[Tensor, ...], mask: Ten
     loss = load_balancing_loss_func(logits, *options)  # type: ignore[arg-type]
     assert isinstance(loss, Tensor)
     return loss
+
+
+def share_of_batch(labels: Tensor | None, options: dict[str, Any]) -> Any:
+    """Return the share that some labels (B, T) have in those of all accumulated batches; 1 if there is one batch.
+
+    Trainer adds up the losses of accumulated batches and divides none, because `num_items_in_batch` divides the
+    tokens' losses. Without this share a router's loss would count once per batch.
+    """
+    whole = options.get("num_items_in_batch")
+    if whole is None:
+        return 1.0
+    shifted = options.get("shift_labels")
+    counted = labels[:, 1:] if shifted is None and labels is not None else shifted
+    assert counted is not None  # the loss needs labels
+    return counted.ne(options.get("ignore_index", -100)).sum() / whole

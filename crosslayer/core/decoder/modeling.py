@@ -242,7 +242,7 @@ class CrossLayerForCausalLM(CrossLayerPreTrainedModel, GenerationMixin):
 
         The loss also takes `shift_labels` (labels that are shifted already, instead of `labels`, as when the sequence
         is split over ranks), `ignore_index` and `num_items_in_batch`. With `output_router_logits` it contains the
-        routers' `aux_loss`, which is returned as well.
+        routers' `aux_loss`, which is returned as well; each of several accumulated batches adds its share of it.
         """
         options = {name: kwargs.pop(name) for name in LOSS if name in kwargs}
         kwargs = {name: value for name, value in kwargs.items() if name not in LEAKED}
@@ -270,13 +270,15 @@ class CrossLayerForCausalLM(CrossLayerPreTrainedModel, GenerationMixin):
                 loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **options)
         aux_loss = None
         if outputs.router_logits is not None:
-            from crosslayer.core.decoder.blocks import balance_loss  # not loaded for dense models
+            from crosslayer.core.decoder.blocks import balance_loss, share_of_batch  # not loaded for dense models
 
             padding = attention_mask if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2 else None
             if padding is not None:  # it may cover cached tokens too
                 padding = padding[:, -outputs.last_hidden_state.shape[1] :]  # (B, T)
             aux_loss = balance_loss(self.config, outputs.router_logits, padding)
-            loss = None if loss is None else loss + self.config.router_aux_loss_coef * aux_loss
+            if loss is not None:
+                share = share_of_batch(labels, options)
+                loss = loss + self.config.router_aux_loss_coef * share * aux_loss
         return MoeCausalLMOutputWithPast(
             loss=loss,
             aux_loss=aux_loss,

@@ -86,6 +86,7 @@ class MeteredLM(_HFLM):
     """lm-eval's model, with progress and counts; its answers are unchanged."""
 
     counter: _Counter
+    is_rolling = False  # whether whole texts are scored
     requests = 0  # texts that were scored or continued
     shortened = 0  # requests truncated on the left, because they exceed the model's positions
     reduced = 0  # requests with tokens evicted before their last token was read
@@ -101,10 +102,23 @@ class MeteredLM(_HFLM):
             return super().generate_until(requests, disable_tqdm=True)
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = True) -> list[float]:
-        """Score whole texts, and count their windows."""
-        lengths = [len(self.tok_encode(request.args[0])) for request in requests]
-        with self._counting("scoring windows of text", sum(-(-max(1, size) // self.max_length) for size in lengths)):
-            return super().loglikelihood_rolling(requests, disable_tqdm=True)
+        """Score whole texts, and count their windows.
+
+        lm-eval puts BOS before each first window, also where the tokenizer did (Gemma, Llama 3); here it comes once.
+        """
+        self.is_rolling = True
+        try:
+            lengths = [len(self.tok_encode(request.args[0])) for request in requests]
+            windows = sum(-(-max(1, size) // self.max_length) for size in lengths)
+            with self._counting("scoring windows of text", windows):
+                return super().loglikelihood_rolling(requests, disable_tqdm=True)
+        finally:
+            self.is_rolling = False
+
+    def tok_encode(self, string: str, *arguments: Any, **options: Any) -> list[int]:
+        """Return the ids of a text; of a whole text that is to be scored without the tokenizer's BOS."""
+        ids = super().tok_encode(string, *arguments, **options)
+        return ids[1:] if self.is_rolling and ids[:1] == [self.prefix_token_id] else ids
 
     @contextmanager
     def _counting(self, what: str, total: int) -> Iterator[None]:

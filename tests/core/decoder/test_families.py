@@ -83,6 +83,32 @@ def test_the_routers_loss_is_mixtrals(padded):
     contract.close(alone.loss + 0.5 * result.aux_loss, result.loss, "loss and auxiliary loss")
 
 
+def test_a_routers_loss_counts_once_in_accumulated_batches():
+    """Trainer passes `num_items_in_batch` and adds the parts up: four parts had four times the loss."""
+    ids = tokens(length=8).repeat(4, 1)[:8]
+    model = contract.build(
+        contract.config_of(["attnres"], **EXPERTS, output_router_logits=True, router_aux_loss_coef=0.5)
+    )
+    labels, parts = ids.clone(), 4
+    labels[:2, :4] = -100  # the first part has fewer tokens
+    count = labels[:, 1:].ne(-100).sum()
+    options = {"num_items_in_batch": count, "use_cache": False}
+    with torch.no_grad():
+        found = [
+            model(part, labels=own, **options) for part, own in zip(ids.chunk(parts), labels.chunk(parts), strict=True)
+        ]
+        alone = [
+            model(part, labels=own, output_router_logits=False, **options)
+            for part, own in zip(ids.chunk(parts), labels.chunk(parts), strict=True)
+        ]
+    shares = [own[:, 1:].ne(-100).sum() / count for own in labels.chunk(parts)]
+    assert sum(shares) == 1
+    expected = sum(
+        text.loss + 0.5 * share * one.aux_loss for text, share, one in zip(alone, shares, found, strict=True)
+    )
+    contract.close(sum(one.loss for one in found), expected, "the loss of a step")
+
+
 def test_the_routers_loss_trains_under_checkpointing():
     ids, gradients = tokens(length=8), []
     for checkpointing in (False, True):

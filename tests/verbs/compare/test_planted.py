@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 import crosslayer
+from crosslayer.output.formatting import UNKNOWN
+from crosslayer.verbs.compare.page import _finals
 from crosslayer.verbs.compare.sentences import sentences
 from tests.helpers.browser import complaints, resize
 from tests.helpers.daily import daily
@@ -123,11 +125,13 @@ def test_pairs_that_lack_a_side_are_left_out_and_named(tmp_path):
     assert any("resformer (seed 7); svformer (seed 0, 1, 2, 7, 8)." in line for line in sentences(result))
     assert "no pair" in result.page()
     assert first.loss == pytest.approx(np.mean([row.final_loss for row in result.runs if row.variant == "resformer"]))
-    finals = next(
-        rows for title, _, rows in [*result.tables(), *result.layout().tables] if title.startswith("Final loss")
-    )
+    _, _, finals = _finals(result, "")
     assert [row[1] for row in finals] == ["3", "3", "0"]  # seed 7 of the baseline, with a loss of 9, counts nowhere
-    assert max(float(row[2]) for row in finals[:2]) < 8 and result.headline()["results"][1]["loss"] is None
+    assert (
+        max(float(row[2]) for row in finals[:2]) < 8
+        and finals[2][2] == UNKNOWN
+        and result.headline()["results"][1]["loss"] is None
+    )
     assert "102,400 tokens" in result.layout().subtitle
 
 

@@ -1,8 +1,12 @@
 """Tasks on prompts that are stored and continued, by a judge."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
+from lm_eval.api.instance import Instance
+from tokenizers.processors import TemplateProcessing
 
 import crosslayer
 from crosslayer.codec.codec import Codec
@@ -74,6 +78,27 @@ def test_answers_are_generated_from_what_was_stored(pair):
     cache = inverted(cache_of(model, ids[:, :-1]), ids)[0]
     naive = model.generate(ids, max_new_tokens=6, do_sample=False, **{CACHE: cache})
     assert texts[0].tolist() == texts[1].tolist() and texts[2].tolist() == naive.tolist() != texts[0].tolist()
+
+
+def test_a_whole_text_begins_with_bos_once(pair, monkeypatch):
+    """Where the tokenizer adds BOS, as Gemma's and Llama 3's do, lm-eval itself would put it twice."""
+    model, tokenizer = crosslayer.load_model(str(pair[0]), device="cpu")
+    own = copy.deepcopy(tokenizer)
+    bos = (own.bos_token, own.bos_token_id)
+    own.backend_tokenizer.post_processor = TemplateProcessing(single=f"{bos[0]} $A", special_tokens=[bos])
+    seen = []
+    for one in (tokenizer, own):
+        lm = language_model(model, one, 1)
+        call = lm._model_call
+        monkeypatch.setattr(
+            lm,
+            "_model_call",
+            lambda ids, *rest, call=call, **more: (seen.append(ids[0].tolist()), call(ids, *rest, **more))[1],
+        )
+        request = Instance(request_type="loglikelihood_rolling", doc={}, arguments=("w1 w2 w3 w4",), idx=0)
+        assert len(lm.loglikelihood_rolling([request])) == 1
+        assert lm.tok_encode("w1 w2") == one("w1 w2")["input_ids"]  # contexts of other tasks are as they were
+    assert seen[0] == seen[1] and seen[1].count(own.bos_token_id) == 1
 
 
 def test_tasks_are_listed_or_separated_by_commas():

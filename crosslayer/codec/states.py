@@ -191,6 +191,8 @@ def _shape(states: dict[int, Cache], index: int, tables: list[tuple[float, ...]]
     tolerance = 1e-3 if layer.keys.dtype == torch.float32 else 0.05  # of the largest number
     layers: list[Any] = [cache.layers[index] for cache in states.values()]
     keys = torch.stack([at.keys[:, :, 0].float() for at in layers], 2)  # (ROWS, H_kv, P, D)
+    if not keys.isfinite().all() or not layer.values.isfinite().all():
+        raise ValueError(f"layer {index} caches numbers that are not finite; check the weights, which may hold NaN")
     rotation = find_rotation(keys, [*states], tables, tolerance)
     if not tables:  # positions are in the hidden states, or in the scores
         rotation = Rotation()

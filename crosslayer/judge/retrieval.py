@@ -1,6 +1,5 @@
 """Numbers hidden in long texts, in several phrasings: the answers of a model, and which numbers it retrieves."""
 
-import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -10,6 +9,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     StoppingCriteria,
@@ -67,12 +68,23 @@ def answers(
                 use_cache=True,  # trainers save configs with False, and then `generate` would read all at every step
                 **{CACHE: None if new_cache is None else new_cache()},
                 max_new_tokens=new_tokens,
+                logits_processor=LogitsProcessorList([_Finite()]),
                 stopping_criteria=StoppingCriteriaList([retrieved]),
                 pad_token_id=padding,
             )  # (B, T + N)
         finally:
             model.generation_config = settings
         yield [str(tokenizer.decode(row, skip_special_tokens=True)) for row in sequences[:, ids.shape[1] :]]
+
+
+class _Finite(LogitsProcessor):
+    """Refuses logits with NaN, from which `generate` would pick tokens without a word: an answer that is just wrong."""
+
+    def __call__(self, input_ids: Any, scores: Tensor) -> Any:
+        """Return the logits (B, V) as they are."""
+        if scores.isnan().any():
+            raise ValueError("the logits are not finite; check the model's weights, which may hold NaN")
+        return scores
 
 
 class _Retrieved(StoppingCriteria):
@@ -158,12 +170,14 @@ def measure_retrieval(
     lengths = [length for length in lengths if length <= positions(model)]
     results = []
     for length in lengths:
-        with contextlib.suppress(ValueError):  # the text is too short
+        try:
             samples = hidden_samples(tokenizer, [length], seed=seed)
-            largest = max(max(prompt_ids(tokenizer, sample.prompt)) for sample in samples)
-            if largest < model.config.get_text_config().vocab_size:
-                found = retrieved(model, tokenizer, samples, new_cache)
-                results.append(Retrieval(length=length, found=tuple(found)))
+        except ValueError:  # the text is too short
+            continue
+        largest = max(max(prompt_ids(tokenizer, sample.prompt)) for sample in samples)
+        if largest < model.config.get_text_config().vocab_size:
+            found = retrieved(model, tokenizer, samples, new_cache)
+            results.append(Retrieval(length=length, found=tuple(found)))
     return tuple(results)
 
 

@@ -9,6 +9,7 @@ import torch
 from crosslayer.codec import format
 from crosslayer.codec.codec import Codec, load_codec
 from crosslayer.codec.fingerprint import SeenWeights
+from crosslayer.codec.states import read_shapes
 from crosslayer.codec.store import PromptStore
 from crosslayer.core.transformers_versions import CACHE
 from tests.helpers.codecs import cache_of, fitted, random_ids
@@ -172,3 +173,11 @@ def test_any_flipped_bit_of_a_codec_is_noticed(tmp_path):
             load_codec(tmp_path)
     path.write_bytes(whole)
     assert load_codec(tmp_path).id == codec.id
+
+
+def test_weights_with_nan_are_named_as_the_cause():
+    model = copy.deepcopy(fitted()[0])
+    with torch.no_grad():
+        model.model.layers[1].self_attn.k_proj.weight[0, 0] = float("nan")
+    with pytest.raises(ValueError, match="layer 1 .*NaN"):
+        read_shapes(model)

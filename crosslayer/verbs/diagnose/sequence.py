@@ -223,8 +223,10 @@ class _Recorder:
         """Measure the residual stream around a layer."""
         last = stream.entering if stream.leaving is None else stream.leaving
         if not last.isfinite().all():
+            narrow = last.dtype == torch.float16  # its largest number is 65,504
+            then = "try bfloat16 or float32" if narrow else "check the weights, which may hold NaN"
             dtype = str(last.dtype).removeprefix("torch.")
-            raise ValueError(f"layer {stream.layer} produces hidden states that are not finite in {dtype}; try float32")
+            raise ValueError(f"layer {stream.layer} produces hidden states that are not finite in {dtype}; {then}")
         self.over_depth = self.over_depth or stream.over_depth
         self.hidden_norms[stream.layer] = m.hidden_norms(mean_stream(stream.entering))  # (T,)
         for name, measure in _measure_stream(stream).items():

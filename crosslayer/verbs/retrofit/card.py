@@ -95,7 +95,7 @@ def _how(record: RetrofitReport) -> str:
     """Return the command or the Python call that made the model."""
     if record.command is not None:
         return f"```sh\n{record.command}\n```"
-    options = [f"{name}={value!r}" for name, value in record.settings.changed(DEFAULTS).items()]
+    options = [f"{name}={value!r}" for name, value in record.settings.changed(DEFAULTS).items() if value is not None]
     names = {"model": [record.architecture.name], "text": record.judged}
     if record.fitted and set(record.fitted) != set(record.judged):
         names["calibration_text"] = record.fitted

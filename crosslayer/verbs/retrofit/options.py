@@ -83,7 +83,7 @@ class RetrofitOptions(Options):
     """The options of `crosslayer retrofit`, checked against one another; their defaults are those of the call."""
 
     method: str | dict[str, Any] | list[dict[str, Any]] | None
-    layers: str
+    layers: str | None  # None in a record whose layers were given otherwise, or found by a search
     kv_budget: Share
     kv_context: int | None = Field(ge=2)
     kl_budget: Budget
@@ -103,7 +103,10 @@ class RetrofitOptions(Options):
     @classmethod
     def _check_settings(cls, text: str | None, field: ValidationInfo) -> str | None:
         try:
-            read_compensation(text) if field.field_name == "compensation" else read_layers(text or "")
+            if field.field_name == "compensation":
+                read_compensation(text)
+            elif text is not None:
+                read_layers(text)
         except ValueError as error:
             line = str(error)
             raise ValueError(line if line.startswith("`") else f"`{field.field_name}`: {line}") from None

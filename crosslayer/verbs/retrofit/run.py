@@ -259,7 +259,7 @@ def _report(
         step=step,
         needles=needles,
         alternatives=alternatives,
-        settings=options,
+        settings=options.model_copy(update=dict.fromkeys(strategy.idle)),  # a record names what had an effect
         judged=list(texts.evaluation),
         fitted=list(seen),
         windows=windows,

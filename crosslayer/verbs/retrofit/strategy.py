@@ -67,6 +67,11 @@ class Strategy(ABC):
         return sum(tokens[purpose] for purpose in self.purposes if purpose != "evaluation")
 
     @property
+    def idle(self) -> set[str]:
+        """The options that have no effect: layers and part of a method are given with it, or found by a search."""
+        return {"layers", "part"} - {*self.acts}
+
+    @property
     def fits(self) -> bool:
         """Whether W_c or W_o is fitted to text."""
         return self.fit not in ("none", "zero")
@@ -107,7 +112,7 @@ class Strategy(ABC):
 
     def check(self, given: Mapping[str, Any]) -> None:
         """Raise for a given option without effect, and for methods and fits that a model's config does not allow."""
-        idle = {"layers", "part"} - {*self.acts}
+        idle = self.idle
         if "calibration" not in self.purposes:
             idle.add("calibration")
         if self.adds and self.written_sublayers() == {None}:
@@ -169,7 +174,7 @@ class Layers(Strategy):
     def __init__(self, options: RetrofitOptions, named: Sequence[Named], config: CrossLayerConfig | None = None):
         (method,) = named
         assert isinstance(method, type)
-        self.method, self.targets, self.layers = method, method.targets, read_layers(options.layers)
+        self.method, self.targets, self.layers = method, method.targets, read_layers(options.layers or "")
         self.part = options.part or next(iter(method.parts), None)  # what the method drops
         self.way, _, select = self.layers.name.partition(":")  # top-half, auto, or groups
         self.select = select or "similarity"

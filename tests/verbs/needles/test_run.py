@@ -49,6 +49,14 @@ def test_what_strays_to_another_key_is_counted():
     assert alone.rows[0].value == 1 and not any("another key" in line for line in alone.sentences())
 
 
+def test_weights_with_nan_are_refused_and_score_no_zero():
+    broken = random_model(torch.float32)
+    with torch.no_grad():
+        next(iter(broken.parameters())).fill_(float("nan"))
+    with pytest.raises(ValueError, match="NaN"):
+        found(broken, lengths=[512])
+
+
 def test_the_samples_are_the_same_whatever_else_is_asked():
     both, one = found(oracle()), found(oracle(), lengths=[768], depths=[50], batch=1)
     assert one.questions == tuple(asked for asked in both.questions if (asked.length, asked.depth) == (768, 50))

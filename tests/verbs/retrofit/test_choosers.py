@@ -108,6 +108,7 @@ def words(count):
 )
 def test_the_verb_meets_a_budget(budget, tmp_path):
     report = crosslayer.retrofit(tiny("llama"), words(60), windows=16, length=48, **budget)
+    assert report.settings.layers is None  # the search found them
     assert report.cache.share == 1 and report.cache.read_share < 1
     if "read_budget" in budget:
         assert report.cache.read_share <= 0.6

@@ -26,7 +26,7 @@ from crosslayer.cache.state import Step, padding
 from crosslayer.core.plan import CACHED, DepthPlan
 from crosslayer.core.transformers_versions import CACHE, given_cache
 from crosslayer.probe.intercept import AttentionCall, intercepted
-from crosslayer.probe.model import evaluating, layer_stack
+from crosslayer.probe.model import evaluating, layer_stack, unwrapped
 from crosslayer.wiring.kv_bits import KvBits, keeps_recent, parse_kv_bits
 from crosslayer.wiring.read import model_plan
 from crosslayer.wiring.result import ModelPlan
@@ -125,6 +125,7 @@ def quantized_cache(model: PreTrainedModel, bits: KvBits | str | int = 4) -> Sma
         ValueError: the bits cannot be read, or a quantized cache is not defined for the model.
     """
     bits = bits if isinstance(bits, KvBits) else parse_kv_bits(bits)
+    model = unwrapped(model)
     wiring = checked_plan(model, None, bits)
     offsets = _stored(key_offsets(model), wiring.plan)
     return SmallerKVCache(model.config, stored_kinds(wiring, bits), bits.recent, offsets)
@@ -153,6 +154,7 @@ def smaller_cache(
     if evict is None and bits is None:
         raise ValueError("`evict` or `bits` must be given, such as evict='h2o:0.4' or bits=4")
     eviction = parse_eviction(evict) if isinstance(evict, str) else evict
+    model = unwrapped(model)
     run = _Run(model, eviction, bits if bits is None or isinstance(bits, KvBits) else parse_kv_bits(bits))
     layers = layer_stack(model)
     body = next(module for module in model.modules() if any(child is layers for child in module.children()))

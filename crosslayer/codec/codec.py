@@ -26,6 +26,7 @@ from crosslayer.codec.chain import BLOCK, Chain, Importance, Layer, below_of, co
 from crosslayer.codec.fingerprint import SeenWeights, model_print, tokenizer_print
 from crosslayer.codec.states import HALF, LayerShape, check_cache, check_config, new_cache, read_states
 from crosslayer.codec.texts import check_padding, texts_of
+from crosslayer.probe.model import unwrapped
 
 VERSION = 4  # of the artifact
 FILE = "codec.safetensors"
@@ -67,8 +68,11 @@ class Codec:
         """
         if tokenizer is not None and self.tokenizer_print not in (None, tokenizer_print(tokenizer)):
             raise ValueError("the codec was fitted with a different tokenizer; fit one to this model with fit-codec")
+        model = unwrapped(model)
         if self._seen is not None and self._seen.same(model):
             return
+        if any(parameter.is_meta for parameter in model.parameters()):
+            raise ValueError("the weights must be on a device, got some that are offloaded; load the model whole")
         check_config(model.config)
         seen = SeenWeights(model)
         if model_print(model) != self.model_print:

@@ -26,6 +26,7 @@ from crosslayer.codec.index import Index
 from crosslayer.codec.states import check_cache
 from crosslayer.codec.texts import texts_of
 from crosslayer.output.formatting import readable_bytes
+from crosslayer.probe.model import unwrapped
 from crosslayer.wiring.engines import parse_bytes
 
 LISTED = 0.02  # share of the limit that is written before the store is listed again
@@ -72,6 +73,7 @@ class PromptStore:
             ValueError: the codec was fitted to another model, or the weights changed since; a row begins with repeated
                 ids, and no mask says whether they are padding.
         """
+        model = unwrapped(model)
         self.codec.check(model)
         blocks, pads, stops = [], [], []
         for pad, tokens in texts_of(ids, mask, model)[0]:
@@ -114,6 +116,7 @@ class PromptStore:
                 begins with repeated ids, and no mask says whether they are padding.
         """
         if model is not None:
+            model = unwrapped(model)
             self.codec.check(model)
         rows, columns = texts_of(ids, mask, model)
         if cache.get_seq_length() == columns - 1:  # the last token that was generated was never read

@@ -13,6 +13,7 @@ from crosslayer.cache.running import CacheOptions, NewCache
 from crosslayer.core.plan import DepthPlan
 from crosslayer.models.embedded import EMBEDDED
 from crosslayer.models.load import load_config, public_name
+from crosslayer.probe.model import unwrapped
 from crosslayer.probe.what_if import what_if
 from crosslayer.wiring.kv_bits import KINDS
 
@@ -52,6 +53,7 @@ class Candidate:
 
 def candidate_of(given: Any, name: str | None = None) -> Candidate:
     """Return a candidate from a name, or in Python from a model, a plan, a cache class or a context manager."""
+    given = unwrapped(given)
     if isinstance(given, Candidate):
         return given
     if isinstance(given, PreTrainedModel):

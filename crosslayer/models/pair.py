@@ -17,7 +17,7 @@ from crosslayer.models.load import (
     resolve_device,
 )
 from crosslayer.output.progress import progress
-from crosslayer.probe.model import config_positions
+from crosslayer.probe.model import config_positions, unwrapped
 
 Named = PreTrainedModel | str | Path
 
@@ -66,7 +66,7 @@ def pair(
     One that is named gets the dtype and the device of the other, unless others are asked for. One that is loaded has
     `tokenizer`, or that of the other.
     """
-    sources = [model] if baseline is None else [model, baseline]
+    sources = [unwrapped(one) for one in (model, baseline) if one is not None]
     configs = [causal_config(verb, source) for source in sources]
     loaded = [source for source in sources if isinstance(source, PreTrainedModel)]
     named = [source for source in sources if not isinstance(source, PreTrainedModel)]

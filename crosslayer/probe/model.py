@@ -3,8 +3,10 @@
 Shapes: B batch, T tokens, C hidden.
 """
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -14,6 +16,31 @@ from crosslayer.core.plan import CACHED, DepthPlan
 from crosslayer.core.transformers_versions import layers_without_cache
 
 NO_MASKS = "expected attn_implementation eager or sdpa, got {}; try attn_implementation='sdpa'"
+
+
+def unwrapped(model: Any) -> Any:
+    """Return a model as transformers built it: without what torch.compile puts around it, or PEFT.
+
+    Anything that is no module, such as a name, comes back as it is.
+
+    Raises:
+        ValueError: adapters of PEFT are not merged, so that the model inside computes something else; or it is a module
+            of another library.
+    """
+    if isinstance(model, PreTrainedModel) or not isinstance(model, nn.Module):
+        return model
+    if "_orig_mod" in model._modules:  # of torch.compile, whose class is costly to import
+        return unwrapped(model._modules["_orig_mod"])
+    if "peft" in sys.modules:
+        from peft import PeftModel
+        from peft.tuners.tuners_utils import BaseTunerLayer
+
+        if isinstance(model, PeftModel):
+            adapters = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+            if not all(module.merged for module in adapters):
+                raise ValueError("a PEFT model must be merged, got adapters beside it; try model.merge_and_unload()")
+            return unwrapped(model.get_base_model())
+    raise ValueError(f"a model must be a name, a folder or a PreTrainedModel, got {type(model).__name__}")
 
 
 def plan_of(config: PreTrainedConfig) -> DepthPlan | None:
@@ -99,8 +126,15 @@ def position_embedding(model: PreTrainedModel) -> tuple[str, nn.Embedding] | Non
 
 
 def config_positions(config: PreTrainedConfig) -> int | None:
-    """Return how many positions a config names, if any."""
-    return getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    """Return how many positions a config names, if any; with YaRN as many as it extends them to, as in vLLM."""
+    text: Any = config.get_text_config(decoder=True)
+    limit = getattr(text, "max_position_embeddings", None)
+    rope = getattr(text, "rope_parameters", None) or {}
+    for one in (rope, *rope.values()):  # of all layers, or by their type
+        if limit is not None and isinstance(one, dict) and one.get("rope_type") == "yarn":
+            original = one.get("original_max_position_embeddings") or limit
+            limit = max(limit, int(original * one.get("factor", 1.0)))  # some configs name the extended one already
+    return limit
 
 
 def position_limit(model: PreTrainedModel) -> int | None:

@@ -21,7 +21,7 @@ from crosslayer.core.methods import Entry, load_methods, merge_plans, mixes, wir
 from crosslayer.core.plan import PASSED, STATES, DepthPlan
 from crosslayer.core.transformers_versions import is_checkpointing
 from crosslayer.probe.intercept import AttentionCall, intercepted, visited
-from crosslayer.probe.model import layer_stack, no_cache, plan_of
+from crosslayer.probe.model import layer_stack, no_cache, plan_of, unwrapped
 from crosslayer.probe.shapes import LayerShape, may_share
 from crosslayer.probe.stream import LayerStream, streams
 
@@ -99,6 +99,7 @@ def what_if(model: PreTrainedModel, plan: Wish) -> Iterator[None]:
             states or streams; the model trains with activation checkpointing, which recomputes layers after their
             sources' states are freed.
     """
+    model = unwrapped(model)
     if model.training and is_checkpointing(model):
         raise ValueError(CHECKPOINTED)
     own = plan_of(model.config)

@@ -20,6 +20,7 @@ from crosslayer.core.transformers_versions import CACHE
 from crosslayer.models.embedded import EMBEDDED
 from crosslayer.models.load import one_line_errors
 from crosslayer.output.formatting import folder_name
+from crosslayer.probe.model import unwrapped
 from crosslayer.wiring.engines import item_sizes
 from crosslayer.wiring.fields import as_in_transformers, read_wiring
 from crosslayer.wiring.gguf import GgufConfig
@@ -46,15 +47,17 @@ def model_plan(
         raise ValueError(f"length must be at least 1 token, got {min(lengths, default='none')}")
     if batch < 1:
         raise ValueError(f"batch must be at least 1 sequence, got {batch}")
-    takes_cache = True
+    takes_cache, model = True, unwrapped(model)
     if isinstance(model, Source):
         config, weights_bytes, parameters, name = model
     elif isinstance(model, PreTrainedModel):
         config, parameters, name = model.config, None, model.name_or_path or ""
         weights_bytes = sum(weight.numel() * weight.itemsize for weight in model.parameters())
         takes_cache = CACHE in inspect.signature(type(model).forward).parameters
-    else:
+    elif isinstance(model, PreTrainedConfig | GgufConfig):
         config, weights_bytes, parameters, name = Source(model)
+    else:
+        raise ValueError(f"a model must be a name, a config or a PreTrainedModel, got {type(model).__name__}")
     if memory is not None and weights_bytes is None:
         parameters = _count_parameters(config)
     try:

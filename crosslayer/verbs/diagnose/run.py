@@ -21,7 +21,7 @@ from crosslayer.output.progress import progress
 from crosslayer.output.record import Measure
 from crosslayer.probe.depth import output_norms
 from crosslayer.probe.measures import working
-from crosslayer.probe.model import check_ids, check_length, evaluating, layer_stack, position_embedding
+from crosslayer.probe.model import check_ids, check_length, evaluating, layer_stack, position_embedding, unwrapped
 from crosslayer.stats.bootstrap import Ends, by_position, measure, over_documents
 from crosslayer.verbs.diagnose.result import (
     ByStream,
@@ -87,6 +87,7 @@ def diagnose(
         ValueError: the model or the text cannot be read, the model's attention cannot be measured, or the sequences
             are longer than the model allows.
     """
+    model, baseline = unwrapped(model), unwrapped(baseline)
     if isinstance(baseline, str | Path):
         load_config(str(baseline))  # an error in its name shows before the first model is measured
     cut = {"sequences": sequences, "length": length, "seed": seed, "bos": bos, "prefix": prefix}

@@ -20,6 +20,7 @@ from crosslayer.output.formatting import Shown, ranges
 from crosslayer.output.manifest import write_manifest
 from crosslayer.output.progress import progress
 from crosslayer.output.record import Frozen
+from crosslayer.probe.model import unwrapped
 from crosslayer.verbs.export.formats import stock_config, stock_model, write_deci
 from crosslayer.verbs.export.layers import culprits, remaining_layers, rope, unlike_llama, unsupported
 from crosslayer.verbs.retrofit.page import title
@@ -75,6 +76,7 @@ def export(
         ValueError: the model cannot be exported to this format (the message gives the reason and possible formats) or
             loaded, or the folder cannot be written.
     """
+    model = unwrapped(model)
     if to not in REFUSALS:
         raise ValueError(f"`to` must be one of {', '.join(REFUSALS)}, got {to!r}")
     named = not isinstance(model, PreTrainedModel)

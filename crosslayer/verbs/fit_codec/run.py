@@ -28,7 +28,7 @@ from crosslayer.judge.tasks.harness import read_tasks, task_names
 from crosslayer.machine import seconds
 from crosslayer.models.load import model_facts, public_name, ready_model
 from crosslayer.output.progress import progress
-from crosslayer.probe.model import check_ids, config_positions
+from crosslayer.probe.model import check_ids, config_positions, unwrapped
 from crosslayer.verbs.fit_codec.result import CodecReport, CodecSettings
 
 PROMPT = 640  # tokens of a stored prompt
@@ -97,6 +97,7 @@ def fit_codec(
         ValueError: an option is wrong, there is too little text, or the model has shared or chosen layers, MLA, or
             cross-attention.
     """
+    model = unwrapped(model)
     check_extra("store", "a codec", "pcodec")
     cut = {"calibration": calibration, "length": length, "windows": windows, "continued": continued}
     more = {"numbers": numbers, "tasks": task_names(tasks), "limit": limit, "repeats": repeats}

@@ -21,7 +21,7 @@ from crosslayer.models.pair import causal_config
 from crosslayer.output.formatting import Shown
 from crosslayer.output.progress import progress
 from crosslayer.output.record import Frozen, Options, Seed
-from crosslayer.probe.model import evaluating, positions
+from crosslayer.probe.model import evaluating, positions, unwrapped
 from crosslayer.wiring.kv_bits import REFERENCE_DTYPE, parse_kv_bits
 from crosslayer.wiring.read import model_plan
 
@@ -104,6 +104,7 @@ def generate(
         ValueError: the prompt is empty or too long, the model cannot be loaded or is not a causal LM, there is no
             tokenizer or chat template, or an option is wrong.
     """
+    model = unwrapped(model)
     sampling = Sampling(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
     if not prompt.strip():
         raise ValueError("the prompt is empty; give some text to continue")

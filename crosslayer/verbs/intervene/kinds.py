@@ -31,6 +31,7 @@ from crosslayer.probe.model import (
     plan_of,
     position_embedding,
     position_limit,
+    unwrapped,
 )
 from crosslayer.verbs.intervene.running import Running, added_mask
 
@@ -329,6 +330,7 @@ def intervening(model: PreTrainedModel, *interventions: Kind) -> Iterator[None]:
         ValueError: the model's attention takes no edited masks (FlashAttention, FlexAttention), a layer, position or
             table does not exist, or, on exit without another error, no sequence had a token at one of the positions.
     """
+    model = unwrapped(model)
     check_masks(model, "flash", "flex")
     running = Running()
     with ExitStack() as stack:

@@ -25,7 +25,7 @@ from crosslayer.core.options import parse_layers
 from crosslayer.corpus.windows import Text
 from crosslayer.output.progress import progress
 from crosslayer.output.record import Options, Seed
-from crosslayer.probe.model import evaluating, layer_stack, position_limit
+from crosslayer.probe.model import evaluating, layer_stack, position_limit, unwrapped
 from crosslayer.stats.bootstrap import by_position, over_documents
 from crosslayer.verbs.diagnose.run import Inputs, read_inputs
 from crosslayer.verbs.intervene.kinds import (
@@ -101,6 +101,7 @@ def intervene(
         ValueError: an option, position or layer is invalid (a causal model needs two tokens after every position), the
             text cannot be read, or the model cannot be loaded or does not support the interventions.
     """
+    model = unwrapped(model)
     if isinstance(text, Tensor) and text.dim() == 2:
         sequences, length = text.shape
     cut: dict[str, Any] = {"sequences": sequences, "length": length, "seed": seed}

@@ -21,7 +21,7 @@ from crosslayer.judge.tasks.harness import Tasks, read_tasks, task_names
 from crosslayer.models.load import model_facts, public_name, ready_model
 from crosslayer.models.pair import causal_config
 from crosslayer.output.progress import progress
-from crosslayer.probe.model import check_ids, config_positions
+from crosslayer.probe.model import check_ids, config_positions, unwrapped
 from crosslayer.verbs.measure import exact_layers as exact
 from crosslayer.verbs.measure.result import Measurement, MeasureSettings
 
@@ -81,6 +81,7 @@ def measure(
     Raises:
         ValueError: a candidate is unknown, an option is wrong, or there is too little text.
     """
+    model = unwrapped(model)
     settings = MeasureSettings(
         only=tuple(dict.fromkeys((*only, *(("tasks",) if tasks else ())))),  # type: ignore[arg-type]
         tasks=task_names(tasks),

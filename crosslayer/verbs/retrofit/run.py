@@ -22,7 +22,7 @@ from crosslayer.judge.damage import by_domain
 from crosslayer.judge.retrieval import DEPTHS, LENGTHS, LONG_LENGTHS, QUICK_LENGTHS, SAMPLES
 from crosslayer.models.load import load_config, model_facts, origin, public_name, ready_model, stored_dtype
 from crosslayer.output.progress import progress
-from crosslayer.probe.model import check_ids, evaluating, positions
+from crosslayer.probe.model import check_ids, evaluating, positions, unwrapped
 from crosslayer.verbs.retrofit.cache import (
     CONTEXT,
     MEASURED,
@@ -119,6 +119,7 @@ def retrofit(
     """
     arguments = locals() | {"method": plain_method(method)}
     options = options_of(**{name: arguments[name] for name in RetrofitOptions.model_fields})
+    model = unwrapped(model)
     is_loaded = isinstance(model, PreTrainedModel)
     config = model.config if is_loaded else load_config(str(model))
     decoder = to_config(config)  # raises for a model that cannot be converted

@@ -18,6 +18,7 @@ from crosslayer.models.pair import causal_config
 from crosslayer.output import manifest
 from crosslayer.output.progress import progress
 from crosslayer.output.record import read_record
+from crosslayer.probe.model import unwrapped
 from crosslayer.verbs.verify.checks import CHECKS, EXACT, WEAK, WITH_BITS, Measurement, in_brief, judged, tolerance_of
 from crosslayer.verbs.verify.result import FAIL, NOT_APPLICABLE, PASS, Check, Verification
 from crosslayer.verbs.verify.subject import RECENT, random_ids, subject_of
@@ -59,6 +60,7 @@ def verify(
         ValueError: the model does not exist, is not a causal LM with a KV cache, or has too few positions; the
             device or a dtype is unknown; or an option does not apply.
     """
+    model = unwrapped(model)
     bits = None if kv_bits is None else replace(parse_kv_bits(kv_bits), recent=RECENT)
     if bits is not None and tuple(dtypes) != DTYPES_CHECKED:
         raise ValueError("`kv_bits` is checked in float64 only, where rounding has no effect; leave `dtypes` out")

@@ -59,4 +59,4 @@ if IS_COMMAND:
     keep_memory()
     hide_bars()  # a verb imports what it needs
 else:
-    import crosslayer.core.decoder  # noqa: F401  registers the model
+    import crosslayer.core.decoder.modeling  # noqa: F401  registers the model

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import crosslayer
-from crosslayer.core.transformers_versions import enable_checkpointing
+from crosslayer.core.checkpointing import enable_checkpointing
 from tests.helpers.browser import complaints, drawn, opened, resize
 from tests.helpers.figures import figures_are_drawn_once  # noqa: F401  used by itself
 from tests.helpers.text import WORDS, tokenizer

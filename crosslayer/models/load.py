@@ -2,7 +2,6 @@
 
 import logging
 import re
-import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,9 +24,9 @@ from transformers import (
 )
 
 from crosslayer.core.transformers_versions import attention_that_caps
-from crosslayer.environment import quiet_transformers
 from crosslayer.hub import hub_source, is_hub_name
 from crosslayer.models.embedded import EMBEDDED, embedded_folder, embedded_name
+from crosslayer.models.errors import check_layers, one_line_errors
 from crosslayer.output.card import split_card
 from crosslayer.output.formatting import folder_name
 from crosslayer.output.progress import progress
@@ -38,8 +37,6 @@ logger = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 ALTERNATIVES = f"use a hub name, a local folder or an embedded model ({', '.join(EMBEDDED)})"
-MOST_LAYERS = 4096
-SENTENCE = 200  # characters of a library's error that are shown
 MISSED = re.compile(r"(^|\.)pooler\.")  # what may be missing: no measure of ours reads a pooler
 # what may be left over: that, and buffers that old versions saved, of positions and of causal masks
 LEFT_OVER = re.compile(
@@ -63,7 +60,7 @@ def load_model(
         ValueError: the model is unknown, has no safetensors weights or not those of its config, or has NaN or
             infinite weights.
     """
-    import crosslayer.core.decoder  # noqa: F401  registers our model
+    import crosslayer.core.decoder.modeling  # noqa: F401  registers our model
 
     target = resolve_device(device)
     folder = model_source(name)
@@ -95,24 +92,13 @@ def load_model(
 
 def load_config(name: str) -> PreTrainedConfig:
     """Load a model's config alone; a folder needs no weights, and from the hub only config.json is fetched."""
-    import crosslayer.core.decoder  # noqa: F401  registers our model
+    import crosslayer.core.decoder.modeling  # noqa: F401  registers our model
 
     source = model_source(name, needs_weights=False)
     with one_line_errors(name):
         values, _ = PreTrainedConfig.get_config_dict(source)
         check_layers(values)
         return AutoConfig.from_pretrained(source, trust_remote_code=False)
-
-
-def check_layers(values: Mapping[str, Any]) -> None:
-    """Refuse a number of layers that no model has, before a config makes lists of this length.
-
-    `values` are the fields of a config.json, which may contain nested configs.
-    """
-    for part in (values, *(part for part in values.values() if isinstance(part, Mapping))):
-        count = part.get("num_hidden_layers")
-        if count is not None and not (isinstance(count, int) and 1 <= count <= MOST_LAYERS):
-            raise ValueError(f"num_hidden_layers must be a whole number from 1 to {MOST_LAYERS}, got {count}")
 
 
 def model_facts(model: PreTrainedModel, name: str) -> ModelFacts:
@@ -281,33 +267,6 @@ def _tokenizer(folder: str) -> PreTrainedTokenizerBase:
         if "trust_remote_code" in str(error):
             raise ValueError("its tokenizer needs custom code, which crosslayer never runs") from error
         raise ValueError("it has no readable tokenizer; put its tokenizer.json into the model's folder") from error
-
-
-def _reason(error: Exception) -> str:
-    """Return an error's message; of a library's, only the first sentence: the rest is advice for its own callers."""
-    modules = [frame.f_globals["__name__"] for frame, _ in traceback.walk_tb(error.__traceback__)]
-    if modules[-1].startswith("crosslayer"):
-        return str(error)
-    text = " ".join(str(error).split()) or type(error).__name__
-    if "does not appear to have a file" in text and "safetensors" in text:
-        return "it has no safetensors weights; pickled weights are not loaded"
-    if "trust_remote_code" in text:
-        return (
-            "it needs code from its folder or repository, which crosslayer never runs; try `crosslayer serve` if vLLM "
-            "supports the model, or the folder that it was exported from"
-        )
-    first = re.split(r"\. (?=[A-Z])", text)[0]
-    return first if len(first) <= SENTENCE else f"{first[:SENTENCE]} …"
-
-
-@contextmanager
-def one_line_errors(name: str):
-    """Turn whatever a loader raises about a source into a single line."""
-    try:
-        with quiet_transformers():
-            yield
-    except Exception as error:
-        raise ValueError(f"{name!r} cannot be loaded: {_reason(error)}") from error
 
 
 @contextmanager

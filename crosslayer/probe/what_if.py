@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from crosslayer.core.checkpointing import is_checkpointing
 from crosslayer.core.choice import TokenChoice, mask_of
 from crosslayer.core.method import Method
 from crosslayer.core.methods import Entry, load_methods, merge_plans, mixes, wire
 from crosslayer.core.plan import PASSED, STATES, DepthPlan
-from crosslayer.core.transformers_versions import is_checkpointing
 from crosslayer.probe.intercept import AttentionCall, intercepted, visited
 from crosslayer.probe.model import layer_stack, no_cache, plan_of, unwrapped
 from crosslayer.probe.shapes import LayerShape, may_share

@@ -14,7 +14,7 @@ from transformers import TrainingArguments
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
 from transformers.training_args import OptimizerNames
 
-from crosslayer.core.transformers_versions import OLD_ARGUMENTS
+from crosslayer.core.checkpointing import OLD_ARGUMENTS
 from crosslayer.extras import check_extra
 from crosslayer.training.recipe_file import WrongKey, nearest, one_of, only_keys, typed_keys
 

@@ -16,9 +16,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel, TrainingArguments
 
+from crosslayer.core.checkpointing import OLD_ARGUMENTS
 from crosslayer.core.decoder import CrossLayerConfig
 from crosslayer.core.decoder.modeling import AT_ONCE
-from crosslayer.core.transformers_versions import OLD_ARGUMENTS
 from crosslayer.machine import free_memory
 from crosslayer.probe.model import evaluating
 from crosslayer.training.arguments import step_sequences

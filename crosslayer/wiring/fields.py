@@ -12,7 +12,7 @@ from transformers.models.auto import modeling_auto as auto
 
 from crosslayer.core.plan import DepthPlan, TokenCount
 from crosslayer.core.transformers_versions import layers_without_cache
-from crosslayer.models.load import check_layers
+from crosslayer.models.errors import check_layers
 from crosslayer.wiring.classes import reads
 from crosslayer.wiring.states import LayerStates, field, fixed_states, int_field
 

@@ -1,5 +1,7 @@
 """The plan of a model from its config, and with a cross-layer method, without loading or downloading weights.
 
+Nothing here imports modeling code at its top: reading a config takes little longer than importing its class.
+
 Steps: config → what each layer caches, which layers share, the form of the residual → bytes.
 """
 
@@ -7,20 +9,18 @@ import inspect
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 from transformers.models.auto import modeling_auto as auto
 
-from crosslayer.core.decoder.families import model_types
 from crosslayer.core.method import Method
 from crosslayer.core.methods import load_method, method_class, to_entry
 from crosslayer.core.transformers_versions import CACHE
 from crosslayer.models.embedded import EMBEDDED
-from crosslayer.models.load import one_line_errors
+from crosslayer.models.errors import one_line_errors
 from crosslayer.output.formatting import folder_name
-from crosslayer.probe.model import unwrapped
 from crosslayer.wiring.engines import item_sizes
 from crosslayer.wiring.fields import as_in_transformers, read_wiring
 from crosslayer.wiring.gguf import GgufConfig
@@ -28,11 +28,16 @@ from crosslayer.wiring.result import ModelPlan, Sharing
 from crosslayer.wiring.source import Source
 from crosslayer.wiring.states import LayerStates
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel as Model
+else:
+    Model = Any
+
 WHOLE = (auto.MODEL_FOR_MULTIMODAL_LM_MAPPING, auto.MODEL_FOR_CAUSAL_LM_MAPPING, auto.MODEL_MAPPING)
 
 
 def model_plan(
-    model: PreTrainedModel | PreTrainedConfig | Source,
+    model: Model | PreTrainedConfig | Source,
     length: int | Sequence[int] = 1,
     dtype: str | torch.dtype | None = None,
     *,
@@ -47,17 +52,12 @@ def model_plan(
         raise ValueError(f"length must be at least 1 token, got {min(lengths, default='none')}")
     if batch < 1:
         raise ValueError(f"batch must be at least 1 sequence, got {batch}")
-    takes_cache, model = True, unwrapped(model)
+    takes_cache, source = True, Source(model)
     if isinstance(model, Source):
-        config, weights_bytes, parameters, name = model
-    elif isinstance(model, PreTrainedModel):
-        config, parameters, name = model.config, None, model.name_or_path or ""
-        weights_bytes = sum(weight.numel() * weight.itemsize for weight in model.parameters())
-        takes_cache = CACHE in inspect.signature(type(model).forward).parameters
-    elif isinstance(model, PreTrainedConfig | GgufConfig):
-        config, weights_bytes, parameters, name = Source(model)
-    else:
-        raise ValueError(f"a model must be a name, a config or a PreTrainedModel, got {type(model).__name__}")
+        source = model
+    elif not isinstance(model, PreTrainedConfig | GgufConfig):
+        source, takes_cache = _loaded(model)
+    config, weights_bytes, parameters, name = source
     if memory is not None and weights_bytes is None:
         parameters = _count_parameters(config)
     try:
@@ -83,6 +83,20 @@ def model_plan(
         parameters=parameters,
         memory=memory,
     )
+
+
+def _loaded(model: Any) -> tuple[Source, bool]:
+    """Return the config, weights and name of a loaded model, and whether its class takes a cache."""
+    from transformers import PreTrainedModel
+
+    from crosslayer.probe.model import unwrapped
+
+    model = unwrapped(model)
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(f"a model must be a name, a config or a PreTrainedModel, got {type(model).__name__}")
+    weights_bytes = sum(weight.numel() * weight.itemsize for weight in model.parameters())
+    takes_cache = CACHE in inspect.signature(type(model).forward).parameters
+    return Source(model.config, weights_bytes, None, model.name_or_path or ""), takes_cache
 
 
 def _count_parameters(config: Any) -> int | None:
@@ -166,6 +180,8 @@ def _method(entry: Any, layers: int) -> Method:
 
 def _in_pretrained(method: Method, plan: ModelPlan) -> str:
     """Return whether a pretrained model of this type can be converted, in words."""
+    from crosslayer.core.decoder.families import model_types
+
     if not method.takes_groups():
         return "no, only trained from scratch"
     if plan.type not in model_types():

@@ -15,10 +15,9 @@ from huggingface_hub import HfApi, hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError
 from transformers import CONFIG_MAPPING, LlamaConfig, PreTrainedConfig
 
-import crosslayer.core.decoder  # noqa: F401  registers our model
 from crosslayer.hub import hub_source, is_hub_name
 from crosslayer.models.embedded import EMBEDDED, embedded_files
-from crosslayer.models.load import check_layers, one_line_errors
+from crosslayer.models.errors import check_layers, one_line_errors
 from crosslayer.wiring.classes import declared, in_model_code
 from crosslayer.wiring.gguf import GgufConfig, gguf_config, not_a_model, read_header
 from crosslayer.wiring.states import field
@@ -45,6 +44,7 @@ SHARED = {"share", "shared", "sharing", "reuse"}
 OF_WHAT = {"kv", "key", "keys", "cache", "attention", "attn", "layer", "layers"}
 NO_TEXT = ("vision", "visual", "audio", "speech", "image", "encoder", "draft", "mtp")  # in names of other parts
 DECILM = "nemotron-nas"
+OURS = "crosslayer"
 BLOCK = ("no_op", "replace_with_linear", "n_heads_in_group")
 
 
@@ -175,6 +175,8 @@ def class_config(values: dict[str, Any], name: str) -> PreTrainedConfig:
     if not isinstance(model_type, str):
         raise ValueError(f"{name!r} is not the config of a model: it has no model_type; try --like TYPE")
     check_layers(values)
+    if model_type == OURS:
+        import crosslayer.core.decoder.configuration  # noqa: F401  registers our class
     if model_type == DECILM:
         kind, values = DeciLMConfig, _llama_values(values)
     elif model_type in CONFIG_MAPPING:

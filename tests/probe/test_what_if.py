@@ -4,10 +4,10 @@ import pytest
 import torch
 
 import crosslayer
+from crosslayer.core.checkpointing import enable_checkpointing
 from crosslayer.core.methods import load_method
 from crosslayer.core.methods.cla import CLA
 from crosslayer.core.methods.shared_choice import SharedChoice
-from crosslayer.core.transformers_versions import enable_checkpointing
 from crosslayer.verbs.retrofit.convert import convert
 from tests.helpers.shipped import shipped
 from tests.helpers.tiny import tiny, tokens

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from huggingface_hub.dataclasses import strict
-from transformers import LlamaConfig
+from transformers import AutoConfig, LlamaConfig
 
 from crosslayer.core.decoder.families import ROTATED, Family, is_rope_by_type, load_family
 from crosslayer.core.decoder.parallel import tensor_parallel_plan
@@ -269,3 +269,6 @@ class CrossLayerConfig(LlamaConfig):
             for layer in range(self.num_hidden_layers):
                 if wiring.reads_several[layer]:
                     state_reader(self, wiring, layer)
+
+
+AutoConfig.register("crosslayer", CrossLayerConfig, exist_ok=True)

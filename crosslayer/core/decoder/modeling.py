@@ -16,7 +16,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
-from transformers import Cache, DynamicCache, GenerationConfig, GenerationMixin, initialization
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    Cache,
+    DynamicCache,
+    GenerationConfig,
+    GenerationMixin,
+    initialization,
+)
 from transformers.masking_utils import (
     ALL_MASK_ATTENTION_FUNCTIONS,
     create_causal_mask,
@@ -26,6 +35,7 @@ from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
 from transformers.utils.generic import TransformersKwargs, can_return_tuple, merge_with_config_defaults
 
+from crosslayer.core.checkpointing import NewPreTrainedModel
 from crosslayer.core.decoder.caches import check_quantized, fit_cache, without_empty_layers
 from crosslayer.core.decoder.configuration import CrossLayerConfig
 from crosslayer.core.decoder.families import Tables, norm, rotary, rotary_tables
@@ -33,7 +43,7 @@ from crosslayer.core.decoder.layer import ROUTERS, CrossLayerDecoderLayer
 from crosslayer.core.decoder.packed import recurrent_mask
 from crosslayer.core.method import Carry, Mixing
 from crosslayer.core.sources import BY_LAYER
-from crosslayer.core.transformers_versions import CACHE, NewPreTrainedModel, layers_without_cache, takes_cache
+from crosslayer.core.transformers_versions import CACHE, layers_without_cache, takes_cache
 
 MASKS = {
     "full_attention": create_causal_mask,
@@ -365,3 +375,8 @@ def check_keywords(forward: Callable[..., Any], names: Iterable[str]) -> None:
         close = difflib.get_close_matches(name, [*named, *LOSS, *sorted(PASSED_ON)], 1)
         hint = f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(named)}"
         raise TypeError(f"{forward.__qualname__}() has no argument {name!r}; {hint}")
+
+
+AutoModel.register(CrossLayerConfig, CrossLayerModel, exist_ok=True)
+AutoModelForCausalLM.register(CrossLayerConfig, CrossLayerForCausalLM, exist_ok=True)
+AutoModelForSequenceClassification.register(CrossLayerConfig, CrossLayerForSequenceClassification, exist_ok=True)

@@ -3,15 +3,21 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
 from crosslayer.core.methods import Entry
 from crosslayer.verbs.plan.result import Plan
 from crosslayer.wiring.engines import parse_bytes
 from crosslayer.wiring.read import model_plan, share
 from crosslayer.wiring.source import read_source
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+else:
+    PreTrainedModel = Any  # importing modeling code would take longer than the whole plan
 
 
 def plan(

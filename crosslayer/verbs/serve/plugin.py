@@ -21,7 +21,7 @@ def register() -> None:
         return
     from vllm import ModelRegistry  # type: ignore[import-not-found]
 
-    import crosslayer.core.decoder  # noqa: F401  registers config and model with the Auto classes
+    import crosslayer.core.decoder.modeling  # noqa: F401  registers config and model with the Auto classes
     from crosslayer.core.methods import allow_methods
 
     allow_methods(*filter(None, os.environ.get(ALLOWED, "").split(",")))

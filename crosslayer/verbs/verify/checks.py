@@ -15,7 +15,8 @@ from torch import Tensor
 from transformers import PreTrainedModel, StaticCache
 
 from crosslayer.cache.kv_cache import held_bytes
-from crosslayer.core.transformers_versions import CACHE, disable_checkpointing, enable_checkpointing
+from crosslayer.core.checkpointing import disable_checkpointing, enable_checkpointing
+from crosslayer.core.transformers_versions import CACHE
 from crosslayer.judge.clock import attention_of
 from crosslayer.models.load import auto_class
 from crosslayer.probe.intercept import AttentionCall, visited

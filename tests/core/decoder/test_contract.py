@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from crosslayer import testing as contract
+from crosslayer.core.checkpointing import NewPreTrainedModel
 from crosslayer.core.decoder import attention, modeling
 from crosslayer.core.decoder.configuration import CrossLayerConfig
 from crosslayer.core.method import HeadMixer, Method
 from crosslayer.core.plan import DepthPlan
 from crosslayer.core.sources import SharedStates
-from crosslayer.core.transformers_versions import CACHE, NewPreTrainedModel, takes_cache
+from crosslayer.core.transformers_versions import CACHE, takes_cache
 
 UNIATTN = [{"name": "uniattn", "superblocks": ((1, 2, 3), (4, 5))}]
 CLA = [{"name": "cla", "group": 2, "start": 1, "end": 5}]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from crosslayer import verify
-from crosslayer.core.transformers_versions import is_checkpointing
+from crosslayer.core.checkpointing import is_checkpointing
 from crosslayer.output.progress import metered_by
 from crosslayer.verbs.verify.checks import CHECKS
 from tests.helpers.daily import daily

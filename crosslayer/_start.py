@@ -55,6 +55,7 @@ class Interrupts:
 
     def __init__(self):
         self.at_once, self.raised, self.status = True, 0.0, 0  # when one was raised last, and its exit status; 0: never
+        self.is_over = False  # whether what was raised has left the work that it ended
         self.advice = ""  # what the line says beside INTERRUPT_LINE: how to go on
 
     def watch(self) -> None:
@@ -74,6 +75,12 @@ class Interrupts:
         self.raised, self.status = time.monotonic(), 128 + number
         raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
+    def raise_again(self) -> None:
+        """Raise a signal's exception again, if a library swallowed it: work that was interrupted still takes steps."""
+        if self.raised and not self.is_over and time.monotonic() - self.raised >= PATIENCE:
+            self.raised = time.monotonic()
+            raise KeyboardInterrupt if self.status == 128 + signal.SIGINT else SystemExit(self.status)
+
     def behind(self, error: BaseException | None) -> int:
         """Return the exit status of a signal that a library turned into an error, 0 where none is behind it."""
         if self.raised and time.monotonic() - self.raised < PATIENCE:
@@ -84,6 +91,7 @@ class Interrupts:
 
     def caught(self) -> None:
         """Heed Ctrl-C no more, if there was one: the command ends."""
+        self.is_over = True
         if self.raised:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
 

@@ -3,6 +3,7 @@
 Nothing heavy is imported before a verb runs, so that help and usage errors appear at once.
 """
 
+import codecs
 import io
 import sys
 import traceback
@@ -58,6 +59,28 @@ def root(
         print_line(START)
 
 
+SIMILAR = {
+    "←": "<",
+    "→": ">",
+    "−": "-",
+    "≤": "<=",
+    "≥": ">=",
+    "…": "...",
+    "×": "x",
+    "÷": "/",
+    "·": "-",
+    "–": "-",
+    "‖": "|",
+}
+
+
+def similar(error: UnicodeError) -> tuple[str, int]:
+    """Return ASCII for characters that a terminal lacks, where a reader knows it at once; else escapes."""
+    assert isinstance(error, UnicodeEncodeError)
+    text = error.object[error.start : error.end]
+    return "".join(SIMILAR.get(one, one.encode("ascii", "backslashreplace").decode()) for one in text), error.end
+
+
 def main() -> None:
     """Run the command line.
 
@@ -65,7 +88,8 @@ def main() -> None:
     70 (an internal error) or 130 (interrupted). Every error is printed as a single line.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # for a terminal that has only ASCII
+        codecs.register_error("crosslayer", similar)  # for a terminal of a Windows code page, or of ASCII alone
+        sys.stdout.reconfigure(errors="crosslayer")
     line = ""
     try:
         errors.check_arguments(sys.argv[1:])

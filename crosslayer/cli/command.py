@@ -15,6 +15,7 @@ import typer
 
 from crosslayer import _start
 from crosslayer.cli.declared import REQUIRED, TEXTS, Call, Option, Verb
+from crosslayer.cli.early import check_typed
 from crosslayer.output.folder import check_free, check_target, locked_folder
 from crosslayer.output.progress import NoProgress, Progress, metered_by, print_to, say
 
@@ -98,6 +99,7 @@ def _parameter(option: Option, declared: Any) -> inspect.Parameter:
 
 def run(verb: Verb, typed: dict[str, Any]) -> None:
     """Run a verb with the values that were typed, and print the result."""
+    check_typed(typed)
     is_first = os.environ.get("RANK", "0") == "0"  # among the processes that torchrun starts
     out = None if typed.get("out") is None else Path(typed["out"]).expanduser().resolve()
     if out is not None and is_first:

@@ -1,5 +1,6 @@
 """Errors of the command line: a single line, and an exit status that says whether the user can fix the error."""
 
+import difflib
 import os
 import re
 import sys
@@ -59,7 +60,10 @@ def usage_line(message: str, flags: Mapping[str, Collection[str]], typed: Sequen
     name, near = match.groups()
     if verbs := [verb for verb, names in flags.items() if name in names]:
         return f"No such option: {name}; it is an option of {listed(verbs)}"
-    return line if near is None else f"No such option: {name}; did you mean {near.replace(', ', ' or ')}?"
+    if near is None:
+        return line
+    nearest = difflib.get_close_matches(name, near.split(", "), 3, 0)  # typer's are in the order of the alphabet
+    return f"No such option: {name}; did you mean {' or '.join(nearest)}?"
 
 
 def check_arguments(arguments: Sequence[str]) -> None:

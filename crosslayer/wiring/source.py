@@ -16,7 +16,7 @@ from huggingface_hub.errors import HfHubHTTPError
 from transformers import CONFIG_MAPPING, LlamaConfig, PreTrainedConfig
 
 from crosslayer.hub import hub_source, is_hub_name
-from crosslayer.models.embedded import EMBEDDED, embedded_files
+from crosslayer.models.embedded import EMBEDDED, check_known, embedded_files
 from crosslayer.models.errors import check_layers, one_line_errors
 from crosslayer.wiring.classes import declared, in_model_code
 from crosslayer.wiring.gguf import GgufConfig, gguf_config, not_a_model, read_header
@@ -113,6 +113,7 @@ def _weights_bytes(folder: Path) -> int | None:
 
 
 def _hub(name: str, like: str | None) -> Source:
+    check_known(name)
     if not is_hub_name(name):
         raise ValueError(f"{name!r} does not exist; {ALTERNATIVES}")
     try:

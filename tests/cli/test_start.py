@@ -15,6 +15,7 @@ import pytest
 
 from crosslayer import _start, cli
 from crosslayer._start import BARS, INTERRUPT_LINE, Interrupts, hide_bars
+from crosslayer.output import progress
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -200,3 +201,20 @@ def test_freed_blocks_are_used_again():
         words = [sys.executable, "-c", BLOCKS, way]
         faults[way] = int(subprocess.run(words, capture_output=True, text=True, check=True, cwd=ROOT).stdout)
     assert faults["kept"] < faults["mapped"] / 4
+
+
+def test_a_signal_that_a_library_swallowed_is_raised_again_at_the_next_step(interrupts, monkeypatch):
+    """fit-codec once went on for 157 s."""
+    monkeypatch.setattr(progress, "interrupts", interrupts)
+    interrupts.at_once = False
+    with progress.Progress("work", 5) as bar:
+        with contextlib.suppress(KeyboardInterrupt):
+            press()
+        bar.step(1, 5)  # still within the time that cleaning up may take
+        time.sleep(0.06)
+        with pytest.raises(KeyboardInterrupt):
+            bar.step(2, 5)
+    interrupts.caught()
+    time.sleep(0.06)
+    with progress.Progress("the next command of a process", 5) as bar:
+        bar.step(1, 5)

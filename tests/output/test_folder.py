@@ -284,3 +284,10 @@ def test_what_cannot_be_a_folder_is_one_line(tmp_path):
             check_target(tmp_path / name, True)
         str(error.value).encode()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "thesis"]
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder in which nobody can make files")
+@pytest.mark.parametrize("out", ["/proc/out", "/proc/none/out"])
+def test_a_folder_that_cannot_be_made_is_not_said_to_be_in_use(out):
+    with pytest.raises(ValueError, match="written: "), locked_folder(Path(out)):
+        pass

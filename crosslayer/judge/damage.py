@@ -80,8 +80,14 @@ def losses(
 def compare(before: Tensor, after: Tensor, ids: Tensor) -> tuple[float, float, float]:
     """Return mean losses before and after, and mean KL, of a window, the last row unused.
 
-    `before` (T, V) are log-probabilities of the original, `after` (T, V) logits of the other model.
+    `before` (T, V) are log-probabilities of the original, `after` (T, V) logits of the other model. Of vocabularies of
+    different sizes, as matrices padded to other multiples have them (Qwen2.5: 151,936 and 152,064), the common tokens
+    are compared, and the probabilities of each model add up to 1 over them.
     """
+    common = min(before.shape[-1], after.shape[-1])
+    if before.shape[-1] > common:
+        before = before[:, :common].log_softmax(-1)
+    after = after[:, :common]
     targets = ids[1:].to(before.device)  # (T − 1,)
     sums = torch.zeros(3, dtype=torch.float64)
     for start in range(0, len(targets), ROWS):

@@ -19,7 +19,7 @@ from crosslayer.judge.candidate import Candidate
 from crosslayer.judge.clock import Load, Run, random_ids, run, steps_in_turns, too_large
 from crosslayer.judge.damage import Losses, losses
 from crosslayer.judge.hidden import Sample
-from crosslayer.judge.report import JudgedModel, Row
+from crosslayer.judge.report import Detail, JudgedModel, Row
 from crosslayer.judge.retrieval import LENGTHS, Retrieval, measure_retrieval, retrieved
 from crosslayer.judge.tasks.harness import Tasks, quiet, score
 from crosslayer.judge.tasks.summary import group_rows, task_rows
@@ -48,6 +48,7 @@ class Judge:
     failed: dict[str, str] = field(default_factory=dict)
     _models: dict[str, PreTrainedModel] = field(default_factory=dict)
     _shape: torch.Size = torch.Size()  # of the original's logits, (B, T, V)
+    _common: dict[str, int] = field(default_factory=dict)  # by candidate, tokens compared, if vocabularies differ
 
     def kl(self, candidates: Sequence[Candidate], doing: str = "measuring KL") -> dict[str, Losses]:
         """Return losses and KL by window of those candidates that do not fail; the original runs once for all.
@@ -159,7 +160,9 @@ class Judge:
         facts, failed = None, self.failed.get(candidate.name)
         if failed is None:
             facts = model_facts(self.model_of(candidate), candidate.name)
-        return JudgedModel(name=candidate.name, model=facts, engines=candidate.engines, failed=failed)
+        common = self._common.get(candidate.name)
+        details: dict[str, Detail] = {} if common is None else {"common_tokens": common}
+        return JudgedModel(name=candidate.name, model=facts, engines=candidate.engines, failed=failed, details=details)
 
     def asked(self, candidate: Candidate | None, question: Callable[[PreTrainedModel, NewCache | None], Any]) -> Any:
         """Return the answer to a question, asked of a model and the function that makes its cache; None if it fails."""
@@ -191,8 +194,10 @@ class Judge:
             if candidate.name not in self.failed:
                 with self._catching(candidate):
                     logits = self._logits(candidate, ids)
-                    if logits.shape != self._shape:
+                    if logits.shape[:-1] != self._shape[:-1]:
                         raise ValueError(f"logits must have the shape {tuple(self._shape)}, got {tuple(logits.shape)}")
+                    if logits.shape[-1] != self._shape[-1]:
+                        self._common[candidate.name] = min(logits.shape[-1], self._shape[-1])
                     if not logits.isfinite().all():
                         raise ValueError("logits hold NaN or infinity")
                     return logits

@@ -86,6 +86,11 @@ def span(rows: Sequence[Row]) -> str:
 def failures(report: Report) -> list[str]:
     """Return which candidates could not be measured, and which are not smaller than the original."""
     lines = [f"{one.name} could not be measured: {one.failed}." for one in report.candidates if one.failed]
+    common = {one.name: one.details["common_tokens"] for one in report.candidates if "common_tokens" in one.details}
+    for name, count in common.items():
+        lines.append(
+            f"The vocabularies of {name} and the original differ in size; KL is over their {count:,} common tokens."
+        )
     rows = [row for row in report.rows_of("bytes") if row.change is not None and row.change.value >= 1]
     larger = list(dict.fromkeys(row.candidate for row in rows))
     if larger:

@@ -8,7 +8,18 @@ import torch
 from scipy import stats
 
 from crosslayer.corpus.windows import Windows, split
-from crosslayer.judge.damage import Damage, DomainDamage, Gain, Losses, by_domain, damage, difference, logits_of, losses
+from crosslayer.judge.damage import (
+    Damage,
+    DomainDamage,
+    Gain,
+    Losses,
+    by_domain,
+    compare,
+    damage,
+    difference,
+    logits_of,
+    losses,
+)
 from crosslayer.probe.what_if import what_if
 from crosslayer.stats.bootstrap import Bootstrap
 from crosslayer.stats.estimate import Estimate
@@ -175,3 +186,16 @@ def test_parts_of_a_text_are_disjoint():
 def test_short_documents_are_joined():
     parts = split([words(8 * i, 8 * i + 8) for i in range(60)], tokenizer(), parts={"all": 8}, length=50)
     assert set(parts["all"].documents) == {-1}
+
+
+def test_vocabularies_of_different_sizes_are_compared_over_their_common_tokens():
+    """As Qwen2.5 pads its matrices: 151,936 rows and 152,064."""
+    generator = torch.Generator().manual_seed(0)
+    large, small = (torch.randn(300, size, generator=generator) for size in (40, 33))
+    ids = torch.randint(0, 33, (300,), generator=generator)
+    for before, after in ((large, small), (small, large)):
+        found = compare(before.log_softmax(-1), after, ids)
+        own, other = (logits[:-1, :33].log_softmax(-1) for logits in (before, after))
+        kl = (own.exp() * (own - other)).sum(-1).mean()
+        losses = [-one[torch.arange(299), ids[1:]].mean() for one in (own, other)]
+        assert found == pytest.approx((*map(float, losses), float(kl)), rel=1e-5)

@@ -66,7 +66,7 @@ def load_model(
     folder = model_source(name)
     wanted = resolve_dtype(dtype, target)
     with one_line_errors(name):
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        config = _config(folder)
         _check_config(config)
         attention = attention_that_caps(config, config._attn_implementation)
         if attention is not None:
@@ -96,9 +96,18 @@ def load_config(name: str) -> PreTrainedConfig:
 
     source = model_source(name, needs_weights=False)
     with one_line_errors(name):
-        values, _ = PreTrainedConfig.get_config_dict(source)
-        check_layers(values)
-        return AutoConfig.from_pretrained(source, trust_remote_code=False)
+        return _config(source)
+
+
+def _config(source: str) -> PreTrainedConfig:
+    """Return the config of a folder or a hub name; of a DeciLM, which transformers does not know, as one of ours."""
+    from crosslayer.core.decoder import decilm
+
+    values, _ = PreTrainedConfig.get_config_dict(source)
+    check_layers(values)
+    if values.get("model_type") == decilm.MODEL_TYPE:
+        return decilm.config_of(values)
+    return AutoConfig.from_pretrained(source, trust_remote_code=False)
 
 
 def model_facts(model: PreTrainedModel, name: str) -> ModelFacts:

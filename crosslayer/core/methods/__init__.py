@@ -148,6 +148,12 @@ def to_entry(method: Method) -> dict[str, Any]:
     return {"name": method.name(), **{option.name: getattr(method, option.name) for option in options_of(method)}}
 
 
+def dropping(attention: Sequence[int], mlps: Sequence[int]) -> list[Method]:
+    """Return the methods of a model without attention, or without an MLP, in some layers; none if none is missing."""
+    missing = {"name": "drop", "attention": list(attention), "mlp": list(mlps)}
+    return [load_method(missing)] if attention or mlps else []
+
+
 def mixes(method: Method) -> bool:
     """Return whether a method adds modules that mix states or streams, in addition to its plan."""
     names = ("heads", "reader", "residual", "final")

@@ -96,6 +96,11 @@ def test_a_deci_folder_holds_the_model_as_vllm_reads_it(shape, tmp_path):
     torch.testing.assert_close(deci_logits(tmp_path / "out", IDS), logits(model), **CLOSE)
     assert check_files(tmp_path / "out") == []
     assert AutoTokenizer.from_pretrained(tmp_path / "out")("a whale").input_ids == words()("a whale").input_ids
+    again, tokenizer = crosslayer.load_model(str(tmp_path / "out"))  # its code never runs
+    torch.testing.assert_close(logits(again), logits(model), **CLOSE)
+    assert again.config.plan.stored_states == crosslayer.plan(tmp_path / "out").plan.stored_states
+    made = crosslayer.generate(str(tmp_path / "out"), "a whale", max_new_tokens=3)
+    assert made.text == crosslayer.generate(model, "a whale", words(), max_new_tokens=3).text
 
 
 def test_the_config_class_of_a_deci_folder_gives_blocks_by_attribute(tmp_path):

@@ -15,6 +15,7 @@ STOPPED, USER_ERROR, INTERNAL_ERROR = 1, 2, 70  # also: 0 for success, 1 for fai
 OPTION = re.compile(r"`([a-z_]+)`|(?:^|(?<=; ))([a-z_]+)(?:(?:\.\d+)?(?= must |: Input)|(?= is ))")
 INVALID = re.compile(r"Invalid value for '(\S+)': Input should be (a valid \w+)")  # typer's words
 UNKNOWN_OPTION = re.compile(r"No such option: (\S+)(?: \(Possible options: (.*)\))?")  # typer's words
+BUILT_FOR_TORCH = ("torchvision", "torchaudio", "torchcodec")
 MEMORY = ("can't allocate memory", "not enough memory", "out of memory")  # in torch's RuntimeErrors
 
 
@@ -36,6 +37,9 @@ def explain(error: Exception, options: Collection[str] = ()) -> tuple[int, str]:
         return USER_ERROR, "out of memory; use fewer or shorter sequences, a smaller batch or a smaller dtype"
     if isinstance(error, EndedTooSoon):
         return STOPPED, text
+    if mismatched := _built_for_another_torch(error):
+        names = " ".join(BUILT_FOR_TORCH)
+        return USER_ERROR, f"{mismatched} was built for another torch than the one here; try pip uninstall {names}"
     name, package = type(error).__name__, type(error).__module__.partition(".")[0]
     is_schema_error = package in ("pydantic", "pydantic_core")  # one of our own records does not match its schema
     if isinstance(error, ValueError | OSError) and not is_schema_error:
@@ -43,6 +47,21 @@ def explain(error: Exception, options: Collection[str] = ()) -> tuple[int, str]:
     if name == "SafetensorError":  # raised when the disk is full while weights are written
         return USER_ERROR, f"weights could not be read or written: {text}"
     return INTERNAL_ERROR, f"internal error: {name}: {text[:200]} (report it with the traceback, which --debug shows)"
+
+
+def _built_for_another_torch(error: BaseException | None) -> str | None:
+    """Return the package that keeps transformers' classes from being imported, if its error is behind this one.
+
+    vLLM asks for these packages, and pip takes builds for CUDA, which do not load with a torch for CPUs.
+    """
+    if not isinstance(error, ImportError):
+        return None
+    while error is not None:
+        found = next((name for name in BUILT_FOR_TORCH if name in str(error)), None)
+        if found is not None:
+            return found
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def usage_line(message: str, flags: Mapping[str, Collection[str]], typed: Sequence[str] = ()) -> str:

@@ -108,6 +108,14 @@ def calibrate(
     return Calibration(shapes, states, steps, metric.by_layer, importance, _stacked(others, importance, shapes))
 
 
+def tokens_needed(shapes: Sequence[LayerShape]) -> int:
+    """Return how many tokens a fit needs: more than the numbers that predict a layer, among every `QUICK`-th token.
+
+    Of a model whose layers keep W numbers for a token, 8 W: a layer is predicted from two.
+    """
+    return QUICK * max(sum(shapes[source].width for source in below) for below in sources(shapes)) + QUICK
+
+
 def _states(model: PreTrainedModel, ids: Tensor, shapes: list[LayerShape]) -> list[Tensor]:
     """Return the states (T, W) of all tokens (T,), whatever a window would still hold."""
     found: dict[int, Tensor] = {}
@@ -158,9 +166,7 @@ def fit_chain(calibration: Calibration, step: float, every: int = 1) -> Chain:
     for index, own_sources in enumerate(sources(calibration.shapes)):
         own = calibration.states[index][::every]
         below = below_of(own_sources, decoded, len(own))
-        least, count = every * sum(states.shape[1] for states in below), every * len(own)
-        if count <= least:
-            raise ValueError(f"`calibration` must have more than {least:,} tokens in its windows, got {count:,}")
+        assert len(own) > sum(states.shape[1] for states in below), "fit_codec checks tokens_needed first"
         predict, offset = _regression(below, own, weight)
         prediction = predicted(below, predict, offset)
         rest = own - prediction

@@ -49,7 +49,7 @@ class Index:
         weakref.finalize(self, shutil.rmtree, self._own, ignore_errors=True)
 
     def beside(self, parent: bytes, tokens: np.ndarray) -> list[np.ndarray]:
-        """Return the tokens of the two blocks behind a parent beside a text's tokens (T,); fewer at an end."""
+        """Return the tokens of the blocks behind a parent just before and just after a text's (T,); fewer at an end."""
         key = parent, _ordered(tokens[:LONGEST])
         for _ in range(2):  # again with an index of its own, where the store's cannot be written
             if self._own is not None:

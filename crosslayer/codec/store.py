@@ -100,7 +100,7 @@ class PromptStore:
         Stored blocks are not coded again: only the blocks after the longest stored prefix of whole blocks. A store that
         cannot be written, and a limit below the size of the text, are warnings.
 
-        Whoever loads the text gets this cache. What is checked: shapes, finite numbers, and whether a padded row's
+        Whoever loads the text gets this cache. Checked are shapes, finite numbers, and whether a padded row's
         positions begin at 0 behind its padding (a model that gets no `position_ids` counts columns; `generate` passes
         them). Not checked: that the cache is of these tokens; without `model`, that the codec's weights computed it,
         without an adapter.

@@ -78,7 +78,7 @@ def answers(
 
 
 class _Finite(LogitsProcessor):
-    """Refuses logits with NaN, from which `generate` would pick tokens without a word: an answer that is just wrong."""
+    """Refuses logits with NaN, from which `generate` would silently pick tokens: a wrong answer like any other."""
 
     def __call__(self, input_ids: Any, scores: Tensor) -> Any:
         """Return the logits (B, V) as they are."""

@@ -44,7 +44,7 @@ def time_row(quantity: str, own: Sequence[float], original: Sequence[float], **f
 def peak_row(pairs: Sequence[tuple[Run, Run]], **facts: Any) -> Row:
     """Return the median peak memory of pairs of runs (candidate, original), and their ratio.
 
-    One run of each model is no measurement: of two equal commands, one gave 1.31 and one 1.69.
+    One run of each model says little: of two equal commands, one gave a ratio of 1.31 and one of 1.69.
     """
     peaks = [[run.peak.bytes for run in side] for side in zip(*pairs, strict=True)]
     reasons = [run.peak.reason for pair in pairs for run in pair if run.peak.reason]

@@ -21,7 +21,7 @@ NO_MASKS = "expected attn_implementation eager or sdpa, got {}; try attn_impleme
 def unwrapped(model: Any) -> Any:
     """Return a model as transformers built it: without what torch.compile puts around it, or PEFT.
 
-    Anything that is no module, such as a name, comes back as it is.
+    Names and everything else that is not a module come back as they are.
 
     Raises:
         ValueError: adapters of PEFT are not merged, so that the model inside computes something else; or it is a module
@@ -38,7 +38,7 @@ def unwrapped(model: Any) -> Any:
         if isinstance(model, PeftModel):
             adapters = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
             if not all(module.merged for module in adapters):
-                raise ValueError("a PEFT model must be merged, got adapters beside it; try model.merge_and_unload()")
+                raise ValueError("a PEFT model must be merged, got separate adapters; try model.merge_and_unload()")
             return unwrapped(model.get_base_model())
     raise ValueError(f"a model must be a name, a folder or a PreTrainedModel, got {type(model).__name__}")
 

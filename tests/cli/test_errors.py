@@ -128,3 +128,15 @@ def test_without_a_command_it_prints_what_to_type(monkeypatch, capsys):
     assert run(monkeypatch) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("  crosslayer ")]
     assert [words[1] for words in lines] == ["plan", "diagnose", "measure"]
+
+
+@pytest.mark.parametrize("name", ["torchvision", "torchaudio", "torchcodec"])
+def test_a_package_for_another_torch_is_named(name):
+    """transformers says only that it could not import a class; vLLM on a CPU, installed by its guide, ends so."""
+    cause = RuntimeError(f"operator {name}::nms does not exist")
+    try:
+        raise ModuleNotFoundError("Could not import module 'LlamaConfig'.") from cause
+    except ModuleNotFoundError as error:
+        status, line = explain(error)
+    assert status == USER_ERROR and line.startswith(name) and line.endswith("torchvision torchaudio torchcodec")
+    assert explain(ModuleNotFoundError("no module x"))[0] == INTERNAL_ERROR

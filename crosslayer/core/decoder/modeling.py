@@ -10,6 +10,7 @@ import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,6 +46,10 @@ from crosslayer.core.method import Carry, Mixing
 from crosslayer.core.sources import BY_LAYER
 from crosslayer.core.transformers_versions import CACHE, layers_without_cache, takes_cache
 
+README = (
+    "Load this model in Python with `import crosslayer` first: it registers the class with transformers.\n"
+    "Then `AutoModelForCausalLM.from_pretrained(FOLDER)` works as for any other model.\n"
+)
 MASKS = {
     "full_attention": create_causal_mask,
     "sliding_attention": create_sliding_window_causal_mask,
@@ -72,6 +77,16 @@ class CrossLayerPreTrainedModel(NewPreTrainedModel):
     _supports_flash_attn = True
     _can_compile_fullgraph = True
     _supports_attention_backend = True
+
+    def save_pretrained(self, save_directory: Any, is_main_process: bool = True, *args: Any, **kwargs: Any) -> None:
+        """Save as transformers does, with a README that says how to load the model, unless the folder has one.
+
+        A process that has not imported crosslayer would be told to upgrade transformers.
+        """
+        super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
+        readme = Path(save_directory) / "README.md"
+        if is_main_process and not readme.exists():
+            readme.write_text(README, encoding="utf-8")
 
     @property
     def _supports_sdpa(self) -> bool:  # type: ignore[override]

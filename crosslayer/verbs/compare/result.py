@@ -164,7 +164,7 @@ class Outcome(Frozen):
 
     @property
     def rank(self) -> float:
-        """The value by which tables sort: the loss, and last those without one."""
+        """The value that tables are sorted on: the loss; outcomes without one come last."""
         return math.inf if self.loss is None else self.loss
 
     @property

@@ -18,7 +18,7 @@ class CodecSettings(Options):
 
     share: float | None = Field(gt=0, lt=1)
     kl: float | None = Field(gt=0)
-    calibration: int = Field(ge=3)
+    calibration: int | None = Field(ge=3)
     length: int = Field(ge=32)
     windows: int = Field(ge=2)
     prompt: int = Field(ge=16)

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from crosslayer.codec.chain import BLOCK, Chain
 from crosslayer.codec.codec import Codec
 from crosslayer.codec.fingerprint import model_print, tokenizer_print
-from crosslayer.codec.fit import BASIS, Calibration, calibrate, fit_chain_at, weighed, with_rate
+from crosslayer.codec.fit import BASIS, Calibration, calibrate, fit_chain_at, tokens_needed, weighed, with_rate
 from crosslayer.codec.format import HASH, HEAD
 from crosslayer.codec.judge import coded, exact, judge, numbers_found, rounded, stored
 from crosslayer.codec.states import LayerShape, read_shapes
@@ -32,6 +32,7 @@ from crosslayer.probe.model import check_ids, config_positions, unwrapped
 from crosslayer.verbs.fit_codec.result import CodecReport, CodecSettings
 
 PROMPT = 640  # tokens of a stored prompt
+WINDOWS = 48  # for calibration, if the model needs no more
 OTHERS = (0.5, 0.25)  # shares that are measured beside the one that is asked for, in units of it
 ROUNDED = {"fp8": "fp8", "int4": "4"}
 READ, ANSWERED = 6, 192  # about what all takes, in readings of all windows and in decoding steps for a hidden number
@@ -50,7 +51,7 @@ def fit_codec(
     kl: float | None = None,
     calibration_text: DomainTexts = None,
     text: DomainTexts = None,
-    calibration: int = 48,
+    calibration: int | None = None,
     length: int = 512,
     windows: int = 24,
     prompt: int | None = None,
@@ -79,7 +80,7 @@ def fit_codec(
             (N, `length`), by domain.
         text: evaluation text, in the same form (token ids have the shape (N, `prompt` + `continued`)); default: the
             other embedded domains.
-        calibration: calibration windows.
+        calibration: calibration windows; default: 48, or as many as the model needs, whose codec has more matrices.
         length: tokens per calibration window.
         windows: evaluation windows, all domains together.
         prompt: tokens of a stored prompt; default: 640, or as many as the model's sliding windows hold.
@@ -110,8 +111,8 @@ def fit_codec(
     started = time.perf_counter()
     loaded, tokenizer = ready_model(model, tokenizer, dtype=dtype, device=device)
     shapes = read_shapes(loaded)
-    prompt = _stored_tokens(shapes, prompt)
-    settings = settings.model_copy(update={"prompt": prompt})
+    prompt, windows_needed = _stored_tokens(shapes, prompt), _calibration(shapes, length, calibration)
+    settings = settings.model_copy(update={"prompt": prompt, "calibration": windows_needed})
     if prompt + continued > (most := config_positions(loaded.config) or 2**31):
         raise ValueError(f"`prompt` and `continued` must be at most {most} together, got {prompt + continued}")
     with progress("tokenizing the text", 0):
@@ -166,6 +167,18 @@ def _stored_tokens(shapes: Sequence[LayerShape], prompt: int | None) -> int:
     return min(PROMPT, most) if prompt is None else prompt
 
 
+def _calibration(shapes: Sequence[LayerShape], length: int, windows: int | None) -> int:
+    """Return how many calibration windows to take: as given, else enough; the first token of each is not fitted to.
+
+    Raises:
+        ValueError: too few are given, which the fit itself would find out after it has read all of them.
+    """
+    needed = -(-tokens_needed(shapes) // (length - 1))
+    if windows is not None and windows < needed:
+        raise ValueError(f"`calibration` must be at least {needed} windows of {length} tokens, got {windows}")
+    return windows or max(WINDOWS, needed)
+
+
 def _domains(calibration_text: DomainTexts, text: DomainTexts, seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the documents to fit the codec to, and those to measure it on, by domain."""
     fitted, judged = Texts.load(calibration_text or None, None, seed), Texts.load(text or None, None, seed)
@@ -180,6 +193,7 @@ def _windows(
     fitted: dict[str, Any], judged: dict[str, Any], settings: CodecSettings, tokenizer: PreTrainedTokenizerBase | None
 ) -> tuple[Windows, Windows, Tensor]:
     """Return the windows to fit the codec to, those to measure it on, and those (N, T) that set its step."""
+    assert settings.calibration is not None
     how: dict[str, Any] = {"tokenizer": tokenizer, "seed": settings.seed, "bos": settings.bos}
     fit = {"fit": shared_out(settings.calibration, tuple(fitted))}
     parts = {"windows": shared_out(settings.windows, tuple(judged)), "step": dict.fromkeys(judged, STEP_WINDOWS)}

@@ -97,3 +97,17 @@ def test_a_deep_model_takes_as_long_as_llamas(entries):
         times[0].append(seconds(lambda: on_meta(CrossLayerForCausalLM, ours)))
         times[1].append(seconds(lambda: on_meta(LlamaForCausalLM, llama)))
     assert min(times[0]) / min(times[1]) < 1.1, times
+
+
+def test_a_saved_model_says_how_to_load_it(tmp_path):
+    """In a process that has not imported crosslayer, transformers suggests to upgrade transformers."""
+    config = CrossLayerConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2
+    )
+    model = CrossLayerForCausalLM(config)
+    model.save_pretrained(tmp_path)
+    readme = tmp_path / "README.md"
+    assert "crosslayer" in readme.read_text()
+    readme.write_text("card")
+    model.save_pretrained(tmp_path)
+    assert readme.read_text() == "card"

@@ -6,6 +6,8 @@ import torch
 from transformers import DynamicCache
 
 import crosslayer
+from crosslayer.codec.fit import tokens_needed
+from crosslayer.codec.states import read_shapes
 from crosslayer.core.transformers_versions import CACHE
 from tests.helpers.codecs import random_ids
 from tests.helpers.tiny import tiny
@@ -102,3 +104,16 @@ def test_a_damage_may_be_asked_for():
 def test_wrong_options_are_refused(options, match):
     with pytest.raises(ValueError, match=match):
         crosslayer.fit_codec(tiny("llama").float(), **{**OPTIONS, **options}, **TEXTS)
+
+
+def test_too_little_calibration_is_refused_before_it_is_read():
+    """A layer that keeps W numbers for a token is predicted from two others, from every fourth token: 8 W tokens."""
+    model, calls = tiny("llama", num_key_value_heads=4, head_dim=32).float(), [0]
+    shapes = read_shapes(model)
+    needed = tokens_needed(shapes)
+    assert needed == 8 * shapes[0].width + 4
+    model.register_forward_hook(lambda *_: calls.__setitem__(0, calls[0] + 1))
+    windows = -(-needed // (OPTIONS["length"] - 1))
+    with pytest.raises(ValueError, match=f"{windows} windows"):
+        crosslayer.fit_codec(model, share=0.5, **OPTIONS, **TEXTS)
+    assert calls[0] < 8  # to find how keys turn

@@ -102,6 +102,7 @@ def test_the_model_is_saved_as_transformers_loads_it(whole, tmp_path):
     trainer, folder = whole
     trainer.save_model(str(tmp_path / "model"))
     assert {path.name for path in (tmp_path / "model").iterdir()} <= {
+        "README.md",
         "config.json",
         "generation_config.json",
         "model.safetensors",

@@ -69,9 +69,8 @@ def check_known(name: str, option: str = "a model") -> None:
         name, EMBEDDED, 1, 0.75
     )
     if near:
-        raise ValueError(
-            f"{option} must be a folder, a hub name or an embedded model, got {name!r}; did you mean {near[0]}?"
-        )
+        hint = f"did you mean {near[0]}?"
+        raise ValueError(f"{option} must be a folder, a hub name or an embedded model, got {name!r}; {hint}")
 
 
 def cache_folder() -> Path:

@@ -90,23 +90,27 @@ def load_model(
     return model, tokenizer
 
 
-def load_config(name: str) -> PreTrainedConfig:
-    """Load a model's config alone; a folder needs no weights, and from the hub only config.json is fetched."""
+def load_config(name: str, *, reads_decilm: bool = True) -> PreTrainedConfig:
+    """Load a model's config alone; a folder needs no weights, and from the hub only config.json is fetched.
+
+    A DeciLM's is read as one of our models, unless vLLM is to run it.
+    """
     import crosslayer.core.decoder.modeling  # noqa: F401  registers our model
 
     source = model_source(name, needs_weights=False)
     with one_line_errors(name):
-        return _config(source)
+        return _config(source, reads_decilm)
 
 
-def _config(source: str) -> PreTrainedConfig:
+def _config(source: str, reads_decilm: bool = True) -> PreTrainedConfig:
     """Return the config of a folder or a hub name; of a DeciLM, which transformers does not know, as one of ours."""
     from crosslayer.core.decoder import decilm
 
     values, _ = PreTrainedConfig.get_config_dict(source)
-    check_layers(values)
-    if values.get("model_type") == decilm.MODEL_TYPE:
-        return decilm.config_of(values)
+    if isinstance(values, dict):  # what else a config.json may hold, transformers refuses
+        check_layers(values)
+        if reads_decilm and values.get("model_type") == decilm.MODEL_TYPE:
+            return decilm.config_of(values)
     return AutoConfig.from_pretrained(source, trust_remote_code=False)
 
 

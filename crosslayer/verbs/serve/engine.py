@@ -63,7 +63,7 @@ def servable(
     if kv_memory is not None:
         memory_bytes(kv_memory)
     register_decilm()
-    config, name = load_config(model), public_name(model)
+    config, name = load_config(model, reads_decilm=False), public_name(model)
     reason = not_servable(config) if isinstance(config, CrossLayerConfig) else None
     if reason is not None:
         raise ValueError(f"vLLM cannot serve {name}: {reason}")

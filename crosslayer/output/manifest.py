@@ -14,7 +14,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from crosslayer.core.decoder import CrossLayerConfig
 from crosslayer.core.plan import DepthPlan
@@ -52,8 +52,12 @@ class Manifest(BaseModel):
     versions: dict[str, str | None]
 
 
-def write_manifest(folder: Path, model: PreTrainedModel) -> None:
-    """Write `manifest.json` into the folder of a saved model, after all other files."""
+def write_manifest(folder: Path, model: PreTrainedModel, config: PreTrainedConfig | None = None) -> None:
+    """Write `manifest.json` into the folder of a saved model, after all other files.
+
+    `config` is that of the folder, if its layers are not those of the model: a DeciLM lacks layers without sublayers.
+    """
+    config = config or model.config
     files = _entries(folder)
     odd = [name for name, path in files.items() if not path.is_file()]
     if odd:
@@ -61,8 +65,8 @@ def write_manifest(folder: Path, model: PreTrainedModel) -> None:
     manifest = Manifest(
         schema="crosslayer/manifest/1",
         files={name: file_digest(path) for name, path in files.items()},
-        plan=plan_of(model),
-        methods=methods_of(model),
+        plan=plan_of(config),
+        methods=methods_of(config),
         fingerprint=fingerprint(model),
         versions=environment().versions,
     )
@@ -104,16 +108,14 @@ def check_files(folder: Path) -> list[str]:
     return sorted(problems)
 
 
-def plan_of(model: PreTrainedModel) -> DepthPlan | None:
+def plan_of(config: PreTrainedConfig) -> DepthPlan | None:
     """Return the plan of a crosslayer model, or None for a stock model."""
-    return model.config.plan if isinstance(model.config, CrossLayerConfig) else None
+    return config.plan if isinstance(config, CrossLayerConfig) else None
 
 
-def methods_of(model: PreTrainedModel) -> list[dict[str, Any]] | None:
+def methods_of(config: PreTrainedConfig) -> list[dict[str, Any]] | None:
     """Return the methods of a crosslayer model as JSON data, or None for a stock model."""
-    if not isinstance(model.config, CrossLayerConfig):
-        return None
-    return json.loads(json.dumps(model.config.cross_layer))
+    return json.loads(json.dumps(config.cross_layer)) if isinstance(config, CrossLayerConfig) else None
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from crosslayer.core.decoder import CrossLayerConfig
 from crosslayer.core.decoder.convert import to_config
 from crosslayer.environment import quiet_transformers
 from crosslayer.extras import check_extra
-from crosslayer.models.load import origin, public_name, ready_model
+from crosslayer.models.load import load_config, origin, public_name, ready_model
 from crosslayer.models.pair import causal_config
 from crosslayer.output.card import card, common_facts, split_card, use
 from crosslayer.output.folder import check_free, whole_folder
@@ -98,7 +98,8 @@ def export(
         written, facts = _write(loaded, translated, own, to, name, partial)
         text = _card(model, loaded, name, to, own is not None)
         (partial / "README.md").write_text(text, encoding="utf-8")
-        write_manifest(partial, written)  # with logits on fixed ids, which other programs must reproduce
+        config = load_config(str(partial)) if to == "deci" else None
+        write_manifest(partial, written, config)  # with logits on fixed ids, which other programs must reproduce
         size = sum(path.stat().st_size for path in partial.rglob("*"))
     return Exported(model=name, to=to, dtype=dtype_name, bytes=size, **facts)
 

@@ -169,9 +169,9 @@ def check_manifest(model: PreTrainedModel, folder: Path | None) -> list[Check]:
         return [files]
     written = manifest.read_manifest(folder)
     differences = []
-    if manifest.plan_of(model) != written.plan:
+    if manifest.plan_of(model.config) != written.plan:
         differences.append("plan")
-    if manifest.methods_of(model) != written.methods:
+    if manifest.methods_of(model.config) != written.methods:
         differences.append("methods")
     reason = f"config.json and manifest.json differ in {' and '.join(differences)}" if differences else ""
     plan = Check(name="manifest: plan", dtype=None, status=FAIL if differences else PASS, reason=reason)

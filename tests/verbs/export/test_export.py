@@ -99,6 +99,7 @@ def test_a_deci_folder_holds_the_model_as_vllm_reads_it(shape, tmp_path):
     again, tokenizer = crosslayer.load_model(str(tmp_path / "out"))  # its code never runs
     torch.testing.assert_close(logits(again), logits(model), **CLOSE)
     assert again.config.plan.stored_states() == crosslayer.plan(tmp_path / "out").plan.stored_states()
+    assert read_manifest(tmp_path / "out").plan == again.config.plan  # which verify compares
     made = crosslayer.generate(str(tmp_path / "out"), "a whale", max_new_tokens=3)
     assert made.text == crosslayer.generate(model, "a whale", words(), max_new_tokens=3).text
 

@@ -51,11 +51,12 @@ class CrossLayerAttention(nn.Module):
         self.stored = wiring.plan.stored(layer_idx)
         self.sources, self.carried = dict(wiring.sources[layer_idx]), dict(wiring.carried[layer_idx])
         map_sources = find_map_sources(wiring.plan)
-        if map_sources[layer_idx] is not None:
-            self.sources[MAP] = (f"map.{map_sources[layer_idx]}",)
+        source = map_sources[layer_idx]
+        if source is not None:
+            self.sources[MAP] = (_map_name(wiring, source),)
         self.shares_map = layer_idx in map_sources
         if self.shares_map:
-            self.carried[MAP] = f"map.{layer_idx}"
+            self.carried[MAP] = _map_name(wiring, layer_idx)
         # the compiler distinguishes layers by what is read of them: these flags are few, the names behind them many
         self.reads_others, self.is_read = bool(self.sources), bool(self.carried)
         plan = wiring.plan
@@ -233,6 +234,14 @@ class CrossLayerAttention(nn.Module):
             return [q, update_single(cache, k, self.layer_idx), v]
         assert v is not None
         return [q, k, update_single(cache, v, self.layer_idx)]
+
+
+def _map_name(wiring: Wiring, source: int) -> str:
+    """Return the name under which a layer hands on its map: by the slot of its queries, which the same layers read.
+
+    Under the number of its layer, every map of a pass would live until the pass ends: (B, H, T, S) each.
+    """
+    return wiring.carried[source][STATES.index("queries")].replace("queries", "map")
 
 
 @functools.lru_cache(8)  # every layer of a model asks

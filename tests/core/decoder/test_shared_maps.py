@@ -11,6 +11,7 @@ from crosslayer.core.transformers_versions import CACHE
 from crosslayer.testing.tiny import build, close, config_of, tokens, tolerance
 from tests.helpers.cases import CASES
 from tests.helpers.eager import use_float64_softmax
+from tests.helpers.live_bytes import LiveBytes
 
 SHARED = {  # by case: how many of 6 layers compute a map
     "uniattn, two blocks": 4,
@@ -107,3 +108,19 @@ def test_dropout_differs_from_layer_to_layer(maps):
 def test_other_ways_to_share_share_no_map(case):
     plan = config_of(CASES[case][0]).plan
     assert not any(attention.find_map_sources(plan))
+
+
+def test_maps_live_only_until_their_last_reader():
+    """16 layers in pairs: two maps at a time, not eight."""
+    peaks = []
+    for methods in (
+        [],
+        [{"name": "uniattn", "superblocks": [[i, i + 1] for i in range(0, 16, 2)], "compensation": None}],
+    ):
+        model = build(config_of(methods, num_hidden_layers=16, max_position_embeddings=512)).float().eval()
+        model.set_attn_implementation("eager")
+        ids = tokens(length=384)
+        with torch.no_grad(), LiveBytes() as live:
+            model(ids, use_cache=False, logits_to_keep=1)
+        peaks.append(live.peak)
+    assert peaks[1] <= 1.8 * peaks[0], peaks

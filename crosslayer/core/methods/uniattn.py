@@ -17,6 +17,8 @@ from crosslayer.core.method import FROM_VALUES, TARGETS, Compensated
 from crosslayer.core.options import group_sources, sharing_groups
 from crosslayer.core.plan import DepthPlan
 
+SIZE = 4  # layers of a superblock in the paper
+
 
 @dataclass(frozen=True, kw_only=True)
 class UniAttn(Compensated):
@@ -42,6 +44,8 @@ class UniAttn(Compensated):
 
     @classmethod
     def example(cls, layers: int) -> Self:
-        """Pair the layers of the upper half."""
-        middle = layers // 2
-        return cls(superblocks=tuple((layer, layer + 1) for layer in range(middle + middle % 2, layers - 1, 2)))
+        """Make superblocks of four layers, as in the paper, from the last layer down within the upper half."""
+        size = max(2, min(SIZE, layers - layers // 2))
+        first = range(layers - size, layers // 2 - 1, -size)
+        blocks = [tuple(range(layer, layer + size)) for layer in first] or [(layers - 2, layers - 1)]
+        return cls(superblocks=tuple(reversed(blocks)))

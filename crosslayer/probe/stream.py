@@ -36,11 +36,11 @@ class LayerStream:
         entering: the streams before the layer, (N, T, C).
         leaving: after it, (N, T, C); None for the last layer of a model with attention over depth.
         around_attention: before and after attention, each (N, T, C), or (1, T, C) where the streams are not written.
-        mlp_update: what the MLP adds, (T, C).
+        mlp_update: what the MLP adds, with a norm behind it, (T, C).
         attention: the module whose output attention adds to the stream.
         mlp: the module whose output the MLP adds to the stream.
         over_depth: whether the layer reads something else than it receives.
-        updates: what attention and the MLP add, as they produced it, (…, T, C).
+        updates: what attention and the MLP add, as they or norms behind them produced it, (…, T, C).
         reads: what they read, before a norm, (…, T, C).
     """
 
@@ -93,11 +93,15 @@ def streams(model: PreTrainedModel, see: Callable[[LayerStream], None]) -> Itera
 
 
 class _Run(NamedTuple):
-    """A block that ran: what it received and produced, and whether attention had run before it."""
+    """A block that ran: what it received, produced and adds, and whether attention had run before it.
+
+    It adds what it produced, or what a norm makes of that (Gemma 2, OLMo 2).
+    """
 
     block: nn.Module
     received: Tensor
     produced: Tensor
+    added: Tensor
     behind_attention: bool
 
 
@@ -226,8 +230,10 @@ class _LayerWatch:
         update = self.attention_update
         if update is not None and _is_norm(child) and received.data_ptr() == update.data_ptr():
             self.attention_update = produced  # a norm on the sublayer's output (Gemma 2, OLMo 2)
+        if self.ran and _is_norm(child) and received.data_ptr() == self.ran[-1].produced.data_ptr():
+            self.ran[-1] = self.ran[-1]._replace(added=produced)
         if child in self.blocks:
-            self.ran.append(_Run(child, received, produced, update is not None))
+            self.ran.append(_Run(child, received, produced, produced, update is not None))
         self.known.append(produced)
         if child is not self.attention and len(self._wide(args, kwargs)) > 1:
             self.mixed.append(produced)
@@ -253,7 +259,7 @@ class _LayerWatch:
         if _among(last.received, others):
             return None, None
         if not _among(last.produced, [after]):
-            return last.block, last.produced
+            return last.block, last.added
         linear = self.blocks[last.block]
         return linear, None if linear is None else self.linear.get(linear)
 

@@ -53,7 +53,7 @@ class Naive:
             update, mlp = layer.attention.output.dense, layer.output.dense
         else:
             update = layer.post_attention_layernorm if self.family == "gemma2" else layer.self_attn
-            mlp = layer.mlp
+            mlp = layer.post_feedforward_layernorm if self.family == "gemma2" else layer.mlp
         pairs = ((layer, "after"), (update, "attention"), (mlp, "mlp"))
         return [module.register_forward_hook(keep(what)) for module, what in pairs]
 

@@ -1,14 +1,17 @@
 """Norms of what sublayers add, and of the gradient of the loss by it, against hooks and `backward`."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
 from torch.nn import functional
 
 from crosslayer.probe.depth import output_norms
+from crosslayer.probe.stream import streams
 from crosslayer.testing.tiny import build, config_of
 from tests.helpers.cases import CAPPED, GPT2
-from tests.helpers.tiny import tiny, tokens
+from tests.helpers.tiny import CAUSAL, tiny, tokens
 
 MODELS = {
     "llama": lambda: tiny("llama"),
@@ -19,7 +22,13 @@ MODELS = {
     "attnres": lambda: build(config_of("attnres")),
     "attnres, gpt2": lambda: build(config_of("attnres", **GPT2)),
     "gemma2": lambda: build(config_of([], **CAPPED)),
+    "gemma2, transformers": lambda: tiny("gemma2"),
+    "gemma3": lambda: tiny("gemma3_text"),
+    "olmo2": lambda: tiny("olmo2"),
 }
+EXPERTS = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_next")  # whose products know no float64
+PARALLEL = ("phi", "gpt_neox", "cohere", "cohere2")  # attention and MLP read the same stream
+MULTIPLIED = {"granite": 0.3}  # of what a sublayer adds, behind its output
 
 
 def summed_loss(model, ids):
@@ -31,6 +40,10 @@ def modules(model, layer):
     """Attention and MLP of a layer."""
     block = getattr(model.base_model, "layers", None) or model.base_model.h
     block = block[layer]
+    if (
+        getattr(block, "post_feedforward_layernorm", None) is not None
+    ):  # the norms behind the sublayers make what is added
+        return block.post_attention_layernorm, block.post_feedforward_layernorm
     return (
         getattr(block, "self_attn", None) or getattr(block, "attn", None) or block.attention,
         block.mlp,
@@ -56,13 +69,27 @@ def test_norms_are_those_of_what_modules_return_and_of_what_autograd_finds(name)
             loss.backward()
             output = kept["output"].reshape(9, -1)
             gradient = kept["output"].grad.reshape(9, -1)
-            if name != "gemma2" or sublayer == "mlp":  # there a norm follows attention, and its output is added
-                assert found[f"{sublayer}_output_norm"][layer] == pytest.approx(
-                    output.norm(dim=1).mean().item(), rel=1e-5
-                )
-                expected = gradient.norm(dim=1).mean().item()
-                assert found[f"{sublayer}_gradient_norm"][layer] == pytest.approx(expected, rel=1e-4)
+            size, slope = output.norm(dim=1).mean().item(), gradient.norm(dim=1).mean().item()
+            assert found[f"{sublayer}_output_norm"][layer] == pytest.approx(size, rel=1e-5)
+            assert found[f"{sublayer}_gradient_norm"][layer] == pytest.approx(slope, rel=1e-4)
     assert all(np.isfinite(norms).all() and norms.shape == (layers,) for norms in found.values())
+
+
+@pytest.mark.parametrize("family", [name for name in CAUSAL if name not in PARALLEL])
+def test_what_sublayers_add_is_the_difference_of_the_stream(family):
+    """In families with a norm behind the MLP (Gemma 2 and 3, OLMo 2), the MLP's own output is something else."""
+    precision = torch.float32 if family in EXPERTS else torch.float64
+    model, ids, seen = tiny(family, dtype=precision), tokens(batch=1, length=9), []
+    with torch.no_grad(), streams(model, seen.append):
+        model(ids, use_cache=False)
+    assert len(seen) == model.config.num_hidden_layers
+    for stream in seen:
+        states = [stream.before, stream.after_attention, stream.after]
+        for update, (before, after) in zip(stream.updates, pairwise(states), strict=True):
+            if stream.after_attention is None:  # a layer without softmax attention
+                break
+            added = update.reshape(9, -1) * MULTIPLIED.get(family, 1)
+            torch.testing.assert_close(added, after - before, atol=1e-5 if family in EXPERTS else 1e-12, rtol=1e-5)
 
 
 def test_frozen_weights_and_the_mode_stay():

@@ -76,9 +76,9 @@ def test_measures_of_other_shapes_are_refused(change, said):
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_the_largest_channels_by_loops(family):
     model, ids, found = tiny(family, "eager"), tokens(), []
-    hooks = [
-        layer.mlp.register_forward_hook(lambda _, args, out: found.append(out[0, 0])) for layer in model.model.layers
-    ]
+    name = "post_feedforward_layernorm" if family == "gemma2" else "mlp"  # whose output is added to the stream
+    modules = [layer.get_submodule(name) for layer in model.model.layers]
+    hooks = [module.register_forward_hook(lambda _, args, out: found.append(out[0, 0])) for module in modules]
     diagnosis = crosslayer.diagnose(model, ids)
     for hook in hooks:
         hook.remove()

@@ -2,7 +2,8 @@
 
     V'_n = λ₁ V_1 + λ₂ V_n,  n ≥ 2;  of all layers  V'_n = (V_1 + … + V_n) / n
 
-The added values are always raw, never mixed.
+The added values are always raw, never mixed. By name alone, the weights are trained, as in the paper's later version;
+its Eq. 7 is {"name": "resformer", "mode": "identity"}, with λ₁ = λ₂ = ½.
 
 Flows: raw values (or queries, keys) of the new tokens. Reads: every layer with that state of its own. Cache: unchanged
 in size, it holds V'. Source: ResFormer (arXiv 2410.17897), Eq. 7 (first), Eq. 5 (all), Fig. 8 (λ), Fig. 9 (queries,

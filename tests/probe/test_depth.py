@@ -118,3 +118,13 @@ def test_a_diagnosis_shows_the_weights(tmp_path):
     result.save(tmp_path / "folder")
     assert crosslayer.load_result(tmp_path / "folder").depth_weights == depth
     assert (tmp_path / "folder" / "report.html").read_text().count("Weights over depth") >= 1
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "olmo2"])
+def test_a_norm_behind_the_mlp_is_part_of_what_it_adds(family):
+    """Every sublayer reads the plain sum: before, these models silently had no matrix."""
+    model = tiny(family, hidden_size=64)
+    with torch.no_grad(), depth_mixing(model) as mixing:
+        model(tokens(batch=1, length=60), use_cache=False)
+    table = mixing.table()
+    assert table.shape == (7, 7) and np.nanmax(np.abs(table - 1)) < 1e-12

@@ -2,8 +2,8 @@
 
     h_l = Σ_{i<l} α_{i→l} v_i,  α_{i→l} = softmax_i(w_lᵀ RMSNorm_l(v_i)),  v_0 the embedding
 
-Block form: the outputs of `block` consecutive sublayers are summed into a source, b_n = Σ f_j(h_j); inside a block the
-running sum is a source too.
+Block form: the outputs of consecutive sublayers are summed into a source, b_n = Σ f_j(h_j); inside a block the running
+sum is a source too. Blocks have equal sizes, or each its own.
 
 The other options are the paper's ablations. They read all sources at each sublayer with plain autograd; only the
 published form has a fast implementation.
@@ -13,8 +13,11 @@ Source: "Attention Residuals" (arXiv 2603.15031); softmax over depth in float32,
 """
 
 import functools
+import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from itertools import accumulate
 from typing import ClassVar
 
 import torch
@@ -34,8 +37,11 @@ class AttnRes(Method):
     """Sublayers (attention or MLP) read the outputs of earlier sublayers, or of blocks of them."""
 
     reads_sources: ClassVar[bool] = True
-    block: int | None = None
-    """Sublayers per block; None: the full form, where each sublayer is a block."""
+    block: int | tuple[int, ...] | None = None
+    """Sublayers per block, the last block having what is left, or the sublayers of every block; None: the full form,
+    where each sublayer is a block."""
+    query_init: float = 0.0
+    """Standard deviation of the initial queries; 0, as published: all weights begin equal."""
 
     query: str = "static"
     """Where queries come from: "static", a trained vector; "input", a trained map of the normed newest source."""
@@ -54,13 +60,15 @@ class AttnRes(Method):
         for option, value in (("depth_heads", self.depth_heads), ("window", self.window)):
             if value is not None and value < 1:
                 raise ValueError(f"attnres: {option} must be at least 1, got {value}")
-        if self.weights == "static" and (self.query != "static" or not self.key_norm):
-            raise ValueError("attnres: weights 'static' has neither queries nor keys; leave query and key_norm out")
+        if not 0 <= self.query_init < math.inf:
+            raise ValueError(f"attnres: query_init must be at least 0, got {self.query_init}")
+        if self.weights == "static" and (self.query != "static" or not self.key_norm or self.query_init):
+            raise ValueError("attnres: weights 'static' has neither queries nor keys; leave their options out")
 
     @property
     def published(self) -> bool:
-        """Whether the options are the paper's form, with any block size."""
-        ablations = (field for field in fields(self) if field.name != "block")
+        """Whether the options are the paper's form, with any blocks and any initial queries."""
+        ablations = (field for field in fields(self) if field.name not in ("block", "query_init"))
         return all(getattr(self, field.name) == field.default for field in ablations)
 
     def residual(self, config: Config, wiring: Wiring, layer: int, site: str) -> Residual:
@@ -70,29 +78,32 @@ class AttnRes(Method):
                 f"attnres: attention of layer {layer} reads the queries, keys and values of other layers, so it has no "
                 "input to choose; give the layer a state of its own or a compensation"
             )
-        count, number = len(wiring.sublayers), wiring.sublayers.index((layer, site))
-        size = self._size(count)
-        opens = number % size == 0
-        sources = number // size + (1 if opens else 2)  # inside a block, its running sum too
+        number, starts = wiring.sublayers.index((layer, site)), self._starts(len(wiring.sublayers))
+        opens = number in starts
+        sources = bisect_left(starts, number) + 1  # the embedding, the blocks before; inside a block, its running sum
         if not self.published:
             return _Ablated(self, config, sources, opens)
-        return _Depth(config, sources, opens, total=-(-count // size) + 1)
+        return _Depth(self, config, sources, opens, total=len(starts) + 1)
 
     def final(self, config: Config, wiring: Wiring) -> Residual:
         """Let the output read with its own query and gain."""
-        count = len(wiring.sublayers)
-        total = -(-count // self._size(count)) + 1
+        total = len(self._starts(len(wiring.sublayers))) + 1
         if self.window is not None and self.window + 1 >= total:
             raise ValueError(f"attnres: window must be at most {total - 2} of {total} sources, got {self.window}")
         if not self.published:
             return _Ablated(self, config, total, opens=True)
-        return _Depth(config, total, opens=True, total=total)
+        return _Depth(self, config, total, opens=True, total=total)
 
-    def _size(self, count: int) -> int:
+    def _starts(self, count: int) -> list[int]:
+        """Return the number of the first sublayer of each block, of `count` sublayers."""
+        if isinstance(self.block, tuple):
+            if min(self.block, default=0) < 1 or sum(self.block) != count:
+                raise ValueError(f"attnres: block must have sizes that sum to {count} sublayers, got {self.block}")
+            return [0, *accumulate(self.block[:-1])]
         size = 1 if self.block is None else self.block
         if not 1 <= size <= count:
             raise ValueError(f"attnres: block must be 1 to {count} (the number of sublayers), got {size}")
-        return size
+        return list(range(0, count, size))
 
 
 class _Reader(Residual):
@@ -110,9 +121,9 @@ class _Reader(Residual):
 class _Depth(_Reader):
     """Reads by attention over depth, as published."""
 
-    def __init__(self, config: Config, sources: int, opens: bool, total: int):
+    def __init__(self, method: AttnRes, config: Config, sources: int, opens: bool, total: int):
         super().__init__(sources, opens)
-        self.total, self.eps = total, config.rms_norm_eps
+        self.total, self.eps, self.query_init = total, config.rms_norm_eps, method.query_init
         if not self.is_first:
             self.query = nn.Parameter(torch.empty(config.hidden_size))
             self.gain = nn.Parameter(torch.empty(config.hidden_size))
@@ -120,8 +131,9 @@ class _Depth(_Reader):
                 self.reset()
 
     def reset(self) -> None:
+        """Begin with uniform weights, or with random queries."""
         if not self.is_first:
-            init.zeros_(self.query)
+            init.normal_(self.query, std=self.query_init) if self.query_init else init.zeros_(self.query)
             init.ones_(self.gain)
 
     @outside_layer_graphs
@@ -160,6 +172,8 @@ class _Ablated(_Reader):
         for name, parameter in self._parameters.items():
             value = {"weight": 1 / len(parameter), "query": 0.0, "gain": 1.0}[name]  # type: ignore[arg-type]
             init.constant_(parameter, value)  # type: ignore[arg-type]
+            if name == "query" and self.method.query_init:
+                init.normal_(parameter, std=self.method.query_init)  # type: ignore[arg-type]
 
     @outside_layer_graphs
     def read(self, stream: Tensor, carry: Carry) -> tuple[Tensor, Carry]:

@@ -382,8 +382,11 @@ class Loops(Naive):
         return self.model.lm_head(self.model.model.norm(self.read(outputs, self.model.model.final_residual)))
 
     def read(self, outputs, residual):
-        size = self.options["block"] or 1
-        sources = [outputs[0]] + [sum(outputs[1 + s : 1 + s + size]) for s in range(0, len(outputs) - 1, size)]
+        size, rest, sources = self.options["block"] or 1, outputs[1:], [outputs[0]]
+        sizes = list(size) if isinstance(size, list | tuple) else [size] * len(outputs)
+        while rest:  # the last block may not be complete
+            sources.append(sum(rest[: sizes[0]]))
+            rest, sizes = rest[sizes[0] :], sizes[1:]
         if len(sources) == 1:
             return sources[0]
         window = self.options.get("window")

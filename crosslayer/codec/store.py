@@ -8,6 +8,7 @@ out of reach.
 Anyone who can read a store can read its prompts: on a local disk its files have mode 0600, its folders 0700.
 """
 
+import contextlib
 import errno
 import warnings
 from collections.abc import Iterator, Sequence
@@ -222,6 +223,7 @@ class PromptStore:
         whole = rest[: self.block]
         if block := self._block(parent, start, whole, head, damaged):
             return block[0], len(whole), block[1]
+        missed = set[str]()
         while True:
             best, gone = None, []
             for own in self.index.beside(parent, rest):
@@ -232,8 +234,9 @@ class PromptStore:
                     best = block[0], common, block[1]
                 else:
                     gone.append(format.child(parent, own).hex()[:DIGITS])
-            if not gone:
+            if missed.issuperset(gone):  # none is gone, or the index cannot forget them
                 break
+            missed.update(gone)
             self.index.remove(gone)  # of files that another process removed, or that are damaged
         # a block that ends there has the windows of its end, which a longer one has not
         if best and (block := self._block(parent, start, rest[: best[1]], head, damaged)):
@@ -291,8 +294,7 @@ class PromptStore:
                 error = failed
                 if self.limit is None or failed.errno not in FULL:
                     break
-                left = sum(entry.size for entry in self.files.entries())
-                self._prune(max(0, left - attempt * len(data)))
+                self._make_room(attempt * len(data))
             else:
                 self._written += len(data)
                 return True
@@ -302,6 +304,11 @@ class PromptStore:
         )
         warnings.warn(text, stacklevel=4)
         return False
+
+    def _make_room(self, size: int) -> None:
+        """Remove the blocks used least recently, until a number of bytes is free."""
+        with contextlib.suppress(OSError):
+            self._prune(max(0, sum(entry.size for entry in self.files.entries()) - size))
 
     def _evict(self) -> list[Entry]:
         """Remove the blocks used least recently, if the store has more bytes than the limit; return them."""

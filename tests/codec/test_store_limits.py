@@ -270,3 +270,25 @@ def test_a_damaged_file_beside_a_good_block_does_not_remove_it(tmp_path):
     for _ in range(3):
         assert store.load(ids, model)[1] == 59 and store.load(text, model)[1] == 12
         assert first.read_bytes() == data
+
+
+def test_rows_that_an_index_cannot_forget_do_not_hold_a_look_up(tmp_path, monkeypatch):
+    store = bare(tmp_path)
+    for user in range(4):
+        put(store, text_of(100 + user)[:11])
+    for path in blocks(tmp_path):
+        path.unlink()
+    monkeypatch.setattr(store.index, "remove", lambda names: None)
+    assert store.match(np.append(text_of(102)[:11], [5, 6]).astype(np.uint32)) == 0
+
+
+def test_a_store_for_reading_alone_is_read(tmp_path):
+    """Its index cannot be made or changed: the process uses one of its own."""
+    store, turns = bare(tmp_path), [text_of(100 + user)[:11] for user in range(20)]
+    for turn in turns:
+        put(store, turn)
+    (tmp_path / FILE).unlink()
+    reader = bare(tmp_path)
+    reader.index._separate()
+    assert [reader.match(np.append(turn, [5, 6])) for turn in turns] == [11] * 20
+    assert not (tmp_path / FILE).exists()

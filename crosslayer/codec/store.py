@@ -117,8 +117,7 @@ class PromptStore:
                 begins with repeated ids, and no mask says whether they are padding.
         """
         if model is not None:
-            model = unwrapped(model)
-            self.codec.check(model)
+            self.codec.check(model)  # which looks into wrappers
         rows, columns = texts_of(ids, mask, model)
         if cache.get_seq_length() == columns - 1:  # the last token that was generated was never read
             columns -= 1

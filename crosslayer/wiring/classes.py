@@ -11,16 +11,23 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+OF_CACHES = ("layer_types", "sliding_window", "attention_chunk_size", "number_of_conv_states")  # read of all classes
+
 
 def reads(config: Any, name: str) -> bool:
-    """Return whether a field of a config means anything to its class or model; others are kept, and have no effect."""
+    """Return whether a field of a config means anything to its class, model or cache; others have no effect."""
     kind = type(config)
-    if not isinstance(config, PreTrainedConfig):
+    if not isinstance(config, PreTrainedConfig) or name in OF_CACHES or name in dir(kind):
         return True
     try:
         return name in declared(kind) or in_model_code(kind, name)
     except (OSError, TypeError):  # a class without a file, such as one typed into a notebook
         return True
+
+
+def kept(config: Any, name: str) -> Any:
+    """Return the value of a field that a config has, even if its class does not read it; None: it has none."""
+    return getattr(config, name, None)
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from transformers.models.auto import modeling_auto as auto
 from crosslayer.core.plan import DepthPlan, TokenCount
 from crosslayer.core.transformers_versions import layers_without_cache
 from crosslayer.models.errors import check_layers
-from crosslayer.wiring.classes import reads
+from crosslayer.wiring.classes import kept, reads
 from crosslayer.wiring.states import LayerStates, field, fixed_states, int_field
 
 REFUSED = {  # model types whose states are of another kind
@@ -160,14 +160,14 @@ def _choosers(config: Any) -> tuple[int, ...]:
 
 def _sizes(config: Any, layer_type: str, layer: int) -> tuple[int, int, int]:
     """Return the elements of a token's keys and values in a layer's cache, and the number of heads (0: a latent)."""
-    off = field(config, "use_mla") is False  # published configs then have sizes of 0
+    off = kept(config, "use_mla") is False and reads(config, "kv_lora_rank")  # published configs then have sizes of 0
     latent = None if off else int_field(config, layer, "kv_lora_rank")
     if latent is not None:
         rope = int_field(config, layer, "qk_rope_head_dim", least=0, default=0)
         return latent, rope if _rotates(config, layer) else 0, 0
     prefix = "swa_" if layer_type in SLIDING and field(config, "swa_head_dim") is not None else ""
-    heads = int_field(config, layer, *(f"{prefix}{name}" for name in KV_HEADS if reads(config, f"{prefix}{name}")))
-    if field(config, "multi_query") and reads(config, "multi_query") and not field(config, "new_decoder_architecture"):
+    heads = int_field(config, layer, *(f"{prefix}{name}" for name in KV_HEADS))
+    if field(config, "multi_query") and not field(config, "new_decoder_architecture"):
         heads = 1
     if layer_type in SLIDING and not prefix:
         heads *= SLIDING_HEADS.get(config.model_type, 1)

@@ -18,11 +18,11 @@ from transformers import CONFIG_MAPPING, LlamaConfig, PreTrainedConfig
 from crosslayer.hub import hub_source, is_hub_name
 from crosslayer.models.embedded import EMBEDDED, check_known, embedded_files
 from crosslayer.models.errors import check_layers, one_line_errors
-from crosslayer.wiring.classes import declared, in_model_code
+from crosslayer.wiring.classes import declared, in_model_code, kept
 from crosslayer.wiring.gguf import GgufConfig, gguf_config, not_a_model, read_header
-from crosslayer.wiring.states import field
 
 STDIN = "-"
+MARK = "\ufeff"  # editors and shells on Windows begin texts with it
 LARGEST = 2**26  # bytes of a config.json
 INDEX = "model.safetensors.index.json"
 ALTERNATIVES = f"use a hub name, a folder, a config.json, a .gguf file, - for standard input, or {', '.join(EMBEDDED)}"
@@ -105,9 +105,13 @@ def _weights_bytes(folder: Path) -> int | None:
     if single.is_file():  # shards beside it are of an earlier save
         return single.stat().st_size
     if index.is_file():
-        size = _parsed(_text(index), INDEX).get("metadata", {}).get("total_size")
-        if isinstance(size, int):
-            return size
+        values = _parsed(_text(index), INDEX)
+        metadata, parts = values.get("metadata"), values.get("weight_map")
+        files = {folder / str(part) for part in parts.values()} if isinstance(parts, dict) else set()
+        if files and all(file.is_file() for file in files):
+            return sum(file.stat().st_size for file in files)
+        if isinstance(metadata, dict) and isinstance(metadata.get("total_size"), int):
+            return metadata["total_size"]
     files = list(folder.glob("model*.safetensors")) or list(folder.glob("*.safetensors"))
     return sum(file.stat().st_size for file in files) or None
 
@@ -139,12 +143,12 @@ def _hub_weights_bytes(name: str) -> int | None:
 def _text(file: Path) -> str:
     if file.stat().st_size > LARGEST:
         raise ValueError(f"{file.name} has {file.stat().st_size:,} bytes, too many for a config")
-    return file.read_text(encoding="utf-8-sig", errors="replace")  # editors on Windows begin files with a mark
+    return file.read_text(encoding="utf-8", errors="replace")
 
 
 def _parsed(text: str, name: str) -> dict[str, Any]:
     try:
-        values = json.loads(text)
+        values = json.loads(text.removeprefix(MARK))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{name!r} is not valid JSON: {error}") from None
     if not isinstance(values, dict):
@@ -271,11 +275,11 @@ def _unread_sizes(values: dict[str, Any], beside: dict[str, Any], config: PreTra
             continue
         sizes = [other for other in part if other in NAMES]
         if name in beside:
-            unread += [f"{name}.{one}" for one in sizes if _differs(part[one], field(text, NAMES[one]))]
+            unread += [f"{name}.{one}" for one in sizes if _differs(part[one], kept(text, NAMES[one]))]
         else:
             read |= {NAMES[one] for one in sizes}
     own = [one for one in beside if one in NAMES and NAMES[one] not in read]
-    return [one for one in own if _differs(beside[one], field(text, NAMES[one]))] + unread
+    return [one for one in own if _differs(beside[one], kept(text, NAMES[one]))] + unread
 
 
 def _differs(value: Any, other: Any) -> bool:

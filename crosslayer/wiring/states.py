@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from crosslayer.wiring import kv_bits
+from crosslayer.wiring.classes import reads
 
 FLOAT32 = 4  # bytes per element
 # names of fields, of which the first that is set counts
@@ -124,9 +125,9 @@ class LayerStates:
 
 
 def field(config: Any, *names: str, default: Any = None) -> Any:
-    """Return the value of the first of the fields `names` that is set in a config, otherwise `default`."""
-    values = (getattr(config, name, None) for name in names)
-    return next((value for value in values if value is not None), default)
+    """Return the first of the fields `names` that is set in a config, and that its class reads, else `default`."""
+    values = {name: getattr(config, name, None) for name in names}
+    return next((value for name, value in values.items() if value is not None and reads(config, name)), default)
 
 
 def int_field(config: Any, layer: int, *names: str, least: int = 1, default: Any = None) -> Any:

@@ -52,6 +52,13 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("jamba", {**GQA, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "mamba_d_state": 4}),
 ]  # fmt: skip
 LENGTH = 24
+FOREIGN = {  # of other types, each of which would change the plan
+    "new_decoder_architecture": True, "multi_query": True, "v_head_dim": 3, "dim_head": 3, "kv_lora_rank": 5,
+    "hc_mult": 4, "use_mla": False, "prompt_length": 3, "keys_hold_values": True, "cross_attention_layers": [0],
+    "no_rope_layers": [0] * 5, "loop_num_passes": 2, "residual_methods": ["resformer"], "n_layers_per_attn_res_block": 2,
+}  # fmt: skip
+PLAIN = {**{kind: OLD for kind in ("gpt2", "gptj")}, **{kind: GQA for kind in ("llama", "qwen2", "gpt_neox", "opt")}}
+PLAIN["gemma"] = {**GQA, "head_dim": 16}
 
 
 def held(fields: dict[str, Any]) -> int:
@@ -69,3 +76,14 @@ def test_the_plan_is_what_the_model_caches(model_type, fields, tmp_path):
     fields = {"model_type": model_type, "torch_dtype": "float32", **fields}
     (tmp_path / "config.json").write_text(json.dumps(fields))
     assert crosslayer.plan(tmp_path, length=LENGTH).stored_bytes == held(fields) > 0
+
+
+@NEWEST
+@pytest.mark.parametrize("model_type", PLAIN)
+def test_fields_that_a_class_does_not_have_change_nothing(model_type, tmp_path):
+    fields = {"model_type": model_type, "torch_dtype": "float32", "rotary_dim": 4, **PLAIN[model_type]}
+    plans = []
+    for more in ({}, FOREIGN, {"head_dim": 3} if PLAIN[model_type] is OLD else {}):
+        (tmp_path / "config.json").write_text(json.dumps({**fields, **more}))
+        plans.append(crosslayer.plan(tmp_path, length=LENGTH))
+    assert plans[0] == plans[1] == plans[2] and plans[0].stored_bytes == held({**fields, **FOREIGN})

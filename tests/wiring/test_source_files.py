@@ -1,5 +1,6 @@
 """Which files of a folder count, and what a size is."""
 
+import io
 import json
 
 import pytest
@@ -58,14 +59,19 @@ def test_shards_beside_a_whole_file_are_not_read(tmp_path):
     assert crosslayer.plan(folder).weights_bytes == len(whole)  # transformers reads this file alone
     (folder / "model.safetensors").unlink()
     assert crosslayer.plan(folder).weights_bytes == 7
+    index = {"metadata": None, "weight_map": {"a": "model-00001-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert crosslayer.plan(folder).weights_bytes == len(whole)  # without a total size, the files that it names
 
 
-def test_a_config_with_a_byte_order_mark(tmp_path):
+def test_a_config_with_a_byte_order_mark(tmp_path, monkeypatch):
     folder = save(ours("svformer"), tmp_path / "model")
     before = crosslayer.plan(folder).stored_bytes
     config = folder / "config.json"
     config.write_text(config.read_text(), encoding="utf-8-sig")
     assert crosslayer.plan(folder).stored_bytes == before
+    monkeypatch.setattr("sys.stdin", io.StringIO(config.read_text(encoding="utf-8")))  # as PowerShell pipes it
+    assert crosslayer.plan("-").stored_bytes == before
     with pytest.raises(ValueError) as error:  # transformers itself does not read it
         load_model(str(folder))
     assert "\n" not in str(error.value) and "config.json" in str(error.value)

@@ -17,7 +17,7 @@ from crosslayer.codec.store import PromptStore
 from crosslayer.core.decoder import CrossLayerConfig
 from crosslayer.models.load import auto_class, load_model
 from crosslayer.verbs.serve.caches import CACHE_TYPES, TENSOR_PARALLEL
-from crosslayer.wiring.states import field
+from crosslayer.wiring.classes import kept
 
 CONNECTOR, MODULE = "PromptStoreConnector", "crosslayer.verbs.serve.connector"
 OTHER_WEIGHTS = "a codec belongs to the weights and RoPE that it was fitted to"
@@ -83,7 +83,7 @@ def check_served(codec: Codec, config: PreTrainedConfig, flags: Mapping[str, str
 
 def check_weights(codec: Codec, source: str, config: PreTrainedConfig) -> None:
     """Refuse a model, a folder or hub name, other than that which the codec was fitted to."""
-    is_quantized = field(config.get_text_config(), "quantization_config")
+    is_quantized = kept(config.get_text_config(), "quantization_config")
     if is_quantized or served_print(source, config) != codec.model_print:
         raise ValueError("the codec was fitted to different weights or RoPE; fit one to this model with fit-codec")
 

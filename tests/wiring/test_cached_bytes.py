@@ -55,7 +55,8 @@ LENGTH = 24
 FOREIGN = {  # of other types, each of which would change the plan
     "new_decoder_architecture": True, "multi_query": True, "v_head_dim": 3, "dim_head": 3, "kv_lora_rank": 5,
     "hc_mult": 4, "use_mla": False, "prompt_length": 3, "keys_hold_values": True, "cross_attention_layers": [0],
-    "no_rope_layers": [0] * 5, "loop_num_passes": 2, "residual_methods": ["resformer"], "n_layers_per_attn_res_block": 2,
+    "no_rope_layers": [0] * 5, "loop_num_passes": 2, "residual_methods": ["resformer"],
+    "n_layers_per_attn_res_block": 2,
 }  # fmt: skip
 PLAIN = {**{kind: OLD for kind in ("gpt2", "gptj")}, **{kind: GQA for kind in ("llama", "qwen2", "gpt_neox", "opt")}}
 PLAIN["gemma"] = {**GQA, "head_dim": 16}

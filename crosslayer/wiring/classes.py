@@ -7,15 +7,18 @@ import inspect
 import re
 import textwrap
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transformers import PreTrainedConfig
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 OF_CACHES = ("layer_types", "sliding_window", "attention_chunk_size", "number_of_conv_states")  # read of all classes
 
 
 def reads(config: Any, name: str) -> bool:
     """Return whether a field of a config means anything to its class, model or cache; others have no effect."""
+    from transformers import PreTrainedConfig  # by now there is a config; the module is read at the start of commands
+
     kind = type(config)
     if not isinstance(config, PreTrainedConfig) or name in OF_CACHES or name in dir(kind):
         return True
@@ -31,8 +34,10 @@ def kept(config: Any, name: str) -> Any:
 
 
 @functools.cache
-def declared(kind: type[PreTrainedConfig]) -> frozenset[str]:
+def declared(kind: "type[PreTrainedConfig]") -> frozenset[str]:
     """Return the fields of a config class: those it declares, other names of these, and all that its methods name."""
+    from transformers import PreTrainedConfig
+
     names = {one.name for one in dataclasses.fields(kind)} | kind.attribute_map.keys()
     for base in kind.__mro__[: kind.__mro__.index(PreTrainedConfig)]:
         for part in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(base)))):
@@ -44,12 +49,12 @@ def declared(kind: type[PreTrainedConfig]) -> frozenset[str]:
     return frozenset(names)
 
 
-def in_model_code(kind: type[PreTrainedConfig], name: str) -> bool:
+def in_model_code(kind: "type[PreTrainedConfig]", name: str) -> bool:
     """Return whether the model of a config class reads a field, as an attribute or by its name as text."""
     return bool(re.search(rf"(config\.|[\"']){re.escape(name)}\b", _model_code(kind)))
 
 
 @functools.cache
-def _model_code(kind: type[PreTrainedConfig]) -> str:
+def _model_code(kind: "type[PreTrainedConfig]") -> str:
     folder = Path(inspect.getfile(kind)).parent
     return "".join(file.read_text(encoding="utf-8") for file in sorted(folder.glob("modeling_*.py")))

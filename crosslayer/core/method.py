@@ -273,6 +273,9 @@ class Method:
         """Return a module whose `read` gives the final norm's input; None: the stream."""
         return None
 
+    def connect(self, model: nn.Module) -> None:
+        """Let the method's modules in a complete decoder know one another."""
+
     def inherit(self, weights: dict[str, Tensor], config: Config, wiring: Wiring) -> list[str]:
         """Adapt pretrained weights in `weights`; projections that readers do not need are removed by the caller.
 

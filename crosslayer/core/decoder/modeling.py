@@ -147,6 +147,8 @@ class CrossLayerModel(CrossLayerPreTrainedModel):
         self.norm, self.rotary_emb = norm(config, config.hidden_size), rotary(config)
         residuals = (method.final(config, wiring) for method in wiring.methods)
         self.final_residual = next((residual for residual in residuals if residual is not None), None)
+        for method in wiring.methods:
+            method.connect(self)
         self.gradient_checkpointing = False
         self.post_init()
 

@@ -5,6 +5,8 @@
 Block form: the outputs of consecutive sublayers are summed into a source, b_n = Σ f_j(h_j); inside a block the running
 sum is a source too. Blocks have equal sizes, or each its own.
 
+Inference on a CPU reads prompts in two phases (`core.depth_attention.two_phase`): the numbers are the same.
+
 The other options are the paper's ablations. They read all sources at each sublayer with plain autograd; only the
 published form has a fast implementation.
 
@@ -24,12 +26,12 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from crosslayer.core.depth_attention import depth_attention, exact, inverse_rms, keep, wide
+from crosslayer.core.depth_attention import depth_attention, exact, inverse_rms, keep, two_phase, wide
 from crosslayer.core.method import Carry, Config, Method, Residual, Wiring
 from crosslayer.core.options import check_choice
 from crosslayer.core.sources import Sources, outside_layer_graphs
 
-SOURCES = "attnres.sources"
+SOURCES, AHEAD = "attnres.sources", "attnres.ahead"
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,16 @@ class AttnRes(Method):
             return _Ablated(self, config, total, opens=True)
         return _Depth(self, config, total, opens=True, total=total)
 
+    def connect(self, model: nn.Module) -> None:
+        """Put readers into groups that read in two phases: whole blocks, until there are enough readers."""
+        group: list[_Depth] = []
+        for reader in model.modules():  # in the order of the sublayers; the output is the last
+            if isinstance(reader, _Depth) and not reader.is_first:
+                if reader.opens and len(group) >= two_phase.READERS:
+                    group = []
+                group.append(reader)
+                reader.group = group
+
     def _starts(self, count: int) -> list[int]:
         """Return the number of the first sublayer of each block, of `count` sublayers."""
         if isinstance(self.block, tuple):
@@ -124,6 +136,7 @@ class _Depth(_Reader):
     def __init__(self, method: AttnRes, config: Config, sources: int, opens: bool, total: int):
         super().__init__(sources, opens)
         self.total, self.eps, self.query_init = total, config.rms_norm_eps, method.query_init
+        self.group: list[_Depth] = []  # `connect` fills it; the first answers the queries of all
         if not self.is_first:
             self.query = nn.Parameter(torch.empty(config.hidden_size))
             self.gain = nn.Parameter(torch.empty(config.hidden_size))
@@ -142,10 +155,27 @@ class _Depth(_Reader):
         closed = carry.get(SOURCES, Sources())
         sources = keep(stream, closed, self.total) if self.opens else closed.with_newest(stream)
         if self.opens:
-            carry = {**carry, SOURCES: sources}
+            closed = sources
+            carry = {**carry, SOURCES: closed}
         if self.is_first:
             return stream, carry
+        if two_phase.pays(stream):
+            if self is self.group[0]:
+                carry = {**carry, AHEAD: self._read_ahead(closed)}
+            ahead = carry.get(AHEAD)
+            if ahead is not None and self in ahead.readers:  # the first of the group may have been skipped
+                own = sources[ahead.count :]
+                read = two_phase.merge(ahead, ahead.readers.index(self), own, self.query * self.gain, self.eps)
+                return read.to(stream.dtype).view(stream.shape), carry
         return depth_attention(sources, self.query * self.gain, self.eps), carry
+
+    def _read_ahead(self, closed: Sources) -> two_phase.Ahead | None:
+        """Return the answers to the group's queries; None if some of these are sharded, offloaded or elsewhere."""
+        parameters = [parameter for reader in self.group for parameter in (reader.query, reader.gain)]
+        if any(type(p) is not nn.Parameter or p.device != closed[0].device for p in parameters):
+            return None
+        directions = torch.stack([reader.query * reader.gain for reader in self.group])  # (S, C)
+        return two_phase.read_ahead(closed, self.group, directions, self.eps)
 
 
 class _Ablated(_Reader):

@@ -11,6 +11,8 @@ from crosslayer.core.method import HeadMixer as HeadMixer
 from crosslayer.core.method import Method as Method
 from crosslayer.core.method import Residual as Residual
 from crosslayer.core.methods import allow_methods as allow_methods
+from crosslayer.core.pipeline import pipeline_stages as pipeline_stages
+from crosslayer.core.pipeline import save_stages as save_stages
 from crosslayer.core.plan import DepthPlan as DepthPlan
 from crosslayer.corpus.documents import TextSource as TextSource
 from crosslayer.judge.candidate import Candidate as Candidate

@@ -1,1 +1,1 @@
-"""A decoder as stages of `torch.distributed.pipelining`, with the cross-stage caching of Attention Residuals."""
+"""Pipeline stages of Attention Residuals, measured: bytes, gradients and step times."""

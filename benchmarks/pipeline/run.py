@@ -27,9 +27,9 @@ import torch.multiprocessing as mp
 from scipy.stats import bootstrap
 from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleaved1F1B
 
-from benchmarks.pipeline.cuts import KEPT
-from benchmarks.pipeline.stages import pipeline_stages
 from crosslayer.core.decoder import CrossLayerConfig, CrossLayerForCausalLM
+from crosslayer.core.pipeline import pipeline_stages
+from crosslayer.core.pipeline.cuts import KEPT
 from crosslayer.environment import environment
 
 CASES = ((2, 1), (2, 2), (4, 1), (4, 2))

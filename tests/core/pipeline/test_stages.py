@@ -10,24 +10,31 @@ import torch.multiprocessing as mp
 from safetensors.torch import load_file, save_file
 from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleaved1F1B
 
-from benchmarks.pipeline.cuts import KEPT, find_cuts
 from benchmarks.pipeline.run import SENDS, formula, free_port, loss_of, send_counts
-from benchmarks.pipeline.stages import pipeline_stages, stage_modules
+from crosslayer.core.pipeline import pipeline_stages
+from crosslayer.core.pipeline.cuts import KEPT, find_cuts
+from crosslayer.core.pipeline.stages import stage_modules
 from crosslayer.testing import tiny as contract
 from tests.helpers.cases import CASES
 
 MICROBATCHES, LENGTH = 4, 6
 METHODS = ("attnres", "attnres + cla", "uniattn, two blocks", "resformer", "mudd + drop")
+FAMILIES = (
+    "attnres + drop compensated, gemma2",
+    "resformer + attnres, gemma3",
+    "attnres, gpt2",
+    "resformer + cla, gpt2",
+)
 
 
 def gradients(model):
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
-def check_gradients(found, expected):
+def check_gradients(found, expected, tolerance=1e-12):
     assert set(found) == set(expected)
-    for name, grad in expected.items():
-        assert (grad - found[name]).abs().max() <= 1e-12 * grad.abs().max(), name
+    for name, grad in expected.items():  # that of a bias of keys is zero, but for rounding
+        assert (grad - found[name]).abs().max() <= tolerance * max(grad.abs().max(), 1e-3), name
 
 
 def run_in_turn(modules, ids):
@@ -47,10 +54,16 @@ def run_in_turn(modules, ids):
     return loss
 
 
-@pytest.mark.parametrize("case", METHODS)
-def test_stages_equal_the_whole(case):
+@pytest.mark.parametrize("case", METHODS + FAMILIES)
+@pytest.mark.parametrize("way", ["sdpa", "eager", "checkpointing"])
+def test_stages_equal_the_whole(case, way):
     methods, shape = CASES[case]
-    model = contract.build(contract.config_of(methods, **{**shape, "tie_word_embeddings": False})).train()
+    config = contract.config_of(methods, **{**shape, "tie_word_embeddings": False})
+    model = contract.build(config).train()
+    if way == "checkpointing":
+        model.activation_checkpointing_enable()
+    else:
+        model.set_attn_implementation(way)
     ids = contract.tokens(length=8)
     whole = loss_of(model(ids, use_cache=False).logits, ids)
     whole.backward()
@@ -58,7 +71,8 @@ def test_stages_equal_the_whole(case):
     model.zero_grad()
     modules = stage_modules(model, ranks=2, rounds=3)
     torch.testing.assert_close(run_in_turn(modules, ids), whole, rtol=1e-12, atol=0)
-    check_gradients(gradients(model), expected)
+    # eager attention has maps in float32: stages build those again that the whole model shares
+    check_gradients(gradients(model), expected, 1e-6 if way == "eager" else 1e-12)
     assert not any(queue for module in modules for queue in module.exchange.waiting.values())
 
 
@@ -68,6 +82,28 @@ def test_a_cut_within_a_block_sends_its_sum_too():
     between, within = find_cuts(config, [4, 5])
     assert len(between.numbers) == 2 + 1
     assert len(within.numbers) == 3 + 1
+
+
+REFUSED = [
+    ({"num_local_experts": 4}, "FSDP"),
+    (CASES["linear attention"][1], "FSDP"),
+    ({"tie_word_embeddings": True}, "tie_word_embeddings=False"),
+    ({"num_hidden_layers": 5}, "6 layers"),
+]
+
+
+@pytest.mark.parametrize(("shape", "hint"), REFUSED, ids=str)
+def test_what_cannot_be_split_is_refused_with_an_alternative(shape, hint):
+    model = contract.build(contract.config_of(None, **shape))
+    with pytest.raises(ValueError, match=hint):
+        stage_modules(model, ranks=2, rounds=3)
+
+
+def test_padding_is_refused_with_an_alternative():
+    ids = contract.tokens()
+    for module in stage_modules(decoder(), ranks=2):
+        with pytest.raises(ValueError, match="attention_mask.*pack"):
+            module(ids, attention_mask=torch.ones_like(ids))
 
 
 def decoder():

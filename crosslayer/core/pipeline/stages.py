@@ -21,11 +21,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
-from benchmarks.pipeline.cuts import Cut, Traffic, find_cuts, find_traffic
-from benchmarks.pipeline.rank_cache import Microbatch
+from crosslayer.core.decoder.attention import CrossLayerAttention
+from crosslayer.core.decoder.configuration import CrossLayerConfig
 from crosslayer.core.decoder.families import rotary_tables
 from crosslayer.core.decoder.modeling import CrossLayerForCausalLM, CrossLayerModel, masks_of
 from crosslayer.core.method import Carry, Residual
+from crosslayer.core.pipeline.cuts import Cut, Traffic, find_cuts, find_traffic
+from crosslayer.core.pipeline.rank_cache import Microbatch
 from crosslayer.core.sources import BY_LAYER
 
 
@@ -34,8 +36,12 @@ def pipeline_stages(
 ) -> list[PipelineStage]:
     """Return the stages of this rank, of ranks × rounds stages: stage c runs on rank c % ranks.
 
+    The stages hold the model's own modules, of which those of this rank move to the device. Their names and parameters
+    are those of the model, so `save_stages` writes a model that `from_pretrained` loads. Each call of a stage reads
+    whole rows of ids (B, T): positions count from 0, and there is no padding.
+
     Args:
-        model: the whole decoder, with the same weights on every rank.
+        model: the whole decoder, with the same weights on every rank; on the CPU if it does not fit on a device.
         device: the device of this rank.
         rounds: number of stages per rank.
         keep: tensors that a rank keeps for its later stages: "all"; only those "received", which is cross-stage caching
@@ -47,7 +53,7 @@ def pipeline_stages(
     rank, ranks = dist.get_rank(), dist.get_world_size()
     modules = stage_modules(model, ranks, rounds, keep)
     mine = range(rank, len(modules), ranks)
-    return [Stage(modules[stage], stage, len(modules), device) for stage in mine]
+    return [Stage(modules[stage].to(device), stage, len(modules), device) for stage in mine]
 
 
 class Stage(PipelineStage):
@@ -60,23 +66,11 @@ class Stage(PipelineStage):
 
 def stage_modules(model: CrossLayerForCausalLM, ranks: int, rounds: int = 1, keep: str = "all") -> list["StageModule"]:
     """Return the modules of the stages of all ranks; arguments and errors are those of `pipeline_stages`."""
-    stages, layers = ranks * rounds, model.config.num_hidden_layers
-    if stages > layers:
-        raise ValueError(f"{ranks} ranks × {rounds} rounds need {stages} layers or more, got {layers}")
-    starts = [stage * layers // stages for stage in range(stages)]
-    bounds = [*starts, layers]
-    config = model.config
-    if config.family != "llama" or config.num_local_experts is not None or config.linear_layers:
-        raise ValueError(
-            "only Llama is supported, without experts and linear attention; got family "
-            f"{config.family!r}, {config.num_local_experts or 'no'} experts and linear attention in layers "
-            f"{list(config.linear_layers)}"
-        )
-    if config.plan.beyond_sharing:
-        raise ValueError(f"{config.plan.beyond_sharing}, so the model cannot be split into stages")
-    if model.config.tie_word_embeddings and stages > 1:
-        raise ValueError("embedding and head are in different stages; set tie_word_embeddings=False")
-    between = find_cuts(model.config, starts[1:])
+    config, stages = model.config, ranks * rounds
+    check_splits(config, ranks, rounds)
+    starts = [stage * config.num_hidden_layers // stages for stage in range(stages)]
+    bounds = [*starts, config.num_hidden_layers]
+    between = find_cuts(config, starts[1:])
     cuts = (None, *between, None)
     traffic = find_traffic(between, ranks, keep)
     waiting: list[dict[int, deque[Microbatch]]] = [defaultdict(deque) for _ in range(ranks)]
@@ -88,6 +82,25 @@ def stage_modules(model: CrossLayerForCausalLM, ranks: int, rounds: int = 1, kee
         )
         for stage in range(stages)
     ]
+
+
+def check_splits(config: CrossLayerConfig, ranks: int, rounds: int) -> None:
+    """Refuse a decoder that stages cannot run; each message has the alternative."""
+    stages, layers = ranks * rounds, config.num_hidden_layers
+    if rounds < 1:
+        raise ValueError(f"rounds must be at least 1, got {rounds}")
+    if stages > layers:
+        raise ValueError(f"{ranks} ranks × {rounds} rounds need {stages} layers or more, got {layers}")
+    if config.num_local_experts is not None:
+        raise ValueError("a stage cannot return the balance loss of experts; train them with FSDP (train.fsdp)")
+    if config.linear_layers:
+        raise ValueError(
+            f"layers {list(config.linear_layers)} have linear attention, which stages cannot run; train with FSDP"
+        )
+    if config.plan.beyond_sharing:
+        raise ValueError(f"{config.plan.beyond_sharing}, so the model cannot be split into stages; train with FSDP")
+    if config.tie_word_embeddings and stages > 1:
+        raise ValueError("embedding and head are in different stages; set tie_word_embeddings=False")
 
 
 @dataclass(frozen=True)
@@ -132,12 +145,18 @@ class StageModule(nn.Module):
 
     def __init__(self, model: CrossLayerForCausalLM, layers: range, exchange: Exchange):
         super().__init__()
-        self.exchange = exchange
+        self.exchange, self.config, self.generation_config = exchange, model.config, model.generation_config
+        self.softcap = model.softcap
         self.model = StageBody(model.model, layers, exchange)
         self.lm_head = model.lm_head if exchange.after is None else None
 
-    def forward(self, *received: Tensor) -> Tensor | tuple[Tensor, ...]:
+    def forward(self, *received: Tensor, **inputs: Any) -> Tensor | tuple[Tensor, ...]:
         """Map ids (B, T), or the tensors received, to the tensors to send, or to logits (B, T, V) in the last stage."""
+        if inputs:
+            raise ValueError(
+                f"a stage takes ids alone, got {', '.join(inputs)}; instead of padding, pack texts into rows, or pad "
+                "at the end and let the loss ignore these tokens"
+            )
         microbatch, tensors = self.exchange.arrive(received)
         if self.exchange.before is None:
             stream, carry = self.model.begin(*received)
@@ -147,11 +166,12 @@ class StageModule(nn.Module):
         if self.exchange.after is not None:
             return self.exchange.depart(microbatch, {**tensors, **self.exchange.after.take(stream, carry)})
         assert self.lm_head is not None
-        return self.lm_head(self.model.end(stream, carry))
+        logits = self.lm_head(self.model.end(stream, carry))
+        return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
 
 
 class StageBody(nn.Module):
-    """Some layers of the body; embedding, final residual and final norm are None if they are in other stages."""
+    """Some layers of the body; embeddings, final residual and final norm are None if they are in other stages."""
 
     def __init__(self, body: CrossLayerModel, layers: range, exchange: Exchange):
         super().__init__()
@@ -160,8 +180,11 @@ class StageBody(nn.Module):
         assert layer_types is not None
         self.config, self.layer_types = body.config, layer_types[layers.start : layers.stop]
         self.embed_tokens: nn.Embedding | None = body.embed_tokens if first else None
+        self.embed_positions: nn.Embedding | None = body.embed_positions if first else None
         self.layers = nn.ModuleDict({str(layer): body.layers[layer] for layer in layers})
-        assert body.rotary_emb is not None, "families without it are refused earlier"
+        for module in self.layers.modules():
+            if isinstance(module, CrossLayerAttention):
+                module.shares_map = False  # queries and keys cross a cut, which are smaller
         self.rotary_emb = body.rotary_emb
         self.final_residual: Residual | None = body.final_residual if last else None
         self.norm: nn.Module | None = body.norm if last else None
@@ -169,13 +192,18 @@ class StageBody(nn.Module):
     def begin(self, ids: Tensor) -> tuple[Tensor, Carry]:
         """Return stream and carry for the first layer."""
         assert self.embed_tokens is not None
-        return self.embed_tokens(ids), {}
+        stream = self.embed_tokens(ids)
+        if self.embed_positions is not None:
+            stream = stream + self.embed_positions(_positions(stream))
+        return stream, {}
 
     def forward(self, stream: Tensor, carry: Carry) -> tuple[Tensor, Carry]:
         """Run the layers."""
-        position_ids = torch.arange(stream.shape[1], device=stream.device).unsqueeze(0)
+        position_ids = _positions(stream)
         masks = masks_of(self.config, self.layer_types, stream, None, position_ids)
-        tables = rotary_tables(self.rotary_emb, self.layer_types, stream, position_ids)
+        tables = {}
+        if self.rotary_emb is not None:
+            tables = rotary_tables(self.rotary_emb, self.layer_types, stream, position_ids)
         carry = {BY_LAYER: True, "read": stream.view_as(stream), **carry}
         for layer, layer_type in zip(self.layers.values(), self.layer_types, strict=True):
             stream, carry = layer(
@@ -193,3 +221,8 @@ class StageBody(nn.Module):
         if self.final_residual is not None:
             stream, carry = self.final_residual(stream, carry)
         return self.norm(stream)
+
+
+def _positions(stream: Tensor) -> Tensor:
+    """Return the positions (1, T) of the tokens of a stream (B, T, …)."""
+    return torch.arange(stream.shape[1], device=stream.device).unsqueeze(0)

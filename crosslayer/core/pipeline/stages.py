@@ -36,8 +36,8 @@ def pipeline_stages(
 ) -> list[PipelineStage]:
     """Return the stages of this rank, of ranks × rounds stages: stage c runs on rank c % ranks.
 
-    The stages hold the model's own modules, of which those of this rank move to the device. Their names and parameters
-    are those of the model, so `save_stages` writes a model that `from_pretrained` loads. Each call of a stage reads
+    The stages hold the model's own modules; those of this rank move to the device. Their names and parameters are those
+    of the model, so `save_stages` writes a model that `from_pretrained` loads. Each call of a stage reads
     whole rows of ids (B, T): positions count from 0, and there is no padding.
 
     Args:

@@ -1,6 +1,8 @@
-"""What the scripts of this folder share: arguments, times of a device, records, models of a given shape."""
+"""What the scripts of this folder share: arguments, times of a device, records, models and their shapes."""
 
 import argparse
+import contextlib
+import gc
 import json
 import time
 from collections.abc import Callable
@@ -13,6 +15,14 @@ from crosslayer.core.decoder import CrossLayerConfig, CrossLayerForCausalLM
 from crosslayer.environment import environment
 from crosslayer.stats.times import paired_ratio
 
+SHAPE_7B = {
+    "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 32, "max_position_embeddings": 8192,
+}  # fmt: skip
+SHAPE_8B = {
+    "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072, "rope_theta": 500000.0,
+}  # fmt: skip
 TINY = {
     "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -56,6 +66,14 @@ def in_turns(calls: dict[str, Callable[[], float]], pairs: int, warmup: int = 1)
     return rows
 
 
+def freed(device: str) -> None:
+    """Give back the memory of models that are no longer named."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
 def build(shape: dict, methods: list, device: str, dtype: torch.dtype, seed: int = 0) -> CrossLayerForCausalLM:
     """Return a model with random weights, made on the device in its type."""
     before = torch.get_default_dtype()
@@ -78,7 +96,20 @@ def peak_bytes(device: str) -> int | None:
     return used
 
 
+def resumed(file: Path, **facts: object) -> dict:
+    """Return the record that a stopped run with the same facts left in a file, otherwise one without rows."""
+    facts = json.loads(json.dumps(facts))  # as a file has them
+    with contextlib.suppress(OSError, ValueError):
+        earlier = json.loads(file.read_text())
+        if all(earlier.get(name) == value for name, value in facts.items()):
+            rows = {name: row for name, row in earlier["rows"].items() if "error" not in row}
+            return {**earlier, "rows": rows}
+    return {**facts, "rows": {}}
+
+
 def save(file: Path, record: dict) -> None:
     """Write a record with the date, versions and machine, replacing what an earlier call wrote."""
-    everything = {"date": str(date.today()), **environment().model_dump(), **record}
-    file.write_text(json.dumps(everything, indent=1) + "\n")
+    everything = {**record, "date": str(date.today()), **environment().model_dump()}
+    partial = file.with_suffix(".part")  # a part that is stopped here keeps what it had
+    partial.write_text(json.dumps(everything, indent=1) + "\n")
+    partial.replace(file)

@@ -12,7 +12,7 @@ import importlib.util
 from statistics import median
 
 import torch
-from common import arguments, save, seconds
+from common import arguments, resumed, save, seconds
 
 from crosslayer.core.depth_attention import depth_attention, keep, listed
 from crosslayer.core.sources import Sources
@@ -109,7 +109,7 @@ def timed(forms, count, tokens, width, device, rate):
 
 
 def main():
-    """Check, then time; write the file after each."""
+    """Check and time, the fewest sources first; write the file after each."""
     options = arguments(__doc__).parse_args()
     device = "cpu" if options.dry_run else "cuda"
     tokens, width = (16, 64) if options.dry_run else (8192, 4096)
@@ -117,16 +117,15 @@ def main():
     forms = {"operator": by_operator, "definition": by_definition}
     if importlib.util.find_spec("fla") is not None and device == "cuda":
         forms["flash-linear-attention"] = by_fla
-    record = {"tokens": tokens, "width": width, "errors": {}, "times": {}}
-    for count in counts:
-        record["errors"][count] = errors(forms, count, min(tokens, 256), width, device)
-        print(f"{count} sources, errors:", record["errors"][count], flush=True)
-    save(options.json, record)
+    record = resumed(options.json, tokens=tokens, width=width)
     record["bytes_per_second"] = rate = bandwidth(device, 1 << (16 if options.dry_run else 28))
     for count in counts:
+        if str(count) in record["rows"]:
+            continue
+        gaps = errors(forms, count, min(tokens, 256), width, device)
         some = {name: form for name, form in forms.items() if name != "definition" or count <= LISTED}
-        record["times"][count] = timed(some, count, tokens, width, device, rate)
-        print(f"{count} sources, times:", record["times"][count], flush=True)
+        record["rows"][str(count)] = {"errors": gaps, "times": timed(some, count, tokens, width, device, rate)}
+        print(f"{count} sources:", record["rows"][str(count)], flush=True)
         save(options.json, record)
 
 

@@ -4,8 +4,7 @@ python benchmarks/gpu/diagnosis.py --json FILE [--dry-run]
 """
 
 import torch
-from common import TINY, arguments, build, in_turns, peak_bytes, save, seconds
-from steps import SHAPE_8B
+from common import SHAPE_8B, TINY, arguments, build, in_turns, peak_bytes, resumed, save, seconds
 
 from crosslayer import diagnose
 
@@ -21,8 +20,10 @@ def main():
     options = arguments(__doc__).parse_args()
     device, dtype = ("cpu", torch.float32) if options.dry_run else ("cuda", torch.bfloat16)
     shape, lengths = (TINY, (64,)) if options.dry_run else (SHAPE_8B, (2048, 8192))
-    model, record = build(shape, [], device, dtype), {"shape": shape, "rows": {}}
+    model, record = build(shape, [], device, dtype), resumed(options.json, shape=shape)
     for length in lengths:
+        if str(length) in record["rows"]:
+            continue
         ids = torch.randint(0, shape["vocab_size"], (1, length), device=device)
         peaks = {}
 
@@ -39,8 +40,8 @@ def main():
             return taken
 
         rows = in_turns({"forward": forwards, "diagnosis": diagnoses}, pairs=3)
-        record["rows"][length] = {**rows, "peak_bytes": peaks}
-        print(length, record["rows"][length], flush=True)
+        record["rows"][str(length)] = {**rows, "peak_bytes": peaks}
+        print(length, record["rows"][str(length)], flush=True)
         save(options.json, record)
 
 

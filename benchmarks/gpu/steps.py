@@ -9,22 +9,12 @@ do not fit. serving: time to first token and a decoding step at 8B shape with SD
 attention: CLA, UniAttn and dropped attention, each in turns with the plain decoder.
 """
 
-import gc
-
 import torch
-from common import TINY, arguments, build, in_turns, peak_bytes, save, seconds
+from common import SHAPE_7B, SHAPE_8B, TINY, arguments, build, freed, in_turns, peak_bytes, resumed, save, seconds
 from transformers import DynamicCache
 
 from crosslayer.core.transformers_versions import CACHE
 
-SHAPE_7B = {
-    "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
-    "num_attention_heads": 32, "num_key_value_heads": 32, "max_position_embeddings": 8192,
-}  # fmt: skip
-SHAPE_8B = {
-    "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-    "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072, "rope_theta": 500000.0,
-}  # fmt: skip
 STEPS = 8  # decoding steps that are timed together
 
 
@@ -82,14 +72,6 @@ def decoding(model, cache, ids, device):
     return seconds(run, device) / STEPS
 
 
-def freed(device: str) -> None:
-    """Give back the memory of models that are no longer named."""
-    gc.collect()
-    if device == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-
-
 def alone(shape, methods, device, dtype, measure) -> dict:
     """Measure a model that has the device to itself: a row, or the error that stopped it."""
     try:
@@ -106,7 +88,7 @@ def training(options, device, dtype):
     """Time training steps one model at a time, eager and compiled, then decoding."""
     shape, tokens, pairs = (TINY, 32, 2) if options.dry_run else (SHAPE_7B, 4096, 6)
     ids = torch.randint(0, shape["vocab_size"], (1, tokens), device=device)
-    record = {"shape": shape, "tokens": tokens, "in_turns": False, "rows": {}}
+    record = resumed(options.json, shape=shape, tokens=tokens, in_turns=False)
 
     def measure(model, compiled):
         if compiled:
@@ -121,8 +103,10 @@ def training(options, device, dtype):
 
     for compiled in (False, True):
         for name, methods in training_methods(shape["num_hidden_layers"]).items():
-            torch._dynamo.reset()
             label = f"{name}, compiled" if compiled else name
+            if label in record["rows"]:
+                continue
+            torch._dynamo.reset()
             record["rows"][label] = alone(shape, methods, device, dtype, lambda m, c=compiled: measure(m, c))
             print(label, record["rows"][label], flush=True)
             save(options.json, record)
@@ -132,9 +116,11 @@ def serving(options, device, dtype):
     """Time prompts and decoding steps, each method in turns with the plain decoder."""
     shape, length, pairs = (TINY, 64, 2) if options.dry_run else (SHAPE_8B, 8192, 5)
     ids = torch.randint(0, shape["vocab_size"], (8, length), device=device)
-    record = {"shape": shape, "length": length, "in_turns": True, "rows": {}}
+    record = resumed(options.json, shape=shape, length=length, in_turns=True)
     plain = build(shape, [], device, dtype)
     for name, methods in serving_methods(shape["num_hidden_layers"]).items():
+        if name in record["rows"]:
+            continue
         models = {"plain": plain, name: build(shape, methods, device, dtype)}
         record["rows"][name] = served(models, ids, pairs, device)
         print(name, record["rows"][name], flush=True)

@@ -12,8 +12,7 @@ import cProfile
 import pstats
 
 import torch
-from common import TINY, arguments, build, in_turns, save, seconds
-from steps import SHAPE_8B, freed
+from common import SHAPE_8B, TINY, arguments, build, freed, in_turns, resumed, save, seconds
 
 from crosslayer.codec.chain import Chain, Importance, Layer, sources, step_sizes
 from crosslayer.codec.codec import Codec
@@ -74,9 +73,11 @@ def main():
     shapes = read_shapes(model)
     text = torch.randint(0, shape["vocab_size"], (1, max(1024, lengths[-1])), device=device)
     codec = Codec(stand_in(prefill(model, text[:, :1024]), shapes), model_print(model))
-    record = {"shape": shape, "share": SHARE, "channels": CHANNELS, "rows": {}}
+    record = resumed(options.json, shape=shape, share=SHARE, channels=CHANNELS)
     freed(device)
     for length in lengths:
+        if str(length) in record["rows"]:
+            continue
         prompt = text[:, :length]
         cache = prefill(model, prompt)
         raw = [state.cpu() for layer in cache.layers for state in (layer.keys, layer.values)]
@@ -88,12 +89,12 @@ def main():
             "encoding": lambda c=cache, p=prompt: codec.encode(c, p),
             "decoding": lambda d=data: codec.decode(d, device, dtype),
         }
-        if length == lengths[0]:
+        if "error" not in record:
             record["error"] = error(codec.decode(data, device, dtype), codec.decode(data, "cpu", torch.float32))
         rows = in_turns({name: lambda c=call: seconds(c, device) for name, call in calls.items()}, pairs, warmup=0)
         size = sum(state.numel() for state in raw) * 2
-        record["rows"][length] = {**rows, "bytes": len(data), "raw_bytes": size}
-        print(length, record["rows"][length], flush=True)
+        record["rows"][str(length)] = {**rows, "bytes": len(data), "raw_bytes": size}
+        print(length, record["rows"][str(length)], flush=True)
         save(options.json, record)
         if options.profile:
             profile = cProfile.Profile()

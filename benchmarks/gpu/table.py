@@ -22,12 +22,10 @@ def milliseconds(row: dict) -> str:
 
 def depth_attention(record: dict) -> None:
     """Print errors, and times over those of the bytes."""
-    for count, forms in record["errors"].items():
-        print(
-            count, "sources:", {form: {key: f"{gap:.1e}" for key, gap in gaps.items()} for form, gaps in forms.items()}
-        )
-    for count, forms in record["times"].items():
-        for form, kinds in forms.items():
+    for count, row in record["rows"].items():
+        for form, gaps in row["errors"].items():
+            print(count, form, *(f"error of {key} {gap:.1e}" for key, gap in gaps.items()), sep=" | ")
+        for form, kinds in row["times"].items():
             cells = [f"{kind} {milliseconds(row)} = {row['of_limit']:.2f} of its bytes" for kind, row in kinds.items()]
             print(count, form, *cells, sep=" | ")
 
@@ -47,6 +45,24 @@ def training(record: dict) -> None:
         ]
         memory = [] if row["peak_bytes"] is None else [f"{row['peak_bytes'] / 2**30:.1f} GiB"]
         print(name, *cells, *memory, sep=" | ")
+
+
+def uniattn(record: dict) -> None:
+    """Print each way's times and peaks beside the plain decoder's."""
+    for name, row in record["rows"].items():
+        cells = [f"{key} {milliseconds(value)} {ratio(value)}" for key, value in row.items()]
+        peaks = [f"{value['peak_bytes'] / 2**30:.2f} GiB" for value in row.values() if value["peak_bytes"]]
+        print(name, *cells, *peaks, sep=" | ")
+
+
+def two_phase(record: dict) -> None:
+    """Print the reads of each way over one phase, and as a share of the plain decoder's pass."""
+    for name, row in record["rows"].items():
+        for way, value in row.items():
+            if way == "plain pass":
+                continue
+            cells = [f"{value['over_one_phase']:.3f} of one phase", f"{value['of_pass']:.4f} of a pass"]
+            print(name, way, milliseconds(value), *cells, f"gap {value['gap']:.1e}", sep=" | ")
 
 
 def serving(record: dict) -> None:
@@ -72,7 +88,7 @@ def stored_prompts(record: dict) -> None:
         print(length, "tokens", *cells, sep=" | ")
 
 
-def resformer(record: dict) -> None:
+def training_dynamics(record: dict) -> None:
     """Print loss and the means over layers, by step."""
     for name, row in record["rows"].items():
         for entry in row["history"]:
@@ -86,12 +102,15 @@ def resformer(record: dict) -> None:
 
 def main():
     """Print every record that is there."""
-    for part in (depth_attention, training, serving, stored_prompts, diagnosis, resformer):
-        file = Path(sys.argv[1]) / f"{part.__name__}.json"
+    parts = {part.__name__: part for part in (uniattn, two_phase, depth_attention, training, diagnosis)}
+    parts |= {part.__name__: part for part in (serving, stored_prompts)}
+    parts |= dict.fromkeys(("resformer", "equation7", "attnres"), training_dynamics)
+    for name, part in parts.items():
+        file = Path(sys.argv[1]) / f"{name}.json"
         if file.exists():
             record = json.loads(file.read_text())
             versions = ", ".join(f"{name} {record['versions'][name]}" for name in ("torch", "transformers"))
-            print(f"\n## {part.__name__}, {record['date']}, {record['machine']['gpu']}, {versions}")
+            print(f"\n## {name}, {record['date']}, {record['machine']['gpu']}, {versions}")
             part(record)
 
 

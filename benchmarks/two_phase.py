@@ -2,10 +2,11 @@
 
     OMP_NUM_THREADS=1 python benchmarks/two_phase.py [--rounds 15] [--json FILE]
 
-*reads* are the readers of a model alone, on random sublayer outputs: how many new tokens it takes until two phases pay
-(`FEWEST_TOKENS`). *models* are whole prompts and decoding steps, with the plain decoder of the same shape. One model
-runs both ways, in turns; times are processor time of one thread. Ratios are taken round by round, with 95% intervals of
-the median from order statistics. `difference` is that of both ways' logits, over the largest logit, in float32.
+*reads* are the readers of a model alone, on random sublayer outputs: from how many new tokens on two phases pay
+(`FEWEST_SOURCES`, `FEWEST_ELEMENTS`). *models* are whole prompts and decoding steps, with the plain decoder of the same
+shape, under the rule that the package has. One model runs both ways, in turns; times are processor time of one thread.
+Ratios are taken round by round, with 95% intervals of the median from order statistics. `difference` is that of both
+ways' logits, over the largest logit, in float32.
 """
 
 import argparse
@@ -27,7 +28,7 @@ from crosslayer.stats.times import paired_ratio
 
 FORMS = {"full": None, "blocks of 2": 2, "blocks of 8": 8}
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024)
-FEWEST = {"one": sys.maxsize, "two": 0}
+NEVER, RULE = sys.maxsize, two_phase.FEWEST_ELEMENTS  # from how many elements on there are two phases
 
 
 def build(layers: int, method: dict | None) -> CrossLayerForCausalLM:
@@ -51,9 +52,9 @@ def read_all(modules: list[torch.nn.Module], outputs: list[torch.Tensor]) -> Non
         stream, carry = reader(stream, carry, output)
 
 
-def seconds(phases: str, run, *args, **options) -> float:
-    """Return the processor time of a call that reads in one phase or in two."""
-    two_phase.FEWEST_TOKENS = FEWEST[phases]
+def seconds(fewest: int, run, *args, **options) -> float:
+    """Return the processor time of a call that reads in two phases from so many elements on."""
+    two_phase.FEWEST_ELEMENTS = fewest
     started = time.thread_time()
     run(*args, **options)
     return time.thread_time() - started
@@ -66,12 +67,12 @@ def ratio_of(times: list[float], baseline: list[float]) -> dict:
 
 
 def interleaved(cases: dict, rounds: int) -> dict[str, list[float]]:
-    """Return the times of cases (phases, function, arguments), which run in turns, in an order that alternates."""
+    """Return the times of cases (fewest elements, function, arguments), which run in turns, in an order that alternates."""
     times: dict[str, list[float]] = {name: [] for name in cases}
     for number in range(-1, rounds):
         for name in list(cases) if number % 2 else list(cases)[::-1]:
-            phases, run, *args = cases[name]
-            took = seconds(phases, run, *args)
+            fewest, run, *args = cases[name]
+            took = seconds(fewest, run, *args)
             if number >= 0:
                 times[name].append(took)
     return times
@@ -87,7 +88,7 @@ def measure_reads(layers: int, block: int | None, tokens: int, rounds: int) -> d
         for _ in range(repeats):
             read_all(modules, outputs)
 
-    times = interleaved({phases: (phases, run) for phases in FEWEST}, rounds)
+    times = interleaved({"one": (NEVER, run), "two": (0, run)}, rounds)
     return ratio_of(times["two"], times["one"])
 
 
@@ -102,13 +103,13 @@ def measure_model(layers: int, block: int | None, tokens: int, seen: int, rounds
             cache.crop(-tokens)
 
     caches = [filled(one, ids[:, :seen]) if seen else None for one in (plain, model)]
-    cases = {"plain": ("one", run, plain, caches[0])}
-    cases |= {phases: (phases, run, model, caches[1]) for phases in FEWEST}
+    phases = {"one": NEVER, "two": RULE}
+    cases = {"plain": (NEVER, run, plain, caches[0])}
+    cases |= {name: (fewest, run, model, caches[1]) for name, fewest in phases.items()}
     times = interleaved(cases, rounds)
     logits = {}
-    for phases in FEWEST:
-        two_phase.FEWEST_TOKENS = FEWEST[phases]
-        logits[phases] = model(ids[:, :tokens], use_cache=False).logits
+    for name, two_phase.FEWEST_ELEMENTS in phases.items():
+        logits[name] = model(ids[:, :tokens], use_cache=False).logits
     difference = float((logits["two"] - logits["one"]).abs().max() / logits["one"].abs().max())
     return {
         "one_over_plain": ratio_of(times["one"], times["plain"]),
@@ -126,7 +127,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
-    fewest, reads, models = two_phase.FEWEST_TOKENS, {}, {}
+    reads, models = {}, {}
     for layers in (8, 32):
         for form, block in FORMS.items():
             name = f"{2 * layers} sublayers, {form}"
@@ -144,7 +145,8 @@ def main() -> None:
                     *(f"{key} {found[key]['ratio']:.3f} {found[key]['ci95']}" for key in list(found)[:3]),
                     flush=True,
                 )
-    result = {"date": str(date.today()), "rounds": options.rounds, "shape": SHAPE, "fewest_tokens": fewest}
+    result = {"date": str(date.today()), "rounds": options.rounds, "shape": SHAPE}
+    result |= {"fewest_sources": two_phase.FEWEST_SOURCES, "fewest_elements": RULE}
     result |= {"reads": reads, "models": models} | environment().model_dump()
     options.json.write_text(json.dumps(result, indent=1) + "\n")
 

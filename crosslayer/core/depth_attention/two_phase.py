@@ -21,10 +21,12 @@ import torch
 from torch import Tensor
 
 from crosslayer.core.depth_attention.operators import is_inference
-from crosslayer.core.depth_attention.plain import exact, inverse_rms, wide
+from crosslayer.core.depth_attention.plain import exact, wide
 
 READERS = 8  # of a group, at least; more save little, and hold more results until they are needed
-FEWEST_TOKENS = 32  # with fewer, phase 2's operators cost more than reading all sources: benchmarks/two_phase.py
+# with fewer closed sources, or fewer elements of all of them together, phase 2's operators cost more than reading all
+# sources again: benchmarks/two_phase.py, at 2 to 1,024 tokens
+FEWEST_SOURCES, FEWEST_ELEMENTS = 4, 1 << 18
 AT_ONCE = 1 << 20  # elements of the closed sources that are copied at a time, so that they stay in a core's cache
 
 
@@ -35,8 +37,8 @@ class Ahead:
     Attributes:
         readers: (S,), the readers that it answers.
         count: N, the number of closed sources.
-        sums: (S, T, C), the weighted sums of the closed sources, in float32 or wider.
-        totals: (S, T), the log-sum-exp of their scores.
+        sums: (T, S, C), the weighted sums of the closed sources, in float32 or wider.
+        totals: (T, S), the log-sum-exp of their scores.
     """
 
     readers: Sequence[Any]
@@ -49,43 +51,51 @@ class Ahead:
         return None
 
 
-def pays(source: Tensor) -> bool:
-    """Return whether to read the sources of tokens (…, C) in two phases."""
-    return source.device.type == "cpu" and source.numel() >= FEWEST_TOKENS * source.shape[-1] and is_inference()
+def pays(closed: Sequence[Tensor]) -> bool:
+    """Return whether a group of readers should read closed sources (…, C) in two phases."""
+    newest = closed[-1]
+    enough = len(closed) >= FEWEST_SOURCES and len(closed) * newest.numel() > FEWEST_ELEMENTS
+    return enough and newest.device.type == "cpu" and is_inference()
 
 
 def read_ahead(sources: Sequence[Tensor], readers: Sequence[Any], directions: Tensor, eps: float) -> Ahead:
     """Return the answers of the closed sources (…, C) to readers with directions (S, C): phase 1."""
-    width = directions.shape[1]
+    width, dtype = directions.shape[1], wide(sources[0]).dtype
     rows = [source.reshape(-1, width) for source in sources]  # (T, C) each
     with exact(directions.device):
-        dtype = wide(sources[0]).dtype
         directions = directions.to(dtype)
-        sums = directions.new_empty(len(directions), len(rows[0]), width)  # (S, T, C)
-        totals = directions.new_empty(sums.shape[:2])
+        sums = directions.new_empty(len(rows[0]), len(directions), width)  # (T, S, C)
+        totals = directions.new_empty(len(rows[0]), len(directions))  # (T, S)
         step = max(1, AT_ONCE // (len(sources) * width))
         for start in range(0, len(rows[0]), step):
             part = slice(start, start + step)
-            some, total = _attend([row[part] for row in rows], directions, eps)
-            sums[:, part], totals[:, part] = some.transpose(0, 1), total.T
+            stacked = wide(torch.stack([row[part] for row in rows], dim=1))  # (t, N, C)
+            scores = (stacked @ directions.T).mul_(_inverse_rms(stacked, eps))  # (t, N, S)
+            totals[part] = scores.logsumexp(dim=1)
+            weights = scores.sub_(totals[part].unsqueeze(1)).exp_().mT.contiguous()  # (t, S, N)
+            torch.bmm(weights, stacked, out=sums[part])
     return Ahead(readers, len(sources), sums, totals)
 
 
 def merge(ahead: Ahead, reader: int, own: Sequence[Tensor], direction: Tensor, eps: float) -> Tensor:
     """Return the read (…, C) of a reader of the group, whose own sources are (…, C) each: phase 2."""
-    closed = ahead.sums[reader]  # (T, C)
+    closed, total = ahead.sums[:, reader], ahead.totals[:, reader]  # (T, C), (T,)
     if not own:
         return closed
-    rows = [source.reshape(closed.shape) for source in own]
     with exact(closed.device):
-        some, total = _attend(rows, direction[None].to(closed.dtype), eps)  # (T, 1, C), (T, 1)
-        weight = torch.sigmoid(ahead.totals[reader, :, None] - total)
-        return torch.lerp(some.squeeze(1), closed, weight)
+        direction = direction.to(closed.dtype)
+        rows = [wide(source.reshape(closed.shape)) for source in own]
+        scores = [(row @ direction).mul_(_inverse_rms(row, eps).squeeze(-1)) for row in rows]
+        if len(rows) == 1:
+            return torch.lerp(rows[0], closed, torch.sigmoid(total - scores[0]).unsqueeze(-1))
+        weights = torch.stack([total, *scores]).softmax(dim=0).unsqueeze(-1)  # (1 + own, T, 1)
+        result = closed * weights[0]
+        for row, weight in zip(rows, weights[1:], strict=True):
+            result.addcmul_(row, weight)
+        return result
 
 
-def _attend(sources: Sequence[Tensor], directions: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return the weighted sums (T, S, C) and log-sum-exps (T, S) of sources (T, C) for directions (S, C)."""
-    stacked = wide(torch.stack(tuple(sources), dim=1))  # (T, N, C)
-    scores = (stacked @ directions.T) * inverse_rms(stacked, eps)  # (T, N, S)
-    totals = scores.logsumexp(dim=1, keepdim=True)  # (T, 1, S)
-    return (scores - totals).exp_().mT @ stacked, totals.squeeze(1)
+def _inverse_rms(source: Tensor, eps: float) -> Tensor:
+    """Return 1 / rms(v) of v (…, C): (…, 1), without a copy of v."""
+    squares = torch.linalg.vector_norm(source, dim=-1, keepdim=True).square_()
+    return squares.div_(source.shape[-1]).add_(eps).rsqrt_()

@@ -104,7 +104,7 @@ class AttnRes(Method):
                 if reader.opens and len(group) >= two_phase.READERS:
                     group = []
                 group.append(reader)
-                reader.group = group
+                reader.group, reader.leads = group, len(group) == 1
 
     def _starts(self, count: int) -> list[int]:
         """Return the number of the first sublayer of each block, of `count` sublayers."""
@@ -136,7 +136,8 @@ class _Depth(_Reader):
     def __init__(self, method: AttnRes, config: Config, sources: int, opens: bool, total: int):
         super().__init__(sources, opens)
         self.total, self.eps, self.query_init = total, config.rms_norm_eps, method.query_init
-        self.group: list[_Depth] = []  # `connect` fills it; the first answers the queries of all
+        self.group: list[_Depth] = []  # `connect` fills it; the first leads, and answers the queries of all
+        self.leads = False
         if not self.is_first:
             self.query = nn.Parameter(torch.empty(config.hidden_size))
             self.gain = nn.Parameter(torch.empty(config.hidden_size))
@@ -159,14 +160,13 @@ class _Depth(_Reader):
             carry = {**carry, SOURCES: closed}
         if self.is_first:
             return stream, carry
-        if two_phase.pays(stream):
-            if self is self.group[0]:
-                carry = {**carry, AHEAD: self._read_ahead(closed)}
-            ahead = carry.get(AHEAD)
-            if ahead is not None and self in ahead.readers:  # the first of the group may have been skipped
-                own = sources[ahead.count :]
-                read = two_phase.merge(ahead, ahead.readers.index(self), own, self.query * self.gain, self.eps)
-                return read.to(stream.dtype).view(stream.shape), carry
+        if self.leads and two_phase.pays(closed):
+            carry = {**carry, AHEAD: self._read_ahead(closed)}
+        ahead = carry.get(AHEAD)
+        if ahead is not None and self in ahead.readers:  # the first of the group may have been skipped
+            own = sources[ahead.count :]
+            read = two_phase.merge(ahead, ahead.readers.index(self), own, self.query * self.gain, self.eps)
+            return read.to(stream.dtype).view(stream.shape), carry
         return depth_attention(sources, self.query * self.gain, self.eps), carry
 
     def _read_ahead(self, closed: Sources) -> two_phase.Ahead | None:

@@ -15,13 +15,13 @@ from tests.helpers.tiny import tokens
 
 
 def always():
-    """Read in two phases from one token on."""
-    return mock.patch.object(two_phase, "FEWEST_TOKENS", 1)
+    """Read in two phases, however few sources or tokens there are."""
+    return mock.patch.multiple(two_phase, FEWEST_SOURCES=1, FEWEST_ELEMENTS=0)
 
 
 def never():
     """Read in one phase."""
-    return mock.patch.object(two_phase, "FEWEST_TOKENS", 1 << 40)
+    return mock.patch.object(two_phase, "FEWEST_ELEMENTS", 1 << 40)
 
 
 def readers(model):
@@ -108,12 +108,13 @@ def test_groups_are_whole_blocks_of_eight_readers_or_more():
 
 
 def test_prompts_pay_and_single_tokens_do_not():
-    model = tiny.build(tiny.config_of("attnres"))
-    with mock.patch.object(two_phase, "merge", wraps=two_phase.merge) as merge, torch.no_grad():
-        model(tokens(1, two_phase.FEWEST_TOKENS - 1))
-        assert merge.call_count == 0
-        model(tokens(2, two_phase.FEWEST_TOKENS // 2))
-        assert merge.call_count == 12
+    model = tiny.build(tiny.config_of("attnres", hidden_size=64))
+    count = mock.patch.multiple(two_phase, FEWEST_ELEMENTS=10 * 64 * 8)
+    with count, mock.patch.object(two_phase, "merge", wraps=two_phase.merge) as merge, torch.no_grad():
+        for batch, length, merges in ((1, 1, 0), (1, 8, 0), (1, 9, 4), (3, 3, 4), (1, 41, 4)):
+            merge.reset_mock()
+            model(tokens(batch, length))  # the groups have 2 and 10 closed sources, too few and enough
+            assert merge.call_count == merges, (batch, length)
 
 
 def test_training_and_ablations_keep_one_phase():

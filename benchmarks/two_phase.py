@@ -67,7 +67,7 @@ def ratio_of(times: list[float], baseline: list[float]) -> dict:
 
 
 def interleaved(cases: dict, rounds: int) -> dict[str, list[float]]:
-    """Return the times of cases (fewest elements, function, arguments), which run in turns, in an order that alternates."""
+    """Return the times of cases (fewest elements, function, arguments), in turns, in an order that alternates."""
     times: dict[str, list[float]] = {name: [] for name in cases}
     for number in range(-1, rounds):
         for name in list(cases) if number % 2 else list(cases)[::-1]:

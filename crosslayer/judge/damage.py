@@ -5,7 +5,7 @@
 Shapes: N windows, T tokens of a window, V vocabulary, R rows of logits at a time.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,8 +23,8 @@ from crosslayer.stats.estimate import FEWEST_DOMAINS, Estimate, new_domain
 
 ROWS = 128  # of logits at a time, which avoids a second copy of a window's logits
 BATCH_TOKENS = 512  # of a forward pass: larger ones are hardly faster, and logits are large
-Run = Callable[[Tensor], Tensor]  # ids (B, T) → logits (B, T, V)
-MIN_WINDOWS = 16  # per domain, for an interval
+Run = Callable[[Tensor], Tensor | None]  # ids (B, T) → logits (B, T, V), or None of a model that has failed
+MIN_WINDOWS = 16  # per domain: what verbs ask for
 
 
 @dataclass(frozen=True)
@@ -58,21 +58,26 @@ def losses(
 ) -> dict[str, Losses]:
     """Compare converted models, by name, with the original, window by window; the original runs once for all.
 
-    `doing` is what a progress meter shows.
+    A model that fails at a window has no losses. `doing` is what a progress meter shows.
     """
     rows: dict[str, list[tuple[float, float, float]]] = {name: [] for name in after}
     done = 0
     with progress(doing, len(windows)) as bar:
         for batch in windows.ids.split(max(1, BATCH_TOKENS // windows.ids.shape[1])):
-            original = before(batch).float().log_softmax(-1)  # (B, T, V)
+            reference = before(batch)
+            assert reference is not None, "an original that fails raises"
+            original = reference.float().log_softmax(-1)  # (B, T, V)
             for name, run in after.items():
-                logits = run(batch)
+                logits = run(batch) if name in rows else None
+                if logits is None:
+                    rows.pop(name, None)
+                    continue
                 rows[name] += [compare(*of_window) for of_window in zip(original, logits, batch, strict=True)]
             done += len(batch)
             bar.step(done, len(windows))
     compared = {}
-    for name in after:
-        nll_before, nll_after, kl = np.array(rows[name]).T  # (N, 3) → three of (N,)
+    for name, own in rows.items():
+        nll_before, nll_after, kl = np.array(own).T  # (N, 3) → three of (N,)
         compared[name] = Losses(nll_before, nll_after, kl, windows.documents, windows.domains)
     return compared
 
@@ -135,19 +140,28 @@ class Domains(Frozen):
     new_domain: Estimate | None = Field(description="KL on text of another kind, from the domains; None with too few")
 
 
+def kl_estimate(kl: np.ndarray, documents: Sequence[int], seed: int = 0) -> Estimate:
+    """Return the mean KL of N windows (N,), with the interval that every report has; a single window has none."""
+    mean = Bootstrap(tuple(documents), seed).mean(kl)
+    if mean.low is None:
+        return mean
+    return mean.model_copy(update={"low": max(mean.low, min(mean.value, 0.0))})  # a KL is at least 0, but for rounding
+
+
+def ratio_estimate(losses: Losses, seed: int = 0) -> Estimate:
+    """Return the ratio of perplexities after and before, with the interval that every report has."""
+    return Bootstrap(losses.documents, seed).ratio(losses.after - losses.before)
+
+
 def damage(losses: Losses, seed: int = 0) -> Damage:
     """Return the damage with paired bootstrap intervals, stratified by document."""
-    windows = len(losses.before)
-    if windows < MIN_WINDOWS:
-        raise ValueError(f"an interval needs at least {MIN_WINDOWS} windows, got {windows}")
-    bootstrap = Bootstrap(losses.documents, seed)
     return Damage(
         perplexity_before=float(np.exp(losses.before.mean())),
         perplexity_after=float(np.exp(losses.after.mean())),
-        ratio=bootstrap.ratio(losses.after - losses.before),
-        kl=bootstrap.mean(losses.kl),
+        ratio=ratio_estimate(losses, seed),
+        kl=kl_estimate(losses.kl, losses.documents, seed),
         documents=len(set(losses.documents)),
-        strata=len(bootstrap.strata),
+        strata=len(Bootstrap(losses.documents, seed).strata),
     )
 
 

@@ -56,9 +56,8 @@ class Judge:
         `doing` is what a progress meter shows.
         """
         assert self.windows is not None
-        runs = {one.name: self._guarded(one) for one in candidates}
-        found = losses(self._original_logits, runs, self.windows, doing)
-        return {name: own for name, own in found.items() if name not in self.failed}
+        runs = {one.name: self._guarded(one) for one in candidates if one.name not in self.failed}
+        return losses(self._original_logits, runs, self.windows, doing)
 
     def retrieved(self, candidate: Candidate | None, samples: Sequence[Sample]) -> list[bool] | None:
         """Return whether a candidate, or the original, finds the number of each sample; None if it fails."""
@@ -187,21 +186,20 @@ class Judge:
             line = str(error).strip().splitlines()
             self.failed[candidate.name] = f"{type(error).__name__}: {line[0][:200] if line else 'no message'}"
 
-    def _guarded(self, candidate: Candidate) -> Callable[[Tensor], Tensor]:
-        """Return the candidate's logits of windows; once it has failed, zeros of their shape, which are left out."""
+    def _guarded(self, candidate: Candidate) -> Callable[[Tensor], Tensor | None]:
+        """Return the candidate's logits of windows; None once it has failed."""
 
-        def logits_of(ids: Tensor) -> Tensor:
-            if candidate.name not in self.failed:
-                with self._catching(candidate):
-                    logits = self._logits(candidate, ids)
-                    if logits.shape[:-1] != self._shape[:-1]:
-                        raise ValueError(f"logits must have the shape {tuple(self._shape)}, got {tuple(logits.shape)}")
-                    if logits.shape[-1] != self._shape[-1]:
-                        self._common[candidate.name] = min(logits.shape[-1], self._shape[-1])
-                    if not logits.isfinite().all():
-                        raise ValueError("logits hold NaN or infinity")
-                    return logits
-            return torch.zeros(self._shape, device=self.original.device)
+        def logits_of(ids: Tensor) -> Tensor | None:
+            with self._catching(candidate):
+                logits = self._logits(candidate, ids)
+                if logits.shape[:-1] != self._shape[:-1]:
+                    raise ValueError(f"logits must have the shape {tuple(self._shape)}, got {tuple(logits.shape)}")
+                if logits.shape[-1] != self._shape[-1]:
+                    self._common[candidate.name] = min(logits.shape[-1], self._shape[-1])
+                if not logits.isfinite().all():
+                    raise ValueError("logits hold NaN or infinity")
+                return logits
+            return None
 
         return logits_of
 

@@ -6,10 +6,9 @@ from typing import Any
 import numpy as np
 
 from crosslayer.judge.clock import Run
-from crosslayer.judge.damage import Losses
+from crosslayer.judge.damage import Losses, kl_estimate, ratio_estimate
 from crosslayer.judge.report import Row
 from crosslayer.judge.retrieval import retrieval_change
-from crosslayer.stats.bootstrap import Bootstrap
 from crosslayer.stats.estimate import Estimate, new_domain
 from crosslayer.stats.times import compare_times, paired_ratio
 
@@ -81,36 +80,31 @@ def time_rows(pairs: Sequence[tuple[Run, Run]], measures: Sequence[str], **facts
     return rows
 
 
-def kl_rows(candidate: str, found: Losses) -> list[Row]:
+def kl_rows(candidate: str, found: Losses, seed: int = 0) -> list[Row]:
     """Return KL and the ratio of perplexities, of all windows and by domain, and the KL that a new domain may have."""
-    rows = damage_rows(candidate, found.kl, found.domains, found.documents)
-    for scope, losses in [
-        ("all", found),
-        *((domain, found.for_domain(domain)) for domain in dict.fromkeys(found.domains)),
-    ]:
-        ratio = Bootstrap(losses.documents).ratio(losses.after - losses.before)
+    rows = damage_rows(candidate, found.kl, found.domains, found.documents, seed)
+    for scope in ("all", *dict.fromkeys(found.domains)):
+        losses = found if scope == "all" else found.for_domain(scope)
         before, after = float(np.exp(losses.before.mean())), float(np.exp(losses.after.mean()))
-        facts: dict[str, Any] = {"candidate": candidate, "scope": scope, "change": ratio}
+        facts: dict[str, Any] = {"candidate": candidate, "scope": scope, "change": ratio_estimate(losses, seed)}
         rows.append(Row(quantity="perplexity", unit="", original=before, value=after, **facts))
     return rows
 
 
-def damage_rows(candidate: str, kl: np.ndarray, domains: Sequence[str], documents: Sequence[int]) -> list[Row]:
+def damage_rows(
+    candidate: str, kl: np.ndarray, domains: Sequence[str], documents: Sequence[int], seed: int = 0
+) -> list[Row]:
     """Return the KL of N windows, of all and by domain, and that which a new domain may have.
 
-    `kl` (N,) is in nats per token; `domains` may be empty for a single one. A domain with a single window has no row.
+    `kl` (N,) is in nats per token; `domains` may be empty for a single one; `seed` is that of the bootstrap.
     """
     rows, means = [], []
     for scope in ("all", *dict.fromkeys(domains)):
         picked = np.array([scope in ("all", domain) for domain in domains or [""] * len(kl)])
-        if scope != "all":
-            means.append(kl[picked].mean())
-        if picked.sum() > 1:
-            mean = Bootstrap(tuple(np.array(documents)[picked])).mean(kl[picked])
-            if mean.low is not None:  # a KL is at least 0, but for rounding
-                mean = mean.model_copy(update={"low": max(mean.low, min(mean.value, 0.0))})
-            facts: dict[str, Any] = {"candidate": candidate, "scope": scope, "change": mean}
-            rows.append(Row(quantity="KL", unit="nats/token", original=0.0, value=mean.value, **facts))
+        mean = kl_estimate(kl[picked], np.array(documents)[picked].tolist(), seed)
+        facts: dict[str, Any] = {"candidate": candidate, "scope": scope, "change": mean}
+        rows.append(Row(quantity="KL", unit="nats/token", original=0.0, value=mean.value, **facts))
+        means += [mean.value] if scope != "all" else []
     if len(means) > 1:
         estimate = new_domain(means, least=0.0)
         rows.append(Row(quantity="KL", unit="nats/token", candidate=candidate, scope=NEW, change=estimate))

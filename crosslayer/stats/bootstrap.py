@@ -58,8 +58,8 @@ class Bootstrap:
         return self._estimate(1 - left.mean() / gap.mean(), shares[np.isfinite(shares)])
 
     def _estimate(self, value: float, draws: np.ndarray, none: float = 0) -> Estimate:
-        low, high = percentiles(draws)
         windows = self.weights.shape[1]
+        low, high = percentiles(draws) if windows > 1 else (None, None)
         return Estimate(value=float(value), low=low, high=high, n=windows, over="windows", how="bootstrap", none=none)
 
 
@@ -94,6 +94,8 @@ def percentiles(draws: np.ndarray) -> Interval:
 def _drawn(documents: tuple[int, ...], seed: int) -> tuple[list[np.ndarray], np.ndarray]:
     """Return the strata of N windows, and the weight of each window in each draw, (DRAWS, N)."""
     strata, windows = _strata(documents), len(documents)
+    if windows == 1:  # it has a mean, and no interval
+        return strata, np.ones((1, 1))
     generator = np.random.default_rng(seed)
     weights = np.zeros((DRAWS, windows))  # of each window in the mean of each draw
     for rows in strata:

@@ -20,6 +20,7 @@ from crosslayer.judge.damage import (
     logits_of,
     losses,
 )
+from crosslayer.judge.rows import damage_rows, kl_rows
 from crosslayer.probe.what_if import what_if
 from crosslayer.stats.bootstrap import Bootstrap
 from crosslayer.stats.estimate import Estimate
@@ -162,9 +163,27 @@ def test_of_a_single_stratum_the_interval_is_scipys(windows):
     assert [low, high] == pytest.approx(expected, abs=0.04 * (high - low))
 
 
-def test_few_windows_are_refused():
-    with pytest.raises(ValueError, match="16 windows,.*15"):
-        damage(planted(0.1, 0.1, count=15))
+def test_a_single_window_has_no_interval():
+    found = damage(planted(0.1, 0.1, count=1))
+    assert found.kl.interval is None and found.ratio.interval is None and found.kl.verdict is None
+    assert damage(planted(0.1, 0.1, count=2)).kl.interval is not None
+
+
+@pytest.mark.parametrize("seed", [0, 5])
+def test_all_reports_give_the_same_estimate_of_the_same_losses(seed):
+    """What retrofit and heal (`damage`, `by_domain`), measure (`kl_rows`) and fit-codec (`damage_rows`) record."""
+    noise = np.random.default_rng(0).normal(0, 1e-7, 24)  # a KL of nearly 0, whose interval would reach below
+    before = np.random.default_rng(1).normal(3, 0.3, 24)
+    documents = tuple(np.repeat([0, 1, 2], 8).tolist())
+    found = Losses(before, before + noise, np.abs(noise) - 2e-8, documents, ("books",) * 12 + ("web",) * 12)
+    rows = {(row.quantity, row.scope): row.change for row in kl_rows("small", found, seed)}
+    stored = {row.scope: row.change for row in damage_rows("small", found.kl, found.domains, documents, seed)}
+    domains = by_domain(found, None, frozenset(), seed)
+    for scope, own in [("all", domains.all), *((row.name, row) for row in domains.domains)]:
+        assert own.kl == rows["KL", scope] == stored[scope] and own.ratio == rows["perplexity", scope]
+    assert domains.all == damage(found, seed)
+    other = {(row.quantity, row.scope): row.change for row in kl_rows("small", found, seed + 1)}
+    assert other["KL", "all"] != rows["KL", "all"]  # the seed is that of the bootstrap
 
 
 def test_parts_of_a_text_are_disjoint():

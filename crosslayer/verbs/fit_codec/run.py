@@ -134,7 +134,7 @@ def fit_codec(
     ways = {name: coded(one) for name, one in {"codec": codec, **smaller}.items()}
     if any(shape.window is None for shape in shapes):  # only layers without a window are rounded
         ways |= {name: rounded(loaded, bits) for name, bits in ROUNDED.items()}
-    rows = _rows(judge(loaded, judged.ids, prompt, ways), judged, prompt * fitting.per_token)
+    rows = _rows(judge(loaded, judged.ids, prompt, ways), judged, prompt * fitting.per_token, seed)
     if tokenizer is not None and samples:
         found = numbers_found(loaded, tokenizer, samples, {"original": exact, **ways})
         rows += [retrieval_row(way, "all", found[way], found["original"]) for way in ways]
@@ -248,13 +248,13 @@ class Fitting:
         return chain
 
 
-def _rows(found: Mapping[str, np.ndarray], windows: Windows, size: int) -> list[Row]:
+def _rows(found: Mapping[str, np.ndarray], windows: Windows, size: int, seed: int) -> list[Row]:
     """Return the bytes of each way, and its KL on all windows and on those of each domain."""
     rows: list[Row] = []
     for way, values in found.items():
         stored = float(values[:, 1].mean())
         rows.append(bytes_row("bytes", stored, size, candidate=way))
-        rows += damage_rows(way, values[:, 0], windows.domains, windows.documents)
+        rows += damage_rows(way, values[:, 0], windows.domains, windows.documents, seed)
     return rows
 
 

@@ -9,10 +9,10 @@ from transformers import PreTrainedModel
 
 from crosslayer.cache.running import checked_plan, stored_kinds
 from crosslayer.judge.candidate import BITS, Candidate, candidate_of
+from crosslayer.judge.damage import kl_estimate
 from crosslayer.judge.judge import Judge
 from crosslayer.judge.report import Row
 from crosslayer.output.formatting import named_layers, ranges
-from crosslayer.stats.bootstrap import Bootstrap
 from crosslayer.wiring.kv_bits import parse_kv_bits
 
 FEW = 12  # windows on which layers are compared
@@ -25,7 +25,9 @@ def quantizable(model: PreTrainedModel) -> list[int]:
     return [layer for layer, kind in enumerate(stored_kinds(checked_plan(model, None, bits), bits)) if kind]
 
 
-def exact_layers(judge: Judge, candidates: Sequence[Candidate], count: int) -> tuple[list[Candidate], list[Row]]:
+def exact_layers(
+    judge: Judge, candidates: Sequence[Candidate], count: int, seed: int = 0
+) -> tuple[list[Candidate], list[Row]]:
     """Return another candidate for each quantized cache, with `count` layers exact, and the KL of each layer."""
     assert judge.windows is not None
     kinds = [one.name for one in candidates if one.name in BITS]
@@ -40,7 +42,7 @@ def exact_layers(judge: Judge, candidates: Sequence[Candidate], count: int) -> t
             alone, f"measuring the KL of {kind} by layer"
         )
         for layer, losses in found.items():
-            mean = Bootstrap(losses.documents).mean(losses.kl)
+            mean = kl_estimate(losses.kl, losses.documents, seed)
             facts = {"candidate": kind, "scope": f"layer {layer}", "original": 0.0, "value": mean.value}
             rows.append(Row(quantity=PRICE, unit="nats/token", change=mean, **facts))
         exact = dearest(prices(rows)[kind], count)

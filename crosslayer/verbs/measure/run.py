@@ -129,7 +129,7 @@ def measure(
         models = 1 + len(judged) * (2 if exact_layers else 1)
         priced = len(judged) * len(exact.quantizable(loaded)) * exact.FEW * length if exact_layers else 0
         announce(loaded, cut.ids, models * tokens + priced, models * steps)
-        more, prices = exact.exact_layers(judge, judged, exact_layers) if exact_layers else ([], [])
+        more, prices = exact.exact_layers(judge, judged, exact_layers, seed) if exact_layers else ([], [])
         judged = [*judged, *more]
         rows = [*_rows(judge, judged, settings, asked), *prices]
     return Measurement(
@@ -159,7 +159,7 @@ def _rows(judge: Judge, candidates: Sequence[Candidate], settings: MeasureSettin
         rows += _bytes_and_times(judge, candidates, settings)
     if "kl" in only:
         for name, found in judge.kl(candidates).items():
-            rows += kl_rows(name, found)
+            rows += kl_rows(name, found, settings.seed)
     if "needles" in only:
         rows += _needles(judge, candidates, settings)
     if asked is not None:

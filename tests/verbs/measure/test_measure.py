@@ -12,8 +12,11 @@ import crosslayer
 from crosslayer.cache.kv_cache import held_bytes
 from crosslayer.cache.running import smaller_cache
 from crosslayer.core.transformers_versions import CACHE
+from crosslayer.judge import rows
 from crosslayer.judge.candidate import read_candidates
+from crosslayer.judge.rows import kl_rows
 from crosslayer.testing.tiny import tokens
+from crosslayer.verbs.measure import run
 from tests.helpers.tiny import tiny
 from tests.verbs.needles.oracle import TOKENIZER, random_model
 
@@ -120,6 +123,21 @@ def test_kl_of_quantized_tokens_is_that_of_a_loop(model, measured):
         quantized = iter([run(window[None]) for window in windows])
     int8 = naive_kl(model, windows, lambda _: next(quantized))
     assert measured.row("int8", "KL").value == pytest.approx(int8, rel=1e-3)
+
+
+def test_the_seed_is_that_of_the_bootstrap(model):
+    """Other windows are drawn with another seed, too, so the judge's losses are kept and estimated again."""
+    kept = {}
+
+    def keep(name, found, seed):
+        kept[name] = kl_rows(name, found, 0), rows.kl_rows(name, found, seed)
+        return kept[name][1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "kl_rows", keep)
+        report = crosslayer.measure(model, candidates=["fp8"], text=TEXT, windows=48, length=20, only=("kl",), seed=5)
+    unseeded, own = kept["fp8"]
+    assert list(report.rows) == own and own[0].change != unseeded[0].change
 
 
 def test_bytes_are_those_of_tensors(model, measured):

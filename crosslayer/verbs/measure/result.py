@@ -77,30 +77,37 @@ class Measurement(Report):
         if self.changes("KL"):
             lines.append(
                 "KL intervals are 95% bootstrap intervals over windows, conditional on these texts. For text "
-                f"of another kind, use the prediction interval in the column “{NEW}”."
+                f"of another kind, use the prediction interval in the line “{NEW}”."
             )
         return lines
 
     def tables(self) -> list[Table]:
-        """Return the table of all candidates: a row for each."""
-        quantities = [name for name in HEADS if self.changes(name)]
-        tasks = list(dict.fromkeys(row.scope for row in self.rows if "items" in row.details))
-        head = ["candidate", *(HEADS[name] for name in quantities), *tasks]
-        rows: list[list[Cell]] = []
+        """Return what was found, a block of lines for each candidate: it fits into a terminal of 80 columns."""
+        lines: list[list[Cell]] = []
         for candidate in self.candidates:
-            cells: list[Cell] = [candidate.name]
-            cells += [_cell(self.row(candidate.name, name)) for name in quantities]
-            own = {row.scope: row for row in reversed(self.rows) if row.candidate == candidate.name}
-            cells += [_cell(own.get(task)) for task in tasks]
-            if "KL" in quantities:
-                damage = [row for row in self.rows_of("KL") if row.candidate == candidate.name]
-                damage = [row for row in damage if row.scope not in ("all", NEW)]  # of domains
-                worst = max(damage, key=lambda row: row.value or 0.0, default=None)
-                cells.append(UNKNOWN if worst is None else f"{worst.scope} {worst.change_text()}")
-                cells.append(_cell(self.row(candidate.name, "KL", NEW)))
-            rows.append([*cells, candidate.failed or ", ".join(candidate.engines)])
-        head += ["worst domain", NEW] if "KL" in quantities else []
-        return [("Candidates", [*head, "engines (by model type, untested)"], rows)]
+            rows = {row.scope: row for row in reversed(self.rows) if row.candidate == candidate.name}
+            own: list[tuple[str, str]] = []
+            for name, head in HEADS.items():
+                if (row := self.row(candidate.name, name)) is not None:
+                    own.append((head, _cell(row)))
+                if name == "KL" and row is not None:
+                    own += self._domains(candidate.name)
+            own += [(task, _cell(row)) for task, row in rows.items() if "items" in row.details]
+            own.append(
+                ("failed", candidate.failed)
+                if candidate.failed
+                else ("engines, untested", ", ".join(candidate.engines))
+            )
+            lines += [[candidate.name if not number else "", *line] for number, line in enumerate(own)]
+        return [("Candidates", ["candidate", "quantity", "found"], lines)]
+
+    def _domains(self, candidate: str) -> list[tuple[str, str]]:
+        """Return a candidate's KL on its worst domain, and what a new one may have."""
+        damage = [row for row in self.rows_of("KL") if row.candidate == candidate and row.scope not in ("all", NEW)]
+        worst = max(damage, key=lambda row: row.value or 0.0, default=None)
+        new = self.row(candidate, "KL", NEW)
+        lines = [] if worst is None else [("worst domain", f"{worst.scope} {worst.change_text()}")]
+        return lines + ([] if new is None else [(NEW, _cell(new))])
 
     def next_command(self, model: str | None = None, out: str | None = None) -> str | None:
         """Return the command that tries the candidate with the fewest bytes, of those that cost little."""
@@ -111,10 +118,17 @@ class Measurement(Report):
         return f"{start} --evict {best}" if ":" in best else f"crosslayer verify {best}"
 
     def least(self, budget: float = BUDGETS[-1]) -> str | None:
-        """Return the candidate with the fewest bytes within a KL; bits that change nothing were not seen at work."""
-        sizes, damage, unseen = self.changes("bytes"), self.changes("KL"), self._unseen()
+        """Return the candidate with the fewest bytes within a KL that finds the numbers which the original finds.
+
+        Bits that change nothing were not seen at work.
+        """
+        sizes, damage, left_out = self.changes("bytes"), self.changes("KL"), {*self._unseen(), *self._forgetful()}
         within = [name for name in sizes if name in damage and damage[name].value <= budget and sizes[name].value < 1]
-        return min(set(within) - {*unseen}, key=lambda name: (sizes[name].value, name), default=None)
+        return min(set(within) - left_out, key=lambda name: (sizes[name].value, name), default=None)
+
+    def _forgetful(self) -> list[str]:
+        """Return the candidates that find fewer hidden numbers than the original."""
+        return [row.candidate for row in self.rows_of("retrieval") if row.scope == "all" and _lost(row)]
 
     def _unseen(self) -> list[str]:
         """Return the bits that changed nothing."""
@@ -134,6 +148,9 @@ class Measurement(Report):
                 share = percent(sizes[name].value, 1)
                 line = f"Fewest bytes at a KL of at most {budget:g} nats/token: {name}, {share} of the 16-bit cache."
             lines.append(line)
+        small = [name for name in self._forgetful() if name in damage and damage[name].value <= BUDGETS[-1]]
+        if small:
+            lines.append(f"{listed(small)} lost hidden numbers, so a low KL does not recommend it.")
         if unseen := self._unseen():
             lines.append(
                 f"{listed(unseen)} changed nothing in windows of {self.settings.length} tokens, since the newest "
@@ -153,6 +170,10 @@ class Measurement(Report):
         sentence = f"KL on {FEW} windows or fewer; KLs of single layers need not add up."
         panel = Panel("by_layer", "Quantizing one layer alone", sentence, "layer", "KL, nats/token", lines, log_y=True)
         return [panel] if lines else []
+
+
+def _lost(row: Row) -> bool:
+    return row.value is not None and row.original is not None and row.value < row.original
 
 
 def _cell(row: Row | None) -> str:

@@ -11,10 +11,11 @@ from transformers import DynamicCache
 import crosslayer
 from crosslayer.cache.kv_cache import held_bytes
 from crosslayer.cache.running import smaller_cache
+from crosslayer.cli.command import print_table
 from crosslayer.core.transformers_versions import CACHE
 from crosslayer.judge import rows
 from crosslayer.judge.candidate import read_candidates
-from crosslayer.judge.rows import kl_rows
+from crosslayer.judge.rows import kl_rows, retrieval_row
 from crosslayer.testing.tiny import tokens
 from crosslayer.verbs.measure import run
 from tests.helpers.tiny import tiny
@@ -162,8 +163,27 @@ def test_what_fails_keeps_its_row(measured):
     assert any("vocabular" in line for line in measured.sentences())
     assert failed["broken"] == "RuntimeError: this one cannot run" and "NaN" in failed["nan"]
     assert {row.candidate for row in measured.rows}.isdisjoint(failed)
-    rows = {row[0]: row for row in measured.tables()[0][2]}
-    assert rows["broken"][-1] == failed["broken"] and rows["int8"][-1] == "transformers"
+    lines = {(line[0], line[1]): line[2] for line in measured.tables()[0][2]}
+    assert lines["broken", "failed"] == failed["broken"] and lines["nan", "failed"] == failed["nan"]
+
+
+def test_what_is_printed_fits_into_a_terminal(measured, capsys):
+    (table,) = measured.tables()
+    print_table(*table)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "cannot run" not in line]
+    assert max(map(len, lines)) <= 80 and sum("int8" in line for line in lines) == 1
+
+
+def test_a_candidate_that_lost_hidden_numbers_is_not_recommended(measured):
+    best = measured.least()
+    assert best is not None
+    found = retrieval_row(best, "all", [True] * 18 + [False] * 2, [True] * 19 + [False])
+    report = measured.model_copy(update={"rows": (*measured.rows, found)})
+    assert report.least() is None  # no other is within the KL
+    assert not any(f": {best}," in line for line in report.sentences())
+    assert any(line.startswith(f"{best} lost hidden numbers") for line in report.sentences())
+    same = retrieval_row(best, "all", [True] * 19 + [False], [True] * 19 + [False])
+    assert measured.model_copy(update={"rows": (*measured.rows, same)}).least() == best
 
 
 def test_rows_come_back(measured, tmp_path):

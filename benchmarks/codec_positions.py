@@ -15,10 +15,10 @@ from pathlib import Path
 import torch
 
 import crosslayer
+from crosslayer.cache.running import prefill
 from crosslayer.codec.judge import coded, continued
 from crosslayer.corpus.domains import embedded_domains, split_domains
 from crosslayer.environment import environment
-from crosslayer.judge.clock import prefill
 from crosslayer.probe.model import evaluating
 from crosslayer.stats.bootstrap import Bootstrap
 

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 
 import crosslayer
+from crosslayer.cache.running import prefill
 from crosslayer.corpus.domains import embedded_domains, split_domains
 from crosslayer.environment import environment
-from crosslayer.judge.clock import prefill
 from crosslayer.machine import seconds
 from crosslayer.stats.times import paired_ratio
 

@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from crosslayer.cache.running import prefill
 from crosslayer.codec.judge import Way
 from crosslayer.core.transformers_versions import CACHE
-from crosslayer.judge.clock import prefill
 from crosslayer.stats.bootstrap import Bootstrap
 
 REACH = 1.1  # how far beyond its bytes a way's curve is continued

@@ -14,12 +14,12 @@ import pstats
 import torch
 from common import SHAPE_8B, TINY, arguments, build, freed, in_turns, resumed, save, seconds
 
+from crosslayer.cache.running import prefill
 from crosslayer.codec.chain import Chain, Importance, Layer, sources, step_sizes
 from crosslayer.codec.codec import Codec
 from crosslayer.codec.entropy import fitted
 from crosslayer.codec.fingerprint import model_print
 from crosslayer.codec.states import read_shapes, read_states
-from crosslayer.judge.clock import prefill
 
 SHARE = 0.125
 CHANNELS = 0.65  # of the numbers of a layer, as in codecs of SmolLM2 and Qwen

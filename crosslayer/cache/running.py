@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
 
 from crosslayer.cache.attention import in_rotated_channels, mask_for, queries_by_block, rounded
 from crosslayer.cache.eviction import Eviction, parse_eviction
@@ -315,3 +315,14 @@ def token_ranks(arguments: Mapping[str, Any], before: int) -> Tensor:
 def _stored(offsets: Mapping[int, KeyOffset], plan: DepthPlan) -> dict[int, KeyOffset]:
     """Return the offsets of the keys that layers store; others read those of another layer."""
     return {layer: offset for layer, offset in offsets.items() if "keys" in plan.stored(layer)}
+
+
+@torch.no_grad()
+def prefill(model: PreTrainedModel, ids: Tensor, new_cache: NewCache | None = None) -> Cache:
+    """Return a fresh cache, dynamic or smaller, after a prompt (B, T); only the last logits are computed."""
+    cache = DynamicCache(config=model.config) if new_cache is None else new_cache()
+    options: dict[str, Any] = {CACHE: cache, "use_cache": True}
+    if "logits_to_keep" in inspect.signature(model.forward).parameters:
+        options["logits_to_keep"] = 1
+    model(ids, **options)
+    return cache

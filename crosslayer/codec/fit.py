@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from crosslayer.cache.running import prefill
 from crosslayer.codec.chain import (
     Chain,
     Importance,
@@ -36,7 +37,6 @@ from crosslayer.codec.entropy import fitted, quantized
 from crosslayer.codec.judge import continued
 from crosslayer.codec.metric import Metric
 from crosslayer.codec.states import HALF, LayerShape, new_cache, read_states, turned
-from crosslayer.judge.clock import prefill
 from crosslayer.output.progress import progress
 from crosslayer.probe.intercept import AttentionCall, visited
 from crosslayer.probe.model import evaluating

@@ -19,11 +19,10 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from crosslayer.cache.kv_cache import held_bytes
-from crosslayer.cache.running import quantized_cache
+from crosslayer.cache.running import prefill, quantized_cache
 from crosslayer.codec.codec import Codec
 from crosslayer.core.transformers_versions import CACHE
 from crosslayer.judge.candidate import Candidate
-from crosslayer.judge.clock import prefill
 from crosslayer.judge.hidden import Sample, prompt_ids
 from crosslayer.judge.retrieval import retrieved
 from crosslayer.output.progress import progress

@@ -3,9 +3,7 @@
 Shapes: B batch, S tokens in the cache.
 """
 
-import inspect
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,12 +12,12 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
+from transformers import Cache, PreTrainedModel, StaticCache
 from transformers.cache_utils import DynamicLayer
 from transformers.pytorch_utils import Conv1D
 
 from crosslayer.cache.kv_cache import Bytes, held_bytes
-from crosslayer.cache.running import NewCache
+from crosslayer.cache.running import NewCache, prefill
 from crosslayer.core.transformers_versions import CACHE, EMPTY_LAYER
 from crosslayer.machine import Peak, free_memory, peak_memory, seconds
 from crosslayer.output.progress import progress
@@ -110,19 +108,6 @@ class Run:
     peak: Peak
 
 
-@contextmanager
-def attention_of(models: Sequence[PreTrainedModel], kind: str) -> Iterator[None]:
-    """Run all models with the same attention implementation; restores the former ones at the end."""
-    before = [model.config.get_text_config()._attn_implementation or "eager" for model in models]
-    try:
-        for model in models:
-            model.set_attn_implementation(kind)
-        yield
-    finally:
-        for model, former in zip(models, before, strict=True):
-            model.set_attn_implementation(former)
-
-
 def random_ids(models: Sequence[PreTrainedModel], load: Load, seed: int = 0) -> Tensor:
     """Return random token ids (B, S) that all models know."""
     vocabulary = min(model.config.get_text_config().vocab_size for model in models)
@@ -162,17 +147,6 @@ def announce(model: PreTrainedModel, ids: Tensor, tokens: float, steps: float = 
     if total >= 60:
         with progress(f"this will take about {round(total / 60)} min", 0):
             pass
-
-
-@torch.no_grad()
-def prefill(model: PreTrainedModel, ids: Tensor, new_cache: NewCache | None = None) -> Cache:
-    """Return a fresh cache, dynamic or smaller, after a prompt (B, T); only the last logits are computed."""
-    cache = DynamicCache(config=model.config) if new_cache is None else new_cache()
-    options: dict[str, Any] = {CACHE: cache, "use_cache": True}
-    if "logits_to_keep" in inspect.signature(model.forward).parameters:
-        options["logits_to_keep"] = 1
-    model(ids, **options)
-    return cache
 
 
 def static_cache(model: PreTrainedModel, load: Load, ids: Tensor, cache: Cache) -> StaticCache:

@@ -4,7 +4,7 @@ Shapes: B batch, T tokens, C hidden.
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -188,3 +188,16 @@ def check_length(model: PreTrainedModel, length: int) -> None:
     limit = position_limit(model)
     if limit is not None and length > limit:
         raise ValueError(f"length {length} is above the model's {limit} positions")
+
+
+@contextmanager
+def attention_of(models: Sequence[PreTrainedModel], kind: str) -> Iterator[None]:
+    """Run all models with the same attention implementation; restores the former ones at the end."""
+    before = [model.config.get_text_config()._attn_implementation or "eager" for model in models]
+    try:
+        for model in models:
+            model.set_attn_implementation(kind)
+        yield
+    finally:
+        for model, former in zip(models, before, strict=True):
+            model.set_attn_implementation(former)

@@ -17,7 +17,7 @@ from crosslayer.cache.running import CacheOptions
 from crosslayer.core.decoder import CrossLayerConfig
 from crosslayer.environment import quiet_transformers
 from crosslayer.judge.candidate import Candidate
-from crosslayer.judge.clock import TIMES, Load, attention_of, random_ids, read_plans, softmax_share, too_large
+from crosslayer.judge.clock import TIMES, Load, random_ids, read_plans, softmax_share, too_large
 from crosslayer.judge.judge import Judge
 from crosslayer.judge.report import Detail, JudgedModel, Row
 from crosslayer.judge.rows import bytes_row, cache_rows, count_ratio, peak_row, time_rows
@@ -25,7 +25,7 @@ from crosslayer.models.load import model_facts
 from crosslayer.models.pair import Named, pair
 from crosslayer.output.formatting import plural
 from crosslayer.output.progress import progress
-from crosslayer.probe.model import position_embedding, positions
+from crosslayer.probe.model import attention_of, position_embedding, positions
 from crosslayer.stats.times import compare_times
 from crosslayer.verbs.bench.result import Benchmark, BenchSettings, ServingBenchmark, ServingSettings
 from crosslayer.verbs.serve.caches import not_saved

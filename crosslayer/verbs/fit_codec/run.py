@@ -9,6 +9,7 @@ import numpy as np
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from crosslayer.cache.running import prefill
 from crosslayer.codec.chain import BLOCK, Chain
 from crosslayer.codec.codec import Codec
 from crosslayer.codec.fingerprint import model_print, tokenizer_print
@@ -19,7 +20,7 @@ from crosslayer.codec.states import LayerShape, read_shapes
 from crosslayer.corpus.domains import DomainTexts, Texts, shared_out, split_domains
 from crosslayer.corpus.windows import Windows
 from crosslayer.extras import check_extra
-from crosslayer.judge.clock import announce, prefill
+from crosslayer.judge.clock import announce
 from crosslayer.judge.judge import Judge
 from crosslayer.judge.report import JudgedModel, Row
 from crosslayer.judge.retrieval import DEPTHS, hidden_samples

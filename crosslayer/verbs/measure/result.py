@@ -98,7 +98,8 @@ class Measurement(Report):
                 if candidate.failed
                 else ("engines, untested", ", ".join(candidate.engines))
             )
-            lines += [[candidate.name if not number else "", *line] for number, line in enumerate(own)]
+            for number, line in enumerate(own):
+                lines.append([candidate.name if not number else "", *line])
         return [("Candidates", ["candidate", "quantity", "found"], lines)]
 
     def _domains(self, candidate: str) -> list[tuple[str, str]]:

@@ -10,10 +10,9 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from crosslayer.cache.kv_cache import held_bytes
-from crosslayer.cache.running import CacheOptions, smaller_cache
+from crosslayer.cache.running import CacheOptions, prefill, smaller_cache
 from crosslayer.core.plan import DepthPlan
 from crosslayer.judge.candidate import Candidate
-from crosslayer.judge.clock import prefill
 from crosslayer.judge.damage import Losses, damage, difference
 from crosslayer.probe.shapes import LayerShape
 from crosslayer.verbs.retrofit.original import Original

@@ -17,10 +17,9 @@ from transformers import PreTrainedModel, StaticCache
 from crosslayer.cache.kv_cache import held_bytes
 from crosslayer.core.checkpointing import disable_checkpointing, enable_checkpointing
 from crosslayer.core.transformers_versions import CACHE
-from crosslayer.judge.clock import attention_of
 from crosslayer.models.load import auto_class
 from crosslayer.probe.intercept import AttentionCall, visited
-from crosslayer.probe.model import stored_states
+from crosslayer.probe.model import attention_of, stored_states
 from crosslayer.verbs.verify.result import FAIL, NOT_APPLICABLE, PASS, Check
 from crosslayer.verbs.verify.subject import FEW, NEW, Subject, widened
 from crosslayer.wiring.kv_bits import KvBits, stored_bytes

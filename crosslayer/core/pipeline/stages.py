@@ -21,7 +21,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
-from crosslayer.core.decoder.attention import CrossLayerAttention
 from crosslayer.core.decoder.configuration import CrossLayerConfig
 from crosslayer.core.decoder.families import rotary_tables
 from crosslayer.core.decoder.modeling import CrossLayerForCausalLM, CrossLayerModel, masks_of
@@ -182,9 +181,6 @@ class StageBody(nn.Module):
         self.embed_tokens: nn.Embedding | None = body.embed_tokens if first else None
         self.embed_positions: nn.Embedding | None = body.embed_positions if first else None
         self.layers = nn.ModuleDict({str(layer): body.layers[layer] for layer in layers})
-        for module in self.layers.modules():
-            if isinstance(module, CrossLayerAttention):
-                module.shares_map = False  # queries and keys cross a cut, which are smaller
         self.rotary_emb = body.rotary_emb
         self.final_residual: Residual | None = body.final_residual if last else None
         self.norm: nn.Module | None = body.norm if last else None

@@ -71,7 +71,7 @@ def test_stages_equal_the_whole(case, way):
     model.zero_grad()
     modules = stage_modules(model, ranks=2, rounds=3)
     torch.testing.assert_close(run_in_turn(modules, ids), whole, rtol=1e-12, atol=0)
-    # eager attention has maps in float32: stages build those again that the whole model shares
+    # eager attention has maps in float32: a stage builds those again that are shared across its cut
     check_gradients(gradients(model), expected, 1e-6 if way == "eager" else 1e-12)
     assert not any(queue for module in modules for queue in module.exchange.waiting.values())
 

@@ -53,7 +53,7 @@ def read_all(modules: list[torch.nn.Module], outputs: list[torch.Tensor]) -> Non
 
 
 def seconds(fewest: int, run, *args, **options) -> float:
-    """Return the processor time of a call that reads in two phases from so many elements on."""
+    """Return the processor time of a call, with `fewest` as the size from which reads have two phases."""
     two_phase.FEWEST_ELEMENTS = fewest
     started = time.thread_time()
     run(*args, **options)

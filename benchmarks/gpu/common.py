@@ -110,6 +110,6 @@ def resumed(file: Path, **facts: object) -> dict:
 def save(file: Path, record: dict) -> None:
     """Write a record with the date, versions and machine, replacing what an earlier call wrote."""
     everything = {**record, "date": str(date.today()), **environment().model_dump()}
-    partial = file.with_suffix(".part")  # a part that is stopped here keeps what it had
+    partial = file.with_suffix(".part")  # if the process is killed here, the old file stays
     partial.write_text(json.dumps(everything, indent=1) + "\n")
     partial.replace(file)

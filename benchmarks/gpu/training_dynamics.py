@@ -209,7 +209,7 @@ def main():
     parser.add_argument("--prepare", type=Path, metavar="FOLDER", help="make --tokens from the texts of a folder")
     parser.add_argument("--most", type=int, default=20_000_000, help="tokens that --prepare makes at most")
     parser.add_argument("--seed", type=int, default=0, help="of weights and of the order of the texts")
-    parser.add_argument("--seconds", type=float, default=220, help="stop after so many")
+    parser.add_argument("--seconds", type=float, default=220, help="stop after this time, with a checkpoint")
     options = parser.parse_args()
     if options.prepare:
         prepare(options.prepare, options.tokens, options.most)

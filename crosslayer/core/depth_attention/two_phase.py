@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from crosslayer.core.depth_attention.operators import is_inference
-from crosslayer.core.depth_attention.plain import exact, wide
+from crosslayer.core.depth_attention.plain import exact, wide, wide_type
 
 READERS = 8  # of a group, at least; more save little, and hold more results until they are needed
 # with fewer closed sources, or fewer elements of all of them together, phase 2's operators cost more than reading all
@@ -60,7 +60,7 @@ def pays(closed: Sequence[Tensor]) -> bool:
 
 def read_ahead(sources: Sequence[Tensor], readers: Sequence[Any], directions: Tensor, eps: float) -> Ahead:
     """Return the answers of the closed sources (…, C) to readers with directions (S, C): phase 1."""
-    width, dtype = directions.shape[1], wide(sources[0]).dtype
+    width, dtype = directions.shape[1], wide_type(sources[0].dtype)
     rows = [source.reshape(-1, width) for source in sources]  # (T, C) each
     with exact(directions.device):
         directions = directions.to(dtype)
@@ -86,7 +86,7 @@ def merge(ahead: Ahead, reader: int, own: Sequence[Tensor], direction: Tensor, e
         direction = direction.to(closed.dtype)
         rows = [wide(source.reshape(closed.shape)) for source in own]
         scores = [(row @ direction).mul_(_inverse_rms(row, eps).squeeze(-1)) for row in rows]
-        if len(rows) == 1:
+        if len(rows) == 1:  # a block's running sum: products of matrices, one for each token, took twice as long
             return torch.lerp(rows[0], closed, torch.sigmoid(total - scores[0]).unsqueeze(-1))
         weights = torch.stack([total, *scores]).softmax(dim=0).unsqueeze(-1)  # (1 + own, T, 1)
         result = closed * weights[0]
@@ -96,6 +96,6 @@ def merge(ahead: Ahead, reader: int, own: Sequence[Tensor], direction: Tensor, e
 
 
 def _inverse_rms(source: Tensor, eps: float) -> Tensor:
-    """Return 1 / rms(v) of v (…, C): (…, 1), without a copy of v."""
+    """Return 1 / rms(v) of v (…, C): (…, 1), as `inverse_rms` does for autograd, but without a copy of v."""
     squares = torch.linalg.vector_norm(source, dim=-1, keepdim=True).square_()
     return squares.div_(source.shape[-1]).add_(eps).rsqrt_()

@@ -172,6 +172,7 @@ class _Depth(_Reader):
     def _read_ahead(self, closed: Sources) -> two_phase.Ahead | None:
         """Return the answers to the group's queries; None if some of these are sharded, offloaded or elsewhere."""
         parameters = [parameter for reader in self.group for parameter in (reader.query, reader.gain)]
+        # FSDP shards the queries of later layers, and offloading leaves them on the meta device, until their turn
         if any(type(p) is not nn.Parameter or p.device != closed[0].device for p in parameters):
             return None
         directions = torch.stack([reader.query * reader.gain for reader in self.group])  # (S, C)

@@ -57,7 +57,7 @@ def write_shard(modules: Sequence[Any], folder: Path) -> dict[str, Any]:
 
 
 def write_rest(module: Any, folder: Path, shards: Sequence[dict[str, Any]]) -> None:
-    """Write what a folder has besides weights: their index, the configs, and how to load it."""
+    """Write the index of the weights, the configs, and a README that says how to load the model."""
     files = {weight: shard["file"] for shard in shards for weight in shard["weights"]}
     index = {"metadata": {"total_size": sum(shard["bytes"] for shard in shards)}, "weight_map": files}
     (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

@@ -151,7 +151,7 @@ class Measurement(Report):
             lines.append(line)
         small = [name for name in self._forgetful() if name in damage and damage[name].value <= BUDGETS[-1]]
         if small:
-            lines.append(f"{listed(small)} lost hidden numbers, so a low KL does not recommend it.")
+            lines.append(f"{listed(small)} lost hidden numbers, which a low KL does not outweigh.")
         if unseen := self._unseen():
             lines.append(
                 f"{listed(unseen)} changed nothing in windows of {self.settings.length} tokens, since the newest "

@@ -20,7 +20,8 @@ from front_page import draw_front_page
 import crosslayer
 from crosslayer import CrossLayerConfig
 from crosslayer.environment import environment
-from crosslayer.judge.damage import Losses, damage, difference
+from crosslayer.judge.damage import Losses
+from crosslayer.judge.rows import kl, perplexity
 from crosslayer.output.chart import save_svg
 from crosslayer.output.panel import Dots, Heat, Line, Panel
 from crosslayer.stats.estimate import band
@@ -73,9 +74,9 @@ def results(name: str) -> Any:
 def losses(cells: Iterable[dict[str, Any]]) -> Losses:
     """Return the losses on several domains as one sample; documents of different domains stay apart."""
     cells = list(cells)
-    columns = (np.concatenate([cell[key] for cell in cells]) for key in ("before", "after", "kl"))
+    means = {key: np.concatenate([cell[key] for cell in cells]) for key in ("before", "after", "kl")}
     documents = [1000 * number + document for number, cell in enumerate(cells) for document in cell["documents"]]
-    return Losses(*columns, tuple(documents))
+    return Losses(means, tuple(documents))
 
 
 def spread(low: float, high: float, digits: int = 2) -> str:
@@ -173,7 +174,7 @@ def distillation() -> Finding:
     """Recovery by distillation."""
     rows = results("recovery")
     short, long = "distillation, embedded text:200704", "distillation:1601536"
-    start, middle, end = (damage(losses([rows[name]])).kl.value for name in ("fit:18432", short, long))
+    start, middle, end = (kl(losses([rows[name]])).value for name in ("fit:18432", short, long))
     return Finding(
         "A quarter of an hour of distillation brings most of the gain of a longer run",
         f"At 70% of the cache, KL to the original on unseen text falls from {start:.2f} to {middle:.2f} nats per token "
@@ -188,9 +189,9 @@ def corpus() -> Finding:
     """W_c by the text that it is fitted on."""
     cells = results("transfer")["uniattn-4"]["cells"]
     fits, domains = ["none", "books", "web", "docs", "mixture"], ["books", "web", "docs", "code"]
-    ratios = {fit: {domain: damage(losses([cells[domain][fit]])) for domain in domains} for fit in fits}
+    ratios = {fit: {domain: perplexity(losses([cells[domain][fit]])).change for domain in domains} for fit in fits}
     values: list[list[float | None]] = [
-        [100 * (ratios[fit][domain].ratio.value - 1) for domain in domains] for fit in reversed(fits)
+        [100 * (ratios[fit][domain].value - 1) for domain in domains] for fit in reversed(fits)
     ]
     labels = {float(row): fit for row, fit in enumerate(reversed(fits))}
     panel = Panel(
@@ -204,8 +205,8 @@ def corpus() -> Finding:
     return Finding(
         "Linear compensation learns its calibration text",
         "With UniAttn at 85% of the cache and W_c, the linear compensation, fitted on books, perplexity is "
-        f"×{books.ratio.text(2)} on books and ×{code.ratio.text(2)} on code. With W_c fitted on a mixture of three "
-        f"domains, it is ×{mixed.ratio.text(2)} on code. A report on calibration text is therefore too optimistic. "
+        f"×{books.text(2)} on books and ×{code.text(2)} on code. With W_c fitted on a mixture of three "
+        f"domains, it is ×{mixed.text(2)} on code. A report on calibration text is therefore too optimistic. "
         "Gemma 3 270M shows the same; on Qwen2.5-Coder-0.5B no difference is seen.",
         panel.key,
         "python benchmarks/transfer.py --only uniattn-4",
@@ -218,12 +219,12 @@ def refit() -> Finding:
     fits = {
         "no fit": "none", "W_c alone": "mixture", "W_o alone": "mixture, refit-o", "W_o and W_c": "mixture, refit",
     }  # fmt: skip
-    costs = {name: damage(losses(cells[domain][fit] for domain in UNSEEN)) for name, fit in fits.items()}
+    costs = {name: kl(losses(cells[domain][fit] for domain in UNSEEN)).change for name, fit in fits.items()}
     panel = dots("refit", "What is fitted after CLA pairs in layers 24-29", "KL to the original (nats per token)", {
-        name: (cost.kl.value, *cost.kl.interval) for name, cost in costs.items()
+        name: (cost.value, *cost.interval) for name, cost in costs.items()
     })  # fmt: skip
     save_svg(panel, FIGURES)
-    text = "; ".join(f"{name} {cost.kl.text()}" for name, cost in costs.items())
+    text = "; ".join(f"{name} {cost.text()}" for name, cost in costs.items())
     return Finding(
         "If layers share keys and values, refit the output projection too",
         f"KL to the original on unseen text: {text}. If a layer reads another layer's values, its W_o was trained for "
@@ -241,13 +242,13 @@ def search() -> Finding:
         for percent in (83, 70, 50):
             entry = cells[f"{name}-{percent}"]
             shares.append(CrossLayerConfig(**SHAPE, cross_layer=entry["methods"]).plan.cached_fraction())
-            costs.append(damage(losses(entry["cells"][domain]["mixture"] for domain in UNSEEN)))
-        lines.append(Line(shown, shares, *band([cost.kl for cost in costs])))
+            costs.append(kl(losses(entry["cells"][domain]["mixture"] for domain in UNSEEN)).change)
+        lines.append(Line(shown, shares, *band(costs)))
     for percent in (83, 70, 50):
         sides = (
             losses(cells[f"{name}-{percent}"]["cells"][d]["mixture"] for d in UNSEEN) for name in ("repaired", "bare")
         )
-        gaps[percent] = difference(*sides)
+        gaps[percent] = kl(*sides).change
     panel = Panel(
         "search", "Which layers to drop: two searches", "", "share of the KV cache that is kept",
         "KL to the original (nats per token)", lines, x_ticks={0.5: "50%", 0.7: "70%", 0.8333: "83%"},

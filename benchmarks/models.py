@@ -105,7 +105,7 @@ class Model:
 
 def packed(losses: Losses) -> dict[str, list]:
     """Return the losses of each window as they are written."""
-    rows = {name: np.round(getattr(losses, name), 7).tolist() for name in ("before", "after", "kl")}
+    rows = {name: np.round(losses.means[name], 7).tolist() for name in ("before", "after", "kl")}
     return {**rows, "documents": list(losses.documents), "domains": list(losses.domains)}
 
 
@@ -190,7 +190,7 @@ def eviction(model: Model, stored: dict[str, Any]) -> dict[str, Any]:
     """Evict 40% of the cache by H2O: losses on text, and hidden numbers."""
     samples = hidden_samples(model.tokenizer, [LENGTH], ASKED)
     judge = Judge(model.model, model.judged, model.tokenizer, catches=False)
-    found = {"original": judge.retrieved(None, samples), "h2o:0.4": judge.retrieved(candidate_of("h2o:0.4"), samples)}
+    found = {"original": judge.found(None, samples), "h2o:0.4": judge.found(candidate_of("h2o:0.4"), samples)}
     return {"kl": model.kl({"h2o:0.4": "h2o:0.4"}), "found": found}
 
 

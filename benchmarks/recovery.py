@@ -31,7 +31,8 @@ from crosslayer.core.decoder.convert import convert_weights
 from crosslayer.corpus.documents import TextSource, load_documents
 from crosslayer.corpus.domains import EMBEDDED, FITTED, embedded_domains, split_domains
 from crosslayer.environment import environment
-from crosslayer.judge.damage import Losses, damage, difference, logits_of, losses
+from crosslayer.judge.damage import Losses, logits_of, losses
+from crosslayer.judge.rows import kl, perplexity
 from crosslayer.output.chart import save_svg
 from crosslayer.output.panel import Line, Panel
 from crosslayer.stats.estimate import band
@@ -138,7 +139,7 @@ def judge_all(options: argparse.Namespace) -> None:
             "seconds": float(seconds[0]) if seconds else None,
             "domains": list(measured.domains),
             "documents": list(measured.documents),
-            **{key: np.round(vars(measured)[key], 6).tolist() for key in ("before", "after", "kl")},
+            **{key: np.round(values, 6).tolist() for key, values in measured.means.items()},
             "environment": environment().model_dump(),
         }
         RESULTS.write_text(json.dumps(known, indent=1) + "\n")
@@ -154,9 +155,9 @@ def table(known: dict[str, Any]) -> list[str]:
     ]
     first = losses_of(known[next(iter(known))])
     for row in known.values():
-        cells = [damage(losses_of(row, name)) for name in UNSEEN]
-        shown = [f"× {cell.ratio.text()}" for cell in cells]
-        shown += [damage(losses_of(row)).kl.text(), difference(losses_of(row), first).text(signed=True)]
+        shown = [f"× {perplexity(losses_of(row, name)).change.text()}" for name in UNSEEN]
+        own = losses_of(row)
+        shown += [kl(own).change.text(), kl(own, first).change.text(signed=True)]
         lines.append(f"| {row['way']}, {row['tokens']:,} | {' | '.join(shown)} |")
     return lines
 
@@ -164,9 +165,9 @@ def table(known: dict[str, Any]) -> list[str]:
 def losses_of(row: dict[str, Any], domain: str | None = None) -> Losses:
     """Return the losses on a domain, or on all, whose documents are told apart."""
     chosen = [number for number, name in enumerate(row["domains"]) if domain in (name, None)]
-    before, after, kl = (np.array(row[key])[chosen] for key in ("before", "after", "kl"))
+    means = {key: np.array(row[key])[chosen] for key in ("before", "after", "kl")}
     documents = [1000 * UNSEEN.index(row["domains"][i]) + row["documents"][i] for i in chosen]
-    return Losses(before, after, kl, tuple(documents))
+    return Losses(means, tuple(documents))
 
 
 def draw(known: dict[str, Any]) -> None:
@@ -174,8 +175,8 @@ def draw(known: dict[str, Any]) -> None:
     lines = []
     for way in dict.fromkeys(row["way"] for row in known.values()):
         rows = sorted((row for row in known.values() if row["way"] == way), key=lambda row: row["tokens"])
-        cost = [damage(losses_of(row)) for row in rows]
-        lines.append(Line(way, [float(row["tokens"]) for row in rows], *band([each.kl for each in cost])))
+        cost = [kl(losses_of(row)).change for row in rows]
+        lines.append(Line(way, [float(row["tokens"]) for row in rows], *band(cost)))
     sentence = "On science, speeches and code, which nothing was fitted to or trained on. Bands: 95%, over windows."
     panel = Panel(
         "recovery", "What comes back with text", sentence, "tokens read", "KL (nats per token)", lines, log_x=True

@@ -21,7 +21,8 @@ from crosslayer.core.options import parse_layers
 from crosslayer.corpus.documents import TextSource, load_documents
 from crosslayer.corpus.windows import split
 from crosslayer.environment import environment
-from crosslayer.judge.damage import damage, logits_of, losses
+from crosslayer.judge.damage import logits_of, losses
+from crosslayer.judge.rows import kl, perplexity
 from crosslayer.verbs.bench.run import bench
 from crosslayer.verbs.retrofit.cache import token_bytes
 from crosslayer.verbs.retrofit.convert import convert
@@ -87,15 +88,17 @@ def damages(model, name, texts) -> dict[str, Any]:
         seconds[variant] = time.perf_counter() - started
     runs = {variant: logits_of(done.model) for variant, done in converted.items()}
     by_variant = losses(logits_of(model), runs, texts["evaluation"])
-    rows = {variant: damage(measured) for variant, measured in by_variant.items()}
-    for variant, row in rows.items():
-        print(f"{name:>13} {variant:<13} ratio {row.ratio.text()}  KL {row.kl.text(4)}", flush=True)
+    rows = {}
+    for variant, measured in by_variant.items():
+        ratio, cost = perplexity(measured).change, kl(measured).change
+        rows[variant] = {"ratio": ratio.model_dump(), "kl": cost.model_dump()}
+        print(f"{name:>13} {variant:<13} ratio {ratio.text()}  KL {cost.text(4)}", flush=True)
     return {
         "methods": [to_entry(bare)],
         "kv_share": token_bytes(converted["none"].model) / token_bytes(model),
-        "damage": {variant: row.model_dump() for variant, row in rows.items()},
+        "damage": rows,
         "windows": {
-            variant: {key: [round(float(x), 6) for x in vars(measured)[key]] for key in ("before", "after", "kl")}
+            variant: {key: [round(float(x), 6) for x in values] for key, values in measured.means.items()}
             for variant, measured in by_variant.items()
         },
         "documents": texts["evaluation"].documents,

@@ -10,6 +10,7 @@ samples and on windows that it has not seen. Then all three W_c bottom-up, and t
 
 import argparse
 import json
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -130,9 +131,10 @@ def ratio(block: Block, ids: Tensor, weights: list[Tensor] | None) -> dict[str, 
     entering = torch.cat(block.entering)
     for number, window in enumerate(ids):
         stream = entering[number : number + 1]
-        rows.append(compare(block.plain.logits(stream).log_softmax(-1), block.converted.logits(stream), window))
-    before, after, kl = torch.tensor(rows).mean(0).tolist()
-    return {"ratio": float(torch.tensor(after - before).exp()), "kl": kl}
+        original, own = block.plain.logits(stream).log_softmax(-1), block.converted.logits(stream)
+        rows.append(compare(original[:-1], own[:-1], window[1:]))
+    means = {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]}
+    return {"ratio": math.exp(means["after"] - means["before"]), "kl": means["kl"]}
 
 
 def swept(fitted: Block, judged: Block, groups: int) -> list[dict[str, Any]]:

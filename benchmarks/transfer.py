@@ -30,7 +30,8 @@ from crosslayer.core.options import parse_layers
 from crosslayer.corpus.domains import FITTED, embedded_domains, split_domains
 from crosslayer.corpus.windows import Windows
 from crosslayer.environment import environment
-from crosslayer.judge.damage import Losses, compare, damage, difference
+from crosslayer.judge.damage import Losses, compare
+from crosslayer.judge.rows import kl, perplexity
 from crosslayer.verbs.retrofit.convert import calibrate
 
 RESULTS = Path(__file__).parent / "results" / "transfer.json"
@@ -145,7 +146,7 @@ def measure(model: Any, name: str, texts: dict[str, Windows], args: argparse.Nam
             stream = known(window[None])
             original = plain.logits(stream)
             for fit, rows in cells.items():
-                rows.append(compare(original.log_softmax(-1), uppers[fit].logits(stream), window))
+                rows.append(compare(original.log_softmax(-1)[:-1], uppers[fit].logits(stream)[:-1], window[1:]))
         rows = [row for row, kind in enumerate(texts["judged"].domains) if kind == domain]
         cells = {fit: pack(losses, [texts["judged"].documents[row] for row in rows]) for fit, losses in cells.items()}
         save(name, {"cells": {domain: cells}})
@@ -172,10 +173,10 @@ def fitted(model: Any, methods: list[Method], fit: str, pool: dict[str, torch.Te
     return converted
 
 
-def pack(losses: list[tuple[float, float, float]], documents: list[int]) -> dict[str, Any]:
+def pack(losses: list[dict[str, float]], documents: list[int]) -> dict[str, Any]:
     """Return the losses of each window as they are written."""
-    columns = np.round(np.array(losses).T, 6).tolist()
-    return {**dict(zip(("before", "after", "kl"), columns, strict=True)), "documents": documents}
+    means = {name: [round(window[name], 6) for window in losses] for name in losses[0]}
+    return {**means, "documents": documents}
 
 
 def load() -> dict[str, Any]:
@@ -213,7 +214,7 @@ def table(results: dict[str, Any]) -> str:
                 for each, fit in ((cells, one[1]), (others, other[1]))
             )
             named = f"{', '.join(one)} − {', '.join(other)}"
-            lines.append(f"{' + '.join(chosen)}: KL, {named}: {difference(*sides).text(signed=True)}")
+            lines.append(f"{' + '.join(chosen)}: KL, {named}: {kl(*sides).change.text(signed=True)}")
     return "\n".join(lines)
 
 
@@ -223,21 +224,19 @@ MARKS = {"lower": "", "higher": " ††", "no difference seen": " †"}
 def _cell(cells: dict[str, Any], fit: str) -> str:
     """Return ratio with interval, and KL; † where it is not told apart from none, †† where it is more."""
     with_fit, none = _losses(cells[fit]), _losses(cells["none"])
-    mark = "" if fit == "none" else MARKS[difference(with_fit, none).verdict]
-    cost = damage(with_fit)
-    return f"{cost.ratio.text(2)}, {cost.kl.value:.2f}{mark}"
+    mark = "" if fit == "none" else MARKS[kl(with_fit, none).change.verdict]
+    return f"{perplexity(with_fit).change.text(2)}, {kl(with_fit).value:.2f}{mark}"
 
 
 def _losses(cell: dict[str, Any]) -> Losses:
-    before, after, kl = (np.array(cell[key]) for key in ("before", "after", "kl"))
-    return Losses(before, after, kl, tuple(cell["documents"]))
+    return Losses({key: np.array(cell[key]) for key in ("before", "after", "kl")}, tuple(cell["documents"]))
 
 
 def _joined(losses: list[Losses]) -> Losses:
     """Return the losses of several domains as one, whose documents are told apart."""
     documents = [1000 * number + document for number, each in enumerate(losses) for document in each.documents]
-    columns = (np.concatenate([vars(each)[name] for each in losses]) for name in ("before", "after", "kl"))
-    return Losses(*columns, tuple(documents))
+    means = {name: np.concatenate([each.means[name] for each in losses]) for name in ("before", "after", "kl")}
+    return Losses(means, tuple(documents))
 
 
 if __name__ == "__main__":

@@ -74,7 +74,7 @@ def continued(model):
 FIGURES = {
     diagnosed: lambda diagnosis: diagnosis.entropy.tolist(),
     intervened: lambda effect: effect.attention_received.tolist(),
-    retrofitted: lambda report: (report.damage, report.cache),
+    retrofitted: lambda report: (report.rows, report.cache),
     verified: lambda verification: verification.passed,
     benched: lambda benchmark: [(row.value, row.original) for row in benchmark.rows_of("bytes")],
     continued: lambda continuation: (continuation.text, continuation.cache_bytes),

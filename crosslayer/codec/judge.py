@@ -13,7 +13,6 @@ from contextlib import nullcontext
 from copy import deepcopy
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -22,9 +21,11 @@ from crosslayer.cache.kv_cache import held_bytes
 from crosslayer.cache.running import prefill, quantized_cache
 from crosslayer.codec.codec import Codec
 from crosslayer.core.transformers_versions import CACHE
+from crosslayer.corpus.windows import Windows
 from crosslayer.judge.candidate import Candidate
+from crosslayer.judge.damage import NO_TARGET, Losses, compare, gathered
 from crosslayer.judge.hidden import Sample, prompt_ids
-from crosslayer.judge.retrieval import retrieved
+from crosslayer.judge.retrieval import found_in, responses
 from crosslayer.output.progress import progress
 from crosslayer.probe.model import evaluating
 
@@ -32,20 +33,24 @@ Way = Callable[[Cache, Tensor], tuple[Cache, int]]  # from a cache and its token
 
 
 @torch.no_grad()
-def judge(model: PreTrainedModel, ids: Tensor, prompt: int, ways: Mapping[str, Way]) -> dict[str, np.ndarray]:
-    """Return KL and bytes of each way on each window, (N, 2), of windows (N, T) of `prompt` tokens and more."""
-    found = {name: np.zeros((len(ids), 2)) for name in ways}
-    with evaluating(model), progress("measuring stored caches", len(ids)) as bar:
-        for index, row in enumerate(ids.to(model.device)):
+def judge(
+    model: PreTrainedModel, windows: Windows, prompt: int, ways: Mapping[str, Way]
+) -> tuple[dict[str, Losses], dict[str, list[int]]]:
+    """Return what each way costs on each window, of `prompt` tokens and more, and the bytes that it stores."""
+    rows: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
+    sizes: dict[str, list[int]] = {name: [] for name in ways}
+    with evaluating(model), progress("measuring stored caches", len(windows)) as bar:
+        for done, row in enumerate(windows.ids.to(model.device), 1):
             before, after = row[None, :prompt], row[None, prompt:]
+            targets = torch.cat([after[0, 1:], torch.tensor([NO_TARGET], device=row.device)])  # (T,)
             cache = prefill(model, before)
             original = continued(model, deepcopy(cache), after)
             for name, way in ways.items():
                 stored, size = way(cache, before)
-                other = continued(model, stored, after)
-                found[name][index] = float((original.exp() * (original - other)).sum(-1).mean()), size
-            bar.step(index + 1, len(ids))
-    return found
+                rows[name].append(compare(original, continued(model, stored, after), targets))
+                sizes[name].append(size)
+            bar.step(done, len(windows))
+    return {name: gathered(own, windows) for name, own in rows.items()}, sizes
 
 
 @torch.no_grad()
@@ -53,7 +58,7 @@ def numbers_found(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, samples: Sequence[Sample], ways: Mapping[str, Way]
 ) -> dict[str, list[bool]]:
     """Return whether the model finds the number of each sample on the cache that each way gives back for its text."""
-    found: dict[str, list[bool]] = {name: [] for name in ways}
+    texts: dict[str, list[str]] = {name: [] for name in ways}
     with evaluating(model), progress("asking for hidden numbers", len(samples)) as bar:
         for done, sample in enumerate(samples, 1):
             ids = prompt_ids(tokenizer, sample.prompt)
@@ -62,9 +67,9 @@ def numbers_found(
             cache = prefill(model, before)
             for name, way in ways.items():
                 held, _ = way(deepcopy(cache), before)
-                found[name] += retrieved(model, tokenizer, [sample], lambda held=held: held)
+                texts[name] += responses(model, tokenizer, [sample], lambda held=held: held)
             bar.step(done, len(samples))
-    return found
+    return {name: found_in(own, samples) for name, own in texts.items()}
 
 
 def exact(cache: Cache, ids: Tensor) -> tuple[Cache, int]:

@@ -19,8 +19,9 @@ from crosslayer.judge.candidate import Candidate
 from crosslayer.judge.clock import Load, Run, random_ids, run, steps_in_turns, too_large
 from crosslayer.judge.damage import Losses, losses
 from crosslayer.judge.hidden import Sample
-from crosslayer.judge.report import Detail, JudgedModel, Row
-from crosslayer.judge.retrieval import LENGTHS, Retrieval, measure_retrieval, retrieved
+from crosslayer.judge.report import ALL, Detail, JudgedModel, Row
+from crosslayer.judge.retrieval import NEW_TOKENS, found_in, responses
+from crosslayer.judge.rows import cache_rows, peak_row, retrieval_rows, time_rows, window_rows
 from crosslayer.judge.tasks.harness import Tasks, quiet, score
 from crosslayer.judge.tasks.summary import group_rows, task_rows
 from crosslayer.models.load import load_model, model_facts
@@ -47,6 +48,7 @@ class Judge:
     catches: bool = True
     failed: dict[str, str] = field(default_factory=dict)
     _models: dict[str, PreTrainedModel] = field(default_factory=dict)
+    _found: dict[tuple[str | None, tuple[Sample, ...]], list[bool] | None] = field(default_factory=dict)
     _shape: torch.Size = torch.Size()  # of the original's logits, (B, T, V)
     _common: dict[str, int] = field(default_factory=dict)  # by candidate, tokens compared, if vocabularies differ
 
@@ -59,18 +61,43 @@ class Judge:
         runs = {one.name: self._guarded(one) for one in candidates if one.name not in self.failed}
         return losses(self._original_logits, runs, self.windows, doing)
 
-    def retrieved(self, candidate: Candidate | None, samples: Sequence[Sample]) -> list[bool] | None:
-        """Return whether a candidate, or the original, finds the number of each sample; None if it fails."""
+    def damage(self, candidates: Sequence[Candidate], seed: int = 0, doing: str = "measuring KL") -> list[Row]:
+        """Return what those candidates that do not fail cost on the windows; `seed` is that of the bootstrap."""
+        rows = []
+        for name, found in self.kl(candidates, doing).items():
+            rows += window_rows(name, found, seed)
+        return rows
+
+    def answers(
+        self, candidate: Candidate | None, samples: Sequence[Sample], new_tokens: int = NEW_TOKENS, batch: int = 1
+    ) -> list[str] | None:
+        """Return the answers of a candidate, or of the original, to samples with hidden numbers; None if it fails."""
         assert self.tokenizer is not None
         tokenizer, doing = self.tokenizer, f"asking {candidate.name if candidate else 'the original'}"
-        return self.asked(candidate, lambda model, new_cache: retrieved(model, tokenizer, samples, new_cache, doing))
+        options: dict[str, Any] = {"new_tokens": new_tokens, "batch": batch, "doing": doing}
+        return self.asked(candidate, lambda model, cache: responses(model, tokenizer, samples, cache, **options))
 
-    def needles(
-        self, candidate: Candidate | None, seed: int = 0, lengths: Sequence[int] = LENGTHS
-    ) -> tuple[Retrieval, ...]:
-        """Return which hidden numbers a candidate, or the original, finds by length; empty if it cannot be asked."""
-        words = self.tokenizer, seed, lengths
-        return self.asked(candidate, lambda model, new_cache: measure_retrieval(model, *words, new_cache)) or ()
+    def found(self, candidate: Candidate | None, samples: Sequence[Sample]) -> list[bool] | None:
+        """Return whether a candidate, or the original, finds the number of each sample; None if it fails.
+
+        Each is asked the same samples once.
+        """
+        asked = (None if candidate is None else candidate.name, tuple(samples))
+        if asked not in self._found:
+            texts = self.answers(candidate, samples)
+            self._found[asked] = None if texts is None else found_in(texts, samples)
+        return self._found[asked]
+
+    def retrieval(self, candidates: Sequence[Candidate], samples: Sequence[Sample]) -> list[Row]:
+        """Return the shares of hidden numbers that the candidates find that do not fail; no rows without samples."""
+        if not samples:
+            return []
+        original, rows = self.found(None, samples), []
+        for candidate in candidates:
+            found = self.found(candidate, samples)
+            if found is not None:
+                rows += retrieval_rows(candidate.name, samples, found, original)
+        return rows
 
     def task_results(self, candidate: Candidate | None, tasks: Tasks, limit: int | None) -> Any:
         """Return what lm-eval returns of a candidate, or of the original; None if it fails."""
@@ -138,6 +165,28 @@ class Judge:
                     pairs[candidate.name].append((found[candidate], found[None]))
             tick()
         return {name: runs for name, runs in pairs.items() if name not in self.failed}
+
+    def at_load(
+        self,
+        candidates: Sequence[Candidate],
+        load: Load,
+        ids: Tensor,
+        repeats: int,
+        scope: str = ALL,
+        static: bool = False,
+        tick: Callable[[], None] = lambda: None,
+    ) -> list[Row]:
+        """Return the bytes of caches, times and peak memory of each candidate at a load, from `runs`.
+
+        Without `repeats` there are bytes only, from the run that would warm up.
+        """
+        rows = []
+        for name, (first, *pairs) in self.runs(candidates, load, ids, repeats, static, tick).items():
+            rows += cache_rows(*first, candidate=name, scope=scope)
+            if pairs:
+                rows += time_rows(pairs, tuple(first[0].seconds), candidate=name, scope=scope)
+                rows.append(peak_row(pairs, candidate=name, scope=scope))
+        return rows
 
     def model_of(self, candidate: Candidate | None) -> PreTrainedModel:
         """Return the model that a candidate runs; one that is named is loaded once."""

@@ -1,12 +1,14 @@
 """Tables and sentences that the pages of all comparisons have in common."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from crosslayer.judge.clock import TIMES
-from crosslayer.judge.report import Report, Row
+from crosslayer.judge.report import ALL, Against, Report, Row
+from crosslayer.judge.rows import RETRIEVAL
 from crosslayer.output.formatting import UNKNOWN, Table, listed
 from crosslayer.output.page import Cell, Mark
 from crosslayer.output.panel import QUIET, Line, Panel
+from crosslayer.stats.differences import in_points
 from crosslayer.stats.estimate import Estimate, band
 
 KINDS = {True: "pass", False: "fail", None: "skip"}  # of a verdict's cell, by whether the candidate is better
@@ -22,13 +24,17 @@ def listing(title: str, rows: Sequence[Row], details: dict[str, str] | None = No
     candidates = {row.candidate for row in rows}
     compared = any(row.change is not None for row in rows)
     names = ["candidate"] if len(candidates) > 1 else []
-    scopes = [of] if any(row.scope != "all" for row in rows) else []
-    head = [*names, *scopes, "quantity", *(["original"] if compared else []), "candidate" if compared else "score"]
+    scopes = [of] if any(row.scope != ALL for row in rows) else []
+    references = {row.against for row in rows}
+    against = ["against"] if references != {Against.ORIGINAL} else []
+    reference = ["compared with" if against else "original"] if compared else []
+    head = [*names, *scopes, "quantity", *against, *reference, "candidate" if compared else "score"]
     head += ["change\n(95% interval)", "verdict", "interval over"] if compared else []
     cells = []
     for row in rows:
         cell: list[Cell] = [row.candidate] if names else []
         cell += [*([row.scope] if scopes else []), TIMES.get(row.quantity, row.quantity)]
+        cell += [str(row.against)] if against else []
         cell += [row.text(row.original) or UNKNOWN] if compared else []
         cell.append(row.text(row.value) or UNKNOWN)
         if row.change is not None:
@@ -42,6 +48,58 @@ def listing(title: str, rows: Sequence[Row], details: dict[str, str] | None = No
             )
         cells.append(cell)
     return title, [*head, *details.values()], cells
+
+
+def grid(
+    title: str,
+    rows: Sequence[Row],
+    head: str,
+    line: Callable[[Row], str],
+    column: Callable[[Row], str],
+    cell: Callable[[Row], Cell] = Row.change_text,
+) -> Table:
+    """Return a table with a cell for each row: `line` and `column` say where it goes, `head` is that of the lines."""
+    lines, columns = dict.fromkeys(map(line, rows)), dict.fromkeys(map(column, rows))
+    cells = {(line(row), column(row)): cell(row) for row in rows}
+    body = [[one, *(cells.get((one, name), UNKNOWN) for name in columns)] for one in lines]
+    return title, [head, *columns], body
+
+
+def quantity_name(row: Row) -> str:
+    """Return how a row's quantity is called, and what it is compared with, if that is not the original."""
+    name = TIMES.get(row.quantity, row.quantity)
+    if row.unit == "nats/token":
+        name += ", nats/token"
+    return name if row.against == Against.ORIGINAL else f"{name}, against {row.against}"
+
+
+def found(row: Row) -> str:
+    """Return what a short table shows of a row."""
+    if row.change is None:
+        return row.text(row.value) or UNKNOWN
+    if row.unit == "bytes":
+        return f"{row.change_text()} ({row.text(row.value)})"
+    if row.quantity == RETRIEVAL:
+        return f"{row.count(row.value)} (original {round((row.original or 0) * row.change.n)})"
+    if row.unit == "share":
+        return f"{row.text(row.value)}: {row.change_text()} points"
+    return row.change_text()
+
+
+def retrieval_sentence(rows: Sequence[Row]) -> list[str]:
+    """Return how many hidden numbers a candidate finds, of all and by length, compared with the original."""
+    if not rows:
+        return []
+    whole, *lengths = rows
+    assert whole.change is not None
+    counts = ", ".join(str(row.hits) for row in lengths)
+    sizes = ", ".join(row.scope.removesuffix(" tokens") for row in lengths)
+    return [
+        f"It retrieves {whole.hits} of {whole.change.n} numbers hidden in long texts ({counts} of "
+        f"{lengths[0].details['samples']} at {sizes} tokens), the original "
+        f"{whole.count(whole.original).partition(' ')[0]}: {in_points(whole.change).text(0, signed=True)} points, "
+        "paired."
+    ]
 
 
 def over(change: Estimate) -> str:
@@ -63,7 +121,7 @@ def by_verdict(rows: Sequence[Row]) -> list[str]:
         for verdict in sorted({row.verdict for row in own}):
             group = [row for row in own if row.verdict == verdict]
             verdict = verdict[0].upper() + verdict[1:]
-            if [row.scope for row in group] == ["all"]:
+            if [row.scope for row in group] == [ALL]:
                 clauses.append(f"{verdict}, {group[0].change_text()}")
             elif len(group) == len(own) > NAMED:
                 clauses.append(f"{verdict} everywhere, {span(group)}")

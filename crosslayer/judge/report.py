@@ -1,6 +1,7 @@
 """What every comparison returns: a row for each quantity of each candidate."""
 
 import math
+from enum import StrEnum
 from typing import Any
 
 from pydantic import Field
@@ -13,15 +14,29 @@ from crosslayer.stats.estimate import NOT_TESTED, Better, Estimate
 from crosslayer.stats.times import SPEED
 
 Detail = float | int | str
+ALL = "all"  # the scope of what is measured on all windows, items or numbers together
+
+
+class Against(StrEnum):
+    """What a candidate is compared with in a row."""
+
+    ORIGINAL = "the original"
+    BEFORE = "the state before"
+    UNFITTED = "without the fit"
+    TRAINED = "the trained original"
+    FIRST = "the first"  # of several caches or variants
+    ABOVE = "the one above"  # in a ranking
+    SEARCHED = "the searched one"
 
 
 class Row(Frozen):
-    """One quantity of a candidate, with the original's."""
+    """One quantity of a candidate, with that of what it is compared with: the original, unless `against` differs."""
 
     quantity: str
     unit: str = Field(description="nats/token, bytes, s, share (of items or numbers), or empty")
     candidate: str
-    scope: str = Field(default="all", description="all, or a domain, a task, a length, a configuration")
+    scope: str = Field(default=ALL, description="all, or a domain, a task, a length, a configuration")
+    against: Against = Field(default=Against.ORIGINAL, description="what `original` and `change` refer to")
     original: float | None = None
     value: float | None = None
     change: Estimate | None = Field(default=None, description="candidate less original, or over it if `none` is 1")
@@ -55,6 +70,12 @@ class Row(Frozen):
         digits = 4 if size >= 1e-3 or size < 1e-7 else 1 - math.floor(math.log10(size))  # 2 that are not 0
         return self.change.text(digits, signed=bool(self.original))
 
+    @property
+    def hits(self) -> int:
+        """How many of the items, or hidden numbers, a share counts."""
+        assert self.value is not None and self.change is not None
+        return round(self.value * self.change.n)
+
     def count(self, share: float | None) -> str:
         """Return a share of the hidden numbers as a count: 38 of 40."""
         assert share is not None and self.change is not None
@@ -87,12 +108,36 @@ class JudgedModel(Frozen):
         return f"{self.model.dtype} on {self.model.device}"
 
 
-class Report(Result):
+class Measured(Result):
+    """A result that holds rows."""
+
+    rows: tuple[Row, ...]
+
+    def row(self, candidate: str, quantity: str, scope: str = ALL, against: Against = Against.ORIGINAL) -> Row | None:
+        """Return the row of a quantity; None if it was not measured."""
+        own = (row for row in self.rows_of(quantity, against) if row.candidate == candidate and row.scope == scope)
+        return next(own, None)
+
+    def rows_of(self, quantity: str, against: Against = Against.ORIGINAL, candidate: str | None = None) -> list[Row]:
+        """Return the rows of a quantity, of all candidates or of one."""
+        rows = [row for row in self.rows if row.quantity == quantity and row.against == against]
+        return [row for row in rows if candidate in (None, row.candidate)]
+
+    def changes(self, quantity: str) -> dict[str, Estimate]:
+        """Return the change of a quantity as a whole by candidate, of those for which it was measured."""
+        rows = [row for row in self.rows_of(quantity) if row.scope == ALL]
+        return {row.candidate: row.change for row in rows if row.change is not None}
+
+    def frame(self) -> dict[str, list[Any]]:
+        """Return the rows as columns, which `pandas.DataFrame` takes; those of the change begin with `change_`."""
+        return columns(row.model_dump(mode="json") for row in self.rows)
+
+
+class Report(Measured):
     """Rows of candidates; a verb adds its settings, and what its own figures show."""
 
     original: JudgedModel | None = Field(description="what candidates are compared with; None: scores alone")
     candidates: tuple[JudgedModel, ...] = Field(min_length=1)
-    rows: tuple[Row, ...]
     seconds: float = Field(ge=0)
 
     @property
@@ -110,32 +155,14 @@ class Report(Result):
         against = "" if self.original is None else f" against {self.original.name}"
         return f"{what} of {self.candidates[0].name}{against}"
 
-    def row(self, candidate: str, quantity: str, scope: str = "all") -> Row | None:
-        """Return the row of a quantity; None if it was not measured."""
-        own = (row for row in self.rows_of(quantity) if row.candidate == candidate and row.scope == scope)
-        return next(own, None)
-
-    def rows_of(self, quantity: str) -> list[Row]:
-        """Return the rows of a quantity."""
-        return [row for row in self.rows if row.quantity == quantity]
-
-    def changes(self, quantity: str) -> dict[str, Estimate]:
-        """Return the change of a quantity as a whole by candidate, of those for which it was measured."""
-        rows = [row for row in self.rows_of(quantity) if row.scope == "all"]
-        return {row.candidate: row.change for row in rows if row.change is not None}
-
-    def frame(self) -> dict[str, list[Any]]:
-        """Return the rows as columns, which `pandas.DataFrame` takes; those of the change begin with `change_`."""
-        return columns(row.model_dump() for row in self.rows)
-
     def headline(self) -> dict[str, Any]:
         """Return the names of the models, and the figures of each row; of a quantity with an overall row, of that."""
-        whole = {row.quantity for row in self.rows if row.scope == "all"}
+        whole = {row.quantity for row in self.rows if row.scope == ALL}
         return {
             "candidates": [one.name for one in self.candidates],
             "original": None if self.original is None else self.original.name,
             "failed": {one.name: one.failed for one in self.candidates if one.failed is not None},
-            "rows": [_figures(row) for row in self.rows if row.scope == "all" or row.quantity not in whole],
+            "rows": [_figures(row) for row in self.rows if row.scope == ALL or row.quantity not in whole],
         }
 
 

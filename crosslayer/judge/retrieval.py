@@ -1,10 +1,11 @@
 """Numbers hidden in long texts, in several phrasings: the answers of a model, and which numbers it retrieves."""
 
+import itertools
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
-from pydantic import Field
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import (
@@ -20,13 +21,9 @@ from transformers import (
 from crosslayer.cache.running import NewCache
 from crosslayer.core.transformers_versions import CACHE
 from crosslayer.environment import quiet_transformers
-from crosslayer.judge.hidden import PHRASINGS, Sample, Samples, is_retrieved, prompt_ids
-from crosslayer.output.formatting import UNKNOWN
+from crosslayer.judge.hidden import PHRASINGS, Phrasing, Sample, Samples, is_retrieved, prompt_ids
 from crosslayer.output.progress import progress
-from crosslayer.output.record import Frozen
 from crosslayer.probe.model import evaluating, positions
-from crosslayer.stats.differences import in_points, share_difference
-from crosslayer.stats.estimate import Estimate
 
 LENGTHS = (256, 512, 1024, 2048)
 QUICK_LENGTHS = (512,)
@@ -107,104 +104,84 @@ def padded(prompts: Sequence[Sequence[int]], padding: int) -> tuple[Tensor, Tens
     return ids, pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
 
 
-class Retrieval(Frozen):
-    """The results at one length."""
-
-    length: int = Field(description="tokens of text, question and answer")
-    found: tuple[bool, ...] = Field(description="whether the model retrieves the hidden number, by depth from 0%")
-
-
 def hidden_samples(
-    tokenizer: PreTrainedTokenizerBase, lengths: Sequence[int], each: int = SAMPLES, seed: int = 0
+    tokenizer: PreTrainedTokenizerBase,
+    lengths: Sequence[int],
+    each: int = SAMPLES,
+    seed: int = 0,
+    *,
+    depths: Sequence[int] = DEPTHS,
+    keys: int = 1,
+    new_tokens: int = NEW_TOKENS,
+    phrasings: Sequence[Phrasing] = PHRASINGS,
 ) -> list[Sample]:
-    """Return samples with one hidden number each, `each` at every depth of a length; phrasings take turns.
+    """Return samples with `keys` hidden numbers, `each` at every depth of a length; phrasings take turns.
 
     A model that was fitted on text in one phrasing may fail in another, so no length or depth has a single one.
     """
-    makers = [Samples(tokenizer, 1, NEW_TOKENS, seed, phrasing) for phrasing in PHRASINGS]
-    drawn = []
-    for length in lengths:
-        for number in range(len(DEPTHS) * each):
-            depth, index = divmod(number, each)
-            maker = makers[(number + length.bit_length()) % len(makers)]  # another one first at twice the length
-            drawn.append(maker.sample(length, DEPTHS[depth], index))
+    makers = [Samples(tokenizer, keys, new_tokens, seed, phrasing) for phrasing in phrasings]
+    drawn, total = [], len(lengths) * len(depths) * each
+    with progress("hiding numbers", total) as bar:
+        for length in lengths:
+            for number in range(len(depths) * each):
+                depth, index = divmod(number, each)
+                maker = makers[(number + length.bit_length()) % len(makers)]  # another one first at twice the length
+                drawn.append(maker.sample(length, depths[depth], index))
+                bar.step(len(drawn), total)
     return drawn
 
 
-def retrieved(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    samples: Sequence[Sample],
-    new_cache: NewCache | None = None,
-    doing: str = "asking for hidden numbers",
-) -> list[bool]:
-    """Return whether a model finds the number of each sample; `new_cache` makes an empty cache for each.
-
-    Samples are asked one at a time: on a CPU padding costs more than a batch saves, and any cache takes one text.
-    """
-    found = []
-    with progress(doing, len(samples)) as bar, quiet_transformers(), evaluating(model):
-        for sample in samples:
-            ids = [prompt_ids(tokenizer, sample.prompt)]
-            options = {"new_tokens": NEW_TOKENS, "batch": 1, "new_cache": new_cache}
-            ((answer,),) = answers(model, tokenizer, ids, [sample.value], **options)
-            found.append(is_retrieved(answer, sample.value))
-            bar.step(len(found), len(samples))
-    return found
-
-
-def measure_retrieval(
+def askable_samples(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | None,
-    seed: int = 0,
     lengths: Sequence[int] = LENGTHS,
-    new_cache: NewCache | None = None,
-) -> tuple[Retrieval, ...]:
-    """Ask a model for ten numbers at each of some lengths; `new_cache` makes an empty cache for each.
+    seed: int = 0,
+) -> list[Sample]:
+    """Return samples that a model can be asked, ten at each length.
 
     Lengths that exceed the model's positions, or that the question alone fills, are left out. The result is empty
     without a tokenizer, and if the tokenizer has tokens that the model does not know.
     """
     if tokenizer is None or not model.can_generate():
-        return ()
-    lengths = [length for length in lengths if length <= positions(model)]
-    results = []
+        return []
+    samples = []
     for length in lengths:
-        try:
-            samples = hidden_samples(tokenizer, [length], seed=seed)
-        except ValueError:  # the text is too short
+        if length > positions(model):
             continue
-        largest = max(max(prompt_ids(tokenizer, sample.prompt)) for sample in samples)
-        if largest < model.config.get_text_config().vocab_size:
-            found = retrieved(model, tokenizer, samples, new_cache)
-            results.append(Retrieval(length=length, found=tuple(found)))
-    return tuple(results)
+        with suppress(ValueError):  # the text is too short
+            own = hidden_samples(tokenizer, [length], seed=seed)
+            largest = max(max(prompt_ids(tokenizer, sample.prompt)) for sample in own)
+            samples += own if largest < model.config.get_text_config().vocab_size else []
+    return samples
 
 
-def retrieval_change(model: Sequence[bool], original: Sequence[bool]) -> Estimate:
-    """Return the share of numbers that a model finds less that of its original, paired by question."""
-    pairs = list(zip(model, original, strict=True))
-    return share_difference(pairs.count((True, False)), pairs.count((False, True)), len(pairs))
+def responses(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    samples: Sequence[Sample],
+    new_cache: NewCache | None = None,
+    *,
+    new_tokens: int = NEW_TOKENS,
+    batch: int = 1,
+    doing: str = "asking for hidden numbers",
+) -> list[str]:
+    """Return a model's greedy answers to samples, in order; a batch has samples of one length.
+
+    Samples are asked one at a time by default: on a CPU padding costs more than a batch saves, and any cache takes one
+    text. `new_cache` makes an empty cache for each batch.
+    """
+    texts: list[str] = []
+    options: dict[str, Any] = {"new_tokens": new_tokens, "batch": batch, "new_cache": new_cache}
+    with progress(doing, len(samples)) as bar, quiet_transformers(), evaluating(model):
+        for _, of_length in itertools.groupby(samples, key=lambda sample: sample.length):
+            own = list(of_length)
+            prompts = [prompt_ids(tokenizer, sample.prompt) for sample in own]
+            for answered in answers(model, tokenizer, prompts, [sample.value for sample in own], **options):
+                texts += answered
+                bar.step(len(texts), len(samples))
+    return texts
 
 
-def retrieval_sentence(model: Sequence[Retrieval], original: Sequence[Retrieval]) -> str:
-    """Return how many numbers a model retrieves, compared with its original."""
-    ours, theirs = ([right for result in results for right in result.found] for results in (model, original))
-    change = retrieval_change(ours, theirs)  # over all lengths
-    counts = ", ".join(str(sum(result.found)) for result in model)
-    lengths = ", ".join(f"{result.length:,}" for result in model)
-    return (
-        f"It retrieves {count_retrieved(model)} of {change.n} numbers hidden in long texts ({counts} of "
-        f"{len(model[0].found)} at {lengths} tokens), the original {count_retrieved(original)}: "
-        f"{in_points(change).text(0, signed=True)} points, paired."
-    )
-
-
-def retrieved_of(results: Sequence[Retrieval]) -> str:
-    """Return how many numbers were retrieved, over all lengths: 38 of 40, or a dash if none were asked for."""
-    return f"{count_retrieved(results)} of {sum(len(result.found) for result in results)}" if results else UNKNOWN
-
-
-def count_retrieved(results: Sequence[Retrieval]) -> int:
-    """Return how many numbers were retrieved, over all lengths."""
-    return sum(sum(result.found) for result in results)
+def found_in(texts: Sequence[str], samples: Sequence[Sample]) -> list[bool]:
+    """Return whether each answer has the number that its sample asks for."""
+    return [is_retrieved(text, sample.value) for text, sample in zip(texts, samples, strict=True)]

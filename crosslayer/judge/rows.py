@@ -1,18 +1,29 @@
 """Rows of a report, from what a judge has measured."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from crosslayer.judge.clock import Run
-from crosslayer.judge.damage import Losses, kl_estimate, ratio_estimate
-from crosslayer.judge.report import Row
-from crosslayer.judge.retrieval import retrieval_change
+from crosslayer.judge.damage import Losses
+from crosslayer.judge.hidden import Sample
+from crosslayer.judge.report import ALL, Against, Row
+from crosslayer.stats.bootstrap import Bootstrap
+from crosslayer.stats.differences import share_difference
 from crosslayer.stats.estimate import Estimate, new_domain
 from crosslayer.stats.times import compare_times, paired_ratio
 
 NEW = "a new domain"  # the scope of a prediction
+RETRIEVAL = "retrieval"
+
+
+class Compared(NamedTuple):
+    """A quantity of windows: of what the candidate is compared with, of the candidate, and the change."""
+
+    original: float
+    value: float
+    change: Estimate
 
 
 def count_ratio(value: float | None, original: float | None) -> Estimate | None:
@@ -80,49 +91,97 @@ def time_rows(pairs: Sequence[tuple[Run, Run]], measures: Sequence[str], **facts
     return rows
 
 
-def kl_rows(candidate: str, found: Losses, seed: int = 0) -> list[Row]:
-    """Return KL and the ratio of perplexities, of all windows and by domain, and the KL that a new domain may have."""
-    rows = damage_rows(candidate, found.kl, found.domains, found.documents, seed)
-    for scope in ("all", *dict.fromkeys(found.domains)):
-        losses = found if scope == "all" else found.for_domain(scope)
-        before, after = float(np.exp(losses.before.mean())), float(np.exp(losses.after.mean()))
-        facts: dict[str, Any] = {"candidate": candidate, "scope": scope, "change": ratio_estimate(losses, seed)}
-        rows.append(Row(quantity="perplexity", unit="", original=before, value=after, **facts))
-    return rows
+def kl(found: Losses, other: Losses | None = None, seed: int = 0) -> Compared:
+    """Return the KL to the original, which is at least 0, but for rounding."""
+    return _mean("kl", found, other, seed)
 
 
-def damage_rows(
-    candidate: str, kl: np.ndarray, domains: Sequence[str], documents: Sequence[int], seed: int = 0
+def perplexity(found: Losses, other: Losses | None = None, seed: int = 0) -> Compared:
+    """Return the perplexities, and their ratio."""
+    before = found.means["before"] if other is None else other.means["after"]
+    after = found.means["after"]
+    ratio = Bootstrap(found.documents, seed).ratio(after - before)
+    return Compared(float(np.exp(before.mean())), float(np.exp(after.mean())), ratio)
+
+
+def changed_tokens(found: Losses, other: Losses | None = None, seed: int = 0) -> Compared:
+    """Return the share of tokens after which the most likely next token is not the original's."""
+    return _mean("changed", found, other, seed)
+
+
+def _mean(name: str, found: Losses, other: Losses | None, seed: int) -> Compared:
+    """Return the mean of what is 0 for the original, or its difference to that of other losses."""
+    values, bootstrap = found.means[name], Bootstrap(found.documents, seed)
+    if other is not None:
+        before = other.means[name]
+        return Compared(float(before.mean()), float(values.mean()), bootstrap.mean(values - before))
+    mean = bootstrap.mean(values)
+    if mean.low is not None:  # such a mean is at least 0, but for rounding
+        mean = mean.model_copy(update={"low": max(mean.low, min(mean.value, 0.0))})
+    return Compared(0.0, mean.value, mean)
+
+
+# What every report says of the damage on windows of text, by name, with its unit. A new quantity needs an entry here,
+# and what it measures at a token in `damage.OF_TOKENS`.
+WINDOW_QUANTITIES: dict[str, tuple[str, Callable[[Losses, Losses | None, int], Compared]]] = {
+    "KL": ("nats/token", kl),
+    "perplexity": ("", perplexity),
+    "changed tokens": ("share", changed_tokens),
+}
+
+
+def window_rows(
+    candidate: str, found: Losses, seed: int = 0, other: Losses | None = None, against: Against = Against.ORIGINAL
 ) -> list[Row]:
-    """Return the KL of N windows, of all and by domain, and that which a new domain may have.
+    """Return what a candidate costs on all windows and on those of each domain, and the KL that a new domain may have.
 
-    `kl` (N,) is in nats per token; `domains` may be empty for a single one; `seed` is that of the bootstrap.
+    `other`: losses on the same windows of what the candidate is compared with, if that is not the original; `against`
+    names it. `seed` is that of the bootstrap.
     """
-    rows, means = [], []
-    for scope in ("all", *dict.fromkeys(domains)):
-        picked = np.array([scope in ("all", domain) for domain in domains or [""] * len(kl)])
-        mean = kl_estimate(kl[picked], np.array(documents)[picked].tolist(), seed)
-        facts: dict[str, Any] = {"candidate": candidate, "scope": scope, "change": mean}
-        rows.append(Row(quantity="KL", unit="nats/token", original=0.0, value=mean.value, **facts))
-        means += [mean.value] if scope != "all" else []
-    if len(means) > 1:
-        estimate = new_domain(means, least=0.0)
-        rows.append(Row(quantity="KL", unit="nats/token", candidate=candidate, scope=NEW, change=estimate))
+    rows, domains = [], tuple(dict.fromkeys(found.domains))
+    for name, (unit, compared) in WINDOW_QUANTITIES.items():
+        facts: dict[str, Any] = {"quantity": name, "unit": unit, "candidate": candidate}
+        means = []
+        for scope in (ALL, *domains):
+            before = None if other is None else other.for_domain(scope)
+            own = compared(found.for_domain(scope), before, seed)
+            rows.append(Row(scope=scope, against=against, **own._asdict(), **facts))
+            means += [own.value] if scope != ALL else []
+        if name == "KL" and other is None and len(means) > 1:
+            rows.append(Row(scope=NEW, change=new_domain(means, least=0.0), **facts))
     return rows
 
 
-def retrieval_row(
-    candidate: str, scope: str, found: Sequence[bool], original: Sequence[bool] | None = None, **details: int
-) -> Row:
-    """Return the share of hidden numbers that a candidate finds, with the original's if there is one."""
-    return Row(
-        quantity="retrieval",
-        unit="share",
-        candidate=candidate,
-        scope=scope,
-        original=None if original is None else sum(original) / len(original),
-        value=sum(found) / len(found),
-        change=None if original is None else retrieval_change(found, original),
-        better="higher",
-        details=dict(details),
-    )
+def retrieval_rows(
+    candidate: str, samples: Sequence[Sample], found: Sequence[bool], original: Sequence[bool] | None = None
+) -> list[Row]:
+    """Return the share of hidden numbers that a candidate finds, of all and at each length, with the original's.
+
+    `found` (N,) says of each sample whether the candidate finds its number; `original` the same of the original.
+    """
+    rows = []
+    for length in (None, *dict.fromkeys(sample.length for sample in samples)):
+        asked = [number for number, sample in enumerate(samples) if length in (None, sample.length)]
+        own, other = [found[number] for number in asked], None
+        if original is not None:
+            other = [original[number] for number in asked]
+        rows.append(
+            Row(
+                quantity=RETRIEVAL,
+                unit="share",
+                candidate=candidate,
+                scope=ALL if length is None else f"{length} tokens",
+                original=None if other is None else sum(other) / len(other),
+                value=sum(own) / len(own),
+                change=None if other is None else retrieval_change(own, other),
+                better="higher",
+                details={"samples": len(own)},
+            )
+        )
+    return rows
+
+
+def retrieval_change(model: Sequence[bool], original: Sequence[bool]) -> Estimate:
+    """Return the share of numbers that a model finds less that of its original, paired by question."""
+    pairs = list(zip(model, original, strict=True))
+    return share_difference(pairs.count((True, False)), pairs.count((False, True)), len(pairs))

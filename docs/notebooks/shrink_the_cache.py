@@ -15,8 +15,9 @@ print("\n".join(report.sentences()))
 # The report starts with the worst unseen domain. These are the same numbers by domain:
 
 # %%
-for domain in report.damage.domains:
-    print(f"{domain.name:8} × {domain.ratio.text()}{'  fitted to' if domain.seen else ''}")
+for domain in report.domains:
+    ratio = report.of("perplexity", domain)
+    print(f"{domain:8} × {ratio.text()}{'  fitted to' if domain in report.fitted else ''}")
 
 # %% [markdown]
 # The result is an ordinary model: `generate`, `Trainer` and `save_pretrained` work. `save` writes it with its report:

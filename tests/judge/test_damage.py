@@ -8,25 +8,14 @@ import torch
 from scipy import stats
 
 from crosslayer.corpus.windows import Windows, split
-from crosslayer.judge.damage import (
-    Damage,
-    DomainDamage,
-    Gain,
-    Losses,
-    by_domain,
-    compare,
-    damage,
-    difference,
-    logits_of,
-    losses,
-)
-from crosslayer.judge.rows import damage_rows, kl_rows
+from crosslayer.judge.damage import NO_TARGET, compare, logits_of, losses
+from crosslayer.judge.report import Against
+from crosslayer.judge.rows import NEW, WINDOW_QUANTITIES, window_rows
 from crosslayer.probe.what_if import what_if
 from crosslayer.stats.bootstrap import Bootstrap
-from crosslayer.stats.estimate import Estimate
 from crosslayer.verbs.retrofit.convert import convert
-from crosslayer.verbs.retrofit.page import gain_sentence, sampling
 from tests.helpers.daily import daily
+from tests.helpers.losses import losses_of
 from tests.helpers.text import tokenizer, words
 from tests.helpers.tiny import tiny
 
@@ -38,31 +27,40 @@ def test_losses_are_what_a_loop_over_tokens_gives():
     for window in range(3):
         with torch.no_grad():
             p, q = (m(ids[window : window + 1]).logits[0].softmax(-1) for m in (one, two))
-        before = after = kl = 0.0
+        before = after = kl = changed = 0.0
         for t in range(8):
             token = int(ids[window, t + 1])
             before -= math.log(float(p[t, token]))
             after -= math.log(float(q[t, token]))
             kl += sum(float(a) * (math.log(float(a)) - math.log(float(b))) for a, b in zip(p[t], q[t], strict=True))
+            changed += max(range(64), key=lambda v: p[t, v]) != max(range(64), key=lambda v: q[t, v])
         # 1e-5: log-softmax is taken in float32
-        assert found.before[window] == pytest.approx(before / 8, rel=1e-5)
-        assert found.after[window] == pytest.approx(after / 8, rel=1e-5)
-        assert found.kl[window] == pytest.approx(kl / 8, rel=1e-4)
+        assert found.means["before"][window] == pytest.approx(before / 8, rel=1e-5)
+        assert found.means["after"][window] == pytest.approx(after / 8, rel=1e-5)
+        assert found.means["kl"][window] == pytest.approx(kl / 8, rel=1e-4)
+        assert found.means["changed"][window] == changed / 8 > 0
 
 
 def planted(gain, spread, count=64, documents=4, seed=0):
     generator = np.random.default_rng(seed)
     level = generator.normal(3, 1, count)  # windows differ far more than the change does
     change = gain + spread * generator.normal(size=count)
-    return Losses(level, level + change, np.abs(change), tuple(i % documents for i in range(count)))
+    return losses_of(level, level + change, np.abs(change), (i % documents for i in range(count)))
+
+
+def change(found, quantity="KL", scope="all", **options):
+    """The change of a quantity in the rows of losses."""
+    rows = window_rows("small", found, **options)
+    return next(row.change for row in rows if row.quantity == quantity and row.scope == scope)
 
 
 def test_intervals_are_paired_and_cover():
-    found = damage(planted(0.1, 0.05))
-    low, high = found.ratio.interval
+    found = planted(0.1, 0.05)
+    ratio = change(found, "perplexity")
+    low, high = ratio.interval
     assert low < math.exp(0.1) < high and high - low < 0.05  # unpaired, the spread of 1 would give ± 0.25
-    assert (found.kl.n, found.ratio.n, found.documents) == (64, 64, 4)
-    gap = difference(planted(0.3, 0.05), planted(0.1, 0.05))
+    assert change(found).n == ratio.n == 64
+    gap = change(planted(0.3, 0.05), other=found, against=Against.BEFORE)
     assert 0 < gap.low < gap.value < gap.high and gap.verdict == "higher"
 
 
@@ -71,7 +69,7 @@ def test_intervals_cover_however_many_windows_a_document_has(documents):
     """A document of one window must not make the interval a point: 120 draws of 95 %, at least 104 hits."""
     hits = 0
     for seed in range(120):
-        low, high = damage(planted(0.1, 0.05, documents=documents, seed=seed)).ratio.interval
+        low, high = change(planted(0.1, 0.05, documents=documents, seed=seed), "perplexity").interval
         hits += low < math.exp(0.1) < high
     assert hits >= 104  # 114 expected; fewer than 104 has a chance of 1e-4
 
@@ -80,31 +78,34 @@ def test_intervals_of_a_domain_of_sixteen_windows_cover():
     """Plain percentiles of so few cover 93 %: Student's t corrects that. 400 draws, 380 expected."""
     hits = 0
     for seed in range(400):
-        low, high = damage(planted(0.1, 0.05, count=16, documents=1, seed=seed)).ratio.interval
+        low, high = change(planted(0.1, 0.05, count=16, documents=1, seed=seed), "perplexity").interval
         hits += low < math.exp(0.1) < high
     assert 374 <= hits <= 390  # a spread of 4.4; without Student's t 370
 
 
-def test_the_worst_unseen_domain_comes_first():
+def test_rows_are_by_domain_and_predict_a_new_one():
     changes = {"books": 0.1, "web": 0.4, "code": 0.3}
     parts = [planted(gain, 0.02, count=16, documents=1, seed=seed) for seed, gain in enumerate(changes.values())]
-    joined = [np.concatenate([getattr(part, key) for part in parts]) for key in ("before", "after", "kl")]
+    before, after, kl = (np.concatenate([part.means[key] for part in parts]) for key in ("before", "after", "kl"))
     domains = tuple(name for name in changes for _ in range(16))
-    after = Losses(*joined, tuple(map(list(changes).index, domains)), domains)
-    without = Losses(joined[0], joined[1], joined[2] + np.repeat([0.2, -0.2, 0.0], 16), after.documents, domains)
-    measured = by_domain(after, without, frozenset(["books", "web"]))
-    code, web, books = measured.domains
-    assert [domain.name for domain in measured.domains] == ["code", "web", "books"]
-    assert [domain.gain.kl.value for domain in measured.domains] == pytest.approx([0.0, 0.2, -0.2])
-    assert (books.gain.kl.verdict, web.gain.kl.verdict) == ("lower", "higher")
-    assert measured.all.kl.n == 48 and code.kl.n == 16
-    means = [domain.kl.value for domain in measured.domains]
+    documents = tuple(map(list(changes).index, domains))
+    with_fit = losses_of(before, after, kl, documents, domains)
+    without = losses_of(before, after, kl + np.repeat([0.2, -0.2, 0.0], 16), documents, domains)
+    rows = window_rows("small", with_fit, other=without, against=Against.UNFITTED)
+    gains = {row.scope: row for row in rows if row.quantity == "KL"}
+    assert [gains[name].change.value for name in changes] == pytest.approx([-0.2, 0.2, 0.0])
+    assert [gains[name].verdict for name in ("books", "web")] == ["lower", "higher"] and NEW not in gains
+    for name in changes:
+        row = gains[name]
+        assert row.value - row.original == pytest.approx(row.change.value) and row.against == Against.UNFITTED
+    means = [change(with_fit, scope=name).value for name in changes]
+    assert change(with_fit).n == 48 and change(with_fit, scope="code").n == 16
     half = stats.t.ppf(0.975, 2) * np.std(means, ddof=1) * math.sqrt(1 + 1 / 3)
-    assert measured.new_domain.value == pytest.approx(np.mean(means)) and half > np.mean(means)
-    assert measured.new_domain.interval == pytest.approx((0.0, np.mean(means) + half))  # no KL is below 0
-    two = Losses(*(column[:32] for column in joined), after.documents[:32], domains[:32])
-    assert by_domain(two, None, frozenset()).new_domain is None
-    assert all(domain.gain is None for domain in by_domain(after, None, frozenset()).domains)
+    predicted = change(with_fit, scope=NEW)
+    assert predicted.value == pytest.approx(np.mean(means)) and half > np.mean(means)
+    assert predicted.interval == pytest.approx((0.0, np.mean(means) + half))  # no KL is below 0
+    two = losses_of(before[:32], after[:32], kl[:32], documents[:32], domains[:32])
+    assert change(two, scope=NEW).interval is None
 
 
 def test_without_w_c_is_the_conversion_alone():
@@ -124,32 +125,12 @@ def test_without_w_c_is_the_conversion_alone():
 
 def test_strata_are_documents():
     """Two documents of constant, different change: drawn within documents, the mean cannot move."""
-    change = np.array([0.0] * 20 + [1.0] * 20)
-    found = damage(Losses(np.zeros(40), change, change, (0,) * 20 + (1,) * 20))
-    assert found.ratio.interval == pytest.approx((math.exp(0.5),) * 2) and found.strata == 2
-    assert damage(planted(0.1, 0.05, count=32, documents=8)).strata == 1  # of four windows each
-
-
-def domain_of(name, strata, kl=0.3, gain=None):
-    """The damage on a domain of which only these figures matter."""
-    over = {"n": 16, "over": "windows", "how": "bootstrap"}
-    figures = {"perplexity_before": 2.0, "perplexity_after": 3.0, "documents": 4, "strata": strata}
-    figures |= {"ratio": Estimate(value=1.5, low=1.4, high=1.6, none=1, **over), "kl": Estimate(value=kl, **over)}
-    if gain is not None:
-        without, (low, high) = gain
-        damage = Damage(**figures | {"kl": Estimate(value=without, **over)})
-        gain = Gain(without=damage, kl=Estimate(value=kl - without, low=low, high=high, **over))
-    return DomainDamage(**figures, name=name, seen=False, gain=gain)
-
-
-def test_sentences_say_how_windows_were_resampled_and_what_w_c_raises():
-    single, several = domain_of("a", 1), domain_of("b", 2)
-    independent, within = sampling([single]), sampling([several])
-    assert "independent" in independent and "within documents" in within and "independent" not in within
-    assert sampling([single, several]).startswith(within) and "(a: " in sampling([single, several])
-    raised = domain_of("a", 1, 0.3, gain=(0.2, (0.05, 0.15)))
-    sentence = gain_sentence([raised], "layerwise")
-    assert "(0.200" in sentence and "lowers" not in sentence
+    shift = np.array([0.0] * 20 + [1.0] * 20)
+    documents = (0,) * 20 + (1,) * 20
+    found = losses_of(np.zeros(40), shift, shift, documents)
+    assert change(found, "perplexity").interval == pytest.approx((math.exp(0.5),) * 2)
+    assert len(Bootstrap(documents).strata) == 2
+    assert len(Bootstrap(planted(0.1, 0.05, count=32, documents=8).documents).strata) == 1  # of four windows each
 
 
 @pytest.mark.parametrize("windows", [32, 400])
@@ -164,26 +145,21 @@ def test_of_a_single_stratum_the_interval_is_scipys(windows):
 
 
 def test_a_single_window_has_no_interval():
-    found = damage(planted(0.1, 0.1, count=1))
-    assert found.kl.interval is None and found.ratio.interval is None and found.kl.verdict is None
-    assert damage(planted(0.1, 0.1, count=2)).kl.interval is not None
+    found = planted(0.1, 0.1, count=1)
+    assert change(found).interval is None and change(found, "perplexity").interval is None
+    assert change(found).verdict is None and change(planted(0.1, 0.1, count=2)).interval is not None
 
 
-@pytest.mark.parametrize("seed", [0, 5])
-def test_all_reports_give_the_same_estimate_of_the_same_losses(seed):
-    """What retrofit and heal (`damage`, `by_domain`), measure (`kl_rows`) and fit-codec (`damage_rows`) record."""
-    noise = np.random.default_rng(0).normal(0, 1e-7, 24)  # a KL of nearly 0, whose interval would reach below
-    before = np.random.default_rng(1).normal(3, 0.3, 24)
-    documents = tuple(np.repeat([0, 1, 2], 8).tolist())
-    found = Losses(before, before + noise, np.abs(noise) - 2e-8, documents, ("books",) * 12 + ("web",) * 12)
-    rows = {(row.quantity, row.scope): row.change for row in kl_rows("small", found, seed)}
-    stored = {row.scope: row.change for row in damage_rows("small", found.kl, found.domains, documents, seed)}
-    domains = by_domain(found, None, frozenset(), seed)
-    for scope, own in [("all", domains.all), *((row.name, row) for row in domains.domains)]:
-        assert own.kl == rows["KL", scope] == stored[scope] and own.ratio == rows["perplexity", scope]
-    assert domains.all == damage(found, seed)
-    other = {(row.quantity, row.scope): row.change for row in kl_rows("small", found, seed + 1)}
-    assert other["KL", "all"] != rows["KL", "all"]  # the seed is that of the bootstrap
+def test_changed_tokens_are_a_share_that_differs_between_two_candidates():
+    generator = np.random.default_rng(0)
+    zeros, often, seldom = np.zeros(32), generator.uniform(0.1, 0.3, 32), generator.uniform(0, 1e-3, 32)
+    often, seldom = (losses_of(zeros, zeros, zeros, (0,) * 32, changed=share) for share in (often, seldom))
+    low, high = change(often, "changed tokens").interval
+    assert 0.1 < low < often.means["changed"].mean() < high < 0.3
+    assert change(seldom, "changed tokens").low >= 0
+    row = next(row for row in window_rows("a", often, other=seldom) if row.quantity == "changed tokens")
+    assert row.unit == "share" and row.verdict == "higher" and row.is_better is False
+    assert row.change.value == pytest.approx((often.means["changed"] - seldom.means["changed"]).mean())
 
 
 def test_parts_of_a_text_are_disjoint():
@@ -213,8 +189,25 @@ def test_vocabularies_of_different_sizes_are_compared_over_their_common_tokens()
     large, small = (torch.randn(300, size, generator=generator) for size in (40, 33))
     ids = torch.randint(0, 33, (300,), generator=generator)
     for before, after in ((large, small), (small, large)):
-        found = compare(before.log_softmax(-1), after, ids)
+        found = compare(before[:-1].log_softmax(-1), after[:-1], ids[1:])
         own, other = (logits[:-1, :33].log_softmax(-1) for logits in (before, after))
         kl = (own.exp() * (own - other)).sum(-1).mean()
         losses = [-one[torch.arange(299), ids[1:]].mean() for one in (own, other)]
-        assert found == pytest.approx((*map(float, losses), float(kl)), rel=1e-5)
+        changed = (own.argmax(-1) != other.argmax(-1)).float().mean()
+        expected = dict(zip(("before", "after", "kl", "changed"), map(float, (*losses, kl, changed)), strict=True))
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_token_without_a_known_next_one_counts_for_all_but_the_losses():
+    generator = torch.Generator().manual_seed(1)
+    before, after = (torch.randn(200, 12, generator=generator) for _ in range(2))
+    targets = torch.randint(0, 12, (200,), generator=generator)
+    whole, fewer = compare(before.log_softmax(-1), after, targets), targets.clone()
+    fewer[-1] = NO_TARGET
+    found, known = (
+        compare(before.log_softmax(-1), after, fewer),
+        compare(before[:-1].log_softmax(-1), after[:-1], targets[:-1]),
+    )
+    assert found["kl"] == whole["kl"] and found["changed"] == whole["changed"]
+    assert [found[name] for name in ("before", "after")] == pytest.approx([known["before"], known["after"]])
+    assert list(WINDOW_QUANTITIES) == ["KL", "perplexity", "changed tokens"]

@@ -1,11 +1,13 @@
 """Rows of a report: what is counted, and what cannot be compared."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from crosslayer.cache.kv_cache import Bytes
 from crosslayer.judge.clock import Run
 from crosslayer.judge.report import Row, _figures
-from crosslayer.judge.rows import cache_rows, count_ratio, peak_row, retrieval_row, time_row
+from crosslayer.judge.rows import cache_rows, count_ratio, peak_row, retrieval_rows, time_row
 from crosslayer.machine import Peak
 
 
@@ -31,12 +33,17 @@ def test_peak_memory_is_repeated_or_has_no_verdict():
     assert peak_row(unknown, candidate="c").details == {"reason": "no such system"}
 
 
+def numbers(found, original):
+    """The row of all hidden numbers, at one length."""
+    return retrieval_rows("c", [SimpleNamespace(length=512)] * len(found), found, original)[0]
+
+
 def test_where_p_decides_it_is_printed():
     """All five numbers found, then one: the interval excludes 0, and McNemar's p does not."""
-    row = retrieval_row("c", "all", [True, False, False, False, False], [True] * 5)
+    row = numbers([True, False, False, False, False], [True] * 5)
     assert row.change.interval[1] < 0 and row.change.p == 0.125
     assert row.change.p_decides and row.is_better is None and row.change_text().endswith("p = 0.12")
-    assert "p =" not in retrieval_row("c", "all", [False] * 12, [True] * 12).change_text()
+    assert "p =" not in numbers([False] * 12, [True] * 12).change_text()
 
 
 def test_what_was_not_tested_is_null_in_json():

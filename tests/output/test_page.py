@@ -13,6 +13,7 @@ from selenium.webdriver.support.ui import WebDriverWait
 import crosslayer
 from crosslayer.core.plan import DepthPlan
 from crosslayer.environment import environment
+from crosslayer.judge.report import Row
 from crosslayer.output.chart import chart, same_scale, save_svg
 from crosslayer.output.page import Page
 from crosslayer.output.panel import Dots, Line, Panel, colored_lines
@@ -23,7 +24,6 @@ from crosslayer.verbs.retrofit.result import (
     Calibration,
     Choice,
     CurvePoint,
-    MeasuredBaseline,
     RetrofitReport,
     SearchRecord,
 )
@@ -129,13 +129,14 @@ def retrofitted(folder):
         return Estimate(value=value, low=value - 0.3, high=value + 0.2, n=16, over="windows", how="bootstrap")
 
     curve = [CurvePoint(share=1 - i / 9, kl_search=i / 5, kl=estimate(i / 5), layers={}) for i in range(6)]
-    figures = {"kl": estimate(0.7), "change": estimate(-0.1)}
-    blocks = MeasuredBaseline(method="cla", groups=[[4, 5]], share=0.85, **figures)
+    facts = {"quantity": "KL", "unit": "nats/token", "candidate": "cla", "details": {"share": 0.85, "groups": "4-5"}}
+    blocks = Row(change=estimate(0.7), value=0.7, original=0.0, **facts)
     search = SearchRecord(passes=9, methods=[], curve=curve, baselines=[blocks])
     record = RetrofitReport.model_construct(
         plan=DepthPlan.identity(4),
         calibration=Calibration(fit="ridge", windows={}, layers=fits),
         choice=Choice(how="search", search=search),
+        caches=(),
     )
     panels = retrofit_panels(record)
     folder.mkdir()

@@ -46,7 +46,7 @@ class Benchmark(Report):
     The scope of a row is its configuration: context 512, batch 1, sdpa.
     """
 
-    schema_: Literal["crosslayer/bench/8"] = Field(default="crosslayer/bench/8", alias="schema")
+    schema_: Literal["crosslayer/bench/9"] = Field(default="crosslayer/bench/9", alias="schema")
     settings: BenchSettings
     skipped: tuple[str, ...] = Field(description="why configurations were left out")
 
@@ -182,7 +182,7 @@ class ServingBenchmark(Report):
     The scope of a row of throughput is its configuration: context 512, 4 requests.
     """
 
-    schema_: Literal["crosslayer/bench-serving/5"] = Field(default="crosslayer/bench-serving/5", alias="schema")
+    schema_: Literal["crosslayer/bench-serving/6"] = Field(default="crosslayer/bench-serving/6", alias="schema")
     settings: ServingSettings
     engine: str = Field(description="vLLM and its version")
 

@@ -17,10 +17,10 @@ from crosslayer.cache.running import CacheOptions
 from crosslayer.core.decoder import CrossLayerConfig
 from crosslayer.environment import quiet_transformers
 from crosslayer.judge.candidate import Candidate
-from crosslayer.judge.clock import TIMES, Load, random_ids, read_plans, softmax_share, too_large
+from crosslayer.judge.clock import Load, random_ids, read_plans, softmax_share, too_large
 from crosslayer.judge.judge import Judge
 from crosslayer.judge.report import Detail, JudgedModel, Row
-from crosslayer.judge.rows import bytes_row, cache_rows, count_ratio, peak_row, time_rows
+from crosslayer.judge.rows import bytes_row, count_ratio
 from crosslayer.models.load import model_facts
 from crosslayer.models.pair import Named, pair
 from crosslayer.output.formatting import plural
@@ -167,13 +167,10 @@ def _rows(
     """Return the rows of a configuration: bytes of both caches, what a step reads, times, peak memory."""
     models = [judge.model_of(candidate), judge.original]
     ids = random_ids(models, load, settings.seed)
-    ((first, *pairs),) = judge.runs([candidate], load, ids, settings.repeats, static=True, tick=tick).values()
     facts: dict[str, Any] = {"candidate": candidate.name, "scope": load.name}
-    rows = cache_rows(*first, **facts)
+    rows = judge.at_load([candidate], load, ids, settings.repeats, load.name, static=True, tick=tick)
     if candidate.around is None:
         rows += _reads(models, load, facts)
-    rows += time_rows(pairs, tuple(TIMES), **facts)
-    rows.append(peak_row(pairs, **facts))
     if load.attention == "eager" and candidate.around is None:
         shares = [judge.asked(one, lambda model, _: softmax_share(model, load, ids)) for one in (candidate, None)]
         rows.append(Row(quantity="softmax share", unit="share", value=shares[0], original=shares[1], **facts))

@@ -62,7 +62,7 @@ class Evaluation(Report):
     (except the git commit, which is None), unless the evaluation was loaded from a folder.
     """
 
-    schema_: Literal["crosslayer/evaluate/7"] = Field(default="crosslayer/evaluate/7", alias="schema")
+    schema_: Literal["crosslayer/evaluate/8"] = Field(default="crosslayer/evaluate/8", alias="schema")
     settings: EvaluateSettings
     lm_eval: str = Field(description="version of lm-eval")
 

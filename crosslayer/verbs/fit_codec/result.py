@@ -6,10 +6,11 @@ from typing import Literal
 from pydantic import Field, PrivateAttr
 
 from crosslayer.codec.codec import Codec
-from crosslayer.judge.page import bytes_and_kl, listing
-from crosslayer.judge.report import Report
-from crosslayer.output.formatting import UNKNOWN, Table, listed, readable_bytes
-from crosslayer.output.page import Cell, Page
+from crosslayer.judge.page import bytes_and_kl, found, grid, listing, quantity_name
+from crosslayer.judge.report import ALL, Report, Row
+from crosslayer.judge.rows import RETRIEVAL
+from crosslayer.output.formatting import Table, listed, readable_bytes
+from crosslayer.output.page import Page
 from crosslayer.output.record import Options, Seed
 
 
@@ -22,7 +23,7 @@ class CodecSettings(Options):
     length: int = Field(ge=32)
     windows: int = Field(ge=2)
     prompt: int = Field(ge=16)
-    continued: int = Field(ge=1)
+    continued: int = Field(ge=2)
     numbers: int = Field(ge=0, multiple_of=5)
     tasks: tuple[str, ...] = ()
     limit: int | None = Field(default=None, ge=1)
@@ -38,7 +39,7 @@ class CodecReport(Report):
     a stored prompt, everything counted; rows of encoding and decoding have the time of prefill as the original's.
     """
 
-    schema_: Literal["crosslayer/fit_codec/2"] = Field(default="crosslayer/fit_codec/2", alias="schema")
+    schema_: Literal["crosslayer/fit_codec/3"] = Field(default="crosslayer/fit_codec/3", alias="schema")
     settings: CodecSettings
     fitted_to: tuple[str, ...]
     parameters: int = Field(description="numbers of the codec's matrices")
@@ -77,13 +78,13 @@ class CodecReport(Report):
         """Return what storing a prompt costs, in bytes, damage and time."""
         share, cost = self.changes("bytes")["codec"], self.rows_of("KL")[0].change_text()
         decoding, encoding = (self.changes(quantity)["codec"].text(3) for quantity in ("decoding", "encoding"))
-        size, found = self.bytes_per_token, self.row("codec", "retrieval")
+        size, numbers = self.bytes_per_token, self.row("codec", RETRIEVAL)
         lines = [
             f"A stored prompt takes {share.value:.1%} of the 16-bit cache: {share.value * size:,.0f} of {size:,} bytes "
             f"per token, all overhead included. The KL is {cost} nats/token."
         ]
-        if found is not None:
-            stored, own = found.count(found.value), found.count(found.original)
+        if numbers is not None:
+            stored, own = numbers.count(numbers.value), numbers.count(numbers.original)
             lines.append(f"With the stored cache, the model finds {stored} hidden numbers; with its own cache, {own}.")
         return [
             *lines,
@@ -95,23 +96,21 @@ class CodecReport(Report):
 
     def tables(self) -> list[Table]:
         """Return the table of all ways to store a cache: bytes, hidden numbers, and KL on all windows and by domain."""
-        scopes = list(dict.fromkeys(row.scope for row in self.rows_of("KL")))
-        sizes, rows = self.changes("bytes"), []
-        numbers = {row.candidate: row.count(row.value) for row in self.rows_of("retrieval")}
-        for candidate in self.candidates:
-            cells: list[Cell] = [candidate.name, f"{sizes[candidate.name].value:.1%}"]
-            cells += [numbers[candidate.name]] if numbers else []
-            for scope in scopes:
-                row = self.row(candidate.name, "KL", scope)
-                cells.append(UNKNOWN if row is None else row.change_text())
-            rows.append(cells)
-        head = ["stored as", "bytes", *(["numbers found"] if numbers else []), *scopes]
+        whole = [row for row in self.rows if row.scope == ALL and row.unit != "s"]
+        tables = [grid("Stored caches (95% over windows)", whole, "stored as", _name, quantity_name, found)]
+        domains = [row for row in self.rows_of("KL") if row.scope != ALL]
+        if domains:
+            tables.append(grid("KL by domain, nats/token", domains, "stored as", _name, lambda row: row.scope))
         scores = [row for row in self.rows if "items" in row.details]
         tasks = [listing("Tasks on stored contexts", scores, {"items": "items"}, "task")] if scores else []
-        return [("KL of stored caches, nats/token (95% over windows)", head, rows), *tasks]
+        return [*tables, *tasks]
 
     def write_files(self, folder: Path) -> None:
         """Also write the codec."""
         super().write_files(folder)
         if self._codec is not None:
             self._codec.save(folder)
+
+
+def _name(row: Row) -> str:
+    return row.candidate

@@ -15,16 +15,17 @@ from crosslayer.codec.codec import Codec
 from crosslayer.codec.fingerprint import model_print, tokenizer_print
 from crosslayer.codec.fit import BASIS, Calibration, calibrate, fit_chain_at, tokens_needed, weighed, with_rate
 from crosslayer.codec.format import HASH, HEAD
-from crosslayer.codec.judge import coded, exact, judge, numbers_found, rounded, stored
+from crosslayer.codec.judge import Way, coded, exact, judge, numbers_found, rounded, stored
 from crosslayer.codec.states import LayerShape, read_shapes
 from crosslayer.corpus.domains import DomainTexts, Texts, shared_out, split_domains
 from crosslayer.corpus.windows import Windows
 from crosslayer.extras import check_extra
 from crosslayer.judge.clock import announce
+from crosslayer.judge.hidden import Sample
 from crosslayer.judge.judge import Judge
 from crosslayer.judge.report import JudgedModel, Row
 from crosslayer.judge.retrieval import DEPTHS, hidden_samples
-from crosslayer.judge.rows import bytes_row, damage_rows, retrieval_row, time_row
+from crosslayer.judge.rows import bytes_row, retrieval_rows, time_row, window_rows
 from crosslayer.judge.tasks.harness import read_tasks, task_names
 from crosslayer.machine import seconds
 from crosslayer.models.load import model_facts, public_name, ready_model
@@ -125,7 +126,7 @@ def fit_codec(
     if asked is not None:  # what is wrong with a task is raised before the fit, which would be lost
         strict = Judge(loaded, tokenizer=tokenizer, catches=False)
         exactly = strict.task_results(stored("original", exact), asked, limit)
-    data = calibrate(loaded, shapes, fit.ids, step[:, :prompt], seed)
+    data = calibrate(loaded, shapes, fit.ids, step.ids[:, :prompt], seed)
     fitting = Fitting(loaded, tokenizer, data, fit.ids, prompt)
     chain = fitting.chain(settings.share or BASIS)
     if kl is not None:
@@ -135,10 +136,7 @@ def fit_codec(
     ways = {name: coded(one) for name, one in {"codec": codec, **smaller}.items()}
     if any(shape.window is None for shape in shapes):  # only layers without a window are rounded
         ways |= {name: rounded(loaded, bits) for name, bits in ROUNDED.items()}
-    rows = _rows(judge(loaded, judged.ids, prompt, ways), judged, prompt * fitting.per_token, seed)
-    if tokenizer is not None and samples:
-        found = numbers_found(loaded, tokenizer, samples, {"original": exact, **ways})
-        rows += [retrieval_row(way, "all", found[way], found["original"]) for way in ways]
+    rows = fitting.rows(ways, judged, samples, seed)
     scorer = Judge(loaded, tokenizer=tokenizer)
     if asked is not None:
         rows += scorer.tasks([stored(name, ways[name]) for name in ("codec", *smaller)], asked, limit, exactly)
@@ -192,14 +190,14 @@ def _domains(calibration_text: DomainTexts, text: DomainTexts, seed: int) -> tup
 
 def _windows(
     fitted: dict[str, Any], judged: dict[str, Any], settings: CodecSettings, tokenizer: PreTrainedTokenizerBase | None
-) -> tuple[Windows, Windows, Tensor]:
-    """Return the windows to fit the codec to, those to measure it on, and those (N, T) that set its step."""
+) -> tuple[Windows, Windows, Windows]:
+    """Return the windows to fit the codec to, those to measure it on, and those that set its step."""
     assert settings.calibration is not None
     how: dict[str, Any] = {"tokenizer": tokenizer, "seed": settings.seed, "bos": settings.bos}
     fit = {"fit": shared_out(settings.calibration, tuple(fitted))}
     parts = {"windows": shared_out(settings.windows, tuple(judged)), "step": dict.fromkeys(judged, STEP_WINDOWS)}
     cut = split_domains(judged, parts=parts, length=settings.prompt + settings.continued, **how)
-    return split_domains(fitted, parts=fit, length=settings.length, **how)["fit"], cut["windows"], cut["step"].ids
+    return split_domains(fitted, parts=fit, length=settings.length, **how)["fit"], cut["windows"], cut["step"]
 
 
 class Fitting:
@@ -213,7 +211,7 @@ class Fitting:
         ids: Tensor,
         prompt: int,
     ):
-        self.model, self.prompt, shapes = model, prompt, data.shapes
+        self.model, self.tokenizer, self.prompt, shapes = model, tokenizer, prompt, data.shapes
         self.prints = model_print(model), None if tokenizer is None else tokenizer_print(tokenizer)
         self.per_token = 2 * sum(shape.width for shape in shapes)
         # a byte for the step, four for the token, a share of the first token, and of the header
@@ -236,27 +234,30 @@ class Fitting:
         rate = chain.bytes_per_token(*self.data.held_out)
         return with_rate(chain, self.data, max(part * (rate + self.fixed) - self.fixed, LEAST * rate))
 
-    def chain_at(self, kl: float, base: Chain, ids: Tensor) -> Chain:
-        """Return the chain at which storing a prompt costs a KL, on windows (N, T) that nothing was fitted to."""
+    def rows(self, ways: Mapping[str, Way], windows: Windows, samples: Sequence[Sample], seed: int) -> list[Row]:
+        """Return the bytes and the damage of each way to store a prompt, and the hidden numbers that it leaves."""
+        rows = []
+        costs, sizes = judge(self.model, windows, self.prompt, ways)
+        for way in ways:
+            rows.append(bytes_row("bytes", float(np.mean(sizes[way])), self.prompt * self.per_token, candidate=way))
+            rows += window_rows(way, costs[way], seed)
+        if self.tokenizer is not None and samples:
+            found = numbers_found(self.model, self.tokenizer, samples, {"original": exact, **ways})
+            for way in ways:
+                rows += retrieval_rows(way, samples, found[way], found["original"])
+        return rows
+
+    def chain_at(self, kl: float, base: Chain, windows: Windows) -> Chain:
+        """Return the chain at which storing a prompt costs a KL, on windows that nothing was fitted to."""
         chain, share = base, BASIS
         for _ in range(TRIES):
-            found = judge(self.model, ids, self.prompt, {"codec": coded(self.codec(chain))})["codec"]
-            cost = found[:, 0].mean()
+            found, _ = judge(self.model, windows, self.prompt, {"codec": coded(self.codec(chain))})
+            cost = found["codec"].means["kl"].mean()
             if abs(np.log(cost / kl)) < CLOSE:
                 break
             share = float(np.clip(share * (cost / kl) ** (1 / SLOPE), (self.fixed + 1) / self.per_token, 0.9))
             chain = self.chain(share, base)
         return chain
-
-
-def _rows(found: Mapping[str, np.ndarray], windows: Windows, size: int, seed: int) -> list[Row]:
-    """Return the bytes of each way, and its KL on all windows and on those of each domain."""
-    rows: list[Row] = []
-    for way, values in found.items():
-        stored = float(values[:, 1].mean())
-        rows.append(bytes_row("bytes", stored, size, candidate=way))
-        rows += damage_rows(way, values[:, 0], windows.domains, windows.documents, seed)
-    return rows
 
 
 def _times(model: PreTrainedModel, codec: Codec, ids: Tensor, repeats: int) -> list[Row]:

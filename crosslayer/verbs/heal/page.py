@@ -1,17 +1,19 @@
 """A recovery as sentences and as a page, from its record alone."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from crosslayer.judge.retrieval import retrieval_sentence, retrieved_of
+from crosslayer.judge.page import retrieval_sentence
+from crosslayer.judge.report import ALL, Against
+from crosslayer.judge.rows import RETRIEVAL
 from crosslayer.output.chart import same_scale
 from crosslayer.output.formatting import UNKNOWN, plural
 from crosslayer.output.page import Page, Table
 from crosslayer.output.panel import COLORS, QUIET, Line, Panel
 from crosslayer.stats.estimate import Estimate, band
 from crosslayer.training.callbacks import averages
-from crosslayer.verbs.heal.result import DomainResult, Recovery, State, Variant
+from crosslayer.verbs.heal.result import ORIGINAL, Recovery, State, Variant
 
 LOSSES = {
     "next-token": "the loss of all tokens",
@@ -50,11 +52,11 @@ def share(figure: Estimate | None) -> str:
     return UNKNOWN if figure is None else figure.text(0, percent=True)
 
 
-def seen_label(record: Recovery, domain: DomainResult) -> str:
+def seen_label(record: Recovery, domain: str) -> str:
     """Return whether a domain was trained or calibrated on, and whether the windows may hold calibration text."""
-    if domain.name in record.overlapping:
+    if domain in record.overlapping:
         return "seen, may overlap calibration text"
-    return "seen" if domain.seen else "unseen"
+    return "seen" if domain in record.seen else "unseen"
 
 
 def as_the_last_stage(record: Recovery) -> str:
@@ -64,30 +66,42 @@ def as_the_last_stage(record: Recovery) -> str:
 
 
 def _recovered(record: Recovery, variant: Variant) -> list[str]:
-    before, after, last = variant.states[0].domains[0], variant.states[-1].domains[0], variant.states[-1]
+    first, last, domain = variant.states[0], variant.states[-1], record.domains[0]
+    closed = record.closed(variant.name, last)
     gap = f"{variant.name} had no loss gap to the {record.reference} before training"
-    if after.closed is not None:
-        gap = f"Training closed {share(after.closed)} of {variant.name}'s loss gap to the {record.reference}"
+    if closed is not None:
+        gap = f"Training closed {share(closed)} of {variant.name}'s loss gap to the {record.reference}"
+    kl, ratio = (changes(record, variant.name, (first, last), quantity) for quantity in ("KL", "perplexity"))
     lines = [
-        f"{gap}, on {before.name} ({seen_label(record, before)}): KL to the original {before.damage.kl.value:.3f} → "
-        f"{after.damage.kl.text()} nats/token, perplexity ratio {before.damage.ratio.value:.3f} → "
-        f"{after.damage.ratio.value:.3f}.",
+        f"{gap}, on {domain} ({seen_label(record, domain)}): KL to the original {kl[0].value:.3f} → {kl[1].text()} "
+        f"nats/token, perplexity ratio {ratio[0].value:.3f} → {ratio[1].value:.3f}.",
         f"{variant.name} is {variant.title}, with {variant.cache_share:.0%} of the 16-bit cache.",
     ]
-    if last.needles:
-        counts = " → ".join(retrieved_of(state.needles) for state in variant.states)
-        comparison = retrieval_sentence(last.needles, record.untrained_original.needles)
-        lines.append(f"Hidden numbers retrieved, stage by stage: {counts}. {comparison}")
+    if rows := record.numbers(variant.name, last):
+        counts = " → ".join(numbers_found(record, variant.name, state) for state in variant.states)
+        lines.append(f"Hidden numbers retrieved, stage by stage: {counts}. {' '.join(retrieval_sentence(rows))}")
     return lines
 
 
+def changes(
+    record: Recovery, name: str, states: Sequence[State], quantity: str, domain: str | None = None
+) -> list[Estimate]:
+    """Return the change of a quantity to the original in each state, by default on the first domain."""
+    found = [record.of(name, state, quantity, domain) for state in states]
+    return [one for one in found if one is not None]  # the record has all
+
+
+def numbers_found(record: Recovery, name: str, state: State) -> str:
+    """Return how many hidden numbers a state finds, or a dash."""
+    rows = record.numbers(name, state)
+    return rows[0].count(rows[0].value) if rows else UNKNOWN
+
+
 def _measured(record: Recovery) -> str:
-    domains = record.variants[0].states[0].domains
-    seen = ", ".join(domain.name for domain in domains if domain.seen) or "none"
     return (
         f"Measured on {record.windows} windows of {record.length} tokens; domains that a model was trained or "
-        f"calibrated on: {seen}. Trained on {LOSSES[record.objective]}. 95% CI: paired bootstrap over windows, "
-        "conditional on these texts and on this run."
+        f"calibrated on: {', '.join(record.seen) or 'none'}. Trained on {LOSSES[record.objective]}. 95% CI: paired "
+        "bootstrap over windows, conditional on these texts and on this run."
     )
 
 
@@ -104,41 +118,45 @@ def layout(record: Recovery) -> Page:
 
 
 def _states(record: Recovery) -> Iterator[tuple[str, int, State]]:
-    """Yield every state with its model's name and its number; the original's states come last."""
+    """Yield every state that has rows with its model's name and its number; the trained original comes last."""
     for variant in record.variants:
         for number, state in enumerate(variant.states):
             yield variant.name, number, state
-    for state in (record.untrained_original, record.trained_original):
-        if state is not None:
-            yield record.original, 0, state
+    if record.trained_original is not None:
+        yield ORIGINAL, 0, record.trained_original
 
 
 def _cards(record: Recovery) -> list[tuple[str, str, str]]:
     """Return the cards of the retrofit with the lowest final KL on the first domain."""
-    before, after = record.best.states[0].domains[0], record.best.states[-1].domains[0]
+    best = record.best
+    before, after = changes(record, best.name, (best.states[0], best.states[-1]), "KL")
     reference = "original" if record.trained_original is None else f"original {as_the_last_stage(record)}"
+    closed = share(record.closed(best.name, best.states[-1]))
     return [
-        ("Lowest KL", after.damage.kl.text(), f"nats/token, 95% CI, {record.best.name} on {after.name}"),
-        ("Before training", before.damage.kl.text(), "the same retrofit"),
-        ("Gap closed", share(after.closed), f"of its loss gap to the {reference}"),
+        ("Lowest KL", after.text(), f"nats/token, 95% CI, {best.name} on {record.domains[0]}"),
+        ("Before training", before.text(), "the same retrofit"),
+        ("Gap closed", closed, f"of its loss gap to the {reference}"),
     ]
 
 
 def tables(record: Recovery) -> list[Table]:
     """Return every state on the first domain and on all windows, and the ranking if there are several retrofits."""
-    first, asked = record.domains[0], bool(record.untrained_original.needles)
-    figures = [f"KL, {first}", f"perplexity ratio, {first}", "KL, all windows", f"gap closed, {first}"]
-    rows = []
+    first, rows = record.domains[0], []
+    asked = bool(record.rows_of(RETRIEVAL))
     for name, number, state in _states(record):
-        if not (asked or name != record.original or state.run):  # of the original itself there is nothing to say
-            continue
-        domain = state.domains[0]
-        closed = share(domain.closed) if number else UNKNOWN
-        measured = [figure.text() for figure in (domain.damage.kl, domain.damage.ratio, state.all.damage.kl)]
-        rows.append([name, _stage_words(state), *measured, closed, *([retrieved_of(state.needles)] if asked else [])])
-    head = ["retrofit", "state", *figures, *(["hidden numbers retrieved"] if asked else [])]
+        measured = [(record.of(name, state, quantity, scope)) for quantity, scope in _shown(first)]
+        closed = record.closed(name, state) if number else None
+        cells = [UNKNOWN if change is None else change.text() for change in measured]
+        rows.append([name, _stage_words(state), *cells, share(closed)])
+        rows[-1] += [numbers_found(record, name, state)] if asked else []
+    figures = [f"{quantity}, {'all windows' if scope == ALL else scope}" for quantity, scope in _shown(first)]
+    head = ["retrofit", "state", *figures, f"gap closed, {first}", *(["hidden numbers retrieved"] if asked else [])]
     stages: Table = ("Stage by stage (compared with the untrained original; 95% CI)", head, rows)
     return [stages, _order(record)] if len(record.variants) > 1 else [stages]
+
+
+def _shown(first: str) -> list[tuple[str, str]]:
+    return [("KL", first), ("perplexity", first), ("KL", ALL), ("changed tokens", ALL)]
 
 
 def _stage_words(state: State) -> str:
@@ -154,12 +172,14 @@ def _stage_words(state: State) -> str:
 
 def _order(record: Recovery) -> Table:
     """Return the retrofits by final KL, lowest first, with a column for each domain."""
+    last = {variant.name: variant.states[-1] for variant in record.variants}
     rows = []
-    for number, ranks in enumerate(zip(*record.order.values(), strict=True), 1):
+    for number, names in enumerate(zip(*record.order.values(), strict=True), 1):
         cells = [str(number)]
-        for rank in ranks:
-            over = "" if rank.over_previous is None else f", {rank.over_previous.text(signed=True)}"
-            cells.append(f"{rank.variant} {rank.kl:.3f}{over}")
+        for domain, name in zip(record.order, names, strict=True):
+            (kl,) = changes(record, name, [last[name]], "KL", domain)
+            over = record.of(name, last[name], "KL", domain, Against.ABOVE)
+            cells.append(f"{name} {kl.value:.3f}" + ("" if over is None else f", {over.text(signed=True)}"))
         rows.append(cells)
     return "Final KL (with the difference to the retrofit above, paired by window)", ["rank", *record.order], rows
 
@@ -168,11 +188,12 @@ def _domains(record: Recovery) -> Table:
     """Return each retrofit on each domain, before and after training."""
     rows = []
     for variant in record.variants:
-        for first, last in zip(variant.states[0].domains, variant.states[-1].domains, strict=True):
-            cells = [variant.name, f"{first.name} ({seen_label(record, first)}, {first.damage.kl.n} windows)"]
-            for before, after in ((first.damage.kl, last.damage.kl), (first.damage.ratio, last.damage.ratio)):
-                cells.append(f"{before.value:.3f} → {after.text()}")
-            rows.append([*cells, share(last.closed)])
+        ends = variant.states[0], variant.states[-1]
+        for domain in record.domains:
+            kl, ratio = (changes(record, variant.name, ends, quantity, domain) for quantity in ("KL", "perplexity"))
+            cells = [variant.name, f"{domain} ({seen_label(record, domain)}, {kl[0].n} windows)"]
+            cells += [f"{before.value:.3f} → {after.text()}" for before, after in (kl, ratio)]
+            rows.append([*cells, share(record.closed(variant.name, ends[1], domain))])
     head = ["retrofit", "domain", "KL, nats/token", "perplexity ratio", f"gap to the {record.reference} closed"]
     return "By domain (before training → after all stages; 95% CI)", head, rows
 
@@ -180,7 +201,7 @@ def _domains(record: Recovery) -> Table:
 def _training(record: Recovery) -> Table:
     """Return what each stage trained, and the loss of every state on held-out text."""
     domains, rows = list(record.untrained_original.held_out), []
-    for name, _, state in _states(record):
+    for name, _, state in [*_states(record), (ORIGINAL, 0, record.untrained_original)]:
         run, cells = state.run, [UNKNOWN] * 4
         if run is not None:
             steps = f"{run.steps:,} of {run.planned:,}"
@@ -194,7 +215,7 @@ def _training(record: Recovery) -> Table:
 
 def _kl_panels(record: Recovery) -> list[Panel]:
     """Return the KL by stage, on the first unseen domain and on the first seen one."""
-    seen = [domain.seen for domain in record.untrained_original.domains]
+    seen = [domain in record.seen for domain in record.domains]
     caption = "KL to the untrained original. Bands: 95% CI over windows."
     if record.trained_original is not None:
         caption += f" Dotted: the original {as_the_last_stage(record)}."
@@ -203,15 +224,15 @@ def _kl_panels(record: Recovery) -> list[Panel]:
     for label in ("unseen", "seen"):
         if (label == "seen") not in seen:
             continue
-        number, lines = seen.index(label == "seen"), []
+        domain, lines = record.domains[seen.index(label == "seen")], []
         for variant in record.variants:
-            kls = [one.domains[number].damage.kl for one in variant.states]
+            kls = changes(record, variant.name, variant.states, "KL", domain)
             lines.append(Line(variant.name, [*ticks], *band(kls), **_look(record, variant.name)))
         if record.trained_original is not None:
-            value = record.trained_original.domains[number].damage.kl.value
+            (kl,) = changes(record, ORIGINAL, [record.trained_original], "KL", domain)
             ends = [min(ticks), max(ticks)]
-            lines.append(Line(f"{record.original}, trained", ends, [value] * 2, color=QUIET, dashed=True))
-        title, scale = f"KL by stage on {record.domains[number]} ({label})", {"bounds": (0, math.inf), "x_ticks": ticks}
+            lines.append(Line(f"{record.original}, trained", ends, [kl.value] * 2, color=QUIET, dashed=True))
+        title, scale = f"KL by stage on {domain} ({label})", {"bounds": (0, math.inf), "x_ticks": ticks}
         panels.append(Panel(f"kl_{label}", title, caption, "", "nats/token", lines, log_y=True, **scale))
     return same_scale(panels)
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import Subset
@@ -27,9 +27,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from crosslayer.corpus.domains import EMBEDDED, embedded_domains, joined, shared_out
 from crosslayer.corpus.windows import Windows, split
 from crosslayer.judge.candidate import Candidate
-from crosslayer.judge.damage import MIN_WINDOWS, Losses
+from crosslayer.judge.damage import MIN_WINDOWS, OF_TARGETS, OF_TOKENS, Losses
+from crosslayer.judge.hidden import Sample
 from crosslayer.judge.judge import Judge
-from crosslayer.judge.retrieval import Retrieval
+from crosslayer.judge.report import Row
+from crosslayer.judge.retrieval import askable_samples
+from crosslayer.judge.rows import retrieval_rows
 from crosslayer.output.folder import write_whole
 from crosslayer.output.record import Frozen
 from crosslayer.training.recipe import Recipe
@@ -43,19 +46,17 @@ class Answers(Frozen):
     """The measurements of a model: those of its N windows, of held-out rows by domain, and of hidden numbers."""
 
     text: str
-    before: tuple[float, ...]
-    after: tuple[float, ...]
-    kl: tuple[float, ...]
+    means: dict[str, tuple[float, ...]] = Field(description="(N,) of all that is measured at a token, by name")
     documents: tuple[int, ...]
     domains: tuple[str, ...]
     held_out: dict[str, float]
-    needles: tuple[Retrieval, ...]
+    found: tuple[bool, ...] = Field(description="whether it finds each hidden number; empty if not asked")
 
     @cached_property
     def losses(self) -> Losses:
         """The losses on the windows, against the original's."""
-        before, after, kl = (np.array(each) for each in (self.before, self.after, self.kl))
-        return Losses(before, after, kl, self.documents, self.domains)
+        means = {name: np.array(values) for name, values in self.means.items()}
+        return Losses(means, self.documents, self.domains)
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class Questions:
         if file.is_file():
             try:
                 kept = Answers.model_validate_json(file.read_bytes())
-                if kept.text == self.text:
+                if kept.text == self.text and kept.means.keys() == {*OF_TARGETS, *OF_TOKENS}:
                     return kept
             except ValidationError:
                 pass
@@ -81,19 +82,26 @@ class Questions:
         losses = judge.kl([candidate])[candidate.name]
         answers = Answers(
             text=self.text,
-            before=losses.before.tolist(),
-            after=losses.after.tolist(),
-            kl=losses.kl.tolist(),
+            means={name: tuple(values.tolist()) for name, values in losses.means.items()},
             documents=losses.documents,
             domains=losses.domains,
             held_out=judge.asked(
                 candidate, lambda model, _: {name: mean_loss(model, rows) for name, rows in self.held_out.items()}
             ),
-            needles=judge.needles(candidate) if self.needles else (),
+            found=tuple(judge.found(candidate, self.samples) or ()) if self.samples else (),
         )
         file.parent.mkdir(parents=True, exist_ok=True)
         write_whole(file, answers.model_dump_json())
         return answers
+
+    @cached_property
+    def samples(self) -> list[Sample]:
+        """Texts with hidden numbers, if they are asked for and the model can be asked."""
+        return askable_samples(self.original, self.tokenizer) if self.needles else []
+
+    def retrieval(self, candidate: str, answers: Answers, original: Answers) -> list[Row]:
+        """Return the rows of the hidden numbers that a candidate finds, if it was asked for any."""
+        return retrieval_rows(candidate, self.samples, answers.found, original.found) if answers.found else []
 
     @cached_property
     def text(self) -> str:

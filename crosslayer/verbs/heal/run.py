@@ -18,6 +18,8 @@ from transformers import PreTrainedTokenizerFast
 from crosslayer.extras import check_extra
 from crosslayer.judge.candidate import Candidate
 from crosslayer.judge.clock import announce
+from crosslayer.judge.report import Row
+from crosslayer.judge.rows import window_rows
 from crosslayer.models.load import load_model, public_name
 from crosslayer.output.folder import locked_folder
 from crosslayer.output.progress import progress
@@ -29,11 +31,12 @@ from crosslayer.training.record import Outcome
 from crosslayer.training.rows import Rows, read_rows
 from crosslayer.training.stages import MODEL, compensations, finished, run_stage, stage_arguments
 from crosslayer.verbs.heal.questions import Answers, Questions, evaluation_windows
-from crosslayer.verbs.heal.result import Recovery, State, Variant
+from crosslayer.verbs.heal.result import ORIGINAL, Recovery, State, Variant
 from crosslayer.verbs.heal.retrofits import Retrofit, check_original, open_retrofits, save_healed
-from crosslayer.verbs.heal.summary import Summary, shown_order
+from crosslayer.verbs.heal.summary import ranked, shown_order, state_rows
 
-HEALED, ORIGINAL, BEFORE, LOSSES = "heal.json", "original", "before.json", "losses.json"
+HEALED, BEFORE, LOSSES = "heal.json", "before.json", "losses.json"
+UNTRAINED, TRAINED = "before", "trained"  # names of states
 
 
 def heal(
@@ -172,25 +175,26 @@ class _Job:
         return run_stage(self.recipe, part, self.rows, model, folder, teacher)
 
     def _result(self, healed: dict[str, list[_Step]], original: list[_Step]) -> Recovery:
-        windows, ends = self.questions.windows, {name: steps[-1].answers.losses for name, steps in healed.items()}
-        evaluated = set(windows.domains)
+        windows, evaluated = self.questions.windows, set(self.questions.windows.domains)
         calibrated = {name for retrofit in self.retrofits for name in retrofit.report.fitted} & evaluated
         trained_on = {domain.name for domain in self.recipe.data.domains if domain.source is None} & evaluated
         seen = frozenset(calibrated | trained_on)
-        order = shown_order([steps[0].answers.losses for steps in healed.values()], seen)
-        seed = self.retrofits[0].report.settings.seed
-        summary = Summary(order, seen, original[-1].answers.losses, seed)
+        domains = shown_order([steps[0].answers.losses for steps in healed.values()], seen)
         trained = original[-1] if original[-1].outcome.run is not None else None
+        order, rows = self._rows(healed, original[0], trained, domains)
         return Recovery(  # pyright: ignore[reportCallIssue]
             name=self.recipe.name,
             original=public_name(self.original),
             recipe=self.recipe.model_dump(mode="json"),
             objective=self.recipe.objective,
             reference="original" if trained is None else "trained original",
-            variants=tuple(_variant(retrofit, healed[retrofit.name], summary) for retrofit in self.retrofits),
-            order=summary.order(ends),
-            untrained_original=_state("before", original[0], summary),
-            trained_original=None if trained is None else _state("trained", trained, summary),
+            rows=tuple(rows),
+            domains=tuple(domains),
+            seen=tuple(domain for domain in domains if domain in seen),
+            variants=tuple(_variant(retrofit, healed[retrofit.name]) for retrofit in self.retrofits),
+            order=order,
+            untrained_original=_state(UNTRAINED, original[0]),
+            trained_original=None if trained is None else _state(TRAINED, trained),
             original_stopped=original[-1].outcome.stopped,
             left_out=self.rows.left_out(),
             windows=len(windows),
@@ -198,23 +202,41 @@ class _Job:
             overlapping=tuple(sorted(calibrated & trained_on)),
         )
 
+    def _rows(
+        self, healed: dict[str, list[_Step]], original: _Step, trained: _Step | None, domains: Sequence[str]
+    ) -> tuple[dict[str, tuple[str, ...]], list[Row]]:
+        """Return the ranking of the retrofits by domain, and the rows of all states."""
+        seed, rows, ends = self.retrofits[0].report.settings.seed, [], {}
+        reference = None if trained is None else trained.answers.losses
+        for name, steps in healed.items():
+            for number, step in enumerate(steps):
+                candidate = f"{name}, {state_name(number)}"
+                rows += state_rows(candidate, [one.answers.losses for one in steps[: number + 1]], reference, seed)
+                rows += self.questions.retrieval(candidate, step.answers, original.answers)
+            ends[f"{name}, {state_name(len(steps) - 1)}"] = steps[-1].answers.losses
+        if trained is not None:
+            rows += window_rows(f"{ORIGINAL}, {TRAINED}", trained.answers.losses, seed)
+            rows += self.questions.retrieval(f"{ORIGINAL}, {TRAINED}", trained.answers, original.answers)
+        order, differences = ranked(ends, domains, seed)
+        names = dict(zip(ends, healed, strict=True))
+        return {domain: tuple(names[one] for one in own) for domain, own in order.items()}, [*rows, *differences]
 
-def _variant(retrofit: Retrofit, steps: Sequence[_Step], summary: Summary) -> Variant:
-    states = [_state("before", steps[0], summary, None, steps[0])]
-    for number, (earlier, step) in enumerate(zip(steps, steps[1:], strict=False), 1):
-        states.append(_state(f"stage {number}", step, summary, earlier, steps[0]))
+
+def state_name(stage: int) -> str:
+    """Return the name of a model's state after a stage, or before any training."""
+    return f"stage {stage}" if stage else UNTRAINED
+
+
+def _variant(retrofit: Retrofit, steps: Sequence[_Step]) -> Variant:
     report = retrofit.report
     return Variant(
         name=retrofit.name,
         title=report.title,
         cache_share=report.cache.share,
         fit=report.calibration.fit,
-        states=tuple(states),
+        states=tuple(_state(state_name(number), step) for number, step in enumerate(steps)),
     )
 
 
-def _state(name: str, now: _Step, summary: Summary, earlier: _Step | None = None, first: _Step | None = None) -> State:
-    before, start = (None if step is None else step.answers.losses for step in (earlier, first))
-    *domains, everything = summary.results(now.answers.losses, before, start)
-    answers = {"held_out": now.answers.held_out, "needles": now.answers.needles}
-    return State(name=name, domains=tuple(domains), all=everything, **answers, **dict(now.outcome))
+def _state(name: str, step: _Step) -> State:
+    return State(name=name, held_out=step.answers.held_out, **dict(step.outcome))

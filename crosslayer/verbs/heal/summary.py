@@ -1,73 +1,63 @@
-"""Statistics of a state from its losses by window: against the original, the state before, and the reference.
+"""Rows of a state from its losses by window: against the original, the state before, and the reference.
 
-    closed = 1 − mean(loss − loss of the reference) / mean(loss before training − loss of the reference)
+    gap closed = 1 − mean(loss − loss of the reference) / mean(loss before training − loss of the reference)
 
 Shapes: N windows.
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
 
-from crosslayer.judge.damage import Losses, damage, difference
+from crosslayer.judge.damage import Losses
+from crosslayer.judge.report import ALL, Against, Row
+from crosslayer.judge.rows import window_rows
 from crosslayer.stats.bootstrap import Bootstrap
-from crosslayer.verbs.heal.result import DomainResult, Rank
-
-ALL = "all windows"
+from crosslayer.verbs.heal.result import CLOSED
 
 
-@dataclass(frozen=True)
-class Summary:
-    """What all states are compared with."""
+def state_rows(candidate: str, states: Sequence[Losses], trained: Losses | None, seed: int) -> list[Row]:
+    """Return the rows of the last of a model's states, which begin with the one before any training.
 
-    domains: Sequence[str]  # in the order of the page
-    seen: frozenset[str]  # those that any model was trained or calibrated on
-    reference: Losses  # losses of the trained original, or of the original
-    seed: int  # of the bootstrap
+    `trained`: losses of the trained original; without it the reference is the original.
+    """
+    own, rows = states[-1], window_rows(candidate, states[-1], seed)
+    if trained is not None:
+        rows += window_rows(candidate, own, seed, trained, Against.TRAINED)
+    if len(states) > 1:
+        rows += window_rows(candidate, own, seed, states[-2], Against.BEFORE)
+        rows += closed_rows(candidate, states[0], own, trained, seed)
+    return rows
 
-    def results(self, state: Losses, earlier: Losses | None, first: Losses | None) -> list[DomainResult]:
-        """Return the results of a state on each domain, and last on all windows.
 
-        `earlier` is None for the first state; `first`, the state before any training, is None for the reference itself.
-        """
-        results = []
-        for name in (*self.domains, ALL):
+def closed_rows(candidate: str, first: Losses, own: Losses, trained: Losses | None, seed: int) -> list[Row]:
+    """Return the share of the loss gap to the reference that is closed, where there is one."""
+    rows, reference = [], own.means["before"] if trained is None else trained.means["after"]
+    for scope in (ALL, *dict.fromkeys(own.domains)):
+        picked = own.windows_of(scope)
+        gap, left = (losses.means["after"][picked] - reference[picked] for losses in (first, own))
+        closed = Bootstrap(own.for_domain(scope).documents, seed).closed(gap, left)
+        if closed is not None:
+            against = Against.ORIGINAL if trained is None else Against.TRAINED
+            facts = {"candidate": candidate, "scope": scope, "against": against, "better": "higher"}
+            rows.append(Row(quantity=CLOSED, unit="share", value=closed.value, change=closed, **facts))
+    return rows
 
-            def on(losses: Losses, name: str = name) -> Losses:
-                return losses if name == ALL else losses.for_domain(name)
 
-            own, reference = on(state), on(self.reference)
-            bootstrap, left = Bootstrap(own.documents, self.seed), own.after - reference.after
-            keys = ("ratio_change", "kl_change", "to_reference", "closed")
-            differences: dict[str, Any] = dict.fromkeys(keys)
-            if earlier is not None:
-                before = on(earlier)
-                differences["ratio_change"] = bootstrap.ratio(own.after - before.after)
-                differences["kl_change"] = bootstrap.mean(own.kl - before.kl)
-            if first is not None:
-                differences["to_reference"] = bootstrap.ratio(left)
-                differences["closed"] = bootstrap.closed(on(first).after - reference.after, left)
-            seen = bool(self.seen) if name == ALL else name in self.seen
-            results.append(DomainResult(name=name, seen=seen, damage=damage(own, self.seed), **differences))
-        return results
+def ranked(
+    ends: Mapping[str, Losses], domains: Sequence[str], seed: int
+) -> tuple[dict[str, tuple[str, ...]], list[Row]]:
+    """Return candidates by KL on each domain, lowest first, and the difference of each to the one above.
 
-    def order(self, ends: Mapping[str, Losses]) -> dict[str, tuple[Rank, ...]]:
-        """Return the retrofits ranked by final KL on each domain, lowest first, with the difference to the one before.
-
-        Ties keep the order of `ends`.
-        """
-        order = {}
-        for domain in self.domains:
-            losses = sorted(
-                ((name, each.for_domain(domain)) for name, each in ends.items()), key=lambda end: end[1].kl.mean()
-            )
-            ranks = []
-            for number, (name, own) in enumerate(losses):
-                over = difference(own, losses[number - 1][1], self.seed) if number else None
-                ranks.append(Rank(variant=name, kl=float(own.kl.mean()), over_previous=over))
-            order[domain] = tuple(ranks)
-        return order
+    Ties keep the order of `ends`.
+    """
+    order, rows = {}, []
+    for domain in domains:
+        own = {name: losses.for_domain(domain) for name, losses in ends.items()}
+        order[domain] = tuple(sorted(own, key=lambda name: own[name].means["kl"].mean()))
+        for above, name in zip(order[domain], order[domain][1:], strict=False):
+            found = window_rows(name, own[name], seed, own[above], Against.ABOVE)
+            rows += [row for row in found if row.quantity == "KL" and row.scope == domain]
+    return order, rows
 
 
 def shown_order(before: Sequence[Losses], seen: frozenset[str]) -> list[str]:
@@ -76,5 +66,5 @@ def shown_order(before: Sequence[Losses], seen: frozenset[str]) -> list[str]:
     `before` has the losses of each retrofit before training; their order has no effect.
     """
     names = sorted(set(before[0].domains))
-    kl = {name: math.fsum(losses.for_domain(name).kl.mean() for losses in before) for name in names}
+    kl = {name: math.fsum(losses.for_domain(name).means["kl"].mean() for losses in before) for name in names}
     return sorted(names, key=lambda name: (name in seen, -kl[name]))

@@ -9,9 +9,9 @@ from transformers import PreTrainedModel
 
 from crosslayer.cache.running import checked_plan, stored_kinds
 from crosslayer.judge.candidate import BITS, Candidate, candidate_of
-from crosslayer.judge.damage import kl_estimate
 from crosslayer.judge.judge import Judge
 from crosslayer.judge.report import Row
+from crosslayer.judge.rows import window_rows
 from crosslayer.output.formatting import named_layers, ranges
 from crosslayer.wiring.kv_bits import parse_kv_bits
 
@@ -42,9 +42,8 @@ def exact_layers(
             alone, f"measuring the KL of {kind} by layer"
         )
         for layer, losses in found.items():
-            mean = kl_estimate(losses.kl, losses.documents, seed)
-            facts = {"candidate": kind, "scope": f"layer {layer}", "original": 0.0, "value": mean.value}
-            rows.append(Row(quantity=PRICE, unit="nats/token", change=mean, **facts))
+            whole = window_rows(kind, losses, seed)[0]  # the KL of all windows
+            rows.append(whole.model_copy(update={"quantity": PRICE, "scope": f"layer {layer}"}))
         exact = dearest(prices(rows)[kind], count)
         quantized = ranges(layer for layer in layers if layer not in exact).split(", ")
         text = ",".join(f"{BITS[kind]}@{part}" for part in quantized)

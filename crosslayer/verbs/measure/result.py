@@ -5,10 +5,10 @@ from typing import Literal
 
 from pydantic import Field
 
-from crosslayer.judge.page import bytes_and_kl, failures, listing
+from crosslayer.judge.page import bytes_and_kl, failures, found, listing
 from crosslayer.judge.report import Report, Row
-from crosslayer.judge.rows import NEW
-from crosslayer.output.formatting import UNKNOWN, Table, listed, percent
+from crosslayer.judge.rows import NEW, WINDOW_QUANTITIES
+from crosslayer.output.formatting import Table, listed, percent
 from crosslayer.output.page import Cell, Page
 from crosslayer.output.panel import Line, Panel
 from crosslayer.output.record import Options, Seed
@@ -19,8 +19,7 @@ BUDGETS = (0.01, 0.05)  # KL in nats/token that advice is given for
 NOTHING = 1e-6  # KL below which no prediction has changed
 HEADS = {
     "bytes": "KV cache",
-    "KL": "KL, nats/token",
-    "perplexity": "perplexity",
+    **{name: f"{name}, {unit}" if unit == "nats/token" else name for name, (unit, _) in WINDOW_QUANTITIES.items()},
     "retrieval": "numbers found",
     "ttft": "first token",
     "tpot_dynamic": "decoding step",
@@ -48,7 +47,7 @@ class MeasureSettings(Options):
 class Measurement(Report):
     """What `crosslayer.measure` returns: every quantity of every candidate, in the form of one row."""
 
-    schema_: Literal["crosslayer/measure/2"] = Field(default="crosslayer/measure/2", alias="schema")
+    schema_: Literal["crosslayer/measure/3"] = Field(default="crosslayer/measure/3", alias="schema")
     settings: MeasureSettings
 
     def layout(self) -> Page:
@@ -89,10 +88,10 @@ class Measurement(Report):
             own: list[tuple[str, str]] = []
             for name, head in HEADS.items():
                 if (row := self.row(candidate.name, name)) is not None:
-                    own.append((head, _cell(row)))
+                    own.append((head, found(row)))
                 if name == "KL" and row is not None:
                     own += self._domains(candidate.name)
-            own += [(task, _cell(row)) for task, row in rows.items() if "items" in row.details]
+            own += [(task, found(row)) for task, row in rows.items() if "items" in row.details]
             own.append(
                 ("failed", candidate.failed)
                 if candidate.failed
@@ -108,7 +107,7 @@ class Measurement(Report):
         worst = max(damage, key=lambda row: row.value or 0.0, default=None)
         new = self.row(candidate, "KL", NEW)
         lines = [] if worst is None else [("worst domain", f"{worst.scope} {worst.change_text()}")]
-        return lines + ([] if new is None else [(NEW, _cell(new))])
+        return lines + ([] if new is None else [(NEW, found(new))])
 
     def next_command(self, model: str | None = None, out: str | None = None) -> str | None:
         """Return the command that tries the candidate with the fewest bytes, of those that cost little."""
@@ -139,11 +138,11 @@ class Measurement(Report):
         """Return the smallest candidate within each budget, and the fastest one."""
         lines = []
         sizes, damage, steps = (self.changes(name) for name in ("bytes", "KL", "tpot_dynamic"))
-        found: dict[str | None, float] = {}
+        within: dict[str | None, float] = {}
         for budget in BUDGETS if sizes and damage else ():
             name = self.least(budget)
-            found[name] = found.get(name, budget) if name else budget
-        for name, budget in found.items():
+            within[name] = within.get(name, budget) if name else budget
+        for name, budget in within.items():
             line = f"No candidate is smaller than the original at a KL of at most {budget:g} nats/token."
             if name is not None:
                 share = percent(sizes[name].value, 1)
@@ -175,16 +174,3 @@ class Measurement(Report):
 
 def _lost(row: Row) -> bool:
     return row.value is not None and row.original is not None and row.value < row.original
-
-
-def _cell(row: Row | None) -> str:
-    """Return what the table shows of a row."""
-    if row is None or row.change is None:
-        return UNKNOWN
-    if row.unit == "bytes":
-        return f"{row.change_text()} ({row.text(row.value)})"
-    if row.quantity == "retrieval":
-        return f"{row.count(row.value)} (original {round((row.original or 0) * row.change.n)})"
-    if row.unit == "share":
-        return f"{row.text(row.value)}: {row.change_text()} points"
-    return row.change_text()

@@ -1,5 +1,6 @@
 """Measures candidates for a smaller cache, or a smaller model, against the original."""
 
+import itertools
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,7 +17,6 @@ from crosslayer.judge.damage import MIN_WINDOWS
 from crosslayer.judge.judge import Judge
 from crosslayer.judge.report import JudgedModel, Row
 from crosslayer.judge.retrieval import DEPTHS, NEW_TOKENS, hidden_samples
-from crosslayer.judge.rows import cache_rows, kl_rows, retrieval_row, time_rows
 from crosslayer.judge.tasks.harness import Tasks, read_tasks, task_names
 from crosslayer.models.load import model_facts, public_name, ready_model
 from crosslayer.models.pair import causal_config
@@ -26,6 +26,7 @@ from crosslayer.verbs.measure import exact_layers as exact
 from crosslayer.verbs.measure.result import Measurement, MeasureSettings
 
 STEPS = 16  # decoding steps of a timed run
+OF_LOADS = {"bytes": ("bytes",), "time": ("ttft", "tpot_dynamic")}  # the quantities of a question about runs
 
 
 def measure(
@@ -158,10 +159,11 @@ def _rows(judge: Judge, candidates: Sequence[Candidate], settings: MeasureSettin
     if {"bytes", "time"} & set(only):
         rows += _bytes_and_times(judge, candidates, settings)
     if "kl" in only:
-        for name, found in judge.kl(candidates).items():
-            rows += kl_rows(name, found, settings.seed)
+        rows += judge.damage(candidates, settings.seed)
     if "needles" in only:
-        rows += _needles(judge, candidates, settings)
+        assert judge.tokenizer is not None
+        samples = hidden_samples(judge.tokenizer, settings.lengths, settings.samples, settings.seed)
+        rows += judge.retrieval(candidates, samples)
     if asked is not None:
         rows += judge.tasks(candidates, asked, settings.limit)
     return rows
@@ -171,34 +173,8 @@ def _bytes_and_times(judge: Judge, candidates: Sequence[Candidate], settings: Me
     """Return the bytes that each cache holds after the context, and the times of a prompt and of a decoding step."""
     load = Load(settings.context, new_tokens=STEPS)
     repeats = settings.repeats if "time" in settings.only else 0
-    ids, rows = random_ids([judge.original], load, settings.seed), []
+    ids, done = random_ids([judge.original], load, settings.seed), itertools.count(1)
     with progress("counting bytes and timing" if repeats else "counting bytes", repeats + 1) as bar:
-        done = iter(range(1, repeats + 2))
-        found = judge.runs(candidates, load, ids, repeats, tick=lambda: bar.step(next(done), repeats + 1))
-    for name, (first, *pairs) in found.items():
-        if "bytes" in settings.only:
-            rows += cache_rows(*first, candidate=name)
-        if pairs:
-            rows += time_rows(pairs, ("ttft", "tpot_dynamic"), candidate=name)
-    return rows
-
-
-def _needles(judge: Judge, candidates: Sequence[Candidate], settings: MeasureSettings) -> list[Row]:
-    """Return the share of hidden numbers that each candidate finds, of all and at each length."""
-    assert judge.tokenizer is not None
-    samples = hidden_samples(judge.tokenizer, settings.lengths, settings.samples, settings.seed)
-    original, rows = judge.retrieved(None, samples), []
-    assert original is not None
-    for candidate in candidates:
-        found = judge.retrieved(candidate, samples)
-        if found is None:
-            continue
-        for length in (None, *settings.lengths):
-            asked = [number for number, sample in enumerate(samples) if length in (None, sample.length)]
-            scope = "all" if length is None else f"{length} tokens"
-            rows.append(
-                retrieval_row(
-                    candidate.name, scope, [found[number] for number in asked], [original[number] for number in asked]
-                )
-            )
-    return rows
+        rows = judge.at_load(candidates, load, ids, repeats, tick=lambda: bar.step(next(done), repeats + 1))
+    asked = [quantity for question in settings.only for quantity in OF_LOADS.get(question, ())]
+    return [row for row in rows if row.quantity in asked]

@@ -8,7 +8,7 @@ from crosslayer.cache.eviction import Evict
 from crosslayer.cache.running import CacheOptions
 from crosslayer.judge.hidden import KEYS, SOURCE, Question, is_retrieved
 from crosslayer.judge.page import by_verdict, listing
-from crosslayer.judge.report import Report
+from crosslayer.judge.report import ALL, Report
 from crosslayer.output.formatting import Table, listed, percent
 from crosslayer.output.page import Cell, Mark, Page
 from crosslayer.output.panel import Heat, Panel
@@ -66,7 +66,7 @@ class Needles(Report):
     Answers are scored like RULER's `string_match` (arXiv 2404.06654). The scope of a row is a length: 512 tokens.
     """
 
-    schema_: Literal["crosslayer/needles/4"] = Field(default="crosslayer/needles/4", alias="schema")
+    schema_: Literal["crosslayer/needles/5"] = Field(default="crosslayer/needles/5", alias="schema")
     settings: NeedlesSettings
     questions: tuple[Question, ...]
     answers: tuple[tuple[str, ...], ...] = Field(description="to each question, of each of `models`")
@@ -90,14 +90,23 @@ class Needles(Report):
         asked = [(one, answer) for one, answer in pairs if one.length == length and depth in (None, one.depth)]
         return share(sum(is_retrieved(answer, one.value) for one, answer in asked), len(asked))
 
+    @property
+    def strayed(self) -> int:
+        """How many of the candidate's answers have the number of another key only."""
+        count = 0
+        for question, answer in zip(self.questions, self.answers[0], strict=True):
+            others = any(is_retrieved(answer, value) for value in question.others)
+            count += others and not is_retrieved(answer, question.value)
+        return count
+
     def layout(self) -> Page:
         """Return the page."""
         settings, cards = self.settings, []
-        for row in self.rows:
+        lengths = [row for row in self.rows if row.scope != ALL]
+        for row in lengths:
             note = "" if row.original is None else f"baseline {percent(row.original)}; "
             own = self.score(0, int(row.scope.split()[0]))
             cards.append((row.scope, own.text(0, percent=True), f"{note}95% intervals"))
-        details = {"samples": "samples", "other_key": "another key's number"}
         return Page(
             title=self.title("Needle test"),
             subtitle=(
@@ -107,7 +116,7 @@ class Needles(Report):
             cards=cards,
             panels=[self._map(number) for number in range(len(self.models))],
             tables=[self._examples()],
-            lead=[listing("By length", self.rows, details, "length")],
+            lead=[listing("By length", lengths, {"samples": "samples"}, "length")],
         )
 
     def sentences(self) -> list[str]:
@@ -119,12 +128,13 @@ class Needles(Report):
             scores = [f"{self.score(number, size).text(0, percent=True)} at {size:,}" for size in settings.lengths]
             written.append(f"{name} retrieves {settings.hidden}: {', '.join(scores)} tokens.")
         if settings.keys > 1:
-            other, total = (sum(int(row.details[name]) for row in self.rows) for name in ("other_key", "samples"))
-            written.append(f"{percent(other / total)} of the candidate's answers give another key's number.")
+            strayed = self.strayed / len(self.questions)
+            written.append(f"{percent(strayed)} of the candidate's answers give another key's number.")
         if self.original is not None:
             paired = "; Agresti and Min for paired differences, with McNemar's test"
-            written += by_verdict(self.rows)
-            low = [row.scope for row in self.rows if row.original is not None and row.original < LOW]
+            lengths = [row for row in self.rows if row.scope != ALL]
+            written += by_verdict(lengths)
+            low = [row.scope for row in lengths if row.original is not None and row.original < LOW]
             if low:
                 written.append(
                     f"At {listed(low)} the baseline itself retrieves fewer than {LOW:.0%}, so the candidate has "

@@ -5,18 +5,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from crosslayer.cache.running import CacheOptions, NewCache
-from crosslayer.environment import quiet_transformers
+from crosslayer.cache.running import CacheOptions
 from crosslayer.judge.candidate import Candidate
-from crosslayer.judge.hidden import Question, Sample, Samples, is_retrieved, prompt_ids
+from crosslayer.judge.hidden import RULER, Question, Sample, prompt_ids
 from crosslayer.judge.judge import Judge
-from crosslayer.judge.report import JudgedModel, Row
-from crosslayer.judge.retrieval import answers
-from crosslayer.judge.rows import retrieval_row
+from crosslayer.judge.report import JudgedModel
+from crosslayer.judge.retrieval import found_in, hidden_samples
+from crosslayer.judge.rows import retrieval_rows
 from crosslayer.models.pair import Loadable, Named, pair
-from crosslayer.output.progress import progress
 from crosslayer.verbs.needles.result import Needles, NeedlesSettings
 
 
@@ -78,24 +76,27 @@ def needles(
     for source in sources:
         if longest > source.positions:
             raise ValueError(f"length {longest} exceeds the {source.positions} positions of {source.name}")
-    drawn = _samples(sources[0].tokenizer, settings)
-    prompts = [_prompts(source, drawn, new_tokens) for source in sources]
+    hidden: dict[str, Any] = {"depths": settings.depths, "keys": keys, "new_tokens": new_tokens, "phrasings": (RULER,)}
+    drawn = hidden_samples(sources[0].tokenizer, settings.lengths, samples, seed, **hidden)
+    for source in sources:
+        check_prompts(source, drawn, new_tokens)
     answered: list[tuple[str, ...]] = []
     described: list[JudgedModel] = []
     seconds = 0.0
     caches = CacheOptions(evict, settings.kv_bits), CacheOptions()  # the baseline has its own
-    for source, ids, cache in zip(sources, prompts, caches, strict=False):
+    for source, cache in zip(sources, caches, strict=False):
         judge = Judge(source.load(), tokenizer=source.tokenizer, catches=False)
         candidate = Candidate(cache.named(source.name), around=cache.running)
         started = time.monotonic()
-        answered.append(_ask(judge, candidate, drawn, ids, settings))
+        answered.append(tuple(judge.answers(candidate, drawn, new_tokens, batch) or ()))
         seconds += time.monotonic() - started
         described.append(judge.described(candidate))
         del judge  # one model at a time
+    found = [found_in(answers, drawn) for answers in answered]
     return Needles(
         original=described[1] if baseline is not None else None,
         candidates=(described[0],),
-        rows=tuple(_rows(described[0].name, drawn, answered)),
+        rows=tuple(retrieval_rows(described[0].name, drawn, *found)),
         settings=settings,
         questions=tuple(Question(**sample.model_dump(exclude={"text", "prefix"})) for sample in drawn),
         answers=tuple(answered),
@@ -103,34 +104,8 @@ def needles(
     )
 
 
-def _rows(candidate: str, samples: Sequence[Sample], answered: Sequence[Sequence[str]]) -> list[Row]:
-    """Return the score of the candidate at each length, with the baseline's, and other counts."""
-    rows = []
-    for length in dict.fromkeys(sample.length for sample in samples):
-        numbers = [number for number, sample in enumerate(samples) if sample.length == length]
-        found = [[is_retrieved(answers[number], samples[number].value) for number in numbers] for answers in answered]
-        strayed = 0  # answers with the number of another key only
-        for number, is_right in zip(numbers, found[0], strict=True):
-            others = [is_retrieved(answered[0][number], value) for value in samples[number].others]
-            strayed += any(others) and not is_right
-        row = retrieval_row(candidate, f"{length} tokens", *found, samples=len(numbers), other_key=strayed)
-        rows.append(row)
-    return rows
-
-
-def _samples(tokenizer: PreTrainedTokenizerBase, settings: NeedlesSettings) -> list[Sample]:
-    generator, samples = Samples(tokenizer, settings.keys, settings.new_tokens, settings.seed), []
-    total = len(settings.cells) * settings.samples
-    with progress("hiding needles", total) as meter:
-        for cell in settings.cells:
-            for index in range(settings.samples):
-                samples.append(generator.sample(*cell, index))
-                meter.step(len(samples), total)
-    return samples
-
-
-def _prompts(source: Loadable, samples: Sequence[Sample], new_tokens: int) -> list[list[int]]:
-    """Return the prompts as ids of a model's own tokenizer, which may differ between candidate and baseline."""
+def check_prompts(source: Loadable, samples: Sequence[Sample], new_tokens: int) -> None:
+    """Refuse texts whose tokens, by a model's own tokenizer, it does not know or has too few positions for."""
     prompts = [prompt_ids(source.tokenizer, sample.prompt) for sample in samples]
     largest, longest = max(map(max, prompts)), max(map(len, prompts)) + new_tokens
     size = source.config.get_text_config().vocab_size
@@ -143,30 +118,3 @@ def _prompts(source: Loadable, samples: Sequence[Sample], new_tokens: int) -> li
             f"prompt and answer take {longest} tokens of {source.name}'s tokenizer, above its {source.positions} "
             "positions; use shorter `lengths`"
         )
-    return prompts
-
-
-def _ask(
-    judge: Judge,
-    candidate: Candidate,
-    samples: Sequence[Sample],
-    prompts: Sequence[Sequence[int]],
-    settings: NeedlesSettings,
-) -> tuple[str, ...]:
-    """Ask a candidate all questions, length by length."""
-    responses: list[str] = []
-    tokenizer = judge.tokenizer
-    assert tokenizer is not None, "set by the caller"
-
-    def ask(model: PreTrainedModel, new_cache: NewCache | None) -> None:
-        options: dict[str, Any] = {"new_tokens": settings.new_tokens, "batch": settings.batch, "new_cache": new_cache}
-        for length in settings.lengths:
-            of_length = [pair for pair in zip(prompts, samples, strict=True) if pair[1].length == length]
-            ids, values = [ids for ids, _ in of_length], [sample.value for _, sample in of_length]
-            for texts in answers(model, tokenizer, ids, values, **options):
-                responses.extend(texts)
-                meter.step(len(responses), len(samples), f"{length} tokens")
-
-    with quiet_transformers(), progress(f"asking {candidate.name}", len(samples)) as meter:
-        judge.asked(candidate, ask)
-    return tuple(responses)

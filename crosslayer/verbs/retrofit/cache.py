@@ -1,8 +1,7 @@
 """The KV cache of a retrofit: counted for a plan, measured for a model, and compared with quantized caches."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -13,17 +12,19 @@ from crosslayer.cache.kv_cache import held_bytes
 from crosslayer.cache.running import CacheOptions, prefill, smaller_cache
 from crosslayer.core.plan import DepthPlan
 from crosslayer.judge.candidate import Candidate
-from crosslayer.judge.damage import Losses, damage, difference
+from crosslayer.judge.hidden import Sample
+from crosslayer.judge.report import ALL, Against, Row
+from crosslayer.judge.rows import bytes_row, window_rows
 from crosslayer.probe.shapes import LayerShape
 from crosslayer.verbs.retrofit.original import Original
-from crosslayer.verbs.retrofit.result import Alternative, CacheRecord
+from crosslayer.verbs.retrofit.result import ORIGINAL, RETROFIT, CacheRecord
 from crosslayer.wiring.kv_bits import KINDS, RECENT, REFERENCE_DTYPE, keeps_recent
 from crosslayer.wiring.read import model_plan
 
 CONTEXT = 2048  # default context length at which the cache is counted
 PROMPT = 64  # tokens of the forward pass that fills a cache
-MEASURED = (("original", "fp8"), ("original", "8"), ("original", "4"), ("retrofit", "4"))
-ASKED = ("original", "4")  # for hidden numbers, too
+MEASURED = ((ORIGINAL, "fp8"), (ORIGINAL, "8"), (ORIGINAL, "4"), (RETROFIT, "4"))  # by --kv-bits
+ASKED = (RETROFIT, f"{ORIGINAL}, {KINDS['4']}")  # for hidden numbers, too
 WINDOWS = 16  # of the evaluation text, from all domains
 
 
@@ -93,65 +94,44 @@ def token_bytes(model: PreTrainedModel, context: int = CONTEXT) -> float:
     return total / context
 
 
-class Compared(NamedTuple):
-    """A model whose cache is measured: its row's `of`, the model, and the bits of its cache; None: as it is."""
+def other_caches(
+    original: Original, retrofit: PreTrainedModel, context: int, samples: Sequence[Sample]
+) -> tuple[Row, ...]:
+    """Return the bytes, the damage and the numbers found of other caches; the first rows are the retrofit's, as it is.
 
-    of: str
-    model: PreTrainedModel
-    kv_bits: str | None = None
-    is_asked: bool = False  # for hidden numbers
-
-    @property
-    def candidate(self) -> Candidate:
-        """What the judge runs."""
-        return Candidate(f"{self.of} {self.kv_bits}", self.model, CacheOptions(kv_bits=self.kv_bits).running)
-
-
-def measure_alternatives(
-    original: Original, retrofit: PreTrainedModel, context: int, seed: int, asks: bool
-) -> tuple[Alternative, ...]:
-    """Return the cache's share, the KL to the original and the numbers retrieved with other caches.
-
-    The first is the retrofit as it is. All are measured on the same windows, some of the evaluation text's. Bytes are
-    counted at `context` tokens; `asks`: whether numbers are hidden. Without a quantized cache of the original there are
-    no rows.
+    All are measured on the same windows, some of the evaluation text's. Bytes are counted at `context` tokens. Without
+    a quantized cache of the original there are no rows.
     """
-    models = {"original": original.model, "retrofit": retrofit}
-    quantizable = [of for of, model in models.items() if _takes_quantized(model)]
-    if "original" not in quantizable:
+    models = {ORIGINAL: original.model, RETROFIT: retrofit}
+    quantizable = [name for name, model in models.items() if _takes_quantized(model)]
+    if ORIGINAL not in quantizable:
         return ()
     windows = original.windows["evaluation"]
     long = windows.ids.shape[1] > RECENT  # else all tokens stay exact with less than 8 bits
-    quantized = [(of, bits) for of, bits in MEASURED if of in quantizable and (long or not keeps_recent(KINDS[bits]))]
-    compared = [Compared("retrofit", retrofit)]
-    compared += [Compared(of, models[of], bits, asks and (of, bits) == ASKED) for of, bits in quantized]
+    candidates = [Candidate(RETROFIT, retrofit)]
+    kinds: dict[str, str | None] = {RETROFIT: None}
+    for of, bits in MEASURED:
+        name = f"{of}, {KINDS[bits]}"
+        if of in quantizable and (long or not keeps_recent(KINDS[bits])):
+            candidates.append(Candidate(name, models[of], CacheOptions(kv_bits=bits).running))
+            kinds[name] = KINDS[bits]
     chosen = np.unique(np.linspace(0, len(windows) - 1, min(WINDOWS, len(windows))).round().astype(int)).tolist()
     few = replace(original.judge, windows=windows.take(chosen))
-    found = few.kl([one.candidate for one in compared], "measuring other caches")
-    return rows_of(original, compared, found, context, seed)
+    found, rows = few.kl(candidates, "measuring other caches"), []
+    for one in candidates:
+        rows.append(stored_row(original, one, context, kinds[one.name]))
+        rows += window_rows(one.name, found[one.name], original.seed)
+        if one.name != RETROFIT:
+            rows += window_rows(one.name, found[one.name], original.seed, found[RETROFIT], Against.FIRST)[:1]  # KL
+    rows += original.judge.retrieval([one for one in candidates if one.name in ASKED], samples)
+    return tuple(row for row in rows if row.scope == ALL)  # there are too few windows of a domain
 
 
-def rows_of(
-    original: Original, compared: Sequence[Compared], found: Mapping[str, Losses], context: int, seed: int
-) -> tuple[Alternative, ...]:
-    """Return a row of the table for each model, from what the judge found; the differences are to the first."""
-    rows = []
-    for one in compared:
-        own, first = found[one.candidate.name], found[compared[0].candidate.name]
-        kind = None if one.kv_bits is None else KINDS[one.kv_bits]
-        rows.append(
-            Alternative(
-                of=one.of,
-                kv_bits=one.kv_bits,
-                share=model_plan(one.model, context, REFERENCE_DTYPE, kv_dtype=kind).stored_bytes
-                / original.plan.stored_at(context),
-                kl=damage(own, seed).kl,
-                kl_by_domain={domain: float(own.for_domain(domain).kl.mean()) for domain in dict.fromkeys(own.domains)},
-                change=difference(own, first, seed),
-                needles=original.judge.needles(one.candidate, seed) if one.is_asked else (),
-            )
-        )
-    return tuple(rows)
+def stored_row(original: Original, candidate: Candidate, context: int, kv_dtype: str | None = None) -> Row:
+    """Return the row of the bytes of a cache, in 16 bits or as it is quantized, at `context` tokens."""
+    assert isinstance(candidate.model, PreTrainedModel)
+    size = model_plan(candidate.model, context, REFERENCE_DTYPE, kv_dtype=kv_dtype).stored_bytes
+    return bytes_row("bytes", size, original.plan.stored_at(context), candidate=candidate.name)
 
 
 def _takes_quantized(model: PreTrainedModel) -> bool:

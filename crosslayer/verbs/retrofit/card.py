@@ -6,6 +6,7 @@ from typing import Any
 import yaml
 from huggingface_hub import EvalResult, EvalResultEntry, ModelCardData, eval_result_entries_to_yaml
 
+from crosslayer.judge.report import ALL, Row
 from crosslayer.output.card import card, common_facts, use
 from crosslayer.verbs.retrofit.page import damage_table, sentences
 from crosslayer.verbs.retrofit.result import RetrofitReport
@@ -31,21 +32,26 @@ def write_card(record: RetrofitReport, folder: Path, tokenizer: bool) -> None:
 def eval_entries(record: RetrofitReport) -> list[EvalResultEntry]:
     """Return an evaluation result for each domain that is a dataset of the hub; other texts have no name there."""
     entries = []
-    for domain in record.damage.domains:
-        names = domain.name.split("/")  # OWNER, NAME, often a configuration, and the split
+    for domain, row in perplexities(record).items():
+        names = domain.split("/")  # OWNER, NAME, often a configuration, and the split
         if len(names) not in (3, 4):
             continue
-        note = f"perplexity of {domain.kl.n} windows of {record.settings.length} tokens"
-        before = f"{domain.perplexity_before:.4f} before the retrofit"
+        note = f"perplexity of {record.of('KL', domain).n} windows of {record.settings.length} tokens"
+        before = f"{row.original:.4f} before the retrofit"
         entries.append(
             EvalResultEntry(
                 dataset_id="/".join(names[:2]),
                 task_id=names[2] if len(names) == 4 else "default",
-                value=round(domain.perplexity_after, 4),
+                value=round(row.value or 0.0, 4),
                 notes=f"{note} of the split {names[-1]}; {before}",
             )
         )
     return entries
+
+
+def perplexities(record: RetrofitReport) -> dict[str, Row]:
+    """Return the row of the perplexity on each domain."""
+    return {row.scope: row for row in record.rows_of("perplexity", candidate=record.candidate) if row.scope != ALL}
 
 
 def model_card(record: RetrofitReport, tokenizer: bool) -> str:
@@ -78,13 +84,13 @@ def _facts(record: RetrofitReport, form: str) -> dict[str, Any]:
         EvalResult(
             task_type="text-generation",
             dataset_type="text",
-            dataset_name=domain.name,
-            dataset_config=domain.name,  # the Hub identifies results by it, not by the name
+            dataset_name=domain,
+            dataset_config=domain,  # the Hub identifies results by it, not by the name
             metric_type="perplexity",
             metric_name="perplexity after the retrofit",
-            metric_value=round(domain.perplexity_after, 4),
+            metric_value=round(row.value or 0.0, 4),
         )
-        for domain in record.damage.domains
+        for domain, row in perplexities(record).items()
     ]
     index = ModelCardData(model_name=f"{record.architecture.name}, converted", eval_results=results).to_dict()
     tags = ["crosslayer", *(entry["name"] for entry in record.methods)]

@@ -11,10 +11,12 @@ from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 from crosslayer.core.method import Method
 from crosslayer.judge.candidate import Candidate
-from crosslayer.judge.damage import damage, difference
+from crosslayer.judge.report import Against
+from crosslayer.judge.rows import window_rows
+from crosslayer.output.formatting import ranges
 from crosslayer.probe.shapes import Groups
 from crosslayer.verbs.retrofit.measure import Measure
-from crosslayer.verbs.retrofit.result import CurvePoint, MeasuredBaseline, SearchRecord
+from crosslayer.verbs.retrofit.result import CurvePoint, SearchRecord
 
 POINTS = 5  # at most, of a curve
 PASSES = 300  # measurements at most
@@ -145,10 +147,13 @@ def search_record(
         judge = replace(original.judge, windows=original.windows["trade-off"])
         measured = judge.kl(candidates, "measuring the trade-off on held-out text")
         for number, step in enumerate(steps):
-            kl = damage(measured[str(number)]).kl
+            kl = window_rows("search", measured[str(number)], original.seed)[0].change
+            assert kl is not None
             curve.append(CurvePoint(share=step.share, kl_search=step.kl, kl=kl, layers=step.layers))
+        last = measured[str(len(steps) - 1)]
         for name, baseline in baselines.items():
-            own, last = measured[name], measured[str(len(steps) - 1)]
-            figures = {"kl": damage(own).kl, "change": difference(last, own)}
-            compared.append(MeasuredBaseline(method=name, groups=baseline.groups, share=baseline.share, **figures))
+            details = {"share": baseline.share, "groups": ", ".join(map(ranges, baseline.groups))}
+            whole = window_rows(name, measured[name], original.seed)[0]  # the KL of all windows
+            change = window_rows(name, measured[name], original.seed, last, Against.SEARCHED)[0]
+            compared += [row.model_copy(update={"details": details}) for row in (whole, change)]
     return SearchRecord(passes=passes, methods=names, curve=curve, baselines=compared)

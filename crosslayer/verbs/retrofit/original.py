@@ -24,6 +24,7 @@ class Original:
     tokenizer: PreTrainedTokenizerBase | None = None  # None: no hidden numbers are asked for
     name: str = ""  # in reports
     dtype: torch.dtype = torch.float32  # in which what is made of it is saved
+    seed: int = 0  # of the bootstrap, and of hidden numbers
     is_kept: bool = True  # whether the caller has the model too, so that a retrofit must not share its weights
 
     @property

@@ -6,14 +6,15 @@ from typing import Any
 
 from crosslayer.core.method import Method, options_of
 from crosslayer.core.plan import CACHED, PASSED, STATES
-from crosslayer.judge.damage import DomainDamage
-from crosslayer.judge.retrieval import count_retrieved, retrieval_sentence, retrieved_of
-from crosslayer.output.formatting import UNKNOWN, listed, ranges
+from crosslayer.judge.page import found, grid, quantity_name, retrieval_sentence
+from crosslayer.judge.report import ALL, Against, Row
+from crosslayer.judge.rows import NEW, RETRIEVAL, WINDOW_QUANTITIES
+from crosslayer.output.formatting import listed, ranges
 from crosslayer.output.page import Page, Table
 from crosslayer.output.panel import COLORS, Line, Panel, Wires
 from crosslayer.stats.estimate import band
 from crosslayer.verbs.retrofit.moments import FITTED_WEIGHTS
-from crosslayer.verbs.retrofit.result import Alternative, MeasuredBaseline, RetrofitReport
+from crosslayer.verbs.retrofit.result import ORIGINAL, UNFITTED, RetrofitReport
 
 FITTED = {"none": "nothing", "zero": "nothing", "refit": "W_c and W_o", "refit-o": "W_o"}
 FIT_LINES = (  # of the calibration figure: name, field of a fit, color, dashed
@@ -29,9 +30,9 @@ EFFECTS = {
     "no difference seen": "does not significantly change",
     None: "was not tested for its effect on",
 }
-SEARCHED = {
-    "lower": "beats",
-    "higher": "is worse than",
+SEARCHED = {  # by the verdict on the KL of what it is compared with
+    "higher": "beats",
+    "lower": "is worse than",
     "no difference seen": "is not significantly different from",
     None: "was not tested against",
 }
@@ -65,7 +66,7 @@ def _shown(value: Any) -> str:
 
 def sentences(record: RetrofitReport) -> list[str]:
     """Return the memory saved, the quality lost, and what was measured."""
-    cache, model, settings, domains = record.cache, record.architecture, record.settings, record.damage.domains
+    cache, model, settings, domains = record.cache, record.architecture, record.settings, record.domains
     lines = [
         f"{record.title}: KV cache {cache.share:.2%} of the original's 16-bit cache "
         f"({cache.bytes_per_token_before:,.0f} → {cache.bytes_per_token_after:,.0f} bytes per token at "
@@ -88,86 +89,87 @@ def sentences(record: RetrofitReport) -> list[str]:
     if len(domains) > 1:
         labels = []
         for label, seen in (("unseen", False), ("calibration", True)):
-            ratios = [f"{domain.name} {domain.ratio.text()}" for domain in domains if domain.seen == seen]
+            own = [domain for domain in domains if (domain in record.fitted) == seen]
+            ratios = [f"{domain} {record.of('perplexity', domain).text()}" for domain in own]
             labels += [f"{label} {', '.join(ratios)}"] if ratios else []
         lines.append(f"Perplexity ratio by domain (95% CI): {'; '.join(labels)}.")
-    if any(domain.gain is not None for domain in domains):
-        lines.append(gain_sentence(domains, record.calibration.fit))
-    if all(domain.seen for domain in domains):
+    if record.rows_of("KL", Against.UNFITTED):
+        lines.append(gain_sentence(record))
+    if set(domains) <= set(record.fitted):
         lines.append(
             "Every evaluation domain was also calibrated on, so the loss on other text was not measured: calibrate on "
             "some text (--calibration-text) and evaluate on other text (--text)."
         )
-    counts = "-".join(str(count) for count in sorted({domain.kl.n for domain in domains}))
+    counts = "-".join(str(count) for count in sorted({record.of("KL", domain).n for domain in domains}))
     lines.append(
-        f"Measured on {record.damage.all.kl.n} windows of {settings.length} tokens ({counts} per domain), "
-        f"none of them used for calibration. 95% CI: paired bootstrap, {sampling(domains)}, conditional on these texts."
+        f"Measured on {record.of('KL').n} windows of {settings.length} tokens ({counts} per domain), none of them used "
+        "for calibration. 95% CI: paired bootstrap over windows, within long documents, conditional on these texts."
     )
-    if record.needles is not None:
-        lines.append(retrieval_sentence(record.needles.retrofit, record.needles.original))
+    lines += retrieval_sentence(record.rows_of(RETRIEVAL, candidate=record.candidate))
     if settings.sweep:
-        lines.append(f"The table has {len(record.alternatives)} variants; the rest is of the first. No model is saved.")
+        count = len(record.changes("bytes"))
+        lines.append(f"The table has {count} variants; the rest is of the first. No model is saved.")
     else:
-        lines += _cheaper(record.alternatives)
+        lines += _cheaper(record.caches)
     search = record.choice.search
-    return lines + [_searched(record, baseline) for baseline in ([] if search is None else search.baselines)]
+    baselines = [] if search is None else search.baselines
+    return lines + [_searched(record, row) for row in baselines if row.against == Against.SEARCHED]
 
 
 def _damage(record: RetrofitReport) -> list[str]:
     """Return the perplexities on the worst domain, and the KL on the worst, the best and perhaps a new domain."""
-    domains, by_kl = record.damage.domains, sorted(record.damage.domains, key=lambda domain: domain.kl.value)
-    first, best, worst = domains[0], by_kl[0], by_kl[-1]
-    line = f"KL to the original, in nats/token: {worst.kl.text()} on {worst.name}"
+    domains, kl = record.domains, {domain: record.of("KL", domain) for domain in record.domains}
+    first, best, worst = domains[0], min(kl, key=lambda name: kl[name].value), max(kl, key=lambda name: kl[name].value)
+    line = f"KL to the original, in nats/token: {kl[worst].text()} on {worst}"
     if len(domains) > 1:
-        line += f", the worst of {len(domains)} domains, {best.kl.value:.3f} on {best.name}, the best"
-    if record.damage.new_domain is not None:
-        line += f"; on a new domain {record.damage.new_domain.text()}, a 95% prediction interval"
+        line += f", the worst of {len(domains)} domains, {kl[best].value:.3f} on {best}, the best"
+    new = record.row(record.candidate, "KL", NEW)
+    if new is not None and new.change is not None and new.change.interval is not None:
+        line += f"; on a new domain {new.change.text()}, a 95% prediction interval"
+    perplexity = record.row(record.candidate, "perplexity", first)
+    assert perplexity is not None
     return [
-        f"Worst {'calibration' if first.seen else 'unseen'} domain ({first.name}): perplexity "
-        f"{first.perplexity_before:.2f} → {first.perplexity_after:.2f}, ×{first.ratio.text()}.",
+        f"Worst {'calibration' if first in record.fitted else 'unseen'} domain ({first}): perplexity "
+        f"{perplexity.original:.2f} → {perplexity.value:.2f}, ×{record.of('perplexity', first).text()}.",
         f"{line}.",
     ]
 
 
-def _cheaper(rows: Sequence[Alternative]) -> list[str]:
-    """Return which quantized caches of the original do less damage than the first row with no more bytes, if any."""
+def _cheaper(rows: Sequence[Row]) -> list[str]:
+    """Return which quantized caches of the original do less damage than the first row's with no more bytes, if any."""
+    size = {row.candidate: row.value or 0.0 for row in rows if row.quantity == "bytes"}
     names = []
-    for row in rows[1:]:
-        if row.of == "original" and row.share <= rows[0].share and row.change.verdict == "lower":
-            names.append(row.name)
+    for row in rows:
+        is_lower = row.quantity == "KL" and row.against == Against.FIRST and row.verdict == "lower"
+        if is_lower and row.candidate.startswith(ORIGINAL) and size[row.candidate] <= size[rows[0].candidate]:
+            names.append(row.candidate)
     return [f"For memory alone, {' or '.join(names)} does less damage with no more bytes."] if names else []
 
 
-def sampling(domains: Sequence[DomainDamage]) -> str:
-    """Return how the bootstrap resamples windows."""
-    single = [domain.name for domain in domains if domain.strata == 1]
-    if len(single) == len(domains):
-        return "windows taken as independent"
-    return "windows resampled within documents" + (f" ({listed(single)}: taken as independent)" if single else "")
-
-
-def gain_sentence(domains: Sequence[DomainDamage], fit: str) -> str:
+def gain_sentence(record: RetrofitReport) -> str:
     """Return on which domains compensation lowers the KL, raises it, or makes no significant difference."""
     effects: dict[str, list[str]] = {}
-    for domain in domains:
-        if domain.gain is not None:
-            change = f"{domain.name} ({domain.gain.without.kl.value:.3f} → {domain.kl.value:.3f})"
-            effects.setdefault(EFFECTS[domain.gain.kl.verdict], []).append(change)
-    listing = "; ".join(f"{effect} the KL on {', '.join(changes)}" for effect, changes in effects.items())
-    return f"Fitting {FITTED_WEIGHTS.get(fit, 'the linear compensation W_c')} {listing}."
+    rows = {row.scope: row for row in record.rows_of("KL", Against.UNFITTED)}
+    for domain in record.domains:
+        row = rows[domain]
+        verdict = None if row.change is None else row.change.verdict
+        effects.setdefault(EFFECTS[verdict], []).append(f"{domain} ({row.original:.3f} → {row.value:.3f})")
+    written = "; ".join(f"{effect} the KL on {', '.join(changes)}" for effect, changes in effects.items())
+    return f"Fitting {FITTED_WEIGHTS.get(record.calibration.fit, 'the linear compensation W_c')} {written}."
 
 
-def _searched(record: RetrofitReport, baseline: MeasuredBaseline) -> str:
-    """Return whether the searched configuration is better than one that was not searched."""
-    share, others = f"{record.cache.share:.2%} of the cache", f"fixed blocks of {baseline.method}"
+def _searched(record: RetrofitReport, baseline: Row) -> str:
+    """Return whether a configuration that was not searched is better than the searched one."""
+    share, other = f"{record.cache.share:.2%} of the cache", f"fixed blocks of {baseline.candidate}"
     fitted = "each layer compensated separately" if record.calibration.layers else "without compensation"
     if record.plan.reads_less:  # a search for choosers fits nothing
-        share, others = f"{record.cache.read_share:.1%} of the reads", "evenly spaced choosers"
+        share, other = f"{record.cache.read_share:.1%} of the reads", "evenly spaced choosers"
         fitted = "without compensation"
+    verdict = None if baseline.change is None else baseline.change.verdict
     return (
-        f"The searched configuration ({share}) {SEARCHED[baseline.change.verdict]} {others} "
-        f"({baseline.share:.2%}): KL {baseline.change.text(4, signed=True)} on windows that the search did not use, "
-        f"{fitted}."
+        f"The searched configuration ({share}) {SEARCHED[verdict]} {other} ({baseline.details['share']:.2%}): "
+        f"KL {baseline.original:.4f} against {baseline.value:.4f}, a difference of {baseline.change_text()}, on "
+        f"windows that the search did not use, {fitted}."
     )
 
 
@@ -197,8 +199,8 @@ def layout(record: RetrofitReport) -> Page:
 
 def _cards(record: RetrofitReport) -> list[tuple[str, str, str]]:
     """Return the headline cards: title, figure, explanation."""
-    worst, calibration = record.damage.domains[0], record.calibration.windows
-    domain = f"on {worst.name} ({'calibration' if worst.seen else 'unseen'} text)"
+    worst, calibration = record.domains[0], record.calibration.windows
+    domain = f"on {worst} ({'calibration' if worst in record.fitted else 'unseen'} text)"
     text = f"on {sum(calibration.values())} windows of {', '.join(calibration)}"
     size = ("KV cache", f"{record.cache.share:.2%}", "of the original's 16-bit cache, as allocated")
     if record.plan.reads_less:
@@ -206,13 +208,14 @@ def _cards(record: RetrofitReport) -> list[tuple[str, str, str]]:
         size = ("Read", f"{record.cache.read_share:.1%}", note)
     cards = [
         size,
-        ("Perplexity", f"×{worst.ratio.text()}", f"95% CI, {domain}"),
-        ("KL", worst.kl.text(), f"nats/token, 95% CI, {domain}"),
+        ("Perplexity", f"×{record.of('perplexity', worst).text()}", f"95% CI, {domain}"),
+        ("KL", record.of("KL", worst).text(), f"nats/token, 95% CI, {domain}"),
         ("Fitted", FITTED.get(record.calibration.fit, "W_c"), text if calibration else "no calibration text"),
     ]
-    if record.needles is not None:
-        note = f"retrieved from long texts; the original retrieves {count_retrieved(record.needles.original)}"
-        cards.insert(3, ("Hidden numbers", retrieved_of(record.needles.retrofit), note))
+    numbers = record.row(record.candidate, RETRIEVAL)
+    if numbers is not None:
+        note = f"retrieved from long texts; the original retrieves {numbers.count(numbers.original)}"
+        cards.insert(3, ("Hidden numbers", numbers.count(numbers.value), note))
     return cards
 
 
@@ -229,22 +232,27 @@ def panels(record: RetrofitReport) -> list[Panel]:
         caption = "RMS difference to the original's residual stream, before and after the fit, on calibration text."
         title = "What the compensation recovers"
         figures.append(Panel("calibration", title, caption, "layer", "RMS error", lines, log_y=True))
-    if record.alternatives and not record.settings.sweep:
-        lines = [Line(row.name, [row.share], *band([row.kl])) for row in record.alternatives]
+    if record.caches:
+        share = {row.candidate: row.change.value for row in record.caches if row.quantity == "bytes" and row.change}
+        lines = []
+        for row in record.caches:
+            if row.quantity == "KL" and row.against == Against.ORIGINAL and row.change is not None:
+                lines.append(Line(row.candidate, [share[row.candidate]], *band([row.change])))
         caption = (
             "Share of the original's 16-bit cache against KL to the original, with 95% intervals; lower left is better."
         )
         ticks = {share / 10: f"{10 * share}%" for share in range(1, 11)}
         drawn: dict[str, Any] = {"wide": True, "log_y": True, "bounds": possible, "x_ticks": ticks}
-        title, share = "What other caches cost", "share of the KV cache"
-        figures.append(Panel("alternatives", title, caption, share, axis, lines, **drawn))
+        title, x = "What other caches cost", "share of the KV cache"
+        figures.append(Panel("alternatives", title, caption, x, axis, lines, **drawn))
     if search is not None and search.curve:
         title, share, others = "Cache size against damage", "share of the KV cache", "fixed blocks, {}"
         if record.plan.reads_less:
             title, share, others = "Reads against damage", "share of keys and values read", "evenly spaced choosers"
         lines = [Line("search", [point.share for point in search.curve], *band([point.kl for point in search.curve]))]
-        for baseline in search.baselines:
-            lines.append(Line(others.format(baseline.method), [baseline.share], *band([baseline.kl])))
+        for row in search.baselines:
+            if row.against == Against.ORIGINAL and row.change is not None:
+                lines.append(Line(others.format(row.candidate), [float(row.details["share"])], *band([row.change])))
         caption = "KL to the original on text that the search did not use. 95% bootstrap intervals over windows."
         figures.append(Panel("trade_off", title, caption, share, axis, lines, wide=True, bounds=possible))
     return figures
@@ -269,33 +277,34 @@ def _by_layer(record: RetrofitReport) -> Panel:
 def damage_table(record: RetrofitReport) -> Table:
     """Return the table of the damage by domain, with and without compensation."""
     rows = []
-    for domain in record.damage.domains:
-        without = [UNKNOWN, UNKNOWN]
-        if domain.gain is not None:
-            without = [domain.gain.without.ratio.text(), domain.gain.without.kl.text()]
-        rows.append([domain.name, "yes" if domain.seen else "no", str(domain.kl.n)])
-        rows[-1] += [f"{domain.perplexity_before:.2f}", f"{domain.perplexity_after:.2f}"]
-        rows[-1] += [domain.ratio.text(), domain.kl.text(), *without]
-    figures = ["perplexity before", "after", "ratio (95% CI)", "KL, nats/token (95% CI)"]
-    head = ["domain", "calibrated on", "windows", *figures, "ratio without the fit", "KL without the fit"]
-    return "Damage by domain", head, rows
+    for domain in record.domains:
+        for row in record.rows:
+            if row.scope == domain and row.against == Against.ORIGINAL and row.quantity in WINDOW_QUANTITIES:
+                rows += [row] if row.candidate in (record.candidate, UNFITTED) else []
+
+    def line(row: Row) -> str:
+        return f"{row.scope} ({'calibrated on' if row.scope in record.fitted else 'unseen'})"
+
+    def column(row: Row) -> str:
+        return f"{quantity_name(row)}{', without the fit' if row.candidate == UNFITTED else ''}"
+
+    def cell(row: Row) -> str:
+        before = f"{row.original:.2f} → {row.value:.2f}, " if row.quantity == "perplexity" else ""
+        return before + row.change_text()
+
+    return grid("Damage by domain (95% CI)", rows, "domain", line, column, cell)
 
 
 def tables(record: RetrofitReport) -> list[Table]:
     """Return the table that is printed, too: of a sweep's variants, or of quantized caches next to the retrofit's."""
-    if not record.alternatives:
-        return []
-    rows, swept = [], bool(record.settings.sweep)
-    retrieved = () if record.needles is None else record.needles.retrofit
-    for number, row in enumerate(record.alternatives):
-        rows.append([row.name, f"{row.share:.1%}", row.kl.text(4), row.change.text() if number else UNKNOWN])
-        if swept:
-            rows[-1] += [f"{row.kl_by_domain[domain]:.3f}" for domain in record.domains]
-        else:
-            rows[-1].append(retrieved_of(row.needles if number else retrieved))
-            rows[-1].append(UNKNOWN if row.kv_bits is None else [f"--kv-bits {row.kv_bits}"])
-    if swept:
-        head = ["variant", "bytes", "KL", "KL minus the first's", *(f"on {domain}" for domain in record.domains)]
-        return [("Variants (share of the original's 16-bit cache; KL in nats/token)", head, rows)]
-    head = ["cache", "bytes", "KL", "KL minus the retrofit's", "hidden numbers", "option"]
-    return [("What other caches cost (share of the original's 16-bit cache; KL in nats/token)", head, rows)]
+    if record.settings.sweep:
+        title, kept = "Variants", [row for row in record.rows if row.scope != NEW and row.quantity in ("bytes", "KL")]
+        rows = [row for row in kept if row.against == Against.ORIGINAL or row.scope == ALL]
+    else:
+        title, rows = "What other caches cost", list(record.caches)
+
+    def column(row: Row) -> str:
+        return quantity_name(row) if row.scope == ALL else f"on {row.scope}"
+
+    title += " (share of the original's 16-bit cache; intervals: 95%)"
+    return [grid(title, rows, "cache", lambda row: row.candidate, column, found)] if rows else []

@@ -9,17 +9,17 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from crosslayer.core.plan import STATES, DepthPlan
 from crosslayer.environment import quiet_transformers
-from crosslayer.judge.damage import Domains
-from crosslayer.judge.retrieval import Retrieval, count_retrieved
+from crosslayer.judge.report import ALL, Measured, Row
+from crosslayer.judge.rows import RETRIEVAL
 from crosslayer.models.load import replaced
 from crosslayer.output.manifest import write_manifest
-from crosslayer.output.record import Frozen, ModelFacts, columns
-from crosslayer.output.result import Result
+from crosslayer.output.record import Frozen, ModelFacts
 from crosslayer.stats.estimate import Estimate
 from crosslayer.stats.times import StepTime
 from crosslayer.verbs.retrofit.moments import Fit
 from crosslayer.verbs.retrofit.options import RetrofitOptions
-from crosslayer.wiring.kv_bits import KINDS
+
+RETROFIT, ORIGINAL, UNFITTED = "retrofit", "original", "without the fit"  # names of candidates, or how they begin
 
 
 class Architecture(ModelFacts):
@@ -41,23 +41,17 @@ class CurvePoint(Frozen):
     layers: dict[str, int] = Field(description="how many layers each method acts on")
 
 
-class MeasuredBaseline(Frozen):
-    """What the search is compared with: blocks of equal size in the top half, or choosers at equal distances."""
-
-    method: str
-    groups: list[list[int]]
-    share: float = Field(description="as that of the curve, and as near to the search's as possible")
-    kl: Estimate = Field(description="nats/token, on text that the search did not use, fitted in the same way")
-    change: Estimate = Field(description="KL of the searched configuration minus the baseline's, paired")
-
-
 class SearchRecord(Frozen):
     """The course of the search."""
 
     passes: int = Field(description="configurations that were run over the search text")
     methods: list[str] = Field(description="(L,) the method that acts on each layer, or 'own'")
     curve: list[CurvePoint]
-    baselines: list[MeasuredBaseline]
+    baselines: list[Row] = Field(
+        description="KL of configurations that were not searched, to the original and against the searched one, on "
+        "text that the search did not use, fitted in the same way: fixed blocks in the top half of each method, or "
+        "choosers at equal distances; their details have the share, as near to the search's as possible, and the groups"
+    )
 
 
 class Choice(Frozen):
@@ -98,40 +92,17 @@ class CacheRecord(Frozen):
     )
 
 
-class Needles(Frozen):
-    """Which numbers hidden in long texts each model retrieves: the same questions, in the same order."""
-
-    original: tuple[Retrieval, ...] = Field(min_length=1)
-    retrofit: tuple[Retrieval, ...] = Field(min_length=1)
-
-
-class Alternative(Frozen):
-    """A cache of the original or the retrofit, on a few windows; or a sweep's variant, on all."""
-
-    of: str = Field(description="original, retrofit, or the swept options with their values")
-    kv_bits: str | None = Field(description="8, 4, fp8, or None: not quantized")
-    share: float = Field(description="bytes over those of the original's 16-bit cache, at the report's context")
-    kl: Estimate = Field(description="to the original, in nats/token")
-    kl_by_domain: dict[str, float] = Field(description="its mean on the windows of each domain")
-    change: Estimate = Field(description="its KL minus that of the retrofit that is not quantized, paired")
-    needles: tuple[Retrieval, ...] = Field(description="empty where no numbers were asked for")
-
-    @property
-    def name(self) -> str:
-        """What it is, in words."""
-        return self.of if self.kv_bits is None else f"{self.of}, {KINDS[self.kv_bits]}"
-
-
-class RetrofitReport(Result):
+class RetrofitReport(Measured):
     """The report of a retrofit.
 
+    Candidates of the rows are the retrofit, or the variants of a sweep, and the retrofit without what was fitted.
     Except for a sweep, `save` also writes the model with its tokenizer, card and manifest. The record holds neither
     model nor tokenizer: a report that was read from a folder has neither, and cannot be saved.
 
     Shapes: D domains, the worst unseen one first; L layers of the original.
     """
 
-    schema_: Literal["crosslayer/retrofit/17"] = Field(default="crosslayer/retrofit/17", alias="schema")
+    schema_: Literal["crosslayer/retrofit/18"] = Field(default="crosslayer/retrofit/18", alias="schema")
     architecture: Architecture
     methods: list[dict[str, Any]] = Field(description="name and options of each method, as in a config")
     title: str = Field(description="the methods with their options, as a line of text")
@@ -140,15 +111,13 @@ class RetrofitReport(Result):
     weights: Weights
     calibration: Calibration
     cache: CacheRecord
-    damage: Domains
     step: StepTime | None = Field(
         default=None, description="time of a decoding step; None without `full`, or if the context is too long"
     )
-    needles: Needles | None = Field(
-        default=None, description="None if the model's context or tokenizer does not allow it"
-    )
-    alternatives: tuple[Alternative, ...] = Field(
-        default=(), description="the retrofit, and quantized caches of both models; empty without `full`"
+    caches: tuple[Row, ...] = Field(
+        default=(),
+        description="rows of the retrofit, the first, and of quantized caches of both models, on a few windows; empty "
+        "without `full`",
     )
     settings: RetrofitOptions = Field(description="all options")
     judged: list[str] = Field(description="evaluation domains")
@@ -160,7 +129,7 @@ class RetrofitReport(Result):
 
     @model_validator(mode="after")
     def _check_layers(self) -> Self:
-        """Raise for methods without a name, and for entries that do not match the original's layers."""
+        """Raise for methods without a name, entries that do not match the original's layers, and missing rows."""
         layers = self.architecture.layers
         if not all(isinstance(method.get("name"), str) for method in self.methods):
             raise ValueError("a method has no name")
@@ -171,6 +140,11 @@ class RetrofitReport(Result):
             raise ValueError(f"calibration has a layer {outside[0]}, the original has {layers} layers")
         if self.choice.search is not None and len(self.choice.search.methods) != layers:
             raise ValueError(f"the search has {len(self.choice.search.methods)} layers, the original has {layers}")
+        for scope in (ALL, *self.judged):
+            for quantity in ("KL", "perplexity"):
+                row = self.row(self.candidate, quantity, scope)
+                if row is None or None in (row.change, row.original, row.value):
+                    raise ValueError(f"rows: {quantity} of {scope!r} is missing")
         return self
 
     _model: PreTrainedModel | None = PrivateAttr(None)
@@ -204,11 +178,21 @@ class RetrofitReport(Result):
     @property
     def domains(self) -> tuple[str, ...]:
         """Names of the evaluation domains, (D,)."""
-        return tuple(domain.name for domain in self.damage.domains)
+        by_kl = sorted(self.judged, key=lambda domain: -self.of("KL", domain).value)
+        return tuple(sorted(by_kl, key=lambda domain: domain in self.fitted))
 
-    def frame(self) -> dict[str, list[Any]]:
-        """Return the damage by domain as columns (kl_value, kl_low, …), which `pandas.DataFrame` takes."""
-        return columns(domain.model_dump() for domain in self.damage.domains)
+    @property
+    def candidate(self) -> str:
+        """The name of the retrofit in the rows; of a sweep, that of the first variant."""
+        if not self.rows:
+            raise ValueError("rows: there are none")
+        return self.rows[0].candidate
+
+    def of(self, quantity: str, scope: str = ALL) -> Estimate:
+        """Return the change of a quantity of the retrofit on windows, against the original."""
+        row = self.row(self.candidate, quantity, scope)
+        assert row is not None and row.change is not None, "every report has it"
+        return row.change
 
     @property
     def changed_layers(self) -> list[int]:
@@ -222,20 +206,22 @@ class RetrofitReport(Result):
 
     def headline(self) -> dict[str, Any]:
         """Return the figures for the last printed line of the command."""
-        worst = self.damage.domains[0]
+        worst, numbers = self.domains[0], self.row(self.candidate, RETRIEVAL)
+        perplexity = self.row(self.candidate, "perplexity", worst)
+        assert perplexity is not None and perplexity.change is not None
         return {
             "method": "+".join(entry["name"] for entry in self.methods),
             "layers": self.changed_layers,
             "kv_share": round(self.cache.share, 6),
             "read_share": round(self.cache.read_share, 6),
-            "worst_domain": worst.name,
-            "seen": worst.seen,
-            "perplexity_before": round(worst.perplexity_before, 4),
-            "perplexity_after": round(worst.perplexity_after, 4),
-            "perplexity_ratio_ci95": [round(end, 4) for end in worst.ratio.interval or ()],
-            "kl": round(worst.kl.value, 5),
+            "worst_domain": worst,
+            "seen": worst in self.fitted,
+            "perplexity_before": round(perplexity.original or 0.0, 4),
+            "perplexity_after": round(perplexity.value or 0.0, 4),
+            "perplexity_ratio_ci95": [round(end, 4) for end in perplexity.change.interval or ()],
+            "kl": round(self.of("KL", worst).value, 5),
             **({"quick": True} if self.settings.quick else {}),
-            "needles": None if self.needles is None else count_retrieved(self.needles.retrofit),
+            "needles": None if numbers is None else numbers.hits,
             "seconds": round(sum(self.seconds.values()), 1),
         }
 

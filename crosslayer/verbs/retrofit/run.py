@@ -18,26 +18,20 @@ from crosslayer.core.methods import Entry, load_methods, method_class, method_na
 from crosslayer.corpus.domains import DomainTexts, window_ranges
 from crosslayer.judge.candidate import Candidate
 from crosslayer.judge.clock import Load, announce
-from crosslayer.judge.damage import by_domain
-from crosslayer.judge.retrieval import DEPTHS, LENGTHS, LONG_LENGTHS, QUICK_LENGTHS, SAMPLES
+from crosslayer.judge.damage import Losses
+from crosslayer.judge.report import Against, Row
+from crosslayer.judge.retrieval import DEPTHS, LENGTHS, LONG_LENGTHS, QUICK_LENGTHS, SAMPLES, askable_samples
+from crosslayer.judge.rows import window_rows
 from crosslayer.models.load import load_config, model_facts, origin, public_name, ready_model, stored_dtype
 from crosslayer.output.progress import progress
 from crosslayer.probe.model import check_ids, evaluating, positions, unwrapped
-from crosslayer.verbs.retrofit.cache import (
-    CONTEXT,
-    MEASURED,
-    WINDOWS,
-    Compared,
-    cache_record,
-    measure_alternatives,
-    rows_of,
-)
+from crosslayer.verbs.retrofit.cache import CONTEXT, MEASURED, WINDOWS, cache_record, other_caches, stored_row
 from crosslayer.verbs.retrofit.choosers import Choosers
 from crosslayer.verbs.retrofit.convert import Converted, convert
 from crosslayer.verbs.retrofit.options import ONE_OF, RetrofitOptions
 from crosslayer.verbs.retrofit.original import Original
 from crosslayer.verbs.retrofit.page import title
-from crosslayer.verbs.retrofit.result import Architecture, Calibration, Needles, RetrofitReport
+from crosslayer.verbs.retrofit.result import RETROFIT, UNFITTED, Architecture, Calibration, RetrofitReport
 from crosslayer.verbs.retrofit.search import LayerSearch
 from crosslayer.verbs.retrofit.strategy import Chosen, Given, Layers, Named, Strategy
 from crosslayer.verbs.retrofit.texts import RetrofitTexts
@@ -136,7 +130,7 @@ def retrofit(
     with _timed(seconds, "read"), progress("tokenizing the text", 0):
         cut = texts.windows(tokenizer, *strategies.values())
     name, stored = public_name(model), loaded.dtype if is_loaded else stored_dtype(loaded, config)
-    original = Original(loaded, cut, tokenizer, name, stored, is_loaded)
+    original = Original(loaded, cut, tokenizer, name, stored, options.seed, is_loaded)
     for used in cut.values():
         check_ids(loaded, used.ids)
     with evaluating(loaded):
@@ -222,25 +216,20 @@ def _report(
     seen = texts.calibration if purposes & {"calibration", "choice", "search"} else ()
     with _timed(seconds, "damage"):  # with hidden numbers
         cache = cache_record(original, model, options.kv_context)
-        compared = [Compared(name, one.model) for name, (_, one) in made.items()]
-        without = [Candidate("without", model, converted.uncompensated)] if converted.fits else []
-        judge, candidates = original.judge, [one.candidate for one in compared]
-        found = judge.kl([*candidates, *without], "measuring the damage")
-        own = found[candidates[0].name]
-        damage = by_domain(own, found.get("without"), frozenset(seen), options.seed)
-        lengths, needles = _lengths(strategy), None
-        retrieved = () if options.sweep else judge.needles(candidates[0], options.seed, lengths)
-        if retrieved:  # the model can be asked
-            needles = Needles(original=judge.needles(None, options.seed, lengths), retrofit=retrieved)
-    step, alternatives, context = None, (), cache.context
-    if options.sweep:
-        alternatives = rows_of(original, compared, found, context, options.seed)
-    elif options.full:
+        names = {name if options.sweep else RETROFIT: one.model for name, (_, one) in made.items()}
+        candidates = [Candidate(name, one) for name, one in names.items()]
+        without = [Candidate(UNFITTED, model, converted.uncompensated)] if converted.fits else []
+        found = original.judge.kl([*candidates, *without], "measuring the damage")
+        rows = damage_rows(found, options.seed)
+        rows += [stored_row(original, one, cache.context) for one in candidates]
+        samples = [] if options.sweep else askable_samples(model, original.tokenizer, _lengths(strategy), options.seed)
+        rows += original.judge.retrieval(candidates, samples)
+    step, caches, context = None, (), cache.context
+    if options.full and not options.sweep:
         with _timed(seconds, "step"):
-            step = judge.step(candidates[0], Load(min(context, LONGEST_STEP), new_tokens=STEPS))
-        with _timed(seconds, "alternatives"):
-            asked = needles is not None
-            alternatives = measure_alternatives(original, model, context, options.seed, asked)
+            step = original.judge.step(candidates[0], Load(min(context, LONGEST_STEP), new_tokens=STEPS))
+        with _timed(seconds, "caches"):
+            caches = other_caches(original, model, context, samples)
     calibrated = {name: len(ids) for name, ids in strategy.calibration(original.windows).items()}
     report = RetrofitReport(
         architecture=Architecture(
@@ -256,10 +245,9 @@ def _report(
         weights=converted.weights,
         calibration=Calibration(fit=converted.fit or strategy.fit, windows=calibrated, layers=converted.fits),
         cache=cache,
-        damage=damage,
+        rows=tuple(rows),
         step=step,
-        needles=needles,
-        alternatives=alternatives,
+        caches=caches,
         settings=options.model_copy(update=dict.fromkeys(strategy.idle)),  # a record names what had an effect
         judged=list(texts.evaluation),
         fitted=list(seen),
@@ -270,6 +258,19 @@ def _report(
     report._tokenizer = original.tokenizer
     report._dtype = original.dtype
     return report
+
+
+def damage_rows(found: Mapping[str, Losses], seed: int) -> list[Row]:
+    """Return the damage of the retrofit, or of a sweep's variants, and of the retrofit without the fit."""
+    (first, own), *others = found.items()
+    rows = window_rows(first, own, seed)
+    for name, losses in others:
+        rows += window_rows(name, losses, seed)
+        if name == UNFITTED:
+            rows += window_rows(first, own, seed, losses, Against.UNFITTED)
+        else:
+            rows += window_rows(name, losses, seed, own, Against.FIRST)
+    return rows
 
 
 def _converted(original: Original, strategy: Strategy, seconds: dict[str, float]) -> tuple[Chosen, Converted]:

@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 import crosslayer
 from crosslayer.core.decoder.convert import to_model
 from crosslayer.judge.damage import logits_of, losses
-from crosslayer.judge.retrieval import measure_retrieval
+from crosslayer.judge.report import Against
+from crosslayer.judge.retrieval import askable_samples, found_in, responses
 from crosslayer.training import stages
 from crosslayer.training.checkpoints import checkpoints
 from crosslayer.training.recipe import load_recipe
@@ -49,12 +50,14 @@ def test_hidden_numbers_are_retrieved_before_and_after_each_stage(tmp_path, undr
     recipe = recipe_in(tmp_path, stages=[stage], objective="distill", judge=evaluation)
     recovery = healed(tmp_path, "zero", tmp_path, recipe)
     model, tokenizer = crosslayer.load_model(str(tmp_path / "out" / "zero" / "model"))
-    assert recovery.variants[0].states[1].needles == measure_retrieval(model, tokenizer)
-    assert [result.length for result in recovery.untrained_original.needles] == [512]
+    samples = askable_samples(model, tokenizer)
+    found = found_in(responses(model, tokenizer, samples), samples)
+    rows = recovery.numbers("zero", recovery.variants[0].states[1])
+    assert [row.scope for row in rows] == ["all", "512 tokens"] and rows[0].hits == sum(found)
     assert any("0 of 10 → 0 of 10" in line and "hidden" in line for line in recovery.sentences())
     (tmp_path / "none").mkdir()
     without = healed(tmp_path, "zero", tmp_path / "none", recipe, settings=["judge.needles=false"])
-    assert without.variants[0].states[1].needles == () and "hidden" not in " ".join(without.sentences())
+    assert not without.rows_of("retrieval") and "hidden" not in " ".join(without.sentences())
 
 
 def windows_of(base, recipe, tokenizer):
@@ -95,8 +98,10 @@ def test_a_retrofit_without_w_c_skips_stage_1(base, whole):
         variant = next(variant for variant in recovery.variants if variant.name == name)
         assert variant.states[1].skipped == "there is no W_c" and variant.states[1].run is None
         assert not (folder / name / "stage-1").exists()
-        assert variant.states[1].domains[0].damage == variant.states[0].domains[0].damage
-        assert variant.states[1].domains[0].kl_change.value == 0
+        before, after = variant.states[:2]
+        for quantity in ("KL", "perplexity", "changed tokens"):
+            assert recovery.of(name, after, quantity) == recovery.of(name, before, quantity)
+        assert recovery.of(name, after, "KL", against=Against.BEFORE).value == 0
         assert len(changed(base / name, folder / name / "stage-2" / "model")) > 10
 
 
@@ -126,40 +131,50 @@ def test_the_record_has_what_a_measurement_of_the_saved_models_gives(base, whole
     models = {name: crosslayer.load_model(str(path))[0] for name, path in folders.items()}
     runs = {name: logits_of(model) for name, model in models.items()}
     measured = losses(logits_of(original), runs, windows)
-    states = {state.name: state for state in recovery.variants[0].states} | {"trained": recovery.trained_original}
-    for name, state in states.items():
-        for domain in state.domains:
-            expected = measured[name].for_domain(domain.name)
-            assert domain.damage.kl.value == pytest.approx(expected.kl.mean(), abs=1e-7)
-            assert np.log(domain.damage.ratio.value) == pytest.approx(
-                (expected.after - expected.before).mean(), abs=1e-7
-            )
-    last = states["stage 2"].domains[0]
-    code = {name: losses_.for_domain(last.name) for name, losses_ in measured.items()}
-    gap, left = (code[name].after - code["trained"].after for name in ("before", "stage 2"))
-    assert np.log(last.to_reference.value) == pytest.approx(left.mean(), abs=1e-7)
-    assert last.kl_change.value == pytest.approx((code["stage 2"].kl - code["stage 1"].kl).mean(), abs=1e-7)
-    if last.closed is not None:
-        assert last.closed.value == pytest.approx(1 - left.mean() / gap.mean(), rel=1e-5)
+    states = [("fitted", state) for state in recovery.variants[0].states] + [("original", recovery.trained_original)]
+    for name, state in states:
+        for domain in recovery.domains:
+            expected = measured[state.name].for_domain(domain).means
+            for quantity, key in (("KL", "kl"), ("changed tokens", "changed")):
+                value = recovery.of(name, state, quantity, domain).value
+                assert value == pytest.approx(expected[key].mean(), abs=1e-7)
+            ratio = recovery.of(name, state, "perplexity", domain).value
+            assert np.log(ratio) == pytest.approx((expected["after"] - expected["before"]).mean(), abs=1e-7)
+    last, domain = recovery.variants[0].states[2], recovery.domains[0]
+    own = {name: found.for_domain(domain).means for name, found in measured.items()}
+    gap, left = (own[name]["after"] - own["trained"]["after"] for name in ("before", "stage 2"))
+    ratio = recovery.of("fitted", last, "perplexity", against=Against.TRAINED).value
+    assert np.log(ratio) == pytest.approx(left.mean(), abs=1e-7)
+    change = recovery.of("fitted", last, "KL", against=Against.BEFORE).value
+    assert change == pytest.approx((own["stage 2"]["kl"] - own["stage 1"]["kl"]).mean(), abs=1e-7)
+    closed = recovery.closed("fitted", last)
+    if closed is not None:
+        assert closed.value == pytest.approx(1 - left.mean() / gap.mean(), rel=1e-5)
 
 
 def test_training_and_calibration_domains_are_seen(whole):
     recovery, _ = whole
     assert recovery.domains == ("code", "web") or recovery.domains == ("web", "code")
+    assert set(recovery.seen) == {"code", "web"}
     frame = recovery.frame()
-    assert dict(zip(frame["name"], frame["seen"], strict=True)) == {"code": True, "web": True}
-    assert {len(column) for column in frame.values()} == {3 * 3 * 2}  # retrofits, states, domains
-    first = recovery.variants[0].states[0].domains[0]
-    assert frame["damage_kl_value"][0] == first.damage.kl.value and frame["kl_change_value"][0] is None
+    kl = [row for row in recovery.rows_of("KL") if row.scope in recovery.domains and not row.candidate.startswith("or")]
+    assert {len(column) for column in frame.values()} == {len(recovery.rows)}
+    assert len(kl) == 3 * 3 * 2  # retrofits, states, domains
+    first = recovery.variants[0].states[0]
+    assert recovery.of("fitted", first, "KL", against=Against.BEFORE) is None
 
 
 def test_the_order_is_that_of_the_last_states(whole):
     recovery, _ = whole
     assert tuple(recovery.order) == recovery.domains
-    for number, ranks in enumerate(recovery.order.values()):
-        ends = {variant.name: variant.states[-1].domains[number].damage.kl.value for variant in recovery.variants}
-        assert [rank.variant for rank in ranks] == sorted(ends, key=ends.__getitem__)
-        assert [rank.kl for rank in ranks] == pytest.approx(sorted(ends.values()))
+    last = {variant.name: variant.states[-1] for variant in recovery.variants}
+    for domain, ranks in recovery.order.items():
+        ends = {name: recovery.of(name, state, "KL", domain).value for name, state in last.items()}
+        assert list(ranks) == sorted(ends, key=ends.__getitem__)
+        assert recovery.of(ranks[0], last[ranks[0]], "KL", domain, Against.ABOVE) is None
+        for above, name in zip(ranks, ranks[1:], strict=False):
+            over = recovery.of(name, last[name], "KL", domain, Against.ABOVE).value
+            assert over == pytest.approx(ends[name] - ends[above])
 
 
 def test_evaluation_text_is_not_trained_on(base, whole):
@@ -225,9 +240,8 @@ def test_an_interrupted_recovery_resumes_and_ends_the_same(base, whole, tmp_path
     resumed = healed(base, "fitted", tmp_path, resume=True)
     for path in ("fitted/stage-1/model", "fitted/model", "original/stage-1/model"):
         assert not changed(folder / path, whole[1] / path), path
-    states = [result.variants[0].states for result in (resumed, whole[0])]
-    ends = [{(state.name, each.name): each.damage for state in one for each in state.domains} for one in states]
-    assert ends[0] == ends[1]
+    own = [row for row in whole[0].rows if row.candidate.startswith("fitted,") and row.against != Against.ABOVE]
+    assert own and own == [row for row in resumed.rows if row.candidate.startswith("fitted,")]
     assert not list(folder.rglob("checkpoint-*"))
 
 
@@ -257,8 +271,9 @@ def test_stages_that_end_early_say_so_and_the_original_trains_to_the_last_step(b
     assert [first.tokens, second.tokens] == [256, 256]
     stage = tmp_path / "out" / "fitted" / "stage-1" / "model"
     assert len(changed(base / "fitted", stage)) == 1
-    before, after = (state.domains for state in recovery.variants[0].states[:2])
-    assert all(one.damage.kl.value != other.damage.kl.value for one, other in zip(before, after, strict=True))
+    for domain in recovery.domains:
+        before, after = (recovery.of("fitted", state, "KL", domain) for state in recovery.variants[0].states[:2])
+        assert before.value != after.value
 
 
 def diverging(path, cause=None):
@@ -282,7 +297,9 @@ def test_a_retrofit_that_diverges_stops_alone(base, tmp_path, monkeypatch, undra
         recovery = healed(base, "fitted without", tmp_path)
     first, second = recovery.variants[0].states[1:]
     assert first.stopped.startswith("the loss is nan at step 2") and first.run is None
-    assert second.skipped == "stage 1 stopped" and second.domains[0].damage == first.domains[0].damage
+    assert second.skipped == "stage 1 stopped" and recovery.of("fitted", second, "KL") == recovery.of(
+        "fitted", first, "KL"
+    )
     assert recovery.variants[1].states[2].run.steps == 5 and recovery.trained_original.run.steps == 5
     assert "stage 1" in recovery.page()
     assert not changed(base / "fitted", folder / "fitted" / "model")
@@ -417,8 +434,10 @@ def test_a_plain_crosslayer_model_is_retrofitted_and_healed(base, tmp_path):
         )
         for at, original in ((base, "original"), (tmp_path, "ours"))
     ]
-    first, second = (end.variants[0].states[-1].domains for end in ends)
-    kl = [[domain.damage.kl.value for domain in domains] for domains in (first, second)]
+    kl = []
+    for end in ends:
+        last = end.variants[0].states[-1]
+        kl.append([end.of("fitted", last, "KL", domain).value for domain in end.domains])
     assert kl[0] == pytest.approx(kl[1], rel=1e-5)
 
 
@@ -428,6 +447,4 @@ def test_responses_alone(base, tmp_path, undrawn):
     recipe = recipe_in(tmp_path, data={"length": 256, "domains": [domain]}, objective="response", baseline=False)
     recovery = healed(base, "fitted", tmp_path, recipe)
     assert recovery.left_out == {"say": 0} and set(recovery.variants[0].states[2].held_out) == {"say"}
-    seen = {domain.name: domain.seen for domain in recovery.variants[0].states[0].domains}
-    assert seen == {"web": False, "code": True}
-    assert recovery.domains[0] == "web"
+    assert recovery.domains == ("web", "code") and recovery.seen == ("code",)

@@ -3,15 +3,15 @@
 import numpy as np
 import pytest
 
-from crosslayer.judge.damage import Losses
-from crosslayer.verbs.heal.summary import Summary, shown_order
+from crosslayer.verbs.heal.summary import ranked, shown_order
+from tests.helpers.losses import losses_of
 
 
 def losses(**kl):
     """Losses of two windows of each domain."""
     values = np.repeat(list(kl.values()), 2)
     names = tuple(name for name in kl for _ in range(2))
-    return Losses(values, values, values, tuple(range(len(names))), names)
+    return losses_of(values, values, values, range(len(names)), names)
 
 
 def test_domains_come_in_the_same_order_however_the_retrofits_are_typed():
@@ -27,21 +27,21 @@ def test_retrofits_are_ordered_by_domain_and_each_is_paired_with_the_one_before(
 
     def end(step):
         kl = shared + step + generator.normal(0, 0.01, 32)
-        return Losses(kl, kl, kl, tuple(range(32)), names)
+        return losses_of(kl, kl, kl, range(32), names)
 
     on_web = np.repeat([0, -1.0], 16)  # where the last of all is the first
     ends = {"high": end(0.02 + on_web), "low": end(0.0), "alike": end(0.0)}
-    summary = Summary(("web", "code"), frozenset(), ends["low"], 0)
-    order = summary.order(ends)
-    assert list(order) == ["web", "code"]
-    assert [rank.variant for rank in order["web"]][0] == "high" and order["web"][0].over_previous is None
-    second, last = order["code"][1:]
-    assert {order["code"][0].variant, second.variant} == {"low", "alike"} and last.variant == "high"
-    low, high = second.over_previous.interval
+    order, rows = ranked(ends, ("web", "code"), 0)
+    assert list(order) == ["web", "code"] and order["web"][0] == "high"
+    over = {(row.scope, row.candidate): row for row in rows}
+    assert len(over) == 4 and ("web", "high") not in over  # of the first there is no difference
+    first, second, last = order["code"]
+    assert {first, second} == {"low", "alike"} and last == "high"
+    low, high = over["code", second].change.interval
     assert low < 0 < high
-    rows = slice(0, 16)
-    expected = (ends["high"].kl[rows] - ends[second.variant].kl[rows]).mean()
-    assert last.over_previous.value == pytest.approx(expected)
-    assert last.kl == pytest.approx(ends["high"].kl[rows].mean())
-    low, high = last.over_previous.interval
+    kl = {name: end.means["kl"][:16] for name, end in ends.items()}
+    row = over["code", "high"]
+    expected = (kl["high"] - kl[second]).mean()
+    assert row.change.value == pytest.approx(expected) and row.value == pytest.approx(kl["high"].mean())
+    low, high = row.change.interval
     assert 0 < low < expected < high < 0.04

@@ -2,6 +2,7 @@
 
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,15 +14,14 @@ from crosslayer.cache.kv_cache import held_bytes
 from crosslayer.cache.running import smaller_cache
 from crosslayer.cli.command import print_table
 from crosslayer.core.transformers_versions import CACHE
-from crosslayer.judge import rows
 from crosslayer.judge.candidate import read_candidates
-from crosslayer.judge.rows import kl_rows, retrieval_row
+from crosslayer.judge.rows import retrieval_rows, window_rows
 from crosslayer.testing.tiny import tokens
-from crosslayer.verbs.measure import run
 from tests.helpers.tiny import tiny
 from tests.verbs.needles.oracle import TOKENIZER, random_model
 
 TEXT = {"a": tokens(20, 20, 0), "b": tokens(20, 20, 1), "c": tokens(20, 20, 2)}
+SAMPLES = [SimpleNamespace(length=512)] * 20  # of which only the length matters to a row
 OPTIONS = {"text": TEXT, "windows": 48, "length": 20, "context": 24, "repeats": 5}
 
 
@@ -131,11 +131,11 @@ def test_the_seed_is_that_of_the_bootstrap(model):
     kept = {}
 
     def keep(name, found, seed):
-        kept[name] = kl_rows(name, found, 0), rows.kl_rows(name, found, seed)
+        kept[name] = window_rows(name, found, 0), window_rows(name, found, seed)
         return kept[name][1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run, "kl_rows", keep)
+        patch.setattr("crosslayer.judge.judge.window_rows", keep)
         report = crosslayer.measure(model, candidates=["fp8"], text=TEXT, windows=48, length=20, only=("kl",), seed=5)
     unseeded, own = kept["fp8"]
     assert list(report.rows) == own and own[0].change != unseeded[0].change
@@ -177,12 +177,12 @@ def test_what_is_printed_fits_into_a_terminal(measured, capsys):
 def test_a_candidate_that_lost_hidden_numbers_is_not_recommended(measured):
     best = measured.least()
     assert best is not None
-    found = retrieval_row(best, "all", [True] * 18 + [False] * 2, [True] * 19 + [False])
+    found = retrieval_rows(best, SAMPLES, [True] * 18 + [False] * 2, [True] * 19 + [False])[0]
     report = measured.model_copy(update={"rows": (*measured.rows, found)})
     assert report.least() is None  # no other is within the KL
     assert not any(f": {best}," in line for line in report.sentences())
     assert any(line.startswith(f"{best} lost hidden numbers") for line in report.sentences())
-    same = retrieval_row(best, "all", [True] * 19 + [False], [True] * 19 + [False])
+    same = retrieval_rows(best, SAMPLES, [True] * 19 + [False], [True] * 19 + [False])[0]
     assert measured.model_copy(update={"rows": (*measured.rows, same)}).least() == best
 
 

@@ -33,17 +33,17 @@ def test_an_oracle_finds_all_and_random_weights_nothing(compared):
         [0] * 6,
         [1] * 6,
     ]
-    for row in compared.rows:
-        assert (row.value, row.original, row.details["samples"]) == (0, 1, 9)
-        assert (row.change.n, row.change.value, row.change.verdict) == (9, -1, "lower")
+    assert [row.scope for row in compared.rows] == ["all", "512 tokens", "768 tokens"]
+    for row, count in zip(compared.rows, (18, 9, 9), strict=True):
+        assert (row.value, row.original, row.details["samples"]) == (0, 1, count)
+        assert (row.change.n, row.change.value, row.change.verdict) == (count, -1, "lower")
     right = zip(compared.questions, compared.answers[1], strict=True)
     assert all(question.value in answer for question, answer in right)
 
 
 def test_what_strays_to_another_key_is_counted():
     result = found(oracle(stray=True), lengths=[512])
-    (row,) = result.rows
-    assert (row.value, row.details) == (0, {"samples": 9, "other_key": 9})
+    assert [(row.value, row.details["samples"]) for row in result.rows] == [(0, 9)] * 2 and result.strayed == 9
     assert "candidate's answers" in result.sentences()[1]
     alone = found(oracle(), lengths=[512], keys=1)
     assert alone.rows[0].value == 1 and not any("another key" in line for line in alone.sentences())

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from crosslayer.judge.hidden import is_retrieved
-from crosslayer.judge.retrieval import retrieval_change
+from crosslayer.judge.rows import retrieval_change
 from crosslayer.stats.differences import paired_difference, share, share_difference
 
 Z = 1.959963984540054

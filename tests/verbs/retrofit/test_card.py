@@ -59,14 +59,15 @@ def test_an_uploaded_folder_is_the_folder(small, tmp_path, monkeypatch):
 def test_the_card_tells_what_it_costs_and_how_it_came_about(small, report):
     card = (small / "README.md").read_text()
     assert 'from_pretrained("FOLDER")' in card and "OWNER/NAME" in card and "crosslayer.retrofit(" in card
-    worst = report.damage.domains[0]
-    row = next(line for line in card.splitlines() if line.startswith(f"| {worst.name} | no |"))
-    assert f"{worst.perplexity_after:.2f} | {worst.ratio.text()} | " in row
+    worst = report.domains[0]
+    row = next(line for line in card.splitlines() if line.startswith(f"| {worst} (unseen) |"))
+    perplexity = report.row("retrofit", "perplexity", worst)
+    assert f"→ {perplexity.value:.2f}, {perplexity.change_text()} | " in row
     assert report.plan.diagram() in card
     data = ModelCard(card).data
     assert data.tags == ["crosslayer", "cla"] and data.base_model is None
     found = {result.dataset_name: result.metric_value for result in data.eval_results}
-    assert found == {domain.name: round(domain.perplexity_after, 4) for domain in report.damage.domains}
+    assert found == {domain: round(report.row("retrofit", "perplexity", domain).value, 4) for domain in report.domains}
 
 
 @pytest.mark.slow
@@ -87,7 +88,7 @@ def test_the_card_says_what_the_original_is_and_how_the_model_is_used(small, rep
 
 def test_datasets_of_the_hub_get_evaluation_results(small, report):
     (entry,) = parse_eval_result_entries(yaml.safe_load((small / ".eval_results" / "crosslayer.yaml").read_text()))
-    domain = next(domain for domain in report.damage.domains if domain.name == "org/wiki/en/test")
-    assert (entry.dataset_id, entry.task_id, entry.value) == ("org/wiki", "en", round(domain.perplexity_after, 4))
-    assert f"perplexity of {domain.kl.n} windows of {LENGTH} tokens of the split test" in entry.notes
+    row = report.row("retrofit", "perplexity", "org/wiki/en/test")
+    assert (entry.dataset_id, entry.task_id, entry.value) == ("org/wiki", "en", round(row.value, 4))
+    assert f"perplexity of {row.change.n} windows of {LENGTH} tokens of the split test" in entry.notes
     assert eval_entries(report) == [entry]

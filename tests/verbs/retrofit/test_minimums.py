@@ -47,7 +47,7 @@ def test_all_that_is_too_little_is_named_at_once_and_that_much_is_enough(source,
     report = crosslayer.retrofit(source, TEXT, **options, **enough, length=LENGTH)
     quick = crosslayer.retrofit(source, TEXT, **options, quick=True)
     assert vars(quick.settings).items() >= (enough | {"length": LENGTH}).items()
-    assert quick.damage == report.damage and quick.methods == report.methods
+    assert quick.rows == report.rows and quick.methods == report.methods
 
 
 def test_a_quick_look_is_marked_everywhere(source, tmp_path):

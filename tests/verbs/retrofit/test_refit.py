@@ -149,8 +149,8 @@ def test_the_report_says_what_was_refitted_and_what_it_brings(source, fit, tmp_p
     refitted = crosslayer.retrofit(source, **texts, **options, compensation=fit, calibration=40)
     bare = crosslayer.retrofit(source, text=texts["text"], **options, compensation="none")
     assert len(refitted.weights.refitted) == 3 and (fit == "refit") == bool(refitted.weights.new)
-    gains = [domain.gain for domain in refitted.damage.domains]
-    assert [gain.without.kl.value for gain in gains] == pytest.approx([one.kl.value for one in bare.damage.domains])
+    without = [refitted.row("without the fit", "KL", domain).value for domain in refitted.domains]
+    assert without == pytest.approx([bare.of("KL", domain).value for domain in bare.domains])
     sentences = " ".join(refitted.sentences())
     assert "lowers" in sentences and "W_o" in sentences and ("W_c" in sentences) == (fit == "refit")
     refitted.save(tmp_path / "out")

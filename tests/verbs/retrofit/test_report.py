@@ -14,7 +14,9 @@ from crosslayer.core.methods.cla import CLA
 from crosslayer.core.plan import DepthPlan
 from crosslayer.corpus.documents import TextSource
 from crosslayer.corpus.domains import Texts
-from crosslayer.judge.retrieval import measure_retrieval
+from crosslayer.judge.report import Against
+from crosslayer.judge.retrieval import askable_samples, found_in, responses
+from crosslayer.judge.rows import retrieval_rows
 from crosslayer.models.load import ready_model
 from crosslayer.output.manifest import check_files
 from crosslayer.verbs.retrofit import run as job
@@ -53,12 +55,17 @@ def report(source):
 
 def test_the_call_gives_numbers_and_the_model(source, report):
     assert report.kv_share == pytest.approx(5 / 8) and report.plan.keys == (0, 1, 2, 2, 4, 5, 5, 5)
-    assert set(report.domains) == {"web", "code"} and not any(domain.seen for domain in report.damage.domains)
-    assert all(domain.kl.low < domain.kl.value < domain.kl.high for domain in report.damage.domains)
+    assert set(report.domains) == {"web", "code"} and not set(report.domains) & set(report.fitted)
+    kl = [report.of("KL", domain) for domain in report.domains]
+    assert all(one.low < one.value < one.high for one in kl) and kl[0].value > kl[1].value
     frame = report.frame()
-    assert frame["name"] == list(report.domains) and {len(column) for column in frame.values()} == {2}
-    assert frame["kl_low"] == [domain.kl.low for domain in report.damage.domains]
-    assert frame["gain_without_ratio_value"][1] == report.damage.domains[1].gain.without.ratio.value
+    assert {len(column) for column in frame.values()} == {len(report.rows)}
+    assert frame["change_low"][0] == report.of("KL").low and set(frame["candidate"]) == {"retrofit", "without the fit"}
+    for domain in report.domains:  # what the fit brings is the paired difference of two rows
+        gain = report.row("retrofit", "KL", domain, Against.UNFITTED)
+        without = report.row("without the fit", "KL", domain)
+        assert (gain.original, gain.value) == (without.value, report.of("KL", domain).value)
+        assert gain.change.value == pytest.approx(gain.value - gain.original)
     assert report.windows == {"evaluation": {"web": (0, 20), "code": (0, 20)}, "calibration": {"docs": (0, 64)}}
     assert all(fit.token_after < fit.token_before for fit in report.calibration.layers)
     assert [fit.layer for fit in report.calibration.layers if fit.left_out < 1] == [3, 6, 7]
@@ -90,14 +97,15 @@ def test_a_report_is_its_record(report):
     with pytest.raises(ValueError, match=r"no model; .*crosslayer.load_model\(FOLDER\)"):
         _ = again.model
     for wrong in ({"schema": "crosslayer/retrofit/2"}, {"paper": {}}):
-        with pytest.raises(ValueError, match="crosslayer/retrofit/17|paper"):
+        with pytest.raises(ValueError, match="crosslayer/retrofit/18|paper"):
             RetrofitReport.from_record(report.record() | wrong)
 
 
 @pytest.mark.parametrize(
     ("place", "value", "message"),
     [
-        (("damage", "domains"), [], "List should have at least 1 item"),
+        (("rows",), [], "rows: there are none"),
+        (("rows", 0, "scope"), "books", "rows: KL of 'all' is missing"),
         (("methods",), [{}], "a method has no name"),
         (("calibration", "layers", 0, "layer"), 10**6, "layer 1000000, the original has 8 layers"),
         (("calibration", "layers", 0, "layer"), -1, "layer -1, the original"),
@@ -178,7 +186,7 @@ def test_whole_layers_that_any_method_drops_give_the_stock_class(source):
     method = {"name": "drop", "attention": [2], "mlp": [2]}
     report = crosslayer.retrofit(source, ids(40, 0), method=method, windows=40, length=LENGTH)
     assert type(report.model) is type(source) and report.model.config.num_hidden_layers == 7
-    assert report.calibration.fit == "none" and all(row.gain is None for row in report.damage.domains)
+    assert report.calibration.fit == "none" and {row.against for row in report.rows} == {Against.ORIGINAL}
 
 
 def test_the_options_that_are_checked_are_those_of_the_call():
@@ -318,7 +326,7 @@ def test_documents_need_only_a_tokenizer():
     documents = [words(start, start + 160) for start in (0, 160, 320)]
     options = {"method": "cla", "layers": "1-2", "compensation": "none", "windows": 16, "length": 8}
     report = crosslayer.retrofit(model, documents, tokenizer(), **options)
-    assert report.domains == ("text",) and report.damage.all.documents == 3 and report.tokenizer is not None
+    assert report.domains == ("text",) and report.tokenizer is not None
 
 
 def test_both_models_retrieve_hidden_numbers(monkeypatch):
@@ -326,51 +334,58 @@ def test_both_models_retrieve_hidden_numbers(monkeypatch):
     model, text = random_model(torch.float32), {"web": ids(40, 0), "code": ids(40, 1)}
     options = {"method": "drop", "layers": "1", "compensation": "none", "windows": 32, "length": LENGTH}
     report = crosslayer.retrofit(model, text, TOKENIZER, **options)
-    assert report.needles.original == measure_retrieval(model, TOKENIZER, lengths=(384,))
-    assert report.needles.retrofit == measure_retrieval(report.model, TOKENIZER, lengths=(384,))
-    total = sum(len(length.found) for length in report.needles.original)
+    samples = askable_samples(model, TOKENIZER, (384,))
+    found = [found_in(responses(one, TOKENIZER, samples), samples) for one in (report.model, model)]
+    rows, total = report.rows_of("retrieval"), len(samples)
+    assert rows == retrieval_rows("retrofit", samples, *found)
+    assert [row.scope for row in rows] == ["all", "384 tokens"]
     assert total == 10 and report.headline()["needles"] == 0
     assert any("hidden" in line and f"{total}" in line for line in report.sentences())
     assert ("Hidden numbers", f"0 of {total}") in [card[:2] for card in report.layout().cards]
 
 
 def test_without_a_tokenizer_there_is_no_retrieval(report):
-    assert report.needles is None and not any("hidden" in line for line in report.sentences())
+    assert not report.rows_of("retrieval") and report.headline()["needles"] is None
+    assert not any("hidden" in line for line in report.sentences())
 
 
 @pytest.mark.slow  # measures five caches
 def test_quantized_caches_stand_beside_the_retrofit(monkeypatch):
     monkeypatch.setattr("crosslayer.verbs.retrofit.run.LENGTHS", (384,))
-    monkeypatch.setattr("crosslayer.judge.judge.Judge.needles.__defaults__", (0, (384,)))
     model, text = random_model(torch.float32), {"web": ids(40, 0, 96), "code": ids(40, 1, 96)}
     options = {"method": "drop", "layers": "1", "compensation": "none", "windows": 32, "length": 96}
     report = crosslayer.retrofit(model, text, TOKENIZER, **options, full=True)
-    rows = {row.name: row for row in report.alternatives}
-    assert list(rows) == ["retrofit", "original, fp8", "original, int8", "original, int4", "retrofit, int4"]
-    assert rows["retrofit"].share == report.cache.share == 0.5 and rows["retrofit"].change.value == 0
-    assert rows["original, fp8"].share == 0.5
+    share = {row.candidate: row.change.value for row in report.caches if row.quantity == "bytes"}
+    assert list(share) == ["retrofit", "original, fp8", "original, int8", "original, int4", "retrofit, int4"]
+    assert share["retrofit"] == report.cache.share == 0.5
+    assert share["original, fp8"] == 0.5
     planned = crosslayer.plan(report.model, length=report.cache.context, dtype="bfloat16", kv_dtype="int4").stored_bytes
     whole = crosslayer.plan(model, length=report.cache.context, dtype="bfloat16").stored_bytes
-    assert rows["retrofit, int4"].share == planned / whole
-    kl = {name: row.kl.value for name, row in rows.items()}
+    assert share["retrofit, int4"] == planned / whole
+    own = [row for row in report.caches if row.quantity == "KL"]
+    kl = {row.candidate: row.value for row in own if row.against == Against.ORIGINAL}
+    differences = {row.candidate: row for row in own if row.against == Against.FIRST}
+    assert list(differences) == list(share)[1:]
+    for name, row in differences.items():
+        assert (row.value, row.original) == (kl[name], kl["retrofit"])
     assert kl["original, int8"] < kl["original, fp8"] < kl["retrofit"]
     assert 0 < kl["original, int4"] < kl["retrofit"]
-    assert len(rows["original, int4"].needles) == 1 and rows["original, int8"].needles == ()
+    numbers = [row.candidate for row in report.caches if row.quantity == "retrieval"]
+    assert numbers == ["retrofit", "original, int4"] and {row.scope for row in report.caches} == {"all"}
     lines = report.sentences()
-    assert [row[0] for row in report.tables()[0][2]] == list(rows)
+    assert [row[0] for row in report.tables()[0][2]] == list(share)
     assert "alternatives" in [panel.key for panel in report.layout().panels]
     assert report.step is not None and report.step.context == report.cache.context
     assert any(line.startswith(f"A decoding step after {report.step.context:,} tokens takes") for line in lines)
     alone = crosslayer.retrofit(model, text, **options)
-    assert (
-        alone.step is None and alone.alternatives == () and not any("fewer bits" in line for line in alone.sentences())
-    )
+    assert alone.step is None and alone.caches == () and not any("fewer bits" in line for line in alone.sentences())
     options["length"] = 32  # all tokens stay exact with 4 bits
     short = crosslayer.retrofit(model, {"web": ids(40, 0, 32)}, TOKENIZER, **options, full=True)
-    assert [row.name for row in short.alternatives] == ["retrofit", "original, fp8", "original, int8"]
+    names = list(dict.fromkeys(row.candidate for row in short.caches))
+    assert names == ["retrofit", "original, fp8", "original, int8"]
 
 
 def test_where_quantized_caches_are_not_defined_there_are_none():
     model = tiny("mistral", dtype=torch.float32, sliding_window=4)
     options = {"method": "cla", "layers": "1-2", "compensation": "none", "windows": 16, "length": 8}
-    assert crosslayer.retrofit(model, ids(40, 0)[:, :8], **options, full=True).alternatives == ()
+    assert crosslayer.retrofit(model, ids(40, 0)[:, :8], **options, full=True).caches == ()

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import crosslayer
+from crosslayer.judge.report import Against
 from crosslayer.verbs.retrofit.options import read_layers
 from crosslayer.verbs.retrofit.run import options_of
 from tests.helpers.tiny import VOCABULARY, tiny
@@ -30,27 +31,32 @@ def test_each_row_is_what_its_own_retrofit_has(source, tmp_path):
     swept = crosslayer.retrofit(
         source, text, **OPTIONS, compensation="layerwise", sweep=[f"target={','.join(TARGETS)}"]
     )
-    assert [row.of for row in swept.alternatives] == [f"--compensation layerwise,target={target}" for target in TARGETS]
-    for row, target in zip(swept.alternatives, TARGETS, strict=True):
+    names = {target: f"--compensation layerwise,target={target}" for target in TARGETS}
+    assert list(swept.changes("bytes")) == list(names.values())
+    for number, (target, name) in enumerate(names.items()):
         alone = crosslayer.retrofit(source, text, **OPTIONS, compensation=f"layerwise,target={target}")
-        kl = alone.damage.all.kl
-        assert row.kl.value == pytest.approx(kl.value, rel=1e-6)
-        assert row.kl.interval == pytest.approx(kl.interval, rel=1e-6)
-        assert row.kl_by_domain == pytest.approx({each.name: each.kl.value for each in alone.damage.domains}, rel=1e-6)
-        assert row.share == pytest.approx(alone.kv_share)
-        assert row.change.value == pytest.approx(kl.value - swept.damage.all.kl.value, abs=1e-6)
+        for scope in ("all", *alone.domains):
+            own, kl = swept.row(name, "KL", scope).change, alone.of("KL", scope)
+            assert (own.value, *own.interval) == pytest.approx((kl.value, *kl.interval), rel=1e-6)
+        assert swept.changes("bytes")[name].value == pytest.approx(alone.kv_share)
+        row = swept.row(name, "KL", against=Against.FIRST)
+        if not number:
+            assert row is None
+            continue
+        assert row.change.value == pytest.approx(alone.of("KL").value - swept.of("KL").value, abs=1e-6)
         assert row.change.low <= row.change.value <= row.change.high
-    assert swept.needles is None and swept.settings.compensation == "layerwise,target=attention"
+    assert not swept.rows_of("retrieval") and swept.settings.compensation == "layerwise,target=attention"
     page = swept.save(tmp_path / "out")
     assert sorted(path.name for path in page.parent.iterdir()) == ["figures", "record.json", "report.html"]
-    assert crosslayer.load_result(tmp_path / "out").alternatives == swept.alternatives
+    assert crosslayer.load_result(tmp_path / "out").rows == swept.rows
     assert "layerwise,target=heads-from-values" in page.read_text(encoding="utf-8")
 
 
 def test_a_count_of_readers_lays_blocks_below_the_middle(source):
     options = {"method": "cla", "compensation": "none", "windows": 16, "length": LENGTH}
     swept = crosslayer.retrofit(source, ids(16, 0), **options, layers="top-half,size=3", sweep=["count=2,4"])
-    assert swept.choice.groups == [[5, 6, 7]] and [row.share for row in swept.alternatives] == [6 / 8, 4 / 8]
+    assert swept.choice.groups == [[5, 6, 7]]
+    assert [change.value for change in swept.changes("bytes").values()] == [6 / 8, 4 / 8]
     below = crosslayer.retrofit(source, ids(16, 0), **options, layers="top-half,size=2,count=4")
     assert below.choice.groups == [[0, 1], [2, 3], [4, 5], [6, 7]]
     with pytest.raises(ValueError, match="`layers`:.*6.*size 4,.*9"):
@@ -104,7 +110,9 @@ def test_the_command_prints_one_table(monkeypatch, inputs, tmp_path, capsys):  #
     words = ("--method", "uniattn", "--compensation", "none", "--sweep", "count=1,2", "--layers", "top-half,size=2")
     assert retrofit(monkeypatch, inputs, tmp_path / "out", *words) == 0
     printed = capsys.readouterr().out
-    assert "top-half,size=2,count=1" in printed and "top-half,size=2,count=2" in printed and "KL minus" in printed
+    assert (
+        "top-half,size=2,count=1" in printed and "top-half,size=2,count=2" in printed and "against the first" in printed
+    )
     record = json.loads((tmp_path / "out" / "record.json").read_text())
-    assert [row["share"] for row in record["alternatives"]] == [0.9375, 0.875]
+    assert [row["change"]["value"] for row in record["rows"] if row["quantity"] == "bytes"] == [0.9375, 0.875]
     assert record["settings"]["sweep"] == ["count=1,2"] and not (tmp_path / "out" / "model.safetensors").exists()

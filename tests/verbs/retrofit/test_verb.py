@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import crosslayer
 from crosslayer.core.methods import allow_methods
+from crosslayer.judge.report import Against
 from crosslayer.output.manifest import check_files
 from crosslayer.verbs.retrofit.result import RetrofitReport
 from crosslayer.verbs.verify.run import check_manifest
@@ -58,8 +59,7 @@ def test_the_folder_is_whole_with_report_and_card(monkeypatch, inputs, tmp_path,
     text = (out / "record.json").read_text()
     report = RetrofitReport.from_record(json.loads(text))
     assert [fit.layer for fit in report.calibration.layers] == [5, 7] and str(tmp_path) not in text
-    assert report.damage.all.kl.n == 32 and report.damage.all.documents == 4
-    assert [(domain.name, domain.seen) for domain in report.damage.domains] == [("text.txt", True)]
+    assert report.of("KL").n == 32 and report.domains == ("text.txt",) and set(report.fitted) == {"text.txt"}
     assert report.command.startswith("crosslayer retrofit model --text text.txt")
     assert {p.name for p in out.iterdir()} >= {
         "config.json",
@@ -144,14 +144,13 @@ def test_the_worst_unseen_domain_leads(monkeypatch, inputs, tmp_path, capsys):
     assert retrofit(monkeypatch, inputs, out, "--method", "cla", "--layers", "4-7", *options) == 0
     captured = capsys.readouterr().out
     record = json.loads((out / "record.json").read_text())
-    rows = record["damage"]["domains"]
-    assert [(row["name"], row["seen"], row["kl"]["n"]) for row in rows] == [
-        ("other.txt", False, 16),
-        ("text.txt", True, 16),
-    ]
+    report = RetrofitReport.from_record(record)
+    assert report.domains == ("other.txt", "text.txt") and report.of("KL", "other.txt").n == 16
+    assert "text.txt" in report.fitted and "other.txt" not in report.fitted
     assert record["calibration"]["windows"] == {"text.txt": 64, "third.txt": 64}
-    gain = rows[0]["gain"]
-    assert gain["kl"]["value"] == pytest.approx(rows[0]["kl"]["value"] - gain["without"]["kl"]["value"], rel=1e-9)
+    gain = report.row("retrofit", "KL", "other.txt", Against.UNFITTED)
+    without = report.row("without the fit", "KL", "other.txt")
+    assert gain.change.value == pytest.approx(report.of("KL", "other.txt").value - without.value, rel=1e-9)
     assert "(other.txt)" in captured
     assert "unseen other.txt" in captured and "; calibration text.txt" in captured
     assert "Fitting W_o and " in captured and "other text was not measured" not in captured
@@ -163,7 +162,7 @@ def test_by_default_three_embedded_domains_calibrate_and_six_evaluate(monkeypatc
     words = ("--method", "cla", "--layers", "6-7", "--compensation", "lstsq", "--windows", 96, "--length", 8)
     assert run(monkeypatch, "retrofit", inputs / "model", "--out", tmp_path / "out", *map(str, words)) == 0
     record = json.loads((tmp_path / "out" / "record.json").read_text())
-    seen = {row["name"]: row["seen"] for row in record["damage"]["domains"]}
+    seen = {domain: domain in record["fitted"] for domain in RetrofitReport.from_record(record).domains}
     assert seen == {"science": False, "speeches": False, "code": False, "books": True, "web": True, "docs": True}
     assert list(record["calibration"]["windows"].values()) == [43, 43, 42]
 
@@ -213,9 +212,10 @@ def test_a_budget_is_met_and_its_curve_stands_in_the_report(monkeypatch, inputs,
     assert record["judged"] == record["fitted"] == ["text.txt"]
     search = record["choice"]["search"]
     assert search["passes"] <= 300 and search["curve"][-1]["share"] <= 0.7
-    assert [baseline["change"]["n"] for baseline in search["baselines"]] == [16, 16]
+    compared = [row for row in search["baselines"] if row["against"] == Against.SEARCHED]
+    assert [row["change"]["n"] for row in compared] == [16, 16]
     assert record["windows"]["search"] == {"text.txt": [32, 2]}  # first and count
-    assert [baseline["method"] for baseline in search["baselines"]] == ["cla", "uniattn"]
+    assert [row["candidate"] for row in compared] == ["cla", "uniattn"]
     assert (out / "figures" / "trade_off.svg").is_file()
 
 

@@ -3,6 +3,7 @@
 Shapes: B batch, T tokens of a window, V vocabulary, S tokens in a cache.
 """
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -50,7 +51,7 @@ class Judge:
     _models: dict[str, PreTrainedModel] = field(default_factory=dict)
     _found: dict[tuple[str | None, tuple[Sample, ...]], list[bool] | None] = field(default_factory=dict)
     _shape: torch.Size = torch.Size()  # of the original's logits, (B, T, V)
-    _common: dict[str, int] = field(default_factory=dict)  # by candidate, tokens compared, if vocabularies differ
+    _details: dict[str, dict[str, Detail]] = field(default_factory=dict)  # by candidate, for a report
 
     def kl(self, candidates: Sequence[Candidate], doing: str = "measuring KL") -> dict[str, Losses]:
         """Return losses and KL by window of those candidates that do not fail; the original runs once for all.
@@ -99,15 +100,26 @@ class Judge:
                 rows += retrieval_rows(candidate.name, samples, found, original)
         return rows
 
-    def task_results(self, candidate: Candidate | None, tasks: Tasks, limit: int | None) -> Any:
-        """Return what lm-eval returns of a candidate, or of the original; None if it fails."""
+    def task_results(
+        self, candidate: Candidate | None, tasks: Tasks, limit: int | None, batch: int | str = "auto", **scoring: Any
+    ) -> Any:
+        """Return what lm-eval returns of a candidate, or of the original; None if it fails.
+
+        `scoring` are further options of `score`. The candidate's details then have counts of its requests.
+        """
         from crosslayer.judge.tasks.lm import language_model
 
         def ask(model: PreTrainedModel, new_cache: NewCache | None) -> Any:
             scores = candidate is None or candidate.scores
             assert self.tokenizer is not None
-            batch = "auto" if scores else 1  # such a cache need not know padding
-            return score(language_model(model, self.tokenizer, batch, new_cache, scores), tasks, limit=limit)
+            size = batch if scores else 1  # such a cache need not know padding
+            lm, started = language_model(model, self.tokenizer, size, new_cache, scores), time.perf_counter()
+            results = score(lm, tasks, limit=limit, **scoring)
+            if candidate is not None:
+                took = round(time.perf_counter() - started, 3)
+                counts = {"requests": lm.requests, "shortened": lm.shortened, "reduced": lm.reduced, "seconds": took}
+                self._details.setdefault(candidate.name, {}).update(counts)
+            return results
 
         with quiet():
             return self.asked(candidate, ask)
@@ -208,8 +220,7 @@ class Judge:
         facts, failed = None, self.failed.get(candidate.name)
         if failed is None:
             facts = model_facts(self.model_of(candidate), candidate.name)
-        common = self._common.get(candidate.name)
-        details: dict[str, Detail] = {} if common is None else {"common_tokens": common}
+        details = self._details.get(candidate.name, {})
         return JudgedModel(name=candidate.name, model=facts, engines=candidate.engines, failed=failed, details=details)
 
     def asked(self, candidate: Candidate | None, question: Callable[[PreTrainedModel, NewCache | None], Any]) -> Any:
@@ -244,7 +255,8 @@ class Judge:
                 if logits.shape[:-1] != self._shape[:-1]:
                     raise ValueError(f"logits must have the shape {tuple(self._shape)}, got {tuple(logits.shape)}")
                 if logits.shape[-1] != self._shape[-1]:
-                    self._common[candidate.name] = min(logits.shape[-1], self._shape[-1])
+                    common = min(logits.shape[-1], self._shape[-1])
+                    self._details.setdefault(candidate.name, {})["common_tokens"] = common
                 if not logits.isfinite().all():
                     raise ValueError("logits hold NaN or infinity")
                 return logits

@@ -1,13 +1,13 @@
 """Tables and sentences that the pages of all comparisons have in common."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from crosslayer.judge.clock import TIMES
 from crosslayer.judge.report import ALL, Against, Report, Row
 from crosslayer.judge.rows import RETRIEVAL
 from crosslayer.output.formatting import UNKNOWN, Table, listed
 from crosslayer.output.page import Cell, Mark
-from crosslayer.output.panel import QUIET, Line, Panel
+from crosslayer.output.panel import QUIET, Dots, Line, Panel
 from crosslayer.stats.differences import in_points
 from crosslayer.stats.estimate import Estimate, band
 
@@ -81,7 +81,7 @@ def found(row: Row) -> str:
         return f"{row.change_text()} ({row.text(row.value)})"
     if row.quantity == RETRIEVAL:
         return f"{row.count(row.value)} (original {round((row.original or 0) * row.change.n)})"
-    if row.unit == "share":
+    if row.unit == "share" and row.original is not None:
         return f"{row.text(row.value)}: {row.change_text()} points"
     return row.change_text()
 
@@ -168,6 +168,56 @@ def models_table(report: Report) -> Table:
         role = "original" if one is report.original else "candidate"
         rows.append([role, one.name, about, details])
     return "Models", ["role", "name", "model", "details"], rows
+
+
+def cards(rows: Iterable[Row]) -> list[tuple[str, str, str]]:
+    """Return a card for each row that has a value: what it is, its figure, and the interval or the change."""
+    made = []
+    for row in rows:
+        if row.value is None:
+            continue
+        title = quantity_name(row) if row.scope == ALL else f"{quantity_name(row)}, {row.scope}"
+        if row.change is None:
+            made.append((title, row.text(row.value), ""))
+        elif row.unit == "share":
+            made.append((title, row.text(row.value), f"{row.change_text()} points: {row.verdict}"))
+        else:
+            figure, _, interval = row.change_text().partition(" ")
+            made.append((title, figure, f"{interval} {row.verdict}".strip()))
+    return made
+
+
+def change_panels(rows: Iterable[Row], key: str = "", interval: str = "95% intervals") -> list[Panel]:
+    """Return the figures of changes: differences of shares in points, and how far ratios are from 1, in percent.
+
+    `key` begins the names of the figures; `interval` says what the bars are.
+    """
+    compared = [row for row in rows if row.change is not None]
+    differences = [row for row in compared if row.unit == "share"]
+    ratios = [row for row in compared if row.change is not None and row.change.none == 1]
+    panels = []
+    for kind, axis, own in (("differences", "points", differences), ("ratios", "% above", ratios)):
+        if own:
+            names = {quantity_name(row) for row in own}
+            title = min(names) if len(names) == 1 else kind
+            sentence = f"Candidate − original: beyond 0 to the right the candidate is higher. Bars: {interval}."
+            title = f"{title[0].upper()}{title[1:]}"
+            panels.append(Panel(f"{key}{kind}", title, sentence, axis, "", dots=_dots(own, len(names) > 1)))
+    return panels
+
+
+def _dots(rows: Sequence[Row], named: bool) -> Dots:
+    """Return how far the changes of rows are from none, in percent; `named`: with quantities, else scopes alone."""
+    changes = [row.change for row in rows if row.change is not None]
+    changes = [change.mapped(lambda value, none=change.none: 100 * (value - none)) for change in changes]
+    parts = [row.scope.split(", ") for row in rows]  # of a configuration; those that all have in common say nothing
+    common = set.intersection(*map(set, parts)) if len(rows) > 1 and not named else set()
+    names = []
+    for row, own in zip(rows, parts, strict=True):
+        first, *others = [part for part in own if part not in common] or [row.scope]
+        more = [*others, quantity_name(row)] if named else others
+        names.append(f"{first} ({', '.join(more)})" if more else first)
+    return Dots(names, *band(changes), single=[[] for _ in rows])
 
 
 def bytes_and_kl(record: Report) -> list[Panel]:

@@ -291,8 +291,6 @@ def test_a_quantity_has_one_scale_and_one_color(pages):
     for by_head in (False, True):  # shares by head are on a linear scale, those by position on a logarithmic one
         heats = [color for key, color in maps.items() if color["field"] == "z" and key.endswith("by_head") == by_head]
         assert heats and len({tuple(color["scale"]["domain"]) for color in heats}) == 1
-    ratios = [y_of(f)["scale"]["domain"] for key, f in shown(pages["benched"]).items() if key.startswith("ratios")]
-    assert len(ratios) == 2 and ratios[0] == ratios[1]
     wide, narrow = (Panel(key, "", "", "x", "y", [Line("", [0, 1], [1.0, y])]) for key, y in (("a", 9.0), ("b", 2.0)))
     assert {panel.y_range for panel in same_scale([wide, narrow])} == {(1.0, 9.0)}
 

@@ -1,20 +1,28 @@
 """The results of a benchmark, in transformers or in vLLM, and their pages: ratios and times by configuration."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt
 
 from crosslayer.cache.eviction import Evict
 from crosslayer.cache.running import CacheOptions
 from crosslayer.judge.clock import TIMES
-from crosslayer.judge.page import by_verdict, failures, listing, models_table, span
+from crosslayer.judge.page import (
+    by_verdict,
+    cards,
+    change_panels,
+    failures,
+    grid,
+    listing,
+    models_table,
+    quantity_name,
+    span,
+)
 from crosslayer.judge.report import Report, Row
-from crosslayer.output.chart import same_scale
 from crosslayer.output.formatting import UNKNOWN, Table, listed, percent, plural, readable_bytes
-from crosslayer.output.page import Cell, Page
-from crosslayer.output.panel import COLORS, QUIET, Line, Panel
+from crosslayer.output.page import Page
+from crosslayer.output.panel import Panel
 from crosslayer.output.record import SEVERAL, Options, Seed
-from crosslayer.stats.estimate import band
 from crosslayer.stats.times import FEWEST, coverage
 from crosslayer.wiring.kv_bits import KvBitsText
 
@@ -52,12 +60,8 @@ class Benchmark(Report):
 
     def layout(self) -> Page:
         """Return the page; its cards have the size of the cache, and times, of the last configuration."""
-        settings, threads = self.settings, self.environment.machine.threads
-        last, titles, cards = self.rows[-1].scope, {"bytes": "KV cache", **TIMES}, []
-        for row in self.rows:
-            if row.scope == last and row.quantity in titles and row.change is not None:
-                figure, _, interval = row.change_text().partition(" ")
-                cards.append((titles[row.quantity], figure, f"{interval} {row.verdict}; {last}".strip()))
+        settings, threads, last = self.settings, self.environment.machine.threads, self.rows[-1].scope
+        shown = [row for row in self.rows if row.quantity in ("bytes", *TIMES)]
         return Page(
             title=self.title("Benchmark"),
             subtitle=(
@@ -65,13 +69,21 @@ class Benchmark(Report):
                 f"alternating runs · {self.models[-1].place}, {plural(threads, 'thread')} · "
                 f"{' and '.join(settings.attention)} attention"
             ),
-            cards=cards,
+            cards=cards(row for row in shown if row.scope == last),
             panels=self._panels(),
             tables=[
                 listing("All measurements", self.rows, {"stored": "bytes\nas stored"}, "configuration"),
                 models_table(self),
             ],
         )
+
+    def _panels(self) -> list[Panel]:
+        """Return a figure of ratios by configuration for each quantity, or of a single configuration one for all."""
+        shown = {name: rows for name in ("bytes", *TIMES) if (rows := self.rows_of(name))}
+        interval = f"{covered(self.settings.repeats)} of the median ratio"
+        if all(len(rows) == 1 for rows in shown.values()):
+            return change_panels([row for rows in shown.values() for row in rows], interval=interval)
+        return [panel for name, rows in shown.items() for panel in change_panels(rows, f"{name}_", interval)]
 
     def sentences(self) -> list[str]:
         """Return what was measured over all configurations; gains and losses are worded alike."""
@@ -105,63 +117,20 @@ class Benchmark(Report):
 
     def tables(self) -> list[Table]:
         """Return the short table: a row for each configuration, with ratios and both medians."""
-        quantities = {"bytes": "KV cache\n(of the 16-bit cache)", **TIMES, "peak memory": "peak memory"}
-        shown = {name: title for name, title in quantities.items() if self.rows_of(name)}
-        cells: list[list[Cell]] = []
-        for scope in dict.fromkeys(row.scope for row in self.rows):
-            rows = [self.row(self.candidates[0].name, name, scope) for name in shown]
-            cells.append([scope, *(_cell(row) for row in rows)])
+        rows = [row for row in self.rows if row.quantity in ("bytes", *TIMES, "peak memory")]
         title = f"Candidate ÷ baseline ({covered(self.settings.repeats)}); below it candidate / baseline"
-        return [(title, ["configuration", *(title.replace(", ", ",\n") for title in shown.values())], cells)]
-
-    def _panels(self) -> list[Panel]:
-        """Return the figures of each batch size and attention: ratios, and time per token."""
-        groups: dict[str, dict[float, str]] = {}  # by batch and attention: scope of each context
-        for scope in dict.fromkeys(row.scope for row in self.rows):
-            context, rest = scope.removeprefix("context ").split(", ", 1)
-            groups.setdefault(rest, {})[float(context)] = scope
-        ratios, times = [], []
-        for group, scopes in groups.items():
-            scopes = dict(sorted(scopes.items()))
-            ratios.append(self._ratios(group, scopes))
-            times.append(self._times(group, scopes))
-        return [panel for pair in zip(same_scale(ratios), same_scale(times), strict=True) for panel in pair]
-
-    def _ratios(self, group: str, scopes: dict[float, str]) -> Panel:
-        """Return the figure of ratios by context; those of bytes have no interval."""
-        lines, pairs = [], self.settings.repeats
-        for name, title in (*TIMES.items(), ("bytes", "KV cache, in 16 bits")):
-            rows = {row.scope: row for row in self.rows_of(name)}
-            changes = [rows[scope].change for scope in scopes.values()]
-            values, low, high = band([change for change in changes if change is not None])
-            has_ends = name in TIMES and pairs >= FEWEST
-            lines.append(Line(title, [*scopes], values, low if has_ends else None, high if has_ends else None))
-        caption = "Below 1 the candidate needs less time or memory. Bars, side by side: "
-        caption += f"{covered(pairs)} of the median ratio."
-        return _panel("ratios", "Ratios by context", caption, "candidate ÷ baseline", group, lines, log_y=True)
-
-    def _times(self, group: str, scopes: dict[float, str]) -> Panel:
-        """Return the figure of times per token by context."""
-        rows = {row.scope: row for row in self.rows_of("tpot_dynamic")}
-        own = [1e3 * (rows[scope].value or 0.0) for scope in scopes.values()]
-        original = [1e3 * (rows[scope].original or 0.0) for scope in scopes.values()]
-        lines = [Line("candidate", [*scopes], own, color=COLORS[0]), Line("baseline", [*scopes], original, color=QUIET)]
-        caption = "Dynamic cache; medians over runs."
-        return _panel("times", "Time per token", caption, "milliseconds per token", group, lines)
+        return [grid(title, rows, "configuration", lambda row: row.scope, _head, _cell)]
 
 
-def _cell(row: Row | None) -> str:
-    if row is None or row.value is None:
+def _head(row: Row) -> str:
+    return quantity_name(row).replace(", ", ",\n") + ("\n(of the 16-bit cache)" if row.quantity == "bytes" else "")
+
+
+def _cell(row: Row) -> str:
+    if row.value is None:
         return UNKNOWN
     verdict = f"\n{row.verdict}" if row.unit == "s" else ""
     return f"{row.change_text()}{verdict}\n{row.text(row.value)} / {row.text(row.original)}"
-
-
-def _panel(key: str, title: str, caption: str, axis: str, group: str, lines: list[Line], **look: Any) -> Panel:
-    ticks = {context: f"{context:.0f}" for context in lines[0].x}
-    name = f"{key}_{group.replace(', ', '_').replace(' ', '_')}"
-    look |= {"log_x": len(ticks) > 1, "bars": True}
-    return Panel(name, f"{title}, {group}", caption, "context (tokens)", axis, lines, x_ticks=ticks, **look)
 
 
 class ServingSettings(Options):
@@ -195,7 +164,7 @@ class ServingBenchmark(Report):
                 f"{self.engine} · {readable_bytes(settings.kv_bytes)} of KV cache each · random tokens, "
                 f"{settings.new_tokens} decoded after each prompt · {settings.repeats} pairs of alternating runs"
             ),
-            cards=[(row.quantity, row.change_text(), f"{row.scope}: {row.verdict}") for row in rows[:5]],
+            cards=cards(rows[:5]),
         )
 
     def tables(self) -> list[Table]:

@@ -1,7 +1,7 @@
 """The result of an evaluation and its page: tables and figures of differences by task."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -9,14 +9,11 @@ from pydantic import Field, NonNegativeInt, PositiveInt, PrivateAttr, field_vali
 
 from crosslayer.cache.eviction import Evict
 from crosslayer.cache.running import CacheOptions
-from crosslayer.judge.page import by_verdict, listing, models_table
+from crosslayer.judge.page import by_verdict, cards, change_panels, listing, models_table
 from crosslayer.judge.report import Report, Row
-from crosslayer.judge.tasks.harness import LOCAL
 from crosslayer.output.formatting import Table
 from crosslayer.output.page import Page
-from crosslayer.output.panel import Dots, Panel
 from crosslayer.output.record import Options, Seed
-from crosslayer.stats.estimate import band
 from crosslayer.wiring.kv_bits import KvBitsText
 
 HARNESS = "lm_eval"  # the folder of lm-eval's own results
@@ -85,19 +82,16 @@ class Evaluation(Report):
 
     def layout(self) -> Page:
         """Return the page."""
-        limit, shots, cards = self.settings.limit, self.settings.num_fewshot, []
+        limit, shots = self.settings.limit, self.settings.num_fewshot
         items = "all" if limit is None else f"the first {limit}"
-        for row in (self.groups or self.tasks)[:4]:
-            note = "" if row.change is None else f"{row.change_text()}: {row.verdict}"
-            cards.append((f"{row.scope} {row.quantity}", row.text(row.value), note))
         return Page(
             title=self.title("Evaluation"),
             subtitle=(
                 f"lm-eval {self.lm_eval}, {items} items of each task · few-shot examples: "
                 f"{'task default' if shots is None else shots} · {self.candidates[0].place}"
             ),
-            cards=cards,
-            panels=self._panels(),
+            cards=cards((self.groups or self.tasks)[:4]),
+            panels=change_panels([*self.groups, *self.tasks]),
             tables=[models_table(self)],
         )
 
@@ -154,22 +148,6 @@ class Evaluation(Report):
             )
         return written
 
-    def _panels(self) -> list[Panel]:
-        """Return a figure of differences in points, and one of ratios of perplexities."""
-        rows = [row for row in (*self.groups, *self.tasks) if row.change is not None]
-        shares = [row for row in rows if row.unit == "share"]
-        ratios = [row for row in rows if row.change is not None and row.change.none == 1]
-        bars, panels = "Error bars: 95% intervals, paired by item.", []
-        if shares:
-            caption = f"Candidate − baseline: to the right of 0 the candidate answers more items correctly. {bars}"
-            panels.append(Panel("differences", "Differences", caption, "points", "", dots=_dots(shares)))
-        if ratios:
-            caption = (
-                f"How far the candidate's perplexity is above the baseline's; to the left of 0 it is lower. {bars}"
-            )
-            panels.append(Panel("perplexities", "Perplexities", caption, "% above", "", dots=_dots(ratios)))
-        return panels
-
     def write_files(self, folder: Path) -> None:
         """Also write lm-eval's results as lm-eval does: one sample per line, everything else as JSON."""
         super().write_files(folder)
@@ -184,11 +162,3 @@ class Evaluation(Report):
                 path = folder / HARNESS / f"{role}.samples.{task.replace('/', '_')}.jsonl"
                 lines = "".join(json.dumps(sample, **options) + "\n" for sample in samples)
                 path.write_text(lines, encoding="utf-8")
-
-
-def _dots(rows: Sequence[Row]) -> Dots:
-    """Return differences, or how far ratios are above 1, in percent."""
-    changes = [row.change for row in rows if row.change is not None]
-    changes = [change.mapped(lambda value, none=change.none: 100 * (value - none)) for change in changes]
-    names = [f"{row.scope.removesuffix(LOCAL)} ({row.quantity})" for row in rows]
-    return Dots(names, *band(changes), single=[[] for _ in rows])

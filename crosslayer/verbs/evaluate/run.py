@@ -9,12 +9,12 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from crosslayer.cache.running import CacheOptions
+from crosslayer.judge.candidate import Candidate
+from crosslayer.judge.judge import Judge
 from crosslayer.judge.report import JudgedModel
 from crosslayer.judge.tasks import harness, summary
-from crosslayer.models.load import model_facts
 from crosslayer.models.pair import Loadable, Named, pair
 from crosslayer.output.progress import progress
-from crosslayer.probe.model import evaluating
 from crosslayer.verbs.evaluate.result import EvaluateSettings, Evaluation
 from crosslayer.verbs.serve.engine import Served, check_engine, servable, vllm_environment
 
@@ -103,17 +103,10 @@ def _score(
     source: Loadable, tasks: harness.Tasks, settings: EvaluateSettings, cache: CacheOptions
 ) -> tuple[JudgedModel, dict[str, Any]]:
     """Load a model and evaluate it; return what is known of it, and what lm-eval returned."""
-    from crosslayer.judge.tasks.lm import language_model
-
-    model, name = source.load(), cache.named(source.name)
-    started = time.perf_counter()
-    with harness.quiet(), evaluating(model), cache.running(model) as new_cache:
-        lm = language_model(model, source.tokenizer, settings.batch, new_cache)
-        results = harness.score(lm, tasks, **settings.model_dump(include={*SCORING}))
-    details = {"requests": lm.requests, "shortened": lm.shortened, "seconds": round(time.perf_counter() - started, 3)}
-    if cache.evict is not None:
-        details["reduced"] = lm.reduced
-    return JudgedModel(name=name, model=model_facts(model, name), details=details), results
+    judge = Judge(source.load(), tokenizer=source.tokenizer, catches=False)
+    candidate = Candidate(cache.named(source.name), around=cache.running)
+    results = judge.task_results(candidate, tasks, batch=settings.batch, **settings.model_dump(include={*SCORING}))
+    return judge.described(candidate), results
 
 
 def servable_source(source: Loadable) -> Served:

@@ -4,8 +4,8 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from crosslayer.judge.page import retrieval_sentence
-from crosslayer.judge.report import ALL, Against
+from crosslayer.judge.page import found, grid, listing, retrieval_sentence
+from crosslayer.judge.report import ALL, Against, Row
 from crosslayer.judge.rows import RETRIEVAL
 from crosslayer.output.chart import same_scale
 from crosslayer.output.formatting import UNKNOWN, plural
@@ -13,7 +13,7 @@ from crosslayer.output.page import Page, Table
 from crosslayer.output.panel import COLORS, QUIET, Line, Panel
 from crosslayer.stats.estimate import Estimate, band
 from crosslayer.training.callbacks import averages
-from crosslayer.verbs.heal.result import ORIGINAL, Recovery, State, Variant
+from crosslayer.verbs.heal.result import CLOSED, ORIGINAL, Recovery, State, Variant
 
 LOSSES = {
     "next-token": "the loss of all tokens",
@@ -141,22 +141,21 @@ def _cards(record: Recovery) -> list[tuple[str, str, str]]:
 
 def tables(record: Recovery) -> list[Table]:
     """Return every state on the first domain and on all windows, and the ranking if there are several retrofits."""
-    first, rows = record.domains[0], []
-    asked = bool(record.rows_of(RETRIEVAL))
-    for name, number, state in _states(record):
-        measured = [(record.of(name, state, quantity, scope)) for quantity, scope in _shown(first)]
-        closed = record.closed(name, state) if number else None
-        cells = [UNKNOWN if change is None else change.text() for change in measured]
-        rows.append([name, _stage_words(state), *cells, share(closed)])
-        rows[-1] += [numbers_found(record, name, state)] if asked else []
-    figures = [f"{quantity}, {'all windows' if scope == ALL else scope}" for quantity, scope in _shown(first)]
-    head = ["retrofit", "state", *figures, f"gap closed, {first}", *(["hidden numbers retrieved"] if asked else [])]
-    stages: Table = ("Stage by stage (compared with the untrained original; 95% CI)", head, rows)
-    return [stages, _order(record)] if len(record.variants) > 1 else [stages]
+    words = {f"{name}, {state.name}": f"{name}, {_stage_words(state)}" for name, _, state in _states(record)}
+    first = record.domains[0]
+    shown = {("KL", first), ("perplexity", first), ("KL", ALL), ("changed tokens", ALL), (RETRIEVAL, ALL)}
+    rows = [row for row in record.rows if (row.quantity, row.scope) in shown and row.against == Against.ORIGINAL]
+    rows += [row for row in record.rows if (row.quantity, row.scope) == (CLOSED, first)]
+    title = "Stage by stage (compared with the untrained original; 95% CI)"
 
+    def column(row: Row) -> str:
+        return f"{row.quantity}, {'all windows' if row.scope == ALL else row.scope}"
 
-def _shown(first: str) -> list[tuple[str, str]]:
-    return [("KL", first), ("perplexity", first), ("KL", ALL), ("changed tokens", ALL)]
+    printed = [grid(title, rows, "state", lambda row: words[row.candidate], column, found)]
+    ranking = record.rows_of("KL", Against.ABOVE)
+    if ranking:
+        printed.append(listing("Final KL, against the retrofit that is above in the ranking", ranking, of="domain"))
+    return printed
 
 
 def _stage_words(state: State) -> str:
@@ -170,32 +169,25 @@ def _stage_words(state: State) -> str:
     return f"{state.name}: {PARAMETERS[state.run.parameters]}, {state.run.steps:,} steps{early}"
 
 
-def _order(record: Recovery) -> Table:
-    """Return the retrofits by final KL, lowest first, with a column for each domain."""
-    last = {variant.name: variant.states[-1] for variant in record.variants}
-    rows = []
-    for number, names in enumerate(zip(*record.order.values(), strict=True), 1):
-        cells = [str(number)]
-        for domain, name in zip(record.order, names, strict=True):
-            (kl,) = changes(record, name, [last[name]], "KL", domain)
-            over = record.of(name, last[name], "KL", domain, Against.ABOVE)
-            cells.append(f"{name} {kl.value:.3f}" + ("" if over is None else f", {over.text(signed=True)}"))
-        rows.append(cells)
-    return "Final KL (with the difference to the retrofit above, paired by window)", ["rank", *record.order], rows
-
-
 def _domains(record: Recovery) -> Table:
     """Return each retrofit on each domain, before and after training."""
-    rows = []
-    for variant in record.variants:
-        ends = variant.states[0], variant.states[-1]
-        for domain in record.domains:
-            kl, ratio = (changes(record, variant.name, ends, quantity, domain) for quantity in ("KL", "perplexity"))
-            cells = [variant.name, f"{domain} ({seen_label(record, domain)}, {kl[0].n} windows)"]
-            cells += [f"{before.value:.3f} → {after.text()}" for before, after in (kl, ratio)]
-            rows.append([*cells, share(record.closed(variant.name, ends[1], domain))])
-    head = ["retrofit", "domain", "KL, nats/token", "perplexity ratio", f"gap to the {record.reference} closed"]
-    return "By domain (before training → after all stages; 95% CI)", head, rows
+    ends = {
+        f"{variant.name}, {variant.states[number].name}": number for variant in record.variants for number in (0, -1)
+    }
+    rows = [row for row in record.rows if row.candidate in ends and row.scope in record.domains]
+    rows = [row for row in rows if row.against == Against.ORIGINAL or row.quantity == CLOSED]
+
+    def line(row: Row) -> str:
+        return f"{row.candidate.rpartition(', ')[0]} on {row.scope} ({seen_label(record, row.scope)})"
+
+    def column(row: Row) -> str:
+        return (
+            row.quantity
+            if row.quantity == CLOSED
+            else f"{row.quantity}, {'after' if ends[row.candidate] else 'before'}"
+        )
+
+    return grid("By domain (before training and after all stages; 95% CI)", rows, "retrofit", line, column)
 
 
 def _training(record: Recovery) -> Table:

@@ -8,7 +8,6 @@ import torch
 from pydantic import ValidationError
 
 from crosslayer.judge.clock import TIMES
-from crosslayer.output.chart import chart
 from crosslayer.output.progress import metered_by
 from crosslayer.testing.tiny import build, config_of
 from crosslayer.verbs.bench.result import Benchmark
@@ -53,7 +52,7 @@ def test_a_saved_bench_is_loaded_again_equal(benchmark, tmp_path):
     assert "bytes, static" in page and "tokens, 3" in page
     assert "93.8% interval" in page and "5 pairs" in page  # what each interval is of
     figures = {path.stem for path in (tmp_path / "out" / "figures").iterdir()}
-    assert figures == {"ratios_batch_2_sdpa", "times_batch_2_sdpa"}
+    assert figures == {"ratios"}
     instant = copy.deepcopy(record["rows"])
     next(row for row in instant if row["quantity"] == "ttft")["change"]["value"] = 0.0
     for change in ({"candidates": []}, {"rows": instant}, {"colour": "red"}):
@@ -63,15 +62,18 @@ def test_a_saved_bench_is_loaded_again_equal(benchmark, tmp_path):
         Benchmark.from_record({**record, "schema": "crosslayer/bench/2"})
 
 
-def test_intervals_are_drawn_side_by_side_with_a_legend_that_names_them(benchmark):
-    ratios, times = benchmark.layout().panels
-    spans = [line for line in ratios.lines if line.low is not None]
-    assert len(spans) == 3 and "93.8% interval" in ratios.sentence
-    (row,) = benchmark.rows_of("tpot_dynamic")
-    medians = {"candidate": 1e3 * row.value, "baseline": 1e3 * row.original}
-    assert {line.name: line.y[0] for line in times.lines} == medians
-    drawn = [row["at"] for row in chart(ratios)["datasets"]["lines"] if row["low"] is not None]
-    assert len(set(drawn)) == len(drawn) > 1  # a bar each, none over another
+def test_every_ratio_is_drawn_with_its_interval(benchmark):
+    (ratios,) = benchmark.layout().panels
+    rows = [row for row in benchmark.rows if row.quantity in ("bytes", *TIMES)]
+    assert (
+        [name.startswith("context 12 (batch 2, sdpa, ") for name in ratios.dots.names]
+        == [True] * 4
+        == [True] * len(rows)
+    )
+    changes = [(row.change.value, *row.change.interval) for row in rows]
+    drawn = zip(ratios.dots.x, ratios.dots.low, ratios.dots.high, strict=True)
+    for own, (value, low, high) in zip(changes, drawn, strict=True):
+        assert [100 * (end - 1) for end in own] == pytest.approx([value, low, high])
 
 
 def test_sentences_and_headline(benchmark):

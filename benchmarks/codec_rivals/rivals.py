@@ -34,7 +34,7 @@ from transformers import Cache
 from crosslayer.cache.quantizers import quantizer_of, rotated, rotation
 from crosslayer.codec.fit import Calibration
 from crosslayer.codec.judge import Way
-from crosslayer.codec.states import LayerShape, new_cache, read_states
+from crosslayer.codec.states import CodedLayer, new_cache, read_states
 
 HEADER = 16  # bytes of a file: tokens, exact ones at either end, length of the code
 SIZES, BITS = (16, 64, 256, 1024), (2, 4, 8)  # of KVTC's groups
@@ -65,7 +65,7 @@ class Rival(ABC):
         """Return the bytes of the codes of the tokens from `start` to `stop`."""
 
 
-def ways_of(rival: Rival, shapes: list[LayerShape], exact: Mapping[str, tuple[int, int]]) -> dict[str, Way]:
+def ways_of(rival: Rival, shapes: list[CodedLayer], exact: Mapping[str, tuple[int, int]]) -> dict[str, Way]:
     """Return a rival's ways by name; `exact` has how many tokens at the start and at the end each stores exactly.
 
     They code a cache once, if they run one after the other.
@@ -90,7 +90,7 @@ def ways_of(rival: Rival, shapes: list[LayerShape], exact: Mapping[str, tuple[in
     return {name: partial(way, ends) for name, ends in exact.items()}
 
 
-def split(states: Tensor, shape: LayerShape) -> tuple[Tensor, Tensor]:
+def split(states: Tensor, shape: CodedLayer) -> tuple[Tensor, Tensor]:
     """Return the keys and the values (T, P) of a layer's states (T, W)."""
     keys, values = states.split([shape.heads * shape.key, shape.heads * shape.value], 1)
     return keys, values

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from crosslayer.codec.entropy import Coder, quantized
-from crosslayer.codec.states import LayerShape
+from crosslayer.codec.states import CodedLayer
 
 BLOCK = 256  # tokens
 STEPS_PER_OCTAVE = 16  # steps of tokens are whole powers of 2^(1/16), a byte each
@@ -46,7 +46,7 @@ class Layer:
         classes: of the channels, (R,), in increasing order.
     """
 
-    shape: LayerShape
+    shape: CodedLayer
     sources: tuple[int, ...]
     offset: Tensor
     predict: Tensor
@@ -132,7 +132,7 @@ class Importance:
     spread: Tensor
     weight: Tensor
 
-    def steps(self, states: Sequence[Tensor], shapes: Sequence[LayerShape], count: int) -> Tensor:
+    def steps(self, states: Sequence[Tensor], shapes: Sequence[CodedLayer], count: int) -> Tensor:
         """Return the bytes (N,) of the steps of `count` tokens, from states of the latest that each layer holds."""
         values = (features(states, shapes, count, self.mean) - self.mean) / self.spread
         cost = values @ self.weight
@@ -147,7 +147,7 @@ def step_sizes(steps: Tensor) -> Tensor:
 
 
 def features(
-    states: Sequence[Tensor], shapes: Sequence[LayerShape], count: int, missing: Tensor | None = None
+    states: Sequence[Tensor], shapes: Sequence[CodedLayer], count: int, missing: Tensor | None = None
 ) -> Tensor:
     """Return the features (N, F) of `count` tokens; `missing` (F,) stands for layers that do not hold one any more."""
     rows = []
@@ -165,7 +165,7 @@ def features(
     return out
 
 
-def sources(shapes: Sequence[LayerShape]) -> list[tuple[int, ...]]:
+def sources(shapes: Sequence[CodedLayer]) -> list[tuple[int, ...]]:
     """Return the layers that predict each layer: the nearest below that hold every token which the layer holds."""
     held = [math.inf if shape.window is None else shape.window for shape in shapes]
     holding = ([below for below in range(index) if held[below] >= tokens] for index, tokens in enumerate(held))

@@ -24,7 +24,7 @@ from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 from crosslayer.codec import format
 from crosslayer.codec.chain import BLOCK, Chain, Importance, Layer, below_of, code_layers, predicted, step_sizes
 from crosslayer.codec.fingerprint import SeenWeights, model_print, tokenizer_print
-from crosslayer.codec.states import HALF, LayerShape, check_cache, check_config, new_cache, read_states
+from crosslayer.codec.states import HALF, CodedLayer, check_cache, check_config, new_cache, read_states
 from crosslayer.codec.texts import check_padding, texts_of
 from crosslayer.probe.model import unwrapped
 
@@ -331,7 +331,7 @@ def _loaded(facts: dict[str, Any], tensors: dict[str, Tensor]) -> Codec:
         own_sources = tuple(fact.pop("sources"))
         if not classes.equal(classes.sort().values) or not all(0 <= source < index for source in own_sources):
             raise ValueError("the codec's layers are damaged; fit it again")
-        shape = LayerShape(**{**fact, "angles": tuple(fact["angles"])})
+        shape = CodedLayer(**{**fact, "angles": tuple(fact["angles"])})
         width = shape.width
         below = sum(layers[source].shape.width for source in own_sources), width
         found = [tuple(matrix.shape) for matrix in own.values()]

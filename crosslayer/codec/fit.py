@@ -36,7 +36,7 @@ from crosslayer.codec.chain import (
 from crosslayer.codec.entropy import fitted, quantized
 from crosslayer.codec.judge import continued
 from crosslayer.codec.metric import Metric
-from crosslayer.codec.states import HALF, LayerShape, new_cache, read_states, turned
+from crosslayer.codec.states import HALF, CodedLayer, new_cache, read_states, turned
 from crosslayer.output.progress import progress
 from crosslayer.probe.intercept import AttentionCall, visited
 from crosslayer.probe.model import evaluating
@@ -68,7 +68,7 @@ class Calibration:
         held_out: states and steps of windows that nothing is fitted to, for the number of bytes.
     """
 
-    shapes: list[LayerShape]
+    shapes: list[CodedLayer]
     states: list[Tensor]
     steps: Tensor
     metric: list[Tensor]
@@ -82,7 +82,7 @@ class Calibration:
 
 @torch.no_grad()
 def calibrate(
-    model: PreTrainedModel, shapes: list[LayerShape], ids: Tensor, held_out: Tensor, seed: int = 0
+    model: PreTrainedModel, shapes: list[CodedLayer], ids: Tensor, held_out: Tensor, seed: int = 0
 ) -> Calibration:
     """Run the model over windows (N, T): of each the states, and how two continuations of its prefix read them."""
     generator = torch.Generator().manual_seed(seed)
@@ -108,7 +108,7 @@ def calibrate(
     return Calibration(shapes, states, steps, metric.by_layer, importance, _stacked(others, importance, shapes))
 
 
-def tokens_needed(shapes: Sequence[LayerShape]) -> int:
+def tokens_needed(shapes: Sequence[CodedLayer]) -> int:
     """Return how many tokens a fit needs: more than the numbers that predict a layer, among every `QUICK`-th token.
 
     Of a model whose layers keep W numbers for a token, 8 W: a layer is predicted from two.
@@ -116,7 +116,7 @@ def tokens_needed(shapes: Sequence[LayerShape]) -> int:
     return QUICK * max(sum(shapes[source].width for source in below) for below in sources(shapes)) + QUICK
 
 
-def _states(model: PreTrainedModel, ids: Tensor, shapes: list[LayerShape]) -> list[Tensor]:
+def _states(model: PreTrainedModel, ids: Tensor, shapes: list[CodedLayer]) -> list[Tensor]:
     """Return the states (T, W) of all tokens (T,), whatever a window would still hold."""
     found: dict[int, Tensor] = {}
 
@@ -130,13 +130,13 @@ def _states(model: PreTrainedModel, ids: Tensor, shapes: list[LayerShape]) -> li
 
 
 def _stacked(
-    windows: list[list[Tensor]], importance: Importance, shapes: list[LayerShape]
+    windows: list[list[Tensor]], importance: Importance, shapes: list[CodedLayer]
 ) -> tuple[list[Tensor], Tensor]:
     steps = torch.cat([step_sizes(importance.steps(window, shapes, len(window[0])))[1:] for window in windows])
     return [torch.cat([window[layer][1:] for window in windows]) for layer in range(len(shapes))], steps
 
 
-def _importance(costs: list[tuple[list[Tensor], Tensor]], shapes: list[LayerShape]) -> Importance:
+def _importance(costs: list[tuple[list[Tensor], Tensor]], shapes: list[CodedLayer]) -> Importance:
     """Fit the regression of log cost on the features of a token, by ridge."""
     rows = torch.cat([features(states, shapes, len(cost))[1:] for states, cost in costs]).double()
     target = torch.cat([cost[1:] for _, cost in costs]).double().clamp_min(1e-20).log()
@@ -203,7 +203,7 @@ def with_step(chain: Chain, calibration: Calibration, factor: float) -> Chain:
     return Chain(layers, chain.importance)
 
 
-def _layer(shape: LayerShape, below: tuple[int, ...], matrices: Sequence[Tensor], z: Tensor) -> Layer:
+def _layer(shape: CodedLayer, below: tuple[int, ...], matrices: Sequence[Tensor], z: Tensor) -> Layer:
     """Return a layer whose channels are in the order of their classes, its matrices rounded as they are stored."""
     offset, predict, down, up = matrices
     coarser = (HALF / down.abs().amax(0)).clamp_max(1)  # (C,): a step that 16-bit matrices can hold

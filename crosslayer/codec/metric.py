@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
 from crosslayer.cache.attention import allowed_by
-from crosslayer.codec.states import LayerShape, turned
+from crosslayer.codec.states import CodedLayer, turned
 from crosslayer.core.transformers_versions import CACHE
 from crosslayer.probe.intercept import AttentionCall, visited
 from crosslayer.probe.stream import LayerStream, streams
@@ -38,7 +38,7 @@ class Metric:
         by_layer: (W, W) of each layer, in double precision.
     """
 
-    def __init__(self, model: PreTrainedModel, shapes: Sequence[LayerShape]):
+    def __init__(self, model: PreTrainedModel, shapes: Sequence[CodedLayer]):
         self.model, self.shapes = model, shapes
         self.by_layer = [torch.zeros(shape.width, shape.width, dtype=torch.float64) for shape in shapes]
         self.outputs: dict[int, nn.Linear] = {}  # W_o of each layer
@@ -90,7 +90,7 @@ class Metric:
         inverse = passed / stream.after_attention[picked].float().square().sum(-1)  # (s,)
         self._add(call, shape, picked, inverse)
 
-    def _add(self, call: AttentionCall, shape: LayerShape, picked: Tensor, inverse: Tensor) -> None:
+    def _add(self, call: AttentionCall, shape: CodedLayer, picked: Tensor, inverse: Tensor) -> None:
         held = call.key.shape[2] - call.query.shape[2]  # of the prefix
         missing = len(self.energy) - held
         first = max(1 - missing, 0)  # the first token is left out

@@ -27,7 +27,7 @@ UNEVEN = ("dynamic", "longrope")  # their angles depend on the length of the tex
 
 
 @dataclass(frozen=True)
-class LayerShape:
+class CodedLayer:
     """What a layer keeps of each token.
 
     Attributes:
@@ -57,7 +57,7 @@ class LayerShape:
 
 
 @torch.no_grad()
-def turned(keys: Tensor, start: int, shape: LayerShape, back: bool = False) -> Tensor:
+def turned(keys: Tensor, start: int, shape: CodedLayer, back: bool = False) -> Tensor:
     """Return keys (T, H_kv, D) of the positions from `start` on, rotated or turned back, in float32."""
     rotation = Rotation(shape.angles, shape.order)
     cos, sin = rotation.turns(start, start + len(keys), keys.device)
@@ -65,7 +65,7 @@ def turned(keys: Tensor, start: int, shape: LayerShape, back: bool = False) -> T
 
 
 def read_states(
-    cache: Cache, row: int, pad: int, tokens: int, shapes: Sequence[LayerShape], shift: int = 0
+    cache: Cache, row: int, pad: int, tokens: int, shapes: Sequence[CodedLayer], shift: int = 0
 ) -> list[Tensor]:
     """Return the states (T, W) of a row's first `tokens` tokens, of each layer those that it still holds.
 
@@ -84,7 +84,7 @@ def read_states(
     return states
 
 
-def new_cache(rows: list[list[Tensor]], shapes: list[LayerShape], pads: list[int], columns: int, dtype: Any) -> Cache:
+def new_cache(rows: list[list[Tensor]], shapes: list[CodedLayer], pads: list[int], columns: int, dtype: Any) -> Cache:
     """Return a cache of `columns` columns from the states of rows, by layer: (T, W) of the latest tokens.
 
     States that the layer does not keep any more are left out, and columns of padding are zero.
@@ -113,7 +113,7 @@ def new_cache(rows: list[list[Tensor]], shapes: list[LayerShape], pads: list[int
     return cache
 
 
-def check_cache(cache: Cache, shapes: list[LayerShape], rows: int, columns: int) -> None:
+def check_cache(cache: Cache, shapes: list[CodedLayer], rows: int, columns: int) -> None:
     """Refuse a cache of other layers, other sizes, or fewer than `columns` columns."""
     if len(cache.layers) != len(shapes):
         raise ValueError(f"the cache must have the codec's {len(shapes)} layers, got {len(cache.layers)}")
@@ -137,7 +137,7 @@ def _check_layer(layer: Any, index: int) -> None:
         )
 
 
-def read_shapes(model: PreTrainedModel) -> list[LayerShape]:
+def read_shapes(model: PreTrainedModel) -> list[CodedLayer]:
     """Return the shapes of a model's layers.
 
     Raises:
@@ -183,7 +183,7 @@ def _probe(model: PreTrainedModel, ids: Tensor, position: int) -> Cache:
     return cache
 
 
-def _shape(states: dict[int, Cache], index: int, tables: list[tuple[float, ...]]) -> LayerShape:
+def _shape(states: dict[int, Cache], index: int, tables: list[tuple[float, ...]]) -> CodedLayer:
     """Return the shape of a layer, whose keys at each position turn as in one of the tables."""
     layer: Any = states[0].layers[index]
     window = layer.sliding_window if layer.is_sliding else None
@@ -200,4 +200,4 @@ def _shape(states: dict[int, Cache], index: int, tables: list[tuple[float, ...]]
         raise ValueError(
             f"the keys of layer {index} are not rotated by the model's RoPE tables, so they cannot be stored"
         )
-    return LayerShape(heads, key, value, window, rotation.angles, rotation.order)
+    return CodedLayer(heads, key, value, window, rotation.angles, rotation.order)

@@ -20,8 +20,6 @@ from crosslayer.cache.kv_cache import Bytes, held_bytes
 from crosslayer.cache.running import NewCache, prefill
 from crosslayer.core.transformers_versions import CACHE, EMPTY_LAYER
 from crosslayer.machine import Peak, free_memory, peak_memory, seconds
-from crosslayer.output.progress import progress
-from crosslayer.probe.model import no_cache
 from crosslayer.stats.times import TimeComparison, compare_times
 from crosslayer.wiring.read import model_plan
 from crosslayer.wiring.result import ModelPlan
@@ -133,20 +131,6 @@ def run(model: PreTrainedModel, load: Load, ids: Tensor, new_cache: NewCache | N
         took["tpot_static"] = _decoding_seconds(model, load, ids, filled)
         of_static = held_bytes(filled)
     return Run(took, size, of_static, peak)
-
-
-@torch.no_grad()
-def announce(model: PreTrainedModel, ids: Tensor, tokens: float, steps: float = 0) -> None:
-    """Show how long reading and decoding take, by the first of windows (N, T), if it is a minute or more."""
-    window = ids[:1].to(model.device)
-    passes = [seconds(lambda: model(input_ids=window, **no_cache(model)), model.device) for _ in range(3)]
-    total = tokens * min(passes) / window.numel()  # with all logits, which are most of the work in a small model
-    if steps:
-        took = run(model, Load(window.shape[1] - 1, new_tokens=1), window, static=False).seconds
-        total += steps * took["tpot_dynamic"]
-    if total >= 60:
-        with progress(f"this will take about {round(total / 60)} min", 0):
-            pass
 
 
 def static_cache(model: PreTrainedModel, load: Load, ids: Tensor, cache: Cache) -> StaticCache:

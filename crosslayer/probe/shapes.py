@@ -3,18 +3,20 @@
 Groups are found by depth alone, which are the superblocks of arXiv 2502.00439, or by the similarity of attention maps.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from transformers import PreTrainedConfig
 
-from crosslayer.core.plan import CACHED
+from crosslayer.core.plan import CACHED, DepthPlan
 from crosslayer.probe.intercept import AttentionCall
 from crosslayer.probe.maps import is_causal
 from crosslayer.probe.model import stored_states
 
 ENTRIES = "with further keys"  # in the words for a mask
 Groups = list[list[int]]
+CONTEXT = 2048  # tokens at which the cache is counted by default, or twice the largest window
 PAPER_SIZE = 4  # layers in one of the paper's superblocks
 
 
@@ -96,6 +98,45 @@ class LayerShape:
             return 1 / length
         rows = length if self.window is None else min(length, self.window)
         return sum(1 / seen for seen in range(1, rows + 1)) / length
+
+
+class CacheShare:
+    """The share of a model's cache that a plan keeps, in elements at `context` tokens; without one, at the default.
+
+    `sizes` are those of each layer's keys and values. With `allocated` a sliding layer counts a whole window, for
+    which a cache has memory, without it what the layer keeps: a token less.
+    """
+
+    def __init__(self, shapes: Sequence[LayerShape | None], context: int | None = None, allocated: bool = True):
+        windows = [shape.window for shape in shapes if shape is not None and shape.window is not None]
+        self.context = context or max([CONTEXT, *(2 * window for window in windows)])
+        self.sizes: list[dict[str, int]] = []  # by layer
+        for shape in shapes:
+            keys = values = 0
+            if shape is not None and allocated:
+                tokens = self.context if shape.window is None else min(self.context, shape.window)
+                keys, values = replace(shape, window=None).cached(tokens)
+            elif shape is not None:
+                keys, values = shape.cached(self.context)
+            self.sizes.append({"keys": keys, "values": values})
+        self.total = sum(sum(size.values()) for size in self.sizes)
+
+    def of(self, plan: DepthPlan) -> float:
+        """Return the share of the cache that a plan keeps."""
+        return sum(size[state] for layer, size in enumerate(self.sizes) for state in plan.stored(layer)) / self.total
+
+    def without(self, layers: Sequence[int], states: Sequence[str] = CACHED) -> float:
+        """Return the share that is kept if some layers store none of these states."""
+        return 1 - sum(self.sizes[layer][state] for layer in layers for state in states) / self.total
+
+    def saved(self, states: Sequence[str], layer: int) -> float:
+        """Return the saving if a layer no longer stores these states, in units of a mean layer's keys or values."""
+        return sum(self.sizes[layer][state] for state in states) * 2 * len(self.sizes) / self.total
+
+    @property
+    def least(self) -> float:
+        """The smallest possible share: that of a single layer."""
+        return min(sum(size.values()) for size in self.sizes if sum(size.values())) / self.total
 
 
 def may_share(reader: LayerShape | None, source: LayerShape | None) -> bool:

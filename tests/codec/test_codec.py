@@ -18,14 +18,14 @@ from crosslayer.codec.entropy import Coder, quantized
 from crosslayer.codec.fingerprint import model_print, tokenizer_print
 from crosslayer.codec.fit import fit_chain, with_step
 from crosslayer.codec.format import read_header, unpack_file
-from crosslayer.codec.states import LayerShape, check_config, read_shapes, turned
+from crosslayer.codec.states import CodedLayer, check_config, read_shapes, turned
 from crosslayer.core.transformers_versions import CACHE
 from tests.helpers.bytelevel import byte_level
 from tests.helpers.codecs import cache_of, calibrated, fitted, random_ids
 from tests.helpers.tiny import tiny
 
 FAMILIES = ("llama", "mistral", "qwen3", "gemma3_text", "phi", "cohere", "granite", "opt", "gpt_oss")
-FAR = LayerShape(heads=2, key=8, value=8, window=None, angles=(1.0, 0.1, 0.01), order="halves")
+FAR = CodedLayer(heads=2, key=8, value=8, window=None, angles=(1.0, 0.1, 0.01), order="halves")
 
 
 def errors(cache, back) -> list[float]:
@@ -154,7 +154,7 @@ def test_dtypes_are_kept():
 def test_keys_turn_back_exactly_and_as_the_equation_says():
     keys = torch.randn(5, 2, 8, generator=torch.Generator().manual_seed(0))
     for order in ("halves", "pairs"):
-        shape = LayerShape(**{**vars(FAR), "order": order})
+        shape = CodedLayer(**{**vars(FAR), "order": order})
         out = turned(keys, 3, shape)
         torch.testing.assert_close(turned(out, 3, shape, back=True), keys, rtol=1e-6, atol=1e-6)
         one, other = (1, 4) if order == "halves" else (2, 3)
@@ -166,7 +166,7 @@ def test_keys_turn_back_exactly_and_as_the_equation_says():
 
 def test_a_layer_is_predicted_by_the_nearest_two_that_hold_its_tokens():
     windows = (None, 8, 8, 16, None, 8)
-    shapes = [LayerShape(**{**vars(FAR), "window": window}) for window in windows]
+    shapes = [CodedLayer(**{**vars(FAR), "window": window}) for window in windows]
     assert sources(shapes) == [(), (0,), (0, 1), (0,), (0,), (3, 4)]
 
 

@@ -11,7 +11,7 @@ from crosslayer.core.method import Method
 from crosslayer.core.methods import method_class, method_names
 from crosslayer.output.formatting import Table, counted, named_layers, ranges
 from crosslayer.output.record import Measure
-from crosslayer.probe.shapes import ENTRIES, PAPER_SIZE, Groups, LayerShape, paper_groups, similar_groups
+from crosslayer.probe.shapes import ENTRIES, PAPER_SIZE, CacheShare, Groups, LayerShape, paper_groups, similar_groups
 from crosslayer.verbs.diagnose.curves import known
 from crosslayer.verbs.diagnose.result import (
     CacheCandidates,
@@ -117,32 +117,24 @@ def _cache(measures: Measures, redundancy: Redundancy, shapes: Shapes, length: i
     count = len(shapes) // 2 // PAPER_SIZE * (PAPER_SIZE - 1)  # as many readers as the paper has, whatever the masks
     similarity = measures.map_similarity_without_first.array()
     least = sorted(entry.layer for entry in redundancy.attention[:count])
-    stored = [{"keys": 0, "values": 0} for _ in shapes]  # elements of each layer
-    for layer, shape in enumerate(shapes):
-        if shape is not None:
-            stored[layer] = dict(zip(("keys", "values"), shape.cached(length), strict=True))
-    total = sum(sum(states.values()) for states in stored)
-
-    def share_without(layers: list[int], states: Sequence[str]) -> float:
-        """Return the share of the cache that is kept if `layers` store none of these states."""
-        return 1 - sum(stored[layer][state] for layer in layers for state in states) / total
+    cache = CacheShare(shapes, length, allocated=False)
 
     def superblocks(groups: Groups) -> Superblocks:
         """Return groups with the share of the cache that each sharing method would keep."""
         readers = [layer for group in groups for layer in group[1:]]
         kept = [
-            KeptShare(method=cls.name(), title=cls.title(), share=share_without(readers, cls.saves))
+            KeptShare(method=cls.name(), title=cls.title(), share=cache.without(readers, cls.saves))
             for cls in sharing_methods()
         ]
         return Superblocks(groups=groups, kept=kept)
 
     return CacheCandidates(
         length=length,
-        elements=total,
+        elements=cache.total,
         by_depth=superblocks(paper_groups(list(shapes))),
         by_similarity=superblocks(similar_groups(similarity, list(shapes), count)),
         least_attention=least,
-        share_without=share_without(least, ("keys", "values")),
+        share_without=cache.without(least),
     )
 
 

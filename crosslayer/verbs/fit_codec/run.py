@@ -16,11 +16,11 @@ from crosslayer.codec.fingerprint import model_print, tokenizer_print
 from crosslayer.codec.fit import BASIS, Calibration, calibrate, fit_chain_at, tokens_needed, weighed, with_rate
 from crosslayer.codec.format import HASH, HEAD
 from crosslayer.codec.judge import Way, coded, exact, judge, numbers_found, rounded, stored
-from crosslayer.codec.states import LayerShape, read_shapes
+from crosslayer.codec.states import CodedLayer, read_shapes
 from crosslayer.corpus.domains import DomainTexts, Texts, shared_out, split_domains
 from crosslayer.corpus.windows import Windows
 from crosslayer.extras import check_extra
-from crosslayer.judge.clock import announce
+from crosslayer.judge.announce import announce
 from crosslayer.judge.hidden import Sample
 from crosslayer.judge.judge import Judge
 from crosslayer.judge.report import JudgedModel, Row
@@ -158,7 +158,7 @@ def fit_codec(
     return report
 
 
-def _stored_tokens(shapes: Sequence[LayerShape], prompt: int | None) -> int:
+def _stored_tokens(shapes: Sequence[CodedLayer], prompt: int | None) -> int:
     """Return the tokens of a stored prompt, which all layers must hold."""
     most = min((shape.window - 1 for shape in shapes if shape.window is not None), default=2**31)
     if prompt is not None and prompt > most:
@@ -166,7 +166,7 @@ def _stored_tokens(shapes: Sequence[LayerShape], prompt: int | None) -> int:
     return min(PROMPT, most) if prompt is None else prompt
 
 
-def _calibration(shapes: Sequence[LayerShape], length: int, windows: int | None) -> int:
+def _calibration(shapes: Sequence[CodedLayer], length: int, windows: int | None) -> int:
     """Return how many calibration windows to take: as given, else enough; the first token of each is not fitted to.
 
     Raises:

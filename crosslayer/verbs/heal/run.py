@@ -16,8 +16,8 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from crosslayer.extras import check_extra
+from crosslayer.judge.announce import announce
 from crosslayer.judge.candidate import Candidate
-from crosslayer.judge.clock import announce
 from crosslayer.judge.report import Row
 from crosslayer.judge.rows import window_rows
 from crosslayer.models.load import load_model, public_name

@@ -11,8 +11,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from crosslayer.corpus.domains import DomainTexts, Texts, shared_out, split_domains
 from crosslayer.environment import quiet_transformers
+from crosslayer.judge.announce import announce
 from crosslayer.judge.candidate import BITS, Candidate, read_candidates
-from crosslayer.judge.clock import Load, announce, random_ids
+from crosslayer.judge.clock import Load, random_ids
 from crosslayer.judge.damage import MIN_WINDOWS
 from crosslayer.judge.judge import Judge
 from crosslayer.judge.report import JudgedModel, Row

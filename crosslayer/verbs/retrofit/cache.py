@@ -10,52 +10,20 @@ from transformers.cache_utils import DynamicLayer
 
 from crosslayer.cache.kv_cache import held_bytes
 from crosslayer.cache.running import CacheOptions, prefill, smaller_cache
-from crosslayer.core.plan import DepthPlan
 from crosslayer.judge.candidate import Candidate
 from crosslayer.judge.hidden import Sample
 from crosslayer.judge.report import ALL, Against, Row
 from crosslayer.judge.rows import bytes_row, window_rows
-from crosslayer.probe.shapes import LayerShape
+from crosslayer.probe.shapes import CONTEXT, CacheShare
 from crosslayer.verbs.retrofit.original import Original
 from crosslayer.verbs.retrofit.result import ORIGINAL, RETROFIT, CacheRecord
 from crosslayer.wiring.kv_bits import KINDS, RECENT, REFERENCE_DTYPE, keeps_recent
 from crosslayer.wiring.read import model_plan
 
-CONTEXT = 2048  # default context length at which the cache is counted
 PROMPT = 64  # tokens of the forward pass that fills a cache
 MEASURED = ((ORIGINAL, "fp8"), (ORIGINAL, "8"), (ORIGINAL, "4"), (RETROFIT, "4"))  # by --kv-bits
 ASKED = (RETROFIT, f"{ORIGINAL}, {KINDS['4']}")  # for hidden numbers, too
 WINDOWS = 16  # of the evaluation text, from all domains
-
-
-class CacheShare:
-    """The share of the original's cache that a plan keeps, in elements at `context` tokens."""
-
-    def __init__(self, shapes: Sequence[LayerShape | None], context: int | None = None):
-        windows = [shape.window for shape in shapes if shape is not None and shape.window is not None]
-        self.context = context or max([CONTEXT, *(2 * window for window in windows)])
-        self.sizes: list[dict[str, int]] = []  # of keys and values as allocated, by layer
-        for shape in shapes:
-            keys = values = 0
-            if shape is not None:  # a cache allocates a whole window, and keeps all but one token of it
-                tokens = self.context if shape.window is None else min(self.context, shape.window)
-                keys, values = replace(shape, window=None).cached(tokens)
-            self.sizes.append({"keys": keys, "values": values})
-        self.total = sum(sum(size.values()) for size in self.sizes)
-
-    def of(self, plan: DepthPlan) -> float:
-        """Return the share of the cache that a plan keeps."""
-        kept = sum(size[state] for layer, size in enumerate(self.sizes) for state in plan.stored(layer))
-        return kept / self.total
-
-    def saved(self, states: Sequence[str], layer: int) -> float:
-        """Return the saving if a layer no longer stores these states, in units of a mean layer's keys or values."""
-        return sum(self.sizes[layer][state] for state in states) * 2 * len(self.sizes) / self.total
-
-    @property
-    def least(self) -> float:
-        """The smallest possible share: that of a single layer."""
-        return min(sum(size.values()) for size in self.sizes if sum(size.values())) / self.total
 
 
 def cache_record(original: Original, retrofit: PreTrainedModel, context: int | None) -> CacheRecord:

@@ -16,8 +16,9 @@ from crosslayer.core.decoder.convert import to_config
 from crosslayer.core.method import Method
 from crosslayer.core.methods import Entry, load_methods, method_class, method_names, to_entry
 from crosslayer.corpus.domains import DomainTexts, window_ranges
+from crosslayer.judge.announce import announce
 from crosslayer.judge.candidate import Candidate
-from crosslayer.judge.clock import Load, announce
+from crosslayer.judge.clock import Load
 from crosslayer.judge.damage import Losses
 from crosslayer.judge.report import Against, Row
 from crosslayer.judge.retrieval import DEPTHS, LENGTHS, LONG_LENGTHS, QUICK_LENGTHS, SAMPLES, askable_samples

@@ -16,8 +16,7 @@ from crosslayer.core.method import Method
 from crosslayer.core.methods import merge_plans, method_class, method_names
 from crosslayer.core.plan import DepthPlan
 from crosslayer.output.progress import progress
-from crosslayer.probe.shapes import PAPER_SIZE, Groups, LayerShape, may_share, paper_groups
-from crosslayer.verbs.retrofit.cache import CacheShare
+from crosslayer.probe.shapes import PAPER_SIZE, CacheShare, Groups, LayerShape, may_share, paper_groups
 from crosslayer.verbs.retrofit.greedy import (
     PASSES,
     TOO_SMALL,

@@ -29,7 +29,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource  # type: ignore[impo
 
 from crosslayer.codec import format
 from crosslayer.codec.codec import load_codec
-from crosslayer.codec.states import LayerShape, turned
+from crosslayer.codec.states import CodedLayer, turned
 from crosslayer.codec.store import MISSES, PromptStore
 from crosslayer.verbs.serve.caches import flags_of
 from crosslayer.verbs.serve.plugin import logger
@@ -62,7 +62,7 @@ class CachedLayer:
 
     cache: Tensor
     layout: Tensor
-    shape: LayerShape
+    shape: CodedLayer
 
     def copied(self, blocks: Sequence[int]) -> Tensor:
         """Return blocks as they are, on the CPU."""
@@ -81,13 +81,13 @@ class CachedLayer:
         self.cache[torch.tensor(blocks, device=self.cache.device)] = flat.view(-1, *self.cache.shape[1:])
 
 
-def _turned(numbers: Tensor, start: int, shape: LayerShape, back: bool = False) -> Tensor:
+def _turned(numbers: Tensor, start: int, shape: CodedLayer, back: bool = False) -> Tensor:
     keys, values = numbers.split([shape.heads * shape.key, shape.heads * shape.value], 1)
     keys = turned(keys.unflatten(1, (shape.heads, shape.key)), start, shape, back)
     return torch.cat([keys.flatten(1), values.float()], 1)
 
 
-def layout_of(attention: Any, cache: Tensor, shape: LayerShape) -> Tensor:
+def layout_of(attention: Any, cache: Tensor, shape: CodedLayer) -> Tensor:
     """Return where a block of a layer's cache (n, H, N, 2 D), flat, has the numbers of its tokens' states, (N · W,).
 
     Backends differ: on a CPU keys are transposed or in tiles. So the layer's own attention writes numbers into block 1

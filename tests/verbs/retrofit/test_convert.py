@@ -12,9 +12,10 @@ from crosslayer.core.decoder.convert import convert_weights
 from crosslayer.core.methods import load_method, method_class
 from crosslayer.core.options import parse_layers
 from crosslayer.core.transformers_versions import CACHE
+from crosslayer.probe.shapes import CacheShare
 from crosslayer.probe.what_if import find_sublayers, what_if
 from crosslayer.testing.tiny import build, close, config_of
-from crosslayer.verbs.retrofit.cache import CacheShare, token_bytes
+from crosslayer.verbs.retrofit.cache import token_bytes
 from crosslayer.verbs.retrofit.convert import convert
 from tests.helpers.cases import SHAPES
 from tests.helpers.nested import FACTOR, Nested

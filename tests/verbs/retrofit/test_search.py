@@ -5,8 +5,7 @@ import random
 import pytest
 
 from crosslayer.core.methods import method_class
-from crosslayer.probe.shapes import LayerShape
-from crosslayer.verbs.retrofit.cache import CacheShare
+from crosslayer.probe.shapes import CacheShare, LayerShape
 from crosslayer.verbs.retrofit.greedy import PASSES
 from crosslayer.verbs.retrofit.run import options_of, strategy_of
 from crosslayer.verbs.retrofit.search import Assignment, Search, fixed_blocks, searched_methods

@@ -89,10 +89,12 @@ def launches(dtype: torch.dtype, width: int, count: int) -> dict[str, tuple[ASTS
     one, module = tensors[0], depth_attention
     calls = {
         "attend_kernel": lambda: module.attend(tensors, directions[0], 1e-6),
+        "attend_kernel, normed": lambda: module.attend(tensors, directions[0], 1e-6, True),
         "differentiate_kernel": lambda: module.differentiate(one, table, table, tensors, directions[0]),
+        "differentiate_kernel, normed": lambda: module.differentiate(one, table, table, tensors, directions[0], True),
         "gradient_kernel": lambda: module.gradient(one, tensors, table, table, shrink, directions, one),
     }
-    return {name: record(module, name, call) for name, call in calls.items()}
+    return {name: record(module, name.partition(",")[0], call) for name, call in calls.items()}
 
 
 def measure(source: ASTSource, options: dict, architecture: int) -> dict:

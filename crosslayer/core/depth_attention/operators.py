@@ -40,14 +40,14 @@ MOST_TERMS = 16  # terms of a source's gradient that wait at least: each sum of 
 _LIBRARY, _OPERATORS = torch.library.Library("crosslayer", "FRAGMENT"), torch.ops.crosslayer
 
 
-def depth_attention(sources: Sequence[Tensor], direction: Tensor, eps: float) -> Tensor:
-    """Return Σ_i α_i v_i (…, C) over sources (…, C) for a direction (C,)."""
+def depth_attention(sources: Sequence[Tensor], direction: Tensor, eps: float, normed: bool = False) -> Tensor:
+    """Return Σ_i α_i v_i (…, C) over sources (…, C) for a direction (C,); `normed`: of v_i / rms(v_i)."""
     sources = list(sources)
     if is_inference() and _kernels(len(sources), *sources) is None:
-        return read(sources, direction, eps)  # the dispatcher would take a tenth of a decoding step's read
+        return read(sources, direction, eps, normed)  # the dispatcher would take a tenth of a decoding step's read
     if uses_definition():
-        return listed(sources, direction, eps)
-    return _OPERATORS.depth_attention(sources, direction, eps)[0]
+        return listed(sources, direction, eps, normed)
+    return _OPERATORS.depth_attention(sources, direction, eps, normed)[0]
 
 
 def keep(source: Tensor, earlier: Sources, total: int) -> Sources:
@@ -111,7 +111,7 @@ class _Term(NamedTuple):
     """The term that one reader adds to the gradient of a source."""
 
     grad: Tensor  # (…, C), of the reader's result
-    share: Tensor  # (T,), α
+    share: Tensor  # (T,), α, over rms(v) if sources are normed
     slope: Tensor  # (T,), gradient of the score, over rms(v)
     shrink: Tensor  # (T,), the multiple of the source itself, since its norm divides the score
     direction: Tensor  # (C,)
@@ -172,12 +172,14 @@ class _Read(torch.autograd.Function):
     """The weighted sum over N sources, scores and inverse RMS; its backward pass leaves terms with the sources."""
 
     @staticmethod
-    def forward(ctx: Any, eps: float, direction: Tensor, *sources: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, eps: float, normed: bool, direction: Tensor, *sources: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         with torch._C._AutoDispatchBelowAutograd():
-            result, scores, inverse = _OPERATORS.depth_attention(list(sources), direction, eps)
+            result, scores, inverse = _OPERATORS.depth_attention(list(sources), direction, eps, normed)
         nodes = [source.grad_fn for source in sources]
         ctx.nodes = [node if isinstance(node, _Source._backward_cls) else None for node in nodes]  # type: ignore[attr-defined]
-        ctx.eps = eps
+        ctx.eps, ctx.normed = eps, normed
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(scores, inverse)
         ctx.save_for_backward(direction, scores, inverse, *sources)
@@ -186,12 +188,14 @@ class _Read(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         if grad is None:
-            return None, *[None] * (len(ctx.nodes) + 1)
+            return None, None, *[None] * (len(ctx.nodes) + 1)
         direction, scores, inverse, *sources = ctx.saved_tensors  # read once, as checkpointing requires
-        needed = ctx.needs_input_grad[1:]
+        needed = ctx.needs_input_grad[2:]
         if differentiates_definition(grad):
-            return None, *gradients_of_definition((direction, *sources), ctx.eps, grad, needed)
-        shares, slopes, shrinks, toward = _OPERATORS.depth_attention_backward(grad, scores, inverse, sources, direction)
+            return None, None, *gradients_of_definition((direction, *sources), ctx.eps, ctx.normed, grad, needed)
+        shares, slopes, shrinks, toward = _OPERATORS.depth_attention_backward(
+            grad, scores, inverse, sources, direction, ctx.normed
+        )
         gradients: list[Tensor | None] = []
         nodes = [None] * len(sources) if is_compiled_autograd() else ctx.nodes  # it has nodes of its own
         for number, (source, node) in enumerate(zip(sources, nodes, strict=True)):
@@ -203,7 +207,7 @@ class _Read(torch.autograd.Function):
                 node.terms.record(source, term, most=max(MOST_TERMS, len(sources)))
             ordinary = needed[number + 1] and node is None
             gradients.append(_gradient(source, [term], None) if ordinary else None)
-        return None, toward.to(direction.dtype), *gradients
+        return None, None, toward.to(direction.dtype), *gradients
 
 
 def uses_definition() -> bool:
@@ -226,13 +230,13 @@ def differentiates_definition(grad: Tensor) -> bool:
 
 
 def gradients_of_definition(
-    inputs: Sequence[Tensor], eps: float, grad: Tensor, needed: Sequence[bool]
+    inputs: Sequence[Tensor], eps: float, normed: bool, grad: Tensor, needed: Sequence[bool]
 ) -> list[Tensor | None]:
     """Return the gradients of direction and sources that need one, which can be differentiated if that is asked for."""
     again = torch.is_grad_enabled()
     with torch.enable_grad():
         inputs = [tensor.view_as(tensor) for tensor in inputs]  # stop here, although inputs may depend on inputs
-        output = listed(inputs[1:], inputs[0], eps)
+        output = listed(inputs[1:], inputs[0], eps, normed)
     required = [tensor for tensor, need in zip(inputs, needed, strict=True) if need]
     gradients = iter(torch.autograd.grad(output, required, grad, create_graph=again, allow_unused=True))
     return [next(gradients) if need else None for need in needed]
@@ -271,22 +275,24 @@ def _rows(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1, tensor.shape[-1]).contiguous()
 
 
-def _attend(sources: list[Tensor], direction: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def _attend(
+    sources: list[Tensor], direction: Tensor, eps: float, normed: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
     kernels = _kernels(len(sources), *sources)
     if kernels is None:
-        return attend(sources, direction, eps)
-    result, scores, inverse = kernels.attend([_rows(source) for source in sources], direction, eps)
+        return attend(sources, direction, eps, normed)
+    result, scores, inverse = kernels.attend([_rows(source) for source in sources], direction, eps, normed)
     return result.view(sources[0].shape), scores, inverse
 
 
 def _differentiate(
-    grad: Tensor, scores: Tensor, inverse: Tensor, sources: list[Tensor], direction: Tensor
+    grad: Tensor, scores: Tensor, inverse: Tensor, sources: list[Tensor], direction: Tensor, normed: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     kernels = _kernels(len(sources), grad, *sources)
     if kernels is None:
-        return differentiate(grad, scores, inverse, sources, direction)
+        return differentiate(grad, scores, inverse, sources, direction, normed)
     rows = [_rows(source) for source in sources]
-    return kernels.differentiate(_rows(grad), scores, inverse, rows, direction)
+    return kernels.differentiate(_rows(grad), scores, inverse, rows, direction, normed)
 
 
 def _source_gradient(
@@ -313,14 +319,16 @@ def _source_gradient(
     return gradient.view(source.shape)
 
 
-def _fake_attend(sources: list[Tensor], direction: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_attend(
+    sources: list[Tensor], direction: Tensor, eps: float, normed: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
     kept = promoted(sources)
     rows = direction.new_empty(len(sources), sources[0].numel() // len(direction), dtype=wide_type(kept))  # (N, T)
     return sources[0].new_empty(sources[0].shape, dtype=kept), rows, torch.empty_like(rows)
 
 
 def _fake_differentiate(
-    grad: Tensor, scores: Tensor, inverse: Tensor, sources: list[Tensor], direction: Tensor
+    grad: Tensor, scores: Tensor, inverse: Tensor, sources: list[Tensor], direction: Tensor, normed: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     shares, slopes, shrinks = (torch.empty_like(scores) for _ in range(3))
     return shares, slopes, shrinks, scores.new_empty(direction.shape)
@@ -335,11 +343,13 @@ def _register(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any])
 
 
 _register(
-    "depth_attention(Tensor[] sources, Tensor direction, float eps) -> (Tensor, Tensor, Tensor)", _attend, _fake_attend
+    "depth_attention(Tensor[] sources, Tensor direction, float eps, bool normed=False) -> (Tensor, Tensor, Tensor)",
+    _attend,
+    _fake_attend,
 )
 _register(
-    "depth_attention_backward(Tensor grad, Tensor scores, Tensor inverse, Tensor[] sources, Tensor direction) "
-    "-> (Tensor, Tensor, Tensor, Tensor)",
+    "depth_attention_backward(Tensor grad, Tensor scores, Tensor inverse, Tensor[] sources, Tensor direction, "
+    "bool normed=False) -> (Tensor, Tensor, Tensor, Tensor)",
     _differentiate,
     _fake_differentiate,
 )
@@ -350,7 +360,11 @@ _register(
     lambda source, *_: source.new_empty(source.shape),
 )
 # `torch.library.register_autograd` flattens lists of tensors in Python, which takes as long as a small read
-_LIBRARY.impl("depth_attention", lambda sources, direction, eps: _Read.apply(eps, direction, *sources), "Autograd")
+_LIBRARY.impl(
+    "depth_attention",
+    lambda sources, direction, eps, normed=False: _Read.apply(eps, normed, direction, *sources),
+    "Autograd",
+)
 register_flop_formula(_OPERATORS.depth_attention)(  # two products with each source
     lambda sources, *_, **__: 4 * sum(shape.numel() for shape in sources)
 )

@@ -18,10 +18,12 @@ from torch import Tensor
 STACKED = 1 << 18  # largest number of elements of all sources together that are stacked
 
 
-def listed(sources: Sequence[Tensor], direction: Tensor, eps: float) -> Tensor:
-    """Return Σ_i α_i v_i (…, C) over sources (…, C) for a direction (C,)."""
+def listed(sources: Sequence[Tensor], direction: Tensor, eps: float, normed: bool = False) -> Tensor:
+    """Return Σ_i α_i v_i (…, C) over sources (…, C) for a direction (C,); `normed`: of v_i / rms(v_i)."""
     with exact(direction.device):
         shares = torch.stack([depth_scores(source, direction, eps) for source in sources]).softmax(dim=0)  # (N, …)
+        if normed:
+            shares = shares * torch.stack([inverse_rms(wide(source), eps).squeeze(-1) for source in sources])
         shares = shares.to(sources[0].dtype).unsqueeze(-1)  # (N, …, 1)
         terms = [share * source for share, source in zip(shares, sources, strict=True)]
         return functools.reduce(torch.add, terms)
@@ -60,11 +62,13 @@ def promoted(tensors: Sequence[Tensor]) -> torch.dtype:
     return functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
 
 
-def attend(sources: Sequence[Tensor], direction: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def attend(
+    sources: Sequence[Tensor], direction: Tensor, eps: float, normed: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the weighted sum (…, C) of sources (…, C), the scores and the inverse RMS of sources, (N, T) each."""
     with exact(direction.device):
         if len(sources) * sources[0].numel() <= STACKED:
-            result, scores, norms = _stacked(sources, direction, eps)
+            result, scores, norms = _stacked(sources, direction, eps, normed)
             inverse = norms.T.reciprocal().mul_(math.sqrt(len(direction)))  # (N, T)
             result = result.to(promoted(sources)).view(sources[0].shape)
             return result, scores.T.contiguous(), inverse.contiguous()
@@ -75,32 +79,38 @@ def attend(sources: Sequence[Tensor], direction: Tensor, eps: float) -> tuple[Te
         inverse = norms.square_().div_(len(direction)).add_(eps).rsqrt_()  # (N, T)
         tokens = inverse.shape[1]
         scores = _products(operands, direction.to(dtype).expand(tokens, -1)).mul_(inverse)
-        result = _weighted(operands, scores.softmax(dim=0).to(kept))
+        weights = scores.softmax(dim=0)
+        result = _weighted(operands, (weights.mul_(inverse) if normed else weights).to(kept))
         return result.view(sources[0].shape), scores, inverse
 
 
-def read(sources: Sequence[Tensor], direction: Tensor, eps: float) -> Tensor:
+def read(sources: Sequence[Tensor], direction: Tensor, eps: float, normed: bool = False) -> Tensor:
     """Return the weighted sum (…, C) alone, as inference needs it."""
     newest = sources[-1]
     if len(sources) * newest.numel() > STACKED or torch.is_autocast_enabled(newest.device.type):
-        return attend(sources, direction, eps)[0]
-    return _stacked(sources, direction, eps)[0].to(newest.dtype).view(newest.shape)
+        return attend(sources, direction, eps, normed)[0]
+    return _stacked(sources, direction, eps, normed)[0].to(newest.dtype).view(newest.shape)
 
 
 def differentiate(
-    grad: Tensor, scores: Tensor, inverse: Tensor, sources: Sequence[Tensor], direction: Tensor
+    grad: Tensor, scores: Tensor, inverse: Tensor, sources: Sequence[Tensor], direction: Tensor, normed: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return what gradients are made of, for the gradient (…, C) of the weighted sum.
 
     Returns:
-        α, the gradients of scores over rms(v), and the multiples of the sources themselves, since their norms divide
-        the scores, (N, T) each; the gradient of the direction, (C,).
+        the weights of the sources (α, over rms(v) if they are normed), the gradients of scores over rms(v), and the
+        multiples of the sources themselves, since their norms divide the scores, (N, T) each; the gradient of the
+        direction, (C,).
     """
     with exact(direction.device):
         operands, shares = operands_of(sources), scores.softmax(dim=0)
+        shares = shares.mul_(inverse) if normed else shares
         weighted = shares * _products(operands, grad.reshape(-1, grad.shape[-1]).to(shares.dtype))  # (N, T)
-        slopes = weighted - shares * weighted.sum(dim=0)  # of the scores
-        shrink = (slopes * scores).mul_(inverse.square()).div_(-len(direction))
+        slopes = weighted - (shares / inverse if normed else shares) * weighted.sum(dim=0)  # of the scores
+        through_norms = slopes * scores
+        if normed:  # the norms divide the values, too
+            through_norms += weighted
+        shrink = through_norms.mul_(inverse.square()).div_(-len(direction))
         slopes = slopes.mul_(inverse)
         return shares, slopes, shrink, _weighted(operands, slopes).sum(dim=0)
 
@@ -161,7 +171,7 @@ def _is_next(source: Tensor, following: Tensor) -> bool:
     )
 
 
-def _stacked(sources: Sequence[Tensor], direction: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def _stacked(sources: Sequence[Tensor], direction: Tensor, eps: float, normed: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Return the sum (T, 1, C) and scores (T, N) for a direction (C,), and the norms √C · rms(v), (T, N).
 
     It copies the sources: for few tokens, more operators would cost more.
@@ -171,7 +181,10 @@ def _stacked(sources: Sequence[Tensor], direction: Tensor, eps: float) -> tuple[
     floor = _scalar(math.sqrt(width * eps), stacked.dtype, stacked.device)
     norms = torch.hypot(torch.linalg.vector_norm(stacked, dim=-1), floor)
     scores = torch.matmul(stacked, direction.to(stacked.dtype)).mul_(math.sqrt(width)).div_(norms)
-    return torch.bmm(scores.softmax(-1).unsqueeze(1), stacked), scores, norms
+    weights = scores.softmax(-1)
+    if normed:
+        weights = weights.mul_(math.sqrt(width)).div_(norms)
+    return torch.bmm(weights.unsqueeze(1), stacked), scores, norms
 
 
 @functools.cache

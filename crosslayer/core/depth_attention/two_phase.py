@@ -37,7 +37,7 @@ class Ahead:
     Attributes:
         readers: (S,), the readers that it answers.
         count: N, the number of closed sources.
-        sums: (T, S, C), the weighted sums of the closed sources, in float32 or wider.
+        sums: (T, S, C), the weighted sums of the closed sources, normed or not, in float32 or wider.
         totals: (T, S), the log-sum-exp of their scores.
     """
 
@@ -58,7 +58,9 @@ def pays(closed: Sequence[Tensor]) -> bool:
     return enough and newest.device.type == "cpu" and is_inference()
 
 
-def read_ahead(sources: Sequence[Tensor], readers: Sequence[Any], directions: Tensor, eps: float) -> Ahead:
+def read_ahead(
+    sources: Sequence[Tensor], readers: Sequence[Any], directions: Tensor, eps: float, normed: bool = False
+) -> Ahead:
     """Return the answers of the closed sources (…, C) to readers with directions (S, C): phase 1."""
     width, dtype = directions.shape[1], wide_type(sources[0].dtype)
     rows = [source.reshape(-1, width) for source in sources]  # (T, C) each
@@ -70,14 +72,18 @@ def read_ahead(sources: Sequence[Tensor], readers: Sequence[Any], directions: Te
         for start in range(0, len(rows[0]), step):
             part = slice(start, start + step)
             stacked = wide(torch.stack([row[part] for row in rows], dim=1))  # (t, N, C)
-            scores = (stacked @ directions.T).mul_(_inverse_rms(stacked, eps))  # (t, N, S)
+            inverse = _inverse_rms(stacked, eps)  # (t, N, 1)
+            scores = (stacked @ directions.T).mul_(inverse)  # (t, N, S)
             totals[part] = scores.logsumexp(dim=1)
-            weights = scores.sub_(totals[part].unsqueeze(1)).exp_().mT.contiguous()  # (t, S, N)
+            weights = scores.sub_(totals[part].unsqueeze(1)).exp_()
+            weights = (weights.mul_(inverse) if normed else weights).mT.contiguous()  # (t, S, N)
             torch.bmm(weights, stacked, out=sums[part])
     return Ahead(readers, len(sources), sums, totals)
 
 
-def merge(ahead: Ahead, reader: int, own: Sequence[Tensor], direction: Tensor, eps: float) -> Tensor:
+def merge(
+    ahead: Ahead, reader: int, own: Sequence[Tensor], direction: Tensor, eps: float, normed: bool = False
+) -> Tensor:
     """Return the read (…, C) of a reader of the group, whose own sources are (…, C) each: phase 2."""
     closed, total = ahead.sums[:, reader], ahead.totals[:, reader]  # (T, C), (T,)
     if not own:
@@ -85,7 +91,10 @@ def merge(ahead: Ahead, reader: int, own: Sequence[Tensor], direction: Tensor, e
     with exact(closed.device):
         direction = direction.to(closed.dtype)
         rows = [wide(source.reshape(closed.shape)) for source in own]
-        scores = [(row @ direction).mul_(_inverse_rms(row, eps).squeeze(-1)) for row in rows]
+        inverse = [_inverse_rms(row, eps) for row in rows]  # (T, 1) each
+        scores = [(row @ direction).mul_(each.squeeze(-1)) for row, each in zip(rows, inverse, strict=True)]
+        if normed:
+            rows = [row * each for row, each in zip(rows, inverse, strict=True)]
         if len(rows) == 1:  # a block's running sum: products of matrices, one for each token, took twice as long
             return torch.lerp(rows[0], closed, torch.sigmoid(total - scores[0]).unsqueeze(-1))
         weights = torch.stack([total, *scores]).softmax(dim=0).unsqueeze(-1)  # (1 + own, T, 1)

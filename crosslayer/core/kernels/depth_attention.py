@@ -27,10 +27,13 @@ REGISTERS = {} if torch.version.hip else {"maxnreg": 128}  # of `differentiate`:
 FUSED = {"enable_fp_fusion": True}  # as one multiplication and addition; said here, since the default changes
 
 
-def attend(sources: Sequence[Tensor], direction: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def attend(
+    sources: Sequence[Tensor], direction: Tensor, eps: float, normed: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the weighted sum (T, C) over N sources (T, C), and scores and 1 / rms of the sources, (N, T) each.
 
-    The sum has the sources' promoted dtype, the others are float32. Sources are contiguous; the direction is (C,).
+    The sum is of the sources, or with `normed` of these over their rms, in their promoted dtype; the others are
+    float32. Sources are contiguous; the direction is (C,).
     """
     tokens, width = sources[0].shape
     dtype = functools.reduce(torch.promote_types, (source.dtype for source in sources))
@@ -50,6 +53,7 @@ def attend(sources: Sequence[Tensor], direction: Tensor, eps: float) -> tuple[Te
             eps,
             WIDTH=width,
             BLOCK=block,
+            NORMED=normed,
             num_warps=row_warps(sources),
             **FUSED,
         )
@@ -57,7 +61,7 @@ def attend(sources: Sequence[Tensor], direction: Tensor, eps: float) -> tuple[Te
 
 
 def differentiate(
-    grad: Tensor, scores: Tensor, inverse: Tensor, sources: Sequence[Tensor], direction: Tensor
+    grad: Tensor, scores: Tensor, inverse: Tensor, sources: Sequence[Tensor], direction: Tensor, normed: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return shares, slopes and shrink (N, T) of a reader, and the gradient of its direction (C,), all float32.
 
@@ -87,6 +91,7 @@ def differentiate(
             WIDTH=width,
             BLOCK=block,
             ROWS=triton.next_power_of_2(len(padded(sources))),
+            NORMED=normed,
             num_warps=row_warps(sources),
             **REGISTERS,
             **FUSED,
@@ -149,7 +154,17 @@ def row_warps(tensors: Sequence[Tensor]) -> int:
 
 @triton.jit(do_not_specialize=["count", "tokens", "eps"])
 def attend_kernel(
-    sources, direction, result, scores, inverse, count, tokens, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+    sources,
+    direction,
+    result,
+    scores,
+    inverse,
+    count,
+    tokens,
+    eps,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NORMED: tl.constexpr,
 ):
     """Compute a token's weighted sum with a running maximum; the next row is requested before one is used."""
     token = tl.program_id(0).to(tl.int64)
@@ -176,7 +191,7 @@ def attend_kernel(
             higher = tl.maximum(maximum, score)
             shrunk = tl.exp(maximum - higher)
             share = tl.exp(score - higher)
-            total = total * shrunk + row * share
+            total = total * shrunk + row * (share * norm if NORMED else share)
             mass = mass * shrunk + share
             maximum = higher
             tl.store(scores + at, score)
@@ -200,6 +215,7 @@ def differentiate_kernel(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
+    NORMED: tl.constexpr,
 ):
     """Differentiate the scores of every P-th token, and sum the direction's gradient over these tokens.
 
@@ -222,7 +238,7 @@ def differentiate_kernel(
         share = tl.where(rows < count, tl.exp(score - maximum), 0.0)
         mass = tl.sum(share, axis=0)
         share /= mass
-        products = tl.zeros([ROWS], dtype=tl.float32)  # v_iᵀ grad
+        products = tl.zeros([ROWS], dtype=tl.float32)  # v_iᵀ grad, over rms(v_i) if sources are normed
         mean = tl.zeros([BLOCK], dtype=tl.float32)  # Σ_i shares_i v_i / rms(v_i)
         at = token
         for number in tl.static_range(len(sources)):
@@ -232,8 +248,11 @@ def differentiate_kernel(
                 second = tl.load(sources[number + 2] + offsets, mask=inside & (left > number + 2), other=0.0)
             if count > number:
                 row = current.to(tl.float32)
-                weight = tl.exp(tl.load(scores + at) - maximum) / mass * tl.load(inverse + at)
+                over_rms = tl.load(inverse + at)
+                weight = tl.exp(tl.load(scores + at) - maximum) / mass * over_rms
                 product = tl.sum(row * arrived, axis=0)
+                if NORMED:
+                    product *= over_rms
                 mean += row * weight
                 total += row * (weight * product)
                 products = tl.where(rows == number, product, products)
@@ -242,9 +261,13 @@ def differentiate_kernel(
         total -= mean * average
         norm = tl.load(inverse + column, mask=rows < count, other=0.0)
         slope = share * (products - average) * norm
+        through_norms = slope * score
+        if NORMED:  # the norms divide the values, too
+            through_norms += share * products * norm
+            share *= norm
         tl.store(shares + column, share, mask=rows < count)
         tl.store(slopes + column, slope, mask=rows < count)
-        tl.store(shrink + column, slope * score * norm / (-WIDTH), mask=rows < count)
+        tl.store(shrink + column, through_norms * norm / (-WIDTH), mask=rows < count)
     tl.store(partial + tl.program_id(0).to(tl.int64) * WIDTH + channels, total, mask=inside)
 
 

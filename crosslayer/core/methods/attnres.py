@@ -5,10 +5,16 @@
 Block form: the outputs of consecutive sublayers are summed into a source, b_n = Σ f_j(h_j); inside a block the running
 sum is a source too. Blocks have equal sizes, or each its own.
 
-Inference on a CPU reads prompts in two phases (`core.depth_attention.two_phase`): the numbers are the same.
+Released models have forms of their own. Kimi K3 has the block form. Inkling 2 sums normed sources, v_i / rms(v_i), and
+its layers with full attention read separately for the inputs of queries, keys and values. It scales scores by 1 / √C,
+which a query takes in here (w = q / √C), and norms each of the three inputs with a gain of its own; here a layer has
+one gain for them.
+
+Inference on a CPU reads prompts in two phases (`core.depth_attention.two_phase`), unless layers read separately: the
+numbers are the same.
 
 The other options are the paper's ablations. They read all sources at each sublayer with plain autograd; only the
-published form has a fast implementation.
+published and the released forms have a fast implementation.
 
 Flows: the sources. Reads: every sublayer but the first, and the final norm. Cache: unchanged.
 Source: "Attention Residuals" (arXiv 2603.15031); softmax over depth in float32, unnormalized values.
@@ -31,7 +37,8 @@ from crosslayer.core.method import Carry, Config, Method, Residual, Wiring
 from crosslayer.core.options import check_choice
 from crosslayer.core.sources import Sources, outside_layer_graphs
 
-SOURCES, AHEAD = "attnres.sources", "attnres.ahead"
+SOURCES, AHEAD, INPUTS = "attnres.sources", "attnres.ahead", "attnres.inputs"
+RELEASED = ("block", "query_init", "values", "queries")  # options that are no ablation
 
 
 @dataclass(frozen=True)
@@ -44,6 +51,12 @@ class AttnRes(Method):
     where each sublayer is a block."""
     query_init: float = 0.0
     """Standard deviation of the initial queries; 0, as published: all weights begin equal."""
+
+    values: str = "plain"
+    """What is summed: "plain" sources, as published and in Kimi K3, or "normed" ones, v / rms(v), as in Inkling 2."""
+    queries: int = 1
+    """Queries of a sublayer: 1, or 3 for attention to all tokens, as in Inkling 2, which then reads the inputs of its
+    queries, keys and values separately."""
 
     query: str = "static"
     """Where queries come from: "static", a trained vector; "input", a trained map of the normed newest source."""
@@ -59,6 +72,8 @@ class AttnRes(Method):
     def __post_init__(self):
         check_choice("attnres", "query", self.query, ("static", "input"))
         check_choice("attnres", "weights", self.weights, ("softmax", "sigmoid", "static"))
+        check_choice("attnres", "values", self.values, ("plain", "normed"))
+        check_choice("attnres", "queries", self.queries, (1, 3))
         for option, value in (("depth_heads", self.depth_heads), ("window", self.window)):
             if value is not None and value < 1:
                 raise ValueError(f"attnres: {option} must be at least 1, got {value}")
@@ -66,11 +81,13 @@ class AttnRes(Method):
             raise ValueError(f"attnres: query_init must be at least 0, got {self.query_init}")
         if self.weights == "static" and (self.query != "static" or not self.key_norm or self.query_init):
             raise ValueError("attnres: weights 'static' has neither queries nor keys; leave their options out")
+        if not self.published and (self.queries, self.values) != (1, "plain"):
+            raise ValueError("attnres: values and queries are options of the published form; leave out the ablations'")
 
     @property
     def published(self) -> bool:
-        """Whether the options are the paper's form, with any blocks and any initial queries."""
-        ablations = (field for field in fields(self) if field.name not in ("block", "query_init"))
+        """Whether the options are the paper's form or a released one, with any blocks and any initial queries."""
+        ablations = (field for field in fields(self) if field.name not in RELEASED)
         return all(getattr(self, field.name) == field.default for field in ablations)
 
     def residual(self, config: Config, wiring: Wiring, layer: int, site: str) -> Residual:
@@ -85,7 +102,8 @@ class AttnRes(Method):
         sources = bisect_left(starts, number) + 1  # the embedding, the blocks before; inside a block, its running sum
         if not self.published:
             return _Ablated(self, config, sources, opens)
-        return _Depth(self, config, sources, opens, total=len(starts) + 1)
+        is_full = site == "attn" and config.layer_types is not None and config.layer_types[layer] == "full_attention"
+        return _Depth(self, config, sources, opens, len(starts) + 1, self.queries if is_full else 1)
 
     def final(self, config: Config, wiring: Wiring) -> Residual:
         """Let the output read with its own query and gain."""
@@ -100,7 +118,7 @@ class AttnRes(Method):
         """Put readers into groups that read in two phases: whole blocks, until there are enough readers."""
         group: list[_Depth] = []
         for reader in model.modules():  # in the order of the sublayers; the output is the last
-            if isinstance(reader, _Depth) and not reader.is_first:
+            if isinstance(reader, _Depth) and not reader.is_first and self.queries == 1:
                 if reader.opens and len(group) >= two_phase.READERS:
                     group = []
                 group.append(reader)
@@ -131,15 +149,17 @@ class _Reader(Residual):
 
 
 class _Depth(_Reader):
-    """Reads by attention over depth, as published."""
+    """Reads by attention over depth, as published, or three times: for the inputs of queries, keys and values."""
 
-    def __init__(self, method: AttnRes, config: Config, sources: int, opens: bool, total: int):
+    def __init__(self, method: AttnRes, config: Config, sources: int, opens: bool, total: int, queries: int = 1):
         super().__init__(sources, opens)
         self.total, self.eps, self.query_init = total, config.rms_norm_eps, method.query_init
+        self.normed, self.reads_apart = method.values == "normed", queries > 1 and not self.is_first
         self.group: list[_Depth] = []  # `connect` fills it; the first leads, and answers the queries of all
         self.leads = False
         if not self.is_first:
-            self.query = nn.Parameter(torch.empty(config.hidden_size))
+            shape = (queries, config.hidden_size) if self.reads_apart else (config.hidden_size,)
+            self.query = nn.Parameter(torch.empty(shape))
             self.gain = nn.Parameter(torch.empty(config.hidden_size))
             if not self.query.is_meta:
                 self.reset()
@@ -160,14 +180,29 @@ class _Depth(_Reader):
             carry = {**carry, SOURCES: closed}
         if self.is_first:
             return stream, carry
+        if self.reads_apart:
+            directions = self.query * self.gain  # (3, C)
+            reads = [depth_attention(sources, direction, self.eps, self.normed) for direction in directions]
+            return reads[0], {**carry, INPUTS: tuple(reads)}  # W_c and probes see what queries read
         if self.leads and two_phase.pays(closed):
             carry = {**carry, AHEAD: self._read_ahead(closed)}
         ahead = carry.get(AHEAD)
         if ahead is not None and self in ahead.readers:  # the first of the group may have been skipped
             own = sources[ahead.count :]
-            read = two_phase.merge(ahead, ahead.readers.index(self), own, self.query * self.gain, self.eps)
+            number, direction = ahead.readers.index(self), self.query * self.gain
+            read = two_phase.merge(ahead, number, own, direction, self.eps, self.normed)
             return read.to(stream.dtype).view(stream.shape), carry
-        return depth_attention(sources, self.query * self.gain, self.eps), carry
+        return depth_attention(sources, self.query * self.gain, self.eps, self.normed), carry
+
+    def inputs(self, read: Tensor, carry: Carry) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the inputs of queries, keys and values."""
+        return carry[INPUTS] if self.reads_apart else (read, read, read)
+
+    def write(self, stream: Tensor, update: Tensor, carry: Carry) -> tuple[Tensor, Carry]:
+        """Begin or continue the running sum of the block; later layers do not need the inputs."""
+        if self.reads_apart:
+            carry = {name: held for name, held in carry.items() if name != INPUTS}
+        return super().write(stream, update, carry)
 
     def _read_ahead(self, closed: Sources) -> two_phase.Ahead | None:
         """Return the answers to the group's queries; None if some of these are sharded, offloaded or elsewhere."""
@@ -176,7 +211,7 @@ class _Depth(_Reader):
         if any(type(p) is not nn.Parameter or p.device != closed[0].device for p in parameters):
             return None
         directions = torch.stack([reader.query * reader.gain for reader in self.group])  # (S, C)
-        return two_phase.read_ahead(closed, self.group, directions, self.eps)
+        return two_phase.read_ahead(closed, self.group, directions, self.eps, self.normed)
 
 
 class _Ablated(_Reader):

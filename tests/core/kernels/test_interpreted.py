@@ -33,14 +33,15 @@ def draw(tokens: int, count: int, width: int, dtype: torch.dtype = torch.float32
     return sources, direction, torch.randn(tokens, width, generator=generator).to(dtype)
 
 
-def attended(sources, direction):
+def attended(sources, direction, normed=False):
     """The weighted sums, scores and inverses, token by token and source by source in float64."""
     results, scores, inverses = [], [], []
     for rows in zip(*(source.double() for source in sources), strict=True):
         inverse = [1 / (row.square().mean() + EPS).sqrt() for row in rows]
         score = [direction.double() @ row * factor for row, factor in zip(rows, inverse, strict=True)]
         weights = [value.exp() for value in score]
-        results.append(sum(weight * row for weight, row in zip(weights, rows, strict=True)) / sum(weights))
+        values = [row * factor for row, factor in zip(rows, inverse, strict=True)] if normed else rows
+        results.append(sum(weight * row for weight, row in zip(weights, values, strict=True)) / sum(weights))
         scores.append(torch.stack(score))
         inverses.append(torch.stack(inverse))
     return torch.stack(results), torch.stack(scores, 1), torch.stack(inverses, 1)
@@ -51,25 +52,27 @@ def close(actual, expected, tolerance=CLOSE):
     return (actual.double() - expected).abs().max() <= tolerance * max(1.0, expected.abs().max().item())
 
 
+@pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("tokens, count, width", SHAPES)
-def test_attend(tokens, count, width):
+def test_attend(tokens, count, width, normed):
     sources, direction, _ = draw(tokens, count, width)
-    for actual, expected in zip(
-        depth_attention.attend(sources, direction, EPS), attended(sources, direction), strict=True
-    ):
+    found, oracle = depth_attention.attend(sources, direction, EPS, normed), attended(sources, direction, normed)
+    for actual, expected in zip(found, oracle, strict=True):
         assert actual.dtype == torch.float32 and actual.shape == expected.shape
         assert close(actual, expected)
 
 
+@pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("tokens, count, width", SHAPES)
-def test_gradients(tokens, count, width):
+def test_gradients(tokens, count, width, normed):
     """What `differentiate` and `gradient` make together is what autograd makes."""
     sources, direction, grad = draw(tokens, count, width)
     leaves = [tensor.double().requires_grad_() for tensor in (direction, *sources)]
-    attended(leaves[1:], leaves[0])[0].backward(grad.double())
-    result, scores, inverse = depth_attention.attend(sources, direction, EPS)
-    shares, slopes, shrink, toward = depth_attention.differentiate(grad, scores, inverse, sources, direction)
-    assert close(shares, scores.double().softmax(0), 1e-6)  # a few roundings of float32
+    attended(leaves[1:], leaves[0], normed)[0].backward(grad.double())
+    result, scores, inverse = depth_attention.attend(sources, direction, EPS, normed)
+    shares, slopes, shrink, toward = depth_attention.differentiate(grad, scores, inverse, sources, direction, normed)
+    weights = scores.double().softmax(0) * (inverse.double() if normed else 1)
+    assert close(shares, weights, 1e-6)  # a few roundings of float32
     assert close(toward, leaves[0].grad)
     for number in sorted({0, count // 2, count - 1}):
         terms = [tensor[number : number + 1] for tensor in (shares, slopes)]

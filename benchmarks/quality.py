@@ -33,8 +33,7 @@ from crosslayer.judge.candidate import Candidate
 from crosslayer.judge.clock import Load, random_ids
 from crosslayer.judge.hidden import is_retrieved
 from crosslayer.judge.judge import Judge
-from crosslayer.judge.retrieval import retrieval_change
-from crosslayer.judge.rows import cache_rows, time_rows
+from crosslayer.judge.rows import cache_rows, retrieval_change, time_rows
 from crosslayer.judge.tasks import summary
 from crosslayer.probe.model import positions
 

@@ -81,7 +81,7 @@ def found(row: Row) -> str:
         return f"{row.change_text()} ({row.text(row.value)})"
     if row.quantity == RETRIEVAL:
         return f"{row.count(row.value)} (original {round((row.original or 0) * row.change.n)})"
-    if row.unit == "share" and row.original is not None:
+    if row.unit == "share" and row.original:
         return f"{row.text(row.value)}: {row.change_text()} points"
     return row.change_text()
 

@@ -61,8 +61,8 @@ class Row(Frozen):
         if self.unit == "bytes":
             is_exact = self.change.interval == (self.change.value, self.change.value)
             return percent(self.change.value, 1) if is_exact else self.change.text(1, percent=True)
-        if self.unit == "share" and self.original is None:
-            return self.change.text(0, percent=True)
+        if self.unit == "share" and not self.original and self.change.p is None:  # the change is the share itself
+            return self.change.text(0 if self.original is None else 2, percent=True)
         if self.unit == "share":
             p = f"; p = {self.change.p:.2g}" if self.change.p_decides else ""  # the interval would say otherwise
             return in_points(self.change).text(1, signed=True) + p

@@ -2,19 +2,25 @@
 
     with depth_mixing(model) as mixing:
         model(ids)  # a single sequence
-    mixing.readers  # ["0 attn", "0 mlp", …, "output"]
+    mixing.readers, mixing.sources  # ["0 attn", "0 mlp", …, "output"], ["embedding", "0 attn", …]
     mixing.table()  # (readers, sources): mean weights over tokens, NaN where a source comes later than its reader
+    mixing.by_stream()  # of several residual streams: the weight of each, and what it holds
 
 Plain residuals give ones, Attention Residuals α (in blocks, that of the block for each of its sublayers). No module is
 asked: token by token, the weights solve x = Σ_j m_j v_j for the read x and the outputs v_j, which has one solution if
 there are more channels than sources and none depends on the others.
 
+With several streams (hyper-connections, alternating updates) a sublayer reads x = Σ_k p_k s_k, and each stream is a sum
+of the outputs, s_k = Σ_j m_jk v_j. So x takes p_k m_jk of source j through stream k. The p are unique where no stream
+is a sum of the others: not before there are as many outputs as streams.
+
 Source: the depth mixing matrix of "Attention Residuals" (arXiv 2603.15031).
-Shapes: N sources, L layers, T tokens, C hidden.
+Shapes: N sources, S streams, L layers, T tokens, C hidden.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -30,48 +36,151 @@ TOKENS = 64  # of a sequence, evenly spaced: more would change a mean little
 OWN = 1e-5  # smallest part of each source that earlier ones do not explain
 LOST = 1e-3  # largest part of what is read that no source explains, 1 − the ratio of norms
 SUBLAYERS = ("attention", "mlp")
+OUTPUT = "output"  # the last reader
+
+
+class Read(NamedTuple):
+    """What a sublayer reads, (T, C), how many sources there were, and the streams that it reads from, (S, T, C)."""
+
+    read: Tensor
+    known: int
+    streams: Tensor | None = None
+
+
+class StreamWeights(NamedTuple):
+    """How readers take from several streams, means over tokens; NaN where no solution is unique.
+
+    Means are over those tokens whose streams differ by more than rounding: each has a part of √ε of its dtype that the
+    others do not explain, since errors of ε grow by its inverse.
+
+    Attributes:
+        weights: (readers, S), p.
+        pairs: (readers, N, S), p_k m_jk: what a reader takes of source j through stream k.
+    """
+
+    weights: np.ndarray
+    pairs: np.ndarray
 
 
 class DepthMixing:
-    """The reads and outputs of a forward pass, of `TOKENS` tokens."""
+    """The reads and outputs of a forward pass, of `TOKENS` tokens.
+
+    `why` says what is missing, and why, once `table` or `by_stream` was asked.
+    """
 
     def __init__(self):
         self.readers: list[str] = []
-        self._reads: list[tuple[Tensor, int]] = []  # (T, C), and how many sources there were
+        self.sources: list[str] = []
+        self.why: str | None = None
+        self._reads: list[Read] = []
         self._sources: list[Tensor] = []  # (T, C)
+        self._last: Tensor | None = None  # (S, T, C), the streams behind the last layer
+        self._rounding = 0.0  # ε of the streams' dtype
 
     def see(self, stream: LayerStream) -> None:
         """Record a layer."""
         if not self._sources:
-            self._sources.append(_some(stream.before))
-        for site, read, update in zip(("attn", "mlp"), stream.reads, stream.updates, strict=True):
+            self._begin(stream.entering)
+        between = stream.entering if stream.between is None else stream.between
+        at, outputs = (stream.entering, between), (stream.updates[0], stream.updates[1])
+        if outputs[0] is None:
+            outputs = (stream.linear_update, outputs[1])
+        for number, (site, read, update) in enumerate(zip(("attn", "mlp"), stream.reads, outputs, strict=True)):
             if update is not None:
-                self.read(f"{stream.layer} {site}", update if read is None else read)  # an update explains no read
-                self._sources.append(_some(update))
+                # an update explains no read
+                self.read(f"{stream.layer} {site}", update if read is None else read, at[number])
+                self._add(f"{stream.layer} {site}", update)
+            for name, other in stream.others[number].items():
+                self._add(f"{stream.layer} {name}", other)
+        self._last = stream.leaving
 
-    def read(self, reader: str, read: Tensor) -> None:
-        """Record what is read (…, T, C)."""
+    def read(self, reader: str, read: Tensor, at: Tensor | None = None) -> None:
+        """Record what is read (…, T, C), from the streams `at` (S, T, C) if there are several."""
+        several = None if at is None or len(at) == 1 else torch.stack([_some(one) for one in at])
         self.readers.append(reader)
-        self._reads.append((_some(read), len(self._sources)))
+        self._reads.append(Read(_some(read), len(self._sources), several))
+
+    def _begin(self, entering: Tensor) -> None:
+        """Begin with the embedding, or with what each stream has of it (S, T, C) if they differ."""
+        self._rounding = torch.finfo(entering.dtype).eps
+        alike = all(torch.equal(one, entering[0]) for one in entering)
+        for number, one in enumerate(entering[:1] if alike else entering):
+            self._add("embedding" if alike else f"embedding, stream {number}", one)
+
+    def _add(self, name: str, output: Tensor) -> None:
+        self.sources.append(name)
+        self._sources.append(_some(output))
 
     def table(self) -> np.ndarray | None:
         """Return the mean weights (readers, sources); None if the stream is not a sum of these outputs."""
         tokens, channels = self._sources[0].shape
-        states = [*self._sources, *(read for read, _ in self._reads)]
-        if channels < len(self._sources) or any(state.shape != (tokens, channels) for state in states):
-            return None  # of several streams, some states have other shapes
+        if any(state.shape != (tokens, channels) for state in (*self._sources, *(one.read for one in self._reads))):
+            self.why = "outputs differ in shape"
+            return None
+        if channels < len(self._sources):
+            self.why = f"{len(self._sources)} outputs in {channels} channels have no unique weights"
+            return None
+        reads = torch.stack([one.read for one in self._reads], dim=-1)  # (T, C, M): M readers
+        weights, lost = self._solved(reads, [one.known for one in self._reads])
+        if weights is None:
+            self.why = "outputs depend on one another"
+            return None
+        unknown = [reader for reader, part in zip(self.readers, lost.abs().tolist(), strict=True) if not part < LOST]
+        if unknown:
+            self.why = f"{', '.join(unknown)}: what is read is not a sum of outputs"
+        if set(unknown) - {OUTPUT}:
+            return None
+        later = torch.arange(len(self._sources))[:, None] >= torch.tensor([one.known for one in self._reads])  # (N, M)
+        table = weights.mean(dim=0).cpu().masked_fill(later, torch.nan).T.numpy()  # (M, N)
+        table[[reader in unknown for reader in self.readers]] = np.nan
+        return table
+
+    def by_stream(self) -> StreamWeights | None:
+        """Return how readers take from several streams; None for a single stream, or if `table` has no solution."""
+        count = max((len(one.streams) for one in self._reads if one.streams is not None), default=1)
+        if count == 1 or self.table() is None:
+            return None
+        weights = np.full((len(self._reads), count), np.nan)
+        pairs = np.full((len(self._reads), len(self._sources), count), np.nan)
+        for row, (read, known, at) in enumerate(self._reads):
+            if at is None:
+                continue
+            own = at.permute(1, 2, 0)  # (T, C, S)
+            basis, factors = torch.linalg.qr(own)
+            least = self._rounding**0.5 * own.norm(dim=1)  # (T, S)
+            unique = (factors.diagonal(dim1=1, dim2=2).abs() > least).all(dim=1)  # (T,)
+            inside = basis.mT @ read[..., None]  # (T, S, 1)
+            lost = 1 - inside[unique].norm() / read[unique].norm()
+            held, missing = self._solved(own, [known] * count)  # (T, N, S)
+            solved = held is not None and abs(lost) < LOST and (missing.abs() < LOST).all()
+            if known < count or not unique.any() or not solved:
+                continue
+            assert held is not None
+            taken = torch.linalg.solve_triangular(factors[unique], inside[unique], upper=True)[..., 0]  # (T, S)
+            weights[row] = taken.mean(dim=0).cpu()
+            if len(held) == len(unique):
+                pairs[row] = (held[unique] * taken[:, None]).mean(dim=0).cpu()
+                pairs[row, known:] = np.nan
+        unknown = [reader for reader, row in zip(self.readers, weights, strict=True) if np.isnan(row).any()]
+        if unknown:
+            self.why = f"{', '.join(unknown)}: some stream is a sum of the others there, or more than streams is read"
+        return StreamWeights(weights, pairs)
+
+    def _solved(self, states: Tensor, counts: list[int]) -> tuple[Tensor | None, Tensor]:
+        """Return the weights (T', N, M) of sources in states (T, C, M), and which part of each none explains, (M,).
+
+        The sources of state m are the first `counts[m]`. T' are the tokens whose sources do not depend on one another;
+        None if there are none.
+        """
         sources = torch.stack(self._sources, dim=-1)  # (T, C, N)
         basis, factors = torch.linalg.qr(sources)  # (T, C, N), (T, N, N): the first n columns serve the first n sources
         known = (factors.diagonal(dim1=1, dim2=2).abs() > OWN * sources.norm(dim=1)).all(dim=1)  # (T,)
-        reads = torch.stack([read for read, _ in self._reads], dim=-1)[known]  # (T, C, M): M readers
-        counts = torch.tensor([count for _, count in self._reads], device=reads.device)  # (M,)
-        earlier = torch.arange(len(self._sources), device=reads.device)[:, None] < counts  # (N, M)
-        inside = (basis[known].mT @ reads) * earlier  # (T, N, M)
-        lost = 1 - inside.norm(dim=(0, 1)) / reads.norm(dim=(0, 1))  # (M,)
-        if not known.any() or not (lost.abs() < LOST).all():
-            return None
-        weights = torch.linalg.solve_triangular(factors[known], inside, upper=True).mean(dim=0)  # (N, M)
-        return weights.masked_fill(~earlier, torch.nan).T.cpu().numpy()
+        if not known.any():
+            return None, torch.full((states.shape[-1],), torch.nan)
+        earlier = torch.arange(len(self._sources), device=states.device)[:, None] < states.new_tensor(counts)  # (N, M)
+        inside = (basis[known].mT @ states[known]) * earlier  # (T', N, M)
+        lost = 1 - inside.norm(dim=(0, 1)) / states[known].norm(dim=(0, 1))  # (M,)
+        return torch.linalg.solve_triangular(factors[known], inside, upper=True), lost
 
 
 @contextmanager
@@ -84,7 +193,7 @@ def depth_mixing(model: PreTrainedModel) -> Iterator[DepthMixing]:
         with streams(model, mixing.see):
             yield mixing
         if last:
-            mixing.read("output", last[-1])
+            mixing.read(OUTPUT, last[-1], mixing._last)
     finally:
         if hook is not None:
             hook.remove()

@@ -16,7 +16,7 @@ Shapes: N streams, T tokens, C hidden. Sequences go singly.
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -40,8 +40,11 @@ class LayerStream:
         attention: the module whose output attention adds to the stream.
         mlp: the module whose output the MLP adds to the stream.
         over_depth: whether the layer reads something else than it receives.
-        updates: what attention and the MLP add, as they or norms behind them produced it, (…, T, C).
+        updates: what attention and the MLP add, as they or norms and convolutions behind them produced it, (…, T, C).
         reads: what they read, before a norm, (…, T, C).
+        between: the streams after attention, (N, T, C); None where they are not written there.
+        others: what else the layer adds or reads, by name, (…, T, C): before its MLP, and behind it.
+        linear_update: what linear attention adds in a layer without softmax attention, (…, T, C).
     """
 
     layer: int
@@ -54,6 +57,9 @@ class LayerStream:
     over_depth: bool = False
     updates: tuple[Tensor | None, Tensor | None] = (None, None)
     reads: tuple[Tensor | None, Tensor | None] = (None, None)
+    between: Tensor | None = None
+    others: tuple[dict[str, Tensor], dict[str, Tensor]] = field(default_factory=lambda: ({}, {}))
+    linear_update: Tensor | None = None
 
     @property
     def before(self) -> Tensor:
@@ -95,7 +101,7 @@ def streams(model: PreTrainedModel, see: Callable[[LayerStream], None]) -> Itera
 class _Run(NamedTuple):
     """A block that ran: what it received, produced and adds, and whether attention had run before it.
 
-    It adds what it produced, or what a norm makes of that (Gemma 2, OLMo 2).
+    It adds what it produced, or what a norm (Gemma 2, OLMo 2) or a convolution (Inkling 2) makes of that.
     """
 
     block: nn.Module
@@ -143,6 +149,10 @@ class _LayerWatch:
         blocks = [c for c in children if c is not self.attention and not isinstance(c, Compensation)]
         with_matrices = [block for block in blocks if any(p.dim() > 1 for p in block.parameters())]
         self.blocks = {block: _last_linear(block) for block in with_matrices}
+        self.names = {child: name for name, child in layer.named_children()}
+        self.small = (
+            max(map(_size, [*with_matrices, *([] if self.attention is None else [self.attention])]), default=0) / 8
+        )
         self._clear()
 
     def hook(self, hooks: ExitStack) -> None:
@@ -170,7 +180,8 @@ class _LayerWatch:
         self.read: Tensor | None = None  # (…, T, C) by the first child that receives a single stream
         self.attention_update: Tensor | None = None
         self.after_attention: Tensor | None = None
-        self.read_after: Tensor | None = None  # (…, T, C), where several streams are not written after attention
+        self.read_after: Tensor | None = None  # (…, T, C), of several streams: what is read behind attention
+        self.linear_update: Tensor | None = None  # of linear attention, where the layer has no other
         self.known: list[Tensor] = []  # the layer's input and what its children produced
         self.mixed: list[Tensor] = []  # what children produced out of more than one stream
         self.ran: list[_Run] = []  # the blocks, in the order of execution
@@ -200,9 +211,14 @@ class _LayerWatch:
             self.read = received  # the layer before it has left that, or its own output
             if received.numel() == self.received.numel():
                 self.turns.next_reads(split(received, self.width) if self._over_depth else None)
-        if self.attention_update is None or self.after_attention is not None:
+        if self.attention_update is None and self.linear_update is None:
             return
         is_new = not _among(received, self.known)
+        if self.after_attention is not None:
+            several = self.received.numel() > self.elements
+            if several and is_new and self.read_after is None and received.numel() == self.elements:
+                self.read_after = received  # out of the streams, for the MLP
+            return
         if (is_new or _among(received, self.mixed)) and received.numel() == self.received.numel():
             self.after_attention = received
         elif is_new and self.read_after is None and received.numel() == self.elements:
@@ -227,13 +243,20 @@ class _LayerWatch:
         if self.received is None:
             return
         produced, received = _tensor(output), _first(args, kwargs)
-        update = self.attention_update
-        if update is not None and _is_norm(child) and received.data_ptr() == update.data_ptr():
-            self.attention_update = produced  # a norm on the sublayer's output (Gemma 2, OLMo 2)
-        if self.ran and _is_norm(child) and received.data_ptr() == self.ran[-1].produced.data_ptr():
-            self.ran[-1] = self.ran[-1]._replace(added=produced)
-        if child in self.blocks:
+        update, is_behind = self.attention_update, False
+        if _is_norm(child) or (_size(child) < self.small and produced.numel() == received.numel()):
+            if update is not None and received.data_ptr() == update.data_ptr():
+                self.attention_update, is_behind = produced, True
+            for number, run in enumerate(self.ran):
+                if received.data_ptr() == run.added.data_ptr():
+                    self.ran[number], is_behind = run._replace(added=produced), True
+                    if self.linear_update is not None and self.linear_update.data_ptr() == received.data_ptr():
+                        self.linear_update = produced
+        if child in self.blocks and not is_behind and len(self._wide(args, kwargs)) <= 1:
             self.ran.append(_Run(child, received, produced, produced, update is not None))
+            is_mixer = self.attention is None and received.numel() == produced.numel() == self.elements
+            if is_mixer and self.linear_update is None:
+                self.linear_update = produced  # of the MLP, if it is the only block
         self.known.append(produced)
         if child is not self.attention and len(self._wide(args, kwargs)) > 1:
             self.mixed.append(produced)
@@ -265,10 +288,10 @@ class _LayerWatch:
 
     def _around_attention(self, entering: Tensor) -> tuple[Tensor, Tensor] | None:
         """Return the streams before and after attention, or what is read before and after it."""
-        if self.after_attention is not None:
-            return entering, split(self.after_attention, self.width)
         if self.attention_update is None:
             return None
+        if self.after_attention is not None:
+            return entering, split(self.after_attention, self.width)
         if len(entering) == 1:
             return entering, entering + self.attention_update.view_as(entering)
         if self.read is None or self.read_after is None:
@@ -286,10 +309,14 @@ class _LayerWatch:
             self.turns.next_reads(None)
         entering = split(entering, self.width)
         mlp, update = self._mlp_update(after)
-        if self.attention_update is None:
+        linear = self.linear_update
+        if linear is not None and update is not None and _among(linear, [update]):
+            linear = None  # the MLP is the layer's only block
+        if self.attention_update is None and linear is None:
             read_by_mlp = self.read
         else:
-            read_by_mlp = self.read_after if self.after_attention is None else self.after_attention
+            several = self.received.numel() > self.elements
+            read_by_mlp = self.read_after if several or self.after_attention is None else self.after_attention
         self.turns.waiting = LayerStream(
             self.index,
             entering,
@@ -301,8 +328,22 @@ class _LayerWatch:
             over_depth,
             (self.attention_update, update),
             (self.read, read_by_mlp),
+            None if self.after_attention is None else split(self.after_attention, self.width),
+            self._others(mlp, linear),
+            linear,
         )
         self._clear()
+
+    def _others(self, mlp: nn.Module | None, linear: Tensor | None) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Return what blocks other than attention and the MLP produced, before the MLP and behind it, by name."""
+        before, behind = {}, {}
+        are_mlp = [mlp is not None and mlp in (run.block, self.blocks[run.block]) for run in self.ran]
+        last = are_mlp.index(True) if True in are_mlp else len(are_mlp)
+        for number, run in enumerate(self.ran):
+            is_own = number == last or (linear is not None and run.added.data_ptr() == linear.data_ptr())
+            if not is_own and run.added.numel() == self.elements and run.added.shape[-1] == self.width:
+                (before if number < last else behind)[self.names[run.block]] = run.added
+        return before, behind
 
 
 def split(stream: Tensor, width: int) -> Tensor:

@@ -1,12 +1,15 @@
 """Depth mixing: the weights that are read off are those with which a method reads."""
 
+from unittest import mock
+
 import numpy as np
 import pytest
 import torch
 
 import crosslayer
-from crosslayer.probe.depth import depth_mixing
+from crosslayer.probe.depth import Read, depth_mixing
 from crosslayer.testing.tiny import build, config_of
+from tests.helpers.shipped import families, needs, shipped
 from tests.helpers.tiny import tiny, tokens
 
 READERS = [f"{layer} {site}" for layer in range(6) for site in ("attn", "mlp")] + ["output"]
@@ -75,10 +78,10 @@ def test_denseformer_has_its_trained_weights():
 def test_weights_times_outputs_are_what_was_read(method):
     """Of a single token a mean over tokens is the weight itself."""
     mixing = recorded(build(config_of([method])), tokens(batch=1, length=9))
-    mixing._reads = [(read[4:5], count) for read, count in mixing._reads]
+    mixing._reads = [Read(one.read[4:5], one.known) for one in mixing._reads]
     mixing._sources = [source[4:5] for source in mixing._sources]
     table, outputs = mixing.table(), sources_of(mixing)
-    for row, (read, count) in zip(table, mixing._reads, strict=True):
+    for row, (read, count, _) in zip(table, mixing._reads, strict=True):
         expected = torch.einsum("n,ntc->tc", torch.tensor(row[:count]), outputs[:count])
         assert np.isnan(row[count:]).all() and torch.allclose(read, expected, atol=1e-6)
 
@@ -128,3 +131,96 @@ def test_a_norm_behind_the_mlp_is_part_of_what_it_adds(family):
         model(tokens(batch=1, length=60), use_cache=False)
     table = mixing.table()
     assert table.shape == (7, 7) and np.nanmax(np.abs(table - 1)) < 1e-12
+
+
+def released(family):
+    """A random model in float64, whose parts that compute in float32 do not; and its recorded pass."""
+    model, ids = shipped(family, hidden_size=64), tokens(batch=1, length=17)
+    if family == "glm5_next_text":  # its linear attention needs float32
+        return model, recorded(model, ids), ids
+    model.double().config._experts_implementation = "eager"  # the others take no float64
+    with mock.patch.object(torch.Tensor, "float", torch.Tensor.double):
+        return model, recorded(model, ids), ids
+
+
+@needs("inkling2_text")
+def test_inkling_2_reads_with_its_softmax():
+    """By a loop over blocks: α of a normed block, so that of each of its outputs it takes α / rms(block)."""
+    model, mixing, _ = released("inkling2_text")
+    table, outputs = mixing.table(), sources_of(mixing)
+    readers = [getattr(layer, f"{name}_input") for layer in model.model.layers for name in ("attention", "mlp")]
+    assert len(mixing.sources) == len(readers) + 1 == 9
+    for row, reader in enumerate([*readers, model.model.final_input]):
+        if row == 0:
+            assert reader is None and table[0, 0] == pytest.approx(1)
+            continue
+        blocks = [[0]] + [list(range(1 + start, min(5 + start, row + 1))) for start in range(0, row, 4)]
+        values = [outputs[block].sum(dim=0) for block in blocks]  # (T, C)
+        query = reader.query.detach().double().reshape(-1, 64)[0] / 8  # over √C; of three, that of queries
+        inverse = [1 / (v.square().mean(-1) + 1e-6).sqrt() for v in values]
+        alpha = torch.stack([v @ query * r for v, r in zip(values, inverse, strict=True)]).softmax(dim=0)
+        taken = (alpha * torch.stack(inverse)).mean(dim=1)
+        for weight, members in zip(taken.tolist(), blocks, strict=True):
+            assert np.allclose(table[row, members], weight, atol=1e-5), row
+
+
+def test_deepseek_v4_reads_with_its_own_pre_and_comb():
+    """By a loop over sublayers: a stream holds Σ comb of what the streams held, and post of the new output."""
+    model, seen = shipped("deepseek_v4", hidden_size=64, num_hidden_layers=4, layer_types=None).double(), []
+    model.config._experts_implementation = "eager"
+
+    def keep(module, args, outputs):
+        streams, (post, comb, _) = args[0][0], outputs  # (T, S, C), (1, T, S), (1, T, S, S)
+        flat = module.input_norm(streams.flatten(1))
+        pre = torch.sigmoid(flat @ module.fn[:4].T * module.scale[0] + module.base[:4]) + module.hc_eps
+        seen.append((pre, post[0], comb[0]))
+
+    for layer in model.model.layers:
+        for part in (layer.attn_hc, layer.ffn_hc):
+            part.register_forward_hook(keep)
+    with mock.patch.object(torch.Tensor, "float", torch.Tensor.double):
+        mixing = recorded(model, tokens(batch=1, length=17))
+    table, found, held = mixing.table(), mixing.by_stream(), torch.ones(17, 1, 4, dtype=torch.float64)  # (T, N, S)
+    assert mixing.readers[:3] == ["0 attn", "0 mlp", "1 attn"] and "1 attn" in mixing.why and "1 mlp" not in mixing.why
+    for row, (pre, post, comb) in enumerate(seen):
+        pairs = (held * pre[:, None]).detach().numpy()
+        assert np.allclose(table[row, : row + 1], pairs.sum(axis=-1).mean(axis=0), atol=1e-5)
+        if row < 3:  # fewer outputs than streams
+            assert np.isnan(found.weights[row]).all() and np.isnan(found.pairs[row]).all()
+        else:
+            assert np.allclose(found.weights[row], pre.detach().mean(dim=0), atol=1e-5)
+            assert np.allclose(found.pairs[row, : row + 1], pairs.mean(axis=0), atol=1e-5)
+            assert np.isnan(found.pairs[row, row + 1 :]).all()
+        held = torch.cat([torch.einsum("tnj,tjk->tnk", held, comb), post[:, None]], dim=1)
+
+
+def test_outputs_of_gemma_3n_fade_by_the_square_root_of_two_a_layer():
+    """Its LAuReL block divides the sum by √2; what a linear map reads of the streams at the end is no sum of them."""
+    _, mixing, _ = released("gemma3n_text")
+    table = mixing.table()
+    assert mixing.sources[:6] == [*(f"embedding, stream {k}" for k in range(4)), "0 attn", "0 laurel"]
+    assert np.isnan(table[-1]).all() and mixing.why.startswith("output: ")
+    numbers = [mixing.sources.index(f"{layer} attn") for layer in range(6)]
+    for layer in range(6):
+        assert table[2 * layer + 1, numbers[layer]] == pytest.approx(0.5**0.5, abs=0.01)
+
+
+@pytest.mark.parametrize("family", families("deepseek_v4", "glm5_next_text", "hy_v4", "gemma3n_text", "gemma4_text"))
+def test_weights_times_outputs_are_what_a_released_model_reads(family):
+    """Of a single token a mean over tokens is the weight itself; linear attention and other blocks are sources too."""
+    _, mixing, _ = released(family)
+    mixing._reads = [Read(one.read[4:5], one.known) for one in mixing._reads]
+    mixing._sources = [source[4:5] for source in mixing._sources]
+    table, outputs = mixing.table(), sources_of(mixing)
+    for row, one in zip(table, mixing._reads, strict=True):
+        if not np.isnan(row).all():
+            expected = torch.einsum("n,ntc->tc", torch.tensor(row[: one.known]), outputs[: one.known])
+            assert (one.read - expected).abs().max() <= 1e-4 * one.read.abs().max()  # float32: rounding of seven reads
+    assert np.isnan(table[:-1]).all(axis=1).sum() == 0
+
+
+@needs("qwen4_exp_text")
+def test_where_channels_have_weights_of_their_own_it_says_so():
+    """Qwen4-Exp norms the streams and weighs each channel by itself before a sublayer reads them."""
+    _, mixing, _ = released("qwen4_exp_text")
+    assert mixing.table() is None and mixing.by_stream() is None and "not a sum of outputs" in mixing.why

@@ -106,8 +106,9 @@ def test_what_attention_changes_where_it_writes_no_stream():
 def test_the_mlp_is_the_right_one(family):
     model, expected = shipped(family), []
     for layer in layer_stack(model):
-        norm = getattr(layer, "post_feedforward_layernorm", None)  # whose output is added, where there is one
-        (norm or layer.mlp).register_forward_hook(lambda _, args, out: expected.append(out.reshape(-1, 32)))
+        # whose output is added, where there is one: a norm, or a convolution
+        behind = getattr(layer, "post_feedforward_layernorm", None) or getattr(layer, "post_mlp_convolution", None)
+        (behind or layer.mlp).register_forward_hook(lambda _, args, out: expected.append(out.reshape(-1, 32)))
     assert all(torch.equal(s.mlp_update, update) for s, update in zip(watch(model), expected, strict=True))
 
 

@@ -63,15 +63,12 @@ class StreamWeights(NamedTuple):
 
 
 class DepthMixing:
-    """The reads and outputs of a forward pass, of `TOKENS` tokens.
-
-    `why` says what is missing, and why, once `table` or `by_stream` was asked.
-    """
+    """The reads and outputs of a forward pass, of `TOKENS` tokens."""
 
     def __init__(self):
         self.readers: list[str] = []
         self.sources: list[str] = []
-        self.why: str | None = None
+        self._unknown: dict[str, list[str]] = {}  # readers without weights, by the reason
         self._reads: list[Read] = []
         self._sources: list[Tensor] = []  # (T, C)
         self._last: Tensor | None = None  # (S, T, C), the streams behind the last layer
@@ -111,23 +108,33 @@ class DepthMixing:
         self.sources.append(name)
         self._sources.append(_some(output))
 
+    @property
+    def why(self) -> str | None:
+        """What is not known, and why, of what was asked so far: "fewer outputs than streams (0 attn, 0 mlp)"."""
+        parts = [f"{reason} ({', '.join(readers)})" if readers else reason for reason, readers in self._unknown.items()]
+        return "; ".join(parts) or None
+
     def table(self) -> np.ndarray | None:
-        """Return the mean weights (readers, sources); None if the stream is not a sum of these outputs."""
+        """Return the mean weights (readers, sources); None if the stream is not a sum of these outputs.
+
+        What the output reads may be something else, as in Gemma 3n, which maps its streams: then it has no weights.
+        """
         tokens, channels = self._sources[0].shape
+        self._unknown.clear()
         if any(state.shape != (tokens, channels) for state in (*self._sources, *(one.read for one in self._reads))):
-            self.why = "outputs differ in shape"
+            self._unknown["outputs differ in shape"] = []
             return None
         if channels < len(self._sources):
-            self.why = f"{len(self._sources)} outputs in {channels} channels have no unique weights"
+            self._unknown[f"{len(self._sources)} outputs have no unique weights in {channels} channels"] = []
             return None
         reads = torch.stack([one.read for one in self._reads], dim=-1)  # (T, C, M): M readers
         weights, lost = self._solved(reads, [one.known for one in self._reads])
         if weights is None:
-            self.why = "outputs depend on one another"
+            self._unknown["outputs depend on one another"] = []
             return None
         unknown = [reader for reader, part in zip(self.readers, lost.abs().tolist(), strict=True) if not part < LOST]
         if unknown:
-            self.why = f"{', '.join(unknown)}: what is read is not a sum of outputs"
+            self._unknown["what is read is not a sum of outputs"] = unknown
         if set(unknown) - {OUTPUT}:
             return None
         later = torch.arange(len(self._sources))[:, None] >= torch.tensor([one.known for one in self._reads])  # (N, M)
@@ -142,29 +149,39 @@ class DepthMixing:
             return None
         weights = np.full((len(self._reads), count), np.nan)
         pairs = np.full((len(self._reads), len(self._sources), count), np.nan)
-        for row, (read, known, at) in enumerate(self._reads):
-            if at is None:
+        for row, one in enumerate(self._reads):
+            found = self._through_streams(one)
+            if isinstance(found, str):
+                self._unknown.setdefault(found, []).append(self.readers[row])
                 continue
-            own = at.permute(1, 2, 0)  # (T, C, S)
-            basis, factors = torch.linalg.qr(own)
-            least = self._rounding**0.5 * own.norm(dim=1)  # (T, S)
-            unique = (factors.diagonal(dim1=1, dim2=2).abs() > least).all(dim=1)  # (T,)
-            inside = basis.mT @ read[..., None]  # (T, S, 1)
-            lost = 1 - inside[unique].norm() / read[unique].norm()
-            held, missing = self._solved(own, [known] * count)  # (T, N, S)
-            solved = held is not None and abs(lost) < LOST and (missing.abs() < LOST).all()
-            if known < count or not unique.any() or not solved:
-                continue
-            assert held is not None
-            taken = torch.linalg.solve_triangular(factors[unique], inside[unique], upper=True)[..., 0]  # (T, S)
+            taken, held = found
             weights[row] = taken.mean(dim=0).cpu()
-            if len(held) == len(unique):
-                pairs[row] = (held[unique] * taken[:, None]).mean(dim=0).cpu()
-                pairs[row, known:] = np.nan
-        unknown = [reader for reader, row in zip(self.readers, weights, strict=True) if np.isnan(row).any()]
-        if unknown:
-            self.why = f"{', '.join(unknown)}: some stream is a sum of the others there, or more than streams is read"
+            pairs[row, : one.known] = (held * taken[:, None])[:, : one.known].mean(dim=0).cpu()
         return StreamWeights(weights, pairs)
+
+    def _through_streams(self, one: Read) -> tuple[Tensor, Tensor] | str:
+        """Return the weights (T', S) of streams in a read, and of sources in streams (T', N, S), or why there are none.
+
+        T' are the tokens whose streams differ by more than rounding.
+        """
+        if one.streams is None:
+            return "no streams are seen"
+        if one.known < len(one.streams):
+            return "fewer outputs than streams"
+        streams = one.streams.permute(1, 2, 0)  # (T, C, S)
+        basis, factors = torch.linalg.qr(streams)
+        least = self._rounding**0.5 * streams.norm(dim=1)  # (T, S)
+        unique = (factors.diagonal(dim1=1, dim2=2).abs() > least).all(dim=1)  # (T,)
+        if not unique.any():
+            return "streams depend on one another"
+        inside = basis[unique].mT @ one.read[unique, :, None]  # (T', S, 1)
+        if not abs(1 - inside.norm() / one.read[unique].norm()) < LOST:
+            return "more than the streams is read"
+        held, lost = self._solved(streams, [one.known] * len(one.streams))  # (T, N, S)
+        if held is None or len(held) < len(unique) or not (lost.abs() < LOST).all():
+            return "what streams hold is not a sum of outputs"
+        taken = torch.linalg.solve_triangular(factors[unique], inside, upper=True)[..., 0]  # (T', S)
+        return taken, held[unique]
 
     def _solved(self, states: Tensor, counts: list[int]) -> tuple[Tensor | None, Tensor]:
         """Return the weights (T', N, M) of sources in states (T, C, M), and which part of each none explains, (M,).

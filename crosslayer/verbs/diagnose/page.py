@@ -29,7 +29,7 @@ from crosslayer.verbs.diagnose.curves import (
     panels_beside,
     position_panel,
 )
-from crosslayer.verbs.diagnose.result import Diagnosis, Outputs, TopToken
+from crosslayer.verbs.diagnose.result import DepthWeights, Diagnosis, Outputs, TopToken
 from crosslayer.verbs.diagnose.verdict import findings, notes, verdict_sentences
 
 FIRST, *OTHERS = COLORS  # on the whole page the first color is that of the first token
@@ -56,12 +56,43 @@ def layout(record: Diagnosis) -> Page:
 
 def sentences(record: Diagnosis) -> list[str]:
     """Return the verdict, then what is unusual about the model."""
-    return [*verdict_sentences(record.verdict), *notes(record.model)]
+    lines = [*verdict_sentences(record.verdict), *notes(record.model)]
+    if record.depth_unknown is not None and (record.model.streams > 1 or record.model.over_depth):
+        lines.append(f"Weights over depth are not known where this holds: {record.depth_unknown}.")
+    return lines
 
 
 def tables(record: Diagnosis) -> list[Table]:
     """Return the findings, and the model next to its baseline, if it has one; a terminal shows them too."""
     return [findings(record.verdict), *([] if record.baseline is None else [beside(record, record.baseline)])]
+
+
+def _depth_panels(depth: DepthWeights) -> list[Panel]:
+    """Return what sublayers read of earlier outputs and, where there are several residual streams, through which."""
+    sentence = (
+        "Mean weight of each earlier output in a sublayer's input; the last row is the output. Plain residuals have "
+        "ones. A bright diagonal: each sublayer reads the one before. A bright first column: the embedding."
+    )
+    drawn = [("depth_weights", "Weights over depth", sentence, "source (0 = embedding)", depth.weights, depth.sources)]
+    if depth.streams is not None and depth.pairs is not None:
+        streams = [f"stream {number}" for number in range(depth.streams.array().shape[1])]
+        pairs = [f"{source}, {stream}" for source in depth.sources for stream in streams]
+        sentence = "The weight of each residual stream in what a sublayer reads, mean over tokens."
+        drawn.append(("stream_weights", "Weights of streams", sentence, "residual stream", depth.streams, streams))
+        sentence = (
+            "The weight of each earlier output in a sublayer's input through each residual stream: that of the stream, "
+            f"times what the stream holds of the output. Each output has {len(streams)} columns, one for each stream."
+        )
+        drawn.append(("depth_pairs", "Weights over depth and streams", sentence, "source × stream", depth.pairs, pairs))
+    figures = []
+    for key, title, text, axis, measure, columns in drawn:
+        z = measure.mean
+        known = measure.array()[~np.isnan(measure.array())]
+        ends = (math.floor(10 * known.min()) / 10, math.ceil(10 * known.max()) / 10) if len(known) else SHARE
+        limits = (min(0.0, ends[0]), max(1.0, ends[1]))
+        heat = Heat(numbers(z[0]), numbers(z), z, "mean weight", limits, columns=columns)
+        figures.append(Panel(key, title, text, axis, "sublayer", heat=heat, wide=True))
+    return figures
 
 
 def _cards(record: Diagnosis) -> list[tuple[str, str, str]]:
@@ -125,15 +156,7 @@ def panels(record: Diagnosis) -> list[Panel]:
             lines = [from_one(line) for line in _with_streams(record, name, QUIET)]
             title = f"{title}, by residual stream"
             figures.append(_by_layer(f"{name}_by_stream", title, sentence, DISTANCE, lines, **FROM_ONE))
-    if record.depth_weights is not None:
-        z = record.depth_weights.weights.mean
-        heat = Heat(numbers(z[0]), numbers(z), z, "mean weight", SHARE)
-        sentence = (
-            "Mean weight of each earlier output in a sublayer's input; the last row is the output. Plain residuals "
-            "have ones. A bright diagonal: each sublayer reads the one before. A bright first column: the embedding."
-        )
-        axes = ("source (0 = embedding)", "sublayer")
-        figures.append(Panel("depth_weights", "Weights over depth", sentence, *axes, heat=heat, wide=True))
+    figures += [] if record.depth_weights is None else _depth_panels(record.depth_weights)
     if record.cross_layer is not None:
         cosines = record.cross_layer
         sentence = (

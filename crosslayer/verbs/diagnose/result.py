@@ -114,13 +114,20 @@ class Outputs(Frozen):
 
 
 class DepthWeights(Frozen):
-    """What each sublayer's input takes from earlier outputs, (readers, sources); None where a source comes later.
+    """What each sublayer's input takes from earlier outputs; None where a source comes later, or nothing is known.
 
-    The first source is the embedding, the last reader the output.
+    The first source is the embedding, or what each residual stream has of it; the last reader is the output.
     """
 
     readers: list[str]
-    weights: Measure
+    sources: list[str]
+    weights: Measure = Field(description="(readers, sources)")
+    streams: Measure | None = Field(
+        default=None, description="(readers, streams): the weight of each residual stream, where there are several"
+    )
+    pairs: Measure | None = Field(
+        default=None, description="(readers, sources × streams), streams fastest: what is taken of a source by stream"
+    )
 
 
 class TopToken(Frozen):
@@ -233,7 +240,7 @@ class Diagnosis(Result):
     (L, 2), None for a single sequence. Layers and positions count from 0. Definitions: docs/guides/inspect.md.
     """
 
-    schema_: Literal["crosslayer/diagnose/8"] = Field(default="crosslayer/diagnose/8", alias="schema")
+    schema_: Literal["crosslayer/diagnose/9"] = Field(default="crosslayer/diagnose/9", alias="schema")
     model: DiagnosedModel
     settings: Settings
     measures: Measures
@@ -241,6 +248,7 @@ class Diagnosis(Result):
     cross_layer: CrossLayer | None
     outputs: Outputs | None = None
     depth_weights: DepthWeights | None = None
+    depth_unknown: str | None = Field(default=None, description="which weights over depth are not known, and why")
     importance_by_position: PositionBins
     value_norms_by_position: PositionBins = Field(description="L2 norm over the head size, mean over key-value heads")
     hidden_norms_by_position: PositionBins = Field(description="L2 norm at the input of a layer")

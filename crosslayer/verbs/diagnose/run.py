@@ -19,7 +19,7 @@ from crosslayer.corpus.windows import Text, Windows, open_text, packed, special_
 from crosslayer.models.load import load_config, model_facts, public_name, ready_model
 from crosslayer.output.progress import progress
 from crosslayer.output.record import Measure
-from crosslayer.probe.depth import output_norms
+from crosslayer.probe.depth import DepthMixing, output_norms
 from crosslayer.probe.measures import working
 from crosslayer.probe.model import check_ids, check_length, evaluating, layer_stack, position_embedding, unwrapped
 from crosslayer.stats.bootstrap import Ends, by_position, measure, over_documents
@@ -172,17 +172,29 @@ def _diagnose(inputs: Inputs, cross_layer: bool, outputs: bool) -> Diagnosis:
     return diagnosis.model_copy(update={"outputs": Outputs(**_averages(norms, over))}) if norms else diagnosis
 
 
+def _depth_weights(mixing: Sequence[DepthMixing], over: Ends | None) -> tuple[DepthWeights | None, str | None]:
+    """Return the mean weights over depth of all sequences, or None, and what is not known of them."""
+    tables = [table for one in mixing if (table := one.table()) is not None]  # (readers, sources) each
+    by_stream = [found for one in mixing if (found := one.by_stream()) is not None]
+    unknown = next((one.why for one in mixing if one.why is not None), None)
+    if len(tables) < len(mixing):
+        return None, unknown
+    facts: dict[str, Any] = {"readers": mixing[0].readers, "sources": mixing[0].sources}
+    if len(by_stream) == len(mixing):
+        pairs = np.stack([one.pairs.reshape(len(one.pairs), -1) for one in by_stream])  # (…, readers, sources · S)
+        facts |= {"streams": measure(np.stack([one.weights for one in by_stream]), over), "pairs": measure(pairs, over)}
+    return DepthWeights(weights=measure(np.stack(tables), over), **facts), unknown
+
+
 def _diagnosis(inputs: Inputs, measured: Sequence[SequenceMeasures], cross_layer: bool, started: float) -> Diagnosis:
     """Average the measures over the sequences and build the result."""
-    shapes, tables = measured[0].shapes, [sequence.depth.table() for sequence in measured]  # (readers, sources) each
+    shapes = measured[0].shapes
     over, prefix = over_documents(inputs.settings.documents), range(len(inputs.settings.prefix))
     shares = np.stack([sequence.shares for sequence in measured])  # (N, L, T)
     measures = Measures(**_averages([sequence.measures for sequence in measured], over))
     cosines = _averages([sequence.cross_layer for sequence in measured], over)
     single = _averages([sequence.by_stream for sequence in measured], over)
-    weights, mixing = None, [table for table in tables if table is not None]  # of all sequences, or of none
-    if len(mixing) == len(tables):
-        weights = DepthWeights(readers=measured[0].depth.readers, weights=measure(np.stack(mixing), over))
+    depth, unknown = _depth_weights([sequence.depth for sequence in measured], over)
     conclusions = verdict(measures, shapes, inputs.settings.length)
     known = [shape for shape in shapes if shape is not None]
     facts = DiagnosedModel(
@@ -201,7 +213,8 @@ def _diagnosis(inputs: Inputs, measured: Sequence[SequenceMeasures], cross_layer
         measures=measures,
         by_stream=ByStream(**single) if single else None,
         cross_layer=CrossLayer(**cosines) if cosines else None,
-        depth_weights=weights,
+        depth_weights=depth,
+        depth_unknown=unknown,
         importance_by_position=by_position(shares, prefix),
         last_row_by_position=by_position(np.stack([sequence.last for sequence in measured]), prefix),
         value_norms_by_position=by_position(np.stack([sequence.value_norms for sequence in measured]), prefix),

@@ -11,7 +11,7 @@ log-sum-exp of their scores.
 Shapes: L layers, H heads, S tokens (queries and keys of a sequence), R rows of a block, D head size, E entries.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -33,7 +33,8 @@ class MapSums:
     `diagonal_by_head` (L, H, S). `last` (L, S): the last row of the head-averaged map. `gram`, `gram_without_first`
     (L, L): inner products of head-averaged maps, flattened, with and without column 0. `gram_by_head` (H, L, L): the
     same of single heads. `contribution` (L, 2): the map times the norms of values, summed over rows and heads, in
-    column 0 and in all.
+    column 0 and in all. `gated` (L, S): what each column receives of all heads, each row times its output gate, over
+    the sum of the gates; NaN in a layer without one.
     """
 
     columns_by_head: Tensor
@@ -43,6 +44,7 @@ class MapSums:
     gram_without_first: Tensor
     gram_by_head: Tensor
     contribution: Tensor
+    gated: Tensor
 
     @property
     def columns(self) -> Tensor:
@@ -51,18 +53,21 @@ class MapSums:
 
 
 @torch.no_grad()
-def map_sums(calls: list[AttentionCall], norms: Sequence[Tensor] = ()) -> MapSums:
+def map_sums(
+    calls: list[AttentionCall], norms: Sequence[Tensor] = (), gates: Mapping[int, Tensor] | None = None
+) -> MapSums:
     """Return the sums over the maps of all `calls` (a call for each layer, batch 1, as many queries as keys).
 
-    `norms` are those of the layers' values, (H_kv, S) each; without them `contribution` is zero.
+    `norms` are those of the layers' values, (H_kv, S) each; without them `contribution` is zero. `gates` are the output
+    gates of layers, (S, H) each.
     """
-    return _Blocks(calls, norms).run()
+    return _Blocks(calls, norms, gates or {}).run()
 
 
 class _Blocks:
     """Walks over the row blocks of a sequence; `scores` and `mean` are the two buffers."""
 
-    def __init__(self, calls: list[AttentionCall], norms: Sequence[Tensor]):
+    def __init__(self, calls: list[AttentionCall], norms: Sequence[Tensor], gates: Mapping[int, Tensor]):
         self.calls, self.norms = calls, [working(each) for each in norms]
         self.layers, self.size = len(calls), calls[0].key.shape[2]
         self.heads = [call.query.shape[1] for call in calls]
@@ -79,6 +84,9 @@ class _Blocks:
         self.gram = torch.zeros(self.layers, self.layers, **double)
         self.rest = torch.zeros(self.layers, self.layers, **double)
         self.by_head = torch.zeros(max(self.heads), self.layers, self.layers, **double)
+        self.gates = {number: gates[call.layer].to(like) for number, call in enumerate(calls) if call.layer in gates}
+        self.gated = torch.full((self.layers, self.size), torch.nan, **double)
+        self.gated[list(self.gates)] = 0
 
     def run(self) -> MapSums:
         for start in range(0, self.size, self.rows):
@@ -90,7 +98,11 @@ class _Blocks:
                 norms = self.norms[layer].double()  # (H_kv, S)
                 parts = self.columns[layer, :heads] * norms.repeat_interleave(heads // len(norms), dim=0)  # (H, S)
                 contribution[layer] = torch.stack([parts[:, 0].sum(), parts.sum()])
-        return MapSums(self.columns, self.diagonal, self.last, self.gram, self.rest, self.by_head, contribution)
+        for layer, gate in self.gates.items():
+            self.gated[layer] /= gate.sum()
+        return MapSums(
+            self.columns, self.diagonal, self.last, self.gram, self.rest, self.by_head, contribution, self.gated
+        )
 
     def _block(self, start: int, stop: int) -> None:
         width = self.masks.width(stop)
@@ -104,6 +116,9 @@ class _Blocks:
             self.columns[:, head, :width] += scores.sum(dim=1)
             self.diagonal[:, head, start:stop] = scores.diagonal(offset=start, dim1=1, dim2=2)
             self.by_head[head] += _inner_products(scores)
+            for layer, gate in self.gates.items():
+                if head < self.heads[layer]:
+                    self.gated[layer, :width] += gate[start:stop, head] @ scores[layer]
             if min(self.heads) == max(self.heads):
                 mean.add_(scores, alpha=1 / self.heads[0])
             else:

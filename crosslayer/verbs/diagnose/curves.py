@@ -12,7 +12,7 @@ from crosslayer.output.formatting import Table, listed, plural, ranges
 from crosslayer.output.panel import QUIET, Heat, Line, Panel
 from crosslayer.output.record import Measure, PositionBins
 from crosslayer.stats.bootstrap import plain
-from crosslayer.verbs.diagnose.result import Diagnosis, TextSettings
+from crosslayer.verbs.diagnose.result import Diagnosis, OutputGates, TextSettings
 
 LAYER = "layer"
 LAST_ROW = ("The last token's attention, by position", "Attention of the last token to each position, mean over heads.")
@@ -67,6 +67,19 @@ def head_panel(key: str, measure: Measure, token: str, axis: str = "head") -> Pa
     heat = Heat(numbers(measure.mean[0]), numbers(measure.mean), measure.mean, "attention", SHARE)
     title, sentence = f"Attention on {token}, by {axis}", f"Attention that {token} receives, in each layer and {axis}."
     return Panel(key, title, sentence, axis, LAYER, heat=heat)
+
+
+def gate_panels(gates: OutputGates, before: Measure) -> list[Panel]:
+    """Return the output gates by layer and head, and attention on the first token `before` (L,) and after them."""
+    heat = Heat(numbers(gates.mean.mean[0]), numbers(gates.mean.mean), gates.mean.mean, "gate", SHARE)
+    sentence = "What multiplies each head's output before W_o, mean over tokens and channels."
+    lines = [curve(before, "before the gate"), curve(gates.first_token_share, "after the gate")]
+    title = "Attention on the first token, after the gate"
+    text = "Each row of a map counts as much as its gate is open."
+    return [
+        Panel("output_gates", "Output gates, by head", sentence, "head", LAYER, heat=heat),
+        Panel("gated_first_token", title, text, LAYER, "share", lines, bounds=SHARE),
+    ]
 
 
 def known(measure: Measure) -> dict[int, float]:

@@ -21,6 +21,7 @@ from crosslayer.verbs.diagnose.curves import (
     curve,
     facts_table,
     from_one,
+    gate_panels,
     head_panel,
     highest,
     lowest,
@@ -57,6 +58,11 @@ def layout(record: Diagnosis) -> Page:
 def sentences(record: Diagnosis) -> list[str]:
     """Return the verdict, then what is unusual about the model."""
     lines = [*verdict_sentences(record.verdict), *notes(record.model)]
+    if record.output_gates is not None:
+        layer, least = record.output_gates.most_closed
+        lines.append(
+            f"Heads have output gates, most closed in layer {layer} (mean {least:.2f}): maps are those before the gate."
+        )
     if record.depth_unknown is not None and (record.model.streams > 1 or record.model.over_depth):
         lines.append(f"Weights over depth are not known where this holds: {record.depth_unknown}.")
     return lines
@@ -149,6 +155,8 @@ def panels(record: Diagnosis) -> list[Panel]:
     figures = [*_sink_panels(record), *_map_panels(record), *_layer_panels(record), *_spectrum(record)]
     if record.prefix_share is not None:
         figures.append(head_panel("prefix_share", record.prefix_share, "the prefix", "position"))
+    if record.output_gates is not None:
+        figures += gate_panels(record.output_gates, record.measures.first_token_share)
     changes = {"attention_io_similarity": "What attention changes", "layer_io_similarity": "What whole layers change"}
     for name, title in changes.items():
         if getattr(record.by_stream, name, None) is not None:

@@ -130,6 +130,22 @@ class DepthWeights(Frozen):
     )
 
 
+class OutputGates(Frozen):
+    """What multiplies the heads' outputs before W_o, and attention after it; None in a layer without such a gate."""
+
+    mean: Measure = Field(description="mean over tokens and channels, (L, H), 0 to 1")
+    first_token_share: Measure = Field(description="the first token's share, rows weighted by the gate, (L,), 0 to 1")
+    importance_by_position: PositionBins = Field(description="the share of each token, in the same way")
+
+    @property
+    def most_closed(self) -> tuple[int, float]:
+        """The layer whose gates are most closed, and their mean over heads."""
+        gates = self.mean.array()  # (L, H)
+        layers = [layer for layer, row in enumerate(gates) if not np.isnan(row).all()]
+        least = min(layers, key=lambda layer: float(np.nanmean(gates[layer])))
+        return least, float(np.nanmean(gates[least]))
+
+
 class TopToken(Frozen):
     """A token that receives much of a layer's attention: its text, its share, and its positions.
 
@@ -249,6 +265,7 @@ class Diagnosis(Result):
     outputs: Outputs | None = None
     depth_weights: DepthWeights | None = None
     depth_unknown: str | None = Field(default=None, description="which weights over depth are not known, and why")
+    output_gates: OutputGates | None = Field(default=None, description="None if no layer has one")
     importance_by_position: PositionBins
     value_norms_by_position: PositionBins = Field(description="L2 norm over the head size, mean over key-value heads")
     hidden_norms_by_position: PositionBins = Field(description="L2 norm at the input of a layer")

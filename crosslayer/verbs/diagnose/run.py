@@ -30,6 +30,7 @@ from crosslayer.verbs.diagnose.result import (
     DiagnosedModel,
     Diagnosis,
     Measures,
+    OutputGates,
     Outputs,
     PositionTable,
     ProbedModel,
@@ -186,6 +187,20 @@ def _depth_weights(mixing: Sequence[DepthMixing], over: Ends | None) -> tuple[De
     return DepthWeights(weights=measure(np.stack(tables), over), **facts), unknown
 
 
+def _output_gates(measured: Sequence[SequenceMeasures], over: Ends | None, prefix: range) -> OutputGates | None:
+    """Return the mean output gates, and attention after them; None if no layer has a gate."""
+    means = [one.gates for one in measured if one.gates is not None]
+    shares = [one.gated_shares for one in measured if one.gated_shares is not None]
+    if len(means) < len(measured):
+        return None
+    first = np.stack([share[:, 0] for share in shares])
+    return OutputGates(
+        mean=measure(np.stack(means), over),
+        first_token_share=measure(first, over),
+        importance_by_position=by_position(np.stack(shares), prefix),
+    )
+
+
 def _diagnosis(inputs: Inputs, measured: Sequence[SequenceMeasures], cross_layer: bool, started: float) -> Diagnosis:
     """Average the measures over the sequences and build the result."""
     shapes = measured[0].shapes
@@ -194,6 +209,7 @@ def _diagnosis(inputs: Inputs, measured: Sequence[SequenceMeasures], cross_layer
     measures = Measures(**_averages([sequence.measures for sequence in measured], over))
     cosines = _averages([sequence.cross_layer for sequence in measured], over)
     single = _averages([sequence.by_stream for sequence in measured], over)
+    gates = _output_gates(measured, over, prefix)
     depth, unknown = _depth_weights([sequence.depth for sequence in measured], over)
     conclusions = verdict(measures, shapes, inputs.settings.length)
     known = [shape for shape in shapes if shape is not None]
@@ -215,6 +231,7 @@ def _diagnosis(inputs: Inputs, measured: Sequence[SequenceMeasures], cross_layer
         cross_layer=CrossLayer(**cosines) if cosines else None,
         depth_weights=depth,
         depth_unknown=unknown,
+        output_gates=gates,
         importance_by_position=by_position(shares, prefix),
         last_row_by_position=by_position(np.stack([sequence.last for sequence in measured]), prefix),
         value_norms_by_position=by_position(np.stack([sequence.value_norms for sequence in measured]), prefix),

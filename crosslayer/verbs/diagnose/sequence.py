@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from crosslayer.probe import measures as m
 from crosslayer.probe.depth import DepthMixing, depth_mixing
+from crosslayer.probe.gates import output_gates
 from crosslayer.probe.intercept import AttentionCall, visited
 from crosslayer.probe.maps import BLOCKED, is_causal, map_sums, over_tokens
 from crosslayer.probe.model import layer_stack, no_cache
@@ -108,17 +109,24 @@ class SequenceMeasures:
     shapes: list[LayerShape | None]  # of each layer's attention; None if it has none
     over_depth: bool  # whether layers read by attention over depth
     depth: DepthMixing  # what sublayers take from earlier ones
+    gates: np.ndarray | None  # mean output gate of each head, (L, H); None if no layer has one
+    gated_shares: np.ndarray | None  # each token's share of a layer's attention after the gate, (L, T)
 
 
 def measure_sequence(model: PreTrainedModel, ids: Tensor, cross_layer: bool = False) -> SequenceMeasures:
     """Run the model over token ids (T,) and measure every layer."""
     recorder = _Recorder(CrossLayerCosines() if cross_layer else None)
     ids = ids[None].to(next(model.parameters()).device)  # (1, T)
-    with visited(model, recorder.attention), streams(model, recorder.stream), depth_mixing(model) as depth:
+    with (
+        visited(model, recorder.attention),
+        streams(model, recorder.stream),
+        depth_mixing(model) as depth,
+        output_gates(model) as gates,
+    ):
         model.base_model(input_ids=ids, **no_cache(model))  # the logits are not needed
     layers, calls = len(layer_stack(model)), sorted(recorder.calls, key=lambda call: call.layer)
     norms = [recorder.value_norms[call.layer] for call in calls]
-    of_pairs, of_maps, shares, last = _measure_maps(calls, norms)
+    of_pairs, of_maps, shares, last, gated = _measure_maps(calls, norms, gates)
     measures = {name: spread(by_layer, layers) for name, by_layer in {**recorder.by_layer, **of_maps}.items()}
     attending = [call.layer for call in calls]
     for name, matrix in of_pairs.items():
@@ -140,6 +148,8 @@ def measure_sequence(model: PreTrainedModel, ids: Tensor, cross_layer: bool = Fa
         shapes=shapes,
         over_depth=recorder.over_depth,
         depth=depth,
+        gates=spread({layer: gate.mean(dim=0) for layer, gate in gates.items()}, layers) if gates else None,
+        gated_shares=spread(gated, layers) if gates else None,
     )
 
 
@@ -266,10 +276,13 @@ def _measure_stream(stream: LayerStream, number: int | None = None) -> dict[str,
 
 
 def _measure_maps(
-    calls: list[AttentionCall], norms: list[Tensor]
-) -> tuple[dict[str, Tensor], dict[str, ByLayer], ByLayer, ByLayer]:
-    """Return measures of pairs of attention layers, (L, L), and of single layers; the shares a'; the last rows."""
-    layers, sums = [call.layer for call in calls], map_sums(calls, norms)
+    calls: list[AttentionCall], norms: list[Tensor], gates: dict[int, Tensor]
+) -> tuple[dict[str, Tensor], dict[str, ByLayer], ByLayer, ByLayer, ByLayer]:
+    """Return measures of pairs of attention layers, (L, L), and of single layers; the shares a'; the last rows.
+
+    Last come the shares after the output gate, of those layers that have one.
+    """
+    layers, sums = [call.layer for call in calls], map_sums(calls, norms, gates)
     shares = m.importance(sums.columns)  # (L, T)
     by_head = sums.columns_by_head[:, :, 0] / calls[0].key.shape[2]  # (L, H), a mean over rows: all see token 0
     sinking = (by_head > SINK_THRESHOLD).double().masked_fill(by_head.isnan(), torch.nan)
@@ -287,4 +300,11 @@ def _measure_maps(
         "map_similarity_without_first": m.gram_cosine(sums.gram_without_first),
     }
     by_layer = {name: dict(zip(layers, rows, strict=True)) for name, rows in of_layers.items()}
-    return of_pairs, by_layer, dict(zip(layers, shares, strict=True)), dict(zip(layers, sums.last, strict=True))
+    gated = {layer: row for layer, row in zip(layers, sums.gated, strict=True) if layer in gates}
+    return (
+        of_pairs,
+        by_layer,
+        dict(zip(layers, shares, strict=True)),
+        dict(zip(layers, sums.last, strict=True)),
+        gated,
+    )

@@ -1,0 +1,75 @@
+"""Output gates: what multiplies the output of each head before W_o (Qwen3-Next, Qwen3.5, Inkling 2).
+
+    o = W_o [g ∘ A V],  0 ≤ g ≤ 1;  importance after the gate of token s: Σ_{t,h} g_th A_ths / Σ_{t,h} g_th
+
+A map shows attention that the gate may close. No module is asked for its gate: it is what the attention function
+returned, divided into what the next linear layer of that size receives.
+
+Source: gated attention (arXiv 2505.06708). Shapes: T tokens, H heads, D head size.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from crosslayer.probe.intercept import AttentionCall, intercepted
+from crosslayer.probe.measures import working
+from crosslayer.probe.model import layer_stack
+
+ROUNDING = 2**-6  # how far outside 0 to 1 the ratio of two numbers in bfloat16 may be
+NORM = 1e-2  # of the logarithm of a ratio: less beside a factor for each token and one for each channel is a norm
+
+
+@contextmanager
+def output_gates(model: PreTrainedModel) -> Iterator[dict[int, Tensor]]:
+    """Record the gate of each layer that has one, (T, H), mean over channels, of a pass of a single sequence."""
+    gates: dict[int, Tensor] = {}
+    outputs: dict[int, Tensor] = {}  # of attention functions, (1, T, H, D), until W_o receives them
+
+    def keep(call: AttentionCall) -> AttentionCall:
+        def after(out: Tensor) -> Tensor:
+            outputs[call.layer] = out
+            return out if call.after is None else call.after(out)
+
+        return replace(call, after=after)
+
+    def before_linear(layer: int) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+        def hook(_: nn.Module, args: tuple[Any, ...]) -> None:
+            out, read = outputs.get(layer), args[0]
+            if out is None or read.numel() != out.numel():
+                return
+            if (read.reshape(out.shape) == out).all():  # W_o of attention without a gate
+                del outputs[layer]
+            elif (gate := gate_of(read.reshape(out.shape), out)) is not None:
+                gates[layer] = gate
+                del outputs[layer]
+
+        return hook
+
+    with ExitStack() as hooks, intercepted(model, keep):
+        for layer, block in enumerate(layer_stack(model)):
+            for module in block.modules():
+                if isinstance(module, nn.Linear):
+                    hooks.callback(module.register_forward_pre_hook(before_linear(layer)).remove)
+        yield gates
+
+
+def gate_of(read: Tensor, out: Tensor) -> Tensor | None:
+    """Return the mean over channels (T, H) of what multiplies an output (1, T, H, D); None if it is no gate.
+
+    A gate is from 0 to 1. A norm is none: its ratio is a factor of each token times one of each channel.
+    """
+    read, out = working(read[0]), working(out[0])  # (T, H, D)
+    there = out != 0
+    ratio = (read / out.masked_fill(~there, 1)).masked_fill(~there, 0)
+    if not ratio.isfinite().all() or ratio.min() < -ROUNDING or ratio.max() > 1 + ROUNDING:
+        return None
+    logarithm = ratio.clamp(min=1e-9).log()
+    by_token, by_channel = logarithm.mean(dim=(1, 2), keepdim=True), logarithm.mean(dim=0, keepdim=True)
+    if len(ratio) > 1 and (logarithm - by_token - by_channel + logarithm.mean()).abs().mean() < NORM:
+        return None
+    return ratio.sum(dim=-1) / there.sum(dim=-1).clamp(min=1)

@@ -59,9 +59,9 @@ def output_gates(model: PreTrainedModel) -> Iterator[dict[int, Tensor]]:
 
 
 def gate_of(read: Tensor, out: Tensor) -> Tensor | None:
-    """Return the mean over channels (T, H) of what multiplies an output (1, T, H, D); None if it is no gate.
+    """Return the mean over channels (T, H) of what multiplies an output (1, T, H, D); None if that is not a gate.
 
-    A gate is from 0 to 1. A norm is none: its ratio is a factor of each token times one of each channel.
+    A gate is from 0 to 1. The ratio of a norm is a factor of each token times one of each channel.
     """
     read, out = working(read[0]), working(out[0])  # (T, H, D)
     there = out != 0

@@ -21,7 +21,15 @@ from crosslayer.output.progress import progress
 from crosslayer.output.record import Measure
 from crosslayer.probe.depth import DepthMixing, output_norms
 from crosslayer.probe.measures import working
-from crosslayer.probe.model import check_ids, check_length, evaluating, layer_stack, position_embedding, unwrapped
+from crosslayer.probe.model import (
+    check_ids,
+    check_length,
+    config_positions,
+    evaluating,
+    layer_stack,
+    position_embedding,
+    unwrapped,
+)
 from crosslayer.stats.bootstrap import Ends, by_position, measure, over_documents
 from crosslayer.verbs.diagnose.result import (
     ByStream,
@@ -41,6 +49,7 @@ from crosslayer.verbs.diagnose.result import (
 from crosslayer.verbs.diagnose.sequence import SequenceMeasures, measure_sequence
 from crosslayer.verbs.diagnose.verdict import verdict
 
+LENGTH = 512  # tokens of a sequence, if models have as many positions
 PER_SEQUENCE, SHOWN = 10, 5
 STANDS_OUT = 1.5  # times the median norm: above this a row of a position table is an outlier
 FIRST = -1  # stands for the token at the first position, whatever it is
@@ -54,7 +63,7 @@ def diagnose(
     *,
     baseline: PreTrainedModel | str | Path | None = None,
     sequences: int = 8,
-    length: int = 512,
+    length: int | None = None,
     seed: int = 0,
     bos: str = "auto",
     prefix: str | Sequence[int] | None = None,
@@ -73,7 +82,7 @@ def diagnose(
         tokenizer: in Python, the tokenizer of a loaded model; token ids are then shown as text.
         baseline: another model to compare with, such as the original of a retrofit.
         sequences: sequences to measure; confidence intervals need at least two.
-        length: tokens per sequence.
+        length: tokens per sequence; default: 512, or as many as the models have positions.
         seed: random seed for the order of the text.
         bos: whether sequences start with the BOS token: auto (as the tokenizer does), yes or no.
         prefix: text that every sequence begins with; chat: the chat template's. In Python also token ids.
@@ -91,6 +100,8 @@ def diagnose(
     model, baseline = unwrapped(model), unwrapped(baseline)
     if isinstance(baseline, str | Path):
         load_config(str(baseline))  # an error in its name shows before the first model is measured
+    if length is None:
+        length = default_length(text, *([model] if baseline is None else [model, baseline]))
     cut = {"sequences": sequences, "length": length, "seed": seed, "bos": bos, "prefix": prefix}
     options = {**cut, "dtype": dtype, "device": device}
     diagnoses = []
@@ -99,6 +110,14 @@ def diagnose(
         diagnoses.append(_diagnose(inputs, cross_layer, outputs))
     *others, diagnosis = diagnoses
     return diagnosis.model_copy(update={"baseline": others[0]}) if others else diagnosis
+
+
+def default_length(text: Text, *models: PreTrainedModel | str | Path) -> int:
+    """Return `LENGTH`, or the fewest positions of the models if these are fewer; token ids have their own length."""
+    limits: list[int | None] = []
+    for model in () if isinstance(text, Tensor) else models:
+        limits.append(config_positions(model.config if isinstance(model, PreTrainedModel) else load_config(str(model))))
+    return min([LENGTH, *(limit for limit in limits if limit is not None)])
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from crosslayer.output.progress import progress
 from crosslayer.output.record import Options, Seed
 from crosslayer.probe.model import evaluating, layer_stack, position_limit, unwrapped
 from crosslayer.stats.bootstrap import by_position, over_documents
-from crosslayer.verbs.diagnose.run import Inputs, read_inputs
+from crosslayer.verbs.diagnose.run import Inputs, default_length, read_inputs
 from crosslayer.verbs.intervene.kinds import (
     Ablate,
     InAttention,
@@ -67,7 +67,7 @@ def intervene(
     scan: str | Sequence[Sequence[int]] = "auto",
     controls: int = 2,
     sequences: int = 8,
-    length: int = 512,
+    length: int | None = None,
     seed: int = 0,
     bos: str = "auto",
     prefix: str | Sequence[int] | None = None,
@@ -90,7 +90,7 @@ def intervene(
             10%, 25% and 50% of layers, and all but the first 10% and 25%. In Python also groups of layers.
         controls: control runs with all positions shifted by a random distance (swaps: with a random row or token).
         sequences: sequences to measure; confidence intervals need at least two.
-        length: tokens per sequence.
+        length: tokens per sequence; default: 512, or as many as the model has positions.
         seed: random seed for the order of the text and for the controls.
         bos: whether sequences start with the BOS token: auto (as the tokenizer does), yes or no.
         prefix: text that every sequence begins with; chat: the chat template's. In Python also token ids.
@@ -104,6 +104,8 @@ def intervene(
     model = unwrapped(model)
     if isinstance(text, Tensor) and text.dim() == 2:
         sequences, length = text.shape
+    elif length is None:
+        length = default_length(text, model)
     cut: dict[str, Any] = {"sequences": sequences, "length": length, "seed": seed}
     options: dict[str, Any] = {"interventions": interventions, "scan": scan, "controls": controls}
     request = Request(**options, **cut)

@@ -204,6 +204,10 @@ class RetrofitReport(Measured):
                 changed.append(layer)
         return changed
 
+    def next_command(self, model: str | None = None, out: str | None = None) -> str | None:
+        """Return the command that checks the model; None for a sweep, which saves none."""
+        return None if self.settings.sweep else super().next_command(model, out)
+
     def headline(self) -> dict[str, Any]:
         """Return the figures for the last printed line of the command."""
         worst, numbers = self.domains[0], self.row(self.candidate, RETRIEVAL)

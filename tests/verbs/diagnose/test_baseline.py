@@ -7,6 +7,7 @@ import torch
 
 import crosslayer
 from crosslayer.verbs.diagnose.curves import beside
+from tests.helpers.text import WORDS, tokenizer, words
 from tests.helpers.tiny import tiny, tokens
 
 
@@ -51,3 +52,15 @@ def test_a_wrong_baseline_is_refused_before_anything_is_measured(monkeypatch):
     monkeypatch.setattr("crosslayer.verbs.diagnose.run.measure_sequence", None)
     with pytest.raises(ValueError, match="not exist"):
         crosslayer.diagnose(tiny("llama"), tokens(), baseline="./nothing")
+
+
+def test_the_length_is_as_many_tokens_as_both_models_have_positions(tmp_path):
+    short, long = (tiny("llama", max_position_embeddings=size, vocab_size=len(WORDS)) for size in (40, 64))
+    documents = [words(start, start + 160) for start in (0, 160, 320)]
+    result = crosslayer.diagnose(long, documents, tokenizer(), baseline=short, sequences=2)
+    assert result.settings.length == result.baseline.settings.length == 40
+    assert crosslayer.diagnose(long, documents, tokenizer(), sequences=2).settings.length == 64
+    with pytest.raises(ValueError, match="80.*64"):
+        crosslayer.diagnose(long, documents, tokenizer(), sequences=2, length=80)
+    effect = crosslayer.intervene(long, documents, tokenizer(), interventions=[crosslayer.waiver(20)], sequences=2)
+    assert effect.settings.length == 64

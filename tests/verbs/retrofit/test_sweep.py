@@ -115,4 +115,5 @@ def test_the_command_prints_one_table(monkeypatch, inputs, tmp_path, capsys):  #
     )
     record = json.loads((tmp_path / "out" / "record.json").read_text())
     assert [row["change"]["value"] for row in record["rows"] if row["quantity"] == "bytes"] == [0.9375, 0.875]
+    assert "next:" not in printed  # no model was saved that could be verified
     assert record["settings"]["sweep"] == ["count=1,2"] and not (tmp_path / "out" / "model.safetensors").exists()

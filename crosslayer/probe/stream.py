@@ -150,9 +150,8 @@ class _LayerWatch:
         with_matrices = [block for block in blocks if any(p.dim() > 1 for p in block.parameters())]
         self.blocks = {block: _last_linear(block) for block in with_matrices}
         self.names = {child: name for name, child in layer.named_children()}
-        self.small = (
-            max(map(_size, [*with_matrices, *([] if self.attention is None else [self.attention])]), default=0) / 8
-        )
+        sizes = [_size(module) for module in (self.attention, *with_matrices) if module is not None]
+        self.small = max(sizes, default=0) / 8  # what is smaller is neither attention nor MLP: a convolution, a gate
         self._clear()
 
     def hook(self, hooks: ExitStack) -> None:
@@ -250,8 +249,8 @@ class _LayerWatch:
             for number, run in enumerate(self.ran):
                 if received.data_ptr() == run.added.data_ptr():
                     self.ran[number], is_behind = run._replace(added=produced), True
-                    if self.linear_update is not None and self.linear_update.data_ptr() == received.data_ptr():
-                        self.linear_update = produced
+            if self.linear_update is not None and received.data_ptr() == self.linear_update.data_ptr():
+                self.linear_update = produced
         if child in self.blocks and not is_behind and len(self._wide(args, kwargs)) <= 1:
             self.ran.append(_Run(child, received, produced, produced, update is not None))
             is_mixer = self.attention is None and received.numel() == produced.numel() == self.elements

@@ -19,7 +19,7 @@ from tests.helpers.tiny import tiny, tokens
 from tests.test_docs import rows
 
 PAGE = "docs/methods/released.md"
-HEAD = "| connection | models | type in transformers | field of the config | what crosslayer reads |"
+HEAD = "| connection | models | type in transformers | field of the config | what crosslayer reads | command |"
 ROWS = [row for row in rows(PAGE, HEAD) if "untested" not in row[2]]
 MODELS = (
     "Inkling 2", "Kimi K3", "DeepSeek-V4", "GLM-5-Next", "HY-V4", "Qwen4-Exp", "Gemma 3n", "Gemma 4", "Mistral Large 4",
@@ -64,13 +64,15 @@ def cells(text):
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row[2].strip('`')}: {row[4]}")
 def test_a_row_is_true_of_a_tiny_model(row):
-    _, _, family, fields, claims = row
+    _, _, family, fields, claims, command = row
     family = family.strip("`")
     if family not in CONFIG_MAPPING:
         pytest.skip(f"this version of transformers has no {family}")
     config = AutoConfig.for_model(family)
     assert all(hasattr(config, name) for name in cells(fields))
     assert cells(claims) and all(has(claim, family) for claim in cells(claims))
+    in_the_config = set(cells(claims)) <= {"plan", "shared keys", "shared selection"}
+    assert command.strip("`") == f"crosslayer {'plan' if in_the_config else 'diagnose'} MODEL"
 
 
 def test_the_page_names_every_model_and_its_methods_can_be_built():

@@ -257,3 +257,14 @@ def output_norms(model: PreTrainedModel, ids: Tensor) -> dict[str, np.ndarray]:
         if gradient is not None:
             norms[f"{sublayer}_gradient_norm"][layer] = float(hidden_norms(gradient.flatten(0, -2)).mean())
     return norms
+
+
+def log_slope(norms: np.ndarray) -> float:
+    """Return the slope of the logarithm of norms (L,) over layers, in nats a layer, by least squares.
+
+    Layers without a norm, or with none of size, are left out; NaN if fewer than two are left.
+    """
+    layers = np.flatnonzero(np.nan_to_num(norms) > 0)
+    if len(layers) < 2:
+        return np.nan
+    return float(np.polyfit(layers, np.log(norms[layers]), 1)[0])

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from crosslayer.probe.depth import output_norms
+from crosslayer.probe.depth import log_slope, output_norms
 from crosslayer.probe.stream import streams
 from crosslayer.testing.tiny import build, config_of
 from tests.helpers.cases import CAPPED, GPT2
@@ -108,3 +108,12 @@ def test_a_layer_without_a_sublayer_has_no_norm():
     found = output_norms(model, tokens(batch=1, length=9)[0])
     assert [*np.isnan(found["attention_output_norm"])] == [False, True, False, False, False, False]
     assert [*np.isnan(found["mlp_gradient_norm"])] == [False, False, True, False, False, False]
+
+
+def test_the_slope_over_depth_leaves_out_layers_without_a_norm():
+    layers = np.arange(6.0)
+    norms = 3 * np.exp(0.25 * layers)
+    assert log_slope(norms) == pytest.approx(0.25, rel=1e-12)
+    norms[2], norms[4] = np.nan, 0
+    assert log_slope(norms) == pytest.approx(0.25, rel=1e-12)
+    assert np.isnan(log_slope(np.array([1.0, np.nan])))

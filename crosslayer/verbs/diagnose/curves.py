@@ -25,6 +25,12 @@ def curve(measure: Measure, name: str = "", color: str | None = None, band: bool
     return Line(name, numbers(measure.mean), measure.mean, low, high, color, dashed)
 
 
+def by_layer(key: str, title: str, sentence: str, axis: str, lines: list[Line], **options: Any) -> Panel:
+    """Return a figure of lines over layers, by default of cosines; lines without any point are dropped, except one."""
+    drawn = [line for line in lines if any(height is not None for height in line.y)] or lines[:1]
+    return Panel(key, title, sentence, LAYER, axis, drawn, **{"bounds": COSINE, **options})
+
+
 def from_one(line: Line) -> Line:
     """Return a line of cosines as 1 − cosine, which shows on a logarithmic axis how values near 1 differ."""
     y, high, low = ([None if v is None else 1 - v for v in values or ()] for values in (line.y, line.low, line.high))

@@ -12,12 +12,12 @@ from crosslayer.output.page import Page, Table
 from crosslayer.output.panel import COLORS, QUIET, Heat, Line, Panel
 from crosslayer.output.record import Measure
 from crosslayer.verbs.diagnose.curves import (
-    COSINE,
     LAST_ROW,
     LAYER,
     NORM,
     SHARE,
     beside,
+    by_layer,
     curve,
     facts_table,
     from_one,
@@ -30,7 +30,8 @@ from crosslayer.verbs.diagnose.curves import (
     panels_beside,
     position_panel,
 )
-from crosslayer.verbs.diagnose.result import DepthWeights, Diagnosis, Outputs, TopToken
+from crosslayer.verbs.diagnose.depth_panels import depth_panels, output_panels
+from crosslayer.verbs.diagnose.result import Diagnosis, TopToken
 from crosslayer.verbs.diagnose.verdict import findings, notes, verdict_sentences
 
 FIRST, *OTHERS = COLORS  # on the whole page the first color is that of the first token
@@ -71,34 +72,6 @@ def sentences(record: Diagnosis) -> list[str]:
 def tables(record: Diagnosis) -> list[Table]:
     """Return the findings, and the model next to its baseline, if it has one; a terminal shows them too."""
     return [findings(record.verdict), *([] if record.baseline is None else [beside(record, record.baseline)])]
-
-
-def _depth_panels(depth: DepthWeights) -> list[Panel]:
-    """Return what sublayers read of earlier outputs and, where there are several residual streams, through which."""
-    sentence = (
-        "Mean weight of each earlier output in a sublayer's input; the last row is the output. Plain residuals have "
-        "ones. A bright diagonal: each sublayer reads the one before. A bright first column: the embedding."
-    )
-    drawn = [("depth_weights", "Weights over depth", sentence, "source (0 = embedding)", depth.weights, depth.sources)]
-    if depth.streams is not None and depth.pairs is not None:
-        streams = [f"stream {number}" for number in range(depth.streams.array().shape[1])]
-        pairs = [f"{source}, {stream}" for source in depth.sources for stream in streams]
-        sentence = "The weight of each residual stream in what a sublayer reads, mean over tokens."
-        drawn.append(("stream_weights", "Weights of streams", sentence, "residual stream", depth.streams, streams))
-        sentence = (
-            "The weight of each earlier output in a sublayer's input through each residual stream: that of the stream, "
-            f"times what the stream holds of the output. Each output has {len(streams)} columns, one for each stream."
-        )
-        drawn.append(("depth_pairs", "Weights over depth and streams", sentence, "source × stream", depth.pairs, pairs))
-    figures = []
-    for key, title, text, axis, measure, columns in drawn:
-        z = measure.mean
-        known = measure.array()[~np.isnan(measure.array())]
-        ends = (math.floor(10 * known.min()) / 10, math.ceil(10 * known.max()) / 10) if len(known) else SHARE
-        limits = (min(0.0, ends[0]), max(1.0, ends[1]))
-        heat = Heat(numbers(z[0]), numbers(z), z, "mean weight", limits, columns=columns)
-        figures.append(Panel(key, title, text, axis, "sublayer", heat=heat, wide=True))
-    return figures
 
 
 def _cards(record: Diagnosis) -> list[tuple[str, str, str]]:
@@ -163,8 +136,8 @@ def panels(record: Diagnosis) -> list[Panel]:
             sentence = "1 − the cosine of input and output in each residual stream, and in their mean."
             lines = [from_one(line) for line in _with_streams(record, name, QUIET)]
             title = f"{title}, by residual stream"
-            figures.append(_by_layer(f"{name}_by_stream", title, sentence, DISTANCE, lines, **FROM_ONE))
-    figures += [] if record.depth_weights is None else _depth_panels(record.depth_weights)
+            figures.append(by_layer(f"{name}_by_stream", title, sentence, DISTANCE, lines, **FROM_ONE))
+    figures += [] if record.depth_weights is None else depth_panels(record.depth_weights)
     if record.cross_layer is not None:
         cosines = record.cross_layer
         sentence = (
@@ -178,8 +151,8 @@ def panels(record: Diagnosis) -> list[Panel]:
             curve(cosines.identity_first, "AV + V_1"),
         ]
         title, axis = "Approximations of cross-layer attention", "cosine, mean over tokens"
-        figures.append(_by_layer("cross_layer", title, sentence, axis, lines))
-    figures += _output_panels(record.outputs) if record.outputs else []
+        figures.append(by_layer("cross_layer", title, sentence, axis, lines))
+    figures += output_panels(record.outputs) if record.outputs else []
     if record.position_table is not None:
         table = record.position_table
         outliers = ", ".join(f"{row} ({table.norms[row]:.2f})" for row in table.outliers[:4]) or "none"
@@ -190,25 +163,6 @@ def panels(record: Diagnosis) -> list[Panel]:
         axes = ("position", "L2 norm of the row")
         figures.append(Panel("position_table", "Position table", sentence, *axes, [line], wide=True))
     return figures
-
-
-def _output_panels(outputs: Outputs) -> list[Panel]:
-    """Return the figures of sublayers' outputs, and of the gradients with respect to them."""
-    scale = {"log_y": True, "bounds": NORM}
-    added = [curve(outputs.attention_output_norm, "attention"), curve(outputs.mlp_output_norm, "MLP")]
-    gradients = [curve(outputs.attention_gradient_norm, "attention"), curve(outputs.mlp_gradient_norm, "MLP")]
-    sentence = "Mean norm over tokens of what each sublayer adds to the residual stream."
-    of_gradients = "Mean norm over tokens of the gradient of the summed loss at each sublayer's output."
-    return [
-        _by_layer("output_norm", "What sublayers add", sentence, "L2 norm", added, **scale),
-        _by_layer("gradient_norm", "Gradients over depth", of_gradients, "L2 norm, nats", gradients, **scale),
-    ]
-
-
-def _by_layer(key: str, title: str, sentence: str, axis: str, lines: list[Line], **options: Any) -> Panel:
-    """Return a figure of lines over layers, by default of cosines; lines without any point are dropped, except one."""
-    drawn = [line for line in lines if any(height is not None for height in line.y)] or lines[:1]
-    return Panel(key, title, sentence, LAYER, axis, drawn, **{"bounds": COSINE, **options})
 
 
 def _sink_panels(record: Diagnosis) -> list[Panel]:
@@ -232,7 +186,7 @@ def _sink_panels(record: Diagnosis) -> list[Panel]:
         curve(measures.sink_rate, "sink rate", OTHERS[0]),
         curve(measures.first_contribution, "its share of attention × norm of values", OTHERS[1]),
     ]
-    sink = _by_layer("first_token_share", "Attention on the first token", sentence, "share", lines, bounds=SHARE)
+    sink = by_layer("first_token_share", "Attention on the first token", sentence, "share", lines, bounds=SHARE)
     layer, top = highest(measures.hidden_norm_ratio)
     ratio, scale = "norm, first ÷ median of the others", {"log_y": True, "bounds": NORM}
     sentence = (
@@ -240,14 +194,14 @@ def _sink_panels(record: Diagnosis) -> list[Panel]:
         f"most {top:.3g}×, in layer {layer}. The layer before a jump writes a massive activation."
     )
     lines = _with_streams(record, "hidden_norm_ratio", FIRST)
-    peak = _by_layer("hidden_norm_ratio", "Massive activation of the first token", sentence, ratio, lines, **scale)
+    peak = by_layer("hidden_norm_ratio", "Massive activation of the first token", sentence, ratio, lines, **scale)
     layer, low = lowest(measures.value_norm_ratio)
     sentence = (
         f"Norm of the first token's values over the median of the other tokens: at least {low:.2f}×, in layer {layer}. "
         "Where it is low and attention to the token is high, that attention adds little."
     )
     lines = [curve(measures.value_norm_ratio, "values", FIRST), curve(measures.key_norm_ratio, "keys", OTHERS[0])]
-    drain = _by_layer("value_norm_ratio", "Value drain", sentence, ratio, lines, **scale)
+    drain = by_layer("value_norm_ratio", "Value drain", sentence, ratio, lines, **scale)
     sentence = (
         "Mean cosine of later queries with the first token's key, and with the other keys before them: scores are "
         "‖q‖ ‖k‖ cos θ, so a sink needs a large cosine or a large key."
@@ -256,7 +210,7 @@ def _sink_panels(record: Diagnosis) -> list[Panel]:
         curve(measures.query_key_cosine, "first token's key", FIRST),
         curve(measures.query_key_cosine_others, "keys between", QUIET),
     ]
-    angle = _by_layer("query_key_cosine", "Angle of queries and keys", sentence, "cosine", lines)
+    angle = by_layer("query_key_cosine", "Angle of queries and keys", sentence, "cosine", lines)
     sentence = (
         f"L1 over L2 norm of the MLP's output: √C = {flat:.0f} for a flat vector, near 1 for a few huge channels. A "
         "fall for the first token marks the MLP that writes (or erases) its massive activation."
@@ -265,7 +219,7 @@ def _sink_panels(record: Diagnosis) -> list[Panel]:
         curve(measures.mlp_l1_l2, "first token", FIRST),
         curve(measures.mlp_l1_l2_others, "median of the others", QUIET),
     ]
-    flatness = _by_layer("mlp_l1_l2", "Flatness of the MLP's output", sentence, "L1 / L2", lines, bounds=(1, flat))
+    flatness = by_layer("mlp_l1_l2", "Flatness of the MLP's output", sentence, "L1 / L2", lines, bounds=(1, flat))
     heads = head_panel("first_token_by_head", measures.first_token_by_head, "the first token")
     return [positions, last, *_norm_panels(record), sink, heads, peak, drain, angle, flatness]
 
@@ -351,13 +305,13 @@ def _layer_panels(record: Diagnosis) -> list[Panel]:
         curve(measures.layer_io_similarity, "layer: 1 − cos(x, layer(x))", OTHERS[1]),
     ]
     drawn, title = [from_one(line) for line in lines], "What attention and whole layers change"
-    changes = _by_layer("io_similarity", title, sentence, DISTANCE, drawn, **FROM_ONE)
+    changes = by_layer("io_similarity", title, sentence, DISTANCE, drawn, **FROM_ONE)
     layer, low = lowest(measures.entropy)
     sentence = (
         f"Entropy of the attention that tokens receive ({even:.2f} if even): at least {low:.2f}, in layer {layer}."
     )
     lines = [curve(measures.entropy, color=QUIET)]
-    entropy = _by_layer("entropy", "Concentration of attention", sentence, "entropy (nats)", lines, bounds=(0, even))
+    entropy = by_layer("entropy", "Concentration of attention", sentence, "entropy (nats)", lines, bounds=(0, even))
     rows = measures.top_importance.mean
     ranks = [list(column) for column in zip(*rows, strict=True)]  # (10, L)
     heat = Heat(numbers(rows), [i + 1 for i in numbers(ranks)], ranks, "share of all attention, a′", SHARE)
@@ -371,13 +325,13 @@ def _layer_panels(record: Diagnosis) -> list[Panel]:
         f"Mean cosine between different tokens' hidden states: at most {most:.2f}, at the input of layer {layer}."
     )
     lines = _with_streams(record, "token_similarity", QUIET)
-    smoothing = _by_layer("token_similarity", "Over-smoothing", sentence, "mean cosine", lines)
+    smoothing = by_layer("token_similarity", "Over-smoothing", sentence, "mean cosine", lines)
     sentence = (
         "Mean norm of the hidden states at the input of each layer. In pre-norm models it grows with depth, so later "
         "layers count less; a first token with a huge norm raises the mean too."
     )
     title, lines = "Norm of the residual stream", _with_streams(record, "stream_norm", QUIET)
-    norm = _by_layer("stream_norm", title, sentence, "mean L2 norm", lines, log_y=True, bounds=NORM)
+    norm = by_layer("stream_norm", title, sentence, "mean L2 norm", lines, log_y=True, bounds=NORM)
     return [changes, entropy, top, smoothing, norm]
 
 
@@ -396,4 +350,4 @@ def _spectrum(record: Diagnosis) -> list[Panel]:
     line = Line("", numbers(rows), [row[0] for row in rows], color=QUIET)
     sentence = "Largest eigenvalue of the second moment of the values, all heads together."
     scale = {"log_y": True, "bounds": NORM}
-    return [spectra, _by_layer("largest_eigenvalue", "Size of the values", sentence, "eigenvalue", [line], **scale)]
+    return [spectra, by_layer("largest_eigenvalue", "Size of the values", sentence, "eigenvalue", [line], **scale)]

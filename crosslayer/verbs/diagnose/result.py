@@ -111,6 +111,9 @@ class Outputs(Frozen):
     mlp_output_norm: Measure
     attention_gradient_norm: Measure
     mlp_gradient_norm: Measure
+    slopes: dict[str, Measure] = Field(
+        description="of the log of each norm (attention_output, …) over depth, in nats a layer, by least squares"
+    )
 
 
 class DepthWeights(Frozen):
@@ -256,7 +259,7 @@ class Diagnosis(Result):
     (L, 2), None for a single sequence. Layers and positions count from 0. Definitions: docs/guides/inspect.md.
     """
 
-    schema_: Literal["crosslayer/diagnose/9"] = Field(default="crosslayer/diagnose/9", alias="schema")
+    schema_: Literal["crosslayer/diagnose/10"] = Field(default="crosslayer/diagnose/10", alias="schema")
     model: DiagnosedModel
     settings: Settings
     measures: Measures

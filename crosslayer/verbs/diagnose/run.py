@@ -19,7 +19,7 @@ from crosslayer.corpus.windows import Text, Windows, open_text, packed, special_
 from crosslayer.models.load import load_config, model_facts, public_name, ready_model
 from crosslayer.output.progress import progress
 from crosslayer.output.record import Measure
-from crosslayer.probe.depth import DepthMixing, output_norms
+from crosslayer.probe.depth import DepthMixing, log_slope, output_norms
 from crosslayer.probe.measures import working
 from crosslayer.probe.model import (
     check_ids,
@@ -189,7 +189,16 @@ def _diagnose(inputs: Inputs, cross_layer: bool, outputs: bool) -> Diagnosis:
             meter.step(len(measured), len(inputs.ids))
     over = over_documents(inputs.settings.documents)
     diagnosis = _diagnosis(inputs, measured, cross_layer, started)
-    return diagnosis.model_copy(update={"outputs": Outputs(**_averages(norms, over))}) if norms else diagnosis
+    return diagnosis.model_copy(update={"outputs": _outputs(norms, over)}) if norms else diagnosis
+
+
+def _outputs(norms: Sequence[dict[str, np.ndarray]], over: Ends | None) -> Outputs:
+    """Return the mean norms of N sequences, and the mean slopes of their logarithms over depth."""
+    slopes = {
+        name.removesuffix("_norm"): measure(np.array([log_slope(one[name]) for one in norms]), over)  # (N,) each
+        for name in norms[0]
+    }
+    return Outputs(**_averages(norms, over), slopes=slopes)
 
 
 def _depth_weights(mixing: Sequence[DepthMixing], over: Ends | None) -> tuple[DepthWeights | None, str | None]:

@@ -65,7 +65,7 @@ def test_an_old_record_is_refused_by_its_version():
     record = crosslayer.diagnose(tiny("llama"), tokens()).record()
     with pytest.raises(
         ValueError,
-        match="'crosslayer/diagnosis/2';.*crosslayer/diagnose/9$",
+        match="'crosslayer/diagnosis/2';.*crosslayer/diagnose/10$",
     ):
         crosslayer.Diagnosis.from_record({**record, "schema": "crosslayer/diagnosis/2"})
     with pytest.raises(ValueError, match="Extra inputs"):

@@ -30,7 +30,7 @@ class MapSums:
     """What the measures need of the maps of a sequence, for the L visited layers.
 
     Of each head's map, NaN where a layer has fewer heads: `columns_by_head` (L, H, S), sums over rows, and
-    `diagonal_by_head` (L, H, S). `last` (L, S): the last row of the head-averaged map. `gram`, `gram_without_first`
+    `diagonal_by_head` (L, H, S), and `last_by_head` (L, H, S), the last row. `gram`, `gram_without_first`
     (L, L): inner products of head-averaged maps, flattened, with and without column 0. `gram_by_head` (H, L, L): the
     same of single heads. `contribution` (L, 2): the map times the norms of values, summed over rows and heads, in
     column 0 and in all. `gated` (L, S): what each column receives of all heads, each row times its output gate, over
@@ -39,7 +39,7 @@ class MapSums:
 
     columns_by_head: Tensor
     diagonal_by_head: Tensor
-    last: Tensor
+    last_by_head: Tensor
     gram: Tensor
     gram_without_first: Tensor
     gram_by_head: Tensor
@@ -50,6 +50,11 @@ class MapSums:
     def columns(self) -> Tensor:
         """Sums over rows of the head-averaged map, (L, S)."""
         return self.columns_by_head.nanmean(dim=1)
+
+    @property
+    def last(self) -> Tensor:
+        """The last row of the head-averaged map, (L, S)."""
+        return self.last_by_head.nanmean(dim=1)
 
 
 @torch.no_grad()
@@ -80,7 +85,7 @@ class _Blocks:
         self.mean = like.new_empty(self.layers * self.rows * self.size)
         double = {"dtype": torch.float64, "device": like.device}
         self.columns = torch.zeros(self.layers, max(self.heads), self.size, **double)
-        self.diagonal, self.last = torch.zeros_like(self.columns), self.columns[:, 0]
+        self.diagonal, self.last = torch.zeros_like(self.columns), torch.zeros_like(self.columns)
         self.gram = torch.zeros(self.layers, self.layers, **double)
         self.rest = torch.zeros(self.layers, self.layers, **double)
         self.by_head = torch.zeros(max(self.heads), self.layers, self.layers, **double)
@@ -93,7 +98,8 @@ class _Blocks:
             self._block(start, min(start + self.rows, self.size))
         contribution = self.columns.new_zeros(self.layers, 2)
         for layer, heads in enumerate(self.heads):
-            self.columns[layer, heads:], self.diagonal[layer, heads:] = torch.nan, torch.nan
+            for of_heads in (self.columns, self.diagonal, self.last):
+                of_heads[layer, heads:] = torch.nan
             if self.norms:
                 norms = self.norms[layer].double()  # (H_kv, S)
                 parts = self.columns[layer, :heads] * norms.repeat_interleave(heads // len(norms), dim=0)  # (H, S)
@@ -115,6 +121,7 @@ class _Blocks:
             self._probabilities(scores, head, start, stop, biases)
             self.columns[:, head, :width] += scores.sum(dim=1)
             self.diagonal[:, head, start:stop] = scores.diagonal(offset=start, dim1=1, dim2=2)
+            self.last[:, head, :width] = scores[:, -1]  # in the end that of the last block
             self.by_head[head] += _inner_products(scores)
             for layer, gate in self.gates.items():
                 if head < self.heads[layer]:
@@ -123,7 +130,6 @@ class _Blocks:
                 mean.add_(scores, alpha=1 / self.heads[0])
             else:
                 mean.add_(scores / torch.tensor(self.heads, device=scores.device).view(-1, 1, 1))
-        self.last = mean[:, -1].clone().double()  # (L, S), in the end that of the last block
         first = mean[:, :, 0].clone().double()  # (L, R)
         mean[:, :, 0] = 0
         rest = _inner_products(mean)

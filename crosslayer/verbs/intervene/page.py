@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from crosslayer.output.chart import same_scale
 from crosslayer.output.formatting import listed, ranges
 from crosslayer.output.page import Page
-from crosslayer.output.panel import COLORS, QUIET, Panel
+from crosslayer.output.panel import COLORS, QUIET, Line, Panel
 from crosslayer.output.record import Measure
 from crosslayer.stats.estimate import Estimate
 from crosslayer.verbs.diagnose.curves import (
+    LAST_ROW,
     LAYER,
     NORM,
     SHARE,
@@ -153,6 +154,9 @@ def _panels(record: Effect) -> list[Panel]:
     sentence = "Mean attention that a position receives from tokens that can attend to it. Bright columns are sinks."
     for when, bins in record.attention_by_position:
         heats.append(position_panel(f"attention_{when}", f"Attention by position, {when}", sentence, bins, *scale))
+    title, sentence = LAST_ROW
+    for when, bins in record.last_row_by_position:
+        heats.append(position_panel(f"last_row_{when}", f"{title}, {when}", sentence, bins, *scale))
     heats.append(head_panel("attention_by_head", main.attention_by_head.after, f"{at} after the intervention"))
     title, sentence = f"Attention on {at}", f"Mean attention that {at} receives from {rows}."
     received = [_change("attention_received", title, sentence, RECEIVED, main.attention_received, SHARE)]
@@ -176,7 +180,17 @@ def _panels(record: Effect) -> list[Panel]:
         title, bounds = "Flatness of the MLP's output", (1.0, math.sqrt(record.model.hidden_size))
         states.append(_change("mlp_l1_l2", title, sentence, "L1 / L2", main.mlp_l1_l2, bounds))
     shares = same_scale([*received, *_trial_panels(record)])
-    return [*shares[: len(received)], *states, *shares[len(received) :], *heats]
+    return [*shares[: len(received)], _head(record), *states, *shares[len(received) :], *heats]
+
+
+def _head(record: Effect) -> Panel:
+    """Return the figure of the last token's attention in one head (Fig. 3 and 4 of the paper)."""
+    row = record.last_row_of_head
+    title = f"The last token's attention in head {row.head} of layer {row.layer}"
+    sentence = f"The head in which its attention to position {record.main.position} changes most. Mean over sequences."
+    positions = [float(position) for position in range(len(row.before))]
+    lines = [Line("before", positions, row.before, color=QUIET), Line("after", positions, row.after, color=COLORS[0])]
+    return Panel("last_row_of_head", title, sentence, "position", "share of attention", lines, wide=True, bounds=SHARE)
 
 
 def _change(key: str, title: str, sentence: str, axis: str, change: Change, bounds: tuple[float, float]) -> Panel:

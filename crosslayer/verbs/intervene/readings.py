@@ -24,10 +24,10 @@ from crosslayer.probe.intercept import AttentionCall, visited
 from crosslayer.probe.maps import has_entries, is_causal, map_sums, rows_that_see
 from crosslayer.probe.model import layer_stack, no_cache
 from crosslayer.probe.stream import LayerStream, streams
-from crosslayer.stats.bootstrap import Ends, measure
+from crosslayer.stats.bootstrap import Ends, measure, plain
 from crosslayer.verbs.diagnose.sequence import ByLayer, spread
 from crosslayer.verbs.intervene.kinds import Kind, intervening
-from crosslayer.verbs.intervene.result import Change, PositionChange, Reading, Role
+from crosslayer.verbs.intervene.result import Change, HeadRow, PositionChange, Reading, Role
 
 
 @dataclass(frozen=True)
@@ -36,15 +36,16 @@ class Sample:
 
     `measures` are those of a `Reading` by name, (N, L, P), with `mlp_l1_l2` if some layer has a separate MLP, and
     `attention_by_head` (N, L, P, H). `received` (N, L, T) is the attention that every token receives, `last` (N, L, T)
-    what the last one gives to each. `loss_behind` (N, P) is the mean cross-entropy in
-    nats of the predictions of the tokens after a position: None if it was not requested or the model does not predict
-    next tokens, NaN for positions before the first one requested.
+    what the last one gives to each, and `last_by_head` the same for the heads of a layer, (H, T), mean over sequences.
+    `loss_behind` (N, P) is the mean cross-entropy in nats of the predictions of the tokens after a position: None if it
+    was not requested or the model does not predict next tokens, NaN for positions before the first one requested.
     """
 
     causal: bool
     measures: dict[str, np.ndarray]
     received: np.ndarray
     last: np.ndarray
+    last_by_head: dict[int, np.ndarray]
     loss_behind: np.ndarray | None
 
     def reading(self, index: int, count: int | None = None) -> Reading:
@@ -67,9 +68,13 @@ def sample(
     The loss is computed for the tokens after `loss_from`, by default not at all. `tick` is called after each sequence.
     """
     layers, observers, losses = len(layer_stack(model)), [], []
+    last_by_head: ByLayer = {}
     for sequence in ids:
         observer = _Observer(model, positions)
         losses.append(observer.run(sequence, interventions, loss_from))
+        for layer, rows in observer.last_by_head.items():
+            last_by_head[layer] = last_by_head.get(layer, 0) + rows / len(ids)
+        observer.last_by_head.clear()  # of N sequences it would be large
         observers.append(observer)
         tick()
     measures = {}
@@ -82,6 +87,7 @@ def sample(
         measures=measures,
         received=np.stack([spread(observer.received, layers) for observer in observers]),
         last=np.stack([spread(observer.last, layers) for observer in observers]),
+        last_by_head={layer: rows.cpu().numpy() for layer, rows in last_by_head.items()},
         loss_behind=np.stack(losses) if causal and losses[0] is not None else None,
     )
 
@@ -95,6 +101,7 @@ class _Observer:
         self.rows: ByLayer = {}  # how many other rows may see each token
         self.received: ByLayer = {}
         self.last: ByLayer = {}
+        self.last_by_head: ByLayer = {}  # (H, T)
         self.measures: dict[str, ByLayer] = {name: {} for name in (*Reading.model_fields, "attention_by_head")}
 
     def run(self, sequence: Tensor, interventions: Sequence[Kind], loss_from: int | None) -> np.ndarray | None:
@@ -141,6 +148,7 @@ class _Observer:
         sums = map_sums([call])
         by_head = (sums.columns_by_head[0] - sums.diagonal_by_head[0]) / self.rows[call.layer].clamp(min=1)  # (H, T)
         self.received[call.layer], self.last[call.layer] = by_head.mean(dim=0), sums.last[0]  # (T,)
+        self.last_by_head[call.layer] = sums.last_by_head[0]  # (H, T)
         self.measures["attention_received"][call.layer] = by_head.mean(dim=0)[self.positions]
         self.measures["attention_by_head"][call.layer] = by_head[:, self.positions].T  # (P, H)
         self.measures["value_norm_ratio"][call.layer] = self._ratios(m.value_norms(call.value[0]))  # (H, T, D) → (P,)
@@ -167,6 +175,18 @@ def changes_at(roles: dict[int, Role], before: Sample, after: Sample, over: Ends
             changes["loss_behind"] = None if np.isnan(start).all() else change(start, end, over)
         positions.append(PositionChange(position=position, role=role, **changes))
     return positions
+
+
+def most_changed_head(position: int, before: Sample, after: Sample) -> HeadRow:
+    """Return the last token's attention in the head where its attention to a position changes most."""
+    changes = {
+        layer: np.abs(rows[:, position] - before.last_by_head[layer][:, position])  # (H,)
+        for layer, rows in after.last_by_head.items()
+    }
+    layer = max(changes, key=lambda layer: changes[layer].max())
+    head = int(changes[layer].argmax())
+    start, end = (plain(rows.last_by_head[layer][head]) for rows in (before, after))
+    return HeadRow(layer=layer, head=head, before=start, after=end)
 
 
 def change(before: np.ndarray, after: np.ndarray, over: Ends | None = None) -> Change:

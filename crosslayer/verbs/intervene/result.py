@@ -76,6 +76,15 @@ class AttentionByPosition(Frozen):
     after: PositionBins
 
 
+class HeadRow(Frozen):
+    """What the last token of a sequence attends to in one head, by position, before and after; mean over sequences."""
+
+    layer: int = Field(ge=0)
+    head: int = Field(ge=0)
+    before: list[float]
+    after: list[float]
+
+
 class IntervenedModel(ProbedModel):
     """The model under intervention."""
 
@@ -100,13 +109,16 @@ class Effect(Result):
     Shapes: L layers; 2 stands for before and after.
     """
 
-    schema_: Literal["crosslayer/intervene/6"] = Field(default="crosslayer/intervene/6", alias="schema")
+    schema_: Literal["crosslayer/intervene/7"] = Field(default="crosslayer/intervene/7", alias="schema")
     model: IntervenedModel
     settings: Settings
     interventions: list[Entry] = Field(min_length=1)
     positions: list[PositionChange] = Field(min_length=1)
     attention_by_position: AttentionByPosition
     last_row_by_position: AttentionByPosition = Field(description="attention that the last token gives to each")
+    last_row_of_head: HeadRow = Field(
+        description="of the head in which the last token's attention to the main position changes most"
+    )
     scan: list[Trial]
     controls: list[Control]
     seconds: float

@@ -40,7 +40,7 @@ from crosslayer.verbs.intervene.kinds import (
     load_intervention,
     positions_of,
 )
-from crosslayer.verbs.intervene.readings import changes_at, sample
+from crosslayer.verbs.intervene.readings import changes_at, most_changed_head, sample
 from crosslayer.verbs.intervene.result import (
     PROBED,
     AttentionByPosition,
@@ -210,6 +210,7 @@ def _measure(inputs: Inputs, request: Request) -> Effect:
         positions=changes_at(roles, before, after, over_documents(inputs.settings.documents)),
         attention_by_position=received,
         last_row_by_position=last_row,
+        last_row_of_head=most_changed_head(measured[0], before, after),
         scan=scan,
         controls=control_runs,
         seconds=time.perf_counter() - started,

@@ -78,6 +78,22 @@ def test_measures_are_those_of_a_loop(family, change):
             assert result.attention_received[1].max() == 0
 
 
+@pytest.mark.parametrize("change", [waiver(K), Forbid((K,))], ids=str)
+@pytest.mark.parametrize("family", ["llama", "bert"])
+def test_the_last_tokens_row_is_that_of_the_head_where_it_changes_most(family, change):
+    model, ids, sides = tiny(family, "eager"), tokens(), []
+    for inside in ((), (change,)):
+        with torch.no_grad(), intervening(model, *inside):
+            maps = [model(sequence[None], output_attentions=True).attentions for sequence in ids]
+        rows = [torch.stack([layer[0, :, -1] for layer in of_sequence]) for of_sequence in maps]  # (L, H, T) each
+        sides.append(torch.stack(rows).mean(0))
+    gaps = (sides[1] - sides[0])[:, :, K].abs()  # (L, H)
+    row = intervene(model, ids, interventions=[change], controls=0, scan="none").last_row_of_head
+    assert gaps[row.layer, row.head].item() == pytest.approx(gaps.max().item(), rel=1e-5)
+    for found, expected in zip((row.before, row.after), sides, strict=True):
+        assert np.allclose(found, expected[row.layer, row.head], atol=1e-6)  # six digits are kept
+
+
 def test_scan_controls_and_what_is_left_alone():
     model, ids = tiny("llama"), tokens()
     model.train()
@@ -260,14 +276,14 @@ def test_a_result_is_saved_and_loaded_again_equal(tmp_path):
     page = result.save(tmp_path / "out")
     assert page == tmp_path / "out" / "report.html" and page.read_text() == result.page()
     record = json.loads((tmp_path / "out" / "record.json").read_text())
-    assert record == result.record() and record["schema"] == "crosslayer/intervene/6"
+    assert record == result.record() and record["schema"] == "crosslayer/intervene/7"
     again = Effect.from_record(record)
     assert again == result and again.page() == result.page() and again.headline() == result.headline()
     assert again.interventions == changes and again.settings.text is None and again.command is None
     assert "srcdoc" in result._repr_html_()
     assert ["seconds", f"{result.seconds:.1f}"] in result.run_details()[2]
     assert crosslayer.load_result(tmp_path / "out") == result
-    with pytest.raises(ValueError, match="'crosslayer/intervention/2';.*crosslayer/intervene/6"):
+    with pytest.raises(ValueError, match="'crosslayer/intervention/2';.*crosslayer/intervene/7"):
         Effect.from_record({**record, "schema": "crosslayer/intervention/2"})
     for broken in ({"positions": []}, {"colour": 1}, {"model": {**record["model"], "layers": 4}}):
         with pytest.raises(ValidationError):

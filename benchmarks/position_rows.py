@@ -70,7 +70,7 @@ def main() -> None:
         "own": own,
         "values": values,  # by row, then by norm: one for each sequence
         "rows": rows,
-        "norms_of_rows": {str(row): float(table[row].norm()) for row in (0, POSITION, LENGTH - 1, *rows)},
+        "norms_of_rows": {str(row): table[row].norm().item() for row in (0, POSITION, LENGTH - 1, *rows)},
         "documents": documents.tolist(),
         "summary": {
             str(norm): summary(np.array([values[str(row)][str(norm)] for row in rows]), np.array(own), documents)

@@ -16,7 +16,7 @@ import typer
 from crosslayer import _start
 from crosslayer.cli.declared import REQUIRED, TEXTS, Call, Option, Verb
 from crosslayer.cli.early import check_typed
-from crosslayer.output.folder import check_free, check_target, locked_folder
+from crosslayer.output.folder import check_free, check_target, free_name, locked_folder
 from crosslayer.output.progress import NoProgress, Progress, metered_by, print_to, say
 
 COLORS = {"pass": "green", "fail": "red", "skip": "yellow"}  # of cells with a `Mark`
@@ -101,6 +101,10 @@ def run(verb: Verb, typed: dict[str, Any]) -> None:
     """Run a verb with the values that were typed, and print the result."""
     check_typed(typed)
     is_first = os.environ.get("RANK", "0") == "0"  # among the processes that torchrun starts
+    words = [re.sub(r"(^|=)[/~].*/", r"\1", word) for word in sys.argv[1:]]  # absolute paths: the last part only
+    if verb.is_saved and verb.out and not typed["force"] and not any(word.startswith("--out") for word in words):
+        typed["out"] = free_name(verb.out)
+        words += ["--out", typed["out"]] if typed["out"] != verb.out else []
     out = None if typed.get("out") is None else Path(typed["out"]).expanduser().resolve()
     if out is not None and is_first:
         with locked_folder(out):  # a folder in use is refused before anything is imported
@@ -122,8 +126,7 @@ def run(verb: Verb, typed: dict[str, Any]) -> None:
     made = {name: function(**_values(verb.beside[name], typed)) for name, function in own.items()}
     then = made.pop("then", None)
     arguments = _values(verb.call, typed) | made
-    shortened = [re.sub(r"(^|=)[/~].*/", r"\1", word) for word in sys.argv[1:]]  # absolute paths: the last part only
-    _start.command_line = shlex.join(["crosslayer", *shortened])
+    _start.command_line = shlex.join(["crosslayer", *words])
     try:
         with metered_by(Progress if is_first else NoProgress):
             result = call(**arguments)

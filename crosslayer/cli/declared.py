@@ -104,7 +104,9 @@ class Verb:
         options = [*self._shown()[self.count :], *own]
         if self.is_saved:
             default = REQUIRED if self.out == "" else self.out
-            options += [Option("out", "str", default, "output folder for report.html, record.json and figures."), FORCE]
+            text = "output folder for report.html, record.json and figures"
+            text += "; if it exists, the default gets a number." if self.out else "."
+            options += [Option("out", "str", default, text), FORCE]
         order = [name for names in self.panels.values() for name in names]
         return tuple(sorted((*options, *EVERYWHERE), key=lambda option: (*order, option.name).index(option.name)))
 

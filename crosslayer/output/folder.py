@@ -8,6 +8,7 @@ and repairs this first: it removes the incomplete folder, and restores the old o
 
 import contextlib
 import errno
+import itertools
 import json
 import os
 import shutil
@@ -192,6 +193,12 @@ def check_free(target: Path, force: bool) -> None:
         raise ValueError(f"the folder {target.name!r} exists; give another name, or `force` to replace it")
     if target.exists() and not _is_ours(target):
         raise ValueError(f"the folder {target.name!r} has files not written by crosslayer; `force` does not replace it")
+
+
+def free_name(folder: str) -> str:
+    """Return the name of a folder that does not exist: this one, or with the lowest number: diagnosis-2."""
+    numbered = (folder if number == 1 else f"{folder}-{number}" for number in itertools.count(1))
+    return next(name for name in numbered if not Path(name).exists())
 
 
 def _sibling(target: Path, what: str) -> Path:

@@ -289,7 +289,7 @@ class Diagnosis(Result):
         layers = self.model.layers
         for measures in (self.measures, self.cross_layer, self.outputs, self.by_stream):
             for name, measure in measures or ():
-                if measure is not None:
+                if isinstance(measure, Measure):
                     free = (layers,) if name in PAIRS else measure.array().shape[1:]
                     measure.check(name, (layers, *((self.model.streams,) if measures is self.by_stream else free)))
         return self

@@ -1,6 +1,7 @@
 """The result of a diagnosis: arrays, a round trip through its folder, and the one call from a name or a model."""
 
 import json
+import math
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 import crosslayer
 from crosslayer.corpus.documents import TextSource
+from crosslayer.verbs.diagnose.depth_panels import growth
 from crosslayer.verbs.diagnose.result import Measures
 from tests.helpers.daily import daily
 from tests.helpers.text import WORDS, tokenizer
@@ -41,6 +43,17 @@ def test_a_folder_loads_equal(tmp_path):
     assert crosslayer.load_result(tmp_path / "out") == diagnosis
     drawn = {path.stem for path in (tmp_path / "out" / "figures").iterdir()}
     assert {"position_table", "cross_layer", "importance_by_position", "map_similarity", "entropy"} <= drawn
+
+
+def test_outputs_load_equal_and_their_growth_is_that_of_their_slope(tmp_path):
+    diagnosis = crosslayer.diagnose(tiny("llama", dtype=torch.float32), tokens(), outputs=True)
+    diagnosis.save(tmp_path / "out")
+    assert crosslayer.load_result(tmp_path / "out") == diagnosis
+    assert {"output_norm", "gradient_norm"} <= {path.stem for path in (tmp_path / "out" / "figures").iterdir()}
+    slopes = diagnosis.outputs.slopes
+    assert set(slopes) == {"attention_output", "mlp_output", "attention_gradient", "mlp_gradient"}
+    layers, sentence = diagnosis.model.layers, growth(diagnosis.outputs, "gradient")
+    assert f"× {math.exp(slopes['mlp_gradient'].mean * (layers - 1)):.3g} in MLPs" in sentence
 
 
 def test_arrays_have_the_shapes_that_they_say_and_intervals_beside_them():

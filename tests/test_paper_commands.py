@@ -2,7 +2,8 @@
 
 A mark in the column *time* says that a command needs more than the installed package. All others run from a wheel, in
 a process that imports nothing of this clone. A tiny model of as many layers, with the real tokenizer, takes the place
-of smollm2 and gemma3; trainings are shortened to two steps, and comparisons, which are many trainings, are only read.
+of smollm2 and gemma3. Commands that a page expects to take longer than a minute get smaller samples behind their own
+options, trainings two steps; comparisons, which are many trainings, are only read.
 """
 
 import json
@@ -28,7 +29,13 @@ ROOT = Path(__file__).parent.parent
 PAGES = ("attention-residuals", "resformer", "uniattn", "waiver")
 MARKS = {"hub", "GPU", "clone", "texts", "instructions"}
 TIME = re.compile(r"[\d–-]* ?(s|min|hours?|half an hour|minutes to hours)\b")
-SHORT = ("--set", "schedule.tokens=null", "--set", "schedule.steps=2", "--set", "eval.windows=2")
+STEPS = ("tokens=null", "steps=2", "warmup=1")
+SHORT = {
+    "train": [word for field in STEPS for word in ("--set", f"schedule.{field}")] + ["--set", "eval.windows=2"],
+    "diagnose": ["--sequences", "2", "--length", "64"],
+    "bench": ["--contexts", "64", "--new-tokens", "4"],
+    "needles": ["--lengths", "128", "--samples", "2"],
+}
 
 DRIVER = """
 import json, sys, time
@@ -157,10 +164,12 @@ def models(tmp_path_factory):
 def test_every_command_without_a_mark_runs_from_a_wheel(page, installed, models, tmp_path):
     calls = []
     for command in ALL[page]:
-        if not command.marks and command.words[1] != "compare":
-            calls.append([*command.words, *(SHORT if command.words[1] == "train" else ())])
+        verb, short = command.words[1], command.time.endswith(" s") or command.words[1] == "intervene"
+        if not command.marks and verb != "compare":
+            calls.append([*command.words, *([] if short else SHORT.get(verb, []))])
     outside = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     environment = outside | {"CROSSLAYER_CACHE": str(models), "PYTHONPATH": str(installed), "HF_HUB_OFFLINE": "1"}
+    environment["OMP_NUM_THREADS"] = "1"  # threads of tiny products wait for each other beside other work
     done = subprocess.run(
         [sys.executable, "-c", DRIVER, json.dumps(calls)],
         cwd=tmp_path, env=environment, capture_output=True, text=True, check=False,

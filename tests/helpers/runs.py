@@ -15,6 +15,7 @@ METHODS = {
     "resformer": [{"name": "resformer", "mode": "learnable", "of": "values", "source": "first"}],
     "svformer": [{"name": "svformer", "anchors": [0]}],
     "cla": [{"name": "cla", "group": 2}],
+    "mudd": [{"name": "mudd"}],
 }
 
 
@@ -26,7 +27,8 @@ def run(variant="vanilla", seed=0, loss=3.0, gap=0.0, **changes):
         seed: its seed.
         loss: of books it is 0.1 less, of code 0.3 more.
         gap: what is added to the training curve; a number, or one for each of `STEPS`.
-        changes: `size`, `length`, `steps`, `parameters`, `seconds`, `fingerprint`, `snapshots`, `name`.
+        changes: `size`, `length`, `steps`, `parameters`, `seconds`, `fingerprint`, `snapshots`, `name`, `minimum` and
+            `rate` of the learning rate, and `validation`: held-out losses of books and code, evenly over the steps.
 
     """
     methods = METHODS[variant] if isinstance(variant, str) else variant
@@ -35,13 +37,22 @@ def run(variant="vanilla", seed=0, loss=3.0, gap=0.0, **changes):
     losses = {"books": loss - 0.1, "code": loss + 0.3}
     noise = np.random.default_rng(seed).normal(0, 0.05, len(STEPS))  # of the text, which runs of a seed share
     curve = 3 + 2 * np.exp(-np.array(STEPS) / 50) + noise + gap
+    planted = changes.get("validation")
+    evaluated = (
+        [Validation(step=step, losses={n: v + (200 - step) / 400 for n, v in losses.items()}) for step in (100, 200)]
+        if planted is None
+        else [
+            Validation(step=(number + 1) * steps // len(planted), losses=dict.fromkeys(DOMAINS, value))
+            for number, value in enumerate(map(float, planted))
+        ]
+    )
     recipe = {
         "name": changes.get("name", "planted"),
         "seed": seed,
         "model": {"size": size, "shape": {}, "method": methods or None, "start": None},
         "data": {"length": length, "domains": [{"name": name, "weight": share} for name, share in DOMAINS.items()]},
-        "schedule": {"tokens": None, "steps": steps},
-        "train": {"logging_steps": 10},
+        "schedule": {"tokens": None, "steps": steps, "minimum": changes.get("minimum", 0.1)},
+        "train": {"logging_steps": 10, "learning_rate": changes.get("rate", 1e-3)},
     }
     domains = [
         TrainedDomain(name=name, share=share, tokens=1000, documents=3, validation_tokens=640, passes=0.5,
@@ -62,8 +73,7 @@ def run(variant="vanilla", seed=0, loss=3.0, gap=0.0, **changes):
             steps=list(STEPS), losses=curve.tolist(), learning_rates=[1e-3] * len(STEPS),
             gradient_norms=[1.0] * len(STEPS), tokens_per_second=[1e4] * len(STEPS),
         ),
-        validation=[Validation(step=step, losses={n: v + (200 - step) / 400 for n, v in losses.items()})
-                    for step in (100, 200)],
+        validation=evaluated,
         windows={name: [value] * 10 for name, value in losses.items()},
         snapshots=changes.get("snapshots", ()),
         steps=steps,

@@ -25,6 +25,7 @@ from crosslayer.verbs.compare.result import Configuration, Variant
 
 LONGEST = 60  # characters of a component of a folder's name
 HEADS = "num_key_value_heads"  # the key of a model's shape that belongs to its variant
+RATE = "learning_rate"  # the key of `train` that may
 FIXED = {  # keys that --vary refuses → the option to use
     "model.method": "methods",
     f"model.shape.{HEADS}": "methods",
@@ -42,7 +43,8 @@ def read_methods(methods: str | Sequence[Any], heads: int | None = None) -> list
 
     `methods` is a YAML flow list without its brackets, "vanilla, NAME, {name: NAME, option: 2}", or a list of these
     entries. An entry that is a list combines several methods; "vanilla" and null mean no method. An entry may hold
-    {num_key_value_heads: 1}, alone or with methods; by default a variant has the recipe's own number, `heads`.
+    {num_key_value_heads: 1} and {learning_rate: 1e-3}, alone or with methods; by default a variant has the recipe's
+    own values.
     """
     entries = parse_value(f"[{methods}]", f"methods {methods!r}") if isinstance(methods, str) else methods
     if not entries:
@@ -62,18 +64,25 @@ def _variant(entry: Any, heads: int | None) -> Variant:
             f"`methods` must hold method names, {{name: NAME, option: VALUE}} or lists of these, got {entry!r}"
         )
     methods: list[Any] = []
+    rate = None
     for part in entry if isinstance(entry, list) else [entry]:
-        if not isinstance(part, dict) or part.keys() != {HEADS}:
+        keys = set(part) if isinstance(part, dict) else set()
+        if keys == {HEADS}:
+            heads = part[HEADS]
+            if type(heads) is not int or heads < 1:
+                raise ValueError(f"`methods`: {HEADS} must be a whole number above 0, got {heads!r}")
+        elif keys == {RATE}:
+            rate = part[RATE]
+            if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate < 1:
+                raise ValueError(f"`methods`: {RATE} must be a number above 0 and below 1, got {rate!r}")
+        else:
             methods.append(part)
-            continue
-        heads = part[HEADS]
-        if type(heads) is not int or heads < 1:
-            raise ValueError(f"`methods`: {HEADS} must be a whole number above 0, got {heads!r}")
     if methods in ([None], [PLAIN], [{"name": PLAIN}]):
         methods = []
     try:
         plain = json.dumps([to_entry(method) for method in load_methods(methods)])
-        return variant_of(json.loads(plain), heads)  # JSON turns tuples into lists
+        variant = variant_of(json.loads(plain), heads)  # JSON turns tuples into lists
+        return variant.model_copy(update={"learning_rate": rate})
     except (ValueError, TypeError) as error:  # TypeError: an option that JSON cannot hold
         raise ValueError(f"`methods`: {error}; {PLAIN} means no method") from None
 
@@ -152,6 +161,8 @@ class Grid:
         own = [f"model.method={json.dumps(variant.methods or None)}"]
         if variant.num_key_value_heads is not None:
             own.append(f"model.shape.{HEADS}={variant.num_key_value_heads}")
+        if variant.learning_rate is not None:
+            own.append(f"train.{RATE}={variant.learning_rate}")
         try:
             return load_recipe(self.path, [*self.overrides, *values, *own, *more])
         except ValueError as error:

@@ -8,7 +8,7 @@ Shapes: S pairs (seeds with a run of both), N logged steps; P points, K configur
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -19,6 +19,7 @@ from scipy import stats
 from crosslayer.stats import t_quantile
 from crosslayer.stats.differences import FEWEST, holm, paired_difference, seeds_needed, t_ends, t_mean
 from crosslayer.stats.estimate import Estimate
+from crosslayer.stats.times import TimeComparison
 from crosslayer.verbs.compare.read import GroupedRuns
 from crosslayer.verbs.compare.result import (
     COSTS,
@@ -32,6 +33,7 @@ from crosslayer.verbs.compare.result import (
     Outcome,
     RelativeCurve,
 )
+from crosslayer.verbs.compare.speedup import speedup
 
 SHARE = 20  # by default a curve is smoothed over 1/20 of its length
 # keys that may differ between the configurations of a law
@@ -42,13 +44,23 @@ FARTHEST = 1000  # the largest factor between a cost and the cost to which a law
 RunsBySeed = dict[int, list[ComparedRun]]  # seed → its run in each configuration
 
 
-def outcomes(runs: GroupedRuns, baseline: str, smooth: int | None) -> tuple[Outcome, ...]:
-    """Return each variant compared with the baseline in each configuration; curves are smoothed over `smooth` steps."""
+def outcomes(
+    runs: GroupedRuns, baseline: str, smooth: int | None, times: Mapping[tuple[str, str], TimeComparison] | None = None
+) -> tuple[Outcome, ...]:
+    """Return each variant compared with the baseline in each configuration; curves are smoothed over `smooth` steps.
+
+    `times` are those of a training step, by the labels of configuration and variant.
+    """
     grouped: dict[tuple[str, str], dict[int, ComparedRun]] = {}
     for run in runs.runs:
         grouped.setdefault((run.configuration, run.variant), {})[run.seed] = run
     results = [
-        _outcome(own, grouped.get((configuration.label, baseline), {}), smooth)
+        _outcome(
+            own,
+            grouped.get((configuration.label, baseline), {}),
+            smooth,
+            (times or {}).get((configuration.label, variant.label)),
+        )
         for configuration in runs.configurations
         for variant in runs.variants
         if variant.label != baseline and (own := grouped.get((configuration.label, variant.label)))
@@ -59,7 +71,9 @@ def outcomes(runs: GroupedRuns, baseline: str, smooth: int | None) -> tuple[Outc
     return tuple(results)
 
 
-def _outcome(own: dict[int, ComparedRun], others: dict[int, ComparedRun], smooth: int | None) -> Outcome:
+def _outcome(
+    own: dict[int, ComparedRun], others: dict[int, ComparedRun], smooth: int | None, step_time: TimeComparison | None
+) -> Outcome:
     first = next(iter(own.values()))
     seeds = sorted(own.keys() & others.keys())
     candidates, baselines = [own[seed] for seed in seeds], [others[seed] for seed in seeds]
@@ -81,6 +95,8 @@ def _outcome(own: dict[int, ComparedRun], others: dict[int, ComparedRun], smooth
         seeds_needed=None if final is None else seeds_needed(final.values, RELEVANT),
         curve=curve,
         critical=critical,
+        step_time=step_time,
+        speedup=speedup(candidates, baselines, step_time),
     )
 
 

@@ -14,6 +14,7 @@ from crosslayer.verbs.compare.sentences import sentences, titled, with_values, w
 
 Read = Callable[[ComparedRun], float | None]
 STEP_TIME = "time per step"
+RATE = "learning rate"
 COLUMNS: tuple[tuple[str, Read, float, str], ...] = (  # title, how it is read from a run, its unit and the unit's name
     ("parameters", lambda run: run.parameters, 1e6, "M"),
     ("FLOPs per token", lambda run: run.flops_per_token, 1e6, "M"),
@@ -22,6 +23,7 @@ COLUMNS: tuple[tuple[str, Read, float, str], ...] = (  # title, how it is read f
     ("peak memory", lambda run: run.peak_bytes, 1e6, "MB"),
     ("KV bytes stored", lambda run: run.kv_bytes_per_token, 1, ""),
     ("KV bytes read", lambda run: run.kv_read_bytes_per_token, 1, ""),
+    (RATE, lambda run: run.learning_rate, 1, ""),
 )
 SNAPSHOTS = (  # measure, title, form
     ("first_token_share", "attention on the first token", "{:.1%}"),
@@ -38,6 +40,7 @@ def layout(record: Comparison) -> Page:
     """Return the page; empty tables are left out."""
     tables = [
         *(_costs(record, configuration.label) for configuration in record.configurations),
+        *(_speedups(record, configuration.label) for configuration in record.configurations),
         *(_domains(record, configuration.label) for configuration in record.configurations),
         _snapshots(record),
         _critical(record),
@@ -106,14 +109,15 @@ def _finals(record: Comparison, configuration: str) -> Table:
 
 def _costs(record: Comparison, configuration: str) -> Table:
     measured = {variant: record.runs_of(configuration, variant) for variant in record.ordered}
+    columns = [column for column in COLUMNS if column[0] != RATE or any(one.learning_rate for one in record.variants)]
     rows = [
-        [variant, *(_cost_cell(runs, measured[record.baseline], column) for column in COLUMNS)]
+        [variant, *(_cost_cell(runs, measured[record.baseline], column) for column in columns)]
         for variant, runs in measured.items()
         if runs
     ]
     dtypes = ", ".join(sorted({run.dtype for run in record.runs}))
     title = f"Cost, and its ratio to {record.baseline} (KV bytes per token in {dtypes})"
-    return titled(title, configuration), ["variant", *(name for name, *_ in COLUMNS)], rows
+    return titled(title, configuration), ["variant", *(name for name, *_ in columns)], rows
 
 
 def _cost_cell(
@@ -130,9 +134,31 @@ def _cost_cell(
     ratio = f" (× {own / other:.2f})" if other and runs is not reference else ""
     if name == STEP_TIME and any(run.machine != runs[0].machine for run in reference):
         ratio = " (another machine)"
+    if name == RATE:
+        return f"{own:g}"
     number = own / unit
     digits = 0 if number >= 100 or not unit_name else 1 if number >= 10 else 2
     return f"{number:,.{digits}f} {unit_name}".strip() + ratio
+
+
+def _speedups(record: Comparison, configuration: str) -> Table:
+    """Return effective speedups, and step times that were measured in turn."""
+    rows = []
+    for result in record.outcomes:
+        speedup, step = result.speedup, result.step_time
+        if result.configuration != configuration or (speedup is None and step is None):
+            continue
+        ratios = [None] * 3 if speedup is None else [speedup.tokens, speedup.flops, speedup.seconds]
+        cells = [UNKNOWN if one is None else one.text(2) for one in ratios]
+        seeds = UNKNOWN if speedup is None else ", ".join(f"{value:.2f}" for value in speedup.by_seed)
+        clock = [UNKNOWN, UNKNOWN] if step is None else [step.durations(), step.change.text(2)]
+        rows.append([result.variant, *cells, seeds, *clock])
+    head = ["variant", "in tokens", "in FLOPs", "in seconds", "tokens, by seed", "a step / the baseline's", "ratio"]
+    return (
+        titled(f"Effective speedup: what {record.baseline} needs over what the variant needs", configuration),
+        head,
+        rows,
+    )
 
 
 def _domains(record: Comparison, configuration: str) -> Table:

@@ -21,17 +21,23 @@ from crosslayer.verbs.compare.result import MISSING, ComparedRun, Configuration,
 from crosslayer.verbs.train.result import TrainingRun
 
 RECORD, RUNS = "record.json", "runs"
+RATE = "train.learning_rate"
 # recipe keys that differ between runs of a configuration
 OWN = ("name.", "seed.", "model.method.", f"model.shape.{HEADS}.")
 
 
 @dataclass(frozen=True)
 class NamedRun:
-    """A run with the name of its folder and its configuration."""
+    """A run with its folder and its configuration."""
 
     run: TrainingRun
-    name: str
+    folder: Path
     configuration: Configuration
+
+    @property
+    def name(self) -> str:
+        """The name of its folder."""
+        return self.folder.name
 
 
 @dataclass(frozen=True)
@@ -89,11 +95,12 @@ def variant_of_run(run: TrainingRun) -> Variant:
     return variant_of(run.model.methods, heads)
 
 
-def read_runs(folders: Sequence[Path]) -> GroupedRuns:
-    """Read the runs in folders and sort them into configurations and variants by their recipes."""
+def read_runs(folders: Sequence[Path]) -> list[NamedRun]:
+    """Read the runs in folders and sort them into configurations by their recipes."""
     runs = [load_run(folder) for folder in folders]
+    own = (*OWN, f"{RATE}.") if _own_rates(runs) else OWN
     recipes = [
-        {key: value for key, value in _flat(run.recipe).items() if not f"{key}.".startswith(OWN)} for run in runs
+        {key: value for key, value in _flat(run.recipe).items() if not f"{key}.".startswith(own)} for run in runs
     ]
     keys = dict.fromkeys(key for recipe in recipes for key in recipe)
     differing = [key for key in keys if _count(recipes, [key]) > 1]
@@ -104,8 +111,20 @@ def read_runs(folders: Sequence[Path]) -> GroupedRuns:
     named = []
     for folder, run, recipe in zip(folders, runs, recipes, strict=True):
         values = {key: recipe.get(key, MISSING) for key in differing}
-        named.append(NamedRun(run, folder.name, Configuration.from_values(values, distinguishing)))
-    return group_runs(named)
+        named.append(NamedRun(run, folder, Configuration.from_values(values, distinguishing)))
+    return named
+
+
+def _own_rates(runs: Sequence[TrainingRun]) -> bool:
+    """Return whether the learning rate belongs to the variant: each has a single one, and they differ.
+
+    A rate that suits one method may not suit another, so variants may be tuned one by one and then compared. Where a
+    variant has several rates, they are configurations.
+    """
+    rates: dict[str, set[Any]] = {}
+    for run in runs:
+        rates.setdefault(variant_of_run(run).label, set()).add(_flat(run.recipe).get(RATE))
+    return all(len(own) == 1 for own in rates.values()) and len(set.union(*rates.values())) > 1
 
 
 def _count(recipes: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> int:
@@ -115,12 +134,14 @@ def _count(recipes: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> int:
 def group_runs(named: Sequence[NamedRun]) -> GroupedRuns:
     """Group runs by configuration and variant, and check that those of a configuration are comparable."""
     variants: dict[str, Variant] = {}
+    own_rates = _own_rates([entry.run for entry in named])
     first: dict[str, NamedRun] = {}
     seen: dict[tuple[str, str, int], NamedRun] = {}
     for entry in named:
         variant = variant_of_run(entry.run)
         label = variant.label
-        variants.setdefault(label, variant)
+        rate = _flat(entry.run.recipe).get(RATE) if own_rates else None
+        variants.setdefault(label, variant.model_copy(update={"learning_rate": rate}))
         same = seen.setdefault((entry.configuration.label, label, entry.run.seed), entry)
         if same is not entry:
             raise ValueError(f"{same.name} and {entry.name} are both {label} with seed {entry.run.seed}; pass only one")
@@ -153,6 +174,7 @@ def _compared(entry: NamedRun) -> ComparedRun:
     shares = np.array([domain.share for domain in run.domains])  # (D,)
     validation = np.array([[entry.losses[domain.name] for domain in run.domains] for entry in run.validation])  # (M, D)
     speeds = [speed for speed in run.curve.tokens_per_second if speed > 0]
+    recipe = _flat(run.recipe)
     return ComparedRun(
         configuration=entry.configuration.label,
         variant=variant_of_run(run).label,
@@ -163,6 +185,8 @@ def _compared(entry: NamedRun) -> ComparedRun:
         steps=run.steps,
         tokens=run.tokens,
         seconds=run.seconds,
+        learning_rate=recipe.get(RATE),
+        constant_rate=recipe.get("schedule.minimum") == 1,
         step_seconds=run.tokens / run.steps / float(np.median(speeds)) if speeds else None,
         peak_bytes=run.peak_bytes,
         kv_bytes_per_token=run.model.kv_bytes_per_token,

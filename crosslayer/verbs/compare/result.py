@@ -11,6 +11,7 @@ from crosslayer.environment import Machine
 from crosslayer.output.record import Frozen, SameLengths
 from crosslayer.output.result import Result
 from crosslayer.stats.estimate import Estimate, Verdict
+from crosslayer.stats.times import TimeComparison
 from crosslayer.training.record import DepthMixing
 
 ALPHA = 0.05  # an adjusted p-value below it is significant
@@ -42,6 +43,7 @@ class Variant(Frozen):
     label: str = Field(min_length=1)
     methods: list[dict[str, Any]]
     num_key_value_heads: int | None = None
+    learning_rate: float | None = Field(default=None, description="its own, where variants have different ones")
 
 
 class Trace(SameLengths):
@@ -79,6 +81,8 @@ class ComparedRun(Frozen):
     steps: int = Field(ge=1)
     tokens: int = Field(ge=1)
     seconds: float = Field(ge=0)
+    learning_rate: float | None = Field(default=None, description="peak; None in records of an earlier release")
+    constant_rate: bool = Field(default=False, description="whether it stays there after the warmup")
     step_seconds: float | None = Field(ge=0, description="median of the logged steps; None if none was logged")
     peak_bytes: int | None
     kv_bytes_per_token: float = Field(ge=0, description="stored")
@@ -137,6 +141,18 @@ class CriticalPoints(Frozen):
     step: Estimate | None = Field(description="the mean of `reached`, if all pairs reached it")
 
 
+class Speedup(Frozen):
+    """What the baseline needs over what the variant needs, for the higher of their two final losses; above 1 it saves.
+
+    Geometric means over seeds, with Student's t interval of the logarithms.
+    """
+
+    by_seed: tuple[float, ...] = Field(description="in tokens")
+    tokens: Estimate
+    flops: Estimate | None
+    seconds: Estimate | None = Field(description="None where step times were not measured in turn")
+
+
 class Outcome(Frozen):
     """A variant compared with the baseline in a configuration; `seeds` are those with a run of both."""
 
@@ -151,6 +167,12 @@ class Outcome(Frozen):
     seeds_needed: int | None = Field(ge=1, description=f"to detect a difference of {RELEVANT}")
     curve: RelativeCurve | None = Field(description="None if steps differ")
     critical: CriticalPoints | None = Field(description="None if the variant was never ahead for long enough")
+    step_time: TimeComparison | None = Field(
+        default=None, description="of a training step, variant and baseline in turn"
+    )
+    speedup: Speedup | None = Field(
+        default=None, description="None unless learning rates stay constant after the warmup"
+    )
 
     @property
     def verdict(self) -> Verdict | None:
@@ -197,7 +219,7 @@ class Law(Frozen):
 class Comparison(Result):
     """What `crosslayer.compare` returns: an outcome for each variant in each configuration, and a page."""
 
-    schema_: Literal["crosslayer/compare/5"] = Field(default="crosslayer/compare/5", alias="schema")
+    schema_: Literal["crosslayer/compare/6"] = Field(default="crosslayer/compare/6", alias="schema")
     name: str
     baseline: str
     smooth: int | None = Field(ge=1, description="steps; None: 1/20 of each run")
@@ -252,6 +274,7 @@ class Comparison(Result):
                     "difference": None if change is None else round(change.value, 5),
                     "interval": [round(end, 5) for end in change.interval] if change and change.interval else None,
                     "verdict": outcome.verdict,
+                    **({"speedup": round(outcome.speedup.tokens.value, 4)} if outcome.speedup else {}),
                 }
             )
         return {"name": self.name, "baseline": self.baseline, "results": results}

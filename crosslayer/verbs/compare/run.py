@@ -15,8 +15,10 @@ from typing import Any
 
 from crosslayer.output.folder import check_target, locked_folder, write_whole
 from crosslayer.output.progress import prefixed
+from crosslayer.stats.times import FEWEST
 from crosslayer.training.recipe import Recipe, load_recipe
 from crosslayer.training.trainer import TrainingStopped
+from crosslayer.verbs.compare.clock import step_times
 from crosslayer.verbs.compare.grid import (
     STATE,
     Grid,
@@ -30,7 +32,6 @@ from crosslayer.verbs.compare.outcomes import laws, outcomes
 from crosslayer.verbs.compare.read import (
     RECORD,
     RUNS,
-    GroupedRuns,
     NamedRun,
     group_runs,
     load_run,
@@ -56,6 +57,7 @@ def compare(
     settings: Sequence[str] = (),
     baseline: str | None = None,
     smooth: int | None = None,
+    step_rounds: int = 0,
     resume: bool = False,
     force: bool = False,
 ) -> Comparison:
@@ -67,13 +69,15 @@ def compare(
         recipe: train the runs from this recipe instead of reading finished ones.
         methods: variants to compare, such as 'vanilla, NAME, {name: NAME, option: 2}, [NAME, NAME]'. In Python also a
             list of these; "vanilla" or None means no method, an inner list combines several. An entry or a part of one
-            may be {num_key_value_heads: 1}: grouped-query attention, with 1 multi-query attention.
+            may be {num_key_value_heads: 1}: grouped-query attention, with 1 multi-query attention; or
+            {learning_rate: 1e-3}: the variant's own rate.
         seeds: number of seeds per variant, starting at the recipe's seed; default: 3, the fewest that give intervals.
         vary: a recipe key and its values, repeatable: model.size=tiny,mini. Variants are compared in every
             combination.
         settings: override a key of the recipe, repeatable: train.learning_rate=3e-4.
         baseline: variant to compare with; default: vanilla, or the first variant.
         smooth: steps over which curves are smoothed; default: 1/20 of a run.
+        step_rounds: training steps by which each variant is timed beside the baseline, in turn, at least 5; 0: none.
         resume: keep the finished runs in the folder and train the missing ones.
         force: replace the folder of an earlier comparison, but never a folder with trained runs.
 
@@ -83,15 +87,17 @@ def compare(
     """
     if smooth is not None and smooth < 1:
         raise ValueError(f"`smooth` must be at least 1 step, got {smooth}")
+    if step_rounds != 0 and step_rounds < FEWEST:
+        raise ValueError(f"`step_rounds` must be 0 or at least {FEWEST}, got {step_rounds}")
     if recipe is None:
         options = {"methods": methods, "seeds": seeds, "vary": vary or None}
         _check_reading(runs, {**options, "settings": settings or None, "resume": resume or None})
         if out is not None:
             check_target(Path(out), force)
         finished = read_runs(run_folders(runs or ()))
-        names = {run.name for run in finished.runs}
-        name = names.pop() if len(names) == 1 else f"{len(finished.runs)} runs"
-        comparison = _comparison(finished, name, baseline, smooth)
+        names = {entry.run.name for entry in finished}
+        name = names.pop() if len(names) == 1 else f"{len(finished)} runs"
+        comparison = _comparison(finished, name, baseline, smooth, step_rounds)
         if out is not None:
             comparison.save(out, force)
         return comparison
@@ -102,7 +108,7 @@ def compare(
     folder, name = Path(out or "").expanduser().resolve(), load_recipe(recipe, settings).name
     with locked_folder(folder):
         job = _Job(grid, folder, _opened(folder, resume))
-        result = _comparison(job.train(baseline), name, baseline, smooth, job.state)
+        result = _comparison(job.train(baseline), name, baseline, smooth, step_rounds, job.state)
         result.save_within(folder)
     return result
 
@@ -150,7 +156,7 @@ class _Job:
     folder: Path
     state: State
 
-    def train(self, baseline: str) -> GroupedRuns:
+    def train(self, baseline: str) -> list[NamedRun]:
         """Train the missing runs; runs that diverge are recorded and not trained again."""
         planned = self.grid.planned_runs()
         names = {one.recipe.name for one in planned}
@@ -168,7 +174,7 @@ class _Job:
                 self._keep(stopped={other: what for other, what in self.state.stopped.items() if other != name})
             try:
                 run = self._train(one.recipe, f"run {number} of {len(planned)}, {name}")
-                named.append(NamedRun(run, name, one.configuration))
+                named.append(NamedRun(run, self.folder / RUNS / name, one.configuration))
             except TrainingStopped as stop:
                 if stop.__cause__ is not None:  # a checkpoint that could not be written: a full disk
                     raise
@@ -178,7 +184,7 @@ class _Job:
         if baseline not in finished or len(finished) < 2:
             each = "; ".join(f"{name}: {stop.what}" for name, stop in self.state.stopped.items())
             raise ValueError(f"nothing to compare with {baseline}, because these runs stopped: {each}")
-        return group_runs(named)
+        return named
 
     def _train(self, recipe: Recipe, shown: str) -> TrainingRun:
         """Return the run of a recipe, trained to its end if it is not finished."""
@@ -201,9 +207,17 @@ class _Job:
 
 
 def _comparison(
-    runs: GroupedRuns, name: str, baseline: str | None, smooth: int | None, state: State | None = None
+    named: Sequence[NamedRun],
+    name: str,
+    baseline: str | None,
+    smooth: int | None,
+    step_rounds: int,
+    state: State | None = None,
 ) -> Comparison:
+    runs = group_runs(named)
     baseline = pick_baseline([variant.label for variant in runs.variants], baseline)
+    one_of_each = {(entry.configuration.label, variant_of_run(entry.run).label): entry for entry in named}
+    times = step_times(one_of_each, baseline, step_rounds) if step_rounds else {}
     lines, no_laws = laws(runs, baseline)
     return Comparison(  # pyright: ignore[reportCallIssue]
         name=name,
@@ -211,7 +225,7 @@ def _comparison(
         smooth=smooth,
         **vars(runs),
         stopped={} if state is None else {run: stop.what for run, stop in state.stopped.items()},
-        outcomes=outcomes(runs, baseline, smooth),
+        outcomes=outcomes(runs, baseline, smooth, times),
         laws=lines,
         no_laws=no_laws,
     )

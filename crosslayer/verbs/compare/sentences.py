@@ -11,6 +11,7 @@ def sentences(record: Comparison) -> list[str]:
     return [
         *(line for configuration in record.configurations for line in _differences(record, configuration.label)),
         *_tests(record),
+        *(line for configuration in record.configurations for line in _speedups(record, configuration.label)),
         *(_overtaken(result, record.baseline) for result in record.outcomes if result.overtaken),
         *(_law(law, record) for law in record.laws if law.variant != record.baseline),
         *([f"No power law: {record.no_laws}."] if record.no_laws and len(record.configurations) > 1 else []),
@@ -96,6 +97,22 @@ def _tests(record: Comparison) -> list[str]:
         f"This page makes {count} comparisons of the final loss. Each interval covers 95% by itself; lower and higher "
         f"require a p-value below {ALPHA} after Holm's correction for all {count}."
     ]
+
+
+def _speedups(record: Comparison, configuration: str) -> list[str]:
+    """Say how many times fewer tokens each variant needs, and where the clock changes the answer."""
+    results = [result for result in record.outcomes if result.configuration == configuration and result.speedup]
+    each = "; ".join(f"{one.variant} {one.speedup.tokens.text(2)}" for one in results if one.speedup)
+    if not each:
+        return []
+    lines = [f"{_prefix(configuration)}Effective speedup in tokens, {record.baseline}'s over the variant's: {each}."]
+    lost = [
+        f"{result.variant} {result.speedup.seconds.text(2)}"
+        for result in results
+        if result.speedup and result.speedup.seconds
+        if result.speedup.tokens.verdict == "higher" and result.speedup.seconds.verdict != "higher"
+    ]
+    return lines + ([f"{_prefix(configuration)}Not seen in seconds: {'; '.join(lost)}."] if lost else [])
 
 
 def _overtaken(result: Outcome, baseline: str) -> str:

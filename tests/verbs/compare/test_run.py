@@ -273,3 +273,12 @@ def test_the_command_trains(recipe, tmp_path, capsys, monkeypatch, planted):
     assert "--resume" in capsys.readouterr().err
     assert type_in(monkeypatch, [*words, "--force"]) == 2
     assert "--force" in capsys.readouterr().err
+
+
+def test_steps_are_timed_beside_the_baseline(whole):
+    """Of finished runs, by the configs in their folders; a machine's load falls on both of a pair."""
+    (outcome,) = crosslayer.compare([whole[1]], step_rounds=5).outcomes
+    assert outcome.step_time.change.n == 5 and outcome.step_time.candidate.median > 0
+    assert outcome.speedup is None  # the learning rate of these runs decays
+    with pytest.raises(ValueError, match="step_rounds"):
+        crosslayer.compare([whole[1]], step_rounds=2)

@@ -1,0 +1,66 @@
+"""Times of a training step, a variant beside the baseline in one process and in turn.
+
+The times that runs logged are of other minutes, and often of other neighbors on the machine. Two steps that follow each
+other share both, so their ratio is of the models.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+
+from crosslayer.core.decoder import CrossLayerConfig, CrossLayerForCausalLM
+from crosslayer.stats.times import TimeComparison, compare_times
+from crosslayer.verbs.compare.read import NamedRun
+
+Key = tuple[str, str]  # labels of configuration and variant
+Step = Callable[[], float]
+
+
+def step_times(runs: Mapping[Key, NamedRun], baseline: str, rounds: int) -> dict[Key, TimeComparison]:
+    """Return the times of a step of each variant and of its configuration's baseline, over alternating `rounds`.
+
+    `runs` holds one run of each. A step is forward, backward and AdamW on a batch of its recipe, with random tokens and
+    initial weights, which cost what others do.
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    times: dict[Key, TimeComparison] = {}
+    pairs = [(key, (key[0], baseline)) for key in runs if key[1] != baseline and (key[0], baseline) in runs]
+    for key, reference in pairs:
+        steps = [_step(runs[each], device) for each in (key, reference)]
+        seconds: tuple[list[float], list[float]] = ([], [])
+        for number in range(-1, rounds):  # the first round warms up
+            for which in (0, 1) if number % 2 else (1, 0):
+                taken = steps[which]()
+                if number >= 0:
+                    seconds[which].append(taken)
+        times[key] = compare_times(*seconds)
+    return times
+
+
+def _step(entry: NamedRun, device: str) -> Step:
+    """Return a function that runs a training step of a run's model, and returns its seconds."""
+    config, recipe = CrossLayerConfig.from_pretrained(entry.folder / "model"), entry.run.recipe
+    model = CrossLayerForCausalLM(config).to(device).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-9)  # weights stay as they are
+    shape = (recipe["train"].get("per_device_train_batch_size", 8), recipe["data"]["length"])
+    tokens = torch.randint(model.config.vocab_size, shape, device=device)  # (B, T)
+
+    def step() -> float:
+        _wait(device)
+        started = time.perf_counter()
+        with torch.autocast(device, torch.bfloat16, enabled=bool(recipe["train"].get("bf16"))):
+            loss = model(tokens, labels=tokens, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        _wait(device)
+        return time.perf_counter() - started
+
+    return step
+
+
+def _wait(device: str) -> None:
+    """Wait for a GPU, so that the time is of its work and not of the launch."""
+    if device == "cuda":
+        torch.cuda.synchronize()

@@ -1,0 +1,99 @@
+"""How many times fewer tokens, FLOPs or seconds a variant needs than the baseline for the same loss.
+
+    T_b / t_v(L_b)   if the variant reaches the baseline's final loss L_b, after t_v tokens of T_b
+    t_b(L_v) / T_v   otherwise, by the tokens after which the baseline had the variant's final loss; below 1
+
+Both are the same question asked at the higher of the two final losses, so exchanging variant and baseline gives the
+inverse. Losses are held-out losses, smoothed alike and made monotone. A learning rate that decays lowers the final loss
+of a run below what the same run shows at the same tokens of a longer schedule, so a speedup is only computed for a
+constant rate after the warmup.
+Shapes: N evaluations, S pairs (seeds with a run of both).
+"""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from crosslayer.stats.differences import t_mean
+from crosslayer.stats.estimate import Estimate
+from crosslayer.stats.times import TimeComparison
+from crosslayer.verbs.compare.result import ComparedRun, Speedup
+
+WIDTH = 3  # evaluations that are averaged: wide enough for noise of one, narrow beside the curve
+FEWEST = 8  # evaluations: with fewer, interpolation decides the answer
+
+Curve = tuple[np.ndarray, np.ndarray]  # tokens (N − WIDTH + 1,), lowest loss until then
+
+
+def speedup(
+    candidates: Sequence[ComparedRun], baselines: Sequence[ComparedRun], step: TimeComparison | None
+) -> Speedup | None:
+    """Return the speedup of runs (S,) over the baseline's of the same seeds; None without curves that can show it."""
+    runs = (*candidates, *baselines)
+    if not candidates or not all(run.constant_rate and len(run.validation.steps) >= FEWEST for run in runs):
+        return None
+    by_seed = [ratio(_curve(own), _curve(other)) for own, other in zip(candidates, baselines, strict=True)]
+    if any(value is None for value in by_seed):
+        return None
+    tokens = geometric_mean([value for value in by_seed if value is not None])
+    own, other = candidates[0].flops_per_token, baselines[0].flops_per_token
+    return Speedup(
+        by_seed=tuple(value for value in by_seed if value is not None),
+        tokens=tokens,
+        flops=tokens.mapped(lambda value: value * other / own) if own > 0 else None,
+        seconds=None if step is None else _in_seconds(tokens, step.change),
+    )
+
+
+def _curve(run: ComparedRun) -> Curve:
+    return monotone(np.array(run.validation.steps) * run.tokens / run.steps, np.array(run.validation.losses))
+
+
+def monotone(tokens: np.ndarray, losses: np.ndarray) -> Curve:
+    """Return the moving average of `WIDTH` losses (N,), lowest so far, at the mean tokens of each average.
+
+    An average stands at the middle of what it averages: at its last evaluation it would lag behind a falling curve.
+    """
+    kernel = np.full(WIDTH, 1 / WIDTH)
+    means, losses = (np.convolve(values, kernel, mode="valid") for values in (tokens, losses))
+    return means, np.minimum.accumulate(losses)
+
+
+def ratio(candidate: Curve, baseline: Curve) -> float | None:
+    """Return the speedup of one pair; None if the higher final loss is above the other curve's first value."""
+    if candidate[1][-1] <= baseline[1][-1]:
+        reached = first_below(candidate, baseline[1][-1])
+        return None if reached is None else float(baseline[0][-1] / reached)
+    reached = first_below(baseline, candidate[1][-1])
+    return None if reached is None else float(reached / candidate[0][-1])
+
+
+def first_below(curve: Curve, loss: float) -> float | None:
+    """Return after how many tokens a monotone curve reaches a loss that its end is not above.
+
+    Between two points it is a line over the logarithm of tokens. None if the curve begins below the loss.
+    """
+    tokens, losses = curve
+    after = int(np.argmax(losses <= loss))
+    if after == 0:
+        return float(tokens[0]) if losses[0] == loss else None
+    before = after - 1
+    share = (losses[before] - loss) / (losses[before] - losses[after])
+    return float(tokens[before] * (tokens[after] / tokens[before]) ** share)
+
+
+def geometric_mean(ratios: Sequence[float]) -> Estimate:
+    """Return the geometric mean of ratios (S,), with Student's t interval of the mean of their logarithms."""
+    return t_mean(np.log(ratios)).mapped(math.exp)
+
+
+def _in_seconds(tokens: Estimate, step: Estimate) -> Estimate:
+    """Return the speedup in seconds: in tokens, divided by the ratio of step times.
+
+    Both have an interval. Its ends are the worst and the best of both at once, which is wider than it has to be.
+    """
+    low, high = (None, None)
+    if tokens.interval is not None and step.interval is not None:
+        low, high = tokens.interval[0] / step.interval[1], tokens.interval[1] / step.interval[0]
+    return tokens.model_copy(update={"value": tokens.value / step.value, "low": low, "high": high})

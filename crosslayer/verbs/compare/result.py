@@ -219,7 +219,7 @@ class Law(Frozen):
 class Comparison(Result):
     """What `crosslayer.compare` returns: an outcome for each variant in each configuration, and a page."""
 
-    schema_: Literal["crosslayer/compare/6"] = Field(default="crosslayer/compare/6", alias="schema")
+    schema_: Literal["crosslayer/compare/5"] = Field(default="crosslayer/compare/5", alias="schema")
     name: str
     baseline: str
     smooth: int | None = Field(ge=1, description="steps; None: 1/20 of each run")

@@ -34,7 +34,7 @@ SHORT = {
     "train": [word for field in STEPS for word in ("--set", f"schedule.{field}")] + ["--set", "eval.windows=2"],
     "diagnose": ["--sequences", "2", "--length", "64"],
     "bench": ["--contexts", "64", "--new-tokens", "4"],
-    "needles": ["--lengths", "128", "--samples", "2"],
+    "needles": ["--lengths", "256", "--samples", "2"],
 }
 
 DRIVER = """

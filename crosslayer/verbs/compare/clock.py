@@ -1,4 +1,4 @@
-"""Times of a training step, a variant beside the baseline in one process and in turn.
+"""Times of a training step, variant and baseline in one process and in turn.
 
 The times that runs logged are of other minutes, and often of other neighbors on the machine. Two steps that follow each
 other share both, so their ratio is of the models.
@@ -41,7 +41,8 @@ def step_times(runs: Mapping[Key, NamedRun], baseline: str, rounds: int) -> dict
 def _step(entry: NamedRun, device: str) -> Step:
     """Return a function that runs a training step of a run's model, and returns its seconds."""
     config, recipe = CrossLayerConfig.from_pretrained(entry.folder / "model"), entry.run.recipe
-    model = CrossLayerForCausalLM(config).to(device).train()
+    model = CrossLayerForCausalLM(config).train()
+    model.to(torch.device(device))  # pyright: ignore[reportArgumentType]  # transformers wraps it
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-9)  # weights stay as they are
     shape = (recipe["train"].get("per_device_train_batch_size", 8), recipe["data"]["length"])
     tokens = torch.randint(model.config.vocab_size, shape, device=device)  # (B, T)

@@ -66,13 +66,13 @@ def _variant(entry: Any, heads: int | None) -> Variant:
     methods: list[Any] = []
     rate = None
     for part in entry if isinstance(entry, list) else [entry]:
-        keys = set(part) if isinstance(part, dict) else set()
-        if keys == {HEADS}:
-            heads = part[HEADS]
+        own = part if isinstance(part, dict) else {}
+        if own.keys() == {HEADS}:
+            heads = own[HEADS]
             if type(heads) is not int or heads < 1:
                 raise ValueError(f"`methods`: {HEADS} must be a whole number above 0, got {heads!r}")
-        elif keys == {RATE}:
-            rate = part[RATE]
+        elif own.keys() == {RATE}:
+            rate = own[RATE]
             if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate < 1:
                 raise ValueError(f"`methods`: {RATE} must be a number above 0 and below 1, got {rate!r}")
         else:

@@ -77,7 +77,7 @@ def compare(
         settings: override a key of the recipe, repeatable: train.learning_rate=3e-4.
         baseline: variant to compare with; default: vanilla, or the first variant.
         smooth: steps over which curves are smoothed; default: 1/20 of a run.
-        step_rounds: training steps by which each variant is timed beside the baseline, in turn, at least 5; 0: none.
+        step_rounds: steps for which training of each variant and the baseline is timed, in turn, at least 5; 0: none.
         resume: keep the finished runs in the folder and train the missing ones.
         force: replace the folder of an earlier comparison, but never a folder with trained runs.
 

@@ -54,7 +54,7 @@ def output_panels(outputs: Outputs) -> list[Panel]:
 
 
 def growth(outputs: Outputs, what: str) -> str:
-    """Return by which factor the norms change from the first layer to the last, by their slopes.
+    """Return the factor of the change of the norms from the first layer to the last, by their slopes.
 
     The ratio of the largest to the smallest norm is not shown: a single outlying layer decides it.
     """

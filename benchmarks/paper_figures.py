@@ -8,21 +8,27 @@ Each figure is one that a reader of the paper looks for; the record that it come
 import re
 from pathlib import Path
 
+import numpy as np
+
 import crosslayer
 from crosslayer.output.chart import save_svg
 from crosslayer.output.panel import COLORS, QUIET, Line, Panel
 from crosslayer.output.record import Measure
+from crosslayer.stats.differences import t_ends, t_mean
 
 ROOT = Path(__file__).parent.parent
 EVIDENCE, FIGURES = ROOT / "docs" / "evidence", ROOT / "docs" / "figures"
 LAYERS = 30  # of SmolLM2
+VARIANTS = {"vanilla": "vanilla", "AttnRes, full": "attnres", "AttnRes, blocks of 4": "attnres-block-4"}
 PRETRAINED = {"SmolLM2-135M": "smollm2", "Gemma 3 270M": "gemma3", "Qwen2.5-Coder-0.5B": "qwen"}
 
 
 def main() -> None:
     FIGURES.mkdir(exist_ok=True)
-    for panel in (relative_loss(), loss_by_weight(), critical_points(), outputs(), gradients(), *last_rows(), cache()):
+    of_papers = (relative_loss(), loss_by_weight(), critical_points(), outputs(), gradients(), *last_rows(), cache())
+    for panel in (*of_papers, *side_by_side()):
         save_svg(panel, FIGURES)
+    print(spreads())
 
 
 def relative_loss() -> Panel:
@@ -104,6 +110,44 @@ def gradients() -> Panel:
     """AttnRes, training dynamics, in pretrained models: evidence/outputs."""
     fields = ("attention_gradient_norm", "mlp_gradient_norm")
     return _by_depth("gradients_by_depth", "Gradients at the outputs of sublayers", "mean L2 norm, nats", fields)
+
+
+def side_by_side() -> list[Panel]:
+    """AttnRes, training dynamics, of the three variants of 16 layers: evidence/depth, means over seeds."""
+    panels = []
+    for what, axis in {"output": "mean L2 norm", "gradient": "mean L2 norm of the gradient"}.items():
+        lines = []
+        for name in VARIANTS:
+            norms = _norms_of_sublayers(name, what)  # (seeds, sublayers)
+            ends = t_ends(norms)
+            low, high = (None, None) if ends is None else (np.maximum(ends[0], norms.min() / 2), ends[1])
+            lines.append(Line(name, [*range(1, norms.shape[1] + 1)], norms.mean(0), low, high))
+        title = f"{'What sublayers add' if what == 'output' else 'Its gradient'}, 16 layers of width 64, after training"
+        panels.append(Panel(f"trained_{what}s_by_depth", title, "", "sublayer", axis, lines, log_y=True, wide=True))
+    return panels
+
+
+def spreads() -> str:
+    """Return the largest norm over the smallest, with and without the first layer, as a table of the page."""
+    rows = []
+    for what in ("output", "gradient"):
+        for first, note in ((0, "all layers"), (2, "without the first layer")):
+            cells = []
+            for name in VARIANTS:
+                norms = _norms_of_sublayers(name, what)[:, first:]
+                cells.append(t_mean(norms.max(1) / norms.min(1)).text(2))
+            rows.append(f"| spread of {what}s, {note} | {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def _norms_of_sublayers(variant: str, what: str) -> np.ndarray:
+    """Return the norms (seeds, 2 × layers) of attention and MLP in turn, of each run's last snapshot."""
+    norms = []
+    for folder in sorted((EVIDENCE / "depth" / "runs").glob(f"{VARIANTS[variant]}-[0-9]")):
+        last = crosslayer.load_result(folder).snapshots[-1]
+        pair = [getattr(last, f"{kind}_{what}_norm") for kind in ("attention", "mlp")]  # each (layers,)
+        norms.append(np.array(pair).T.ravel())
+    return np.array(norms)
 
 
 def last_rows() -> list[Panel]:

@@ -117,7 +117,9 @@ def test_methods_never_import_one_another():
         ]
 
 
-LINES_IN_ALL = 41_000  # room to write a thing as it reads best; not a target
+LINES_IN_ALL = (
+    41_300  # room to write a thing as it reads best; not a target. 300 more: speedups, their clock, own rates
+)
 LINES, BODY = 400, 60  # of a file; of a function, without signature and docstring, so that any option can be explained
 
 

@@ -82,15 +82,17 @@ test-serving: $(SERVING)/.current
 	$(SERVING)/bin/python -m pytest -m slow tests/verbs/serve
 
 # the kernels for GPUs without one: in Triton's interpreter, then compiled; Triton stands on the import path for these
-# tests alone, since all others pass without it. Then the memory of a step, on tensors without data.
-TRITON := $(VENV)/triton
+# tests alone, since all others pass without it, and so does flash-linear-attention, whose kernel ours are compared with.
+# Then the memory of a step, on tensors without data.
+TRITON := $(VENV)/triton-and-fla
 $(TRITON): $(STAMP)
 	rm -rf $@ $@.part
-	$(BIN)/python -m pip install --quiet --no-deps --target $@.part triton==3.9.0
+	$(BIN)/python -m pip install --quiet --no-deps --target $@.part triton==3.9.0 fla-core==0.6.0 einops==0.8.2
 	mv $@.part $@
 
 test-kernels: $(TRITON)
-	PYTHONPATH=$(abspath $(TRITON)) TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/pytest tests/core/kernels/test_interpreted.py
+	PYTHONPATH=$(abspath $(TRITON)) TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/pytest tests/core/kernels/test_interpreted.py \
+	  tests/core/kernels/test_fla.py
 	PYTHONPATH=$(abspath $(TRITON)) OMP_NUM_THREADS=1 $(BIN)/pytest tests/core/kernels/test_compiled.py
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m slow tests/core/kernels/test_step_memory.py
 

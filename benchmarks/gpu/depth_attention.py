@@ -4,8 +4,9 @@
 
 Right: result and gradients of the operator in bfloat16, and of its definition in bfloat16, against the definition in
 float64 on the same numbers. Times: one reader over N sources, forward and backward (two passes over the sources, and
-one over the reader's gradient for each), beside the time of the bytes at the memory's measured bandwidth; where
-flash-linear-attention is installed, its operator on the same sources, in turns.
+one over the reader's gradient for each), beside the time of the bytes at the memory's measured bandwidth, and what they
+allocate; where flash-linear-attention is installed (`pip install fla-core einops`), its operator on the same sources,
+in turns, also with the norm behind a read, which it fuses.
 """
 
 import importlib.util
@@ -51,6 +52,18 @@ def by_fla(sources, direction):
     return fused_attnres(direction, sources, torch.ones_like(direction), rms_eps=EPS)
 
 
+def with_norm(form):
+    """Return a form that is followed by the norm of the sublayer that reads."""
+    return lambda sources, direction: torch.nn.functional.rms_norm(form(sources, direction), direction.shape, eps=EPS)
+
+
+def by_fla_with_norm(sources, direction):
+    from fla.ops.attnres import fused_attnres
+
+    ones = torch.ones_like(direction)
+    return fused_attnres(direction, sources, ones, output_rms_weight=ones, rms_eps=EPS)
+
+
 def evaluate(form, sources, direction, grad):
     """Return the result and the gradients of sources and direction."""
     leaves = [tensor.detach().requires_grad_() for tensor in (*sources, direction)]
@@ -78,6 +91,17 @@ def bandwidth(device, elements):
     one, other = torch.empty(2, elements, device=device)
     times = [seconds(lambda: one.copy_(other), device) for _ in range(REPEATS)]
     return 2 * one.nbytes / median(times)
+
+
+def allocated(form, count, tokens, width, device):
+    """Return the peak bytes of forward and backward beyond the sources, gradients included; None without a GPU."""
+    if device != "cuda":
+        return None
+    sources, direction, grad = drawn(count, tokens, width, device, torch.bfloat16)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    evaluate(form, sources, direction, grad)
+    return torch.cuda.max_memory_allocated() - before
 
 
 def timed(forms, count, tokens, width, device, rate):
@@ -116,15 +140,19 @@ def main():
     counts = (2, 9) if options.dry_run else (2, 9, 33, 65, 129)
     forms = {"operator": by_operator, "definition": by_definition}
     if importlib.util.find_spec("fla") is not None and device == "cuda":
-        forms["flash-linear-attention"] = by_fla
+        forms |= {"flash-linear-attention": by_fla, "operator, norm": with_norm(by_operator)}
+        forms["flash-linear-attention, norm"] = by_fla_with_norm
     record = resumed(options.json, tokens=tokens, width=width)
     record["bytes_per_second"] = rate = bandwidth(device, 1 << (16 if options.dry_run else 28))
     for count in counts:
         if str(count) in record["rows"]:
             continue
-        gaps = errors(forms, count, min(tokens, 256), width, device)
+        alone = {name: form for name, form in forms.items() if not name.endswith("norm")}
+        gaps = errors(alone, count, min(tokens, 256), width, device)
         some = {name: form for name, form in forms.items() if name != "definition" or count <= LISTED}
-        record["rows"][str(count)] = {"errors": gaps, "times": timed(some, count, tokens, width, device, rate)}
+        memory = {name: allocated(form, count, tokens, width, device) for name, form in some.items()}
+        times = timed(some, count, tokens, width, device, rate)
+        record["rows"][str(count)] = {"errors": gaps, "times": times, "allocated": memory}
         print(f"{count} sources:", record["rows"][str(count)], flush=True)
         save(options.json, record)
 

@@ -47,6 +47,7 @@ PARTS = [
     Part("resformer", 240, "training_dynamics.py resformer", "sinks in ResFormer and SVFormer", trains=True),
     Part("equation7", 240, "training_dynamics.py equation7", "Eq. 7, NeuTRENO, vanilla; 150M tokens", trains=True),
     Part("attnres", 240, "training_dynamics.py attnres", "outputs and gradients over 24 layers", trains=True),
+    Part("depth", 240, "training_dynamics.py depth", "depth connections at 24M parameters", trains=True),
 ]
 assert all(part.seconds <= 240 for part in PARTS) and sum(part.seconds for part in PARTS if part.default) <= MOST
 

@@ -6,7 +6,9 @@
 resformer: sinks, value drains and entropy in vanilla, ResFormer and SVFormer; the title of arXiv 2410.17897 says that
 value residuals alleviate attention concentration. equation7: ResFormer's Eq. 7 (mode identity), NeuTRENO and vanilla,
 150M tokens; like those before, of 24M parameters. attnres: norms of outputs and gradients over depth in vanilla and
-Attention Residuals (arXiv 2603.15031), 24 layers × 384 and 60M tokens.
+Attention Residuals (arXiv 2603.15031), 24 layers × 384 and 60M tokens. depth: the connections that
+docs/results/depth.md compares at 0.46M and 2.1M parameters, at 24M, with a learning rate that stays constant after the
+warm-up and a held-out loss every 100 steps, so that speedups can be read.
 
 All variants begin with the same seed and see the same rows in the same order. A run that is not through after
 --seconds leaves a checkpoint beside FILE, and the next call continues from it. `--prepare` makes the tokens: a BPE of
@@ -19,7 +21,7 @@ import lzma
 import math
 import random
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -48,6 +50,8 @@ class Experiment:
     rate: float = 2e-3
     shape: dict | None = None
     outputs: bool = False
+    constant: bool = False  # the rate after the warm-up
+    every: int = 0  # steps between held-out losses, besides those at which all is measured
 
 
 EXPERIMENTS = {
@@ -73,6 +77,18 @@ EXPERIMENTS = {
         steps=1831,  # 60M tokens
         shape={**SHAPE, "num_hidden_layers": 24},
         outputs=True,
+    ),
+    "depth": Experiment(
+        {
+            "vanilla": [],
+            "attnres, blocks of 2": [{"name": "attnres", "block": 2}],
+            "mudd": ["mudd"],
+            "denseformer": ["denseformer"],
+            "resformer, learnable": ["resformer"],
+        },
+        steps=1831,  # 60M tokens
+        constant=True,
+        every=100,
     ),
 }
 
@@ -112,12 +128,18 @@ def windows(tokens: np.ndarray, length: int, held_out: int, seed: int = 0) -> tu
     return table[order[held_out:]], table[order[:held_out]]
 
 
+@torch.no_grad()
+def held_out_loss(model, held_out, device) -> float:
+    """Return the loss on held-out windows, of the model as probes see it: not compiled."""
+    model.eval()
+    ids = held_out.to(device)
+    return model.forward(ids, labels=ids, use_cache=False).loss.item()
+
+
 def measured(model, held_out, device, outputs: bool) -> dict:
     """Return loss and the measures (L,) averaged over held-out windows."""
-    model.eval()
+    loss = held_out_loss(model, held_out, device)
     with torch.no_grad():
-        ids = held_out.to(device)
-        loss = model.forward(ids, labels=ids, use_cache=False).loss.item()  # not compiled, as what probes see
         rows = [measure_sequence(model, ids).measures for ids in held_out[:8]]
     names = [name for name in INSIDE if name in rows[0]]
     if outputs:
@@ -146,9 +168,12 @@ class Training:
         """Train to the last step, or until a time; return whether it is through."""
         steps = self.experiment.steps
         while True:
-            if self.step in record_at and (not self.history or self.history[-1]["step"] < self.step):
+            new = not self.history or self.history[-1]["step"] < self.step
+            if new and self.step in record_at:
                 outputs = self.experiment.outputs
                 self.history.append({"step": self.step, **measured(self.model, held_out, self.device, outputs)})
+            elif new and self.experiment.every and self.step % self.experiment.every == 0:
+                self.history.append({"step": self.step, "loss": held_out_loss(self.model, held_out, self.device)})
             if self.step >= steps:
                 return True
             if time.monotonic() > until:
@@ -158,9 +183,10 @@ class Training:
             self.seconds += time.monotonic() - started
 
     def take(self, table, batch: int, steps: int) -> None:
-        """Take a step: warm-up over a twentieth of all, then a cosine to a tenth of the rate."""
+        """Take a step: warm-up over a twentieth of all, then a cosine to a tenth of the rate, or a constant one."""
         warmup = max(1, steps // 20)
-        rate = min(1, (self.step + 1) / warmup) * (0.55 + 0.45 * math.cos(math.pi * self.step / steps))
+        decay = 1 if self.experiment.constant else 0.55 + 0.45 * math.cos(math.pi * self.step / steps)
+        rate = min(1, (self.step + 1) / warmup) * decay
         for group in self.optimizer.param_groups:
             group["lr"] = self.experiment.rate * rate
         self.model.train()
@@ -218,7 +244,7 @@ def main():
     experiment, length, batch = EXPERIMENTS[options.experiment], LENGTH, BATCH
     shape, device = experiment.shape or SHAPE, "cpu" if options.dry_run else "cuda"
     if options.dry_run:
-        experiment = Experiment(experiment.variants, 4, outputs=experiment.outputs)
+        experiment = replace(experiment, steps=4, every=min(experiment.every, 2))
         layers = 12 if options.experiment == "attnres" else 4
         shape, length, batch = {**TINY, "num_hidden_layers": layers}, 32, 2
         tokens = np.random.default_rng(0).integers(0, 256, 4096).astype(np.uint16)

@@ -153,7 +153,15 @@ def _speedups(record: Comparison, configuration: str) -> Table:
         seeds = UNKNOWN if speedup is None else ", ".join(f"{value:.2f}" for value in speedup.by_seed)
         clock = [UNKNOWN, UNKNOWN] if step is None else [step.durations(), step.change.text(2)]
         rows.append([result.variant, *cells, seeds, *clock])
-    head = ["variant", "in tokens", "in FLOPs", "in seconds", "tokens, by seed", "a step / the baseline's", "ratio"]
+    head = [
+        "variant",
+        "in tokens",
+        "in FLOPs",
+        "in seconds",
+        "tokens, by seed",
+        "a step, and the baseline's",
+        "ratio of steps",
+    ]
     return (
         titled(f"Effective speedup: what {record.baseline} needs over what the variant needs", configuration),
         head,

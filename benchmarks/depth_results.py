@@ -1,0 +1,108 @@
+"""The tables and the figure of docs/results/depth.md, from committed records.
+
+    python benchmarks/depth_results.py     # prints the tables, writes docs/figures/depth_speedup_*.svg
+
+One record for each width (docs/evidence/depth_connections/WIDTH), as `crosslayer compare --step-rounds` wrote it. The
+pairs of question 3 stand in docs/LOG.md; their differences are paired by seed, with Holm's correction over all of them.
+"""
+
+from pathlib import Path
+
+import crosslayer
+from crosslayer.output.chart import save_svg
+from crosslayer.output.panel import Line, Panel
+from crosslayer.stats.differences import holm, paired_difference
+
+ROOT = Path(__file__).parent.parent
+EVIDENCE, FIGURES = ROOT / "docs" / "evidence" / "depth_connections", ROOT / "docs" / "figures"
+NAMES = {
+    "vanilla": "vanilla",
+    "resformer(mode=identity)": "ResFormer, Eq. 7",
+    "resformer": "ResFormer, learnable",
+    "svformer": "SVFormer",
+    "denseformer": "DenseFormer",
+    "attnres": "AttnRes, full",
+    "attnres(block=2)": "AttnRes, blocks of 2",
+    "hyper_connections": "hyper-connections (mHC)",
+    "mudd": "MUDD",
+}
+PAIRS = (  # elaborate, simple
+    ("mudd", "denseformer"),
+    ("hyper_connections", "resformer"),
+    ("attnres", "attnres(block=2)"),
+    ("mudd", "attnres(block=2)"),
+)
+
+
+def records() -> dict[int, crosslayer.Comparison]:
+    """Return the comparison of each width that is there."""
+    folders = sorted(EVIDENCE.glob("*/record.json"), key=lambda file: int(file.parent.name))
+    return {int(file.parent.name): crosslayer.load_result(file.parent) for file in folders}
+
+
+def table(record) -> list[str]:
+    """Return the rows of a width, the fastest in tokens first."""
+    rates = {variant.label: variant.learning_rate for variant in record.variants}
+    (configuration,) = record.configurations
+    base = [run.final_loss for run in record.runs_of(configuration.label, "vanilla")]
+    rows = [
+        "| variant | learning rate | loss | × in tokens | × in FLOPs | × in seconds | a step's time |",
+        "|" + "---|" * 7,
+    ]
+    rows.append(f"| vanilla | {rates['vanilla']:g} | {sum(base) / len(base):.3f} | 1 | 1 | 1 | 1 |")
+    for outcome in sorted(record.outcomes, key=lambda one: -one.speedup.tokens.value if one.speedup else 0):
+        found = outcome.speedup
+        ratios = [one.text(2) for one in (found.tokens, found.flops, found.seconds)] if found else ["?"] * 3
+        change = outcome.final.change.text(3, signed=True)
+        cells = [
+            NAMES[outcome.variant],
+            f"{rates[outcome.variant]:g}",
+            change,
+            *ratios,
+            outcome.step_time.change.text(2),
+        ]
+        rows.append(f"| {' | '.join(cells)} |")
+    return rows
+
+
+def figure(width: int, record) -> Panel:
+    """Speedup in tokens against speedup in seconds: a cross of two intervals for each variant."""
+    lines = [Line("equal", [0.5, 2.5], [0.5, 2.5], dashed=True)]
+    for outcome in record.outcomes:
+        if outcome.speedup is None:
+            continue
+        tokens, seconds = outcome.speedup.tokens, outcome.speedup.seconds
+        across, up = [*tokens.interval], [*seconds.interval]
+        x, y = [*across, tokens.value, tokens.value, tokens.value], [seconds.value, seconds.value, None, *up]
+        lines.append(Line(NAMES[outcome.variant], x, y))
+    title = f"Effective speedup over a plain Transformer of width {width}"
+    return Panel(f"depth_speedup_{width}", title, "", "in tokens", "in seconds, on a CPU", lines, wide=True)
+
+
+def pairs(found: dict) -> list[str]:
+    """Return question 3's pairs: elaborate minus simple at each width."""
+    tests = []
+    for width, record in found.items():
+        (configuration,) = record.configurations
+        for elaborate, simple in PAIRS:
+            own, other = (record.runs_of(configuration.label, name) for name in (elaborate, simple))
+            seeds = sorted({run.seed for run in own} & {run.seed for run in other})
+            losses = [[run.final_loss for run in runs if run.seed in seeds] for runs in (own, other)]
+            tests.append((f"{NAMES[elaborate]} minus {NAMES[simple]}", width, paired_difference(*losses)))
+    adjusted = holm([one.p for *_, one in tests])
+    rows = ["| pair | width | nats per token | p (Holm) |", "|" + "---|" * 4]
+    for (name, width, change), p in zip(tests, adjusted, strict=True):
+        rows.append(f"| {name} | {width} | {change.text(3, signed=True)} | {p:.3f} |")
+    return rows
+
+
+def main() -> None:
+    found = records()
+    for width, record in found.items():
+        print(f"\nwidth {width}\n", *table(record), sep="\n")
+        save_svg(figure(width, record), FIGURES)
+    print("", *pairs(found), sep="\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -35,7 +35,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 MAGIC, FILE = b"CLKB", b"CLKF"
-VERSION = 2
+VERSION = 2  # of a block
+FILE_VERSION = 3  # of what `Codec.encode` returns
 HEAD = struct.Struct("<4sHBB32s32sIHHH")
 START = struct.Struct("<4sHHI")
 PAIR = struct.Struct("<II")
@@ -50,10 +51,10 @@ class OtherFormat(ValueError):
     """The bytes are of another version of the format."""
 
 
-def other_format(what: str, version: int) -> OtherFormat:
-    """Return the error of a block or a file of another version."""
-    then = "update crosslayer" if version > VERSION else "store the prompt again"
-    return OtherFormat(f"the {what} has format {version}, and this release reads {VERSION}; {then}")
+def other_format(what: str, version: int, own: int) -> OtherFormat:
+    """Return the error of a block or a file of another version than this release's `own`."""
+    then = "update crosslayer" if version > own else "store the prompt again"
+    return OtherFormat(f"the {what} has format {version}, and this release reads {own}; {then}")
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ def read_header(data: bytes | memoryview, layers: int | None = None) -> Block:
     if magic != MAGIC:
         raise ValueError("this is not a block of a stored cache")
     if version != VERSION:
-        raise other_format("block", version)
+        raise other_format("block", version, VERSION)
     if layers not in (None, own) or not 0 < count <= LONGEST or dtype >= len(DTYPES):
         raise ValueError("the header of a block is damaged")
     if len(data) < HEAD.size + 4 * count + 2 * own:
@@ -174,18 +175,27 @@ def check_hash(data: bytes | memoryview) -> None:
 
 
 def pack_file(rows: Sequence[tuple[int, Sequence[bytes]]]) -> bytes:
-    """Return a file of rows: columns of padding, and blocks."""
-    parts = [START.pack(FILE, VERSION, 0, len(rows))]
+    """Return a file of rows: columns of padding, and blocks.
+
+    Its hash is of what stands around the blocks and of the hash that each of them ends with, so that a reader can check
+    the blocks in threads, and hashes nothing twice.
+    """
+    parts = [START.pack(FILE, FILE_VERSION, 0, len(rows))]
+    digest = hashlib.sha256(parts[0])
     for pad, blocks in rows:
         parts.append(PAIR.pack(pad, len(blocks)))
+        digest.update(parts[-1])
         for block in blocks:
-            parts += [len(block).to_bytes(4, "little"), block]
-    body = b"".join(parts)
-    return body + hashlib.sha256(body).digest()
+            size = len(block).to_bytes(4, "little")
+            parts += [size, block]
+            digest.update(size + bytes(block[-HASH:]))
+    return b"".join([*parts, digest.digest()])
 
 
 def unpack_file(data: bytes) -> list[tuple[int, list[memoryview]]]:
     """Return the rows of a file that is not trusted: columns of padding, and the bytes of the blocks.
+
+    The hashes that blocks end with are those of the file; whether a block has its hash, `unpack` says.
 
     Raises:
         ValueError: it is cut off, longer than it says, or of another format.
@@ -194,24 +204,28 @@ def unpack_file(data: bytes) -> list[tuple[int, list[memoryview]]]:
     if len(view) < START.size + HASH or START.unpack_from(view)[0] != FILE:
         raise ValueError("these bytes were not written by Codec.encode")
     _, version, _, count = START.unpack_from(view)
-    if version != VERSION:
-        raise other_format("file", version)
-    check_hash(view)
-    view = view[:-HASH]
+    if version != FILE_VERSION:
+        raise other_format("file", version, FILE_VERSION)
+    view, expected = view[:-HASH], view[-HASH:]
+    digest = hashlib.sha256(view[: START.size])
     at, rows = START.size, []
     for _ in range(count):
-        pad, blocks = PAIR.unpack(_piece(view, at, PAIR.size))
+        pair = _piece(view, at, PAIR.size)
+        pad, blocks = PAIR.unpack(pair)
+        digest.update(pair)
         at += PAIR.size
         own = []
         for _ in range(blocks):
             size = int.from_bytes(_piece(view, at, 4), "little")
             own.append(_piece(view, at + 4, size))
+            digest.update(view[at : at + 4])
+            digest.update(own[-1][-HASH:])
             at += 4 + size
         if not own:
             raise ValueError("a row of the file has no block")
         rows.append((pad, own))
-    if at != len(view) or not rows:
-        raise ValueError("the length of the file does not match its header")
+    if at != len(view) or not rows or digest.digest() != expected:
+        raise ValueError("the file was truncated or altered")
     return rows
 
 

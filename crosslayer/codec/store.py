@@ -11,11 +11,13 @@ Anyone who can read a store can read its prompts: on a local disk its files have
 import contextlib
 import errno
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
@@ -55,6 +57,7 @@ class PromptStore:
         self.files, self.codec, self.block = Files(url), codec, block
         self.index = Index(self.files, len(codec.widths))
         self.limit = None if limit is None else parse_bytes(limit, "the limit")
+        self._head = format.HEAD.size + 4 * format.LONGEST + 2 * len(codec.widths)  # bytes that hold any header
         self._size: int | None = None  # of the store, when it was listed, and what was written since
         self._written = 0
 
@@ -187,41 +190,32 @@ class PromptStore:
         self._use(blocks)
         return [block for block in blocks if block.stop > start]
 
-    def _walk(self, tokens: np.ndarray, whole: bool = False) -> Iterator[tuple[format.Block, int]]:
-        """Yield the blocks that hold a text's tokens one after the other, and how many of their tokens are the text's.
+    def _walk(self, tokens: np.ndarray, damaged: Container[str] = ()) -> Iterator[tuple[format.Block, int]]:
+        """Yield the headers of the blocks that hold a text's tokens, and how many of their tokens are the text's.
 
-        These are fewer than all in the last one only. Without `whole` only headers are read; with it, a damaged block
-        is removed, so that `save` writes it again, and the next best one is taken.
+        These are fewer than all in the last one only. Files in `damaged` are passed over.
         """
-        parent, start, damaged = format.root(self.codec.id), 0, set[str]()
-        head = None if whole else format.HEAD.size + 4 * format.LONGEST + 2 * len(self.codec.widths)
+        parent, start = format.root(self.codec.id), 0
         while start < len(tokens):
-            found = self._found(parent, start, tokens[start:], head, damaged)
+            found = self._found(parent, start, tokens[start:], damaged)
             if found is None:
                 return
-            block, common, data = found
-            if whole:
-                try:
-                    block = format.unpack(data, self.codec.widths, len(self.codec.chain.coder.runs))
-                except ValueError:
-                    damaged.add(self._path(block))  # for this text, even if the file cannot be removed
-                    self.files.remove(self._path(block))
-                    continue
+            block, common = found
             yield block, common
             if common < len(block.tokens):
                 return
             parent, start = block.name, block.stop
 
     def _found(
-        self, parent: bytes, start: int, rest: np.ndarray, head: int | None, damaged: set[str]
-    ) -> tuple[format.Block, int, bytes] | None:
-        """Return the block behind a parent with most tokens in common with the rest of a text (T,); None without any.
+        self, parent: bytes, start: int, rest: np.ndarray, damaged: Container[str]
+    ) -> tuple[format.Block, int] | None:
+        """Return the block behind a parent with most tokens in common with the rest of a text (T,), and how many.
 
-        With it come how many tokens these are, and the bytes of its file, or their first `head`.
+        None if there is no block with any.
         """
         whole = rest[: self.block]
-        if block := self._block(parent, start, whole, head, damaged):
-            return block[0], len(whole), block[1]
+        if block := self._block(parent, start, whole, damaged):
+            return block, len(whole)
         missed = set[str]()
         while True:
             best, gone = None, []
@@ -229,8 +223,8 @@ class PromptStore:
                 common = same(own, rest)
                 if not common or (best and common <= best[1]):
                     continue
-                if block := self._block(parent, start, own, head, damaged):
-                    best = block[0], common, block[1]
+                if block := self._block(parent, start, own, damaged):
+                    best = block, common
                 else:
                     gone.append(format.child(parent, own).hex()[:DIGITS])
             if missed.issuperset(gone):  # none is gone, or the index cannot forget them
@@ -238,29 +232,48 @@ class PromptStore:
             missed.update(gone)
             self.index.remove(gone)  # of files that another process removed, or that are damaged
         # a block that ends there has the windows of its end, which a longer one has not
-        if best and (block := self._block(parent, start, rest[: best[1]], head, damaged)):
-            return block[0], best[1], block[1]
+        if best and (block := self._block(parent, start, rest[: best[1]], damaged)):
+            return block, best[1]
         return best
 
-    def _block(
-        self, parent: bytes, start: int, tokens: np.ndarray, head: int | None, damaged: set[str]
-    ) -> tuple[format.Block, bytes] | None:
-        """Return the block of these tokens, and the bytes of its file, or their first `head`; None if it is no such."""
+    def _block(self, parent: bytes, start: int, tokens: np.ndarray, damaged: Container[str]) -> format.Block | None:
+        """Return the header of the block of these tokens; None if it is not stored."""
         path = self.files.path(parent, format.child(parent, tokens))
         if path in damaged:
             return None
         try:
-            data = self.files.read(path, head)
-            block = format.read_header(data, len(self.codec.widths))
+            block = format.read_header(self.files.read(path, self._head), len(self.codec.widths))
         except MISSES:
             return None
         is_own = block.parent == parent and block.start == start and np.array_equal(block.tokens, tokens)
-        return (block, data) if is_own else None
+        return block if is_own else None
 
     def _read(self, tokens: np.ndarray) -> tuple[list[format.Block], int]:
-        """Return the blocks of the longest stored prefix, and how many tokens of the text they hold."""
-        found = list(self._walk(tokens, whole=True))
-        return [block for block, _ in found], sum(common for _, common in found)
+        """Return the blocks of the longest stored prefix, and how many tokens of the text they hold.
+
+        Headers decide which blocks these are, one after the other; then the files are read and hashed in threads. A
+        damaged block is removed, so that `save` writes it again, and the next best ones are taken.
+        """
+        damaged = set[str]()
+        while True:
+            found = list(self._walk(tokens, damaged))
+            with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+                blocks = list(pool.map(self._whole, [block for block, _ in found]))
+            missed = {self._path(header) for (header, _), own in zip(found, blocks, strict=True) if own is None}
+            if not missed:
+                return [block for block in blocks if block is not None], sum(common for _, common in found)
+            damaged |= missed
+
+    def _whole(self, header: format.Block) -> format.Block | None:
+        """Return the block of a header with its codes; None if its file is damaged, or out of reach."""
+        path = self._path(header)
+        try:
+            return format.unpack(self.files.read(path), self.codec.widths, len(self.codec.chain.coder.runs))
+        except OSError:
+            return None
+        except ValueError:
+            self.files.remove(path)
+            return None
 
     def _usable(self, rows: Sequence[Sequence[format.Block]], pads: Sequence[int], columns: int) -> int:
         """Return the most columns up to `columns` at which all rows store the windows of all layers, or 0."""

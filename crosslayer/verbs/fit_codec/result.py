@@ -1,7 +1,7 @@
 """A codec and its costs, with their page: bytes against damage, damage by domain, times relative to prefill."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pydantic import Field, PrivateAttr
 
@@ -32,6 +32,18 @@ class CodecSettings(Options):
     bos: str
 
 
+class BreakEven(NamedTuple):
+    """Bandwidths, in bytes per second, between which a stored prompt is the fastest way to a cache.
+
+    It arrives after C / w + D seconds at a bandwidth w, for C bytes and a decoding of D seconds. A prefill takes P
+    seconds, a 16-bit cache of B bytes B / w, an FP8 cache half of that. None: at no bandwidth.
+    """
+
+    prefill: float | None  # C / (P − D): loading beats prefill above it
+    wide: float | None  # (B − C) / D: it beats loading the 16-bit cache below it
+    fp8: float | None  # (B / 2 − C) / D: and the FP8 cache
+
+
 class CodecReport(Report):
     """What `crosslayer.fit_codec` returns; `codec` is there until the report is loaded from a folder.
 
@@ -53,6 +65,19 @@ class CodecReport(Report):
         if self._codec is None:
             raise ValueError("a report that was loaded has no codec; use load_codec with its folder")
         return self._codec
+
+    def break_even(self) -> BreakEven:
+        """Return when storing pays, from the measured times of one prompt and from its bytes."""
+        wide = float(self.bytes_per_token * self.settings.prompt)
+        own = wide * self.changes("bytes")["codec"].value
+        row = self.row("codec", "decoding")
+        assert row is not None and row.value is not None and row.original is not None
+        gained = row.original - row.value
+        return BreakEven(
+            prefill=own / gained if gained > 0 else None,
+            wide=(wide - own) / row.value if own < wide else None,
+            fp8=(wide / 2 - own) / row.value if own < wide / 2 else None,
+        )
 
     def layout(self) -> Page:
         """Return the page."""
@@ -81,7 +106,7 @@ class CodecReport(Report):
         size, numbers = self.bytes_per_token, self.row("codec", RETRIEVAL)
         lines = [
             f"A stored prompt takes {share.value:.1%} of the 16-bit cache: {share.value * size:,.0f} of {size:,} bytes "
-            f"per token, all overhead included. The KL is {cost} nats/token."
+            f"per token, all overhead included; {2 * share.value:.1%} of an FP8 cache. The KL is {cost} nats/token."
         ]
         if numbers is not None:
             stored, own = numbers.count(numbers.value), numbers.count(numbers.original)
@@ -89,10 +114,19 @@ class CodecReport(Report):
         return [
             *lines,
             f"Decoding takes {decoding} of prefill, encoding {encoding} ({self.settings.prompt} tokens).",
+            self._when_it_pays(),
             f"The codec was fitted to {listed(self.fitted_to)}. Only its step size was set on other windows of the "
             "domains used for measuring.",
             f"It has {self.parameters / 1e6:.1f} million parameters, {readable_bytes(2 * self.parameters)} in 16 bits.",
         ]
+
+    def _when_it_pays(self) -> str:
+        names = {"prefill": "above", "loading the 16-bit cache": "below", "loading an FP8 cache": "below"}
+        parts = []
+        for (name, side), rate in zip(names.items(), self.break_even(), strict=True):
+            when = "at no bandwidth" if rate is None else f"{side} {readable_bytes(int(rate))}/s"
+            parts.append(f"{name} {when}")
+        return f"By these times, loading a stored prompt beats {'; '.join(parts)}."
 
     def tables(self) -> list[Table]:
         """Return the table of all ways to store a cache: bytes, hidden numbers, and KL on all windows and by domain."""

@@ -42,6 +42,22 @@ def test_the_row_of_the_codec_is_what_a_loop_says(fitted):
     assert sizes_of["fp8"].value > sizes_of["codec × 0.5"].value
 
 
+def test_break_even_is_where_two_ways_take_equally_long(fitted):
+    _, report = fitted
+    found, time = report.break_even(), report.row("codec", "decoding")
+    wide = 40 * report.bytes_per_token
+    own = wide * report.changes("bytes")["codec"].value
+    if found.prefill is None:
+        assert time.value >= time.original
+    else:
+        assert own / found.prefill + time.value == pytest.approx(time.original)
+    for rate, other in ((found.wide, wide), (found.fp8, wide / 2)):
+        if rate is None:
+            assert own >= other
+        else:
+            assert own / rate + time.value == pytest.approx(other / rate)
+
+
 def test_coarser_steps_of_one_fit_are_measured_too(fitted):
     _, report = fitted
     names = ("codec", "codec × 0.5", "codec × 0.25")

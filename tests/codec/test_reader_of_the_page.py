@@ -4,7 +4,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+from crosslayer.codec import format
+from crosslayer.codec.codec import load_codec
 from crosslayer.codec.store import PromptStore
 from tests.helpers.codecs import cache_of, fitted, random_ids
 from tests.test_docs import blocks
@@ -42,3 +45,17 @@ def test_every_block_is_decoded(tmp_path, read_block, family, length):
             other = exact[first : first + len(own)]
             error = np.linalg.norm(own[:, -other.shape[1] :] - other)
             assert error <= 0.1 * np.linalg.norm(other)
+
+
+def test_the_vector_of_the_page(read_block):
+    """Other readers are checked with it: it changes only with the format, and then knowingly."""
+    written = [block.body for block in blocks(PAGE) if block.kind == "text"][-2:]
+    data = bytes.fromhex(written[0].replace("\n", ""))
+    expected = np.array([[float(number) for number in line.split()] for line in written[1].splitlines()])
+    folder = Path(__file__).parents[2] / "docs" / "guides" / "block"
+    _, states = read_block(data, folder)
+    assert np.abs(states[1] - expected).max() <= 5e-6  # five digits are printed
+    codec = load_codec(folder)
+    block = format.unpack(data, codec.widths, len(codec.chain.coder.runs))
+    own = list(codec.decode_layers([block], len(expected), torch.device("cpu")))
+    assert np.abs(own[1].numpy() - expected).max() <= 2e-5  # the package decodes in float32

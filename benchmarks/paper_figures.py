@@ -5,6 +5,7 @@
 Each figure is one that a reader of the paper looks for; the record that it comes from stands beside its function.
 """
 
+import math
 import re
 from pathlib import Path
 
@@ -113,29 +114,31 @@ def gradients() -> Panel:
 
 
 def side_by_side() -> list[Panel]:
-    """AttnRes, training dynamics, of the three variants of 16 layers: evidence/depth, means over seeds."""
+    """AttnRes, training dynamics, of the three variants of 16 layers: evidence/depth, geometric means over seeds."""
     panels = []
     for what, axis in {"output": "mean L2 norm", "gradient": "mean L2 norm of the gradient"}.items():
         lines = []
         for name in VARIANTS:
-            norms = _norms_of_sublayers(name, what)  # (seeds, sublayers)
-            ends = t_ends(norms)
-            low, high = (None, None) if ends is None else (np.maximum(ends[0], norms.min() / 2), ends[1])
-            lines.append(Line(name, [*range(1, norms.shape[1] + 1)], norms.mean(0), low, high))
-        title = f"{'What sublayers add' if what == 'output' else 'Its gradient'}, 16 layers of width 64, after training"
+            logs = np.log(_norms_of_sublayers(name, what))  # (seeds, sublayers)
+            ends = t_ends(logs)
+            low, high = (None, None) if ends is None else np.exp(ends)
+            lines.append(Line(name, [*range(1, logs.shape[1] + 1)], np.exp(logs.mean(0)), low, high))
+        subject = "What sublayers add" if what == "output" else "The gradient of what sublayers add"
+        title = f"{subject}, 16 layers of width 64, after training"
         panels.append(Panel(f"trained_{what}s_by_depth", title, "", "sublayer", axis, lines, log_y=True, wide=True))
     return panels
 
 
 def spreads() -> str:
-    """Return the largest norm over the smallest, with and without the first layer, as a table of the page."""
+    """Return the largest norm over the smallest, with and without the first layer, as a table: geometric means."""
     rows = []
     for what in ("output", "gradient"):
         for first, note in ((0, "all layers"), (2, "without the first layer")):
             cells = []
             for name in VARIANTS:
                 norms = _norms_of_sublayers(name, what)[:, first:]
-                cells.append(t_mean(norms.max(1) / norms.min(1)).text(2))
+                logs = np.log(norms)
+                cells.append(t_mean(logs.max(1) - logs.min(1)).mapped(math.exp).text(1))
             rows.append(f"| spread of {what}s, {note} | {' | '.join(cells)} |")
     return "\n".join(rows)
 

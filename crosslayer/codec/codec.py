@@ -113,7 +113,9 @@ class Codec:
         pads, rows, columns = [], [], set[int]()
         for pad, blocks in format.unpack_file(data):
             parent, start = format.root(self.id), 0
-            with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # it is SHA-256
+            with ThreadPoolExecutor(
+                torch.get_num_threads()
+            ) as pool:  # nearly all of it is SHA-256, which releases the GIL
                 read = partial(format.unpack, widths=self.widths, classes=len(self.chain.coder.runs))
                 own = list(pool.map(read, blocks))
             for block in own:

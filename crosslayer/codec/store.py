@@ -269,7 +269,7 @@ class PromptStore:
         path = self._path(header)
         try:
             return format.unpack(self.files.read(path), self.codec.widths, len(self.codec.chain.coder.runs))
-        except OSError:
+        except OSError:  # perhaps only for a moment: the file stays
             return None
         except ValueError:
             self.files.remove(path)

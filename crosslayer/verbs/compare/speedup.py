@@ -20,8 +20,10 @@ from crosslayer.stats.estimate import Estimate
 from crosslayer.stats.times import TimeComparison
 from crosslayer.verbs.compare.result import ComparedRun, Speedup
 
-WIDTH = 3  # evaluations that are averaged: wide enough for noise of one, narrow beside the curve
-FEWEST = 8  # evaluations: with fewer, interpolation decides the answer
+# Evaluations that are averaged. A single one carries noise of its windows and of its step, which would decide when a
+# curve first reaches a loss; many would flatten the steep beginning.
+WIDTH = 3
+FEWEST = 8  # evaluations of a run: with fewer, the line between two of them decides the answer
 
 Curve = tuple[np.ndarray, np.ndarray]  # tokens (N − WIDTH + 1,), lowest loss until then
 
@@ -35,7 +37,7 @@ def speedup(
         return None
     by_seed = [ratio(_curve(own), _curve(other)) for own, other in zip(candidates, baselines, strict=True)]
     if any(value is None for value in by_seed):
-        return None
+        return None  # a mean over the other seeds would leave out the worst ones
     tokens = geometric_mean([value for value in by_seed if value is not None])
     own, other = candidates[0].flops_per_token, baselines[0].flops_per_token
     return Speedup(
@@ -53,7 +55,8 @@ def _curve(run: ComparedRun) -> Curve:
 def monotone(tokens: np.ndarray, losses: np.ndarray) -> Curve:
     """Return the moving average of `WIDTH` losses (N,), lowest so far, at the mean tokens of each average.
 
-    An average stands at the middle of what it averages: at its last evaluation it would lag behind a falling curve.
+    Each average is placed at the mean of its tokens. Placed at the last of them, it would lag behind a falling curve,
+    and speedups would move towards 1.
     """
     kernel = np.full(WIDTH, 1 / WIDTH)
     means, losses = (np.convolve(values, kernel, mode="valid") for values in (tokens, losses))

@@ -22,7 +22,13 @@ def step_times(runs: Mapping[Key, NamedRun], baseline: str, rounds: int) -> dict
 
     `runs` holds one run of each. A step is forward, backward and AdamW on a batch of its recipe, with random tokens and
     initial weights, which cost what others do.
+
+    Raises:
+        ValueError: a run's folder has its record only.
     """
+    for entry in runs.values():
+        if not (entry.folder / "model" / "config.json").is_file():
+            raise ValueError(f"`step_rounds` needs the model of each run, and {entry.name} has none; use 0")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     times: dict[Key, TimeComparison] = {}
     pairs = [(key, (key[0], baseline)) for key in runs if key[1] != baseline and (key[0], baseline) in runs]
@@ -30,7 +36,7 @@ def step_times(runs: Mapping[Key, NamedRun], baseline: str, rounds: int) -> dict
         steps = [_step(runs[each], device) for each in (key, reference)]
         seconds: tuple[list[float], list[float]] = ([], [])
         for number in range(-1, rounds):  # the first round warms up
-            for which in (0, 1) if number % 2 else (1, 0):
+            for which in (0, 1) if number % 2 else (1, 0):  # who goes second meets warm caches: both take turns
                 taken = steps[which]()
                 if number >= 0:
                     seconds[which].append(taken)
@@ -43,7 +49,9 @@ def _step(entry: NamedRun, device: str) -> Step:
     config, recipe = CrossLayerConfig.from_pretrained(entry.folder / "model"), entry.run.recipe
     model = CrossLayerForCausalLM(config).train()
     model.to(torch.device(device))  # pyright: ignore[reportArgumentType]  # transformers wraps it
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-9)  # weights stay as they are
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=1e-9
+    )  # it moves weights as little as it can: random tokens might blow them up
     shape = (recipe["train"].get("per_device_train_batch_size", 8), recipe["data"]["length"])
     tokens = torch.randint(model.config.vocab_size, shape, device=device)  # (B, T)
 

@@ -69,6 +69,12 @@ def test_three_ratios_of_a_comparison(tmp_path):
     assert found.flops.value == pytest.approx(found.tokens.value * other / own)
 
 
+def test_records_alone_have_no_steps_to_time(tmp_path):
+    folders = written(tmp_path, *(trained(method, 0, 1) for method in ("vanilla", "mudd")))
+    with pytest.raises(ValueError, match="`step_rounds`"):
+        crosslayer.compare(folders, step_rounds=5)
+
+
 def test_a_rate_that_decays_gives_no_speedup(tmp_path):
     runs = [trained(method, seed, 1, minimum=0.1) for method in ("vanilla", "mudd") for seed in range(3)]
     (outcome,) = crosslayer.compare(written(tmp_path, *runs)).outcomes

@@ -1,4 +1,4 @@
-"""Every command of the papers' pages runs as printed, in the order of its page, or says what it needs.
+"""Every command of the papers' pages runs as printed, in the order of its page, or its row is marked.
 
 A mark in the column *time* says that a command needs more than the installed package. All others run from a wheel, in
 a process that imports nothing of this clone. A tiny model of as many layers, with the real tokenizer, takes the place
@@ -53,7 +53,7 @@ for words in json.loads(sys.argv[1]):
 
 
 class Command(NamedTuple):
-    """A command of a page, with what its row says of its time and its marks."""
+    """A command of a page, with the time and the marks in its row."""
 
     words: tuple[str, ...]
     time: str

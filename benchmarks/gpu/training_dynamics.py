@@ -51,7 +51,7 @@ class Experiment:
     shape: dict | None = None
     outputs: bool = False
     constant: bool = False  # the rate after the warm-up
-    every: int = 0  # steps between held-out losses, besides those at which all is measured
+    every: int = 0  # also evaluate the held-out loss alone after each so many steps; 0: never
 
 
 EXPERIMENTS = {

@@ -29,7 +29,7 @@ class Whole(int):
 
 
 def read(sources, query, gain, block, output_gain=None):
-    """Return what the kernel reads (T, C), for sources (T, C), in its blocks of so many sources."""
+    """Return the kernel's result (T, C) for sources (T, C), which it loads `block` at a time."""
     count, (tokens, width) = len(sources), sources[0].shape
     result, pre = torch.empty(tokens, width), torch.empty(tokens, width)
     inverses, scores, total = torch.empty(count, tokens), torch.empty(count, tokens), torch.empty(tokens)

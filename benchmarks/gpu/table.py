@@ -7,6 +7,8 @@ import json
 import sys
 from pathlib import Path
 
+from run import PARTS
+
 
 def ratio(row: dict) -> str:
     """Return the ratio to the baseline, with its interval."""
@@ -26,8 +28,11 @@ def depth_attention(record: dict) -> None:
         for form, gaps in row["errors"].items():
             print(count, form, *(f"error of {key} {gap:.1e}" for key, gap in gaps.items()), sep=" | ")
         for form, kinds in row["times"].items():
-            cells = [f"{kind} {milliseconds(row)} = {row['of_limit']:.2f} of its bytes" for kind, row in kinds.items()]
-            print(count, form, *cells, sep=" | ")
+            cells = [
+                f"{kind} {milliseconds(time)} = {time['of_limit']:.2f} of its bytes" for kind, time in kinds.items()
+            ]
+            peak = row.get("allocated", {}).get(form)  # records before 2026-11-29 have none, and neither has a CPU
+            print(count, form, *cells, *([] if peak is None else [f"allocates {peak / 2**20:.0f} MiB"]), sep=" | ")
 
 
 def training(record: dict) -> None:
@@ -104,7 +109,7 @@ def main():
     """Print every record that is there."""
     parts = {part.__name__: part for part in (uniattn, two_phase, depth_attention, training, diagnosis)}
     parts |= {part.__name__: part for part in (serving, stored_prompts)}
-    parts |= dict.fromkeys(("resformer", "equation7", "attnres"), training_dynamics)
+    parts |= {part.name: training_dynamics for part in PARTS if part.trains}
     for name, part in parts.items():
         file = Path(sys.argv[1]) / f"{name}.json"
         if file.exists():

@@ -20,8 +20,9 @@
     end − 32    32       SHA-256 of all bytes before
 
 A file of `Codec.encode` is "CLKF", the version (2 bytes), two zeros, the number of rows (4), and for each row the
-columns of padding on its left (4), the number of its blocks (4), and its blocks, each behind its size (4). A SHA-256
-ends it, too.
+columns of padding on its left (4), the number of its blocks (4), and its blocks, each behind its size (4). It ends with
+the SHA-256 of what stands around the blocks and of the last 32 bytes of each, which are the block's own SHA-256: blocks
+can be checked in threads, and no byte is hashed twice.
 
 A block is decoded only if its length and its SHA-256 match, so a truncated or altered block is an error. The hash is
 not a signature: anyone who can write to a store can change its texts.

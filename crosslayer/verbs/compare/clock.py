@@ -6,6 +6,7 @@ other share both, so their ratio is of the models.
 
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import torch
 
@@ -24,11 +25,11 @@ def step_times(runs: Mapping[Key, NamedRun], baseline: str, rounds: int) -> dict
     initial weights, which cost what others do.
 
     Raises:
-        ValueError: a run's folder has its record only.
+        ValueError: the run's folder has its record only.
     """
     for entry in runs.values():
-        if not (entry.folder / "model" / "config.json").is_file():
-            raise ValueError(f"`step_rounds` needs the model of each run, and {entry.name} has none; use 0")
+        if not has_model(entry.folder):
+            raise ValueError(f"`step_rounds` needs a model of each variant, and {entry.name} has none; use 0")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     times: dict[Key, TimeComparison] = {}
     pairs = [(key, (key[0], baseline)) for key in runs if key[1] != baseline and (key[0], baseline) in runs]
@@ -44,14 +45,18 @@ def step_times(runs: Mapping[Key, NamedRun], baseline: str, rounds: int) -> dict
     return times
 
 
+def has_model(folder: Path) -> bool:
+    """Return whether a run's folder has its model, and not its record only."""
+    return (folder / "model" / "config.json").is_file()
+
+
 def _step(entry: NamedRun, device: str) -> Step:
     """Return a function that runs a training step of a run's model, and returns its seconds."""
     config, recipe = CrossLayerConfig.from_pretrained(entry.folder / "model"), entry.run.recipe
     model = CrossLayerForCausalLM(config).train()
     model.to(torch.device(device))  # pyright: ignore[reportArgumentType]  # transformers wraps it
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=1e-9
-    )  # it moves weights as little as it can: random tokens might blow them up
+    # the rate moves the weights as little as it can: random tokens might blow them up
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-9)
     shape = (recipe["train"].get("per_device_train_batch_size", 8), recipe["data"]["length"])
     tokens = torch.randint(model.config.vocab_size, shape, device=device)  # (B, T)
 

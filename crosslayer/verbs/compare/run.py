@@ -18,7 +18,7 @@ from crosslayer.output.progress import prefixed
 from crosslayer.stats.times import FEWEST
 from crosslayer.training.recipe import Recipe, load_recipe
 from crosslayer.training.trainer import TrainingStopped
-from crosslayer.verbs.compare.clock import step_times
+from crosslayer.verbs.compare.clock import has_model, step_times
 from crosslayer.verbs.compare.grid import (
     STATE,
     Grid,
@@ -216,7 +216,9 @@ def _comparison(
 ) -> Comparison:
     runs = group_runs(named)
     baseline = pick_baseline([variant.label for variant in runs.variants], baseline)
-    one_of_each = {(entry.configuration.label, variant_of_run(entry.run).label): entry for entry in named}
+    # any run of a variant can be timed, but not one of which only the record was kept: those come first, so others win
+    models_last = sorted(named, key=lambda entry: has_model(entry.folder))
+    one_of_each = {(entry.configuration.label, variant_of_run(entry.run).label): entry for entry in models_last}
     times = step_times(one_of_each, baseline, step_rounds) if step_rounds else {}
     lines, no_laws = laws(runs, baseline)
     return Comparison(  # pyright: ignore[reportCallIssue]

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -282,3 +283,13 @@ def test_steps_are_timed_beside_the_baseline(whole):
     assert outcome.speedup is None  # the learning rate of these runs decays
     with pytest.raises(ValueError, match="step_rounds"):
         crosslayer.compare([whole[1]], step_rounds=2)
+
+
+@pytest.mark.parametrize("kept", [0, 1])
+def test_one_run_with_a_model_is_enough_to_time_steps(whole, tmp_path, kept):
+    shutil.copytree(whole[1] / "runs", tmp_path / "runs")
+    for folder in (tmp_path / "runs").iterdir():
+        if not folder.name.endswith(f"-{kept}"):
+            shutil.rmtree(folder / "model")
+    (outcome,) = crosslayer.compare([tmp_path / "runs"], step_rounds=5).outcomes
+    assert outcome.final.change.n == 2 and outcome.step_time.change.n == 5

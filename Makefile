@@ -92,7 +92,7 @@ $(TRITON): $(STAMP)
 
 test-kernels: $(TRITON)
 	PYTHONPATH=$(abspath $(TRITON)) TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/pytest tests/core/kernels/test_interpreted.py \
-	  tests/core/kernels/test_fla.py
+	  tests/core/kernels/test_pages.py tests/core/kernels/test_fla.py
 	PYTHONPATH=$(abspath $(TRITON)) OMP_NUM_THREADS=1 $(BIN)/pytest tests/core/kernels/test_compiled.py
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m slow tests/core/kernels/test_step_memory.py
 

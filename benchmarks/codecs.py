@@ -1,7 +1,7 @@
 """Measures stored prompt caches: the codec, itself without each of its parts, and its rivals, on the same windows.
 
     python benchmarks/codecs.py smollm2 --out FILE [--text NAME=FILE …] [--fit-text NAME=FILE …] [--windows 4]
-        [--prompt 640] [--continued 128] [--ways kvtc,codec@12.5 …] [--matrix [--share 6.25]]
+        [--prompt 640] [--continued 128] [--ways kvtc,codec@12.5 …] [--matrix [--share 6.25]] [--zone 0.1]
 
 A text is a file, a dataset, or an embedded domain. The exact model reads each prompt once. KL(exact ‖ stored) is in
 nats per token over the next `--continued` tokens, and bytes are a share of the 16-bit cache. FILE is rewritten after
@@ -38,15 +38,17 @@ from codec_rivals.paired import Prompts, matrix, ratios, row_of
 from codec_rivals.ways import Made, Ways
 
 import crosslayer
+from crosslayer.codec import entropy
 from crosslayer.corpus.documents import TextSource, load_documents
-from crosslayer.corpus.domains import EMBEDDED, FITTED, embedded_domains, shared_out, split_domains
+from crosslayer.corpus.domains import EMBEDDED, FIT_ONLY, FITTED, embedded_domains, shared_out, split_domains
 from crosslayer.corpus.windows import Windows
 from crosslayer.environment import environment
 from crosslayer.probe.model import evaluating
 
 HELD_OUT = 1  # windows of each domain that set the numbers of bytes
 NEAR = (0.8, 1.0, 1.25)  # shares of the mixed fit of a matrix, in units of the others'
-SETTINGS = ("model", "windows", "prompt", "continued", "calibration", "length", "seed", "bos", "matrix", "share")
+CUT = ("model", "windows", "prompt", "continued", "calibration", "length", "seed", "bos")
+SETTINGS = (*CUT, "matrix", "share", "zone")
 
 
 def domains_of(texts: Sequence[str], default: Sequence[str]) -> dict[str, Any]:
@@ -54,14 +56,18 @@ def domains_of(texts: Sequence[str], default: Sequence[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for text in texts or default:
         source = TextSource.named(text)
-        name = text if text in EMBEDDED else source.describe()
-        found[name] = embedded_domains([name])[name] if text in EMBEDDED else load_documents(source)
+        is_embedded = text in EMBEDDED or text in FIT_ONLY
+        name = text if is_embedded else source.describe()
+        found[name] = embedded_domains([name])[name] if is_embedded else load_documents(source)
     return found
 
 
 def cut(given: argparse.Namespace, tokenizer: Any) -> dict[str, Windows]:
     """Return the windows that are judged, those that set bytes, and those that are fitted to."""
-    judged, fitted = domains_of(given.text, ("science", "speeches", "code")), domains_of(given.fit_text, FITTED)
+    judged, fitted = (
+        domains_of(given.text, ("science", "speeches", "code")),
+        domains_of(given.fit_text, (*FITTED, *FIT_ONLY)),
+    )
     if judged.keys() & fitted.keys():
         raise SystemExit(f"--text must differ from --fit-text, got {min(judged.keys() & fitted.keys())!r} twice")
     options: dict[str, Any] = {"tokenizer": tokenizer, "seed": given.seed, "bos": given.bos}
@@ -202,7 +208,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("model")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--text", action="append", default=[], help="judged on; default science, speeches, code")
-    parser.add_argument("--fit-text", action="append", default=[], help="fitted to; default books, web, docs")
+    parser.add_argument("--fit-text", action="append", default=[], help="fitted to; default that of fit-codec")
     parser.add_argument("--windows", type=int, default=4, help="of each domain")
     parser.add_argument("--prompt", type=int, default=640, help="tokens that are stored")
     parser.add_argument("--continued", type=int, default=128, help="tokens behind them")
@@ -213,10 +219,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--ways", default="", help="such as kvtc,codec@12.5; default all")
     parser.add_argument("--matrix", action="store_true")
     parser.add_argument("--share", type=float, default=6.25, help="of --matrix, in percent")
+    parser.add_argument("--zone", type=float, default=entropy.ZONE, help="of all codes, in steps")
     parser.add_argument("--threads", type=int)
     given = parser.parse_args(arguments)
     if given.threads:
         torch.set_num_threads(given.threads)
+    entropy.ZONE = given.zone
     model, tokenizer = crosslayer.load_model(given.model)
     print(table(run(given, model, tokenizer)))
 

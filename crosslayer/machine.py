@@ -58,6 +58,18 @@ def full_float32() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def float32_sums() -> Iterator[None]:
+    """Sum the products of float16 matrices in float32 on a GPU; parts of sums may be float16 otherwise."""
+    backends: Any = torch.backends
+    before = backends.cuda.matmul.allow_fp16_reduced_precision_reduction
+    backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+    try:
+        yield
+    finally:
+        backends.cuda.matmul.allow_fp16_reduced_precision_reduction = before
+
+
+@contextlib.contextmanager
 def peak_memory(device: torch.device) -> Iterator[Peak]:
     """Measure peak memory: allocated bytes on a GPU, the resident set on a CPU (Linux)."""
     peak = Peak()

@@ -23,7 +23,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from crosslayer.core.kernels import depth_attention
+from crosslayer.core.kernels import depth_attention, pages
 
 TARGETS = (80, 90, 100)
 CASES = ((torch.bfloat16, 4096), (torch.float32, 1024))  # dtype and width
@@ -97,6 +97,20 @@ def launches(dtype: torch.dtype, width: int, count: int) -> dict[str, tuple[ASTS
     return {name: record(module, name.partition(",")[0], call) for name, call in calls.items()}
 
 
+def page_launches() -> dict[str, tuple[ASTSource, dict]]:
+    """Return the launches that read pages of stored prompts."""
+    with torch.device("meta"):
+        words, facts, rows, nodes, bins = (torch.empty(shape, dtype=torch.int32) for shape in (8, (9, 8), 8, 8, 8))
+        codes, coefficients = torch.empty(8, 8, dtype=torch.int16), torch.empty(8, 8, dtype=torch.float16)
+        scales = torch.empty(8), torch.empty(8)
+    return {
+        "read_kernel": record(pages, "read_kernel", lambda: pages.read(words, facts, rows, nodes, bins, codes)),
+        "read_kernel, scaled": record(
+            pages, "read_kernel", lambda: pages.read(words, facts, rows, nodes, bins, coefficients, scales)
+        ),
+    }
+
+
 def measure(source: ASTSource, options: dict, architecture: int) -> dict:
     """Compile a launch; return what it uses. A stack is there only for spilled registers."""
     start = time.perf_counter()
@@ -127,6 +141,7 @@ def main():
         ({"dtype": TYPES[dtype], "width": width, "count": options.sources}, launches(dtype, width, options.sources))
         for dtype, width in CASES
     ]
+    cases.append(({"dtype": "fp16", "width": None, "count": None}, page_launches()))
     rows = []
     print("| GPU | kernel | dtype | C | N, R | warps | registers | spilled bytes | shared bytes | seconds |")
     print("|---|---|---|---|---|---|---|---|---|---|")

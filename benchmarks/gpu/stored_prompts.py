@@ -1,107 +1,193 @@
-"""Encoding and decoding of a stored cache against the prefill that it saves, at 8B shape with random weights.
+"""Loading a stored prompt against the prefill that it saves, at 8B shape, with real codes.
 
     python benchmarks/gpu/stored_prompts.py --json FILE [--dry-run]
 
-The layers of a model with random weights predict each other almost exactly, so nothing can be fitted to them: the codec
-is a stand-in with as many channels as real ones have, random and orthogonal, and predictions of zero that are computed
-all the same. It keeps an eighth of the bytes. Decoding is bytes in memory → cache on the device; `raw` copies the same
-cache uncompressed from pinned memory. `error` compares decoding on the device with that on the CPU.
+The codes are those of SmolLM2 (`real_codes.safetensors`), repeated to the channels that a codec of an 8B model would
+have, 0.72 of the numbers of a layer; its matrices are random, and as large as real ones. The store has an eighth of
+the bytes of the 16-bit cache. Times, in turns:
+
+    prefill     of the model
+    raw         the uncompressed cache copied from pinned memory
+    read        files to memory, hashed, in threads, as a `PromptStore` does
+    prepare     compressed bytes to the device, tables and places of pages
+    kernel      pages to coefficients
+    chain float32, chain tf32, chain float16    coefficients to states
+    decode      bytes in memory to the cache on the device: all but `read`
+    load        `read` and `decode`, one after the other
 """
 
-import cProfile
-import pstats
+import hashlib
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
+import numpy as np
+import real_codes
 import torch
 from common import SHAPE_8B, TINY, arguments, build, freed, in_turns, resumed, save, seconds
 
 from crosslayer.cache.running import prefill
-from crosslayer.codec.chain import Chain, Importance, Layer, sources, step_sizes
+from crosslayer.codec import codec as codec_module
+from crosslayer.codec import device as reading
+from crosslayer.codec import format
+from crosslayer.codec.chain import BLOCK, Chain, Importance, Layer, half_layers, predicted, sources
 from crosslayer.codec.codec import Codec
-from crosslayer.codec.entropy import fitted
 from crosslayer.codec.fingerprint import model_print
-from crosslayer.codec.states import read_shapes, read_states
+from crosslayer.codec.states import read_shapes
+from crosslayer.machine import full_float32
 
-SHARE = 0.125
-CHANNELS = 0.65  # of the numbers of a layer, as in codecs of SmolLM2 and Qwen
-
-
-def error(cache, other) -> float:
-    """Return the largest difference of two caches, over the largest number."""
-    pairs = [(own.keys.float().cpu(), right.keys) for own, right in zip(cache.layers, other.layers, strict=True)]
-    pairs += [(own.values.float().cpu(), right.values) for own, right in zip(cache.layers, other.layers, strict=True)]
-    return max(float((own - right).abs().max() / right.abs().max()) for own, right in pairs)
+CHANNELS = 0.72  # of the numbers of a layer, as in codecs of SmolLM2 and Qwen
+SIZE = 0.1  # of the entries of random matrices times their width: states stay of order 1
 
 
-def stand_in(cache, shapes) -> Chain:
-    """Return a chain of random orthogonal channels that keeps `SHARE` of the bytes of a cache of 1,024 tokens."""
-    states = read_states(cache, 0, 0, 1024, shapes)
-    device = states[0].device
-    matrices = []
-    for own, shape in zip(states, shapes, strict=True):
-        turn = torch.linalg.qr(torch.randn(shape.width, int(CHANNELS * shape.width), device=device)).Q
-        spread = torch.logspace(4, -2, turn.shape[1], base=2, device=device) / ((own - own.mean(0)) @ turn).std(0)
-        matrices.append((own.mean(0), turn * spread, (turn / spread).T))
-    finest, coarsest = -8.0, 8.0  # logarithm of the step, to base 2
+def stand_in(shapes, device) -> tuple[Chain, list[np.ndarray]]:
+    """Return a chain of random matrices, and for each of its layers real codes (R, T) of a block."""
+    codes, classes = real_codes.load("smollm2")
+    every, kinds = np.concatenate(codes), torch.cat(classes)
+    generator, at, layers, own_codes = torch.Generator().manual_seed(0), 0, [], []
+    for shape, below in zip(shapes, sources(shapes), strict=True):
+        width, channels = shape.width, int(CHANNELS * shape.width)
+        rows = torch.arange(at, at + channels) % len(every)  # the real channels over and over
+        at += channels
+        rows = rows[kinds[rows].argsort(stable=True)]
+        own_codes.append(every[rows])
+        predict = torch.randn(sum(shapes[source].width for source in below), width, generator=generator)
+        up = torch.randn(channels, width, generator=generator)
+        predict, up = (SIZE / width**0.5 * matrix.half().float() for matrix in (predict, up))
+        zeros = torch.zeros(width), torch.full((channels,), 0.1)
+        layers.append(Layer(shape, below, zeros[0], predict, up.T, up, zeros[1], kinds[rows]))
     heads = sum(2 * shape.heads for shape in shapes) + 1
-    importance = Importance(*(torch.full((heads,), value, device=device) for value in (0.0, 1.0, 0.0)))
-    steps = step_sizes(importance.steps(states, shapes, 1024))
-    for _ in range(12):
-        step = 2 ** ((finest + coarsest) / 2)
-        layers = []
-        for own, shape, (mean, down, up), below in zip(states, shapes, matrices, sources(shapes), strict=True):
-            classes, shift = fitted((own - mean) @ down / step)
-            order = classes.argsort()
-            predict = torch.zeros(sum(shapes[source].width for source in below), shape.width, device=device)
-            fields = predict, down[:, order] / step, up[order] * step, shift[order]
-            layers.append(Layer(shape, below, mean, *fields, classes[order].cpu()))
-        chain = Chain(layers, importance)
-        if chain.bytes_per_token(states, steps) > SHARE * 2 * sum(shape.width for shape in shapes):
-            finest = (finest + coarsest) / 2
-        else:
-            coarsest = (finest + coarsest) / 2
-    return chain
+    importance = Importance(*(torch.full((heads,), value) for value in (0.0, 1.0, 0.0)))
+    return Chain([moved(layer, device) for layer in layers], importance), own_codes
+
+
+def moved(layer: Layer, device) -> Layer:
+    """Return a layer with its matrices on a device."""
+    fields = {name: value.to(device) if torch.is_tensor(value) else value for name, value in vars(layer).items()}
+    return Layer(**{**fields, "classes": layer.classes})
+
+
+def blocks_of(codec: Codec, codes: list[np.ndarray], text: np.ndarray) -> list[format.Block]:
+    """Return a text's blocks, all with the same codes."""
+    parent, blocks, steps = format.root(codec.id), [], np.full(BLOCK, 128, np.uint8)
+    longer = [np.concatenate([own[:, :1], own], 1) for own in codes]  # the first token of all has none
+    parts = {first: codec.chain.coder.encode(own) for first, own in ((True, codes), (False, longer))}
+    width = sum(codec.widths)
+    for start in range(0, len(text), BLOCK):
+        own = text[start : start + BLOCK]
+        facts = format.child(parent, own), parent, start, own, np.zeros(len(codec.widths), np.uint16), 1, 0
+        exact = bytes(2 * width) if start == 0 else b""
+        blocks.append(format.Block(*facts, steps, exact, parts[start == 0]))
+        parent = blocks[-1].name
+    return blocks
+
+
+def chains(codec: Codec, device: str, tokens: int) -> dict[str, Callable[[], object]]:
+    """Return what computes states from coefficients, in each precision."""
+    layers = codec.chain_on(torch.device(device)).layers
+    halves = half_layers(layers)
+    values = [torch.randn(layer.up.shape[0], tokens, device=device, dtype=torch.float16) for layer in layers]
+
+    def in_half() -> None:
+        decoded = []
+        for layer, half, own in zip(layers, halves, values, strict=True):
+            decoded.append(half.decoded([decoded[source] for source in layer.sources], own))
+
+    def in_float() -> None:
+        decoded = []
+        for layer, own in zip(layers, values, strict=True):
+            below = [decoded[source] for source in layer.sources]
+            decoded.append(torch.addmm(predicted(below, layer.predict, layer.offset), own.float().T, layer.up))
+
+    def in_full_float() -> None:
+        with full_float32():
+            in_float()
+
+    def in_tf32() -> None:
+        before = torch.backends.cuda.matmul.fp32_precision
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        in_float()
+        torch.backends.cuda.matmul.fp32_precision = before
+
+    return {"chain float32": in_full_float, "chain tf32": in_tf32, "chain float16": in_half}
+
+
+def measure(model, codec: Codec, codes: list[np.ndarray], length: int, device: str, pairs: int, folder: Path) -> dict:
+    """Return times in turns, rates and equality for a prompt of a length."""
+    ids = torch.randint(0, model.config.vocab_size, (1, length), device=device)
+    blocks = blocks_of(codec, codes, ids[0].cpu().numpy().astype(np.uint32))
+    packed = [block.pack() for block in blocks]
+    files = [folder / f"{length}-{index}.kv" for index in range(len(packed))]
+    for file, data in zip(files, packed, strict=True):
+        file.write_bytes(data)
+    cache = prefill(model, ids)
+    raw = [state.cpu() for layer in cache.layers for state in (layer.keys, layer.values)]
+    raw = [state.pin_memory() for state in raw] if device == "cuda" else raw
+    del cache
+    target, dtype = torch.device(device), model.dtype
+    numbers = sum(own.shape[0] for own in codes)
+    once = blocks[: codec_module.AT_ONCE // BLOCK]
+    counts, stops = [codec._coded(block) for block in once], [block.stop for block in once]
+    parts = [block.parts for block in once]
+    out = torch.zeros(numbers, stops[-1], dtype=torch.float16, device=device)
+    scales = torch.full((numbers,), 0.1, device=device), torch.ones(stops[-1], device=device)
+    prepared = codec._pages.prepare(parts, counts, stops, target)
+
+    def read_files() -> list[bytes]:
+        def one(file: Path) -> bytes:
+            data = file.read_bytes()
+            assert hashlib.sha256(data[: -format.HASH]).digest() == data[-format.HASH :]
+            return data
+
+        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+            return list(pool.map(one, files))
+
+    def decode(data: list[bytes]) -> object:
+        found = [format.unpack(one, codec.widths, len(codec.chain.coder.runs)) for one in data]
+        return codec.decode_rows([found], [0], length, device, dtype, half=True)
+
+    calls: dict[str, Callable[[], object]] = {
+        "prefill": lambda: prefill(model, ids),
+        "raw": lambda: [state.to(device, non_blocking=True) for state in raw],
+        "read": read_files,
+        "prepare": lambda: codec._pages.prepare(parts, counts, stops, target),
+        **chains(codec, device, stops[-1]),
+        "decode": lambda: codec.decode_rows([blocks], [0], length, device, dtype, half=True),
+        "load": lambda: decode(read_files()),
+    }
+    row: dict = {"bytes": sum(map(len, packed)), "raw_bytes": 2 * sum(state.numel() for state in raw)}
+    if reading.reads_pages(target):
+        calls["kernel"] = lambda: reading.kernel().read(*prepared.tensors, out, scales)
+        codes_read = torch.zeros(numbers, stops[-1], dtype=torch.int16, device=device)
+        reading.kernel().read(*prepared.tensors, codes_read)
+        there = np.concatenate([np.concatenate([own[:, :1], own], 1) for own in codes])
+        repeats = -(-stops[-1] // BLOCK)
+        row["codes_equal"] = bool((codes_read.cpu().numpy()[:, 1:] == np.tile(there, repeats)[:, 1 : stops[-1]]).all())
+    rows = in_turns({name: lambda c=call: seconds(c, device) for name, call in calls.items()}, pairs)
+    if "kernel" in rows:
+        row["codes_per_second"] = numbers * (stops[-1] - 1) / rows["kernel"]["seconds"]
+    return rows | row
 
 
 def main():
-    """Fit once, then measure by length, the shortest first."""
-    parser = arguments(__doc__)
-    parser.add_argument("--profile", action="store_true", help="print where decoding spends its time")
-    options = parser.parse_args()
+    """Measure by length, the shortest first."""
+    options = arguments(__doc__).parse_args()
     device, dtype = ("cpu", torch.float32) if options.dry_run else ("cuda", torch.bfloat16)
-    shape, lengths, pairs = (TINY, (64,), 2) if options.dry_run else (SHAPE_8B, (2048, 8192, 32768), 3)
+    shape, lengths, pairs = (TINY, (512,), 2) if options.dry_run else (SHAPE_8B, (2048, 8192, 32768), 5)
     model = build(shape, [], device, dtype)
-    shapes = read_shapes(model)
-    text = torch.randint(0, shape["vocab_size"], (1, max(1024, lengths[-1])), device=device)
-    codec = Codec(stand_in(prefill(model, text[:, :1024]), shapes), model_print(model))
-    record = resumed(options.json, shape=shape, share=SHARE, channels=CHANNELS)
+    chain, codes = stand_in(read_shapes(model), device)
+    codec = Codec(chain, model_print(model))
+    record = resumed(options.json, shape=shape, channels=CHANNELS, codes="smollm2")
     freed(device)
-    for length in lengths:
-        if str(length) in record["rows"]:
-            continue
-        prompt = text[:, :length]
-        cache = prefill(model, prompt)
-        raw = [state.cpu() for layer in cache.layers for state in (layer.keys, layer.values)]
-        raw = [state.pin_memory() for state in raw] if device == "cuda" else raw
-        data = codec.encode(cache, prompt)
-        calls = {
-            "prefill": lambda p=prompt: prefill(model, p),
-            "raw": lambda r=raw: [state.to(device, non_blocking=True) for state in r],
-            "encoding": lambda c=cache, p=prompt: codec.encode(c, p),
-            "decoding": lambda d=data: codec.decode(d, device, dtype),
-        }
-        if "error" not in record:
-            record["error"] = error(codec.decode(data, device, dtype), codec.decode(data, "cpu", torch.float32))
-        rows = in_turns({name: lambda c=call: seconds(c, device) for name, call in calls.items()}, pairs, warmup=0)
-        size = sum(state.numel() for state in raw) * 2
-        record["rows"][str(length)] = {**rows, "bytes": len(data), "raw_bytes": size}
-        print(length, record["rows"][str(length)], flush=True)
-        save(options.json, record)
-        if options.profile:
-            profile = cProfile.Profile()
-            profile.runcall(calls["decoding"])
-            pstats.Stats(profile).sort_stats("tottime").print_stats(12)
-        del cache, raw, calls
-        freed(device)
+    with tempfile.TemporaryDirectory() as folder:
+        for length in lengths:
+            if str(length) in record["rows"]:
+                continue
+            record["rows"][str(length)] = measure(model, codec, codes, length, device, pairs, Path(folder))
+            print(length, record["rows"][str(length)], flush=True)
+            save(options.json, record)
+            freed(device)
 
 
 if __name__ == "__main__":

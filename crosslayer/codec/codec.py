@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from dataclasses import asdict, replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,18 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 from crosslayer.codec import format
-from crosslayer.codec.chain import BLOCK, Chain, Importance, Layer, below_of, code_layers, predicted, step_sizes
+from crosslayer.codec.chain import (
+    BLOCK,
+    Chain,
+    Importance,
+    Layer,
+    below_of,
+    code_layers,
+    half_layers,
+    predicted,
+    step_sizes,
+)
+from crosslayer.codec.device import Reader, reads_pages
 from crosslayer.codec.fingerprint import SeenWeights, model_print, tokenizer_print
 from crosslayer.codec.states import HALF, CodedLayer, check_cache, check_config, new_cache, read_states
 from crosslayer.codec.texts import check_padding, texts_of
@@ -32,6 +43,7 @@ VERSION = 4  # of the artifact
 FILE = "codec.safetensors"
 MATRICES = ("offset", "predict", "down", "up", "shift")
 TOGETHER = 8  # blocks that are encoded together
+AT_ONCE = 8192  # tokens that a GPU decodes together: at the shape of an 8B model, coefficients take 0.8 GB
 SAME = 0.05  # relative distance of states that are the same but for rounding, in bfloat16 too
 
 
@@ -56,6 +68,7 @@ class Codec:
         self.id = digest.digest()
         self._seen: SeenWeights | None = None  # of the model that was checked last
         self.chain_on = cache(partial(on_device, self.chain))
+        self._halves_on = cache(lambda device: half_layers(self.chain_on(device).layers))
 
     def check(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         """Reject any model but the one that the codec was fitted to.
@@ -104,8 +117,16 @@ class Codec:
             packed.append((pad, [block.pack() for block in made]))
         return format.pack_file(packed)
 
-    def decode(self, data: bytes, device: Any = None, dtype: torch.dtype | None = None) -> Cache:
+    @cached_property
+    def _pages(self) -> Reader:
+        return Reader(self.chain.coder, [len(layer.classes) for layer in self.chain.layers])
+
+    def decode(
+        self, data: bytes, device: Any = None, dtype: torch.dtype | None = None, half: bool | None = None
+    ) -> Cache:
         """Return the cache that `encode` wrote, a `DynamicCache`; by default on the CPU, in its original dtype.
+
+        `half` computes in float16, as is the default on a GPU.
 
         Raises:
             ValueError: the bytes are damaged, come from another codec, or have a newer format.
@@ -129,7 +150,7 @@ class Codec:
             raise ValueError("the rows of the file have different lengths")
         check_padding(pads, max(columns))
         own_dtype = getattr(torch, format.DTYPES[rows[0][0].dtype])
-        return self.decode_rows(rows, pads, columns.pop(), device, dtype or own_dtype)
+        return self.decode_rows(rows, pads, columns.pop(), device, dtype or own_dtype, half)
 
     def read(self, cache: Cache, row: int, pad: int, tokens: int) -> list[Tensor]:
         """Return the states (T, W) of a row's first `tokens` tokens, of each layer those that it still holds.
@@ -204,41 +225,103 @@ class Codec:
         return np.maximum(len(block.tokens) - first.astype(int), 0).tolist()
 
     def decode_rows(
-        self, rows: Sequence[Sequence[format.Block]], pads: list[int], columns: int, device: Any, dtype: torch.dtype
+        self,
+        rows: Sequence[Sequence[format.Block]],
+        pads: list[int],
+        columns: int,
+        device: Any,
+        dtype: torch.dtype,
+        half: bool | None = None,
     ) -> Cache:
-        """Return the cache of rows of blocks, cut to `columns` columns."""
+        """Return the cache of rows of blocks, cut to `columns` columns; `half` as in `decode_layers`."""
         target, states = torch.empty(0, device=device or "cpu").device, []  # cuda:0, not cuda
         for row, pad in zip(rows, pads, strict=True):
             needed = [block for block in row if block.start < columns - pad]
-            states.append(list(self.decode_layers(needed, columns - pad, target)))
+            states.append(self.decode_layers(needed, columns - pad, target, half))
         return new_cache(states, self.shapes, pads, columns, dtype)
 
-    def decode_layers(self, blocks: Sequence[format.Block], length: int, device: torch.device) -> Iterator[Tensor]:
+    def decode_layers(
+        self, blocks: Sequence[format.Block], length: int, device: torch.device, half: bool | None = None
+    ) -> Iterator[Tensor]:
         """Yield the states (T, W) of consecutive blocks, layer by layer, up to position `length`.
 
         Of each layer come the latest tokens that it holds. The codes of all layers are read before the first.
+
+        Args:
+            blocks: of a text, one after the other.
+            length: position behind the last token.
+            device: of the states.
+            half: compute in float16; default: on a GPU.
         """
-        layers = self.chain_on(device).layers
+        half = device.type == "cuda" if half is None else half
+        runs, size = [], 0  # of blocks that are read together: all, or on a GPU as many as its memory should hold
+        for block in blocks:
+            if not runs or (half and size + len(block.tokens) > AT_ONCE):
+                runs.append([])
+                size = 0
+            runs[-1].append(block)
+            size += len(block.tokens)
+        if len(runs) == 1:
+            layers: Any = ([own] for own in self._decoded(runs[0], device, half))
+        else:  # all layers of a run come before the next run, so all are kept
+            layers = zip(*(list(self._decoded(run, device, half)) for run in runs), strict=True)
+        for parts in layers:
+            kept = [parts[-1][0]]
+            for (states, _), (_, begin), run in zip(parts[-2::-1], parts[:0:-1], runs[:0:-1], strict=True):
+                if begin > run[0].start:  # the layer does not hold what is before
+                    break
+                kept.insert(0, states)
+            begin = blocks[-1].stop - sum(map(len, kept))
+            yield torch.cat(kept)[: max(0, length - begin)] if len(kept) > 1 else kept[0][: max(0, length - begin)]
+
+    def _decoded(
+        self, blocks: Sequence[format.Block], device: torch.device, half: bool
+    ) -> Iterator[tuple[Tensor, int]]:
+        """Yield of each layer the states (T, W) of the latest tokens without a gap, and the position of the first."""
+        layers, halves = self.chain_on(device).layers, self._halves_on(device) if half else []
         steps = step_sizes(torch.from_numpy(np.concatenate([block.steps for block in blocks]))).to(device)
         exact = self._exact(blocks[0])
-        decoded: dict[int, Tensor] = {}  # of the layers that a later one is predicted from
-        found = self._codes(blocks)
-        for index, layer in enumerate(layers):
-            codes, begin = found.pop(0)
-            own = torch.from_numpy(codes).to(device).float()
+        decoded: dict[int, Tensor] = {}  # of the layers that a later one is predicted from; in float16 less means
+        counts = np.array([self._coded(block) for block in blocks])  # (blocks, layers)
+        begins = [_begin(blocks, own) for own in counts.T]
+        sizes = [blocks[-1].stop - begin for begin in begins]
+        coefficients = self._coefficients(blocks, counts, steps, sizes, half)
+        for index, (layer, begin, own) in enumerate(zip(layers, begins, coefficients, strict=True)):
             below = below_of(layer.sources, decoded, own.shape[1])
-            prediction = predicted(below, layer.predict, layer.offset)
-            whole = decoded[index] = layer.decoded(prediction, own, steps[len(steps) - own.shape[1] :])
+            if half:
+                decoded[index] = halves[index].decoded(below, own.half())
+                whole = decoded[index].float() + halves[index].mean
+            else:
+                whole = decoded[index] = torch.addmm(predicted(below, layer.predict, layer.offset), own.T, layer.up)
             needed = {source for later in layers[index + 1 :] for source in later.sources}
             decoded = {key: states for key, states in decoded.items() if key in needed}
             if index in exact and begin <= 1 + blocks[0].copies:
                 whole = torch.cat([exact[index].to(device).expand(1 + blocks[0].copies, -1), whole])
                 begin = 0
-            yield whole[: max(0, length - begin)]
+            yield whole, begin
 
-    def _codes(self, blocks: Sequence[format.Block]) -> list[tuple[np.ndarray, int]]:
-        """Return each layer's codes (R, T) of the latest tokens without a gap, and the position of their first."""
-        counts = np.array([self._coded(block) for block in blocks])  # (blocks, layers)
+    def _coefficients(
+        self, blocks: Sequence[format.Block], counts: np.ndarray, steps: Tensor, sizes: Sequence[int], half: bool
+    ) -> Iterator[Tensor]:
+        """Yield each layer's coefficients (R, T), float32 or from a kernel float16, of its latest `sizes` tokens."""
+        layers = self.chain_on(steps.device).layers
+        if half and reads_pages(steps.device):
+            channels = [len(layer.classes) for layer in layers]
+            out = torch.empty(sum(channels), len(steps), dtype=torch.float16, device=steps.device)
+            scales = torch.cat([layer.shift for layer in layers]), steps
+            stops = [block.stop - blocks[0].start for block in blocks]
+            if self._pages.read([block.parts for block in blocks], counts.tolist(), stops, out, scales):
+                for own, size in zip(out.split(channels), sizes, strict=True):
+                    yield own[:, len(steps) - size :]
+                return
+        codes = self._codes(blocks, counts)
+        for layer, size in zip(layers, sizes, strict=True):
+            own = codes.pop(0)  # the memory of a layer's codes is free behind it
+            own = torch.from_numpy(own[:, own.shape[1] - size :]).to(steps.device).float()
+            yield layer.coefficients(own, steps[len(steps) - size :])
+
+    def _codes(self, blocks: Sequence[format.Block], counts: np.ndarray) -> list[np.ndarray]:
+        """Return each layer's codes (R, T); of the blocks' tokens, the layers have so many (blocks, layers)."""
         stops = counts.cumsum(0)
         layers = zip(self.chain.layers, stops[-1], strict=True)
         codes = [np.empty((len(layer.classes), count), np.int16) for layer, count in layers]
@@ -249,13 +332,7 @@ class Codec:
 
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:
             list(pool.map(read, range(len(blocks))))
-        found = []
-        for own, count in zip(codes, counts.T, strict=True):
-            at = len(blocks) - 1
-            while at > 0 and count[at] == len(blocks[at].tokens):
-                at -= 1
-            found.append((own[:, count[:at].sum() :], blocks[at].stop - int(count[at])))
-        return found
+        return codes
 
     def _exact(self, block: format.Block) -> dict[int, Tensor]:
         """Return the first token's states (W,) of each layer that holds it."""
@@ -343,6 +420,14 @@ def _loaded(facts: dict[str, Any], tensors: dict[str, Tensor]) -> Codec:
         layers.append(Layer(shape=shape, sources=own_sources, classes=classes, **own))
     importance = Importance(*(tensors[name] for name in ("mean", "spread", "weight")))
     return Codec(Chain(layers, importance), facts["model"], facts["tokenizer"])
+
+
+def _begin(blocks: Sequence[format.Block], counts: np.ndarray) -> int:
+    """Return the position from which on a layer has codes of all tokens; of each block, it has those of the last."""
+    at = len(blocks) - 1
+    while at > 0 and counts[at] == len(blocks[at].tokens):
+        at -= 1
+    return blocks[at].stop - int(counts[at])
 
 
 def on_device(chain: Chain, device: Any) -> Chain:

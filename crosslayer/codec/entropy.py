@@ -4,11 +4,17 @@ A code q stands for |z| from |q| − ½ + `ZONE` on, z in steps, and is decoded 
 each channel. The class of a channel is its mean |q|, in half octaves. `pcodec` fits its tables to the codes that it is
 given and writes them along, and codes with asymmetric numeral systems (tANS).
 
+A class is one chunk of pcodec's wrapped format, cut into pages which can be read side by side: a GPU reads each in a
+thread of its own (`core.kernels.pages`). A page has at most `CHANNELS` channels and `NUMBERS` codes, by channel, then
+by token. The tokens of a block go round over its pages, so that threads next to each other write tokens next to each
+other. Layers that follow each other and hold as many of the block's tokens share pages.
+
 Shapes: R channels of a layer, T tokens, N calibration tokens.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,6 +28,9 @@ CLASSES_PER_OCTAVE = 2
 RAREST = -12  # logarithm of the mean |q| of the first class, to base 2
 CLASSES = 54  # up to a mean |q| of 2^14.5
 LEVEL = 8  # of pcodec: tables of up to 256 bins
+# Of a page, at most. Smaller pages have more bytes; larger ones keep a GPU busy with fewer threads, for longer.
+CHANNELS, NUMBERS = 512, 8192
+HEADER = b"\x04\x01"  # of what pcodec writes; of another the format of pages may differ, so that only pcodec reads it
 
 
 def quantized(z: Tensor) -> Tensor:
@@ -38,6 +47,25 @@ def fitted(z: Tensor) -> tuple[Tensor, Tensor]:
     return classes, shift
 
 
+class Band(NamedTuple):
+    """Channels of a class, from `first` to `last` of what `layers` have of it together; its pages are one a track."""
+
+    layers: range
+    tokens: int  # of the block that these layers hold
+    first: int
+    last: int
+
+    @property
+    def tracks(self) -> int:
+        """Pages of the band; page k has the tokens k, k + `tracks`, k + 2 · `tracks` and so on."""
+        return min(-(-self.tokens * (self.last - self.first) // NUMBERS), self.tokens)
+
+    @property
+    def sizes(self) -> list[int]:
+        """The codes of each page."""
+        return [(self.last - self.first) * len(range(at, self.tokens, self.tracks)) for at in range(self.tracks)]
+
+
 class Coder:
     """Codes what all layers have of a run of tokens.
 
@@ -52,17 +80,49 @@ class Coder:
             [(starts[index], stops[index]) for starts, stops in bounds] for index in range(len(found))
         ]
 
+    def bands(self, kind: int, counts: Sequence[int]) -> Iterator[Band]:
+        """Yield the bands of a class, in the order of their pages; `counts` are the tokens of each layer."""
+        channels = [stop - start for start, stop in self.runs[kind]]
+        layer = 0
+        while layer < len(counts):
+            begin, total = layer, 0
+            while layer < len(counts) and counts[layer] == counts[begin]:
+                total += channels[layer]
+                layer += 1
+            for first in range(0, total if counts[begin] else 0, CHANNELS):
+                yield Band(range(begin, layer), counts[begin], first, min(first + CHANNELS, total))
+
     def encode(self, codes: Sequence[np.ndarray]) -> list[bytes]:
-        """Return the codes (R, T), int16, of all layers, which may have different T, as bytes: one part a class."""
+        """Return the codes (R, T), int16, of all layers, which may have different T, as bytes: one part a class.
+
+        A part is pcodec's header and the chunk's metadata, the bytes of each page, uint16, and the pages. It is empty
+        if no layer has a token.
+        """
+        counts = [own.shape[1] for own in codes]
+        return [self._encoded(codes, run, [*self.bands(kind, counts)]) for kind, run in enumerate(self.runs)]
+
+    def _encoded(self, codes: Sequence[np.ndarray], run: list[tuple[int, int]], bands: list[Band]) -> bytes:
+        if not bands:
+            return b""
         pcodec = _library()
+        pages, layers, together = [], None, np.empty(0)
+        for band in bands:
+            if band.layers != layers:
+                layers = band.layers
+                together = np.concatenate([codes[layer][slice(*run[layer])] for layer in layers])
+            own = together[band.first : band.last]
+            pages += [own[:, track :: band.tracks].reshape(-1) for track in range(band.tracks)]
         config = pcodec.ChunkConfig(
-            compression_level=LEVEL, mode_spec=pcodec.ModeSpec.classic(), delta_spec=pcodec.DeltaSpec.no_op()
+            compression_level=LEVEL,
+            mode_spec=pcodec.ModeSpec.classic(),
+            delta_spec=pcodec.DeltaSpec.no_op(),
+            paging_spec=pcodec.PagingSpec.exact_page_sizes([len(page) for page in pages]),
         )
-        parts = []
-        for run in self.runs:
-            own = [code[start:stop].reshape(-1) for code, (start, stop) in zip(codes, run, strict=True)]
-            parts.append(pcodec.standalone.simple_compress(np.concatenate(own), config))
-        return parts
+        file = pcodec.wrapped.FileCompressor()
+        chunk = file.chunk_compressor(np.concatenate(pages), config)
+        written = [chunk.write_page(index) for index in range(len(pages))]
+        sizes = np.array([len(page) for page in written], "<u2").tobytes()
+        return b"".join([file.write_header(), chunk.write_meta(), sizes, *written])
 
     def decode(self, parts: Sequence[bytes | memoryview], out: Sequence[np.ndarray]) -> None:
         """Read the codes (R, T), int16, of all layers from the bytes of `encode`, into arrays of that shape.
@@ -70,28 +130,66 @@ class Coder:
         Raises:
             ValueError: the bytes do not hold the codes of that many tokens.
         """
-        for part, run in zip(parts, self.runs, strict=True):
-            own = [codes[start:stop] for codes, (start, stop) in zip(out, run, strict=True)]
-            together, at = _decompressed(bytes(part), sum(codes.size for codes in own)), 0
-            for codes in own:
-                codes[:] = together[at : at + codes.size].reshape(codes.shape)
-                at += codes.size
+        counts = [own.shape[1] for own in out]
+        for kind, (part, run) in enumerate(zip(parts, self.runs, strict=True)):
+            bands = list(self.bands(kind, counts))
+            numbers, begin = _numbers(bytes(part), [size for band in bands for size in band.sizes]), 0
+            for layers, group in groupby(bands, lambda band: band.layers):
+                decoded = []
+                for band in group:
+                    size = sum(band.sizes)
+                    decoded.append(_in_order(numbers[begin : begin + size], band))
+                    begin += size
+                together = np.concatenate(decoded) if len(decoded) > 1 else decoded[0]
+                row = 0
+                for layer in layers:
+                    start, stop = run[layer]
+                    out[layer][start:stop] = together[row : row + stop - start]
+                    row += stop - start
 
 
-def _decompressed(data: bytes, count: int) -> np.ndarray:
-    """Return the `count` numbers, int16, that pcodec wrote."""
-    numbers = np.empty(count, np.int16)
+def _in_order(numbers: np.ndarray, band: Band) -> np.ndarray:
+    """Return the codes (R, T) of a band from those of its pages, one after the other.
+
+    The first pages have a token more than the others, if tokens are left over. Two copies are twice as fast as one for
+    each page.
+    """
+    rows, tracks = band.last - band.first, band.tracks
+    tokens, longer = divmod(band.tokens, tracks)
+    codes, cut = np.empty((rows, tokens + (longer > 0), tracks), np.int16), longer * rows * (tokens + 1)
+    if longer:
+        codes[:, :, :longer] = numbers[:cut].reshape(longer, rows, tokens + 1).transpose(1, 2, 0)
+    codes[:, :tokens, longer:] = numbers[cut:].reshape(tracks - longer, rows, tokens).transpose(1, 2, 0)
+    return codes.reshape(rows, -1)[:, : band.tokens]
+
+
+def _numbers(data: bytes, sizes: Sequence[int]) -> np.ndarray:
+    """Return the numbers, int16, of a part whose pages have so many each."""
+    numbers = np.empty(sum(sizes), np.int16)
+    if not sizes:
+        if data:
+            raise ValueError("the codes of a block do not match its tokens")
+        return numbers
     try:
-        progress = _library().standalone.simple_decompress_into(data, numbers)
+        file, at = _library().wrapped.FileDecompressor.new(data)
+        chunk, size = file.chunk_decompressor(data[at:], "i16")
+        at += size
+        lengths = np.frombuffer(data, "<u2", len(sizes), at).tolist()
+        at, begin = at + 2 * len(sizes), 0
+        if at + sum(lengths) != len(data):
+            raise ValueError("the pages of a block do not match its tokens")
+        for length, count in zip(lengths, sizes, strict=True):
+            progress, used = chunk.read_page_into(data[at : at + length], count, numbers[begin : begin + count])
+            if progress.n_processed != count or not progress.finished or used != length:
+                raise ValueError("the codes of a block do not match its tokens")
+            at, begin = at + length, begin + count
     except (RuntimeError, TypeError) as error:
         raise ValueError("the codes of a block are damaged") from error
-    if progress.n_processed != count or not progress.finished:
-        raise ValueError("the codes of a block do not match its tokens")
     return numbers
 
 
 def _library() -> Any:
     check_extra("store", "a codec", "pcodec")
-    import pcodec.standalone  # type: ignore[import-not-found]
+    import pcodec.wrapped  # type: ignore[import-not-found]
 
     return pcodec

@@ -1,8 +1,8 @@
-"""A block of stored tokens as bytes: the file format, version 2. All numbers are little-endian.
+"""A block of stored tokens as bytes: the file format, version 3. All numbers are little-endian.
 
     offset      bytes    what
     0           4        "CLKB"
-    4           2        version, 2
+    4           2        version, 3
     6           1        numbers of the cache: 0 float16, 1 bfloat16, 2 float32
     7           1        if the position is 0, tokens behind token 0 that equal it and have its states, else 0
     8           32       name of the block: SHA-256 of its parent's name and its tokens as uint32
@@ -36,7 +36,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 MAGIC, FILE = b"CLKB", b"CLKF"
-VERSION = 2  # of a block
+VERSION = 3  # of a block
 FILE_VERSION = 3  # of what `Codec.encode` returns
 HEAD = struct.Struct("<4sHBB32s32sIHHH")
 START = struct.Struct("<4sHHI")

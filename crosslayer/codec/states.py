@@ -7,7 +7,7 @@ this decides which table of the model and which order of channels each layer use
 Shapes: B rows, S cached tokens, T tokens, H_kv key-value heads, D head size, W = numbers of a layer for each token.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,22 +84,25 @@ def read_states(
     return states
 
 
-def new_cache(rows: list[list[Tensor]], shapes: list[CodedLayer], pads: list[int], columns: int, dtype: Any) -> Cache:
+def new_cache(
+    rows: Sequence[Iterable[Tensor]], shapes: list[CodedLayer], pads: list[int], columns: int, dtype: Any
+) -> Cache:
     """Return a cache of `columns` columns from the states of rows, by layer: (T, W) of the latest tokens.
 
-    States that the layer does not keep any more are left out, and columns of padding are zero.
+    States that the layer does not keep any more are left out, and columns of padding are zero. Rows are read layer by
+    layer: what makes their states needs to hold those of one layer only.
     """
     cache = DynamicCache()
     layers: list[Any] = []
-    for index, shape in enumerate(shapes):
+    for index, (shape, *of_rows) in enumerate(zip(shapes, *rows, strict=True)):
         held = shape.holds(columns)
-        keys = rows[0][index].new_zeros((len(rows), shape.heads, held, shape.key), dtype=dtype)
+        keys = of_rows[0].new_zeros((len(rows), shape.heads, held, shape.key), dtype=dtype)
         values = keys.new_zeros((len(rows), shape.heads, held, shape.value))
-        for row, states in enumerate(rows):
+        for row, states in enumerate(of_rows):
             count = min(held, columns - pads[row])
-            if len(states[index]) < count:
+            if len(states) < count:
                 raise ValueError(f"the sliding window of layer {index} is not stored for the first {columns} tokens")
-            own = states[index][len(states[index]) - count :]
+            own = states[len(states) - count :]
             key, value = own.split([shape.heads * shape.key, shape.heads * shape.value], 1)
             key = turned(key.unflatten(1, (shape.heads, shape.key)), columns - pads[row] - count, shape)
             keys[row, :, held - count :] = key.transpose(0, 1)

@@ -25,13 +25,16 @@ EMBEDDED = {  # domain → archive and files in it; sources and licenses: data/S
     "code": ("modern_corpus", ("code",)),
 }
 FITTED = ("books", "web", "docs")  # domains to which a retrofit is fitted by default; the others only judge it
+# kinds of text that prompts have: a codec is fitted to them too, and nothing is judged on them
+FIT_ONLY = {name: ("mixed_corpus", (name,)) for name in ("python", "formulas", "reasoning", "dialogue")}
 Documents = Tensor | TextSource | Iterable[str]
 DomainTexts = Documents | Sequence[TextSource] | Mapping[str, Documents] | None
 
 
 def embedded_domains(names: Iterable[str] = tuple(EMBEDDED)) -> dict[str, Iterable[str]]:
-    """Return the documents of the embedded corpus by domain."""
-    return {name: embedded_documents(*EMBEDDED[name]) for name in names}
+    """Return the documents of the embedded corpus by domain; those of `FIT_ONLY` only if they are named."""
+    places = {**EMBEDDED, **FIT_ONLY}
+    return {name: embedded_documents(*places[name]) for name in names}
 
 
 def check_table_options(sources: Sequence[TextSource]) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from crosslayer.corpus.documents import TextSource, load_documents
-from crosslayer.corpus.domains import EMBEDDED, FITTED, Texts, embedded_domains, shared_out, split_domains
+from crosslayer.corpus.domains import EMBEDDED, FIT_ONLY, FITTED, Texts, embedded_domains, shared_out, split_domains
 from tests.helpers.text import tokenizer, words
 
 ROOT = Path(__file__).parents[2]
@@ -16,7 +16,7 @@ def test_pages_list_the_domains_that_there_are():
     rows = re.findall(r"(?m)^\| `(\w+)` \| .+ \| (yes|no) \|$", (ROOT / "docs" / "start" / "concepts.md").read_text())
     assert rows == [(name, "yes" if name in FITTED else "no") for name in EMBEDDED]
     sources = (ROOT / "crosslayer" / "data" / "SOURCES.md").read_text()
-    for name, (archive, files) in EMBEDDED.items():
+    for name, (archive, files) in {**EMBEDDED, **FIT_ONLY}.items():
         assert f"| {name} | `{archive}`: {', '.join(f'`{file}`' for file in files)} |" in sources
 
 
@@ -45,6 +45,9 @@ def test_the_embedded_domains():
     assert list(found) == ["books", "science", "speeches", "web", "docs", "code"] and set(FITTED) < set(found)
     assert {name: len(list(documents)) for name, documents in found.items()} == {
         "books": 3, "science": 1, "speeches": 30, "web": 143, "docs": 35, "code": 8
+    }  # fmt: skip
+    assert {name: len(list(documents)) for name, documents in embedded_domains(FIT_ONLY).items()} == {
+        "python": 98, "formulas": 23, "reasoning": 79, "dialogue": 11
     }  # fmt: skip
     old = {document[:200] for document in load_documents(TextSource())}
     assert old == {next(iter(found[name]))[:200] for name in ("science", "speeches")} | {

@@ -17,7 +17,15 @@ from crosslayer.codec.fit import BASIS, Calibration, calibrate, fit_chain_at, to
 from crosslayer.codec.format import HASH, HEAD
 from crosslayer.codec.judge import Way, coded, exact, judge, numbers_found, rounded, stored
 from crosslayer.codec.states import CodedLayer, read_shapes
-from crosslayer.corpus.domains import DomainTexts, Texts, shared_out, split_domains
+from crosslayer.corpus.domains import (
+    FIT_ONLY,
+    FITTED,
+    DomainTexts,
+    Texts,
+    embedded_domains,
+    shared_out,
+    split_domains,
+)
 from crosslayer.corpus.windows import Windows
 from crosslayer.extras import check_extra
 from crosslayer.judge.announce import announce
@@ -78,8 +86,8 @@ def fit_codec(
         share: size of a stored prompt of `prompt` tokens, as a share of the 16-bit cache.
         kl: maximum KL in nats per token, instead of `share`.
         calibration_text: text that the codec is fitted to, repeatable: one domain each, named by NAME=FILE; default:
-            books, web and docs of the embedded text. In Python also a dict of documents, or of token ids
-            (N, `length`), by domain.
+            embedded books, web, docs, python, formulas, reasoning and dialogue. In Python also a dict of documents, or
+            of token ids (N, `length`), by domain.
         text: evaluation text, in the same form (token ids have the shape (N, `prompt` + `continued`)); default: the
             other embedded domains.
         calibration: calibration windows; default: 48, or as many as the model needs, whose codec has more matrices.
@@ -180,8 +188,12 @@ def _calibration(shapes: Sequence[CodedLayer], length: int, windows: int | None)
 
 def _domains(calibration_text: DomainTexts, text: DomainTexts, seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the documents to fit the codec to, and those to measure it on, by domain."""
-    fitted, judged = Texts.load(calibration_text or None, None, seed), Texts.load(text or None, None, seed)
-    own = {name: fitted.domains[name] for name in fitted.calibration}
+    judged = Texts.load(text or None, None, seed)
+    if calibration_text:
+        fitted = Texts.load(calibration_text, None, seed)
+        own = {name: fitted.domains[name] for name in fitted.calibration}
+    else:
+        own = dict(embedded_domains((*FITTED, *FIT_ONLY)))
     others = {name: judged.domains[name] for name in judged.evaluation if text or name not in own}
     if not others:
         raise ValueError("`text` must be given: the codec is fitted to all embedded domains")

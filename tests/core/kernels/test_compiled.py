@@ -28,3 +28,9 @@ def compiler(monkeypatch):
 def test_depth_attention(compiler, dtype, width):
     for name, launch in compiler.launches(dtype, width, COUNT).items():
         assert compiler.measure(*launch, 90)["spilled_bytes"] == 0, name
+
+
+def test_pages(compiler):
+    for architecture in compiler.TARGETS:
+        for name, launch in compiler.page_launches().items():
+            assert compiler.measure(*launch, architecture)["spilled_bytes"] == 0, (architecture, name)

@@ -1,0 +1,95 @@
+"""The kernel that reads pages of stored codes, in Triton's interpreter, against what pcodec wrote."""
+
+import os
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+pytest.importorskip("pcodec")
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
+
+from crosslayer.codec import codec as codec_module  # noqa: E402
+from crosslayer.codec import entropy  # noqa: E402
+from crosslayer.codec.device import Reader  # noqa: E402
+from crosslayer.core.kernels import pages  # noqa: E402
+from tests.helpers.codecs import cache_of, fitted, random_ids  # noqa: E402
+from tests.helpers.pages import CHANNELS, UNSET, blocks_of, expected  # noqa: E402
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """Many pages, though the codes are few: the interpreter reads some hundred codes in a second."""
+    monkeypatch.setattr(entropy, "CHANNELS", 8)
+    monkeypatch.setattr(entropy, "NUMBERS", 64)
+    monkeypatch.setattr(pages, "BLOCK", 32)
+
+
+def read(prepared, shape, scales=None):
+    out = torch.full(shape, UNSET, dtype=torch.int16 if scales is None else torch.float16)
+    pages.read(*prepared.tensors, out, scales, block=32)
+    return out
+
+
+def test_codes_and_coefficients():
+    """Layers with windows, ragged pages, and codes of up to 14 bits."""
+    coder, codes, counts, stops, parts = blocks_of(0)
+    prepared, shape = Reader(coder, [CHANNELS] * len(codes)).prepare(parts, counts, stops, CPU), (80, stops[-1])
+    oracle = torch.from_numpy(expected(codes, counts, stops))
+    assert torch.equal(read(prepared, shape), oracle)
+    generator = torch.Generator().manual_seed(0)
+    shifts, steps = torch.rand(80, generator=generator) / 5, torch.rand(stops[-1], generator=generator) + 0.5
+    values = ((oracle.float() + oracle.sign() * shifts[:, None]) * steps).half()
+    values[oracle == UNSET] = UNSET
+    assert torch.equal(read(prepared, shape, (shifts, steps)), values)
+
+
+def test_a_batch_is_256_codes(monkeypatch):
+    """A page of more codes has their bins in several parts."""
+    monkeypatch.setattr(entropy, "NUMBERS", 600)
+    monkeypatch.setattr(entropy, "CHANNELS", 40)
+    coder, codes, counts, stops, parts = blocks_of(1, wide=False)
+    prepared = Reader(coder, [CHANNELS] * len(codes)).prepare(parts, counts, stops, CPU)
+    assert (prepared.facts[2] * prepared.facts[8]).max() > 256
+    assert np.array_equal(read(prepared, (80, stops[-1])).numpy(), expected(codes, counts, stops))
+
+
+def test_damaged_pages_are_read_within_bounds():
+    """Bytes of pages that are changed give other codes; words before and behind all, and other rows, stay apart."""
+    coder, codes, counts, stops, parts = blocks_of(0, wide=False)
+    reader, generator = Reader(coder, [CHANNELS] * len(codes)), np.random.default_rng(0)
+    oracle, tried = expected(codes, counts, stops), 0
+    while tried < 6:
+        damaged = [[bytearray(part) for part in own] for own in parts]
+        for own in damaged:
+            for part in own:
+                if len(part) > 20:
+                    part[int(generator.integers(4, len(part)))] ^= int(generator.integers(1, 256))
+        try:
+            prepared = reader.prepare([[bytes(part) for part in own] for own in damaged], counts, stops, CPU)
+        except ValueError:
+            continue
+        tried += 1
+        out = torch.full((82, stops[-1] + 2), UNSET, dtype=torch.int16)
+        pages.read(*prepared.tensors, out[1:81, 1:-1], block=32)  # a read beyond the words would be an error
+        assert (out[[0, -1]] == UNSET).all() and (out[:, [0, -1]] == UNSET).all()
+        assert (out[1:81, 1:-1].numpy()[oracle == UNSET] == UNSET).all()
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_a_cache_is_decoded_as_without_the_kernel(family):
+    """The text begins with a token three times, whose states are stored once."""
+    model, codec = fitted(family)
+    ids = random_ids(1, 34, 3)
+    ids[0, :3] = ids[0, 0]
+    data = codec.encode(cache_of(model, ids), ids, block=16)
+    plain = codec.decode(data, half=True)
+    with mock.patch.object(codec_module, "reads_pages", lambda device: True):
+        found = codec.decode(data, half=True)
+    for own, other in zip(found.layers, plain.layers, strict=True):
+        assert torch.equal(own.keys, other.keys) and torch.equal(own.values, other.values)

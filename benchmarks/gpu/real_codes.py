@@ -20,6 +20,11 @@ FILE = Path(__file__).with_suffix(".safetensors")
 TOKENS = 256
 
 
+def names() -> list[str]:
+    """Return the models in the file."""
+    return [key.removesuffix(".parts") for key in load_file(FILE) if key.endswith(".parts")]
+
+
 def load(name: str, tokens: int = TOKENS - 1) -> tuple[list[np.ndarray], list[Tensor]]:
     """Return the codes (R, T), int16, of a model's layers, and the classes of their channels (R,).
 

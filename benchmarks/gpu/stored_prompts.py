@@ -28,7 +28,7 @@ import torch
 from common import SHAPE_8B, TINY, arguments, build, freed, in_turns, resumed, save, seconds
 
 from crosslayer.cache.running import prefill
-from crosslayer.codec import codec as codec_module
+from crosslayer.codec import decoder as decoder_module
 from crosslayer.codec import device as reading
 from crosslayer.codec import format
 from crosslayer.codec.chain import BLOCK, Chain, Importance, Layer, half_layers, predicted, sources
@@ -127,12 +127,12 @@ def measure(model, codec: Codec, codes: list[np.ndarray], length: int, device: s
     del cache
     target, dtype = torch.device(device), model.dtype
     numbers = sum(own.shape[0] for own in codes)
-    once = blocks[: codec_module.AT_ONCE // BLOCK]
-    counts, stops = [codec._coded(block) for block in once], [block.stop for block in once]
+    once = blocks[: decoder_module.AT_ONCE // BLOCK]
+    counts, stops = [codec.decoder.coded(block) for block in once], [block.stop for block in once]
     parts = [block.parts for block in once]
     out = torch.zeros(numbers, stops[-1], dtype=torch.float16, device=device)
     scales = torch.full((numbers,), 0.1, device=device), torch.ones(stops[-1], device=device)
-    prepared = codec._pages.prepare(parts, counts, stops, target)
+    prepared = codec.decoder.pages.prepare(parts, counts, stops, target)
 
     def read_files() -> list[bytes]:
         def one(file: Path) -> bytes:
@@ -151,7 +151,7 @@ def measure(model, codec: Codec, codes: list[np.ndarray], length: int, device: s
         "prefill": lambda: prefill(model, ids),
         "raw": lambda: [state.to(device, non_blocking=True) for state in raw],
         "read": read_files,
-        "prepare": lambda: codec._pages.prepare(parts, counts, stops, target),
+        "prepare": lambda: codec.decoder.pages.prepare(parts, counts, stops, target),
         **chains(codec, device, stops[-1]),
         "decode": lambda: codec.decode_rows([blocks], [0], length, device, dtype, half=True),
         "load": lambda: decode(read_files()),

@@ -8,9 +8,8 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from copy import copy
 from dataclasses import asdict, replace
-from functools import cache, cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +21,8 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 from crosslayer.codec import format
-from crosslayer.codec.chain import (
-    BLOCK,
-    Chain,
-    Importance,
-    Layer,
-    below_of,
-    code_layers,
-    half_layers,
-    predicted,
-    step_sizes,
-)
-from crosslayer.codec.device import Reader, reads_pages
+from crosslayer.codec.chain import BLOCK, Chain, Importance, Layer, below_of, code_layers, predicted, step_sizes
+from crosslayer.codec.decoder import MATRICES, Decoder, on_device
 from crosslayer.codec.fingerprint import SeenWeights, model_print, tokenizer_print
 from crosslayer.codec.states import HALF, CodedLayer, check_cache, check_config, new_cache, read_states
 from crosslayer.codec.texts import check_padding, texts_of
@@ -41,9 +30,7 @@ from crosslayer.probe.model import unwrapped
 
 VERSION = 4  # of the artifact
 FILE = "codec.safetensors"
-MATRICES = ("offset", "predict", "down", "up", "shift")
 TOGETHER = 8  # blocks that are encoded together
-AT_ONCE = 8192  # tokens that a GPU decodes together: at the shape of an 8B model, coefficients take 0.8 GB
 SAME = 0.05  # relative distance of states that are the same but for rounding, in bfloat16 too
 
 
@@ -67,8 +54,8 @@ class Codec:
             digest.update(name.encode() + tensors[name].numpy().tobytes())
         self.id = digest.digest()
         self._seen: SeenWeights | None = None  # of the model that was checked last
-        self.chain_on = cache(partial(on_device, self.chain))
-        self._halves_on = cache(lambda device: half_layers(self.chain_on(device).layers))
+        self.decoder = Decoder(self.chain)
+        self.chain_on, self.decode_layers = self.decoder.chain_on, self.decoder.layers
 
     def check(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         """Reject any model but the one that the codec was fitted to.
@@ -116,10 +103,6 @@ class Codec:
             made = self.encode_blocks(states, tokens, 0, format.root(self.id), block, dtype_of(cache))
             packed.append((pad, [block.pack() for block in made]))
         return format.pack_file(packed)
-
-    @cached_property
-    def _pages(self) -> Reader:
-        return Reader(self.chain.coder, [len(layer.classes) for layer in self.chain.layers])
 
     def decode(
         self, data: bytes, device: Any = None, dtype: torch.dtype | None = None, half: bool | None = None
@@ -214,15 +197,10 @@ class Codec:
                 cut = []  # of each block the codes (R, T) of its tokens
                 for block in blocks:
                     ends = [own.shape[1] - (stop - block.stop) for own in codes]
-                    counted = zip(codes, ends, self._coded(block), strict=True)
+                    counted = zip(codes, ends, self.decoder.coded(block), strict=True)
                     cut.append([own[:, max(end, 0) - count : max(end, 0)] for own, end, count in counted])
                 for block, packed in zip(blocks, pool.map(chain.coder.encode, cut), strict=True):
                     yield replace(block, parts=packed)
-
-    def _coded(self, block: format.Block) -> list[int]:
-        """Return of each layer how many of a block's last tokens have codes: it holds them, and they are not exact."""
-        first = np.maximum(block.first, 1 + block.copies) if block.start == 0 else block.first
-        return np.maximum(len(block.tokens) - first.astype(int), 0).tolist()
 
     def decode_rows(
         self,
@@ -239,109 +217,6 @@ class Codec:
             needed = [block for block in row if block.start < columns - pad]
             states.append(self.decode_layers(needed, columns - pad, target, half))
         return new_cache(states, self.shapes, pads, columns, dtype)
-
-    def decode_layers(
-        self, blocks: Sequence[format.Block], length: int, device: torch.device, half: bool | None = None
-    ) -> Iterator[Tensor]:
-        """Yield the states (T, W) of consecutive blocks, layer by layer, up to position `length`.
-
-        Of each layer come the latest tokens that it holds. The codes of all layers are read before the first.
-
-        Args:
-            blocks: of a text, one after the other.
-            length: position behind the last token.
-            device: of the states.
-            half: compute in float16; default: on a GPU.
-        """
-        half = device.type == "cuda" if half is None else half
-        runs, size = [], 0  # of blocks that are read together: all, or on a GPU as many as its memory should hold
-        for block in blocks:
-            if not runs or (half and size + len(block.tokens) > AT_ONCE):
-                runs.append([])
-                size = 0
-            runs[-1].append(block)
-            size += len(block.tokens)
-        if len(runs) == 1:
-            layers: Any = ([own] for own in self._decoded(runs[0], device, half))
-        else:  # all layers of a run come before the next run, so all are kept
-            layers = zip(*(list(self._decoded(run, device, half)) for run in runs), strict=True)
-        for parts in layers:
-            kept = [parts[-1][0]]
-            for (states, _), (_, begin), run in zip(parts[-2::-1], parts[:0:-1], runs[:0:-1], strict=True):
-                if begin > run[0].start:  # the layer does not hold what is before
-                    break
-                kept.insert(0, states)
-            begin = blocks[-1].stop - sum(map(len, kept))
-            yield torch.cat(kept)[: max(0, length - begin)] if len(kept) > 1 else kept[0][: max(0, length - begin)]
-
-    def _decoded(
-        self, blocks: Sequence[format.Block], device: torch.device, half: bool
-    ) -> Iterator[tuple[Tensor, int]]:
-        """Yield of each layer the states (T, W) of the latest tokens without a gap, and the position of the first."""
-        layers, halves = self.chain_on(device).layers, self._halves_on(device) if half else []
-        steps = step_sizes(torch.from_numpy(np.concatenate([block.steps for block in blocks]))).to(device)
-        exact = self._exact(blocks[0])
-        decoded: dict[int, Tensor] = {}  # of the layers that a later one is predicted from; in float16 less means
-        counts = np.array([self._coded(block) for block in blocks])  # (blocks, layers)
-        begins = [_begin(blocks, own) for own in counts.T]
-        sizes = [blocks[-1].stop - begin for begin in begins]
-        coefficients = self._coefficients(blocks, counts, steps, sizes, half)
-        for index, (layer, begin, own) in enumerate(zip(layers, begins, coefficients, strict=True)):
-            below = below_of(layer.sources, decoded, own.shape[1])
-            if half:
-                decoded[index] = halves[index].decoded(below, own.half())
-                whole = decoded[index].float() + halves[index].mean
-            else:
-                whole = decoded[index] = torch.addmm(predicted(below, layer.predict, layer.offset), own.T, layer.up)
-            needed = {source for later in layers[index + 1 :] for source in later.sources}
-            decoded = {key: states for key, states in decoded.items() if key in needed}
-            if index in exact and begin <= 1 + blocks[0].copies:
-                whole = torch.cat([exact[index].to(device).expand(1 + blocks[0].copies, -1), whole])
-                begin = 0
-            yield whole, begin
-
-    def _coefficients(
-        self, blocks: Sequence[format.Block], counts: np.ndarray, steps: Tensor, sizes: Sequence[int], half: bool
-    ) -> Iterator[Tensor]:
-        """Yield each layer's coefficients (R, T), float32 or from a kernel float16, of its latest `sizes` tokens."""
-        layers = self.chain_on(steps.device).layers
-        if half and reads_pages(steps.device):
-            channels = [len(layer.classes) for layer in layers]
-            out = torch.empty(sum(channels), len(steps), dtype=torch.float16, device=steps.device)
-            scales = torch.cat([layer.shift for layer in layers]), steps
-            stops = [block.stop - blocks[0].start for block in blocks]
-            if self._pages.read([block.parts for block in blocks], counts.tolist(), stops, out, scales):
-                for own, size in zip(out.split(channels), sizes, strict=True):
-                    yield own[:, len(steps) - size :]
-                return
-        codes = self._codes(blocks, counts)
-        for layer, size in zip(layers, sizes, strict=True):
-            own = codes.pop(0)  # the memory of a layer's codes is free behind it
-            own = torch.from_numpy(own[:, own.shape[1] - size :]).to(steps.device).float()
-            yield layer.coefficients(own, steps[len(steps) - size :])
-
-    def _codes(self, blocks: Sequence[format.Block], counts: np.ndarray) -> list[np.ndarray]:
-        """Return each layer's codes (R, T); of the blocks' tokens, the layers have so many (blocks, layers)."""
-        stops = counts.cumsum(0)
-        layers = zip(self.chain.layers, stops[-1], strict=True)
-        codes = [np.empty((len(layer.classes), count), np.int16) for layer, count in layers]
-
-        def read(index: int) -> None:
-            spans = zip(codes, stops[index] - counts[index], stops[index], strict=True)
-            self.chain.coder.decode(blocks[index].parts, [own[:, start:stop] for own, start, stop in spans])
-
-        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-            list(pool.map(read, range(len(blocks))))
-        return codes
-
-    def _exact(self, block: format.Block) -> dict[int, Tensor]:
-        """Return the first token's states (W,) of each layer that holds it."""
-        if block.start or not len(block.exact):
-            return {}
-        numbers = torch.from_numpy(np.frombuffer(block.exact, "<f2").astype(np.float32))
-        holding = [index for index, first in enumerate(block.first) if first == 0]
-        parts = numbers.split([self.widths[index] for index in holding])
-        return dict(zip(holding, parts, strict=True))
 
     def save(self, folder: str | Path) -> None:
         """Write the codec into a folder, as one safetensors file."""
@@ -420,24 +295,6 @@ def _loaded(facts: dict[str, Any], tensors: dict[str, Tensor]) -> Codec:
         layers.append(Layer(shape=shape, sources=own_sources, classes=classes, **own))
     importance = Importance(*(tensors[name] for name in ("mean", "spread", "weight")))
     return Codec(Chain(layers, importance), facts["model"], facts["tokenizer"])
-
-
-def _begin(blocks: Sequence[format.Block], counts: np.ndarray) -> int:
-    """Return the position from which on a layer has codes of all tokens; of each block, it has those of the last."""
-    at = len(blocks) - 1
-    while at > 0 and counts[at] == len(blocks[at].tokens):
-        at -= 1
-    return blocks[at].stop - int(counts[at])
-
-
-def on_device(chain: Chain, device: Any) -> Chain:
-    """Return a chain with its matrices on a device."""
-    moved = copy(chain)
-    moved.layers = [
-        replace(layer, **{name: getattr(layer, name).to(device) for name in MATRICES}) for layer in chain.layers
-    ]
-    moved.importance = Importance(*(part.to(device) for part in vars(chain.importance).values()))
-    return moved
 
 
 def copies_of_first(states: Sequence[Tensor], tokens: np.ndarray, size: int) -> int:

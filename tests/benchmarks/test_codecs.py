@@ -189,7 +189,7 @@ def test_a_curve_is_read_at_equal_bytes(modules):
 def given_for(path, **changes):
     options = {"model": "tiny", "windows": 2, "prompt": PROMPT, "continued": CONTINUED, "calibration": 12, "length": 60}
     options |= {"seed": 0, "bos": "auto", "matrix": False, "share": 25.0, "out": path, "ways": "", "text": []}
-    return argparse.Namespace(**{**options, "fit_text": [], **changes})
+    return argparse.Namespace(**{**options, "fit_text": [], "zone": 0.1, **changes})
 
 
 def windows_of(script, monkeypatch):

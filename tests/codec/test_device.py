@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from crosslayer.codec import codec as codec_module
+from crosslayer.codec import decoder as decoder_module
 from crosslayer.codec import entropy, format
 from crosslayer.codec.chain import half_product
 from crosslayer.codec.device import Reader
@@ -111,7 +111,7 @@ def test_runs_of_blocks_decode_as_all_together(family, length, monkeypatch):
     ((_, packed),) = format.unpack_file(data)
     blocks = [format.unpack(block, codec.widths, len(codec.chain.coder.runs)) for block in packed]
     together = list(codec.decode_layers(blocks, length, CPU, half=True))
-    monkeypatch.setattr(codec_module, "AT_ONCE", 20)
+    monkeypatch.setattr(decoder_module, "AT_ONCE", 20)
     for own, other in zip(codec.decode_layers(blocks, length, CPU, half=True), together, strict=True):
         assert own.shape == other.shape and torch.allclose(own, other, atol=1e-3)  # sums of other lengths
 
@@ -122,12 +122,12 @@ def test_a_codec_of_no_codes_is_read():
     ids = random_ids(1, 1, 0)
     ((_, (packed,)),) = format.unpack_file(codec.encode(cache_of(model, ids), ids))
     block = format.unpack(packed, codec.widths, len(codec.chain.coder.runs))
-    counts = [codec._coded(block)]
+    counts = [codec.decoder.coded(block)]
     assert not any(map(len, block.parts))
-    prepared = codec._pages.prepare([block.parts], counts, [1], CPU)
+    prepared = codec.decoder.pages.prepare([block.parts], counts, [1], CPU)
     assert prepared.facts.shape == (9, 0)
     with pytest.raises(ValueError, match="tokens"):
-        codec._pages.prepare([replace(block, parts=[b"1", *block.parts[1:]]).parts], counts, [1], CPU)
+        codec.decoder.pages.prepare([replace(block, parts=[b"1", *block.parts[1:]]).parts], counts, [1], CPU)
 
 
 def test_coder_of_layers_without_channels():

@@ -1,6 +1,8 @@
 """The kernel that reads pages of stored codes, in Triton's interpreter, against what pcodec wrote."""
 
 import os
+import sys
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -12,18 +14,32 @@ pytest.importorskip("pcodec")
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
 
-from crosslayer.codec import codec as codec_module  # noqa: E402
+from crosslayer.codec import decoder as decoder_module  # noqa: E402
 from crosslayer.codec import entropy  # noqa: E402
 from crosslayer.codec.device import Reader  # noqa: E402
+from crosslayer.codec.entropy import Coder  # noqa: E402
 from crosslayer.core.kernels import pages  # noqa: E402
 from tests.helpers.codecs import cache_of, fitted, random_ids  # noqa: E402
 from tests.helpers.pages import CHANNELS, UNSET, blocks_of, expected  # noqa: E402
 
 CPU = torch.device("cpu")
+GPU = Path(__file__).parents[3] / "benchmarks" / "gpu"
+
+
+@pytest.fixture(scope="module")
+def real():
+    """Codes and classes of a model's layers, out of the benchmark's file; read before pages are made small."""
+    sys.path.insert(0, str(GPU))
+    try:
+        import real_codes
+
+        return {name: real_codes.load(name) for name in real_codes.names()}
+    finally:
+        sys.path.remove(str(GPU))
 
 
 @pytest.fixture(autouse=True)
-def small(monkeypatch):
+def small(real, monkeypatch):
     """Many pages, though the codes are few: the interpreter reads some hundred codes in a second."""
     monkeypatch.setattr(entropy, "CHANNELS", 8)
     monkeypatch.setattr(entropy, "NUMBERS", 64)
@@ -59,6 +75,22 @@ def test_a_batch_is_256_codes(monkeypatch):
     assert np.array_equal(read(prepared, (80, stops[-1])).numpy(), expected(codes, counts, stops))
 
 
+def test_codes_of_real_models(real):
+    """Every 40th channel of three layers, one of them with a window; the first three tokens have no codes."""
+    counts, stops = [[29, 0, 29], [32, 20, 32], [9, 9, 9]], [32, 64, 73]
+    for every, kinds in real.values():
+        picked = (1, len(every) // 2, len(every) - 1)
+        codes, classes = [every[at][::40, :70] for at in picked], [kinds[at][::40] for at in picked]
+        coder, channels, parts = Coder(classes), [len(own) for own in classes], []
+        for own, stop in zip(counts, stops, strict=True):
+            spans = [slice(stop - 3 - count, stop - 3) for count in own]
+            parts.append(coder.encode([code[:, span] for code, span in zip(codes, spans, strict=True)]))
+        found = read(Reader(coder, channels).prepare(parts, counts, stops, CPU), (sum(channels), stops[-1]))
+        for code, out, first in zip(codes, found.split(channels), (0, 41, 0), strict=True):
+            assert np.array_equal(out[:, 3 + first :].numpy(), code[:, first:])
+            assert (out[:, : 3 + first] == UNSET).all()
+
+
 def test_damaged_pages_are_read_within_bounds():
     """Bytes of pages that are changed give other codes; words before and behind all, and other rows, stay apart."""
     coder, codes, counts, stops, parts = blocks_of(0, wide=False)
@@ -89,7 +121,7 @@ def test_a_cache_is_decoded_as_without_the_kernel(family):
     ids[0, :3] = ids[0, 0]
     data = codec.encode(cache_of(model, ids), ids, block=16)
     plain = codec.decode(data, half=True)
-    with mock.patch.object(codec_module, "reads_pages", lambda device: True):
+    with mock.patch.object(decoder_module, "reads_pages", lambda device: True):
         found = codec.decode(data, half=True)
     for own, other in zip(found.layers, plain.layers, strict=True):
         assert torch.equal(own.keys, other.keys) and torch.equal(own.values, other.values)

@@ -80,7 +80,7 @@ def test_codes_of_real_models(real):
     counts, stops = [[29, 0, 29], [32, 20, 32], [9, 9, 9]], [32, 64, 73]
     for every, kinds in real.values():
         picked = (1, len(every) // 2, len(every) - 1)
-        codes, classes = [every[at][::40, :70] for at in picked], [kinds[at][::40] for at in picked]
+        codes, classes = [every[at][::40, :70] for at in picked], [kinds[at][::40].clone() for at in picked]
         coder, channels, parts = Coder(classes), [len(own) for own in classes], []
         for own, stop in zip(counts, stops, strict=True):
             spans = [slice(stop - 3 - count, stop - 3) for count in own]

@@ -12,7 +12,7 @@ import pytest
 SCRIPT = Path(__file__).parents[3] / "benchmarks" / "gpu" / "run.sh"
 PARTS = {
     "uniattn", "two_phase", "depth_attention", "training", "diagnosis", "serving", "stored_prompts", "resformer",
-    "equation7", "attnres",
+    "equation7", "attnres", "depth",
 }  # fmt: skip
 
 

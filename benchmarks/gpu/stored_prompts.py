@@ -85,7 +85,7 @@ def blocks_of(codec: Codec, codes: list[np.ndarray], text: np.ndarray) -> list[f
 
 def chains(codec: Codec, device: str, tokens: int) -> dict[str, Callable[[], object]]:
     """Return what computes states from coefficients, in each precision."""
-    layers = codec.chain_on(torch.device(device)).layers
+    layers = codec.decoder.chain_on(torch.device(device)).layers
     halves = half_layers(layers)
     values = [torch.randn(layer.up.shape[0], tokens, device=device, dtype=torch.float16) for layer in layers]
 

@@ -55,7 +55,6 @@ class Codec:
         self.id = digest.digest()
         self._seen: SeenWeights | None = None  # of the model that was checked last
         self.decoder = Decoder(self.chain)
-        self.chain_on, self.decode_layers = self.decoder.chain_on, self.decoder.layers
 
     def check(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         """Reject any model but the one that the codec was fitted to.
@@ -157,7 +156,7 @@ class Codec:
         Keys that are turned back from wrong positions are not what the layers below let expect. Over three tokens of
         SmolLM2, the squared norm is 1.6 to 28 times that of right positions.
         """
-        chain, longest, total = self.chain_on(states[0].device), max(map(len, states)), 0.0
+        chain, longest, total = self.decoder.chain_on(states[0].device), max(map(len, states)), 0.0
         for layer, own in zip(chain.layers, states, strict=True):
             prediction = predicted(below_of(layer.sources, states, len(own)), layer.predict, layer.offset)
             rest = (own - prediction)[int(len(own) == longest) :]
@@ -176,7 +175,7 @@ class Codec:
             raise ValueError(f"block must be from 1 to {format.LONGEST} tokens, got {size}")
         if wrong := [index for index, own in enumerate(states) if not own.isfinite().all()]:
             raise ValueError(f"the cache must be finite, got NaN or infinity in layer {wrong[0]}; try bfloat16")
-        chain, length = self.chain_on(states[0].device), len(tokens)
+        chain, length = self.decoder.chain_on(states[0].device), len(tokens)
         steps = chain.importance.steps(states, self.shapes, length)
         copies = copies_of_first(states, tokens, size) if start == 0 else 0
         held = np.array([length - len(own) for own in states])  # of each layer, the first token
@@ -211,11 +210,11 @@ class Codec:
         dtype: torch.dtype,
         half: bool | None = None,
     ) -> Cache:
-        """Return the cache of rows of blocks, cut to `columns` columns; `half` as in `decode_layers`."""
+        """Return the cache of rows of blocks, cut to `columns` columns; `half` as in `Decoder.layers`."""
         target, states = torch.empty(0, device=device or "cpu").device, []  # cuda:0, not cuda
         for row, pad in zip(rows, pads, strict=True):
             needed = [block for block in row if block.start < columns - pad]
-            states.append(self.decode_layers(needed, columns - pad, target, half))
+            states.append(self.decoder.layers(needed, columns - pad, target, half))
         return new_cache(states, self.shapes, pads, columns, dtype)
 
     def save(self, folder: str | Path) -> None:

@@ -125,7 +125,7 @@ class Decoder:
             yield layer.coefficients(own, steps[len(steps) - size :])
 
     def _codes(self, blocks: Sequence[format.Block], counts: np.ndarray) -> list[np.ndarray]:
-        """Return each layer's codes (R, T); of the blocks' tokens, the layers have so many (blocks, layers)."""
+        """Return each layer's codes (R, T), of all blocks; `counts` (blocks, layers) is how many tokens have codes."""
         stops = counts.cumsum(0)
         layers = zip(self.chain.layers, stops[-1], strict=True)
         codes = [np.empty((len(layer.classes), count), np.int16) for layer, count in layers]
@@ -149,7 +149,7 @@ class Decoder:
 
 
 def _begin(blocks: Sequence[format.Block], counts: np.ndarray) -> int:
-    """Return the position from which on a layer has codes of all tokens; of each block, it has those of the last."""
+    """Return the position from which on a layer has all codes; of each block, it has the last `counts`."""
     at = len(blocks) - 1
     while at > 0 and counts[at] == len(blocks[at].tokens):
         at -= 1

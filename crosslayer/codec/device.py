@@ -24,31 +24,10 @@ from crosslayer.codec.entropy import HEADER, Coder
 MOST_LOG = 12  # of a table's size, to base 2; pcodec's level 8 makes 10 at most
 MOST_BITS = 16  # of an offset within a bin
 BIN_BITS = 16 + 5  # of a bin in a chunk's metadata, behind its weight: its lowest number, and the bits of offsets
-META_BITS = 8 + 4 + 15  # before the bins: how numbers were made, the logarithm of the table's size, the number of bins
+META_BITS = (
+    8 + 4 + 15
+)  # before the bins: pcodec's mode, which must be 0; the logarithm of the table's size, the number of bins
 PADDING = 20  # bytes behind all, at the least 16 after whole words: a page at the end reads ahead
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Where the numbers of pages go, from headers alone; every array is of the pages (P,), in the order of the bytes.
-
-    Attributes:
-        kind: class.
-        row: index, in the class's channels of all layers, of the page's first.
-        channels: of the page.
-        tokens: of the page.
-        track: of the page among those of its band.
-        tracks: of the band.
-        held: tokens of the block that the band's layers hold.
-    """
-
-    kind: np.ndarray
-    row: np.ndarray
-    channels: np.ndarray
-    tokens: np.ndarray
-    track: np.ndarray
-    tracks: np.ndarray
-    held: np.ndarray
 
 
 class Reader:
@@ -68,11 +47,15 @@ class Reader:
         ]
         self.rows = np.concatenate([*rows, np.zeros(0)]).astype(np.int32)  # of classes, one after the other
         self.first_row = np.cumsum([0, *map(len, rows)])  # of each class
-        self.channels = int(starts[-1])
         self.layout = lru_cache(maxsize=64)(self._layout)  # most blocks of a prompt have the same
 
-    def _layout(self, counts: tuple[int, ...]) -> Layout:
-        """Return the layout of the pages of a block, of whose tokens each layer has so many."""
+    def _layout(self, counts: tuple[int, ...]) -> np.ndarray:
+        """Return where the codes of a block's pages go, (7, P), in the order of the pages; from headers alone.
+
+        `counts` says how many of the block's tokens each layer has. The rows are, for each page: its class, the first
+        of its channels (an index into the channels that all layers have of the class), how many channels and tokens it
+        has, its number in its band, the pages of the band, and the tokens of the band.
+        """
         pages: list[tuple[int, ...]] = []
         for kind, run in enumerate(self.coder.runs):
             before = np.cumsum([0, *(stop - start for start, stop in run)])  # channels of the class in layers below
@@ -81,7 +64,7 @@ class Reader:
                 for track in range(band.tracks):
                     own = len(range(track, band.tokens, band.tracks))
                     pages.append((kind, row, band.last - band.first, own, track, band.tracks, band.tokens))
-        return Layout(*np.array(pages, np.int64).reshape(-1, 7).T)
+        return np.array(pages, np.int64).reshape(-1, 7).T
 
     def read(
         self,
@@ -124,8 +107,8 @@ class Reader:
         """
         layouts = [self.layout(tuple(own)) for own in counts]
         kinds = len(self.coder.runs)
-        kind = np.concatenate([own.kind for own in layouts])
-        block = np.repeat(np.arange(len(layouts)), [len(own.kind) for own in layouts])
+        kind, row, channels, tokens, track, tracks, held = np.concatenate(layouts, 1)
+        block = np.repeat(np.arange(len(layouts)), [own.shape[1] for own in layouts])
         numbered = block * kinds + kind  # the part of each page, of all parts
         used, chunk = np.unique(numbered, return_inverse=True)
         together = [part for own in parts for part in own]
@@ -138,10 +121,6 @@ class Reader:
         begins = np.concatenate([np.zeros(1, np.int64), ends])[:-1]
         chunks = Chunks.of(data.numpy(), begins, ends, np.bincount(chunk, minlength=len(pieces)))
         stop = np.array(stops)[block]
-        row, channels, tokens, track, tracks, held = (
-            np.concatenate([getattr(own, name) for own in layouts])
-            for name in ("row", "channels", "tokens", "track", "tracks", "held")
-        )
         # pages of the same channels next to each other: threads of a warp then do the same for as long
         order = np.lexsort((track, block, row, kind))
         geometry = np.stack([tokens, stop - held + track, tracks, self.first_row[kind] + row, channels])

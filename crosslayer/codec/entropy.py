@@ -164,7 +164,7 @@ def _in_order(numbers: np.ndarray, band: Band) -> np.ndarray:
 
 
 def _numbers(data: bytes, sizes: Sequence[int]) -> np.ndarray:
-    """Return the numbers, int16, of a part whose pages have so many each."""
+    """Return the codes of a part, int16, page after page; `sizes` is how many codes each page has."""
     numbers = np.empty(sum(sizes), np.int16)
     if not sizes:
         if data:

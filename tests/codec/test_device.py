@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(params=[(8, 64), (512, 8192)], ids=["many pages", "one page"])
 def pages(request, monkeypatch):
-    """Pages of at most so many channels and codes: tiny models have none that are full."""
+    """Limit the channels and codes of a page: the pages of tiny models are never full otherwise."""
     monkeypatch.setattr(entropy, "CHANNELS", request.param[0])
     monkeypatch.setattr(entropy, "NUMBERS", request.param[1])
 
@@ -110,9 +110,9 @@ def test_runs_of_blocks_decode_as_all_together(family, length, monkeypatch):
     data = codec.encode(cache_of(model, ids), ids, block=16)
     ((_, packed),) = format.unpack_file(data)
     blocks = [format.unpack(block, codec.widths, len(codec.chain.coder.runs)) for block in packed]
-    together = list(codec.decode_layers(blocks, length, CPU, half=True))
+    together = list(codec.decoder.layers(blocks, length, CPU, half=True))
     monkeypatch.setattr(decoder_module, "AT_ONCE", 20)
-    for own, other in zip(codec.decode_layers(blocks, length, CPU, half=True), together, strict=True):
+    for own, other in zip(codec.decoder.layers(blocks, length, CPU, half=True), together, strict=True):
         assert own.shape == other.shape and torch.allclose(own, other, atol=1e-3)  # sums of other lengths
 
 

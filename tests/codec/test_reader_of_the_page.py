@@ -57,5 +57,5 @@ def test_the_vector_of_the_page(read_block):
     assert np.abs(states[1] - expected).max() <= 5e-6  # five digits are printed
     codec = load_codec(folder)
     block = format.unpack(data, codec.widths, len(codec.chain.coder.runs))
-    own = list(codec.decode_layers([block], len(expected), torch.device("cpu")))
+    own = list(codec.decoder.layers([block], len(expected), torch.device("cpu")))
     assert np.abs(own[1].numpy() - expected).max() <= 2e-5  # the package decodes in float32

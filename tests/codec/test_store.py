@@ -268,7 +268,7 @@ def test_headers_say_what_is_stored_and_blocks_are_read_from_a_position(tmp_path
     assert store.match(tokens) == 60 and store.match(tokens[:37]) == 37 and store.match(tokens[1:]) == 0
     assert [block.start for block in store.read(tokens, 20)] == [16, 32, 48]
     assert [block.start for block in store.read(tokens[:40])] == [0, 16, 32]
-    states = list(store.codec.decode_layers(store.read(tokens[:50], 20), 50, torch.device("cpu")))
+    states = list(store.codec.decoder.layers(store.read(tokens[:50], 20), 50, torch.device("cpu")))
     exact = store.codec.read(cache_of(model, ids), 0, 0, 60)
     for own, other in zip(states, exact, strict=True):
         assert float((own - other[16:50]).norm() / other[16:50].norm()) < 0.1

@@ -18,7 +18,7 @@ from torch import Tensor
 
 FACTS = 9  # of a page, the rows of `facts`: see `read`
 BLOCK, WARPS = 64, 2  # pages of a program, a thread each: 40 registers on an H100, no shared memory
-BATCH = 256  # numbers of which pcodec writes all bins before their offsets
+BATCH = 256  # pcodec writes the bins of 256 numbers, then their offsets
 
 
 def read(

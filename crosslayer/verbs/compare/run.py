@@ -216,7 +216,7 @@ def _comparison(
 ) -> Comparison:
     runs = group_runs(named)
     baseline = pick_baseline([variant.label for variant in runs.variants], baseline)
-    # any run of a variant can be timed, but not one of which only the record was kept: those come first, so others win
+    # timing needs a run with its model: such runs come last, so they replace runs of which only the record is left
     models_last = sorted(named, key=lambda entry: has_model(entry.folder))
     one_of_each = {(entry.configuration.label, variant_of_run(entry.run).label): entry for entry in models_last}
     times = step_times(one_of_each, baseline, step_rounds) if step_rounds else {}

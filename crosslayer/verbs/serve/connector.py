@@ -235,7 +235,7 @@ class PromptStoreConnector(KVConnectorBase_V1):
                 self._miss(load, error)
                 continue
             device = next(iter(self._layers.values())).cache.device
-            states = self._codec.decode_layers(blocks, len(load.tokens), device)
+            states = self._codec.decoder.layers(blocks, len(load.tokens), device)
             self._loading.append((load, zip(self._layers, states, strict=True)))
 
     def wait_for_layer_load(self, layer_name: str) -> None:

@@ -43,7 +43,6 @@ def small(real, monkeypatch):
     """Many pages, though the codes are few: the interpreter reads some hundred codes in a second."""
     monkeypatch.setattr(entropy, "CHANNELS", 8)
     monkeypatch.setattr(entropy, "NUMBERS", 64)
-    monkeypatch.setattr(pages, "BLOCK", 32)
 
 
 def read(prepared, shape, scales=None):

@@ -20,14 +20,14 @@ import sys, time
 import torch
 torch.set_num_threads(int(sys.argv[4]))
 import crosslayer
-from crosslayer.cache.running import prefill
 from crosslayer.corpus.domains import embedded_domains, split_domains
 model, tokenizer = crosslayer.load_model(sys.argv[1])
 codec, tokens = crosslayer.load_codec(sys.argv[2], model, tokenizer), int(sys.argv[3])
 parts = {"text": {"speeches": 1}}
 ids = split_domains(embedded_domains(["speeches"]), tokenizer, parts=parts, length=tokens + 1)["text"].ids
 store = crosslayer.PromptStore(sys.argv[5], codec)
-store.save(ids[:, :tokens], prefill(model, ids[:, :tokens]))
+with torch.no_grad():
+    store.save(ids[:, :tokens], model(ids[:, :tokens], use_cache=True, logits_to_keep=1).past_key_values)
 print("ready", crosslayer.__file__, flush=True)
 for _ in sys.stdin:
     started = time.perf_counter()

@@ -66,7 +66,7 @@ class Layer:
 
     def coefficients(self, codes: Tensor, steps: Tensor) -> Tensor:
         """Return what codes (R, N), as floats, stand for, times the steps (N,)."""
-        return codes.sign().mul_(self.shift[:, None]).add_(codes).mul_(steps)
+        return torch.addcmul(codes, codes.sign(), self.shift[:, None]).mul_(steps)
 
 
 class Chain:
@@ -100,8 +100,8 @@ class HalfLayer:
         m_l = b_l + A_l m_k,   ŷ_l − m_l = A_l (ŷ_k − m_k) + U_l ẑ s_t
 
     With the means taken off, KL is 1.008 (0.999-1.016) times that of float32 on SmolLM2 at an eighth, over 24 windows
-    (benchmarks/codec_half.py). A trial with them left in had 1.02 on SmolLM2 and 2.4 on Qwen2.5, whose keys have biases;
-    bfloat16 had 4 to 1,000, with or without.
+    (benchmarks/codec_half.py). A trial that left them in had 1.02 on SmolLM2, and 2.4 on Qwen2.5, whose keys have
+    biases. With bfloat16, it had 4 to 1,000 either way.
 
     Attributes:
         mean: (W,), float32.

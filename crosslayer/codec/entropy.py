@@ -12,9 +12,10 @@ other. Layers that follow each other and hold as many of the block's tokens shar
 Shapes: R channels of a layer, T tokens, N calibration tokens.
 """
 
-from collections.abc import Iterator, Sequence
-from itertools import groupby
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property, lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -47,7 +48,8 @@ def fitted(z: Tensor) -> tuple[Tensor, Tensor]:
     return classes, shift
 
 
-class Band(NamedTuple):
+@dataclass(frozen=True)
+class Band:
     """Channels of a class, from `first` to `last` of what `layers` have of it together; its pages are one a track."""
 
     layers: range
@@ -55,12 +57,12 @@ class Band(NamedTuple):
     first: int
     last: int
 
-    @property
+    @cached_property
     def tracks(self) -> int:
         """Pages of the band; page k has the tokens k, k + `tracks`, k + 2 · `tracks` and so on."""
         return min(-(-self.tokens * (self.last - self.first) // NUMBERS), self.tokens)
 
-    @property
+    @cached_property
     def sizes(self) -> list[int]:
         """The codes of each page."""
         return [(self.last - self.first) * len(range(at, self.tokens, self.tracks)) for at in range(self.tracks)]
@@ -79,18 +81,21 @@ class Coder:
         self.runs = [  # by class, of each layer the first channel and the last + 1
             [(starts[index], stops[index]) for starts, stops in bounds] for index in range(len(found))
         ]
+        self.rows = cache(self._rows)
+        self.bands = lru_cache(maxsize=256)(self._bands)  # most blocks of a prompt have the same
 
-    def bands(self, kind: int, counts: Sequence[int]) -> Iterator[Band]:
-        """Yield the bands of a class, in the order of their pages; `counts` are the tokens of each layer."""
+    def _bands(self, kind: int, counts: tuple[int, ...]) -> list[Band]:
+        """Return the bands of a class, in the order of their pages; `counts` are the tokens of each layer."""
         channels = [stop - start for start, stop in self.runs[kind]]
-        layer = 0
+        layer, bands = 0, []
         while layer < len(counts):
             begin, total = layer, 0
             while layer < len(counts) and counts[layer] == counts[begin]:
                 total += channels[layer]
                 layer += 1
             for first in range(0, total if counts[begin] else 0, CHANNELS):
-                yield Band(range(begin, layer), counts[begin], first, min(first + CHANNELS, total))
+                bands.append(Band(range(begin, layer), counts[begin], first, min(first + CHANNELS, total)))
+        return bands
 
     def encode(self, codes: Sequence[np.ndarray]) -> list[bytes]:
         """Return the codes (R, T), int16, of all layers, which may have different T, as bytes: one part a class.
@@ -98,8 +103,8 @@ class Coder:
         A part is pcodec's header and the chunk's metadata, the bytes of each page, uint16, and the pages. It is empty
         if no layer has a token.
         """
-        counts = [own.shape[1] for own in codes]
-        return [self._encoded(codes, run, [*self.bands(kind, counts)]) for kind, run in enumerate(self.runs)]
+        counts = tuple(own.shape[1] for own in codes)
+        return [self._encoded(codes, run, self.bands(kind, counts)) for kind, run in enumerate(self.runs)]
 
     def _encoded(self, codes: Sequence[np.ndarray], run: list[tuple[int, int]], bands: list[Band]) -> bytes:
         if not bands:
@@ -130,37 +135,48 @@ class Coder:
         Raises:
             ValueError: the bytes do not hold the codes of that many tokens.
         """
-        counts = [own.shape[1] for own in out]
-        for kind, (part, run) in enumerate(zip(parts, self.runs, strict=True)):
-            bands = list(self.bands(kind, counts))
-            numbers, begin = _numbers(bytes(part), [size for band in bands for size in band.sizes]), 0
-            for layers, group in groupby(bands, lambda band: band.layers):
-                decoded = []
-                for band in group:
-                    size = sum(band.sizes)
-                    decoded.append(_in_order(numbers[begin : begin + size], band))
-                    begin += size
-                together = np.concatenate(decoded) if len(decoded) > 1 else decoded[0]
-                row = 0
-                for layer in layers:
-                    start, stop = run[layer]
-                    out[layer][start:stop] = together[row : row + stop - start]
-                    row += stop - start
+        counts = tuple(own.shape[1] for own in out)
+        # of layers with as many tokens, the codes of all classes one after the other: (R of all, T), and what is filled
+        together: dict[range, tuple[np.ndarray, int]] = {}
+        for kind, part in enumerate(parts):
+            bands = self.bands(kind, counts)
+            numbers, at = _numbers(bytes(part), [size for band in bands for size in band.sizes]), 0
+            for band in bands:
+                if band.layers not in together:
+                    channels = sum(len(out[layer]) for layer in band.layers)
+                    together[band.layers] = np.empty((channels, band.tokens), np.int16), 0
+                codes, filled = together[band.layers]
+                end, size = filled + band.last - band.first, sum(band.sizes)
+                _put_in_order(numbers[at : at + size], band, codes[filled:end])
+                together[band.layers] = codes, end
+                at += size
+        for layers, (codes, _) in together.items():
+            for layer, rows in zip(layers, self.rows(layers), strict=True):
+                np.take(codes, rows, 0, out[layer], mode="clip")  # one copy for a layer, not one for each class of it
+
+    def _rows(self, layers: range) -> list[np.ndarray]:
+        """Return the rows (R,) of each of some layers, where the channels of all classes are one after the other."""
+        found: list[list[np.ndarray]] = [[] for _ in layers]
+        begin = 0
+        for run in self.runs:
+            for own, layer in zip(found, layers, strict=True):
+                size = run[layer][1] - run[layer][0]
+                own.append(np.arange(begin, begin + size))
+                begin += size
+        return [np.concatenate(own) for own in found]
 
 
-def _in_order(numbers: np.ndarray, band: Band) -> np.ndarray:
-    """Return the codes (R, T) of a band from those of its pages, one after the other.
-
-    The first pages have a token more than the others, if tokens are left over. Two copies are twice as fast as one for
-    each page.
-    """
-    rows, tracks = band.last - band.first, band.tracks
-    tokens, longer = divmod(band.tokens, tracks)
-    codes, cut = np.empty((rows, tokens + (longer > 0), tracks), np.int16), longer * rows * (tokens + 1)
+def _put_in_order(numbers: np.ndarray, band: Band, out: np.ndarray) -> None:
+    """Write the codes of a band's pages, one after the other, into `out` (R, T)."""
+    rows, tracks = out.shape[0], band.tracks
+    tokens, longer = divmod(band.tokens, tracks)  # the first pages have a token more, if tokens are left over
+    cut = longer * rows * (tokens + 1)
+    main = out[:, : tokens * tracks].reshape(rows, tokens, tracks)  # a view
+    main[:, :, longer:] = numbers[cut:].reshape(tracks - longer, rows, tokens).transpose(1, 2, 0)
     if longer:
-        codes[:, :, :longer] = numbers[:cut].reshape(longer, rows, tokens + 1).transpose(1, 2, 0)
-    codes[:, :tokens, longer:] = numbers[cut:].reshape(tracks - longer, rows, tokens).transpose(1, 2, 0)
-    return codes.reshape(rows, -1)[:, : band.tokens]
+        first = numbers[:cut].reshape(longer, rows, tokens + 1)
+        main[:, :, :longer] = first[:, :, :-1].transpose(1, 2, 0)
+        out[:, tokens * tracks :] = first[:, :, -1].T
 
 
 def _numbers(data: bytes, sizes: Sequence[int]) -> np.ndarray:

@@ -98,6 +98,21 @@ def test_prompts_share_blocks(tmp_path):
     assert store.load(ids, model)[1] == store.load(text, model)[1] == 59
 
 
+@pytest.mark.parametrize("first", [16, 64])
+def test_two_sizes_of_blocks_share_a_store(tmp_path, first):
+    model, codec = fitted()
+    stores = [PromptStore(tmp_path, codec, block=size) for size in (first, 80 - first)]
+    ids = random_ids(1, 200, 5)
+    cache = cache_of(model, ids)
+    assert stores[0].save(ids[:, :70], cache_of(model, ids[:, :70])) == 70
+    assert stores[1].save(ids, cache) == 200 - 70  # what the other size stored is not coded again
+    for store in stores:
+        loaded, columns = store.load(torch.cat([ids, ids], 1), model)
+        assert columns == 200
+        error = loaded.layers[2].values - cache.layers[2].values
+        assert float(error.norm() / cache.layers[2].values.norm()) < 0.05  # as with one size
+
+
 def test_batches_have_the_columns_of_the_shortest_row(tmp_path):
     model, store, ids = saved(tmp_path)
     text = torch.cat([ids[:, :40], random_ids(1, 40, 9)[:, :40]], 0)

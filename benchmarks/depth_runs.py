@@ -21,7 +21,7 @@ ROOT = Path(__file__).parent.parent
 EVIDENCE, OUT = ROOT / "docs" / "evidence" / "depth_connections", ROOT / "out" / "depth"
 # the method of each variant, and its best rate on a quarter of the tokens at width 64, where the search of rates begins
 VARIANTS = {
-    "vanilla": ("vanilla", 3e-3),
+    "vanilla": (None, 3e-3),
     "resformer-mode-identity": ({"name": "resformer", "mode": "identity"}, 1.5e-3),
     "resformer": ("resformer", 3e-3),
     "svformer": ("svformer", 1.5e-3),

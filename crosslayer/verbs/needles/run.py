@@ -72,6 +72,7 @@ def needles(
         seed=seed,
     )
     sources = pair("needles", model, baseline, tokenizer, dtype=dtype, device=device)
+    # All is drawn and checked before a model is loaded.
     longest = max(settings.lengths)
     for source in sources:
         if longest > source.positions:
@@ -83,15 +84,17 @@ def needles(
     answered: list[tuple[str, ...]] = []
     described: list[JudgedModel] = []
     seconds = 0.0
-    caches = CacheOptions(evict, settings.kv_bits), CacheOptions()  # the baseline has its own
+    # The baseline keeps its own cache.
+    caches = CacheOptions(evict, settings.kv_bits), CacheOptions()
     for source, cache in zip(sources, caches, strict=False):
+        # A judge for each, since the baseline may be loaded only when the candidate is gone.
         judge = Judge(source.load(), tokenizer=source.tokenizer, catches=False)
         candidate = Candidate(cache.named(source.name), around=cache.running)
         started = time.monotonic()
         answered.append(tuple(judge.answers(candidate, drawn, new_tokens, batch) or ()))
         seconds += time.monotonic() - started
         described.append(judge.described(candidate))
-        del judge  # one model at a time
+        del judge
     found = [found_in(answers, drawn) for answers in answered]
     return Needles(
         original=described[1] if baseline is not None else None,
@@ -106,8 +109,10 @@ def needles(
 
 def check_prompts(source: Loadable, samples: Sequence[Sample], new_tokens: int) -> None:
     """Refuse texts whose tokens, by a model's own tokenizer, it does not know or has too few positions for."""
+    # Samples fit the candidate's tokenizer; the same texts may have more tokens by the baseline's.
     prompts = [prompt_ids(source.tokenizer, sample.prompt) for sample in samples]
-    largest, longest = max(map(max, prompts)), max(map(len, prompts)) + new_tokens
+    largest = max(map(max, prompts))
+    longest = max(map(len, prompts)) + new_tokens
     size = source.config.get_text_config().vocab_size
     if largest >= size:
         raise ValueError(

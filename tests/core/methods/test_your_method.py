@@ -164,7 +164,7 @@ assert row["what"].startswith("Scaled values: groups use")
 assert cls in searched_methods()
 strategy = strategy_of(options_of(method="scaled", layers="2-3"))
 assert strategy.method is cls
-method = strategy.compensated(strategy.on([[2, 3]], 6))
+(method,) = strategy.compensated([strategy.on([[2, 3]], 6)])
 assert method.compensation == "attention"
 shape = {**contract.SHAPE, "num_hidden_layers": 6}
 result = convert_weights(LlamaForCausalLM(LlamaConfig(**shape)).eval(), [method])

@@ -8,13 +8,18 @@ pairs of question 3 stand in docs/LOG.md; their differences are paired by seed, 
 
 from pathlib import Path
 
+import numpy as np
+from depth_runs import BUDGETS, DECAYING, SEEDS
+
 import crosslayer
 from crosslayer.output.chart import save_svg
 from crosslayer.output.panel import Line, Panel
 from crosslayer.stats.differences import holm, paired_difference
+from crosslayer.verbs.compare.speedup import Curve, first_below, geometric_mean, monotone
 
 ROOT = Path(__file__).parent.parent
 EVIDENCE, FIGURES = ROOT / "docs" / "evidence" / "depth_connections", ROOT / "docs" / "figures"
+BUDGET_RUNS = EVIDENCE / "64" / "budgets"
 NAMES = {
     "vanilla": "vanilla",
     "resformer(mode=identity)": "ResFormer, Eq. 7",
@@ -96,12 +101,45 @@ def pairs(found: dict) -> list[str]:
     return rows
 
 
+def budget_check() -> list[str]:
+    """Return the speedup of blocks in runs whose rate decays, read at their ends and within the longest run.
+
+    A rate that decays serves the end of a run. Read at the ends of runs at three budgets, the speedup is the longest
+    budget over the one at which the variant ends as low as the baseline. Read within its longest run, the variant has
+    not decayed yet where it passes that loss, so it seems to need more tokens.
+    """
+    baseline, variant = DECAYING
+    at_ends, within = [], []
+    for seed in SEEDS:
+        runs = {
+            name: [crosslayer.load_result(BUDGET_RUNS / f"{size}-{name}-{seed}") for size in BUDGETS]
+            for name in DECAYING
+        }
+        target = runs[baseline][-1].final_loss
+        ends = np.array(BUDGETS, float), np.array([run.final_loss for run in runs[variant]])
+        curve = held_out(runs[variant][-1])
+        at_ends.append(BUDGETS[-1] / (first_below(ends, target) or np.nan))
+        within.append(BUDGETS[-1] / (first_below(curve, target) or np.nan))
+    rows = ["| the speedup of blocks, rate decaying to a tenth, read | × in tokens |", "|---|---|"]
+    for name, ratios in (("at the ends of runs at three budgets", at_ends), ("within the longest run", within)):
+        rows.append(f"| {name} | {geometric_mean(ratios).text(2)} |")
+    return rows
+
+
+def held_out(run: crosslayer.TrainingRun) -> Curve:
+    """Return the held-out loss of a run over its tokens, smoothed as `crosslayer compare` does."""
+    shares = {domain.name: domain.share for domain in run.domains}
+    losses = [sum(share * entry.losses[name] for name, share in shares.items()) for entry in run.validation]
+    tokens = np.array([entry.step for entry in run.validation]) * run.tokens / run.steps
+    return monotone(tokens, np.array(losses))
+
+
 def main() -> None:
     found = records()
     for width, record in found.items():
         print(f"\nwidth {width}\n", *table(record), sep="\n")
         save_svg(figure(width, record), FIGURES)
-    print("", *pairs(found), sep="\n")
+    print("", *pairs(found), "", *budget_check(), sep="\n")
 
 
 if __name__ == "__main__":

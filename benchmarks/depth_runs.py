@@ -5,8 +5,9 @@
     python benchmarks/depth_runs.py budgets                    # runs whose rate decays, at three budgets
 
 VARIANT is a name of `VARIANTS`; without one, all are trained. Processes with different variants can run side by side.
-Runs are written to out/depth/, their records are copied to docs/evidence/depth_connections/. Afterwards
-`crosslayer compare` joins the folders of out/depth/WIDTH/runs with `--step-rounds 41` on a machine that does nothing else.
+Runs are written to out/depth/, their records are copied to docs/evidence/depth_connections/. Afterwards `crosslayer
+compare docs/evidence/depth_connections/WIDTH/runs/* --step-rounds 41` joins them, on a machine that does nothing else;
+of each variant, the run that is timed is taken from out/depth/WIDTH/runs.
 """
 
 import argparse

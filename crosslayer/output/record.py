@@ -148,6 +148,11 @@ class Options(BaseModel):
                 wrong.setdefault(details["loc"][:1], message)
             raise ValueError("; ".join(wrong.values())) from None
 
+    @classmethod
+    def of(cls, **options: Any) -> Self:
+        """Return the options as they were given, of whatever type: the class converts and checks them."""
+        return cls(**options)
+
 
 def validation_message(error: ValidationError, index: int = 0) -> str:
     """Return an error of untrusted data in one line: the path of its key, if any, and a valid type or range."""

@@ -85,21 +85,35 @@ def bench(
         ValueError: an option is wrong, a model cannot be loaded, is not a causal language model or has fewer positions
             than a context, or nothing fits in memory.
     """
-    options: dict[str, Any] = {"contexts": contexts, "new_tokens": new_tokens, "repeats": repeats, "seed": seed}
     if engine == "vllm":
         if device is not None or tuple(attention) != ("sdpa",) or evict is not None or kv_bits is not None:
             raise ValueError(
                 "`device`, `attention`, `evict` and `kv_bits` need `engine` transformers; leave them out with vllm"
             )
-        options |= {"requests": batches, "dtype": dtype}
-        options |= {"kv_bytes": memory_bytes(1.0 if kv_memory is None else kv_memory)}
-        return bench_vllm(model, baseline, ServingSettings(**options))
+        serving = ServingSettings.of(
+            contexts=contexts,
+            requests=batches,
+            new_tokens=new_tokens,
+            repeats=repeats,
+            kv_bytes=memory_bytes(1.0 if kv_memory is None else kv_memory),
+            dtype=dtype,
+            seed=seed,
+        )
+        return bench_vllm(model, baseline, serving)
     if engine != "transformers":
         raise ValueError(f"`engine` must be transformers or vllm, got {engine!r}")
     if kv_memory is not None:
         raise ValueError("`kv_memory` needs `engine` vllm; transformers allocates the cache as it grows")
-    options |= {"batches": batches, "attention": attention, "evict": evict, "kv_bits": kv_bits}
-    settings = BenchSettings(**options)
+    settings = BenchSettings.of(
+        contexts=contexts,
+        batches=batches,
+        new_tokens=new_tokens,
+        repeats=repeats,
+        attention=attention,
+        seed=seed,
+        evict=evict,
+        kv_bits=kv_bits,
+    )
     sources = pair("bench", model, baseline, dtype=dtype, device=device, needs_tokenizer=False)
     candidate, original = (source.load() for source in sources)
     check_positions((candidate, original), settings)

@@ -67,8 +67,16 @@ def evaluate(
         raise ValueError(f"`engine` must be transformers or vllm, got {engine!r}")
     if engine == "vllm" and (evict, kv_bits, device) != (None, None, None):
         raise ValueError("`evict`, `kv_bits` and `device` need `engine` transformers; leave them out with vllm")
-    options: dict[str, Any] = {"limit": limit, "num_fewshot": num_fewshot, "batch": batch, "engine": engine}
-    settings = EvaluateSettings(tasks=names, evict=evict, kv_bits=kv_bits, seed=seed, **options)
+    settings = EvaluateSettings.of(
+        tasks=names,
+        limit=limit,
+        num_fewshot=num_fewshot,
+        batch=batch,
+        evict=evict,
+        kv_bits=kv_bits,
+        engine=engine,
+        seed=seed,
+    )
     version = harness.check_installed()
     sources = pair("evaluate", model, baseline, tokenizer, dtype=dtype, device=device)
     served = [servable_source(source) for source in sources] if engine == "vllm" else []

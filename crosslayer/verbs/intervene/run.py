@@ -109,11 +109,21 @@ def intervene(
         sequences, length = text.shape
     elif length is None:
         length = default_length(text, model)
-    cut: dict[str, Any] = {"sequences": sequences, "length": length, "seed": seed}
-    options: dict[str, Any] = {"interventions": interventions, "scan": scan, "controls": controls}
-    request = Request(**options, **cut)
-    cut |= {"bos": bos, "prefix": prefix}
-    inputs = read_inputs(model, text, tokenizer, dtype=dtype, device=device, **cut)
+    request = Request.of(
+        interventions=interventions, scan=scan, controls=controls, sequences=sequences, length=length, seed=seed
+    )
+    inputs = read_inputs(
+        model,
+        text,
+        tokenizer,
+        sequences=sequences,
+        length=length,
+        seed=seed,
+        bos=bos,
+        prefix=prefix,
+        dtype=dtype,
+        device=device,
+    )
     return _measure(inputs, request)
 
 

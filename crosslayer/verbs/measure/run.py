@@ -84,8 +84,8 @@ def measure(
         ValueError: a candidate is unknown, an option is wrong, or there is too little text.
     """
     model = unwrapped(model)
-    settings = MeasureSettings(
-        only=tuple(dict.fromkeys((*only, *(("tasks",) if tasks else ())))),  # type: ignore[arg-type]
+    settings = MeasureSettings.of(
+        only=tuple(dict.fromkeys((*only, *(("tasks",) if tasks else ())))),
         tasks=task_names(tasks),
         limit=limit,
         exact_layers=exact_layers,

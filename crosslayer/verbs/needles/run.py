@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -60,9 +59,9 @@ def needles(
         ValueError: an option is wrong, a model cannot be loaded, is not a causal language model or has fewer positions
             than a length, there is no tokenizer, or a length is too short for the needles.
     """
-    settings = NeedlesSettings(
-        lengths=lengths,  # type: ignore[arg-type]
-        depths=depths,  # type: ignore[arg-type]
+    settings = NeedlesSettings.of(
+        lengths=lengths,
+        depths=depths,
         keys=keys,
         samples=samples,
         new_tokens=new_tokens,
@@ -77,8 +76,16 @@ def needles(
     for source in sources:
         if longest > source.positions:
             raise ValueError(f"length {longest} exceeds the {source.positions} positions of {source.name}")
-    hidden: dict[str, Any] = {"depths": settings.depths, "keys": keys, "new_tokens": new_tokens, "phrasings": (RULER,)}
-    drawn = hidden_samples(sources[0].tokenizer, settings.lengths, samples, seed, **hidden)
+    drawn = hidden_samples(
+        sources[0].tokenizer,
+        settings.lengths,
+        samples,
+        seed,
+        depths=settings.depths,
+        keys=keys,
+        new_tokens=new_tokens,
+        phrasings=(RULER,),
+    )
     for source in sources:
         check_prompts(source, drawn, new_tokens)
     answered: list[tuple[str, ...]] = []

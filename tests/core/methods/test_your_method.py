@@ -49,6 +49,24 @@ def test_it_is_described(folder):
     assert all(word in shown for word in WORDS), shown
 
 
+def test_the_class_may_be_named_as_in_python(folder):
+    with pytest.raises(ValueError, match="'Scaled'.*--allow-methods"):
+        methods.method_class("Scaled")
+    methods.allow_methods("scaled")
+    for name in ("Scaled", "scaled.Scaled", "scaled"):
+        assert methods.method_class(name).name() == "scaled"
+    for name in ("Compensated", "Scale", "Other", "other.Scaled"):  # imported, no method, not there, elsewhere
+        with pytest.raises(ValueError, match="is not known"):
+            methods.method_class(name)
+
+
+def test_a_module_that_cannot_be_imported_is_named(folder):
+    methods.allow_methods("missing_one")
+    for name in ("missing_one", "Missing"):
+        with pytest.raises(ValueError, match="missing_one.*PYTHONPATH"):
+            methods.method_class(name)
+
+
 HEAD = """
 from dataclasses import dataclass
 

@@ -240,7 +240,7 @@ class _Core(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node, deep=False):
-        """Refuse duplicate keys, of which PyYAML would take the last, and keys that are not text."""
+        """Refuse duplicate keys (PyYAML would take the last one) and keys that are not text."""
         seen = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)

@@ -1,4 +1,4 @@
-"""Measures a retrofit beside its original, and makes its report."""
+"""Measures a retrofit against its original, and makes its report."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

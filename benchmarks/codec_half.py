@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 import crosslayer
-from crosslayer.codec.judge import coded, judge
+from crosslayer.codec.quality import coded, costs_and_sizes
 from crosslayer.corpus.domains import EMBEDDED, FITTED, embedded_domains, shared_out, split_domains
 from crosslayer.environment import environment
 from crosslayer.stats.bootstrap import Bootstrap
@@ -46,7 +46,7 @@ def main() -> None:
         prompt = given.prompt or min(640, *(shape.window - 1 for shape in codec.shapes if shape.window), 640)
         parts = {"text": shared_out(given.windows, judged)}
         windows = split_domains(embedded_domains(judged), tokenizer, parts=parts, length=prompt + 128, seed=3)["text"]
-        costs, sizes = judge(model, windows, prompt, {"float32": coded(codec), "float16": in_half(codec)})
+        costs, sizes = costs_and_sizes(model, windows, prompt, {"float32": coded(codec), "float16": in_half(codec)})
         kl = {way: found.means["kl"] for way, found in costs.items()}
         change = np.log(kl["float16"]) - np.log(kl["float32"])
         ratio = Bootstrap(tuple(windows.documents)).ratio(change)

@@ -16,7 +16,7 @@ import torch
 
 import crosslayer
 from crosslayer.cache.running import prefill
-from crosslayer.codec.judge import coded, continued
+from crosslayer.codec.quality import coded, continued
 from crosslayer.corpus.domains import embedded_domains, split_domains
 from crosslayer.environment import environment
 from crosslayer.probe.model import evaluating

@@ -15,7 +15,7 @@ from datetime import date
 from pathlib import Path
 
 import crosslayer
-from crosslayer.codec.judge import coded, exact, stored
+from crosslayer.codec.quality import coded, exact, stored
 from crosslayer.environment import environment
 from crosslayer.judge.judge import Judge
 from crosslayer.judge.tasks.harness import read_tasks

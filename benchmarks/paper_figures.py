@@ -177,7 +177,7 @@ def cache() -> Panel:
         points = {}
         for row in record.rows:
             if (row.quantity, row.scope, row.against) == ("KL", "all", "the original"):
-                readers = int(re.search(r"count=(\d+)", row.candidate)[1])
+                readers = int(re.search(r"--count (\d+)", row.candidate)[1])
                 points[100 * (1 - saved * readers / LAYERS)] = row.change
         values, lows, highs = zip(*((one.value, one.low, one.high) for one in points.values()), strict=True)
         lines.append(Line(name, [*points], values, lows, highs))

@@ -12,6 +12,7 @@ _HOMES: dict[str, str] = {}  # where each public name is defined, by the stub be
 def _homes() -> dict[str, str]:
     """Return the module of each public name: the imports of the stub, and the call of every verb."""
     if not _HOMES:
+        # here, since a command needs no public names
         import re
         from pathlib import Path
 
@@ -34,6 +35,7 @@ def __getattr__(name: str):
     from importlib import import_module
 
     public = getattr(import_module(_homes()[name]), name)
+    # the next use finds it without this function
     globals()[name] = public
     return public
 
@@ -54,9 +56,10 @@ def __dir__() -> list[str]:
 
 
 if IS_COMMAND:
+    # first the streams, which the others may write to; a verb imports what it needs
     open_streams()
     interrupts.watch()
     keep_memory()
-    hide_bars()  # a verb imports what it needs
+    hide_bars()
 else:
     import crosslayer.core.decoder.modeling  # noqa: F401  registers the model

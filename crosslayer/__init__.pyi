@@ -50,6 +50,7 @@ from crosslayer.verbs.measure.run import measure as measure
 from crosslayer.verbs.methods.run import methods as methods
 from crosslayer.verbs.needles.result import Needles as Needles
 from crosslayer.verbs.needles.run import needles as needles
+from crosslayer.verbs.plan.result import Plan as Plan
 from crosslayer.verbs.plan.run import plan as plan
 from crosslayer.verbs.retrofit.convert import Converted as Converted
 from crosslayer.verbs.retrofit.convert import convert as convert

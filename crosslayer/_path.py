@@ -6,15 +6,16 @@ Imported before anything else, and itself imports nothing that such a folder cou
 import sys
 
 NAME = "crosslayer"
-FLAGS = frozenset("bBdEhiIOPqsStuvVx")  # of Python itself, which may stand before the m in one word
+# of Python itself, which may stand before the m in one word: a check for "-m" alone missed `-um`
+FLAGS = frozenset("bBdEhiIOPqsStuvVx")
 
 
 def _module_of_m() -> str | None:
     """Return the module that Python was asked to run by `-m`, however it was written: -m NAME, -um NAME, -mNAME."""
-    for number, word in enumerate(sys.orig_argv):
+    for index, word in enumerate(sys.orig_argv):
         before, m, behind = word[1:].partition("m")
         if word[:1] == "-" and m and FLAGS.issuperset(before):
-            return behind or "".join(sys.orig_argv[number + 1 : number + 2])
+            return behind or "".join(sys.orig_argv[index + 1 : index + 2])
     return None
 
 
@@ -30,5 +31,6 @@ def _is_command() -> bool:
 
 
 IS_COMMAND = _is_command()
+# `python -m` puts the working directory first; an installed command has the folder of its script there
 if IS_COMMAND and sys.argv[0] == "-m" and not sys.flags.safe_path:
     sys.path.pop(0)

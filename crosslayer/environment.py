@@ -50,7 +50,8 @@ def environment() -> Environment:
 @contextmanager
 def quiet_transformers():
     """Silence transformers' own warnings and progress bars inside the block; restore them afterwards."""
-    level, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    level = transformers_logging.get_verbosity()
+    bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     try:

@@ -12,7 +12,8 @@ from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, HFValidat
 from huggingface_hub.file_download import repo_folder_name
 from huggingface_hub.utils import validate_repo_id
 
-PATIENCE = 4.0  # seconds to wait for the hub
+# seconds to wait for the hub: by its own retries, the client says after 20 to 55 s that a name does not exist
+PATIENCE = 4.0
 BRIEFLY = 1.0  # where the model is in the cache already
 ANSWERS = (EntryNotFoundError, GatedRepoError, RepositoryNotFoundError)  # of a hub that can be reached
 
@@ -46,6 +47,7 @@ def _within(seconds: float, ask: Callable[[], Any]) -> Any:
         except Exception as error:
             answers.append(error)
 
+    # a daemon, so that a look-up that hangs does not keep the process from ending
     asking = threading.Thread(target=run, daemon=True)
     asking.start()
     asking.join(seconds)
@@ -58,6 +60,7 @@ def hub_source(name: str) -> str:
     Without this question it tries some ten times, for up to a minute, to reach a hub that cannot be reached; and even
     with `local_files_only` it asks for an adapter, where peft is installed.
     """
+    # a file that is known not to exist is an object, not a path
     cached = try_to_load_from_cache(name, "config.json")
     cached = cached if isinstance(cached, str) else None
     if is_offline_mode():
@@ -98,6 +101,7 @@ def reading_dataset(name: str) -> Iterator[None]:
     if is_offline_mode() or not is_hub_name(name):
         yield
         return
+    # any file will do: that it does not exist is an answer, too
     answer = ask_hub(name, "README.md", PATIENCE, "dataset")
     before = constants.HF_HUB_OFFLINE
     constants.HF_HUB_OFFLINE = answer is not None and not isinstance(answer, ANSWERS)

@@ -15,7 +15,8 @@ import psutil
 import torch
 
 GROUP = Path("/sys/fs/cgroup")
-LIMITS = (  # limit of a control group, its usage, and the reclaimable file cache in that: versions 2 and 1
+# limit of a control group, its usage, and the reclaimable file cache in that: versions 2 and 1
+LIMITS = (
     ("memory.max", "memory.current", "inactive_file"),
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
 )
@@ -25,9 +26,11 @@ ROWS, MANY_ROWS = 1024, 8192  # of the square matrices whose product is timed: o
 def free_memory(device: torch.device) -> float:
     """Return bytes that can still be allocated, within the limit of a container."""
     if device.type == "cuda":
+        # torch keeps freed blocks: to the driver they are in use
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + cached
-    available = psutil.virtual_memory().available  # ignores the limit of this process's control group
+    # psutil ignores the limit of this process's control group, such as a container's
+    available = psutil.virtual_memory().available
     for limit, usage, cached in LIMITS:
         with contextlib.suppress(OSError, ValueError):
             free = int((GROUP / limit).read_text()) - int((GROUP / usage).read_text())
@@ -53,7 +56,8 @@ def full_float32() -> Iterator[None]:
     backends.cuda.matmul.fp32_precision = "ieee"
     try:
         yield
-    finally:  # "none" follows the setting of all backends
+    finally:
+        # "none" follows the setting of all backends; the value that was read would fix it
         backends.cuda.matmul.fp32_precision = "none" if before == backends.fp32_precision else before
 
 
@@ -80,9 +84,11 @@ def peak_memory(device: torch.device) -> Iterator[Peak]:
         peak.bytes = torch.cuda.max_memory_allocated(device) - before
         return
     try:
+        # return freed memory, or the block would reuse it uncounted
         with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).malloc_trim(0)  # return freed memory, or the block would reuse it uncounted
-        Path("/proc/self/clear_refs").write_text("5")  # resets the peak to the current resident set
+            ctypes.CDLL(None).malloc_trim(0)
+        # resets the peak to the current resident set
+        Path("/proc/self/clear_refs").write_text("5")
         before = _resident_peak()
     except (OSError, TypeError):
         peak.reason = "this system does not report a process's peak memory for part of its run"
@@ -102,6 +108,7 @@ def _resident_peak() -> int:
 
 def seconds(work: Callable[[], Any], device: torch.device) -> float:
     """Return how long a call takes in seconds, including its work on the device."""
+    # a GPU works on after the call returns: without waiting, only the launch is timed
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     wait()
     started = time.perf_counter()
@@ -113,8 +120,9 @@ def seconds(work: Callable[[], Any], device: torch.device) -> float:
 @functools.cache
 def matrix_flops(device: torch.device, dtype: torch.dtype) -> float:
     """Return the FLOP/s of a large product of square matrices, the median of five measurements, made once a process."""
-    rows = ROWS if device.type == "cpu" else MANY_ROWS
-    left = torch.full((rows, rows), 0.5, device=device, dtype=dtype)
+    size = ROWS if device.type == "cpu" else MANY_ROWS
+    left = torch.full((size, size), 0.5, device=device, dtype=dtype)
     right = left.clone()
     times = [seconds(lambda: left @ right, device) for _ in range(6)]
-    return 2 * rows**3 / statistics.median(times[1:])  # the first is slower
+    # the first is slower
+    return 2 * size**3 / statistics.median(times[1:])

@@ -8,18 +8,9 @@ from crosslayer import verbs
 from crosslayer.output.record import read_record
 from crosslayer.output.result import Result, load_as
 
-SCHEMA = re.compile(r"crosslayer/([a-z_]+)(?:-[a-z]+)?/\d+")  # verb, perhaps a kind of its results, version
-
-
-def result_types(verb: str) -> list[type[Result]]:
-    """Return the types of results of a verb: those that its files named *result.py define; none of an unknown verb."""
-    types = []
-    for path in sorted(Path(verbs.__file__).parent.glob(f"{verb}/*result.py")):
-        module = import_module(f"{verbs.__name__}.{path.parent.name}.{path.stem}")
-        for value in vars(module).values():
-            if isinstance(value, type) and issubclass(value, Result) and value.__module__ == module.__name__:
-                types.append(value)
-    return types
+# Verb, perhaps a kind of its results, version. The schema is untrusted, and the verb names a folder to import from, so
+# it is letters only.
+SCHEMA = re.compile(r"crosslayer/([a-z_]+)(?:-[a-z]+)?/\d+")
 
 
 def load_result(folder: str | Path) -> Result:
@@ -35,7 +26,14 @@ def load_result(folder: str | Path) -> Result:
     """
     schema = str(read_record(Path(folder)).get("schema"))
     match = SCHEMA.fullmatch(schema)
-    types = result_types(match[1]) if match is not None else []
+    types: list[type[Result]] = []
+    # only the verb's own modules are imported: all of them would take seconds
+    for path in sorted(Path(verbs.__file__).parent.glob(f"{match[1]}/*result.py")) if match is not None else ():
+        module = import_module(f"{verbs.__name__}.{path.parent.name}.{path.stem}")
+        for value in vars(module).values():
+            # not those that it imports from another module
+            if isinstance(value, type) and issubclass(value, Result) and value.__module__ == module.__name__:
+                types.append(value)
     if not types:
         raise ValueError(f"record.json is {schema[:60]!r}; this release does not read it")
     return load_as(types, Path(folder))

@@ -118,24 +118,30 @@ def test_methods_never_import_one_another():
 
 
 # Room to write a thing as it reads best; not a target. Effective speedups added 300, stored prompts 150.
-LINES_IN_ALL = 42_200  # pages, tables and float16 of stored prompts on a GPU: 700
+# lines that hold nothing but a comment count against no limit: whoever says why must not have to shorten the code
+LINES_IN_ALL = 41_900
 LINES, BODY = 400, 60  # of a file; of a function, without signature and docstring, so that any option can be explained
 
 
-def body_lines(function: ast.FunctionDef) -> int:
-    """How many lines the statements of a function have, from the first behind its docstring."""
+def counted(lines: list[str]) -> int:
+    """How many of some lines are not comments alone."""
+    return sum(not line.lstrip().startswith("#") for line in lines)
+
+
+def body_lines(function: ast.FunctionDef, lines: list[str]) -> int:
+    """How many lines the statements of a function have, from the first behind its docstring, in a file of `lines`."""
     body = function.body[1:] if ast.get_docstring(function) is not None else function.body
-    return body[-1].end_lineno - body[0].lineno + 1 if body else 0
+    return counted(lines[body[0].lineno - 1 : body[-1].end_lineno]) if body else 0
 
 
 def test_files_and_functions_are_small():
     large = []
     for path in sorted(PACKAGE.rglob("*.py")):
-        text, name = path.read_text(), path.relative_to(PACKAGE)
-        if (count := text.count("\n")) > LINES:
+        lines, name = path.read_text().splitlines(), path.relative_to(PACKAGE)
+        if (count := counted(lines)) > LINES:
             large.append(f"{name} has {count} lines, at most {LINES} are allowed: move one idea to a file of its own")
         for node in ast.walk(parsed(path)):
-            if isinstance(node, ast.FunctionDef) and (count := body_lines(node)) > BODY:
+            if isinstance(node, ast.FunctionDef) and (count := body_lines(node, lines)) > BODY:
                 large.append(
                     f"{node.name} in {name} has {count} lines of statements, at most {BODY} are allowed (signature and "
                     "docstring do not count): move a step of it to a function"
@@ -143,14 +149,16 @@ def test_files_and_functions_are_small():
     assert not large, "\n".join(large)
 
 
-def test_signature_and_docstring_do_not_count_as_lines_of_a_function():
+def test_signature_docstring_and_comments_do_not_count_as_lines_of_a_function():
     options = "".join(f"    option{number}: int = 0,\n" for number in range(50))
-    lines = "".join(f"    {number}\n" for number in range(60))
+    statements = "".join(f"    # why\n    {number}\n" for number in range(60))
     for docstring in ("", '    """One.\n\n' + "    two\n" * 80 + '    """\n'):
-        (function,) = ast.parse(f"def f(\n{options}):\n{docstring}{lines}").body
-        assert body_lines(function) == 60
-    (empty,) = ast.parse('def f():\n    """One."""').body
-    assert body_lines(empty) == 0
+        text = f"def f(\n{options}):\n{docstring}{statements}"
+        (function,) = ast.parse(text).body
+        assert body_lines(function, text.splitlines()) == 60
+    text = 'def f():\n    """One."""'
+    (empty,) = ast.parse(text).body
+    assert body_lines(empty, text.splitlines()) == 0
 
 
 def test_no_file_has_the_marks_of_a_merge():
@@ -176,7 +184,7 @@ def test_nobody_passes_a_progress_meter():
 
 
 def test_the_package_leaves_room_and_does_not_grow_without_end():
-    lines = sum(path.read_text().count("\n") for path in PACKAGE.rglob("*.py"))
+    lines = sum(counted(path.read_text().splitlines()) for path in PACKAGE.rglob("*.py"))
     assert lines <= LINES_IN_ALL, (
         f"crosslayer/ has {lines:,} lines, at most {LINES_IN_ALL:,} are allowed: look for an idea written twice "
         "and keep one; a feature that a paper names stays. If neither helps, raise the limit and say what for"

@@ -1,9 +1,10 @@
-"""What pages say that follows from the code: the options of every command, the keys of recipes, the table of methods.
+"""What follows from the code: the options of every command, the keys of recipes, the table of methods, the stub.
 
-`python website/reference.py docs` writes the page of commands as a whole, and its tables into the page of recipes and
-the overview of the methods.
+`python website/reference.py docs` writes the page of commands as a whole, its tables into the page of recipes and the
+overview of the methods, and the verbs with the classes of their results into crosslayer/__init__.pyi.
 """
 
+import ast
 import itertools
 import json
 import re
@@ -33,6 +34,8 @@ KEYS = "| key | default | what |\n|---|---|---|\n"
 SHIPPED = "| recipe | description |\n|---|---|\n"
 TABLE = re.compile(r"(?m)^\| (?:recipe|key|method) \|.*\n(?:\|.*\n)*")
 Row = tuple[str, str, str]  # name, default, text
+PACKAGE = Path(__file__).parent.parent / "crosslayer"
+IMPORT = re.compile(r"^from (\S+) import (\w+) as \w+$", re.MULTILINE)
 
 
 def commands_page() -> str:
@@ -88,6 +91,26 @@ def methods_table(layers: int = 32) -> str:
     return head + "".join(f"| `{name}` | {' | '.join(cells)} |\n" for name, *cells in rows)
 
 
+def stub(text: str) -> str:
+    """Return the stub of the public names with every verb: its function, and the classes of results that it returns.
+
+    Lines of other names stay.
+    """
+    homes: dict[str, list[str]] = {}
+    for run in sorted((PACKAGE / "verbs").glob("*/run.py")):
+        name, result = run.parent.name, run.with_name("result.py")
+        (call,) = (node for node in ast.parse(run.read_text()).body if getattr(node, "name", None) == name)
+        assert isinstance(call, ast.FunctionDef) and call.returns is not None, f"{name} must say what it returns"
+        returned = {node.id for node in ast.walk(call.returns) if isinstance(node, ast.Name)}
+        classes = ast.parse(result.read_text()).body if result.is_file() else []
+        homes[f"crosslayer.verbs.{name}.run"] = [name]
+        homes[f"crosslayer.verbs.{name}.result"] = sorted(returned & {getattr(node, "name", "") for node in classes})
+    lines = {(home, name) for home, name in IMPORT.findall(text) if home not in homes}
+    lines |= {(home, name) for home, names in homes.items() for name in names}
+    written = "".join(f"from {home} import {name} as {name}\n" for home, name in sorted(lines))
+    return re.sub(rf"(?m)(?:{IMPORT.pattern}\n)+", lambda _: written, text, count=1)
+
+
 def _keys(part: Any, prefix: str = "") -> Iterator[Row]:
     """Yield the keys of a part of a recipe, those of the parts in it behind a dot, of lists of parts behind "[]."."""
     for name, field in part.model_fields.items():
@@ -123,7 +146,8 @@ def _default(option: Option) -> str:
 
 def main() -> None:
     """Write the pages in the folder that is named."""
-    docs = Path(sys.argv[1])
+    docs, public = Path(sys.argv[1]), PACKAGE / "__init__.pyi"
+    public.write_text(stub(public.read_text(encoding="utf-8")), encoding="utf-8")
     (docs / "reference" / "commands.md").write_text(commands_page(), encoding="utf-8")
     for name, tables in {"reference/recipes.md": recipe_tables(), "methods/overview.md": [methods_table()]}.items():
         text, waiting = (docs / name).read_text(encoding="utf-8"), iter(tables)

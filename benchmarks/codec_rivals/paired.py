@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from crosslayer.cache.running import prefill
-from crosslayer.codec.judge import Way
+from crosslayer.codec.quality import Way
 from crosslayer.core.transformers_versions import CACHE
 from crosslayer.stats.bootstrap import Bootstrap
 

@@ -33,7 +33,7 @@ from transformers import Cache
 
 from crosslayer.cache.quantizers import quantizer_of, rotated, rotation
 from crosslayer.codec.fit import Calibration
-from crosslayer.codec.judge import Way
+from crosslayer.codec.quality import Way
 from crosslayer.codec.states import CodedLayer, new_cache, read_states
 
 HEADER = 16  # bytes of a file: tokens, exact ones at either end, length of the code

@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 from codec_rivals.parts import with_bytes, with_fixed_lengths, without_depth, without_metric, without_steps
 from codec_rivals.rivals import Aqua, Integers, Kvtc, bases_of, ways_of
 from crosslayer.codec.fit import BASIS, Calibration, calibrate, fit_chain_at
-from crosslayer.codec.judge import Way, coded, rounded
+from crosslayer.codec.quality import Way, coded, rounded
 from crosslayer.codec.states import read_shapes
-from crosslayer.verbs.fit_codec.run import Fitting
+from crosslayer.verbs.fit_codec.fitting import Fitting
 
 BUDGETS, CUT = (25.0, 12.5, 6.25, 3.125), (12.5, 6.25)  # % of the 16-bit cache; of the codec without a part
 EXACT = {"0": (0, 0), "1": (1, 0), "4": (4, 0), "4+128": (4, 128)}  # tokens at the start and at the end
@@ -66,7 +66,8 @@ class Ways:
     def fitting(self, without: str = "") -> Fitting:
         """Return what a codec is fitted to, without a part."""
         if not without:
-            return self.shared("fitting", lambda: Fitting(self.model, None, self.data, self.ids, self.prompt))
+            plain = Fitting(self.model, None, self.shapes, self.prompt)
+            return self.shared("fitting", lambda: plain.weigh(self.data, self.ids))
         fitting = copy(self.fitting())
         change = {"metric": without_metric, "steps": without_steps, "depth": lambda data: data}[without]
         fitting.data = self.shared(f"data without {without}", lambda: change(fitting.data))

@@ -17,6 +17,7 @@ the bytes of the 16-bit cache. Times, in turns:
 """
 
 import hashlib
+import importlib
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -158,9 +159,10 @@ def measure(model, codec: Codec, codes: list[np.ndarray], length: int, device: s
     }
     row: dict = {"bytes": sum(map(len, packed)), "raw_bytes": 2 * sum(state.numel() for state in raw)}
     if reading.reads_pages(target):
-        calls["kernel"] = lambda: reading.kernel().read(*prepared.tensors, out, scales)
+        pages = importlib.import_module("crosslayer.core.kernels.pages")
+        calls["kernel"] = lambda: pages.read(*prepared, out, scales)
         codes_read = torch.zeros(numbers, stops[-1], dtype=torch.int16, device=device)
-        reading.kernel().read(*prepared.tensors, codes_read)
+        pages.read(*prepared, codes_read)
         there = np.concatenate([np.concatenate([own[:, :1], own], 1) for own in codes])
         repeats = -(-stops[-1] // BLOCK)
         row["codes_equal"] = bool((codes_read.cpu().numpy()[:, 1:] == np.tile(there, repeats)[:, 1 : stops[-1]]).all())

@@ -11,10 +11,11 @@ from typing import Annotated
 
 from pydantic import AfterValidator
 
-from crosslayer.cache.policies import Policy, policy
+from crosslayer.cache.policies import policy
 from crosslayer.core.options import ByLayer, by_layer
 
-BLOCK = 16  # tokens that are read between two evictions
+# Tokens that are read between two evictions: one gather of keys and values for all of them.
+BLOCK = 16
 AMOUNT = re.compile(r"\d+\.\d*|\.\d+|\d+", re.ASCII)
 EXAMPLE = "as h2o:0.4 (evicts 40%), h2o:512 (keeps 512 tokens) or h2o:0.2@0-11,0.6@12-29 (by layer)"
 
@@ -38,6 +39,7 @@ class Amount:
             raise ValueError("an eviction needs either a share or a number of tokens")
         if self.share is not None and not 0 <= self.share < 1:
             raise ValueError(f"the evicted share must be at least 0 and below 1, got {self.share:g}")
+        # a block is free for new tokens, so with less than two an eviction would leave less than a block
         if self.tokens is not None and self.tokens < 2 * BLOCK:
             raise ValueError(f"an eviction must keep at least {2 * BLOCK} tokens, got {self.tokens}")
 
@@ -50,11 +52,6 @@ class Eviction(ByLayer[Amount]):
 
     def __post_init__(self):
         policy(self.policy)  # refuses an unknown name
-
-    @property
-    def rule(self) -> Policy:
-        """The policy."""
-        return policy(self.policy)
 
     def evicts_from(self, tokens: int) -> bool:
         """Return whether tokens are evicted before the last of a text is read."""

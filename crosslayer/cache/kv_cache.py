@@ -12,6 +12,7 @@ from transformers.cache_utils import DynamicLayer
 from crosslayer.cache.columns import ColumnLayer, Columns
 from crosslayer.cache.eviction import Eviction
 from crosslayer.cache.offsets import KeyOffset
+from crosslayer.cache.policies import policy
 from crosslayer.cache.quantized import Quantized, Reading
 from crosslayer.cache.state import GroupState
 from crosslayer.wiring.kv_bits import in_16_bits
@@ -47,7 +48,9 @@ class SmallerKVCache(Cache):
         groups: Sequence[Sequence[int]] = (),
         way: tuple | None = None,
     ):
-        self.reading, self.way, self.eviction = Reading(recent), way, eviction
+        self.reading = Reading(recent, kept=recent - 1)
+        self.way = way
+        self.eviction = eviction
         self.groups: list[GroupState] = []  # what is known of the cached tokens
         layers = DynamicCache(config=config).layers
         for index, layer in enumerate(layers):
@@ -60,7 +63,7 @@ class SmallerKVCache(Cache):
             elif eviction is not None and type(layer) is DynamicLayer:
                 layers[index] = ColumnLayer()
         if eviction is not None:
-            self.groups = [GroupState(eviction.rule, eviction.at(group[0])) for group in groups]
+            self.groups = [GroupState(policy(eviction.policy), eviction.at(group[0])) for group in groups]
         super().__init__(layers=layers)
 
     def reset(self) -> None:
@@ -95,11 +98,14 @@ class SmallerKVCache(Cache):
     def quantized_tokens(self) -> int:
         """Return how many columns are quantized, in the layer with most; below 8 bits, short texts have none."""
         parts = [part for layer in self.layers if isinstance(layer, ColumnLayer) for part in layer.columns]
-        return max((part.quantized for part in parts if isinstance(part, Quantized)), default=0)
+        coded = [part for part in parts if isinstance(part, Quantized)]
+        # a first token that is exact has a code, which is not read
+        return max((max(0, part.used - int(part.keeps_recent)) for part in coded), default=0)
 
     def overhead_bytes(self) -> int:
         """Return the bytes of positions and attention sums, stored in addition to keys and values."""
-        return sum(group.overhead_bytes() for group in self.groups)
+        tensors = [tensor for group in self.groups for tensor in (group.positions, group.attention)]
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
 class Bytes(NamedTuple):
@@ -114,25 +120,24 @@ def held_bytes(cache: Any) -> Bytes:
 
     Tensors of modules, such as a codec's weights, are not counted: they are there once, whatever the number of tokens.
     """
-    known = type(cache).__module__.partition(".")[0] in KNOWN
+    if type(cache).__module__.partition(".")[0] in KNOWN:
+        # states lie in layers: numbers and codes, not counters
+        values = [value for layer in cache.layers for value in vars(layer).values()]
+        parts = [part for value in values for part in (value if isinstance(value, list | tuple) else [value])]
+        members = [member for part in parts for member in (part.tensors() if isinstance(part, Columns) else [part])]
+        states = [member for member in members if isinstance(member, Tensor)]
+        tensors = [state for state in states if state.is_floating_point() or state.dtype == torch.uint8]
+    else:
+        tensors = [*_tensors(cache, set())]
+
     sizes: dict[int, Bytes] = {}
-    for tensor in _states(cache) if known else _tensors(cache, set()):
-        storage, count = tensor.untyped_storage(), tensor.untyped_storage().nbytes()
-        small = in_16_bits(count, tensor.element_size()) if tensor.is_floating_point() else count
-        sizes[storage.data_ptr()] = Bytes(count, small)
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        small = in_16_bits(storage.nbytes(), tensor.element_size()) if tensor.is_floating_point() else storage.nbytes()
+        sizes[storage.data_ptr()] = Bytes(storage.nbytes(), small)
     overhead = cache.overhead_bytes() if isinstance(cache, SmallerKVCache) else 0
-    held = [size for pointer, size in sizes.items() if pointer]
+    held = [size for pointer, size in sizes.items() if pointer]  # tensors without numbers have the address 0
     return Bytes(sum(size.allocated for size in held) + overhead, sum(size.sixteen for size in held) + overhead)
-
-
-def _states(cache: Any) -> Iterator[Tensor]:
-    """Yield the states of a known cache: numbers and codes, not counters."""
-    for layer in cache.layers:
-        for value in vars(layer).values():
-            for part in value if isinstance(value, list | tuple) else [value]:
-                for one in part.tensors() if isinstance(part, Columns) else [part]:
-                    if isinstance(one, Tensor) and (one.is_floating_point() or one.dtype == torch.uint8):
-                        yield one
 
 
 def _tensors(value: Any, seen: set[int], depth: int = 0) -> Iterator[Tensor]:
@@ -148,5 +153,5 @@ def _tensors(value: Any, seen: set[int], depth: int = 0) -> Iterator[Tensor]:
         else:
             inner = list(getattr(value, "__dict__", {}).values())
             inner += [getattr(value, name, None) for name in getattr(type(value), "__slots__", ())]
-        for one in inner:
-            yield from _tensors(one, seen, depth + 1)
+        for member in inner:
+            yield from _tensors(member, seen, depth + 1)

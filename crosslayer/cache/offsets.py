@@ -21,12 +21,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from crosslayer.cache.quantizers import rotated, work_dtype
+from crosslayer.cache.quantizers import rotated
 from crosslayer.probe.intercept import AttentionCall, visited
 from crosslayer.probe.model import evaluating
 
 ORDERS = ("halves", "pairs")  # channel i turns with i + R/2, or with its neighbor
-TOKENS = 32  # of the random text
+# Of the random text. On Gemma 3 270M, 4 bits have a KL of 0.011 nats without a mean, 0.0058 with that of 32 random
+# tokens, 0.0042 with that of 256, and 0.0032 with that of text: so no calibration text is needed.
+TOKENS = 32
 REPEATED = 1  # the token whose hidden state is read at all positions; the first may have a few numbers far larger
 TOLERANCE = 0.02  # of the largest number: positions may be computed in bfloat16
 
@@ -41,10 +43,6 @@ class Rotation:
     angles: tuple[float, ...] = ()
     order: str = ORDERS[0]
 
-    def turns(self, start: int, stop: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines of the positions from `start` to `stop`, (T, R/2) each, in float32."""
-        return _turns(self.angles, start, stop, device)
-
     def apply(self, keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Return keys (…, T, D) turned by cosines and sines (…, T, R/2); with −`sin` they are turned back."""
         if not self.angles:
@@ -54,18 +52,19 @@ class Rotation:
             first, second = slice(0, count // 2), slice(count // 2, count)
         else:
             first, second = slice(0, count, 2), slice(1, count, 2)
-        one, other = keys[..., first], keys[..., second]
-        out = torch.empty_like(keys) if count == keys.shape[-1] else keys.clone()
-        torch.mul(one, cos, out=out[..., first]).addcmul_(other, sin, value=-1)
-        torch.mul(other, cos, out=out[..., second]).addcmul_(one, sin)
+        x, y = keys[..., first], keys[..., second]
+        out = torch.empty_like(keys) if count == keys.shape[-1] else keys.clone()  # other channels stay
+        torch.mul(x, cos, out=out[..., first]).addcmul_(y, sin, value=-1)
+        torch.mul(y, cos, out=out[..., second]).addcmul_(x, sin)
         return out
 
 
-@lru_cache(maxsize=8)
-def _turns(angles: tuple[float, ...], start: int, stop: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    positions = torch.arange(start, stop, dtype=torch.float64)
-    turns = positions[:, None] * torch.tensor(angles, dtype=torch.float64)
-    return turns.cos().float().to(device), turns.sin().float().to(device)
+@lru_cache(maxsize=8)  # all layers of a model mostly have the same angles
+def turns(angles: tuple[float, ...], start: int, stop: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines of the positions from `start` to `stop`, (T, R/2) each, in float32."""
+    # in float32, an angle at position 8,192 would be off by up to 0.0005
+    radians = torch.arange(start, stop, dtype=torch.float64)[:, None] * torch.tensor(angles, dtype=torch.float64)
+    return radians.cos().float().to(device), radians.sin().float().to(device)
 
 
 def angle_tables(model: nn.Module) -> list[tuple[float, ...]]:
@@ -82,11 +81,14 @@ def find_rotation(
     `positions` begin with 0. `tolerance` is what keys may differ from it, as a share of the largest number.
     """
     still = keys[..., :1, :]
-    best, least = None, tolerance * float(still.abs().max())
+    best = None
+    least = tolerance * float(still.abs().max())
+    # no rotation comes first; a later candidate takes its place if it is as near
     for candidate in (Rotation(), *(Rotation(table, order) for table in tables for order in ORDERS)):
         if 2 * len(candidate.angles) > keys.shape[-1]:
             continue
-        cos, sin = (turns[list(positions)] for turns in candidate.turns(0, max(positions) + 1, keys.device))
+        cos, sin = turns(candidate.angles, 0, max(positions) + 1, keys.device)
+        cos, sin = cos[list(positions)], sin[list(positions)]
         error = float((candidate.apply(still.expand_as(keys), cos, sin) - keys).abs().max())
         if error <= least:
             best, least = candidate, error
@@ -106,8 +108,9 @@ class KeyOffset:
 
     def at(self, positions: Tensor) -> Tensor:
         """Return the offsets (B or 1, H_kv, T, D) of positions (B or 1, T), in rotated channels."""
-        longest = 1 << int(positions.max()).bit_length()
-        cos, sin = (turns[positions][:, None] for turns in self.rotation.turns(0, longest, positions.device))
+        longest = 1 << int(positions.max()).bit_length()  # so that a growing text seldom needs another table
+        cos, sin = turns(self.rotation.angles, 0, longest, positions.device)
+        cos, sin = cos[positions][:, None], sin[positions][:, None]
         means = self.mean.expand(len(positions), -1, positions.shape[1], -1)
         return rotated(self.rotation.apply(means, cos, sin))
 
@@ -121,8 +124,8 @@ def key_offsets(model: PreTrainedModel) -> dict[int, KeyOffset]:
     for layer, keys in text.items():
         rotation = find_rotation(repeated[layer], positions, tables, TOLERANCE)
         if rotation is not None:
-            cos, sin = rotation.turns(0, TOKENS, keys.device)
-            still = rotation.apply(keys, cos, -sin)[:, 1:]
+            cos, sin = turns(rotation.angles, 0, TOKENS, keys.device)
+            still = rotation.apply(keys, cos, -sin)[:, 1:]  # the first token's key lies far from the mean
             mean = still.mean(1, keepdim=True)
             deviations = (still - mean).square().mean(1).sum(-1)  # (H_kv,)
             offsets[layer] = KeyOffset(mean, rotation, float((mean.square().sum((1, 2)) / deviations).max()))
@@ -140,14 +143,18 @@ def _keys(model: PreTrainedModel) -> tuple[dict[int, Tensor], dict[int, Tensor]]
         states[module] = {**dict(enumerate(args[:1])), **named}
 
     def repeat(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        own = {name: _repeated(state) for name, state in states[module].items()}
-        changed = {name: own.get(name, value) for name, value in kwargs.items()}
-        return tuple(own.get(index, value) for index, value in enumerate(args)), changed
+        repeated = {name: _repeated(state) for name, state in states[module].items()}
+        changed = {name: repeated.get(name, value) for name, value in kwargs.items()}
+        return tuple(repeated.get(index, value) for index, value in enumerate(args)), changed
 
+    # a pass over one token says which modules attend; a second notes what they read, a third repeats one token of it
     modules = [call.module for call in _calls(model, text[:, :1]).values()]
     passes = [_calls(model, text, modules, hook) for hook in (note, repeat)]
-    keys = [{layer: call.key[0].to(work_dtype(call.key.dtype)) for layer, call in calls.items()} for calls in passes]
-    return keys[0], keys[1]
+    text_keys, repeated_keys = (
+        {layer: call.key[0].to(torch.promote_types(call.key.dtype, torch.float32)) for layer, call in calls.items()}
+        for calls in passes
+    )
+    return text_keys, repeated_keys
 
 
 def _repeated(states: Any) -> Any:

@@ -14,7 +14,9 @@ from crosslayer.core.methods import hint, users_module
 
 SINKS = 4  # StreamingLLM's: the first tokens of a text
 SINK = 0.3  # a token with a larger share of all attention since it was read is a sink, as in `diagnose`
-TOP = 2.0**22  # above every position and every sum of attention: the rank of tokens that are always kept
+# Above every position and every sum of attention: the rank of tokens that are always kept. Float32 holds whole numbers
+# up to 2^24 exactly, so that these tokens have an order, too.
+TOP = 2.0**22
 
 
 @dataclass(frozen=True)

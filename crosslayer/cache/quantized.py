@@ -7,6 +7,8 @@ ones exactly, all others quantized. The tokens of a call read one another exactl
 Shapes: B batch, T new tokens, S cached + new tokens, H_kv key-value heads, D head size.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -16,27 +18,18 @@ from crosslayer.cache.quantizers import quantizer_of, rotated, rotates
 from crosslayer.wiring.kv_bits import keeps_recent
 
 
+@dataclass
 class Reading:
     """Which columns of a cache are tokens, and how many of the latest stay exact, the same for all layers.
 
-    `ranks` (B or 1, S) counts the tokens of a text up to a column, without padding; None: each column is a token.
-    `kept` is how many of the latest columns stay exact until the next call.
+    `kept` is how many of the latest columns stay exact until the next call; `recent` is that of tokens which a query
+    reads exactly, itself included. `ranks` (B or 1, S) counts the tokens of a text up to a column, without padding;
+    None: each column is a token. `smaller_cache` sets `ranks` and `kept` before each call.
     """
 
-    def __init__(self, recent: int):
-        self.recent, self.kept = recent, recent - 1
-        self.ranks: Tensor | None = None
-
-    def see(self, ranks: Tensor) -> None:
-        """Take note of the texts that the next call reads."""
-        self.ranks, first = ranks, first_exact(ranks, ranks[:, -1] + 1, self.recent)
-        self.kept = ranks.shape[1] - int(first.min())
-
-    def first_columns(self, device: torch.device) -> Tensor:
-        """Return the column of each text's first token, (B or 1,)."""
-        if self.ranks is None:
-            return torch.zeros(1, dtype=torch.long, device=device)
-        return (self.ranks == 0).sum(-1).to(device)
+    recent: int
+    kept: int
+    ranks: Tensor | None = None
 
     def positions(self, start: int, end: int, device: torch.device) -> Tensor:
         """Return the positions of columns in their texts, (B or 1, end - start)."""
@@ -67,17 +60,13 @@ class Quantized(Columns):
         self.first = self.tail = torch.empty(0)
         self.offset = offset if self.rotates else None
 
-    @property
-    def quantized(self) -> int:
-        """How many columns are read as their codes say: those that have some, but the first token where it is exact."""
-        return max(0, self.used - 1) if self.keeps_recent else self.used
-
     def encode(self, states: Tensor) -> tuple[Tensor, ...]:
         """Return the codes of the next states (B, H_kv, T, D), rotated already, and what belongs to them."""
         return self.quantizer.encode(self._shifted(states.clone(), self.used, -1))
 
     def update(self, states: Tensor) -> Tensor:
         """Store new states (B, H_kv, T, D); return all, (B, H_kv, S, D), the new and the latest ones exact."""
+        # the columns without codes so far, of which the oldest now get some
         states = rotated(states) if self.rotates else states
         exact = torch.cat([self.tail, states], 2) if self.tail.numel() else states
         before, leaving = self.used, exact.shape[2]
@@ -91,7 +80,9 @@ class Quantized(Columns):
                 picked = exact.gather(2, column)
                 self.first = torch.where(inside, picked, self.first) if self.first.numel() else picked
         self.append(exact[:, :, :leaving])
-        quantized = before if self.keeps_recent else self.used  # columns that are read so
+
+        # what this call reads: what had codes before it, or with 8 bits and fp8 all, and the others exactly
+        quantized = before if self.keeps_recent else self.used  # columns that are read as their codes say
         read = states.new_empty((*states.shape[:2], before + exact.shape[2], states.shape[3]))
         if quantized:
             codes = tuple(tensor[:, :, :quantized] for tensor in self.memory)
@@ -108,7 +99,12 @@ class Quantized(Columns):
 
         Shapes: (B, H_kv, 1, D) and (B or 1, 1, 1, 1).
         """
-        column = (self.reading.first_columns(states.device) - start)[:, None, None, None]
+        ranks = self.reading.ranks
+        if ranks is None:
+            first = torch.zeros(1, dtype=torch.long, device=states.device)
+        else:
+            first = (ranks == 0).sum(-1).to(states.device)  # behind the padding
+        column = (first - start)[:, None, None, None]
         last = states.shape[2] - 1
         return column.clamp(0, last).expand(*states.shape[:2], 1, states.shape[3]), (column >= 0) & (column <= last)
 

@@ -17,6 +17,7 @@ Shapes: B batch, T tokens, H_kv key-value heads, D head size, G groups of a head
 
 import functools
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -26,7 +27,9 @@ from crosslayer.wiring.kv_bits import groups
 
 FILL = 8  # channels are padded to a multiple of it, so that codes fill whole bytes
 LARGEST = torch.finfo(torch.float16).max
-RANGE = {8: 1.0, 4: 0.95, 3: 0.9, 2: 0.75}  # bits → share of the range that codes cover; damage on SmolLM2 decided
+# Bits → share of the range that codes cover. On SmolLM2, KL with the latest 64 tokens exact is 0.0050, 0.022 and 0.15
+# with 4, 3 and 2 bits; over the whole range it is 0.0051, 0.027 and 0.46.
+RANGE = {8: 1.0, 4: 0.95, 3: 0.9, 2: 0.75}
 SMALLEST = 2.0**-24  # of scales: float16's smallest number
 WIDE = 2.0**14  # unit of scales beyond float16's range: keys up to 10⁹ fit, and no byte is added
 LARGEST_FP8 = torch.finfo(torch.float8_e4m3fn).max
@@ -61,30 +64,32 @@ class Float8(Quantizer):
         """Write states into `out` (B, H_kv, T, D).
 
         Shifted by 7 bits and rid of the copy of its sign, a float8 is a float16 that is 2⁸ times too small: exact, and
-        much faster than the conversion of torch 2.13 on CPUs.
+        much faster than the conversion of torch 2.13 on CPUs (0.11 instead of 1.2 ms for 390,000 numbers).
         """
         half = (stored[0].view(torch.int8).to(torch.int16) << 7) & ~0x4000
         out.copy_(half.view(torch.float16)).mul_(256)
 
 
+@dataclass(frozen=True)
 class Integer(Quantizer):
     """Codes of 2, 3, 4 or 8 bits, with a scale and a smallest value for each group of channels; states are rotated."""
 
-    def __init__(self, bits: int):
-        self.bits = bits
+    bits: int
 
     def encode(self, states: Tensor) -> tuple[Tensor, ...]:
         """Return packed codes (B, H_kv, T, bytes) and scales (B, H_kv, T, 2G) of states (B, H_kv, T, D)."""
         size = states.shape[-1]
-        if not size:
+        if not size:  # values of size 0 stand for none
             return states.to(torch.uint8), states.to(torch.float16)
-        grouped = states.to(work_dtype(states.dtype)).unflatten(-1, (groups(size), -1))  # (…, G, D / G)
+        states = states.to(torch.promote_types(states.dtype, torch.float32))
+        grouped = states.unflatten(-1, (groups(size), -1))  # (…, G, D / G)
         low, high = grouped.aminmax(dim=-1, keepdim=True)
         cut = (1 - RANGE[self.bits]) / 2 * (high - low)
         low, high = low + cut, high - cut
         largest = 2**self.bits - 1
         is_wide = torch.maximum(low.abs(), (high - low) / largest) > LARGEST  # (…, G, 1)
         unit = torch.where(is_wide, WIDE, 1.0).to(grouped.dtype)
+        # codes are computed from scales as they are stored: rounded to float16
         low = (low / unit).clamp(-LARGEST, LARGEST).to(torch.float16)
         scale = ((high / unit - low) / largest).clamp(SMALLEST, LARGEST).to(torch.float16)
         codes = ((grouped / unit - low) / scale).round().clamp(0, largest).to(torch.uint8).flatten(-2)
@@ -102,11 +107,6 @@ class Integer(Quantizer):
         out.unflatten(-1, (scale.shape[-2], -1)).mul_(scale.abs() * unit).add_(low * unit)
 
 
-def work_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype to compute in: float32, or float64."""
-    return torch.promote_types(dtype, torch.float32)
-
-
 def rotates(kind: str | None) -> bool:
     """Return whether states of a type are rotated before they are stored."""
     return kind is not None and kind != "fp8"
@@ -116,7 +116,7 @@ def rotated(states: Tensor, back: bool = False) -> Tensor:
     """Return states (…, D) rotated, or rotated back."""
     if not states.shape[-1]:
         return states
-    work = states.to(work_dtype(states.dtype))
+    work = states.to(torch.promote_types(states.dtype, torch.float32))
     matrix = rotation(states.shape[-1], work.dtype, work.device)
     return (work @ (matrix.T if back else matrix)).to(states.dtype)
 
@@ -148,9 +148,9 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     """
     if bits == 3:
         return torch.cat([pack(codes & 3, 2), pack(codes >> 2, 1)], -1)
-    packed, *others = codes.chunk(8 // bits, -1)
-    for number, part in enumerate(others, 1):
-        packed = packed | part << (bits * number)
+    packed, *parts = codes.chunk(8 // bits, -1)
+    for index, part in enumerate(parts, 1):
+        packed = packed | part << (bits * index)
     return packed
 
 
@@ -161,8 +161,9 @@ def unpack(packed: Tensor, bits: int) -> Tensor:
     if bits == 3:
         width = packed.shape[-1] // 3 * 2
         return unpack(packed[..., :width], 2) | unpack(packed[..., width:], 1) << 2
+    # words as long as memory allows: 3 bits take half as long with 64-bit integers as eight codes at a time
     steps = (packed.shape[-1], packed.storage_offset(), *packed.stride()[:-1])
     widths = (torch.int64, torch.int32, torch.int16, torch.uint8)
     words = packed.view(next(dtype for dtype in widths if all(step % dtype.itemsize == 0 for step in steps)))
     mask = int.from_bytes(bytes([2**bits - 1]) * words.itemsize)
-    return torch.cat([(words >> bits * number) & mask for number in range(8 // bits)], -1).view(torch.uint8)
+    return torch.cat([(words >> bits * index) & mask for index in range(8 // bits)], -1).view(torch.uint8)

@@ -7,21 +7,23 @@ does the computation, so any implementation that takes a mask works.
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from crosslayer.cache.attention import in_rotated_channels, mask_for, queries_by_block, rounded
+from crosslayer.cache.attention import mask_for, queries_by_block, rounded
 from crosslayer.cache.eviction import Eviction, parse_eviction
 from crosslayer.cache.kv_cache import SmallerKVCache
-from crosslayer.cache.offsets import KeyOffset, key_offsets
+from crosslayer.cache.offsets import key_offsets
+from crosslayer.cache.policies import policy
 from crosslayer.cache.quantized import first_exact
-from crosslayer.cache.quantizers import rotates
+from crosslayer.cache.quantizers import rotated, rotates
 from crosslayer.cache.state import Step, padding
 from crosslayer.core.plan import CACHED, DepthPlan
 from crosslayer.core.transformers_versions import CACHE, given_cache
@@ -30,9 +32,11 @@ from crosslayer.probe.model import evaluating, layer_stack, unwrapped
 from crosslayer.wiring.kv_bits import KvBits, keeps_recent, parse_kv_bits
 from crosslayer.wiring.read import model_plan
 from crosslayer.wiring.result import ModelPlan
-from crosslayer.wiring.states import field
+from crosslayer.wiring.states import field as config_field
 
-LARGE_EXCESS = 100.0  # of the mean key's energy over the deviations': codes below 8 bits are then too coarse
+# Of the mean key's energy over the deviations': keys of 4 bits are then too coarse, unless the mean is subtracted. With
+# a mean up to 180 times the spread, Qwen2.5-Coder-0.5B has 0.7 nats so, and 0.004 without its mean.
+LARGE_EXCESS = 100.0
 NewCache = Callable[[], Cache]  # makes an empty cache for the model that runs
 
 
@@ -47,7 +51,7 @@ def checked_plan(model: PreTrainedModel, eviction: Eviction | None, bits: KvBits
     plan, name = wiring.plan, f"{type(model).__name__} ({wiring.type})"
     if not wiring.caches or not model.can_generate():
         raise ValueError(f"{name} has no KV cache, so {what} is not supported")
-    if field(model.config.get_text_config(), "kv_lora_rank"):
+    if config_field(model.config.get_text_config(), "kv_lora_rank"):
         raise ValueError(f"{name} caches latents; {what} needs the keys and values of each head")
     if plan.beyond_sharing:
         raise ValueError(f"{name}: {plan.beyond_sharing}; {what} does not support that")
@@ -65,19 +69,15 @@ def checked_plan(model: PreTrainedModel, eviction: Eviction | None, bits: KvBits
     if bits is not None:
         unlimited = [layer for layer, states in enumerate(wiring.layers) if states.window is None]
         bits.check_layers([layer for layer in unlimited if plan.stored(layer)], plan.layers)
+        # the positions of kept tokens are not known, so a large mean of keys cannot be subtracted
         if eviction is not None and any(keeps_recent(bits.at(layer)) for layer in range(plan.layers)):
-            _check_means(model, bits)
+            excess = max((offset.excess for offset in key_offsets(model).values()), default=0.0)
+            if excess > LARGE_EXCESS:
+                raise ValueError(
+                    f"KV bits {bits.text!r}: eviction needs 8 bits or fp8 if the mean of keys exceeds their spread "
+                    f"tenfold, got {excess**0.5:.0f} times; try 8"
+                )
     return wiring
-
-
-def _check_means(model: PreTrainedModel, bits: KvBits) -> None:
-    """Refuse keys with a large mean: the positions of kept tokens are not known, so it cannot be subtracted."""
-    excess = max((offset.excess for offset in key_offsets(model).values()), default=0.0)
-    if excess > LARGE_EXCESS:
-        raise ValueError(
-            f"KV bits {bits.text!r}: eviction needs 8 bits or fp8 if the mean of keys exceeds their spread "
-            f"tenfold, got {excess**0.5:.0f} times; try 8"
-        )
 
 
 def stored_kinds(wiring: ModelPlan, bits: KvBits | None) -> list[str | None]:
@@ -86,15 +86,6 @@ def stored_kinds(wiring: ModelPlan, bits: KvBits | None) -> list[str | None]:
         bits.at(layer) if bits is not None and wiring.plan.stored(layer) and states.window is None else None
         for layer, states in enumerate(wiring.layers)
     ]
-
-
-def read_kinds(plan: DepthPlan, stored: list[str | None]) -> list[tuple[str | None, str | None]]:
-    """Return the types of the keys and of the values that each layer reads, which are those of their sources."""
-    kinds = []
-    for layer in range(plan.layers):
-        keys, values = ([stored[source] for source in plan.reads(state, layer)] for state in CACHED)
-        kinds.append((keys[0] if keys else None, values[0] if values else None))
-    return kinds
 
 
 def evicting_groups(wiring: ModelPlan) -> list[list[int]]:
@@ -107,6 +98,7 @@ def sharing_groups(plan: DepthPlan) -> list[list[int]]:
     groups: list[set[int]] = []
     for layer in filter(plan.attends, range(plan.layers)):
         joined = {layer, *(source for state in CACHED for source in plan.reads(state, layer))}
+        # a layer may join groups that were apart
         apart = [group for group in groups if not group & joined]
         groups = [*apart, joined.union(*(group for group in groups if group & joined))]
     return sorted(sorted(group) for group in groups)
@@ -127,7 +119,8 @@ def quantized_cache(model: PreTrainedModel, bits: KvBits | str | int = 4) -> Sma
     bits = bits if isinstance(bits, KvBits) else parse_kv_bits(bits)
     model = unwrapped(model)
     wiring = checked_plan(model, None, bits)
-    offsets = _stored(key_offsets(model), wiring.plan)
+    stored = wiring.plan.stored  # a layer that stores no keys reads those of another, with its offset
+    offsets = {layer: offset for layer, offset in key_offsets(model).items() if "keys" in stored(layer)}
     return SmallerKVCache(model.config, stored_kinds(wiring, bits), bits.recent, offsets)
 
 
@@ -156,6 +149,7 @@ def smaller_cache(
     eviction = parse_eviction(evict) if isinstance(evict, str) else evict
     model = unwrapped(model)
     run = _Run(model, eviction, bits if bits is None or isinstance(bits, KvBits) else parse_kv_bits(bits))
+    # the module that holds the layers gets the cache and the mask, whatever wraps it
     layers = layer_stack(model)
     body = next(module for module in model.modules() if any(child is layers for child in module.children()))
     hook = body.register_forward_pre_hook(run.begin, with_kwargs=True)
@@ -185,15 +179,38 @@ class CacheOptions(NamedTuple):
         """Return what is done with the cache of the candidate."""
         lines = []
         if self.evict is not None:
-            about = parse_eviction(self.evict).rule.about
+            about = policy(parse_eviction(self.evict).policy).about
             lines.append(f"The candidate's KV cache evicts tokens ({self.evict}); it keeps {about}.")
         if self.kv_bits is not None:
             lines.append(f"The candidate's KV cache is quantized ({parse_kv_bits(self.kv_bits).about}).")
         return lines
 
 
+@dataclass
+class _Pass:
+    """The state of one forward pass.
+
+    Attributes:
+        cache: that it reads and writes; without a cache of the caller, one that nobody reads afterwards.
+        is_cached: whether the caller gave it.
+        exact: the first column that comes exact, out of a cache or without one.
+        is_divided: whether some queries read quantized what others read exactly.
+        pads: of each text, how many of its new columns are padding; None: not known yet.
+        steps: of the groups that have attended, by number.
+        handled: layers that have attended.
+    """
+
+    cache: SmallerKVCache
+    is_cached: bool = False
+    exact: int = 0
+    is_divided: bool = False
+    pads: list[int] | None = None
+    steps: dict[int, Step] = field(default_factory=dict)
+    handled: set[int] = field(default_factory=set)
+
+
 class _Run:
-    """The state of one use of `smaller_cache`, over all forward passes."""
+    """One use of `smaller_cache`: what all its forward passes have in common, and the one that is running."""
 
     def __init__(self, model: PreTrainedModel, eviction: Eviction | None, bits: KvBits | None):
         wiring = checked_plan(model, eviction, bits)
@@ -202,25 +219,23 @@ class _Run:
             what = "a quantized KV cache" if eviction is None else "eviction"
             raise ValueError(f"{what} needs sdpa or eager attention, which take a mask, got {kind!r}")
         self.plan, self.eviction, self.bits = wiring.plan, eviction, bits
-        self.config, self.way = model.config, (model.config, eviction, bits)
-        self.stored_kinds = stored_kinds(wiring, bits)
-        self.read_kinds = read_kinds(self.plan, self.stored_kinds)
+        self.way = (model.config, eviction, bits)
         # under an eviction all tokens are rounded, and nothing is subtracted, since positions are not known
         self.recent = bits.recent if bits is not None and eviction is None else 0
         self.offsets = key_offsets(model) if bits is not None and eviction is None else {}
-        self.groups = evicting_groups(wiring)
-        self.group_of = {layer: number for number, group in enumerate(self.groups) for layer in group}
-        self.cache = self.new_cache()  # raises for layers that cannot be quantized, even if no cache is used later
-        self.is_cached = self.is_divided = False
-        self.exact = 0  # the first column that comes exact, out of a cache or without one
-        self.steps: dict[int, Step] = {}  # of the forward pass that is running, by group
-        self.handled: set[int] = set()  # layers that have attended in this pass
-        self.pads: list[int] | None = None  # in this pass, how many of each text's new columns are padding
-
-    def new_cache(self) -> SmallerKVCache:
-        """Return an empty cache."""
-        offsets, groups = _stored(self.offsets, self.plan), self.groups
-        return SmallerKVCache(self.config, self.stored_kinds, self.recent, offsets, self.eviction, groups, self.way)
+        groups = evicting_groups(wiring)
+        self.group_of = {layer: number for number, group in enumerate(groups) for layer in group}
+        kinds = stored_kinds(wiring, bits)
+        # of each layer the types of the keys and of the values that it reads: those of their sources
+        self.read_kinds: list[list[str | None]] = []
+        for layer in range(self.plan.layers):
+            sources = (self.plan.reads(state, layer) for state in CACHED)
+            self.read_kinds.append([kinds[layers[0]] if layers else None for layers in sources])
+        # a layer that stores no keys reads those of another, with its offset
+        offsets = {layer: offset for layer, offset in self.offsets.items() if "keys" in self.plan.stored(layer)}
+        self.new_cache = partial(SmallerKVCache, model.config, kinds, self.recent, offsets, eviction, groups, self.way)
+        # raises for layers that cannot be quantized, even if no cache is used later
+        self.current = _Pass(self.new_cache())
 
     def begin(self, body: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Check the cache that a forward pass receives, and note which columns are tokens."""
@@ -237,15 +252,24 @@ class _Run:
                 f"the model runs under `smaller_cache` but got a different cache ({type(cache).__name__}); pass "
                 f"{CACHE}=new_cache(), with the function that `smaller_cache` yields"
             )
-        self.is_cached = cache is not None
-        self.cache = self.new_cache() if cache is None else cache
-        self.steps, self.handled, self.pads = {}, set(), None
-        if self.bits is not None and self.eviction is None:
-            before = self.cache.get_seq_length()
-            self.exact = max(0, before - self.cache.reading.kept) if self.is_cached else 0
-            ranks = token_ranks(arguments, before)
-            self.cache.reading.see(ranks)
-            self.is_divided = int(first_exact(ranks, ranks[:, -1], self.recent).max()) > self.exact
+        current = _Pass(self.new_cache() if cache is None else cache, is_cached=cache is not None)
+        self.current = current
+        if self.bits is None or self.eviction is not None:
+            return
+
+        # how many tokens of a text lie up to each column, (B or 1, S): a mask (B, S) says which columns are padding
+        reading, before = current.cache.reading, current.cache.get_seq_length()
+        mask = arguments.get("attention_mask")
+        if isinstance(mask, Tensor) and mask.ndim == 2:
+            ranks = mask.long().cumsum(-1)
+        else:
+            new = next(arguments[name] for name in ("input_ids", "inputs_embeds") if arguments.get(name) is not None)
+            ranks = torch.arange(1, before + new.shape[1] + 1, device=new.device)[None]
+        # columns are exact from where they were for this call; then as the query behind the call will need them
+        current.exact = max(0, before - reading.kept) if current.is_cached else 0
+        reading.ranks = ranks
+        reading.kept = ranks.shape[1] - int(first_exact(ranks, ranks[:, -1] + 1, reading.recent).min())
+        current.is_divided = int(first_exact(ranks, ranks[:, -1], self.recent).max()) > current.exact
 
     def handle(self, call: AttentionCall) -> AttentionCall:
         """Make each query of a call read the states that it would read in token-by-token decoding."""
@@ -254,21 +278,35 @@ class _Run:
 
     def _quantized(self, call: AttentionCall) -> AttentionCall:
         """Return a call of rotated and rounded states; with queries in several parts, if they read different states."""
-        kinds, exact, reading = self.read_kinds[call.layer], self.exact, self.cache.reading
+        current = self.current
+        kinds, exact, reading = self.read_kinds[call.layer], current.exact, current.cache.reading
         recent = [kind if self.recent and keeps_recent(kind) else None for kind in kinds]
-        is_divided = self.is_divided and any(recent)
-        call = in_rotated_channels(call, kinds, self.is_cached)
-        if self.is_cached and not is_divided:
+        is_divided = current.is_divided and any(recent)
+
+        # over rotated keys and values, which come rotated out of a cache; the output is the same
+        by_keys, by_values = rotates(kinds[0]), rotates(kinds[1])
+        call = replace(
+            call,
+            query=rotated(call.query) if by_keys else call.query,
+            key=call.key if current.is_cached or not by_keys else rotated(call.key),
+            value=call.value if current.is_cached or not by_values else rotated(call.value),
+            after=partial(rotated, back=True) if by_values else None,
+        )
+        if current.is_cached and not is_divided:
             return call
+
+        # types without exact tokens are read as they are stored, whatever the query; keys are rounded less their mean
         shift: Tensor | float = 0.0
-        if rotates(kinds[0]) and call.layer in self.offsets:
+        if by_keys and call.layer in self.offsets:
             positions = reading.positions(exact, call.key.shape[2], call.key.device)
             shift = self.offsets[call.layer].at(positions).to(call.key.dtype)
-        if not self.is_cached:  # the others are read as they are stored, whatever the query
-            others = [None if late else kind for kind, late in zip(kinds, recent, strict=True)]
-            call = rounded(call, others, shift)
+        if not current.is_cached:
+            whole = [None if late else kind for kind, late in zip(kinds, recent, strict=True)]
+            call = rounded(call, whole, shift)
         if not is_divided:
             return call
+
+        # the others are exact for only some queries
         if call.position_bias is not None:
             raise ValueError("a quantized KV cache does not support attention with a position bias")
         assert reading.ranks is not None
@@ -281,19 +319,21 @@ class _Run:
         """Mask the tokens that a call must not attend to, and evict from its layer's cache."""
         if call.layer not in self.group_of:
             return call  # with a window
-        if call.layer in self.handled:
+        current = self.current
+        if call.layer in current.handled:
             raise ValueError(f"layer {call.layer} attends twice in a forward pass; eviction does not support that")
-        self.handled.add(call.layer)
+        current.handled.add(call.layer)
         number = self.group_of[call.layer]
-        if number not in self.steps:
-            group, new = self.cache.groups[number], call.query.shape[2]
-            if self.pads is None:
-                self.pads = padding(call.mask, group.seen or [0] * len(call.query), new)
-            self.steps[number] = group.step(call, self.pads)
-        step = self.steps[number]
-        if self.is_cached and step.kept is not None and self.plan.stored(call.layer):
-            layer: Any = self.cache.layers[call.layer]
-            layer.keep(step.kept, step.capacity)
+        if number not in current.steps:  # the group's first layer decides for all of them
+            group, new = current.cache.groups[number], call.query.shape[2]
+            if current.pads is None:
+                current.pads = padding(call.mask, group.seen or [0] * len(call.query), new)
+            current.steps[number] = group.step(call, current.pads)
+        step = current.steps[number]
+        if current.is_cached and step.kept is not None and self.plan.stored(call.layer):
+            layer: Any = current.cache.layers[call.layer]
+            for columns in layer.columns:
+                columns.keep(step.kept, step.capacity)
         if not step.replaces:
             return call
         if step.mask is None:
@@ -301,20 +341,6 @@ class _Run:
         # one of each key-value head (B, H_kv, T, S) for its query heads; layers of a group may lie on several devices
         mask = step.mask.to(call.query.device).repeat_interleave(call.query.shape[1] // step.mask.shape[1], dim=1)
         return replace(call, mask=mask_for(call, mask))
-
-
-def token_ranks(arguments: Mapping[str, Any], before: int) -> Tensor:
-    """Return how many tokens of a text lie up to each column, (B or 1, S), from a call's mask (B, S) if it has one."""
-    mask = arguments.get("attention_mask")
-    if isinstance(mask, Tensor) and mask.ndim == 2:
-        return mask.long().cumsum(-1)
-    new = next(arguments[name] for name in ("input_ids", "inputs_embeds") if arguments.get(name) is not None)
-    return torch.arange(1, before + new.shape[1] + 1, device=new.device)[None]
-
-
-def _stored(offsets: Mapping[int, KeyOffset], plan: DepthPlan) -> dict[int, KeyOffset]:
-    """Return the offsets of the keys that layers store; others read those of another layer."""
-    return {layer: offset for layer, offset in offsets.items() if "keys" in plan.stored(layer)}
 
 
 @torch.no_grad()

@@ -18,7 +18,7 @@ from crosslayer.cache.eviction import BLOCK, Amount
 from crosslayer.cache.policies import Cached, Policy
 from crosslayer.probe.intercept import AttentionCall
 
-QUERIES = 128  # whose scores are computed at a time, to bound memory
+QUERIES = 128  # whose scores are computed at a time: those of all would take H · T · S numbers
 
 
 @dataclass(frozen=True)
@@ -56,17 +56,19 @@ class GroupState:
 
         Returns what the group attends to and keeps.
         """
-        reading = _Reading(self, call, pads)
-        due = reading.due_columns()
-        changes, mask, start = self.evicted or bool(due), None, 0
-        if changes and not reading.is_plain:  # hides everything at first
-            batch, heads, columns = reading.positions.shape
-            mask = torch.zeros(batch, heads, reading.new, columns, dtype=torch.bool, device=call.key.device)
-        for end in sorted({*due, reading.new}):
-            reading.attend(start, end, mask)
-            reading.evict(end, due.get(end, {}))
+        group_call = _GroupCall(self, call, pads)
+        due = group_call.due_columns()
+        changes = self.evicted or bool(due)
+        mask = None
+        if changes and not group_call.is_plain:  # hides everything at first
+            batch, heads, columns = group_call.positions.shape
+            mask = torch.zeros(batch, heads, group_call.new, columns, dtype=torch.bool, device=call.key.device)
+        start = 0
+        for end in sorted({*due, group_call.new}):
+            group_call.attend(start, end, mask)
+            group_call.evict(end, due.get(end, {}))
             start = end
-        kept = reading.close(bool(due))
+        kept = group_call.close(bool(due))
         self.evicted = changes
         ends = (held + (-seen % BLOCK or BLOCK) for held, seen in zip(self.held, self.seen, strict=True))  # of blocks
         return Step(changes, mask, kept, max(ends))
@@ -78,16 +80,12 @@ class GroupState:
         order = rows.tolist()
         self.positions = self.positions[rows]
         self.attention = None if self.attention is None else self.attention[rows]
-        self.seen, self.held = [self.seen[row] for row in order], [self.held[row] for row in order]
-
-    def overhead_bytes(self) -> int:
-        """Return the bytes of positions and attention sums."""
-        tensors = [tensor for tensor in (self.positions, self.attention) if tensor is not None]
-        return sum(tensor.nbytes for tensor in tensors)
+        self.seen = [self.seen[row] for row in order]
+        self.held = [self.held[row] for row in order]
 
 
-class _Reading:
-    """A call of the first layer while it is processed; columns are counted from the first in the cache before it."""
+class _GroupCall:
+    """A call of a group's first layer while it is processed; columns count from the first in the cache before it."""
 
     def __init__(self, state: GroupState, call: AttentionCall, pads: list[int]):
         self.state, self.call, self.pads = state, call, pads
@@ -102,8 +100,8 @@ class _Reading:
         self.seen, self.held = list(state.seen or nothing), list(state.held or nothing)
         self.is_plain = self.new == 1 and self.held == [self.before] * self.batch  # attends to every column
         columns, padded = np.arange(self.new), np.array(pads)[:, None]
-        numbers = np.where(columns < padded, -1, np.array(self.seen)[:, None] + columns - padded).astype(np.int32)
-        new = torch.from_numpy(numbers).to(call.key.device)[:, None].expand(-1, self.heads, -1)  # (B, H_kv, T)
+        positions = np.where(columns < padded, -1, np.array(self.seen)[:, None] + columns - padded).astype(np.int32)
+        new = torch.from_numpy(positions).to(call.key.device)[:, None].expand(-1, self.heads, -1)  # (B, H_kv, T)
         self.positions = new if state.positions is None else torch.cat([state.positions, new], dim=-1)
         self.attention: Tensor | None = None  # that tokens have received, (B, H_kv, S)
         if state.policy.attention and state.amount is not None:
@@ -134,51 +132,41 @@ class _Reading:
 
     def attend(self, start: int, end: int, mask: Tensor | None) -> None:
         """Let new columns `start` to `end` attend: fill the mask, and add up the attention that tokens receive."""
-        sums = self.attention is not None
+        call, device = self.call, self.call.key.device
         for first in range(start, end, QUERIES):
-            if mask is None and not sums:
+            if mask is None and self.attention is None:
                 break
+            # what these columns may attend to, (B, H_kv, T', S'); None: everything
             last = min(first + QUERIES, end)
-            allowed = None if self.is_plain else self._allowed(first, last)  # (B, H_kv, T', S')
-            if mask is not None and allowed is not None:
-                mask[:, :, first:last, : allowed.shape[-1]] = allowed
-            if sums:
-                self._receive(first, last, allowed)
+            width = self.before + last
+            allowed = None
+            if not self.is_plain:
+                columns = torch.arange(width, device=device)
+                queries = self.before + torch.arange(first, last, device=device)[:, None]
+                # padding attends to itself alone: no row of a softmax may be empty
+                allowed = self.in_cache[:, :, None, :width] & (columns <= queries) | (columns == queries)
+                if mask is not None:
+                    mask[:, :, first:last, :width] = allowed
+            if self.attention is None:
+                continue
+
+            # the attention that they pay
+            query = call.query[:, :, first:last].unflatten(1, (self.heads, self.groups))  # (B, H_kv, G, T', D)
+            key = call.key[:, :, :width].transpose(2, 3)  # (B, H_kv, D, S')
+            scores = ((query.flatten(2, 3) * call.scaling) @ key).to(torch.float32)  # (B, H_kv, G·T', S')
+            if call.softcap is not None:
+                scores = torch.tanh(scores / call.softcap) * call.softcap
+            if allowed is None:  # a single query, which sees every column
+                self.attention += scores.softmax(-1).sum(2)
+                continue
+            scores = scores.unflatten(2, (self.groups, -1))  # (B, H_kv, G, T', S')
+            real = self.positions[:, :, None, self.before + first : width, None] >= 0  # padding pays none
+            weights = scores.masked_fill(~allowed[:, :, None], -torch.inf).softmax(-1) * real
+            self.attention[..., :width] += weights.sum((2, 3))
         for row in range(self.batch):
             tokens = max(end - self.pads[row], 0) - max(start - self.pads[row], 0)
             self.seen[row] += tokens
             self.held[row] += tokens
-
-    def _allowed(self, first: int, last: int) -> Tensor:
-        """Return what new columns `first` to `last` may attend to, (B, H_kv, last - first, columns so far).
-
-        Padding attends to itself alone: no row of a softmax may be empty.
-        """
-        width, device = self.before + last, self.call.key.device
-        columns = torch.arange(width, device=device)
-        own = self.before + torch.arange(first, last, device=device)[:, None]
-        return self.in_cache[:, :, None, :width] & (columns <= own) | (columns == own)
-
-    def _receive(self, first: int, last: int, allowed: Tensor | None) -> None:
-        """Add the attention that new columns `first` to `last` pay to tokens.
-
-        `allowed` (B, H_kv, last - first, columns so far) says what they attend to, None for everything.
-        """
-        assert self.attention is not None
-        width, call = self.before + last, self.call
-        query = call.query[:, :, first:last].unflatten(1, (self.heads, self.groups))  # (B, H_kv, G, T', D)
-        key = call.key[:, :, :width].transpose(2, 3)  # (B, H_kv, D, S')
-        scores = ((query.flatten(2, 3) * call.scaling) @ key).to(torch.float32)  # (B, H_kv, G·T', S')
-        if call.softcap is not None:
-            scores = torch.tanh(scores / call.softcap) * call.softcap
-        if allowed is None:
-            self.attention += scores.softmax(-1).sum(2)
-            return
-        scores = scores.unflatten(2, (self.groups, -1))  # (B, H_kv, G, T', S')
-        hidden = ~allowed[:, :, None]
-        real = self.positions[:, :, None, self.before + first : self.before + last, None] >= 0
-        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1) * real
-        self.attention[..., :width] += weights.sum((2, 3))
 
     def evict(self, end: int, keeps: dict[int, int]) -> None:
         """Evict tokens of the texts in `keeps` after new column `end`."""
@@ -193,6 +181,7 @@ class _Reading:
         attention = None if self.attention is None else self.attention[index, :, :width]
         cached = Cached(self.positions[index, :, :width], attention, seen, keep, self.groups)
         rank = self.state.policy.rank(cached).masked_fill(~in_cache, -torch.inf)
+        # texts keep different numbers of tokens: the highest ranks of all, of which each keeps its first `keep`
         most = int(max(keeps.values()))
         chosen = rank.topk(most, dim=-1).indices  # (rows, H_kv, most), highest rank first
         is_kept = torch.arange(most, device=device) < keep
@@ -202,9 +191,11 @@ class _Reading:
 
     def close(self, evicts: bool) -> Tensor | None:
         """Write the tokens back to the group; return the columns to keep, or None if nothing was evicted."""
-        state, kept = self.state, None
+        state = self.state
+        kept = None
         positions, attention = self.positions, self.attention
         if evicts:
+            # the columns of each head in order, its empty ones behind them; as wide as the text that holds most
             positions = positions.masked_fill(~self.in_cache, -1)
             width, size = max(self.held), positions.shape[-1]
             columns = torch.arange(size, device=positions.device)

@@ -59,6 +59,7 @@ def root(
         print_line(START)
 
 
+# what a reader takes for the character that a terminal lacks
 SIMILAR = {
     "←": "<",
     "→": ">",
@@ -77,8 +78,10 @@ SIMILAR = {
 def similar(error: UnicodeError) -> tuple[str, int]:
     """Return ASCII for characters that a terminal lacks, where a reader knows it at once; else escapes."""
     assert isinstance(error, UnicodeEncodeError)
-    text = error.object[error.start : error.end]
-    return "".join(SIMILAR.get(one, one.encode("ascii", "backslashreplace").decode()) for one in text), error.end
+    text = ""
+    for character in error.object[error.start : error.end]:
+        text += SIMILAR.get(character, character.encode("ascii", "backslashreplace").decode())
+    return text, error.end
 
 
 def main() -> None:
@@ -87,8 +90,9 @@ def main() -> None:
     The exit status is 0 (success), 1 (a check failed, or training stopped early), 2 (an error that the user can fix),
     70 (an internal error) or 130 (interrupted). Every error is printed as a single line.
     """
+    # for a terminal of a Windows code page, or of ASCII alone
     if isinstance(sys.stdout, io.TextIOWrapper):
-        codecs.register_error("crosslayer", similar)  # for a terminal of a Windows code page, or of ASCII alone
+        codecs.register_error("crosslayer", similar)
         sys.stdout.reconfigure(errors="crosslayer")
     line = ""
     try:
@@ -99,21 +103,25 @@ def main() -> None:
             status = app(standalone_mode=False)
     except typer.Exit as stop:
         status = stop.exit_code
-    except SystemExit as stop:  # 1: the reader of typer's or rich's output has closed the pipe: no error
+    except SystemExit as stop:
+        # 1: the reader of typer's or rich's output has closed the pipe, which is no error
         status = 0 if stop.code == 1 else stop.code
     except (KeyboardInterrupt, typer.Abort):
         status = INTERRUPTED
-    except typer.TyperException as error:  # no message: the help was shown
+    except typer.TyperException as error:
+        # without a message, the help was shown
         flags = {verb.command: [flag for option in verb.options for flag in option.flag.split("/")] for verb in VERBS}
         status, line = errors.USER_ERROR, errors.usage_line(error.format_message(), flags, sys.argv[1:])
     except Exception as error:
         if "--debug" in sys.argv:
             traceback.print_exc()
-        options = {option.name for verb in VERBS for option in verb.options}
+        # a library may have turned Ctrl-C into an error of its own
         status = interrupts.behind(error)
         if not status:
+            options = {option.name for verb in VERBS for option in verb.options}
             status, line = errors.explain(error, options)
     finally:
+        # first: another Ctrl-C must not leave the locks behind
         interrupts.caught()
         release_targets()
     if line:

@@ -21,7 +21,8 @@ from crosslayer.output.progress import NoProgress, Progress, metered_by, print_t
 
 COLORS = {"pass": "green", "fail": "red", "skip": "yellow"}  # of cells with a `Mark`
 TYPES = {"int": int, "float": float, "bool": bool}
-METAVARS = {"settings": "KEY=VALUE", "vary": "KEY=V1,V2", "allow_methods": "MODULE"}  # by name; else by annotation:
+# by the option's name, else by its annotation
+METAVARS = {"settings": "KEY=VALUE", "vary": "KEY=V1,V2", "allow_methods": "MODULE"}
 METAVARS |= {"sweep": "KEY=V1,V2", "DomainTexts": "TEXT", "Text": "TEXT", "Sequence[str]": "<str>"}
 
 
@@ -30,24 +31,31 @@ def print_line(text: str) -> None:
     print_to(sys.stdout, text)
 
 
-def print_headline(figures: dict[str, Any]) -> None:
-    """Print the last line of a result, a JSON object, in characters that stdout can show."""
-    unicode = (sys.stdout.encoding or "").lower().startswith("utf")
-    print_line(json.dumps(figures, ensure_ascii=not unicode))
-
-
 def print_table(title: str, head: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
     """Print a table on stdout; if that is not a terminal, lines are as long as the table needs."""
     from rich.box import SIMPLE
     from rich.console import Console
+    from rich.markup import escape
     from rich.measure import Measurement
     from rich.table import Table
 
     grid = Table(box=SIMPLE, pad_edge=False)
-    for number, name in enumerate(head):
-        grid.add_column(name, no_wrap=number == 0)  # what a row is called can be copied in a narrow terminal too
+    for index, name in enumerate(head):
+        # what a row is called can be copied in a narrow terminal too
+        grid.add_column(name, no_wrap=index == 0)
     for cells in rows:
-        grid.add_row(*map(_styled, cells))
+        texts = []
+        for cell in cells:
+            # a text may hold what rich reads as markup, such as [0]
+            if isinstance(cell, str):
+                texts.append(escape(cell))
+            elif isinstance(cell, list):
+                texts.append(escape("\n".join(cell)))
+            else:
+                texts.append(f"[{COLORS[cell.kind]}]{escape(cell.text)}[/]")
+        grid.add_row(*texts)
+
+    # rich cuts a table to 80 columns where there is no terminal
     wide = Console(width=1000)
     width = None if sys.stdout.isatty() else Measurement.get(wide, wide.options, grid).maximum
     console = Console(width=width)
@@ -58,82 +66,87 @@ def print_table(title: str, head: Sequence[str], rows: Sequence[Sequence[Any]]) 
     print_line(capture.get().rstrip("\n"))
 
 
-def _styled(cell: Any) -> str:
-    from rich.markup import escape
-
-    if isinstance(cell, str):
-        return escape(cell)
-    if isinstance(cell, list):
-        return escape("\n".join(cell))
-    return f"[{COLORS[cell.kind]}]{escape(cell.text)}[/]"
-
-
 def command_of(verb: Verb) -> Callable[..., None]:
     """Return a function from which typer makes the command."""
 
     def command(**typed: Any) -> None:
         run(verb, typed)
 
-    parameters = [_parameter(option, typer.Argument(help=option.text)) for option in verb.arguments]
+    declared: list[tuple[Option, Any]] = [(option, typer.Argument(help=option.text)) for option in verb.arguments]
     for option in verb.options:
         metavar = METAVARS.get(option.name) or METAVARS.get(option.kind)
-        named = typer.Option(option.flag, help=option.text, metavar=metavar, rich_help_panel=verb.panel(option))
-        parameters.append(_parameter(option, named))
+        panel = verb.panel(option)
+        declared.append((option, typer.Option(option.flag, help=option.text, metavar=metavar, rich_help_panel=panel)))
+
+    parameters = []
+    for option, info in declared:
+        # another type, such as a path, is text: the verb itself checks it
+        kind: Any = TYPES.get(option.kind, str)
+        default = inspect.Parameter.empty if option.default is REQUIRED else option.default
+        if option.has_commas:
+            default = ",".join(map(str, option.default))
+        elif option.is_list:
+            kind, default = list[str], default or None
+        annotation = Annotated[kind if default is not None else kind | None, info]
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        parameters.append(inspect.Parameter(option.name, keyword, default=default, annotation=annotation))
+
+    # typer reads these three
     command.__doc__ = f"{verb.call.about}\n\n{verb.call.text}"
     command.__dict__["__signature__"] = inspect.Signature(parameters)
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return command
 
 
-def _parameter(option: Option, declared: Any) -> inspect.Parameter:
-    """Return a parameter of the annotated type; a type that is not in `TYPES` is text."""
-    kind: Any = TYPES.get(option.kind, str)
-    default = inspect.Parameter.empty if option.default is REQUIRED else option.default
-    if option.has_commas:
-        default = ",".join(map(str, option.default))
-    elif option.is_list:
-        kind, default = list[str], default or None
-    annotation = Annotated[kind if default is not None else kind | None, declared]
-    return inspect.Parameter(option.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+def without_folders(word: str) -> str:
+    """Return a typed word with only the last part of an absolute path: records tell nothing else about a machine."""
+    return re.sub(r"(^|=)[/~].*/", r"\1", word)
 
 
 def run(verb: Verb, typed: dict[str, Any]) -> None:
     """Run a verb with the values that were typed, and print the result."""
     check_typed(typed)
     is_first = os.environ.get("RANK", "0") == "0"  # among the processes that torchrun starts
-    words = [re.sub(r"(^|=)[/~].*/", r"\1", word) for word in sys.argv[1:]]  # absolute paths: the last part only
+    # the record has the command: of absolute paths only the last part, since the rest is private
+    words = [without_folders(word) for word in sys.argv[1:]]
     if verb.is_saved and verb.out and not typed["force"] and not any(word.startswith("--out") for word in words):
         typed["out"] = free_name(verb.out)
         words += ["--out", typed["out"]] if typed["out"] != verb.out else []
     out = None if typed.get("out") is None else Path(typed["out"]).expanduser().resolve()
     if out is not None and is_first:
-        with locked_folder(out):  # a folder in use is refused before anything is imported
+        # a folder in use is refused before anything is imported, which takes seconds
+        with locked_folder(out):
             if verb.is_saved:
                 check_free(out, typed["force"])
         parts = ": report.html, record.json, figures" if verb.is_saved else ""
         say(f"the results go to {typed['out']}{parts}")
-    if verb.needs_torch and "torch" not in sys.modules:  # which takes seconds
+    if verb.needs_torch and "torch" not in sys.modules:
         say("importing torch and transformers")
+    # before options are read, which may name what such a module defines
     if typed["allow_methods"]:
         from crosslayer.core.methods import allow_methods
 
         allow_methods(*typed["allow_methods"])
     call = getattr(import_module(f"crosslayer.verbs.{verb.name}.run"), verb.name)
-    own = {name: getattr(import_module(f"crosslayer.cli.{verb.name}"), name) for name in verb.beside}
+    functions = {name: getattr(import_module(f"crosslayer.cli.{verb.name}"), name) for name in verb.beside}
+
+    # From here on there is something to clean up. During the imports Ctrl-C ends the process, since libraries turn a
+    # KeyboardInterrupt into an ImportError.
     _start.interrupts.at_once = False
     if verb.is_saved and out is not None:
         check_target(out, typed["force"])
-    made = {name: function(**_values(verb.beside[name], typed)) for name, function in own.items()}
+    made = {name: function(**_values(verb.beside[name], typed)) for name, function in functions.items()}
     then = made.pop("then", None)
     arguments = _values(verb.call, typed) | made
     _start.command_line = shlex.join(["crosslayer", *words])
+    _start.typed = {name: without_folders(typed[name]) for name in ("model", "out") if typed.get(name)}
     try:
         with metered_by(Progress if is_first else NoProgress):
             result = call(**arguments)
         if is_first:
             _show(result, typed, verb.is_saved and out is not None)
     finally:
-        _start.command_line = None
+        _start.command_line = _start.typed = None
     if then is not None:
         then(result)
     raise typer.Exit(result.exit_status)
@@ -154,46 +167,45 @@ def _show(result: Any, typed: dict[str, Any], is_saved: bool) -> None:
             print_line(f"report: {page}")
         if following := result.next_command(typed.get("model"), out):
             print_line(f"next: {following}")
-    print_headline(result.headline())
+    # the last line, in characters that stdout can show
+    unicode = (sys.stdout.encoding or "").lower().startswith("utf")
+    print_line(json.dumps(result.headline(), ensure_ascii=not unicode))
 
 
 def _values(call: Call, typed: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call from what was typed; texts are named by where they come from."""
     values = {}
     for option in call.parameters:
         if option.name not in typed:
             continue
         value = typed[option.name]
         if option.has_commas:
-            value = _split(option, value)
+            words = [word.strip() for word in value.split(",")]
+            # at most 18 digits: 64 bits hold any such number
+            if option.kind != "Sequence[int]":
+                value = tuple(words)
+            elif all(re.fullmatch(r"-?[0-9]{1,18}", word) for word in words):
+                value = tuple(map(int, words))
+            else:
+                form = "whole numbers separated by commas, such as " + ",".join(map(str, option.default[:2]))
+                raise ValueError(f"`{option.name}` must be {form}, got {value!r}")
         elif option.is_list and option.kind not in TEXTS:
             value = tuple(value) if value else option.default
         values[option.name] = value
-    if any(option.kind in TEXTS for option in call.parameters):
-        _name_texts(call, values)
-    return values
 
-
-def _name_texts(call: Call, values: dict[str, Any]) -> None:
-    """Replace the names of texts among the values by where those texts come from."""
+    texts = [option for option in call.parameters if option.kind in TEXTS]
+    if not texts:
+        return values
+    # not imported for a verb without texts, such as `methods`
     from crosslayer.corpus.documents import TextSource
     from crosslayer.corpus.domains import check_table_options
 
     sources = []
-    for option in call.parameters:
-        if option.kind in TEXTS and option.name in values:
+    for option in texts:
+        if option.name in values:
             value = values[option.name]
             named = list(map(TextSource.named, [value] if isinstance(value, str) else value or ()))
             sources += named
             values[option.name] = (named or [None])[0] if option.kind == "Text" else named
     check_table_options(sources)
-
-
-def _split(option: Option, text: str) -> tuple[Any, ...]:
-    """Return comma-separated values, as whole numbers if the option takes those."""
-    values = [value.strip() for value in text.split(",")]
-    if option.kind != "Sequence[int]":
-        return tuple(values)
-    if not all(re.fullmatch(r"-?[0-9]{1,18}", value) for value in values):
-        example = ",".join(map(str, option.default[:2]))
-        raise ValueError(f"`{option.name}` must be whole numbers separated by commas, such as {example}, got {text!r}")
-    return tuple(map(int, values))
+    return values

@@ -15,11 +15,13 @@ def check_typed(typed: Mapping[str, Any]) -> None:
     """
     for name, check in CHECKS.items():
         value = typed.get(name)
+        # an option that is left out is None
         if isinstance(value, str):
             check(value, "a model" if name == "model" else f"`{name}`")
 
 
 def _check_depths(text: str, option: str) -> None:
+    # what is no whole number is left to the verb, which names all that it takes
     for depth in text.split(","):
         if depth.strip().lstrip("-").isdigit() and not 0 <= int(depth) <= 100:
             raise ValueError(f"{option} must be 0-100, got {depth.strip()}")

@@ -13,10 +13,13 @@ from crosslayer.output.formatting import listed
 STOPPED, USER_ERROR, INTERNAL_ERROR = 1, 2, 70  # also: 0 for success, 1 for failed checks, 130 for an interrupt
 # how error messages of the library name an option
 OPTION = re.compile(r"`([a-z_]+)`|(?:^|(?<=; ))([a-z_]+)(?:(?:\.\d+)?(?= must |: Input)|(?= is ))")
-INVALID = re.compile(r"Invalid value for '(\S+)': Input should be (a valid \w+)")  # typer's words
-UNKNOWN_OPTION = re.compile(r"No such option: (\S+)(?: \(Possible options: (.*)\))?")  # typer's words
+# typer's words
+INVALID = re.compile(r"Invalid value for '(\S+)': Input should be (a valid \w+)")
+UNKNOWN_OPTION = re.compile(r"No such option: (\S+)(?: \(Possible options: (.*)\))?")
+# vLLM asks for these packages, and pip takes builds for CUDA, which do not load with a torch for CPUs
 BUILT_FOR_TORCH = ("torchvision", "torchaudio", "torchcodec")
-MEMORY = ("can't allocate memory", "not enough memory", "out of memory")  # in torch's RuntimeErrors
+# torch raises a RuntimeError where memory is short
+MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
 
 
 def explain(error: Exception, options: Collection[str] = ()) -> tuple[int, str]:
@@ -30,38 +33,33 @@ def explain(error: Exception, options: Collection[str] = ()) -> tuple[int, str]:
         return SPELLED.get(name, "--" + name.replace("_", "-")) if name in options else match[0]
 
     message = str(error)
-    if isinstance(error, OSError) and error.strerror:  # without the number of the error
+    # without the number of the error
+    if isinstance(error, OSError) and error.strerror:
         message = f"{str(error.filename)!r}: {error.strerror}" if error.filename is not None else error.strerror
     text = OPTION.sub(as_typed, _one_line(message))
     if isinstance(error, MemoryError) or isinstance(error, RuntimeError) and any(phrase in text for phrase in MEMORY):
         return USER_ERROR, "out of memory; use fewer or shorter sequences, a smaller batch or a smaller dtype"
     if isinstance(error, EndedTooSoon):
         return STOPPED, text
-    if mismatched := _built_for_another_torch(error):
-        names = " ".join(BUILT_FOR_TORCH)
-        return USER_ERROR, f"{mismatched} was built for another torch than the one here; try pip uninstall {names}"
-    name, package = type(error).__name__, type(error).__module__.partition(".")[0]
-    is_schema_error = package in ("pydantic", "pydantic_core")  # one of our own records does not match its schema
+
+    # transformers says only that it cannot import a class; the reason stands in an error behind
+    cause: BaseException | None = error if isinstance(error, ImportError) else None
+    while cause is not None:
+        for package in BUILT_FOR_TORCH:
+            if package in str(cause):
+                names = " ".join(BUILT_FOR_TORCH)
+                return USER_ERROR, f"{package} was built for another torch than the one here; try pip uninstall {names}"
+        cause = cause.__cause__ or cause.__context__
+
+    # a pydantic error is a ValueError too: one of our own records does not match its schema
+    name = type(error).__name__
+    is_schema_error = type(error).__module__.partition(".")[0] in ("pydantic", "pydantic_core")
     if isinstance(error, ValueError | OSError) and not is_schema_error:
         return USER_ERROR, text or name
-    if name == "SafetensorError":  # raised when the disk is full while weights are written
+    # raised when the disk is full while weights are written
+    if name == "SafetensorError":
         return USER_ERROR, f"weights could not be read or written: {text}"
     return INTERNAL_ERROR, f"internal error: {name}: {text[:200]} (report it with the traceback, which --debug shows)"
-
-
-def _built_for_another_torch(error: BaseException | None) -> str | None:
-    """Return the package that keeps transformers' classes from being imported, if its error is behind this one.
-
-    vLLM asks for these packages, and pip takes builds for CUDA, which do not load with a torch for CPUs.
-    """
-    if not isinstance(error, ImportError):
-        return None
-    while error is not None:
-        found = next((name for name in BUILT_FOR_TORCH if name in str(error)), None)
-        if found is not None:
-            return found
-        error = error.__cause__ or error.__context__
-    return None
 
 
 def usage_line(message: str, flags: Mapping[str, Collection[str]], typed: Sequence[str] = ()) -> str:
@@ -77,21 +75,23 @@ def usage_line(message: str, flags: Mapping[str, Collection[str]], typed: Sequen
     if match is None:
         return line
     name, near = match.groups()
+    # an option of another command is more likely meant than one of a similar name
     if verbs := [verb for verb, names in flags.items() if name in names]:
         return f"No such option: {name}; it is an option of {listed(verbs)}"
     if near is None:
         return line
-    nearest = difflib.get_close_matches(name, near.split(", "), 3, 0)  # typer's are in the order of the alphabet
+    # typer's are in the order of the alphabet
+    nearest = difflib.get_close_matches(name, near.split(", "), 3, 0)
     return f"No such option: {name}; did you mean {' or '.join(nearest)}?"
 
 
 def check_arguments(arguments: Sequence[str]) -> None:
     """Refuse arguments whose bytes are not text: they could be neither printed nor written into a record."""
-    for number, argument in enumerate(arguments, 1):
+    for position, argument in enumerate(arguments, 1):
+        # Python decodes such bytes as lone surrogates
         if any("\ud800" <= character <= "\udfff" for character in argument):
-            raise ValueError(
-                f"argument {number} must be valid {sys.getfilesystemencoding()}, got {os.fsencode(argument)!r}"
-            )
+            encoding = sys.getfilesystemencoding()
+            raise ValueError(f"argument {position} must be valid {encoding}, got {os.fsencode(argument)!r}")
 
 
 def _one_line(text: str) -> str:

@@ -34,31 +34,31 @@ def interventions(
         ablate: LAYER:POSITION[:zero|mean]: replace the output of a layer by zero or the mean of other tokens.
         layers: layers in which waiver, forbid and scale-values act, such as 0-11; default: all.
     """
+    # these import torch, which help and usage errors do not need
     from crosslayer.core.options import parse_layers
     from crosslayer.verbs.intervene.kinds import load_intervention
     from crosslayer.verbs.intervene.run import DEEPEST
 
     chosen = None if layers is None else [layer for group in parse_layers(layers, DEEPEST) for layer in group]
     typed = waiver, forbid, scale_values, position_swap, token_swap, ablate
-    entries = [_entry(kind, text, chosen) for kind, texts in zip(FORMS, typed, strict=True) for text in texts]
+    entries: list[dict[str, Any]] = []
+    for (kind, names), texts in zip(FORMS.items(), typed, strict=True):
+        optional = 1 if kind in ("ablate", "position_swap") else 0  # its value, its norm
+        for text in texts:
+            values = text.split(":")
+            if not len(names) - optional <= len(values) <= len(names):
+                form = ":".join(names).upper()
+                option = kind.replace("_", "-")
+                raise ValueError(f"--{option} must be {form}, with commas between positions, got {text!r}")
+            entry: dict[str, Any] = {"kind": kind, **dict(zip(names, values, strict=False))}
+            if "positions" in entry:
+                entry["positions"] = entry["positions"].split(",")
+                if chosen is not None:
+                    entry["layers"] = list(chosen)
+            entries.append(entry)
+
     if chosen is not None and not any("positions" in entry for entry in entries):
         raise ValueError("--layers needs --waiver, --forbid or --scale-values")
     if not entries:
         raise ValueError("an intervention is missing; give at least one, such as --waiver 255")
     return [load_intervention(entry) for entry in entries]
-
-
-def _entry(kind: str, text: str, layers: Sequence[int] | None) -> dict[str, Any]:
-    """Parse an intervention in the form of `FORMS`, such as "255,300" or "0:0.5", into plain data."""
-    values, names = text.split(":"), FORMS[kind]
-    optional = 1 if kind in ("ablate", "position_swap") else 0  # its value, its norm
-    if not len(names) - optional <= len(values) <= len(names):
-        raise ValueError(
-            f"--{kind.replace('_', '-')} must be {':'.join(names).upper()}, with commas between positions, got {text!r}"
-        )
-    entry: dict[str, Any] = {"kind": kind, **dict(zip(names, values, strict=False))}
-    if "positions" in entry:
-        entry["positions"] = entry["positions"].split(",")
-        if layers is not None:
-            entry["layers"] = list(layers)
-    return entry

@@ -22,6 +22,7 @@ def then(model: str, out: str, json: bool, sweep: Any, *, heal: str | None = Non
         return None
     if sweep:
         raise ValueError("`heal` has no effect with `sweep`, which saves no model; remove one of them")
+    # a wrong recipe, or a folder that exists, is told before the retrofit, which takes minutes
     given_recipe(heal, (), stages=True)
     healed = Path(out).with_name(f"{Path(out).name}-healed")
     if healed.exists():

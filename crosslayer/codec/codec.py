@@ -22,7 +22,7 @@ from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 from crosslayer.codec import format
 from crosslayer.codec.chain import BLOCK, Chain, Importance, Layer, below_of, code_layers, predicted, step_sizes
-from crosslayer.codec.decoder import MATRICES, Decoder, on_device
+from crosslayer.codec.decoder import MATRICES, Decoder, chain_on_device
 from crosslayer.codec.fingerprint import SeenWeights, model_print, tokenizer_print
 from crosslayer.codec.states import HALF, CodedLayer, check_cache, check_config, new_cache, read_states
 from crosslayer.codec.texts import check_padding, texts_of
@@ -30,7 +30,7 @@ from crosslayer.probe.model import unwrapped
 
 VERSION = 4  # of the artifact
 FILE = "codec.safetensors"
-TOGETHER = 8  # blocks that are encoded together
+TOGETHER = 8  # blocks that are encoded together: the layers' products are larger, and threads code side by side
 SAME = 0.05  # relative distance of states that are the same but for rounding, in bfloat16 too
 
 
@@ -45,7 +45,9 @@ class Codec:
     """
 
     def __init__(self, chain: Chain, model_print: str, tokenizer_print: str | None = None):
-        self.chain, self.model_print, self.tokenizer_print = on_device(chain, "cpu"), model_print, tokenizer_print
+        self.chain = chain_on_device(chain, "cpu")
+        self.model_print = model_print
+        self.tokenizer_print = tokenizer_print
         self.shapes = [layer.shape for layer in chain.layers]
         self.widths = [shape.width for shape in self.shapes]
         tensors, facts = self._stored()
@@ -70,6 +72,7 @@ class Codec:
         model = unwrapped(model)
         if self._seen is not None and self._seen.same(model):
             return
+        # accelerate offloads weights as tensors without numbers, of which no fingerprint can be taken
         if any(parameter.is_meta for parameter in model.parameters()):
             raise ValueError("the weights must be on a device, got some that are offloaded; load the model whole")
         check_config(model.config)
@@ -97,10 +100,11 @@ class Codec:
         packed = []
         for row, (pad, tokens) in enumerate(rows):
             states = self.read(cache, row, pad, len(tokens))
-            if any(len(own) < shape.holds(len(tokens)) for own, shape in zip(states, self.shapes, strict=True)):
+            held = zip(states, self.shapes, strict=True)
+            if any(len(layer_states) < shape.holds(len(tokens)) for layer_states, shape in held):
                 raise ValueError(f"sliding windows no longer hold the end of these {len(tokens)} tokens; pass more ids")
-            made = self.encode_blocks(states, tokens, 0, format.root(self.id), block, dtype_of(cache))
-            packed.append((pad, [block.pack() for block in made]))
+            blocks = self.encode_blocks(states, tokens, 0, format.root(self.id), block, dtype_of(cache))
+            packed.append((pad, [encoded.pack() for encoded in blocks]))
         return format.pack_file(packed)
 
     def decode(
@@ -114,19 +118,19 @@ class Codec:
             ValueError: the bytes are damaged, come from another codec, or have a newer format.
         """
         pads, rows, columns = [], [], set[int]()
-        for pad, blocks in format.unpack_file(data):
-            parent, start = format.root(self.id), 0
-            with ThreadPoolExecutor(
-                torch.get_num_threads()
-            ) as pool:  # nearly all of it is SHA-256, which releases the GIL
+        for pad, packed in format.unpack_file(data):
+            # threads: nearly all of it is SHA-256, which releases the GIL
+            with ThreadPoolExecutor(torch.get_num_threads()) as pool:
                 read = partial(format.unpack, widths=self.widths, classes=len(self.chain.coder.runs))
-                own = list(pool.map(read, blocks))
-            for block in own:
+                blocks = list(pool.map(read, packed))
+            # a block names its parent, and the first one the codec
+            parent, start = format.root(self.id), 0
+            for block in blocks:
                 if block.parent != parent or block.start != start:
                     raise ValueError("the bytes come from a different codec, or their blocks are out of order")
                 parent, start = block.name, block.stop
             pads.append(pad)
-            rows.append(own)
+            rows.append(blocks)
             columns.add(pad + start)
         if len(columns) > 1:
             raise ValueError("the rows of the file have different lengths")
@@ -156,10 +160,14 @@ class Codec:
         Keys that are turned back from wrong positions are not what the layers below let expect. Over three tokens of
         SmolLM2, the squared norm is 1.6 to 28 times that of right positions.
         """
-        chain, longest, total = self.decoder.chain_on(states[0].device), max(map(len, states)), 0.0
-        for layer, own in zip(chain.layers, states, strict=True):
-            prediction = predicted(below_of(layer.sources, states, len(own)), layer.predict, layer.offset)
-            rest = (own - prediction)[int(len(own) == longest) :]
+        chain = self.decoder.chain_on(states[0].device)
+        longest = max(map(len, states))
+        total = 0.0
+        for layer, layer_states in zip(chain.layers, states, strict=True):
+            below = below_of(layer.sources, states, len(layer_states))
+            rest = layer_states - predicted(below, layer.predict, layer.offset)
+            rest = rest[int(len(layer_states) == longest) :]
+            # logarithms: in a plain sum, layers with large states hide what the others tell
             total += math.log(float(rest.square().sum()) or 1e-30)
         return total / len(states)
 
@@ -173,31 +181,37 @@ class Codec:
         """
         if not 0 < size <= format.LONGEST:
             raise ValueError(f"block must be from 1 to {format.LONGEST} tokens, got {size}")
-        if wrong := [index for index, own in enumerate(states) if not own.isfinite().all()]:
+        if wrong := [index for index, layer_states in enumerate(states) if not layer_states.isfinite().all()]:
             raise ValueError(f"the cache must be finite, got NaN or infinity in layer {wrong[0]}; try bfloat16")
         chain, length = self.decoder.chain_on(states[0].device), len(tokens)
         steps = chain.importance.steps(states, self.shapes, length)
         copies = copies_of_first(states, tokens, size) if start == 0 else 0
-        held = np.array([length - len(own) for own in states])  # of each layer, the first token
+        lost = np.array([length - len(layer_states) for layer_states in states])  # first tokens, by layer
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:
             for begin in range(start, length, size * TOGETHER):
+                # the codes of several blocks, of each layer those that it holds
                 stop = min(begin + size * TOGETHER, length)
-                spans = [(max(begin - first, 0), max(stop - first, 0)) for first in held.tolist()]
-                parts = [own[first:last] for own, (first, last) in zip(states, spans, strict=True)]
+                spans = [(max(begin - first, 0), max(stop - first, 0)) for first in lost.tolist()]
+                parts = [layer_states[first:last] for layer_states, (first, last) in zip(states, spans, strict=True)]
                 codes, _ = code_layers(chain.layers, parts, step_sizes(steps[begin:stop]))
+
+                # the blocks without their codes; the first token of a text stays as it is, clamped to float16
                 blocks = []
                 for at in range(begin, stop, size):
-                    text, first = tokens[at : at + size], np.clip(held - at, 0, len(tokens[at : at + size]))
-                    facts = format.child(parent, text), parent, at, text, first, dtype, 0 if at else copies
-                    exact = [own[0].clamp(-HALF, HALF) for own in states if at == 0 and len(own) == length]
-                    halves = b"".join(own.half().cpu().numpy().astype("<f2").tobytes() for own in exact)
-                    blocks.append(format.Block(*facts, steps[at : at + size].cpu().numpy(), halves))
+                    text = tokens[at : at + size]
+                    facts = parent, at, text, np.clip(lost - at, 0, len(text)), dtype, 0 if at else copies
+                    exact = [layer[0].clamp(-HALF, HALF) for layer in states if at == 0 and len(layer) == length]
+                    halves = b"".join(state.half().cpu().numpy().astype("<f2").tobytes() for state in exact)
+                    block_steps = steps[at : at + size].cpu().numpy()
+                    blocks.append(format.Block(format.child(parent, text), *facts, block_steps, halves))
                     parent = blocks[-1].name
-                cut = []  # of each block the codes (R, T) of its tokens
+
+                # of each block the codes (R, T) of its tokens, which threads turn into bytes
+                cut = []
                 for block in blocks:
-                    ends = [own.shape[1] - (stop - block.stop) for own in codes]
+                    ends = [of_layer.shape[1] - (stop - block.stop) for of_layer in codes]
                     counted = zip(codes, ends, self.decoder.coded(block), strict=True)
-                    cut.append([own[:, max(end, 0) - count : max(end, 0)] for own, end, count in counted])
+                    cut.append([of_layer[:, max(end, 0) - count : max(end, 0)] for of_layer, end, count in counted])
                 for block, packed in zip(blocks, pool.map(chain.coder.encode, cut), strict=True):
                     yield replace(block, parts=packed)
 
@@ -211,7 +225,8 @@ class Codec:
         half: bool | None = None,
     ) -> Cache:
         """Return the cache of rows of blocks, cut to `columns` columns; `half` as in `Decoder.layers`."""
-        target, states = torch.empty(0, device=device or "cpu").device, []  # cuda:0, not cuda
+        target = torch.empty(0, device=device or "cpu").device  # cuda:0, not cuda
+        states = []
         for row, pad in zip(rows, pads, strict=True):
             needed = [block for block in row if block.start < columns - pad]
             states.append(self.decoder.layers(needed, columns - pad, target, half))
@@ -229,10 +244,11 @@ class Codec:
         """Return the tensors of the file and the facts in its header."""
         tensors: dict[str, Tensor] = dict(vars(self.chain.importance))
         for index, layer in enumerate(self.chain.layers):
-            own = {name: getattr(layer, name) for name in MATRICES}
-            own = {name: tensor if name == "offset" else tensor.half() for name, tensor in own.items()}
-            own["classes"] = layer.classes.to(torch.uint8)
-            tensors |= {f"layers.{index}.{name}": tensor.contiguous() for name, tensor in own.items()}
+            of_layer = {name: getattr(layer, name) for name in MATRICES}
+            # the fit has rounded all matrices but the offset to 16 bits
+            of_layer = {name: tensor if name == "offset" else tensor.half() for name, tensor in of_layer.items()}
+            of_layer["classes"] = layer.classes.to(torch.uint8)
+            tensors |= {f"layers.{index}.{name}": tensor.contiguous() for name, tensor in of_layer.items()}
         facts = {
             "version": VERSION,
             "model": self.model_print,
@@ -266,9 +282,26 @@ def load_codec(
                 raise ValueError(f"the codec's format must be {VERSION}, got {got!r}; fit it again")
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a mapping
         digest = facts.pop("sha256")
-        codec = _loaded(facts, tensors)
+
+        layers = []
+        for index, fact in enumerate(facts["layers"]):
+            matrices = {name: tensors[f"layers.{index}.{name}"].float() for name in MATRICES}
+            classes = tensors[f"layers.{index}.classes"].long()
+            sources = tuple(fact.pop("sources"))
+            if not classes.equal(classes.sort().values) or not all(0 <= source < index for source in sources):
+                raise ValueError("the codec's layers are damaged; fit it again")
+            shape = CodedLayer(**{**fact, "angles": tuple(fact["angles"])})
+            width, channels = shape.width, len(classes)
+            predict = sum(layers[source].shape.width for source in sources), width
+            expected = [(width,), predict, (width, channels), (channels, width), (channels,)]
+            if [tuple(matrix.shape) for matrix in matrices.values()] != expected:
+                raise ValueError("the codec's matrices do not match its layers; fit it again")
+            layers.append(Layer(shape=shape, sources=sources, classes=classes, **matrices))
+        importance = Importance(*(tensors[name] for name in ("mean", "spread", "weight")))
+        codec = Codec(Chain(layers, importance), facts["model"], facts["tokenizer"])
         if codec.id.hex() != digest:
             raise KeyError("sha256")
+    # what a header that was tampered with raises where it is read
     except (SafetensorError, KeyError, TypeError, IndexError, RuntimeError, AttributeError) as error:
         raise ValueError(f"{path.name} in {str(folder)!r} is damaged; fit the codec again") from error
     if model is not None:
@@ -276,37 +309,19 @@ def load_codec(
     return codec
 
 
-def _loaded(facts: dict[str, Any], tensors: dict[str, Tensor]) -> Codec:
-    layers = []
-    for index, fact in enumerate(facts["layers"]):
-        own = {name: tensors[f"layers.{index}.{name}"].float() for name in MATRICES}
-        classes = tensors[f"layers.{index}.classes"].long()
-        own_sources = tuple(fact.pop("sources"))
-        if not classes.equal(classes.sort().values) or not all(0 <= source < index for source in own_sources):
-            raise ValueError("the codec's layers are damaged; fit it again")
-        shape = CodedLayer(**{**fact, "angles": tuple(fact["angles"])})
-        width = shape.width
-        below = sum(layers[source].shape.width for source in own_sources), width
-        found = [tuple(matrix.shape) for matrix in own.values()]
-        channels = len(classes)
-        if found != [(width,), below, (width, channels), (channels, width), (channels,)]:
-            raise ValueError("the codec's matrices do not match its layers; fit it again")
-        layers.append(Layer(shape=shape, sources=own_sources, classes=classes, **own))
-    importance = Importance(*(tensors[name] for name in ("mean", "spread", "weight")))
-    return Codec(Chain(layers, importance), facts["model"], facts["tokenizer"])
-
-
 def copies_of_first(states: Sequence[Tensor], tokens: np.ndarray, size: int) -> int:
     """Return how many of the first `size` tokens, behind the first, equal it and have its states in all layers (T, W).
 
     Where a text begins with one token several times, each sees that token alone, as the first does. All of them are
-    attention sinks, whose states no other text has.
+    attention sinks, whose states no other text has. Coded like others, they made a window's KL 12 times as large.
     """
+    # a token that differs stands behind all, so that argmax finds one
     equal = int((np.append(tokens[:size], tokens[0] + 1) != tokens[0]).argmax()) - 1
-    for own in states:
-        if not equal or len(own) < len(tokens):  # a sliding window does not hold the first any more
+    for layer_states in states:
+        if not equal or len(layer_states) < len(tokens):  # a sliding window does not hold the first any more
             return 0
-        apart = (own[1 : equal + 1] - own[0]).norm(dim=1) > SAME * own[0].norm()
+        first = layer_states[0]
+        apart = (layer_states[1 : equal + 1] - first).norm(dim=1) > SAME * first.norm()
         equal = int(torch.cat([apart, apart.new_ones(1)]).int().argmax())
     return min(equal, format.MOST_COPIES)
 

@@ -19,7 +19,8 @@ from crosslayer.codec.chain import Chain, Importance, below_of, half_layers, pre
 from crosslayer.codec.device import Reader, reads_pages
 
 MATRICES = ("offset", "predict", "down", "up", "shift")
-AT_ONCE = 8192  # tokens that a GPU decodes together: at the shape of an 8B model, coefficients take 0.8 GB
+# Tokens that a GPU decodes together: at the shape of an 8B model, coefficients take 0.8 GB.
+AT_ONCE = 8192
 
 
 class Decoder:
@@ -30,8 +31,9 @@ class Decoder:
     """
 
     def __init__(self, chain: Chain):
-        self.chain, self.widths = chain, [layer.shape.width for layer in chain.layers]
-        self.chain_on = cache(partial(on_device, chain))
+        self.chain = chain
+        self.widths = [layer.shape.width for layer in chain.layers]
+        self.chain_on = cache(partial(chain_on_device, chain))
         self._halves_on = cache(lambda device: half_layers(self.chain_on(device).layers))
 
     @cached_property
@@ -61,17 +63,18 @@ class Decoder:
             runs[-1].append(block)
             size += len(block.tokens)
         if len(runs) == 1:
-            layers: Any = ([own] for own in self._decoded(runs[0], device, half))
+            layers: Any = ([part] for part in self._decoded(runs[0], device, half))
         else:  # all layers of a run come before the next run, so all are kept
             layers = zip(*(list(self._decoded(run, device, half)) for run in runs), strict=True)
         for parts in layers:
-            kept = [parts[-1][0]]
+            # from the last run back, as long as there is no gap
+            held = [parts[-1][0]]
             for (states, _), (_, begin), run in zip(parts[-2::-1], parts[:0:-1], runs[:0:-1], strict=True):
                 if begin > run[0].start:  # the layer does not hold what is before
                     break
-                kept.insert(0, states)
-            begin = blocks[-1].stop - sum(map(len, kept))
-            yield torch.cat(kept)[: max(0, length - begin)] if len(kept) > 1 else kept[0][: max(0, length - begin)]
+                held.insert(0, states)
+            begin = blocks[-1].stop - sum(map(len, held))
+            yield torch.cat(held)[: max(0, length - begin)] if len(held) > 1 else held[0][: max(0, length - begin)]
 
     def coded(self, block: format.Block) -> list[int]:
         """Return of each layer how many of a block's last tokens have codes: it holds them, and they are not exact."""
@@ -82,21 +85,36 @@ class Decoder:
         self, blocks: Sequence[format.Block], device: torch.device, half: bool
     ) -> Iterator[tuple[Tensor, int]]:
         """Yield of each layer the states (T, W) of the latest tokens without a gap, and the position of the first."""
-        layers, halves = self.chain_on(device).layers, self._halves_on(device) if half else []
+        layers = self.chain_on(device).layers
+        halves = self._halves_on(device) if half else []
         steps = step_sizes(torch.from_numpy(np.concatenate([block.steps for block in blocks]))).to(device)
-        exact = self._exact(blocks[0])
-        decoded: dict[int, Tensor] = {}  # of the layers that a later one is predicted from; in float16 less means
         counts = np.array([self.coded(block) for block in blocks])  # (blocks, layers)
-        begins = [_begin(blocks, own) for own in counts.T]
+        begins = []  # of each layer, the position from which on it has all codes
+        for of_layer in counts.T:
+            at = len(blocks) - 1
+            while at > 0 and of_layer[at] == len(blocks[at].tokens):
+                at -= 1
+            begins.append(blocks[at].stop - int(of_layer[at]))
         sizes = [blocks[-1].stop - begin for begin in begins]
         coefficients = self._coefficients(blocks, counts, steps, sizes, half)
-        for index, (layer, begin, own) in enumerate(zip(layers, begins, coefficients, strict=True)):
-            below = below_of(layer.sources, decoded, own.shape[1])
+
+        # the first token of a text, as it is, of each layer that holds it
+        exact: dict[int, Tensor] = {}
+        if not blocks[0].start and len(blocks[0].exact):
+            numbers = torch.from_numpy(np.frombuffer(blocks[0].exact, "<f2").astype(np.float32))
+            holding = [index for index, first in enumerate(blocks[0].first) if first == 0]
+            parts = numbers.split([self.widths[index] for index in holding])
+            exact = dict(zip(holding, parts, strict=True))
+
+        decoded: dict[int, Tensor] = {}  # of the layers that a later one is predicted from; in float16 less means
+        for index, (layer, begin, scaled) in enumerate(zip(layers, begins, coefficients, strict=True)):
+            below = below_of(layer.sources, decoded, scaled.shape[1])
             if half:
-                decoded[index] = halves[index].decoded(below, own.half())
+                decoded[index] = halves[index].decoded(below, scaled.half())
                 whole = decoded[index].float() + halves[index].mean
             else:
-                whole = decoded[index] = torch.addmm(predicted(below, layer.predict, layer.offset), own.T, layer.up)
+                whole = decoded[index] = torch.addmm(predicted(below, layer.predict, layer.offset), scaled.T, layer.up)
+            # others are freed at once: all layers together take more than the cache of the prompt
             needed = {source for later in layers[index + 1 :] for source in later.sources}
             decoded = {key: states for key, states in decoded.items() if key in needed}
             if index in exact and begin <= 1 + blocks[0].copies:
@@ -115,14 +133,15 @@ class Decoder:
             scales = torch.cat([layer.shift for layer in layers]), steps
             stops = [block.stop - blocks[0].start for block in blocks]
             if self.pages.read([block.parts for block in blocks], counts.tolist(), stops, out, scales):
-                for own, size in zip(out.split(channels), sizes, strict=True):
-                    yield own[:, len(steps) - size :]
+                for of_layer, size in zip(out.split(channels), sizes, strict=True):
+                    yield of_layer[:, len(steps) - size :]
                 return
+        # the CPU reads codes where no kernel can, or where another pcodec wrote pages that the kernel does not know
         codes = self._codes(blocks, counts)
         for layer, size in zip(layers, sizes, strict=True):
-            own = codes.pop(0)  # the memory of a layer's codes is free behind it
-            own = torch.from_numpy(own[:, own.shape[1] - size :]).to(steps.device).float()
-            yield layer.coefficients(own, steps[len(steps) - size :])
+            latest = codes.pop(0)  # the memory of a layer's codes is free behind it
+            latest = torch.from_numpy(latest[:, latest.shape[1] - size :]).to(steps.device).float()
+            yield layer.coefficients(latest, steps[len(steps) - size :])
 
     def _codes(self, blocks: Sequence[format.Block], counts: np.ndarray) -> list[np.ndarray]:
         """Return each layer's codes (R, T), of all blocks; `counts` (blocks, layers) is how many tokens have codes."""
@@ -132,31 +151,15 @@ class Decoder:
 
         def read(index: int) -> None:
             spans = zip(codes, stops[index] - counts[index], stops[index], strict=True)
-            self.chain.coder.decode(blocks[index].parts, [own[:, start:stop] for own, start, stop in spans])
+            self.chain.coder.decode(blocks[index].parts, [of_layer[:, start:stop] for of_layer, start, stop in spans])
 
+        # pcodec releases the GIL, so that threads read side by side
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:
             list(pool.map(read, range(len(blocks))))
         return codes
 
-    def _exact(self, block: format.Block) -> dict[int, Tensor]:
-        """Return the first token's states (W,) of each layer that holds it."""
-        if block.start or not len(block.exact):
-            return {}
-        numbers = torch.from_numpy(np.frombuffer(block.exact, "<f2").astype(np.float32))
-        holding = [index for index, first in enumerate(block.first) if first == 0]
-        parts = numbers.split([self.widths[index] for index in holding])
-        return dict(zip(holding, parts, strict=True))
 
-
-def _begin(blocks: Sequence[format.Block], counts: np.ndarray) -> int:
-    """Return the position from which on a layer has all codes; of each block, it has the last `counts`."""
-    at = len(blocks) - 1
-    while at > 0 and counts[at] == len(blocks[at].tokens):
-        at -= 1
-    return blocks[at].stop - int(counts[at])
-
-
-def on_device(chain: Chain, device: Any) -> Chain:
+def chain_on_device(chain: Chain, device: Any) -> Chain:
     """Return a chain with its matrices on a device."""
     moved = copy(chain)
     moved.layers = [

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,12 +21,12 @@ from torch import Tensor
 
 from crosslayer.codec.entropy import HEADER, Coder
 
+# What limits a table: the kernel holds a node in 32 bits (14 bits of state, 4 of how many are read, 14 of the bin).
 MOST_LOG = 12  # of a table's size, to base 2; pcodec's level 8 makes 10 at most
 MOST_BITS = 16  # of an offset within a bin
 BIN_BITS = 16 + 5  # of a bin in a chunk's metadata, behind its weight: its lowest number, and the bits of offsets
-META_BITS = (
-    8 + 4 + 15
-)  # before the bins: pcodec's mode, which must be 0; the logarithm of the table's size, the number of bins
+# Before the bins: pcodec's mode, which must be 0; the logarithm of the table's size, the number of bins.
+META_BITS = 8 + 4 + 15
 PADDING = 20  # bytes behind all, at the least 16 after whole words: a page at the end reads ahead
 
 
@@ -41,10 +41,10 @@ class Reader:
     def __init__(self, coder: Coder, channels: Sequence[int]):
         self.coder = coder
         starts = np.cumsum([0, *channels])  # of the layers in all channels
-        rows = [
-            np.concatenate([np.arange(start, stop) + begin for (start, stop), begin in zip(run, starts, strict=False)])
-            for run in coder.runs
-        ]
+        rows = []
+        for run in coder.runs:
+            spans = zip(run, starts, strict=False)
+            rows.append(np.concatenate([np.arange(start, stop) + begin for (start, stop), begin in spans]))
         self.rows = np.concatenate([*rows, np.zeros(0)]).astype(np.int32)  # of classes, one after the other
         self.first_row = np.cumsum([0, *map(len, rows)])  # of each class
         self.layout = lru_cache(maxsize=64)(self._layout)  # most blocks of a prompt have the same
@@ -62,8 +62,8 @@ class Reader:
             for band in self.coder.bands(kind, counts):
                 row = int(before[band.layers.start]) + band.first
                 for track in range(band.tracks):
-                    own = len(range(track, band.tokens, band.tracks))
-                    pages.append((kind, row, band.last - band.first, own, track, band.tracks, band.tokens))
+                    tokens = len(range(track, band.tokens, band.tracks))
+                    pages.append((kind, row, band.last - band.first, tokens, track, band.tracks, band.tokens))
         return np.array(pages, np.int64).reshape(-1, 7).T
 
     def read(
@@ -90,7 +90,8 @@ class Reader:
         if prepared is None:
             return False
         if prepared.facts.shape[1]:
-            kernel().read(*prepared.tensors, out, scales)
+            # imported here: Triton is needed on a GPU alone
+            importlib.import_module("crosslayer.core.kernels.pages").read(*prepared, out, scales)
         return True
 
     def prepare(
@@ -105,44 +106,42 @@ class Reader:
         Raises:
             ValueError: the bytes are damaged.
         """
-        layouts = [self.layout(tuple(own)) for own in counts]
+        # where the codes of all pages go, from headers alone
+        layouts = [self.layout(tuple(of_block)) for of_block in counts]
         kinds = len(self.coder.runs)
         kind, row, channels, tokens, track, tracks, held = np.concatenate(layouts, 1)
-        block = np.repeat(np.arange(len(layouts)), [own.shape[1] for own in layouts])
+        block = np.repeat(np.arange(len(layouts)), [layout.shape[1] for layout in layouts])
         numbered = block * kinds + kind  # the part of each page, of all parts
         used, chunk = np.unique(numbered, return_inverse=True)
-        together = [part for own in parts for part in own]
+        together = [part for of_block in parts for part in of_block]
+        # a part without pages must be empty, or bytes of a damaged file would go unread
         if any(len(together[at]) for at in np.setdiff1d(np.arange(len(together)), used)):
             raise ValueError("the codes of a block do not match its tokens")
         pieces = [together[at] for at in used]
         if any(bytes(piece[: len(HEADER)]) != HEADER for piece in pieces):
             return None
-        data, ends = gathered(pieces, device)
+
+        # the bytes, and the heads of their chunks
+        data, ends = one_after_another(pieces, device)
         begins = np.concatenate([np.zeros(1, np.int64), ends])[:-1]
         chunks = Chunks.of(data.numpy(), begins, ends, np.bincount(chunk, minlength=len(pieces)))
+
         stop = np.array(stops)[block]
         # pages of the same channels next to each other: threads of a warp then do the same for as long
         order = np.lexsort((track, block, row, kind))
         geometry = np.stack([tokens, stop - held + track, tracks, self.first_row[kind] + row, channels])
         words = data.view(torch.int32).to(device, non_blocking=True)
-        return chunks.prepared(words, on_device(chunk, device), on_device(geometry, device), on_device(order, device),
-                               on_device(self.rows, device))  # fmt: skip
+        return chunks.prepared(words, *(moved(array, device) for array in (chunk, geometry, order, self.rows)))
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """What the kernel needs: see `core.kernels.pages.read`."""
+class Prepared(NamedTuple):
+    """What the kernel needs, in its order: see `core.kernels.pages.read`."""
 
     words: Tensor
     facts: Tensor
     rows: Tensor
     nodes: Tensor
     bins: Tensor
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """The arguments, in the kernel's order."""
-        return self.words, self.facts, self.rows, self.nodes, self.bins
 
 
 @dataclass(frozen=True)
@@ -188,7 +187,7 @@ class Chunks:
             order: of the pages, (P,).
             rows: see `core.kernels.pages.read`.
         """
-        meta, log, count, sizes, ends, pages = (on_device(own, words.device) for own in vars(self).values())
+        meta, log, count, sizes, ends, pages = (moved(array, words.device) for array in vars(self).values())
         # bins: a weight less one, the lowest number from −2^15 on, and the bits of offsets
         of, number = owners(count, int(self.bins.sum()))
         at = 8 * meta[of] + META_BITS + number * (log[of] + BIN_BITS)
@@ -203,6 +202,7 @@ class Chunks:
         first_page = pages.cumsum(0) - pages
         begin = (sizes + 2 * pages)[chunk] + before - before[first_page][chunk]
         filled = sizes + 2 * pages + torch.zeros_like(size).index_add_(0, chunk, length)
+        # with these three true, no page can leave its table or the bytes; asked in one go, as each waits for the GPU
         if ((sums != size).any() | (offset > MOST_BITS).any() | (filled != ends).any()).item():
             raise ValueError("the codes of a block are damaged")
         first_node, first_bin = size.cumsum(0) - size, count.cumsum(0) - count
@@ -250,7 +250,7 @@ def within(owner: Tensor, counts: Tensor) -> Tensor:
     return torch.arange(len(owner), device=owner.device) - (counts.cumsum(0) - counts)[owner]
 
 
-def gathered(pieces: Sequence[bytes | memoryview], device: torch.device) -> tuple[Tensor, np.ndarray]:
+def one_after_another(pieces: Sequence[bytes | memoryview], device: torch.device) -> tuple[Tensor, np.ndarray]:
     """Return pieces one after the other and `PADDING` on the CPU, uint8, and where each ends.
 
     For a GPU they are in pinned memory, which is copied fastest; they get there by a single copy, in threads.
@@ -268,15 +268,10 @@ def gathered(pieces: Sequence[bytes | memoryview], device: torch.device) -> tupl
     return data, ends
 
 
-def on_device(array: np.ndarray, device: torch.device) -> Tensor:
+def moved(array: np.ndarray, device: torch.device) -> Tensor:
     """Return an array on a device, copied through pinned memory to a GPU."""
     tensor = torch.from_numpy(np.array(array))  # a copy: bytes are read-only
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
-
-
-def kernel() -> Any:
-    """Return the module of the kernel."""
-    return importlib.import_module("crosslayer.core.kernels.pages")
 
 
 def reads_pages(device: torch.device) -> bool:

@@ -17,29 +17,23 @@ import numpy as np
 
 from crosslayer.extras import check_extra
 
-DIGITS = 32  # hex digits of a name in a file's name
+# Hex digits of a name in a file's name. Half of the SHA-256 is enough to find a block; its header has the whole.
+DIGITS = 32
 SUFFIX = ".kv"
-ABANDONED = 3600  # seconds after which a file that was never finished is removed
+# Seconds after which a file that was never finished is removed: no living process takes so long for a block.
+ABANDONED = 3600
 TIMES = ("mtime", "LastModified", "last_modified", "updated", "created")  # what file systems call a file's time
 
 
 @dataclass(frozen=True)
-class Entry:
-    """A file of a store."""
+class BlockFile:
+    """A file of a store, with the digits of its block's name and of its parent's."""
 
     path: str
     size: int
     used: float  # seconds since 1970
-
-    @property
-    def parent(self) -> str:
-        """The digits of its parent's name."""
-        return self.path[-2 * DIGITS - len(SUFFIX) - 1 :][:DIGITS]
-
-    @property
-    def name(self) -> str:
-        """The digits of its name."""
-        return self.path[-DIGITS - len(SUFFIX) :][:DIGITS]
+    parent: str
+    name: str
 
 
 class Files:
@@ -67,31 +61,41 @@ class Files:
         parent_digits, digits = parent.hex()[:DIGITS], name.hex()[:DIGITS]
         return f"{self.folder}/{parent_digits[:2]}/{parent_digits}-{digits}{SUFFIX}"
 
-    def children(self, parent: bytes) -> list[Entry]:
-        """Return the blocks after a parent."""
-        digits = parent.hex()[:DIGITS]
-        return self._listed(f"{self.folder}/{digits[:2]}", f"{digits}-")
+    def entries(self, parent: bytes | None = None) -> list[BlockFile]:
+        """Return all blocks, or those after a parent."""
+        begin = "" if parent is None else f"{parent.hex()[:DIGITS]}-"
+        folders = [f"{self.folder}/{begin[:2]}"]
+        if parent is None:
+            folders = []
+            with _os_errors(), contextlib.suppress(FileNotFoundError):
+                # refresh: fsspec keeps listings, which do not know what other processes wrote
+                listed = self.system.ls(self.folder, detail=False, refresh=True)
+                folders = [path for path in listed if path[-3:-2] == "/"]  # a name of two digits
+        blocks = []
+        for folder in folders:
+            for path, size, used in self._listed(folder):
+                file_name = path.rpartition("/")[2]
+                if file_name.startswith(begin) and file_name.endswith(SUFFIX):
+                    names = path[-2 * DIGITS - len(SUFFIX) - 1 : -len(SUFFIX)]
+                    blocks.append(BlockFile(path, size, used, names[:DIGITS], names[-DIGITS:]))
+        return blocks
 
-    def entries(self) -> list[Entry]:
-        """Return all blocks."""
-        folders: list[str] = []
-        with _os_errors(), contextlib.suppress(FileNotFoundError):
-            folders = self.system.ls(self.folder, detail=False, refresh=True)
-        return [entry for folder in folders if folder[-3:-2] == "/" for entry in self._listed(folder)]
-
-    def _listed(self, folder: str, begin: str = "") -> list[Entry]:
-        found = []
+    def _listed(self, folder: str) -> list[tuple[str, int, float]]:
+        """Return path, size and time of a folder's files; none if there is no such folder."""
+        facts = []
         with _os_errors(), contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            if self.is_local:
-                facts = list(_scanned(folder))
+            if self.is_local:  # fsspec's listing takes ten times as long
+                for file in os.scandir(folder):
+                    with contextlib.suppress(FileNotFoundError):  # another process removed it
+                        status = file.stat()
+                        facts.append((file.path, status.st_size, status.st_mtime))
             else:
-                own = self.system.ls(folder, detail=True, refresh=True)
-                facts = [(fact["name"], int(fact["size"]), _time(fact)) for fact in own if fact["type"] == "file"]
-            for path, size, used in facts:
-                name = path.rpartition("/")[2]
-                if name.startswith(begin) and name.endswith(SUFFIX):
-                    found.append(Entry(path, size, used))
-        return found
+                for fact in self.system.ls(folder, detail=True, refresh=True):
+                    if fact["type"] == "file":
+                        changed: Any = next((fact[key] for key in TIMES if fact.get(key)), 0)
+                        seconds = changed.timestamp() if hasattr(changed, "timestamp") else float(changed)
+                        facts.append((fact["name"], int(fact["size"]), seconds))
+        return facts
 
     def read(self, path: str, stop: int | None = None) -> bytes:
         """Return the bytes of a file, or its first ones; a missing file is a FileNotFoundError."""
@@ -100,13 +104,14 @@ class Files:
 
     def write(self, path: str, data: bytes) -> None:
         """Write a file completely or not at all."""
-        if not self.is_local:
+        if not self.is_local:  # an object is there when it is complete
             with _os_errors():
                 self.system.pipe_file(path, data)
             return
         target = Path(path)
         for folder in (Path(self.folder), target.parent):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # under another name until it is complete, and never readable by others
         partial = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
         try:
             with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
@@ -128,20 +133,6 @@ class Files:
             self.system.rm_file(path)
 
 
-def _scanned(folder: str) -> Iterator[tuple[str, int, float]]:
-    """Yield path, size and time of a local folder's files; fsspec's listing takes ten times as long."""
-    for entry in os.scandir(folder):
-        with contextlib.suppress(FileNotFoundError):  # another process removed it
-            status = entry.stat()
-            yield entry.path, status.st_size, status.st_mtime
-
-
-def _time(fact: dict[str, Any]) -> float:
-    """Return the time of a file, in seconds since 1970, from what a file system tells about it."""
-    changed: Any = next((fact[key] for key in TIMES if fact.get(key)), 0)
-    return changed.timestamp() if hasattr(changed, "timestamp") else float(changed)
-
-
 @contextlib.contextmanager
 def _os_errors() -> Iterator[None]:
     """Raise what a file system's client raises inside the block as an OSError."""
@@ -153,7 +144,7 @@ def _os_errors() -> Iterator[None]:
         raise OSError(f"{type(error).__name__}: {error}") from error
 
 
-def prune(files: Files, limit: int) -> tuple[int, list[Entry]]:
+def prune(files: Files, limit: int) -> tuple[int, list[BlockFile]]:
     """Remove the blocks used least recently, until at most `limit` bytes are left.
 
     A block goes only after all blocks behind it, because without it nobody can reach these: it counts as used when any
@@ -165,30 +156,32 @@ def prune(files: Files, limit: int) -> tuple[int, list[Entry]]:
                 if time.time() - path.stat().st_mtime > ABANDONED:
                     path.unlink()
     entries = files.entries()
-    total, removed = sum(entry.size for entry in entries), []
+    total = sum(entry.size for entry in entries)
     if total <= limit:
-        return total, removed
-    for entry in _last_used_first(entries):
+        return total, []
+
+    # how deep each block is: the blocks before it
+    parents = {entry.name: entry.parent for entry in entries}
+    depth: dict[str, int] = {}
+    for name in parents:
+        line = [name]  # the block, and those before it whose depth is not known
+        # the length ends a circle of parents, which only damaged names can have
+        while line[-1] not in depth and parents[line[-1]] in parents and len(line) <= len(parents):
+            line.append(parents[line[-1]])
+        for ancestor in reversed(line):
+            depth.setdefault(ancestor, depth.get(parents[ancestor], 0) + 1)
+
+    # when each was used: the deepest first, so that a use reaches all blocks before it
+    used = {entry.name: entry.used for entry in entries}
+    for name in sorted(parents, key=lambda name: -depth[name]):
+        if parents[name] in used:
+            used[parents[name]] = max(used[parents[name]], used[name])
+
+    removed = []
+    for entry in sorted(entries, key=lambda entry: (used[entry.name], -depth[entry.name])):
         files.remove(entry.path)
         removed.append(entry)
         total -= entry.size
         if total <= limit:
             break
     return total, removed
-
-
-def _last_used_first(entries: list[Entry]) -> list[Entry]:
-    """Return blocks in the order in which they are removed: least recently used first, children before parents."""
-    parents = {entry.name: entry.parent for entry in entries}
-    used = {entry.name: entry.used for entry in entries}
-    depth: dict[str, int] = {}
-    for name in parents:
-        line = [name]  # the block, and those before it whose depth is not known
-        while line[-1] not in depth and parents[line[-1]] in parents and len(line) <= len(parents):
-            line.append(parents[line[-1]])
-        for own in reversed(line):
-            depth.setdefault(own, depth.get(parents[own], 0) + 1)
-    for name in sorted(parents, key=lambda name: -depth[name]):
-        if parents[name] in used:
-            used[parents[name]] = max(used[parents[name]], used[name])
-    return sorted(entries, key=lambda entry: (used[entry.name], -depth[entry.name]))

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 SUMMED = 2**22  # weights of a fingerprint at a time
-SAMPLED = 32  # parameters of which one number is read at each check: a third of a millisecond
+# Parameters of which one number is read at each check: with the marks of all 272 parameters of SmolLM2, 0.38 ms. A
+# number of every parameter takes 1.7 to 2.2 ms.
+SAMPLED = 32
 
 
 def tokenizer_print(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -37,7 +39,9 @@ def weights_print(config: PreTrainedConfig, weights: Iterable[tuple[str, Tensor]
     for name, weight in weights:
         sums = [0, 0]
         for part in weight.detach().reshape(-1).split(SUMMED):
+            # in bfloat16, so that a model has one fingerprint in either dtype
             bits = part.to(torch.bfloat16).view(torch.int16).to(torch.int64)
+            # numbers that change places leave the plain sum as it is, but not this one
             order = torch.arange(len(bits), device=bits.device) % 8191 + 1
             sums = [sums[0] + int(bits.sum()), sums[1] * 31 % 2**61 + int((bits * order).sum())]
         digest.update(f"{name} {tuple(weight.shape)} {sums}".encode())
@@ -83,9 +87,9 @@ def _parameters(module: nn.Module, found: list[nn.Parameter]) -> list[nn.Paramet
 
 def _marks(parameters: Sequence[nn.Parameter]) -> list[tuple[int, int]]:
     """Return each parameter's address and version; those made in inference mode have no version."""
-    return [(own.data_ptr(), -1 if own.is_inference() else own._version) for own in parameters]
+    return [(weight.data_ptr(), -1 if weight.is_inference() else weight._version) for weight in parameters]
 
 
 def _numbers(parameters: Sequence[nn.Parameter]) -> list[float]:
     """Return the number in the middle of each parameter."""
-    return [float(own.detach().reshape(-1)[own.numel() // 2]) for own in parameters if own.numel()]
+    return [float(weight.detach().reshape(-1)[weight.numel() // 2]) for weight in parameters if weight.numel()]

@@ -120,18 +120,20 @@ def read_header(data: bytes | memoryview, layers: int | None = None) -> Block:
     """
     if len(data) < HEAD.size:
         raise ValueError("a block is truncated")
-    magic, version, dtype, copies, name, parent, start, count, own, _ = HEAD.unpack_from(data)
+    magic, version, dtype, copies, name, parent, start, count, held, _ = HEAD.unpack_from(data)
     if magic != MAGIC:
         raise ValueError("this is not a block of a stored cache")
     if version != VERSION:
         raise other_format("block", version, VERSION)
-    if layers not in (None, own) or not 0 < count <= LONGEST or dtype >= len(DTYPES):
+    if layers not in (None, held) or not 0 < count <= LONGEST or dtype >= len(DTYPES):
         raise ValueError("the header of a block is damaged")
-    if len(data) < HEAD.size + 4 * count + 2 * own:
+    if len(data) < HEAD.size + 4 * count + 2 * held:
         raise ValueError("a block is truncated")
     tokens = np.frombuffer(data, "<u4", count, HEAD.size)
-    first = np.frombuffer(data, "<u2", own, HEAD.size + 4 * count)
+    first = np.frombuffer(data, "<u2", held, HEAD.size + 4 * count)
+    # copies of the first token equal it, and stand right behind it in all layers
     is_wrong = copies and (start > 0 or first.any() or (tokens[: copies + 1] != tokens[0]).any() or copies >= count)
+    # the name is checked here too, without the hash of the block: a prefix is found by headers alone
     if is_wrong or int(first.max(initial=0)) > count or child(parent, tokens) != name:
         raise ValueError("the header of a block is damaged")
     return Block(name, parent, start, tokens, first, dtype, copies)
@@ -212,19 +214,19 @@ def unpack_file(data: bytes) -> list[tuple[int, list[memoryview]]]:
     at, rows = START.size, []
     for _ in range(count):
         pair = _piece(view, at, PAIR.size)
-        pad, blocks = PAIR.unpack(pair)
+        pad, block_count = PAIR.unpack(pair)
         digest.update(pair)
         at += PAIR.size
-        own = []
-        for _ in range(blocks):
+        blocks = []
+        for _ in range(block_count):
             size = int.from_bytes(_piece(view, at, 4), "little")
-            own.append(_piece(view, at + 4, size))
+            blocks.append(_piece(view, at + 4, size))
             digest.update(view[at : at + 4])
-            digest.update(own[-1][-HASH:])
+            digest.update(blocks[-1][-HASH:])
             at += 4 + size
-        if not own:
+        if not blocks:
             raise ValueError("a row of the file has no block")
-        rows.append((pad, own))
+        rows.append((pad, blocks))
     if at != len(view) or not rows or digest.digest() != expected:
         raise ValueError("the file was truncated or altered")
     return rows

@@ -22,6 +22,7 @@ from crosslayer.codec.format import HEAD, LONGEST, Block, read_header
 
 FILE = "index.sqlite3"
 WAIT = 5.0  # seconds for another process that writes
+TABLE = "CREATE TABLE IF NOT EXISTS blocks (name BLOB PRIMARY KEY, parent BLOB, tokens BLOB)"
 BESIDE = (  # the last row up to a text, and the first one behind it
     "SELECT tokens FROM blocks WHERE parent = ? AND tokens <= ? ORDER BY tokens DESC LIMIT 1",
     "SELECT tokens FROM blocks WHERE parent = ? AND tokens > ? ORDER BY tokens LIMIT 1",
@@ -50,13 +51,18 @@ class Index:
 
     def beside(self, parent: bytes, tokens: np.ndarray) -> list[np.ndarray]:
         """Return the tokens of the blocks behind a parent just before and just after a text's (T,); fewer at an end."""
-        key = parent, _ordered(tokens[:LONGEST])
+        # SQLite orders bytes by the first that differs: of a token the highest, so big-endian
+        key = parent, tokens[:LONGEST].astype(">u4").tobytes()
         for _ in range(2):  # again with an index of its own, where the store's cannot be written
             if self._own is not None:
-                self._list(parent)
-            with contextlib.suppress(sqlite3.Error), self._open() as rows:
-                found = [rows.execute(query, key).fetchone() for query in BESIDE]
-                return [np.frombuffer(row[0], ">u4").astype(np.uint32) for row in found if row]
+                # add the blocks behind the parent that this process has not met
+                with contextlib.suppress(OSError):
+                    new = [entry for entry in self._files.entries(parent) if entry.name not in self._listed]
+                    self._listed.update(entry.name for entry in new)
+                    self.add(self._read(entry.path for entry in new))
+            with contextlib.suppress(sqlite3.Error), self._open() as connection:
+                rows = [connection.execute(query, key).fetchone() for query in BESIDE]
+                return [np.frombuffer(row[0], ">u4").astype(np.uint32) for row in rows if row]
         return []
 
     def add(self, blocks: Iterable[Block]) -> None:
@@ -85,33 +91,23 @@ class Index:
             os.close(os.open(path, os.O_RDONLY | (0 if path.exists() else os.O_CREAT), 0o600))
             with contextlib.closing(sqlite3.connect(path, WAIT, isolation_level=None)) as connection, connection:
                 connection.execute("PRAGMA synchronous = OFF")  # what a crash of the system damages is filled again
-                if connection.execute("PRAGMA user_version").fetchone() == (0,):
-                    self._fill(connection)
+                if connection.execute("PRAGMA user_version").fetchone() == (0,):  # a new file
+                    # immediate: of processes that begin at once, one fills the table, and the others wait for it
+                    connection.execute("BEGIN IMMEDIATE")
+                    connection.execute(TABLE)
+                    connection.execute("CREATE INDEX IF NOT EXISTS in_order ON blocks (parent, tokens)")
+                    if self._own is None:  # an index of this process alone is filled parent by parent
+                        _insert(connection, self._read(entry.path for entry in self._files.entries()))
+                    connection.execute("PRAGMA user_version = 1")
+                    connection.commit()
                 yield connection
         except (OSError, sqlite3.OperationalError) as error:  # a full disk, or a store for reading alone
             if self._own is None and not os.access(path, os.W_OK):
                 self._separate()
             raise sqlite3.OperationalError(str(error)) from error
-        except sqlite3.DatabaseError:
+        except sqlite3.DatabaseError:  # damaged: only the files count, so the next look-up fills a new one
             path.unlink(missing_ok=True)
             raise
-
-    def _fill(self, connection: sqlite3.Connection) -> None:
-        """Make the table; in the index of a local store, add the blocks that are there."""
-        connection.execute("BEGIN IMMEDIATE")
-        connection.execute("CREATE TABLE IF NOT EXISTS blocks (name BLOB PRIMARY KEY, parent BLOB, tokens BLOB)")
-        connection.execute("CREATE INDEX IF NOT EXISTS in_order ON blocks (parent, tokens)")
-        if self._own is None:
-            _insert(connection, self._read(entry.path for entry in self._files.entries()))
-        connection.execute("PRAGMA user_version = 1")
-        connection.commit()
-
-    def _list(self, parent: bytes) -> None:
-        """Add the blocks behind a parent that this process has not met."""
-        with contextlib.suppress(OSError):
-            new = [entry for entry in self._files.children(parent) if entry.name not in self._listed]
-            self._listed.update(entry.name for entry in new)
-            self.add(self._read(entry.path for entry in new))
 
     def _read(self, paths: Iterable[str]) -> Iterator[Block]:
         for path in paths:
@@ -120,10 +116,5 @@ class Index:
 
 
 def _insert(connection: sqlite3.Connection, blocks: Iterable[Block]) -> None:
-    rows = ((block.name[: DIGITS // 2], block.parent, _ordered(block.tokens)) for block in blocks)
+    rows = ((block.name[: DIGITS // 2], block.parent, block.tokens.astype(">u4").tobytes()) for block in blocks)
     connection.executemany("INSERT OR IGNORE INTO blocks VALUES (?, ?, ?)", rows)
-
-
-def _ordered(tokens: np.ndarray) -> bytes:
-    """Return tokens as bytes that SQLite orders as it should: the first byte counts most."""
-    return tokens.astype(">u4").tobytes()

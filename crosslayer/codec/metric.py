@@ -52,11 +52,22 @@ class Metric:
 
         `cache` is that of the prefix, and stays as it is.
         """
-        prefix = cache.get_seq_length()
-        self.energy = torch.zeros(prefix, device=ids.device)
+        self.energy = torch.zeros(cache.get_seq_length(), device=ids.device)
+        if not self.outputs:
+            # W_o has no common name: it is the last linear layer of the attention that takes all heads' values
+            calls: list[AttentionCall] = []
+            with visited(self.model, calls.append):
+                self.model(ids[:, :2], use_cache=False, logits_to_keep=1)
+            for call in calls:
+                inputs = call.query.shape[1] * call.value.shape[3]
+                linears = [module for module in call.module.modules() if isinstance(module, nn.Linear)]
+                fitting = [linear for linear in linears if linear.in_features == inputs]
+                if not fitting:
+                    raise ValueError(
+                        f"layer {call.layer} has no output projection of {inputs} inputs, as a codec needs"
+                    )
+                self.outputs[call.layer] = fitting[-1]
         with ExitStack() as stack:
-            if not self.outputs:
-                self._find_outputs(ids)
             for layer, linear in self.outputs.items():
 
                 def keep(module: nn.Module, args: Any, output: Tensor, layer: int = layer) -> None:
@@ -69,35 +80,26 @@ class Metric:
         self.written.clear()
         return self.energy
 
-    def _find_outputs(self, ids: Tensor) -> None:
-        calls: list[AttentionCall] = []
-        with visited(self.model, calls.append):
-            self.model(ids[:, :2], use_cache=False, logits_to_keep=1)
-        for call in calls:
-            inputs = call.query.shape[1] * call.value.shape[3]
-            fitting = [one for one in call.module.modules() if isinstance(one, nn.Linear) and one.in_features == inputs]
-            if not fitting:
-                raise ValueError(f"layer {call.layer} has no output projection of {inputs} inputs, as a codec needs")
-            self.outputs[call.layer] = fitting[-1]
-
     def _see(self, stream: LayerStream) -> None:
-        call, shape = self.calls.pop(stream.layer), self.shapes[stream.layer]
+        call = self.calls.pop(stream.layer)
         assert stream.after_attention is not None, "every layer attends"
-        new, written = call.query.shape[2], self.written[stream.layer].float()
-        picked = torch.arange(0, new, EVERY, device=written.device)
+        written = self.written[stream.layer].float()
+        picked = torch.arange(0, call.query.shape[2], EVERY, device=written.device)
         update = (stream.after_attention - stream.before).float()
-        passed = update[picked].square().sum(-1) / written[picked].square().sum(-1)  # what norms make of W_o's output
+        # what a norm or a factor behind W_o makes of its output
+        passed = update[picked].square().sum(-1) / written[picked].square().sum(-1)
         inverse = passed / stream.after_attention[picked].float().square().sum(-1)  # (s,)
-        self._add(call, shape, picked, inverse)
+        self._add(call, picked, inverse)
 
-    def _add(self, call: AttentionCall, shape: CodedLayer, picked: Tensor, inverse: Tensor) -> None:
+    def _add(self, call: AttentionCall, picked: Tensor, inverse: Tensor) -> None:
+        """Add what a call's picked queries make of errors; `inverse` (s,) is 1 / ‖x‖² in units of W_o's output."""
+        shape = self.shapes[call.layer]
         held = call.key.shape[2] - call.query.shape[2]  # of the prefix
-        missing = len(self.energy) - held
+        missing = len(self.energy) - held  # tokens that a window has left
         first = max(1 - missing, 0)  # the first token is left out
         start = missing + first  # position of the first token that counts
         chances = _chances(call, picked)  # (H, s, S)
-        weight = self.outputs[call.layer].weight.float()
-        weight = weight.view(len(weight), len(chances), -1).transpose(0, 1)  # (H, C, D_v)
+        weight = self.outputs[call.layer].weight.float().unflatten(1, (len(chances), -1)).transpose(0, 1)  # (H, C, D_v)
         gram = torch.einsum("acd,bce->abde", weight, weight)  # (H, H, D_v, D_v)
         query = call.query[0][:, picked].float()  # (H, s, D)
         value, group = call.value[0].float(), len(chances) // shape.heads
@@ -108,24 +110,27 @@ class Metric:
         together = torch.einsum("ast,bst,s->ab", read, read, inverse)  # (H, H)
         for head in range(len(chances)):
             kv = head // group
+            head_gram = gram[head, head]
+            # ‖W_o (v_t − o_s)‖² (s, T), multiplied out; rounding can leave it below 0
             output = chances[head] @ value[kv]  # (s, D_v)
-            own = gram[head, head]
             moved = value[kv, first:held]  # (T, D_v)
-            apart = (
-                (moved @ own * moved).sum(-1) - 2 * output @ own @ moved.T + (output @ own * output).sum(-1)[:, None]
-            )
+            apart = (moved @ head_gram * moved).sum(-1) - 2 * output @ head_gram @ moved.T
+            apart = apart + (output @ head_gram * output).sum(-1)[:, None]
             cost = read[head].square() * apart.clamp_min(0) * inverse[:, None] * call.scaling**2  # (s, T)
             energy += (cost * query[head].square().sum(-1)[:, None]).sum(0)
-            energy += (read[head].square() * inverse[:, None]).sum(0) * own.diagonal().sum()
+            energy += (read[head].square() * inverse[:, None]).sum(0) * head_gram.diagonal().sum()
+            # keys
             by_key = query[head][None].expand(held - first, -1, -1)  # (T, s, D), instead of heads
             relative = turned(by_key, start, shape, back=True).transpose(0, 1)  # (s, T, D)
-            rows = (relative * cost.sqrt()[..., None]).flatten(0, 1)
+            weighted = (relative * cost.sqrt()[..., None]).flatten(0, 1)
             at = slice(kv * shape.key, (kv + 1) * shape.key)
-            total[at, at] += rows.T @ rows
-            for other in range(len(chances)):
-                to = keys + other // group * shape.value
-                from_ = keys + kv * shape.value
-                total[from_ : from_ + shape.value, to : to + shape.value] += together[head, other] * gram[head, other]
+            total[at, at] += weighted.T @ weighted
+            # values
+            from_ = keys + kv * shape.value
+            for second in range(len(chances)):
+                to = keys + second // group * shape.value
+                block = total[from_ : from_ + shape.value, to : to + shape.value]
+                block += together[head, second] * gram[head, second]
         self.energy[start:] += energy
         self.by_layer[call.layer] += total.cpu().double()
 
@@ -139,6 +144,7 @@ def _chances(call: AttentionCall, picked: Tensor) -> Tensor:
         scores = (scores / call.softcap).tanh() * call.softcap
     if call.position_bias is not None:
         scores = scores + call.position_bias[0][:, picked]
+    # a mask may have more columns than there are keys
     allowed = allowed_by(call)[0][:, picked, : keys.shape[1]]  # (1 or H, s, S)
     scores = scores.masked_fill(~allowed, -torch.inf)
     if call.sinks is not None:

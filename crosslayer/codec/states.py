@@ -16,12 +16,13 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from crosslayer.cache.offsets import Rotation, angle_tables, find_rotation
+from crosslayer.cache.offsets import Rotation, angle_tables, find_rotation, turns
 from crosslayer.core.transformers_versions import CACHE, layers_without_cache
 from crosslayer.probe.model import evaluating, plan_of
 
 HALF = torch.finfo(torch.float16).max
-PROBED = (1, 3, 40)  # positions at which keys are compared with those at 0
+# Positions at which keys are compared with those at 0: near ones for channels that turn fast, a far one for slow ones.
+PROBED = (1, 3, 40)
 ROWS = 8  # tokens for that
 UNEVEN = ("dynamic", "longrope")  # their angles depend on the length of the text
 
@@ -60,7 +61,7 @@ class CodedLayer:
 def turned(keys: Tensor, start: int, shape: CodedLayer, back: bool = False) -> Tensor:
     """Return keys (T, H_kv, D) of the positions from `start` on, rotated or turned back, in float32."""
     rotation = Rotation(shape.angles, shape.order)
-    cos, sin = rotation.turns(start, start + len(keys), keys.device)
+    cos, sin = turns(rotation.angles, start, start + len(keys), keys.device)
     return rotation.apply(keys.float().transpose(0, 1), cos, -sin if back else sin).transpose(0, 1)
 
 
@@ -72,13 +73,14 @@ def read_states(
     A state is keys before rotation, then values, in float32. The row has `pad` columns of padding on its left. Its
     first token was read at the position `shift`.
     """
-    states, layers = [], list[Any](cache.layers)
-    for own, shape in zip(layers, shapes, strict=True):
-        lost = own.get_seq_length() - own.keys.shape[-2]  # columns
+    states = []
+    layers: list[Any] = list(cache.layers)
+    for layer, shape in zip(layers, shapes, strict=True):
+        lost = layer.get_seq_length() - layer.keys.shape[-2]  # columns that a window has left
         first = max(0, lost - pad)  # token of the row
         columns = slice(pad + first - lost, pad + max(tokens, first) - lost)
-        keys = own.keys[row, :, columns].transpose(0, 1)  # (T, H_kv, D)
-        values = own.values[row, :, columns].transpose(0, 1).float()
+        keys = layer.keys[row, :, columns].transpose(0, 1)  # (T, H_kv, D)
+        values = layer.values[row, :, columns].transpose(0, 1).float()
         keys = turned(keys, first + shift, shape, back=True)
         states.append(torch.cat([keys.flatten(1), values.flatten(1)], 1))
     return states
@@ -102,15 +104,15 @@ def new_cache(
             count = min(held, columns - pads[row])
             if len(states) < count:
                 raise ValueError(f"the sliding window of layer {index} is not stored for the first {columns} tokens")
-            own = states[len(states) - count :]
-            key, value = own.split([shape.heads * shape.key, shape.heads * shape.value], 1)
+            latest = states[len(states) - count :]
+            key, value = latest.split([shape.heads * shape.key, shape.heads * shape.value], 1)
             key = turned(key.unflatten(1, (shape.heads, shape.key)), columns - pads[row] - count, shape)
             keys[row, :, held - count :] = key.transpose(0, 1)
             values[row, :, held - count :] = value.unflatten(1, (shape.heads, shape.value)).transpose(0, 1)
         layer = DynamicLayer() if shape.window is None else DynamicSlidingWindowLayer(shape.window)
         layer.update(keys, values)
         if isinstance(layer, DynamicSlidingWindowLayer):
-            layer.cumulative_length = columns
+            layer.cumulative_length = columns  # update counted those that it got alone
         layers.append(layer)
     cache.layers = layers
     return cache
@@ -121,18 +123,19 @@ def check_cache(cache: Cache, shapes: list[CodedLayer], rows: int, columns: int)
     if len(cache.layers) != len(shapes):
         raise ValueError(f"the cache must have the codec's {len(shapes)} layers, got {len(cache.layers)}")
     layers: list[Any] = list(cache.layers)
-    for index, (own, shape) in enumerate(zip(layers, shapes, strict=True)):
-        _check_layer(own, index)
+    for index, (layer, shape) in enumerate(zip(layers, shapes, strict=True)):
+        _check_layer(layer, index)
         expected = (rows, shape.heads, shape.key, shape.value, shape.window)
-        window = own.sliding_window if own.is_sliding else None
-        got = (len(own.keys), own.keys.shape[1], own.keys.shape[3], own.values.shape[3], window)
+        window = layer.sliding_window if layer.is_sliding else None
+        got = (len(layer.keys), layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3], window)
         if got != expected:
             raise ValueError(f"layer {index}: rows, heads, key and value size, window must be {expected}, got {got}")
-        if own.get_seq_length() < columns:
-            raise ValueError(f"the cache must hold all {columns} tokens, got {own.get_seq_length()}")
+        if layer.get_seq_length() < columns:
+            raise ValueError(f"the cache must hold all {columns} tokens, got {layer.get_seq_length()}")
 
 
 def _check_layer(layer: Any, index: int) -> None:
+    # by type, not isinstance: quantized and other layers of transformers are subclasses with states of their own
     if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) or layer.keys is None or layer.keys.dim() != 4:
         raise ValueError(
             f"layer {index} caches something other than keys and values of each token ({type(layer).__name__}); a "
@@ -150,13 +153,39 @@ def read_shapes(model: PreTrainedModel) -> list[CodedLayer]:
     check_config(model.config)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(config.vocab_size, (ROWS, 1), generator=generator).to(model.device)
-    states = {position: _probe(model, ids, position) for position in (0, *PROBED)}
+    # tokens alone, each at several positions, where their keys differ by the rotation
+    states = {}
+    with torch.no_grad(), evaluating(model):
+        for position in (0, *PROBED):
+            states[position] = DynamicCache(config=model.config)
+            positions = torch.full_like(ids, position)
+            model(ids, position_ids=positions, use_cache=True, **{CACHE: states[position]})
     for index, layer in enumerate(states[0].layers):
         _check_layer(layer, index)
     if len(states[0].layers) != config.num_hidden_layers:
         raise ValueError(f"{config.num_hidden_layers} layers must be cached, got {len(states[0].layers)}")
+
+    # of each layer the sizes, and the rotation that turns its keys from position 0 to the others
     tables = angle_tables(model)
-    return [_shape(states, index, tables) for index in range(config.num_hidden_layers)]
+    shapes = []
+    for index in range(config.num_hidden_layers):
+        layer: Any = states[0].layers[index]
+        probed: list[Any] = [cache.layers[index] for cache in states.values()]
+        keys = torch.stack([other.keys[:, :, 0].float() for other in probed], 2)  # (ROWS, H_kv, P, D)
+        if not keys.isfinite().all() or not layer.values.isfinite().all():
+            raise ValueError(f"layer {index} caches numbers that are not finite; check the weights, which may hold NaN")
+        tolerance = 1e-3 if layer.keys.dtype == torch.float32 else 0.05  # of the largest number
+        rotation = find_rotation(keys, [*states], tables, tolerance)
+        if not tables:  # positions are in the hidden states, or in the scores
+            rotation = Rotation()
+        if rotation is None:
+            raise ValueError(
+                f"the keys of layer {index} are not rotated by the model's RoPE tables, so they cannot be stored"
+            )
+        heads, key, value = layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3]
+        window = layer.sliding_window if layer.is_sliding else None
+        shapes.append(CodedLayer(heads, key, value, window, rotation.angles, rotation.order))
+    return shapes
 
 
 def check_config(config: PreTrainedConfig) -> None:
@@ -164,7 +193,8 @@ def check_config(config: PreTrainedConfig) -> None:
     text: Any = config.get_text_config()
     plan = plan_of(config)
     rope = getattr(text, "rope_parameters", None) or {}
-    kinds = {str(one.get("rope_type")) for one in (rope, *rope.values()) if isinstance(one, dict)}
+    # one set of parameters for all layers, or one for each type of layer
+    kinds = {str(part.get("rope_type")) for part in (rope, *rope.values()) if isinstance(part, dict)}
     reasons = {
         "cross-attention": config.is_encoder_decoder or getattr(text, "cross_attention_layers", None),
         "latents instead of keys and values (MLA)": getattr(text, "kv_lora_rank", None),
@@ -176,31 +206,3 @@ def check_config(config: PreTrainedConfig) -> None:
     for reason, applies in reasons.items():
         if applies:
             raise ValueError(f"{config.model_type} has {reason}; a codec needs separate keys and values per layer")
-
-
-@torch.no_grad()
-def _probe(model: PreTrainedModel, ids: Tensor, position: int) -> Cache:
-    with evaluating(model):
-        cache = DynamicCache(config=model.config)
-        model(ids, position_ids=torch.full_like(ids, position), use_cache=True, **{CACHE: cache})
-    return cache
-
-
-def _shape(states: dict[int, Cache], index: int, tables: list[tuple[float, ...]]) -> CodedLayer:
-    """Return the shape of a layer, whose keys at each position turn as in one of the tables."""
-    layer: Any = states[0].layers[index]
-    window = layer.sliding_window if layer.is_sliding else None
-    heads, key, value = layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3]
-    tolerance = 1e-3 if layer.keys.dtype == torch.float32 else 0.05  # of the largest number
-    layers: list[Any] = [cache.layers[index] for cache in states.values()]
-    keys = torch.stack([at.keys[:, :, 0].float() for at in layers], 2)  # (ROWS, H_kv, P, D)
-    if not keys.isfinite().all() or not layer.values.isfinite().all():
-        raise ValueError(f"layer {index} caches numbers that are not finite; check the weights, which may hold NaN")
-    rotation = find_rotation(keys, [*states], tables, tolerance)
-    if not tables:  # positions are in the hidden states, or in the scores
-        rotation = Rotation()
-    if rotation is None:
-        raise ValueError(
-            f"the keys of layer {index} are not rotated by the model's RoPE tables, so they cannot be stored"
-        )
-    return CodedLayer(heads, key, value, window, rotation.angles, rotation.order)

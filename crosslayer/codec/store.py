@@ -24,7 +24,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from crosslayer.codec import format
 from crosslayer.codec.chain import BLOCK
 from crosslayer.codec.codec import Codec, dtype_of
-from crosslayer.codec.files import DIGITS, Entry, Files, prune
+from crosslayer.codec.files import DIGITS, BlockFile, Files, prune
 from crosslayer.codec.index import Index
 from crosslayer.codec.states import check_cache
 from crosslayer.codec.texts import texts_of
@@ -32,7 +32,9 @@ from crosslayer.output.formatting import readable_bytes
 from crosslayer.probe.model import unwrapped
 from crosslayer.wiring.engines import parse_bytes
 
-LISTED = 0.02  # share of the limit that is written before the store is listed again
+# Share of the limit that is written before the store is listed again: a list takes as long as the store is large. Until
+# then each process may go as far beyond the limit, since it does not see what others write.
+LISTED = 0.02
 MISSES = (OSError, ValueError)  # of a block that cannot be read
 FULL = (errno.ENOSPC, errno.EDQUOT)
 TRIES = 3  # to write a block on a full disk, each after removing more
@@ -54,7 +56,9 @@ class PromptStore:
     def __init__(self, url: str | Path, codec: Codec, limit: str | int | None = None, block: int = BLOCK):
         if not 16 <= block <= format.LONGEST:
             raise ValueError(f"block must be from 16 to {format.LONGEST} tokens, got {block}")
-        self.files, self.codec, self.block = Files(url), codec, block
+        self.files = Files(url)
+        self.codec = codec
+        self.block = block
         self.index = Index(self.files, len(codec.widths))
         self.limit = None if limit is None else parse_bytes(limit, "the limit")
         self._head = format.HEAD.size + 4 * format.LONGEST + 2 * len(codec.widths)  # bytes that hold any header
@@ -81,8 +85,8 @@ class PromptStore:
         self.codec.check(model)
         blocks, pads, stops = [], [], []
         for pad, tokens in texts_of(ids, mask, model)[0]:
-            own, stop = self._read(tokens[:-1])
-            blocks.append(own)
+            row_blocks, stop = self._read(tokens[:-1])
+            blocks.append(row_blocks)
             pads.append(pad)
             stops.append(pad + stop)
         columns = self._usable(blocks, pads, min(stops)) if min(stops) > max(pads) else 0
@@ -92,8 +96,8 @@ class PromptStore:
             cache = self.codec.decode_rows(blocks, pads, columns, model.device, model.dtype)
         except ValueError:  # written by another program: its SHA-256 is right, its codes are not
             return DynamicCache(config=model.config), 0
-        for own in blocks:
-            self._use(own)
+        for row_blocks in blocks:
+            self._use(row_blocks)
         return cache, columns
 
     def save(
@@ -144,8 +148,10 @@ class PromptStore:
         Raises:
             ValueError: a state is not finite.
         """
-        first = np.array([len(tokens) - len(own) for own in states])
-        parent, start, stored = format.root(self.codec.id), 0, []
+        # the blocks that are there
+        first = np.array([len(tokens) - len(layer_states) for layer_states in states])
+        parent, start = format.root(self.codec.id), 0
+        stored = []
         for block, common in self._walk(tokens):
             known = np.minimum(np.maximum(first - block.start, 0), len(block.tokens))
             rest = len(tokens) - block.start
@@ -154,6 +160,8 @@ class PromptStore:
             parent, start = block.name, min(block.stop, len(tokens))
             stored.append(block)
         self._use(stored)  # before others make room for the new ones
+
+        # the blocks behind them
         begin = start
         for block in self.codec.encode_blocks(states, tokens, start, parent, self.block, dtype):
             if not self._write(block):
@@ -162,7 +170,13 @@ class PromptStore:
             stored.append(replace(block, exact=b"", parts=()))  # its bytes are not needed any more
         self.index.add(stored)
         self._use(stored)
-        removed = {entry.path for entry in self._evict()}
+
+        # beyond the limit, the blocks used least recently go, which may be these
+        removed = set[str]()
+        if self.limit is not None:
+            size = self._size
+            if size is None or self._written >= LISTED * self.limit or size + self._written > self.limit:
+                removed = {entry.path for entry in self._prune(self.limit)}
         if lost := [block.start for block in stored if self._path(block) in removed]:
             text = f"the limit of {readable_bytes(self.limit or 0)} is below the size of a text of {len(tokens)} tokens"
             warnings.warn(f"{text}; its first {min(lost)} are stored", stacklevel=2)
@@ -216,17 +230,20 @@ class PromptStore:
         whole = rest[: self.block]
         if block := self._block(parent, start, whole, damaged):
             return block, len(whole)
+        # else the one whose tokens begin most like these, just before or behind them in order
         missed = set[str]()
         while True:
             best, gone = None, []
-            for own in self.index.beside(parent, rest):
-                common = same(own, rest)
+            for neighbor in self.index.beside(parent, rest):
+                length = min(len(neighbor), len(rest))
+                differing = np.flatnonzero(neighbor[:length] != rest[:length])
+                common = int(differing[0]) if len(differing) else length
                 if not common or (best and common <= best[1]):
                     continue
-                if block := self._block(parent, start, own, damaged):
+                if block := self._block(parent, start, neighbor, damaged):
                     best = block, common
                 else:
-                    gone.append(format.child(parent, own).hex()[:DIGITS])
+                    gone.append(format.child(parent, neighbor).hex()[:DIGITS])
             if missed.issuperset(gone):  # none is gone, or the index cannot forget them
                 break
             missed.update(gone)
@@ -256,12 +273,13 @@ class PromptStore:
         """
         damaged = set[str]()
         while True:
-            found = list(self._walk(tokens, damaged))
+            headers = list(self._walk(tokens, damaged))
             with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-                blocks = list(pool.map(self._whole, [block for block, _ in found]))
-            missed = {self._path(header) for (header, _), own in zip(found, blocks, strict=True) if own is None}
+                blocks = list(pool.map(self._whole, [header for header, _ in headers]))
+            pairs = zip(headers, blocks, strict=True)
+            missed = {self._path(header) for (header, _), block in pairs if block is None}
             if not missed:
-                return [block for block in blocks if block is not None], sum(common for _, common in found)
+                return [block for block in blocks if block is not None], sum(common for _, common in headers)
             damaged |= missed
 
     def _whole(self, header: format.Block) -> format.Block | None:
@@ -277,7 +295,7 @@ class PromptStore:
 
     def _usable(self, rows: Sequence[Sequence[format.Block]], pads: Sequence[int], columns: int) -> int:
         """Return the most columns up to `columns` at which all rows store the windows of all layers, or 0."""
-        good = np.arange(columns + 1) > max(pads)
+        good = np.arange(columns + 1) > max(pads)  # each row has a token
         for blocks, pad in zip(rows, pads, strict=True):
             positions = np.arange(1, columns - pad + 1)
             for layer, shape in enumerate(self.codec.shapes):
@@ -298,7 +316,8 @@ class PromptStore:
 
     def _write(self, block: format.Block) -> bool:
         """Write a block, and return whether it is stored; a full disk loses the blocks used least recently."""
-        data, error = block.pack(), OSError()
+        data = block.pack()
+        error = OSError()
         for attempt in range(1, TRIES + 1):
             try:
                 self.files.write(self._path(block), data)
@@ -306,7 +325,10 @@ class PromptStore:
                 error = failed
                 if self.limit is None or failed.errno not in FULL:
                     break
-                self._make_room(attempt * len(data))
+                # room for more at each attempt: other processes fill the disk, too
+                with contextlib.suppress(OSError):
+                    size = sum(entry.size for entry in self.files.entries())
+                    self._prune(max(0, size - attempt * len(data)))
             else:
                 self._written += len(data)
                 return True
@@ -317,20 +339,7 @@ class PromptStore:
         warnings.warn(text, stacklevel=4)
         return False
 
-    def _make_room(self, size: int) -> None:
-        """Remove the blocks used least recently, until a number of bytes is free."""
-        with contextlib.suppress(OSError):
-            self._prune(max(0, sum(entry.size for entry in self.files.entries()) - size))
-
-    def _evict(self) -> list[Entry]:
-        """Remove the blocks used least recently, if the store has more bytes than the limit; return them."""
-        if self.limit is None:
-            return []
-        if self._size is not None and self._written < LISTED * self.limit and self._size + self._written <= self.limit:
-            return []
-        return self._prune(self.limit)
-
-    def _prune(self, limit: int) -> list[Entry]:
+    def _prune(self, limit: int) -> list[BlockFile]:
         try:
             self._size, removed = prune(self.files, limit)
         except OSError:  # out of reach: the next call tries again
@@ -338,10 +347,3 @@ class PromptStore:
         self._written = 0
         self.index.remove(entry.name for entry in removed)
         return removed
-
-
-def same(tokens: np.ndarray, others: np.ndarray) -> int:
-    """Return how many tokens two texts have in common from the beginning."""
-    count = min(len(tokens), len(others))
-    differ = np.flatnonzero(tokens[:count] != others[:count])
-    return int(differ[0]) if len(differ) else count

@@ -33,7 +33,17 @@ def texts_of(
     if ids.dim() != 2 or ids.shape[1] == 0 or ids.is_floating_point():
         raise ValueError(f"ids must be token ids of the shape (B, S) or (S,), got {ids.dtype} {tuple(ids.shape)}")
     if mask is None:
-        _check_beginnings(ids, model)
+        # a row that begins with one id several times, as padding does: no mask says whether it is text
+        padding = None if model is None else getattr(model.config.get_text_config(), "pad_token_id", None)
+        for row, row_ids in enumerate(ids):
+            first = int(row_ids[0])
+            differs = row_ids != first
+            repeats = int(differs.int().argmax()) if differs.any() else len(row_ids)
+            if repeats > 1 and (first == padding or bool((ids[:, 0] != first).any())):
+                raise ValueError(
+                    f"`mask` must say whether row {row} begins with padding, got None and {repeats} times the id "
+                    f"{first}; pass mask=ids != {first}, or ones if this is text"
+                )
     mask = torch.ones_like(ids) if mask is None else mask
     mask = (mask[None] if mask.dim() == 1 else mask).cpu().bool()
     if mask.shape != ids.shape:
@@ -42,16 +52,3 @@ def texts_of(
     if any(mask[row, :pad].any() or pad == ids.shape[1] for row, pad in enumerate(pads)):
         raise ValueError("padding must be on the left, and each row must have a token")
     return [(pad, row[pad:].numpy().astype(np.uint32)) for row, pad in zip(ids, pads, strict=True)], ids.shape[1]
-
-
-def _check_beginnings(ids: Tensor, model: PreTrainedModel | None) -> None:
-    """Refuse rows (B, S) that begin with one id several times, as padding does, where no mask says what that is."""
-    padding = None if model is None else getattr(model.config.get_text_config(), "pad_token_id", None)
-    for row, own in enumerate(ids):
-        other = own != own[0]
-        repeats = int(other.int().argmax()) if other.any() else len(own)
-        if repeats > 1 and (int(own[0]) == padding or bool((ids[:, 0] != own[0]).any())):
-            raise ValueError(
-                f"`mask` must say whether row {row} begins with padding, got None and {repeats} times the id "
-                f"{int(own[0])}; pass mask=ids != {int(own[0])}, or ones if this is text"
-            )

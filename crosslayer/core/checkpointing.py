@@ -24,6 +24,7 @@ class _OldPreTrainedModel(PreTrainedModel):
         options = {"every_n_layers": every_n_layers, "offload": offload}
         super().gradient_checkpointing_enable(activation_checkpointing_kwargs, **options)
 
+    # Trainer before 5.23 calls the old name: it must reach the check of reentrant checkpointing, which has the new one
     def gradient_checkpointing_enable(  # type: ignore[override]
         self, gradient_checkpointing_kwargs: dict | None = None, every_n_layers: int = 1, offload: bool = False
     ) -> None:

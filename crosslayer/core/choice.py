@@ -22,8 +22,11 @@ from torch.nn import functional
 from crosslayer.core.method import Config, Method, Mixing, Wiring
 from crosslayer.core.plan import ROUNDING, TokenCount
 
-AT_ONCE = 2**24  # scores in memory at a time
-ROWS = 256  # of a prompt in a block, which reads no keys behind those that its rows may see
+# scores in memory at a time: 64 MiB in float32
+AT_ONCE = 2**24
+# of a prompt in a block, which reads no keys behind those that its rows may see: a prompt of 2,048 tokens takes 1.45 of
+# the plain decoder's time, in one block of all rows 2.15
+ROWS = 256
 NONE = -1  # in a choice: fewer than K tokens are chosen
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]  # (q, k, v, mask) → (B, T, H, D)
 
@@ -56,38 +59,45 @@ class TokenChoice(Mixing):
             softcap: caps the scores.
         """
         new, total = q.shape[2], k.shape[2]
-        kept = self.count.of(total)
-        if kept == total:
+        count = self.count.of(total)
+        if count == total:
             return None
-        chosen = []
+        choices = []
         for block in _blocks(q, total):
-            allowed = _allowed(mask, block, new, k)
-            seen = total if allowed is None else _first_columns(allowed, total)
-            allowed = None if allowed is None else allowed[..., :seen]
-            rows = q[:, :, block.start : block.stop]
-            weights = attention_weights(rows, k[:, :, :seen], allowed, scaling, softcap)  # (B, H_kv, G, R, seen)
-            largest = self.largest(weights.sum(2), allowed, min(kept, seen))
-            chosen.append(functional.pad(largest, (0, kept - largest.shape[-1]), value=NONE))
-        return torch.cat(chosen, 2)
+            allowed, seen = _allowed(mask, block, new, k), total
+            if allowed is not None:
+                # The columns up to the last that any row of the block sees. To ask for it breaks a compiled graph.
+                if len(block) > 1 and not torch.compiler.is_compiling():
+                    columns = allowed.flatten(0, 2).any(0).nonzero()
+                    seen = int(columns[-1]) + 1 if len(columns) else 1
+                allowed = allowed[..., :seen]
+            queries = q[:, :, block.start : block.stop]
+            weights = attention_weights(queries, k[:, :, :seen], allowed, scaling, softcap)  # (B, H_kv, G, R, seen)
+            largest = self.largest(weights.sum(2), allowed, min(count, seen))
+            choices.append(functional.pad(largest, (0, count - largest.shape[-1]), value=NONE))
+        return torch.cat(choices, 2)
 
-    def largest(self, mass: Tensor, allowed: Tensor | None, kept: int) -> Tensor:
+    def largest(self, mass: Tensor, allowed: Tensor | None, most: int) -> Tensor:
         """Return the tokens with the largest mass (B, H_kv, R, S), in falling order, (B, H_kv, R, K)."""
         total = mass.shape[-1]
         if allowed is None:
             mass[..., : self.sinks] = math.inf
             mass[..., total - self.window :] = math.inf
-            return mass.topk(kept, -1, sorted=False).indices.int()
-        number = allowed.cumsum(-1)  # (B or 1, 1, R, S), of each token among those that a row sees
-        seen = number[..., -1:]
-        always = allowed & ((number <= self.sinks) | (number > seen - self.window))
+            return mass.topk(most, -1, sorted=False).indices.int()
+        place = allowed.cumsum(-1)  # (B or 1, 1, R, S), of each token among those that a row sees, from 1
+        seen = place[..., -1:]
+        always = allowed & ((place <= self.sinks) | (place > seen - self.window))
+        # A mass is a sum of probabilities, so that −1 is below that of every token that a row may see.
         mass = mass.masked_fill_(always, math.inf).masked_fill_(~allowed, -1)
-        largest = mass.topk(kept, -1)
+        largest = mass.topk(most, -1)
         if self.count.tokens >= 1:
             counts = torch.full_like(seen, int(self.count.tokens))  # (B or 1, 1, R, 1)
         else:
+            # In float64 with the same rounding as `TokenCount.of`, which counts for the last row of the same text.
             share = seen.double() * self.count.tokens
             counts = (share - ROUNDING).ceil().long().clamp_min(self.count.least)
-        excess = torch.arange(kept, device=mass.device) >= counts
+        # Earlier rows choose fewer tokens: those at the end of a row's falling order are cut off.
+        excess = torch.arange(most, device=mass.device) >= counts
         return largest.indices.int().masked_fill_(excess | (largest.values < 0), NONE)
 
     def attend_and_choose(
@@ -98,16 +108,18 @@ class TokenChoice(Mixing):
         Keys are read once. With `sparse` the output is that of attention to the chosen tokens, whose values are read.
         """
         total = k.shape[2]
-        kept, allowed = self.count.of(total), _allowed(mask, range(1), 1, k)
+        count, allowed = self.count.of(total), _allowed(mask, range(1), 1, k)
         weights = attention_weights(q, k, allowed, scaling, softcap)  # (B, H_kv, G, 1, S)
         choice = None
-        if kept < total:
-            choice = self.largest(weights.detach().sum(2), allowed, kept)  # (B, H_kv, 1, K)
+        if count < total:
+            choice = self.largest(weights.detach().sum(2), allowed, count)  # (B, H_kv, 1, K)
         if choice is not None and sparse:
-            own = self.of_reader(choice)
-            weights = weights.gather(-1, own.clamp_min(0).long().unsqueeze(2).expand(*weights.shape[:3], -1, -1))
-            weights = weights.masked_fill(own.unsqueeze(2) == NONE, 0)
-            weights, v = weights / weights.sum(-1, keepdim=True), _rows(v, own.squeeze(2))
+            # The softmax over chosen tokens is the softmax over all of them, taken there and divided by its sum.
+            tokens = self.of_reader(choice)
+            weights = weights.gather(-1, tokens.clamp_min(0).long().unsqueeze(2).expand(*weights.shape[:3], -1, -1))
+            weights = weights.masked_fill(tokens.unsqueeze(2) == NONE, 0)
+            weights = weights / weights.sum(-1, keepdim=True)
+            v = _states_at(v, tokens.squeeze(2))
         out = weights.squeeze(3).to(v.dtype) @ v  # (B, H_kv, G, D)
         return out.flatten(1, 2).unsqueeze(1), choice
 
@@ -120,14 +132,16 @@ class TokenChoice(Mixing):
         choice = self.of_reader(choice)
         groups, new, total = q.shape[1] // k.shape[1], q.shape[2], k.shape[2]
         if new == 1:
-            chosen = choice.squeeze(2)  # (B, H_kv, K)
-            k, v = _rows(k, chosen), _rows(v, chosen)
+            tokens = choice.squeeze(2)  # (B, H_kv, K)
+            k, v = _states_at(k, tokens), _states_at(v, tokens)
+            # Without a mask of the model there is no padding, and all K tokens of the newest token are chosen.
             return attend(q, k, v, None if mask is None else _like(mask, choice != NONE, groups))
         outputs = []
         for block in _blocks(q, total, 4 * AT_ONCE):
-            of_rows = choice[:, :, block.start : block.stop]
-            seen = total if torch.compiler.is_compiling() else max(1, int(of_rows.max()) + 1)
-            chosen_mask = mask_of(of_rows, seen, groups, mask)
+            of_block = choice[:, :, block.start : block.stop]
+            # Later columns are chosen by no row of the block. To ask for the last one breaks a compiled graph.
+            seen = total if torch.compiler.is_compiling() else max(1, int(of_block.max()) + 1)
+            chosen_mask = mask_of(of_block, seen, groups, mask)
             outputs.append(attend(q[:, :, block.start : block.stop], k[:, :, :seen], v[:, :, :seen], chosen_mask))
         return torch.cat(outputs, 1)
 
@@ -135,7 +149,7 @@ class TokenChoice(Mixing):
         """Return the choice that each key-value head of a layer takes of its chooser's, (B, H_kv, T, K)."""
         if self.heads is None:
             return choice
-        if len(self.heads) != choice.shape[1]:
+        if len(self.heads) != choice.shape[1]:  # a rank has the choices of its own heads alone
             raise ValueError("tensor parallelism does not support layers with chooser_heads")
         return choice[:, list(self.heads)]
 
@@ -216,16 +230,9 @@ def _blocks(q: Tensor, total: int, scores: int = AT_ONCE) -> list[range]:
     return [range(start, min(start + size, new)) for start in range(0, new, size)]
 
 
-def _first_columns(allowed: Tensor, total: int) -> int:
-    """Return how many columns hold all that is allowed in any row of (B or 1, 1, R, S); all of them for one row."""
-    if torch.compiler.is_compiling() or allowed.shape[2] == 1:
-        return total
-    columns = allowed.flatten(0, 2).any(0).nonzero()
-    return int(columns[-1]) + 1 if len(columns) else 1
-
-
 def mask_of(choice: Tensor, total: int, groups: int, mask: Tensor | None) -> Tensor:
     """Return a mask (B, H, R, S) of chosen tokens (B, H_kv, R, K), in the form of the model's `mask`."""
+    # `NONE` marks a column behind the last, which is cut off again
     indices = torch.where(choice == NONE, total, choice).long()
     chosen = torch.zeros(*choice.shape[:3], total + 1, dtype=torch.bool, device=choice.device)
     return _like(mask, chosen.scatter_(3, indices, True)[..., :total], groups)
@@ -236,6 +243,7 @@ def _allowed(mask: Tensor | None, rows: range, new: int, keys: Tensor) -> Tensor
     total = keys.shape[2]
     if mask is not None:
         allowed = mask[:, :, rows.start : rows.stop, :total]
+        # added to scores: 0, or the least number of the dtype
         return allowed if allowed.dtype == torch.bool else allowed > torch.finfo(allowed.dtype).min / 2
     if new == 1:
         return None
@@ -256,15 +264,16 @@ def attention_weights(q: Tensor, k: Tensor, allowed: Tensor | None, scaling: flo
     return scores.softmax(-1, dtype=wide)
 
 
-def _rows(states: Tensor, chosen: Tensor) -> Tensor:
+def _states_at(states: Tensor, tokens: Tensor) -> Tensor:
     """Return the states (B, H_kv, S, D) of chosen tokens (B, H_kv, K), as (B, H_kv, K, D); any for `NONE`."""
     batch, heads, total, size = states.shape
-    numbers = torch.arange(batch * heads, device=states.device).view(batch, heads, 1)
-    chosen = chosen.clamp_min(0)
-    if states.is_contiguous():  # three times as fast
-        rows = (chosen + numbers * total).flatten()
+    head = torch.arange(batch * heads, device=states.device).view(batch, heads, 1)  # of all sequences
+    tokens = tokens.clamp_min(0)
+    # rows of one matrix are gathered three times as fast as by three indices
+    if states.is_contiguous():
+        rows = (tokens + head * total).flatten()
         return states.view(-1, size).index_select(0, rows).view(batch, heads, -1, size)
-    return states[numbers // heads, numbers % heads, chosen]
+    return states[head // heads, head % heads, tokens]
 
 
 def _like(mask: Tensor | None, chosen: Tensor, groups: int) -> Tensor:

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from crosslayer.core.options import check_choice
 from crosslayer.core.plan import PASSED, STATES, DepthPlan
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig as Config
 else:
-    Config = Any  # importing it takes a second, which the table of methods should not need
+    # importing it takes a second, which the table of methods should not need
+    Config = Any
 
 # a linear compensation (W_c) adds after W_o, before W_o, or to the MLP's update
 TARGETS = ("attention", "heads", "mlp")
@@ -150,7 +150,8 @@ class Compensation(nn.Linear, Mixing):
         """Set W_c to zero, unless a checkpoint has filled it."""
         init.zeros_(self.weight)
 
-    reset_parameters = reset  # called by nn.Linear.__init__
+    # nn.Linear.__init__ calls it, and would otherwise fill W_c at random
+    reset_parameters = reset
 
 
 @dataclass(frozen=True)
@@ -201,21 +202,21 @@ class Wiring:
         A name is None where the source is the layer itself.
         """
         result: list[dict[int, tuple[str | None, ...]]] = [{} for _ in range(self.plan.layers)]
-        for number, state in enumerate(PASSED):
-            for layer, sources in enumerate(result):
-                read = self.plan.reads(state, layer)
-                if read not in ((), (layer,)):
-                    sources[number] = tuple(None if i == layer else self.carried[i][number] for i in read)
+        for index, state in enumerate(PASSED):
+            for layer, names in enumerate(result):
+                sources = self.plan.reads(state, layer)
+                if sources not in ((), (layer,)):
+                    names[index] = tuple(None if source == layer else self.carried[source][index] for source in sources)
         return tuple(result)
 
     @cached_property
     def carried(self) -> tuple[Mapping[int, str], ...]:
         """(L,), for each state (index in `PASSED`) that later layers read, its name in the carry."""
         carried: list[dict[int, str]] = [{} for _ in range(self.plan.layers)]
-        for number, state in enumerate(PASSED):
+        for index, state in enumerate(PASSED):
             for layer, slot in enumerate(self.plan.slots(state)):
                 if slot is not None:
-                    carried[layer][number] = f"{state}.{slot}"
+                    carried[layer][index] = f"{state}.{slot}"
         return tuple(carried)
 
     @cached_property
@@ -342,10 +343,6 @@ class Compensated(Method):
     compensation: str | None = None
     """What the linear compensation (W_c) of these layers adds to: "attention" (after W_o), "heads" (before W_o), "mlp"
     (the MLP's update), None: no W_c. An extension if the paper has none."""
-
-    def check_compensation(self) -> None:
-        """Refuse an unknown target."""
-        check_choice(self.name(), "compensation", self.compensation, (*self.targets, None))
 
     def compensates(self, plan: DepthPlan, layer: int) -> bool:
         """Return whether a layer gets a W_c, by the method's own `plan`: if any of its states is not its own."""

@@ -12,6 +12,7 @@ from crosslayer.core.plan import DepthPlan
 def check_layers(name: str, option: str, layers: Sequence[int], count: int) -> None:
     """Refuse layers that do not exist or are named twice."""
     for layer in layers:
+        # True is an int, and would be layer 1
         if isinstance(layer, bool) or not isinstance(layer, int) or not 0 <= layer < count:
             raise ValueError(f"{name}: {option} must hold layers from 0 to {count - 1}, got {layer!r}")
     if len(set(layers)) != len(layers):
@@ -46,22 +47,24 @@ def parse_layers(text: str, layers: int) -> list[list[int]]:
     Raises:
         ValueError: the text is not such a list, or names a layer that does not exist or twice.
     """
-    groups = [[i for item in group.split("+") for i in _parse_range(text, item, layers)] for group in text.split(",")]
+    groups: list[list[int]] = []
+    for group in text.split(","):
+        groups.append([])
+        for item in group.split("+"):
+            match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", item)
+            if match is None:
+                raise ValueError(
+                    f"layers {text!r}: {item!r} is neither a layer nor a range; write, for example, 18-21,22-25"
+                )
+            first = int(match[1])
+            last = first if match[2] is None else int(match[2])
+            if not first <= last < layers:
+                raise ValueError(f"layers {text!r}: {item!r} is out of range; layers go from 0 to {layers - 1}")
+            groups[-1].extend(range(first, last + 1))
     named = [layer for group in groups for layer in group]
     if len(set(named)) != len(named):
         raise ValueError(f"layers {text!r}: a layer is named twice; name each once")
     return groups
-
-
-def _parse_range(text: str, item: str, layers: int) -> range:
-    match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", item)
-    if match is None:
-        raise ValueError(f"layers {text!r}: {item!r} is neither a layer nor a range; write, for example, 18-21,22-25")
-    first = int(match[1])
-    last = first if match[2] is None else int(match[2])
-    if not first <= last < layers:
-        raise ValueError(f"layers {text!r}: {item!r} is out of range; layers go from 0 to {layers - 1}")
-    return range(first, last + 1)
 
 
 def check_choice(name: str, option: str, value: Any, choices: Sequence[Any]) -> None:
@@ -70,7 +73,8 @@ def check_choice(name: str, option: str, value: Any, choices: Sequence[Any]) -> 
         raise ValueError(f"{name}: {option} must be one of {', '.join(map(repr, choices))}, got {value!r}")
 
 
-@lru_cache(8)  # every layer of a model asks
+# every layer of a model asks for the same
+@lru_cache(8)
 def mixed_layers(name: str, plan: DepthPlan, state: str) -> tuple[int, ...]:
     """Return the layers that compute this state themselves; refuse fewer than two, since there is nothing to mix."""
     own_layers = plan.own_layers(state)
@@ -79,6 +83,7 @@ def mixed_layers(name: str, plan: DepthPlan, state: str) -> tuple[int, ...]:
     return tuple(own_layers)
 
 
+# a range is written out layer by layer: a mistyped number must not fill the memory
 MOST_LAYERS = 10_000
 Value = TypeVar("Value")
 BY_LAYER = re.compile(r"\s*(?P<value>[^@,\s]+)\s*(?:@(?P<first>\d+)(?:-(?P<last>\d+))?)?\s*", re.ASCII)

@@ -14,9 +14,10 @@ from itertools import pairwise
 STATES = ("queries", "keys", "values")
 CACHED = ("keys", "values")
 PASSED = (*STATES, "choices")  # what a layer may pass on to later ones
-ROUNDING = 1e-9  # of a share times a number of tokens, which is rounded up
-Entry = int | tuple[int, ...] | None
-Vector = tuple[Entry, ...]
+# of a share times a number of tokens, which is rounded up: 0.07 · 100 is 7.000000000000001 in float64, and not 8 tokens
+ROUNDING = 1e-9
+Source = int | tuple[int, ...] | None  # what a layer reads of a state: its own, another layer's, several, or nothing
+Vector = tuple[Source, ...]
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,8 @@ class DepthPlan:
         return DepthPlan(own, own, own, own)
 
     def __post_init__(self):
-        for name in (*STATES, "mlps"):  # lists become tuples, so that equal plans compare and hash as equal
+        # lists become tuples, so that equal plans compare and hash as equal
+        for name in (*STATES, "mlps"):
             entries = (tuple(entry) if isinstance(entry, list) else entry for entry in self.sources(name))
             object.__setattr__(self, name, tuple(entries))
         object.__setattr__(self, "choices", tuple(self.choices) or (None,) * self.layers)
@@ -73,9 +75,7 @@ class DepthPlan:
             sources = [self.sources(state)[layer] for state in STATES]
             if None in sources and sources != [None] * 3:
                 raise ValueError(f"layer {layer}: queries, keys and values must be all None or all set, got {sources}")
-        self._check_choices()
 
-    def _check_choices(self) -> None:
         if len(self.choices) != self.layers:
             raise ValueError("choices must have an entry for each layer, or be empty")
         if self.reads_less != (self.chosen is not None) or not (self.chosen is None or self.chosen.tokens > 0):
@@ -88,6 +88,7 @@ class DepthPlan:
                 raise ValueError(f"{where} must name the layer itself, a layer below or None, got {chooser!r}")
             if not self.attends(layer) or not self.attends(chooser):
                 raise ValueError(f"{where} need attention in layers {chooser} and {layer}")
+            # a layer has one choice: the one that it makes for others would replace the one that it reads
             if self.choices[chooser] not in (None, chooser):
                 raise ValueError(f"{where} name layer {chooser}, which attends to the choice of another layer")
 
@@ -115,7 +116,7 @@ class DepthPlan:
 
     def own_layers(self, state: str) -> list[int]:
         """Return the layers that compute this state themselves."""
-        return [layer for layer, entry in enumerate(self.sources(state)) if layer in _layers_of(entry)]
+        return [layer for layer, source in enumerate(self.sources(state)) if layer in _layers_of(source)]
 
     def stored(self, layer: int) -> tuple[str, ...]:
         """Return what the cache holds for a layer: its own keys and values, if any (queries are never cached)."""
@@ -182,7 +183,8 @@ class DepthPlan:
         for layer in range(self.layers):
             if last.get(layer, layer) > layer:
                 slot = next(s for s in range(self.layers) if busy.get(s, -1) < layer)
-                busy[slot], result[layer] = last[layer], slot
+                busy[slot] = last[layer]
+                result[layer] = slot
         return tuple(result)
 
     def merge(self, other: "DepthPlan", names: tuple[str, str]) -> "DepthPlan":
@@ -193,45 +195,41 @@ class DepthPlan:
         Raises:
             ValueError: the plans conflict, or one drops a source of the other; both methods are named.
         """
+        pair = f"{names[0]} with {names[1]}"
         vectors = {s: self._merge_vector(other, s, names) for s in (*STATES, "mlps")}
         for state in STATES:
-            for reader, entry in enumerate(vectors[state]):
-                for source in _layers_of(entry):
-                    if source not in _layers_of(vectors[state][source]):
-                        pair = f"{names[0]} with {names[1]}"
+            for reader, source in enumerate(vectors[state]):
+                for layer in _layers_of(source):
+                    if layer not in _layers_of(vectors[state][layer]):
                         raise ValueError(
-                            f"{pair}: layer {reader} reads {state} of layer {source}, which has no {state} of its own"
+                            f"{pair}: layer {reader} reads {state} of layer {layer}, which has no {state} of its own"
                         )
-        choices = self._merge_choices(other, vectors["keys"], names)
-        chosen = self.chosen if self.reads_less else other.chosen
-        chosen = None if choices == (None,) * self.layers else chosen
-        return DepthPlan(**vectors, choices=choices, chosen=chosen)
 
-    def _merge_choices(self, other: "DepthPlan", keys: Vector, names: tuple[str, str]) -> tuple[int | None, ...]:
-        """Return who chooses for whom; a layer whose attention is dropped needs no choice."""
         if self.reads_less and other.reads_less:
             raise ValueError(f"{names[0]} and {names[1]} both choose the tokens that layers attend to; only one may")
-        choices = self.choices if self.reads_less else other.choices
-        merged = tuple(None if key is None else chooser for chooser, key in zip(choices, keys, strict=True))
-        for layer, chooser in enumerate(merged):
+        plan = self if self.reads_less else other
+        # a layer whose attention is dropped needs no choice
+        keys = vectors["keys"]
+        choices = tuple(None if key is None else chooser for chooser, key in zip(plan.choices, keys, strict=True))
+        for layer, chooser in enumerate(choices):
             if chooser is not None and keys[chooser] is None:
-                pair = f"{names[0]} with {names[1]}"
                 raise ValueError(f"{pair}: layer {layer} attends to the choice of layer {chooser}, which is dropped")
-        return merged
+        chosen = None if choices == (None,) * self.layers else plan.chosen
+        return DepthPlan(**vectors, choices=choices, chosen=chosen)
 
     def _merge_vector(self, other: "DepthPlan", state: str, names: tuple[str, str]) -> Vector:
         if self.layers != other.layers:
             raise ValueError(f"{names[0]} has {self.layers} layers and {names[1]} {other.layers}")
-        result: list[Entry] = []
-        for layer, (source, others) in enumerate(zip(self.sources(state), other.sources(state), strict=True)):
-            if others in (source, layer):
-                result.append(source)
-            elif source == layer:
-                result.append(others)
-            elif source is None or others is None:
+        result: list[Source] = []
+        for layer, (first, second) in enumerate(zip(self.sources(state), other.sources(state), strict=True)):
+            if second in (first, layer):
+                result.append(first)
+            elif first == layer:
+                result.append(second)
+            elif first is None or second is None:
                 result.append(None)
             else:
-                both = f"{names[0]} reads {state} of {_named(source)} and {names[1]} of {_named(others)}"
+                both = f"{names[0]} reads {state} of {_named(first)} and {names[1]} of {_named(second)}"
                 raise ValueError(f"layer {layer}: {both}; only one method may change them")
         return tuple(result)
 
@@ -258,28 +256,29 @@ class DepthPlan:
         return "← " + "+".join("own" if source == layer else str(source) for source in sources)
 
 
-def _layers_of(entry: Entry) -> tuple[int, ...]:
-    if entry is None:
+def _layers_of(source: Source) -> tuple[int, ...]:
+    if source is None:
         return ()
-    return entry if isinstance(entry, tuple) else (entry,)
+    return source if isinstance(source, tuple) else (source,)
 
 
-def _named(entry: Entry) -> str:
-    sources = _layers_of(entry)
-    return f"layer {sources[0]}" if len(sources) == 1 else f"layers {' and '.join(map(str, sources))}"
+def _named(source: Source) -> str:
+    layers = _layers_of(source)
+    return f"layer {layers[0]}" if len(layers) == 1 else f"layers {' and '.join(map(str, layers))}"
 
 
-def _check_vector(state: str, vector: Sequence[Entry]) -> None:
-    for layer, entry in enumerate(vector):
-        where = f"layer {layer}: {state}"
-        if isinstance(entry, tuple) and state == "queries":
-            raise ValueError(f"{where} must have a single source, got {entry}; only keys and values may have several")
-        if isinstance(entry, tuple) and (len(entry) < 2 or any(a >= b for a, b in pairwise(entry))):
-            raise ValueError(f"{where}: a tuple of sources must be at least two layers in rising order, got {entry}")
-        for source in _layers_of(entry):
-            if isinstance(source, bool) or not isinstance(source, int) or not 0 <= source < len(vector):
-                raise ValueError(f"{where}: a source must be a layer from 0 to {len(vector) - 1}, got {source!r}")
-            if source > layer:
-                raise ValueError(f"{where}: a source must not be above its reader, got layer {source}")
-            if source not in _layers_of(vector[source]):
-                raise ValueError(f"{where}: a source must have {state} of its own, got layer {source}, which has none")
+def _check_vector(state: str, vector: Sequence[Source]) -> None:
+    for reader, source in enumerate(vector):
+        where = f"layer {reader}: {state}"
+        if isinstance(source, tuple) and state == "queries":
+            raise ValueError(f"{where} must have a single source, got {source}; only keys and values may have several")
+        if isinstance(source, tuple) and (len(source) < 2 or any(a >= b for a, b in pairwise(source))):
+            raise ValueError(f"{where}: a tuple of sources must be at least two layers in rising order, got {source}")
+        for layer in _layers_of(source):
+            # True is an int, and would be layer 1
+            if isinstance(layer, bool) or not isinstance(layer, int) or not 0 <= layer < len(vector):
+                raise ValueError(f"{where}: a source must be a layer from 0 to {len(vector) - 1}, got {layer!r}")
+            if layer > reader:
+                raise ValueError(f"{where}: a source must not be above its reader, got layer {layer}")
+            if layer not in _layers_of(vector[layer]):
+                raise ValueError(f"{where}: a source must have {state} of its own, got layer {layer}, which has none")

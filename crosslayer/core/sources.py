@@ -45,6 +45,7 @@ class Sources(Sequence[Tensor]):
 
     def to(self, *args: Any, **kwargs: Any) -> "Sources":
         """Move the tensors, as accelerate asks of what enters a layer on another device."""
+        # without the bank: it holds the values on the old device
         return Sources([tensor.to(*args, **kwargs) for tensor in self.opened])
 
 
@@ -78,6 +79,7 @@ def outside_layer_graphs(function: Function) -> Function:
 
     @functools.wraps(function)
     def either(*args: Any, **kwargs: Any) -> Any:
+        # in a whole model a function that is disabled would break the only graph
         by_layer = torch.compiler.is_compiling() and BY_LAYER in args[-1]
         return (eager if by_layer else function)(*args, **kwargs)
 

@@ -35,6 +35,7 @@ def given_cache(arguments: Mapping[str, Any]) -> Any:
 def takes_cache(forward: Forward) -> Forward:
     """Let a `forward` with a parameter `cache` take it by either name; from 5.24 on, the old one with a warning."""
     if CACHE == "cache":
+        # transformers' own decorator: its models accept the old name with this warning until 5.40
         return deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")(forward)  # type: ignore[return-value]
 
     @functools.wraps(forward)
@@ -43,6 +44,7 @@ def takes_cache(forward: Forward) -> Forward:
             kwargs["cache"] = kwargs.pop(CACHE)
         return forward(self, *args, **kwargs)
 
+    # `generate` checks its arguments against the signature
     signature = inspect.signature(forward)
     parameters = [each.replace(name=CACHE) if each.name == "cache" else each for each in signature.parameters.values()]
     renamed.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
@@ -92,7 +94,8 @@ class NoState:
     supports_early_init = False
     is_initialized = is_compileable = is_croppable = True
     keys = values = None
-    is_sliding = None  # neither True nor False: other layers size the masks
+    # neither True nor False: caches look for the first layer of a kind, and other layers size the masks
+    is_sliding = None
 
     def get_max_length(self) -> int:
         """Return -1: there is no limit."""

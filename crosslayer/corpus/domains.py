@@ -24,7 +24,8 @@ EMBEDDED = {  # domain → archive and files in it; sources and licenses: data/S
     "docs": ("modern_corpus", ("docs",)),
     "code": ("modern_corpus", ("code",)),
 }
-FITTED = ("books", "web", "docs")  # domains to which a retrofit is fitted by default; the others only judge it
+# domains to which a retrofit is fitted by default; the others only judge it, as text that it was not fitted to
+FITTED = ("books", "web", "docs")
 # kinds of text that prompts have: a codec is fitted to them too, and nothing is judged on them
 FIT_ONLY = {name: ("mixed_corpus", (name,)) for name in ("python", "formulas", "reasoning", "dialogue")}
 Documents = Tensor | TextSource | Iterable[str]
@@ -107,17 +108,20 @@ def _split_ids(ids: Tensor, parts: Mapping[str, int]) -> dict[str, Windows]:
     if sum(parts.values()) > len(ids):
         needs = ", ".join(f"{count} for {name}" for name, count in parts.items())
         raise ValueError(f"there are {len(ids)} windows of token ids; {sum(parts.values())} are needed ({needs})")
-    windows, start = {}, 0
+    windows = {}
+    start = 0
     for name, count in parts.items():
-        rows = range(start, start + count)
-        windows[name], start = Windows(ids[start : start + count], tuple(rows)), start + count
+        indices = range(start, start + count)
+        windows[name] = Windows(ids[indices.start : indices.stop], tuple(indices))
+        start += count
     return windows
 
 
 def joined(pairs: list[tuple[str, Windows]]) -> Windows:
     """Return the windows of several domains together, by name; their documents are renumbered."""
+    # intervals are drawn over documents, and each domain counts its own from 0
     keys = [(name, document) for name, windows in pairs for document in windows.documents]
-    numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+    numbers = {key: index for index, key in enumerate(dict.fromkeys(keys))}
     ids = torch.cat([windows.ids for _, windows in pairs])
     return Windows(ids, tuple(numbers[key] for key in keys), tuple(name for name, _ in keys))
 
@@ -143,11 +147,13 @@ class Texts:
         their short names; a mapping names its domains. The default evaluation text is all embedded domains. The default
         calibration text is the evaluation text, or three of the embedded domains without either.
         """
-        evaluated, calibrated = _by_name(evaluation, "text"), _by_name(calibration, "calibration text")
+        evaluated = _by_name(evaluation, "text")
+        calibrated = _by_name(calibration, "calibration text")
+        # the same name must be the same text: its windows are cut once, so that none is both fitted and judged on
         for name in evaluated.keys() & calibrated.keys():
-            one, other = evaluated[name], calibrated[name]
-            are_sources = isinstance(one, TextSource) and isinstance(other, TextSource)
-            if one is not other and not (are_sources and one == other):
+            judged, fitted = evaluated[name], calibrated[name]
+            are_sources = isinstance(judged, TextSource) and isinstance(fitted, TextSource)
+            if judged is not fitted and not (are_sources and judged == fitted):
                 raise ValueError(f"two different texts are both named {name!r}; rename one of them")
         domains: dict[str, Tensor | Iterable[str]] = {}
         for name, text in {**evaluated, **calibrated}.items():

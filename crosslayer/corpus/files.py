@@ -19,8 +19,15 @@ from crosslayer.output.progress import say
 
 DOCUMENT_LINE = "<|doc|>"  # a line that separates documents in a .txt file
 READ = 2**20  # bytes that are unpacked at once
-HARMLESS, DENSEST = 2**26, 200  # bytes that a packed file may hold in any case; text is packed to a third or an eighth
-LONGEST = 2**24  # characters of a document or a row: what is longer in a .txt is cut, in a .jsonl refused
+# bytes that a packed file may hold in any case, and the most times its size beyond that: text is packed to a third or
+# an eighth, and a small file from a stranger must not fill the memory
+HARMLESS, DENSEST = 2**26, 200
+# characters of a document or a row: what is longer in a .txt is cut, in a .jsonl refused, since half a row is no JSON
+LONGEST = 2**24
+PACKINGS: dict[str, Callable[[Any], Any]] = {".gz": gzip.open, ".xz": lzma.open}
+PLAIN = (".txt", ".md")  # whose text has no columns
+KINDS = (*PLAIN, ".jsonl", ".parquet")
+SUFFIXES = ".txt, .md, .jsonl or .parquet (also with .gz or .xz)"
 
 
 @dataclass
@@ -34,8 +41,6 @@ class Reading:
 def local_files(name: str) -> list[Path]:
     """Return the files that a name means: all text files in a folder, or what matches a pattern (`*`, `?`, `[…]`).
 
-    In a folder a README.md is left out: it is about the texts.
-
     Any other name without the suffix of a text file is a dataset's: no files.
 
     Raises:
@@ -44,13 +49,15 @@ def local_files(name: str) -> list[Path]:
     """
     path = Path(name).expanduser()
     if path.is_dir():
-        texts = [file for file in sorted(path.rglob("*")) if file_kind(file) in READERS and file.name != "README.md"]
+        # a README.md is about the texts
+        texts = [file for file in sorted(path.rglob("*")) if file_kind(file) in KINDS and file.name != "README.md"]
         files = [file for file in texts if file.is_file()]
         if not files:
             raise ValueError(f"{name!r} has no text files; their names end in {SUFFIXES}")
         return files
     if path.is_file():
         return [path]
+    # reading these may never end
     if path.exists():
         raise ValueError(f"{name!r} is a device or a pipe; use a .txt, .md, .jsonl or .parquet file, or a Hub dataset")
     if glob.has_magic(name):
@@ -59,7 +66,8 @@ def local_files(name: str) -> list[Path]:
         if not files:
             raise ValueError(f"no file matches {name!r}")
         return files
-    if file_kind(path) in READERS:
+    # else a misspelled file would be asked for at the hub
+    if file_kind(path) in KINDS:
         raise ValueError(f"text file {name!r} does not exist")
     return []
 
@@ -71,12 +79,20 @@ def file_kind(path: Path) -> str:
 
 def stream_file(path: Path, column: str, reading: Reading | None, where: Mapping[str, Any]) -> Iterator[str]:
     """Yield the documents of a file, of a table the `column` of rows that `where` chooses, if any; `reading` counts."""
-    if where and file_kind(path) in PLAIN:
+    kind = file_kind(path)
+    if where and kind in PLAIN:
         raise ValueError(f"`where` needs columns, and {path.name!r} has none; give .jsonl, .parquet or a dataset")
-    if file_kind(path) not in READERS:
+    if kind not in KINDS:
         raise ValueError(f"{path.name!r} has the suffix {path.suffix!r}; text files end in {SUFFIXES}")
+    reading = reading or Reading()
+    if kind in PLAIN:
+        texts = _plain_documents(path, reading)
+    elif kind == ".jsonl":
+        texts = row_texts(jsonl_rows(path, reading), path.name, column, where)
+    else:
+        texts = row_texts(_parquet_rows(path, column, where, reading), path.name, column, where)
     empty = True
-    for text in READERS[file_kind(path)](path, column, reading or Reading(), where):
+    for text in texts:
         if text.strip():
             empty = False
             yield with_line_feeds(text)
@@ -95,7 +111,7 @@ def say_skipped(name: str, rows: int) -> None:
         say(f"{name}: skipped {plural(rows, 'row')} without text or response")
 
 
-def _txt_documents(path: Path, column: str, reading: Reading, where: Mapping[str, Any]) -> Iterator[str]:
+def _plain_documents(path: Path, reading: Reading) -> Iterator[str]:
     lines: list[str] = []
     size = 0
     for line in _lines(path, reading):
@@ -107,10 +123,6 @@ def _txt_documents(path: Path, column: str, reading: Reading, where: Mapping[str
             lines.append(line)
             size += len(line)
     yield "".join(lines).strip("\n")
-
-
-def _jsonl_documents(path: Path, column: str, reading: Reading, where: Mapping[str, Any]) -> Iterator[str]:
-    return row_texts(jsonl_rows(path, reading), path.name, column, where)
 
 
 def row_texts(rows: Iterable[tuple[str, Any]], name: str, column: str, where: Mapping[str, Any]) -> Iterator[str]:
@@ -129,38 +141,38 @@ def row_texts(rows: Iterable[tuple[str, Any]], name: str, column: str, where: Ma
 
 def jsonl_rows(path: Path, reading: Reading | None = None) -> Iterator[tuple[str, Any]]:
     """Yield what the lines of a .jsonl file hold, each with its file and line in words."""
-    for number, line in enumerate(_lines(path, reading or Reading()), 1):
+    for index, line in enumerate(_lines(path, reading or Reading()), 1):
         if not line.strip():
             continue
-        location = f"{path.name!r}, line {number}"
+        location = f"{path.name!r}, line {index}"
         if len(line) == LONGEST:
             raise ValueError(f"{location}: a row must have fewer than {LONGEST:,} characters, got more")
         try:
             row = json.loads(line)
+        # RecursionError: brackets that are nested thousands deep
         except (ValueError, RecursionError):
             raise ValueError(f"{location}: not JSON; each line of .jsonl holds an object") from None
         yield location, row
 
 
-def _parquet_documents(path: Path, column: str, reading: Reading, where: Mapping[str, Any]) -> Iterator[str]:
+def _parquet_rows(path: Path, column: str, where: Mapping[str, Any], reading: Reading) -> Iterator[tuple[str, Any]]:
+    """Yield the needed columns of each row, with the file's name; a batch counts as its share of the file."""
     check_extra("train", "reading .parquet", "pyarrow")
     import pyarrow.parquet as parquet
 
+    # parquet is read from its end, which a packed file does not give: it is unpacked as a whole
     with _readable_table(path), _opened(path) as (_, unpacked):
         file = parquet.ParquetFile(io.BytesIO(unpacked.read()) if path.suffix in PACKINGS else path)
         names = file.schema_arrow.names
     if column not in names:
         raise ValueError(f"{path.name!r} has no column {column!r}; it has {', '.join(names)}")
-    return row_texts(_parquet_rows(path, file, [*{column, *where}], reading), path.name, column, where)
 
-
-def _parquet_rows(path: Path, file: Any, columns: list[str], reading: Reading) -> Iterator[tuple[str, Any]]:
-    """Yield rows of some columns, each with the file's name; a batch that is read counts as its share of the file."""
-    before, rows = reading.done, 0
+    before = reading.done
+    count = 0  # of rows that are read
     with _readable_table(path):
-        for batch in file.iter_batches(columns=columns):
-            rows += batch.num_rows
-            reading.done = before + path.stat().st_size * rows // file.metadata.num_rows
+        for batch in file.iter_batches(columns=[*{column, *where}]):
+            count += batch.num_rows
+            reading.done = before + path.stat().st_size * count // file.metadata.num_rows
             for row in batch.to_pylist():
                 yield repr(path.name), row
 
@@ -169,7 +181,8 @@ def _parquet_rows(path: Path, file: Any, columns: list[str], reading: Reading) -
 def _readable_table(path: Path) -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # pyarrow raises many kinds, also for a page that is damaged
+    # pyarrow raises many kinds of errors, also for a page that is damaged
+    except Exception as error:
         reason = " ".join(str(error).split())[:200]
         raise ValueError(f"{path.name!r} is not a parquet file, or is damaged: {reason}") from error
 
@@ -178,8 +191,10 @@ def _lines(path: Path, reading: Reading) -> Iterator[str]:
     """Yield the lines of a text, whatever ends them, each with a line feed; of one longer than `LONGEST`, parts."""
     before = reading.done
     try:
+        # -sig: files saved on Windows may begin with a byte order mark, which must change no document
         with _opened(path) as (packed, file), io.TextIOWrapper(file, encoding="utf-8-sig") as text:
             while line := text.readline(LONGEST):
+                # valid UTF-8, but in no text: the file is binary
                 if "\0" in line:
                     raise UnicodeError
                 reading.done = before + packed.tell()
@@ -201,11 +216,14 @@ def _opened(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
         raise ValueError(f"{path.name!r} cannot be read: {error.strerror or error}") from error
 
 
+@dataclass(eq=False)
 class _Unpacked(io.RawIOBase):
     """Reads a packed file, and refuses one that unpacks to far more than text does."""
 
-    def __init__(self, name: str, packed: IO[bytes], file: IO[bytes]):
-        self.name, self.packed, self.file, self.size = name, packed, file, 0
+    name: str
+    packed: IO[bytes]
+    file: IO[bytes]
+    size: int = 0  # bytes that were read, unpacked
 
     def readable(self) -> bool:
         """Return that it can be read."""
@@ -221,13 +239,3 @@ class _Unpacked(io.RawIOBase):
                 f"{self.name!r} unpacks to more than {DENSEST} times its size, so it is not text; give another file"
             )
         return len(content)
-
-
-PACKINGS: dict[str, Callable[[Any], Any]] = {".gz": gzip.open, ".xz": lzma.open}
-PLAIN = (".txt", ".md")  # whose text has no columns
-READERS: dict[str, Callable[[Path, str, Reading, Mapping[str, Any]], Iterator[str]]] = {
-    **dict.fromkeys(PLAIN, _txt_documents),
-    ".jsonl": _jsonl_documents,
-    ".parquet": _parquet_documents,
-}
-SUFFIXES = ".txt, .md, .jsonl or .parquet (also with .gz or .xz)"

@@ -23,6 +23,7 @@ def row_text(row: Any, location: str, column: str) -> str | None:
     text = row[column]
     if text is not None and not isinstance(text, str):
         raise ValueError(f"{location}: no text in column {column!r}; it holds a value of type {type(text).__name__}")
+    # JSON can write half of a surrogate pair, which no tokenizer encodes: an error here still knows the row
     if text is not None and any("\ud800" <= character <= "\udfff" for character in text):
         raise ValueError(f"{location}: column {column!r} holds half of a character (a surrogate)")
     return text
@@ -51,9 +52,22 @@ def example_of(
     response: str = RESPONSES[0],
     messages: str | None = None,
 ) -> Example | None:
-    """Return prompt and response of a row, whose columns are named; None if it has no response, or several."""
+    """Return prompt and response of a row, whose columns are named; None if it has no response, or several.
+
+    With `messages`, the row is a conversation; a system message precedes the instruction.
+    """
     if messages is not None:
-        return _single_turn(row, location, messages)
+        held = row.get(messages) if isinstance(row, dict) else None
+        if not isinstance(held, list) or not all(isinstance(message, dict) for message in held):
+            raise ValueError(f"{location}: column {messages!r} has no list of messages, each with role and content")
+        turns = [(row_text(message, location, "role"), row_text(message, location, "content")) for message in held]
+        roles = [role for role, _ in turns]
+        contents = [content or "" for _, content in turns]
+        # a conversation of several turns has several responses; such rows are counted as skipped
+        if roles not in (["user", "assistant"], ["system", "user", "assistant"]) or not contents[-1].strip():
+            return None
+        return PROMPT.format(instruction="\n\n".join(contents[:-1]), input=""), contents[-1]
+
     answer = row_text(row, location, response)
     if answer is None or not answer.strip():
         return None
@@ -67,18 +81,6 @@ def example_of(
     return PROMPT.format(instruction=asked, input="\n".join(filter(None, lines))), answer
 
 
-def _single_turn(row: Any, location: str, column: str) -> Example | None:
-    """Return prompt and response of a conversation with a single turn; a system message precedes the instruction."""
-    held = row.get(column) if isinstance(row, dict) else None
-    if not isinstance(held, list) or not all(isinstance(message, dict) for message in held):
-        raise ValueError(f"{location}: column {column!r} has no list of messages, each with role and content")
-    messages = [(row_text(message, location, "role"), row_text(message, location, "content")) for message in held]
-    roles, contents = [role for role, _ in messages], [content or "" for _, content in messages]
-    if roles not in (["user", "assistant"], ["system", "user", "assistant"]) or not contents[-1].strip():
-        return None
-    return PROMPT.format(instruction="\n\n".join(contents[:-1]), input=""), contents[-1]
-
-
 def document_of(row: Any, location: str, column: str) -> str | None:
     """Return the text of a row; None if the row has no text.
 
@@ -86,6 +88,7 @@ def document_of(row: Any, location: str, column: str) -> str | None:
     """
     if column != TEXT or not isinstance(row, dict) or TEXT in row:
         return row_text(row, location, column)
+    # tables of instructions are calibration text as they are, without an option that names their columns
     response = next((name for name in RESPONSES if name in row), None)
     if MESSAGES in row:
         example = example_of(row, location, messages=MESSAGES)

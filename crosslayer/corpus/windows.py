@@ -14,14 +14,20 @@ from transformers import PreTrainedTokenizerBase
 from crosslayer.corpus.documents import TextSource, load_documents
 from crosslayer.output.progress import progress
 
-MESSAGE = "\0"  # of a user; in no template
-WORD = 1000  # characters; a text with spaces has one at least this often
+# stands for a user's message in a chat template: no template has this character, so that it marks the place
+MESSAGE = "\0"
+# characters in which a cut looks for a space: a text without any must not be searched to its end at every cut
+WORD = 1000
 JOINED = -1  # the document of a window that is joined from several
-SAMPLES, SAMPLE = 64, 2000  # pieces, and characters of each, that say how many tokens a text has
-SLACK = 1.2  # how far beyond that estimate a text is still tried
-STREAMED = 4096  # documents of a stream that `split` takes
+# pieces, and characters of each, that say how many tokens a text has: to tokenize a long text takes a minute
+SAMPLES, SAMPLE = 64, 2000
+# how far beyond that estimate a text is still tried: a sample is not exact, and only whole tokens can tell
+SLACK = 1.2
+# documents of a stream that `split` holds in memory, since it draws from all that it has
+STREAMED = 4096
 SUFFIXES = (".txt", ".md", ".jsonl", ".json", ".parquet")
-CHARACTERS_PER_TOKEN = 6  # an upper estimate for text, so that a piece fills a sequence
+# an upper estimate for text, so that a piece of that many characters a token fills a window
+CHARACTERS_PER_TOKEN = 6
 
 Text = Tensor | TextSource | Iterable[str] | None
 Body = tuple[list[int], int]  # the tokens of a window without special ones, and the document that they come from
@@ -32,13 +38,14 @@ def pieces(documents: Iterable[str], characters: int, seed: int) -> Iterator[tup
 
     They are shuffled where all documents are at hand, in a list; those of a stream come in their order.
     """
-    texts = enumerate(documents)
-    starts = ((number, text, start) for number, text in texts for start in range(0, len(text), characters))
+    starts = (
+        (document, text, start) for document, text in enumerate(documents) for start in range(0, len(text), characters)
+    )
     if isinstance(documents, list):
         starts = [*starts]
         random.Random(seed).shuffle(starts)
-    for number, text, start in starts:
-        yield number, text[next_word(text, start) : next_word(text, start + characters)]
+    for document, text, start in starts:
+        yield document, text[next_word(text, start) : next_word(text, start + characters)]
 
 
 def token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
@@ -65,6 +72,7 @@ def special_tokens(
         if not fixed:
             raise ValueError("`prefix` must have at least one token, got none; leave it out for plain text")
         first, last = special_tokens(tokenizer, bos)
+        # a chat template may write the beginning token itself, which must not stand there twice
         return (fixed if fixed[: len(first)] == first else first + fixed), last
     if bos not in ("auto", "yes", "no"):
         raise ValueError(f"`bos` must be auto, yes or no, got {bos!r}")
@@ -76,6 +84,7 @@ def special_tokens(
             raise ValueError("`bos` yes needs a beginning-of-sequence token, which this tokenizer lacks; use auto")
         assert isinstance(token, int)
         return [token], []
+    # tokenizers do not say what they add in one form: what stands around a letter stands around any text
     plain = cast(list[int], tokenizer.encode("a", add_special_tokens=False))
     full = cast(list[int], tokenizer.encode("a"))
     for start in range(len(full) - len(plain) + 1):
@@ -88,6 +97,7 @@ def next_word(text: str, at: int) -> int:
     """Return where the next word begins, with the space before it; `at` itself where no space is near."""
     if at == 0 or at >= len(text):
         return min(at, len(text))
+    # a word is encoded with the space before it, so the search begins a character earlier
     space = text.find(" ", at - 1, at + WORD)
     return space if space >= 0 else at
 
@@ -188,10 +198,28 @@ def packed(
         fixed = f"{len(first) + len(last)} fixed tokens"
         raise ValueError(f"sequences = {sequences} and length = {length} leave no text next to {fixed}; raise them")
     _check_estimate(documents, tokenizer, sequences, size)
-    bodies, rest = _pack_bodies(documents, tokenizer, sequences, size, seed)
+
+    bodies: list[Body] = []
+    rest: list[int] = []
+    documents_of_rest: set[int] = set()
+    # one window of each piece: a second one would come from the same place, and less of the text would be seen
+    for document, piece in pieces(documents, CHARACTERS_PER_TOKEN * size, seed):
+        tokens = token_ids(tokenizer, piece)
+        if len(tokens) >= size:
+            bodies.append((tokens[:size], document))
+            tokens = tokens[size:]
+        rest += tokens
+        documents_of_rest.add(document)
+        if len(bodies) == sequences:
+            break
+
+    # what the pieces have left is used only if they are too few, since it is not contiguous text
+    while len(bodies) < sequences and len(rest) >= size:
+        bodies.append((rest[:size], JOINED if len(documents_of_rest) > 1 else min(documents_of_rest)))
+        rest = rest[size:]
     if len(bodies) < sequences:
         raise ValueError(
-            f"the text has {len(bodies) * size + rest} tokens; {sequences} sequences of {length} need "
+            f"the text has {len(bodies) * size + len(rest)} tokens; {sequences} sequences of {length} need "
             f"{sequences * size}: use fewer or shorter sequences, or more text"
         )
     return _windows(bodies, first, last)
@@ -211,74 +239,50 @@ def split(
     Windows are drawn with `seed` from everywhere in the documents (at most 4,096 of a stream); no token is used twice.
     """
     first, last = special_tokens(tokenizer, bos)
-    size, wanted = length - len(first) - len(last), sum(parts.values())
+    size = length - len(first) - len(last)
+    wanted = sum(parts.values())
     if min(parts.values()) < 1 or size < 1:
         raise ValueError(f"windows {parts} of {length} tokens leave no tokens for text; raise both")
+
+    bodies: list[Body] = []
+    rest: list[int] = []
     held = list(itertools.islice(documents, None if isinstance(documents, list) else STREAMED))
-    bodies = _split_bodies(held, tokenizer, wanted, size, seed)
+    # unlike `packed`, all windows of a piece: the parts need many, and the text may be short
+    for document, piece in pieces(held, CHARACTERS_PER_TOKEN * size, seed):
+        if len(bodies) == wanted:
+            break
+        tokens = token_ids(tokenizer, piece)
+        while len(tokens) >= size and len(bodies) < wanted:
+            bodies.append((tokens[:size], document))
+            tokens = tokens[size:]
+        # a document shorter than a piece would be lost as a whole, so these are joined; of others an end is lost
+        if len(held[document]) < CHARACTERS_PER_TOKEN * size:
+            rest += tokens
+            if len(rest) >= size:
+                bodies.append((rest[:size], JOINED))
+                rest = rest[size:]
     if len(bodies) < wanted:
         needs = ", ".join(f"{count} for {name}" for name, count in parts.items())
         raise ValueError(
             f"the text gives {len(bodies)} windows of {length} tokens ({len(bodies) * length} tokens); {wanted} are "
             f"needed ({needs}): use fewer or shorter windows, or more text"
         )
-    windows, start = {}, 0
+    windows = {}
+    start = 0
     for name, count in parts.items():
         windows[name] = _windows(bodies[start : start + count], first, last)
         start += count
     return windows
 
 
-def _pack_bodies(
-    documents: Iterable[str], tokenizer: PreTrainedTokenizerBase, count: int, size: int, seed: int
-) -> tuple[list[Body], int]:
-    """Return at most `count` bodies, first of single pieces, then of what is left of them, and the tokens left over."""
-    bodies: list[Body] = []
-    rest: list[int] = []
-    sources: set[int] = set()  # the documents of the rest
-    for number, piece in pieces(documents, CHARACTERS_PER_TOKEN * size, seed):
-        tokens = token_ids(tokenizer, piece)
-        if len(tokens) >= size:
-            bodies.append((tokens[:size], number))
-            tokens = tokens[size:]
-        rest += tokens
-        sources.add(number)
-        if len(bodies) == count:
-            break
-    while len(bodies) < count and len(rest) >= size:
-        bodies.append((rest[:size], JOINED if len(sources) > 1 else min(sources)))
-        rest = rest[size:]
-    return bodies, len(rest)
-
-
-def _split_bodies(
-    documents: list[str], tokenizer: PreTrainedTokenizerBase, count: int, size: int, seed: int
-) -> list[Body]:
-    """Return at most `count` bodies: every piece gives as many as it holds, and short documents are joined."""
-    bodies: list[Body] = []
-    rest: list[int] = []
-    for number, piece in pieces(documents, CHARACTERS_PER_TOKEN * size, seed):
-        if len(bodies) == count:
-            break
-        tokens = token_ids(tokenizer, piece)
-        while len(tokens) >= size and len(bodies) < count:
-            bodies.append((tokens[:size], number))
-            tokens = tokens[size:]
-        if len(documents[number]) < CHARACTERS_PER_TOKEN * size:
-            rest += tokens
-            if len(rest) >= size:
-                bodies.append((rest[:size], JOINED))
-                rest = rest[size:]
-    return bodies
-
-
 def _windows(bodies: list[Body], first: list[int], last: list[int]) -> Windows:
     ids = torch.tensor([[*first, *tokens, *last] for tokens, _ in bodies])  # (N, T)
-    return Windows(ids, tuple(number for _, number in bodies))
+    return Windows(ids, tuple(document for _, document in bodies))
 
 
 def _check_estimate(documents: Iterable[str], tokenizer: PreTrainedTokenizerBase, sequences: int, size: int) -> None:
     """Refuse a long text that is too short by far, from a sample: to tokenize it all takes a minute."""
+    # a stream has no known length, and reading it to its end to measure it would be worse than trying
     characters = sum(map(len, documents)) if isinstance(documents, list) else 0
     if characters <= SAMPLES * SAMPLE:
         return

@@ -14,11 +14,13 @@ from crosslayer.probe.model import no_cache
 def announce(model: PreTrainedModel, ids: Tensor, tokens: float, steps: float = 0) -> None:
     """Show how long reading and decoding take, by the first of windows (N, T), if it is a minute or more."""
     window = ids[:1].to(model.device)
+    # The least of three, since the first pass is slower.
     passes = [seconds(lambda: model(input_ids=window, **no_cache(model)), model.device) for _ in range(3)]
-    total = tokens * min(passes) / window.numel()  # with all logits, which are most of the work in a small model
+    # With all logits, which are most of the work in a small model.
+    total = tokens * min(passes) / window.numel()
     if steps:
-        took = run(model, Load(window.shape[1] - 1, new_tokens=1), window, static=False).seconds
-        total += steps * took["tpot_dynamic"]
+        timed = run(model, Load(window.shape[1] - 1, new_tokens=1), window, static=False)
+        total += steps * timed.seconds["tpot_dynamic"]
     if total >= 60:
         with progress(f"this will take about {round(total / 60)} min", 0):
             pass

@@ -62,42 +62,46 @@ def candidate_of(given: Any, name: str | None = None) -> Candidate:
         return Candidate(name or "plan", around=lambda model: what_if(model, given))
     if isinstance(given, type) and issubclass(given, Cache):
         return Candidate(name or given.__name__, around=lambda model: _with_class(model, given), scores=False)
-    if isinstance(given, str | Path):
-        return _named(str(given), name)
-    if callable(given):
+    # After models and classes, which can be called too.
+    if not isinstance(given, str | Path) and callable(given):
         return Candidate(name or getattr(given, "__name__", type(given).__name__), around=given, scores=False)  # type: ignore[arg-type]
-    raise ValueError(
-        f"a candidate must be {WHAT}, a plan, a cache class or a context manager, got {type(given).__name__}"
-    )
+    if not isinstance(given, str | Path):
+        raise ValueError(
+            f"a candidate must be {WHAT}, a plan, a cache class or a context manager, got {type(given).__name__}"
+        )
+
+    text = str(given)
+    is_eviction = text.partition(":")[0] in POLICIES
+    is_bits = text in BITS or text[:1].isdigit() or text.partition("@")[0] in BITS
+    # A folder that exists is a model, even if it is called `h2o` or `4`.
+    if not Path(text).exists() and (is_eviction or is_bits):
+        smaller = CacheOptions(evict=text) if is_eviction else CacheOptions(kv_bits=BITS.get(text, text))
+        # Reads both texts, so that what cannot be read is refused before a model is loaded.
+        smaller.sentences()
+        # vLLM takes fp8 for all layers, or for all but some (--kv-cache-dtype-skip-layers).
+        is_fp8 = all(part.startswith("fp8") for part in text.split(","))
+        engines = ("transformers", "vLLM") if is_fp8 else ("transformers",)
+        return Candidate(name or text, around=smaller.running, engines=engines)
+    # A mistyped word such as int5 would be looked up on the hub, which takes seconds and says less.
+    if not Path(text).expanduser().is_dir() and "/" not in text and text not in EMBEDDED:
+        raise ValueError(f"a candidate must be {WHAT}, got {text!r}")
+    return Candidate(name or public_name(text), text, engines=_engines(load_config(text)))
 
 
 def read_candidates(given: Sequence[Any] | Mapping[str, Any]) -> list[Candidate]:
     """Return the candidates of a list, or of a mapping with a name for each; names must differ."""
     if isinstance(given, Mapping):
-        candidates = [candidate_of(one, name) for name, one in given.items()]
+        candidates = [candidate_of(item, name) for name, item in given.items()]
     else:
-        candidates = [candidate_of(one) for one in given]
+        candidates = [candidate_of(item) for item in given]
     if not candidates:
         raise ValueError(f"`candidates` is empty; name at least one: {WHAT}")
+    # A row, and what a judge remembers, is found by the candidate's name.
     names = [candidate.name for candidate in candidates]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ValueError(f"two candidates are named {twice[0]!r}; give a mapping of names to candidates")
     return candidates
-
-
-def _named(text: str, name: str | None) -> Candidate:
-    is_eviction = text.partition(":")[0] in POLICIES
-    is_bits = text in BITS or text[:1].isdigit() or text.partition("@")[0] in BITS
-    if not Path(text).exists() and (is_eviction or is_bits):
-        smaller = CacheOptions(evict=text) if is_eviction else CacheOptions(kv_bits=BITS.get(text, text))
-        smaller.sentences()  # raises for what cannot be read
-        is_fp8 = all(part.startswith("fp8") for part in text.split(","))  # of all layers, or of those that are named
-        engines = ("transformers", "vLLM") if is_fp8 else ("transformers",)
-        return Candidate(name or text, around=smaller.running, engines=engines)
-    if not Path(text).expanduser().is_dir() and "/" not in text and text not in EMBEDDED:
-        raise ValueError(f"a candidate must be {WHAT}, got {text!r}")
-    return Candidate(name or public_name(text), text, engines=_engines(load_config(text)))
 
 
 def _engines(config: Any) -> tuple[str, ...]:
@@ -117,5 +121,6 @@ def _with_class(model: PreTrainedModel, cls: type[Cache]) -> Iterator[NewCache]:
         except TypeError:
             return cls()  # type: ignore[call-arg]
 
-    new_cache()  # raises at once
+    # A class that cannot be built fails here, before the model reads anything.
+    new_cache()
     yield new_cache

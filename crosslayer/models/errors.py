@@ -8,6 +8,7 @@ from typing import Any
 
 from crosslayer.environment import quiet_transformers
 
+# far more than any model has; a config makes lists of this length, so a hostile number would fill the memory
 MOST_LAYERS = 4096
 SENTENCE = 200  # characters of a library's error that are shown
 
@@ -23,23 +24,6 @@ def check_layers(values: Mapping[str, Any]) -> None:
             raise ValueError(f"num_hidden_layers must be a whole number from 1 to {MOST_LAYERS}, got {count}")
 
 
-def _reason(error: Exception) -> str:
-    """Return an error's message; of a library's, only the first sentence: the rest is advice for its own callers."""
-    modules = [frame.f_globals["__name__"] for frame, _ in traceback.walk_tb(error.__traceback__)]
-    if modules[-1].startswith("crosslayer"):
-        return str(error)
-    text = " ".join(str(error).split()) or type(error).__name__
-    if "does not appear to have a file" in text and "safetensors" in text:
-        return "it has no safetensors weights; pickled weights are not loaded"
-    if "trust_remote_code" in text:
-        return (
-            "it needs code from its folder or repository, which crosslayer never runs; try `crosslayer serve` if vLLM "
-            "supports the model, or the folder that it was exported from"
-        )
-    first = re.split(r"\. (?=[A-Z])", text)[0]
-    return first if len(first) <= SENTENCE else f"{first[:SENTENCE]} …"
-
-
 @contextmanager
 def one_line_errors(name: str):
     """Turn whatever a loader raises about a source into a single line."""
@@ -47,4 +31,21 @@ def one_line_errors(name: str):
         with quiet_transformers():
             yield
     except Exception as error:
-        raise ValueError(f"{name!r} cannot be loaded: {_reason(error)}") from error
+        text = " ".join(str(error).split()) or type(error).__name__
+        modules = [frame.f_globals["__name__"] for frame, _ in traceback.walk_tb(error.__traceback__)]
+        # what our own code raised is a sentence already
+        if modules[-1].startswith("crosslayer"):
+            reason = str(error)
+        elif "does not appear to have a file" in text and "safetensors" in text:
+            reason = "it has no safetensors weights; pickled weights are not loaded"
+        # transformers advises to set trust_remote_code, which would run code of the model's author
+        elif "trust_remote_code" in text:
+            reason = (
+                "it needs code from its folder or repository, which crosslayer never runs; try `crosslayer serve` if "
+                "vLLM supports the model, or the folder that it was exported from"
+            )
+        # of a library's message only the first sentence: the rest is advice for its own callers
+        else:
+            reason = re.split(r"\. (?=[A-Z])", text)[0]
+            reason = reason if len(reason) <= SENTENCE else f"{reason[:SENTENCE]} …"
+        raise ValueError(f"{name!r} cannot be loaded: {reason}") from error

@@ -37,7 +37,8 @@ logger = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 ALTERNATIVES = f"use a hub name, a local folder or an embedded model ({', '.join(EMBEDDED)})"
-MISSED = re.compile(r"(^|\.)pooler\.")  # what may be missing: no measure of ours reads a pooler
+# what may be missing: no measure of ours reads a pooler
+MISSED = re.compile(r"(^|\.)pooler\.")
 # what may be left over: that, and buffers that old versions saved, of positions and of causal masks
 LEFT_OVER = re.compile(
     r"(^|\.)pooler\.|rotary_emb\.inv_freq$|(^|\.)position_ids$|\.attn\.(attention\.)?(masked_)?bias$|\.attn\.causal_mask$"
@@ -62,12 +63,14 @@ def load_model(
     """
     import crosslayer.core.decoder.modeling  # noqa: F401  registers our model
 
+    # wrong names are refused before anything is read
     target = resolve_device(device)
     folder = model_source(name)
     wanted = resolve_dtype(dtype, target)
     with one_line_errors(name):
         config = _config(folder)
         _check_config(config)
+        # transformers 5.19 and 5.20 run SDPA without the caps of scores
         attention = attention_that_caps(config, config._attn_implementation)
         if attention is not None:
             config._attn_implementation = attention
@@ -79,7 +82,8 @@ def load_model(
             use_safetensors=True,
             trust_remote_code=False,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are named below
+            # they are named below
+            ignore_mismatched_sizes=True,
         )
     model, info = loaded
     _check_complete(name, model, info)
@@ -107,7 +111,8 @@ def _config(source: str, reads_decilm: bool = True) -> PreTrainedConfig:
     from crosslayer.core.decoder import decilm
 
     values, _ = PreTrainedConfig.get_config_dict(source)
-    if isinstance(values, dict):  # what else a config.json may hold, transformers refuses
+    # what else a config.json may hold, transformers refuses
+    if isinstance(values, dict):
         check_layers(values)
         if reads_decilm and values.get("model_type") == decilm.MODEL_TYPE:
             return decilm.config_of(values)
@@ -163,8 +168,9 @@ def resolve_device(device: str | torch.device | None) -> torch.device:
     """Turn a device's name into the device; `None` means the first GPU, or the CPU where there is none."""
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    # a device that torch knows by name may not be there, and the meta device has no numbers
     try:
-        torch.ones(1, device=device).item()  # the meta device has no numbers
+        torch.ones(1, device=device).item()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise ValueError(f"device {str(device)!r} cannot be used here: {str(error).splitlines()[0][:100]}") from error
     return torch.device(device)
@@ -189,8 +195,9 @@ def stored_dtype(model: PreTrainedModel, config: PreTrainedConfig) -> torch.dtyp
 
 def is_causal(config: PreTrainedConfig) -> bool:
     """Return whether a config's model is a causal language model, by the class that it names."""
-    names = config.architectures or []
-    return any(n.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")) for n in names)
+    # LMHeadModel: of GPT-2 and its age; ForConditionalGeneration: of models that also read images or sound
+    endings = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+    return any(name.endswith(endings) for name in config.architectures or [])
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
@@ -219,11 +226,13 @@ def model_source(name: str, needs_weights: bool = True) -> str:
                 "merge it first: merge_and_unload() of peft, then save_pretrained"
             )
         if needs_weights and not list(folder.glob("*.safetensors")):
-            pickled = [p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt")]
+            # unpickling runs whatever code the file holds
+            pickled = [path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".ckpt")]
             if pickled:
                 raise ValueError(f"{name!r} has only pickled weights ({pickled[0]}); convert them to safetensors first")
             raise ValueError(f"{name!r} has no weights; a model folder holds config.json and model.safetensors")
         return str(folder)
+    # before the hub is asked, which takes seconds
     check_known(name)
     if not is_hub_name(name):
         raise ValueError(f"model folder {name!r} does not exist; {ALTERNATIVES}")
@@ -239,9 +248,11 @@ def _check_config(config: PreTrainedConfig) -> None:
         raise ValueError("it is an encoder-decoder; decoders and encoders are supported")
     if "vocab_size" not in config.get_text_config().to_dict():
         raise ValueError(f"{config.model_type} is not a language model: its config has no vocabulary")
+    # whatever `use_safetensors` says, transformers unpickles an adapter_model.bin that the config names
     weights = str(config.to_dict().get("transformers_weights") or ".safetensors")
     if not weights.endswith((".safetensors", ".safetensors.index.json")):
         raise ValueError(f"its config names the weights {weights!r}; crosslayer loads only safetensors")
+    # transformers loads a name with a slash from the hub's kernels, which are code
     if "/" in str(config._attn_implementation or ""):
         raise ValueError(f"its config asks for attention {config._attn_implementation!r}, Hub code that never runs")
 
@@ -255,14 +266,19 @@ def _check_complete(name: str, model: PreTrainedModel, info: dict) -> None:
     lost += sorted(str(key[0]) for key in info["mismatched_keys"])
     if lost:
         raise ValueError(f"{name!r}: {_some(lost)} are missing or misshapen in the checkpoint")
-    ours = model.config.model_type == "crosslayer"  # which never had such buffers
+
+    # models of ours never had buffers that old versions saved
+    ours = model.config.model_type == "crosslayer"
     over = sorted(key for key in info["unexpected_keys"] if ours or not LEFT_OVER.search(key))
-    parts, prefix = dict(model.named_children()), f"{model.base_model_prefix}."
-    no_part = [key for key in over if key.removeprefix(prefix).split(".")[0] not in parts]
-    heads = no_part if model.base_model is model else []
-    if len(heads) < len(over):
-        left = [key for key in over if key not in heads]
-        raise ValueError(f"{name!r}: {_some(left)} are in the checkpoint, but not in the model")
+    # the weights of a head belong to no part of a body that is loaded without it
+    parts = dict(model.named_children())
+    prefix = f"{model.base_model_prefix}."
+    heads = []
+    if model.base_model is model:
+        heads = [key for key in over if key.removeprefix(prefix).split(".")[0] not in parts]
+    unknown = [key for key in over if key not in heads]
+    if unknown:
+        raise ValueError(f"{name!r}: {_some(unknown)} are in the checkpoint, but not in the model")
     if heads:
         logger.warning("%s: %s belong to a head and are left out", name, _some(heads))
 
@@ -275,9 +291,11 @@ def _some(weights: list[str]) -> str:
 def _tokenizer(folder: str) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except OSError:  # a hub that cannot be reached any more
+    # a hub that cannot be reached any more
+    except OSError:
         raise
-    except Exception as error:  # where there is none, transformers speaks of packages to install
+    except Exception as error:
+        # where there is none, transformers speaks of packages to install
         if "trust_remote_code" in str(error):
             raise ValueError("its tokenizer needs custom code, which crosslayer never runs") from error
         raise ValueError("it has no readable tokenizer; put its tokenizer.json into the model's folder") from error
@@ -286,13 +304,13 @@ def _tokenizer(folder: str) -> PreTrainedTokenizerBase:
 @contextmanager
 def replaced(weights: Mapping[nn.Parameter, Tensor]) -> Iterator[None]:
     """Give weights other data inside the block, which may be of another dtype."""
-    own = {weight: weight.data for weight in weights}
+    before = {weight: weight.data for weight in weights}
     try:
         for weight, data in weights.items():
             weight.data = data
         yield
     finally:
-        for weight, data in own.items():
+        for weight, data in before.items():
             weight.data = data
 
 
@@ -307,9 +325,11 @@ def origin(model: PreTrainedModel | str | Path) -> dict[str, str | list[str]]:
         return {"base_model": entry.hub, "license": entry.license, **language}
     if folder.is_dir():
         return _stated(folder / CARD)
-    if "/" not in name or not is_hub_name(name):  # the class of a model that was built here
+    # the class of a model that was built here
+    if "/" not in name or not is_hub_name(name):
         return {}
-    try:  # the card lies in the cache, or is fetched where the hub answers
+    # the card lies in the cache, or is fetched where the hub answers
+    try:
         card = Path(hf_hub_download(name, CARD, local_files_only=hub_source(name) != name))
     except (ValueError, OSError, HfHubHTTPError, LocalEntryNotFoundError):
         return {"base_model": name}
@@ -320,11 +340,13 @@ def _stated(path: Path) -> dict[str, str | list[str]]:
     """Return what a card states; of its base only where it is ours, as others mean what they were made of."""
     if not path.is_file():
         return {}
+    # utf-8-sig: a card saved on Windows may begin with a byte order mark, which hides its header
     facts, _ = split_card(path.read_text(encoding="utf-8-sig", errors="replace"))
     tags = facts.get("tags")
     ours = isinstance(tags, list) and "crosslayer" in tags
     stated = {}
     for name in (*COPIED, "base_model") if ours else COPIED:
+        # a card is untrusted: only texts are copied into another card
         words = facts.get(name)
         words = words if isinstance(words, list) else [words]
         if words and all(isinstance(word, str) and word for word in words):

@@ -66,7 +66,7 @@ def pair(
     One that is named gets the dtype and the device of the other, unless others are asked for. One that is loaded has
     `tokenizer`, or that of the other.
     """
-    sources = [unwrapped(one) for one in (model, baseline) if one is not None]
+    sources = [unwrapped(side) for side in (model, baseline) if side is not None]
     configs = [causal_config(verb, source) for source in sources]
     loaded = [source for source in sources if isinstance(source, PreTrainedModel)]
     named = [source for source in sources if not isinstance(source, PreTrainedModel)]
@@ -76,10 +76,12 @@ def pair(
         raise ValueError("a model given by name has its own tokenizer; leave tokenizer=… out")
     if not named and tokenizer is None and needs_tokenizer:
         raise ValueError("a loaded model needs its tokenizer; pass tokenizer=…")
+    # both run in one dtype, or the comparison would also be one of dtypes
     if loaded:
-        dtype, device = dtype or loaded[0].dtype, device or loaded[0].device
+        dtype = dtype or loaded[0].dtype
+        device = device or loaded[0].device
     elif dtype is None and len(named) > 1 and resolve_device(device).type != "cpu":
-        dtype = configs[0].dtype  # the baseline is loaded in the candidate's
+        dtype = configs[0].dtype
     sides = []
     for source, config in zip(sources, configs, strict=True):
         words = (tokenizer or [*named, source][0]) if isinstance(source, PreTrainedModel) else source
@@ -90,11 +92,15 @@ def pair(
 def causal_config(verb: str, source: Named) -> PreTrainedConfig:
     """Return the config of a model for a verb; one that is not there, or no causal language model, is refused."""
     if isinstance(source, PreTrainedModel):
-        config, fits, name = source.config, source.can_generate(), type(source).__name__
+        config = source.config
+        fits = source.can_generate()
+        name = type(source).__name__
     else:
+        # a model without weights is refused here, not after minutes of work on the other one
         model_source(str(source))
-        config, name = load_config(str(source)), public_name(source)
+        config = load_config(str(source))
         fits = is_causal(config)
+        name = public_name(source)
     if not fits or config.is_encoder_decoder:
         raise ValueError(f"{verb} needs a causal LM, got {name}")
     return config

@@ -11,6 +11,7 @@ import yaml
 
 from crosslayer.extras import install
 
+# no package index has crosslayer
 CLONE = "in a clone of crosslayer"
 HEADER = re.compile(r"\A---\n(.*?\n)---\n+", re.DOTALL)
 # by export format: the library that loads it, as the hub calls it
@@ -67,6 +68,7 @@ def card(facts: Mapping[str, Any], body: str) -> str:
 
 def split_card(text: str) -> tuple[dict[str, Any], str]:
     """Return metadata and text of an untrusted card; the metadata is empty if it cannot be read."""
+    # a card of a hub may be by anyone: `safe_load` makes plain data only, and what it cannot read is no error
     match = HEADER.match(text)
     try:
         facts = yaml.safe_load(match[1]) if match is not None else None

@@ -10,13 +10,15 @@ from typing import Any
 
 from crosslayer.output.panel import COLORS, QUIET, Dots, Heat, Panel, Wires, colored_lines, lowest
 
-VERSION = "6.4"  # of Vega-Lite, in the page and in vl-convert
+# of Vega-Lite: vl-convert has several, and the page and the SVG files must be drawn by the same one
+VERSION = "6.4"
 MARKED = 100  # points of a line, above which they are not marked
 BESIDE = 0.015  # share of the horizontal axis between error bars of the same x
 LONGEST = 18  # characters of a line of a name
 WHOLE_TICKS = 10  # whole numbers up to which each has a tick
-LANE, LANES = 0.035, 4  # vertical lines beside bars of layers: share of the figure's width, and how many
+LANE, LANES = 0.035, 4  # vertical lines beside bars of layers: share of the bars' greatest width, and how many
 PADDING = 8  # pixels between what is drawn and the ends of an axis
+# labelLimit 0 is no limit: Vega cuts labels at 180 pixels otherwise
 CONFIG = {
     "font": "system-ui, sans-serif",
     "view": {"stroke": None},
@@ -36,14 +38,17 @@ def same_scale(panels: Sequence[Panel]) -> list[Panel]:
 
 def chart(panel: Panel) -> dict[str, Any]:
     """Return a panel as a Vega-Lite chart with title and legend; a page has its own instead of these."""
+    datasets: dict[str, Any] = {}
     if panel.heat is not None:
-        layers, datasets = _heat_layers(panel, panel.heat), {}
+        layers = _heat_layers(panel, panel.heat)
     elif panel.dots is not None:
-        layers, datasets = _dot_layers(panel, panel.dots), {}
+        layers = _dot_layers(panel, panel.dots)
     elif panel.wires is not None:
-        layers, datasets = _wire_layers(panel, panel.wires), {}
+        layers = _wire_layers(panel, panel.wires)
     else:
-        layers, datasets = _line_layers(panel), {"lines": _rows(panel)}
+        layers = _line_layers(panel)
+        # a dataset of its own: every mark and the tooltips draw from it, and the page has the points only once
+        datasets["lines"] = _points(panel)
     return {
         "$schema": f"https://vega.github.io/schema/vega-lite/v{VERSION.split('.')[0]}.json",
         "title": panel.title,
@@ -52,7 +57,8 @@ def chart(panel: Panel) -> dict[str, Any]:
         "width": 360 if panel.heat is not None and panel.heat.square else 520,
         "height": panel.height or 360,
         "config": CONFIG,
-        "params": [{"name": "hidden", "value": []}],  # names of lines that the page's legend has switched off
+        # names of lines that the page's legend has switched off
+        "params": [{"name": "hidden", "value": []}],
         "datasets": datasets,
         "layer": layers,
     }
@@ -60,7 +66,8 @@ def chart(panel: Panel) -> dict[str, Any]:
 
 def save_svg(panel: Panel, folder: Path) -> Path:
     """Write a panel into `folder`/<key>.svg, with title and legend."""
-    import vl_convert  # 30 MB, and only pages need it
+    # 30 MB, and only pages need it
+    import vl_convert
 
     path = folder / f"{panel.key}.svg"
     path.write_text(vl_convert.vegalite_to_svg(chart(panel), vl_version=VERSION), encoding="utf-8")
@@ -80,38 +87,45 @@ def _line_layers(panel: Panel) -> list[dict[str, Any]]:
     dash = {"field": "line", "type": "nominal", "legend": legend}
     dash["scale"] = {"domain": names, "range": [[2, 3] if line.dashed else [1, 0] for line in lines]}
     encoding = {"x": {"field": "at" if panel.bars else "x", **x}, "y": {"field": "y", **y}, "color": color}
-    bar = {**encoding, "y": {"field": "low", **y}, "y2": {"field": "high"}}
+    interval = {**encoding, "y": {"field": "low", **y}, "y2": {"field": "high"}}
+    marks: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    if panel.bars:
+        marks.append(({"type": "rule", "strokeWidth": 2, "opacity": 0.6}, interval))
+    else:
+        # an area over a single point has no width: its band is the stroke
+        area = {"type": "area", "clip": True, "fillOpacity": 0.18, "strokeOpacity": 0.4, "strokeWidth": 1.5}
+        marks.append((area, {**interval, "stroke": color}))
+    marks.append(({"type": "line", "strokeWidth": 2, "point": False}, {**encoding, "strokeDash": dash}))
     points = [len(line.x) for line in lines] or [0]
-    # the band of a single point is its stroke
-    area = {"type": "area", "clip": True, "fillOpacity": 0.18, "strokeOpacity": 0.4, "strokeWidth": 1.5}
-    marks: list[tuple[dict[str, Any], dict[str, Any]]] = [
-        ({"type": "rule", "strokeWidth": 2, "opacity": 0.6}, bar) if panel.bars else (area, {**bar, "stroke": color}),
-        ({"type": "line", "strokeWidth": 2, "point": False}, {**encoding, "strokeDash": dash}),
-    ]
     if max(points) <= MARKED:
+        # a point without a line beside it is drawn large
         size = 22 if min(points) > 1 else 60
         marks.append(({"type": "point", "filled": True, "size": size, "opacity": 1}, encoding))
+
     shown: list[dict[str, Any]] = [{"filter": "indexof(hidden, datum.line) < 0"}]
-    above = [{"calculate": "datum.y > 0 ? datum.y : null", "as": "y"}] if panel.log_y else []  # 0 cannot be drawn
+    # 0 has no place on a logarithmic axis
+    above = [{"calculate": "datum.y > 0 ? datum.y : null", "as": "y"}] if panel.log_y else []
     layers = [{"data": {"name": "lines"}, "transform": shown + above, "mark": mark, "encoding": e} for mark, e in marks]
     return [*layers, _hover(panel.x_title, x, shown)]
 
 
-def _rows(panel: Panel) -> list[dict[str, Any]]:
+def _points(panel: Panel) -> list[dict[str, Any]]:
     """Return a row for each point of each line; `at` sets error bars that share an `x` side by side."""
-    rows, lines = [], colored_lines(panel)
+    lines = colored_lines(panel)
+    points = []
     low_x, high_x = _ends([x for line in lines for x in line.x], panel.log_x)
     barred = [line for line in lines if line.low is not None]
     for line in lines:
         empty = [None] * len(line.x)
         for x, y, low, high in zip(line.x, line.y, line.low or empty, line.high or empty, strict=True):
-            row = {"line": line.name, "x": x, "y": _short(y), "low": _short(low), "high": _short(high)}
+            point = {"line": line.name, "x": x, "y": _short(y), "low": _short(low), "high": _short(high)}
             if panel.bars:
-                there = [other.name for other in barred if x in other.x]
-                shift = BESIDE * (there.index(line.name) - (len(there) - 1) / 2) if line.name in there else 0.0
-                row["at"] = _short(x * (high_x / low_x) ** shift if panel.log_x else x + (high_x - low_x) * shift)
-            rows.append(row)
-    return rows
+                beside = [candidate.name for candidate in barred if x in candidate.x]
+                shift = BESIDE * (beside.index(line.name) - (len(beside) - 1) / 2) if line.name in beside else 0.0
+                # a share of the axis, so that bars are as far apart on a logarithmic one
+                point["at"] = _short(x * (high_x / low_x) ** shift if panel.log_x else x + (high_x - low_x) * shift)
+            points.append(point)
+    return points
 
 
 def _hover(title: str, x: dict[str, Any], shown: list[dict[str, Any]]) -> dict[str, Any]:
@@ -119,7 +133,9 @@ def _hover(title: str, x: dict[str, Any], shown: list[dict[str, Any]]) -> dict[s
     interval = "datum.high == null ? '' : ' (' + format(datum.low, '.4~g') + ' to ' + format(datum.high, '.4~g') + ')'"
     value = f"datum.y == null ? '–' : format(datum.y, '.4~g') + ({interval})"
     title = title or "x"
-    name = re.sub(r"([\\.\[\]'\"])", r"\\\1", title)  # Vega reads a dot in a field's name as a nested field
+    # Vega reads a dot in a field's name as a nested field
+    name = re.sub(r"([\\.\[\]'\"])", r"\\\1", title)
+    # of one row for each point, a row for each x with a column for each line: the tooltip shows all columns
     pivot = {"pivot": "line", "value": "value", "op": "max", "groupby": [name]}
     visible = {"condition": {"param": "pointer", "empty": False, "value": 0.5}, "value": 0}
     nearest = {"type": "point", "on": "pointerover", "clear": "pointerout", "nearest": True}
@@ -133,13 +149,17 @@ def _hover(title: str, x: dict[str, Any], shown: list[dict[str, Any]]) -> dict[s
 
 
 def _heat_layers(panel: Panel, heat: Heat) -> list[dict[str, Any]]:
-    edges, names = heat.edges, heat.columns or [f"{x:g}" for x in heat.x[: len(heat.z[0])]]
+    edges = [*heat.x]
+    if len(heat.x) <= len(heat.z[0]):
+        edges = [*(center - 0.5 for center in heat.x), heat.x[-1] + 0.5]
+    names = heat.columns or [f"{x:g}" for x in heat.x[: len(heat.z[0])]]
     columns = [
         {"number": number, "x": left, "x2": right, "column": name}
         for number, (left, right, name) in enumerate(zip(edges[:-1], edges[1:], names, strict=True), 1)
     ]
+    # one number a cell, not a row with its edges: the page of a diagnosis is 1.1 MB; the browser makes the cells
     rows = [{"row": row, "z": [_short(z, 4) for z in numbers]} for row, numbers in zip(heat.y, heat.z, strict=True)]
-    cells = [  # split each row of numbers into cells, and add the cell's column
+    cells = [
         {"flatten": ["z"]},
         {"window": [{"op": "row_number", "as": "number"}], "groupby": ["row"]},
         {"lookup": "number", "from": {"data": {"values": columns}, "key": "number", "fields": ["x", "x2", "column"]}},
@@ -155,18 +175,21 @@ def _heat_layers(panel: Panel, heat: Heat) -> list[dict[str, Any]]:
     scale = {"scheme": "viridis", "domain": [*heat.limits], "clamp": True}
     color = {"field": "z", "type": "quantitative", "scale": scale, "legend": {"title": heat.label}}
     encoding = {"x": {"field": "x", **x}, "x2": {"field": "x2"}, "y": {"field": "y", **y}, "y2": {"field": "y2"}}
-    encoding |= {"color": color, "stroke": color}  # the stroke hides seams between cells
+    # the stroke hides seams between cells
+    encoding |= {"color": color, "stroke": color}
     encoding["tooltip"] = [
         {"field": "column", "title": panel.x_title},
         {"field": "row", "title": panel.y_title},
         {"field": "z", "title": heat.label, "type": "quantitative", "format": ".3~f"},
     ]
-    layers = [{**_layer(rows, {"type": "rect", "strokeWidth": 0.6}, encoding), "transform": cells}]
+    source = {"data": {"values": rows}, "transform": cells}
+    layers = [{**source, "mark": {"type": "rect", "strokeWidth": 0.6}, "encoding": encoding}]
     if heat.written:
+        # viridis is dark below its middle, and light above
         dark = {"condition": {"test": f"datum.z > {sum(heat.limits) / 2}", "value": "black"}, "value": "white"}
         number = {"field": "z", "type": "quantitative", "format": ".0f"}
         text = {"x": {"field": "middle", **x}, "y": {"field": "row", **y}, "text": number, "color": dark}
-        layers.append({**_layer(rows, {"type": "text"}, text), "transform": cells})
+        layers.append({**source, "mark": {"type": "text"}, "encoding": text})
     return layers
 
 
@@ -178,14 +201,17 @@ def _dot_layers(panel: Panel, dots: Dots) -> list[dict[str, Any]]:
         means.append({"row": row, "name": name, "x": x, "low": low, "high": high, "value": text})
     ends = [end for end in (*dots.low, *dots.high) if end is not None]
     x = _axis(panel.x_title, [0.0, *dots.x, *ends, *(point["x"] for point in single)], False, panel.x_ticks)
-    x["axis"] |= {"tickCount": 5, "labelFlush": 12}  # a label at an end stays inside the figure
+    # labelFlush: a label at an end stays inside the figure
+    x["axis"] |= {"tickCount": 5, "labelFlush": 12}
     names = []
-    for name in dots.names:  # a long one in lines that begin with a bracket or a plus
+    for name in dots.names:
+        # a long name in lines that begin with a bracket or a plus
         lines = [line.strip() for line in re.split(r"(?<=.)(?=[(+])", name)] if len(name) > 16 else [name]
         lines = [line if len(line) <= LONGEST else f"{line[: LONGEST - 9]}…{line[-8:]}" for line in lines]
         names.append("\n".join(lines))
     labels = json.dumps(names, ensure_ascii=False)
-    y = {"field": "row", "type": "nominal", "scale": {"domain": [*range(len(dots.names))]}}  # names may be equal
+    # rows by number, not by name: names may be equal, and Vega would draw their values in one row
+    y = {"field": "row", "type": "nominal", "scale": {"domain": [*range(len(dots.names))]}}
     y["axis"] = {"title": None, "grid": True, "labelExpr": f"{labels}[datum.value]"}
     at = {"x": {"field": "x", **x}, "y": y}
     interval = {"x": {"field": "low", **x}, "x2": {"field": "high"}, "y": y}
@@ -195,12 +221,14 @@ def _dot_layers(panel: Panel, dots: Dots) -> list[dict[str, Any]]:
         _layer([{"x": 0}], {"type": "rule", "color": QUIET}, {"x": at["x"]}),
         _layer(single, {**point, "size": 18, "opacity": 0.6, "color": QUIET}, at),
         _layer(means, {"type": "rule", "strokeWidth": 2, "color": COLORS[0]}, interval),
+        # last, above what they are the means of
         _layer(means, {**point, "size": 70, "opacity": 1, "color": COLORS[0]}, {**at, "tooltip": tooltip}),
     ]
 
 
 def _wire_layers(panel: Panel, wires: Wires) -> list[dict[str, Any]]:
     """Return bars, lines from each source to its readers, and the heads of the lines."""
+    # without any width there is still an axis
     widest = max(*wires.widths, 1e-9)
     bars = [
         {"layer": layer, "low": layer - 0.36, "high": layer + 0.36, "width": width, "kind": kind}
@@ -209,9 +237,11 @@ def _wire_layers(panel: Panel, wires: Wires) -> list[dict[str, Any]]:
     ]
     x: dict[str, Any] = {"type": "quantitative", "title": panel.x_title}
     x["scale"] = {"domain": [-widest * LANE * (LANES + 1) * any(wires.sources), widest]}
-    power = 10.0 ** math.floor(math.log10(widest / 5))  # about five steps of 1, 2 or 5 times a power of ten
+    # About five steps of 1, 2 or 5 times a power of ten. Vega would put ticks on the lanes, left of 0, too.
+    power = 10.0 ** math.floor(math.log10(widest / 5))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= widest / 5)
-    steps = [number * step for number in range(int(widest / step + 1e-9) + 1)]
+    # 1e-9: a last step at the very end is not lost to rounding
+    steps = [count * step for count in range(int(widest / step + 1e-9) + 1)]
     x["axis"] = {"values": steps, "format": ".4~g", "grid": False}
     y: dict[str, Any] = {"type": "quantitative", "title": panel.y_title}
     y["scale"] = {"domain": [-0.6, len(wires.widths) - 0.4], "nice": False}
@@ -225,7 +255,8 @@ def _wire_layers(panel: Panel, wires: Wires) -> list[dict[str, Any]]:
     line = {"x": {"field": "x", **x}, "x2": {"field": "to"}, "y": {"field": "y", **y}, "y2": {"field": "end"}}
     end = {"x": {"field": "x", **x}, "y": {"field": "y", **y}}
     head = {"type": "point", "shape": "triangle-right", "filled": True, "size": 34, "opacity": 1, "color": QUIET}
-    lines, ends, lanes = [], [], lanes_of(wires.sources)
+    lanes = lanes_of(wires.sources)
+    lines, ends = [], []
     for reader, sources in enumerate(wires.sources):
         for source in sources:
             at = -widest * LANE * (1 + lanes[source])
@@ -242,10 +273,11 @@ def _wire_layers(panel: Panel, wires: Wires) -> list[dict[str, Any]]:
 
 def lanes_of(sources: Sequence[Sequence[int]]) -> dict[int, int]:
     """Return the number of each source's vertical line, from the bars to the left; overlapping lines differ."""
-    last = {source: reader for reader, own in enumerate(sources) for source in own}
+    last_reader = {source: reader for reader, read in enumerate(sources) for source in read}
     lanes: dict[int, int] = {}
-    for source in sorted(last):
-        busy = {lane for other, lane in lanes.items() if last[other] >= source}
+    for source in sorted(last_reader):
+        busy = {lane for earlier, lane in lanes.items() if last_reader[earlier] >= source}
+        # where more overlap, they share the last lane: the figure has room for no more
         lanes[source] = next((lane for lane in range(LANES) if lane not in busy), LANES - 1)
     return lanes
 
@@ -267,11 +299,13 @@ def _axis(title: str, values: Sequence[float], log: bool, ticks: dict[float, str
         axis |= {"labelExpr": "datum.value >= 1000 ? format(datum.value, ',.0f') : format(datum.value, '~g')"}
         powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
         round_ticks = [digit * 10.0**power for power in powers for digit in (1, 2, 5)]
+        # on a short axis there may be none of these, and Vega chooses others
         if sum(low <= tick <= high for tick in round_ticks) > 1:
             axis["values"] = round_ticks
     elif all(value == round(value) for value in values):
         axis |= {"tickMinStep": 1, "format": "d"}
-        if high - low <= WHOLE_TICKS:  # below that, half steps would be drawn with rounded labels
+        # among so few, half steps would be drawn with rounded labels
+        if high - low <= WHOLE_TICKS:
             axis["values"] = [*range(math.ceil(low), math.floor(high) + 1)]
     return {"type": "quantitative", "title": title or None, "scale": scale, "axis": axis}
 
@@ -283,6 +317,7 @@ def _heights(panel: Panel) -> list[float]:
     heights = [value for column in columns for value in column if value is not None]
     if not panel.log_y:
         return heights
+    # without the ends of bands that reach 0, which `colored_lines` put there: they would stretch the axis
     return [value for value in heights if value > lowest(panel) / 2]
 
 

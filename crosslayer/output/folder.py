@@ -8,7 +8,6 @@ and repairs this first: it removes the incomplete folder, and restores the old o
 
 import contextlib
 import errno
-import itertools
 import json
 import os
 import shutil
@@ -19,9 +18,9 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 WRITTEN = {"record.json", "report.html", "figures", "lm_eval", "codec.safetensors"}  # files and folders of a result
-FULL = {
-    os.strerror(number): number for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-}  # the messages of a full disk, which all libraries pass on
+# The messages of a full disk. All libraries pass these on, but safetensors, tokenizers and torch raise types of their
+# own, without the number.
+FULL = {os.strerror(number): number for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)}
 SHARED, SHARED_FILE = "/dev/shm", "</torch_"  # where processes share tensors, and torch's file names there
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # errors of file systems without locks
 
@@ -60,33 +59,46 @@ def exclusive(target: Path, wait: bool = False) -> Iterator[None]:
     """Hold the lock of `target`, and repair what a killed process left; without a lock if the file system has none."""
     missing = [folder for folder in target.parents if not folder.exists()]
     path = _sibling(target, "lock")
+    # filelock would fall back to a file whose mere existence locks: it stays when its process is killed
     lock = FileLock(path, blocking=wait, fallback_to_soft=False)
     try:
         _acquire(lock, path.parent)
         try:
+            # for the message of another process
             with contextlib.suppress(OSError):
-                path.write_text(str(os.getpid()))  # for the message of another process
-            _repair(target)
+                path.write_text(str(os.getpid()))
+
+            # what a process left that was killed while it wrote: first the old folder, which may be the only whole one
+            old = _sibling(target, "old")
+            if old.exists() and not target.exists():
+                old.rename(target)
+            shutil.rmtree(old, ignore_errors=True)
+            shutil.rmtree(_sibling(target, "partial"), ignore_errors=True)
             yield
         finally:
+            # while it is held: afterwards it may be the file of the next holder
             with contextlib.suppress(OSError):
                 path.unlink()
             lock.release()
     finally:
-        with contextlib.suppress(OSError):  # remove the folders that were made for the lock, if empty
+        # the folders that were made for the lock, from the inside out; the first that is not empty ends this
+        with contextlib.suppress(OSError):
             for folder in missing:
                 folder.rmdir()
 
 
 def _acquire(lock: FileLock, parent: Path) -> None:
+    """Take a lock whose folder another process may remove at any moment."""
     while not lock.is_locked:
         parent.mkdir(parents=True, exist_ok=True)
         try:
             lock.acquire()
-        except FileNotFoundError:  # the previous holder of the lock has removed its folder
+        # the previous holder of the lock has removed its folder
+        except FileNotFoundError:
             continue
         except Timeout:
-            with open(lock.lock_file, "a"):  # where no file can be made, this says why; filelock does not
+            # where no file can be made, filelock reports a timeout too; this open raises the reason
+            with open(lock.lock_file, "a"):
                 pass
             raise BlockingIOError from None
         except OSError as error:
@@ -104,7 +116,8 @@ def locked_folder(folder: Path) -> Iterator[None]:
 
 def disk_error(error: Exception) -> str | None:
     """Return the message of a full disk if that is what an error means, else None; libraries raise many types."""
-    if "inline_container" in str(error) and "unexpected pos" in str(error):  # torch does not say why
+    # torch's words where a write was cut short: they do not say why
+    if "inline_container" in str(error) and "unexpected pos" in str(error):
         return "a file could not be written completely; the disk may be full"
     return next((message for message in FULL if message in str(error)), None)
 
@@ -137,9 +150,11 @@ def staged_folder(target: Path) -> Iterator[Path]:
             yield partial
             set_modes(partial)
         try:
+            # a folder that is not empty cannot be replaced by a rename alone, so the old one is put aside first
             if target.exists():
                 target.rename(old)
             partial.rename(target)
+        # also Ctrl-C between both renames
         except BaseException:
             if old.exists() and not target.exists():
                 old.rename(target)
@@ -154,11 +169,13 @@ def _folder_lock(target: Path) -> Iterator[None]:
     """Hold the lock of an output folder; if that fails, a ValueError names the folder and the reason."""
     with contextlib.ExitStack() as stack:
         try:
+            # a name of other bytes could not be written into a record
             target.name.encode()
             stack.enter_context(exclusive(target))
         except BlockingIOError:
             holder = ""
-            with contextlib.suppress(OSError, ValueError):  # where the lock says which process holds it
+            # the lock may not say yet which process holds it
+            with contextlib.suppress(OSError, ValueError):
                 holder = f" (process {int(_sibling(target, 'lock').read_bytes()[:10])})"
             raise ValueError(
                 f"the folder {target.name!r} is being written by another process{holder}; name another folder"
@@ -167,6 +184,7 @@ def _folder_lock(target: Path) -> Iterator[None]:
             raise ValueError(f"the name of the folder must be valid UTF-8, got {target.name!a}") from None
         except OSError as error:
             raise ValueError(f"the folder {target.name!r} cannot be written: {error.strerror or error}") from None
+        # behind the `except`s, which are for the lock and not for errors of the block
         yield
 
 
@@ -178,7 +196,8 @@ def _naming_disk_errors(folder: Path) -> Iterator[None]:
     except Exception as error:
         message = disk_error(error)
         is_named = isinstance(error, OSError) and error.filename is not None
-        if message is None or is_named or isinstance(error, ValueError) or error.__cause__ is not None:  # already clear
+        # what names a file, or is already a sentence of ours, is clear as it is
+        if message is None or is_named or isinstance(error, ValueError) or error.__cause__ is not None:
             raise
         path = SHARED if SHARED_FILE in str(error) else str(folder)
         raise OSError(FULL.get(message, errno.ENOSPC), message, path) from error
@@ -187,18 +206,36 @@ def _naming_disk_errors(folder: Path) -> Iterator[None]:
 def check_free(target: Path, force: bool) -> None:
     """Refuse an output folder that exists; with `force`, only one that holds more than crosslayer wrote."""
     target = target.expanduser().resolve()
-    if target.exists() and not target.is_dir():
+    if not target.exists():
+        return
+    if not target.is_dir():
         raise ValueError(f"{target.name!r} is a file; give another name for the folder")
-    if target.exists() and not force:
+    if not force:
         raise ValueError(f"the folder {target.name!r} exists; give another name, or `force` to replace it")
-    if target.exists() and not _is_ours(target):
+
+    # it is ours where it holds only files of a result, or files that the manifest of a model lists
+    names = {entry.name for entry in target.iterdir()}
+    files = _json_object(target / "manifest.json").get("files")
+    listed = {"manifest.json", *(name.split("/")[0] for name in files)} if isinstance(files, dict) else set()
+    is_ours = names <= WRITTEN | listed
+    # a user may keep figures of another origin there
+    is_ours = is_ours and all(path.suffix == ".svg" for path in (target / "figures").glob("*"))
+    if is_ours and "record.json" in names:
+        is_ours = str(_json_object(target / "record.json").get("schema", "")).startswith("crosslayer/")
+    elif is_ours:
+        # empty, or an export, which has a manifest only
+        is_ours = names <= listed
+    if not is_ours:
         raise ValueError(f"the folder {target.name!r} has files not written by crosslayer; `force` does not replace it")
 
 
 def free_name(folder: str) -> str:
     """Return the name of a folder that does not exist: this one, or with the lowest number: diagnosis-2."""
-    numbered = (folder if number == 1 else f"{folder}-{number}" for number in itertools.count(1))
-    return next(name for name in numbered if not Path(name).exists())
+    name, number = folder, 1
+    while Path(name).exists():
+        number += 1
+        name = f"{folder}-{number}"
+    return name
 
 
 def _sibling(target: Path, what: str) -> Path:
@@ -207,28 +244,7 @@ def _sibling(target: Path, what: str) -> Path:
     return target.with_name(f".{target.name}.crosslayer-{what}")
 
 
-def _repair(target: Path) -> None:
-    """Repair what a process left that was killed while it wrote `target`."""
-    old = _sibling(target, "old")
-    if old.exists() and not target.exists():
-        old.rename(target)
-    shutil.rmtree(old, ignore_errors=True)
-    shutil.rmtree(_sibling(target, "partial"), ignore_errors=True)
-
-
-def _is_ours(folder: Path) -> bool:
-    """Return whether a folder holds only files of a result, or files that the manifest of a model lists."""
-    names = {entry.name for entry in folder.iterdir()}
-    files = _read(folder / "manifest.json").get("files")
-    listed = {"manifest.json", *(name.split("/")[0] for name in files)} if isinstance(files, dict) else set()
-    if not names <= WRITTEN | listed or any(path.suffix != ".svg" for path in (folder / "figures").glob("*")):
-        return False
-    if "record.json" not in names:
-        return names <= listed  # empty, or an export, which has a manifest only
-    return str(_read(folder / "record.json").get("schema", "")).startswith("crosslayer/")
-
-
-def _read(path: Path) -> dict[str, Any]:
+def _json_object(path: Path) -> dict[str, Any]:
     """Return the object in an untrusted JSON file; an empty one if there is none."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

@@ -21,6 +21,7 @@ def percent(share: float, digits: int = 0) -> str:
 
 def folder_name(name: str) -> str:
     """Return how a result calls a model: a hub name as it is, of a path the last part alone."""
+    # the folders above a model's would tell where its user keeps things
     path = Path(name).expanduser()
     return path.resolve().name if name and (path.is_absolute() or path.exists()) else name
 
@@ -29,8 +30,8 @@ def readable_bytes(count: float) -> str:
     """Return a number of bytes with three digits in the largest fitting unit: 512 bytes, 96.0 MiB, 1.50 GiB."""
     for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if count >= size:
-            number = count / size
-            return f"{number:.{2 if number < 10 else 1 if number < 100 else 0}f} {unit}"
+            digits = 2 if count < 10 * size else 1 if count < 100 * size else 0
+            return f"{count / size:.{digits}f} {unit}"
     return f"{count:,.0f} bytes"
 
 

@@ -20,7 +20,7 @@ from crosslayer.core.decoder import CrossLayerConfig
 from crosslayer.core.plan import DepthPlan
 from crosslayer.environment import environment
 from crosslayer.output.folder import write_whole
-from crosslayer.output.record import validation_message
+from crosslayer.output.record import dumps, validation_message
 from crosslayer.probe.model import evaluating, layer_stack, positions
 
 NAME = "manifest.json"
@@ -59,19 +59,20 @@ def write_manifest(folder: Path, model: PreTrainedModel, config: PreTrainedConfi
     """
     config = config or model.config
     files = _entries(folder)
+    # such as a link to a folder, which is not followed, or a pipe, whose end may never come
     odd = [name for name, path in files.items() if not path.is_file()]
     if odd:
         raise ValueError(f"{folder.name!r} holds {odd[0]!r}, which is not a regular file; a manifest lists files")
+    plan, methods = plan_and_methods(config)
     manifest = Manifest(
         schema="crosslayer/manifest/1",
         files={name: file_digest(path) for name, path in files.items()},
-        plan=plan_of(config),
-        methods=methods_of(config),
+        plan=plan,
+        methods=methods,
         fingerprint=fingerprint(model),
         versions=environment().versions,
     )
-    text = json.dumps(manifest.model_dump(by_alias=True), ensure_ascii=False, allow_nan=False, indent=1)
-    write_whole(folder / NAME, text)
+    write_whole(folder / NAME, dumps(manifest.model_dump(by_alias=True)))
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -83,9 +84,11 @@ def read_manifest(folder: Path) -> Manifest:
         manifest = Manifest.model_validate_json(path.read_text(encoding="utf-8"))
     except ValidationError as error:
         message = validation_message(error)
+        # the words of pydantic's parser
         raise ValueError(f"{NAME}: {'it is nested too deeply' if 'recursion limit' in message else message}") from None
     except (OSError, ValueError) as error:
         raise ValueError(f"{NAME}: {error}") from None
+    # names are untrusted: whoever opens a listed file must stay inside the folder, on Windows too
     for name in manifest.files:
         inside = PurePosixPath(name)
         if not name or inside.is_absolute() or ".." in inside.parts or "\\" in name or "\0" in name:
@@ -98,7 +101,8 @@ def check_files(folder: Path) -> list[str]:
 
     Only files in the folder are read, whatever names the manifest lists.
     """
-    digests, paths = read_manifest(folder).files, _entries(folder)
+    digests = read_manifest(folder).files
+    paths = _entries(folder)
     problems = [f"{name} is missing" for name in digests if name not in paths]
     for name, path in paths.items():
         if name not in digests:
@@ -108,63 +112,61 @@ def check_files(folder: Path) -> list[str]:
     return sorted(problems)
 
 
-def plan_of(config: PreTrainedConfig) -> DepthPlan | None:
-    """Return the plan of a crosslayer model, or None for a stock model."""
-    return config.plan if isinstance(config, CrossLayerConfig) else None
-
-
-def methods_of(config: PreTrainedConfig) -> list[dict[str, Any]] | None:
-    """Return the methods of a crosslayer model as JSON data, or None for a stock model."""
-    return json.loads(json.dumps(config.cross_layer)) if isinstance(config, CrossLayerConfig) else None
+def plan_and_methods(config: PreTrainedConfig) -> tuple[DepthPlan | None, list[dict[str, Any]] | None]:
+    """Return the plan of a crosslayer model and its methods as JSON data, or None and None for a stock model."""
+    if not isinstance(config, CrossLayerConfig):
+        return None, None
+    # through JSON: tuples become lists, as in a manifest that is read again
+    return config.plan, json.loads(json.dumps(config.cross_layer))
 
 
 @torch.no_grad()
 def fingerprint(model: PreTrainedModel, ids: list[int] | None = None) -> Fingerprint:
     """Compute the fingerprint in float32; `ids` default to a fixed sequence."""
-    text = model.config.get_text_config(decoder=True)
-    size = text.vocab_size
+    size = model.config.get_text_config(decoder=True).vocab_size
     if ids is None:
+        # a prime step, so that the ids differ in any vocabulary
         ids = [(7 + 7919 * i) % size for i in range(min(IDS, positions(model)))]
     if not all(0 <= i < size for i in ids):
         raise ValueError(f"the fingerprint's ids must be below {size}, the size of the vocabulary, got {max(ids)}")
     with evaluating(model), _in_float32(model):
         logits: Tensor = model(torch.tensor([ids], device=model.device), use_cache=False).logits[0, -1]  # (V)
-    kept = [logits.shape[0] * i // LOGITS for i in range(LOGITS)]
-    return Fingerprint(ids=ids, dtype="float32", logits=logits[kept].tolist(), std=logits.std().item())
+    entries = [logits.shape[0] * i // LOGITS for i in range(LOGITS)]
+    return Fingerprint(ids=ids, dtype="float32", logits=logits[entries].tolist(), std=logits.std().item())
 
 
 @contextlib.contextmanager
 def _in_float32(model: PreTrainedModel) -> Iterator[None]:
     """Run a model in float32 inside the block; layers are cast one at a time, so only one needs extra memory."""
-    layers, stored = layer_stack(model), {}
-    inside = set(layers.parameters()) | set(layers.buffers())
-    outside = [tensor for tensor in _tensors(model) if tensor not in inside]
+    layers = layer_stack(model)
+    stored: dict[Tensor, Tensor] = {}
 
     def cast(tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
             if tensor.is_floating_point() and tensor.dtype != torch.float32:
                 stored[tensor], tensor.data = tensor.data, tensor.data.float()
 
-    def restore(tensors: Iterable[Tensor]) -> None:
-        for tensor in tensors:
+    def before(layer: nn.Module, _: Any) -> None:
+        cast([*layer.parameters(), *layer.buffers()])
+
+    def after(layer: nn.Module, *_: Any) -> None:
+        for tensor in (*layer.parameters(), *layer.buffers()):
             if tensor in stored:
                 tensor.data = stored.pop(tensor)
 
+    inside = {*layers.parameters(), *layers.buffers()}
     hooks: list[RemovableHandle] = []
     try:
-        cast(outside)
+        cast(tensor for tensor in (*model.parameters(), *model.buffers()) if tensor not in inside)
         for layer in layers:
-            hooks.append(layer.register_forward_pre_hook(lambda layer, _: cast(_tensors(layer))))
-            hooks.append(layer.register_forward_hook(lambda layer, *_: restore(_tensors(layer))))
+            hooks += [layer.register_forward_pre_hook(before), layer.register_forward_hook(after)]
         yield
     finally:
         for hook in hooks:
             hook.remove()
-        restore(list(stored))
-
-
-def _tensors(module: nn.Module) -> list[Tensor]:
-    return [*module.parameters(), *module.buffers()]
+        # those outside the layers, and those of a layer that raised an error, so that `after` did not run
+        for tensor, data in stored.items():
+            tensor.data = data
 
 
 def _entries(folder: Path) -> dict[str, Path]:

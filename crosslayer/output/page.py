@@ -50,7 +50,8 @@ class Page:
 @functools.cache
 def _vega() -> str:
     """Return the script that draws Vega-Lite charts in a browser, with its dependencies."""
-    import vl_convert  # 30 MB, and only pages need it
+    # 30 MB, and only pages need it
+    import vl_convert
 
     return vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;", vl_version=VERSION)
 
@@ -63,8 +64,11 @@ def _templates() -> jinja2.Environment:
         autoescape=True,
         undefined=jinja2.StrictUndefined,
     )
+    # a NaN in a chart is an error here; Jinja's own setting sorts keys, but figures are drawn in the panels' order
     templates.policies["json.dumps_kwargs"] = {"allow_nan": False}
+    # the page's legends are HTML, with the colors of the chart
     templates.globals |= {"colored_lines": colored_lines, "pairs": functools.partial(zip, strict=True)}
+    # the prefix keeps the address of a table apart from that of a figure with the same title
     templates.globals["anchor"] = lambda title: "table-" + re.sub(r"\W+", "-", title.lower()).strip("-")
     templates.filters["signed"] = lambda number: f"{number:g}".replace("-", "−")
     return templates

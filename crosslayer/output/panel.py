@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 COLORS = ("#2457c5", "#c4472f", "#23865f", "#8a5fbf", "#b8860b", "#1391a8", "#c2549a", "#7a5640")
-QUIET = "#697082"  # the color of context: other tokens, the baseline
+# the color of context: other tokens, the baseline
+QUIET = "#697082"
 
 
 @dataclass(frozen=True)
@@ -38,13 +39,6 @@ class Heat:
     columns: Sequence[str] | None = None
     written: bool = False
 
-    @property
-    def edges(self) -> list[float]:
-        """The edges of the columns, one more than there are columns."""
-        if len(self.x) > len(self.z[0]):
-            return [*self.x]
-        return [*(x - 0.5 for x in self.x), self.x[-1] + 0.5]
-
 
 @dataclass(frozen=True)
 class Dots:
@@ -59,11 +53,6 @@ class Dots:
     high: Sequence[float | None]
     single: Sequence[Sequence[float]]
 
-    @property
-    def height(self) -> int:
-        """Pixels of the figure."""
-        return max(240, 80 + 36 * len(self.names))
-
 
 @dataclass(frozen=True)
 class Wires:
@@ -75,11 +64,6 @@ class Wires:
     widths: Sequence[float]
     kinds: Sequence[str]
     sources: Sequence[Sequence[int]]
-
-    @property
-    def height(self) -> int:
-        """Pixels of the figure."""
-        return max(240, 90 + 13 * len(self.widths))
 
 
 @dataclass(frozen=True)
@@ -113,8 +97,12 @@ class Panel:
     @property
     def height(self) -> int | None:
         """Pixels of the figure, None for the usual height."""
-        rows = self.dots or self.wires
-        return None if rows is None else rows.height
+        # room for each row, beside that of the axis and the legend: a name of several lines, or the bar of a layer
+        if self.dots is not None:
+            return max(240, 80 + 36 * len(self.dots.names))
+        if self.wires is not None:
+            return max(240, 90 + 13 * len(self.wires.widths))
+        return None
 
 
 def colored_lines(panel: Panel) -> list[Line]:
@@ -127,7 +115,9 @@ def colored_lines(panel: Panel) -> list[Line]:
         lower = max(lower, lowest(panel) / 2)
 
     def cut(band: Sequence[float | None] | None) -> list[float | None] | None:
-        return None if band is None else [None if v is None else min(max(v, lower), upper) for v in band]
+        if band is None:
+            return None
+        return [None if end is None else min(max(end, lower), upper) for end in band]
 
     colors = itertools.cycle(COLORS)
     return [

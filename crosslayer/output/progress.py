@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import Protocol, Self, TextIO
+from typing import Self, TextIO
 
 from crosslayer._start import interrupts
 
@@ -28,34 +28,33 @@ def print_to(stream: TextIO, text: str) -> None:
     try:
         print(text, file=stream, flush=True)
     except OSError as error:
+        # Python flushes once more at its end, and what is left in the buffer would fail again
         nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, stream.fileno())  # also for what is left in the buffer when the process ends
+        os.dup2(nowhere, stream.fileno())
         os.close(nowhere)
         if stream is sys.stdout and not isinstance(error, BrokenPipeError):
             raise ValueError(f"stdout cannot be written: {error.strerror}") from error
 
 
-class Steps(Protocol):
-    """A running progress meter."""
+class Steps:
+    """A running progress meter, which shows nothing."""
 
     def step(self, done: int, total: int, doing: str = "") -> None:
         """Show how many steps are done, of how many, and what is being done."""
 
 
-ProgressFactory = Callable[[str, int], AbstractContextManager[Steps]]  # the task and its number of steps (0: unknown)
+# from the task and its number of steps (0: unknown)
+ProgressFactory = Callable[[str, int], AbstractContextManager[Steps]]
 
 
-class NoProgress(AbstractContextManager):
-    """The meter of calls from Python, which shows nothing."""
+class NoProgress(Steps, AbstractContextManager):
+    """The meter of calls from Python."""
 
     def __init__(self, what: str, total: int = 0):
         pass
 
     def __exit__(self, *_) -> None:
         pass
-
-    def step(self, done: int, total: int, doing: str = "") -> None:
-        """Show nothing."""
 
 
 _METER: ContextVar[ProgressFactory] = ContextVar("meter", default=NoProgress)
@@ -87,7 +86,7 @@ def prefixed(task: str) -> AbstractContextManager[None]:
     return metered_by(lambda what, total: meter(f"{task}: {what}", total))
 
 
-class Progress:
+class Progress(Steps):
     """The meter of the command line, on stderr: a bar with the time left on a terminal, plain lines otherwise.
 
     A task of unknown length (0 steps) is one line, then lines with the number of steps done if these are counted.
@@ -97,7 +96,10 @@ class Progress:
         from rich import progress
         from rich.console import Console
 
-        self.what, self.total, self.printed, self.shown = what, total, time.monotonic(), (-1, "")
+        self.what = what
+        self.total = total
+        self.printed = time.monotonic()
+        self.shown = (-1, "")
         self.is_bar = bool(total) and sys.stderr.isatty()
         columns = progress.SpinnerColumn(), "{task.description}", progress.BarColumn(), progress.MofNCompleteColumn()
         self.bar = progress.Progress(
@@ -108,8 +110,9 @@ class Progress:
             get_time=time.monotonic,
             disable=not self.is_bar,
         )
-        number = self.bar.add_task(what, total=total or None)
-        self.task = self.bar.tasks[number]
+        # where no bar is drawn, it still keeps the times for the lines
+        index = self.bar.add_task(what, total=total or None)
+        self.task = self.bar.tasks[index]
 
     def __enter__(self) -> Self:
         self.bar.start()
@@ -125,7 +128,8 @@ class Progress:
     def step(self, done: int, total: int, doing: str = "") -> None:
         """Show how much is done, what is being done, and an estimate of the time left."""
         interrupts.raise_again()
-        if (done, doing) == self.shown:  # a search may take more steps than it expected
+        # a search may take more steps than it expected: it reports its last one again
+        if (done, doing) == self.shown:
             return
         self.shown = (done, doing)
         what = f"{self.what}: {doing}" if doing else self.what
@@ -133,10 +137,9 @@ class Progress:
         if not self.is_bar and (doing or done in (0, total) or time.monotonic() - self.printed >= QUIET):
             self.printed = time.monotonic()
             count = f"{done} of {total}" if total else f"{done:,} so far"
-            say(f"{self.what}: {count}{self._time()}{f'; now {doing}' if doing else ''}")
-
-    def _time(self) -> str:
-        if self.task.finished:
-            return f", {self.task.elapsed:.0f} s"
-        left = self.task.time_remaining
-        return "" if left is None else f", about {left:.0f} s left"
+            clock = ""
+            if self.task.finished:
+                clock = f", {self.task.elapsed:.0f} s"
+            elif self.task.time_remaining is not None:
+                clock = f", about {self.task.time_remaining:.0f} s left"
+            say(f"{self.what}: {count}{clock}{f'; now {doing}' if doing else ''}")

@@ -19,16 +19,18 @@ from pydantic import (
     model_validator,
 )
 
+# A record may come from anyone, so its size, its depth and its whole numbers have limits.
 LARGEST = 2**28  # bytes of a record; a diagnosis of 30 layers has 0.8 MB
+DEEPEST = 32  # nested lists and objects, far more than any record has
 Seed = Annotated[int, Field(ge=0, lt=2**63)]  # torch takes no larger seed
 PYDANTIC = "Input should be "  # how most of pydantic's messages begin
-DEEPEST = 32  # nested lists and objects, far more than any record has
 
 
-def _unique(numbers: Any, field: ValidationInfo) -> Any:
-    if isinstance(numbers, str) or not isinstance(numbers, Iterable):
-        raise ValueError(f"{field.field_name} must be a list, got {numbers!r}")
-    unique = tuple(dict.fromkeys(numbers))
+def _unique(values: Any, field: ValidationInfo) -> Any:
+    # a text is iterable too, and would become a list of its characters
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise ValueError(f"{field.field_name} must be a list, got {values!r}")
+    unique = tuple(dict.fromkeys(values))
     if not unique:
         raise ValueError(f"{field.field_name} must have at least one value, got none")
     return unique
@@ -53,10 +55,10 @@ class Measure(Frozen):
 
     @field_validator("mean", "ci95")
     @classmethod
-    def _check_numbers(cls, rows: Any) -> Any:
-        if rows is not None and not _are_numbers(rows):
+    def _check_numbers(cls, numbers: Any) -> Any:
+        if numbers is not None and not _are_numbers(numbers):
             raise ValueError("it must hold only numbers and null")
-        return rows
+        return numbers
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
         """Refuse a measure whose mean or interval has another shape."""
@@ -79,6 +81,7 @@ def _are_numbers(entry: Any) -> bool:
     """Return whether nested lists hold only finite numbers and None."""
     if isinstance(entry, list | tuple):
         return all(map(_are_numbers, entry))
+    # `type` and not isinstance: True is an int too
     return entry is None or type(entry) in (int, float) and math.isfinite(entry)
 
 
@@ -107,9 +110,9 @@ class SameLengths(Frozen):
 
     @model_validator(mode="after")
     def _check_lengths(self) -> Self:
-        fields, lengths = type(self).model_fields, {}
+        lengths = {}
         for name, entries in self:
-            if isinstance(entries, list | tuple) and entries != fields[name].default:
+            if isinstance(entries, list | tuple) and entries != type(self).model_fields[name].default:
                 lengths[name] = len(entries)
         if len(set(lengths.values())) > 1:
             raise ValueError(f"the lists must have the same length, got {lengths}")
@@ -136,23 +139,32 @@ class Options(BaseModel):
         try:
             super().__init__(**options)
         except ValidationError as error:
-            wrong: dict[Any, str] = {}  # by option; of several types that it may have, only the first counts
-            for details in error.errors():
-                own = details.get("ctx", {}).get("error")  # our own message, which names the option
-                wrong.setdefault(details["loc"][:1], str(own) if own else _message(details))
+            wrong: dict[Any, str] = {}
+            for index, details in enumerate(error.errors()):
+                # a ValueError of ours names the option already
+                ours = details.get("ctx", {}).get("error")
+                message = str(ours) if ours else validation_message(error, index)
+                # pydantic has an error for each type that an option may have; only the first counts
+                wrong.setdefault(details["loc"][:1], message)
             raise ValueError("; ".join(wrong.values())) from None
 
+    @classmethod
+    def of(cls, **options: Any) -> Self:
+        """Return the options as they were given, of whatever type: the class converts and checks them."""
+        return cls(**options)
 
-def validation_message(error: ValidationError) -> str:
-    """Return the first error of untrusted data in one line: the path of its key, if any, and a valid type or range."""
-    return _message(error.errors()[0])
 
-
-def _message(details: Mapping[str, Any]) -> str:
-    path, message = ".".join(map(str, details["loc"])), details["msg"].removeprefix("Value error, ")
+def validation_message(error: ValidationError, index: int = 0) -> str:
+    """Return an error of untrusted data in one line: the path of its key, if any, and a valid type or range."""
+    details = error.errors()[index]
+    message = details["msg"].removeprefix("Value error, ")
+    # keys are untrusted too: control characters could control the terminal
+    path = ".".join(map(str, details["loc"]))
     path = path if path.isprintable() else repr(path)
     if message.startswith(PYDANTIC):
-        rule, value = message.removeprefix(PYDANTIC).partition(", unable to parse")[0], details["input"]
+        rule = message.removeprefix(PYDANTIC).partition(", unable to parse")[0]
+        # a list or an object may be of any size, and is not shown; reprlib shortens a long text
+        value = details["input"]
         got = f", got {reprlib.repr(value)}" if isinstance(value, str | int | float | None) else ""
         return f"{path or 'it'} must be {rule}{got}"
     return f"{path}: {message}" if path else message
@@ -191,7 +203,15 @@ def read_record(folder: Path) -> dict[str, Any]:
         record = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse, parse_int=_integer)
         if not isinstance(record, dict):
             raise ValueError("it must hold a JSON object")
-        _check_depth(record)
+
+        # level by level, since a recursive check could itself be nested too deeply
+        level: list[Any] = [record]
+        for _ in range(DEEPEST):
+            inner = [entry.values() if isinstance(entry, dict) else entry for entry in level]
+            level = [child for children in inner for child in children if isinstance(child, dict | list)]
+        if level:
+            raise ValueError("it is nested too deeply")
+    # the parser's own limit, which comes first where nesting is far deeper
     except RecursionError:
         raise ValueError("record.json: it is nested too deeply") from None
     except (OSError, ValueError) as error:
@@ -205,17 +225,7 @@ def _refuse(constant: str) -> None:
 
 def _integer(digits: str) -> int:
     """Return a whole number; refuse one of more than 64 bits."""
+    # the length first: of thousands of digits, `int` raises an error of its own
     if len(digits) > 20 or not -(2**63) <= int(digits) < 2**63:
         raise ValueError(f"it holds {digits[:20]}…, a whole number of more than 64 bits")
     return int(digits)
-
-
-def _check_depth(record: dict[str, Any]) -> None:
-    """Refuse lists and objects that are nested deeper than `DEEPEST`."""
-    level: list[Any] = [record]
-    for _ in range(DEEPEST):
-        inner = [child.values() if isinstance(child, dict) else child for child in level]
-        level = [child for children in inner for child in children if isinstance(child, dict | list)]
-        if not level:
-            return
-    raise ValueError("it is nested too deeply")

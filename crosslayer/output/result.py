@@ -1,7 +1,6 @@
 """The base class of results: a record, a folder with a page, a display in notebooks."""
 
 import html
-import re
 import shlex
 import shutil
 from collections.abc import Sequence
@@ -31,6 +30,9 @@ class Result(Shown, BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True, allow_inf_nan=False)
     command: str | None = Field(default_factory=lambda: _start.command_line, description="as typed; None from Python")
+    typed: dict[str, str] | None = Field(
+        default_factory=lambda: _start.typed, description="model and out as typed, for the next command"
+    )
     environment: Environment = Field(default_factory=environment)
 
     def record(self) -> dict[str, Any]:
@@ -50,7 +52,7 @@ class Result(Shown, BaseModel):
         for name in ("command", "environment"):  # their defaults describe a new result
             if name not in record:
                 raise ValueError(f"{name}: it is missing")
-        return cls.model_validate(record)
+        return cls.model_validate({"typed": None, **record})  # a default would be that of the running command
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Result) and self.record() == other.record()
@@ -75,14 +77,10 @@ class Result(Shown, BaseModel):
         return self.sibling("page").sentences(self)
 
     def next_command(self, model: str | None = None, out: str | None = None) -> str | None:
-        """Return `NEXT` of the verb's folder for a model and a folder, or for those in the command, if any."""
-        verb = import_module(type(self).__module__.rpartition(".")[0])
-        text, words = getattr(verb, "NEXT", ""), shlex.split(self.command or "")
-        if model is None and len(words) > 2 and not any(word.startswith("-") for word in words[1:3]):
-            model = words[2]
-        if out is None:
-            typed = re.search(r"--out[= ](\S+)", self.command or "")
-            out = typed[1] if typed else getattr(verb, "OUT", None)
+        """Return `NEXT` of the verb's folder for a model and a folder, or for those that were typed, if any."""
+        text = getattr(import_module(type(self).__module__.rpartition(".")[0]), "NEXT", "")
+        typed = self.typed or {}
+        model, out = model or typed.get("model"), out or typed.get("out")
         lone = not model or model.endswith((".json", ".gguf", "-"))  # no model that can be loaded
         if self.exit_status or ("{model}" in text and lone) or ("{out}" in text and not out):
             return None

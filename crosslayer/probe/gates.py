@@ -8,9 +8,10 @@ returned, divided into what the next linear layer of that size receives.
 Source: gated attention (arXiv 2505.06708). Shapes: T tokens, H heads, D head size.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,8 +21,11 @@ from crosslayer.probe.intercept import AttentionCall, intercepted
 from crosslayer.probe.measures import working
 from crosslayer.probe.model import layer_stack
 
-ROUNDING = 2**-6  # how far outside 0 to 1 the ratio of two numbers in bfloat16 may be
-NORM = 1e-2  # of the logarithm of a ratio: less beside a factor for each token and one for each channel is a norm
+# How far outside 0 to 1 a ratio may be: both numbers are rounded, by up to 2**-8 of their size in bfloat16.
+ROUNDING = 2**-6
+# A factor for each token plus one for each channel, in logarithms, leaves nothing of the ratio of a norm. With a mean
+# rest below this, the ratio is taken for a norm.
+NORM = 1e-2
 
 
 @contextmanager
@@ -37,24 +41,23 @@ def output_gates(model: PreTrainedModel) -> Iterator[dict[int, Tensor]]:
 
         return replace(call, after=after)
 
-    def before_linear(layer: int) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-        def hook(_: nn.Module, args: tuple[Any, ...]) -> None:
-            out, read = outputs.get(layer), args[0]
-            if out is None or read.numel() != out.numel():
-                return
-            if (read.reshape(out.shape) == out).all():  # W_o of attention without a gate
-                del outputs[layer]
-            elif (gate := gate_of(read.reshape(out.shape), out)) is not None:
-                gates[layer] = gate
-                del outputs[layer]
-
-        return hook
+    def before_linear(layer: int, _: nn.Module, args: tuple[Any, ...]) -> None:
+        # W_o is not known by name: it is the linear layer that reads as many numbers as the heads have returned.
+        out, read = outputs.get(layer), args[0]
+        if out is None or read.numel() != out.numel():
+            return
+        read = read.reshape(out.shape)
+        if (read == out).all():  # W_o of attention without a gate
+            del outputs[layer]
+        elif (gate := gate_of(read, out)) is not None:
+            gates[layer] = gate
+            del outputs[layer]
 
     with ExitStack() as hooks, intercepted(model, keep):
         for layer, block in enumerate(layer_stack(model)):
             for module in block.modules():
                 if isinstance(module, nn.Linear):
-                    hooks.callback(module.register_forward_pre_hook(before_linear(layer)).remove)
+                    hooks.callback(module.register_forward_pre_hook(partial(before_linear, layer)).remove)
         yield gates
 
 
@@ -68,8 +71,10 @@ def gate_of(read: Tensor, out: Tensor) -> Tensor | None:
     ratio = (read / out.masked_fill(~there, 1)).masked_fill(~there, 0)
     if not ratio.isfinite().all() or ratio.min() < -ROUNDING or ratio.max() > 1 + ROUNDING:
         return None
+    # a closed gate has no logarithm
     logarithm = ratio.clamp(min=1e-9).log()
     by_token, by_channel = logarithm.mean(dim=(1, 2), keepdim=True), logarithm.mean(dim=0, keepdim=True)
+    # a single token is always a factor of itself times one of each channel, whatever the ratio is
     if len(ratio) > 1 and (logarithm - by_token - by_channel + logarithm.mean()).abs().mean() < NORM:
         return None
     return ratio.sum(dim=-1) / there.sum(dim=-1).clamp(min=1)

@@ -1,8 +1,9 @@
 """See every attention call of a Hugging Face model, and change it.
 
 While a model is watched, the function that its attention implementation names is in transformers' attention
-interface behind one that shows the call first. The name stays, since models read it: sparse attention edits its mask
-by it. Calls of other models pass through, and everything is put back on exit.
+interface behind one that shows the call first. The name stays, since models read it: under a name of the probe's own,
+models with a sparse choice of tokens (HY-V4, Mistral Large 4, DeepSeek-V3.2) silently ran dense. Calls of other models
+pass through, and everything is put back on exit.
 
 Shapes: B batch, T query tokens, S key tokens, H heads, D head size.
 """
@@ -11,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +22,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 
 from crosslayer.probe.model import NO_MASKS, attention_layers, layer_stack, text_model
 
-OVER_DEPTH = "AttentionResidual"  # ends the names of transformers' classes that attend over earlier layers, not tokens
+EAGER = "eager_attention_forward"  # the function's name in transformers' modeling files
+# Ends the names of transformers' classes that attend over earlier layers, not tokens: their calls have no maps.
+OVER_DEPTH = "AttentionResidual"
 
 
 @dataclass(frozen=True)
@@ -50,8 +54,8 @@ class AttentionCall:
     @property
     def scaling(self) -> float:
         """Factor on the scores; 1/√D unless the model has its own."""
-        own = self.options.get("scaling")
-        return self.query.shape[-1] ** -0.5 if own is None else own
+        given = self.options.get("scaling")
+        return self.query.shape[-1] ** -0.5 if given is None else given
 
     @property
     def softcap(self) -> float | None:
@@ -105,6 +109,7 @@ def intercepted(model: PreTrainedModel, handler: Handler) -> Iterator[None]:
         ValueError: the model's attention does not go through the attention interface (Falcon, BLOOM).
     """
     stack = layer_stack(model)
+    # A context within another one of the same model adds its handler behind the outer ones.
     if stack[0] in _watched:
         _, handlers = _watched[stack[0]]
         handlers.append(handler)
@@ -113,8 +118,18 @@ def intercepted(model: PreTrainedModel, handler: Handler) -> Iterator[None]:
         finally:
             handlers.remove(handler)
         return
+
+    # A model that computes attention by itself would run, and none of its calls would be seen.
+    text = text_model(model)
+    if isinstance(text, PreTrainedModel) and not text._can_set_attn_implementation():
+        raise ValueError(
+            f"{type(model).__name__} ({model.config.model_type}) computes its attention itself, not through "
+            "transformers' attention interface, so it cannot be probed"
+        )
     name = model.config.get_text_config()._attn_implementation or "eager"
-    _check(model, name)
+    if name != "eager" and name not in ALL_ATTENTION_FUNCTIONS:
+        raise ValueError(f"attention {name!r} is not registered with transformers; load the model with sdpa or eager")
+
     handlers = [handler]
     modules = {
         module: (layer, handlers)
@@ -123,75 +138,51 @@ def intercepted(model: PreTrainedModel, handler: Handler) -> Iterator[None]:
         if not type(module).__name__.endswith(OVER_DEPTH)
     }
     _watched.update(modules)
-    _replace(name)
+    # The first model of an implementation puts ours in its place, the last one puts the old one back.
+    users, before = _replaced.get(name, (0, AttentionInterface._global_mapping.get(name)))
+    _replaced[name] = (users + 1, before)
+    if users == 0:
+        AttentionInterface.register(name, partial(_attend, before))
     try:
         yield
     finally:
-        _put_back(name)
+        users, before = _replaced.pop(name)
+        if users > 1:
+            _replaced[name] = (users - 1, before)
+        elif before is None:
+            del AttentionInterface._global_mapping[name]
+        else:
+            AttentionInterface.register(name, before)
         for module in modules:
             del _watched[module]
 
 
-def _check(model: PreTrainedModel, name: str) -> None:
-    text = text_model(model)
-    if isinstance(text, PreTrainedModel) and not text._can_set_attn_implementation():
-        raise ValueError(
-            f"{type(model).__name__} ({model.config.model_type}) computes its attention itself, not through "
-            "transformers' attention interface, so it cannot be probed"
-        )
-    if name != "eager" and name not in ALL_ATTENTION_FUNCTIONS:
-        raise ValueError(f"attention {name!r} is not registered with transformers; load the model with sdpa or eager")
-
-
-def _replace(name: str) -> None:
-    """Let an implementation show its calls, unless it does so already."""
-    count, before = _replaced.get(name, (0, AttentionInterface._global_mapping.get(name)))
-    _replaced[name] = (count + 1, before)
-    if count == 0:
-        AttentionInterface.register(name, _showing(before))
-
-
-def _put_back(name: str) -> None:
-    count, before = _replaced.pop(name)
-    if count > 1:
-        _replaced[name] = (count - 1, before)
-    elif before is None:
-        del AttentionInterface._global_mapping[name]
-    else:
-        AttentionInterface.register(name, before)
-
-
-def _showing(before: Callable | None) -> Callable:
-    """Return an attention function that shows the calls of watched modules to their handlers."""
-
-    def attend(module, query, key, value, attention_mask, **options):
-        function = _eager(module) if before is None else before
-        if module not in _watched:  # of another model, or of a vision tower
-            return function(module, query, key, value, attention_mask, **options)
-        layer, handlers = _watched[module]
-        call = AttentionCall(module, layer, query, key, value, attention_mask, options)
-        for handler in handlers:
-            seen = call
-            call = handler(seen)
-            if seen.parts and call is not seen:
-                raise ValueError("an attention call was changed after it had been divided; enter `smaller_cache` last")
-        outputs = [
-            function(module, part.query, part.key, part.value, part.mask, **part.options)
-            for part in call.parts or (call,)
-        ]
-        out, *more = outputs[0] if len(outputs) == 1 else (torch.cat([out for out, *_ in outputs], 1), None)
-        return out if call.after is None else call.after(out), *more
-
-    return attend
-
-
-def _eager(module: nn.Module) -> Callable:
-    """Return the eager function of a module: each modeling file has its own."""
-    for cls in type(module).__mro__:
-        function = vars(sys.modules[cls.__module__]).get("eager_attention_forward")
-        if function is not None:
-            return function
-    raise ValueError(f"{type(module).__name__} has no eager attention function to delegate to; load it with sdpa")
+def _attend(before: Callable | None, module, query, key, value, attention_mask, **options):
+    """Show a call of a watched module to its handlers, then compute what they made of it by the function `before`."""
+    function = before
+    if function is None:
+        # eager attention is no entry of the interface: each modeling file has its own
+        files = (vars(sys.modules[cls.__module__]) for cls in type(module).__mro__)
+        function = next((file[EAGER] for file in files if file.get(EAGER) is not None), None)
+        if function is None:
+            raise ValueError(
+                f"{type(module).__name__} has no eager attention function to delegate to; load it with sdpa"
+            )
+    if module not in _watched:  # of another model, or of a vision tower
+        return function(module, query, key, value, attention_mask, **options)
+    layer, handlers = _watched[module]
+    call = AttentionCall(module, layer, query, key, value, attention_mask, options)
+    for handler in handlers:
+        seen = call
+        call = handler(seen)
+        # the parts are what runs, so that a change of the whole call would have no effect
+        if seen.parts and call is not seen:
+            raise ValueError("an attention call was changed after it had been divided; enter `smaller_cache` last")
+    outputs = [
+        function(module, part.query, part.key, part.value, part.mask, **part.options) for part in call.parts or (call,)
+    ]
+    out, *more = outputs[0] if len(outputs) == 1 else (torch.cat([out for out, *_ in outputs], 1), None)
+    return out if call.after is None else call.after(out), *more
 
 
 @contextmanager

@@ -21,8 +21,11 @@ from crosslayer.core.choice import TokenChoice, attention_weights, mask_of
 from crosslayer.probe.intercept import AttentionCall
 from crosslayer.probe.measures import working
 
-BLOCKED = -1e30  # finite, so that a row without any allowed key gives no NaN
-BUFFER_ELEMENTS = 8_000_000  # 32 MB in float32: large enough for full-speed products, small beside a forward pass
+# Finite, so that a row without any allowed key gives no NaN.
+BLOCKED = -1e30
+# 32 MB in float32: large enough for full-speed products, small beside a forward pass. Half or twice as much changed
+# nothing.
+BUFFER_ELEMENTS = 8_000_000
 
 
 @dataclass(frozen=True)
@@ -30,31 +33,23 @@ class MapSums:
     """What the measures need of the maps of a sequence, for the L visited layers.
 
     Of each head's map, NaN where a layer has fewer heads: `columns_by_head` (L, H, S), sums over rows, and
-    `diagonal_by_head` (L, H, S), and `last_by_head` (L, H, S), the last row. `gram`, `gram_without_first`
-    (L, L): inner products of head-averaged maps, flattened, with and without column 0. `gram_by_head` (H, L, L): the
-    same of single heads. `contribution` (L, 2): the map times the norms of values, summed over rows and heads, in
-    column 0 and in all. `gated` (L, S): what each column receives of all heads, each row times its output gate, over
-    the sum of the gates; NaN in a layer without one.
+    `diagonal_by_head` (L, H, S), and `last_by_head` (L, H, S), the last row. `columns` and `last` (L, S): the same of
+    the head-averaged map. `gram`, `gram_without_first` (L, L): inner products of head-averaged maps, flattened, with
+    and without column 0. `gram_by_head` (H, L, L): the same of single heads. `contribution` (L, 2): the map times the
+    norms of values, summed over rows and heads, in column 0 and in all. `gated` (L, S): what each column receives of
+    all heads, each row times its output gate, over the sum of the gates; NaN in a layer without one.
     """
 
     columns_by_head: Tensor
     diagonal_by_head: Tensor
     last_by_head: Tensor
+    columns: Tensor
+    last: Tensor
     gram: Tensor
     gram_without_first: Tensor
     gram_by_head: Tensor
     contribution: Tensor
     gated: Tensor
-
-    @property
-    def columns(self) -> Tensor:
-        """Sums over rows of the head-averaged map, (L, S)."""
-        return self.columns_by_head.nanmean(dim=1)
-
-    @property
-    def last(self) -> Tensor:
-        """The last row of the head-averaged map, (L, S)."""
-        return self.last_by_head.nanmean(dim=1)
 
 
 @torch.no_grad()
@@ -66,56 +61,77 @@ def map_sums(
     `norms` are those of the layers' values, (H_kv, S) each; without them `contribution` is zero. `gates` are the output
     gates of layers, (S, H) each.
     """
-    return _Blocks(calls, norms, gates or {}).run()
+    blocks = _Blocks(calls, gates or {})
+    for start in range(0, blocks.size, blocks.rows):
+        blocks.add(start, min(start + blocks.rows, blocks.size))
+
+    contribution = blocks.columns.new_zeros(len(calls), 2)
+    for layer, heads in enumerate(blocks.heads):
+        for of_heads in (blocks.columns, blocks.diagonal, blocks.last):
+            of_heads[layer, heads:] = torch.nan
+        if norms:
+            of_values = working(norms[layer]).double()  # (H_kv, S)
+            of_values = of_values.repeat_interleave(heads // len(of_values), dim=0)  # (H, S)
+            parts = blocks.columns[layer, :heads] * of_values
+            contribution[layer] = torch.stack([parts[:, 0].sum(), parts.sum()])
+    for layer, gate in blocks.gates.items():
+        blocks.gated[layer] /= gate.sum()
+    return MapSums(
+        columns_by_head=blocks.columns,
+        diagonal_by_head=blocks.diagonal,
+        last_by_head=blocks.last,
+        columns=blocks.columns.nanmean(dim=1),
+        last=blocks.last.nanmean(dim=1),
+        gram=blocks.gram,
+        gram_without_first=blocks.rest,
+        gram_by_head=blocks.by_head,
+        contribution=contribution,
+        gated=blocks.gated,
+    )
 
 
 class _Blocks:
-    """Walks over the row blocks of a sequence; `scores` and `mean` are the two buffers."""
+    """Sums over the row blocks of a sequence; `scores` and `mean` are the two buffers.
 
-    def __init__(self, calls: list[AttentionCall], norms: Sequence[Tensor], gates: Mapping[int, Tensor]):
-        self.calls, self.norms = calls, [working(each) for each in norms]
-        self.layers, self.size = len(calls), calls[0].key.shape[2]
+    What masks add to the scores is built once for each block and distinct mask: many layers share one.
+    """
+
+    def __init__(self, calls: list[AttentionCall], gates: Mapping[int, Tensor]):
+        self.calls, self.size = calls, calls[0].key.shape[2]
         self.heads = [call.query.shape[1] for call in calls]
         self.query = [working(call.query[0]) for call in calls]  # (H, S, D)
         self.key = [working(call.key[0]).transpose(1, 2) for call in calls]  # (H_kv, D, S)
-        self.masks = _Masks(calls)
-        like = self.query[0]
-        self.rows = max(16, min(256, self.size, BUFFER_ELEMENTS // (self.layers * self.size)))
-        self.scores = like.new_empty(self.layers * self.rows * self.size)
-        self.mean = like.new_empty(self.layers * self.rows * self.size)
+
+        # a missing mask is told by what decides instead
+        self.mask_of_layer = [
+            (id(call.mask), call.causal, call.window) if call.mask is None else id(call.mask) for call in calls
+        ]
+        self.masks = dict(zip(self.mask_of_layer, calls, strict=True))  # a call that has it
+        self.all_causal = all(is_causal(call) for call in self.masks.values())
+
+        like, layers = self.query[0], len(calls)
+        self.rows = max(16, min(256, self.size, BUFFER_ELEMENTS // (layers * self.size)))
+        self.scores = like.new_empty(layers * self.rows * self.size)
+        self.mean = like.new_empty(layers * self.rows * self.size)
+
+        # sums over thousands of rows in float64; a block's own products stay in the type of the scores
         double = {"dtype": torch.float64, "device": like.device}
-        self.columns = torch.zeros(self.layers, max(self.heads), self.size, **double)
+        self.columns = torch.zeros(layers, max(self.heads), self.size, **double)
         self.diagonal, self.last = torch.zeros_like(self.columns), torch.zeros_like(self.columns)
-        self.gram = torch.zeros(self.layers, self.layers, **double)
-        self.rest = torch.zeros(self.layers, self.layers, **double)
-        self.by_head = torch.zeros(max(self.heads), self.layers, self.layers, **double)
-        self.gates = {number: gates[call.layer].to(like) for number, call in enumerate(calls) if call.layer in gates}
-        self.gated = torch.full((self.layers, self.size), torch.nan, **double)
+        self.gram = torch.zeros(layers, layers, **double)
+        self.rest = torch.zeros(layers, layers, **double)
+        self.by_head = torch.zeros(max(self.heads), layers, layers, **double)
+        self.gates = {index: gates[call.layer].to(like) for index, call in enumerate(calls) if call.layer in gates}
+        self.gated = torch.full((layers, self.size), torch.nan, **double)
         self.gated[list(self.gates)] = 0
 
-    def run(self) -> MapSums:
-        for start in range(0, self.size, self.rows):
-            self._block(start, min(start + self.rows, self.size))
-        contribution = self.columns.new_zeros(self.layers, 2)
-        for layer, heads in enumerate(self.heads):
-            for of_heads in (self.columns, self.diagonal, self.last):
-                of_heads[layer, heads:] = torch.nan
-            if self.norms:
-                norms = self.norms[layer].double()  # (H_kv, S)
-                parts = self.columns[layer, :heads] * norms.repeat_interleave(heads // len(norms), dim=0)  # (H, S)
-                contribution[layer] = torch.stack([parts[:, 0].sum(), parts.sum()])
-        for layer, gate in self.gates.items():
-            self.gated[layer] /= gate.sum()
-        return MapSums(
-            self.columns, self.diagonal, self.last, self.gram, self.rest, self.by_head, contribution, self.gated
-        )
-
-    def _block(self, start: int, stop: int) -> None:
-        width = self.masks.width(stop)
-        shape = (self.layers, stop - start, width)
+    def add(self, start: int, stop: int) -> None:
+        """Add the rows from `start` to `stop` of all layers, head by head."""
+        width = stop if self.all_causal else self.size  # how many keys these rows can see
+        shape = (len(self.calls), stop - start, width)
         count = shape[0] * shape[1] * shape[2]
         scores, mean = self.scores[:count].view(shape), self.mean[:count].view(shape)
-        biases = self.masks.biases(start, stop, width)
+        biases = self._biases(start, stop, width)
         mean.zero_()
         for head in range(max(self.heads)):
             self._probabilities(scores, head, start, stop, biases)
@@ -130,6 +146,9 @@ class _Blocks:
                 mean.add_(scores, alpha=1 / self.heads[0])
             else:
                 mean.add_(scores / torch.tensor(self.heads, device=scores.device).view(-1, 1, 1))
+
+        # Summed without column 0, not subtracted from the whole: where a sink holds nearly all, no digits would be
+        # left. A clone, since a view of the column would be erased too.
         first = mean[:, :, 0].clone().double()  # (L, R)
         mean[:, :, 0] = 0
         rest = _inner_products(mean)
@@ -146,13 +165,16 @@ class _Blocks:
                 continue
             kv_head = head * call.key.shape[1] // self.heads[i]
             query, key = self.query[i][head, start:stop], self.key[i][kv_head, :, :width]
+            # the scaling inside the product: 4,300 small multiplications less on SmolLM2 at 2048 tokens
             torch.addmm(out, query, key, beta=0, alpha=call.scaling, out=out)
             if call.position_bias is not None:
                 bias = call.position_bias
                 out += bias[0, head % bias.shape[1], start:stop, :width]
             if call.softcap is not None:
                 out.div_(call.softcap).tanh_().mul_(call.softcap)
-        masked = [(scores, biases[0])] if self.masks.shared else zip(scores, biases, strict=True)
+
+        # behind the soft cap, which would bound what blocks a key; at once for all layers if they share a mask
+        masked = [(scores, biases[0])] if len(self.masks) == 1 else zip(scores, biases, strict=True)
         for out, bias in masked:
             if bias is not None:
                 out[..., width - bias.shape[-1] :] += bias[head % len(bias)]
@@ -166,47 +188,30 @@ class _Blocks:
                 sink = sink if len(sink) == 1 else sink[start:stop]
                 scores[i] *= torch.sigmoid(totals[i] - sink).unsqueeze(-1)
 
-
-class _Masks:
-    """What the layers' masks add to the scores, built once per block and distinct mask."""
-
-    def __init__(self, calls: list[AttentionCall]):
-        self.size, self.device = calls[0].key.shape[2], calls[0].key.device
-        self.dtype = working(calls[0].query).dtype
-        self.keys, self.kinds = [], {}
-        for call in calls:
-            key = (id(call.mask), call.causal, call.window) if call.mask is None else id(call.mask)
-            self.keys.append(key)
-            self.kinds.setdefault(key, call)
-        self.shared = len(self.kinds) == 1
-        self.all_causal = all(is_causal(call) for call in self.kinds.values())
-
-    def width(self, stop: int) -> int:
-        """Return how many keys rows below `stop` can see."""
-        return stop if self.all_causal else self.size
-
-    def biases(self, start: int, stop: int, width: int) -> list[Tensor | None]:
+    def _biases(self, start: int, stop: int, width: int) -> list[Tensor | None]:
         """Return, per layer, what to add to the last columns of the scores: (1 or H, R, ≤ width) or None."""
-        biases = {key: self._bias(call, start, stop, width) for key, call in self.kinds.items()}
-        return [biases[key] for key in self.keys]
-
-    def _bias(self, call: AttentionCall, start: int, stop: int, width: int) -> Tensor | None:
-        if call.mask is not None:
-            block = call.mask[0, :, start:stop, :width]
-            if block.dtype == torch.bool:
-                return torch.zeros(block.shape, dtype=self.dtype, device=self.device).masked_fill_(~block, BLOCKED)
-            return block.to(self.dtype).clamp_min(BLOCKED)
-        if not call.causal:
-            return None
-        windowed = call.window is not None and call.window < self.size
-        left = 0 if windowed or width != stop else start  # keys before `start` are seen by every row
-        rows = torch.arange(start, stop, device=self.device)[:, None]
-        keys = torch.arange(left, width, device=self.device)
-        blocked = keys > rows
-        if windowed:
-            assert call.window is not None
-            blocked |= keys <= rows - call.window
-        return torch.zeros(1, *blocked.shape, dtype=self.dtype, device=self.device).masked_fill_(blocked, BLOCKED)
+        biases: dict[object, Tensor | None] = {}
+        like = self.query[0]
+        for key, call in self.masks.items():
+            if call.mask is not None:
+                block = call.mask[0, :, start:stop, :width]
+                if block.dtype == torch.bool:
+                    biases[key] = like.new_zeros(block.shape).masked_fill_(~block, BLOCKED)
+                else:
+                    biases[key] = block.to(like.dtype).clamp_min(BLOCKED)  # −∞ would give NaN in a row of nothing else
+                continue
+            if not call.causal:
+                biases[key] = None
+                continue
+            window = call.window if call.window is not None and call.window < self.size else None
+            left = start if window is None and width == stop else 0  # keys before `start` are seen by every row
+            rows = torch.arange(start, stop, device=like.device)[:, None]
+            keys = torch.arange(left, width, device=like.device)
+            blocked = keys > rows
+            if window is not None:
+                blocked |= keys <= rows - window
+            biases[key] = like.new_zeros(1, *blocked.shape).masked_fill_(blocked, BLOCKED)
+        return [biases[key] for key in self.mask_of_layer]
 
 
 def is_causal(call: AttentionCall) -> bool:
@@ -214,6 +219,7 @@ def is_causal(call: AttentionCall) -> bool:
     tensor = call.tensor_mask
     if tensor is None:
         return call.causal
+    # Rows in blocks from the diagonal on: a comparison of the whole mask would take S × S numbers more.
     mask, step = tensor[0], 256
     for start in range(0, mask.shape[1], step):
         block = mask[:, start : start + step, start:]
@@ -237,25 +243,31 @@ def rows_that_see(call: AttentionCall) -> Tensor:
 
 
 def _inner_products(rows: Tensor) -> Tensor:
-    """Return all inner products between layers, (L, R, S) → (L, L), as a small product per row."""
+    """Return all inner products between layers, (L, R, S) → (L, L)."""
+    # A small product per row takes 0.38-0.40 s at 2048 tokens of SmolLM2, a single one of (L, R·S) and (R·S, L) 0.45 s.
     by_row = rows.transpose(0, 1)  # (R, L, S)
     return torch.bmm(by_row, by_row.transpose(1, 2)).double().sum(dim=0)
 
 
-def has_entries(call: AttentionCall) -> bool:
-    """Return whether a call without a cache has more keys than tokens."""
-    return call.key.shape[2] > call.query.shape[2]
-
-
 def over_tokens(call: AttentionCall) -> AttentionCall:
     """Return a call of a single sequence whose keys are its tokens; entries become a further logit of each row."""
-    if not has_entries(call):
-        return call
     tokens = call.query.shape[2]
-    outside = torch.stack([_entry_logits(call, head) for head in range(call.query.shape[1])])  # (H, T)
-    outside = outside[None, :, :, None]  # (1, H, T, 1)
+    if call.key.shape[2] <= tokens:
+        return call
+    by_head = []
+    for head in range(call.query.shape[1]):
+        kv_head = head * call.key.shape[1] // call.query.shape[1]
+        query, key = working(call.query[0, head]), working(call.key[0, kv_head, tokens:])  # (T, D), (E, D)
+        scores = query @ key.T * call.scaling  # (T, E)
+        if call.mask is not None:
+            mask = call.mask[0, head % call.mask.shape[1], :, tokens:]  # (T, E)
+            scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + working(mask)
+        by_head.append(scores.logsumexp(dim=-1))  # (T,)
+    outside = torch.stack(by_head)[None, :, :, None]  # (1, H, T, 1)
     if call.sinks is not None:
         outside = torch.logaddexp(outside, working(call.sinks))
+
+    # a learned sink of the model is now part of `sinks`
     options = {name: option for name, option in call.options.items() if name != "s_aux"}
     return replace(
         call,
@@ -264,18 +276,6 @@ def over_tokens(call: AttentionCall) -> AttentionCall:
         mask=call.mask if call.mask is None else call.mask[..., :tokens],
         options={**options, "sinks": outside, "entries": True},
     )
-
-
-def _entry_logits(call: AttentionCall, head: int) -> Tensor:
-    """Return the log-sum-exp of a head's scores over the entries, (T,)."""
-    tokens = call.query.shape[2]
-    kv_head = head * call.key.shape[1] // call.query.shape[1]
-    query, key = working(call.query[0, head]), working(call.key[0, kv_head, tokens:])  # (T, D), (E, D)
-    scores = query @ key.T * call.scaling  # (T, E)
-    if call.mask is not None:
-        mask = call.mask[0, head % call.mask.shape[1], :, tokens:]  # (T, E)
-        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + working(mask)
-    return scores.logsumexp(dim=-1)
 
 
 @dataclass(frozen=True)
@@ -299,6 +299,7 @@ def choice_sums(calls: Sequence[AttentionCall], choice: TokenChoice) -> ChoiceSu
     size, heads = calls[0].key.shape[2], calls[0].key.shape[1]
     many = len(calls) * heads
     recovered, rows = torch.zeros(many, many, dtype=torch.float64, device=calls[0].key.device), 0
+    # rows before this one see all their tokens chosen, and would count as recovered whatever is chosen
     start = next((row for row in range(size) if choice.count.of(row + 1) < row + 1), size)
     step = max(1, BUFFER_ELEMENTS // (many * size))
     for block in (range(row, min(row + step, size)) for row in range(start, size, step)):

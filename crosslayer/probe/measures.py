@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-SMALLEST_NORM = 1e-12  # a vector of zeros is at right angles to every other
+# Instead of 0 ÷ 0, a vector of zeros is at right angles to every other. Far below the norm of any state.
+SMALLEST_NORM = 1e-12
 
 
 def working(x: Tensor) -> Tensor:
@@ -21,6 +22,7 @@ def working(x: Tensor) -> Tensor:
 def over_median(x: Tensor, position: int = 0) -> Tensor:
     """Return a token over the median of the other tokens, (..., T) → (...), with T ≥ 2."""
     others = torch.cat([x[..., :position], x[..., position + 1 :]], dim=-1)
+    # `median` would return the lower of the two middle values
     return x[..., position] / others.quantile(0.5, dim=-1)
 
 
@@ -57,6 +59,7 @@ def value_spectrum(value: Tensor) -> Tensor:
     flat = working(value).transpose(0, 1).reshape(tokens, heads * size)  # (H, T, D) → (T, H·D)
     small = tokens < heads * size
     matrix = (flat @ flat.T if small else flat.T @ flat).double() / tokens
+    # none is negative but for rounding
     eigenvalues = torch.linalg.eigvalsh(matrix).flip(0).clamp_min(0)
     return torch.cat([eigenvalues, eigenvalues.new_zeros(heads * size - len(eigenvalues))])
 
@@ -93,6 +96,7 @@ def softmax_response(scores: Tensor, change: Tensor) -> tuple[Tensor, Tensor]:
     """
     p = scores.softmax(dim=-1)
     square = p.square().sum(dim=-1)
+    # 0 for a row with a single weight of 1, where rounding may leave a negative number
     jacobian = (square - 2 * p.pow(3).sum(dim=-1) + square.square()).clamp_min(0).sqrt()
     moved = p * (change - torch.linalg.vecdot(p, change)[..., None])
     return jacobian.mean(), (moved.norm(dim=-1) / square.sqrt()).mean()

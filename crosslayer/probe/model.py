@@ -29,8 +29,10 @@ def unwrapped(model: Any) -> Any:
     """
     if isinstance(model, PreTrainedModel) or not isinstance(model, nn.Module):
         return model
-    if "_orig_mod" in model._modules:  # of torch.compile, whose class is costly to import
+    # of torch.compile, whose class is costly to import
+    if "_orig_mod" in model._modules:
         return unwrapped(model._modules["_orig_mod"])
+    # A model of PEFT exists only if PEFT is imported already.
     if "peft" in sys.modules:
         from peft import PeftModel
         from peft.tuners.tuners_utils import BaseTunerLayer
@@ -57,6 +59,7 @@ def attention_layers(config: PreTrainedConfig) -> list[int]:
     kinds = getattr(text, "layers_block_type", None) or getattr(text, "layer_types", None)
     if not kinds:
         return list(range(text.num_hidden_layers))
+    # the list may be longer than the stack
     kinds = kinds[: text.num_hidden_layers]
     return [i for i, kind in enumerate(kinds) if "attention" in kind and "linear" not in kind or "hybrid" in kind]
 
@@ -85,6 +88,7 @@ def layer_stack(model: PreTrainedModel) -> nn.ModuleList:
             f"{type(model).__name__} has no list of {count} layers, so it cannot be probed; neither can other models "
             "that reuse one layer's weights at every depth (ALBERT) or attend several times in a layer (LongCat-Flash)"
         )
+    # another list may have as many entries by chance, or hold one small module for each layer
     return max(lists, key=lambda m: sum(p.numel() for p in m.parameters()))
 
 
@@ -107,6 +111,7 @@ def text_model(model: PreTrainedModel) -> nn.Module:
 @contextmanager
 def evaluating(model: PreTrainedModel) -> Iterator[None]:
     """Put a model into evaluation mode inside the block, and every module back into its own afterwards."""
+    # by module: parts of a model may be frozen in evaluation mode, which `model.train()` would undo
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -130,10 +135,11 @@ def config_positions(config: PreTrainedConfig) -> int | None:
     text: Any = config.get_text_config(decoder=True)
     limit = getattr(text, "max_position_embeddings", None)
     rope = getattr(text, "rope_parameters", None) or {}
-    for one in (rope, *rope.values()):  # of all layers, or by their type
-        if limit is not None and isinstance(one, dict) and one.get("rope_type") == "yarn":
-            original = one.get("original_max_position_embeddings") or limit
-            limit = max(limit, int(original * one.get("factor", 1.0)))  # some configs name the extended one already
+    for parameters in (rope, *rope.values()):  # of all layers, or by their type
+        if limit is not None and isinstance(parameters, dict) and parameters.get("rope_type") == "yarn":
+            original = parameters.get("original_max_position_embeddings") or limit
+            # the larger one: some configs name the extended limit already
+            limit = max(limit, int(original * parameters.get("factor", 1.0)))
     return limit
 
 
@@ -146,6 +152,7 @@ def position_limit(model: PreTrainedModel) -> int | None:
     _, table = embedding
     if table.padding_idx is None:
         return limit
+    # positions begin behind the row for padding
     rows = table.num_embeddings - table.padding_idx - 1
     return rows if limit is None else min(limit, rows)
 

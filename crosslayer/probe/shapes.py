@@ -16,7 +16,9 @@ from crosslayer.probe.model import stored_states
 
 ENTRIES = "with further keys"  # in the words for a mask
 Groups = list[list[int]]
-CONTEXT = 2048  # tokens at which the cache is counted by default, or twice the largest window
+# Tokens at which the cache is counted by default. Twice the largest window if that is more: within the window a sliding
+# layer stores as much as a full one.
+CONTEXT = 2048
 PAPER_SIZE = 4  # layers in one of the paper's superblocks
 
 
@@ -46,7 +48,8 @@ class LayerShape:
         distinct = {id(call.mask): call for call in calls}  # a mask is looked at once, however many layers have it
         causal = {key: is_causal(call) for key, call in distinct.items()}
         kinds: list[str | None] = list(getattr(config, "layer_types", None) or [None] * layers)
-        for layer, rotated in enumerate(getattr(config, "no_rope_layers", None) or []):  # 1: rotary, 0: none
+        # Keys with and without rotary embedding cannot replace one another. 1: rotary, 0: none (SmolLM3).
+        for layer, rotated in enumerate(getattr(config, "no_rope_layers", None) or []):
             kinds[layer] = kinds[layer] if rotated else f"{kinds[layer] or 'attention'} without rope"
         shapes: list[LayerShape | None] = [None] * layers
         for call in calls:
@@ -65,11 +68,6 @@ class LayerShape:
                 stored=stored_states(config, call.layer),
             )
         return shapes
-
-    @property
-    def can_choose(self) -> bool:
-        """Whether the layer can choose tokens or attend to chosen ones: full causal attention, no learned sinks."""
-        return self.mask == "causal" and not self.sinks
 
     @property
     def mask(self) -> str:
@@ -96,6 +94,7 @@ class LayerShape:
         """Return a'_0 if every row spread its attention evenly over what it may see."""
         if not self.causal:
             return 1 / length
+        # under a causal mask row i sees i + 1 tokens, so that token 0 gets H_T/T, above 0.3 for short texts
         rows = length if self.window is None else min(length, self.window)
         return sum(1 / seen for seen in range(1, rows + 1)) / length
 
@@ -171,6 +170,7 @@ def similar_groups(similarity: np.ndarray, shapes: list[LayerShape | None], read
         best, index = -np.inf, None
         for i in range(len(groups) - 1):
             union = groups[i] + groups[i + 1]
+            # a layer without attention lies between
             if union != list(range(union[0], union[-1] + 1)):
                 continue
             if not all(may_share(shapes[union[0]], shapes[layer]) for layer in union):

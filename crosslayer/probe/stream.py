@@ -88,12 +88,13 @@ def streams(model: PreTrainedModel, see: Callable[[LayerStream], None]) -> Itera
     stack, with_attention = layer_stack(model), set(attention_layers(model.config))
     width = model.config.get_text_config().hidden_size
     turns = _Turns(see)
+    # the module that runs the layers, in which a pass begins and ends
     parent = next(module for module in model.modules() if stack in set(module.children()))
     with ExitStack() as hooks:
         hooks.callback(parent.register_forward_pre_hook(turns.start).remove)
         hooks.callback(parent.register_forward_hook(turns.finish).remove)
         for index, layer in enumerate(stack):
-            _LayerWatch(index, layer, index in with_attention, turns, width).hook(hooks)
+            _LayerWatch(index, layer, index in with_attention, turns, width, hooks)
         yield
         turns.finish()
 
@@ -111,14 +112,15 @@ class _Run(NamedTuple):
     behind_attention: bool
 
 
+@dataclass(eq=False)
 class _Turns:
     """Holds what a layer showed until it is known what the next one reads."""
 
-    def __init__(self, see: Callable[[LayerStream], None]):
-        self.see = see
-        self.waiting: LayerStream | None = None
+    see: Callable[[LayerStream], None]
+    waiting: LayerStream | None = None
 
     def start(self, *_: Any) -> None:
+        # a pass that ended in an error has left its last layer here
         self.waiting = None
 
     def finish(self, *_: Any) -> None:
@@ -134,214 +136,229 @@ class _Turns:
             self.see(stream if read is None else replace(stream, leaving=read))
 
 
-class _LayerWatch:
-    """Hooks of a layer; holds tensors only while the layer runs."""
+@dataclass(eq=False)
+class _Pass:
+    """What a layer has shown since it began to run.
 
-    def __init__(self, index: int, layer: nn.Module, has_attention: bool, turns: _Turns, width: int):
+    Tensors are told apart by the address of their memory, since models hand on views of what they read. All of them are
+    kept until the layer is left: the address of a freed one may be used again.
+    """
+
+    received: Tensor  # by the layer
+    width: int  # C
+    elements: int  # of one of the streams that the layer received
+    read: Tensor | None = None  # (…, T, C) by the first child that receives a single stream
+    over_depth: bool = False  # whether the layer's only stream is not what its first sublayer reads
+    attention_update: Tensor | None = None
+    after_attention: Tensor | None = None
+    read_after: Tensor | None = None  # (…, T, C), of several streams: what is read behind attention
+    linear_update: Tensor | None = None  # of linear attention, where the layer has no other
+    known: list[Tensor] = field(default_factory=list)  # the layer's input and what its children produced
+    mixed: list[Tensor] = field(default_factory=list)  # what children produced out of more than one stream
+    ran: list[_Run] = field(default_factory=list)  # the blocks, in the order of execution
+    linear: dict[nn.Module, Tensor] = field(default_factory=dict)  # outputs of the blocks' last linear layers
+
+    def stream_inputs(self, args: tuple, kwargs: dict) -> int:
+        """Return how many of a child's inputs are streams, or several of them, of all tokens."""
+        tokens = split(self.received, self.width).shape[1]
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.dim() > 2]
+        return sum(tensor.shape[-1] == self.width and tensor.shape[1] == tokens for tensor in tensors)
+
+
+class _LayerWatch:
+    """Hooks of a layer, which `hooks` removes; holds tensors only while the layer runs."""
+
+    def __init__(self, index: int, layer: nn.Module, has_attention: bool, turns: _Turns, width: int, hooks: ExitStack):
         self.index, self.layer, self.turns, self.width = index, layer, turns, width
+        self.seen: _Pass | None = None
         children = list(layer.children())
         named = [c for c in children if any("Attention" in type(m).__name__ for m in c.modules()) and has_attention]
-        self.attention = max(named, key=_size, default=None)  # attention over depth has far fewer weights
-        self.attention_out = self.attention  # whose output attention adds to the stream
-        inner = [] if self.attention is None or any(map(_is_norm, children)) else self.attention.modules()
-        if self.attention is not None and any(isinstance(module, nn.LayerNorm) for module in inner):
-            self.attention_out = _last_linear(self.attention) or self.attention  # it adds the residual too (BERT)
+        # the largest, since attention over depth has far fewer weights
+        self.attention = max(named, key=_size, default=None)
+
+        # The module whose output attention adds to the stream. BERT's attention block adds the residual itself and has
+        # a norm behind it, so that its last linear layer counts. In a layer with norms of its own, those inside
+        # attention are norms of queries and keys.
+        self.attention_out = self.attention
+        if self.attention is not None and not any(map(_is_norm, children)):
+            adds_residual = any(isinstance(module, nn.LayerNorm) for module in self.attention.modules())
+            self.attention_out = (_last_linear(self.attention) if adds_residual else None) or self.attention
+
+        # A W_c parallel to the MLP runs last, and was once measured as the MLP.
         blocks = [c for c in children if c is not self.attention and not isinstance(c, Compensation)]
         with_matrices = [block for block in blocks if any(p.dim() > 1 for p in block.parameters())]
         self.blocks = {block: _last_linear(block) for block in with_matrices}
         self.names = {child: name for name, child in layer.named_children()}
-        sizes = [_size(module) for module in (self.attention, *with_matrices) if module is not None]
-        self.small = max(sizes, default=0) / 8  # what is smaller is neither attention nor MLP: a convolution, a gate
-        self._clear()
+        # What is smaller is neither attention nor MLP but a convolution (Inkling 2), a gate or a projection (Gemma 4).
+        self.small = max((_size(m) for m in (self.attention, *with_matrices) if m is not None), default=0) / 8
 
-    def hook(self, hooks: ExitStack) -> None:
-        """Register all hooks; `hooks` removes them."""
         handles = [
-            self.layer.register_forward_pre_hook(self._enter, with_kwargs=True),
-            self.layer.register_forward_hook(self._leave, prepend=True),  # before anyone changes the output
+            layer.register_forward_pre_hook(self._enter, with_kwargs=True),
+            # the first of all hooks, before anyone changes the output
+            layer.register_forward_hook(self._leave, prepend=True),
         ]
-        for child in self.layer.children():
+        for child in children:
             if isinstance(child, Residual):  # it reads for the others
                 continue
             handles.append(child.register_forward_pre_hook(self._child_in, with_kwargs=True))
             handles.append(child.register_forward_hook(self._child_out, with_kwargs=True))
-        if self.attention_out is not None:
-            handles.append(self.attention_out.register_forward_hook(self._keep_attention))
-        for linear in self.blocks.values():
-            if linear is not None:
-                handles.append(linear.register_forward_hook(self._keep_linear))
+        inner = [module for module in (self.attention_out, *self.blocks.values()) if module is not None]
+        handles += [module.register_forward_hook(self._keep) for module in inner]
         for handle in handles:
             hooks.callback(handle.remove)
 
-    def _clear(self) -> None:
-        self.received: Tensor | None = None  # by the layer
-        self.elements = 0  # of one of the streams that the layer received
-        self.read: Tensor | None = None  # (…, T, C) by the first child that receives a single stream
-        self.attention_update: Tensor | None = None
-        self.after_attention: Tensor | None = None
-        self.read_after: Tensor | None = None  # (…, T, C), of several streams: what is read behind attention
-        self.linear_update: Tensor | None = None  # of linear attention, where the layer has no other
-        self.known: list[Tensor] = []  # the layer's input and what its children produced
-        self.mixed: list[Tensor] = []  # what children produced out of more than one stream
-        self.ran: list[_Run] = []  # the blocks, in the order of execution
-        self.linear: dict[nn.Module, Tensor] = {}  # outputs of the blocks' last linear layers
-
     def _enter(self, _, args, kwargs) -> None:
-        self._clear()
         entering = _first(args, kwargs)
         if not (entering.dim() == 3 and entering.shape[0] == 1 or entering.dim() == 4 and 1 in entering.shape[:2]):
             raise ValueError(
                 f"layer {self.index} ({type(self.layer).__name__}) must receive a single sequence, with {self.width} "
                 f"channels or several streams of them, got the shape {tuple(entering.shape)}"
             )
-        self.received, self.known = entering, [entering]
         streams = split(entering, self.width)
-        self.elements = streams[0].numel()
+        self.seen = _Pass(entering, self.width, streams[0].numel(), known=[entering])
+        # several streams are handed on as they are; a single one may be replaced by attention over depth
         if len(streams) > 1:
             self.turns.next_reads(None)
 
     def _child_in(self, child, args, kwargs) -> None:
-        if self.received is None:
+        seen = self.seen
+        # a child that runs outside of its layer, or mixes sources: that reads for others
+        if seen is None or seen.stream_inputs(args, kwargs) > 1:
             return
-        received, alone = _first(args, kwargs), len(self._wide(args, kwargs)) <= 1
-        if not alone:  # a child that mixes sources, which reads for others
+        received = _first(args, kwargs)
+        is_single = received.numel() == seen.elements
+        if seen.read is None and is_single:
+            seen.read = received
+            # the layer before it has left that, or its own output
+            if received.numel() == seen.received.numel():
+                seen.over_depth = not _among(received, seen.received)
+                self.turns.next_reads(split(received, self.width) if seen.over_depth else None)
+        if seen.attention_update is None and seen.linear_update is None:
             return
-        if self.read is None and received.numel() == self.elements:
-            self.read = received  # the layer before it has left that, or its own output
-            if received.numel() == self.received.numel():
-                self.turns.next_reads(split(received, self.width) if self._over_depth else None)
-        if self.attention_update is None and self.linear_update is None:
-            return
-        is_new = not _among(received, self.known)
-        if self.after_attention is not None:
-            several = self.received.numel() > self.elements
-            if several and is_new and self.read_after is None and received.numel() == self.elements:
-                self.read_after = received  # out of the streams, for the MLP
-            return
-        if (is_new or _among(received, self.mixed)) and received.numel() == self.received.numel():
-            self.after_attention = received
-        elif is_new and self.read_after is None and received.numel() == self.elements:
-            self.read_after = received
 
-    @property
-    def _over_depth(self) -> bool:
-        """Whether the layer's only stream is not what its first sublayer reads."""
-        assert self.received is not None
-        if self.read is None or self.read.numel() != self.received.numel():
-            return False
-        return not _among(self.read, [self.received])
-
-    def _wide(self, args: tuple, kwargs: dict) -> list[Tensor]:
-        """Return those of a child's inputs that are streams, or several of them, of all tokens."""
-        assert self.received is not None
-        tokens = split(self.received, self.width).shape[1]
-        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.dim() > 2]
-        return [tensor for tensor in tensors if tensor.shape[-1] == self.width and tensor.shape[1] == tokens]
+        # Behind attention: what no child has produced is the sum of stream and update. With several streams a child
+        # makes it, such as a hyper-connection, which mixes them.
+        is_new = not _among(received, *seen.known)
+        if seen.after_attention is not None:
+            several = seen.received.numel() > seen.elements
+            if several and is_new and seen.read_after is None and is_single:
+                seen.read_after = received  # out of the streams, for the MLP
+        elif (is_new or _among(received, *seen.mixed)) and received.numel() == seen.received.numel():
+            seen.after_attention = received
+        elif is_new and seen.read_after is None and is_single:
+            seen.read_after = received
 
     def _child_out(self, child, args, kwargs, output) -> None:
-        if self.received is None:
+        seen = self.seen
+        if seen is None:
             return
         produced, received = _tensor(output), _first(args, kwargs)
-        update, is_behind = self.attention_update, False
+        behind_attention, is_behind = seen.attention_update is not None, False
+        mixes = seen.stream_inputs(args, kwargs) > 1
+
+        # A norm (Gemma 2, OLMo 2) or a convolution (Inkling 2) behind a sublayer makes what it adds: in Gemma 3 270M,
+        # layer 17 adds vectors of a norm of 6,609, where that of its MLP's own output is 1.6.
         if _is_norm(child) or (_size(child) < self.small and produced.numel() == received.numel()):
-            if update is not None and received.data_ptr() == update.data_ptr():
-                self.attention_update, is_behind = produced, True
-            for number, run in enumerate(self.ran):
-                if received.data_ptr() == run.added.data_ptr():
-                    self.ran[number], is_behind = run._replace(added=produced), True
-            if self.linear_update is not None and received.data_ptr() == self.linear_update.data_ptr():
-                self.linear_update = produced
-        if child in self.blocks and not is_behind and len(self._wide(args, kwargs)) <= 1:
-            self.ran.append(_Run(child, received, produced, produced, update is not None))
-            is_mixer = self.attention is None and received.numel() == produced.numel() == self.elements
-            if is_mixer and self.linear_update is None:
-                self.linear_update = produced  # of the MLP, if it is the only block
-        self.known.append(produced)
-        if child is not self.attention and len(self._wide(args, kwargs)) > 1:
-            self.mixed.append(produced)
+            if seen.attention_update is not None and _among(received, seen.attention_update):
+                seen.attention_update, is_behind = produced, True
+            for index, run in enumerate(seen.ran):
+                if _among(received, run.added):
+                    seen.ran[index], is_behind = run._replace(added=produced), True
+            if seen.linear_update is not None and _among(received, seen.linear_update):
+                seen.linear_update = produced
 
-    def _keep_attention(self, _, args, output) -> None:
-        self.attention_update = _tensor(output)
-        self.known.append(self.attention_update)
+        if child in self.blocks and not is_behind and not mixes:
+            seen.ran.append(_Run(child, received, produced, produced, behind_attention))
+            is_mixer = self.attention is None and received.numel() == produced.numel() == seen.elements
+            if is_mixer and seen.linear_update is None:
+                seen.linear_update = produced  # of the MLP, if it is the only block
+        seen.known.append(produced)
+        if child is not self.attention and mixes:
+            seen.mixed.append(produced)
 
-    def _keep_linear(self, module, args, output) -> None:
-        self.linear[module] = output
+    def _keep(self, module, args, output) -> None:
+        if self.seen is None:
+            return
+        if module is self.attention_out:
+            self.seen.attention_update = _tensor(output)
+            self.seen.known.append(self.seen.attention_update)
+        else:
+            self.seen.linear[module] = output
 
-    def _mlp_update(self, after: Tensor) -> tuple[nn.Module | None, Tensor | None]:
+    def _leave(self, _, args, output) -> None:
+        seen, after = self.seen, _tensor(output)
+        assert seen is not None
+        # no child has read a single stream, so that the layer before may still wait
+        if seen.read is None:
+            self.turns.next_reads(None)
+        entering = split(seen.read if seen.over_depth and seen.read is not None else seen.received, self.width)
+        between = None if seen.after_attention is None else split(seen.after_attention, self.width)
+        around = None
+        if seen.attention_update is not None:
+            if between is not None:
+                around = (entering, between)
+            elif len(entering) == 1:
+                around = (entering, entering + seen.attention_update.view_as(entering))
+            elif seen.read is not None and seen.read_after is not None:
+                around = (split(seen.read, self.width), split(seen.read_after, self.width))
+
+        mlp, update = self._mlp_update(seen, after)
+        linear = seen.linear_update
+        if linear is not None and update is not None and _among(linear, update):
+            linear = None  # the MLP is the layer's only block
+        if seen.attention_update is None and linear is None:
+            read_by_mlp = seen.read
+        else:
+            several = seen.received.numel() > seen.elements
+            read_by_mlp = seen.read_after if several or seen.after_attention is None else seen.after_attention
+        self.turns.waiting = LayerStream(
+            layer=self.index,
+            entering=entering,
+            leaving=split(after, self.width),
+            around_attention=around,
+            mlp_update=None if update is None else update.reshape(-1, update.shape[-1]),
+            attention=self.attention_out,
+            mlp=mlp,
+            over_depth=seen.over_depth,
+            updates=(seen.attention_update, update),
+            reads=(seen.read, read_by_mlp),
+            between=between,
+            others=self._others(seen, mlp, linear),
+            linear_update=linear,
+        )
+        self.seen = None
+
+    def _mlp_update(self, seen: _Pass, after: Tensor) -> tuple[nn.Module | None, Tensor | None]:
         """Return the MLP and what it produced: the block that ran last, or None where several shared its input.
 
         A block whose output is the layer's own has added the residual (BERT): then its last linear layer counts.
         """
-        if not self.ran:
+        if not seen.ran:
             return None, None
-        ran = [run for run in self.ran if run.behind_attention] or self.ran
-        least = max(_size(run.block) for run in ran) / 8  # what is smaller is no MLP: a convolution, a gate
+        # By the order of execution, since that of declaration tells nothing in hybrid and shared-expert models. What
+        # runs last is not always the MLP (Gemma 4's projection, Inkling 2's convolution): its size tells.
+        ran = [run for run in seen.ran if run.behind_attention] or seen.ran
+        least = max(_size(run.block) for run in ran) / 8
         last = [run for run in ran if _size(run.block) >= least][-1]
-        others = [run.received for run in self.ran if run is not last and _size(run.block) >= least]
-        if _among(last.received, others):
+        others = [run.received for run in seen.ran if run is not last and _size(run.block) >= least]
+        if _among(last.received, *others):
             return None, None
-        if not _among(last.produced, [after]):
+        if not _among(last.produced, after):
             return last.block, last.added
         linear = self.blocks[last.block]
-        return linear, None if linear is None else self.linear.get(linear)
+        return linear, None if linear is None else seen.linear.get(linear)
 
-    def _around_attention(self, entering: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return the streams before and after attention, or what is read before and after it."""
-        if self.attention_update is None:
-            return None
-        if self.after_attention is not None:
-            return entering, split(self.after_attention, self.width)
-        if len(entering) == 1:
-            return entering, entering + self.attention_update.view_as(entering)
-        if self.read is None or self.read_after is None:
-            return None
-        return split(self.read, self.width), split(self.read_after, self.width)
-
-    def _leave(self, _, args, output) -> None:
-        assert self.received is not None
-        after = _tensor(output)
-        entering, over_depth = self.received, self._over_depth
-        if over_depth:
-            assert self.read is not None
-            entering = self.read
-        elif self.read is None:
-            self.turns.next_reads(None)
-        entering = split(entering, self.width)
-        mlp, update = self._mlp_update(after)
-        linear = self.linear_update
-        if linear is not None and update is not None and _among(linear, [update]):
-            linear = None  # the MLP is the layer's only block
-        if self.attention_update is None and linear is None:
-            read_by_mlp = self.read
-        else:
-            several = self.received.numel() > self.elements
-            read_by_mlp = self.read_after if several or self.after_attention is None else self.after_attention
-        self.turns.waiting = LayerStream(
-            self.index,
-            entering,
-            split(after, self.width),
-            self._around_attention(entering),
-            None if update is None else update.reshape(-1, update.shape[-1]),
-            self.attention_out,
-            mlp,
-            over_depth,
-            (self.attention_update, update),
-            (self.read, read_by_mlp),
-            None if self.after_attention is None else split(self.after_attention, self.width),
-            self._others(mlp, linear),
-            linear,
-        )
-        self._clear()
-
-    def _others(self, mlp: nn.Module | None, linear: Tensor | None) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def _others(
+        self, seen: _Pass, mlp: nn.Module | None, linear: Tensor | None
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return what blocks other than attention and the MLP produced, before the MLP and behind it, by name."""
         before, behind = {}, {}
-        are_mlp = [mlp is not None and mlp in (run.block, self.blocks[run.block]) for run in self.ran]
+        are_mlp = [mlp is not None and mlp in (run.block, self.blocks[run.block]) for run in seen.ran]
         last = are_mlp.index(True) if True in are_mlp else len(are_mlp)
-        for number, run in enumerate(self.ran):
-            is_own = number == last or (linear is not None and run.added.data_ptr() == linear.data_ptr())
-            if not is_own and run.added.numel() == self.elements and run.added.shape[-1] == self.width:
-                (before if number < last else behind)[self.names[run.block]] = run.added
+        for index, run in enumerate(seen.ran):
+            is_sublayer = index == last or (linear is not None and _among(run.added, linear))
+            if not is_sublayer and run.added.numel() == seen.elements and run.added.shape[-1] == self.width:
+                (before if index < last else behind)[self.names[run.block]] = run.added
         return before, behind
 
 
@@ -358,7 +375,7 @@ def split(stream: Tensor, width: int) -> Tensor:
     return stream.reshape(1, -1, channels)
 
 
-def _among(tensor: Tensor, others: list[Tensor]) -> bool:
+def _among(tensor: Tensor, *others: Tensor) -> bool:
     return any(tensor.data_ptr() == other.data_ptr() for other in others)
 
 

@@ -49,6 +49,7 @@ class Sublayers:
         """Refuse a plan that these layers cannot follow."""
         if plan.layers != len(self.shapes):
             raise ValueError(f"the plan has {plan.layers} layers and the model {len(self.shapes)}")
+        names = [f"layer {i} ({'no attention' if s is None else s.mask})" for i, s in enumerate(self.shapes)]
         for state in PASSED:
             for reader, source in enumerate(plan.sources(state)):
                 if source is None or source == reader:
@@ -56,19 +57,17 @@ class Sublayers:
                 if isinstance(source, tuple):
                     raise ValueError(f"layer {reader} reads {state} of layers {source}, which a what-if cannot combine")
                 if not may_share(self.shapes[reader], self.shapes[source]):
-                    pair = f"{self._named(reader)} cannot read {state} of {self._named(source)}"
+                    pair = f"{names[reader]} cannot read {state} of {names[source]}"
                     raise ValueError(f"{pair}: layers can share only if heads, sizes, masks and soft-caps agree")
         for layer, shape in enumerate(self.shapes):
-            if plan.involves_choice(layer) and not (shape and shape.can_choose):
-                raise ValueError(f"{self._named(layer)}: chosen tokens need full causal attention and no learned sinks")
+            # a choice ranks all earlier tokens: a window hides some of them, and a sink takes a part of each row
+            chooses = shape is not None and shape.mask == "causal" and not shape.sinks
+            if plan.involves_choice(layer) and not chooses:
+                raise ValueError(f"{names[layer]}: chosen tokens need full causal attention and no learned sinks")
         for name, vector, modules in (("attention", plan.keys, self.attention), ("MLP", plan.mlps, self.mlps)):
             lost = [i for i, source in enumerate(vector) if source is None and modules[i] is None]
             if lost:
                 raise ValueError(f"layers {lost} have no separate {name} that could be dropped")
-
-    def _named(self, layer: int) -> str:
-        shape = self.shapes[layer]
-        return f"layer {layer} ({'no attention' if shape is None else shape.mask})"
 
 
 @torch.no_grad()
@@ -102,8 +101,8 @@ def what_if(model: PreTrainedModel, plan: Wish) -> Iterator[None]:
     model = unwrapped(model)
     if model.training and is_checkpointing(model):
         raise ValueError(CHECKPOINTED)
-    own = plan_of(model.config)
-    if own is not None and own != DepthPlan.identity(own.layers):
+    present = plan_of(model.config)
+    if present is not None and present != DepthPlan.identity(present.layers):
         raise ValueError("what-if needs a model without cross-layer methods; this model already has some")
     sublayers, methods = find_sublayers(model), []
     if not isinstance(plan, DepthPlan):
@@ -121,13 +120,14 @@ def what_if(model: PreTrainedModel, plan: Wish) -> Iterator[None]:
             "weights, convert the model with crosslayer.retrofit"
         )
     sublayers.check(plan)
-    choosing = _choices(model, methods, plan)
+    choices = _Choices(model.config.get_text_config(), methods, plan)
     with ExitStack() as stack:
         loans = _Loans(plan)
         if loans.last:
             stack.enter_context(intercepted(model, loans))
-        if choosing:
-            stack.enter_context(intercepted(model, _Choices(plan, choosing)))
+        # behind the loans: a choice is made by the queries and keys that the layer attends with
+        if choices.modules:
+            stack.enter_context(intercepted(model, choices))
         for vector, modules in ((plan.keys, sublayers.attention), (plan.mlps, sublayers.mlps)):
             for source, module in zip(vector, modules, strict=True):
                 if source is None and module is not None:
@@ -155,9 +155,10 @@ class _Loans:
                 continue
             (source,) = self.plan.reads(state, call.layer)  # several are refused before
             if source != call.layer:
-                if (state, source) not in self.held:  # its layer is computed a second time
+                if (state, source) not in self.held:  # computed a second time, when the loan is gone
                     raise ValueError(CHECKPOINTED)
                 changed[name] = self.held[state, source]
+                # kept until the pass ends, states of all sources would take as much memory as the cache does
                 if self.last[state, source] == call.layer:
                     del self.held[state, source]
             elif (state, source) in self.last:
@@ -165,25 +166,23 @@ class _Loans:
         return dataclasses.replace(call, **changed) if changed else call
 
 
-def _choices(model: PreTrainedModel, methods: Sequence[Method], plan: DepthPlan) -> dict[int, TokenChoice]:
-    """Return the modules with which layers choose tokens, or attend to chosen ones, by layer."""
-    layers = [layer for layer in range(plan.layers) if plan.involves_choice(layer)]
-    if layers and not methods:
-        raise ValueError("a plan does not have the options of methods that choose tokens; pass the method instead")
-    config: Any = model.config.get_text_config()
-    modules = {}
-    for method in methods if layers else ():
-        wiring = wire(methods, plan.layers)
-        modules |= {layer: one for layer in layers if (one := method.choice(config, wiring, layer)) is not None}
-    return modules
-
-
 class _Choices:
-    """Masks all but the chosen tokens in the calls of layers that attend to these."""
+    """Masks all but the chosen tokens in the calls of layers that attend to these.
 
-    def __init__(self, plan: DepthPlan, modules: dict[int, TokenChoice]):
-        self.plan, self.modules = plan, modules
+    `modules` are those with which layers choose tokens, or attend to chosen ones, by layer.
+    """
+
+    def __init__(self, config: Any, methods: Sequence[Method], plan: DepthPlan):
+        self.plan = plan
+        self.modules: dict[int, TokenChoice] = {}
         self.held: dict[int, Tensor | None] = {}  # by chooser
+        layers = [layer for layer in range(plan.layers) if plan.involves_choice(layer)]
+        if layers and not methods:
+            raise ValueError("a plan does not have the options of methods that choose tokens; pass the method instead")
+        for method in methods if layers else ():
+            wiring = wire(methods, plan.layers)
+            choices = {layer: method.choice(config, wiring, layer) for layer in layers}
+            self.modules |= {layer: choice for layer, choice in choices.items() if choice is not None}
 
     def __call__(self, call: AttentionCall) -> AttentionCall:
         module, mask = self.modules.get(call.layer), call.mask

@@ -20,7 +20,9 @@ from crosslayer.stats.differences import FEWEST, standard_error
 from crosslayer.stats.estimate import Estimate
 
 DRAWS = 4000
-STRATUM = 8  # windows, below which a document is no stratum of its own
+# Windows, below which a document is no stratum of its own: draws within a document of one window are all alike, and
+# give an interval of no width. Pooled like this, intervals cover 95% from 1 to 64 windows a document.
+STRATUM = 8
 POSITION_BINS = 128
 Ends = Callable[[np.ndarray], np.ndarray]  # from values (N, …) to the ends (…, 2) of the interval of their mean
 
@@ -34,27 +36,25 @@ class Bootstrap:
     def __init__(self, documents: tuple[int, ...], seed: int = 0):
         self.strata, self.weights = _drawn(documents, seed)
 
-    def means(self, values: np.ndarray) -> np.ndarray:
-        """Return the mean of values (N,) in each draw, (DRAWS,)."""
-        return self.weights @ values
-
     def mean(self, values: np.ndarray) -> Estimate:
         """Return the mean of values (N,)."""
-        return self._estimate(values.mean(), self.means(values))
+        return self._estimate(values.mean(), self.weights @ values)
 
     def ratio(self, differences: np.ndarray) -> Estimate:
         """Return the ratio of perplexities, whose logarithms are differences of losses (N,)."""
-        return self._estimate(np.exp(differences.mean()), np.exp(self.means(differences)), none=1)
+        return self._estimate(np.exp(differences.mean()), np.exp(self.weights @ differences), none=1)
 
     def closed(self, gap: np.ndarray, left: np.ndarray) -> Estimate | None:
         """Return the share of the mean of a gap (N,) that is closed when `left` (N,) of it remains.
 
         None where the gap's own interval reaches 0.
         """
-        draws = self.means(gap)
+        # a share of a gap that may be 0 has no interval
+        draws = self.weights @ gap  # (DRAWS,)
         if percentiles(draws)[0] <= 0:
             return None
-        shares = 1 - self.means(left) / np.where(draws > 0, draws, np.nan)
+        # fewer than 2.5% of the draws have no gap: they are left out
+        shares = 1 - self.weights @ left / np.where(draws > 0, draws, np.nan)
         return self._estimate(1 - left.mean() / gap.mean(), shares[np.isfinite(shares)])
 
     def _estimate(self, value: float, draws: np.ndarray, none: float = 0) -> Estimate:
@@ -73,9 +73,12 @@ def over_documents(documents: Sequence[int]) -> Ends | None:
     names, of_window = np.unique(each, return_inverse=True)
     if len(names) < FEWEST:
         return None
-    drawn = np.random.default_rng(0).multinomial(len(names) - 1, [1 / len(names)] * len(names), size=DRAWS)
-    weights = drawn[:, of_window] / drawn[:, of_window].sum(axis=1, keepdims=True) - 1 / len(documents)  # (DRAWS, N)
-    weights = 1 / len(documents) + t_quantile(len(names) - 1) / NORMAL * weights
+    # draws of D − 1: draws of D have a spread that is too small by √((D − 1)/D)
+    generator = np.random.default_rng(0)
+    drawn = generator.multinomial(len(names) - 1, [1 / len(names)] * len(names), size=DRAWS)[:, of_window]
+    weights = drawn / drawn.sum(axis=1, keepdims=True)  # (DRAWS, N)
+    # percentiles are as narrow as the normal law, also of three documents
+    weights = 1 / len(documents) + t_quantile(len(names) - 1) / NORMAL * (weights - 1 / len(documents))
 
     def ends(values: np.ndarray) -> np.ndarray:
         columns = values.reshape(len(values), -1).T
@@ -90,36 +93,40 @@ def percentiles(draws: np.ndarray) -> Interval:
     return float(low), float(high)
 
 
-@functools.lru_cache(maxsize=4)  # most results are of the same windows
+# most results are of the same windows
+@functools.lru_cache(maxsize=4)
 def _drawn(documents: tuple[int, ...], seed: int) -> tuple[list[np.ndarray], np.ndarray]:
     """Return the strata of N windows, and the weight of each window in each draw, (DRAWS, N)."""
-    strata, windows = _strata(documents), len(documents)
-    if windows == 1:  # it has a mean, and no interval
-        return strata, np.ones((1, 1))
-    generator = np.random.default_rng(seed)
-    weights = np.zeros((DRAWS, windows))  # of each window in the mean of each draw
-    for rows in strata:
-        count = len(rows)
-        drawn = generator.multinomial(count - 1, np.full(count, 1 / count), size=DRAWS)  # (DRAWS, count)
-        weights[:, rows] = drawn * (count / (count - 1) / windows)
-    spread = t_quantile(windows - len(strata)) / NORMAL
-    weights = (1 + spread * (weights * windows - 1)) / windows
-    weights.setflags(write=False)  # all that were drawn alike have the same
-    return strata, weights
-
-
-def _strata(documents: tuple[int, ...]) -> list[np.ndarray]:
-    """Return the windows of each stratum: large documents, and all small ones together."""
+    # large documents are a stratum each, all small ones are one together
+    windows = len(documents)
     names = np.array(documents)
     by_document = [np.flatnonzero(names == name) for name in sorted(set(documents))]
-    large = [rows for rows in by_document if len(rows) >= STRATUM]
-    small = [rows for rows in by_document if len(rows) < STRATUM]
-    if not small:
-        return large
-    together = np.concatenate(small)
-    if large and len(together) < STRATUM:
-        return [np.concatenate([large[0], together]), *large[1:]]
-    return [*large, together]
+    strata = [members for members in by_document if len(members) >= STRATUM]
+    small = [members for members in by_document if len(members) < STRATUM]
+    if small:
+        together = np.concatenate(small)
+        if strata and len(together) < STRATUM:
+            strata[0] = np.concatenate([strata[0], together])
+        else:
+            strata.append(together)
+
+    # a single window has a mean, and no interval
+    if windows == 1:
+        return strata, np.ones((1, 1))
+    generator = np.random.default_rng(seed)
+    weights = np.zeros((DRAWS, windows))
+    for members in strata:
+        # n − 1 of the n windows: draws of n have a spread that is too small by √((n − 1)/n)
+        count = len(members)
+        drawn = generator.multinomial(count - 1, np.full(count, 1 / count), size=DRAWS)  # (DRAWS, count)
+        weights[:, members] = drawn * (count / (count - 1) / windows)
+
+    # percentiles are as narrow as the normal law, also where a domain has 16 windows only
+    spread = t_quantile(windows - len(strata)) / NORMAL
+    weights = (1 + spread * (weights * windows - 1)) / windows
+    # all that were drawn alike have the same array
+    weights.setflags(write=False)
+    return strata, weights
 
 
 def measure(sample: np.ndarray, over_documents: Ends | None = None) -> Measure:
@@ -127,7 +134,8 @@ def measure(sample: np.ndarray, over_documents: Ends | None = None) -> Measure:
 
     Its interval is what `over_documents` returns, otherwise Student's t over sequences, which a single one lacks.
     """
-    count, mean = len(sample), sample.mean(axis=0)
+    count = len(sample)
+    mean = sample.mean(axis=0)
     if over_documents is not None:
         return Measure(mean=plain(mean), ci95=plain(over_documents(sample)), n=count, over="documents")
     if count < 2:
@@ -143,6 +151,7 @@ def by_position(sample: np.ndarray, single: Iterable[int] = ()) -> PositionBins:
     """
     mean = sample.mean(axis=0)  # (L, T)
     size = mean.shape[-1]
+    # at the low end several edges fall on one position, which then has a bin of its own
     edges = np.unique(np.geomspace(1, size + 1, POSITION_BINS + 1).round().astype(int) - 1)[:-1]
     edges = np.unique([*edges, *(edge for p in single for edge in (p, p + 1) if edge < size)])
     widths = np.diff(np.append(edges, size))

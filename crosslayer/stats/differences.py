@@ -19,7 +19,8 @@ from scipy import special, stats
 from crosslayer.stats import LEVEL, NORMAL, t_quantile
 from crosslayer.stats.estimate import Estimate
 
-FEWEST = 3  # pairs that give an interval: of two, one degree of freedom makes it twelve times the standard error
+# pairs that give an interval: of two, one degree of freedom makes it twelve times the standard error
+FEWEST = 3
 MOST = 100_000  # seeds that are still counted
 
 
@@ -32,7 +33,17 @@ def paired_difference(candidate: Sequence[float], baseline: Sequence[float]) -> 
     values = np.asarray(candidate, dtype=float) - np.asarray(baseline, dtype=float)  # (S,)
     if not np.isfinite(values).all():
         raise ValueError("losses must be finite; leave out runs that diverged, and report them")
-    return t_mean(values).model_copy(update={"p": _p_value(values)})
+    estimate = t_mean(values)
+    if len(values) < FEWEST:
+        return estimate
+
+    mean = abs(float(values.mean()))
+    error = float(standard_error(values))
+    # where all differences are equal, t would be 0 / 0 or infinite
+    p = 1.0 if mean == 0 else 0.0
+    if error > 0:
+        p = float(2 * special.stdtr(len(values) - 1, -mean / error))
+    return estimate.model_copy(update={"p": p})
 
 
 def t_mean(values: Sequence[float] | np.ndarray) -> Estimate:
@@ -51,24 +62,17 @@ def t_ends(values: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
     """Return the ends (…) of the 95% interval of the mean over S of values (S, …), as `t_mean` has it."""
     if len(values) < FEWEST:
         return None
-    mean, half = values.mean(axis=0), standard_error(values) * t_quantile(len(values) - 1)
+    mean = values.mean(axis=0)
+    half = standard_error(values) * t_quantile(len(values) - 1)
     return mean - half, mean + half
-
-
-def _p_value(values: np.ndarray) -> float | None:
-    """Return the two-sided p-value of Student's t for a mean of 0 of values (S,); None below three."""
-    if len(values) < FEWEST:
-        return None
-    mean, error = abs(float(values.mean())), float(standard_error(values))
-    if error == 0:
-        return 1.0 if mean == 0 else 0.0
-    return float(2 * special.stdtr(len(values) - 1, -mean / error))
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
     """Return p-values (M,) adjusted by Holm: below 0.05 they err in any of M comparisons at most once in 20 times."""
-    adjusted, highest = [0.0] * len(p_values), 0.0
+    adjusted = [0.0] * len(p_values)
+    highest = 0.0
     for rank, index in enumerate(np.argsort(p_values, stable=True).tolist()):
+        # never below a smaller p-value's: the order must stay
         highest = max(highest, min(1.0, (len(p_values) - rank) * p_values[index]))
         adjusted[index] = highest
     return adjusted
@@ -83,7 +87,8 @@ def seeds_needed(values: Sequence[float], difference: float) -> int | None:
     if len(values) < 2 or difference == 0:
         return None
     spread = float(np.std(values, ddof=1))
-    count = max(FEWEST, math.ceil((NORMAL * spread / difference) ** 2))  # t is wider
+    # Student's t is wider than the normal law, so no smaller number will do
+    count = max(FEWEST, math.ceil((NORMAL * spread / difference) ** 2))
     while count <= MOST:
         if t_quantile(count - 1) * spread / math.sqrt(count) < abs(difference):
             return count
@@ -110,7 +115,8 @@ def share_difference(candidate: int, baseline: int, count: int, over: str = "sam
     """
     if not count:
         raise ValueError("pairs need at least one sample that both sides answered, got none")
-    half, middle = NORMAL * share_error(candidate, baseline, count), (candidate - baseline) / (count + 2)
+    half = NORMAL * share_error(candidate, baseline, count)
+    middle = (candidate - baseline) / (count + 2)
     either = candidate + baseline
     return Estimate(
         value=(candidate - baseline) / count,

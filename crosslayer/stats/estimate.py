@@ -15,7 +15,8 @@ Verdict = Literal["lower", "higher", "no difference seen"]
 Better = Literal["lower", "higher"]
 NOT_TESTED = "not tested"  # how pages write that there is too little for a verdict
 ERROR = 1 - LEVEL  # of a p-value, above which no difference is seen
-RELEVANT = 1e-4  # of a ratio: a count of bytes that differs by less is the same for every purpose
+# of a ratio: a count of bytes that differs by less is the same for every purpose
+RELEVANT = 1e-4
 FEWEST_DOMAINS = 3  # that a prediction interval needs
 
 
@@ -54,6 +55,7 @@ class Estimate(Frozen):
         """
         if self.interval is None:
             return None
+        # a ratio of bytes is exact: its interval excludes 1 however close it is
         low, high = self.interval
         is_small = self.none == 1 and abs(self.value - 1) <= RELEVANT
         if low <= self.none <= high or is_small or (self.p is not None and self.p >= ERROR):
@@ -73,21 +75,26 @@ class Estimate(Frozen):
 
     def mapped(self, function: Callable[[float], float]) -> Self:
         """Return the estimate of a monotone function of the value: in points, or of the inverse ratio."""
+        # a function that falls, such as the inverse, exchanges the ends
         low, high = sorted(map(function, self.interval)) if self.interval is not None else (None, None)
         facts = {"value": function(self.value), "low": low, "high": high, "none": function(self.none)}
         return self.model_copy(update=facts)
 
     def text(self, digits: int = 3, signed: bool = False, percent: bool = False, unit: str = "") -> str:
         """Return the value with its interval: 0.343 (0.324-0.363), signed −0.031 (−0.040 to −0.022), with a unit 2x."""
-        number = f"{'+' if signed else ''}z.{digits}{'%' if percent else 'f'}"
-        value, *ends = (format(one, number).replace("-", "−") for one in (self.value, *(self.interval or ())))
+        # z: a value that rounds to 0 has no minus
+        form = f"{'+' if signed else ''}z.{digits}{'%' if percent else 'f'}"
+        value, *ends = (format(end, form).replace("-", "−") for end in (self.value, *(self.interval or ())))
+        # a dash between negative numbers would read as a minus
         joint = " to " if signed or "−" in "".join(ends) else "-"
         return f"{value}{unit} ({joint.join(ends) or UNKNOWN})"
 
 
 def band(estimates: Sequence[Estimate]) -> tuple[list[float], list[float | None], list[float | None]]:
     """Return the values, the lower and the upper ends of estimates, as a figure's line takes them."""
-    return [one.value for one in estimates], [one.low for one in estimates], [one.high for one in estimates]
+    lows = [estimate.low for estimate in estimates]
+    highs = [estimate.high for estimate in estimates]
+    return [estimate.value for estimate in estimates], lows, highs
 
 
 def new_domain(means: Sequence[float] | np.ndarray, least: float = -math.inf) -> Estimate:
@@ -99,7 +106,8 @@ def new_domain(means: Sequence[float] | np.ndarray, least: float = -math.inf) ->
     would, if it is drawn as these domains were. `means` (D,) are those of the domains; the interval ends at `least`,
     which is 0 for a KL.
     """
-    count, value = len(means), float(np.mean(means))
+    count = len(means)
+    value = float(np.mean(means))
     facts = {"value": value, "n": count, "over": "domains", "how": "prediction"}
     if count < FEWEST_DOMAINS:
         return Estimate(**facts)

@@ -11,7 +11,8 @@ from crosslayer.output.record import Frozen
 from crosslayer.stats import LEVEL
 from crosslayer.stats.estimate import Estimate, Verdict
 
-FEWEST = 5  # pairs that give an interval: that of four covers 87.5% only
+# pairs that give an interval: that of four covers 87.5% only
+FEWEST = 5
 SPEED: dict[Verdict, str] = {"lower": "faster", "higher": "slower"}  # how a lower or higher time reads
 
 
@@ -22,6 +23,7 @@ def paired_ratio(candidate: Sequence[float], baseline: Sequence[float]) -> Estim
     probability that as many fair coins as there are pairs show fewer than k heads, or fewer than k tails. With fewer
     than five pairs the estimate has no interval. From six pairs on the ends equal those of `scipy.stats.quantile_test`.
     """
+    # logarithms: the median of the inverse ratios is then the inverse of the median, also of an even number of pairs
     logs = np.sort(np.log(np.asarray(candidate, dtype=float) / np.asarray(baseline, dtype=float)))  # (pairs,)
     rank = _rank(len(logs))
     low, high = (logs[rank - 1], logs[-rank]) if len(logs) >= FEWEST else (None, None)

@@ -105,6 +105,7 @@ def cropping_and_reordering(config: CrossLayerConfig) -> None:
     _, cache = steps(model, ids[:, :8], [8])
     cache.reorder_cache(torch.LongTensor([1, 0]))
     close(steps(model, ids.flip(0)[:, 8:], [4], cache)[0], full.flip(0)[:, 8:], "after reordering", tolerance(config))
+    # a window's cache has lost the tokens before it, and a linear state cannot go back
     if crops(config):
         _, cache = steps(model, ids, [12])
         cache.crop(-4)
@@ -168,7 +169,8 @@ def quantized_cache_cuts_make_no_difference(config: CrossLayerConfig) -> None:
     A model whose layers read states of several layers or chosen tokens, or that has none to quantize, is refused by a
     `ValueError`.
     """
-    model, ids, bits = build(config), tokens(length=16), KvBits("4", everywhere="int4", recent=5)
+    model, ids = build(config), tokens(length=16)
+    bits = KvBits("4", everywhere="int4", recent=5)
     plan = config.plan
     counts = [plan.read_count(state, layer) for state in CACHED for layer in range(plan.layers)]
     several = max(counts) > 1
@@ -182,8 +184,9 @@ def quantized_cache_cuts_make_no_difference(config: CrossLayerConfig) -> None:
         full = model(ids, use_cache=False).logits
         for sizes in ([16], [1] * 16, [9, 1, 6]):
             close(steps(model, ids, sizes, new_cache())[0], full, f"quantized, chunks of {sizes}", allowed)
+        # in float64 transformers' eager attention returns NaN for fully masked rows
         if config.attn_logit_softcapping is not None:
-            return  # in float64 transformers' eager attention returns NaN for fully masked rows
+            return
         mask = torch.ones_like(ids)
         mask[1, :3] = 0
         positions = (mask.cumsum(-1) - 1).clamp_min(0)
@@ -196,8 +199,9 @@ def quantized_cache_cuts_make_no_difference(config: CrossLayerConfig) -> None:
 def left_padding_equals_single_runs(config: CrossLayerConfig) -> None:
     """A left-padded row gives the same logits and generated tokens as alone."""
     model: Any = build(config)
+    # in float64 transformers' eager attention returns NaN for fully masked rows
     if config.attn_logit_softcapping is not None:
-        model = model.float()  # in float64 transformers' eager attention returns NaN for fully masked rows
+        model = model.float()
     long, short = tokens(batch=1, length=10), tokens(batch=1, length=6, seed=1)
     batch = torch.cat([long, torch.cat([torch.zeros(1, 4, dtype=torch.long), short], 1)])
     mask = torch.ones_like(batch)
@@ -215,7 +219,8 @@ def left_padding_equals_single_runs(config: CrossLayerConfig) -> None:
 @torch.no_grad()
 def wiring_matches_the_plan(config: CrossLayerConfig) -> None:
     """Readers attend with exactly the tensors of their sources, and have no projection for these states."""
-    plan, model, calls = config.plan, build(config), {}
+    plan, model = config.plan, build(config)
+    calls = {}
     with visited(model, lambda call: calls.update({call.layer: call})):
         model(tokens(length=8))
     fields = {"queries": lambda call: call.query, "keys": lambda call: call.key, "values": lambda call: call.value}
@@ -224,26 +229,31 @@ def wiring_matches_the_plan(config: CrossLayerConfig) -> None:
         for layer, source in enumerate(plan.sources(state)):
             exists = f"model.layers.{layer}.self_attn.{state[0]}_proj.weight" in names
             assert exists == plan.has_own(state, layer), f"layer {layer}: {state[0]}_proj exists: {exists}"
-            for other in calls if isinstance(source, int) else ():  # combined states are not compared
-                same = torch.equal(tensor(calls[layer]), tensor(calls[other]))
-                agrees = same == (plan.sources(state)[other] == source)
-                assert agrees, f"layer {layer}: {state} equal layer {other}'s: {same}, by the plan {not same}"
+            # a layer that combines several sources has states of its own
+            if not isinstance(source, int):
+                continue
+            for second in calls:
+                equal = torch.equal(tensor(calls[layer]), tensor(calls[second]))
+                agrees = equal == (plan.sources(state)[second] == source)
+                assert agrees, f"layer {layer}: {state} equal layer {second}'s: {equal}, by the plan {not equal}"
 
 
 @torch.no_grad()
 def causal(config: CrossLayerConfig) -> None:
     """Changing a token changes its own logits and later ones (by more than 1e-6), but no earlier ones."""
     model, ids = build(config), tokens(length=10)
-    other = ids.clone()
-    other[:, 6] = (other[:, 6] + 1) % VOCABULARY
-    before, after = model(ids).logits, model(other).logits
+    changed = ids.clone()
+    changed[:, 6] = (changed[:, 6] + 1) % VOCABULARY
+    before = model(ids).logits
+    after = model(changed).logits
     close(after[:, :6], before[:, :6], "tokens before a changed token", tolerance(config))
     assert (before[:, 6:] - after[:, 6:]).abs().max() > 1e-6, "a changed token changes nothing"
 
 
 def gradients_equal_under_checkpointing(config: CrossLayerConfig) -> None:
     """Every parameter gets a non-zero gradient, which is the same under activation checkpointing."""
-    ids, gradients = tokens(length=8), []
+    ids = tokens(length=8)
+    gradients = []
     for checkpointing in (False, True):
         model = build(config).train()
         if checkpointing:
@@ -281,17 +291,21 @@ def conversion_initialises_like_a_new_model(config: CrossLayerConfig) -> None:
     empty = [name for name, state in states.items() if state.is_meta]
     assert not empty, f"a converted Llama has no values for {', '.join(empty)}"
     assert converted(tokens(length=8)).logits.isfinite().all(), "a converted Llama's logits are not finite"
-    if isinstance(converted, CrossLayerForCausalLM) and all(
-        type(method).inherit is Method.inherit for method in config.methods
-    ):
-        drawn = []
-        for seed in (0, 1):
-            torch.manual_seed(seed)
-            new: Any = CrossLayerForCausalLM._from_config(converted.config, dtype=torch.float64)
-            drawn.append(dict([*new.named_parameters(), *new.named_buffers()]))
-        first, second = drawn
-        own = set(first) - set(source.state_dict())
-        for name in (name for name in own if torch.equal(first[name], second[name])):  # what is not drawn at random
+
+    # a method that takes over weights in its own way sets other values
+    if not isinstance(converted, CrossLayerForCausalLM):
+        return
+    if any(type(method).inherit is not Method.inherit for method in config.methods):
+        return
+    drawn = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        new: Any = CrossLayerForCausalLM._from_config(converted.config, dtype=torch.float64)
+        drawn.append(dict([*new.named_parameters(), *new.named_buffers()]))
+    first, second = drawn
+    for name in set(first) - set(source.state_dict()):
+        # what two seeds give alike is not drawn at random
+        if torch.equal(first[name], second[name]):
             same(states[name], first[name], f"first values of {name}, converted and new")
 
 
@@ -311,8 +325,10 @@ def documented(config: CrossLayerConfig) -> None:
         for word in ("Flows:", "Reads:", "Cache:", "Source:"):
             assert word in text, f"{method.name()}: the module's docstring lacks {word!r}"
         assert "\n\n    " in text, f"{method.name()}: the module's docstring has no equation, indented by 4 spaces"
-        own = type(method).__doc__ or ""  # a dataclass without a docstring gets its signature instead
-        assert own and not own.startswith(f"{type(method).__name__}("), f"{method.name()}: the class has no docstring"
+        # a dataclass without a docstring gets its signature instead
+        about = type(method).__doc__ or ""
+        signature = f"{type(method).__name__}("
+        assert about and not about.startswith(signature), f"{method.name()}: the class has no docstring"
 
 
 def compiled_equals_eager(config: CrossLayerConfig, backend: str = "aot_eager") -> None:

@@ -16,9 +16,11 @@ from crosslayer.core.decoder import CrossLayerConfig, CrossLayerForCausalLM
 from crosslayer.core.methods import Entry
 from crosslayer.core.transformers_versions import CACHE
 
+# logits reach about 10 in float64, so this allows for another order of sums and nothing else
 TOLERANCE = 1e-10
 FLOAT32 = 1e-4  # for models that compute partly in float32 whatever their dtype
-ROUNDED = 1e-2  # for these with a quantized cache, whose scales of 16 bits may then round the other way (2e-4 was seen)
+# for these with a quantized cache, whose scales of 16 bits may then round the other way (2e-4 was seen)
+ROUNDED = 1e-2
 VOCABULARY = 64
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -43,7 +45,9 @@ def config_of(methods: Entry | Sequence[Entry] | None, **shape: Any) -> CrossLay
 def build(config: CrossLayerConfig, cls: type[CrossLayerForCausalLM] = CrossLayerForCausalLM) -> CrossLayerForCausalLM:
     """Return a model in float64 with all parameters perturbed, also the ones initialized with zero."""
     torch.manual_seed(0)
+    # a copy: transformers writes into the config of a model, such as its attention
     model = cls(copy.deepcopy(config)).double().eval()
+    # what is multiplied by a parameter of zero could be wrong, and no comparison would show it
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.2)
@@ -91,7 +95,9 @@ def steps(
 
 def elements(cache: Cache) -> int:
     """Return the number of elements that a cache has allocated, from its storages."""
-    layers: Any = [layer for layer in cache.layers if isinstance(layer, CacheLayerMixin)]  # only keys and values
+    # linear attention's layers hold no keys and values
+    layers: Any = [layer for layer in cache.layers if isinstance(layer, CacheLayerMixin)]
+    # the storages, not the shapes: a view of a longer tensor keeps all of it
     states = [state for layer in layers for state in (layer.keys, layer.values) if state is not None]
     return sum(state.untyped_storage().nbytes() // state.element_size() for state in states)
 
@@ -102,7 +108,8 @@ def predicted(config: CrossLayerConfig, batch: int, length: int, windowed: int |
     `windowed` is the number of tokens in layers with a sliding window, None for all.
     """
     assert config.num_key_value_heads is not None and config.head_dim is not None and config.layer_types is not None
-    width, total = config.num_key_value_heads * config.head_dim, 0
+    width = config.num_key_value_heads * config.head_dim
+    total = 0
     for layer, layer_type in enumerate(config.layer_types):
         held = min(length, length if windowed is None else windowed) if layer_type == "sliding_attention" else length
         total += held * width * len(config.plan.stored(layer))

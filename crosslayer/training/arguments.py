@@ -2,9 +2,9 @@
 
 import dataclasses
 import importlib.util
-import math
 import os
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -21,29 +21,38 @@ from crosslayer.training.recipe_file import WrongKey, nearest, one_of, only_keys
 DEFAULTS: dict[str, Any] = {  # a recipe's `train` can override them
     "logging_steps": 10,
     "save_steps": 500,
-    "save_total_limit": 2,  # if the newest one is damaged, the one before is used
+    # if the newest one is damaged, the one before is used
+    "save_total_limit": 2,
     "report_to": "none",
-    "ddp_find_unused_parameters": False,  # a layer that reads another's state has no parameters for it
+    # there are none: a layer that reads another's state has no parameters for it, so that no step has to search
+    "ddp_find_unused_parameters": False,
 }
 BATCH = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}  # Trainer's own defaults
 MODULES = {"azure_ml": "azureml", "flyte": "flytekit"}  # integrations whose package has another name
-WORKERS = 16  # maximum number of data loading processes per core
+# maximum number of data loading processes per core: a typo must not start a million
+WORKERS = 16
 SHARDED = {"state_dict_type": "SHARDED_STATE_DICT"}  # ranks write checkpoints in parallel
-REASONS = {  # why a recipe cannot set keys, or what to set instead → the keys
+# Why a recipe cannot set keys, or what to set instead → the keys. Runs are compared step by step, so what decides their
+# rows, steps, losses and checkpoints is either fixed, or set by one key of the recipe that is checked and recorded.
+REASONS = {
     "use `--out`": "output_dir",
     "set seed at the top level of the recipe": "seed data_seed",
+    # an epoch has no meaning for a mixture that repeats its domains unequally
     "set schedule.steps or schedule.tokens": "max_steps num_train_epochs",
     "set schedule.warmup": "warmup_steps warmup_ratio",
     "set schedule.kind and schedule.minimum": "lr_scheduler_type lr_scheduler_kwargs",
+    # some of these would withhold the sums from which `mean_loss` is made, some write another model than the last
     "set eval.every and eval.windows": (
         "eval_strategy eval_steps eval_delay eval_on_start do_train do_eval do_predict prediction_loss_only"
         " eval_do_concat_batches eval_use_gather_object eval_accumulation_steps include_for_metrics batch_eval_metrics"
         " load_best_model_at_end metric_for_best_model greater_is_better"
     ),
+    # with some of these a resumed run would begin at the first row again, or rows would come out of order
     "data and seed determine the rows and their order": (
         "train_sampling_strategy remove_unused_columns label_names length_column_name ignore_data_skip"
         " dataloader_drop_last dataloader_in_order"
     ),
+    # a model without optimizer and random states cannot be resumed bit for bit
     "checkpoints are complete; set save_steps and save_total_limit": (
         "save_strategy save_only_model save_on_each_node resume_from_checkpoint enable_jit_checkpoint"
         " restore_callback_states_from_checkpoint"
@@ -58,11 +67,12 @@ REASONS = {  # why a recipe cannot set keys, or what to set instead → the keys
     ),
     "set activation_checkpointing": "gradient_checkpointing",
     "set activation_checkpointing_kwargs": "gradient_checkpointing_kwargs",
+    # it shifts them only for classes of transformers' own list of causal models
     "Trainer would smooth labels without shifting them": "label_smoothing_factor",
     "`torchrun` or `accelerate launch` sets it": "local_rank parallelism_config",
 }
 OWNED = {key: reason for reason, keys in REASONS.items() for key in keys.split()}
-LEAST = {  # minimum values
+LEAST = {  # minimum values, which `TrainingArguments` does not check
     "per_device_train_batch_size": 1,
     "per_device_eval_batch_size": 1,
     "gradient_accumulation_steps": 1,
@@ -72,19 +82,9 @@ LEAST = {  # minimum values
 }
 
 
-def has_bfloat16() -> bool:
-    """Return whether a GPU computes in bfloat16; on CPUs it is slower than float32."""
-    return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
-
-
 def step_sequences(args: TrainingArguments) -> int:
     """Return the number of sequences per step, over all processes and accumulated batches."""
     return args.train_batch_size * args.gradient_accumulation_steps * args.world_size
-
-
-def batch_sequences(train: Mapping[str, Any]) -> int:
-    """Return the number of sequences per step and process, from a recipe's `train`."""
-    return math.prod(train.get(key, default) for key, default in BATCH.items())
 
 
 def training_arguments(
@@ -95,7 +95,7 @@ def training_arguments(
     `schedule` holds steps and learning rate from `SchedulePart.schedule_arguments`, `train` any other field of
     `TrainingArguments`. The seed is for dropout; weights and data order have been drawn before.
     """
-    own = {
+    fixed = {
         "output_dir": str(folder),
         "seed": seed,
         "data_seed": seed,
@@ -108,24 +108,28 @@ def training_arguments(
     }
     accelerated = torch.accelerator.is_available()
     chosen = {**DEFAULTS, "dataloader_pin_memory": accelerated, "use_cpu": not accelerated, **(train or {})}
-    chosen.setdefault("bf16", not chosen["use_cpu"] and not chosen.get("fp16", False) and has_bfloat16())
-    if chosen.get("fsdp") and isinstance(
-        chosen.get("fsdp_config", {}), dict
-    ):  # otherwise a file, which is used as it is
+    # on CPUs bfloat16 is slower than float32 (1.6 to 1.9 times where it was measured); GPUs may only emulate it
+    excluded = chosen["use_cpu"] or chosen.get("fp16", False) or not torch.cuda.is_available()
+    chosen.setdefault("bf16", not excluded and torch.cuda.is_bf16_supported(including_emulation=False))
+    # text names a file, which is used as it is
+    if chosen.get("fsdp") and isinstance(chosen.get("fsdp_config", {}), dict):
         chosen["fsdp_config"] = {**SHARDED, **chosen.get("fsdp_config", {})}
     _check_choices(chosen)
+
     try:
-        arguments = TrainingArguments(**own, **{OLD_ARGUMENTS.get(name, name): value for name, value in chosen.items()})
-        arguments.get_process_log_level()  # fails for an unknown level
+        named = {OLD_ARGUMENTS.get(name, name): value for name, value in chosen.items()}
+        arguments = TrainingArguments(**fixed, **named)
+        # Trainer reads the level only after the text has been read; an unknown one fails here
+        arguments.get_process_log_level()
     except (ImportError, KeyError, TypeError, RuntimeError) as error:
         raise ValueError(f"train: Trainer does not accept these arguments: {type(error).__name__}: {error}") from error
-    workers, cores = arguments.dataloader_num_workers, os.cpu_count() or 1
-    if workers > WORKERS * cores:  # each is a process
-        raise ValueError(
-            f"train.dataloader_num_workers: must be at most {WORKERS * cores} on this machine with {cores} cores, got "
-            f"{workers:,}"
-        )
-    if arguments.n_gpu > 1:  # Trainer would use DataParallel, which changes the batch
+    workers = arguments.dataloader_num_workers
+    cores = os.cpu_count() or 1
+    if workers > WORKERS * cores:
+        most = f"at most {WORKERS * cores} on this machine with {cores} cores"
+        raise ValueError(f"train.dataloader_num_workers: must be {most}, got {workers:,}")
+    # Trainer would use DataParallel, which reads more rows per step than the run has
+    if arguments.n_gpu > 1:
         raise ValueError(
             f"a process must see one GPU, got {arguments.n_gpu}; start one process per GPU with torchrun "
             "--nproc-per-node, or set CUDA_VISIBLE_DEVICES"
@@ -159,22 +163,26 @@ def _check_choices(chosen: Mapping[str, Any]) -> None:
 
 
 def _not_reentrant(options: dict[str, Any] | None) -> dict[str, Any] | None:
+    # no error, and the same loss: in Gemma 3n, whose layers share keys and values, 29 to 51 gradients were wrong
     if options and options.get("use_reentrant"):
         raise WrongKey("use_reentrant", "must be false: otherwise gradients of states shared between layers are lost")
     return options
 
 
-def _types() -> dict[str, Any]:
-    """Return the type of each key, by its current name, whatever the version of transformers."""
-    hints, names = get_type_hints(TrainingArguments), {old: name for name, old in OLD_ARGUMENTS.items()}
-    fields = [field.name for field in dataclasses.fields(TrainingArguments)]
-    types = {names.get(name, name): hints[name] for name in fields}
-    types |= {key: Annotated[types[key], Field(ge=least)] for key, least in LEAST.items()}
-    types["optim"] = Annotated[str, one_of([choice.value for choice in OptimizerNames])]
-    types["activation_checkpointing_kwargs"] = Annotated[dict[str, Any] | None, AfterValidator(_not_reentrant)]
-    return {key: type_ for key, type_ in types.items() if key not in OWNED}
-
-
-TYPES = _types()
-Arguments = Annotated[dict[str, Any], typed_keys(TYPES), BeforeValidator(only_keys(TYPES, OWNED))]
+# the type of each key that a recipe can set, by its current name, whatever the version of transformers
+_NEW_NAMES = {old: name for name, old in OLD_ARGUMENTS.items()}
+_HINTS = get_type_hints(TrainingArguments)
+_FIELDS = {
+    _NEW_NAMES.get(field.name, field.name): _HINTS[field.name] for field in dataclasses.fields(TrainingArguments)
+}
+TYPES: dict[str, Any] = {
+    **_FIELDS,
+    **{key: Annotated[_FIELDS[key], Field(ge=least)] for key, least in LEAST.items()},
+    "optim": Annotated[str, AfterValidator(partial(one_of, names=[choice.value for choice in OptimizerNames]))],
+    "activation_checkpointing_kwargs": Annotated[dict[str, Any] | None, AfterValidator(_not_reentrant)],
+}
+TYPES = {key: type_ for key, type_ in TYPES.items() if key not in OWNED}
+Arguments = Annotated[
+    dict[str, Any], typed_keys(TYPES), BeforeValidator(partial(only_keys, known=TYPES, elsewhere=OWNED))
+]
 """Keys of `TrainingArguments` with values in their own types."""

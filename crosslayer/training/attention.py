@@ -10,9 +10,7 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, TrainingArguments
-from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_position_ids
 from transformers.utils.import_utils import is_flash_attn_2_available
 
 from crosslayer.core.decoder.configuration import CrossLayerConfig
@@ -24,7 +22,8 @@ from crosslayer.wiring.fields import layer_types_of
 Attention = Literal["sdpa", "flash"]
 WITHIN_DOCUMENTS, FLASH = "sdpa_within_documents", "flash_attention_2"
 NAMES = {"sdpa": WITHIN_DOCUMENTS, "flash": FLASH}  # transformers' names
-STATES = {"linear_attention", "conv", "mamba", "hybrid"}  # layer types with a state that is carried from token to token
+# layer types with a state that is carried from token to token, so also from a document to the next one in a row
+STATES = {"linear_attention", "conv", "mamba", "hybrid"}
 
 AttentionInterface.register(WITHIN_DOCUMENTS, attend_within_documents)
 AttentionMaskInterface.register(WITHIN_DOCUMENTS, document_mask)
@@ -47,6 +46,7 @@ def set_attention(model: PreTrainedModel, implementation: Attention | None, argu
         )
     if arguments.torch_compile and isinstance(config, CrossLayerConfig) and config.linear_layers:
         raise ValueError("train.torch_compile: compiled linear attention would cross document boundaries; remove it")
+
     caps = attention_that_caps(config, "sdpa") != "sdpa"
     dense = any(isinstance(module, Mixing) and module.needs_mask for module in model.modules())
     if implementation == "sdpa" and caps:
@@ -55,8 +55,10 @@ def set_attention(model: PreTrainedModel, implementation: Attention | None, argu
         raise ValueError("model.attention: flash cannot apply the mask that the method changes; use sdpa")
     if implementation == "flash" and not (arguments.bf16 or arguments.fp16):
         raise ValueError("model.attention: flash computes in half precision; set train.bf16: true")
+
     if implementation is None and config._attn_implementation == "sdpa":
-        passes_masks_on = isinstance(config, CrossLayerConfig) or model._supports_flex_attn  # unchanged
+        # what `document_mask` makes is no tensor, and must reach the attention unchanged, as the masks of flex do
+        passes_masks_on = isinstance(config, CrossLayerConfig) or model._supports_flex_attn
         implementation = "sdpa" if passes_masks_on else None
     if implementation is not None and not (implementation == "sdpa" and dense):
         model.set_attn_implementation(NAMES[implementation])
@@ -73,15 +75,3 @@ def readable_masks(model: PreTrainedModel) -> Iterator[None]:
         yield
     finally:
         model.set_attn_implementation(implementation)
-
-
-def document_borders(model: Any, position_ids: Tensor) -> dict[str, Any]:
-    """Return FlashAttention's arguments for the documents in packed rows (B, T); empty for other implementations.
-
-    transformers derives them itself only for batches of a single row.
-    """
-    if model.config.get_text_config()._attn_implementation != FLASH:
-        return {}
-    (queries, keys), (longest_query, longest_key) = prepare_fa_kwargs_from_position_ids(position_ids)
-    longest = {"max_length_q": int(longest_query), "max_length_k": int(longest_key)}
-    return {"cu_seq_lens_q": queries, "cu_seq_lens_k": keys, **longest}

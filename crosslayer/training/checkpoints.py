@@ -12,14 +12,12 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
-from torch import Tensor, nn
 from transformers import TrainerState, TrainingArguments
 from transformers.trainer_pt_utils import safe_globals
 
@@ -30,11 +28,10 @@ from crosslayer.training.record import curve_of, training_seconds
 MARK = "complete.json"
 PARTIAL = ".partial"  # in a run's folder: the checkpoint that is being written
 NAME = re.compile(r"checkpoint-(\d{1,18})", re.ASCII)
-LARGEST = 2**24  # bytes of complete.json; a thousand ranks need less
-STATE, KEPT = "trainer_state.json", "crosslayer"
+# bytes of complete.json; a thousand ranks need less, and a forged one must not fill the memory
+LARGEST = 2**24
+STATE, ENTRY = "trainer_state.json", "crosslayer"
 LOG = TypeAdapter(list[dict[str, float | None]])
-SHAPED = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg")
-LONGEST = 160  # characters of another library's message
 
 
 class File(BaseModel):
@@ -85,6 +82,8 @@ def damage(checkpoint: Path) -> str | None:
         mark = Mark.model_validate_json(path.read_bytes())
     except (OSError, ValidationError):
         return f"{MARK} cannot be read"
+
+    # sizes of all files before any hash: a file that was cut short is found without reading gigabytes
     present = _files(checkpoint)
     for name, file in mark.files.items():
         if name not in present:
@@ -110,7 +109,10 @@ def publish(folder: Path, step: int, keep: int | None) -> None:
     Checkpoints of the same step and of later ones are deleted too: the run was resumed from an earlier one, and they
     are not part of its history any more. With `keep` None, none is deleted for age.
     """
-    staged, target = folder / PARTIAL / f"checkpoint-{step}", folder / f"checkpoint-{step}"
+    staged = folder / PARTIAL / f"checkpoint-{step}"
+    target = folder / f"checkpoint-{step}"
+
+    # to disk before the mark, and the mark before the rename: after a power cut a mark must not vouch for lost bytes
     files = _files(staged)
     for path in files.values():
         sync(path)
@@ -118,18 +120,23 @@ def publish(folder: Path, step: int, keep: int | None) -> None:
     text = Mark(schema="crosslayer/checkpoint/1", files=listed).model_dump_json(by_alias=True, indent=1)
     (staged / MARK).write_text(text, encoding="utf-8")
     sync(staged / MARK)
+
+    # a folder is not renamed onto another: one that is there steps aside, into what is deleted below
     if target.exists():
         target.rename(folder / PARTIAL / "replaced")
     staged.rename(target)
     sync(folder)
-    past = [path for number, path in checkpoints(folder).items() if number <= step]
-    later = [path for number, path in checkpoints(folder).items() if number > step]
+
+    # last, when the new one has its name
+    past = [path for saved, path in checkpoints(folder).items() if saved <= step]
+    later = [path for saved, path in checkpoints(folder).items() if saved > step]
     for path in (folder / PARTIAL, *later, *past[: -keep if keep else 0]):
         shutil.rmtree(path, ignore_errors=True)
 
 
 def _files(checkpoint: Path) -> dict[str, Path]:
     """Return the regular files of a checkpoint by name, without its mark and links."""
+    # a link of an untrusted checkpoint may lead out of its folder
     paths = [path for path in sorted(checkpoint.rglob("*")) if path.is_file() and not path.is_symlink()]
     return {name: path for path in paths if (name := path.relative_to(checkpoint).as_posix()) != MARK}
 
@@ -144,8 +151,8 @@ def sync(path: Path) -> None:
             os.close(handle)
 
 
-class Kept(BaseModel):
-    """Our entry in `trainer_state.json`, under `KEPT`."""
+class RunEntry(BaseModel):
+    """Our entry in `trainer_state.json`, under `ENTRY`."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     sequences: int = Field(ge=1, description="per step, over all processes")
@@ -160,78 +167,56 @@ class Resumed:
 
     checkpoint: Path
     step: int
-    kept: Kept
+    entry: RunEntry
 
     @classmethod
     def read(cls, checkpoint: Path, args: TrainingArguments) -> Self:
-        """Check a checkpoint before it is loaded."""
+        """Check a checkpoint before it is loaded.
+
+        Another batch size would read other rows; its message says which accumulation keeps it.
+        """
         try:
             state = TrainerState.load_from_json(str(checkpoint / STATE))
-            kept = Kept.model_validate((state.stateful_callbacks or {})[KEPT])  # type: ignore[call-overload]
+            entry = RunEntry.model_validate((state.stateful_callbacks or {})[ENTRY])  # type: ignore[call-overload]
             LOG.validate_python(state.log_history)
             curve_of(state.log_history)
             if not (isinstance(state.global_step, int) and math.isfinite(training_seconds(state.log_history))):
                 raise ValueError
         except (OSError, ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError):
-            raise _refused(checkpoint, f"{STATE} is damaged, or from an older release") from None
-        _check_batch(checkpoint, kept.sequences, args)  # before the steps, which depend on it in a run by tokens
+            raise refused(checkpoint, f"{STATE} is damaged, or from an older release") from None
+
+        # before the steps: in a run by tokens their number depends on the batch, and it is the batch that is wrong
+        sequences = entry.sequences
+        if sequences != step_sequences(args):
+            size = args.train_batch_size * args.world_size
+            hint = f"set train.gradient_accumulation_steps={sequences // size}"
+            if sequences % size:
+                hint = (
+                    f"change the number of processes or train.per_device_train_batch_size, since {args.world_size} x "
+                    f"{args.train_batch_size} does not divide {sequences}"
+                )
+            raise ValueError(
+                f"the batch must be {sequences} sequences per step as in {checkpoint.name}, got "
+                f"{step_sequences(args)}; {hint}"
+            )
+
         named = NAME.fullmatch(checkpoint.name)
         if state.global_step > args.max_steps or named is not None and int(named[1]) != state.global_step:
-            raise _refused(checkpoint, f"{STATE} is of step {state.global_step}")
+            raise refused(checkpoint, f"{STATE} is of step {state.global_step}")
+
+        # here, since the error of loading one later would not name the file
         for path in sorted(checkpoint.glob("*.pt*")):
             try:
+                # weights only: a pickle runs code
                 with safe_globals():
                     torch.load(path, map_location="cpu", weights_only=True, mmap=True)
             except Exception as error:  # of many types
-                raise _refused(checkpoint, f"{path.name} is damaged") from error
-        return cls(checkpoint, state.global_step, kept)
-
-    def check_weights(self, model: nn.Module, loaded: Any) -> None:
-        """Refuse missing weights, except tied ones, and unknown ones; `loaded` is the result of PyTorch's loading."""
-        named = dict(model.named_parameters(remove_duplicate=False))
-        present = {id(parameter) for name, parameter in named.items() if name not in loaded.missing_keys}
-        lacking = [name for name in loaded.missing_keys if name in named and id(named[name]) not in present]
-        for name in (*lacking, *loaded.unexpected_keys):
-            raise _refused(self.checkpoint, f"its weights {'lack' if name in lacking else 'have unknown'} {name}")
-
-    def check_schedule(self, at: int, exact: bool) -> None:
-        """Refuse the learning rate of another step; unless `exact`, when steps may be skipped, only of a later step."""
-        if at > self.step or exact and at < self.step:
-            raise _refused(self.checkpoint, f"its learning rate is of step {at}")
-
-    def check_optimizer(self, states: Mapping[Tensor, Mapping[str, Any]]) -> None:
-        """Refuse states whose shapes differ from their parameters': fused kernels would access memory out of bounds."""
-        for parameter, state in states.items():
-            for name, value in state.items():
-                shape = value.shape if isinstance(value, Tensor) else ()
-                if name in SHAPED and shape != parameter.shape or name == "step" and math.prod(shape) != 1:
-                    raise _refused(self.checkpoint, f"its optimizer has {name} of shape {list(shape)}")
-
-    def explain(self, error: Exception) -> ValueError:
-        """Return the error to raise where loading, or the first step after it, failed."""
-        if isinstance(error, ValueError) and str(error).startswith(self.checkpoint.name):
-            return error
-        message = " ".join(str(error).split())
-        return _refused(self.checkpoint, f"{type(error).__name__}: {message[:LONGEST]}")
+                raise refused(checkpoint, f"{path.name} is damaged") from error
+        return cls(checkpoint, state.global_step, entry)
 
 
-def _check_batch(checkpoint: Path, sequences: int, args: TrainingArguments) -> None:
-    """Refuse another batch size, which would read other rows; say which accumulation keeps it."""
-    if step_sequences(args) == sequences:
-        return
-    size = args.train_batch_size * args.world_size
-    hint = f"set train.gradient_accumulation_steps={sequences // size}"
-    if sequences % size:
-        hint = (
-            f"change the number of processes or train.per_device_train_batch_size, since {args.world_size} x "
-            f"{args.train_batch_size} does not divide {sequences}"
-        )
-    raise ValueError(
-        f"the batch must be {sequences} sequences per step as in {checkpoint.name}, got {step_sequences(args)}; {hint}"
-    )
-
-
-def _refused(checkpoint: Path, problem: str) -> ValueError:
+def refused(checkpoint: Path, problem: str) -> ValueError:
+    """Return the error of a checkpoint that cannot be resumed from."""
     return ValueError(
         f"{checkpoint.name} cannot be resumed: {problem}; if it is damaged, delete it to resume from the previous one"
     )

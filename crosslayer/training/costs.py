@@ -26,9 +26,11 @@ from crosslayer.training.record import TrainedModel
 from crosslayer.wiring.read import model_plan
 
 PASSES = 3  # a backward pass costs two forward passes
-COUNTED = 128  # tokens of the longer sequence over which FLOPs are counted
+# tokens of the longer sequence over which FLOPs are counted: they are linear in it, and counting runs the model
+COUNTED = 128
 FLOAT, ROW = 4, 24  # bytes: of a number in float32; of a token's id, position and label
-LOGITS = 2**30  # numbers; for a batch with more, the loss is computed in chunks
+# numbers; for a batch with more (4 GB in float32), the loss is computed in chunks
+LOGITS = 2**30
 ADAM = ("adamw_torch", "adamw_torch_fused", "adamw_apex_fused", "adamw_anyprecision")
 
 
@@ -42,7 +44,8 @@ def trained_model(model: PreTrainedModel, length: int) -> TrainedModel:
     longer = min(length, COUNTED)
     shorter = longer // 2
     flops = {}  # of a token in the forward pass, by the length of the sequence
-    with torch.no_grad(), evaluating(model), sdpa_kernel(SDPBackend.MATH):  # the FLOP counter knows only this one
+    # the FLOP counter knows only this kernel
+    with torch.no_grad(), evaluating(model), sdpa_kernel(SDPBackend.MATH):
         for count in (shorter, longer):
             with FlopCounterMode(display=False) as counter:
                 model(torch.zeros(1, count, dtype=torch.long, device=model.device), use_cache=False)
@@ -79,15 +82,19 @@ def check_memory(model: PreTrainedModel, args: TrainingArguments, length: int) -
     count = sum(parameter.numel() for parameter in model.parameters())
     allocated = sum(parameter.nbytes for parameter in model.parameters() if parameter.device.type == args.device.type)
     copies = 4 if args.optim in ADAM else 2
-    elsewhere = args.deepspeed or "offload" in str(args.fsdp)  # which move some of it to other memory
+    # these move some of it to other memory; a bound that is too high would refuse runs that fit
+    elsewhere = args.deepspeed or "offload" in str(args.fsdp)
     states = 0 if elsewhere else FLOAT * count * copies / (args.world_size if args.fsdp else 1)
+
     width = 2 if args.bf16 or args.fp16 else FLOAT
     checkpointing = "activation_checkpointing"
-    kept = 1 if vars(args)[OLD_ARGUMENTS.get(checkpointing, checkpointing)] else 4
+    states_per_layer = 1 if vars(args)[OLD_ARGUMENTS.get(checkpointing, checkpointing)] else 4
     tokens = length * args.train_batch_size
-    predicted = AT_ONCE if without_logits(model.config, args, tokens) else 0 if args.use_liger_kernel else tokens
+    predicted = 0 if args.use_liger_kernel else tokens  # tokens whose logits are in memory at once
+    if without_logits(model.config, args, tokens):
+        predicted = AT_ONCE
     batch = (
-        tokens * kept * width * text.num_hidden_layers * text.hidden_size
+        tokens * states_per_layer * width * text.num_hidden_layers * text.hidden_size
         + predicted * 2 * FLOAT * text.vocab_size
         + length * ROW * step_sequences(args) // args.world_size
     )

@@ -24,8 +24,11 @@ from crosslayer.core.decoder.configuration import CrossLayerConfig
 from crosslayer.core.decoder.convert import to_config
 from crosslayer.training.rows import IGNORED
 
-ROWS = 1024  # tokens whose ∂KL/∂y is in memory, in the dtype of the products
-BLOCK = 128  # tokens whose logits are in memory; 25 MB of float32 with 50,000 entries, which fits the CPU's cache
+# tokens whose ∂KL/∂y is in memory, in the dtype of the products. Each product with it adds to all of ∂KL/∂W_s: 2,048
+# tokens of a vocabulary of 49,152 took 1.13 s on two cores, and 1.8 s with a product for every block
+ROWS = 1024
+# tokens whose logits are in memory; 25 MB of float32 with 50,000 entries, which fits the CPU's cache
+BLOCK = 128
 
 
 @dataclass(frozen=True)
@@ -70,25 +73,27 @@ class _Divergence(Function):
         of_weight = torch.zeros_like(weight, dtype=wide) if needs_weight else None
         total = torch.zeros((), device=hidden.device, dtype=wide)
         slopes = hidden.new_empty((min(rows, len(hidden)), len(weight)), dtype=dtype)  # ∂KL/∂y times R
+        # the dtype of each product is chosen here
         with torch.autocast(hidden.device.type, enabled=False):
             weight, target_weight = weight.to(dtype), target_weight.to(dtype)
             for start in range(0, len(hidden), rows):
                 states = hidden[start : start + rows].to(dtype)  # (ROWS, C)
                 targets = target[start : start + rows].to(dtype)
-                kept = slopes[: len(states)]
-                blocks = zip(states.split(BLOCK), targets.split(BLOCK), kept.split(BLOCK), strict=True)
-                for own, other, slope in blocks:
-                    log_q, squash = _log_softmax(own @ weight.T, caps[0], wide)
-                    log_p, _ = _log_softmax(other @ target_weight.T, caps[1], wide)
+                filled = slopes[: len(states)]
+                blocks = zip(states.split(BLOCK), targets.split(BLOCK), filled.split(BLOCK), strict=True)
+                for student, teacher, slope in blocks:
+                    log_q, squash = _log_softmax(student @ weight.T, caps[0], wide)
+                    log_p, _ = _log_softmax(teacher @ target_weight.T, caps[1], wide)
+                    # in place from here on, so that a block's tensors stay in the cache
                     p = log_p.exp()
                     total += log_p.sub_(log_q).mul_(p).sum()
                     if needs_hidden or needs_weight:
                         change = log_q.exp_().sub_(p)
                         slope.copy_(change if squash is None else change.mul_(squash))
                 if of_hidden is not None:
-                    of_hidden[start : start + rows] = kept @ weight
+                    of_hidden[start : start + rows] = filled @ weight
                 if of_weight is not None:
-                    of_weight += kept.T @ states
+                    of_weight += filled.T @ states
         ctx.save_for_backward(of_hidden, of_weight)
         ctx.rows, ctx.dtypes = len(hidden), dtypes
         return total / len(hidden)
@@ -124,7 +129,8 @@ class Teacher:
         """Return the mean loss of a model over the tokens with labels, and their number; products run in `autocast`."""
         counts = inputs["labels"][:, 1:] != IGNORED  # (B, T − 1): the token before each predicts it
         given = {**{name: value for name, value in inputs.items() if name != "labels"}, "use_cache": False}
-        with autocast:  # accelerate wraps only the forward of the trained model
+        # accelerate wraps only the forward of the trained model, so the products with the head would be in float32
+        with autocast:
             states = student.get_decoder()(**given).last_hidden_state  # (B, T, C)
             with torch.no_grad():
                 decoder: Any = self.model.get_decoder()

@@ -53,13 +53,15 @@ def initialise(model: PreTrainedModel, seed: int) -> None:
     rounding, in any dtype. A tied tensor is drawn under its first name. Initialise a model before wrapping it, since
     wrappers change names.
     """
+    # a module's rule draws all its parameters in one stream, so that the second would depend on the first; here all but
+    # the meant one are marked as done, as transformers marks weights that were loaded
     named = dict(model.named_parameters())
     meta = [name for name, parameter in named.items() if parameter.is_meta]
     if meta:
         raise ValueError(f"{meta[0]} is on the meta device; allocate the model before initializing it")
     try:
         for parameter in named.values():
-            parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers does not initialise it
+            parameter._is_hf_initialized = True  # type: ignore[attr-defined]
         with torch.random.fork_rng(devices=[]), torch.no_grad(), initialization.guard_torch_init_functions():
             for name, parameter in named.items():
                 _draw(model, name, parameter, seed)
@@ -70,7 +72,9 @@ def initialise(model: PreTrainedModel, seed: int) -> None:
 
 def _draw(model: PreTrainedModel, name: str, parameter: nn.Parameter, seed: int) -> None:
     """Draw a single parameter as its module initializes it; the others are marked and do not change."""
-    module, stored = model.get_submodule(name.rpartition(".")[0]), parameter.data
+    module = model.get_submodule(name.rpartition(".")[0])
+    stored = parameter.data
+    # NaN, so that a rule which forgets a parameter is found
     parameter.data = torch.full(stored.shape, math.nan, device="cpu")
     try:
         digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()

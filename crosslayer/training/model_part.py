@@ -4,10 +4,11 @@ Sizes 2M to 468M are those of arXiv 2410.17897, Table 4, named by their paramete
 Llama layers, untied embeddings and head, rotary base 10,000. The others suit a CPU.
 """
 
+from functools import partial
 from typing import Annotated, Any, Self
 
 import torch
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 from transformers import LlamaConfig
 from transformers.activations import ACT2FN
 
@@ -29,15 +30,18 @@ ELSEWHERE = {  # keys of a config that a shape cannot set, and what to do instea
     "pretraining_tp": "it has no effect",
 }
 POSITIVE = (*NEEDED, "num_key_value_heads", "head_dim", "max_position_embeddings")
-DEEPEST = 4096  # layers; a typo must not build a model for hours
+# layers; a typo must not build a model for hours
+DEEPEST = 4096
 CONFIG = {**LlamaConfig.__annotations__, **CrossLayerConfig.__annotations__, "rope_parameters": dict[str, Any] | None}
 SHAPE: dict[str, Any] = {
     **{key: kind for key, kind in CONFIG.items() if key not in ELSEWHERE},
     **{key: Annotated[CONFIG[key], Field(ge=1)] for key in POSITIVE},
     "num_hidden_layers": Annotated[int, Field(ge=1, le=DEEPEST)],
-    "hidden_act": Annotated[str, one_of(ACT2FN)],
+    "hidden_act": Annotated[str, AfterValidator(partial(one_of, names=ACT2FN))],
 }
-Shape = Annotated[dict[str, Any], typed_keys(SHAPE), BeforeValidator(only_keys(SHAPE, ELSEWHERE))]
+Shape = Annotated[
+    dict[str, Any], typed_keys(SHAPE), BeforeValidator(partial(only_keys, known=SHAPE, elsewhere=ELSEWHERE))
+]
 SIZES: dict[str, dict[str, Any]] = {  # keys of a config, which `model.shape` can override
     name: {
         **dict(zip(NEEDED, numbers, strict=True)),
@@ -59,7 +63,7 @@ SIZES: dict[str, dict[str, Any]] = {  # keys of a config, which `model.shape` ca
 class ModelPart(Part):
     """The model: a size, a shape or both, with a method; or an existing model to continue from."""
 
-    size: Annotated[str, one_of(SIZES)] | None = None
+    size: Annotated[str, AfterValidator(partial(one_of, names=SIZES))] | None = None
     """A named shape; `shape` overrides keys of it."""
     shape: Shape = {}
     """Keys of a Llama config or of `CrossLayerConfig`, such as `num_key_value_heads`; without `size` at least
@@ -94,6 +98,7 @@ class ModelPart(Part):
             return self
         if self.size is None and missing:
             raise WrongKey("size", f"missing; set one of {', '.join(SIZES)}, or in shape {', '.join(NEEDED)}")
+        # whether keys fit together only the model's own code knows; on the meta device it takes no memory
         for key, model in {"shape": self.model_copy(update={"method": None}), "method": self}.items():
             try:
                 with torch.device("meta"):

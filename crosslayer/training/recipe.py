@@ -116,17 +116,15 @@ class Recipe(Part):
         return objective
 
     @model_validator(mode="after")
-    def _check_objective_with_others(self) -> Self:
+    def _check_together(self) -> Self:
+        """Refuse keys that contradict others, or have no effect with or without stages, and name missing ones."""
         if self.objective == "distill" and not self.stages:
             raise WrongKey("objective", "distill needs stages, in which `crosslayer heal` trains towards the original")
         for domain in self.data.domains:
             if self.objective == "response" and domain.columns is None:
                 raise WrongKey("objective", f"response needs columns, but domain {domain.name!r} has none")
-        return self
 
-    @model_validator(mode="after")
-    def _check_kind(self) -> Self:
-        """Refuse keys that a recipe with stages, or one without, does not use, and name missing ones."""
+        # a key without effect is refused: whoever sets it believes in a run that does not take place
         if self.model is None and self.schedule is None and not self.stages:
             raise ValueError("must have a model and a schedule (crosslayer train), or stages (crosslayer heal)")
         for key in () if self.stages else ("model", "schedule"):
@@ -135,11 +133,8 @@ class Recipe(Part):
         for key, reason in (WITH_STAGES if self.stages else WITHOUT_STAGES).items():
             if vars(self)[key] not in (None, Recipe.model_fields[key].default):
                 raise WrongKey(key, f"has no effect {reason}; remove it")
-        return self
 
-    @model_validator(mode="after")
-    def _check_domains(self) -> Self:
-        """Raise for training text with the name of a domain on which a judge measures."""
+        # the judge would report a domain that was trained on under the name of one that was not
         judged = EMBEDDED if self.judge.domains is None else self.judge.domains
         for domain in self.data.domains if self.stages else ():
             if domain.name in judged and domain.source is not None:
@@ -192,8 +187,8 @@ def given_recipe(recipe: Recipe | str | Path, settings: Sequence[str], stages: b
     elif settings:
         raise ValueError("`settings` needs a recipe file, got a loaded recipe; pass the settings to load_recipe")
     if bool(recipe.stages) != stages:
-        other = "missing; train the recipe" if stages else "must be empty; train in stages"
-        raise ValueError(f"stages: {other} with `crosslayer {'train' if stages else 'heal'}`")
+        problem = "missing; train the recipe" if stages else "must be empty; train in stages"
+        raise ValueError(f"stages: {problem} with `crosslayer {'train' if stages else 'heal'}`")
     return recipe
 
 
@@ -212,7 +207,16 @@ def check_run(folder: Path, recipe: Recipe, resume: bool, others: Mapping[str, s
         (folder / name).is_file() and (folder / name).read_text(encoding="utf-8") == text
         for name, text in (others or {}).items()
     ]
-    if not (_is_of(folder / RECIPE, recipe) and all(same)):
+    try:
+        written = load_recipe(folder / RECIPE)
+    except ValueError:
+        written = None
+    if written is not None and not recipe.stages:
+        # another number of processes needs another batch for the same rows, which `Resumed.read` checks
+        batch = {key: written.train[key] for key in BATCH if key in written.train}
+        rest = {key: value for key, value in recipe.train.items() if key not in BATCH}
+        recipe = recipe.model_copy(update={"train": {**rest, **batch}})
+    if written != recipe or not all(same):
         what = "another recipe" if others is None else "another recipe, or other retrofits"
         raise ValueError(f"the folder {folder.name!r} belongs to {what}; `resume` needs the same")
 
@@ -221,19 +225,8 @@ def begin_run(folder: Path, recipe: Recipe, others: Mapping[str, str] | None = N
     """Write the recipe and `others` into a folder; a recipe that is there with its checkpoints does not change."""
     folder.mkdir(parents=True, exist_ok=True)
     files = dict(others or {})
+    # with checkpoints, the recipe says how they were trained; that of a resumed run may have another batch size
     if not checkpoints(folder):
         files[RECIPE] = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
     for name, text in files.items():
         write_whole(folder / name, text)
-
-
-def _is_of(written: Path, recipe: Recipe) -> bool:
-    try:
-        existing = load_recipe(written)
-    except ValueError:
-        return False
-    if not recipe.stages:
-        batch = {key: existing.train[key] for key in BATCH if key in existing.train}
-        others = {key: value for key, value in recipe.train.items() if key not in BATCH}
-        recipe = recipe.model_copy(update={"train": {**others, **batch}})
-    return existing == recipe

@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from crosslayer.corpus.documents import TextSource
 from crosslayer.corpus.domains import EMBEDDED
-from crosslayer.corpus.files import READERS, file_kind
+from crosslayer.corpus.files import KINDS, file_kind
 from crosslayer.judge.damage import MIN_WINDOWS
 from crosslayer.training.arguments import Arguments
 from crosslayer.training.recipe_file import Part, WrongKey, nearest
@@ -17,8 +17,10 @@ from crosslayer.training.texts import EVERY, Columns, Domain, Instructions
 
 Count = Annotated[int, Field(ge=1, lt=2**63)]
 NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,63}", re.ASCII)  # of a domain, and so of a folder and a metric
-OFTEN = 5  # chunks of an embedded domain for each that is held out to be measured on
-LOWEST = 1e-4  # share of the peak rate at which linear schedules start and end if the minimum is 0
+# chunks of an embedded domain for each that is held out to be measured on: a twentieth of these texts is too little
+OFTEN = 5
+# share of the peak rate at which linear schedules start and end if the minimum is 0: at 0 the first step does nothing
+LOWEST = 1e-4
 
 
 def left_out(default: Any = None) -> Any:
@@ -61,28 +63,23 @@ class DomainPart(Part):
         return name
 
     @model_validator(mode="after")
-    def _check_embedded(self) -> Self:
-        if self.source is not None:
-            return self
-        if self.name not in EMBEDDED:
-            raise WrongKey(
-                "name", f"must be an embedded domain, got {self.name!r}; {nearest(self.name, list(EMBEDDED))}"
-            )
-        for option in ("config", "split", "column", "where"):
-            if vars(self)[option] != DomainPart.model_fields[option].default:
-                raise WrongKey(option, "has no effect without source; remove it")
-        return self
+    def _check_source(self) -> Self:
+        """Refuse a name or columns without the text for them, and options that have no effect with the source."""
+        if self.source is None:
+            if self.name not in EMBEDDED:
+                hint = nearest(self.name, list(EMBEDDED))
+                raise WrongKey("name", f"must be an embedded domain, got {self.name!r}; {hint}")
+            for option in ("config", "split", "column", "where"):
+                if vars(self)[option] != DomainPart.model_fields[option].default:
+                    raise WrongKey(option, "has no effect without source; remove it")
 
-    @model_validator(mode="after")
-    def _check_columns(self) -> Self:
-        if self.columns is None:
-            return self
-        suffix = None if self.source is None else file_kind(Path(self.source))
-        if suffix is None or (suffix in READERS and suffix != ".jsonl"):
-            raise WrongKey("columns", f"needs a source of .jsonl files, or a dataset, got {self.source!r}")
-        for option in ("column", "where", *(("config", "split") if suffix == ".jsonl" else ())):
-            if vars(self)[option] != DomainPart.model_fields[option].default:
-                raise WrongKey(option, "has no effect with columns; remove it")
+        if self.columns is not None:
+            suffix = None if self.source is None else file_kind(Path(self.source))
+            if suffix is None or (suffix in KINDS and suffix != ".jsonl"):
+                raise WrongKey("columns", f"needs a source of .jsonl files, or a dataset, got {self.source!r}")
+            for option in ("column", "where", *(("config", "split") if suffix == ".jsonl" else ())):
+                if vars(self)[option] != DomainPart.model_fields[option].default:
+                    raise WrongKey(option, "has no effect with columns; remove it")
         return self
 
     def text(self, held_out_often: bool = False) -> Domain:
@@ -105,6 +102,7 @@ class DataPart(Part):
     @field_validator("domains")
     @classmethod
     def _check_domains(cls, domains: list[DomainPart]) -> list[DomainPart]:
+        # a name is a key of losses and a part of the names of files
         names = [domain.name for domain in domains]
         for name in names:
             if names.count(name) > 1:
@@ -143,6 +141,7 @@ class SchedulePart(Part):
             raise ValueError(f"must have either steps or tokens (the other one null), got {given}")
         if self.kind != "wsd" and self.decay != SchedulePart.model_fields["decay"].default:
             raise WrongKey("decay", f"has no effect with kind: {self.kind}; remove it, or set kind: wsd")
+        # with tokens, the steps and so the check of warmup and decay wait for the batch
         if self.steps is not None:
             self.schedule_arguments(self.steps)
         return self
@@ -166,14 +165,18 @@ class SchedulePart(Part):
         decay = max(1, int(self.decay * steps)) if self.decay < 1 else int(self.decay)
         if self.kind == "wsd" and decay > falling:
             raise WrongKey("decay", f"must be at most the {falling} steps after the warmup, got {decay}")
-        kind, settings = "cosine_warmup_with_min_lr", {"min_lr_rate": self.minimum}
-        if self.kind != "cosine":
-            kind, over = "warmup_stable_decay", decay if self.kind == "wsd" else falling
+        if self.kind == "cosine":
+            scheduler = "cosine_warmup_with_min_lr"
+            settings = {"min_lr_rate": self.minimum}
+        else:
+            # transformers' "linear" has no minimum; a decay over all steps, without a stable phase, has one
+            scheduler = "warmup_stable_decay"
+            over = decay if self.kind == "wsd" else falling
             settings = {"num_decay_steps": over, "decay_type": "linear", "min_lr_ratio": self.minimum or LOWEST}
         return {
             "max_steps": steps,
             "warmup_steps": warmup,
-            "lr_scheduler_type": kind,
+            "lr_scheduler_type": scheduler,
             "lr_scheduler_kwargs": settings,
             "eval_steps": evaluate or steps,
         }

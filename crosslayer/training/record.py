@@ -62,7 +62,9 @@ def curve_of(history: Sequence[Mapping[str, Any]]) -> Curve:
 
 def training_seconds(history: Sequence[Mapping[str, Any]]) -> float:
     """Return the seconds of training steps from a trainer's log, also over resumed sections of a run."""
-    tokens, seconds = 0, 0.0
+    # from speeds, since times of a clock would count evaluations, and the pause before a run is resumed
+    tokens = 0
+    seconds = 0.0
     for entry in history:
         if "loss" in entry:
             seconds += (entry["tokens"] - tokens) / entry["tokens_per_second"]
@@ -149,9 +151,11 @@ def snapshots_in(history: Sequence[dict[str, Any]]) -> tuple[Snapshot, ...]:
         for key, value in entry.items():
             match = KEY.fullmatch(key)
             if match is not None:
-                number = value if value is not None and math.isfinite(value) else None
-                by_step.setdefault(entry["step"], {}).setdefault(match[1], {})[int(match[2])] = number
-    return tuple(
-        Snapshot(step=step, **{name: [layers[layer] for layer in sorted(layers)] for name, layers in measures.items()})
-        for step, measures in by_step.items()
-    )
+                # NaN where a layer lacks the sublayer; the log's file has null for it
+                finite = value if value is not None and math.isfinite(value) else None
+                by_step.setdefault(entry["step"], {}).setdefault(match[1], {})[int(match[2])] = finite
+    snapshots = []
+    for step, measures in by_step.items():
+        by_name = {name: [layers[layer] for layer in sorted(layers)] for name, layers in measures.items()}
+        snapshots.append(Snapshot(step=step, **by_name))
+    return tuple(snapshots)

@@ -21,14 +21,15 @@ from transformers import PreTrainedTokenizerFast
 
 from crosslayer.models.embedded import cache_folder
 from crosslayer.training.recipe import Recipe
-from crosslayer.training.recipe_parts import DomainPart
 from crosslayer.training.record import TrainedDomain
 from crosslayer.training.shards import Shards
 from crosslayer.training.tokenizers import TOKENS
 
-ORDER = "drawn"  # by `permutation`; runs of earlier releases had another order and cannot be paired with these
+# by `permutation`; runs of earlier releases had another order and cannot be paired with these
+ORDER = "drawn"
 IGNORED = -100  # the label of a token that is not predicted
-UNITS = 2**32  # weights are rounded to multiples of their sum / UNITS
+# weights are rounded to multiples of their sum / UNITS, so that rows are shared out in integers: exactly, also far on
+UNITS = 2**32
 
 
 class FixedRows(Dataset[dict[str, Tensor]]):
@@ -59,7 +60,7 @@ class FixedRows(Dataset[dict[str, Tensor]]):
         input_ids = torch.from_numpy(self.shards.read(first, length))  # (T,)
         starts = torch.from_numpy(self.shards.starts(first, length))  # (documents that begin in it,)
         labels = input_ids.clone()
-        labels[0] = IGNORED
+        labels[0] = IGNORED  # its predecessor is in another window
         labels[starts] = IGNORED
         begin = torch.zeros(length, dtype=torch.int64)  # (T,): index at which the document of each token starts
         begin[starts] = starts
@@ -77,7 +78,23 @@ class ExampleRows(Dataset[dict[str, Tensor]]):
         """
         self.shards, self.length, self.padding, self.responses_alone = shards, length, padding, responses_alone
         self.borders = np.append(shards.starts(0, shards.tokens), shards.tokens)  # (2 E + 1,)
-        self.rows, self.left_out = _packed(np.diff(self.borders[::2]), length)
+        self.rows: list[tuple[int, int]] = []  # the examples [first, last) of every row
+        self.left_out = 0
+
+        lengths = np.diff(self.borders[::2]).tolist()  # of examples, prompt and response
+        first = tokens = 0  # of the row that is being filled
+        for example, count in enumerate(lengths):
+            if tokens + count > length:
+                if example > first:
+                    self.rows.append((first, example))
+                first, tokens = example, 0
+            if count > length:
+                first = example + 1
+                self.left_out += 1
+            else:
+                tokens += count
+        if len(lengths) > first:
+            self.rows.append((first, len(lengths)))
         if not self.rows:
             raise ValueError(
                 f"{name}: all {self.left_out:,} instructions are longer than data.length = {length}; raise it"
@@ -100,26 +117,9 @@ class ExampleRows(Dataset[dict[str, Tensor]]):
         for prompt, response, end in zip(inside[:-1:2], inside[1::2], inside[2::2], strict=True):
             labels[prompt : response if self.responses_alone else prompt + 1] = IGNORED
             position_ids[prompt:end] = torch.arange(end - prompt)
-        position_ids[count:] = torch.arange(self.length - count)  # padding is a document of its own
+        # padding is a document of its own, so that no attention mask is needed, which would be dense
+        position_ids[count:] = torch.arange(self.length - count)
         return {"input_ids": input_ids, "position_ids": position_ids, "labels": labels}
-
-
-def _packed(lengths: np.ndarray, length: int) -> tuple[list[tuple[int, int]], int]:
-    """Return the examples [first, last) of every row, and how many fit into none; `lengths` are their tokens (E,)."""
-    rows: list[tuple[int, int]] = []
-    first, tokens, left_out = 0, 0, 0
-    for number, count in enumerate(lengths.tolist()):
-        if tokens + count > length:
-            if number > first:
-                rows.append((first, number))
-            first, tokens = number, 0
-        if count > length:
-            first, left_out = number + 1, left_out + 1
-        else:
-            tokens += count
-    if len(lengths) > first:
-        rows.append((first, len(lengths)))
-    return rows, left_out
 
 
 DomainRows = FixedRows | ExampleRows  # each row has `input_ids`, `position_ids` and `labels`, (T,) int64
@@ -157,6 +157,7 @@ class Mixture(Dataset[dict[str, Tensor]]):
             raise IndexError(f"row must be 0 to {self.items - 1}, got {item}")
         name, index = self._domain(item)
         epoch, index = divmod(index, self.windows[name])
+        # rows are read in order, so that an epoch's order is made once, and kept until the next epoch
         if name not in self.orders or self.orders[name][0] != epoch:
             self.orders[name] = epoch, permutation(self.windows[name], _key(self.seed, name, epoch))
         return name, int(self.orders[name][1][index])
@@ -184,10 +185,8 @@ class Mixture(Dataset[dict[str, Tensor]]):
 
 
 def permutation(size: int, key: int) -> np.ndarray:
-    """Return the random order of the numbers below `size` for a `key`, in the smallest integer type.
-
-    It sorts raw random numbers, whose stream is the same in all versions of numpy.
-    """
+    """Return the random order of the numbers below `size` for a `key`, in the smallest integer type."""
+    # numpy promises the same raw numbers in all versions, but not the same `Generator.permutation`; so these are sorted
     return np.random.PCG64(key).random_raw(size).argsort(kind="stable").astype(np.min_scalar_type(size))
 
 
@@ -199,7 +198,7 @@ def _key(seed: int, name: str, epoch: int = 0) -> int:
 def evenly_spaced(rows: Any, count: int) -> Subset[dict[str, Tensor]]:
     """Return `count` of the rows, or all if there are fewer, at even distances; always the same ones."""
     count = min(count, len(rows))
-    return Subset(rows, [len(rows) * number // count for number in range(count)])
+    return Subset(rows, [len(rows) * index // count for index in range(count)])
 
 
 @dataclass(frozen=True)
@@ -220,8 +219,10 @@ class Rows:
     def trained(self, items: int) -> tuple[TrainedDomain, ...]:
         """Return what training on `items` rows reads of each domain."""
         mixture = self.training(items)
-        passes, total = mixture.passes(), sum(mixture.units)
-        counted = [] if self.objective == "next-token" else [self.objective]  # losses of other tokens are not compared
+        passes = mixture.passes()
+        total = sum(mixture.units)
+        # `compare` pairs runs of the same fingerprint; losses of other tokens are not compared
+        counted = [] if self.objective == "next-token" else [self.objective]
         return tuple(
             TrainedDomain(
                 name=name,
@@ -251,20 +252,21 @@ class Rows:
 
 def read_rows(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> Rows:
     """Tokenize the text of a recipe, or read its tokens from the cache."""
-    length, padding = recipe.data.length, tokenizer.pad_token_id
+    length = recipe.data.length
     count = recipe.judge.held_out if recipe.stages else recipe.eval.windows
-
-    def rows_of(text: Shards, part: DomainPart) -> DomainRows:
-        if part.columns is None:
-            return FixedRows(text, length, part.name)
-        filler = padding if isinstance(padding, int) else 0
-        return ExampleRows(text, length, filler, part.name, recipe.objective == "response")
-
-    training, held_out = {}, {}
+    # any token pads if there is no token for it: what is behind the last example has no labels
+    padding = tokenizer.pad_token_id if isinstance(tokenizer.pad_token_id, int) else 0
+    training: dict[str, DomainRows] = {}
+    held_out = {}
     for part in recipe.data.domains:
         text = part.text(held_out_often=bool(recipe.stages))
-        trained_on, kept = text.shards(tokenizer, cache_folder() / TOKENS)
-        training[part.name] = rows_of(trained_on, part)
-        held_out[part.name] = evenly_spaced(rows_of(kept, part), count)
+        both: list[DomainRows] = []  # to train on, and held out
+        for shards in text.shards(tokenizer, cache_folder() / TOKENS):
+            if part.columns is None:
+                both.append(FixedRows(shards, length, part.name))
+            else:
+                both.append(ExampleRows(shards, length, padding, part.name, recipe.objective == "response"))
+        training[part.name] = both[0]
+        held_out[part.name] = evenly_spaced(both[1], count)
     weights = {part.name: part.weight for part in recipe.data.domains}
     return Rows(training, held_out, weights, recipe.seed, recipe.objective, tokenizer)

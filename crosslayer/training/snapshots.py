@@ -39,11 +39,13 @@ def snapshot(
 @torch.no_grad()
 def depth_mixing_of(model: PreTrainedModel, windows: Tensor | None) -> DepthMixing | None:
     """Return what sublayers read of earlier ones, mean over windows (N, T); None without windows, or if unknown."""
-    tables, readers = [], []
+    tables = []
+    readers: list[str] = []
     for window in () if windows is None else windows:
         with evaluating(model), depth_mixing(model) as mixing:
             model(input_ids=window[None].to(model.device), **no_cache(model))
-        tables, readers = [*tables, mixing.table()], mixing.readers
+        tables.append(mixing.table())
+        readers = mixing.readers
     if not tables or any(table is None for table in tables):
         return None
     weights = [[None if np.isnan(weight) else float(weight) for weight in row] for row in np.mean(tables, axis=0)]

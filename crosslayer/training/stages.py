@@ -5,11 +5,12 @@ checkpoints, from which an interrupted stage resumes bit for bit, then `model/`,
 the stage as finished; the checkpoints are then removed.
 """
 
+import math
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from crosslayer.core.method import Compensation
 from crosslayer.environment import quiet_transformers
 from crosslayer.output.folder import whole_folder, write_whole
 from crosslayer.output.record import validation_message
-from crosslayer.training.arguments import batch_sequences, step_sequences, training_arguments
+from crosslayer.training.arguments import BATCH, step_sequences, training_arguments
 from crosslayer.training.attention import set_attention
 from crosslayer.training.callbacks import EarlyStop, LastStep, resumable
 from crosslayer.training.checkpoints import PARTIAL, checkpoints
@@ -33,13 +34,16 @@ from crosslayer.training.rows import Rows
 from crosslayer.training.trainer import CrossLayerTrainer, TrainingStopped
 
 DONE, MODEL = "stage.json", "model"
-LOGGING = {"logging_steps": 1}  # of recipes with stages; early stopping uses every loss
+# of recipes with stages; early stopping uses every loss
+LOGGING = {"logging_steps": 1}
 
 
 def stage_arguments(recipe: Recipe, part: StagePart, folder: Path) -> TrainingArguments:
     """Return the arguments of Trainer for a stage, over all processes that `torchrun` started."""
     settings = {**(LOGGING if recipe.stages else {}), **recipe.train, **part.train}
-    sequences = batch_sequences(settings) * int(os.environ.get("WORLD_SIZE", "1"))  # per step, over all processes
+    # the number of steps is an argument itself, so the sequences per step are needed before there are arguments
+    per_process = math.prod(settings.get(key, default) for key, default in BATCH.items())
+    sequences = per_process * int(os.environ.get("WORLD_SIZE", "1"))
     steps = part.schedule.total_steps(sequences * recipe.data.length)
     schedule = part.schedule.schedule_arguments(steps, min(recipe.eval.every, steps))
     arguments = training_arguments(folder, recipe.seed, schedule, settings)
@@ -68,17 +72,6 @@ def stage_trainer(
     return CrossLayerTrainer(model, arguments, data, held_out, rows.tokenizer, teacher, probe)
 
 
-@contextmanager
-def _kept_attention(teacher: Teacher | None) -> Iterator[None]:
-    """Give the teacher its own attention implementation back after the block, in which training sets another."""
-    own = None if teacher is None else teacher.model.config._attn_implementation
-    try:
-        yield
-    finally:
-        if teacher is not None and own is not None:
-            teacher.model.set_attn_implementation(own)
-
-
 def run_stage(
     recipe: Recipe, part: StagePart, rows: Rows, model: PreTrainedModel, folder: Path, teacher: Teacher | None = None
 ) -> Outcome:
@@ -91,42 +84,47 @@ def run_stage(
     """
     set_seed(recipe.seed)  # for the initial values of adapters
     trained: Any = unfreeze(model, part.parameters, part.lora)
-    with quiet_transformers(), _kept_attention(teacher):
+    with quiet_transformers(), ExitStack() as afterwards:
+        # the teacher is the original that the judge measures next, with its own attention
+        if teacher is not None and teacher.model.config._attn_implementation is not None:
+            afterwards.callback(teacher.model.set_attn_implementation, teacher.model.config._attn_implementation)
         trainer = stage_trainer(recipe, rows, trained, stage_arguments(recipe, part, folder), teacher)
         trainer.add_callback(LastStep(trainer.interruption))
         if part.stop is not None:
             trainer.add_callback(EarlyStop(part.stop.smoothing, part.stop.patience, part.stop.least))
+
         try:
             with resumable(folder):
                 trainer.train(resume_from_checkpoint=True)
         except TrainingStopped as stop:
-            if stop.__cause__ is not None:  # a checkpoint that could not be written
+            # with a cause, a checkpoint could not be written, which the next attempt may do; else the loss diverged
+            if stop.__cause__ is not None:
                 raise
             outcome = Outcome(stopped=str(stop))
         else:
-            outcome = Outcome(run=_run_of(trainer, trained, part))
+            state = trainer.state
+            run = StageRun(
+                parameters=part.parameters,
+                trained=sum(parameter.numel() for parameter in trained.parameters() if parameter.requires_grad),
+                steps=state.global_step,
+                planned=state.max_steps,
+                tokens=state.num_input_tokens_seen,
+                seconds=training_seconds(state.log_history),
+                curve=curve_of(state.log_history),
+            )
+            outcome = Outcome(run=run)
+            # safe_merge: adapters that are not finite must not spoil the weights in silence
             whole = trained.merge_and_unload(safe_merge=True) if part.parameters == "lora" else trained
             shutil.rmtree(folder / MODEL, ignore_errors=True)
             with whole_folder(folder / MODEL) as partial:
                 whole.save_pretrained(partial)
                 rows.tokenizer.save_pretrained(partial)
+
+    # the model, then the mark, then the checkpoints: whatever is interrupted, the stage is finished or can be resumed
     write_whole(folder / DONE, outcome.model_dump_json(indent=1))
     for path in (folder / PARTIAL, *checkpoints(folder).values()) if outcome.run is not None else ():
         shutil.rmtree(path, ignore_errors=True)
     return outcome
-
-
-def _run_of(trainer: CrossLayerTrainer, model: PreTrainedModel, part: StagePart) -> StageRun:
-    history, state = trainer.state.log_history, trainer.state
-    return StageRun(
-        parameters=part.parameters,
-        trained=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
-        steps=state.global_step,
-        planned=state.max_steps,
-        tokens=state.num_input_tokens_seen,
-        seconds=training_seconds(history),
-        curve=curve_of(history),
-    )
 
 
 def finished(folder: Path) -> Outcome | None:
@@ -134,10 +132,12 @@ def finished(folder: Path) -> Outcome | None:
     path = folder / DONE
     if not path.is_file():
         return None
+    problem = "it is empty"
     try:
-        outcome, problem = Outcome.model_validate_json(path.read_bytes()), "it is empty"
+        outcome = Outcome.model_validate_json(path.read_bytes())
     except ValidationError as error:
-        outcome, problem = Outcome(), validation_message(error)
+        outcome = Outcome()
+        problem = validation_message(error)
     if outcome == Outcome():
         stage = f"{folder.parent.name}/{folder.name}"
         raise ValueError(f"{DONE} of {stage} is damaged ({problem}); remove that folder to retrain")
@@ -169,5 +169,6 @@ def unfreeze(model: PreTrainedModel, parameters: str, lora: LoraPart | None = No
         task_type="CAUSAL_LM",  # type: ignore[arg-type]
     )
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # peft uses a name that transformers renamed
+        # peft uses a name that transformers renamed
+        warnings.simplefilter("ignore", FutureWarning)
         return get_peft_model(model, options)  # type: ignore[return-value]

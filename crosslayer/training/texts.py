@@ -5,7 +5,7 @@ An example of instructions is two consecutive documents of a shard, prompt and r
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Self
@@ -27,7 +27,8 @@ from crosslayer.corpus.windows import next_word
 from crosslayer.training.recipe_file import Part, WrongKey
 from crosslayer.training.shards import Shards, fingerprint, tokenise
 
-EVERY, FIRST = 20, 3  # chunks 3, 23, 43, … are held out; a text of four chunks has one
+# chunks 3, 23, 43, … are held out, so that a text of four chunks has one
+EVERY, FIRST = 20, 3
 PIECE = 2**14  # characters of a chunk; a shorter document is one chunk
 
 
@@ -46,7 +47,8 @@ class Domain:
         if self.validation is not None:
             yield from self._documents(reading)
             return
-        run: list[str] = []  # neighboring chunks of a document
+        # chunks on both sides of a held-out one are no neighbors: joined, they would read as contiguous text
+        run: list[str] = []
         for piece, begins, held in _pieces(self._documents(reading), self.every):
             if run and (begins or held):
                 yield "".join(run)
@@ -72,19 +74,23 @@ class Domain:
     def shards(self, tokenizer: PreTrainedTokenizerFast, folder: Path) -> tuple[Shards, Shards]:
         """Return the training and the held-out tokens; they are written into `folder`, unless they are there."""
         text = self.digest()
-
-        def cut(split: str, documents: Callable[[Reading], Iterator[str]], source: TextSource) -> Shards:
-            reading = Reading(sum(path.stat().st_size for path in source.files()))
-            digest = fingerprint(f"{split}/{text}", tokenizer)
-            target = folder / f"{re.sub(r'[^A-Za-z0-9]+', '-', self.name)}-{split}-{digest[:16]}"
-            options = {"fingerprint": digest, "parts": self.parts, "reading": reading}
-            return tokenise(documents(reading), tokenizer, target, **options)
-
+        short = re.sub(r"[^A-Za-z0-9]+", "-", self.name)
+        splits = {
+            "training": (self.training, self.source),
+            "validation": (self.held_out, self.validation or self.source),
+        }
+        both: list[Shards] = []
         try:
-            training = cut("training", self.training, self.source)
-            return training, cut("validation", self.held_out, self.validation or self.source)
+            for split, (documents, source) in splits.items():
+                reading = Reading(sum(path.stat().st_size for path in source.files()))
+                digest = fingerprint(f"{split}/{text}", tokenizer)
+                options = {"fingerprint": digest, "parts": self.parts, "reading": reading}
+                target = folder / f"{short}-{split}-{digest[:16]}"
+                both.append(tokenise(documents(reading), tokenizer, target, **options))
         except ValueError as error:
             raise ValueError(f"{self.name}: {error}") from error
+        training, held_out = both
+        return training, held_out
 
     def _documents(self, reading: Reading | None = None) -> Iterator[str]:
         if self.source.name is None and self.name in EMBEDDED:
@@ -95,6 +101,7 @@ class Domain:
     def digest(self) -> str:
         """Return a SHA-256 of the text and of how it is split."""
         try:
+            # of an embedded domain the text itself: it may change with a release, and its archive holds other domains
             if self.source.name is None:
                 source = hashlib.sha256("\0".join(self._documents()).encode()).hexdigest()
             else:
@@ -107,13 +114,15 @@ class Domain:
 
 def _pieces(documents: Iterable[str], every: int) -> Iterator[tuple[str, bool, bool]]:
     """Yield chunks of documents, each with whether it begins a document and whether it is held out."""
-    number = 0
+    # counted over all documents, so that of many short ones some are held out too
+    chunk = 0
     for text in documents:
         start = 0
         while start < len(text):
             stop = next_word(text, start + PIECE)
-            yield text[start:stop], start == 0, number % every == FIRST
-            start, number = stop, number + 1
+            yield text[start:stop], start == 0, chunk % every == FIRST
+            start = stop
+            chunk += 1
 
 
 class Columns(Part):
@@ -165,8 +174,8 @@ class Instructions(Domain):
 
     def _examples(self, held_out: bool, reading: Reading | None) -> Iterator[Example]:
         source = self.validation if held_out and self.validation is not None else self.source
-        for number, example in enumerate(read_examples(source, self.columns, reading)):
-            if self.validation is not None or (number % self.every == FIRST) == held_out:
+        for index, example in enumerate(read_examples(source, self.columns, reading)):
+            if self.validation is not None or (index % self.every == FIRST) == held_out:
                 yield example
 
 

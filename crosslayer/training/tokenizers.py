@@ -17,18 +17,23 @@ from crosslayer.training.texts import Domain
 END, PADDING = "<|end|>", "<|pad|>"  # the end of a document, and padding
 SPECIAL = (END, PADDING)
 LEAST = 256 + len(SPECIAL) + 1  # minimum tokens of byte pairs: bytes, special tokens and one pair
-TRAINED_ON = 32 * 10**6  # maximum characters of text to train byte pairs on
-PIECE = 4096  # characters of the evenly spaced chunks that a longer text is sampled in
+# maximum characters of text to train byte pairs on, since the trainer holds counts of all words in memory
+TRAINED_ON = 32 * 10**6
+# characters of the chunks that a longer text is sampled in, evenly spaced, so that all its domains are seen
+PIECE = 4096
 TOKENS = "tokens"  # folder in the cache
 
 
 def recipe_tokenizer(name: str, domains: Sequence[Domain]) -> PreTrainedTokenizerFast:
     """As `make_tokenizer`, on the text of domains, with trained byte pairs cached by their number and their text."""
     with progress("reading the tokenizer", 0):
+        # trained once for a text: the training reads all of it, twice
         if name.startswith("bpe:"):
-            size, digest = pair_tokens(name), "/".join(f"{domain.name}: {domain.digest()}" for domain in domains)
+            size = pair_tokens(name)
+            digest = "/".join(f"{domain.name}: {domain.digest()}" for domain in domains)
             key = hashlib.sha256(f"{size}/{TRAINED_ON}/{PIECE}/{digest}".encode()).hexdigest()
             path = cache_folder() / TOKENS / f"bpe-{size}-{key[:16]}.json"
+            # several processes may train it at once, with the same result: each writes a file of its own and renames it
             if not path.is_file():
                 path.parent.mkdir(parents=True, exist_ok=True)
                 partial = path.with_name(f".{path.name}.{os.getpid()}")
@@ -80,13 +85,14 @@ def _trained(size: int, documents: Callable[[], Iterable[str]]) -> Tokenizer:
 
 def _sample(documents: Iterable[str], characters: int) -> Iterator[str]:
     """Yield evenly spaced chunks of documents with that many characters, about `TRAINED_ON` in total."""
-    kept = read = 0
+    # a chunk is taken while the sample lags behind its share of the text that was read
+    sampled = read = 0
     for text in documents:
         for start in range(0, len(text), PIECE):
             piece = text[start : start + PIECE]
             read += len(piece)
-            if kept * characters < read * min(characters, TRAINED_ON):
-                kept += len(piece)
+            if sampled * characters < read * min(characters, TRAINED_ON):
+                sampled += len(piece)
                 yield piece
 
 

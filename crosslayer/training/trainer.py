@@ -32,18 +32,24 @@ from transformers import (
     default_data_collator,
     set_seed,
 )
+from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_position_ids
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from crosslayer._start import EndedTooSoon
 from crosslayer.core.method import HeadMixer, Residual, StateReader
 from crosslayer.output.folder import disk_error, set_modes
 from crosslayer.training.arguments import step_sequences
-from crosslayer.training.attention import document_borders
+from crosslayer.training.attention import FLASH
 from crosslayer.training.callbacks import Interruption, Log
-from crosslayer.training.checkpoints import KEPT, PARTIAL, Kept, Resumed, last_good, publish, stage
+from crosslayer.training.checkpoints import ENTRY, PARTIAL, Resumed, RunEntry, last_good, publish, refused, stage
 from crosslayer.training.costs import without_logits
 from crosslayer.training.distillation import Teacher
-from crosslayer.training.rows import ORDER
+from crosslayer.training.rows import IGNORED, ORDER
+
+# states of torch's optimizers that have the shape of their parameter
+SHAPED = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg")
+# characters of another library's message, which may have pages; a refusal is one line
+LONGEST = 160
 
 
 class TrainingStopped(EndedTooSoon):
@@ -81,16 +87,20 @@ class CrossLayerTrainer(Trainer):
         order; for evaluation also a mapping by domain, whose loss is that of the labels, also with a `teacher`. Each
         evaluation also logs what `probe` measures of the model.
         """
+        # Trainer would start again at the first row
         needed = args.max_steps * step_sequences(args)
         items = len(train_dataset)  # type: ignore[arg-type]
         if items < needed:
             raise ValueError(f"training data must have {needed:,} rows for {args.max_steps:,} steps, got {items:,}")
         self.window_losses: dict[str, np.ndarray] = {}
-        self.interruption, self._log = Interruption(), Log()
+        self.interruption = Interruption()
+        self._log = Log()
         self._resumed: Resumed | None = None
-        self._staging, self._micro_batch = False, 0
+        self._staging = False
+        self._micro_batch = 0  # index within the current step
         self._clock: tuple[float, int] | None = None  # time and tokens of the last logged training loss
-        self.teacher, self._probe = teacher, probe
+        self.teacher = teacher
+        self._probe = probe
         assert args.output_dir is not None
         self._folder = Path(args.output_dir)
         use_cache = model.config.use_cache
@@ -104,7 +114,9 @@ class CrossLayerTrainer(Trainer):
             compute_metrics=mean_loss,
             callbacks=[self._log, self.interruption],
         )
-        model.config.use_cache = use_cache  # Trainer changed it; the inputs turn the cache off
+        # Trainer sets it to False, which a saved model would keep; here the inputs turn the cache off
+        model.config.use_cache = use_cache
+        # accelerate would train with DDP instead, without a word
         if args.fsdp and not self.is_fsdp_enabled:
             raise ValueError("train.fsdp: has no effect without a GPU; remove it")
         if args.fsdp and probe is not None:
@@ -130,11 +142,16 @@ class CrossLayerTrainer(Trainer):
                 return super().train(None if checkpoint is None else str(checkpoint))
         except ImportError as error:
             raise ValueError(f"train: {' '.join(str(error).split())}") from error
-        except Exception as error:  # a broken checkpoint can raise any type, until the first optimizer step
+        # a broken checkpoint can raise any type, until the first optimizer step; what fails later is another matter
+        except Exception as error:
             ours = isinstance(error, TrainingStopped | MemoryError | torch.OutOfMemoryError)
             if ours or self._resumed is None or self.state.global_step > self._resumed.step:
                 raise
-            raise self._resumed.explain(error) from error
+            name = self._resumed.checkpoint.name
+            if isinstance(error, ValueError) and str(error).startswith(name):
+                raise
+            message = " ".join(str(error).split())[:LONGEST]
+            raise refused(self._resumed.checkpoint, f"{type(error).__name__}: {message}") from error
         finally:
             self._log.close()
 
@@ -169,17 +186,24 @@ class CrossLayerTrainer(Trainer):
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Return the inputs on their device, with document boundaries if the attention needs them."""
+        """Return the inputs on their device, with the boundaries of documents for FlashAttention."""
         prepared = super()._prepare_inputs(inputs)
-        return {**prepared, **document_borders(self.model, prepared["position_ids"])}
+        model: Any = self.model
+        if model.config.get_text_config()._attn_implementation != FLASH:
+            return prepared
+        # transformers derives them from positions only for batches of a single row
+        (queries, keys), (longest_query, longest_key) = prepare_fa_kwargs_from_position_ids(prepared["position_ids"])
+        longest = {"max_length_q": int(longest_query), "max_length_k": int(longest_key)}
+        return {**prepared, "cu_seq_lens_q": queries, "cu_seq_lens_k": keys, **longest}
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """Add the gradients of a batch and count its tokens."""
         if self._clock is None:
             self._clock = time.perf_counter(), self.state.num_input_tokens_seen
-            if self._resumed is not None:  # the next logged loss is the mean since the previous entry
-                self._tr_loss += self._resumed.kept.loss
-                self._globalstep_last_logged = self._resumed.kept.logged
+            # Trainer begins the sum at 0, but the next logged loss is the mean since the previous entry
+            if self._resumed is not None:
+                self._tr_loss += self._resumed.entry.loss
+                self._globalstep_last_logged = self._resumed.entry.logged
         loss = super().training_step(model, inputs, num_items_in_batch)
         self._check_finite("loss", loss.item(), self._micro_batch, self._micro_batch)
         self.state.num_input_tokens_seen += inputs["input_ids"].numel() * self.args.world_size
@@ -189,8 +213,10 @@ class CrossLayerTrainer(Trainer):
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """Return the norm of the whole gradient."""
         norm: Any = super()._get_grad_norm(model, grad_norm)
-        norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)  # of a sharded one over all ranks
-        if not self.args.fp16:  # which skips such a step and lowers its scale
+        # of a sharded gradient each rank knows its part alone
+        norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        # float16 overflows now and then: its scaler skips such a step and lowers the scale
+        if not self.args.fp16:
             self._check_finite("gradient's norm", norm, 0, self.args.gradient_accumulation_steps - 1)
         return norm
 
@@ -198,7 +224,8 @@ class CrossLayerTrainer(Trainer):
         """Log; training losses with the tokens so far and the tokens per second since the last time."""
         if "loss" in logs:
             assert self._clock is not None
-            now, tokens = time.perf_counter(), self.state.num_input_tokens_seen
+            now = time.perf_counter()
+            tokens = self.state.num_input_tokens_seen
             logs["tokens"] = tokens
             logs["tokens_per_second"] = (tokens - self._clock[1]) / (now - self._clock[0])
             self._clock = now, tokens
@@ -210,14 +237,16 @@ class CrossLayerTrainer(Trainer):
         """Evaluate as Trainer does, and probe the model; this does not count as training time."""
         with self._untimed():
             metrics = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
-            if eval_dataset is None and self._probe is not None:  # Trainer calls this again for each domain
+            # with a dataset, this is a call by Trainer for a single domain
+            if eval_dataset is None and self._probe is not None:
                 self.log(self._probe(self.accelerator.unwrap_model(self.model)))
         return metrics
 
     @contextlib.contextmanager
     def _untimed(self) -> Iterator[None]:
         """Do not count the time of the block as training time."""
-        started, clock = time.perf_counter(), self._clock
+        started = time.perf_counter()
+        clock = self._clock
         yield
         if clock is not None:
             self._clock = clock[0] + time.perf_counter() - started, clock[1]
@@ -232,6 +261,7 @@ class CrossLayerTrainer(Trainer):
     ) -> EvalLoopOutput:
         """Evaluate on a dataset, and store the loss of every window."""
         output = super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
+        # Trainer gathers what `prediction_step` returns as predictions and labels
         sums, counts = np.asarray(output.predictions), np.asarray(output.label_ids)  # (N,) each
         self.window_losses[f"{metric_key_prefix}_loss"] = sums / counts
         return output
@@ -239,63 +269,90 @@ class CrossLayerTrainer(Trainer):
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Return the batch's loss, and for each window (B,) the sum of its losses and its predicted tokens."""
+        """Return the batch's loss, and for each window (B,) the sum of its losses and its predicted tokens.
+
+        Sums and counts, since a mean of means would depend on the batch size and on the number of ranks.
+        """
         inputs = self._prepare_inputs(inputs)
         labels = inputs["labels"]
-        counts = labels[:, 1:].ne(-100).sum(dim=1)
+        counts = labels[:, 1:].ne(IGNORED).sum(dim=1)
         skipping = without_logits(self.model.config, self.args, labels.numel())  # type: ignore[union-attr]
         with torch.no_grad(), self.compute_loss_context_manager():
             if skipping and len(labels) == 1:
-                text_alone = {"output_router_logits": False, "num_items_in_batch": 1}  # the sum, without routers' loss
+                # the sum over tokens (divided by 1), without the loss of routers
+                text_alone = {"output_router_logits": False, "num_items_in_batch": 1}
                 sums = model(**inputs, **skipping, **text_alone, use_cache=False).loss[None]
             else:
                 rest = {name: value for name, value in inputs.items() if name != "labels"}
                 logits = model(**rest, use_cache=False).logits  # (B, T, V)
                 wide = torch.promote_types(logits.dtype, torch.float32)
-                rows = [
-                    functional.cross_entropy(row[:-1].to(wide), own[1:], reduction="sum")
-                    for row, own in zip(logits, labels, strict=True)
+                # row by row: float32 logits of the whole batch are never in memory at once
+                losses = [
+                    functional.cross_entropy(logits_of_row[:-1].to(wide), labels_of_row[1:], reduction="sum")
+                    for logits_of_row, labels_of_row in zip(logits, labels, strict=True)
                 ]
-                sums = torch.stack(rows)
+                sums = torch.stack(losses)
         return sums.sum() / counts.sum(), sums, counts
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Save a checkpoint in the staging folder, and move it to its final name when it is complete."""
         with self._untimed():
             try:
+                # other ranks must not write their part before the folder is there and empty
                 if self.args.should_save:
                     stage(self._folder)
                 self.accelerator.wait_for_everyone()
                 self._staging = True
+
+                # Trainer's state lacks these: without them the first loss after a resumption would be another
                 loss = self.accelerator.reduce(self._tr_loss, "mean").item()  # type: ignore[union-attr]
-                kept = Kept(
+                entry = RunEntry(
                     sequences=step_sequences(self.args), loss=loss, logged=self._globalstep_last_logged, order=ORDER
                 )
-                self.state.stateful_callbacks[KEPT] = kept.model_dump()  # type: ignore[call-overload, index]
+                self.state.stateful_callbacks[ENTRY] = entry.model_dump()  # type: ignore[call-overload, index]
                 super()._save_checkpoint(model, trial)
+
+                # complete only when every rank has written its part
                 self.accelerator.wait_for_everyone()
                 if self.args.should_save:
                     publish(self._folder, self.state.global_step, self.args.save_total_limit)
                 self.accelerator.wait_for_everyone()
             except (OSError, SafetensorError, RuntimeError) as error:
                 shutil.rmtree(self._folder / PARTIAL, ignore_errors=True)
-                step, problem = self.state.global_step, disk_error(error) or error
+                step = self.state.global_step
+                # safetensors and torch wrap the error of a full disk in their own
+                problem = disk_error(error) or error
                 message = f"the checkpoint of step {step} could not be written into {str(self._folder)!r}: {problem}"
                 raise TrainingStopped(message, step, last_good(self._folder)) from error
             finally:
                 self._staging = False
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """Refuse missing weights, where Trainer would warn and train on with the initial ones."""
+        """Refuse missing weights and unknown ones, where Trainer would warn and train on with the initial ones."""
         assert self._resumed is not None and self.model is not None
-        self._resumed.check_weights(self.model, load_result)
+        # tied weights are saved under one of their names
+        named = dict(self.model.named_parameters(remove_duplicate=False))
+        present = {id(parameter) for name, parameter in named.items() if name not in load_result.missing_keys}
+        lacking = [name for name in load_result.missing_keys if name in named and id(named[name]) not in present]
+        for name in (*lacking, *load_result.unexpected_keys):
+            problem = f"its weights {'lack' if name in lacking else 'have unknown'} {name}"
+            raise refused(self._resumed.checkpoint, problem)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Load both, and refuse states of another shape and a schedule of another step."""
         super()._load_optimizer_and_scheduler(checkpoint)
-        if self._resumed is not None:
-            self._resumed.check_optimizer(self.optimizer.state)  # type: ignore[union-attr]
-            self._resumed.check_schedule(self.lr_scheduler.last_epoch, exact=not self.args.fp16)  # type: ignore[union-attr]
+        if self._resumed is None:
+            return
+        for parameter, state in self.optimizer.state.items():  # type: ignore[union-attr]
+            for name, value in state.items():
+                shape = value.shape if isinstance(value, Tensor) else ()
+                # fused kernels would access memory out of bounds
+                if name in SHAPED and shape != parameter.shape or name == "step" and math.prod(shape) != 1:
+                    raise refused(self._resumed.checkpoint, f"its optimizer has {name} of shape {list(shape)}")
+        # with float16 the scaler may have skipped steps, in which the rate does not move
+        step = self.lr_scheduler.last_epoch  # type: ignore[union-attr]
+        if step > self._resumed.step or not self.args.fp16 and step < self._resumed.step:
+            raise refused(self._resumed.checkpoint, f"its learning rate is of step {step}")
 
     def _get_output_dir(self, trial: Any) -> str:
         """Return the folder that Trainer writes checkpoints into: while saving, the staging folder."""
@@ -316,6 +373,7 @@ class CrossLayerTrainer(Trainer):
         super()._save(output_dir, state_dict)
         if self.args.should_save:
             folder = Path(output_dir or self._folder)
+            # whoever loads a pickle runs its code, and a folder may be passed on
             (folder / "training_args.bin").unlink(missing_ok=True)
             set_modes(folder)
 
@@ -323,11 +381,13 @@ class CrossLayerTrainer(Trainer):
         """Stop if a value from the step's micro-batches `first` to `last` is not finite."""
         if math.isfinite(value):
             return
-        step, size = self.state.global_step, self.args.train_batch_size
-        batches = [step * self.args.gradient_accumulation_steps + number for number in (first, last)]
-        rows = [(batch * self.args.world_size + self.args.process_index) * size for batch in batches]
+        step = self.state.global_step
+        size = self.args.train_batch_size
+        # ranks read batches in turn
+        batches = [step * self.args.gradient_accumulation_steps + micro_batch for micro_batch in (first, last)]
+        starts = [(batch * self.args.world_size + self.args.process_index) * size for batch in batches]
         raise TrainingStopped(
-            f"the {name} is {value} at step {step + 1}, in rows {rows[0]} to {rows[1] + size - 1} of the training "
+            f"the {name} is {value} at step {step + 1}, in rows {starts[0]} to {starts[1] + size - 1} of the training "
             "data; try a lower learning_rate or max_grad_norm",
             step + 1,
             last_good(self._folder),

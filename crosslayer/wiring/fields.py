@@ -13,7 +13,7 @@ from transformers.models.auto import modeling_auto as auto
 from crosslayer.core.plan import DepthPlan, TokenCount
 from crosslayer.core.transformers_versions import layers_without_cache
 from crosslayer.models.errors import check_layers
-from crosslayer.wiring.classes import kept, reads
+from crosslayer.wiring.classes import reads
 from crosslayer.wiring.states import LayerStates, field, fixed_states, int_field
 
 REFUSED = {  # model types whose states are of another kind
@@ -27,6 +27,7 @@ REFUSED = {  # model types whose states are of another kind
 ENCODERS = frozenset(auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES)  # masked language models; some can be decoders too
 DECODERS = frozenset({**auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, **auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES})
 NEEDED = ("num_hidden_layers", "hidden_size", "vocab_size")
+# LlamaBidirectionalModel has the model type of Llama, so the names of classes count, too.
 CAUSAL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")  # how names of classes with a cache end
 NOT_CAUSAL = ("Encoder", "Bidirectional", "MaskedLM")  # in names of classes without one, on a decoder's type
 IMAGES = "images"  # a layer that attends to images, whose keys and values grow with the images
@@ -43,13 +44,15 @@ COMPRESSED = (OVERLAPPING, "heavily_compressed_attention")
 INDEXED = "indexed_attention"
 KNOWN = (*NO_KV_CACHE, *SLIDING, *COMPRESSED, "full_attention", "chunked_attention", INDEXED, "hybrid")
 
-KV_HEADS = ("num_key_value_heads", "num_kv_heads", "num_attention_heads")  # the first that is set
+# names of fields, of which the first that is set counts
+KV_HEADS = ("num_key_value_heads", "num_kv_heads", "num_attention_heads")
 HEAD_SIZE = ("head_dim", "dim_head")
-# key-value heads of a sliding layer per head of a full layer, for models without a field for it
-SLIDING_HEADS = {"mimo_v2_flash": 2}
 SELECTED = ("index_topk", "indexer_budget")  # tokens, or compressed entries, that a query reads
 INDEX_SIZE = ("index_head_dim", "indexer_head_dim")  # of an indexer's key
-INDEX_IN_FLOAT32 = ("dots3_note_text",)  # model types whose indexers cache float32
+# Two facts that only the code of a model has, and no field: key-value heads of a sliding layer per head of a full one,
+# and model types whose indexers cache float32 whatever the dtype.
+SLIDING_HEADS = {"mimo_v2_flash": 2}
+INDEX_IN_FLOAT32 = ("dots3_note_text",)
 STREAMS = {  # number of residual streams
     "hc_mult": "hyper-connections",
     "hc_count": "hyper-connections",
@@ -63,11 +66,15 @@ def layer_types_of(config: Any) -> list[str]:
     if field(config, "cross_attention_layers"):
         images = set(field(config, "cross_attention_layers"))
         return [IMAGES if layer in images else "full_attention" for layer in range(config.num_hidden_layers)]
+
     candidates = [field(config, name) for name in ("layers_block_type", "layer_types")]
     candidates = [types for types in candidates if types is not None]
-    if candidates:  # Jamba's blocks are "mamba", so its layer_types are used
+    if candidates:
+        # Jamba's blocks are "mamba" and "attention", which caches do not know, so its layer_types are used.
         layer_types = next((types for types in candidates if set(types) <= set(KNOWN)), candidates[0])
         return list(layer_types[: config.num_hidden_layers])
+
+    # Without either field, transformers makes a windowed cache for a layer with a window, or else with a chunk.
     windows = [field(layer, "sliding_window") for layer in config.per_layer_config]
     chunks = [field(layer, "attention_chunk_size") for layer in config.per_layer_config]
     return [
@@ -85,23 +92,32 @@ def layer_states(config: Any, layer_type: str, layer: int) -> LayerStates:
     if layer_type not in KNOWN:
         raise ValueError(f"layer {layer} is of type {layer_type!r}; the types that can be read are {', '.join(KNOWN)}")
     fixed, fixed_float32, kernel = fixed_states(config, layer_type, layer)
+    states = LayerStates(NO_KV_CACHE.get(layer_type, ""), fixed=fixed, fixed_float32=fixed_float32, kernel=kernel)
     if layer_type in NO_KV_CACHE:
-        return LayerStates(NO_KV_CACHE[layer_type], fixed=fixed, fixed_float32=fixed_float32, kernel=kernel)
+        return states
     keys, values, heads = _sizes(config, layer_type, layer)
-    window, every, selected, index = None, None, None, 0
+
+    window = None
     if layer_type in SLIDING or layer_type in COMPRESSED:
         window = int_field(config, layer, "sliding_window")
     elif layer_type == "chunked_attention":
         window = int_field(config, layer, "attention_chunk_size")
-    if layer_type in COMPRESSED:
-        every = config.compress_rates[layer_type]
-    if layer_type in (INDEXED, "compressed_sparse_attention"):
-        selected, index = int_field(config, layer, *SELECTED), _index_size(config, layer)
+    every = config.compress_rates[layer_type] if layer_type in COMPRESSED else None
+
+    selected, index = None, 0
+    if layer_type in (INDEXED, OVERLAPPING):
+        selected = int_field(config, layer, *SELECTED)
+        indexers = field(config, "indexer_types")
+        # A layer that reuses an earlier layer's selection caches nothing for it.
+        if indexers is None or indexers[layer] != "shared":
+            index = int_field(config, layer, *INDEX_SIZE, default=0)
+            if field(config, "index_kpool") is not None:
+                index = 2 * index + 1  # key, gate, and whether the token counts
+
     mask = _mask(layer_type, window, every, selected)
-    mask += "" if _rotates(config, layer) else ", no rope"
-    prompt = int_field(config, layer, "prompt_length", least=0, default=0)
-    return LayerStates(
-        mask=mask,
+    return replace(
+        states,
+        mask=mask if _rotates(config, layer) else f"{mask}, no rope",
         keys=keys,
         values=values,
         heads=heads,
@@ -111,10 +127,7 @@ def layer_states(config: Any, layer_type: str, layer: int) -> LayerStates:
         every=every,
         overlap=layer_type == OVERLAPPING,
         selected=selected,
-        prompt=prompt,
-        fixed=fixed,
-        fixed_float32=fixed_float32,
-        kernel=kernel,
+        prompt=int_field(config, layer, "prompt_length", least=0, default=0),
         passes=_passes(config, layer),
     )
 
@@ -148,29 +161,24 @@ def _rotates(config: Any, layer: int) -> bool:
     return not rotating or bool(rotating[layer])
 
 
-def _choosers(config: Any) -> tuple[int, ...]:
-    """Return, for each layer, the layer whose indexer selects its tokens; empty without indexers that are shared."""
-    choosers: list[int] = []
-    for layer, indexer in enumerate(field(config, "indexer_types") or ()):
-        if indexer == "shared" and not choosers:
-            raise ValueError(f"layer {layer} of {config.model_type} shares an indexer, and no layer below has one")
-        choosers.append(choosers[-1] if indexer == "shared" else layer)
-    return tuple(choosers)
-
-
 def _sizes(config: Any, layer_type: str, layer: int) -> tuple[int, int, int]:
     """Return the elements of a token's keys and values in a layer's cache, and the number of heads (0: a latent)."""
-    off = kept(config, "use_mla") is False and reads(config, "kv_lora_rank")  # published configs then have sizes of 0
+    # No class declares `use_mla`, so it is read from the file. If it is False, published configs have latents of 0.
+    off = getattr(config, "use_mla", None) is False and reads(config, "kv_lora_rank")
     latent = None if off else int_field(config, layer, "kv_lora_rank")
     if latent is not None:
+        # The latent holds keys and values together; only the rotated part of the keys is cached in addition.
         rope = int_field(config, layer, "qk_rope_head_dim", least=0, default=0)
         return latent, rope if _rotates(config, layer) else 0, 0
+
     prefix = "swa_" if layer_type in SLIDING and field(config, "swa_head_dim") is not None else ""
     heads = int_field(config, layer, *(f"{prefix}{name}" for name in KV_HEADS))
+    # Falcon 7B has a single head. Falcon's newer decoders also set `multi_query`, and read `num_kv_heads` instead.
     if field(config, "multi_query") and not field(config, "new_decoder_architecture"):
         heads = 1
     if layer_type in SLIDING and not prefix:
         heads *= SLIDING_HEADS.get(config.model_type, 1)
+
     whole = config.hidden_size // config.num_attention_heads
     size = whole if off else int_field(config, layer, *(f"{prefix}{name}" for name in HEAD_SIZE), default=whole)
     if layer_type in COMPRESSED or field(config, "keys_hold_values"):
@@ -184,19 +192,13 @@ def as_in_transformers(config: Any, layers: tuple[LayerStates, ...]) -> tuple[La
     text = config.get_text_config(decoder=True)
     if not field(text, "new_decoder_architecture"):
         return layers
+    # Their class repeats keys and values for the query heads before it caches them; other engines do not.
     heads = text.num_attention_heads
-    return tuple(
-        replace(own, keys=own.keys // own.heads * heads, values=own.values // own.heads * heads, heads=heads)
-        for own in layers
-    )
-
-
-def _index_size(config: Any, layer: int) -> int:
-    """Return the elements of a token that an indexer caches: 0 if a layer reuses an earlier layer's selection."""
-    layer_types, size = field(config, "indexer_types"), int_field(config, layer, *INDEX_SIZE, default=0)
-    if layer_types is not None and layer_types[layer] == "shared":
-        return 0
-    return size if field(config, "index_kpool") is None else 2 * size + 1  # key, gate, and whether it counts
+    repeated = []
+    for states in layers:
+        keys, values = states.keys // states.heads * heads, states.values // states.heads * heads
+        repeated.append(replace(states, keys=keys, values=values, heads=heads))
+    return tuple(repeated)
 
 
 def depth_plan(config: Any, layer_types: list[str]) -> DepthPlan:
@@ -205,20 +207,25 @@ def depth_plan(config: Any, layer_types: list[str]) -> DepthPlan:
     Raises:
         ValueError: the config shares keys and values in an unknown way.
     """
-    own = field(config, "plan")
-    if own is not None:
-        return own
+    ours = field(config, "plan")
+    if ours is not None:
+        return ours
     layers = range(len(layer_types))
     sources: list[int | None] = [None if layer_types[layer] in NO_KV_CACHE else layer for layer in layers]
-    readers = _readers(config, layer_types)
-    for layer, source in readers.items():
+    for layer, source in _readers(config, layer_types).items():
         sources[layer] = source
     queries = tuple(None if source is None else layer for layer, source in enumerate(sources))
     plan = DepthPlan(queries, tuple(sources), tuple(sources), tuple(layers))
     selected = None if INDEXED not in layer_types else int_field(config, layer_types.index(INDEXED), *SELECTED)
     if selected is None:  # there are no indexers
         return plan
-    choosers = _choosers(config) or layers
+
+    # Each layer's tokens are selected by its own indexer, or by that of the nearest layer below that has one.
+    choosers: list[int] = []
+    for layer, indexer in enumerate(field(config, "indexer_types") or ["full"] * len(layer_types)):
+        if indexer == "shared" and not choosers:
+            raise ValueError(f"layer {layer} of {config.model_type} shares an indexer, and no layer below has one")
+        choosers.append(choosers[-1] if indexer == "shared" else layer)
     choices = tuple(choosers[layer] if layer_types[layer] == INDEXED else None for layer in layers)
     return replace(plan, choices=choices, chosen=TokenCount(selected))
 
@@ -231,6 +238,7 @@ def _readers(config: Any, layer_types: list[str]) -> dict[int, int]:
     shared = field(config, "num_kv_shared_layers", default=0)
     if not 0 <= shared <= len(layer_types):
         raise ValueError(f"num_kv_shared_layers must be 0 to {len(layer_types) - 1}, got {shared}")
+    # Gemma's rule: each of the last layers reads the last one of its own type before them.
     first = len(layer_types) - shared
     readers = {}
     for layer in range(first, len(layer_types)):
@@ -272,12 +280,16 @@ def read_wiring(config: Any) -> dict[str, Any]:
     layer_types = layer_types_of(text)
     plan = depth_plan(text, layer_types)
     if isinstance(text, PreTrainedConfig) and field(text, "plan") is None:
-        _check_readers(text, plan)
+        # transformers' cache knows which layers store nothing. If the plan differs, layers share by an unknown rule.
+        reading = {layer for layer, source in enumerate(plan.keys) if source not in (layer, None)}
+        reusing = layers_without_cache(text)
+        if reusing != reading:
+            raise ValueError(f"layers {sorted(reusing)} of {text.model_type} reuse a cache; no known field says whose")
     residual, streams = residual_form(text)
-    states = [
-        layer_states(text.per_layer_config[layer], layer_type, layer) for layer, layer_type in enumerate(layer_types)
-    ]
-    layers = (s if plan.attends(i) or not s.keys else LayerStates("no attention") for i, s in enumerate(states))
+    layers = []
+    for layer, layer_type in enumerate(layer_types):
+        states = layer_states(text.per_layer_config[layer], layer_type, layer)
+        layers.append(states if plan.attends(layer) or not states.keys else LayerStates("no attention"))
     return {
         "type": config.model_type,
         "plan": plan,
@@ -296,7 +308,8 @@ def _caches(config: Any, text: Any) -> bool:
     if types & ENCODERS and not field(text, "is_decoder", default=False):
         return False
     classes = config.architectures or ()
-    if classes and not any(name.endswith(CAUSAL) for name in classes):  # another head, or none, on a decoder or encoder
+    # With another head or none, the model may be a decoder (a reward model, which has a cache) or an encoder.
+    if classes and not any(name.endswith(CAUSAL) for name in classes):
         bidirectional = field(text, "use_bidirectional_attention") is True
         if bidirectional or any(word in name for name in classes for word in NOT_CAUSAL) or not types & DECODERS:
             return False
@@ -319,11 +332,3 @@ def _check(config: Any, text: Any) -> None:
         raise ValueError(f"the config of {config.model_type} has no {names}, so it does not describe a language model")
     for name in needed:
         int_field(first, 0, name)
-
-
-def _check_readers(config: PreTrainedConfig, plan: DepthPlan) -> None:
-    """Refuse a plan in which others store nothing than in transformers' cache."""
-    reading = {layer for layer, source in enumerate(plan.keys) if source not in (layer, None)}
-    reusing = layers_without_cache(config)
-    if reusing != reading:
-        raise ValueError(f"layers {sorted(reusing)} of {config.model_type} reuse a cache; no known field says whose")

@@ -16,7 +16,9 @@ from pydantic import AfterValidator
 from crosslayer.core.options import ByLayer, by_layer
 
 KINDS = {"8": "int8", "4": "int4", "3": "int3", "2": "int2", "fp8": "fp8"}  # as an option → name of the type
-RECENT = 64  # latest tokens that stay exact below 8 bits
+# Latest tokens that stay exact below 8 bits. The first does, too: with the mean key subtracted, that lowers the KL of 4
+# bits from 0.0106 to 0.0027 nats per token on SmolLM2; four exact tokens are no better than one.
+RECENT = 64
 GROUP = 64  # channels of a head that have a scale and a smallest value, in float16
 SCALES = 4  # bytes of both
 EXAMPLE = "as 4, fp8, or 8@0-11,4@12-29 (by layer)"
@@ -102,6 +104,7 @@ def stored_bytes(kind: str, size: int, length: int, item: float, recent: int = R
         return allocated_tokens(length) * token_bytes(kind, size)
     latest = min(length, recent - 1)
     coded = length - latest
+    # A single coded token would be the first, which stays exact.
     if coded <= 1:
         return length * size * item
     return allocated_tokens(coded) * token_bytes(kind, size) + (latest + 1) * size * item  # the first token too

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 else:
     Model = Any
 
+# The whole model comes first: memory must also hold the parts that read images.
 WHOLE = (auto.MODEL_FOR_MULTIMODAL_LM_MAPPING, auto.MODEL_FOR_CAUSAL_LM_MAPPING, auto.MODEL_MAPPING)
 
 
@@ -52,25 +53,29 @@ def model_plan(
         raise ValueError(f"length must be at least 1 token, got {min(lengths, default='none')}")
     if batch < 1:
         raise ValueError(f"batch must be at least 1 sequence, got {batch}")
-    takes_cache, source = True, Source(model)
-    if isinstance(model, Source):
-        source = model
-    elif not isinstance(model, PreTrainedConfig | GgufConfig):
+
+    takes_cache = True
+    source = model if isinstance(model, Source) else Source(model)
+    if not isinstance(model, Source | PreTrainedConfig | GgufConfig):
         source, takes_cache = _loaded(model)
     config, weights_bytes, parameters, name = source
+    # Only if memory is given: even an empty model imports its code, which takes longer than the rest of a plan.
     if memory is not None and weights_bytes is None:
         parameters = _count_parameters(config)
     try:
         wiring = read_wiring(config)
+    # A field may have any value, and classes check few types: such an error is an error of the config.
     except (TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError) as error:
         raise ValueError(f"the config of {config.model_type} has a value that cannot be used: {error}") from error
+
     dtype = str(dtype or wiring["dtype"]).removeprefix("torch.")
     engine = engine or ("llama.cpp" if isinstance(config, GgufConfig) and name not in EMBEDDED else "transformers")
     sizes = item_sizes(dtype, kv_dtype, engine)
     if engine == "transformers":
         wiring["layers"] = as_in_transformers(config, wiring["layers"])
+    # llama.cpp loads a file as it is; other engines load its tensors in the dtype of the plan.
     if engine == "llama.cpp" and weights_bytes is not None:
-        parameters = None  # it loads a file as it is
+        parameters = None
     return ModelPlan(
         **{**wiring, "caches": wiring["caches"] and takes_cache, "dtype": dtype},
         model=folder_name(name) or wiring["type"],
@@ -103,7 +108,7 @@ def _count_parameters(config: Any) -> int | None:
     """Return the parameters of the whole model of a config, None if transformers cannot build it by itself."""
     parts = [config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", ()))]
     if any("/" in str(getattr(part, "_attn_implementation", None)) for part in parts):
-        return None  # attention code of the hub, which never runs
+        return None  # attention code of the hub, which building the model would run
     try:
         with one_line_errors("config"), torch.device("meta"):
             model_class: Any = next(mapping[type(config)] for mapping in WHOLE if type(config) in mapping)
@@ -120,12 +125,31 @@ def share(plan: ModelPlan, entries: Sequence[Any]) -> tuple[Sharing, ...]:
     Raises:
         ValueError: a method is unknown, or the only one is not possible.
     """
+    from crosslayer.core.decoder.families import model_types
+
+    layers = len(plan.layers)
     shared = []
     for entry in entries:
-        method = _method(entry, len(plan.layers))
+        values = entry
+        if isinstance(entry, str) and entry.lstrip().startswith("{"):
+            try:
+                values = json.loads(entry)
+            except (json.JSONDecodeError, RecursionError) as error:
+                raise ValueError(f"`method` must be a name or a JSON object, got {entry[:80]!r} ({error})") from None
+        if isinstance(values, str):
+            method = method_class(values).example(layers)
+        else:
+            method = load_method(dict(values) if isinstance(values, Mapping) else values)
+
+        pretrained = "yes, by retrofit"
+        if not method.takes_groups():
+            pretrained = "no, only trained from scratch"
+        elif plan.type not in model_types():
+            pretrained = f"no model of type {plan.type} yet"
+
         label = entry if isinstance(entry, str) else str(to_entry(method))
         try:
-            shared.append(Sharing(label, _with(plan, method), _in_pretrained(method, plan)))
+            shared.append(Sharing(label, _with(plan, method), pretrained))
         except ValueError as error:
             if len(entries) == 1:
                 raise
@@ -150,6 +174,7 @@ def _with(plan: ModelPlan, method: Method) -> ModelPlan:
     for layer, window in enumerate(method.windows(len(layers)) or ()):
         mask = "full" if window is None else f"window {window}"
         layers[layer] = replace(layers[layer], window=window, mask=mask)
+    # Layers are compared with the windows of the method, which may make them alike or unlike.
     for reader in range(len(layers)):
         where = f"{method.name()}: layer {reader} ({layers[reader].mask})"
         for state in ("keys", "values"):
@@ -161,29 +186,10 @@ def _with(plan: ModelPlan, method: Method) -> ModelPlan:
         if windowed and wiring.involves_choice(reader):
             raise ValueError(f"{where}: chosen tokens need full causal attention")
     reading = [layer for layer in range(len(layers)) if set(merged.reads("keys", layer)) - {layer}]
+    # llama.cpp shares only as Gemma does: the last layers read the last ones before them.
     if plan.engine == "llama.cpp" and reading:
         raise ValueError(f"llama.cpp cannot share across layers as {method.name()} does; use another `engine`")
-    kept = (states if merged.attends(layer) else LayerStates("no attention") for layer, states in enumerate(layers))
-    return replace(plan, plan=merged, layers=tuple(kept), methods=(*plan.methods, method.name()), shared=())
-
-
-def _method(entry: Any, layers: int) -> Method:
-    if isinstance(entry, str) and entry.lstrip().startswith("{"):
-        try:
-            entry = json.loads(entry)
-        except (json.JSONDecodeError, RecursionError) as error:
-            raise ValueError(f"`method` must be a name or a JSON object, got {entry[:80]!r} ({error})") from None
-    if isinstance(entry, str):
-        return method_class(entry).example(layers)
-    return load_method(dict(entry) if isinstance(entry, Mapping) else entry)
-
-
-def _in_pretrained(method: Method, plan: ModelPlan) -> str:
-    """Return whether a pretrained model of this type can be converted, in words."""
-    from crosslayer.core.decoder.families import model_types
-
-    if not method.takes_groups():
-        return "no, only trained from scratch"
-    if plan.type not in model_types():
-        return f"no model of type {plan.type} yet"
-    return "yes, by retrofit"
+    for layer in range(len(layers)):
+        if not merged.attends(layer):
+            layers[layer] = LayerStates("no attention")
+    return replace(plan, plan=merged, layers=tuple(layers), methods=(*plan.methods, method.name()), shared=())

@@ -11,7 +11,7 @@ from pydantic import Field
 from crosslayer.core.plan import CACHED, DepthPlan
 from crosslayer.output.formatting import UNKNOWN, Shown, Table, percent, ranges, readable_bytes
 from crosslayer.output.record import Frozen
-from crosslayer.wiring.engines import Stored, allocated, check_engine, fixed_bytes
+from crosslayer.wiring.engines import StoredLayer, allocated, check_engine, fixed_bytes
 from crosslayer.wiring.states import ItemSizes, LayerStates
 
 MOST_TOKENS = 2**40  # beyond any context
@@ -98,13 +98,18 @@ class ModelPlan(Shown):
     shared: tuple[Sharing, ...] = ()
 
     def __post_init__(self):
+        # Only our own decoder lets layers attend to chosen tokens, and only over a cache that is not quantized.
         if self.methods and (self.engine != "transformers" or self.sizes.kind is not None):
             what = "a quantized KV cache" if self.sizes.kind is not None else self.engine
             if self.plan.beyond_sharing:
                 raise ValueError(f"{' + '.join(self.methods)}: {self.plan.beyond_sharing}, which {what} cannot do")
         if self.caches:
             check_engine(self.engine, self.kv_dtype, self.stored)
-        several = [i for i in range(self.plan.layers) if max(self.plan.read_count(s, i) for s in CACHED) > 1]
+        several = [
+            layer
+            for layer in range(self.plan.layers)
+            if max(self.plan.read_count(state, layer) for state in CACHED) > 1
+        ]
         if self.sizes.kind is not None and several:
             raise ValueError(f"a quantized KV cache does not support layer {several[0]}, which reads several layers")
 
@@ -114,18 +119,18 @@ class ModelPlan(Shown):
         return max(self.lengths)
 
     @property
-    def stored(self) -> list[Stored]:
+    def stored(self) -> list[StoredLayer]:
         """(L,), each layer's states, and which of its keys and values it stores itself."""
-        return [Stored(states, self.plan.stored(layer)) for layer, states in enumerate(self.layers)]
+        return [StoredLayer(states, self.plan.stored(layer)) for layer, states in enumerate(self.layers)]
 
     @property
     def layer_bytes(self) -> tuple[int, ...]:
         """(L,), the bytes of each layer's states."""
-        held = []
-        for states, own in self.stored:
-            size = states.stored_bytes(self.length, self.sizes, own) + states.fixed_bytes(self.length, self.sizes)
-            held.append(round(self.batch * size) if self.caches else 0)
-        return tuple(held)
+        by_layer = []
+        for states, stored in self.stored:
+            size = states.stored_bytes(self.length, self.sizes, stored) + states.fixed_bytes(self.length, self.sizes)
+            by_layer.append(round(self.batch * size) if self.caches else 0)
+        return tuple(by_layer)
 
     @property
     def stored_bytes(self) -> int:
@@ -135,12 +140,14 @@ class ModelPlan(Shown):
     @property
     def kv_bytes(self) -> int:
         """Bytes of states that grow with the text."""
-        return self._sum(states.stored_bytes(self.length, self.sizes, own) for states, own in self.stored)
+        size = sum(states.stored_bytes(self.length, self.sizes, stored) for states, stored in self.stored)
+        return round(self.batch * size) if self.caches else 0
 
     @property
     def fixed_bytes(self) -> int:
         """Bytes of states of fixed size: of convolutions, of linear attention, of unfinished compressed entries."""
-        return self._sum(fixed_bytes(self.engine, states, self.sizes, self.length) for states in self.layers)
+        size = sum(fixed_bytes(self.engine, states, self.sizes, self.length) for states in self.layers)
+        return round(self.batch * size) if self.caches else 0
 
     @property
     def read_bytes(self) -> int:
@@ -159,7 +166,8 @@ class ModelPlan(Shown):
 
     def read_at(self, length: int) -> int:
         """Return the bytes that attention reads for the last token of sequences of `length` tokens."""
-        return self._sum(self.layer_read_at(layer, length) for layer in range(len(self.layers)))
+        size = sum(self.layer_read_at(layer, length) for layer in range(len(self.layers)))
+        return round(self.batch * size) if self.caches else 0
 
     def layer_read_at(self, layer: int, length: int) -> float:
         """Return the bytes that a layer reads for the last token of one sequence of `length` tokens."""
@@ -175,6 +183,8 @@ class ModelPlan(Shown):
     def full_at(self, length: int) -> int:
         """Return the bytes of the 16-bit cache: every layer's own keys and values of all tokens, in 16 bits."""
         sizes = [states.full_bytes(length, SIXTEEN_BITS) for states in self.layers]
+        # A layer without keys and values (linear attention, or a method removed it) counts like the largest one, so
+        # that a share is of a model with attention in every layer.
         return round(self.batch * sum(size or max(sizes) for size in sizes))
 
     def sizes_at(self, length: int) -> PlannedLength:
@@ -194,12 +204,9 @@ class ModelPlan(Shown):
         if free < self.stored_at(1):
             weights = "" if self.weights_bytes is None else f" next to {readable_bytes(self.weights_bytes)} of weights"
             raise ValueError(f"`memory` of {readable_bytes(self.memory)} does not hold the cache of one token{weights}")
+        # Bytes are not a linear function of the length (blocks, windows, recent exact tokens), so this is a bisection.
         fitting = bisect_right(range(MOST_TOKENS + 1), free, key=self.stored_at) - 1
         return None if fitting == MOST_TOKENS else fitting
-
-    def _sum(self, bytes_by_layer: Iterable[float]) -> int:
-        """Return the sum over layers and sequences, 0 without a cache."""
-        return round(self.batch * sum(bytes_by_layer)) if self.caches else 0
 
     def diagram(self) -> str:
         """Return a table of what each layer reads and stores, and its mask; alike neighbors share a line."""
@@ -237,39 +244,38 @@ class ModelPlan(Shown):
     def findings(self) -> list[str]:
         """Return sentences on the cache and the model."""
         headline = self.headline()
-        own = f", {headline['own_kv_layers']} with keys or values of their own" if self.caches else ""
+        storing = f", {headline['own_kv_layers']} with keys or values of their own" if self.caches else ""
         methods = f", with {', '.join(self.methods)}" if self.methods else ""
-        lines = [
+        wiring = [
             f"{self.model} ({self.type}): {len(self.layers)} layers, {headline['attention_layers']} with softmax "
-            f"attention{own}{methods}.",
+            f"attention{storing}{methods}.",
             f"Residual: {self.residual}.",
         ]
         if not self.caches:
-            return ["The model is an encoder and has no KV cache.", *lines]
-        return [self._cost(), *self._memory(), *lines]
+            return ["The model is an encoder and has no KV cache.", *wiring]
 
-    def _cost(self) -> str:
-        stored, batch = self.stored_bytes, "" if self.batch == 1 else f" × {self.batch} sequences"
+        stored = self.stored_bytes
+        batch = "" if self.batch == 1 else f" × {self.batch} sequences"
         verb = "stored" if self.engine == "transformers" else f"allocated by {self.engine}"
         share = f", {self.kv_share:.2%} {SHARE}" if self.kv_share else ""
         fixed = f"; {readable_bytes(self.fixed_bytes)} of it do not grow with the text" if self.fixed_bytes else ""
-        return (
+        lines = [
             f"KV cache at {self.length:,} tokens{batch} in {self.kv_dtype}: {readable_bytes(stored)} {verb} "
             f"({stored / self.length / self.batch:,.0f} bytes per token{fixed}){share}; "
             f"{readable_bytes(self.read_bytes)} read per decoding step."
-        )
+        ]
 
-    def _memory(self) -> list[str]:
         weights = None if self.weights_bytes is None else readable_bytes(self.weights_bytes)
-        counted = "as stored" if self.parameters is None else f"{self.parameters:,} parameters in {self.dtype}"
-        lines = [] if weights is None else [f"Weights: {weights}, {counted}."]
+        if weights is not None:
+            counted = "as stored" if self.parameters is None else f"{self.parameters:,} parameters in {self.dtype}"
+            lines.append(f"Weights: {weights}, {counted}.")
         if self.memory is not None:
             length = self.fitting_length()
             beside = "without weights (not counted)" if weights is None else f"next to {weights} of weights"
             most = "Any number of tokens fits" if length is None else f"{length:,} tokens fit"
             each = "" if self.batch == 1 else f" of each of {self.batch} sequences"
             lines.append(f"{most}{each} into {readable_bytes(self.memory)} {beside}.")
-        return lines
+        return [*lines, *wiring]
 
     def headline(self) -> dict[str, Any]:
         """Return the numbers of the JSON line that the command prints last."""

@@ -13,7 +13,8 @@ from crosslayer.wiring.classes import reads
 FLOAT32 = 4  # bytes per element
 # names of fields, of which the first that is set counts
 SHORT_CONVOLUTION = "conv_L_cache"
-GROUPS = ("mamba_n_groups", "mamba_ngroups", "n_groups")  # Mamba 2 has groups, Mamba has none
+# Mamba 2 has groups, Mamba has none: this field tells the two kinds of state apart.
+GROUPS = ("mamba_n_groups", "mamba_ngroups", "n_groups")
 HEADS = ("mamba_n_heads", "n_mamba_heads", "mamba_num_heads", "num_heads")
 HEAD_SIZE = ("mamba_d_head", "mamba_headdim", "mamba_head_dim", "head_dim")
 STATE = ("mamba_d_state", "ssm_state_size", "state_size")
@@ -74,34 +75,32 @@ class LayerStates:
         """Return the number of compressed entries of a sequence."""
         return 0 if self.every is None else length // self.every
 
-    def kept(self, length: int) -> int:
-        """Return the tokens whose keys and values are kept; a windowed cache leaves space for the next token."""
-        return length + self.prompt if self.window is None else min(length, self.window - 1)
+    def stored_bytes(self, length: int, sizes: ItemSizes, stored: tuple[str, ...]) -> float:
+        """Return the bytes that grow with the text; `stored` names which of its keys and values the layer stores."""
+        # transformers' windowed cache holds one token less than the window: the query brings its own.
+        tokens = length + self.prompt if self.window is None else min(length, self.window - 1)
+        elements = [vars(self)[state] for state in stored]
+        if sizes.kind is None:
+            size = (tokens + self.entries(length)) * sum(elements) * sizes.kv
+            return self.passes * (size + self._indexed_bytes(length, sizes))
 
-    def stored_bytes(self, length: int, sizes: ItemSizes, own: tuple[str, ...]) -> float:
-        """Return the bytes that grow with the text; `own` names which of its keys and values it stores."""
-        if sizes.kind is not None:
-            return sum(self._quantized_bytes(vars(self)[state], length, sizes) for state in own)
-        size = sum(vars(self)[state] for state in own)
-        kept = (self.kept(length) + self.entries(length)) * size * sizes.kv
-        return self.passes * (kept + self._indexed_bytes(length, sizes))
-
-    def _quantized_bytes(self, size: int, length: int, sizes: ItemSizes) -> float:
-        """Return the bytes of keys, or values, of `size` elements a token; a window is not quantized."""
-        assert sizes.kind is not None
+        # A quantized cache leaves windows as they are.
         if self.window is not None:
-            return self.kept(length) * size * sizes.model
-        return self.heads * kv_bits.stored_bytes(sizes.kind, size // self.heads, length, sizes.model)
+            return tokens * sum(elements) * sizes.model
+        heads = self.heads
+        return sum(heads * kv_bits.stored_bytes(sizes.kind, size // heads, length, sizes.model) for size in elements)
 
     def fixed_bytes(self, length: int, sizes: ItemSizes) -> float:
         """Return the bytes of the states of fixed size, and of compressed entries that are not finished."""
         unfinished, float32 = 0, 0
-        if self.every is not None:  # keys and gates of the tokens of the next entry, of the indexer as well
-            size = (2 if self.overlap else 1) * (self.keys + self.index)
-            unfinished = 2 * (length % self.every) * size
-        if self.overlap and self.every is not None and self.entries(length):
-            unfinished += self.every * (self.keys + self.index)
-            float32 = self.every * (self.keys + self.index)
+        if self.every is not None:
+            size = self.keys + self.index
+            # Each token of the next entry has a key and a gate, also for the indexer; twice, where entries overlap.
+            unfinished = 2 * (length % self.every) * (2 if self.overlap else 1) * size
+            if self.overlap and self.entries(length):
+                # The next entry is also made from the tokens of the last one: its keys, and its gates in float32.
+                unfinished += self.every * size
+                float32 = self.every * size
         return self.passes * ((self.fixed + unfinished) * sizes.model + (self.fixed_float32 + float32) * FLOAT32)
 
     def read_bytes(self, length: int, sizes: ItemSizes) -> float:
@@ -109,6 +108,7 @@ class LayerStates:
         tokens = length + self.prompt if self.window is None else min(length, self.window)
         entries = self.entries(length)
         if self.selected is not None:
+            # An indexer selects among compressed entries, where there are any; the window is read whole.
             tokens = min(tokens, self.selected) if self.every is None else tokens
             entries = min(entries, self.selected)
         read = (tokens + entries) * (self.keys + self.values) * sizes.kv
@@ -116,8 +116,8 @@ class LayerStates:
 
     def full_bytes(self, length: int, sizes: ItemSizes) -> float:
         """Return the bytes of a plain cache: keys and values of all tokens, neither compressed nor quantized."""
-        kept = length * (self.keys + self.values) * sizes.model
-        return self.passes * (kept + length * self.index * (FLOAT32 if self.index_float32 else sizes.model))
+        size = length * (self.keys + self.values) * sizes.model
+        return self.passes * (size + length * self.index * (FLOAT32 if self.index_float32 else sizes.model))
 
     def _indexed_bytes(self, length: int, sizes: ItemSizes) -> float:
         indexed = length if self.every is None else self.entries(length)
@@ -157,17 +157,21 @@ def fixed_states(config: Any, layer_type: str, layer: int) -> tuple[int, int, in
     def size(*names: str) -> int:
         return int_field(config, layer, *names)
 
+    # A field that only one kind of layer has identifies it. The order matters: a config may have fields of several.
     if layer_type == "conv":
         return size("hidden_size") * size(SHORT_CONVOLUTION), 0, size(SHORT_CONVOLUTION)
     if layer_type.startswith("hybrid") and field(config, "number_of_conv_states") is not None:  # Inkling
         prefix = "swa_" if layer_type == "hybrid_sliding" else ""
         state = size(f"{prefix}num_key_value_heads") * size(f"{prefix}head_dim")
+        # Convolutions over keys, over values and over the outputs of both sublayers, all in float32.
         return 0, 2 * (state + size("hidden_size")) * size("conv_kernel_size"), 0
     if layer_type == "hybrid" and field(config, "cca_time0") is not None:  # Zaya
         key_heads = size("num_key_value_heads")
         channels = (size("num_attention_heads") + key_heads) * size("head_dim")
-        kept = size("cca_time0") + size("cca_time1") - 2
-        return channels * kept + key_heads * size("head_dim") // 2, 0, 0
+        # Two convolutions in a row look back as far as both kernels together, less one token each.
+        tokens = size("cca_time0") + size("cca_time1") - 2
+        # Half of each value comes from the previous token.
+        return channels * tokens + key_heads * size("head_dim") // 2, 0, 0
     if layer_type not in ("linear_attention", "hybrid"):
         return 0, 0, 0
     if field(config, "linear_key_head_dim") is not None:  # gated delta net
@@ -175,6 +179,7 @@ def fixed_states(config: Any, layer_type: str, layer: int) -> tuple[int, int, in
         values = size("linear_num_value_heads") * size("linear_value_head_dim")
         state = values * size("linear_key_head_dim")
         kernel = size("linear_conv_kernel_dim")
+        # One convolution over queries, keys and values together; queries are as wide as keys.
         return (2 * keys + values) * kernel, state, kernel
     if field(config, "linear_head_dim") is not None:  # Kimi Linear
         width = size("linear_num_heads") * size("linear_head_dim")

@@ -173,21 +173,14 @@ def test_an_unknown_option_names_what_is_near(monkeypatch, capsys, words, expect
     assert capsys.readouterr().err == f"crosslayer: error: No such option: {expected}\n"
 
 
-WITH_OUT = {  # the words that each command needs
+NEEDED = {  # the words of commands that need others than a model
     "bench": "model --baseline other",
     "compare": "--recipe smoke --methods vanilla",
-    "diagnose": "model",
     "evaluate": "model --tasks piqa",
     "export": "model --to hf",
-    "fit-codec": "model",
     "heal": "retrofit --recipe heal-smoke",
     "intervene": "model --waiver 5",
-    "measure": "model",
-    "needles": "model",
-    "plan": "model",
-    "retrofit": "model",
     "train": "smoke",
-    "verify": "model",
 }
 
 
@@ -200,7 +193,7 @@ def test_a_folder_in_use_is_refused_before_anything_is_imported(monkeypatch, tmp
         raise AssertionError(f"{name} was imported first")
 
     monkeypatch.setattr("crosslayer.cli.command.import_module", imports)
-    words = [name, *WITH_OUT[name].split(), "--out", str(tmp_path / "out")]
+    words = [name, *NEEDED.get(name, "model").split(), "--out", str(tmp_path / "out")]
     with locked_folder(tmp_path / "out"):
         assert run(monkeypatch, *words) == 2
     said = capsys.readouterr().err

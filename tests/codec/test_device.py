@@ -57,7 +57,7 @@ def test_damaged_bytes_are_errors_or_other_codes(pages):
             if prepared is None:
                 continue
             changed += 1
-            words, facts, _, nodes, bins = prepared.tensors
+            words, facts, _, nodes, bins = prepared
             begin, log, _, first_node, first_bin = facts[:5].long()
             assert (begin >= 0).all() and (begin < 4 * len(words)).all()
             assert (first_node + (1 << log) <= len(nodes)).all() and (first_bin < len(bins)).all()

@@ -42,7 +42,7 @@ def expected(codes, counts, stops) -> np.ndarray:
 
 def read_naively(prepared: Prepared, out: np.ndarray) -> None:
     """Read all pages bit by bit, as pcodec's format says: four states take turns, and batches of 256."""
-    words, facts, rows, nodes, bins = (tensor.numpy() for tensor in prepared.tensors)
+    words, facts, rows, nodes, bins = (tensor.numpy() for tensor in prepared)
     stream = int.from_bytes(words.tobytes(), "little")
 
     def bits(at: int, count: int) -> int:

@@ -19,8 +19,8 @@ NEEDLES = {"lengths": (256,), "depths": (0,), "keys": 1, "samples": 1, "new_toke
         (NeedlesSettings, NEEDLES | {"lengths": (20,), "keys": 0, "depths": (101,)}, ("lengths", "keys", "depths")),
         (
             options_of,
-            {"layers": "top-half,size=1", "length": 1, "calibration": 0},
-            ("layers", "length", "calibration"),
+            {"method": "cla", "size": 1, "length": 1, "calibration": 0},
+            ("size", "length", "calibration"),
         ),
     ],
 )

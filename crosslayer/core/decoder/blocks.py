@@ -14,9 +14,11 @@ Shapes: B batch, T new tokens, C hidden, E experts.
 import math
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import Cache
 from transformers import initialization as init
+from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearDeltaAttention, KimiLinearForgetGate
 from transformers.models.mixtral.modeling_mixtral import (
     MixtralExperts,
@@ -26,29 +28,27 @@ from transformers.models.mixtral.modeling_mixtral import (
 )
 
 from crosslayer.core.decoder.configuration import CrossLayerConfig
-from crosslayer.core.decoder.packed import Documents, by_document
+from crosslayer.core.decoder.packed import Documents
 from crosslayer.core.method import Mixing
 
 
 class ForgetGate(KimiLinearForgetGate, Mixing):
     """Kimi Linear's decays."""
 
-    def __init__(self, config: CrossLayerConfig):
-        super().__init__(config)  # type: ignore[arg-type]
-
     def reset(self) -> None:
         """Initialise the decays as Kimi Linear does, unless a checkpoint has filled them."""
         init.copy_(self.A_log, init.uniform_(self.A_log, a=1.0, b=16.0).log())
         init.uniform_(self.dt_bias, a=math.log(1e-3), b=math.log(1e-1))
+        # log-uniform steps, and the number whose softplus is the step
         step = self.dt_bias.exp().clamp_min(1e-4)
-        init.copy_(self.dt_bias, step + (-(-step).expm1()).log())  # so that softplus gives the step
+        init.copy_(self.dt_bias, step + (-(-step).expm1()).log())
 
 
 class LinearAttention(KimiLinearDeltaAttention):
     """Kimi Linear's block with its weight names; it computes in float32 for any dtype."""
 
-    def __init__(self, config: CrossLayerConfig, layer_idx: int):
-        super().__init__(config, layer_idx)  # type: ignore[arg-type]
+    def __init__(self, config: Any, layer_idx: int):
+        super().__init__(config, layer_idx)
         self.forget_gate = ForgetGate(config)
 
     def forward(  # type: ignore[override]
@@ -56,7 +56,9 @@ class LinearAttention(KimiLinearDeltaAttention):
     ) -> Tensor:
         """Return the update (B, T, C); `attention_mask` (B, T) masks padding, or separates documents."""
         if isinstance(attention_mask, Documents):
-            return by_document(super().forward, hidden_states, attention_mask)
+            # the block has no way to reset its state within a row
+            forward, pieces = super().forward, hidden_states.flatten(0, 1).split(attention_mask.lengths)
+            return torch.cat([forward(piece[None]) for piece in pieces], 1).view_as(hidden_states)
         return super().forward(hidden_states, cache, attention_mask)
 
 
@@ -93,13 +95,16 @@ class SparseMLP(MixtralSparseMoeBlock):
         return self.experts(rows, chosen, weights).view_as(hidden_states), logits
 
 
-def balance_loss(config: CrossLayerConfig, logits: tuple[Tensor, ...], mask: Tensor | None) -> Tensor:
-    """Return Mixtral's loss for balanced use of experts (Switch Transformer, eq. 4-6).
+def balance_loss(config: CrossLayerConfig, outputs: MoeModelOutputWithPast, mask: Any) -> Tensor:
+    """Return Mixtral's loss for balanced use of experts (Switch Transformer, eq. 4-6) from the routers' logits.
 
-    `logits` are the routers', (B·T, E) each; `mask` (B, T) excludes padding.
+    A `mask` (B, cached + T) of padding excludes it; other forms of masks do not.
     """
-    options = (config.num_local_experts, config.num_experts_per_tok, mask)
-    loss = load_balancing_loss_func(logits, *options)  # type: ignore[arg-type]
+    assert outputs.last_hidden_state is not None
+    tokens = outputs.last_hidden_state.shape[1]
+    padding = mask[:, -tokens:] if isinstance(mask, Tensor) and mask.dim() == 2 else None  # (B, T)
+    options = (config.num_local_experts, config.num_experts_per_tok, padding)
+    loss = load_balancing_loss_func(outputs.router_logits, *options)  # type: ignore[arg-type]
     assert isinstance(loss, Tensor)
     return loss
 

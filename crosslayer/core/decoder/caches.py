@@ -1,34 +1,11 @@
-"""Adapters to transformers' caches for layers that store a single state, or none."""
+"""Adapters to transformers' caches for layers that store less than keys and values."""
 
 from collections.abc import Collection
 
-from torch import Tensor
 from transformers import Cache, DynamicCache, QuantizedCache
-from transformers.cache_utils import StaticLayer
 
 from crosslayer.core.decoder.configuration import CrossLayerConfig
 from crosslayer.core.transformers_versions import CACHES_KNOW_READERS, EMPTY_LAYER
-
-
-def update_single(cache: Cache, state: Tensor, layer: int) -> Tensor:
-    """Cache the only state (B, H_kv, T, D) that a layer stores; return cached and new tokens, (B, H_kv, S, D).
-
-    Stored as keys, since caches measure their length by these, with values of head size 0. A cache that was allocated
-    before the model was known (as torch.export needs it) has space for keys and values, and stores the state as both.
-    """
-    existing = cache.layers[layer] if layer < len(cache.layers) else None
-    has_values = isinstance(existing, StaticLayer) and existing.is_initialized and existing.v_head_dim > 0
-    return cache.update(state, state if has_values else state[..., :0], layer)[0]
-
-
-def without_empty_layers(cache: Cache | None) -> Cache | None:
-    """Return the cache without layers of length 0, from which masks can take their size.
-
-    transformers' wrapper for torch.export inserts such a layer for each layer that stores nothing.
-    """
-    if cache is None or all(layer.get_max_length() for layer in cache.layers):
-        return cache
-    return Cache(layers=[layer for layer in cache.layers if layer.get_max_length()])
 
 
 def fit_cache(config: CrossLayerConfig, cache: Cache, empty: Collection[int]) -> None:
@@ -44,10 +21,13 @@ def fit_cache(config: CrossLayerConfig, cache: Cache, empty: Collection[int]) ->
     """
     if isinstance(cache, QuantizedCache):
         check_quantized(config)
-    if cache.layers and all(getattr(layer, "is_initialized", True) for layer in cache.layers):  # linear ones have none
+    # states of linear attention have no such attribute; memory that is allocated stays as it is
+    if cache.layers and all(getattr(layer, "is_initialized", True) for layer in cache.layers):
         return
-    if empty and cache.offloading and not CACHES_KNOW_READERS:  # there it counts layers
+    # before 5.23 an offloaded cache fetches layers by counting them, those that store nothing too
+    if empty and cache.offloading and not CACHES_KNOW_READERS:
         raise ValueError("if layers store nothing, an offloaded cache needs transformers 5.23; use the default cache")
+    # Such a cache makes its layers, all of one class, when states come. Made here, each is of its layer's kind.
     if cache.layer_class_to_replicate is not None and not cache.layers:
         layer_types, new = config.layer_types or [], cache.layer_class_to_replicate
         linear = DynamicCache(config=config).layers if config.linear_layers else []

@@ -1,5 +1,6 @@
 """The config of the cross-layer decoder: Llama's fields, those of other families, and a list of methods."""
 
+import contextlib
 import re
 from collections.abc import Mapping, Sequence
 from itertools import combinations
@@ -70,19 +71,8 @@ class CrossLayerConfig(LlamaConfig):
             raise ValueError(f"hidden_size = {width} is not a multiple of num_attention_heads = {heads}; set head_dim")
         entries = self.cross_layer if isinstance(self.cross_layer, list | tuple) else [self.cross_layer]
         self.cross_layer = [to_entry(load_method(entry)) for entry in entries if entry is not None]
-        self._set_windows()
-        super().__post_init__(**kwargs)
-        self._check_family()
-        self._check_shapes()
-        self._check_rope()
-        self._check_methods()
 
-    def _set_windows(self) -> None:
-        """Set `layer_types` and `sliding_window`, if a method defines them.
-
-        Raises:
-            ValueError: the config sets them to other values.
-        """
+        # a method may define them
         for method in self.methods:
             windows = method.windows(self.num_hidden_layers)
             if windows is None:
@@ -99,6 +89,12 @@ class CrossLayerConfig(LlamaConfig):
             layer_type = "full_attention" if self.sliding_window is None else "sliding_attention"
             self.layer_types = [layer_type] * self.num_hidden_layers
 
+        super().__post_init__(**kwargs)
+        self._check_family()
+        self._check_layers()
+        self._check_methods()
+
+    # transformers calls it by name, from a check of every config
     def validate_architecture(self) -> None:
         """Allow any head size; Llama's config requires hidden_size / num_attention_heads."""
 
@@ -135,6 +131,7 @@ class CrossLayerConfig(LlamaConfig):
         """Which layer reads which states, all methods merged."""
         return self.wiring.plan
 
+    # A property, since with an own value in `layer_types` instead transformers would refuse to save the config.
     @property
     def kv_sharing_modes(self) -> list[str | None]:
         """The field that transformers' caches read: "reuse" for layers that store nothing, "store" for sources."""
@@ -173,6 +170,7 @@ class CrossLayerConfig(LlamaConfig):
         experts, used = self.num_local_experts, self.num_experts_per_tok
         if experts is not None and not 1 <= used <= experts:
             raise ValueError(f"num_experts_per_tok must be 1 to num_local_experts = {experts}, got {used}")
+        # Mixtral's experts are gated and have no biases
         if experts is not None and (self.mlp_bias or not family.experts):
             raise ValueError(
                 "num_local_experts needs a family with gated MLPs and mlp_bias = False, got family = "
@@ -183,26 +181,26 @@ class CrossLayerConfig(LlamaConfig):
         if family.learned_positions and self.rope_parameters != LlamaConfig().rope_parameters:
             raise ValueError(f"family {self.family!r} has learned positions; leave rope_parameters out")
 
-    def _check_shapes(self) -> None:
-        heads, pairs = self.num_attention_heads, self.num_key_value_heads
-        assert pairs is not None and self.layer_types is not None
+    def _check_layers(self) -> None:
+        """Refuse heads that do not fit, and layer types that lack something."""
+        heads, pairs, layer_types = self.num_attention_heads, self.num_key_value_heads, self.layer_types
+        assert pairs is not None and layer_types is not None
         if heads % pairs:
             raise ValueError(f"num_attention_heads = {heads} is not a multiple of num_key_value_heads = {pairs}")
-        if len(self.layer_types) != self.num_hidden_layers or not set(self.layer_types) <= set(LAYER_TYPES):
+        if len(layer_types) != self.num_hidden_layers or not set(layer_types) <= set(LAYER_TYPES):
             raise ValueError(
                 f"layer_types must have {self.num_hidden_layers} entries, each one of {', '.join(LAYER_TYPES)}, got "
-                f"{len(self.layer_types)} entries of {sorted(set(self.layer_types))}"
+                f"{len(layer_types)} entries of {sorted(set(layer_types))}"
             )
         if self.linear_layers and (self.linear_num_heads is None or self.linear_head_dim is None):
             raise ValueError("linear_attention in layer_types needs linear_num_heads and linear_head_dim; set both")
-        if "sliding_attention" in self.layer_types and self.sliding_window is None:
+        if "sliding_attention" in layer_types and self.sliding_window is None:
             raise ValueError("layer_types has sliding_attention, but sliding_window is not set; set it")
-
-    def _check_rope(self) -> None:
-        rope, layer_types = self.rope_parameters, self.layer_types
-        assert rope is not None and layer_types is not None
+        rope = self.rope_parameters
+        assert rope is not None
+        # one set of parameters for all layers is Llama's, which transformers has checked
         if not is_rope_by_type(rope):
-            return  # Llama's, checked by transformers
+            return
         needed = {layer_type for layer_type in ROTATED if layer_type in layer_types}
         entries = {name for name, value in rope.items() if name in ROTATED and isinstance(value, Mapping)}
         if not needed <= entries or entries != set(rope):
@@ -213,28 +211,27 @@ class CrossLayerConfig(LlamaConfig):
 
     def _check_methods(self) -> None:
         """Refuse methods that do not fit the config or one another; name the fewest that do not."""
-        if self._misfit(self.methods) is None:
+        with contextlib.suppress(ValueError):
+            self._check_wiring(self.methods)
             return
+        # the fewest first, so that the message is about the methods that cause it
         for count in range(len(self.methods) + 1):
             for few in combinations(self.methods, count):
-                misfit, names = self._misfit(few), [method.name() for method in few]
-                if misfit is not None:
+                try:
+                    self._check_wiring(few)
+                except ValueError as error:
+                    misfit, names = str(error), [method.name() for method in few]
                     is_named = all(re.search(rf"\b{re.escape(name)}\b", misfit) for name in names)
-                    raise ValueError(misfit if is_named else f"{' with '.join(names)}: {misfit}")
+                    raise ValueError(misfit if is_named else f"{' with '.join(names)}: {misfit}") from None
 
-    def _misfit(self, methods: Sequence[Method]) -> str | None:
-        """Return why methods alone, some of the config's, do not fit the config or one another."""
+    def _check_wiring(self, methods: Sequence[Method]) -> None:
+        """Refuse methods, some of the config's, whose layers cannot read from one another or whose modules refuse."""
         left_out = [method for method in self.methods if method not in methods]
+        # the config's layer types may come from a method that is left out here
         plain = any(method.windows(self.num_hidden_layers) is not None for method in left_out)
         layer_types = ["full_attention"] * self.num_hidden_layers if plain else self.layer_types
         assert layer_types is not None
-        try:
-            self._check_wiring(wire(methods, self.num_hidden_layers, self.linear_layers), layer_types)
-        except ValueError as error:
-            return str(error)
-        return None
-
-    def _check_wiring(self, wiring: Wiring, layer_types: list[str]) -> None:
+        wiring = wire(methods, self.num_hidden_layers, self.linear_layers)
         plan = wiring.plan
         for state in STATES:
             for reader in range(self.num_hidden_layers):
@@ -245,8 +242,9 @@ class CrossLayerConfig(LlamaConfig):
         for layer in filter(plan.involves_choice, range(plan.layers)):
             if layer_types[layer] != "full_attention":
                 raise ValueError(f"layer {layer} ({layer_types[layer]}): chosen tokens need full causal attention")
+            # built without a use for it, since it refuses bad options
             for method in wiring.methods:
-                method.choice(self, wiring, layer)  # refuses bad options
+                method.choice(self, wiring, layer)
             if wiring.reads_several[layer]:
                 raise ValueError(f"layer {layer} reads several layers, so it can neither choose nor attend to a choice")
         if sum(type(method).residual is not Method.residual for method in wiring.methods) > 1:
@@ -254,10 +252,8 @@ class CrossLayerConfig(LlamaConfig):
         names = [method.name() for method in wiring.methods]
         if len(set(names)) != len(names):
             raise ValueError(f"cross_layer must name each method once, got {', '.join(names)}")
-        self._check_modules(wiring)
 
-    def _check_modules(self, wiring: Wiring) -> None:
-        """Build the methods' modules on the meta device, so that methods refuse bad options in the config already."""
+        # modules are built without memory, so that they refuse bad options before a model is built
         with torch.device("meta"):
             for method in filter(mixes, wiring.methods):
                 for layer in range(self.num_hidden_layers):

@@ -33,14 +33,16 @@ def config_of(values: Mapping[str, Any]) -> CrossLayerConfig:
                 raise ValueError(f"layer {layer} has a linear map instead of its {sublayer}, which cannot be loaded")
     group, width = values["num_attention_heads"] // values["num_key_value_heads"], values["intermediate_size"]
     for layer, block in enumerate(blocks):
-        own = block["attention"].get("n_heads_in_group") or group, block["ffn"].get("intermediate_size") or width
-        if own != (group, width):
+        # a sublayer that is missing has no sizes
+        heads_in_group = block["attention"].get("n_heads_in_group") or group
+        if (heads_in_group, block["ffn"].get("intermediate_size") or width) != (group, width):
             raise ValueError(f"layer {layer} has other heads or another MLP than the model, which cannot be loaded")
     methods = dropping(missing["attention"], missing["ffn"])
-    kept = {name: values[name] for name in SHARED if name in values}
+    shared = {name: values[name] for name in SHARED if name in values}
+    # the name `attention_bias` is there that of W_o's bias alone
     biases = {"attention_bias": values["qkv_bias"], "attention_output_bias": values["attention_bias"]}
     return CrossLayerConfig(
-        **{**kept, **biases, "mlp_bias": values["mlp_bias"], "dtype": values.get("dtype")},
+        **{**shared, **biases, "mlp_bias": values["mlp_bias"], "dtype": values.get("dtype")},
         cross_layer=[to_entry(method) for method in methods],
         architectures=["CrossLayerForCausalLM"],
     )

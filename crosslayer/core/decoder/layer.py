@@ -17,7 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from crosslayer.core.decoder.attention import CrossLayerAttention, Inputs
 from crosslayer.core.decoder.configuration import CrossLayerConfig
 from crosslayer.core.decoder.families import norm
-from crosslayer.core.method import Carry, Compensation, Residual, Wiring
+from crosslayer.core.method import Carry, Compensation, Wiring
 from crosslayer.core.sources import Sources, outside_layer_graphs
 from crosslayer.core.transformers_versions import CACHE, takes_cache
 
@@ -33,12 +33,19 @@ class CrossLayerDecoderLayer(GradientCheckpointingLayer):
         has_attention, has_mlp = plan.attends(layer_idx) or layer_idx in wiring.linear, plan.mlps[layer_idx] is not None
         self.self_attn = CrossLayerAttention(config, wiring, layer_idx) if plan.attends(layer_idx) else None
         self.linear_attn: nn.Module | None = None
+        self.mlp: nn.Module | None = None
+        self.post_norms, self.is_sparse = config.components.post_norms, config.num_local_experts is not None
+        # blocks imports two of transformers' models, which few decoders need
         if layer_idx in wiring.linear:
-            from crosslayer.core.decoder.blocks import LinearAttention  # loaded only if needed
+            from crosslayer.core.decoder.blocks import LinearAttention
 
             self.linear_attn = LinearAttention(config, layer_idx)
-        self.mlp = _mlp(config) if has_mlp else None
-        self.post_norms, self.is_sparse = config.components.post_norms, config.num_local_experts is not None
+        if has_mlp and self.is_sparse:
+            from crosslayer.core.decoder.blocks import SparseMLP
+
+            self.mlp = SparseMLP(config)
+        elif has_mlp:
+            self.mlp = config.components.mlp(config)
         width = config.hidden_size
         self.post_attention_layernorm = norm(config, width) if (has_attention if self.post_norms else has_mlp) else None
         self.pre_feedforward_layernorm = norm(config, width) if self.post_norms and has_mlp else None
@@ -75,13 +82,14 @@ class CrossLayerDecoderLayer(GradientCheckpointingLayer):
 
         `carry["read"]` is the input of the first sublayer, (B, T, C); None if the layer has no sublayers.
         """
-        first, normed = None, None
+        first = normed = None
         if self.attends:
-            first, carry = _read(self.attn_residual, stream, carry)
-            norm, inputs = self.input_layernorm, None
+            residual, norm, inputs = self.attn_residual, self.input_layernorm, None
+            first, carry = (stream, carry) if residual is None else residual(stream, carry)
             normed = first if norm is None else norm(first)
-            if self.attn_residual is not None:  # separate inputs of queries, keys and values
-                q, k, v = self.attn_residual.inputs(first, carry)
+            if residual is not None:
+                # where queries, keys and values read what the sublayer reads, its norm is computed once
+                q, k, v = residual.inputs(first, carry)
                 if norm is not None:
                     q, k, v = (normed if raw is first else norm(raw) for raw in (q, k, v))
                 inputs = (q, k, v)
@@ -94,12 +102,23 @@ class CrossLayerDecoderLayer(GradientCheckpointingLayer):
                 **{CACHE: cache},
                 **kwargs,
             )
-            stream, carry = _write(self.attn_residual, stream, update, carry)
+            stream, carry = (stream + update, carry) if residual is None else residual(stream, carry, update)
+
         if self.mlp is not None:
-            read, carry = _read(self.mlp_residual, stream, carry)
+            residual = self.mlp_residual
+            read, carry = (stream, carry) if residual is None else residual(stream, carry)
             first = read if first is None else first
-            update, carry = self._mlp_update(read, normed, carry)
-            stream, carry = _write(self.mlp_residual, stream, update, carry)
+            assert self.mlp_norm is not None
+            update = self.mlp(self.mlp_norm(read))
+            if self.is_sparse:
+                update, logits = update
+                carry = _with_logits(logits, carry)
+            if self.post_feedforward_layernorm is not None:
+                update = self.post_feedforward_layernorm(update)
+            # its W_c reads what attention read, which the layer has normed already
+            if self.mlp_compensation is not None:
+                update = update + self.mlp_compensation(normed)
+            stream, carry = (stream + update, carry) if residual is None else residual(stream, carry, update)
         return stream, {**carry, "read": first}
 
     def _attention_update(
@@ -121,40 +140,9 @@ class CrossLayerDecoderLayer(GradientCheckpointingLayer):
             update = self.post_attention_layernorm(update)
         return update if beside is None else update + beside, carry
 
-    def _mlp_update(self, read: Tensor, normed: Tensor | None, carry: Carry) -> tuple[Tensor, Carry]:
-        """Return the update (B, T, C) of the MLP and W_c, which uses the normed input of attention.
 
-        A router's logits (B·T, E) are appended to those of earlier layers in the carry.
-        """
-        assert self.mlp is not None and self.mlp_norm is not None
-        update = self.mlp(self.mlp_norm(read))
-        if self.is_sparse:
-            update, logits = update
-            carry = _with_logits(logits, carry)
-        if self.post_feedforward_layernorm is not None:
-            update = self.post_feedforward_layernorm(update)
-        if self.mlp_compensation is not None:
-            update = update + self.mlp_compensation(normed)
-        return update, carry
-
-
+# as many as there are MLPs below: in a layer's graph their number would compile it again
 @outside_layer_graphs
 def _with_logits(logits: Tensor, carry: Carry) -> Carry:
+    """Append a router's logits (B·T, E) to those of earlier layers in the carry."""
     return {**carry, ROUTERS: carry.get(ROUTERS, Sources()).with_newest(logits)}
-
-
-def _mlp(config: CrossLayerConfig) -> nn.Module:
-    """Return the family's MLP, or a mixture of experts, which also returns router logits (B·T, E)."""
-    if config.num_local_experts is None:
-        return config.components.mlp(config)
-    from crosslayer.core.decoder.blocks import SparseMLP  # loaded only if needed
-
-    return SparseMLP(config)
-
-
-def _read(residual: Residual | None, stream: Tensor, carry: Carry) -> tuple[Tensor, Carry]:
-    return (stream, carry) if residual is None else residual(stream, carry)
-
-
-def _write(residual: Residual | None, stream: Tensor, update: Tensor, carry: Carry) -> tuple[Tensor, Carry]:
-    return (stream + update, carry) if residual is None else residual(stream, carry, update)

@@ -6,9 +6,7 @@ through the cache.
 Shapes: B batch, T new tokens, C hidden, V vocabulary.
 """
 
-import difflib
-import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -34,12 +32,13 @@ from transformers.masking_utils import (
 )
 from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
-from transformers.utils.generic import TransformersKwargs, can_return_tuple, merge_with_config_defaults
+from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 
 from crosslayer.core.checkpointing import NewPreTrainedModel
-from crosslayer.core.decoder.caches import check_quantized, fit_cache, without_empty_layers
+from crosslayer.core.decoder.caches import check_quantized, fit_cache
 from crosslayer.core.decoder.configuration import CrossLayerConfig
 from crosslayer.core.decoder.families import Tables, norm, rotary, rotary_tables
+from crosslayer.core.decoder.keywords import LEAKED, LOSS, check_keywords
 from crosslayer.core.decoder.layer import ROUTERS, CrossLayerDecoderLayer
 from crosslayer.core.decoder.packed import recurrent_mask
 from crosslayer.core.method import Carry, Mixing
@@ -55,14 +54,9 @@ MASKS = {
     "sliding_attention": create_sliding_window_causal_mask,
     "linear_attention": recurrent_mask,
 }
-AT_ONCE = 2048  # tokens whose logits are in memory at a time if they are not returned
-LOSS = ("num_items_in_batch", "ignore_index", "shift_labels", "skip_logits")  # options of the loss
-LEAKED = ("tokenizer", "assistant_tokenizer")  # arguments of `generate`, which passes them on to `forward`
-# arguments that layers pass on to the attention function: transformers' own, continuous batching's and vLLM's
-PASSED_ON = frozenset(
-    [*TransformersKwargs.__annotations__, "attention_instances", "read_index", "write_index", "block_table",
-     "logits_indices", "logits_processor_args"]
-)  # fmt: skip
+# Tokens whose logits are in memory at a time if they are not returned. In parts by checkpoints, since on a CPU torch's
+# linear_cross_entropy with chunks takes 2 to 5 times as long as all logits, and rounds the loss in bfloat16.
+AT_ONCE = 2048
 
 
 class CrossLayerPreTrainedModel(NewPreTrainedModel):
@@ -73,6 +67,7 @@ class CrossLayerPreTrainedModel(NewPreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["CrossLayerDecoderLayer"]
+    # accelerate must not copy a cache to each layer's device; it has the second name before transformers 5.24
     _skip_keys_device_placement = ["cache", "past_key_values"]
     _supports_flash_attn = True
     _can_compile_fullgraph = True
@@ -88,16 +83,19 @@ class CrossLayerPreTrainedModel(NewPreTrainedModel):
         if is_main_process and not readme.exists():
             readme.write_text(README, encoding="utf-8")
 
+    # a class attribute in transformers, by which `from_pretrained` chooses a default; here it depends on the config
     @property
     def _supports_sdpa(self) -> bool:  # type: ignore[override]
         """SDPA cannot cap scores: for such models, as in transformers, eager is the default and `sdpa` is refused."""
         return self.config.attn_logit_softcapping is None
 
+    # transformers' message says that the architecture lacks SDPA, and asks to report it
     def _sdpa_can_dispatch(self, is_init_check: bool = False) -> bool:
         if not self._supports_sdpa:
             raise ValueError("SDPA does not support attn_logit_softcapping; use eager")
         return super()._sdpa_can_dispatch(is_init_check)
 
+    # without it assisted generation would keep rejected tokens in the state of linear attention
     @property
     def _is_stateful(self) -> bool:  # type: ignore[override]
         """Tell `generate` whether layers have a state that cannot be cropped."""
@@ -108,10 +106,12 @@ class CrossLayerPreTrainedModel(NewPreTrainedModel):
             module.reset()
         else:
             super()._init_weights(module)
+            # transformers sets every norm's weight to 1: Gemma's norms, which add 1, would begin with a gain of 2
             components = self.config.components
             if components.gain_offset and isinstance(module, components.norm):
                 initialization.constant_(module.get_parameter("weight"), 1 - components.gain_offset)
 
+    # transformers looks for a decorator in the source of the class's module, and the experts are in `blocks`
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
         """Return that experts may use any of transformers' implementations."""
@@ -133,17 +133,20 @@ class CrossLayerModel(CrossLayerPreTrainedModel):
     def __init__(self, config: CrossLayerConfig):
         super().__init__(config)
         implementation = config._attn_implementation or "eager"
+        # transformers would pass no mask to such a function, without a word
         if implementation not in ALL_MASK_ATTENTION_FUNCTIONS:
             raise ValueError(f"attention {implementation!r} has no mask function, so it would not be causal")
         self.embed_tokens = config.components.embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         learned = config.components.learned_positions
         self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size) if learned else None
         wiring = config.wiring
-        no_values = torch.get_default_device().type == "meta"  # without initial values, layers take a third less time
+        # on the meta device layers take a third less time without initial values
+        no_values = torch.get_default_device().type == "meta"
         with initialization.no_init_weights() if no_values else nullcontext():
             layers = [CrossLayerDecoderLayer(config, wiring, layer) for layer in range(config.num_hidden_layers)]
         self.layers = nn.ModuleList(layers)
-        self.empty = layers_without_cache(config)  # computed here, since compiled code could not
+        # computed here, since compiled code could not ask the config
+        self.empty = layers_without_cache(config)
         self.norm, self.rotary_emb = norm(config, config.hidden_size), rotary(config)
         residuals = (method.final(config, wiring) for method in wiring.methods)
         self.final_residual = next((residual for residual in residuals if residual is not None), None)
@@ -177,7 +180,8 @@ class CrossLayerModel(CrossLayerPreTrainedModel):
         if kwargs.pop("output_attentions", None) or self.config.output_attentions:
             raise ValueError("output_attentions is not supported; `crosslayer diagnose` measures attention maps")
         stream: Tensor = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        if cache is not None and not isinstance(cache, Cache):  # of continuous batching
+        # continuous batching has a cache of its own kind, which the attention function reads and writes
+        if cache is not None and not isinstance(cache, Cache):
             if self.config.plan.beyond_sharing:
                 raise ValueError(f"{self.config.plan.beyond_sharing}, which continuous batching does not support")
             cache, kwargs["paged_cache"] = None, cache
@@ -190,7 +194,8 @@ class CrossLayerModel(CrossLayerPreTrainedModel):
             position_ids = (torch.arange(stream.shape[1], device=stream.device) + seen).unsqueeze(0)
         layer_types = self.config.layer_types
         assert layer_types is not None
-        masks = attention_mask  # a dict if generate() has built them
+        # a dict if `generate` has built the masks
+        masks = attention_mask
         if not isinstance(masks, dict):
             masks = masks_of(self.config, layer_types, stream, attention_mask, position_ids, cache)
         stream, tables = self.add_positions(stream, position_ids)
@@ -291,18 +296,15 @@ class CrossLayerForCausalLM(CrossLayerPreTrainedModel, GenerationMixin):
                 raise ValueError("skip_logits returns only the loss: pass labels, and leave out logits_to_keep")
             loss = self._loss_in_chunks(outputs.last_hidden_state, labels, **options)
         else:
-            kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-            logits = self._logits(outputs.last_hidden_state[:, kept, :])
+            positions = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            logits = self._logits(outputs.last_hidden_state[:, positions, :])
             if has_labels:
                 loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **options)
         aux_loss = None
         if outputs.router_logits is not None:
             from crosslayer.core.decoder.blocks import balance_loss, share_of_batch  # not loaded for dense models
 
-            padding = attention_mask if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2 else None
-            if padding is not None:  # it may cover cached tokens too
-                padding = padding[:, -outputs.last_hidden_state.shape[1] :]  # (B, T)
-            aux_loss = balance_loss(self.config, outputs.router_logits, padding)
+            aux_loss = balance_loss(self.config, outputs, attention_mask)
             if loss is not None:
                 share = share_of_batch(labels, options)
                 loss = loss + self.config.router_aux_loss_coef * share * aux_loss
@@ -363,7 +365,11 @@ def masks_of(
     cache: Cache | None = None,
 ) -> dict[str, Any]:
     """Return the mask for each layer type, in the form that the attention implementation needs."""
-    sizes = without_empty_layers(cache)  # the caches that masks take their size from
+    # Masks take their size from a layer of the cache. transformers' wrapper for torch.export inserts a layer of length
+    # 0 for each one that stores nothing, and a mask of that size would be empty.
+    sizes = cache
+    if cache is not None and not all(layer.get_max_length() for layer in cache.layers):
+        sizes = Cache(layers=[layer for layer in cache.layers if layer.get_max_length()])
     return {
         layer_type: MASKS[layer_type](config, stream, mask, sizes, position_ids=position_ids)
         for layer_type in dict.fromkeys(layer_types)
@@ -377,21 +383,6 @@ def _filled(reads: list[Tensor | None], final: Tensor) -> list[Tensor]:
         following = following if read is None else read
         filled.append(following)
     return filled[::-1]
-
-
-def check_keywords(forward: Callable[..., Any], names: Iterable[str]) -> None:
-    """Refuse unknown keyword arguments.
-
-    Raises:
-        TypeError: a name is unknown; the message suggests the closest known one.
-    """
-    for name in names:
-        if name in PASSED_ON:
-            continue
-        named = [key for key in inspect.signature(forward).parameters if key not in ("self", "kwargs")]
-        close = difflib.get_close_matches(name, [*named, *LOSS, *sorted(PASSED_ON)], 1)
-        hint = f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(named)}"
-        raise TypeError(f"{forward.__qualname__}() has no argument {name!r}; {hint}")
 
 
 AutoModel.register(CrossLayerConfig, CrossLayerModel, exist_ok=True)

@@ -18,7 +18,8 @@ from transformers import Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import create_recurrent_attention_mask, find_packed_sequence_indices, sdpa_mask
 
-PIECE = 512  # least tokens of a piece, if a document is longer than the window
+# least tokens of a piece, if a document is longer than the window: small windows would make many small calls of SDPA
+PIECE = 512
 
 
 @dataclass(frozen=True)
@@ -37,21 +38,15 @@ class Documents:
     window: int | None = None
     band: Tensor | None = None
 
-    def mask(self, piece: int) -> Tensor | None:
-        """Return the mask of a piece, (1, 1, P, keys), a view of the band; None if it is plainly causal."""
-        length, continued = self.lengths[piece], self.continues[piece]
-        if self.band is None or not continued and length <= (self.window or length):
-            return None
-        before = self.band.shape[0]
-        return self.band[None, None, :length, 0 if continued else before : before + length]
-
 
 def document_mask(batch_size: int, q_length: int, kv_length: int, **options: Any) -> Documents | Tensor | None:
     """Return the documents of packed rows, otherwise the result of `sdpa_mask`, which takes the same arguments."""
     whole = q_length == kv_length > 1 and options.get("attention_mask") is None and not options.get("use_vmap")
+    # static caches have offsets as tensors, which are not compared: that would wait for the device
     offsets = (options.get("q_offset"), options.get("kv_offset"))
     begins = all(isinstance(offset, int) and offset == 0 for offset in offsets)
     documents = None
+    # lengths of documents are Python's numbers: a graph would be compiled for each row of a text
     if whole and begins and not torch.compiler.is_compiling():
         sees = options["mask_function"]
         documents = _documents(sees, batch_size, q_length, options["device"], options["dtype"])
@@ -68,9 +63,9 @@ def recurrent_mask(
     """Return the documents of packed rows, between which a state is reset, otherwise transformers' padding mask."""
     if attention_mask is None and cache is None and not torch.compiler.is_compiling():
         assert position_ids is not None
-        numbers = find_packed_sequence_indices(position_ids.expand(inputs_embeds.shape[0], -1))  # (B, T)
-        if numbers is not None:
-            lengths = _lengths(numbers.diff(dim=1) != 0)
+        documents = find_packed_sequence_indices(position_ids.expand(inputs_embeds.shape[0], -1))  # (B, T)
+        if documents is not None:
+            lengths = _lengths(documents.diff(dim=1) != 0)
             return Documents(lengths, (False,) * len(lengths))
     return create_recurrent_attention_mask(config, inputs_embeds, attention_mask, cache)
 
@@ -81,20 +76,20 @@ def attend_within_documents(
     """Return attention's output (B, T, H, D), as `sdpa_attention_forward` does, which takes the same arguments."""
     if not isinstance(attention_mask, Documents):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-    documents, read = attention_mask, []
-    q, k, v = (state.transpose(0, 1).flatten(1, 2).split(documents.lengths, 1) for state in (query, key, value))
-    for piece, continued in enumerate(documents.continues):
-        near = slice(piece - 1 if continued else piece, piece + 1)
-        keys, values = (torch.cat(states[near], 1) if continued else states[piece] for states in (k, v))  # (H, keys, D)
-        states, mask = (q[piece][None], keys[None], values[None]), documents.mask(piece)
-        read.append(sdpa_attention_forward(module, *states, mask, **options)[0])  # (1, P, H, D)
-    return torch.cat(read, 1).unflatten(1, query.shape[::2][:2])[0], None
-
-
-def by_document(call: Callable[[Tensor], Tensor], hidden_states: Tensor, documents: Documents) -> Tensor:
-    """Apply a function to each document (1, P, C) separately and return the joined results (B, T, C)."""
-    pieces = hidden_states.flatten(0, 1).split(documents.lengths)
-    return torch.cat([call(piece[None]) for piece in pieces], 1).view_as(hidden_states)
+    lengths, window, band = attention_mask.lengths, attention_mask.window, attention_mask.band
+    outputs = []
+    q, k, v = (state.transpose(0, 1).flatten(1, 2).split(lengths, 1) for state in (query, key, value))
+    for piece, continues in enumerate(attention_mask.continues):
+        near = slice(piece - 1 if continues else piece, piece + 1)
+        keys, values = (torch.cat(states[near], 1) if continues else states[piece] for states in (k, v))  # (H, keys, D)
+        # a piece that the window holds is plainly causal: without a mask SDPA has faster kernels
+        length, mask = lengths[piece], None
+        if band is not None and (continues or length > (window or length)):
+            before = band.shape[0]
+            mask = band[None, None, :length, 0 if continues else before : before + length]  # (1, 1, P, keys), a view
+        states = (q[piece][None], keys[None], values[None])
+        outputs.append(sdpa_attention_forward(module, *states, mask, **options)[0])  # (1, P, H, D)
+    return torch.cat(outputs, 1).unflatten(1, query.shape[::2][:2])[0], None
 
 
 def _documents(
@@ -114,26 +109,28 @@ def _documents(
     ends = torch.tensor(lengths, device=device).cumsum(0) - 1  # (N,), counted over all rows
     row, last = ends // tokens, ends % tokens
     first = last + 1 - torch.tensor(lengths, device=device)
-    short = (~sees(row, head, last, first)).nonzero().flatten().tolist()  # longer than the window
-    if not short:
+    longer = (~sees(row, head, last, first)).nonzero().flatten().tolist()  # than the window
+    if not longer:
         return Documents(lengths, (False,) * len(lengths)) if starts.any() else None
-    one = short[0]
-    window = int(sees(row[one], head, last[one], positions[0, first[one] : last[one] + 1]).sum())
-    return _windowed(lengths, window, device, dtype)
 
-
-def _windowed(lengths: tuple[int, ...], window: int, device: torch.device, dtype: torch.dtype) -> Documents:
-    """Return documents whose tokens attend to `window` tokens; longer documents are cut into pieces."""
+    # the window is what the last token of a longer document sees; longer documents are cut into pieces
+    document = longer[0]
+    seen = positions[0, first[document] : last[document] + 1]
+    window = int(sees(row[document], head, last[document], seen).sum())
     size = max(window, PIECE)
-    cut = [[min(size, length - start) for start in range(0, length, size if length > window else length)]
-           for length in lengths]  # fmt: skip
-    continues = [number > 0 for pieces in cut for number in range(len(pieces))]
+    pieces: list[int] = []
+    continues: list[bool] = []
+    for length in lengths:
+        starts_of_pieces = range(0, length, size if length > window else length)
+        pieces += [min(size, length - start) for start in starts_of_pieces]
+        continues += [start > 0 for start in starts_of_pieces]
+    # the mask has the dtype of the queries, which under autocast is not that of the embeddings
     if torch.is_autocast_enabled(device.type):
         dtype = torch.get_autocast_dtype(device.type)
     behind = torch.arange(size, device=device)[:, None] - torch.arange(-size, size, device=device)  # (P, 2·P)
     band = torch.zeros(behind.shape, device=device, dtype=dtype)
     band.masked_fill_((behind < 0) | (behind >= window), float("-inf"))
-    return Documents(tuple(length for pieces in cut for length in pieces), tuple(continues), window, band)
+    return Documents(tuple(pieces), tuple(continues), window, band)
 
 
 def _lengths(starts: Tensor) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ from transformers.integrations.tensor_parallel import (
 
 from crosslayer.core.method import FROM_VALUES, Config, Method, Mixing, Wiring
 
+# styles of our own: replicated modules whose inputs, hence gradients, are the same on every rank; methods' modules
 WHOLE = "crosslayer_whole"
 BY_HEAD = "crosslayer_by_head"
 PLAN = {
@@ -66,14 +67,17 @@ class MixingParallel(TensorParallelLayer):
         """Split a parameter by head."""
         if param not in module.split_by_head:
             return
-        from torch.distributed.tensor import Shard, distribute_tensor  # missing in builds without torch.distributed
+        # missing in builds without torch.distributed
+        from torch.distributed.tensor import Shard, distribute_tensor
 
+        # every rank has the whole parameter: nothing is sent
         whole = module.get_parameter(param)
         split = distribute_tensor(whole, mesh, [Shard(module.split_by_head[param])], src_data_rank=None)
         module.register_parameter(param, nn.Parameter(split, requires_grad=whole.requires_grad))
 
     def install_forward(self, module: Mixing, mesh: Any) -> Mixing:
         """Wrap the module's forward."""
+        # each rank sees its own heads alone: otherwise a mixer's λ got the gradient of one rank
         if not module.split_by_head:
             ReplicatedWithGradAllReduce().install_forward(module, mesh)
         return super().install_forward(module, mesh)
@@ -86,7 +90,8 @@ if torch.distributed.is_available():
 
 def tensor_parallel_plan(config: Config, wiring: Wiring) -> dict[str, str]:
     """Return the styles of the modules that the model has; transformers would warn about others."""
-    whole = FROM_VALUES in wiring.compensation  # a W_c of all heads' values
+    # a W_c of all heads' values needs them on one rank, so that attention is not split at all
+    whole = FROM_VALUES in wiring.compensation
     plan = {"embed_tokens": "embedding_rowwise", **(dict.fromkeys(PLAN, WHOLE) if whole else PLAN)}
     plan |= config.components.mlp_split if config.num_local_experts is None else EXPERTS
     if config.components.learned_positions:

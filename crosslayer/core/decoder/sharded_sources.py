@@ -32,6 +32,7 @@ def sharded_sources(config: CrossLayerConfig) -> dict[str, str]:
     return dict.fromkeys(rows, ROWS) | dict.fromkeys((*sites, "model.final_residual"), READER)
 
 
+# not in training: the gradients of queries and gains would be those of each rank's own tokens
 def _is_sharded(tokens: int, mesh: Any) -> bool:
     return not torch.is_grad_enabled() and tokens % mesh.size() == 0
 
@@ -58,6 +59,7 @@ class _Reader(TensorParallelLayer):
             if not carry[READER]:
                 return forward(stream, carry)
             if module.is_first:
+                # a copy: a view would keep the whole sequence's embedding in memory
                 stream = stream.chunk(mesh.size(), dim=1)[mesh.get_local_rank()].clone()
             read, carry = forward(stream, carry)
             return DTensor.from_local(read, mesh, [Shard(1)], run_check=False).full_tensor(), carry

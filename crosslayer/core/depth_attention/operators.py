@@ -15,6 +15,7 @@ import functools
 import importlib
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -30,12 +31,15 @@ from crosslayer.core.depth_attention.plain import (
     promoted,
     read,
     source_gradient,
-    wide_type,
 )
 from crosslayer.core.sources import Sources
 
-SLOTS = 8  # sources in a bank, whose memory is freed as a whole
-MOST_TERMS = 16  # terms of a source's gradient that wait at least: each sum of them reads and writes the gradient again
+# sources in a bank, whose memory is freed as a whole: one bank for all of them took 1.7 times the peak memory under
+# checkpointing
+SLOTS = 8
+# Terms of a source's gradient that wait at least: each sum of them reads and writes the gradient again. With 8 a step
+# under checkpointing takes 1.01 of the plain decoder's memory instead of 1.03, but one with blocks 1.056, not 1.049.
+MOST_TERMS = 16
 
 _LIBRARY, _OPERATORS = torch.library.Library("crosslayer", "FRAGMENT"), torch.ops.crosslayer
 
@@ -43,8 +47,9 @@ _LIBRARY, _OPERATORS = torch.library.Library("crosslayer", "FRAGMENT"), torch.op
 def depth_attention(sources: Sequence[Tensor], direction: Tensor, eps: float, normed: bool = False) -> Tensor:
     """Return Σ_i α_i v_i (…, C) over sources (…, C) for a direction (C,); `normed`: of v_i / rms(v_i)."""
     sources = list(sources)
+    # without the dispatcher, which would take a tenth of a decoding step's read
     if is_inference() and _kernels(len(sources), *sources) is None:
-        return read(sources, direction, eps, normed)  # the dispatcher would take a tenth of a decoding step's read
+        return read(sources, direction, eps, normed)
     if uses_definition():
         return listed(sources, direction, eps, normed)
     return _OPERATORS.depth_attention(sources, direction, eps, normed)[0]
@@ -65,9 +70,22 @@ def keep(source: Tensor, earlier: Sources, total: int) -> Sources:
         return earlier.with_newest(source)
     if torch.compiler.is_compiling():
         return earlier.with_newest(_as_source(source))
+    bank, index = earlier.bank, len(earlier)
+    # Checkpointing and offloading free sources one by one, which a bank would hold. A dispatch mode may bring tensors
+    # without data, and what is computed again must not depend on whether a slot is free.
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]
-    may_be_freed = hooks is not None or is_intercepted()  # one by one, by checkpointing and offloading
-    bank = _bank(source, earlier, total) if source.device.type == "cpu" and not may_be_freed else None
+    if source.device.type != "cpu" or hooks is not None or _get_current_dispatch_mode() is not None:
+        bank = None
+    elif bank is not None and index < bank.next:
+        # its slot is taken: the source is computed again, or begins a branch
+        bank = None
+    elif (
+        bank is None
+        or not index == bank.next < bank.end
+        or (source.shape, source.dtype) != (bank.values.shape[1:], bank.values.dtype)
+    ):
+        # the last source would be alone in its bank
+        bank = _Bank(source, index, min(SLOTS, total - index)) if total - index >= 2 else None
     return Sources((*earlier, _Source.apply(source, bank)), bank or earlier.bank)
 
 
@@ -76,35 +94,21 @@ class _Bank:
 
     Attributes:
         values: (n, …, C), the memory.
-        next: the number of the next source, the first of all being 0.
-        end: the number of the first source that it has no space for.
+        next: the index of the next source, the first of all being 0.
+        end: the index of the first source that it has no space for.
     """
 
-    def __init__(self, source: Tensor, number: int, capacity: int):
+    def __init__(self, source: Tensor, index: int, capacity: int):
         self.values = source.new_empty(capacity, *source.shape)
-        self.next, self.end = number, number + capacity
-
-    def takes(self, source: Tensor, number: int) -> bool:
-        """Return whether a source comes next, and fits."""
-        alike = (source.shape, source.dtype) == (self.values.shape[1:], self.values.dtype)
-        return alike and number == self.next < self.end
+        self.next, self.end = index, index + capacity
 
     def add(self, source: Tensor) -> Tensor:
         """Copy a source; return an alias with its own version counter, which later sources do not change."""
-        index = self.next - self.end  # from the end
-        self.values[index].copy_(source)
+        slot = self.next - self.end  # from the end
+        self.values[slot].copy_(source)
         self.next += 1
-        return self.values.data[index]
-
-
-def _bank(source: Tensor, earlier: Sources, total: int) -> _Bank | None:
-    """Return the bank for a source, perhaps a new one; None if it is recomputed, begins a branch, or is the last."""
-    bank, number = earlier.bank, len(earlier)
-    if bank is not None and bank.takes(source, number):
-        return bank
-    if total - number < 2 or (bank is not None and number < bank.next):
-        return None
-    return _Bank(source, number, min(SLOTS, total - number))
+        # a plain view would share its version with later copies, and backward would refuse the saved source
+        return self.values.data[slot]
 
 
 class _Term(NamedTuple):
@@ -117,24 +121,12 @@ class _Term(NamedTuple):
     direction: Tensor  # (C,)
 
 
+@dataclass(eq=False)
 class _Terms:
-    """The gradient of a source in one backward pass: terms of readers, and the sum of earlier ones."""
+    """The gradient of a source in one backward pass: terms of readers that wait, and the sum of earlier ones."""
 
-    def __init__(self) -> None:
-        self.terms: list[_Term] = []
-        self.sum: Tensor | None = None
-
-    def record(self, source: Tensor, term: _Term, most: int) -> None:
-        """Record a term; sum them up once there are `most`, so that the readers' gradients can be freed."""
-        self.terms.append(term)
-        if len(self.terms) >= most:
-            self.sum, self.terms = _gradient(source, self.terms, self.sum), []
-
-    def total(self, source: Tensor, arrived: Tensor | None) -> Tensor | None:
-        """Return the sum of everything, and of what arrived from elsewhere."""
-        if self.sum is not None:
-            arrived = self.sum if arrived is None else arrived + self.sum
-        return _gradient(source, self.terms, arrived) if self.terms else arrived
+    waiting: list[_Term] = field(default_factory=list)
+    sum: Tensor | None = None
 
 
 class _Source(torch.autograd.Function):
@@ -143,7 +135,8 @@ class _Source(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, bank: _Bank | None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.set_materialize_grads(False)
-        ctx.task, ctx.terms = None, None  # of the backward pass that records terms: one may have been interrupted
+        # of the backward pass that records terms: one that was interrupted leaves terms, which the next must not add
+        ctx.task, ctx.terms = None, None
         result = value.view_as(value) if bank is None else bank.add(value)
         ctx.save_for_backward(result)
         return result
@@ -153,9 +146,12 @@ class _Source(torch.autograd.Function):
         terms, ctx.terms = ctx.terms, None
         if terms is None or ctx.task != torch._C._current_graph_task_id():
             return grad, None
-        return terms.total(ctx.saved_tensors[0], grad), None
+        if terms.sum is not None:
+            grad = terms.sum if grad is None else grad + terms.sum
+        return _gradient(ctx.saved_tensors[0], terms.waiting, grad) if terms.waiting else grad, None
 
 
+# put into dynamo's graph as it is, so that its node collects terms when the backward pass is traced
 @torch.compiler.allow_in_graph
 def _as_source(value: Tensor) -> Tensor:
     return _Source.apply(value, None)
@@ -175,6 +171,7 @@ class _Read(torch.autograd.Function):
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, eps: float, normed: bool, direction: Tensor, *sources: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
+        # the operator's own gradient is this function: its kernel is called, not this again
         with torch._C._AutoDispatchBelowAutograd():
             result, scores, inverse = _OPERATORS.depth_attention(list(sources), direction, eps, normed)
         nodes = [source.grad_fn for source in sources]
@@ -189,23 +186,34 @@ class _Read(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         if grad is None:
             return None, None, *[None] * (len(ctx.nodes) + 1)
-        direction, scores, inverse, *sources = ctx.saved_tensors  # read once, as checkpointing requires
+        # read once, as checkpointing requires
+        direction, scores, inverse, *sources = ctx.saved_tensors
         needed = ctx.needs_input_grad[2:]
-        if differentiates_definition(grad):
+        # torch may compile the backward pass as a whole, with nodes of its own in place of those of the forward pass
+        compiled_autograd = sys.modules.get("torch._dynamo.compiled_autograd")
+        is_compiled = compiled_autograd is not None and compiled_autograd.in_compiled_autograd_region
+        # terms in nodes serve one pass of numbers: not one that is differentiated itself, nor one of batched gradients
+        if not is_compiled and (
+            torch.is_grad_enabled() or uses_definition() or torch._C._functorch.is_legacy_batchedtensor(grad)  # pyright: ignore[reportAttributeAccessIssue]
+        ):
             return None, None, *gradients_of_definition((direction, *sources), ctx.eps, ctx.normed, grad, needed)
         shares, slopes, shrinks, toward = _OPERATORS.depth_attention_backward(
             grad, scores, inverse, sources, direction, ctx.normed
         )
         gradients: list[Tensor | None] = []
-        nodes = [None] * len(sources) if is_compiled_autograd() else ctx.nodes  # it has nodes of its own
-        for number, (source, node) in enumerate(zip(sources, nodes, strict=True)):
-            term = _Term(grad, shares[number], slopes[number], shrinks[number], direction)
+        nodes = [None] * len(sources) if is_compiled else ctx.nodes
+        for index, (source, node) in enumerate(zip(sources, nodes, strict=True)):
+            term = _Term(grad, shares[index], slopes[index], shrinks[index], direction)
             if node is not None and torch._C._will_engine_execute_node(node):
                 if node.terms is None or node.task != torch._C._current_graph_task_id():
                     node.task, node.terms = torch._C._current_graph_task_id(), _Terms()
-                # beyond as many readers as sources, the readers' gradients take more memory than a sum for each source
-                node.terms.record(source, term, most=max(MOST_TERMS, len(sources)))
-            ordinary = needed[number + 1] and node is None
+                terms = node.terms
+                terms.waiting.append(term)
+                # summed, so that the readers' gradients can be freed: beyond as many readers as sources they take more
+                # memory than a sum for each source
+                if len(terms.waiting) >= max(MOST_TERMS, len(sources)):
+                    terms.sum, terms.waiting = _gradient(source, terms.waiting, terms.sum), []
+            ordinary = needed[index + 1] and node is None
             gradients.append(_gradient(source, [term], None) if ordinary else None)
         return None, None, toward.to(direction.dtype), *gradients
 
@@ -218,15 +226,10 @@ def uses_definition() -> bool:
 
 def is_inference() -> bool:
     """Return whether only numbers are wanted, eagerly: no gradient, no graph, and no dispatch mode that counts."""
-    return not (torch.is_grad_enabled() or torch.compiler.is_compiling() or is_intercepted() or uses_definition())
-
-
-def differentiates_definition(grad: Tensor) -> bool:
-    """Return whether a backward pass is to go through the definition: it is differentiated itself, or batched."""
-    if is_compiled_autograd():
+    # a mode must see the operator, for example to count its FLOPs
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None:
         return False
-    batched = torch._C._functorch.is_legacy_batchedtensor(grad)  # pyright: ignore[reportAttributeAccessIssue]
-    return torch.is_grad_enabled() or uses_definition() or batched
+    return not uses_definition()
 
 
 def gradients_of_definition(
@@ -235,22 +238,12 @@ def gradients_of_definition(
     """Return the gradients of direction and sources that need one, which can be differentiated if that is asked for."""
     again = torch.is_grad_enabled()
     with torch.enable_grad():
-        inputs = [tensor.view_as(tensor) for tensor in inputs]  # stop here, although inputs may depend on inputs
+        # gradients stop at these views: a source may depend on another one
+        inputs = [tensor.view_as(tensor) for tensor in inputs]
         output = listed(inputs[1:], inputs[0], eps, normed)
     required = [tensor for tensor, need in zip(inputs, needed, strict=True) if need]
     gradients = iter(torch.autograd.grad(output, required, grad, create_graph=again, allow_unused=True))
     return [next(gradients) if need else None for need in needed]
-
-
-def is_compiled_autograd() -> bool:
-    """Return whether torch compiles the backward pass, as a whole."""
-    module = sys.modules.get("torch._dynamo.compiled_autograd")
-    return module is not None and module.in_compiled_autograd_region
-
-
-def is_intercepted() -> bool:
-    """Return whether a dispatch mode is active, which must see operators and may bring tensors without data."""
-    return _get_current_dispatch_mode() is not None
 
 
 @functools.cache
@@ -265,6 +258,7 @@ def triton_kernels(device: torch.device) -> ModuleType | None:
 def _kernels(count: int, *tensors: Tensor) -> Any:
     """Return the module of Triton's kernels if they support this number of sources or readers, and these tensors."""
     kernels: Any = triton_kernels(tensors[0].device)
+    # the kernels compute in float32
     if kernels is None or count > kernels.SIZES[-1] or any(tensor.dtype == torch.float64 for tensor in tensors):
         return None
     return kernels
@@ -322,14 +316,16 @@ def _source_gradient(
 def _fake_attend(
     sources: list[Tensor], direction: Tensor, eps: float, normed: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    kept = promoted(sources)
-    rows = direction.new_empty(len(sources), sources[0].numel() // len(direction), dtype=wide_type(kept))  # (N, T)
-    return sources[0].new_empty(sources[0].shape, dtype=kept), rows, torch.empty_like(rows)
+    dtype = promoted(sources)
+    wide = torch.promote_types(dtype, torch.float32)
+    scores = direction.new_empty(len(sources), sources[0].numel() // len(direction), dtype=wide)  # (N, T)
+    return sources[0].new_empty(sources[0].shape, dtype=dtype), scores, torch.empty_like(scores)
 
 
 def _fake_differentiate(
     grad: Tensor, scores: Tensor, inverse: Tensor, sources: list[Tensor], direction: Tensor, normed: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    # strides must be those of the kernels' outputs: inductor relies on them, and fails on a GPU alone
     shares, slopes, shrinks = (torch.empty_like(scores) for _ in range(3))
     return shares, slopes, shrinks, scores.new_empty(direction.shape)
 

@@ -16,15 +16,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-SIZES = (4, 8, 16, 32, 64, 129)  # of the padded tuples; a kernel is compiled for each
-PROGRAMS = 528  # of `differentiate`, at most: a constant, so that sums have the same order on all devices
+# of the padded tuples: a kernel is compiled for each of them, and not for each number of sources
+SIZES = (4, 8, 16, 32, 64, 129)
+# of `differentiate`, at most: a constant, so that sums have the same order on all devices
+PROGRAMS = 528
 TOKENS = 32  # tokens of a tile of `gradient`
-CHANNELS = 128  # channels of a tile of `gradient`: fewer than threads, so that a direction needs no shared memory
+# channels of a tile of `gradient`: fewer than threads, so that a direction needs no shared memory
+CHANNELS = 128
 TILE_WARPS = 8
 ROW_WARPS = ((1024, 1), (2048, 2), (4096, 4), (8192, 8))  # bytes of a row, and the warps for rows up to that size
-MOST_WARPS = 16  # for wider rows; those of more than 16 KiB may spill a few registers
-REGISTERS = {} if torch.version.hip else {"maxnreg": 128}  # of `differentiate`: by itself, ptxas saves some and spills
-FUSED = {"enable_fp_fusion": True}  # as one multiplication and addition; said here, since the default changes
+# for wider rows; those of more than 16 KiB may spill a few registers: of width 16,384 up to 240 bytes a thread
+MOST_WARPS = 16
+# of `differentiate`: by itself, ptxas saves some and spills; AMD's compiler does not have the option
+REGISTERS = {} if torch.version.hip else {"maxnreg": 128}
+# as one multiplication and addition; said here, since the default changes
+FUSED = {"enable_fp_fusion": True}
 
 
 def attend(
@@ -41,6 +47,7 @@ def attend(
     scores = sources[0].new_empty(len(sources), tokens, dtype=torch.float32)
     inverse = torch.empty_like(scores)
     block = triton.next_power_of_2(width)
+    # Triton launches on the current device, which need not be that of the tensors
     with torch.cuda.device_of(result):
         attend_kernel[(tokens,)](
             padded(sources),
@@ -152,6 +159,7 @@ def row_warps(tensors: Sequence[Tensor]) -> int:
     return next((warps for limit, warps in ROW_WARPS if size <= limit), MOST_WARPS)
 
 
+# these change from call to call: Triton would compile again for 1, and for multiples of 16
 @triton.jit(do_not_specialize=["count", "tokens", "eps"])
 def attend_kernel(
     sources,
@@ -167,6 +175,7 @@ def attend_kernel(
     NORMED: tl.constexpr,
 ):
     """Compute a token's weighted sum with a running maximum; the next row is requested before one is used."""
+    # tokens times channels exceed 32 bits in long prompts
     token = tl.program_id(0).to(tl.int64)
     channels = tl.arange(0, BLOCK)
     inside = channels < WIDTH

@@ -12,18 +12,20 @@ import pkgutil
 import reprlib
 import sys
 from collections.abc import Mapping, Sequence
-from itertools import combinations
+from itertools import combinations, product
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from crosslayer.core.method import FROM_VALUES, Compensated, Config, Method, StateReader, Wiring, options_of
+from crosslayer.core.options import check_choice
 from crosslayer.core.plan import STATES, DepthPlan
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
 Entry = str | Mapping[str, Any] | Method | type[Method]
-RETIRED = ("by_head", "compensation", "compensation_bias", "two_phase")  # options that saved configs may still name
+# options that methods had once: saved configs may still name them, and load where they are off
+RETIRED = ("by_head", "compensation", "compensation_bias", "two_phase")
 _allowed: set[str] = set()  # users' modules that a config may import
 
 
@@ -75,14 +77,27 @@ def load_method(entry: Entry) -> Method:
     cls = method_class(name)
     fields = [option.name for option in options_of(cls)]
     for option in RETIRED:
-        if option not in fields and not options.get(option, True):  # a config names it, but it is off
+        if option not in fields and not options.get(option, True):
             del options[option]
     for option in options:
         if option not in fields:
             close = difflib.get_close_matches(option, fields, 1)
             hint = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(fields) or 'none'}"
             raise ValueError(f"method {name!r} has no option {option!r}; {hint}")
-    return cls(**{option: _read_option(cls, option, value) for option, value in options.items()})
+
+    # each value in exactly the type of its field: lists become tuples, a whole number a float
+    values = {}
+    for option, value in options.items():
+        # as JSON, which has no tuples: there pydantic takes a list for one even if it is strict
+        try:
+            read = _type_of(cls, option).validate_json(json.dumps(value, allow_nan=False), strict=True)
+        except (TypeError, ValueError):
+            annotation = get_type_hints(cls)[option]
+            expected = annotation.__name__ if isinstance(annotation, type) else str(annotation)
+            expected = "a finite number" if annotation is float else expected
+            raise ValueError(f"{cls.name()}: {option} must be {expected}, got {reprlib.repr(value)}") from None
+        values[option] = _frozen(read)
+    return cls(**values)
 
 
 def load_methods(entries: Entry | Sequence[Entry]) -> list[Method]:
@@ -94,21 +109,36 @@ def load_methods(entries: Entry | Sequence[Entry]) -> list[Method]:
 def method_class(name: str) -> type[Method]:
     """Return the `Method` class of a file in this folder, or of a user's module that is imported or allowed.
 
+    A class in an allowed module may also be named as in Python, with or without its module.
+
     Raises:
         ValueError: the name is neither, or its module does not define exactly one method.
     """
     packaged = name.removeprefix(f"{__name__}.")
     module = importlib.import_module(f"{__name__}.{packaged}") if packaged in _files() else None
-    module = module or users_module(f"method {name!r}", name)
+    module = module or _module_of_class(name) or users_module(f"method {name!r}", name)
     if module is None:
         raise ValueError(f"method {name!r} is not known; {hint(name, method_names())}")
-    own = [value for value in vars(module).values() if isinstance(value, type) and value.__module__ == module.__name__]
-    classes = [
-        cls for cls in own if issubclass(cls, Method) and dataclasses.is_dataclass(cls) and cls is not Compensated
-    ]
+    # the classes that the module defines: it also imports base classes, and may be the module of `Compensated` itself
+    defined = [each for each in vars(module).values() if isinstance(each, type) and each.__module__ == module.__name__]
+    methods = [cls for cls in defined if issubclass(cls, Method) and dataclasses.is_dataclass(cls)]
+    classes = [cls for cls in methods if cls is not Compensated]
     if len(classes) != 1:
         raise ValueError(f"module {name!r} must define exactly one dataclass that is a Method, got {len(classes)}")
     return classes[0]
+
+
+def _module_of_class(name: str) -> ModuleType | None:
+    """Return the allowed module that defines a method by its class's name, with or without the module before it."""
+    owner, _, last = name.rpartition(".")
+    for allowed in allowed_modules():
+        # a capital begins a class, so that no module is imported in vain for the name of another one
+        if last[:1].isupper() and owner in ("", allowed):
+            module = users_module(f"method {name!r}", allowed)
+            defined = getattr(module, last, None)
+            if isinstance(defined, type) and issubclass(defined, Method) and defined.__module__ == allowed:
+                return module
+    return None
 
 
 def users_module(what: str, name: str) -> ModuleType | None:
@@ -179,8 +209,9 @@ def merge_plans(methods: Sequence[Method], layers: int) -> DepthPlan:
 
 
 def _merged(methods: Sequence[Method], plans: Sequence[DepthPlan], layers: int) -> DepthPlan:
-    for (one, plan), (other, others) in combinations(zip(methods, plans, strict=True), 2):
-        plan.merge(others, (one.name(), other.name()))  # each two must combine, in whichever order
+    # each two must combine, in whichever order: a third one that drops the layer would hide their conflict
+    for (first, plan), (second, second_plan) in combinations(zip(methods, plans, strict=True), 2):
+        plan.merge(second_plan, (first.name(), second.name()))
     merged = DepthPlan.identity(layers)
     for plan in plans:
         merged = merged.merge(plan, ("the methods", "the last"))
@@ -210,25 +241,35 @@ def wire(methods: Sequence[Method], layers: int, linear: tuple[int, ...] = ()) -
 
 @functools.lru_cache(maxsize=256)
 def _wire(methods: tuple[Method, ...], layers: int, linear: tuple[int, ...]) -> Wiring:
-    for method in methods:  # checked here, since a subclass may override `__post_init__`
+    # checked here, since a subclass may override `__post_init__`
+    for method in methods:
         if isinstance(method, Compensated):
-            method.check_compensation()
+            check_choice(method.name(), "compensation", method.compensation, (*method.targets, None))
         elif method.targets or hasattr(method, "compensation"):
             raise ValueError(f"{method.name()} has `targets` or `compensation`, which needs a subclass of Compensated")
     plans = [method.plan(layers) for method in methods]
-    for method, own in zip(methods, plans, strict=True):
-        _check_linear_layers(method.name(), own, linear)
+    for method, own_plan in zip(methods, plans, strict=True):
+        for layer, state in product(linear, STATES):
+            readers = [reader for reader in range(layers) if layer in own_plan.reads(state, reader)]
+            if readers != [layer] or own_plan.reads(state, layer) != (layer,):
+                raise ValueError(
+                    f"{method.name()}: layer {layer} has linear attention, so it cannot share {state} or be dropped; "
+                    "leave it out"
+                )
+
+    # to the plan a layer with linear attention is one without attention: it has no queries, keys or values to share
     plan = _merged(methods, plans, layers)
     softmax = tuple(None if layer in linear else layer for layer in range(layers))
     every = tuple(range(layers))
     plan = plan.merge(DepthPlan(softmax, softmax, softmax, every), ("the methods", "linear attention"))
+
     compensated: dict[int, Compensated] = {}  # by layer
-    for method, own in zip(methods, plans, strict=True):
+    for method, own_plan in zip(methods, plans, strict=True):
         if not isinstance(method, Compensated) or method.compensation is None:
             continue
         for layer in every:
             # where another method drops the attention, there is nothing left to compensate
-            if own.attends(layer) != plan.attends(layer) or not method.compensates(own, layer):
+            if own_plan.attends(layer) != plan.attends(layer) or not method.compensates(own_plan, layer):
                 continue
             if layer in compensated:
                 both = f"{compensated[layer].name()} and {method.name()}"
@@ -242,32 +283,10 @@ def _wire(methods: tuple[Method, ...], layers: int, linear: tuple[int, ...]) -> 
     return Wiring(methods, plan, targets, linear)
 
 
-def _check_linear_layers(name: str, plan: DepthPlan, linear: tuple[int, ...]) -> None:
-    """Refuse a method whose plan changes or reads layers with linear attention."""
-    for layer in linear:
-        for state in STATES:
-            readers = [reader for reader in range(plan.layers) if layer in plan.reads(state, reader)]
-            if readers != [layer] or plan.reads(state, layer) != (layer,):
-                raise ValueError(
-                    f"{name}: layer {layer} has linear attention, so it cannot share {state} or be "
-                    "dropped; leave it out"
-                )
-
-
-def _read_option(cls: type[Method], option: str, value: Any) -> Any:
-    """Return an option's value in exactly the type of its field: lists become tuples, a whole number a float."""
-    try:
-        return _frozen(_type_of(cls, option).validate_json(json.dumps(value, allow_nan=False), strict=True))
-    except (TypeError, ValueError):
-        annotation = get_type_hints(cls)[option]
-        expected = annotation.__name__ if isinstance(annotation, type) else str(annotation)
-        expected = "a finite number" if annotation is float else expected
-        raise ValueError(f"{cls.name()}: {option} must be {expected}, got {reprlib.repr(value)}") from None
-
-
 @functools.cache
 def _type_of(cls: type[Method], option: str) -> "TypeAdapter[Any]":
-    from pydantic import TypeAdapter  # imported here, to keep `import crosslayer` fast
+    # imported here, since it takes 0.17 s, and `import crosslayer` needs no options
+    from pydantic import TypeAdapter
 
     return TypeAdapter(get_type_hints(cls)[option])
 

@@ -97,9 +97,10 @@ class AttnRes(Method):
                 f"attnres: attention of layer {layer} reads the queries, keys and values of other layers, so it has no "
                 "input to choose; give the layer a state of its own or a compensation"
             )
-        number, starts = wiring.sublayers.index((layer, site)), self._starts(len(wiring.sublayers))
-        opens = number in starts
-        sources = bisect_left(starts, number) + 1  # the embedding, the blocks before; inside a block, its running sum
+        sublayer, starts = wiring.sublayers.index((layer, site)), self._starts(len(wiring.sublayers))
+        opens = sublayer in starts
+        # the embedding, the blocks before; inside a block, its running sum
+        sources = bisect_left(starts, sublayer) + 1
         if not self.published:
             return _Ablated(self, config, sources, opens)
         is_full = site == "attn" and config.layer_types is not None and config.layer_types[layer] == "full_attention"
@@ -157,6 +158,7 @@ class _Depth(_Reader):
         self.normed, self.reads_apart = method.values == "normed", queries > 1 and not self.is_first
         self.group: list[_Depth] = []  # `connect` fills it; the first leads, and answers the queries of all
         self.leads = False
+        # a softmax over the embedding alone is 1: a query would get no gradient, which DDP refuses
         if not self.is_first:
             shape = (queries, config.hidden_size) if self.reads_apart else (config.hidden_size,)
             self.query = nn.Parameter(torch.empty(shape))
@@ -185,12 +187,18 @@ class _Depth(_Reader):
             reads = [depth_attention(sources, direction, self.eps, self.normed) for direction in directions]
             return reads[0], {**carry, INPUTS: tuple(reads)}  # W_c and probes see what queries read
         if self.leads and two_phase.pays(closed):
-            carry = {**carry, AHEAD: self._read_ahead(closed)}
+            # FSDP shards the queries of later layers, and offloading leaves them on the meta device, until their turn
+            parameters = [parameter for reader in self.group for parameter in (reader.query, reader.gain)]
+            ahead = None
+            if all(type(p) is nn.Parameter and p.device == closed[0].device for p in parameters):
+                directions = torch.stack([reader.query * reader.gain for reader in self.group])  # (S, C)
+                ahead = two_phase.read_ahead(closed, self.group, directions, self.eps, self.normed)
+            carry = {**carry, AHEAD: ahead}
         ahead = carry.get(AHEAD)
-        if ahead is not None and self in ahead.readers:  # the first of the group may have been skipped
-            own = sources[ahead.count :]
-            number, direction = ahead.readers.index(self), self.query * self.gain
-            read = two_phase.merge(ahead, number, own, direction, self.eps, self.normed)
+        # what is there may be another group's, if a probe runs a layer by itself
+        if ahead is not None and self in ahead.readers:
+            index, direction = ahead.readers.index(self), self.query * self.gain
+            read = two_phase.merge(ahead, index, sources[ahead.count :], direction, self.eps, self.normed)
             return read.to(stream.dtype).view(stream.shape), carry
         return depth_attention(sources, self.query * self.gain, self.eps, self.normed), carry
 
@@ -201,17 +209,8 @@ class _Depth(_Reader):
     def write(self, stream: Tensor, update: Tensor, carry: Carry) -> tuple[Tensor, Carry]:
         """Begin or continue the running sum of the block; later layers do not need the inputs."""
         if self.reads_apart:
-            carry = {name: held for name, held in carry.items() if name != INPUTS}
+            carry = {name: value for name, value in carry.items() if name != INPUTS}
         return super().write(stream, update, carry)
-
-    def _read_ahead(self, closed: Sources) -> two_phase.Ahead | None:
-        """Return the answers to the group's queries; None if some of these are sharded, offloaded or elsewhere."""
-        parameters = [parameter for reader in self.group for parameter in (reader.query, reader.gain)]
-        # FSDP shards the queries of later layers, and offloading leaves them on the meta device, until their turn
-        if any(type(p) is not nn.Parameter or p.device != closed[0].device for p in parameters):
-            return None
-        directions = torch.stack([reader.query * reader.gain for reader in self.group])  # (S, C)
-        return two_phase.read_ahead(closed, self.group, directions, self.eps, self.normed)
 
 
 class _Ablated(_Reader):
@@ -272,6 +271,7 @@ class _Ablated(_Reader):
             if self.method.key_norm:
                 query = query * self.gain
             products = [(source * query).unflatten(-1, (self.method.depth_heads, -1)).sum(dim=-1) for source in sources]
+            # the norm is over all channels, whatever the number of heads, and divides the products instead of sources
             if self.method.key_norm:
                 products = [p * inverse_rms(source, self.eps) for p, source in zip(products, sources, strict=True)]
             scores = torch.stack(products)  # (N, B, T, H)

@@ -32,20 +32,19 @@ class CLA(Compensated):
 
     def plan(self, layers: int) -> DepthPlan:
         """Let the layers of a group read its first layer's keys and values."""
-        own, source = tuple(range(layers)), group_sources("cla", "groups", self._groups(layers), layers)
+        groups = self.groups
+        if groups is None:
+            end = layers if self.end is None else self.end
+            if not 0 <= self.start < end <= layers:
+                raise ValueError(f"cla: start and end must be 0 ≤ start < end ≤ {layers}, got {self.start} and {end}")
+            if not 1 <= self.group <= layers:
+                raise ValueError(f"cla: group must be 1 to {layers} (the number of layers), got {self.group}")
+            firsts = range(self.start, end, self.group)
+            groups = tuple(tuple(range(first, min(first + self.group, end))) for first in firsts)
+        elif (self.group, self.start, self.end) != (2, 0, None):
+            raise ValueError("cla: groups cannot be combined with group, start and end; leave these out")
+        own, source = tuple(range(layers)), group_sources("cla", "groups", groups, layers)
         return DepthPlan(own, source, source, own)
-
-    def _groups(self, layers: int) -> tuple[tuple[int, ...], ...]:
-        if self.groups is not None:
-            if (self.group, self.start, self.end) != (2, 0, None):
-                raise ValueError("cla: groups cannot be combined with group, start and end; leave these out")
-            return self.groups
-        end = layers if self.end is None else self.end
-        if not 0 <= self.start < end <= layers:
-            raise ValueError(f"cla: start and end must be 0 ≤ start < end ≤ {layers}, got {self.start} and {end}")
-        if not 1 <= self.group <= layers:
-            raise ValueError(f"cla: group must be 1 to {layers} (the number of layers), got {self.group}")
-        return tuple(tuple(range(i, min(i + self.group, end))) for i in range(self.start, end, self.group))
 
     @classmethod
     def from_groups(cls, groups: Sequence[Sequence[int]], layers: int) -> Self:

@@ -50,7 +50,8 @@ class _Concatenate(StateReader):
     def forward(self, keys: PerSource, values: PerSource, mask: Tensor | None, new: int) -> Combined:
         """Return keys and values (B, H_kv, 2·S, D), and the mask (B or 1, 1, T, 2·S) for both halves."""
         tokens = keys[0].shape[2]
-        if mask is None and new > 1:  # causal from the first token on: a static cache is empty beyond
+        # causal from the first token on: a static cache is empty beyond
+        if mask is None and new > 1:
             mask = torch.ones(new, tokens, dtype=torch.bool, device=keys[0].device).tril()[None, None]
         if mask is not None:
             mask = torch.cat([mask[..., :tokens]] * len(keys), dim=-1)

@@ -51,7 +51,8 @@ class DenseFormer(Method):
             return _KeepEmbedding() if first else None
         block = layers.index(layer) + 1  # i, which counts from 1
         below = self._kept(block - 1, len(layers)) if block > 1 else [0]
-        available = [*below, block]  # the j in the carry, and i
+        # the j in the carry, and i: the embedding is not among them where no layer sums it
+        available = [*below, block]
         kept = [available.index(j) for j in self._kept(block, len(layers))]
         summed = [index for index, j in enumerate(available) if j % self.dilation == block % self.dilation]
         return _Sum(tuple(kept), tuple(summed) if block % self.period == 0 else (), enters=first)
@@ -64,10 +65,12 @@ class DenseFormer(Method):
 
 
 class _KeepEmbedding(Residual):
-    """Passes the embedding on in the carry."""
+    """Passes the embedding on in the carry, where it enters."""
+
+    enters = True
 
     def read(self, stream: Tensor, carry: Carry) -> tuple[Tensor, Carry]:
-        return stream, {**carry, OUTPUTS: Sources((stream,))}
+        return stream, {**carry, OUTPUTS: Sources((stream,))} if self.enters else carry
 
 
 class _Sum(_KeepEmbedding):
@@ -81,9 +84,6 @@ class _Sum(_KeepEmbedding):
     def reset(self) -> None:
         if self.weights is not None:
             init.copy_(self.weights, torch.eye(len(self.summed))[-1].to(self.weights))
-
-    def read(self, stream: Tensor, carry: Carry) -> tuple[Tensor, Carry]:
-        return super().read(stream, carry) if self.enters else (stream, carry)
 
     @outside_layer_graphs
     def write(self, stream: Tensor, update: Tensor, carry: Carry) -> tuple[Tensor, Carry]:

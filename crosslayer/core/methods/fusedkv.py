@@ -77,4 +77,5 @@ class _Fusion(StateReader):
 def _fused(states: tuple[Tensor, ...], weights: Tensor) -> Tensor:
     """Return Σ w ∘ states, from two states (B, H_kv, S, D) and weights (H_kv, 2, D)."""
     first, last = weights[:, 0, None], weights[:, 1, None]  # (H_kv, 1, D)
-    return (first * states[0] + last * states[1]).to(states[0].dtype)  # weights may be wider in mixed precision
+    # weights may be wider in mixed precision, and attention needs queries, keys and values in one dtype
+    return (first * states[0] + last * states[1]).to(states[0].dtype)

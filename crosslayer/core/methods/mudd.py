@@ -13,7 +13,6 @@ Flows: the outputs of the layers. Reads: every layer but the first, and the fina
 Source: MUDDFormer (arXiv 2502.12170).
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -43,20 +42,17 @@ class Mudd(Method):
 
     def residual(self, config: Config, wiring: Wiring, layer: int, site: str) -> Residual:
         """Sum after the last sublayer of each layer."""
-        number = wiring.sublayers.index((layer, site))
-        above = wiring.sublayers[number + 1 :]
+        sublayer = wiring.sublayers.index((layer, site))
+        above = wiring.sublayers[sublayer + 1 :]
         if above and above[0][0] == layer:
-            return _Dense(number == 0)
-        sources = 1 + len({index for index, _ in wiring.sublayers[: number + 1]})
-        ways = (*self._states(wiring, above[0]), None) if above else (None,)
-        return _Sum(config, number == 0, sources, ways, inner=sources * (4 if self.ways == "all" else 1))
-
-    def _states(self, wiring: Wiring, reader: tuple[int, str]) -> tuple[int, ...]:
-        """Return the states (index in `STATES`) that the next sublayer computes from its input."""
-        layer, site = reader
-        if self.ways == "residual" or site != "attn":
-            return ()
-        return tuple(index for index, state in enumerate(STATES) if wiring.plan.has_own(state, layer))
+            return _Dense(sublayer == 0)
+        sources = 1 + len({index for index, _ in wiring.sublayers[: sublayer + 1]})
+        # an input of its own for each state that the next sublayer computes, and the residual stream
+        ways: tuple[int | None, ...] = (None,)
+        if above and above[0][1] == "attn" and self.ways == "all":
+            reader = above[0][0]
+            ways = (*[index for index, state in enumerate(STATES) if wiring.plan.has_own(state, reader)], None)
+        return _Sum(config, sublayer == 0, sources, ways, inner=sources * (4 if self.ways == "all" else 1))
 
 
 class _Dense(Residual):
@@ -89,6 +85,7 @@ class _Sum(_Dense):
         self.base = nn.Parameter(torch.eye(sources)[-1].repeat(len(ways), 1))  # a: (W, J), 1 for the newest
 
     def reset(self) -> None:
+        # normed inputs, so that what GELU gets has a variance of 1
         init.normal_(self.inner, mean=0.0, std=self.inner.shape[1] ** -0.5)
         init.zeros_(self.outer)
         init.copy_(self.base, torch.eye(self.base.shape[1])[-1].expand_as(self.base).to(self.base))
@@ -97,24 +94,19 @@ class _Sum(_Dense):
     def write(self, stream: Tensor, update: Tensor, carry: Carry) -> tuple[Tensor, Carry]:
         """Return the sum for the residual stream; those for queries, keys and values go into the carry."""
         sources = carry[SOURCES].with_newest(stream + update)
-        sums = dict(zip(self.ways, weighted_sums(sources, self._shares(sources[-1])), strict=True))
+
+        # A of the layer's output, in float32 or wider, tokens last in memory
+        output = wide(sources[-1])
+        inner = functional.gelu(output @ self.inner.to(output.dtype).T * inverse_rms(output, self.eps))
+        dynamic = (inner @ self.outer.to(output.dtype).T).movedim(-1, 0)  # (W·J, B, T)
+        weights = dynamic.unflatten(0, self.base.shape) + self.base.to(output.dtype)[:, :, None, None]  # (W, J, B, T)
+
+        sums = {}
+        by_way = weights.to(sources[-1].dtype).unsqueeze(-1).unbind()  # (J, B, T, 1) each
+        for way, shares in zip(self.ways, by_way, strict=True):
+            # source by source: as one product they would be copied side by side first
+            total = shares[-1] * sources[-1]
+            for share, source in zip(shares[:-1], sources[:-1], strict=True):
+                total = torch.addcmul(total, share, source)
+            sums[way] = total
         return sums.pop(None), {**carry, SOURCES: sources, INPUTS: sums}
-
-    def _shares(self, output: Tensor) -> Tensor:
-        """Return A of a layer's output (B, T, C), tokens last: (W, J, B, T)."""
-        source = wide(output)
-        inner = functional.gelu(source @ self.inner.to(source.dtype).T * inverse_rms(source, self.eps))
-        dynamic = (inner @ self.outer.to(source.dtype).T).movedim(-1, 0)  # (W·J, B, T)
-        shares = dynamic.unflatten(0, self.base.shape) + self.base.to(source.dtype)[:, :, None, None]
-        return shares.to(output.dtype)
-
-
-def weighted_sums(sources: Sequence[Tensor], shares: Tensor) -> list[Tensor]:
-    """Return Σ_j A_j X_j for each way, from J sources (B, T, C) and shares (W, J, B, T), without copying sources."""
-    sums = []
-    for way in shares.unsqueeze(-1):  # (J, B, T, 1)
-        total = way[-1] * sources[-1]
-        for share, source in zip(way[:-1], sources[:-1], strict=True):
-            total = torch.addcmul(total, share, source)
-        sums.append(total)
-    return sums

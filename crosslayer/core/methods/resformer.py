@@ -63,6 +63,7 @@ class ResFormer(Method):
         if len(self.weights) > 1 and len(self.weights) != len(own_layers) - 1:
             raise ValueError(f"resformer: weights must be 1 or {len(own_layers) - 1}, got {len(self.weights)}")
         weights = self._weights(position, late=layer >= config.num_hidden_layers - config.num_hidden_layers // 3)
+        # the first layer has nothing to mix in: a weight of it would get no gradient
         trained = self.mode in ("learnable", "dense") and position > 0
         mixer = _MixerOfAll if self.source == "all" else _Mixer
         return mixer(self, position == 0, weights, trained)
@@ -100,15 +101,11 @@ class _Mixer(HeadMixer):
         below: Sequence[Tensor] = carry.get(self.key, ())
         if not self.first:
             states[self.state] = self._mix(raw, below)
-        q, k, v = states
-        return q, k, v, {**carry, self.key: self._raw_states(raw, below)}
-
-    def _raw_states(self, raw: Tensor, below: Sequence[Tensor]) -> Sequence[Tensor]:
-        if self.method.source == "all":
-            return Sources((*below, raw))
+        passed = Sources((*below, raw)) if self.method.source == "all" else (raw,)
         if self.method.source == "first" and below:
-            return below
-        return (raw,)
+            passed = below
+        q, k, v = states
+        return q, k, v, {**carry, self.key: passed}
 
     def _mix(self, raw: Tensor, below: Sequence[Tensor]) -> Tensor:
         weights = self.initial if self.weights is None else self.weights
@@ -120,15 +117,17 @@ class _Mixer(HeadMixer):
         added = below[0] if len(below) == 1 else torch.stack(tuple(below)).mean(dim=0)  # (N, B, H, T, D) → (B, H, T, D)
         if self.weights is not None:
             return weights[0] * added + weights[1] * raw
-        first, own = self.initial
-        if first == 0:  # sparse, before the last third: bit for bit like Llama
+        # sparse, before the last third: bit for bit like Llama
+        weight_added, weight_own = self.initial
+        if weight_added == 0:
             return raw
-        return torch.add(raw if own == 1 else raw * own, added, alpha=first)
+        return torch.add(raw if weight_own == 1 else raw * weight_own, added, alpha=weight_added)
 
 
 class _MixerOfAll(_Mixer):
     """Mixes with the states of all layers below, whose number differs from layer to layer."""
 
+    # a tuple that grows with depth would compile every layer anew, up to the limit of 8, and then it runs eagerly
     @outside_layer_graphs
     def before(self, q: State, k: State, v: State, carry: Carry) -> Mixed:
         return super().before(q, k, v, carry)

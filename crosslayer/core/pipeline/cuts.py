@@ -60,7 +60,11 @@ class Cut:
         """Return stream and carry, with None for tensors that nothing reads."""
         leaves = [None if number is None else tensors[number] for number in self.leaf_numbers]
         stream, carry = pytree.tree_unflatten(leaves, self.structure)
-        return stream, {name: v.close() if isinstance(v, _Opened) else v for name, v in carry.items()}
+        for name, value in carry.items():
+            if isinstance(value, _Opened):
+                content = value.content
+                carry[name] = SharedStates(content) if isinstance(content, dict) else Sources(content)
+        return stream, carry
 
 
 @dataclass(frozen=True)
@@ -96,6 +100,7 @@ def find_traffic(cuts: Sequence[Cut], ranks: int, keep: str) -> Traffic:
     for stage in range(stages):
         here = keepers[stage % ranks]
         if stage > 0:
+            # the stream is always sent: its gradient runs the backward passes that store those of kept tensors
             cut = cuts[stage - 1]
             reused[stage] = tuple(number for number in cut.numbers if number in here and number != cut.stream)
             sent[stage] = tuple(number for number in cut.numbers if number not in reused[stage])
@@ -114,20 +119,29 @@ def find_cuts(config: CrossLayerConfig, starts: Sequence[int]) -> tuple[Cut, ...
     Raises:
         ValueError: the carry at a cut holds something that is not a tensor.
     """
+    # other kernels may not support tensors without data
     config = copy.deepcopy(config)
-    config._attn_implementation = "eager"  # other kernels may not support tensors without data
+    config._attn_implementation = "eager"
     watch = _Watch(starts)
     with FakeTensorMode(), no_init_weights():
         model = CrossLayerForCausalLM(config)
         for module in model.modules():
+            # eager attention would hand on a map (B, H, T, T): queries and keys cross a cut, which are smaller
             if isinstance(module, CrossLayerAttention):
-                module.shares_map = False  # queries and keys cross a cut, which are smaller
+                module.shares_map = False
         for start in starts:
             model.model.layers[start].register_forward_pre_hook(watch.arrive)
         ids = torch.zeros(1, 2, dtype=torch.long)
         with watch, torch.enable_grad():
             model(ids, attention_mask=dict.fromkeys(config.layer_types or ()), use_cache=False)
-    return tuple(watch.cut(stage) for stage in range(1, len(starts) + 1))
+
+    cuts = []
+    for stage, (leaves, structure) in enumerate(watch.flat, 1):
+        numbers = [None if leaf is None else watch.numbers[_key(leaf)] for leaf in leaves]
+        read_later = [None if number is None or watch.last.get(number, 0) < stage else number for number in numbers]
+        # the stream is always sent, since its gradient comes back
+        cuts.append(Cut((numbers[0], *read_later[1:]), structure))
+    return tuple(cuts)
 
 
 class _Watch(TorchDispatchMode):
@@ -136,8 +150,9 @@ class _Watch(TorchDispatchMode):
     def __init__(self, starts: Sequence[int]):
         super().__init__()
         self.starts = starts
-        self.flat: list[tuple[list[Any], pytree.TreeSpec]] = []  # by cut
-        self.numbers: dict[Any, int] = {}  # by `_key`; `flat` keeps the tensors alive, so that keys stay unique
+        # by cut; it keeps the tensors alive, so that the keys of `numbers`, which are addresses, stay unique
+        self.flat: list[tuple[list[Any], pytree.TreeSpec]] = []
+        self.numbers: dict[Any, int] = {}  # by `_key`
         self.last: dict[int, int] = {}  # by number: the last stage that reads it
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -160,26 +175,15 @@ class _Watch(TorchDispatchMode):
             self.numbers.setdefault(_key(leaf), len(self.numbers))
         self.flat.append((leaves, structure))
 
-    def cut(self, stage: int) -> Cut:
-        """Return the cut before a stage; the stream is always sent, since its gradient comes back."""
-        leaves, structure = self.flat[stage - 1]
-        leaf_numbers: list[int | None] = []
-        for leaf in leaves:
-            number = None if leaf is None else self.numbers[_key(leaf)]
-            leaf_numbers.append(None if number is None or self.last.get(number, 0) < stage else number)
-        return Cut((self.numbers[_key(leaves[0])], *leaf_numbers[1:]), structure)
-
 
 class _Opened(NamedTuple):
     """Sources or shared states, whose tensors are seen one by one."""
 
     content: tuple[Tensor, ...] | dict[str, Tensor | None]
 
-    def close(self) -> Sources | SharedStates:
-        return SharedStates(self.content) if isinstance(self.content, dict) else Sources(self.content)
-
 
 def _flatten(stream: Tensor, carry: Carry) -> tuple[list[Any], pytree.TreeSpec]:
+    # both are made anew by each stage: "read" is what a probe sees, and no layer reads it
     carry = {name: value for name, value in carry.items() if name not in (BY_LAYER, "read")}
     opaque = (Sources, SharedStates)
     carry = {name: _Opened(value.opened) if isinstance(value, opaque) else value for name, value in carry.items()}

@@ -1,19 +1,26 @@
 """Tensors and gradients that the pipeline stages of one rank keep for each other."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 
+@dataclass(eq=False)
 class Microbatch:
-    """The tensors of one microbatch that the stages of a rank keep, by number."""
+    """The tensors of one microbatch that the stages of a rank keep, by number.
 
-    def __init__(self):
-        self.tensors: dict[int, Tensor] = {}
-        self.grads: dict[int, Tensor] = {}  # stored by later stages for the stages that kept the tensors
-        self.kept = False  # whether a stage has kept tensors; the first such stage is the last in backward
+    Attributes:
+        tensors: the kept tensors, detached.
+        grads: what later stages stored for the stages that kept the tensors.
+        has_kept: whether a stage has kept tensors; the first such stage is the last in backward.
+    """
+
+    tensors: dict[int, Tensor] = field(default_factory=dict)
+    grads: dict[int, Tensor] = field(default_factory=dict)
+    has_kept: bool = False
 
     def restore(self, numbers: Sequence[int], tensors: Mapping[int, Tensor], stream: int) -> dict[int, Tensor]:
         """Return `tensors` together with kept ones, whose gradients are stored in the backward pass.
@@ -32,14 +39,16 @@ class Microbatch:
 
     def keep(self, numbers: Sequence[int], tensors: Mapping[int, Tensor], stream: int) -> dict[int, Tensor]:
         """Keep tensors; return `tensors` with a stream whose backward adds the stored gradients of those kept."""
+        # detached, since a schedule runs the backward pass of each stage by itself
         for number in numbers:
             self.tensors[number] = tensors[number].detach().requires_grad_(tensors[number].requires_grad)
         trained = [number for number in numbers if tensors[number].requires_grad]
         if not trained:
             return dict(tensors)
-        first, self.kept = not self.kept, True
-        outputs = _Keep.apply(self.grads, trained, first, tensors[stream], *[tensors[number] for number in trained])
-        return {**tensors, stream: outputs}
+        first = not self.has_kept
+        self.has_kept = True
+        output = _Keep.apply(self.grads, trained, first, tensors[stream], *[tensors[number] for number in trained])
+        return {**tensors, stream: output}
 
 
 class _Restore(torch.autograd.Function):
@@ -82,6 +91,6 @@ class _Keep(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         (stream,) = gradients
-        taken = [ctx.grads.pop(number, None) for number in ctx.numbers]
+        stored = [ctx.grads.pop(number, None) for number in ctx.numbers]
         assert not (ctx.first and ctx.grads), "some stored gradients were not used by any stage"
-        return None, None, None, stream, *taken
+        return None, None, None, stream, *stored

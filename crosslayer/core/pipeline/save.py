@@ -48,7 +48,8 @@ def write_shard(modules: Sequence[Any], folder: Path) -> dict[str, Any]:
     """Write the weights of a rank's stages; return the name of the file, those of the weights, their bytes and type."""
     name = f"model-{dist.get_rank() + 1:05}-of-{dist.get_world_size():05}.safetensors"
     tensors = {key: value.detach().contiguous() for module in modules for key, value in module.state_dict().items()}
-    if modules[0].config.tie_word_embeddings:  # in a single stage
+    # in a single stage: safetensors refuses two names of one memory, and `from_pretrained` ties them again
+    if modules[0].config.tie_word_embeddings:
         tensors.pop("lm_head.weight", None)
     save_file(tensors, folder / name, metadata={"format": "pt"})
     size = sum(tensor.nbytes for tensor in tensors.values())
@@ -76,9 +77,10 @@ def on_all_ranks(step: Callable[[], Any]) -> list[Any]:
         result = step()
     except (OSError, ValueError) as error:
         message = f"rank {dist.get_rank()}: {error}"
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, (result, message))
-    messages = [message for _, message in found if message is not None]
+    # every rank takes part, also one that failed: the others would wait for it
+    answers: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(answers, (result, message))
+    messages = [message for _, message in answers if message is not None]
     if messages:
         raise ValueError(messages[0])
-    return [result for result, _ in found]
+    return [result for result, _ in answers]

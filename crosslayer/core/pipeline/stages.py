@@ -12,7 +12,6 @@ Shapes: B batch, T tokens, V vocabulary.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +20,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
-from crosslayer.core.decoder.configuration import CrossLayerConfig
 from crosslayer.core.decoder.families import rotary_tables
 from crosslayer.core.decoder.modeling import CrossLayerForCausalLM, CrossLayerModel, masks_of
 from crosslayer.core.method import Carry, Residual
@@ -58,6 +56,7 @@ def pipeline_stages(
 class Stage(PipelineStage):
     """A stage that infers shapes with zeros instead of uninitialized memory, which may hold invalid indices."""
 
+    # torch's stages (2.13) call it for tensors that they know by shape and type alone
     def _to_tensor(self, arg: Any) -> Tensor:
         tensor = super()._to_tensor(arg)
         return tensor if isinstance(arg, Tensor) else tensor.detach().zero_().requires_grad_(tensor.requires_grad)
@@ -65,27 +64,8 @@ class Stage(PipelineStage):
 
 def stage_modules(model: CrossLayerForCausalLM, ranks: int, rounds: int = 1, keep: str = "all") -> list["StageModule"]:
     """Return the modules of the stages of all ranks; arguments and errors are those of `pipeline_stages`."""
-    config, stages = model.config, ranks * rounds
-    check_splits(config, ranks, rounds)
-    starts = [stage * config.num_hidden_layers // stages for stage in range(stages)]
-    bounds = [*starts, config.num_hidden_layers]
-    between = find_cuts(config, starts[1:])
-    cuts = (None, *between, None)
-    traffic = find_traffic(between, ranks, keep)
-    waiting: list[dict[int, deque[Microbatch]]] = [defaultdict(deque) for _ in range(ranks)]
-    return [
-        StageModule(
-            model,
-            range(bounds[stage], bounds[stage + 1]),
-            Exchange(stage, ranks, cuts[stage], cuts[stage + 1], traffic, waiting[stage % ranks]),
-        )
-        for stage in range(stages)
-    ]
-
-
-def check_splits(config: CrossLayerConfig, ranks: int, rounds: int) -> None:
-    """Refuse a decoder that stages cannot run; each message has the alternative."""
-    stages, layers = ranks * rounds, config.num_hidden_layers
+    config, layers, stages = model.config, model.config.num_hidden_layers, ranks * rounds
+    # what stages cannot run is refused with its alternative
     if rounds < 1:
         raise ValueError(f"rounds must be at least 1, got {rounds}")
     if stages > layers:
@@ -100,6 +80,21 @@ def check_splits(config: CrossLayerConfig, ranks: int, rounds: int) -> None:
         raise ValueError(f"{config.plan.beyond_sharing}, so the model cannot be split into stages; train with FSDP")
     if config.tie_word_embeddings and stages > 1:
         raise ValueError("embedding and head are in different stages; set tie_word_embeddings=False")
+
+    bounds = [stage * layers // stages for stage in range(stages + 1)]
+    between = find_cuts(config, bounds[1:-1])
+    cuts = (None, *between, None)
+    traffic = find_traffic(between, ranks, keep)
+    # a queue, since schedules begin several microbatches before a rank's next stage takes the first one
+    waiting: list[dict[int, deque[Microbatch]]] = [defaultdict(deque) for _ in range(ranks)]
+    return [
+        StageModule(
+            model,
+            range(bounds[stage], bounds[stage + 1]),
+            Exchange(stage, ranks, cuts[stage], cuts[stage + 1], traffic, waiting[stage % ranks]),
+        )
+        for stage in range(stages)
+    ]
 
 
 @dataclass(frozen=True)
@@ -122,22 +117,6 @@ class Exchange:
     traffic: Traffic
     waiting: dict[int, deque[Microbatch]]
 
-    def arrive(self, received: Sequence[Tensor]) -> tuple[Microbatch, dict[int, Tensor]]:
-        """Return the microbatch, and the tensors that cross the cut before the stage by number."""
-        microbatch = Microbatch() if self.stage < self.ranks else self.waiting[self.stage].popleft()
-        if self.before is None:
-            return microbatch, {}
-        tensors = dict(zip(self.traffic.sent[self.stage], received, strict=True))
-        return microbatch, microbatch.restore(self.traffic.reused[self.stage], tensors, self.before.stream)
-
-    def depart(self, microbatch: Microbatch, tensors: dict[int, Tensor]) -> tuple[Tensor, ...]:
-        """Keep the tensors that later stages of the rank read, and return those to send to the next stage."""
-        assert self.after is not None
-        tensors = microbatch.keep(self.traffic.kept[self.stage], tensors, self.after.stream)
-        if self.stage + self.ranks < len(self.traffic.sent):
-            self.waiting[self.stage + self.ranks].append(microbatch)
-        return tuple(tensors[number].contiguous() for number in self.traffic.sent[self.stage + 1])
-
 
 class StageModule(nn.Module):
     """The module of a stage: some layers of the model, with the same weight names."""
@@ -156,17 +135,29 @@ class StageModule(nn.Module):
                 f"a stage takes ids alone, got {', '.join(inputs)}; instead of padding, pack texts into rows, or pad "
                 "at the end and let the loss ignore these tokens"
             )
-        microbatch, tensors = self.exchange.arrive(received)
-        if self.exchange.before is None:
-            stream, carry = self.model.begin(*received)
+        exchange, traffic, stage = self.exchange, self.exchange.traffic, self.exchange.stage
+
+        # the first stage of a rank begins a microbatch, each later one continues the one that has waited longest
+        microbatch = Microbatch() if stage < exchange.ranks else exchange.waiting[stage].popleft()
+        if exchange.before is None:
+            (ids,) = received
+            tensors = {}
+            stream, carry = self.model(ids, {})
         else:
-            stream, carry = self.exchange.before.rebuild(tensors)
-        stream, carry = self.model(stream, carry)
-        if self.exchange.after is not None:
-            return self.exchange.depart(microbatch, {**tensors, **self.exchange.after.take(stream, carry)})
-        assert self.lm_head is not None
-        logits = self.lm_head(self.model.end(stream, carry))
-        return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
+            tensors = dict(zip(traffic.sent[stage], received, strict=True))
+            tensors = microbatch.restore(traffic.reused[stage], tensors, exchange.before.stream)
+            stream, carry = self.model(*exchange.before.rebuild(tensors))
+        if exchange.after is None:
+            assert self.lm_head is not None
+            logits = self.lm_head(stream)
+            return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
+
+        # what later stages of the rank read stays here; the next stage gets what its own rank does not have
+        tensors = {**tensors, **exchange.after.take(stream, carry)}
+        tensors = microbatch.keep(traffic.kept[stage], tensors, exchange.after.stream)
+        if stage + exchange.ranks < len(traffic.sent):
+            exchange.waiting[stage + exchange.ranks].append(microbatch)
+        return tuple(tensors[number].contiguous() for number in traffic.sent[stage + 1])
 
 
 class StageBody(nn.Module):
@@ -185,17 +176,13 @@ class StageBody(nn.Module):
         self.final_residual: Residual | None = body.final_residual if last else None
         self.norm: nn.Module | None = body.norm if last else None
 
-    def begin(self, ids: Tensor) -> tuple[Tensor, Carry]:
-        """Return stream and carry for the first layer."""
-        assert self.embed_tokens is not None
-        stream = self.embed_tokens(ids)
-        if self.embed_positions is not None:
-            stream = stream + self.embed_positions(_positions(stream))
-        return stream, {}
-
     def forward(self, stream: Tensor, carry: Carry) -> tuple[Tensor, Carry]:
-        """Run the layers."""
-        position_ids = _positions(stream)
+        """Run the layers; the first stage takes ids (B, T) as its stream, the last returns the last hidden states."""
+        position_ids = torch.arange(stream.shape[1], device=stream.device).unsqueeze(0)  # (1, T)
+        if self.embed_tokens is not None:
+            stream = self.embed_tokens(stream)
+            if self.embed_positions is not None:
+                stream = stream + self.embed_positions(position_ids)
         masks = masks_of(self.config, self.layer_types, stream, None, position_ids)
         tables = {}
         if self.rotary_emb is not None:
@@ -209,16 +196,6 @@ class StageBody(nn.Module):
                 attention_mask=masks[layer_type],
                 position_ids=position_ids,
             )
-        return stream, carry
-
-    def end(self, stream: Tensor, carry: Carry) -> Tensor:
-        """Return the last hidden states (B, T, C)."""
-        assert self.norm is not None
         if self.final_residual is not None:
             stream, carry = self.final_residual(stream, carry)
-        return self.norm(stream)
-
-
-def _positions(stream: Tensor) -> Tensor:
-    """Return the positions (1, T) of the tokens of a stream (B, T, …)."""
-    return torch.arange(stream.shape[1], device=stream.device).unsqueeze(0)
+        return stream if self.norm is None else self.norm(stream), carry

@@ -24,7 +24,9 @@ from crosslayer.output.progress import progress
 LOCAL = "_local"  # ending of the names of tasks that read local files
 LM_EVAL_SEED = 1234  # lm-eval's default for numpy, torch and few-shot examples; our seed is added to it
 SHOWN = 160  # characters of a library's error that are shown
-REFUSALS = (  # what lm-eval and templates of tasks raise
+# What lm-eval and templates of tasks raise for a task that is wrong. Others (out of memory, an interrupt) are not its
+# refusals, and pass.
+REFUSALS = (
     ArithmeticError,
     AssertionError,
     AttributeError,
@@ -34,6 +36,7 @@ REFUSALS = (  # what lm-eval and templates of tasks raise
     TypeError,
     jinja2.TemplateError,
 )
+# In the message or the class of an error that datasets and the hub raise without a network.
 OFFLINE = ("OfflineModeIsEnabled", "Couldn't reach", "offline", "ConnectionError", "Max retries", "LocalEntryNotFound")
 # the tasks over which a paper reports a mean; each is a list of names, the last of which is lm-eval's own task
 GROUPS: dict[str, list[list[str]]] = {
@@ -55,8 +58,10 @@ def quiet() -> Iterator[None]:
     from tqdm.std import tqdm
 
     start, logs = tqdm.__init__, logging.root.manager.disable
-    python, numpy, devices = random.getstate(), np.random.get_state(), [*range(torch.cuda.device_count())]
+    python, numpy = random.getstate(), np.random.get_state()
+    devices = [*range(torch.cuda.device_count())]
 
+    # lm-eval does not hand `disable_tqdm` on to all of its bars.
     def hide(bar: tqdm, *args: Any, **options: Any) -> None:
         start(bar, *args, **options | {"disable": True})
 
@@ -64,9 +69,8 @@ def quiet() -> Iterator[None]:
     try:
         with (
             patch.object(tqdm, "__init__", hide),
-            patch.object(
-                evaluator, "get_git_commit_hash", return_value=None
-            ),  # git prints an error outside a repository
+            # Outside a repository, git prints an error past Python's stderr.
+            patch.object(evaluator, "get_git_commit_hash", return_value=None),
             torch.random.fork_rng(devices),
             warnings.catch_warnings(),
             contextlib.redirect_stdout(io.StringIO()),
@@ -86,12 +90,14 @@ def select(names: Sequence[str], local: Collection[str] = ()) -> tuple[list[str]
     A group uses the local version of a task if it is in `local`, the tasks of the user's folder.
     """
     groups = {}
-    for name in (name for name in names if name in GROUPS):
-        chosen = []
-        for options in GROUPS[name]:
-            chosen.append(next((option + LOCAL for option in options if option + LOCAL in local), options[-1]))
-        groups[name] = tuple(chosen)
-    return list(dict.fromkeys(task for name in names for task in groups.get(name, (name,)))), groups
+    for name in names:
+        if name in GROUPS:
+            chosen = []
+            for options in GROUPS[name]:
+                chosen.append(next((option + LOCAL for option in options if option + LOCAL in local), options[-1]))
+            groups[name] = tuple(chosen)
+    tasks = [task for name in names for task in groups.get(name, (name,))]
+    return list(dict.fromkeys(tasks)), groups
 
 
 class Tasks:
@@ -107,19 +113,29 @@ class Tasks:
         """Find tasks and read their data."""
         from lm_eval.tasks import TaskManager
 
-        self.allow_code, own = allow_code, set[str]()
+        self.allow_code = allow_code
+        local = set[str]()
         if include_path is not None:
-            _check_folder(include_path, allow_code)
+            if not include_path.is_dir():
+                raise ValueError(f"`include_path` must be a folder with YAML files of tasks, got {str(include_path)!r}")
+            # Before anything in the folder is read. To guess whether it runs code would take lm-eval's own rules, and
+            # one that is missed would run a stranger's code.
+            if not allow_code:
+                raise ValueError(
+                    f"`include_path` {include_path.name!r} needs `allow_code`, since task files run Python code "
+                    "(functions, classes, metrics and templates); read them first"
+                )
             self.manager = TaskManager(include_path=str(include_path), include_defaults=False)
-            own = set(self.manager.all_tasks)
-            if not own:
+            local = set(self.manager.all_tasks)
+            if not local:
                 raise ValueError(f"{include_path.name!r} has no lm-eval tasks (valid YAML files with task: NAME)")
-        tasks, self.groups = select(names, own)
-        if not own >= set(tasks):  # reading lm-eval's own thousands of tasks takes seconds
+        tasks, self.groups = select(names, local)
+        # Reading lm-eval's own thousands of tasks takes seconds, so it is done only if one of them is named.
+        if not local >= set(tasks):
             self.manager = TaskManager(include_path=None if include_path is None else str(include_path))
         for name in tasks:
             if name not in self.manager.all_tasks:
-                known = sorted({*self.manager.all_tasks, *own, *GROUPS})
+                known = sorted({*self.manager.all_tasks, *local, *GROUPS})
                 near = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
                 advice = f"did you mean {', '.join(near)}?" if near else f"groups are {', '.join(GROUPS)}"
                 raise ValueError(f"task {name!r} is not known; {advice}")
@@ -129,8 +145,10 @@ class Tasks:
         """Return a task, or a group that contains its tasks."""
         import datasets
 
-        load, formats = datasets.load_dataset, Path(datasets.__file__).parent / "packaged_modules"  # such as json
+        load = datasets.load_dataset
+        formats = Path(datasets.__file__).parent / "packaged_modules"  # json, csv …
 
+        # Without a network, datasets itself tries for some 25 seconds.
         def load_dataset(path: str, *rest: Any, **options: Any) -> Any:
             """Check that the hub answers before a dataset is loaded from it."""
             local = (formats / path).is_dir() or Path(path).exists()
@@ -142,6 +160,7 @@ class Tasks:
                 content = self.manager.load([name])
         except Exception as error:
             raise ValueError(f"task {name!r} cannot be loaded: {_reason(error)}") from error
+        # A group already holds the groups and tasks in it, which would be scored twice.
         inner = {child for children in content.get("group_map", {}).values() for child in children}
         groups = [group for label, group in content.get("groups", {}).items() if label not in inner]
         return groups or list(content["tasks"].values())
@@ -166,7 +185,8 @@ def score(
     """Return what lm-eval's simple_evaluate returns; call inside `quiet`, since it sets all seeds."""
     from lm_eval.evaluator import simple_evaluate
 
-    own_seed = seed + LM_EVAL_SEED
+    # With seed 0 the examples are those that lm-eval itself draws.
+    harness_seed = seed + LM_EVAL_SEED
     try:
         results = simple_evaluate(
             model=lm,
@@ -178,28 +198,18 @@ def score(
             limit=limit,
             log_samples=True,
             random_seed=seed,
-            numpy_random_seed=own_seed % 2**32,
-            torch_random_seed=own_seed,
-            fewshot_random_seed=own_seed,
+            numpy_random_seed=harness_seed % 2**32,  # numpy takes 32 bits
+            torch_random_seed=harness_seed,
+            fewshot_random_seed=harness_seed,
             confirm_run_unsafe_code=tasks.allow_code,
         )
-    except ValueError as error:  # its message can be shown as it is
+    # Its message can be shown as it is; those of the other kinds mean nothing without the kind.
+    except ValueError as error:
         raise ValueError(f"lm-eval stopped: {error}") from error
     except REFUSALS as error:
         raise ValueError(f"lm-eval stopped: {_reason(error)}") from error
     assert results is not None  # it is None only in further processes of a distributed run
     return dict(results)
-
-
-def _check_folder(folder: Path, allow_code: bool) -> None:
-    """Refuse what is not a folder, and any folder unless its code may run; nothing in it is read."""
-    if not folder.is_dir():
-        raise ValueError(f"`include_path` must be a folder with YAML files of tasks, got {str(folder)!r}")
-    if not allow_code:
-        raise ValueError(
-            f"`include_path` {folder.name!r} needs `allow_code`, since task files run Python code (functions, classes, "
-            "metrics and templates); read them first"
-        )
 
 
 def _reason(error: Exception) -> str:

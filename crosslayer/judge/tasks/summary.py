@@ -25,9 +25,10 @@ from crosslayer.stats.estimate import Estimate
 POWER = 0.8
 POINT = 0.01  # the difference for which items are counted: a point of a share, 1% of a perplexity
 Results = Mapping[str, Any]  # what lm-eval's simple_evaluate returns
-Sample = Mapping[str, Any]
+LoggedItem = Mapping[str, Any]  # an item with its prompt, its answers and its metrics, as lm-eval logs it
 GROUP_METRICS = ("acc", "acc_norm")
-CLOSE = 1e-9  # relative tolerance between lm-eval's score and the one computed from items
+# Tolerance between lm-eval's score and the one computed from items: both are sums of float64 in another order.
+CLOSE = 1e-9
 
 
 class Paired(NamedTuple):
@@ -44,22 +45,25 @@ class Paired(NamedTuple):
 
 def compare_shares(candidate: np.ndarray, baseline: np.ndarray) -> Paired:
     """Return the paired difference of shares of items (n,) that are 0 or 1."""
-    only = int(((candidate == 1) & (baseline == 0)).sum()), int(((candidate == 0) & (baseline == 1)).sum())
+    only_candidate = int(((candidate == 1) & (baseline == 0)).sum())
+    only_original = int(((candidate == 0) & (baseline == 1)).sum())
     return Paired(
-        change=share_difference(*only, len(candidate), over="items"),
+        change=share_difference(only_candidate, only_original, len(candidate), over="items"),
         counts={
-            "only_candidate": only[0],
-            "only_original": only[1],
-            "items_for_a_point": items_for_shares(sum(only) / len(candidate)),
+            "only_candidate": only_candidate,
+            "only_original": only_original,
+            "items_for_a_point": items_for_shares((only_candidate + only_original) / len(candidate)),
         },
     )
 
 
 def compare_perplexities(candidate: np.ndarray, baseline: np.ndarray, weights: np.ndarray) -> Paired:
     """Return the ratio of perplexities exp(−Σ x / Σ w), from the log likelihoods of items (n,)."""
-    change, spread = weighted_mean(baseline - candidate, weights)  # of the log perplexity
+    # A log perplexity is a mean over items, so it has a t interval; its ends are then those of the ratio.
+    change, spread = weighted_mean(baseline - candidate, weights)
     counts = {}
-    if spread:  # number of items with which 1% is detected in 80% of cases
+    # Without a spread (two equal models) any number of items would do.
+    if spread:
         quantiles = NORMAL + stats.norm.ppf(POWER)
         counts["items_for_a_point"] = max(FEWEST, math.ceil((quantiles * spread / math.log1p(POINT)) ** 2))
     return Paired(change.mapped(math.exp), counts)
@@ -67,13 +71,16 @@ def compare_perplexities(candidate: np.ndarray, baseline: np.ndarray, weights: n
 
 def weighted_mean(differences: np.ndarray, weights: np.ndarray) -> tuple[Estimate, float | None]:
     """Return Σ d / Σ w of n items, and the standard deviation of an item; no interval and None below `FEWEST`."""
-    count, value = len(differences), float(differences.sum() / weights.sum())
+    count = len(differences)
+    value = float(differences.sum() / weights.sum())
     facts: dict[str, Any] = {"value": value, "n": count, "over": "items", "how": "Student's t"}
     if count < FEWEST:
         return Estimate(**facts), None
+    # Texts differ in their words or bytes: the spread is that of a ratio of sums, by its linear approximation.
     spread = float(((differences - value * weights) / weights.mean()).std(ddof=1))
     error = spread / math.sqrt(count)
     half = error * t_quantile(count - 1)
+    # Where all items differ alike there is no spread: the difference is then 0, or certain.
     p = float(2 * stats.t.sf(abs(value) / error, count - 1) if error else not value)
     return Estimate(**facts, low=value - half, high=value + half, p=p), spread
 
@@ -87,6 +94,7 @@ def compare_groups(differences: Sequence[np.ndarray], weights: np.ndarray) -> Es
     errors = np.array([share_error(int((d > 0).sum()), int((d < 0).sum()), len(d)) for d in differences])
     value = float(shares @ np.array([values.mean() for values in differences]))
     error = float(np.sqrt(((shares * errors) ** 2).sum()))
+    # The normal approximation does not know that no difference of shares lies beyond 1.
     return Estimate(
         value=value,
         low=max(-1.0, value - NORMAL * error),
@@ -120,13 +128,13 @@ class Items:
     weights: np.ndarray
 
 
-def samples_of(samples: Sequence[Sample], metric: str, name: str) -> list[Sample]:
+def samples_of(samples: Sequence[LoggedItem], metric: str, name: str) -> list[LoggedItem]:
     """Return the samples of a filter that have a metric, in the order of their documents."""
     filtered = [sample for sample in samples if sample["filter"] == name and metric in sample]
     return sorted(filtered, key=lambda sample: sample["doc_id"])
 
 
-def items_of(samples: Sequence[Sample], metric: str, reported: float) -> Items | None:
+def items_of(samples: Sequence[LoggedItem], metric: str, reported: float) -> Items | None:
     """Return the items of a metric, or None if the reported score is neither their mean nor a perplexity.
 
     lm-eval's results do not say how a task aggregates its items, so the aggregation is taken that gives the reported
@@ -134,6 +142,7 @@ def items_of(samples: Sequence[Sample], metric: str, reported: float) -> Items |
     """
     try:
         entries = np.array([sample[metric] for sample in samples], dtype=float)  # (n,) or (n, 2)
+    # Items that are no numbers, such as lists of several lengths, have no mean.
     except (TypeError, ValueError):
         return None
     if not entries.size or not np.isfinite(entries).all() or entries.shape[1:] not in ((), (2,)):
@@ -144,7 +153,8 @@ def items_of(samples: Sequence[Sample], metric: str, reported: float) -> Items |
         return Items("share" if set(values.tolist()) <= {0.0, 1.0} else "mean", values, weights)
     if reported > 0 and _is_close(-mean, math.log(reported)):
         return Items("perplexity", values, weights)
-    if _is_close(-mean / math.log(2), reported):  # bits per byte
+    # Bits per byte.
+    if _is_close(-mean / math.log(2), reported):
         return Items("mean", -values / math.log(2), weights)
     return None
 
@@ -153,7 +163,7 @@ def _is_close(value: float, reported: float) -> bool:
     return math.isclose(value, reported, rel_tol=CLOSE, abs_tol=CLOSE)
 
 
-def check_same(candidate: Sequence[Sample], original: Sequence[Sample], task: str) -> None:
+def check_same(candidate: Sequence[LoggedItem], original: Sequence[LoggedItem], task: str) -> None:
     """Refuse to pair samples with different documents or prompts."""
     for name in ("doc_id", "doc_hash", "prompt_hash"):
         if [sample[name] for sample in candidate] != [sample[name] for sample in original]:
@@ -178,8 +188,8 @@ def task_rows(candidate: str, results: Results, original: Results | None) -> lis
         for key, value in results["results"][task].items():
             metric, _, name = key.partition(",")
             if name and not metric.endswith("_stderr") and isinstance(value, int | float):
-                one = _scored(candidate, results, original, task, metric, name)
-                scored += [] if one is None else [one]
+                of_metric = _scored(candidate, results, original, task, metric, name)
+                scored += [] if of_metric is None else [of_metric]
     return scored
 
 
@@ -187,21 +197,28 @@ def _scored(
     candidate: str, results: Results, original: Results | None, task: str, metric: str, name: str
 ) -> Scored | None:
     """Return the row of a metric and filter; None if no sample has it."""
-    samples, key = samples_of(results["samples"][task], metric, name), f"{metric},{name}"
+    key = f"{metric},{name}"
+    samples = samples_of(results["samples"][task], metric, name)
     if not samples:
         return None
-    items, paired, differences = items_of(samples, metric, results["results"][task][key]), None, None
+    items = items_of(samples, metric, results["results"][task][key])
     kind = None if items is None else items.kind
     details: dict[str, Detail] = {"items": len(samples), "shots": results["n-shot"][task]}
-    details |= _error(results, task, metric, name)
+    for prefix, scores in (("", results), ("original_", original)):
+        # lm-eval writes N/A, or NaN, for a metric of which it has no standard error.
+        error = None if scores is None else scores["results"][task].get(f"{metric}_stderr,{name}")
+        if isinstance(error, int | float) and not math.isnan(error):
+            details[f"{prefix}stderr"] = error
+
+    paired, differences = None, None
     if original is not None:
-        others = samples_of(original["samples"][task], metric, name)
-        check_same(samples, others, task)
-        paired = _compared(items, items_of(others, metric, original["results"][task][key]))
+        originals = samples_of(original["samples"][task], metric, name)
+        check_same(samples, originals, task)
+        paired = _compared(items, items_of(originals, metric, original["results"][task][key]))
         if items is not None and kind == "share" and metric in GROUP_METRICS:
-            differences = items.values - np.array([sample[metric] for sample in others], dtype=float)
-        details |= {f"original_{one}": value for one, value in _error(original, task, metric, name).items()}
-    higher_is_better = results["higher_is_better"].get(task, {}).get(metric) is not False  # the default is True
+            differences = items.values - np.array([sample[metric] for sample in originals], dtype=float)
+    # True is lm-eval's default, so a task may leave it out.
+    higher_is_better = results["higher_is_better"].get(task, {}).get(metric) is not False
     row = Row(
         quantity=metric if name == "none" else f"{metric} ({name})",
         unit="share" if kind == "share" else "",
@@ -216,13 +233,9 @@ def _scored(
     return Scored(task, metric, kind, row, differences)
 
 
-def _error(results: Results, task: str, metric: str, name: str) -> dict[str, float]:
-    """Return lm-eval's standard error of a score, if it has one."""
-    error = results["results"][task].get(f"{metric}_stderr,{name}")
-    return {"stderr": error} if isinstance(error, int | float) and not math.isnan(error) else {}
-
-
 def _compared(candidate: Items | None, original: Items | None) -> Paired | None:
+    """Return the paired change of two models' items; None if they cannot be paired item by item."""
+    # Items of other weights (words, bytes) cannot be subtracted one by one.
     if candidate is None or original is None or (candidate.weights != original.weights).any():
         return None
     kinds = {candidate.kind, original.kind}
@@ -240,46 +253,51 @@ def group_rows(groups: Mapping[str, Sequence[str]], scored: Sequence[Scored], re
 
     `groups` are the groups in addition to lm-eval's own. A group's row names its tasks in its details.
     """
+    # lm-eval's own groups, with the tasks of the groups in them.
+    members_of: dict[str, Sequence[str]] = {}
+    for group, inner in results["group_subtasks"].items():
+        left, tasks = [*(inner or ())], []
+        while left:
+            name = left.pop(0)
+            children = results["group_subtasks"].get(name)
+            left[:0] = children or ()
+            tasks += [] if children else [name]
+        if tasks:
+            members_of[group] = tasks
+
     means = []
-    for group, tasks in {**_harness_groups(results), **groups}.items():
+    for group, tasks in {**members_of, **groups}.items():
         shown: set[tuple[str, ...]] = set()
         for metric in GROUP_METRICS:
             members = []
-            for task in tasks:  # by this metric, or by acc if it lacks that, provided that its items are right or wrong
+            # By this metric, or by acc if a task lacks that, provided that its items are right or wrong.
+            for task in tasks:
                 shares = {one.metric: one for one in reversed(scored) if one.task == task and one.kind == "share"}
                 chosen = shares.get(metric) or shares.get("acc")
                 members += [] if chosen is None else [chosen]
-            names = tuple(one.metric for one in members)
-            if len(members) == len(tasks) and names not in shown:
-                shown.add(names)
+            # A mean without some tasks is not that of the group, and the same metrics would give the same row again.
+            metrics = tuple(member.metric for member in members)
+            if len(members) == len(tasks) and metrics not in shown:
+                shown.add(metrics)
                 means.append(_group_row(group, metric, members, results))
     return means
 
 
-def _harness_groups(results: Results) -> dict[str, tuple[str, ...]]:
-    """Return the tasks of lm-eval's own groups, including those of nested groups."""
-
-    def leaves(name: str) -> list[str]:
-        inner = results["group_subtasks"].get(name)
-        return [name] if not inner else [leaf for child in inner for leaf in leaves(child)]
-
-    return {name: tuple(leaves(name)) for name, inner in results["group_subtasks"].items() if inner}
-
-
 def _group_row(group: str, metric: str, members: Sequence[Scored], results: Results) -> Row:
     """Return the mean over tasks, weighted by items if only that gives the score that lm-eval reports of the group."""
-    scores = np.array([one.row.value for one in members], dtype=float)
-    items = np.array([one.row.details["items"] for one in members], dtype=float)
+    scores = np.array([member.row.value for member in members], dtype=float)
+    items = np.array([member.row.details["items"] for member in members], dtype=float)
+    # Whether a group counts items (MMLU) or tasks is not in the results, but the score that lm-eval reports tells.
     reported = results.get("groups", {}).get(group, {}).get(f"{metric},none")
     reported = reported if isinstance(reported, float) else math.nan
     by_items = not _is_close(scores.mean(), reported) and _is_close(float(np.average(scores, weights=items)), reported)
     weights = items if by_items else np.ones(len(members))
     change, of_original = None, None
-    differences = [one.differences for one in members if one.differences is not None]
+    differences = [member.differences for member in members if member.differences is not None]
     if differences:  # there is an original
         change = compare_groups(differences, weights)
-        others = np.array([one.row.original for one in members], dtype=float)
-        of_original = float(np.average(others, weights=weights))
+        originals = np.array([member.row.original for member in members], dtype=float)
+        of_original = float(np.average(originals, weights=weights))
     return Row(
         quantity=metric,
         unit="share",
@@ -291,7 +309,7 @@ def _group_row(group: str, metric: str, members: Sequence[Scored], results: Resu
         better="higher",
         details={
             "items": int(items.sum()),
-            "tasks": ", ".join(one.task for one in members),
+            "tasks": ", ".join(member.task for member in members),
             "weighting": "items" if by_items else "tasks",
         },
     )

@@ -21,12 +21,12 @@ from crosslayer.judge.page import (
 from crosslayer.judge.report import Report, Row
 from crosslayer.output.formatting import UNKNOWN, Table, listed, percent, plural, readable_bytes
 from crosslayer.output.page import Page
-from crosslayer.output.panel import Panel
 from crosslayer.output.record import SEVERAL, Options, Seed
 from crosslayer.stats.times import FEWEST, coverage
 from crosslayer.wiring.kv_bits import KvBitsText
 
-NOISY = 0.2  # the spread of equal runs above which the machine was busy
+# The spread of equal runs above which the machine was busy: their ratios need more pairs.
+NOISY = 0.2
 TOO_FEW = f"too few pairs for an interval: it needs {FEWEST} (--repeats {FEWEST})"
 
 
@@ -60,34 +60,34 @@ class Benchmark(Report):
 
     def layout(self) -> Page:
         """Return the page; its cards have the size of the cache, and times, of the last configuration."""
-        settings, threads, last = self.settings, self.environment.machine.threads, self.rows[-1].scope
-        shown = [row for row in self.rows if row.quantity in ("bytes", *TIMES)]
+        settings = self.settings
+        last = self.rows[-1].scope
+        shown = {name: rows for name in ("bytes", *TIMES) if (rows := self.rows_of(name))}
+        # Of a single configuration one figure has all quantities; of several, each quantity has its own.
+        interval = f"{covered(settings.repeats)} of the median ratio"
+        if all(len(rows) == 1 for rows in shown.values()):
+            panels = change_panels([row for rows in shown.values() for row in rows], interval=interval)
+        else:
+            panels = [panel for name, rows in shown.items() for panel in change_panels(rows, f"{name}_", interval)]
         return Page(
             title=self.title("Benchmark"),
             subtitle=(
                 f"random tokens, {settings.new_tokens} decoded after each prompt · {settings.repeats} pairs of "
-                f"alternating runs · {self.models[-1].place}, {plural(threads, 'thread')} · "
-                f"{' and '.join(settings.attention)} attention"
+                f"alternating runs · {self.models[-1].place}, "
+                f"{plural(self.environment.machine.threads, 'thread')} · {' and '.join(settings.attention)} attention"
             ),
-            cards=cards(row for row in shown if row.scope == last),
-            panels=self._panels(),
+            cards=cards(row for row in self.rows if row.quantity in ("bytes", *TIMES) and row.scope == last),
+            panels=panels,
             tables=[
                 listing("All measurements", self.rows, {"stored": "bytes\nas stored"}, "configuration"),
                 models_table(self),
             ],
         )
 
-    def _panels(self) -> list[Panel]:
-        """Return a figure of ratios by configuration for each quantity, or of a single configuration one for all."""
-        shown = {name: rows for name in ("bytes", *TIMES) if (rows := self.rows_of(name))}
-        interval = f"{covered(self.settings.repeats)} of the median ratio"
-        if all(len(rows) == 1 for rows in shown.values()):
-            return change_panels([row for rows in shown.values() for row in rows], interval=interval)
-        return [panel for name, rows in shown.items() for panel in change_panels(rows, f"{name}_", interval)]
-
     def sentences(self) -> list[str]:
         """Return what was measured over all configurations; gains and losses are worded alike."""
-        settings, pairs = self.settings, self.settings.repeats
+        settings = self.settings
+        pairs = settings.repeats
         times = [row for row in self.rows if row.quantity in TIMES]
         spans = [f"{title} {span(self.rows_of(name))}" for name, title in TIMES.items() if self.rows_of(name)]
         spans[0] = spans[0][0].upper() + spans[0][1:]
@@ -108,9 +108,9 @@ class Benchmark(Report):
             f"{TOO_FEW if pairs < FEWEST else rule}."
         )
         worst = max(times, key=lambda row: row.details["spread"])
-        apart = float(worst.details["spread"])
-        if apart > NOISY:
-            where = f"{TIMES[worst.quantity]} at {worst.scope} has quartiles {percent(apart)} apart"
+        spread = float(worst.details["spread"])
+        if spread > NOISY:
+            where = f"{TIMES[worst.quantity]} at {worst.scope} has quartiles {percent(spread)} apart"
             lines.append(f"Equal runs vary: {where}, so the machine was probably busy.")
         lines += failures(self) + CacheOptions(settings.evict, settings.kv_bits).sentences()
         return lines + [f"Skipped: {reason}." for reason in self.skipped]
@@ -123,10 +123,12 @@ class Benchmark(Report):
 
 
 def _head(row: Row) -> str:
+    """Return the head of a row's column, in lines: its cells are narrow."""
     return quantity_name(row).replace(", ", ",\n") + ("\n(of the 16-bit cache)" if row.quantity == "bytes" else "")
 
 
 def _cell(row: Row) -> str:
+    """Return a ratio, what it says, and both values; a dash for a peak that is not known."""
     if row.value is None:
         return UNKNOWN
     verdict = f"\n{row.verdict}" if row.unit == "s" else ""
@@ -157,7 +159,9 @@ class ServingBenchmark(Report):
 
     def layout(self) -> Page:
         """Return the page."""
-        settings, rows = self.settings, [row for row in self.rows if row.unit != "s"]
+        settings = self.settings
+        # Throughput is the inverse of the times, which the table has too.
+        rows = [row for row in self.rows if row.unit != "s"]
         return Page(
             title=f"{self.title('Benchmark')} in vLLM",
             subtitle=(
@@ -174,11 +178,13 @@ class ServingBenchmark(Report):
     def sentences(self) -> list[str]:
         """Return what was measured."""
         written = by_verdict([row for row in self.rows if row.unit != "s"])
-        written += [f"{one.name}: {one.details['not_saved']}" for one in self.models if "not_saved" in one.details]
+        for model in self.models:
+            if "not_saved" in model.details:
+                written.append(f"{model.name}: {model.details['not_saved']}")
         if self.settings.repeats < FEWEST:
             written.append(f"{self.settings.repeats} pairs of runs are {TOO_FEW}.")
         needed = (max(self.settings.contexts) + self.settings.new_tokens) * max(self.settings.requests)
-        full = [one.name for one in self.models if int(one.details["kv_tokens"]) < needed]
+        full = [model.name for model in self.models if int(model.details["kv_tokens"]) < needed]
         if full:
             written.append(f"The KV cache of {listed(full)} is too small for all requests at once, so some wait.")
         return written

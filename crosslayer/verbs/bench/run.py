@@ -41,7 +41,8 @@ from crosslayer.verbs.serve.engine import (
 from crosslayer.wiring.kv_bits import REFERENCE_DTYPE
 
 ROLES = ("candidate", "baseline")
-GPU_SHARE = 0.45  # fraction of GPU memory for each of the two engines of vLLM
+# Fraction of GPU memory for each of the two engines of vLLM, which stand side by side, so that runs can alternate.
+GPU_SHARE = 0.45
 
 
 def bench(
@@ -84,25 +85,40 @@ def bench(
         ValueError: an option is wrong, a model cannot be loaded, is not a causal language model or has fewer positions
             than a context, or nothing fits in memory.
     """
-    options: dict[str, Any] = {"contexts": contexts, "new_tokens": new_tokens, "repeats": repeats, "seed": seed}
     if engine == "vllm":
         if device is not None or tuple(attention) != ("sdpa",) or evict is not None or kv_bits is not None:
             raise ValueError(
                 "`device`, `attention`, `evict` and `kv_bits` need `engine` transformers; leave them out with vllm"
             )
-        options |= {"requests": batches, "dtype": dtype}
-        options |= {"kv_bytes": memory_bytes(1.0 if kv_memory is None else kv_memory)}
-        return bench_vllm(model, baseline, ServingSettings(**options))
+        serving = ServingSettings.of(
+            contexts=contexts,
+            requests=batches,
+            new_tokens=new_tokens,
+            repeats=repeats,
+            kv_bytes=memory_bytes(1.0 if kv_memory is None else kv_memory),
+            dtype=dtype,
+            seed=seed,
+        )
+        return bench_vllm(model, baseline, serving)
     if engine != "transformers":
         raise ValueError(f"`engine` must be transformers or vllm, got {engine!r}")
     if kv_memory is not None:
         raise ValueError("`kv_memory` needs `engine` vllm; transformers allocates the cache as it grows")
-    options |= {"batches": batches, "attention": attention, "evict": evict, "kv_bits": kv_bits}
-    settings = BenchSettings(**options)
+    settings = BenchSettings.of(
+        contexts=contexts,
+        batches=batches,
+        new_tokens=new_tokens,
+        repeats=repeats,
+        attention=attention,
+        seed=seed,
+        evict=evict,
+        kv_bits=kv_bits,
+    )
     sources = pair("bench", model, baseline, dtype=dtype, device=device, needs_tokenizer=False)
     candidate, original = (source.load() for source in sources)
     check_positions((candidate, original), settings)
-    smaller, started = CacheOptions(evict, settings.kv_bits), time.perf_counter()
+    started = time.perf_counter()
+    smaller = CacheOptions(evict, settings.kv_bits)
     around = None if smaller == CacheOptions() else smaller.running
     judged = Candidate(smaller.named(sources[0].name), candidate, around)
     with quiet_transformers():
@@ -125,10 +141,12 @@ def bench(
 
 def check_positions(models: Sequence[PreTrainedModel], settings: BenchSettings) -> None:
     """Refuse contexts beyond the models' positions, and models on different devices."""
+    longest = max(settings.contexts)
     for model in models:
-        limit, longest = positions(model), max(settings.contexts)
+        limit = positions(model)
+        # Rotary positions extend beyond what a model was trained for; a table of learned ones has no more rows.
         learned = position_embedding(model) is not None
-        needed = longest + settings.new_tokens if learned else longest  # rotary positions extend, learned ones do not
+        needed = longest + settings.new_tokens if learned else longest
         if needed > limit:
             extra = f" + {settings.new_tokens} new tokens" if learned else ""
             raise ValueError(f"context {longest}{extra} exceeds the {limit} positions of {type(model).__name__}")
@@ -142,8 +160,10 @@ def measure_loads(judge: Judge, candidate: Candidate, settings: BenchSettings) -
     models = [judge.model_of(candidate), judge.original]
     sizes = itertools.product(settings.attention, settings.batches, settings.contexts)
     loads = [Load(context, batch, settings.new_tokens, attention) for attention, batch, context in sizes]
-    rounds, done = settings.repeats + 1, itertools.count(1)
-    rows, skipped = [], []
+    rounds = settings.repeats + 1
+    done = itertools.count(1)
+    rows: list[Row] = []
+    skipped: list[str] = []
     with progress("benchmarking", len(loads) * rounds) as meter:
 
         def tick() -> None:
@@ -151,11 +171,13 @@ def measure_loads(judge: Judge, candidate: Candidate, settings: BenchSettings) -
 
         for load in loads:
             with attention_of(models, load.attention):
+                # A quantized cache needs masks too, since a token may be exact for only some queries of a prompt.
                 reason = too_large(models, load, evicts=settings.evict is not None or settings.kv_bits is not None)
                 if reason is None:
                     rows += _rows(judge, candidate, load, settings, tick)
                     continue
             skipped.append(reason)
+            # The meter counts all rounds, also those that are left out.
             for _ in range(rounds):
                 tick()
     return rows, skipped
@@ -166,25 +188,26 @@ def _rows(
 ) -> list[Row]:
     """Return the rows of a configuration: bytes of both caches, what a step reads, times, peak memory."""
     models = [judge.model_of(candidate), judge.original]
+    # Random tokens that both vocabularies know: times and bytes do not depend on the text.
     ids = random_ids(models, load, settings.seed)
-    facts: dict[str, Any] = {"candidate": candidate.name, "scope": load.name}
-    rows = judge.at_load([candidate], load, ids, settings.repeats, load.name, static=True, tick=tick)
-    if candidate.around is None:
-        rows += _reads(models, load, facts)
-    if load.attention == "eager" and candidate.around is None:
-        shares = [judge.asked(one, lambda model, _: softmax_share(model, load, ids)) for one in (candidate, None)]
+    scope = f"context {load.context}, batch {load.batch}, {load.attention}"
+    facts: dict[str, Any] = {"candidate": candidate.name, "scope": scope}
+    rows = judge.at_load([candidate], load, ids, settings.repeats, scope, static=True, tick=tick)
+    # Plans, and the model's own attention, say nothing of a smaller cache.
+    if candidate.around is not None:
+        return rows
+
+    # What the last step reads, in 16 bits and as stored; nothing if a model has no plan.
+    plans, stored_plans = read_plans(models, load, REFERENCE_DTYPE), read_plans(models, load)
+    if plans:
+        read, original = (plan.read_bytes for plan in plans)
+        stored, original_stored = (plan.read_bytes for plan in stored_plans)
+        details: dict[str, Detail] = {"stored": stored, "original_stored": original_stored}
+        rows.append(bytes_row("reads of a step", read, original, details=details, **facts))
+    if load.attention == "eager":
+        shares = [judge.asked(side, lambda model, _: softmax_share(model, load, ids)) for side in (candidate, None)]
         rows.append(Row(quantity="softmax share", unit="share", value=shares[0], original=shares[1], **facts))
     return rows
-
-
-def _reads(models: Sequence[PreTrainedModel], load: Load, facts: dict[str, Any]) -> list[Row]:
-    """Return the bytes that the last step reads, by the plans, in 16 bits; nothing if a model has no plan."""
-    plans, as_stored = read_plans(models, load, REFERENCE_DTYPE), read_plans(models, load)
-    if not plans:
-        return []
-    own, original = (plan.read_bytes for plan in plans)
-    details: dict[str, Detail] = {"stored": as_stored[0].read_bytes, "original_stored": as_stored[1].read_bytes}
-    return [bytes_row("reads of a step", own, original, details=details, **facts)]
 
 
 def bench_vllm(candidate: Any, baseline: Any, settings: ServingSettings) -> ServingBenchmark:
@@ -196,6 +219,7 @@ def bench_vllm(candidate: Any, baseline: Any, settings: ServingSettings) -> Serv
         check_engine()
         import vllm  # type: ignore[import-not-found]
 
+        # Both are checked before one of them is started.
         served: dict[str, Served] = {}
         memory = settings.kv_bytes / GIB
         for role, model in zip(ROLES, (candidate, baseline), strict=True):
@@ -230,6 +254,7 @@ def _started(served: Served, settings: ServingSettings, longest: int, stack: Exi
             dtype=settings.dtype or "auto",
             max_model_len=longest,
             max_num_seqs=max(settings.requests),
+            # Equal bytes for both, whatever the weights take, so that the capacity compares the caches alone.
             kv_cache_memory_bytes=settings.kv_bytes,
             gpu_memory_utilization=GPU_SHARE,
             enable_prefix_caching=False,
@@ -246,6 +271,7 @@ def _throughput(engines: dict[str, Any], served: dict[str, Served], settings: Se
 
     vocabulary = min(model.config.get_text_config().vocab_size for model in served.values())
     generator = torch.Generator().manual_seed(settings.seed)
+    # Random text may end anywhere, and both models must decode as many tokens.
     sampling = SamplingParams(temperature=0, max_tokens=settings.new_tokens, ignore_eos=True, detokenize=False)
     loads = list(itertools.product(settings.contexts, settings.requests))
     total, done = len(loads) * (settings.repeats + 1), itertools.count(1)
@@ -253,28 +279,30 @@ def _throughput(engines: dict[str, Any], served: dict[str, Served], settings: Se
     with progress("benchmarking", total) as meter:
         for context, requests in loads:
             times: dict[str, list[float]] = {role: [] for role in ROLES}
-            for repeat in range(-1, settings.repeats):  # the first warms up
+            # The first pair warms up. Who begins alternates, and each pair has new prompts.
+            for repeat in range(-1, settings.repeats):
                 ids = torch.randint(0, vocabulary, (requests, context), generator=generator)  # (R, T)
-                prompts = [{"prompt_token_ids": row} for row in ids.tolist()]
+                prompts = [{"prompt_token_ids": prompt} for prompt in ids.tolist()]
                 for role in ROLES if repeat % 2 else ROLES[::-1]:
                     started = time.perf_counter()
                     engines[role].generate(prompts, sampling, use_tqdm=False)
                     if repeat >= 0:
                         times[role].append(time.perf_counter() - started)
                 meter.step(next(done), total)
-            found = compare_times(**times)
+            compared = compare_times(**times)
             tokens = requests * settings.new_tokens
             scope = f"context {context}, {plural(requests, 'request')}"
             facts: dict[str, Any] = {"candidate": served["candidate"].name, "scope": scope}
-            took: dict[str, Any] = {"value": found.candidate.median, "original": found.baseline.median}
-            speeds: dict[str, Any] = {name: tokens / seconds for name, seconds in took.items()}
-            faster = found.change.mapped(lambda ratio: 1 / ratio)
+            medians: dict[str, Any] = {"value": compared.candidate.median, "original": compared.baseline.median}
+            speeds: dict[str, Any] = {name: tokens / seconds for name, seconds in medians.items()}
+            faster = compared.change.mapped(lambda ratio: 1 / ratio)
             rows.append(Row(quantity="throughput", unit="tokens/s", change=faster, better="higher", **speeds, **facts))
-            rows.append(Row(quantity="time", unit="s", change=found.change, **took, **facts))
+            rows.append(Row(quantity="time", unit="s", change=compared.change, **medians, **facts))
     return rows
 
 
 def _served_model(served: Served, engine: Any) -> JudgedModel:
+    """Return what is known of a model in vLLM, and how many tokens its cache holds."""
     cache, config = engine.llm_engine.vllm_config.cache_config, served.config
     details: dict[str, Any] = {
         "class": (config.architectures or [type(config).__name__])[0],
@@ -282,5 +310,8 @@ def _served_model(served: Served, engine: Any) -> JudgedModel:
         "kv_blocks": cache.num_gpu_blocks,
         "kv_tokens": cache.kv_cache_size_tokens,
     }
+    # vLLM may store more than the plan does, and the page then says why the capacity is less.
     sentence = not_saved(config) if isinstance(config, CrossLayerConfig) else None
-    return JudgedModel(name=served.name, details=details if sentence is None else {**details, "not_saved": sentence})
+    if sentence is not None:
+        details["not_saved"] = sentence
+    return JudgedModel(name=served.name, details=details)

@@ -6,7 +6,6 @@ other share both, so their ratio is of the models.
 
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 import torch
 
@@ -14,6 +13,7 @@ from crosslayer.core.decoder import CrossLayerConfig, CrossLayerForCausalLM
 from crosslayer.stats.times import TimeComparison, compare_times
 from crosslayer.verbs.compare.read import NamedRun
 
+MODEL = "model/config.json"  # in a run's folder, which may have its record only
 Key = tuple[str, str]  # labels of configuration and variant
 Step = Callable[[], float]
 
@@ -28,26 +28,22 @@ def step_times(runs: Mapping[Key, NamedRun], baseline: str, rounds: int) -> dict
         ValueError: the run's folder has its record only.
     """
     for entry in runs.values():
-        if not has_model(entry.folder):
-            raise ValueError(f"`step_rounds` needs a model of each variant, and {entry.name} has none; use 0")
+        if not (entry.folder / MODEL).is_file():
+            raise ValueError(f"`step_rounds` needs a model of each variant, and {entry.folder.name} has none; use 0")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     times: dict[Key, TimeComparison] = {}
     pairs = [(key, (key[0], baseline)) for key in runs if key[1] != baseline and (key[0], baseline) in runs]
     for key, reference in pairs:
         steps = [_step(runs[each], device) for each in (key, reference)]
         seconds: tuple[list[float], list[float]] = ([], [])
-        for number in range(-1, rounds):  # the first round warms up
-            for which in (0, 1) if number % 2 else (1, 0):  # who goes second meets warm caches: both take turns
-                taken = steps[which]()
-                if number >= 0:
-                    seconds[which].append(taken)
+        # Round −1 warms up. The second of two steps finds warm caches, so both take turns.
+        for turn in range(-1, rounds):
+            for which in (0, 1) if turn % 2 else (1, 0):
+                duration = steps[which]()
+                if turn >= 0:
+                    seconds[which].append(duration)
         times[key] = compare_times(*seconds)
     return times
-
-
-def has_model(folder: Path) -> bool:
-    """Return whether a run's folder has its model, and not its record only."""
-    return (folder / "model" / "config.json").is_file()
 
 
 def _step(entry: NamedRun, device: str) -> Step:
@@ -55,26 +51,23 @@ def _step(entry: NamedRun, device: str) -> Step:
     config, recipe = CrossLayerConfig.from_pretrained(entry.folder / "model"), entry.run.recipe
     model = CrossLayerForCausalLM(config).train()
     model.to(torch.device(device))  # pyright: ignore[reportArgumentType]  # transformers wraps it
-    # the rate moves the weights as little as it can: random tokens might blow them up
+    # This rate moves the weights as little as it can: random tokens might blow them up.
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-9)
     shape = (recipe["train"].get("per_device_train_batch_size", 8), recipe["data"]["length"])
     tokens = torch.randint(model.config.vocab_size, shape, device=device)  # (B, T)
 
     def step() -> float:
-        _wait(device)
+        # Waiting for the GPU before and after gives the time of its work and not of the launch.
+        if device == "cuda":
+            torch.cuda.synchronize()
         started = time.perf_counter()
         with torch.autocast(device, torch.bfloat16, enabled=bool(recipe["train"].get("bf16"))):
             loss = model(tokens, labels=tokens, use_cache=False).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        _wait(device)
+        if device == "cuda":
+            torch.cuda.synchronize()
         return time.perf_counter() - started
 
     return step
-
-
-def _wait(device: str) -> None:
-    """Wait for a GPU, so that the time is of its work and not of the launch."""
-    if device == "cuda":
-        torch.cuda.synchronize()

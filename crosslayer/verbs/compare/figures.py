@@ -7,7 +7,7 @@ import numpy as np
 from crosslayer.output.chart import same_scale
 from crosslayer.output.panel import COLORS, QUIET, Dots, Heat, Line, Panel
 from crosslayer.stats.estimate import band
-from crosslayer.verbs.compare.result import COSTS, ComparedRun, Comparison, Configuration, SnapshotMeans
+from crosslayer.verbs.compare.result import COSTS, Comparison, Configuration
 from crosslayer.verbs.compare.sentences import titled
 
 TOGETHER = 6  # lines of variants in a figure
@@ -28,12 +28,16 @@ CURVES = {  # quantity → title, caption and axis
 
 def drawn_panels(record: Comparison) -> list[Panel]:
     """Return all figures, configuration by configuration."""
+    # A variant has one color in all figures; the baseline is gray.
+    colors = {name: COLORS[(n - 1) % len(COLORS)] if n else QUIET for n, name in enumerate(record.ordered)}
     panels: list[Panel] = []
-    for number, configuration in enumerate(record.configurations):
-        suffix = "" if len(record.configurations) == 1 else f"_{number}"
-        panels += [*_differences(record, configuration, suffix), *_relative(record, configuration, suffix)]
-        panels += [*_curves(record, configuration, suffix), *_mixing(record, configuration, suffix)]
-    return [*panels, *_laws(record)]
+    for index, configuration in enumerate(record.configurations):
+        suffix = "" if len(record.configurations) == 1 else f"_{index}"
+        panels += _differences(record, configuration, suffix)
+        panels += _relative(record, configuration, suffix, colors)
+        panels += _curves(record, configuration, suffix, colors)
+        panels += _mixing(record, configuration, suffix)
+    return [*panels, *_laws(record, colors)]
 
 
 def _differences(record: Comparison, configuration: Configuration, suffix: str) -> list[Panel]:
@@ -54,10 +58,11 @@ def _differences(record: Comparison, configuration: Configuration, suffix: str) 
     return [Panel(f"difference{suffix}", title, caption, LOSS, "", dots=dots)]
 
 
-def _relative(record: Comparison, configuration: Configuration, suffix: str) -> list[Panel]:
+def _relative(record: Comparison, configuration: Configuration, suffix: str, colors: Mapping[str, str]) -> list[Panel]:
     """Return the relative curves, with bands from three seeds on."""
     results = {each.variant: each for each in record.outcomes if each.configuration == configuration.label}
-    colors, groups, over, bands = _colors(record), [], 0, False
+    groups = []
+    over, bands = 0, False
     for group in _groups(record, configuration):
         lines = []
         for variant in group:
@@ -76,18 +81,33 @@ def _relative(record: Comparison, configuration: Configuration, suffix: str) -> 
     return _panels(f"relative_loss{suffix}", "Relative training loss", configuration, caption, LOSS, groups)
 
 
-def _curves(record: Comparison, configuration: Configuration, suffix: str) -> list[Panel]:
+def _curves(record: Comparison, configuration: Configuration, suffix: str, colors: Mapping[str, str]) -> list[Panel]:
     """Return quantities by step, means over seeds, with the baseline in each figure."""
-    measured = {
-        variant: [_by_step(run) for run in record.runs_of(configuration.label, variant)] for variant in record.ordered
-    }
-    panels, colors = [], _colors(record)
+    lines: dict[tuple[str, str], Line] = {}  # quantity and variant → the mean over its runs
+    for variant in record.ordered:
+        runs = record.runs_of(configuration.label, variant)
+        for key in CURVES:
+            curves: list[dict[int, float | None]] = []
+            for run in runs:
+                trace = {"training_loss": run.curve, "validation_loss": run.validation}.get(key)
+                if trace is None:
+                    curves.append({snapshot.step: getattr(snapshot, key) for snapshot in run.snapshots})
+                else:
+                    curves.append(dict(zip(trace.steps, trace.losses, strict=True)))
+            # Only steps at which all runs have a value: where a seed is missing, the mean would jump.
+            means = {}
+            for step in curves[0] if curves else ():
+                values = [value for curve in curves if (value := curve.get(step)) is not None]
+                if len(values) == len(curves):
+                    means[float(step)] = float(np.mean(values))
+            if len(means) > 1:
+                lines[key, variant] = Line(variant, [*means], [*means.values()], color=colors[variant])
+
+    panels = []
     for key, (title, caption, axis) in CURVES.items():
         groups = []
         for group in _groups(record, configuration):
-            names = (record.baseline, *group)
-            lines = [_mean_line(name, [run[key] for run in measured[name]], colors[name]) for name in names]
-            groups.append([line for line in lines if line is not None])
+            groups.append([lines[key, name] for name in (record.baseline, *group) if (key, name) in lines])
         panels += _panels(f"{key}{suffix}", title, configuration, caption, axis, groups)
     return panels
 
@@ -96,15 +116,16 @@ def _mixing(record: Comparison, configuration: Configuration, suffix: str) -> li
     """Return the depth-mixing matrices of all variants in one figure, mean over seeds, a column apart."""
     columns, columns_of, ticks = [], [], {}
     for variant in record.ordered:
-        known = [
+        tables = [
             run.depth_mixing for run in record.runs_of(configuration.label, variant) if run.depth_mixing is not None
         ]
-        if known and (not columns or len(columns[0]) == len(known[0].readers)):
-            matrix = np.mean([np.array(one.weights, dtype=float) for one in known], axis=0)  # (readers, sources)
+        # A variant with another number of layers has other rows, and is left out.
+        if tables and (not columns or len(columns[0]) == len(tables[0].readers)):
+            matrix = np.mean([np.array(table.weights, dtype=float) for table in tables], axis=0)  # (readers, sources)
             matrix /= np.nanmax(np.abs(matrix), axis=1, keepdims=True)
             ticks[len(columns) + matrix.shape[1] / 2] = variant
             columns += [*matrix.T, np.full(len(matrix), np.nan)]
-            columns_of += [*(f"{variant}, source {number}" for number in range(matrix.shape[1])), ""]
+            columns_of += [*(f"{variant}, source {source}" for source in range(matrix.shape[1])), ""]
     if len(ticks) < 2:
         return []
     z = np.array(columns).T
@@ -120,33 +141,10 @@ def _mixing(record: Comparison, configuration: Configuration, suffix: str) -> li
     return [Panel(f"depth_mixing{suffix}", title, caption, "", "sublayer", heat=heat, wide=True, x_ticks=ticks)]
 
 
-def _by_step(run: ComparedRun) -> dict[str, Mapping[int, float | None]]:
-    return {
-        "training_loss": dict(zip(run.curve.steps, run.curve.losses, strict=True)),
-        "validation_loss": dict(zip(run.validation.steps, run.validation.losses, strict=True)),
-        **{name: {one.step: getattr(one, name) for one in run.snapshots} for name in SnapshotMeans.model_fields},
-    }
-
-
-def _colors(record: Comparison) -> dict[str, str]:
-    """Return the color of each variant, the same in every figure."""
-    return {name: COLORS[(n - 1) % len(COLORS)] if n else QUIET for n, name in enumerate(record.ordered)}
-
-
 def _groups(record: Comparison, configuration: Configuration) -> list[list[str]]:
     """Return the variants other than the baseline that have runs, in groups of one figure each."""
     others = [variant for variant in record.ordered[1:] if record.runs_of(configuration.label, variant)]
     return [others[start : start + TOGETHER] for start in range(0, len(others), TOGETHER)]
-
-
-def _mean_line(name: str, curves: Sequence[Mapping[int, float | None]], color: str) -> Line | None:
-    """Return the mean of curves at the steps where all have a value; None if there are fewer than two such steps."""
-    means = {}
-    for step in curves[0] if curves else ():
-        values = [value for curve in curves if (value := curve.get(step)) is not None]
-        if len(values) == len(curves):
-            means[float(step)] = float(np.mean(values))
-    return Line(name, [*means], [*means.values()], color=color) if len(means) > 1 else None
 
 
 def _panels(
@@ -155,16 +153,16 @@ def _panels(
     """Return a figure for each group of lines, all with the same vertical scale."""
     drawn = [group for group in groups if group]
     panels = []
-    for number, lines in enumerate(drawn):
-        count, end = (f" ({number + 1} of {len(drawn)})", f"_part_{number}") if len(drawn) > 1 else ("", "")
+    for part, lines in enumerate(drawn):
+        count, end = (f" ({part + 1} of {len(drawn)})", f"_part_{part}") if len(drawn) > 1 else ("", "")
         full_title = titled(f"{title}{count}", configuration.label)
         panels.append(Panel(f"{key}{end}", full_title, caption, "step", axis, lines))
     return same_scale(panels)
 
 
-def _laws(record: Comparison) -> list[Panel]:
+def _laws(record: Comparison, colors: Mapping[str, str]) -> list[Panel]:
     """Return the final losses by cost, the baseline in each figure, for each group of configurations that has laws."""
-    panels, colors = list[Panel](), _colors(record)
+    panels: list[Panel] = []
     caption = "Mean over seeds against the total cost of a run; on these axes a power law is a straight line."
     for (where, cost), (first, *others) in record.law_groups().items():
         for start in range(0, len(others), TOGETHER):

@@ -15,10 +15,10 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from crosslayer.core.methods import load_methods, method_class, to_entry
-from crosslayer.output.record import Frozen, validation_message
+from crosslayer.output.record import Frozen
 from crosslayer.training.recipe import Recipe, given_recipe, load_recipe
 from crosslayer.training.recipe_file import nearest, parse_value
 from crosslayer.verbs.compare.result import Configuration, Variant
@@ -46,6 +46,7 @@ def read_methods(methods: str | Sequence[Any], heads: int | None = None) -> list
     {num_key_value_heads: 1} and {learning_rate: 1e-3}, alone or with methods; by default a variant has the recipe's
     own values.
     """
+    # YAML reads them, since options of a method may hold lists and mappings with commas.
     entries = parse_value(f"[{methods}]", f"methods {methods!r}") if isinstance(methods, str) else methods
     if not entries:
         raise ValueError("`methods` must name at least two variants, got none; for example vanilla, NAME")
@@ -66,13 +67,13 @@ def _variant(entry: Any, heads: int | None) -> Variant:
     methods: list[Any] = []
     rate = None
     for part in entry if isinstance(entry, list) else [entry]:
-        own = part if isinstance(part, dict) else {}
-        if own.keys() == {HEADS}:
-            heads = own[HEADS]
+        values = part if isinstance(part, dict) else {}
+        if values.keys() == {HEADS}:
+            heads = values[HEADS]
             if type(heads) is not int or heads < 1:
                 raise ValueError(f"`methods`: {HEADS} must be a whole number above 0, got {heads!r}")
-        elif own.keys() == {RATE}:
-            rate = own[RATE]
+        elif values.keys() == {RATE}:
+            rate = values[RATE]
             if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate < 1:
                 raise ValueError(f"`methods`: {RATE} must be a number above 0 and below 1, got {rate!r}")
         else:
@@ -89,22 +90,23 @@ def _variant(entry: Any, heads: int | None) -> Variant:
 
 def variant_of(methods: Methods, heads: int | None = None) -> Variant:
     """Return the variant of methods, and of a number of key/value heads if its recipe states one."""
-    parts = [*map(_method_label, methods), *([] if heads is None else [f"{HEADS}={heads}"])]
+    parts = []
+    for entry in methods:
+        # The name may come from an untrusted record, and becomes part of pages and names of folders.
+        name = entry.get("name")
+        if not isinstance(name, str) or not NAME.fullmatch(name):
+            raise ValueError(f"a method's name must be letters, digits, _ and ., got {name!r}")
+        try:
+            chosen: Any = method_class(name)
+            defaults = {field.name: json.loads(json.dumps(field.default, default=repr)) for field in fields(chosen)}
+        except ValueError:  # a user-defined method, which is not imported here
+            defaults = {}
+        changed = {key: value for key, value in entry.items() if key != "name" and value != defaults.get(key, ...)}
+        options = [f"{key}={json.dumps(value)}".replace('"', "") for key, value in changed.items()]
+        parts.append(f"{name}({', '.join(options)})" if options else name)
+    if heads is not None:
+        parts.append(f"{HEADS}={heads}")
     return Variant(label="+".join(parts) or PLAIN, methods=methods, num_key_value_heads=heads)
-
-
-def _method_label(entry: dict[str, Any]) -> str:
-    name = entry.get("name")
-    if not isinstance(name, str) or not NAME.fullmatch(name):
-        raise ValueError(f"a method's name must be letters, digits, _ and ., got {name!r}")
-    try:
-        chosen: Any = method_class(name)
-        defaults = {field.name: json.loads(json.dumps(field.default, default=repr)) for field in fields(chosen)}
-    except ValueError:  # a user-defined method, which is not imported here
-        defaults = {}
-    changed = {key: value for key, value in entry.items() if key != "name" and value != defaults.get(key, ...)}
-    options = [f"{key}={json.dumps(value)}".replace('"', "") for key, value in changed.items()]
-    return f"{name}({', '.join(options)})" if options else name
 
 
 def pick_baseline(labels: Sequence[str], baseline: str | None) -> str:
@@ -137,7 +139,11 @@ class Grid:
     varied: dict[str, list[Any]]
 
     def planned_runs(self) -> list[PlannedRun]:
-        """Return the runs, seed by seed so that pairs are complete early."""
+        """Return the runs, seed by seed so that pairs are complete early.
+
+        Raises:
+            ValueError: a recipe is wrong; the message names its variant and configuration.
+        """
         first = load_recipe(self.path, self.overrides).seed
         configurations = [
             Configuration.from_values(dict(zip(self.varied, values, strict=True)))
@@ -151,23 +157,21 @@ class Grid:
         for seed in range(first, first + self.seeds):
             for configuration, prefix in zip(configurations, prefixes, strict=True):
                 for variant, name in zip(self.variants, names, strict=True):
-                    own = [f"seed={seed}", f"name={prefix}{name}-{seed}"]
-                    planned.append(PlannedRun(configuration, self.recipe(configuration, variant, own)))
+                    # Later overrides win: a variant's own values over the configuration's, over those of all runs.
+                    values = [f"{key}={json.dumps(value)}" for key, value in configuration.values.items()]
+                    values.append(f"model.method={json.dumps(variant.methods or None)}")
+                    if variant.num_key_value_heads is not None:
+                        values.append(f"model.shape.{HEADS}={variant.num_key_value_heads}")
+                    if variant.learning_rate is not None:
+                        values.append(f"train.{RATE}={variant.learning_rate}")
+                    values += [f"seed={seed}", f"name={prefix}{name}-{seed}"]
+                    try:
+                        recipe = load_recipe(self.path, [*self.overrides, *values])
+                    except ValueError as error:
+                        varied = f" with {configuration.label}" if configuration.label else ""
+                        raise ValueError(f"{variant.label}{varied}: {error}") from None
+                    planned.append(PlannedRun(configuration, recipe))
         return planned
-
-    def recipe(self, configuration: Configuration, variant: Variant, more: Sequence[str]) -> Recipe:
-        """Return the recipe of a variant in a configuration, with more overrides."""
-        values = [f"{key}={json.dumps(value)}" for key, value in configuration.values.items()]
-        own = [f"model.method={json.dumps(variant.methods or None)}"]
-        if variant.num_key_value_heads is not None:
-            own.append(f"model.shape.{HEADS}={variant.num_key_value_heads}")
-        if variant.learning_rate is not None:
-            own.append(f"train.{RATE}={variant.learning_rate}")
-        try:
-            return load_recipe(self.path, [*self.overrides, *values, *own, *more])
-        except ValueError as error:
-            varied = f" with {configuration.label}" if configuration.label else ""
-            raise ValueError(f"{variant.label}{varied}: {error}") from None
 
 
 def read_grid(
@@ -190,8 +194,8 @@ def read_grid(
         if key in varied:
             raise ValueError(f"`vary` must name each key once, got {key} twice")
         varied[key] = parse_value(f"[{values}]", f"vary {text!r}")
-        for number, value in enumerate(varied[key]):
-            if value in varied[key][:number]:
+        for index, value in enumerate(varied[key]):
+            if value in varied[key][:index]:
                 raise ValueError(f"`vary` must name each value once, got {value!r} twice in {text!r}")
     model = given_recipe(path, overrides, stages=False).model
     assert model is not None
@@ -204,6 +208,7 @@ def _folders(labels: Sequence[str]) -> list[str]:
     for label in labels:
         plain = re.sub(r"model\.|data\.|schedule\.|train\.", "", label)
         short = re.sub(r"[^A-Za-z0-9_.]+", "-", plain).strip("-.")[:LONGEST]
+        # Labels that differ only in punctuation, or after the cut, would share a folder.
         names.append(short if short not in names else f"{short}-{len(names)}")
     return names
 
@@ -222,11 +227,3 @@ class State(Frozen):
         "crosslayer/grid/3", validation_alias="schema", serialization_alias="schema"
     )
     stopped: dict[str, Stopped] = Field({}, description="runs that diverged, by name")
-
-
-def read_state(folder: Path) -> State:
-    """Return the content of the folder's `grid.json`."""
-    try:
-        return State.model_validate_json((folder / STATE).read_bytes())
-    except ValidationError as error:
-        raise ValueError(f"{STATE}: {validation_message(error)}") from None

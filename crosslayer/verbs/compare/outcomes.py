@@ -35,12 +35,17 @@ from crosslayer.verbs.compare.result import (
 )
 from crosslayer.verbs.compare.speedup import speedup
 
-SHARE = 20  # by default a curve is smoothed over 1/20 of its length
+# By default a curve is smoothed over 1/20 of its length, which delays a critical point by half of that.
+SHARE = 20
 # keys that may differ between the configurations of a law
 SCALED = ("model.", "schedule.", "train.", "eval.")
-APART = 1.5  # the smallest factor between neighboring costs: an exponent from closer ones would be noise
+# The smallest factor between neighboring costs: an exponent from closer ones would be noise. Through FLOPs that were
+# equal but for rounding, a law once had an exponent of −34.
+APART = 1.5
 CLOSE = 1 + 1e-6  # tolerance of the largest cost for rounding
-FARTHEST = 1000  # the largest factor between a cost and the cost to which a law is extrapolated
+# The largest factor between a cost and the cost to which a law is extrapolated: one that hardly falls reaches another
+# loss only far from every cost that was run.
+FARTHEST = 1000
 RunsBySeed = dict[int, list[ComparedRun]]  # seed → its run in each configuration
 
 
@@ -54,29 +59,34 @@ def outcomes(
     grouped: dict[tuple[str, str], dict[int, ComparedRun]] = {}
     for run in runs.runs:
         grouped.setdefault((run.configuration, run.variant), {})[run.seed] = run
-    results = [
-        _outcome(
-            own,
-            grouped.get((configuration.label, baseline), {}),
-            smooth,
-            (times or {}).get((configuration.label, variant.label)),
-        )
-        for configuration in runs.configurations
-        for variant in runs.variants
-        if variant.label != baseline and (own := grouped.get((configuration.label, variant.label)))
-    ]
-    p_values = {row: p for row, each in enumerate(results) if each.final and (p := each.final.change.p) is not None}
-    for row, p in zip(p_values, holm([*p_values.values()]), strict=True):
-        results[row] = results[row].model_copy(update={"adjusted": p})
+    results = []
+    for configuration in runs.configurations:
+        reference = grouped.get((configuration.label, baseline), {})
+        for variant in runs.variants:
+            key = (configuration.label, variant.label)
+            if variant.label != baseline and key in grouped:
+                results.append(_outcome(grouped[key], reference, smooth, (times or {}).get(key)))
+
+    # The correction is over all comparisons of the page: of many variants, one is lower by chance.
+    p_values = {index: each.final.change.p for index, each in enumerate(results) if each.final}
+    tested = {index: p for index, p in p_values.items() if p is not None}
+    for index, p in zip(tested, holm([*tested.values()]), strict=True):
+        results[index] = results[index].model_copy(update={"adjusted": p})
     return tuple(results)
 
 
 def _outcome(
-    own: dict[int, ComparedRun], others: dict[int, ComparedRun], smooth: int | None, step_time: TimeComparison | None
+    runs: dict[int, ComparedRun],
+    reference: dict[int, ComparedRun],
+    smooth: int | None,
+    step_time: TimeComparison | None,
 ) -> Outcome:
-    first = next(iter(own.values()))
-    seeds = sorted(own.keys() & others.keys())
-    candidates, baselines = [own[seed] for seed in seeds], [others[seed] for seed in seeds]
+    """Compare the runs of a variant by seed with those of the baseline."""
+    first = next(iter(runs.values()))
+    # The seed sets the initial weights and the order of the text, so only runs with the same seed are a pair.
+    seeds = sorted(runs.keys() & reference.keys())
+    candidates = [runs[seed] for seed in seeds]
+    baselines = [reference[seed] for seed in seeds]
     final, domains = None, {}
     if seeds:
         final = _difference(*([run.final_loss for run in group] for group in (candidates, baselines)))
@@ -87,7 +97,7 @@ def _outcome(
         configuration=first.configuration,
         variant=first.variant,
         seeds=tuple(seeds),
-        missing=tuple(sorted(own.keys() ^ others.keys())),
+        missing=tuple(sorted(runs.keys() ^ reference.keys())),
         loss=float(np.mean([run.final_loss for run in candidates])) if candidates else None,
         final=final,
         adjusted=None,
@@ -114,8 +124,8 @@ def _curve(
         return None, None
     steps = np.array(candidates[0].curve.steps)  # (N,)
     window = entries_of(steps, smooth)
-    own, other = (np.array([run.curve.losses for run in group]) for group in (candidates, baselines))  # (S, N)
-    relative = smoothed(own, window) - smoothed(other, window)
+    losses, reference = (np.array([run.curve.losses for run in group]) for group in (candidates, baselines))  # (S, N)
+    relative = smoothed(losses, window) - smoothed(reference, window)
     edges = t_ends(relative)
     curve = RelativeCurve(
         window=window,
@@ -124,6 +134,7 @@ def _curve(
         low=None if edges is None else tuple(edges[0].tolist()),
         high=None if edges is None else tuple(edges[1].tolist()),
     )
+    # A variant that was never ahead cannot be overtaken: its curve crosses 0 by noise.
     if not curve.ahead:
         return curve, None
     reached = [critical_point(steps, line) for line in relative]
@@ -187,7 +198,8 @@ def fit_power_law(costs: Sequence[float], losses: Sequence[float]) -> PowerLaw:
         raise ValueError("a power law needs costs and losses above 0")
     line: Any = stats.linregress(np.log(costs), np.log(losses))
     value, low, high = -line.slope, None, None
-    if len(costs) >= FEWEST:  # two points always lie on a line
+    # Two points always lie on a line.
+    if len(costs) >= FEWEST:
         half = t_quantile(len(costs) - 2) * line.stderr
         low, high = value - half, value + half
     exponent = Estimate(value=value, low=low, high=high, n=len(costs), over="configurations", how="Student's t")
@@ -201,6 +213,7 @@ def relative_cost(method: PowerLaw, baseline: PowerLaw, cost: float) -> float | 
     """
     if method.exponent.value <= 0:
         return None
+    # In logarithms, since a small exponent would make the power overflow.
     logarithm = math.log(method.scale / baseline.loss(cost)) / method.exponent.value - math.log(cost)
     return math.exp(logarithm) if abs(logarithm) < math.log(FARTHEST) else None
 
@@ -215,18 +228,25 @@ def laws(runs: GroupedRuns, baseline: str) -> tuple[tuple[Law, ...], str | None]
     for where, names in _groups(runs.configurations).items():
         if len(names) < 2:
             continue
-        measured: dict[str, RunsBySeed] = {}
-        for variant in runs.variants:  # the seeds that have a run in every configuration
-            own = {(run.configuration, run.seed): run for run in runs.runs if run.variant == variant.label}
-            seeds = [
-                seed for seed in sorted({run.seed for run in runs.runs}) if all((name, seed) in own for name in names)
-            ]
-            measured[variant.label] = {seed: [own[name, seed] for name in names] for seed in seeds}
+        # Only seeds with a run in every configuration: otherwise the points of a law would be of different seeds.
+        measured: dict[str, RunsBySeed] = {variant.label: {} for variant in runs.variants}
+        by_key = {(run.variant, run.configuration, run.seed): run for run in runs.runs}
+        for label, by_seed in measured.items():
+            for seed in sorted({run.seed for run in runs.runs}):
+                if all((label, name, seed) in by_key for name in names):
+                    by_seed[seed] = [by_key[label, name, seed] for name in names]
         if not measured[baseline]:
             reason = f"no seed of {baseline} has a run in every configuration"
             continue
+
+        # The cost that differs, or FLOPs if parameters and tokens both do.
         row = next(iter(measured[baseline].values()))
-        cost = _cost(row)
+        parameters, tokens = {run.parameters for run in row}, {run.tokens for run in row}
+        cost: Cost = "flops"
+        if len(tokens) == 1 and len(parameters) == len(row):
+            cost = "parameters"
+        elif len(parameters) == 1 and len(tokens) == len(row):
+            cost = "tokens"
         if not _apart(_costs(row, cost)):
             each = ", ".join(f"{value:.4g}" for value in _costs(row, cost))
             reason = (
@@ -247,14 +267,6 @@ def _groups(configurations: Sequence[Configuration]) -> dict[str, tuple[str, ...
         common = Configuration.from_values(fixed).label
         groups[common] = (*groups.get(common, ()), configuration.label)
     return groups
-
-
-def _cost(row: Sequence[ComparedRun]) -> Cost:
-    """Return the cost that differs between the runs of a law (K,): parameters, tokens, or FLOPs if both differ."""
-    parameters, tokens = {run.parameters for run in row}, {run.tokens for run in row}
-    if len(tokens) == 1 and len(parameters) == len(row):
-        return "parameters"
-    return "tokens" if len(parameters) == 1 and len(tokens) == len(row) else "flops"
 
 
 def _apart(costs: Sequence[float]) -> bool:
@@ -280,11 +292,14 @@ def _law(variant: RunsBySeed, baseline: RunsBySeed, cost: Cost) -> dict[str, Any
 
     (law, losses), (reference, _) = fit(variant, seeds), fit(baseline, seeds)
     each = [(fit(variant, [seed])[0], fit(baseline, [seed])[0]) for seed in seeds]
+    # A larger model may be worse at a small budget. A law that does not fall says nothing about costs; one once gave
+    # "97.5% fewer parameters".
     needed, fewer = None, None
     if reference.exponent.value > 0:
         needed = relative_cost(law, reference, reference.largest)
-    if needed is not None:  # 1 − the geometric mean over seeds; no interval if a seed never reaches the loss
-        by_seed = [relative_cost(own, other, other.largest) for own, other in each]
+    # 1 − the geometric mean over seeds, and no interval if a seed never reaches the loss.
+    if needed is not None:
+        by_seed = [relative_cost(method, plain, plain.largest) for method, plain in each]
         logs = [math.log(cost) for cost in by_seed if cost is not None]
         mean = t_mean(logs if len(logs) == len(by_seed) else [math.log(needed)])
         fewer = mean.mapped(lambda log: 1 - math.exp(log)).model_copy(update={"value": 1 - needed})
@@ -293,7 +308,7 @@ def _law(variant: RunsBySeed, baseline: RunsBySeed, cost: Cost) -> dict[str, Any
         "losses": losses,
         "scale": law.scale,
         "exponent": law.exponent,
-        "exponent_over_seeds": t_mean([own.exponent.value for own, _ in each]),
+        "exponent_over_seeds": t_mean([method.exponent.value for method, _ in each]),
         "fewer": fewer,
         "extrapolated": needed is not None and not law.smallest <= needed * reference.largest <= law.largest * CLOSE,
     }

@@ -9,7 +9,7 @@ from crosslayer.stats.differences import FEWEST
 from crosslayer.stats.estimate import NOT_TESTED
 from crosslayer.training.record import mean_of_known
 from crosslayer.verbs.compare.figures import drawn_panels
-from crosslayer.verbs.compare.result import COSTS, ComparedRun, Comparison, Law
+from crosslayer.verbs.compare.result import COSTS, ComparedRun, Comparison
 from crosslayer.verbs.compare.sentences import sentences, titled, with_values, written_verdict
 
 Read = Callable[[ComparedRun], float | None]
@@ -46,29 +46,25 @@ def layout(record: Comparison) -> Page:
         _critical(record),
         *_laws(record),
     ]
-    return Page(
-        title=f"Comparison: {record.name}",
-        subtitle=_subtitle(record),
-        cards=_cards(record),
-        sentences=sentences(record),
-        panels=drawn_panels(record),
-        tables=[table for table in tables if table[2]],
-        lead=[_finals(record, configuration.label) for configuration in record.configurations],
-    )
-
-
-def _subtitle(record: Comparison) -> str:
     seeds = len({seed for result in record.outcomes for seed in result.seeds})
     machines = {run.machine.gpu or run.machine.processor for run in record.runs}
     tokens = " to ".join(dict.fromkeys(f"{end(run.tokens for run in record.runs):,}" for end in (min, max)))
-    parts = [
+    subtitle = [
         f"{len(record.variants) - 1} compared with {record.baseline}",
         *([f"{len(record.configurations)} configurations"] if len(record.configurations) > 1 else []),
         f"{plural(seeds, 'seed')}, paired",
         f"{len(record.runs)} runs of {tokens} tokens",
         *(machines if len(machines) == 1 else ()),
     ]
-    return " · ".join(parts)
+    return Page(
+        title=f"Comparison: {record.name}",
+        subtitle=" · ".join(subtitle),
+        cards=_cards(record),
+        sentences=sentences(record),
+        panels=drawn_panels(record),
+        tables=[table for table in tables if table[2]],
+        lead=[_finals(record, configuration.label) for configuration in record.configurations],
+    )
 
 
 def _cards(record: Comparison) -> list[tuple[str, str, str]]:
@@ -93,11 +89,12 @@ def _finals(record: Comparison, configuration: str) -> Table:
     head = ["variant", "seeds", "loss", f"difference to {record.baseline}", "p (Holm)", "verdict"]
     rows = []
     results = [result for result in record.outcomes if result.configuration == configuration]
-    paired = {seed for result in results for seed in result.seeds}  # other runs count nowhere
-    own = [run for run in record.runs_of(configuration, record.baseline) if run.seed in paired]
-    if own:
-        mean = statistics.fmean(run.final_loss for run in own)
-        rows.append([record.baseline, f"{len(own)}", f"{mean:.4f}", "", "", "the baseline"])
+    # The baseline's loss is over seeds that have a pair; its other runs count nowhere.
+    paired = {seed for result in results for seed in result.seeds}
+    baselines = [run for run in record.runs_of(configuration, record.baseline) if run.seed in paired]
+    if baselines:
+        mean = statistics.fmean(run.final_loss for run in baselines)
+        rows.append([record.baseline, f"{len(baselines)}", f"{mean:.4f}", "", "", "the baseline"])
     for result in sorted(results, key=lambda result: result.rank):
         difference = UNKNOWN if result.final is None else with_values(result.final)
         adjusted = UNKNOWN if result.adjusted is None else f"{result.adjusted:.3f}"
@@ -109,7 +106,8 @@ def _finals(record: Comparison, configuration: str) -> Table:
 
 def _costs(record: Comparison, configuration: str) -> Table:
     measured = {variant: record.runs_of(configuration, variant) for variant in record.ordered}
-    columns = [column for column in COLUMNS if column[0] != RATE or any(one.learning_rate for one in record.variants)]
+    has_rates = any(variant.learning_rate for variant in record.variants)
+    columns = [column for column in COLUMNS if column[0] != RATE or has_rates]
     rows = [
         [variant, *(_cost_cell(runs, measured[record.baseline], column) for column in columns)]
         for variant, runs in measured.items()
@@ -128,17 +126,18 @@ def _cost_cell(
     for group in (runs, reference):
         values = [value for value in map(read, group) if value is not None]
         medians.append(statistics.median(values) if values and len(values) == len(group) else None)
-    own, other = medians
-    if own is None:
+    median, baseline = medians
+    if median is None:
         return UNKNOWN
-    ratio = f" (× {own / other:.2f})" if other and runs is not reference else ""
+    ratio = f" (× {median / baseline:.2f})" if baseline and runs is not reference else ""
+    # A ratio of times on different machines would not be one of the models.
     if name == STEP_TIME and any(run.machine != runs[0].machine for run in reference):
         ratio = " (another machine)"
     if name == RATE:
-        return f"{own:g}"
-    number = own / unit
-    digits = 0 if number >= 100 or not unit_name else 1 if number >= 10 else 2
-    return f"{number:,.{digits}f} {unit_name}".strip() + ratio
+        return f"{median:g}"
+    value = median / unit
+    digits = 0 if value >= 100 or not unit_name else 1 if value >= 10 else 2
+    return f"{value:,.{digits}f} {unit_name}".strip() + ratio
 
 
 def _speedups(record: Comparison, configuration: str) -> Table:
@@ -149,7 +148,7 @@ def _speedups(record: Comparison, configuration: str) -> Table:
         if result.configuration != configuration or (speedup is None and step is None):
             continue
         ratios = [None] * 3 if speedup is None else [speedup.tokens, speedup.flops, speedup.seconds]
-        cells = [UNKNOWN if one is None else one.text(2) for one in ratios]
+        cells = [UNKNOWN if ratio is None else ratio.text(2) for ratio in ratios]
         seeds = UNKNOWN if speedup is None else ", ".join(f"{value:.2f}" for value in speedup.by_seed)
         clock = [UNKNOWN, UNKNOWN] if step is None else [step.durations(), step.change.text(2)]
         rows.append([result.variant, *cells, seeds, *clock])
@@ -224,15 +223,14 @@ def _laws(record: Comparison) -> Iterator[Table]:
         "C saved at the largest\n(95% CI over seeds)",
     ]
     for (where, cost), group in record.law_groups().items():
+        rows = []
+        for law in group:
+            saved = UNKNOWN
+            if law.variant == record.baseline:
+                saved = ""
+            elif law.fewer is not None:
+                saved = law.fewer.text(1, percent=True) + (" (extrapolated)" if law.extrapolated else "")
+            exponents = [exponent.text(4) for exponent in (law.exponent_over_seeds, law.exponent)]
+            rows.append([law.variant, f"{law.scale:.4g} · C^{signed(-law.exponent.value)}", *exponents, saved])
         title = f"Power laws of the final loss, C {COSTS[cost]}, {len(group[0].costs)} points"
-        yield titled(title, where), head, [_law_row(law, record.baseline) for law in group]
-
-
-def _law_row(law: Law, baseline: str) -> list[str]:
-    saved = UNKNOWN
-    if law.variant == baseline:
-        saved = ""
-    elif law.fewer is not None:
-        saved = law.fewer.text(1, percent=True) + (" (extrapolated)" if law.extrapolated else "")
-    exponents = [exponent.text(4) for exponent in (law.exponent_over_seeds, law.exponent)]
-    return [law.variant, f"{law.scale:.4g} · C^{signed(-law.exponent.value)}", *exponents, saved]
+        yield titled(title, where), head, rows

@@ -34,11 +34,6 @@ class NamedRun:
     folder: Path
     configuration: Configuration
 
-    @property
-    def name(self) -> str:
-        """The name of its folder."""
-        return self.folder.name
-
 
 @dataclass(frozen=True)
 class GroupedRuns:
@@ -50,22 +45,9 @@ class GroupedRuns:
     runs: tuple[ComparedRun, ...]
 
 
-def run_folders(paths: Sequence[str | Path]) -> list[Path]:
-    """Return the folders of finished runs: those in `paths`, and those inside them, sorted by name."""
-    folders: list[Path] = []
-    for path in map(Path, paths):
-        within = path / RUNS if (path / RUNS).is_dir() else path
-        inner = sorted(file.parent for file in within.glob(f"*/{RECORD}")) if within.is_dir() else []
-        if within == path and (path / RECORD).is_file():
-            inner = [path]
-        if not inner:
-            raise ValueError(f"{path.name!r} contains no finished run; pass a folder that `crosslayer train` wrote")
-        folders += inner
-    return folders
-
-
 def load_run(folder: Path) -> TrainingRun:
     """Read and check the run in a folder."""
+    # The record is not trusted: what pages and figures need is checked here.
     try:
         schema = str(read_record(folder).get("schema"))
         if not schema.startswith("crosslayer/train/"):
@@ -95,16 +77,28 @@ def variant_of_run(run: TrainingRun) -> Variant:
     return variant_of(run.model.methods, heads)
 
 
-def read_runs(folders: Sequence[Path]) -> list[NamedRun]:
-    """Read the runs in folders and sort them into configurations by their recipes."""
+def read_runs(paths: Sequence[str | Path]) -> list[NamedRun]:
+    """Read finished runs, in `paths` and in folders inside them, and sort them into configurations by their recipes."""
+    folders: list[Path] = []
+    for path in map(Path, paths):
+        within = path / RUNS if (path / RUNS).is_dir() else path
+        inner = sorted(file.parent for file in within.glob(f"*/{RECORD}")) if within.is_dir() else []
+        if within == path and (path / RECORD).is_file():
+            inner = [path]
+        if not inner:
+            raise ValueError(f"{path.name!r} contains no finished run; pass a folder that `crosslayer train` wrote")
+        folders += inner
+
     runs = [load_run(folder) for folder in folders]
-    own = (*OWN, f"{RATE}.") if _own_rates(runs) else OWN
-    recipes = [
-        {key: value for key, value in _flat(run.recipe).items() if not f"{key}.".startswith(own)} for run in runs
-    ]
+    of_a_run = (*OWN, f"{RATE}.") if _own_rates(runs) else OWN
+    recipes = []
+    for run in runs:
+        recipes.append({key: value for key, value in _flat(run.recipe).items() if not f"{key}.".startswith(of_a_run)})
     keys = dict.fromkeys(key for recipe in recipes for key in recipe)
     differing = [key for key in keys if _count(recipes, [key]) > 1]
-    distinguishing: list[str] = []  # keys that split configurations further than the keys before them
+    # A label names only keys that split configurations further than the keys before them: of several keys that change
+    # together, one tells them apart.
+    distinguishing: list[str] = []
     for key in differing:
         if _count(recipes, [*distinguishing, key]) > _count(recipes, distinguishing):
             distinguishing.append(key)
@@ -121,10 +115,10 @@ def _own_rates(runs: Sequence[TrainingRun]) -> bool:
     A rate that suits one method may not suit another, so variants may be tuned one by one and then compared. Where a
     variant has several rates, they are configurations.
     """
-    rates: dict[str, set[Any]] = {}
+    rates: dict[str, set[Any]] = {}  # by variant
     for run in runs:
         rates.setdefault(variant_of_run(run).label, set()).add(_flat(run.recipe).get(RATE))
-    return all(len(own) == 1 for own in rates.values()) and len(set.union(*rates.values())) > 1
+    return all(len(values) == 1 for values in rates.values()) and len(set.union(*rates.values())) > 1
 
 
 def _count(recipes: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> int:
@@ -144,33 +138,34 @@ def group_runs(named: Sequence[NamedRun]) -> GroupedRuns:
         variants.setdefault(label, variant.model_copy(update={"learning_rate": rate}))
         same = seen.setdefault((entry.configuration.label, label, entry.run.seed), entry)
         if same is not entry:
-            raise ValueError(f"{same.name} and {entry.name} are both {label} with seed {entry.run.seed}; pass only one")
-        _check_pair(first.setdefault(entry.configuration.label, entry), entry)
+            names = f"{same.folder.name} and {entry.folder.name}"
+            raise ValueError(f"{names} are both {label} with seed {entry.run.seed}; pass only one")
+
+        # Runs of a configuration must be trained and measured on the same text, in steps of the same size.
+        reference = first.setdefault(entry.configuration.label, entry)
+        both = f"{reference.folder.name} and {entry.folder.name} have the same recipe but"
+        texts = []
+        for run in (reference.run, entry.run):
+            texts.append({domain.name: (domain.fingerprint, domain.validation_tokens) for domain in run.domains})
+        for domain in {**texts[0], **texts[1]}:
+            if texts[0].get(domain) != texts[1].get(domain):
+                what = f"different text in domain {domain!r}"
+                raise ValueError(f"{both} {what}; only runs on the same text can be compared")
+        # A recipe has the batch of a process and not the number of processes.
+        if reference.run.tokens * entry.run.steps != entry.run.tokens * reference.run.steps:
+            sizes = [run.tokens / run.steps for run in (reference.run, entry.run)]
+            raise ValueError(
+                f"{both} {sizes[0]:,.0f} and {sizes[1]:,.0f} tokens per step, probably from another number of "
+                "processes; retrain one of them"
+            )
     configurations = tuple(entry.configuration for entry in first.values())
     domains = tuple(domain.name for domain in named[0].run.domains)
     return GroupedRuns(configurations, tuple(variants.values()), domains, tuple(map(_compared, named)))
 
 
-def _check_pair(first: NamedRun, other: NamedRun) -> None:
-    """Refuse two runs of a configuration that differ in training text, held-out text, or tokens per step."""
-    both = f"{first.name} and {other.name} have the same recipe but"
-    texts = [
-        {domain.name: (domain.fingerprint, domain.validation_tokens) for domain in entry.run.domains}
-        for entry in (first, other)
-    ]
-    for name in {**texts[0], **texts[1]}:
-        if texts[0].get(name) != texts[1].get(name):
-            raise ValueError(f"{both} different text in domain {name!r}; only runs on the same text can be compared")
-    if first.run.tokens * other.run.steps != other.run.tokens * first.run.steps:
-        sizes = [entry.run.tokens / entry.run.steps for entry in (first, other)]
-        raise ValueError(
-            f"{both} {sizes[0]:,.0f} and {sizes[1]:,.0f} tokens per step, probably from another number of processes; "
-            "retrain one of them"
-        )
-
-
 def _compared(entry: NamedRun) -> ComparedRun:
     run = entry.run
+    # Domains are weighted by their shares of the mixture, as in training; an unweighted mean is of another text.
     shares = np.array([domain.share for domain in run.domains])  # (D,)
     validation = np.array([[entry.losses[domain.name] for domain in run.domains] for entry in run.validation])  # (M, D)
     speeds = [speed for speed in run.curve.tokens_per_second if speed > 0]
@@ -219,6 +214,8 @@ def _snapshot_means(snapshot: Snapshot) -> SnapshotMeans:
 
 def _spread(attention: Layers, mlp: Layers) -> float | None:
     """Return the largest norm over the smallest from the second layer on, None if one is not known or zero."""
+    # The first layer writes into the embedding, and alone would decide the ratio: in a plain model of 16 layers, 208
+    # with it and 9.1 without.
     norms = [norm for norm in (*attention[1:], *mlp[1:]) if norm is not None]
     return max(norms) / min(norms) if norms and min(norms) > 0 else None
 

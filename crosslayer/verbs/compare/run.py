@@ -13,12 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from crosslayer.output.folder import check_target, locked_folder, write_whole
 from crosslayer.output.progress import prefixed
+from crosslayer.output.record import validation_message
 from crosslayer.stats.times import FEWEST
 from crosslayer.training.recipe import Recipe, load_recipe
 from crosslayer.training.trainer import TrainingStopped
-from crosslayer.verbs.compare.clock import has_model, step_times
+from crosslayer.verbs.compare.clock import MODEL, step_times
 from crosslayer.verbs.compare.grid import (
     STATE,
     Grid,
@@ -26,7 +29,6 @@ from crosslayer.verbs.compare.grid import (
     Stopped,
     pick_baseline,
     read_grid,
-    read_state,
 )
 from crosslayer.verbs.compare.outcomes import laws, outcomes
 from crosslayer.verbs.compare.read import (
@@ -36,7 +38,6 @@ from crosslayer.verbs.compare.read import (
     group_runs,
     load_run,
     read_runs,
-    run_folders,
     variant_of_run,
 )
 from crosslayer.verbs.compare.result import Comparison
@@ -90,11 +91,15 @@ def compare(
     if step_rounds != 0 and step_rounds < FEWEST:
         raise ValueError(f"`step_rounds` must be 0 or at least {FEWEST}, got {step_rounds}")
     if recipe is None:
-        options = {"methods": methods, "seeds": seeds, "vary": vary or None}
-        _check_reading(runs, {**options, "settings": settings or None, "resume": resume or None})
+        if not runs:
+            raise ValueError("nothing to compare: pass folders of training runs, or `recipe`")
+        options = {"methods": methods, "seeds": seeds, "vary": vary or None, "settings": settings or None}
+        for key, value in {**options, "resume": resume or None}.items():
+            if value is not None:
+                raise ValueError(f"`{key}` needs `recipe`: it applies to runs that are trained, not to finished ones")
         if out is not None:
             check_target(Path(out), force)
-        finished = read_runs(run_folders(runs or ()))
+        finished = read_runs(runs)
         names = {entry.run.name for entry in finished}
         name = names.pop() if len(names) == 1 else f"{len(finished)} runs"
         comparison = _comparison(finished, name, baseline, smooth, step_rounds)
@@ -105,20 +110,13 @@ def compare(
     grid = read_grid(recipe, methods or (), SEEDS if seeds is None else seeds, vary or (), settings)
     baseline = pick_baseline([variant.label for variant in grid.variants], baseline)
     grid.planned_runs()  # checks all recipes before the folder is created
-    folder, name = Path(out or "").expanduser().resolve(), load_recipe(recipe, settings).name
+    folder = Path(out or "").expanduser().resolve()
+    name = load_recipe(recipe, settings).name
     with locked_folder(folder):
         job = _Job(grid, folder, _opened(folder, resume))
         result = _comparison(job.train(baseline), name, baseline, smooth, step_rounds, job.state)
         result.save_within(folder)
     return result
-
-
-def _check_reading(runs: Sequence[str | Path] | None, options: dict[str, Any]) -> None:
-    if not runs:
-        raise ValueError("nothing to compare: pass folders of training runs, or `recipe`")
-    for name, value in options.items():
-        if value is not None:
-            raise ValueError(f"`{name}` needs `recipe`: it applies to runs that are trained, not to finished ones")
 
 
 def _check_training(runs: Any, methods: Any, out: Any, force: bool) -> None:
@@ -145,7 +143,10 @@ def _opened(folder: Path, resume: bool) -> State:
         raise ValueError(f"the folder {name!r} exists; use another name, or `resume` to continue its runs")
     if not (folder / STATE).is_file():
         raise ValueError(f"the folder {name!r} holds no comparison to resume; use another name")
-    return read_state(folder)
+    try:
+        return State.model_validate_json((folder / STATE).read_bytes())
+    except ValidationError as error:
+        raise ValueError(f"{STATE}: {validation_message(error)}") from None
 
 
 @dataclass
@@ -159,24 +160,26 @@ class _Job:
     def train(self, baseline: str) -> list[NamedRun]:
         """Train the missing runs; runs that diverge are recorded and not trained again."""
         planned = self.grid.planned_runs()
-        names = {one.recipe.name for one in planned}
+        names = {entry.recipe.name for entry in planned}
         self._keep(stopped={name: what for name, what in self.state.stopped.items() if name in names})
         named: list[NamedRun] = []
-        for number, one in enumerate(planned, 1):
-            digest = hashlib.sha256(one.recipe.model_dump_json().encode()).hexdigest()
-            name = one.recipe.name
+        for index, entry in enumerate(planned, 1):
+            digest = hashlib.sha256(entry.recipe.model_dump_json().encode()).hexdigest()
+            name = entry.recipe.name
             before = self.state.stopped.get(name)
             if before is not None and before.recipe == digest:
                 continue
-            if before is not None:  # with another recipe
+            # It diverged with another recipe. Its checkpoints are of that recipe, so the run begins again.
+            if before is not None:
                 if not (self.folder / RUNS / name / RECORD).is_file():
                     shutil.rmtree(self.folder / RUNS / name, ignore_errors=True)
-                self._keep(stopped={other: what for other, what in self.state.stopped.items() if other != name})
+                self._keep(stopped={key: stop for key, stop in self.state.stopped.items() if key != name})
             try:
-                run = self._train(one.recipe, f"run {number} of {len(planned)}, {name}")
-                named.append(NamedRun(run, self.folder / RUNS / name, one.configuration))
+                run = self._train(entry.recipe, f"run {index} of {len(planned)}, {name}")
+                named.append(NamedRun(run, self.folder / RUNS / name, entry.configuration))
             except TrainingStopped as stop:
-                if stop.__cause__ is not None:  # a checkpoint that could not be written: a full disk
+                # A cause means that a checkpoint could not be written (a full disk), which is no fault of the variant.
+                if stop.__cause__ is not None:
                     raise
                 what = Stopped(what=str(stop), recipe=digest)
                 self._keep(stopped={**self.state.stopped, name: what})
@@ -216,8 +219,8 @@ def _comparison(
 ) -> Comparison:
     runs = group_runs(named)
     baseline = pick_baseline([variant.label for variant in runs.variants], baseline)
-    # timing needs a run with its model: such runs come last, so they replace runs of which only the record is left
-    models_last = sorted(named, key=lambda entry: has_model(entry.folder))
+    # Timing needs a run with its model: such runs come last, so they replace runs of which only the record is left.
+    models_last = sorted(named, key=lambda entry: (entry.folder / MODEL).is_file())
     one_of_each = {(entry.configuration.label, variant_of_run(entry.run).label): entry for entry in models_last}
     times = step_times(one_of_each, baseline, step_rounds) if step_rounds else {}
     lines, no_laws = laws(runs, baseline)

@@ -2,32 +2,53 @@
 
 from crosslayer.output.formatting import listed, plural, signed
 from crosslayer.stats.differences import FEWEST, MOST
-from crosslayer.stats.estimate import NOT_TESTED, Estimate
+from crosslayer.stats.estimate import NOT_TESTED
 from crosslayer.verbs.compare.result import ALPHA, COSTS, RELEVANT, Comparison, Difference, Law, Outcome
 
 
 def sentences(record: Comparison) -> list[str]:
     """Return the findings, most important first."""
+    labels = [configuration.label for configuration in record.configurations]
+    lines = [line for label in labels for line in _differences(record, label)]
+    # Several comparisons require a smaller p-value.
+    count = sum(result.adjusted is not None for result in record.outcomes)
+    if count > 1:
+        lines.append(
+            f"This page makes {count} comparisons of the final loss. Each interval covers 95% by itself; lower and "
+            f"higher require a p-value below {ALPHA} after Holm's correction for all {count}."
+        )
+    lines += [line for label in labels for line in _speedups(record, label)]
+
+    for result in record.outcomes:
+        if result.overtaken:
+            assert result.critical is not None and result.critical.step is not None
+            steps = ", ".join(f"{point:,.0f}" for point in result.critical.reached if point is not None)
+            lines.append(
+                f"{_prefix(result.configuration)}{record.baseline} overtakes {result.variant} in training loss at step "
+                f"{result.critical.step.value:,.0f} on average (by seed: {steps}) and stays ahead."
+            )
+    lines += [_law(law, record) for law in record.laws if law.variant != record.baseline]
+    if record.no_laws and len(labels) > 1:
+        lines.append(f"No power law: {record.no_laws}.")
+
+    lines += [f"Excluded because training stopped: {name}, {message}." for name, message in record.stopped.items()]
+    for label in labels:
+        unpaired = [result for result in record.outcomes if result.configuration == label and result.missing]
+        variants = "; ".join(f"{result.variant} (seed {', '.join(map(str, result.missing))})" for result in unpaired)
+        if variants:
+            reason = f"Excluded because the variant or {record.baseline} has no run with that seed"
+            lines.append(f"{_prefix(label)}{reason}: {variants}.")
     return [
-        *(line for configuration in record.configurations for line in _differences(record, configuration.label)),
-        *_tests(record),
-        *(line for configuration in record.configurations for line in _speedups(record, configuration.label)),
-        *(_overtaken(result, record.baseline) for result in record.outcomes if result.overtaken),
-        *(_law(law, record) for law in record.laws if law.variant != record.baseline),
-        *([f"No power law: {record.no_laws}."] if record.no_laws and len(record.configurations) > 1 else []),
-        *_missing(record),
+        *lines,
         "95% intervals, in parentheses from three seeds on, cover the variation between seeds on this held-out text; "
         "other text or recipes may rank variants differently.",
     ]
 
 
 def with_values(difference: Difference) -> str:
-    """Write the mean with its 95% confidence interval, or each seed's difference where there is no interval."""
-    return by_seed(difference) if difference.change.interval is None else difference.change.text(4, signed=True)
-
-
-def by_seed(difference: Difference) -> str:
-    """Write the difference of each seed: −0.0120, +0.0030 (2 seeds)."""
+    """Write the mean with its interval, or without one each seed's difference: −0.0120, +0.0030 (2 seeds)."""
+    if difference.change.interval is not None:
+        return difference.change.text(4, signed=True)
     return f"{', '.join(map(signed, difference.values))} ({plural(len(difference.values), 'seed')})"
 
 
@@ -71,38 +92,25 @@ def _differences(record: Comparison, configuration: str) -> list[str]:
         lines += [f"{_prefix(configuration)}{title}: {each}."] if each else []
     for result in results:
         change = result.final and result.final.change
-        if change and change.interval and change.verdict == "no difference seen":
-            lines.append(_prefix(configuration) + _no_difference(result, change, base))
+        if not change or change.low is None or change.high is None or change.verdict != "no difference seen":
+            continue
+        needed = result.seeds_needed
+        seeds = f"more than {MOST:,} seeds" if needed is None else f"about {needed:,} seeds"
+        more = f"; detecting a difference of {RELEVANT} would take {seeds}"
+        if max(-change.low, change.high) < RELEVANT:
+            more = f"; the interval excludes a difference of {RELEVANT}"
+        elif (change.high - change.low) / 2 < RELEVANT:  # the least mean that these pairs would have shown
+            more = ""
+        values = change.text(4, signed=True)
+        prefix = _prefix(configuration)
+        lines.append(f"{prefix}No difference seen between {result.variant} and {base}: {values}{more}.")
     return lines
-
-
-def _no_difference(result: Outcome, change: Estimate, baseline: str) -> str:
-    assert change.low is not None and change.high is not None
-    sentence = f"No difference seen between {result.variant} and {baseline}: {change.text(4, signed=True)}"
-    if max(-change.low, change.high) < RELEVANT:
-        return f"{sentence}; the interval excludes a difference of {RELEVANT}."
-    if (change.high - change.low) / 2 < RELEVANT:  # the least mean that these pairs would have shown
-        return f"{sentence}."
-    needed = result.seeds_needed
-    count = f"more than {MOST:,} seeds" if needed is None else f"about {needed:,} seeds"
-    return f"{sentence}; detecting a difference of {RELEVANT} would take {count}."
-
-
-def _tests(record: Comparison) -> list[str]:
-    """Say which p-value is required because there are several comparisons."""
-    count = sum(result.adjusted is not None for result in record.outcomes)
-    if count < 2:
-        return []
-    return [
-        f"This page makes {count} comparisons of the final loss. Each interval covers 95% by itself; lower and higher "
-        f"require a p-value below {ALPHA} after Holm's correction for all {count}."
-    ]
 
 
 def _speedups(record: Comparison, configuration: str) -> list[str]:
     """Say how many times fewer tokens each variant needs, and where the clock changes the answer."""
     results = [result for result in record.outcomes if result.configuration == configuration and result.speedup]
-    each = "; ".join(f"{one.variant} {one.speedup.tokens.text(2)}" for one in results if one.speedup)
+    each = "; ".join(f"{result.variant} {result.speedup.tokens.text(2)}" for result in results if result.speedup)
     if not each:
         return []
     lines = [f"{_prefix(configuration)}Effective speedup in tokens, {record.baseline}'s over the variant's: {each}."]
@@ -115,20 +123,11 @@ def _speedups(record: Comparison, configuration: str) -> list[str]:
     return lines + ([f"{_prefix(configuration)}Not seen in seconds: {'; '.join(lost)}."] if lost else [])
 
 
-def _overtaken(result: Outcome, baseline: str) -> str:
-    assert result.critical is not None and result.critical.step is not None
-    steps = ", ".join(f"{point:,.0f}" for point in result.critical.reached if point is not None)
-    return (
-        f"{_prefix(result.configuration)}{baseline} overtakes {result.variant} in training loss at step "
-        f"{result.critical.step.value:,.0f} on average (by seed: {steps}) and stays ahead."
-    )
-
-
 def _law(law: Law, record: Comparison) -> str:
     """Say at which cost a variant reaches the loss of the baseline at its largest cost."""
     prefix, baseline = _prefix(law.where), record.baseline
-    pair = [other for other in record.laws if other.where == law.where and other.variant in (baseline, law.variant)]
-    rising = [other.variant for other in pair if other.exponent.value <= 0]
+    pair = [each for each in record.laws if each.where == law.where and each.variant in (baseline, law.variant)]
+    rising = [each.variant for each in pair if each.exponent.value <= 0]
     if rising:
         loss = f"{prefix}The loss of {listed(rising)}"
         return f"{loss} does not fall with {COSTS[law.cost]}, so no power law tells what would reach it."
@@ -142,14 +141,3 @@ def _law(law: Law, record: Comparison) -> str:
         f"{change.text(1, percent=True)} {word} {COSTS[law.cost]} to reach the loss of {baseline} at its largest cost"
         f"{beyond}."
     )
-
-
-def _missing(record: Comparison) -> list[str]:
-    lines = [f"Excluded because training stopped: {name}, {message}." for name, message in record.stopped.items()]
-    for configuration in record.configurations:
-        group = [result for result in record.outcomes if result.configuration == configuration.label and result.missing]
-        variants = "; ".join(f"{result.variant} (seed {', '.join(map(str, result.missing))})" for result in group)
-        if variants:
-            reason = f"Excluded because the variant or {record.baseline} has no run with that seed"
-            lines.append(f"{_prefix(configuration.label)}{reason}: {variants}.")
-    return lines

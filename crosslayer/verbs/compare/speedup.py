@@ -35,21 +35,33 @@ def speedup(
     runs = (*candidates, *baselines)
     if not candidates or not all(run.constant_rate and len(run.validation.steps) >= FEWEST for run in runs):
         return None
-    by_seed = [ratio(_curve(own), _curve(other)) for own, other in zip(candidates, baselines, strict=True)]
+    curves = []
+    for run in runs:
+        steps, losses = np.array(run.validation.steps), np.array(run.validation.losses)
+        curves.append(monotone(steps * run.tokens / run.steps, losses))
+    pairs = zip(curves[: len(candidates)], curves[len(candidates) :], strict=True)
+    by_seed = [ratio(candidate, baseline) for candidate, baseline in pairs]
+    # A mean over the other seeds would leave out the worst ones.
     if any(value is None for value in by_seed):
-        return None  # a mean over the other seeds would leave out the worst ones
+        return None
     tokens = geometric_mean([value for value in by_seed if value is not None])
-    own, other = candidates[0].flops_per_token, baselines[0].flops_per_token
+
+    # Seconds follow from the ratio of step times. Both factors have an interval. The ends are the worst and the best of
+    # both at once, so this interval is wider than it has to be.
+    seconds = None
+    if step is not None:
+        low, high = None, None
+        if tokens.interval is not None and step.change.interval is not None:
+            low = tokens.interval[0] / step.change.interval[1]
+            high = tokens.interval[1] / step.change.interval[0]
+        seconds = tokens.model_copy(update={"value": tokens.value / step.change.value, "low": low, "high": high})
+    variant_flops, baseline_flops = candidates[0].flops_per_token, baselines[0].flops_per_token
     return Speedup(
         by_seed=tuple(value for value in by_seed if value is not None),
         tokens=tokens,
-        flops=tokens.mapped(lambda value: value * other / own) if own > 0 else None,
-        seconds=None if step is None else _in_seconds(tokens, step.change),
+        flops=tokens.mapped(lambda value: value * baseline_flops / variant_flops) if variant_flops > 0 else None,
+        seconds=seconds,
     )
-
-
-def _curve(run: ComparedRun) -> Curve:
-    return monotone(np.array(run.validation.steps) * run.tokens / run.steps, np.array(run.validation.losses))
 
 
 def monotone(tokens: np.ndarray, losses: np.ndarray) -> Curve:
@@ -65,6 +77,7 @@ def monotone(tokens: np.ndarray, losses: np.ndarray) -> Curve:
 
 def ratio(candidate: Curve, baseline: Curve) -> float | None:
     """Return the speedup of one pair; None if the higher final loss is above the other curve's first value."""
+    # Both are asked for the higher of the two final losses, which both reach.
     if candidate[1][-1] <= baseline[1][-1]:
         reached = first_below(candidate, baseline[1][-1])
         return None if reached is None else float(baseline[0][-1] / reached)
@@ -89,14 +102,3 @@ def first_below(curve: Curve, loss: float) -> float | None:
 def geometric_mean(ratios: Sequence[float]) -> Estimate:
     """Return the geometric mean of ratios (S,), with Student's t interval of the mean of their logarithms."""
     return t_mean(np.log(ratios)).mapped(math.exp)
-
-
-def _in_seconds(tokens: Estimate, step: Estimate) -> Estimate:
-    """Return the speedup in seconds: in tokens, divided by the ratio of step times.
-
-    Both have an interval. Its ends are the worst and the best of both at once, which is wider than it has to be.
-    """
-    low, high = (None, None)
-    if tokens.interval is not None and step.interval is not None:
-        low, high = tokens.interval[0] / step.interval[1], tokens.interval[1] / step.interval[0]
-    return tokens.model_copy(update={"value": tokens.value / step.value, "low": low, "high": high})

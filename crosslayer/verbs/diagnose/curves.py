@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from crosslayer.output.formatting import Table, listed, plural, ranges
+from crosslayer.output.formatting import UNKNOWN, Table, listed, plural, ranges
 from crosslayer.output.panel import QUIET, Heat, Line, Panel
 from crosslayer.output.record import Measure, PositionBins
 from crosslayer.stats.bootstrap import plain
@@ -50,22 +50,23 @@ def position_panel(
 
     Position p reaches from p + 1 to p + 2 of a logarithmic axis. `position` always has a label.
     """
+    # a floor two decades below the scale, since the logarithm of 0 would be −∞
     z = plain(np.log10(np.maximum(np.array(bins.mean, dtype=float) * scale, 10 ** (limits[0] - 2))))  # (L, bins)
-    edges, axis = [*bins.edges, bins.length], "position (0 = first token)"
-    columns = [str(a) if b == a + 1 else f"{a}-{b - 1}" for a, b in itertools.pairwise(edges)]
+    edges = [*bins.edges, bins.length]
+    columns = [str(start) if stop == start + 1 else f"{start}-{stop - 1}" for start, stop in itertools.pairwise(edges)]
     heat = Heat([edge + 1.0 for edge in edges], [*range(len(z))], z, label, limits, columns=columns)
-    ticks = _position_ticks(bins.length, position)
-    return Panel(key, title, sentence, axis, LAYER, heat=heat, log_x=True, wide=True, x_ticks=ticks)
 
-
-def _position_ticks(length: int, position: int) -> dict[float, str]:
-    """Return labels at the middle of their positions: 0, 1, 2, 5, 10 …, and `position` instead of its neighbors."""
-    powers = range(len(str(length)))
-    digits = {power: (1, 2, 5) if power == 0 or length <= 1000 else (1,) for power in powers}
-    usual = [0, *(digit * 10**power for power in powers for digit in digits[power])]
+    # labels at the middle of their positions: 0, 1, 2, 5, 10 …, and `position` instead of its neighbors
+    labeled = [0]
+    for power in range(len(str(bins.length))):
+        # fewer labels on a longer axis
+        digits = (1, 2, 5) if power == 0 or bins.length <= 1000 else (1,)
+        labeled += [digit * 10**power for digit in digits]
     near = 1.7 if position >= 10 else 1.0  # labels are wider than single positions there
-    shown = [p for p in usual if p < length and not 1 / near < (p + 1.5) / (position + 1.5) < near]
-    return {math.sqrt((p + 1) * (p + 2)): str(p) for p in sorted({*shown, position})}
+    shown = [p for p in labeled if p < bins.length and not 1 / near < (p + 1.5) / (position + 1.5) < near]
+    ticks = {math.sqrt((p + 1) * (p + 2)): str(p) for p in sorted({*shown, position})}
+    axis = "position (0 = first token)"
+    return Panel(key, title, sentence, axis, LAYER, heat=heat, log_x=True, wide=True, x_ticks=ticks)
 
 
 def head_panel(key: str, measure: Measure, token: str, axis: str = "head") -> Panel:
@@ -117,8 +118,8 @@ def facts_table(facts: Mapping[str, Any]) -> Table:
 def measured_on(settings: TextSettings, over: str) -> str:
     """Return the text that was measured, and what the bands of the figures are: over sequences, or over documents."""
     text = f"{settings.sequences} sequences of {settings.length} tokens, {settings.text or 'own tokens'}"
-    whole = len({number for number in settings.documents if number >= 0})
-    joined = sum(number < 0 for number in settings.documents)
+    whole = len({document for document in settings.documents if document >= 0})
+    joined = sum(document < 0 for document in settings.documents)
     origins = [plural(whole, "document")] if whole else []
     origins += [f"{joined} joined from several documents"] if joined else []
     origin = f" · from {listed(origins)}" if origins else ""
@@ -128,7 +129,26 @@ def measured_on(settings: TextSettings, over: str) -> str:
 
 def beside(record: Diagnosis, baseline: Diagnosis) -> Table:
     """Return what both models show, a column each."""
-    columns = [_figures(each) for each in (record, baseline)]
+    columns = []
+    for model in (record, baseline):
+        measures, sink, neighbors = model.measures, model.verdict.sink, model.verdict.neighbors
+        peak_layer, peak = highest(measures.hidden_norm_ratio)
+        drain_layer, drain = lowest(measures.value_norm_ratio)
+        similar, without_first = neighbors.map_similarity, neighbors.map_similarity_without_first
+        columns.append(
+            {
+                "layers, with attention": f"{model.model.layers}, {model.model.attention_layers}",
+                "sink layers": ranges(sink.layers) or "none",
+                "attention on the first token, mean over layers": f"{mean_over_layers(measures.first_token_share):.1%}",
+                "attention on the first token, at most": f"{sink.strongest_share:.1%} (layer {sink.strongest})",
+                "hidden norm of the first token ÷ median, at most": f"{peak:.3g} (layer {peak_layer})",
+                "value norm of the first token ÷ median, at least": f"{drain:.2f} (layer {drain_layer})",
+                "map similarity of neighbors, upper half": UNKNOWN if similar is None else f"{similar:.2f}",
+                "… ignoring the first token": UNKNOWN if without_first is None else f"{without_first:.2f}",
+                "cos(x, x + Attn(x)), mean over layers": f"{mean_over_layers(measures.attention_io_similarity):.3f}",
+                "entropy of attention, mean over layers": f"{mean_over_layers(measures.entropy):.2f} nats",
+            }
+        )
     rows = [[name, *(column[name] for column in columns)] for name in columns[0]]
     return "Compared with the baseline", ["", record.model.name, f"{baseline.model.name} (baseline)"], rows
 
@@ -155,21 +175,3 @@ def panels_beside(panels: Sequence[Panel], baseline: Sequence[Panel], names: tup
         else:
             figures += [panel, replace(other, key=f"{panel.key}_baseline", title=f"{panel.title}: {other_name}")]
     return figures
-
-
-def _figures(record: Diagnosis) -> dict[str, str]:
-    measures, sink, neighbors = record.measures, record.verdict.sink, record.verdict.neighbors
-    peak, value = highest(measures.hidden_norm_ratio), lowest(measures.value_norm_ratio)
-    similar, without_first = neighbors.map_similarity, neighbors.map_similarity_without_first
-    return {
-        "layers, with attention": f"{record.model.layers}, {record.model.attention_layers}",
-        "sink layers": ranges(sink.layers) or "none",
-        "attention on the first token, mean over layers": f"{mean_over_layers(measures.first_token_share):.1%}",
-        "attention on the first token, at most": f"{sink.strongest_share:.1%} (layer {sink.strongest})",
-        "hidden norm of the first token ÷ median, at most": f"{peak[1]:.3g} (layer {peak[0]})",
-        "value norm of the first token ÷ median, at least": f"{value[1]:.2f} (layer {value[0]})",
-        "map similarity of neighbors, upper half": "—" if similar is None else f"{similar:.2f}",
-        "… ignoring the first token": "—" if without_first is None else f"{without_first:.2f}",
-        "cos(x, x + Attn(x)), mean over layers": f"{mean_over_layers(measures.attention_io_similarity):.3f}",
-        "entropy of attention, mean over layers": f"{mean_over_layers(measures.entropy):.2f} nats",
-    }

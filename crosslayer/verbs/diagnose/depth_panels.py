@@ -17,7 +17,7 @@ def depth_panels(depth: DepthWeights) -> list[Panel]:
     )
     drawn = [("depth_weights", "Weights over depth", sentence, "source (0 = embedding)", depth.weights, depth.sources)]
     if depth.streams is not None and depth.pairs is not None:
-        streams = [f"stream {number}" for number in range(depth.streams.array().shape[1])]
+        streams = [f"stream {index}" for index in range(depth.streams.array().shape[1])]
         pairs = [f"{source}, {stream}" for source in depth.sources for stream in streams]
         sentence = "The weight of each residual stream in what a sublayer reads, mean over tokens."
         drawn.append(("stream_weights", "Weights of streams", sentence, "residual stream", depth.streams, streams))

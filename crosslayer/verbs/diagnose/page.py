@@ -31,10 +31,11 @@ from crosslayer.verbs.diagnose.curves import (
     position_panel,
 )
 from crosslayer.verbs.diagnose.depth_panels import depth_panels, output_panels
-from crosslayer.verbs.diagnose.result import Diagnosis, TopToken
+from crosslayer.verbs.diagnose.result import Diagnosis
 from crosslayer.verbs.diagnose.verdict import findings, notes, verdict_sentences
 
 FIRST, *OTHERS = COLORS  # on the whole page the first color is that of the first token
+# Cosines near 1 differ in a figure only as distances from 1, on a logarithmic axis.
 DISTANCE = "1 − cosine"
 FROM_ONE: dict[str, Any] = {"log_y": True, "bounds": (0.0, 2.0)}
 EIGENVALUES = 64  # shown of each spectrum
@@ -47,10 +48,21 @@ def layout(record: Diagnosis) -> Page:
     if baseline is not None:
         figures = panels_beside(figures, panels(baseline), (model.name, baseline.model.name))
     streams = f" · {model.streams} residual streams" if model.streams > 1 else ""
+
+    sink, cache = record.verdict.sink, record.verdict.cache
+    layer, peak = highest(record.measures.hidden_norm_ratio)
+    note = f"of attention in layer {sink.strongest} is on the first token"
+    cards = [
+        ("Strongest sink", f"{sink.strongest_share:.0%}", note),
+        ("Largest activation", f"{peak:.3g}×", f"the median norm, at the input of layer {layer}"),
+    ]
+    if cache is not None and cache.least_attention:
+        note = f"kept without attention in {len(cache.least_attention)} layers; loss not measured"
+        cards.append(("KV cache", f"{cache.share_without:.0%}", note))
     return Page(
         title=f"Diagnosis of {model.name}",
         subtitle=f"{model.class_}, {model.parameters / 1e6:.1f} M parameters, {model.layers} layers{streams} · {text}",
-        cards=_cards(record),
+        cards=cards,
         panels=figures,
         tables=_tables(record),
     )
@@ -74,58 +86,52 @@ def tables(record: Diagnosis) -> list[Table]:
     return [findings(record.verdict), *([] if record.baseline is None else [beside(record, record.baseline)])]
 
 
-def _cards(record: Diagnosis) -> list[tuple[str, str, str]]:
-    verdict, sink = record.verdict, record.verdict.sink
-    layer, peak = highest(record.measures.hidden_norm_ratio)
-    note = f"of attention in layer {sink.strongest} is on the first token"
-    cards = [
-        ("Strongest sink", f"{sink.strongest_share:.0%}", note),
-        ("Largest activation", f"{peak:.3g}×", f"the median norm, at the input of layer {layer}"),
-    ]
-    if verdict.cache is not None and verdict.cache.least_attention:
-        note = f"kept without attention in {len(verdict.cache.least_attention)} layers; loss not measured"
-        cards.append(("KV cache", f"{verdict.cache.share_without:.0%}", note))
-    return cards
-
-
 def _tables(record: Diagnosis) -> list[Table]:
-    """Return the table of top tokens by layer, and the table of facts about the model."""
-    tokens = []
+    """Return the tables of similar maps, of top tokens and channels by layer, and of facts about the model."""
+    similar, neighbors = [], record.verdict.neighbors
+    maps = {"whole": neighbors.statistics, "without the first token": neighbors.statistics_without_first}
+    for name, statistics in maps.items():
+        if statistics is not None:
+            gap = UNKNOWN if statistics.top_less_bottom is None else f"{statistics.top_less_bottom:+.3f}"
+            others = (f"{each:.3f}" for each in (statistics.largest, statistics.smallest, statistics.deviation))
+            similar.append([name, f"{statistics.mean:.3f}", gap, *others])
+
+    of_layers = []
     for layer, (entries, tops) in enumerate(zip(record.top_tokens, record.top_channels, strict=True)):
+        tokens = []
+        for entry in entries:
+            text = entry.token
+            # white space made visible; "first token" stands for the first position of sequences that begin differently
+            if text != "first token":
+                text = text.replace("\n", "\\n").replace(" ", "␣")
+                text = f"{text} (first)" if entry.first else text
+            tokens.append(f"{text} {entry.share:.1%}")
         channels = [f"{channel}: {value:.3g} (×{ratio:.3g})" for channel, value, ratio in tops]
-        tokens.append([str(layer), [f"{_visible(entry)} {entry.share:.1%}" for entry in entries], channels])
+        of_layers.append([str(layer), tokens, channels])
+
     facts = record.model.model_dump(by_alias=True, exclude_none=True)
     masks = [mask or "no attention" for mask in record.model.masks]
     facts["masks"] = ", ".join(f"{masks.count(mask)} × {mask}" for mask in dict.fromkeys(masks))
-    similar, neighbors = [], record.verdict.neighbors
-    maps = {"whole": neighbors.statistics, "without the first token": neighbors.statistics_without_first}
-    for name, held in maps.items():
-        if held is not None:
-            gap = UNKNOWN if held.top_less_bottom is None else f"{held.top_less_bottom:+.3f}"
-            others = (f"{each:.3f}" for each in (held.largest, held.smallest, held.deviation))
-            similar.append([name, f"{held.mean:.3f}", gap, *others])
     title = (
         "By layer: tokens that receive most attention; largest channels of the MLP's output at token 0 (× the median)"
     )
     head = ["maps", "mean", "upper minus lower half", "largest", "smallest", "standard deviation"]
     return [
         ("Similarity of neighboring layers' maps (cosine)", head, similar),
-        (title, ["layer", "tokens", "channels"], tokens),
+        (title, ["layer", "tokens", "channels"], of_layers),
         facts_table(facts),
     ]
 
 
-def _visible(entry: TopToken) -> str:
-    """Return a token with its white space made visible, marked if it is the first of the sequence."""
-    if entry.token == "first token":
-        return entry.token
-    text = entry.token.replace("\n", "\\n").replace(" ", "␣")
-    return f"{text} (first)" if entry.first else text
-
-
 def panels(record: Diagnosis) -> list[Panel]:
     """Return all figures of the page, in order."""
-    figures = [*_sink_panels(record), *_map_panels(record), *_layer_panels(record), *_spectrum(record)]
+    figures = [
+        *_position_panels(record),
+        *_sink_panels(record),
+        *_map_panels(record),
+        *_layer_panels(record),
+        *_spectrum(record),
+    ]
     if record.prefix_share is not None:
         figures.append(head_panel("prefix_share", record.prefix_share, "the prefix", "position"))
     if record.output_gates is not None:
@@ -165,9 +171,9 @@ def panels(record: Diagnosis) -> list[Panel]:
     return figures
 
 
-def _sink_panels(record: Diagnosis) -> list[Panel]:
-    """Return the figures on attention to the first token, and on its hidden states and values."""
-    measures, bins, flat = record.measures, record.importance_by_position, math.sqrt(record.model.hidden_size)
+def _position_panels(record: Diagnosis) -> list[Panel]:
+    """Return attention, and the norms of values and hidden states, by layer and position (2410.17897, Fig. 19)."""
+    bins = record.importance_by_position
     sentence = (
         "Attention that each position receives, relative to an even spread (0: even, 1: ten times as much), on a "
         "logarithmic axis. A bright left column is a sink at the first token; a causal mask alone favors early tokens "
@@ -176,6 +182,19 @@ def _sink_panels(record: Diagnosis) -> list[Panel]:
     title, label = "Attention received, by position", "log₁₀ of a′ · T"
     positions = position_panel("importance_by_position", title, sentence, bins, bins.length, label, (-1.0, 2.0))
     last = position_panel("last_row", *LAST_ROW, record.last_row_by_position, 1.0, "log₁₀ of the share", (-4.0, 0.0))
+    figures = [positions, last]
+    for states, bins in (("value", record.value_norms_by_position), ("hidden", record.hidden_norms_by_position)):
+        key, title = f"{states}_norms_by_position", f"Norm of the {states} states, by position"
+        norms = [norm for row in bins.mean for norm in row if norm] or [1.0]
+        limits = float(np.floor(np.log10(min(norms)))), float(np.ceil(np.log10(max(norms))))
+        sentence = "L2 norm, on a logarithmic scale. A left column that differs from its row: the first token's states."
+        figures.append(position_panel(key, title, sentence, bins, 1.0, "log₁₀ of the norm", limits))
+    return figures
+
+
+def _sink_panels(record: Diagnosis) -> list[Panel]:
+    """Return the figures on attention to the first token, and on its hidden states and values."""
+    measures, flat = record.measures, math.sqrt(record.model.hidden_size)
     layer, top = highest(measures.first_token_share)
     sentence = (
         f"The first token's share of all attention: at most {top:.1%}, in layer {layer} "
@@ -221,19 +240,7 @@ def _sink_panels(record: Diagnosis) -> list[Panel]:
     ]
     flatness = by_layer("mlp_l1_l2", "Flatness of the MLP's output", sentence, "L1 / L2", lines, bounds=(1, flat))
     heads = head_panel("first_token_by_head", measures.first_token_by_head, "the first token")
-    return [positions, last, *_norm_panels(record), sink, heads, peak, drain, angle, flatness]
-
-
-def _norm_panels(record: Diagnosis) -> list[Panel]:
-    """Return the norms of values and of hidden states by layer and position (arXiv 2410.17897, Fig. 19)."""
-    figures = []
-    for states, bins in (("value", record.value_norms_by_position), ("hidden", record.hidden_norms_by_position)):
-        key, title = f"{states}_norms_by_position", f"Norm of the {states} states, by position"
-        norms = [norm for row in bins.mean for norm in row if norm] or [1.0]
-        limits = float(np.floor(np.log10(min(norms)))), float(np.ceil(np.log10(max(norms))))
-        sentence = "L2 norm, on a logarithmic scale. A left column that differs from its row: the first token's states."
-        figures.append(position_panel(key, title, sentence, bins, 1.0, "log₁₀ of the norm", limits))
-    return figures
+    return [sink, heads, peak, drain, angle, flatness]
 
 
 def _with_streams(record: Diagnosis, name: str, color: str) -> list[Line]:
@@ -312,9 +319,9 @@ def _layer_panels(record: Diagnosis) -> list[Panel]:
     )
     lines = [curve(measures.entropy, color=QUIET)]
     entropy = by_layer("entropy", "Concentration of attention", sentence, "entropy (nats)", lines, bounds=(0, even))
-    rows = measures.top_importance.mean
-    ranks = [list(column) for column in zip(*rows, strict=True)]  # (10, L)
-    heat = Heat(numbers(rows), [i + 1 for i in numbers(ranks)], ranks, "share of all attention, a′", SHARE)
+    shares = measures.top_importance.mean
+    ranks = [list(column) for column in zip(*shares, strict=True)]  # (10, L)
+    heat = Heat(numbers(shares), [i + 1 for i in numbers(ranks)], ranks, "share of all attention, a′", SHARE)
     sentence = (
         "The i-th largest share of attention that a token of a sequence receives, by layer. One bright row at the "
         "bottom: a single sink. Several: a few tokens, at any position, receive most attention."
@@ -337,17 +344,18 @@ def _layer_panels(record: Diagnosis) -> list[Panel]:
 
 def _spectrum(record: Diagnosis) -> list[Panel]:
     """Return the figures on the eigenvalues of the values: relative to the largest, and the largest itself."""
-    rows = record.measures.value_spectrum.mean
+    spectra = record.measures.value_spectrum.mean  # (L, H_kv·D)
     z: list[list[float | None]] = []
-    for row in rows:
+    for row in spectra:
+        # a floor below the scale of the colors, whose end is 1e-3
         z.append([math.log10(max(v / row[0], 1e-6)) if v and row[0] else None for v in row[:EIGENVALUES]])
     heat = Heat([i + 1 for i in numbers(z[0])], numbers(z), z, "log₁₀ λₖ / λ₁", (-3.0, 0.0))
     sentence = (
         "Eigenvalues of the covariance of the values (all heads together), relative to the largest. Rows that darken "
-        f"early: values of low rank. The first {len(z[0])} of {len(rows[0])} are shown."
+        f"early: values of low rank. The first {len(z[0])} of {len(spectra[0])} are shown."
     )
-    spectra = Panel("value_spectrum", "Spectrum of the values", sentence, "eigenvalue k", LAYER, heat=heat, wide=True)
-    line = Line("", numbers(rows), [row[0] for row in rows], color=QUIET)
+    heats = Panel("value_spectrum", "Spectrum of the values", sentence, "eigenvalue k", LAYER, heat=heat, wide=True)
+    line = Line("", numbers(spectra), [row[0] for row in spectra], color=QUIET)
     sentence = "Largest eigenvalue of the second moment of the values, all heads together."
     scale = {"log_y": True, "bounds": NORM}
-    return [spectra, by_layer("largest_eigenvalue", "Size of the values", sentence, "eigenvalue", [line], **scale)]
+    return [heats, by_layer("largest_eigenvalue", "Size of the values", sentence, "eigenvalue", [line], **scale)]

@@ -50,8 +50,10 @@ from crosslayer.verbs.diagnose.sequence import SequenceMeasures, measure_sequenc
 from crosslayer.verbs.diagnose.verdict import verdict
 
 LENGTH = 512  # tokens of a sequence, if models have as many positions
+# Of each sequence the ten largest shares are added up, as many as `top_importance` has; five sums are shown.
 PER_SEQUENCE, SHOWN = 10, 5
-STANDS_OUT = 1.5  # times the median norm: above this a row of a position table is an outlier
+# Times the median norm: above this a row of a position table is an outlier. In MiniLM these are rows 0, 511 and 510.
+STANDS_OUT = 1.5
 FIRST = -1  # stands for the token at the first position, whatever it is
 
 
@@ -98,8 +100,9 @@ def diagnose(
             are longer than the model allows.
     """
     model, baseline = unwrapped(model), unwrapped(baseline)
+    # an error in its name shows before the first model is measured
     if isinstance(baseline, str | Path):
-        load_config(str(baseline))  # an error in its name shows before the first model is measured
+        load_config(str(baseline))
     if length is None:
         length = default_length(text, *([model] if baseline is None else [model, baseline]))
     cut = {"sequences": sequences, "length": length, "seed": seed, "bos": bos, "prefix": prefix}
@@ -107,7 +110,15 @@ def diagnose(
     diagnoses = []
     for source in [model] if baseline is None else [baseline, model]:
         inputs = read_inputs(source, text, tokenizer, **options)
-        diagnoses.append(_diagnose(inputs, cross_layer, outputs))
+        if outputs and not inputs.model.can_generate():
+            raise ValueError(f"`outputs` needs a causal language model with a loss, but {inputs.facts.name} has none")
+        started, measured, norms = time.perf_counter(), [], []
+        with evaluating(inputs.model), progress(f"diagnosing {inputs.facts.name}", len(inputs.ids)) as meter:
+            for sequence in inputs.ids:
+                measured.append(measure_sequence(inputs.model, sequence, cross_layer))
+                norms += [output_norms(inputs.model, sequence)] if outputs else []
+                meter.step(len(measured), len(inputs.ids))
+        diagnoses.append(_diagnosis(inputs, measured, norms, cross_layer, started))
     *others, diagnosis = diagnoses
     return diagnosis.model_copy(update={"baseline": others[0]}) if others else diagnosis
 
@@ -178,47 +189,28 @@ def read_inputs(
     return Inputs(loaded, tokenizer, windows.ids, probed, settings)
 
 
-def _diagnose(inputs: Inputs, cross_layer: bool, outputs: bool) -> Diagnosis:
-    if outputs and not inputs.model.can_generate():
-        raise ValueError(f"`outputs` needs a causal language model with a loss, but {inputs.facts.name} has none")
-    started, measured, norms = time.perf_counter(), [], []
-    with evaluating(inputs.model), progress(f"diagnosing {inputs.facts.name}", len(inputs.ids)) as meter:
-        for sequence in inputs.ids:
-            measured.append(measure_sequence(inputs.model, sequence, cross_layer))
-            norms += [output_norms(inputs.model, sequence)] if outputs else []
-            meter.step(len(measured), len(inputs.ids))
-    over = over_documents(inputs.settings.documents)
-    diagnosis = _diagnosis(inputs, measured, cross_layer, started)
-    return diagnosis.model_copy(update={"outputs": _outputs(norms, over)}) if norms else diagnosis
-
-
-def _outputs(norms: Sequence[dict[str, np.ndarray]], over: Ends | None) -> Outputs:
-    """Return the mean norms of N sequences, and the mean slopes of their logarithms over depth."""
-    slopes = {
-        name.removesuffix("_norm"): measure(np.array([log_slope(one[name]) for one in norms]), over)  # (N,) each
-        for name in norms[0]
-    }
-    return Outputs(**_averages(norms, over), slopes=slopes)
-
-
 def _depth_weights(mixing: Sequence[DepthMixing], over: Ends | None) -> tuple[DepthWeights | None, str | None]:
     """Return the mean weights over depth of all sequences, or None, and what is not known of them."""
-    tables = [table for one in mixing if (table := one.table()) is not None]  # (readers, sources) each
-    by_stream = [found for one in mixing if (found := one.by_stream()) is not None]
-    unknown = next((one.why for one in mixing if one.why is not None), None)
+    tables = [table for of_sequence in mixing if (table := of_sequence.table()) is not None]  # (readers, sources) each
+    by_stream = [weights for of_sequence in mixing if (weights := of_sequence.by_stream()) is not None]
+    # only now: the questions above note what they could not answer
+    unknown = next((of_sequence.why for of_sequence in mixing if of_sequence.why is not None), None)
     if len(tables) < len(mixing):
         return None, unknown
     facts: dict[str, Any] = {"readers": mixing[0].readers, "sources": mixing[0].sources}
     if len(by_stream) == len(mixing):
-        pairs = np.stack([one.pairs.reshape(len(one.pairs), -1) for one in by_stream])  # (…, readers, sources · S)
-        facts |= {"streams": measure(np.stack([one.weights for one in by_stream]), over), "pairs": measure(pairs, over)}
+        weights = np.stack([of_sequence.weights for of_sequence in by_stream])  # (N, readers, S)
+        pairs = np.stack([of_sequence.pairs for of_sequence in by_stream])  # (N, readers, sources, S)
+        facts["streams"] = measure(weights, over)
+        facts["pairs"] = measure(pairs.reshape(*pairs.shape[:2], -1), over)
     return DepthWeights(weights=measure(np.stack(tables), over), **facts), unknown
 
 
 def _output_gates(measured: Sequence[SequenceMeasures], over: Ends | None, prefix: range) -> OutputGates | None:
     """Return the mean output gates, and attention after them; None if no layer has a gate."""
-    means = [one.gates for one in measured if one.gates is not None]
-    shares = [one.gated_shares for one in measured if one.gated_shares is not None]
+    means = [sequence.gates for sequence in measured if sequence.gates is not None]
+    shares = [sequence.gated_shares for sequence in measured if sequence.gated_shares is not None]
+    # what looks like a gate in some sequences only is none
     if len(means) < len(measured):
         return None
     first = np.stack([share[:, 0] for share in shares])
@@ -229,8 +221,14 @@ def _output_gates(measured: Sequence[SequenceMeasures], over: Ends | None, prefi
     )
 
 
-def _diagnosis(inputs: Inputs, measured: Sequence[SequenceMeasures], cross_layer: bool, started: float) -> Diagnosis:
-    """Average the measures over the sequences and build the result."""
+def _diagnosis(
+    inputs: Inputs,
+    measured: Sequence[SequenceMeasures],
+    norms: Sequence[dict[str, np.ndarray]],
+    cross_layer: bool,
+    started: float,
+) -> Diagnosis:
+    """Average the measures, and the norms of outputs if there are any, over the sequences and build the result."""
     shapes = measured[0].shapes
     over, prefix = over_documents(inputs.settings.documents), range(len(inputs.settings.prefix))
     shares = np.stack([sequence.shares for sequence in measured])  # (N, L, T)
@@ -239,7 +237,14 @@ def _diagnosis(inputs: Inputs, measured: Sequence[SequenceMeasures], cross_layer
     single = _averages([sequence.by_stream for sequence in measured], over)
     gates = _output_gates(measured, over, prefix)
     depth, unknown = _depth_weights([sequence.depth for sequence in measured], over)
-    conclusions = verdict(measures, shapes, inputs.settings.length)
+    outputs = None
+    if norms:
+        # the slope of each sequence, so that their mean has an interval
+        slopes = {
+            name.removesuffix("_norm"): measure(np.array([log_slope(of_sequence[name]) for of_sequence in norms]), over)
+            for name in norms[0]
+        }
+        outputs = Outputs(**_averages(norms, over), slopes=slopes)
     known = [shape for shape in shapes if shape is not None]
     facts = DiagnosedModel(
         **dict(inputs.facts),
@@ -257,6 +262,7 @@ def _diagnosis(inputs: Inputs, measured: Sequence[SequenceMeasures], cross_layer
         measures=measures,
         by_stream=ByStream(**single) if single else None,
         cross_layer=CrossLayer(**cosines) if cosines else None,
+        outputs=outputs,
         depth_weights=depth,
         depth_unknown=unknown,
         output_gates=gates,
@@ -268,7 +274,7 @@ def _diagnosis(inputs: Inputs, measured: Sequence[SequenceMeasures], cross_layer
         top_tokens=top_tokens(shares, inputs.ids.cpu().numpy(), inputs.tokenizer),
         top_channels=top_channels(np.stack([sequence.channels for sequence in measured])),
         position_table=position_table(inputs.model),
-        verdict=conclusions,
+        verdict=verdict(measures, shapes, inputs.settings.length),
         seconds=time.perf_counter() - started,
     )
 
@@ -284,38 +290,31 @@ def top_tokens(shares: np.ndarray, ids: np.ndarray, tokenizer: PreTrainedTokeniz
     `shares` is (N, L, T), `ids` (N, T). Occurrences of a token are summed, except that the first position is counted
     separately; shares are means over sequences. A layer without attention has an empty list.
     """
-    return [_of_layer(of_layer, ids, tokenizer) for of_layer in shares.swapaxes(0, 1)]
+    firsts = set(ids[:, 0].tolist())
+    by_layer = []
+    for of_layer in shares.swapaxes(0, 1):  # (N, T)
+        tops: list[TopToken] = []
+        by_layer.append(tops)
+        if np.isnan(of_layer).any():
+            continue
+        total: dict[int, float] = defaultdict(float)
+        positions: dict[int, set[int]] = defaultdict(set)
+        for sequence, tokens in zip(of_layer, ids, strict=True):
+            for position in np.argsort(-sequence)[:PER_SEQUENCE]:
+                token = FIRST if position == 0 else int(tokens[position])
+                total[token] += float(sequence[position]) / len(ids)
+                positions[token].add(int(position))
 
-
-def _of_layer(shares: np.ndarray, ids: np.ndarray, tokenizer: PreTrainedTokenizerBase | None) -> list[TopToken]:
-    """Return the top tokens of a layer from its shares, (N, T)."""
-    if np.isnan(shares).any():
-        return []
-    total: dict[int, float] = defaultdict(float)
-    positions: dict[int, set[int]] = defaultdict(set)
-    for sequence, tokens in zip(shares, ids, strict=True):
-        for position in np.argsort(-sequence)[:PER_SEQUENCE]:
-            token = FIRST if position == 0 else int(tokens[position])
-            total[token] += float(sequence[position]) / len(ids)
-            positions[token].add(int(position))
-    tops = []
-    for token in sorted(total, key=lambda token: -total[token])[:SHOWN]:
-        text, occurrences = _text(token, ids, tokenizer), sorted(positions[token])
-        tops.append(TopToken(token=text, first=token == FIRST, share=total[token], positions=occurrences))
-    return tops
-
-
-def _text(token: int, ids: np.ndarray, tokenizer: PreTrainedTokenizerBase | None) -> str:
-    """Return a token as text; "first token" for the first position if the sequences begin with different tokens."""
-    if token == FIRST:
-        if len(set(ids[:, 0].tolist())) > 1:
-            return "first token"
-        token = int(ids[0, 0])
-    if tokenizer is None:
-        return str(token)
-    text = tokenizer.decode([token])
-    assert isinstance(text, str)
-    return text
+        for token in sorted(total, key=lambda token: -total[token])[:SHOWN]:
+            if token == FIRST and len(firsts) > 1:
+                text = "first token"  # whichever it is in each sequence
+            else:
+                index = int(ids[0, 0]) if token == FIRST else token
+                text = str(index) if tokenizer is None else tokenizer.decode([index])
+            assert isinstance(text, str)
+            occurrences = sorted(positions[token])
+            tops.append(TopToken(token=text, first=token == FIRST, share=total[token], positions=occurrences))
+    return by_layer
 
 
 def top_channels(channels: np.ndarray) -> list[list[tuple[int, float, float]]]:

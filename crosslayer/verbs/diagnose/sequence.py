@@ -30,7 +30,8 @@ from crosslayer.verbs.diagnose.result import ByStream, Measures
 
 SOURCES = ("previous", "first")
 FORMS = ("current", "identity")
-SINK_THRESHOLD = 0.3  # mean attention to token 0 above which a head counts in the sink rate
+# Mean attention to token 0 above which a head counts in the sink rate: that of Gu et al. 2024.
+SINK_THRESHOLD = 0.3
 BY_STREAM = tuple(ByStream.model_fields)  # measured on the mean of the residual streams, and on each
 ByLayer = dict[int, Tensor]
 
@@ -60,27 +61,30 @@ class CrossLayerCosines:
         groups = call.query.shape[1] // call.key.shape[1]
         key = call.key.repeat_interleave(groups, dim=1)  # (B, H_kv, T, D) → (B, H, T, D)
         value = call.value.repeat_interleave(groups, dim=1)
+        mask = _mask(call)
+        two_masks = None if mask is None else torch.cat([mask, mask], dim=-1)  # (…, T, 2T)
+        attend = partial(functional.scaled_dot_product_attention, call.query, scale=call.scaling)
         for source in SOURCES:
-            other = self.states.get(source)
-            if other is not None and other[0].shape == key.shape and other[1].shape == value.shape:
-                for form, cosine in zip(FORMS, _cosines(call, key, value, *other), strict=True):
-                    self.by_form[f"{form}_{source}"][call.layer] = cosine
+            other_key, other_value = self.states.get(source, (None, None))
+            if other_key is None or other_value is None:
+                continue
+            if other_key.shape != key.shape or other_value.shape != value.shape:
+                continue
+            keys, values = torch.cat([key, other_key], dim=2), torch.cat([value, other_value], dim=2)  # (B, H, 2T, D)
+            both = attend(keys, values, attn_mask=two_masks)
+            current = attend(key, value, attn_mask=mask)
+            other = attend(key, other_value, attn_mask=mask)
+            approximations = {"current": (current + other) / 2, "identity": current + other_value}
+
+            # (B, H, T, D) → (B, T, H·D), in float32 at least: a cosine near 1 has no digits left in bfloat16
+            precision = torch.promote_types(current.dtype, torch.float32)
+            expected = both.transpose(1, 2).flatten(2).to(precision)
+            for form, heads in approximations.items():
+                flat = heads.transpose(1, 2).flatten(2).to(precision)
+                cosine = functional.cosine_similarity(expected, flat, dim=-1).mean()
+                self.by_form[f"{form}_{source}"][call.layer] = cosine
         self.states["previous"] = (key, value)
         self.states.setdefault("first", (key, value))
-
-
-def _cosines(call: AttentionCall, key: Tensor, value: Tensor, other_key: Tensor, other_value: Tensor) -> list[Tensor]:
-    """Return the cosines of Eq. 4 and Eq. 6 with Eq. 2; states are (B, H, T, D)."""
-    mask = _mask(call)
-    two_masks = None if mask is None else torch.cat([mask, mask], dim=-1)  # (…, T, 2T)
-    keys, values = torch.cat([key, other_key], dim=2), torch.cat([value, other_value], dim=2)  # (B, H, 2T, D)
-    attend = partial(functional.scaled_dot_product_attention, call.query, scale=call.scaling)
-    true = attend(keys, values, attn_mask=two_masks)
-    own, other = attend(key, value, attn_mask=mask), attend(key, other_value, attn_mask=mask)
-    kind, flat = torch.promote_types(own.dtype, torch.float32), []
-    for heads in (true, (own + other) / 2, own + other_value):
-        flat.append(heads.transpose(1, 2).flatten(2).to(kind))  # (B, H, T, D) → (B, T, H·D)
-    return [functional.cosine_similarity(flat[0], form, dim=-1).mean() for form in flat[1:]]
 
 
 def _mask(call: AttentionCall) -> Tensor | None:
@@ -89,8 +93,7 @@ def _mask(call: AttentionCall) -> Tensor | None:
         return call.mask[..., : call.key.shape[2]]
     if not is_causal(call):
         return None
-    rows, columns = call.query.shape[2], call.key.shape[2]
-    mask = torch.ones(rows, columns, dtype=torch.bool, device=call.query.device).tril()
+    mask = torch.ones(call.query.shape[2], call.key.shape[2], dtype=torch.bool, device=call.query.device).tril()
     return mask if call.window is None else mask.triu(1 - call.window)  # row i sees columns i − window + 1 … i
 
 
@@ -117,22 +120,22 @@ def measure_sequence(model: PreTrainedModel, ids: Tensor, cross_layer: bool = Fa
     """Run the model over token ids (T,) and measure every layer."""
     recorder = _Recorder(CrossLayerCosines() if cross_layer else None)
     ids = ids[None].to(next(model.parameters()).device)  # (1, T)
+    # the body alone: without logits a pass takes 20% less time (SmolLM2)
     with (
         visited(model, recorder.attention),
         streams(model, recorder.stream),
         depth_mixing(model) as depth,
         output_gates(model) as gates,
     ):
-        model.base_model(input_ids=ids, **no_cache(model))  # the logits are not needed
-    layers, calls = len(layer_stack(model)), sorted(recorder.calls, key=lambda call: call.layer)
-    norms = [recorder.value_norms[call.layer] for call in calls]
-    of_pairs, of_maps, shares, last, gated = _measure_maps(calls, norms, gates)
-    measures = {name: spread(by_layer, layers) for name, by_layer in {**recorder.by_layer, **of_maps}.items()}
-    attending = [call.layer for call in calls]
-    for name, matrix in of_pairs.items():
+        model.base_model(input_ids=ids, **no_cache(model))
+    recorder.maps(gates)
+    layers, attending = len(layer_stack(model)), sorted(recorder.value_norms)
+    measures = {name: spread(by_layer, layers) for name, by_layer in recorder.by_layer.items()}
+    for name, matrix in recorder.of_pairs.items():
         measures[name] = np.full((layers, layers), np.nan)
         measures[name][np.ix_(attending, attending)] = matrix.cpu().numpy()
     cosines = {} if recorder.cosines is None else dict(recorder.cosines.by_form)
+    # with attention over depth a layer does not read what it receives, and cannot run on what another one received
     if cosines and not recorder.over_depth:
         cosines |= _responses(model, ids)
     shapes = LayerShape.read(recorder.calls, model.config.get_text_config(), layers)
@@ -140,16 +143,16 @@ def measure_sequence(model: PreTrainedModel, ids: Tensor, cross_layer: bool = Fa
         measures=measures,
         by_stream={name: spread(by_layer, layers) for name, by_layer in recorder.by_stream.items() if by_layer},
         cross_layer={name: spread(by_layer, layers) for name, by_layer in cosines.items()},
-        shares=spread(shares, layers),
+        shares=spread(recorder.shares, layers),
         value_norms=spread({layer: norms.mean(dim=0) for layer, norms in recorder.value_norms.items()}, layers),
         hidden_norms=spread(recorder.hidden_norms, layers),
-        last=spread(last, layers),
+        last=spread(recorder.last, layers),
         channels=spread(recorder.channels, layers),
         shapes=shapes,
         over_depth=recorder.over_depth,
         depth=depth,
         gates=spread({layer: gate.mean(dim=0) for layer, gate in gates.items()}, layers) if gates else None,
-        gated_shares=spread(gated, layers) if gates else None,
+        gated_shares=spread(recorder.gated, layers) if gates else None,
     )
 
 
@@ -170,22 +173,25 @@ def _responses(model: PreTrainedModel, ids: Tensor) -> dict[str, ByLayer]:
         for layer in layer_stack(model):
             hooks.callback(layer.register_forward_pre_hook(run_twice, with_kwargs=True).remove)
         model.base_model(input_ids=ids, **no_cache(model))
-    found: dict[str, ByLayer] = {"softmax_jacobian": {}, "map_response": {}}
+    norms: dict[str, ByLayer] = {"softmax_jacobian": {}, "map_response": {}}
     for layer in sorted(layer for layer in calls if layer - 1 in calls):
-        (below, own), key = calls[layer], m.working(calls[layer - 1][-1].key[0]).mT  # (H_kv, D, T)
-        if key.mT.shape != own.key.shape[1:]:
+        # the first of a layer's two calls is on what the layer below received
+        (below, usual), key = calls[layer], m.working(calls[layer - 1][-1].key[0]).mT  # (H_kv, D, T)
+        if key.mT.shape != usual.key.shape[1:]:
             continue
-        mask, group, by_head = _mask(own), own.query.shape[1] // len(key), []
-        for head in range(own.query.shape[1]):
-            scores, new = (m.working(call.query[0, head]) @ key[head // group] * own.scaling for call in (below, own))
+        mask, group, by_head = _mask(usual), usual.query.shape[1] // len(key), []
+        for head in range(usual.query.shape[1]):
+            of_head = key[head // group]
+            scores = m.working(below.query[0, head]) @ of_head * usual.scaling
+            new = m.working(usual.query[0, head]) @ of_head * usual.scaling
             if mask is not None:
                 seen = mask if mask.dim() == 2 else mask[0, head % mask.shape[1]]  # (T, T)
                 blocked = ~seen if seen.dtype == torch.bool else seen < torch.finfo(seen.dtype).min / 2
                 scores, new = scores.masked_fill(blocked, BLOCKED), new.masked_fill(blocked, BLOCKED)
             by_head.append(torch.stack(m.softmax_response(scores, new - scores)))
-        for by_layer, norm in zip(found.values(), torch.stack(by_head).mean(dim=0), strict=True):
+        for by_layer, norm in zip(norms.values(), torch.stack(by_head).mean(dim=0), strict=True):
             by_layer[layer] = norm
-    return found
+    return norms
 
 
 def spread(by_layer: ByLayer, layers: int) -> np.ndarray:
@@ -209,6 +215,10 @@ class _Recorder:
         self.hidden_norms: ByLayer = {}
         self.channels: ByLayer = {}
         self.over_depth = False
+        self.of_pairs: dict[str, Tensor] = {}  # by name, of those layers that have attention, (L, L)
+        self.shares: ByLayer = {}  # a', (T,)
+        self.last: ByLayer = {}  # the last row of the map, (T,)
+        self.gated: ByLayer = {}  # a' after the output gate, of layers that have one
 
     def attention(self, call: AttentionCall) -> None:
         """Measure the values, and keep queries and keys."""
@@ -227,6 +237,7 @@ class _Recorder:
         self.value_norms[call.layer] = m.working(value).norm(dim=-1)  # (H_kv, T)
         if self.cosines is not None:
             self.cosines.measure(call)
+        # a clone, since a view of no values would keep them all
         self.calls.append(replace(call, value=call.value[:, :, :0].clone()))
 
     def stream(self, stream: LayerStream) -> None:
@@ -238,11 +249,19 @@ class _Recorder:
             dtype = str(last.dtype).removeprefix("torch.")
             raise ValueError(f"layer {stream.layer} produces hidden states that are not finite in {dtype}; {then}")
         self.over_depth = self.over_depth or stream.over_depth
-        self.hidden_norms[stream.layer] = m.hidden_norms(mean_stream(stream.entering))  # (T,)
-        for name, measure in _measure_stream(stream).items():
+        before, after, around = stream.before, stream.after, stream.around_attention
+        self.hidden_norms[stream.layer] = m.hidden_norms(before)  # (T,)
+        means = None if around is None else (mean_stream(around[0]), mean_stream(around[1]))
+        for name, measure in _measure_stream(before, after, means).items():
             self.by_layer[name][stream.layer] = measure
+        if after is not None:
+            self.by_layer["depth_factor"][stream.layer] = m.depth_factor(before, after)
         if len(stream.entering) > 1:
-            each = [_measure_stream(stream, number) for number in range(len(stream.entering))]
+            each = []
+            for index, entering in enumerate(stream.entering):
+                # where attention writes no stream, what it reads is a single one
+                pair = (around[0][index], around[1][index]) if around is not None and len(around[0]) > 1 else None
+                each.append(_measure_stream(entering, None if stream.leaving is None else stream.leaving[index], pair))
             for name in each[0]:
                 self.by_stream[name][stream.layer] = torch.stack([measures[name] for measures in each])  # (N,)
         if stream.mlp_update is not None:
@@ -252,59 +271,47 @@ class _Recorder:
             first = m.working(stream.mlp_update[0])  # (C,)
             self.channels[stream.layer] = torch.stack([first, m.channel_ratios(first)])
 
+    def maps(self, gates: dict[int, Tensor]) -> None:
+        """Measure the maps of all layers that have attention, from their queries and keys; `gates` (T, H) by layer."""
+        calls = sorted(self.calls, key=lambda call: call.layer)
+        layers = [call.layer for call in calls]
+        sums = map_sums(calls, [self.value_norms[layer] for layer in layers], gates)
+        shares = m.importance(sums.columns)  # (L, T)
+        # (L, H), a mean over all rows, also those whose window ends before token 0
+        by_head = sums.columns_by_head[:, :, 0] / calls[0].key.shape[2]
+        sinking = (by_head > SINK_THRESHOLD).double().masked_fill(by_head.isnan(), torch.nan)
+        of_layers = {
+            "first_token_share": shares[:, 0],
+            "first_token_by_head": by_head,
+            "first_contribution": sums.contribution[:, 0] / sums.contribution[:, 1],
+            "entropy": m.entropy(shares),
+            "sink_rate": sinking.nanmean(dim=-1),
+            "top_importance": m.top_importance(shares),
+        }
+        for name, values in of_layers.items():
+            self.by_layer[name] = dict(zip(layers, values, strict=True))
+        self.of_pairs = {
+            "map_similarity": m.gram_cosine(sums.gram),
+            "map_similarity_per_head": m.gram_cosine(sums.gram_by_head).nanmean(dim=0),
+            "map_similarity_without_first": m.gram_cosine(sums.gram_without_first),
+        }
+        self.shares = dict(zip(layers, shares, strict=True))
+        self.last = dict(zip(layers, sums.last, strict=True))
+        self.gated = {layer: gated for layer, gated in zip(layers, sums.gated, strict=True) if layer in gates}
 
-def _measure_stream(stream: LayerStream, number: int | None = None) -> dict[str, Tensor]:
-    """Return the measures of residual stream `number`, by default of the mean of all, by name."""
 
-    def pick(streams: Tensor) -> Tensor:  # (N, T, C) → (T, C)
-        return mean_stream(streams) if number is None else streams[number]
-
-    before, around = pick(stream.entering), stream.around_attention
+def _measure_stream(
+    before: Tensor, after: Tensor | None, around_attention: tuple[Tensor, Tensor] | None
+) -> dict[str, Tensor]:
+    """Return the measures by name of one residual stream, or of their mean, (T, C) at each place."""
     norms = m.hidden_norms(before)  # (T,)
     measures = {
         "hidden_norm_ratio": m.over_median(norms),
         "stream_norm": norms.mean(),
         "token_similarity": m.token_similarity(before),
     }
-    if stream.leaving is not None:
-        measures["layer_io_similarity"] = m.mean_cosine(before, pick(stream.leaving))
-        if number is None:
-            measures["depth_factor"] = m.depth_factor(before, pick(stream.leaving))
-    if around is not None and (number is None or len(around[0]) > 1):
-        measures["attention_io_similarity"] = m.mean_cosine(pick(around[0]), pick(around[1]))
+    if after is not None:
+        measures["layer_io_similarity"] = m.mean_cosine(before, after)
+    if around_attention is not None:
+        measures["attention_io_similarity"] = m.mean_cosine(*around_attention)
     return measures
-
-
-def _measure_maps(
-    calls: list[AttentionCall], norms: list[Tensor], gates: dict[int, Tensor]
-) -> tuple[dict[str, Tensor], dict[str, ByLayer], ByLayer, ByLayer, ByLayer]:
-    """Return measures of pairs of attention layers, (L, L), and of single layers; the shares a'; the last rows.
-
-    Last come the shares after the output gate, of those layers that have one.
-    """
-    layers, sums = [call.layer for call in calls], map_sums(calls, norms, gates)
-    shares = m.importance(sums.columns)  # (L, T)
-    by_head = sums.columns_by_head[:, :, 0] / calls[0].key.shape[2]  # (L, H), a mean over rows: all see token 0
-    sinking = (by_head > SINK_THRESHOLD).double().masked_fill(by_head.isnan(), torch.nan)
-    of_layers = {
-        "first_token_share": shares[:, 0],
-        "first_token_by_head": by_head,
-        "first_contribution": sums.contribution[:, 0] / sums.contribution[:, 1],
-        "entropy": m.entropy(shares),
-        "sink_rate": sinking.nanmean(dim=-1),
-        "top_importance": m.top_importance(shares),
-    }
-    of_pairs = {
-        "map_similarity": m.gram_cosine(sums.gram),
-        "map_similarity_per_head": m.gram_cosine(sums.gram_by_head).nanmean(dim=0),
-        "map_similarity_without_first": m.gram_cosine(sums.gram_without_first),
-    }
-    by_layer = {name: dict(zip(layers, rows, strict=True)) for name, rows in of_layers.items()}
-    gated = {layer: row for layer, row in zip(layers, sums.gated, strict=True) if layer in gates}
-    return (
-        of_pairs,
-        by_layer,
-        dict(zip(layers, shares, strict=True)),
-        dict(zip(layers, sums.last, strict=True)),
-        gated,
-    )

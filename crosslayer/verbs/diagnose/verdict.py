@@ -11,7 +11,7 @@ from crosslayer.core.method import Method
 from crosslayer.core.methods import method_class, method_names
 from crosslayer.output.formatting import Table, counted, named_layers, ranges
 from crosslayer.output.record import Measure
-from crosslayer.probe.shapes import ENTRIES, PAPER_SIZE, CacheShare, Groups, LayerShape, paper_groups, similar_groups
+from crosslayer.probe.shapes import ENTRIES, PAPER_SIZE, CacheShare, LayerShape, paper_groups, similar_groups
 from crosslayer.verbs.diagnose.curves import known
 from crosslayer.verbs.diagnose.result import (
     CacheCandidates,
@@ -27,9 +27,13 @@ from crosslayer.verbs.diagnose.result import (
     Verdict,
 )
 
-SINK_SHARE = 0.3  # of a layer's attention: more on the first token makes it an attention sink
-PEAK = 100.0  # hidden norm of token 0 over the median: above this it is a massive activation
-DRAIN = 0.5  # value norm of token 0 over the median: below this it is a value drain
+# Of a layer's attention: more on the first token makes it an attention sink. The threshold of a head's sink rate (Gu et
+# al. 2024), here of the mean over heads.
+SINK_SHARE = 0.3
+# Hidden norm of token 0 over the median: above this it is a massive activation. SmolLM2's first token has up to 170.
+PEAK = 100.0
+# Value norm of token 0 over the median: below this it is a value drain.
+DRAIN = 0.5
 
 Shapes = Sequence[LayerShape | None]
 SHOWN = 4  # layers of a ranking that a sentence names
@@ -37,7 +41,22 @@ SHOWN = 4  # layers of a ranking that a sentence names
 
 def verdict(measures: Measures, shapes: Shapes, length: int) -> Verdict:
     """Return the verdict on layers of these shapes, measured on sequences of `length` tokens."""
-    sink = sink_of(measures, shapes, length)
+    share = measures.first_token_share.array()  # (L,), as the three below
+    hidden = measures.hidden_norm_ratio.array()
+    value = measures.value_norm_ratio.array()
+    even = np.array([np.nan if shape is None else shape.even_share(length) for shape in shapes])
+    # twice an even share, since this is itself above `SINK_SHARE` in texts of fewer than about ten tokens
+    sinks = (share > SINK_SHARE) & (share > 2 * even)
+    strongest = int(np.nanargmax(share))
+    sink = Sink(
+        layers=np.flatnonzero(sinks).tolist(),
+        strongest=strongest,
+        strongest_share=float(share[strongest]),
+        over_even=float(share[strongest] / even[strongest]),
+        peaks=np.flatnonzero(hidden > PEAK).tolist(),
+        drains=np.flatnonzero(value < DRAIN).tolist(),
+    )
+
     redundancy = Redundancy(
         attention=_ranked(measures.attention_io_similarity), layers=_ranked(measures.layer_io_similarity)
     )
@@ -52,25 +71,6 @@ def verdict(measures: Measures, shapes: Shapes, length: int) -> Verdict:
     return Verdict(sink=sink, redundancy=redundancy, neighbors=neighbors, cache=cache)
 
 
-def sink_of(measures: Measures, shapes: Shapes, length: int) -> Sink:
-    """Return which layers have an attention sink at the first token, and where its states are large or small."""
-    share = measures.first_token_share.array()  # (L,), as the two below
-    hidden = measures.hidden_norm_ratio.array()
-    value = measures.value_norm_ratio.array()
-    even = np.array([np.nan if shape is None else shape.even_share(length) for shape in shapes])
-    sinks = (share > SINK_SHARE) & (share > 2 * even)  # in a short sequence even an even share is large
-    layers = np.flatnonzero(sinks).tolist()
-    strongest = int(np.nanargmax(share))
-    return Sink(
-        layers=layers,
-        strongest=strongest,
-        strongest_share=float(share[strongest]),
-        over_even=float(share[strongest] / even[strongest]),
-        peaks=np.flatnonzero(hidden > PEAK).tolist(),
-        drains=np.flatnonzero(value < DRAIN).tolist(),
-    )
-
-
 def top_half_mean(similarity: Measure) -> float | None:
     """Return the mean similarity of neighboring attention layers in the upper half; None if there is no such pair."""
     upper = [cosine for layer, cosine in _neighbors(similarity) if layer >= len(similarity.mean) // 2]
@@ -83,7 +83,8 @@ def map_statistics(similarity: Measure) -> Statistics | None:
     if not pairs:
         return None
     cosines = [cosine for _, cosine in pairs]
-    upper, lower = ([cosine for layer, cosine in pairs if (layer >= half) == is_upper] for is_upper in (True, False))
+    upper = [cosine for layer, cosine in pairs if layer >= half]
+    lower = [cosine for layer, cosine in pairs if layer < half]
     return Statistics(
         mean=float(np.mean(cosines)),
         top_less_bottom=float(np.mean(upper) - np.mean(lower)) if upper and lower else None,
@@ -114,25 +115,26 @@ def _ranked(similarity: Measure) -> list[RankedLayer]:
 
 def _cache(measures: Measures, redundancy: Redundancy, shapes: Shapes, length: int) -> CacheCandidates:
     """Return the candidates for sharing and for dropping attention, with what each keeps of the cache."""
-    count = len(shapes) // 2 // PAPER_SIZE * (PAPER_SIZE - 1)  # as many readers as the paper has, whatever the masks
+    # as many readers as the paper has, whatever the masks
+    count = len(shapes) // 2 // PAPER_SIZE * (PAPER_SIZE - 1)
     similarity = measures.map_similarity_without_first.array()
     least = sorted(entry.layer for entry in redundancy.attention[:count])
     cache = CacheShare(shapes, length, allocated=False)
-
-    def superblocks(groups: Groups) -> Superblocks:
-        """Return groups with the share of the cache that each sharing method would keep."""
+    superblocks = []
+    for groups in (paper_groups(list(shapes)), similar_groups(similarity, list(shapes), count)):
+        # the first layer of a group keeps its states, the others read them
         readers = [layer for group in groups for layer in group[1:]]
         kept = [
             KeptShare(method=cls.name(), title=cls.title(), share=cache.without(readers, cls.saves))
             for cls in sharing_methods()
         ]
-        return Superblocks(groups=groups, kept=kept)
-
+        superblocks.append(Superblocks(groups=groups, kept=kept))
+    by_depth, by_similarity = superblocks
     return CacheCandidates(
         length=length,
         elements=cache.total,
-        by_depth=superblocks(paper_groups(list(shapes))),
-        by_similarity=superblocks(similar_groups(similarity, list(shapes), count)),
+        by_depth=by_depth,
+        by_similarity=by_similarity,
         least_attention=least,
         share_without=cache.without(least),
     )

@@ -113,8 +113,19 @@ class Evaluation(Report):
         limit, shots = settings.limit, settings.num_fewshot
         written = ["Scores of one model, with lm-eval's standard errors; add --baseline for paired differences."]
         if self.original is not None:
-            written = [*by_verdict(self.groups), *by_verdict(self.tasks), *self._chance()]
+            written = [*by_verdict(self.groups), *by_verdict(self.tasks)]
+            alone = [f"{row.scope} {row.quantity}" for row in self.tasks if row.change is None]
+            if alone:
+                written.append(f"Not compared, because their scores are not means over items: {', '.join(alone)}.")
+            # Intervals are not corrected for the number of tasks, so one in 20 excludes 0 by chance.
+            paired = len(self.tasks) - len(alone)
+            if paired > 1:
+                chance = f"{paired / 20:.{1 if paired < 200 else 0}f}"
+                written.append(
+                    f"Even between equal models, {paired} comparisons show up to about {chance} differences by chance."
+                )
         written += CacheOptions(settings.evict, settings.kv_bits).sentences()
+        # An eviction that never happened would read as one that does no harm.
         if settings.evict is not None:
             reduced, requests = int(details["reduced"]), int(details["requests"])
             line = f"Tokens were evicted in {reduced:,} of {requests:,} requests."
@@ -128,23 +139,11 @@ class Evaluation(Report):
             if shortened := model.details["shortened"]:
                 line = f"{shortened:,} requests to {model.name} were truncated on the left to fit its positions."
                 written.append(line)
-        own = {row.scope: row.details["shots"] for row in self.tasks}
-        fixed = [f"{task} ({number})" for task, number in own.items() if shots not in (None, number)]
+        examples = {row.scope: row.details["shots"] for row in self.tasks}
+        fixed = [f"{task} ({number})" for task, number in examples.items() if shots not in (None, number)]
         if fixed:
             written.append(
                 f"lm-eval fixes the number of examples of {', '.join(fixed)}: --num-fewshot {shots} does not apply."
-            )
-        return written
-
-    def _chance(self) -> list[str]:
-        """Return what is not compared, and how many differences chance alone would give."""
-        lone = [f"{row.scope} {row.quantity}" for row in self.tasks if row.change is None]
-        written = [f"Not compared, because their scores are not means over items: {', '.join(lone)}."] if lone else []
-        paired = len(self.tasks) - len(lone)
-        if paired > 1:
-            chance = f"{paired / 20:.{1 if paired < 200 else 0}f}"
-            written.append(
-                f"Even between equal models, {paired} comparisons show up to about {chance} differences by chance."
             )
         return written
 
@@ -152,6 +151,7 @@ class Evaluation(Report):
         """Also write lm-eval's results as lm-eval does: one sample per line, everything else as JSON."""
         super().write_files(folder)
         for role, results in self._results.items():
+            # Here, since a result that was loaded from a folder is saved again without lm-eval.
             from lm_eval.utils import handle_non_serializable
 
             options = {"default": handle_non_serializable, "ensure_ascii": False}

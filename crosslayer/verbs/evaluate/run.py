@@ -18,8 +18,6 @@ from crosslayer.output.progress import progress
 from crosslayer.verbs.evaluate.result import EvaluateSettings, Evaluation
 from crosslayer.verbs.serve.engine import Served, check_engine, servable, vllm_environment
 
-SCORING = ("limit", "num_fewshot", "seed")  # settings that lm-eval takes
-
 
 def evaluate(
     model: Named,
@@ -69,24 +67,41 @@ def evaluate(
         raise ValueError(f"`engine` must be transformers or vllm, got {engine!r}")
     if engine == "vllm" and (evict, kv_bits, device) != (None, None, None):
         raise ValueError("`evict`, `kv_bits` and `device` need `engine` transformers; leave them out with vllm")
-    options: dict[str, Any] = {"limit": limit, "num_fewshot": num_fewshot, "batch": batch, "engine": engine}
-    settings = EvaluateSettings(tasks=names, evict=evict, kv_bits=kv_bits, seed=seed, **options)
-    version, cache = harness.check_installed(), CacheOptions(evict, settings.kv_bits)
+    settings = EvaluateSettings.of(
+        tasks=names,
+        limit=limit,
+        num_fewshot=num_fewshot,
+        batch=batch,
+        evict=evict,
+        kv_bits=kv_bits,
+        engine=engine,
+        seed=seed,
+    )
+    version = harness.check_installed()
     sources = pair("evaluate", model, baseline, tokenizer, dtype=dtype, device=device)
     served = [servable_source(source) for source in sources] if engine == "vllm" else []
     started = time.perf_counter()
     chosen = harness.read_tasks(names, None if include_path is None else Path(include_path), allow_code)
-    models, results = [], []
-    for number, source in enumerate(sources):
+    scoring = settings.model_dump(include={"limit", "num_fewshot", "seed"})
+    models: list[JudgedModel] = []
+    results: list[Any] = []
+    # One after the other, so that only one of the models is in memory.
+    for index, source in enumerate(sources):
         if engine == "vllm":
-            described, returned = _score_served(source, served[number], chosen, settings)
-        else:  # the baseline has its own cache
-            described, returned = _score(source, chosen, settings, CacheOptions() if number else cache)
+            described, returned = _score_served(source, served[index], chosen, settings, scoring)
+        else:
+            # The baseline keeps its own cache.
+            cache = CacheOptions() if index else CacheOptions(evict, settings.kv_bits)
+            judge = Judge(source.load(), tokenizer=source.tokenizer, catches=False)
+            candidate = Candidate(cache.named(source.name), around=cache.running)
+            returned = judge.task_results(candidate, chosen, batch=settings.batch, **scoring)
+            described = judge.described(candidate)
+            del judge
         models.append(described)
         results.append(returned)
     original, of_original = (models[1], results[1]) if len(models) > 1 else (None, None)
     scored = summary.task_rows(models[0].name, results[0], of_original)
-    rows = [*summary.group_rows(chosen.groups, scored, results[0]), *(one.row for one in scored)]
+    rows = [*summary.group_rows(chosen.groups, scored, results[0]), *(metric.row for metric in scored)]
     evaluation = Evaluation(
         original=original,
         candidates=(models[0],),
@@ -99,41 +114,27 @@ def evaluate(
     return evaluation
 
 
-def _score(
-    source: Loadable, tasks: harness.Tasks, settings: EvaluateSettings, cache: CacheOptions
-) -> tuple[JudgedModel, dict[str, Any]]:
-    """Load a model and evaluate it; return what is known of it, and what lm-eval returned."""
-    judge = Judge(source.load(), tokenizer=source.tokenizer, catches=False)
-    candidate = Candidate(cache.named(source.name), around=cache.running)
-    results = judge.task_results(candidate, tasks, batch=settings.batch, **settings.model_dump(include={*SCORING}))
-    return judge.described(candidate), results
-
-
 def servable_source(source: Loadable) -> Served:
     """Return a model that vLLM can open, which must be named."""
     if isinstance(source.source, PreTrainedModel):
         raise ValueError("`engine` vllm opens models by itself; give a name or a folder, not a loaded model")
     check_engine()
-    return servable(str(source.source), kv_memory=None, length=None, dtype=dtype_name(source))
-
-
-def dtype_name(source: Loadable) -> str | None:
-    """Return the dtype that is asked for by its name in torch, None without one."""
-    return None if source.dtype is None else str(source.dtype).removeprefix("torch.")
+    dtype = None if source.dtype is None else str(source.dtype).removeprefix("torch.")
+    return servable(str(source.source), kv_memory=None, length=None, dtype=dtype)
 
 
 def _score_served(
-    source: Loadable, served: Served, tasks: harness.Tasks, settings: EvaluateSettings
+    source: Loadable, served: Served, tasks: harness.Tasks, settings: EvaluateSettings, scoring: dict[str, Any]
 ) -> tuple[JudgedModel, dict[str, Any]]:
     """Evaluate a model in vLLM; return what is known of it, and what lm-eval returned."""
     with harness.quiet(), vllm_environment():
-        from crosslayer.verbs.evaluate.served import served_facts, served_model
+        # Here, since the module needs vLLM, which looks at its environment when it is imported.
+        from crosslayer.verbs.evaluate.served import served_model
 
-        with served_model(served, settings, dtype_name(source)) as lm:
+        with served_model(source, served, settings) as (lm, facts):
             started = time.perf_counter()
             with progress("answering in vLLM", 0):
-                results = harness.score(lm, tasks, **settings.model_dump(include={*SCORING}))
+                results = harness.score(lm, tasks, **scoring)
             seconds = round(time.perf_counter() - started, 3)
-            facts = served_facts(source, lm)
     details = {"requests": lm.requests, "shortened": lm.shortened, "seconds": seconds}
     return JudgedModel(name=source.name, model=facts, details=details), results

@@ -17,8 +17,10 @@ from crosslayer.output.record import ModelFacts
 from crosslayer.verbs.evaluate.result import EvaluateSettings
 from crosslayer.verbs.serve.engine import Served, starting
 
-ALL = 2**31  # a batch size: vLLM gets all requests at once; with "auto" it would divide by the time of a hidden bar
-DEVICE = current_platform.device_type  # vLLM reads its own version here, before that is replaced
+# A batch size: vLLM gets all requests at once. With "auto", lm-eval would divide by the time of a bar, which is hidden.
+ALL = 2**31
+# Read before the version is replaced below, since vLLM looks up its own here.
+DEVICE = current_platform.device_type
 version = importlib.metadata.version
 # lm-eval asks for the version of a distribution "vllm", here and later; that for CPUs has another name
 with patch.object(importlib.metadata, "version", lambda name: vllm.__version__ if name == "vllm" else version(name)):
@@ -35,7 +37,8 @@ class ServedLM(_VLLM):
     shortened = 0  # requests truncated on the left, because they exceed the model's positions
 
     def _loglikelihood_tokens(self, requests: Any, disable_tqdm: bool = True) -> list[tuple[float, bool]]:
-        longest = self.max_length - 1  # vLLM generates a token after each text
+        # vLLM scores a text as a prompt, after which it always generates a token.
+        longest = self.max_length - 1
         for _, context, answer in requests:
             if len(answer) >= longest:
                 raise ValueError(f"vLLM scores answers of at most {longest - 1} tokens, got one of {len(answer)}")
@@ -50,20 +53,17 @@ class ServedLM(_VLLM):
 
 
 @contextmanager
-def served_model(served: Served, settings: EvaluateSettings, dtype: str | None) -> Iterator[ServedLM]:
-    """Start vLLM with a model, and end it behind the `with`."""
+def served_model(source: Loadable, served: Served, settings: EvaluateSettings) -> Iterator[tuple[ServedLM, ModelFacts]]:
+    """Start vLLM with a model, and end it behind the `with`; gives lm-eval's model, and what is known of it."""
+    asked = "auto" if source.dtype is None else str(source.dtype).removeprefix("torch.")
     batch = ALL if settings.batch == "auto" else settings.batch
     with starting(served):
-        lm = ServedLM(served.source, dtype=dtype or "auto", batch_size=batch, seed=settings.seed)
+        lm = ServedLM(served.source, dtype=asked, batch_size=batch, seed=settings.seed)
     try:
-        yield lm
+        # Its parameters are only counted, so it needs no memory.
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(source.config)
+        dtype = str(lm.model.llm_engine.model_config.dtype).removeprefix("torch.")
+        yield lm, model_facts(model, source.name).model_copy(update={"dtype": dtype, "device": DEVICE})
     finally:
         lm.model.llm_engine.engine_core.shutdown()
-
-
-def served_facts(source: Loadable, lm: ServedLM) -> ModelFacts:
-    """Return the facts of a model in vLLM, which is built here without memory to be counted."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(source.config)
-    dtype = str(lm.model.llm_engine.model_config.dtype).removeprefix("torch.")
-    return model_facts(model, source.name).model_copy(update={"dtype": dtype, "device": DEVICE})

@@ -12,7 +12,6 @@ import copy
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import save_torch_state_dict
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
@@ -21,7 +20,7 @@ from transformers.initialization import no_init_weights
 from crosslayer.core.decoder import CrossLayerConfig, CrossLayerForCausalLM
 from crosslayer.core.decoder.convert import SHARED, from_config
 from crosslayer.core.transformers_versions import attention_that_caps
-from crosslayer.verbs.export.layers import RemainingLayer, remaining_layers, renumbered
+from crosslayer.verbs.export.layers import remaining_layers, renumbered
 from crosslayer.verbs.serve import configuration_decilm
 
 MODULE = "configuration_decilm"
@@ -38,6 +37,7 @@ def stock_model(model: PreTrainedModel) -> PreTrainedModel:
         stock = AutoModelForCausalLM.from_config(
             config, dtype=model.dtype, attn_implementation=attention_that_caps(config)
         )
+    # Weights are assigned and not copied, so that they are in memory once. Then tied weights must be tied again.
     stock.load_state_dict(renumbered(model.state_dict(), remaining_layers(model.config)), strict=True, assign=True)
     stock.tie_weights()
     stock.generation_config = copy.deepcopy(model.generation_config)
@@ -69,41 +69,39 @@ def write_deci(model: PreTrainedModel, config: CrossLayerConfig, folder: Path) -
     """
     layers = remaining_layers(config)
     weights = renumbered(model.state_dict(), layers)
+    # A tied head is the embedding itself, which is stored once.
     if config.tie_word_embeddings:
         weights.pop("lm_head.weight", None)
     save_torch_state_dict(weights, folder, metadata={"format": "pt"})
-    text = json.dumps(deci_config(config, layers, str(model.dtype).removeprefix("torch.")), indent=2)
-    (folder / "config.json").write_text(text + "\n", encoding="utf-8")
-    shutil.copyfile(configuration_decilm.__file__, folder / f"{MODULE}.py")
-    if model.generation_config is not None:
-        model.generation_config.save_pretrained(folder)
 
-
-def deci_config(config: CrossLayerConfig, layers: list[RemainingLayer], dtype: str) -> dict[str, Any]:
-    """Return the contents of `config.json`."""
     known = LlamaConfig().to_dict()
     values = {name: value for name, value in config.to_dict().items() if name in SHARED and name in known}
-    qkv, output = config.attention_bias, config.attention_output_bias
-    return {
+    assert config.num_key_value_heads is not None
+    group = config.num_attention_heads // config.num_key_value_heads
+    blocks = []
+    for layer in layers:
+        attends = layer.attention is not None
+        attention = {"no_op": not attends, "n_heads_in_group": group if attends else None, "replace_with_linear": False}
+        width = config.intermediate_size if layer.mlp else None
+        ffn = {"no_op": not layer.mlp, "intermediate_size": width, "replace_with_linear": False}
+        blocks.append({"attention": attention, "ffn": ffn})
+
+    qkv = config.attention_bias
+    output = config.attention_output_bias
+    fields = {
         "architectures": ["DeciLMForCausalLM"],
         "auto_map": {"AutoConfig": f"{MODULE}.DeciLMConfig"},
         "model_type": "nemotron-nas",
         **values,
         "num_hidden_layers": len(layers),
-        "attention_bias": qkv if output is None else output,  # only of W_o, since there is a qkv_bias
+        # In vLLM's class this is only the bias of W_o, if there is a `qkv_bias`.
+        "attention_bias": qkv if output is None else output,
         "qkv_bias": qkv,
         "mlp_bias": config.mlp_bias,
-        "block_configs": [_block(config, layer) for layer in layers],
-        "dtype": dtype,
+        "block_configs": blocks,
+        "dtype": str(model.dtype).removeprefix("torch."),
     }
-
-
-def _block(config: CrossLayerConfig, layer: RemainingLayer) -> dict[str, dict[str, Any]]:
-    assert config.num_key_value_heads is not None
-    attends = layer.attention is not None
-    group = config.num_attention_heads // config.num_key_value_heads if attends else None
-    width = config.intermediate_size if layer.mlp else None
-    return {
-        "attention": {"no_op": not attends, "n_heads_in_group": group, "replace_with_linear": False},
-        "ffn": {"no_op": not layer.mlp, "intermediate_size": width, "replace_with_linear": False},
-    }
+    (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+    shutil.copyfile(configuration_decilm.__file__, folder / f"{MODULE}.py")
+    if model.generation_config is not None:
+        model.generation_config.save_pretrained(folder)

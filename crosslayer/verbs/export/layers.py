@@ -38,10 +38,11 @@ def remaining_layers(config: CrossLayerConfig) -> list[RemainingLayer]:
     """Return the layers with a remaining sublayer, in order; for a config with no `unsupported` feature."""
     plan, targets = config.plan, config.wiring.compensation
     layers = []
-    for number in range(plan.layers):
-        replacement = None if targets[number] is None else "compensation"
-        attention = "own" if plan.attends(number) else replacement
-        layers.append(RemainingLayer(number, attention, plan.mlps[number] is not None))
+    for index in range(plan.layers):
+        replacement = None if targets[index] is None else "compensation"
+        attention = "own" if plan.attends(index) else replacement
+        layers.append(RemainingLayer(index, attention, plan.mlps[index] is not None))
+    # A layer without either adds nothing to the residual stream, so a model without it has the same logits.
     return [layer for layer in layers if layer.attention is not None or layer.mlp]
 
 
@@ -60,6 +61,7 @@ def unsupported(config: CrossLayerConfig) -> str | None:
             if plan.reads(state, layer) not in ((), (layer,)):
                 source = plan.source_label(state, layer).removeprefix("← ")
                 return f"layer {layer} reads the {state} of layer {source} ({culprits(config, [layer])})"
+        # llama.cpp applies W_c to the normalized input in place of attention, and nowhere else.
         target = config.wiring.compensation[layer]
         if target not in (None, "attention") or target is not None and plan.attends(layer):
             return (
@@ -87,31 +89,32 @@ def unlike_llama(config: CrossLayerConfig) -> str | None:
 
 
 def rope(config: CrossLayerConfig) -> dict[str, Any]:
-    """Return the parameters of the rotary embedding, which are optional in transformers."""
+    """Return the parameters of the rotary embedding."""
+    # transformers declares them and each of their keys as optional; a crosslayer config has all that its type needs.
     assert config.rope_parameters is not None
     return dict(config.rope_parameters)
 
 
 def culprits(config: CrossLayerConfig, layers: Iterable[int]) -> str:
     """Return the methods that change any of the given layers, with their options."""
-    count, named = config.num_hidden_layers, set(layers)
+    named = set(layers)
     changed = []
     for method in config.methods:
-        plan = method.plan(count)
-        vectors = [plan.sources(state) for state in (*STATES, "mlps")]
-        if any(vector[layer] != layer for vector in vectors for layer in named):
+        plan = method.plan(config.num_hidden_layers)
+        sources = [plan.sources(state) for state in (*STATES, "mlps")]
+        if any(by_layer[layer] != layer for by_layer in sources for layer in named):
             changed.append(method)
     return title(changed)
 
 
 def renumbered(weights: Mapping[str, Tensor], layers: list[RemainingLayer]) -> dict[str, Tensor]:
     """Return the weights of the remaining layers, renumbered from 0, and all weights outside layers."""
-    numbers = {layer.number: number for number, layer in enumerate(layers)}
+    new = {layer.number: index for index, layer in enumerate(layers)}
     result = {}
     for name, weight in weights.items():
         match = LAYER.fullmatch(name)
         if match is None:
             result[name] = weight
-        elif int(match[1]) in numbers:
-            result[f"model.layers.{numbers[int(match[1])]}.{match[2]}"] = weight
+        elif int(match[1]) in new:
+            result[f"model.layers.{new[int(match[1])]}.{match[2]}"] = weight
     return result

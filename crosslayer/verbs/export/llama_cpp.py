@@ -48,6 +48,8 @@ GPT2 = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "u
 BYTES = {**GPT2, "use_regex": False}
 LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+# A file names its pre-tokenizer and does not hold its rules. So all steps are compared: by the rules of another one, a
+# model would read other tokens without any error.
 # llama.cpp's name of a pre-tokenizer → its steps in tokenizer.json
 KNOWN = {
     "gpt-2": [GPT2],
@@ -65,6 +67,7 @@ def write(
 
     `model` is a crosslayer model or has the same weight names; `refusal` must accept `config`, its crosslayer config.
     """
+    assert config.head_dim is not None
     layers = remaining_layers(config)
     writer = gguf.GGUFWriter(folder / FILE, architecture(layers))
     try:
@@ -73,15 +76,20 @@ def write(
         _add_shape(writer, config, layers)
         add_vocabulary(writer, tokenizer, config.vocab_size)
         for key, weight in renumbered(model.state_dict(), layers).items():
-            if key != "lm_head.weight" or not config.tie_word_embeddings:
-                weight = _permuted(key, weight, config)
-                stored = TENSOR_TYPES[weight.dtype] if weight.dim() > 1 else TensorType.F32
-                values = weight.detach().cpu().float().contiguous().numpy()
-                data = values if stored == TensorType.F32 else gguf.quants.quantize(values, stored)
-                module, _, parameter = key.rpartition(".")
-                inner = LAYER.fullmatch(module)
-                module = OUTER[module] if inner is None else f"blk.{inner[1]}.{INNER[inner[2]]}"
-                writer.add_tensor(f"{module}.{parameter}", data, raw_dtype=stored)
+            if key == "lm_head.weight" and config.tie_word_embeddings:
+                continue
+            # llama.cpp rotates pairs of neighbors, transformers two halves: interleave the halves of each head's rows.
+            if ".q_proj." in key or ".k_proj." in key:
+                halves = weight.unflatten(0, (-1, 2, config.head_dim // 2))  # (heads, 2, D / 2, …)
+                weight = halves.transpose(1, 2).flatten(0, 2)
+            stored = TENSOR_TYPES[weight.dtype] if weight.dim() > 1 else TensorType.F32
+            values = weight.detach().cpu().float().contiguous().numpy()
+            data = values if stored == TensorType.F32 else gguf.quants.quantize(values, stored)
+            module, _, parameter = key.rpartition(".")
+            inner = LAYER.fullmatch(module)
+            module = OUTER[module] if inner is None else f"blk.{inner[1]}.{INNER[inner[2]]}"
+            writer.add_tensor(f"{module}.{parameter}", data, raw_dtype=stored)
+        # llama.cpp does not compute this scaling: it divides each frequency by a stored number.
         if rope(config)["rope_type"] == "llama3":
             writer.add_tensor("rope_freqs.weight", _slowed(config).numpy())
         writer.write_header_to_file()
@@ -122,15 +130,6 @@ def _add_shape(writer: gguf.GGUFWriter, config: CrossLayerConfig, layers: list[R
         writer.add_rope_scaling_factor(parameters["factor"])
 
 
-def _permuted(key: str, weight: Tensor, config: CrossLayerConfig) -> Tensor:
-    """Return a weight (D, …); for queries and keys, with the two halves of each head's rows interleaved."""
-    if ".q_proj." not in key and ".k_proj." not in key:
-        return weight
-    assert config.head_dim is not None
-    halves = weight.unflatten(0, (-1, 2, config.head_dim // 2))  # (heads, 2, D / 2, …)
-    return halves.transpose(1, 2).flatten(0, 2)
-
-
 def _slowed(config: CrossLayerConfig) -> Tensor:
     """Return the divisor of each rotary frequency, (D / 2,), in float32."""
     assert config.head_dim is not None
@@ -150,7 +149,19 @@ def bpe(tokenizer: PreTrainedTokenizerBase | None, vocabulary: int) -> tuple[str
     model = data["model"]
     if model["type"] != "BPE" or model.get("byte_fallback"):
         raise ValueError(f"gguf: the tokenizer is {model['type']}; only byte-level BPE can be written")
-    name = next((name for name, steps in KNOWN.items() if _steps(data["pre_tokenizer"]) == steps), None)
+
+    # Steps of the pre-tokenizer are compared as they are, except for a split by a pattern, which counts as the pattern.
+    before = data["pre_tokenizer"]
+    split = {"type": "Split", "behavior": "Isolated", "invert": False}
+    steps: list[Any] = []
+    for step in [] if before is None else before["pretokenizers"] if before["type"] == "Sequence" else [before]:
+        if {**step, "pattern": None} == {**split, "pattern": None}:
+            steps.append(step["pattern"].get("Regex"))
+        else:
+            # `trim_offsets` does not change ids.
+            steps.append({**step, "trim_offsets": True} if step["type"] == "ByteLevel" else step)
+    name = next((name for name, known in KNOWN.items() if known == steps), None)
+    # With `ignore_merges` a word in the vocabulary is taken whole. Both programs must do the same, or ids differ.
     if name is None or bool(model.get("ignore_merges")) != (name in WHOLE_WORDS):
         raise ValueError(f"gguf: the pre-tokenizer must be that of {', '.join(KNOWN)}, got a different one")
     largest = max([*model["vocab"].values(), *(token["id"] for token in data["added_tokens"])])
@@ -165,10 +176,11 @@ def add_vocabulary(writer: gguf.GGUFWriter, tokenizer: PreTrainedTokenizerBase |
     Ids up to `vocabulary` that the tokenizer does not use become unused tokens.
     """
     name, data = bpe(tokenizer, vocabulary)
-    tokens = [f"[PAD{number}]" for number in range(vocabulary)]
+    tokens = [f"[PAD{index}]" for index in range(vocabulary)]
     types = [gguf.TokenType.UNUSED] * vocabulary
-    for text, number in data["model"]["vocab"].items():
-        tokens[number], types[number] = text, gguf.TokenType.NORMAL
+    for text, index in data["model"]["vocab"].items():
+        tokens[index] = text
+        types[index] = gguf.TokenType.NORMAL
     for token in data["added_tokens"]:
         tokens[token["id"]] = token["content"]
         types[token["id"]] = gguf.TokenType.CONTROL if token["special"] else gguf.TokenType.USER_DEFINED
@@ -178,25 +190,14 @@ def add_vocabulary(writer: gguf.GGUFWriter, tokenizer: PreTrainedTokenizerBase |
     writer.add_token_types(types)
     writer.add_token_merges([pair if isinstance(pair, str) else " ".join(pair) for pair in data["model"]["merges"]])
     assert tokenizer is not None, "bpe() refuses None"
+    # The post-processor decides whether these tokens are added, so a text is tokenized to find out.
     ids = tokenizer("a")["input_ids"]
     assert isinstance(ids, list)
     writer.add_add_bos_token(tokenizer.bos_token_id is not None and ids[0] == tokenizer.bos_token_id)
     writer.add_add_eos_token(tokenizer.eos_token_id is not None and ids[-1] == tokenizer.eos_token_id)
     for name in ("bos", "eos", "unk", "pad"):
-        number = getattr(tokenizer, f"{name}_token_id")
-        if number is not None:
-            getattr(writer, f"add_{name}_token_id")(number)
+        index = getattr(tokenizer, f"{name}_token_id")
+        if index is not None:
+            getattr(writer, f"add_{name}_token_id")(index)
     if isinstance(tokenizer.chat_template, str):
         writer.add_chat_template(tokenizer.chat_template)
-
-
-def _steps(pre: dict[str, Any] | None) -> list[Any]:
-    """Return the steps of a pre-tokenizer; for a split into the matches of a pattern, only the pattern."""
-    split = {"type": "Split", "behavior": "Isolated", "invert": False}
-    steps = []
-    for step in [] if pre is None else pre["pretokenizers"] if pre["type"] == "Sequence" else [pre]:
-        if {**step, "pattern": None} == {**split, "pattern": None}:
-            steps.append(step["pattern"].get("Regex"))
-        else:
-            steps.append({**step, "trim_offsets": True} if step["type"] == "ByteLevel" else step)  # changes no id
-    return steps

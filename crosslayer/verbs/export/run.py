@@ -85,19 +85,25 @@ def export(
     translated = config if isinstance(config, CrossLayerConfig) else None
     if translated is None and to != "hf":  # a stock model may stay stock
         translated = to_config(config)
-    if translated is not None:
-        check_form(translated, to)
+    # The config decides, so this stands before any weights are read.
+    if translated is not None and (reason := refusal(translated, to)) is not None:
+        others = [form for form in REFUSALS if refusal(translated, form) is None]
+        advice = f"use `to` {' or '.join(others)}" if others else "no other format can hold it; run it with crosslayer"
+        raise ValueError(f"cannot export to {to}: {reason}; {advice}")
+
+    # Weights keep the dtype in which they are stored, not the one that a run would choose, and stay on the CPU.
     if named and dtype is None:
         dtype = config.dtype or torch.float32
     device = "cpu" if named else None
-    loaded, own = ready_model(model, tokenizer, dtype=dtype, device=device)
+    loaded, own_tokenizer = ready_model(model, tokenizer, dtype=dtype, device=device)
     dtype_name = str(loaded.dtype).removeprefix("torch.")
     if loaded.dtype not in DTYPES:
         raise ValueError(f"`dtype` must be float32, bfloat16 or float16, got {dtype_name}")
     with whole_folder(Path(out), force) as partial, progress(f"writing {to}", 0):
-        written, facts = _write(loaded, translated, own, to, name, partial)
-        text = _card(model, loaded, name, to, own is not None)
+        written, facts = _write(loaded, translated, own_tokenizer, to, name, partial)
+        text = _card(model, loaded, name, to, own_tokenizer is not None)
         (partial / "README.md").write_text(text, encoding="utf-8")
+        # The manifest of a DeciLM has the plan of its own layers, so that `verify` can run on it.
         config = load_config(str(partial)) if to == "deci" else None
         write_manifest(partial, written, config)  # with logits on fixed ids, which other programs must reproduce
         size = sum(path.stat().st_size for path in partial.rglob("*"))
@@ -188,9 +194,11 @@ def no_gguf(config: CrossLayerConfig) -> str | None:
     if rope_type not in ROPES:
         return f"rope_type is {rope_type!r}, and only {', '.join(ROPES)} are supported"
     layers = remaining_layers(config)
+    # llama.cpp also removes the attention of a layer without MLP.
     bare = [layer.number for layer in layers if not layer.mlp]
     if bare:
         return f"layers {ranges(bare)} have no MLP ({culprits(config, bare)})"
+    # llama.cpp reads the sizes of heads only if the first layer has some.
     if layers[0].attention is None:
         first = layers[0].number
         return f"layer {first} has no attention ({culprits(config, [first])}), but the first layer must have heads"
@@ -203,12 +211,3 @@ REFUSALS: dict[str, Callable[[CrossLayerConfig], str | None]] = {"hf": no_stock_
 def refusal(config: CrossLayerConfig, to: str) -> str | None:
     """Return why a crosslayer model cannot be exported to a format, None if it can."""
     return unsupported(config) or (None if to == "hf" else unlike_llama(config)) or REFUSALS[to](config)
-
-
-def check_form(config: CrossLayerConfig, to: str) -> None:
-    """Refuse a format to which a model cannot be exported; the message names the possible formats."""
-    reason = refusal(config, to)
-    if reason is not None:
-        others = [name for name in REFUSALS if refusal(config, name) is None]
-        advice = f"use `to` {' or '.join(others)}" if others else "no other format can hold it; run it with crosslayer"
-        raise ValueError(f"cannot export to {to}: {reason}; {advice}")

@@ -1,13 +1,14 @@
 """A codec and its costs, with their page: bytes against damage, damage by domain, times relative to prefill."""
 
+from operator import attrgetter
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Self
 
 from pydantic import Field, PrivateAttr
 
 from crosslayer.codec.codec import Codec
 from crosslayer.judge.page import bytes_and_kl, found, grid, listing, quantity_name
-from crosslayer.judge.report import ALL, Report, Row
+from crosslayer.judge.report import ALL, Report
 from crosslayer.judge.rows import RETRIEVAL
 from crosslayer.output.formatting import Table, listed, readable_bytes
 from crosslayer.output.page import Page
@@ -59,6 +60,11 @@ class CodecReport(Report):
     fitting: float = Field(description="seconds until the codec was ready")
     _codec: Codec | None = PrivateAttr(default=None)
 
+    def holding(self, codec: Codec) -> Self:
+        """Return this report, which then has the codec and saves it."""
+        self._codec = codec
+        return self
+
     @property
     def codec(self) -> Codec:
         """The codec."""
@@ -69,14 +75,14 @@ class CodecReport(Report):
     def break_even(self) -> BreakEven:
         """Return when storing pays, from the measured times of one prompt and from its bytes."""
         wide = float(self.bytes_per_token * self.settings.prompt)
-        own = wide * self.changes("bytes")["codec"].value
+        stored = wide * self.changes("bytes")["codec"].value
         row = self.row("codec", "decoding")
         assert row is not None and row.value is not None and row.original is not None
         gained = row.original - row.value
         return BreakEven(
-            prefill=own / gained if gained > 0 else None,
-            wide=(wide - own) / row.value if own < wide else None,
-            fp8=(wide / 2 - own) / row.value if own < wide / 2 else None,
+            prefill=stored / gained if gained > 0 else None,
+            wide=(wide - stored) / row.value if stored < wide else None,
+            fp8=(wide / 2 - stored) / row.value if stored < wide / 2 else None,
         )
 
     def layout(self) -> Page:
@@ -101,40 +107,43 @@ class CodecReport(Report):
 
     def sentences(self) -> list[str]:
         """Return what storing a prompt costs, in bytes, damage and time."""
-        share, cost = self.changes("bytes")["codec"], self.rows_of("KL")[0].change_text()
-        decoding, encoding = (self.changes(quantity)["codec"].text(3) for quantity in ("decoding", "encoding"))
-        size, numbers = self.bytes_per_token, self.row("codec", RETRIEVAL)
+        share = self.changes("bytes")["codec"]
+        cost = self.rows_of("KL")[0].change_text()
+        size = self.bytes_per_token
         lines = [
             f"A stored prompt takes {share.value:.1%} of the 16-bit cache: {share.value * size:,.0f} of {size:,} bytes "
             f"per token, all overhead included; {2 * share.value:.1%} of an FP8 cache. The KL is {cost} nats/token."
         ]
+        numbers = self.row("codec", RETRIEVAL)
         if numbers is not None:
-            stored, own = numbers.count(numbers.value), numbers.count(numbers.original)
-            lines.append(f"With the stored cache, the model finds {stored} hidden numbers; with its own cache, {own}.")
+            stored, exact = numbers.count(numbers.value), numbers.count(numbers.original)
+            lines.append(
+                f"With the stored cache, the model finds {stored} hidden numbers; with its own cache, {exact}."
+            )
+
+        decoding, encoding = (self.changes(quantity)["codec"].text(3) for quantity in ("decoding", "encoding"))
+        sides = {"prefill": "above", "loading the 16-bit cache": "below", "loading an FP8 cache": "below"}
+        ways = []
+        for (way, side), rate in zip(sides.items(), self.break_even(), strict=True):
+            when = "at no bandwidth" if rate is None else f"{side} {readable_bytes(int(rate))}/s"
+            ways.append(f"{way} {when}")
         return [
             *lines,
             f"Decoding takes {decoding} of prefill, encoding {encoding} ({self.settings.prompt} tokens).",
-            self._when_it_pays(),
+            f"By these times, loading a stored prompt beats {'; '.join(ways)}.",
             f"The codec was fitted to {listed(self.fitted_to)}. Only its step size was set on other windows of the "
             "domains used for measuring.",
             f"It has {self.parameters / 1e6:.1f} million parameters, {readable_bytes(2 * self.parameters)} in 16 bits.",
         ]
 
-    def _when_it_pays(self) -> str:
-        names = {"prefill": "above", "loading the 16-bit cache": "below", "loading an FP8 cache": "below"}
-        parts = []
-        for (name, side), rate in zip(names.items(), self.break_even(), strict=True):
-            when = "at no bandwidth" if rate is None else f"{side} {readable_bytes(int(rate))}/s"
-            parts.append(f"{name} {when}")
-        return f"By these times, loading a stored prompt beats {'; '.join(parts)}."
-
     def tables(self) -> list[Table]:
         """Return the table of all ways to store a cache: bytes, hidden numbers, and KL on all windows and by domain."""
+        candidate = attrgetter("candidate")
         whole = [row for row in self.rows if row.scope == ALL and row.unit != "s"]
-        tables = [grid("Stored caches (95% over windows)", whole, "stored as", _name, quantity_name, found)]
+        tables = [grid("Stored caches (95% over windows)", whole, "stored as", candidate, quantity_name, found)]
         domains = [row for row in self.rows_of("KL") if row.scope != ALL]
         if domains:
-            tables.append(grid("KL by domain, nats/token", domains, "stored as", _name, lambda row: row.scope))
+            tables.append(grid("KL by domain, nats/token", domains, "stored as", candidate, attrgetter("scope")))
         scores = [row for row in self.rows if "items" in row.details]
         tasks = [listing("Tasks on stored contexts", scores, {"items": "items"}, "task")] if scores else []
         return [*tables, *tasks]
@@ -144,7 +153,3 @@ class CodecReport(Report):
         super().write_files(folder)
         if self._codec is not None:
             self._codec.save(folder)
-
-
-def _name(row: Row) -> str:
-    return row.candidate

@@ -1,21 +1,20 @@
 """Fits a codec to a model, and measures it: bytes, KL by domain, time."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from crosslayer.cache.running import prefill
-from crosslayer.codec.chain import BLOCK, Chain
+from crosslayer.codec.chain import Chain
 from crosslayer.codec.codec import Codec
-from crosslayer.codec.fingerprint import model_print, tokenizer_print
-from crosslayer.codec.fit import BASIS, Calibration, calibrate, fit_chain_at, tokens_needed, weighed, with_rate
-from crosslayer.codec.format import HASH, HEAD
-from crosslayer.codec.judge import Way, coded, exact, judge, numbers_found, rounded, stored
+from crosslayer.codec.fit import tokens_needed
+from crosslayer.codec.quality import Way, coded, costs_and_sizes, exact, numbers_found, rounded, stored
 from crosslayer.codec.states import CodedLayer, read_shapes
 from crosslayer.corpus.domains import (
     FIT_ONLY,
@@ -34,23 +33,27 @@ from crosslayer.judge.judge import Judge
 from crosslayer.judge.report import JudgedModel, Row
 from crosslayer.judge.retrieval import DEPTHS, hidden_samples
 from crosslayer.judge.rows import bytes_row, retrieval_rows, time_row, window_rows
-from crosslayer.judge.tasks.harness import read_tasks, task_names
+from crosslayer.judge.tasks.harness import Tasks, read_tasks, task_names
 from crosslayer.machine import seconds
 from crosslayer.models.load import model_facts, public_name, ready_model
 from crosslayer.output.progress import progress
 from crosslayer.probe.model import check_ids, config_positions, unwrapped
+from crosslayer.verbs.fit_codec.fitting import Fitting
 from crosslayer.verbs.fit_codec.result import CodecReport, CodecSettings
 
 PROMPT = 640  # tokens of a stored prompt
-WINDOWS = 48  # for calibration, if the model needs no more
-OTHERS = (0.5, 0.25)  # shares that are measured beside the one that is asked for, in units of it
+# For calibration, if the model needs no more. At an eighth, a codec of SmolLM2 has a KL of 0.00066 with them, and of
+# 0.00098 with 30.
+WINDOWS = 48
+# Shares that are measured beside the one that is asked for, in units of it: a fit also serves coarser steps.
+SMALLER = (0.5, 0.25)
 ROUNDED = {"fp8": "fp8", "int4": "4"}
-READ, ANSWERED = 6, 192  # about what all takes, in readings of all windows and in decoding steps for a hidden number
-STEP_WINDOWS = 2  # of each domain that is measured on, beside those that are: they set the step
-TRIES, CLOSE = 5, 0.1  # of a search for a KL
-SLOPE = 2.5  # of the logarithm of KL over that of the bytes
-LEAST = 0.1  # of the codes' bytes, of what is measured beside
-CLASSES = 30  # of channels, as a rule: each takes four bytes in the header of a block
+# About what all takes, in readings of all windows and in decoding steps for a hidden number: 32 for each of six caches,
+# the original's, those of three codecs, and two rounded ones.
+READ, ANSWERED = 6, 192
+# Of each domain that is measured on, beside those that are. They set the step, so that the bytes asked for are met on
+# text of that kind, not only on the text that a codec is fitted to.
+STEP_WINDOWS = 2
 
 
 def fit_codec(
@@ -108,168 +111,197 @@ def fit_codec(
         ValueError: an option is wrong, there is too little text, or the model has shared or chosen layers, MLA, or
             cross-attention.
     """
-    model = unwrapped(model)
+    source = unwrapped(model)
     check_extra("store", "a codec", "pcodec")
-    cut = {"calibration": calibration, "length": length, "windows": windows, "continued": continued}
-    more = {"numbers": numbers, "tasks": task_names(tasks), "limit": limit, "repeats": repeats}
-    sizes = {"share": None if kl is not None else share, "kl": kl, "prompt": PROMPT if prompt is None else prompt}
-    settings = CodecSettings(**sizes, **cut, **more, seed=seed, bos=bos)  # type: ignore[arg-type]
-    if tasks and tokenizer is None and isinstance(model, PreTrainedModel):
-        raise ValueError("a loaded model needs tokenizer=… for `tasks`")
-    asked = read_tasks(settings.tasks) if tasks else None
-    own, others = _domains(calibration_text, text, seed)
-    started = time.perf_counter()
-    loaded, tokenizer = ready_model(model, tokenizer, dtype=dtype, device=device)
-    shapes = read_shapes(loaded)
-    prompt, windows_needed = _stored_tokens(shapes, prompt), _calibration(shapes, length, calibration)
-    settings = settings.model_copy(update={"prompt": prompt, "calibration": windows_needed})
-    if prompt + continued > (most := config_positions(loaded.config) or 2**31):
-        raise ValueError(f"`prompt` and `continued` must be at most {most} together, got {prompt + continued}")
-    with progress("tokenizing the text", 0):
-        fit, judged, step = _windows(own, others, settings, tokenizer)
-        samples = [] if tokenizer is None else hidden_samples(tokenizer, [prompt], numbers // len(DEPTHS), seed)
-    check_ids(loaded, fit.ids)
-    announce(loaded, judged.ids, READ * (fit.ids.numel() + judged.ids.numel()), ANSWERED * len(samples))
-    exactly = None
-    if asked is not None:  # what is wrong with a task is raised before the fit, which would be lost
-        strict = Judge(loaded, tokenizer=tokenizer, catches=False)
-        exactly = strict.task_results(stored("original", exact), asked, limit)
-    data = calibrate(loaded, shapes, fit.ids, step.ids[:, :prompt], seed)
-    fitting = Fitting(loaded, tokenizer, data, fit.ids, prompt)
-    chain = fitting.chain(settings.share or BASIS)
-    if kl is not None:
-        chain = fitting.chain_at(kl, chain, step)
-    codec, took = fitting.codec(chain), time.perf_counter() - started
-    smaller = {f"codec × {part:g}": fitting.codec(fitting.smaller(chain, part)) for part in OTHERS}
-    ways = {name: coded(one) for name, one in {"codec": codec, **smaller}.items()}
-    if any(shape.window is None for shape in shapes):  # only layers without a window are rounded
-        ways |= {name: rounded(loaded, bits) for name, bits in ROUNDED.items()}
-    rows = fitting.rows(ways, judged, samples, seed)
-    scorer = Judge(loaded, tokenizer=tokenizer)
-    if asked is not None:
-        rows += scorer.tasks([stored(name, ways[name]) for name in ("codec", *smaller)], asked, limit, exactly)
-    name = public_name(model)
-    report = CodecReport(
-        original=JudgedModel(name=name, model=model_facts(loaded, name)),
-        candidates=tuple(
-            JudgedModel(name=way, engines=("transformers",), failed=scorer.failed.get(way)) for way in ways
-        ),
-        rows=(*rows, *_times(loaded, codec, judged.ids[:1, :prompt].to(loaded.device), repeats)),
-        settings=settings,
-        fitted_to=tuple(own),
-        parameters=chain.numbers,
-        bytes_per_token=fitting.per_token,
-        fitting=round(took, 1),
-        seconds=round(time.perf_counter() - started, 1),
+    settings = CodecSettings(
+        share=None if kl is not None else share,
+        kl=kl,
+        calibration=calibration,
+        length=length,
+        windows=windows,
+        prompt=PROMPT if prompt is None else prompt,
+        continued=continued,
+        numbers=numbers,
+        tasks=task_names(tasks),
+        limit=limit,
+        repeats=repeats,
+        seed=seed,
+        bos=bos,
     )
-    report._codec = codec
-    return report
+    asked = _asked(settings, source, tokenizer)
+    texts = CodecTexts.load(calibration_text, text, seed)
+    started = time.perf_counter()
+    loaded, tokenizer = ready_model(source, tokenizer, dtype=dtype, device=device)
+    job = CodecJob.of(loaded, tokenizer, public_name(source), texts, settings, prompt)
+    original = job.task_results(asked)  # what is wrong with a task is raised before the fit, which would be lost
+    fitting = Fitting(loaded, tokenizer, job.shapes, job.settings.prompt).fit(job.fit.ids, job.step.ids, seed)
+    chain = fitting.chain(share) if kl is None else fitting.chain_at(kl, job.step)
+    codec = fitting.codec(chain)
+    fitted = time.perf_counter() - started
+    rows = job.rows(fitting, chain, codec, asked, original)
+    return job.report(codec, rows, fitting.per_token, fitted, started)
 
 
-def _stored_tokens(shapes: Sequence[CodedLayer], prompt: int | None) -> int:
-    """Return the tokens of a stored prompt, which all layers must hold."""
-    most = min((shape.window - 1 for shape in shapes if shape.window is not None), default=2**31)
-    if prompt is not None and prompt > most:
-        raise ValueError(f"`prompt` must be at most {most}, which all layers of the model hold, got {prompt}")
-    return min(PROMPT, most) if prompt is None else prompt
+def _asked(settings: CodecSettings, source: Any, tokenizer: PreTrainedTokenizerBase | None) -> Tasks | None:
+    if not settings.tasks:
+        return None
+    # now, since only a model that is given by name brings its tokenizer
+    if tokenizer is None and isinstance(source, PreTrainedModel):
+        raise ValueError("a loaded model needs tokenizer=… for `tasks`")
+    return read_tasks(settings.tasks)
 
 
-def _calibration(shapes: Sequence[CodedLayer], length: int, windows: int | None) -> int:
-    """Return how many calibration windows to take: as given, else enough; the first token of each is not fitted to.
+@dataclass(frozen=True)
+class CodecTexts:
+    """Documents, or token ids, by domain: those that a codec is fitted to, and those that it is measured on."""
 
-    Raises:
-        ValueError: too few are given, which the fit itself would find out after it has read all of them.
-    """
-    needed = -(-tokens_needed(shapes) // (length - 1))
-    if windows is not None and windows < needed:
-        raise ValueError(f"`calibration` must be at least {needed} windows of {length} tokens, got {windows}")
-    return windows or max(WINDOWS, needed)
+    fitted: dict[str, Any]
+    judged: dict[str, Any]
+
+    @classmethod
+    def load(cls, calibration_text: DomainTexts, text: DomainTexts, seed: int) -> Self:
+        """Read what is given; without text, the embedded domains that the codec is not fitted to."""
+        judged = Texts.load(text or None, None, seed)
+        if calibration_text:
+            calibration = Texts.load(calibration_text, None, seed)
+            fitted = {name: calibration.domains[name] for name in calibration.calibration}
+        else:
+            fitted = dict(embedded_domains((*FITTED, *FIT_ONLY)))
+        unseen = {name: judged.domains[name] for name in judged.evaluation if text or name not in fitted}
+        if not unseen:
+            raise ValueError("`text` must be given: the codec is fitted to all embedded domains")
+        return cls(fitted, unseen)
+
+    def windows(
+        self, settings: CodecSettings, tokenizer: PreTrainedTokenizerBase | None
+    ) -> tuple[Windows, Windows, Windows]:
+        """Return the windows to fit the codec to, those to measure it on, and those that set its step."""
+        assert settings.calibration is not None
+        how: dict[str, Any] = {"tokenizer": tokenizer, "seed": settings.seed, "bos": settings.bos}
+        parts = {"fit": shared_out(settings.calibration, tuple(self.fitted))}
+        fit = split_domains(self.fitted, parts=parts, length=settings.length, **how)["fit"]
+        parts = {
+            "windows": shared_out(settings.windows, tuple(self.judged)),
+            "step": dict.fromkeys(self.judged, STEP_WINDOWS),
+        }
+        cut = split_domains(self.judged, parts=parts, length=settings.prompt + settings.continued, **how)
+        return fit, cut["windows"], cut["step"]
 
 
-def _domains(calibration_text: DomainTexts, text: DomainTexts, seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the documents to fit the codec to, and those to measure it on, by domain."""
-    judged = Texts.load(text or None, None, seed)
-    if calibration_text:
-        fitted = Texts.load(calibration_text, None, seed)
-        own = {name: fitted.domains[name] for name in fitted.calibration}
-    else:
-        own = dict(embedded_domains((*FITTED, *FIT_ONLY)))
-    others = {name: judged.domains[name] for name in judged.evaluation if text or name not in own}
-    if not others:
-        raise ValueError("`text` must be given: the codec is fitted to all embedded domains")
-    return own, others
+@dataclass(frozen=True)
+class CodecJob:
+    """A model, the windows that its codec is fitted to and measured on, and what is asked."""
 
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase | None
+    name: str
+    shapes: list[CodedLayer]
+    settings: CodecSettings
+    fitted_to: tuple[str, ...]
+    fit: Windows
+    judged: Windows
+    step: Windows
+    samples: Sequence[Sample]
+    judge: Judge  # notes which ways fail on tasks
 
-def _windows(
-    fitted: dict[str, Any], judged: dict[str, Any], settings: CodecSettings, tokenizer: PreTrainedTokenizerBase | None
-) -> tuple[Windows, Windows, Windows]:
-    """Return the windows to fit the codec to, those to measure it on, and those that set its step."""
-    assert settings.calibration is not None
-    how: dict[str, Any] = {"tokenizer": tokenizer, "seed": settings.seed, "bos": settings.bos}
-    fit = {"fit": shared_out(settings.calibration, tuple(fitted))}
-    parts = {"windows": shared_out(settings.windows, tuple(judged)), "step": dict.fromkeys(judged, STEP_WINDOWS)}
-    cut = split_domains(judged, parts=parts, length=settings.prompt + settings.continued, **how)
-    return split_domains(fitted, parts=fit, length=settings.length, **how)["fit"], cut["windows"], cut["step"]
-
-
-class Fitting:
-    """What all codecs of a model share: what calibration gave, and how many bytes of a token no step changes."""
-
-    def __init__(
-        self,
+    @classmethod
+    def of(
+        cls,
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase | None,
-        data: Calibration,
-        ids: Tensor,
-        prompt: int,
-    ):
-        self.model, self.tokenizer, self.prompt, shapes = model, tokenizer, prompt, data.shapes
-        self.prints = model_print(model), None if tokenizer is None else tokenizer_print(tokenizer)
-        self.per_token = 2 * sum(shape.width for shape in shapes)
-        # a byte for the step, four for the token, a share of the first token, and of the header
-        header = HEAD.size + 2 * len(shapes) + 4 * CLASSES + HASH
-        self.fixed = 1 + 4 + self.per_token / prompt + header / BLOCK
-        self.data = weighed(data, model, ids, BASIS * self.per_token - self.fixed)
+        name: str,
+        texts: CodecTexts,
+        settings: CodecSettings,
+        prompt: int | None,
+    ) -> Self:
+        """Decide what the model leaves open in the settings, cut the windows, and say how long it will take.
 
-    def codec(self, chain: Chain) -> Codec:
-        """Return the codec of a chain."""
-        return Codec(chain, *self.prints)
+        `prompt` are the tokens of a stored prompt that are asked for, None for the default.
+        """
+        shapes = read_shapes(model)
 
-    def chain(self, share: float, base: Chain | None = None) -> Chain:
-        """Return a chain for a share of the 16-bit cache, from one that was fitted for more bytes if there is one."""
-        if base is None or share > BASIS:
-            base = fit_chain_at(self.data, max(share, BASIS) * self.per_token - self.fixed)
-        return with_rate(base, self.data, share * self.per_token - self.fixed)
+        # a sliding layer no longer holds all of a longer prompt
+        most = min((shape.window - 1 for shape in shapes if shape.window is not None), default=2**31)
+        if prompt is not None and prompt > most:
+            raise ValueError(f"`prompt` must be at most {most}, which all layers of the model hold, got {prompt}")
+        tokens = min(PROMPT, most) if prompt is None else prompt
 
-    def smaller(self, chain: Chain, part: float) -> Chain:
-        """Return a chain for a part of another's bytes."""
-        rate = chain.bytes_per_token(*self.data.held_out)
-        return with_rate(chain, self.data, max(part * (rate + self.fixed) - self.fixed, LEAST * rate))
+        # too few windows: the fit itself would find this out after it has read all of them
+        length, windows = settings.length, settings.calibration
+        needed = -(-tokens_needed(shapes) // (length - 1))  # the first token of each is not fitted to
+        if windows is not None and windows < needed:
+            raise ValueError(f"`calibration` must be at least {needed} windows of {length} tokens, got {windows}")
+        settings = settings.model_copy(update={"prompt": tokens, "calibration": windows or max(WINDOWS, needed)})
 
-    def rows(self, ways: Mapping[str, Way], windows: Windows, samples: Sequence[Sample], seed: int) -> list[Row]:
-        """Return the bytes and the damage of each way to store a prompt, and the hidden numbers that it leaves."""
-        rows = []
-        costs, sizes = judge(self.model, windows, self.prompt, ways)
+        positions = config_positions(model.config) or 2**31
+        if tokens + settings.continued > positions:
+            both = tokens + settings.continued
+            raise ValueError(f"`prompt` and `continued` must be at most {positions} together, got {both}")
+
+        samples: Sequence[Sample] = []
+        with progress("tokenizing the text", 0):
+            fit, judged, step = texts.windows(settings, tokenizer)
+            if tokenizer is not None:
+                by_depth = settings.numbers // len(DEPTHS)
+                samples = hidden_samples(tokenizer, [tokens], by_depth, settings.seed)
+        check_ids(model, fit.ids)
+        announce(model, judged.ids, READ * (fit.ids.numel() + judged.ids.numel()), ANSWERED * len(samples))
+        judge = Judge(model, tokenizer=tokenizer)
+        return cls(model, tokenizer, name, shapes, settings, tuple(texts.fitted), fit, judged, step, samples, judge)
+
+    def task_results(self, asked: Tasks | None) -> Any:
+        """Return what lm-eval returns of the original, None without tasks; what is wrong with a task is raised."""
+        if asked is None:
+            return None
+        strict = Judge(self.model, tokenizer=self.tokenizer, catches=False)
+        return strict.task_results(stored("original", exact), asked, self.settings.limit)
+
+    def rows(self, fitting: Fitting, chain: Chain, codec: Codec, asked: Tasks | None, original: Any) -> list[Row]:
+        """Measure all ways to store a prompt: bytes, damage, hidden numbers, tasks, and the codec's times.
+
+        The ways are the codec, the same with fewer bytes, and rounded caches; `original` is what `task_results` gave.
+        """
+        codecs = {"codec": codec}
+        for part in SMALLER:
+            # from `chain`: that of the codec is on the CPU, the data that it is fitted to on the model's device
+            codecs[f"codec × {part:g}"] = fitting.codec(fitting.smaller(chain, part))
+        ways: dict[str, Way] = {name: coded(candidate) for name, candidate in codecs.items()}
+        if any(shape.window is None for shape in self.shapes):  # only layers without a window are rounded
+            ways |= {name: rounded(self.model, bits) for name, bits in ROUNDED.items()}
+
+        rows: list[Row] = []
+        costs, sizes = costs_and_sizes(self.model, self.judged, self.settings.prompt, ways)
         for way in ways:
-            rows.append(bytes_row("bytes", float(np.mean(sizes[way])), self.prompt * self.per_token, candidate=way))
-            rows += window_rows(way, costs[way], seed)
-        if self.tokenizer is not None and samples:
-            found = numbers_found(self.model, self.tokenizer, samples, {"original": exact, **ways})
+            size = float(np.mean(sizes[way]))
+            rows.append(bytes_row("bytes", size, self.settings.prompt * fitting.per_token, candidate=way))
+            rows += window_rows(way, costs[way], self.settings.seed)
+        if self.tokenizer is not None and self.samples:
+            is_found = numbers_found(self.model, self.tokenizer, self.samples, {"original": exact, **ways})
             for way in ways:
-                rows += retrieval_rows(way, samples, found[way], found["original"])
-        return rows
+                rows += retrieval_rows(way, self.samples, is_found[way], is_found["original"])
+        if asked is not None:
+            candidates = [stored(name, ways[name]) for name in codecs]
+            rows += self.judge.tasks(candidates, asked, self.settings.limit, original)
+        prompt = self.judged.ids[:1, : self.settings.prompt].to(self.model.device)
+        return [*rows, *_times(self.model, codec, prompt, self.settings.repeats)]
 
-    def chain_at(self, kl: float, base: Chain, windows: Windows) -> Chain:
-        """Return the chain at which storing a prompt costs a KL, on windows that nothing was fitted to."""
-        chain, share = base, BASIS
-        for _ in range(TRIES):
-            found, _ = judge(self.model, windows, self.prompt, {"codec": coded(self.codec(chain))})
-            cost = found["codec"].means["kl"].mean()
-            if abs(np.log(cost / kl)) < CLOSE:
-                break
-            share = float(np.clip(share * (cost / kl) ** (1 / SLOPE), (self.fixed + 1) / self.per_token, 0.9))
-            chain = self.chain(share, base)
-        return chain
+    def report(self, codec: Codec, rows: Sequence[Row], per_token: int, fitted: float, started: float) -> CodecReport:
+        """Return the report with the codec; `fitted` are the seconds of the fit, `started` is when all began."""
+        ways = dict.fromkeys(row.candidate for row in rows)  # each once, in their order
+        report = CodecReport(
+            original=JudgedModel(name=self.name, model=model_facts(self.model, self.name)),
+            candidates=tuple(
+                JudgedModel(name=way, engines=("transformers",), failed=self.judge.failed.get(way)) for way in ways
+            ),
+            rows=tuple(rows),
+            settings=self.settings,
+            fitted_to=self.fitted_to,
+            parameters=codec.chain.numbers,
+            bytes_per_token=per_token,
+            fitting=round(fitted, 1),
+            seconds=round(time.perf_counter() - started, 1),
+        )
+        return report.holding(codec)
 
 
 def _times(model: PreTrainedModel, codec: Codec, ids: Tensor, repeats: int) -> list[Row]:
@@ -283,9 +315,10 @@ def _times(model: PreTrainedModel, codec: Codec, ids: Tensor, repeats: int) -> l
     }
     times: dict[str, list[float]] = {name: [] for name in work}
     with progress("timing", repeats) as bar:
-        for repeat in range(-1, repeats):
+        for repeat in range(-1, repeats):  # the first run of each warms up
             for name, call in work.items():
                 taken = seconds(call, model.device)
-                times[name] += [taken] if repeat >= 0 else []
+                if repeat >= 0:
+                    times[name].append(taken)
             bar.step(repeat + 1, repeats)
     return [time_row(name, times[name], times["prefill"], candidate="codec") for name in ("encoding", "decoding")]

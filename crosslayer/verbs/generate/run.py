@@ -25,7 +25,7 @@ from crosslayer.probe.model import evaluating, positions, unwrapped
 from crosslayer.wiring.kv_bits import REFERENCE_DTYPE, parse_kv_bits
 from crosslayer.wiring.read import model_plan
 
-COLDEST, HOTTEST = 0.001, 1000.0  # temperatures; below, logits overflow
+COLDEST, HOTTEST = 0.001, 1000.0  # temperatures; divided by less, logits overflow
 
 
 class Sampling(Options):
@@ -109,22 +109,21 @@ def generate(
     if not prompt.strip():
         raise ValueError("the prompt is empty; give some text to continue")
     causal_config("generate", model)
-    loaded, own = ready_model(model, tokenizer, dtype=dtype, device=device)
-    if own is None:
+    loaded, own_tokenizer = ready_model(model, tokenizer, dtype=dtype, device=device)
+    if own_tokenizer is None:
         raise ValueError("a loaded model needs its tokenizer; pass tokenizer=…")
-    ids = _prompt_ids(own, prompt, chat)  # (1, T)
-    _check_ids(loaded, ids, max_new_tokens)
-    streamer = None if write is None else _Pieces(own, write)
+    ids = _prompt_ids(loaded, own_tokenizer, prompt, chat, max_new_tokens)  # (1, T)
+    streamer = None if write is None else _Pieces(own_tokenizer, write)
     started = time.perf_counter()
     smaller = CacheOptions(kv_bits=kv_bits)
     with evaluating(loaded), smaller.running(loaded) as new_cache, progress("generating", 0):
         cache = DynamicCache(config=loaded.config) if new_cache is None else new_cache()
-        new = _continue(loaded, own, ids.to(loaded.device), cache, sampling, streamer)
+        new = _continue(loaded, own_tokenizer, ids.to(loaded.device), cache, sampling, streamer)
     seconds = time.perf_counter() - started
     return Continuation(
         model=smaller.named(public_name(model)),
         prompt=prompt,
-        text=str(own.decode(new, skip_special_tokens=True)),
+        text=str(own_tokenizer.decode(new, skip_special_tokens=True)),
         new_tokens=len(new),
         seconds=round(seconds, 3),
         tokens_per_second=round(len(new) / seconds, 2),
@@ -173,6 +172,7 @@ def _continue(
     if sampling.temperature:
         options = {"do_sample": True, "temperature": sampling.temperature}
     devices = [model.device] if model.device.type == "cuda" else []
+    # The generator is restored, since in Python the caller may use it.
     with quiet_transformers(), torch.random.fork_rng(devices):
         torch.manual_seed(sampling.seed)
         sequences = model.generate(  # type: ignore[operator]
@@ -193,22 +193,10 @@ def _continue(
     return sequences[0, ids.shape[1] :]
 
 
-def _check_ids(model: PreTrainedModel, ids: Tensor, new_tokens: int) -> None:
-    """Refuse a prompt (1, T) that the model cannot read or that leaves no positions for new tokens."""
-    largest, size = int(ids.max()), model.config.get_text_config().vocab_size
-    if largest >= size:
-        raise ValueError(
-            f"token id {largest} is not in the model's vocabulary of {size} tokens; use the model's own tokenizer"
-        )
-    if ids.shape[1] + new_tokens > positions(model):
-        raise ValueError(
-            f"the prompt has {ids.shape[1]} tokens, which with {new_tokens} new ones exceeds the model's "
-            f"{positions(model)} positions"
-        )
-
-
-def _prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str, chat: bool) -> Tensor:
-    """Return the prompt's ids (1, T)."""
+def _prompt_ids(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, chat: bool, new_tokens: int
+) -> Tensor:
+    """Return the prompt's ids (1, T), which the model can read, and which leave positions for the new tokens."""
     if not chat:
         ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
     elif tokenizer.chat_template is None:
@@ -220,4 +208,16 @@ def _prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str, chat: bool) -> 
     assert isinstance(ids, Tensor)
     if not ids.shape[1]:
         raise ValueError("the tokenizer turns the prompt into no tokens; give another text")
+
+    # Without this check the embedding fails with an index error, on a GPU in a way that ends the process.
+    largest, size = int(ids.max()), model.config.get_text_config().vocab_size
+    if largest >= size:
+        raise ValueError(
+            f"token id {largest} is not in the model's vocabulary of {size} tokens; use the model's own tokenizer"
+        )
+    if ids.shape[1] + new_tokens > positions(model):
+        raise ValueError(
+            f"the prompt has {ids.shape[1]} tokens, which with {new_tokens} new ones exceeds the model's "
+            f"{positions(model)} positions"
+        )
     return ids

@@ -21,6 +21,7 @@ LOSSES = {
     "distill": "the KL to the original's predictions",
 }
 PARAMETERS = {"compensation": "W_c only", "all": "all parameters", "lora": "LoRA adapters, merged"}
+# As an early stop smooths by default, so that a curve shows what ended its stage.
 SMOOTHING = 0.95
 
 
@@ -38,18 +39,18 @@ def sentences(record: Recovery) -> list[str]:
     if record.trained_original is not None:
         tokens = []
         for variant in record.variants:
-            read = sum(state.run.tokens for state in variant.states if state.run is not None)
-            tokens.append(f"{variant.name} {read:,}")
+            total = sum(state.run.tokens for state in variant.states if state.run is not None)
+            tokens.append(f"{variant.name} {total:,}")
         lines.append(
             f"Reference: {record.original} {as_the_last_stage(record)}. Tokens that the retrofits trained on, over all "
             f"stages: {', '.join(tokens)}."
         )
-    return [*lines, _measured(record)]
-
-
-def share(figure: Estimate | None) -> str:
-    """Return a share with its interval, in percent, or a dash."""
-    return UNKNOWN if figure is None else figure.text(0, percent=True)
+    lines.append(
+        f"Measured on {record.windows} windows of {record.length} tokens; domains that a model was trained or "
+        f"calibrated on: {', '.join(record.seen) or 'none'}. Trained on {LOSSES[record.objective]}. 95% CI: paired "
+        "bootstrap over windows, conditional on these texts and on this run."
+    )
+    return lines
 
 
 def seen_label(record: Recovery, domain: str) -> str:
@@ -66,11 +67,15 @@ def as_the_last_stage(record: Recovery) -> str:
 
 
 def _recovered(record: Recovery, variant: Variant) -> list[str]:
-    first, last, domain = variant.states[0], variant.states[-1], record.domains[0]
+    """Return what training gave a retrofit: its share of the gap, KL and perplexity, and hidden numbers."""
+    first, last = variant.states[0], variant.states[-1]
+    domain = record.domains[0]
     closed = record.closed(variant.name, last)
+    # A retrofit as good as the reference has no gap, of which no share can be closed.
     gap = f"{variant.name} had no loss gap to the {record.reference} before training"
     if closed is not None:
-        gap = f"Training closed {share(closed)} of {variant.name}'s loss gap to the {record.reference}"
+        share = closed.text(0, percent=True)
+        gap = f"Training closed {share} of {variant.name}'s loss gap to the {record.reference}"
     kl, ratio = (changes(record, variant.name, (first, last), quantity) for quantity in ("KL", "perplexity"))
     lines = [
         f"{gap}, on {domain} ({seen_label(record, domain)}): KL to the original {kl[0].value:.3f} → {kl[1].text()} "
@@ -78,7 +83,11 @@ def _recovered(record: Recovery, variant: Variant) -> list[str]:
         f"{variant.name} is {variant.title}, with {variant.cache_share:.0%} of the 16-bit cache.",
     ]
     if rows := record.numbers(variant.name, last):
-        counts = " → ".join(numbers_found(record, variant.name, state) for state in variant.states)
+        by_state = []
+        for state in variant.states:
+            of_state = record.numbers(variant.name, state)
+            by_state.append(of_state[0].count(of_state[0].value) if of_state else UNKNOWN)
+        counts = " → ".join(by_state)
         lines.append(f"Hidden numbers retrieved, stage by stage: {counts}. {' '.join(retrieval_sentence(rows))}")
     return lines
 
@@ -87,61 +96,56 @@ def changes(
     record: Recovery, name: str, states: Sequence[State], quantity: str, domain: str | None = None
 ) -> list[Estimate]:
     """Return the change of a quantity to the original in each state, by default on the first domain."""
-    found = [record.of(name, state, quantity, domain) for state in states]
-    return [one for one in found if one is not None]  # the record has all
-
-
-def numbers_found(record: Recovery, name: str, state: State) -> str:
-    """Return how many hidden numbers a state finds, or a dash."""
-    rows = record.numbers(name, state)
-    return rows[0].count(rows[0].value) if rows else UNKNOWN
-
-
-def _measured(record: Recovery) -> str:
-    return (
-        f"Measured on {record.windows} windows of {record.length} tokens; domains that a model was trained or "
-        f"calibrated on: {', '.join(record.seen) or 'none'}. Trained on {LOSSES[record.objective]}. 95% CI: paired "
-        "bootstrap over windows, conditional on these texts and on this run."
-    )
+    # A record without one of them is refused when it is made.
+    by_state = [record.of(name, state, quantity, domain) for state in states]
+    return [change for change in by_state if change is not None]
 
 
 def layout(record: Recovery) -> Page:
     """Return the content of the page."""
     retrofits = plural(len(record.variants), "retrofit")
+    # The cards are those of the retrofit with the lowest final KL on the first domain.
+    best = record.best
+    before, after = changes(record, best.name, (best.states[0], best.states[-1]), "KL")
+    closed = record.closed(best.name, best.states[-1])
+    share = UNKNOWN if closed is None else closed.text(0, percent=True)
+    reference = "original" if record.trained_original is None else f"original {as_the_last_stage(record)}"
     return Page(
         title=f"Recovery of {record.original}",
         subtitle=f"{record.name} · {retrofits} · trained on {LOSSES[record.objective]}",
-        cards=_cards(record),
+        cards=[
+            ("Lowest KL", after.text(), f"nats/token, 95% CI, {best.name} on {record.domains[0]}"),
+            ("Before training", before.text(), "the same retrofit"),
+            ("Gap closed", share, f"of its loss gap to the {reference}"),
+        ],
         panels=[*_kl_panels(record), *_loss_panels(record)],
         tables=[_domains(record), _training(record)],
     )
 
 
-def _states(record: Recovery) -> Iterator[tuple[str, int, State]]:
-    """Yield every state that has rows with its model's name and its number; the trained original comes last."""
+def _states(record: Recovery) -> Iterator[tuple[str, State]]:
+    """Yield every state that has rows with its model's name; the trained original comes last."""
     for variant in record.variants:
-        for number, state in enumerate(variant.states):
-            yield variant.name, number, state
+        for state in variant.states:
+            yield variant.name, state
     if record.trained_original is not None:
-        yield ORIGINAL, 0, record.trained_original
-
-
-def _cards(record: Recovery) -> list[tuple[str, str, str]]:
-    """Return the cards of the retrofit with the lowest final KL on the first domain."""
-    best = record.best
-    before, after = changes(record, best.name, (best.states[0], best.states[-1]), "KL")
-    reference = "original" if record.trained_original is None else f"original {as_the_last_stage(record)}"
-    closed = share(record.closed(best.name, best.states[-1]))
-    return [
-        ("Lowest KL", after.text(), f"nats/token, 95% CI, {best.name} on {record.domains[0]}"),
-        ("Before training", before.text(), "the same retrofit"),
-        ("Gap closed", closed, f"of its loss gap to the {reference}"),
-    ]
+        yield ORIGINAL, record.trained_original
 
 
 def tables(record: Recovery) -> list[Table]:
     """Return every state on the first domain and on all windows, and the ranking if there are several retrofits."""
-    words = {f"{name}, {state.name}": f"{name}, {_stage_words(state)}" for name, _, state in _states(record)}
+    labels = {}
+    for name, state in _states(record):
+        label = state.name
+        if state.skipped is not None:
+            label += f": skipped, {state.skipped}"
+        elif state.stopped is not None:
+            label += ": stopped; same as the state before"
+        elif state.run is not None:
+            early = f" of {state.run.planned:,}, ended early" if state.run.steps < state.run.planned else ""
+            label += f": {PARAMETERS[state.run.parameters]}, {state.run.steps:,} steps{early}"
+        labels[f"{name}, {state.name}"] = f"{name}, {label}"
+
     first = record.domains[0]
     shown = {("KL", first), ("perplexity", first), ("KL", ALL), ("changed tokens", ALL), (RETRIEVAL, ALL)}
     rows = [row for row in record.rows if (row.quantity, row.scope) in shown and row.against == Against.ORIGINAL]
@@ -151,50 +155,38 @@ def tables(record: Recovery) -> list[Table]:
     def column(row: Row) -> str:
         return f"{row.quantity}, {'all windows' if row.scope == ALL else row.scope}"
 
-    printed = [grid(title, rows, "state", lambda row: words[row.candidate], column, found)]
+    printed = [grid(title, rows, "state", lambda row: labels[row.candidate], column, found)]
     ranking = record.rows_of("KL", Against.ABOVE)
     if ranking:
         printed.append(listing("Final KL, against the retrofit that is above in the ranking", ranking, of="domain"))
     return printed
 
 
-def _stage_words(state: State) -> str:
-    if state.skipped is not None:
-        return f"{state.name}: skipped, {state.skipped}"
-    if state.stopped is not None:
-        return f"{state.name}: stopped; same as the state before"
-    if state.run is None:
-        return state.name
-    early = f" of {state.run.planned:,}, ended early" if state.run.steps < state.run.planned else ""
-    return f"{state.name}: {PARAMETERS[state.run.parameters]}, {state.run.steps:,} steps{early}"
-
-
 def _domains(record: Recovery) -> Table:
     """Return each retrofit on each domain, before and after training."""
-    ends = {
-        f"{variant.name}, {variant.states[number].name}": number for variant in record.variants for number in (0, -1)
-    }
-    rows = [row for row in record.rows if row.candidate in ends and row.scope in record.domains]
+    times = {}
+    for variant in record.variants:
+        times[f"{variant.name}, {variant.states[0].name}"] = "before"
+        times[f"{variant.name}, {variant.states[-1].name}"] = "after"
+    rows = [row for row in record.rows if row.candidate in times and row.scope in record.domains]
     rows = [row for row in rows if row.against == Against.ORIGINAL or row.quantity == CLOSED]
 
     def line(row: Row) -> str:
         return f"{row.candidate.rpartition(', ')[0]} on {row.scope} ({seen_label(record, row.scope)})"
 
     def column(row: Row) -> str:
-        return (
-            row.quantity
-            if row.quantity == CLOSED
-            else f"{row.quantity}, {'after' if ends[row.candidate] else 'before'}"
-        )
+        return row.quantity if row.quantity == CLOSED else f"{row.quantity}, {times[row.candidate]}"
 
     return grid("By domain (before training and after all stages; 95% CI)", rows, "retrofit", line, column)
 
 
 def _training(record: Recovery) -> Table:
     """Return what each stage trained, and the loss of every state on held-out text."""
-    domains, rows = list(record.untrained_original.held_out), []
-    for name, _, state in [*_states(record), (ORIGINAL, 0, record.untrained_original)]:
-        run, cells = state.run, [UNKNOWN] * 4
+    domains = list(record.untrained_original.held_out)
+    rows = []
+    for name, state in [*_states(record), (ORIGINAL, record.untrained_original)]:
+        run = state.run
+        cells = [UNKNOWN] * 4
         if run is not None:
             steps = f"{run.steps:,} of {run.planned:,}"
             cells = [f"{run.trained:,}", steps, f"{run.tokens:,}", f"{run.seconds / 60:.1f}"]
@@ -211,12 +203,14 @@ def _kl_panels(record: Recovery) -> list[Panel]:
     caption = "KL to the untrained original. Bands: 95% CI over windows."
     if record.trained_original is not None:
         caption += f" Dotted: the original {as_the_last_stage(record)}."
-    ticks = {float(number): state.name for number, state in enumerate(record.variants[0].states)}
+    ticks = {float(stage): state.name for stage, state in enumerate(record.variants[0].states)}
     panels = []
     for label in ("unseen", "seen"):
         if (label == "seen") not in seen:
             continue
-        domain, lines = record.domains[seen.index(label == "seen")], []
+        # The worst of its group, since domains come in this order.
+        domain = record.domains[seen.index(label == "seen")]
+        lines = []
         for variant in record.variants:
             kls = changes(record, variant.name, variant.states, "KL", domain)
             lines.append(Line(variant.name, [*ticks], *band(kls), **_look(record, variant.name)))
@@ -238,12 +232,15 @@ def _look(record: Recovery, name: str) -> dict[str, Any]:
 
 
 def _loss_panels(record: Recovery) -> list[Panel]:
-    loss, last = LOSSES[record.objective], len(record.variants[0].states) - 1
+    """Return a figure of the training losses of each stage that trained for more than one entry of the log."""
+    loss = LOSSES[record.objective]
+    last = len(record.variants[0].states) - 1
     caption = f"{loss[0].upper()}{loss[1:]}; exponential moving average, β = {SMOOTHING}."
     panels = []
-    for number in range(1, last + 1):
-        runs: list[Any] = [(variant.name, variant.states[number].run) for variant in record.variants]
-        if number == last and record.trained_original is not None:
+    for stage in range(1, last + 1):
+        runs: list[Any] = [(variant.name, variant.states[stage].run) for variant in record.variants]
+        # The original is trained with the last stage's settings.
+        if stage == last and record.trained_original is not None:
             runs.append((f"{record.original}, trained", record.trained_original.run))
         lines = []
         for name, run in runs:
@@ -251,6 +248,6 @@ def _loss_panels(record: Recovery) -> list[Panel]:
                 losses = averages(run.curve.losses, SMOOTHING)
                 lines.append(Line(name, [*map(float, run.curve.steps)], losses, **_look(record, name)))
         if any(len(line.x) > 1 for line in lines):
-            title = f"Training loss of stage {number}"
-            panels.append(Panel(f"loss_{number}", title, caption, "step", "nats/token", lines, log_y=True))
+            title = f"Training loss of stage {stage}"
+            panels.append(Panel(f"loss_{stage}", title, caption, "step", "nats/token", lines, log_y=True))
     return panels

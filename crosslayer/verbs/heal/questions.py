@@ -10,7 +10,7 @@ Shapes: N windows, T tokens of a window.
 
 import hashlib
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -30,9 +30,7 @@ from crosslayer.judge.candidate import Candidate
 from crosslayer.judge.damage import MIN_WINDOWS, OF_TARGETS, OF_TOKENS, Losses
 from crosslayer.judge.hidden import Sample
 from crosslayer.judge.judge import Judge
-from crosslayer.judge.report import Row
 from crosslayer.judge.retrieval import askable_samples
-from crosslayer.judge.rows import retrieval_rows
 from crosslayer.output.folder import write_whole
 from crosslayer.output.record import Frozen
 from crosslayer.training.recipe import Recipe
@@ -71,13 +69,16 @@ class Questions:
 
     def ask(self, candidate: Candidate, file: Path) -> Answers:
         """Return the answers of a candidate, from the file if it has them for this text."""
+        # An answer takes minutes, and stays valid as long as the text and the measured quantities do.
         if file.is_file():
             try:
-                kept = Answers.model_validate_json(file.read_bytes())
-                if kept.text == self.text and kept.means.keys() == {*OF_TARGETS, *OF_TOKENS}:
-                    return kept
+                stored = Answers.model_validate_json(file.read_bytes())
+                if stored.text == self.text and stored.means.keys() == {*OF_TARGETS, *OF_TOKENS}:
+                    return stored
+            # Written by another version: measured again.
             except ValidationError:
                 pass
+        # A judge for each model, which is freed with it.
         judge = Judge(self.original, self.windows, self.tokenizer, catches=False)
         losses = judge.kl([candidate])[candidate.name]
         answers = Answers(
@@ -99,13 +100,10 @@ class Questions:
         """Texts with hidden numbers, if they are asked for and the model can be asked."""
         return askable_samples(self.original, self.tokenizer) if self.needles else []
 
-    def retrieval(self, candidate: str, answers: Answers, original: Answers) -> list[Row]:
-        """Return the rows of the hidden numbers that a candidate finds, if it was asked for any."""
-        return retrieval_rows(candidate, self.samples, answers.found, original.found) if answers.found else []
-
     @cached_property
     def text(self) -> str:
         """A SHA-256 of all text that models are measured on."""
+        # Labels too: the same tokens are another question where other ones count.
         digest = hashlib.sha256(self.windows.ids.numpy().tobytes())
         digest.update(b"needles" if self.needles else b"")
         for name, rows in self.held_out.items():
@@ -119,6 +117,7 @@ class Questions:
 def mean_loss(model: PreTrainedModel, rows: Subset[dict[str, Tensor]]) -> float:
     """Return the mean loss over the labels of rows, in nats per token."""
     total, count = 0.0, 0
+    # Row by row, since rows of instructions count different numbers of tokens: their mean is over labels, not rows.
     for row in rows:
         inputs = {name: row[name][None].to(model.device) for name in ("input_ids", "position_ids")}
         logits = model(**inputs, use_cache=False).logits[0, :-1].float()  # (T − 1, V)
@@ -130,9 +129,11 @@ def mean_loss(model: PreTrainedModel, rows: Subset[dict[str, Tensor]]) -> float:
 
 def evaluation_windows(recipe: Recipe, retrofits: Sequence[Retrofit], tokenizer: PreTrainedTokenizerBase) -> Windows:
     """Cut the windows as in the reports, which must agree, unless the recipe's `judge` differs."""
-    judge, trained = recipe.judge, {part.name: part for part in recipe.data.domains if part.source is None}
+    judge = recipe.judge
+    trained = {part.name: part for part in recipe.data.domains if part.source is None}
     cut, seed, bos = (_shared(retrofits, name) for name in ("length", "seed", "bos"))
-    length, windows = judge.length or cut, judge.windows or _shared(retrofits, "windows", "judge.windows")
+    length = judge.length or cut
+    windows = judge.windows or _shared(retrofits, "windows", "judge.windows")
     domains = judge.domains or _shared(retrofits, "domains", "judge.domains")
     for name in domains:
         if name not in EMBEDDED:
@@ -148,8 +149,11 @@ def evaluation_windows(recipe: Recipe, retrofits: Sequence[Retrofit], tokenizer:
         )
     pairs = []
     for name, count in shared_out(windows, domains).items():
-        fitted = set() if name in trained else {number for each in retrofits for number in _fitted(each, name)}
+        # Held-out pieces of a training domain are cut into another list, whose numbers mean other windows.
+        fitted = set() if name in trained else _fitted(retrofits, name)
         try:
+            # Windows of another length begin elsewhere: once, up to two thirds of those that judged had been fitted to.
+            # Shorter ones are the beginnings of the report's own.
             if fitted and length > cut:
                 raise ValueError(
                     f"judge.length must be at most {cut}, the length of the calibration windows, got {length}; or "
@@ -158,21 +162,26 @@ def evaluation_windows(recipe: Recipe, retrofits: Sequence[Retrofit], tokenizer:
             text: Iterable[str] = embedded_domains([name])[name]
             if name in trained:
                 text = list(trained[name].text(held_out_often=True).held_out())
-            numbers = list(itertools.islice((number for number in itertools.count() if number not in fitted), count))
+            windows_left = (index for index in itertools.count() if index not in fitted)
+            indices = list(itertools.islice(windows_left, count))
             options = {"length": cut if fitted else length, "seed": seed, "bos": bos}
-            (every,) = split(text, tokenizer, parts={"evaluation": numbers[-1] + 1}, **options).values()
+            (every,) = split(text, tokenizer, parts={"evaluation": indices[-1] + 1}, **options).values()
         except ValueError as error:
             raise ValueError(f"judge: {name}: {error}") from None
-        pairs.append((name, Windows(every.ids[numbers, :length], tuple(every.documents[number] for number in numbers))))
+        documents = tuple(every.documents[index] for index in indices)
+        pairs.append((name, Windows(every.ids[indices, :length], documents)))
     return joined(pairs)
 
 
-def _fitted(retrofit: Retrofit, name: str) -> Iterator[int]:
-    """Yield the windows of a domain that a retrofit was fitted or searched on."""
-    for purpose, ranges in retrofit.report.windows.items():
-        if name in ranges and purpose not in JUDGED:
-            first, count = ranges[name]
-            yield from range(first, first + count)
+def _fitted(retrofits: Sequence[Retrofit], name: str) -> set[int]:
+    """Return the windows of a domain that any of the retrofits was fitted or searched on."""
+    fitted: set[int] = set()
+    for retrofit in retrofits:
+        for purpose, ranges in retrofit.report.windows.items():
+            if name in ranges and purpose not in JUDGED:
+                first, count = ranges[name]
+                fitted.update(range(first, first + count))
+    return fitted
 
 
 def _shared(retrofits: Sequence[Retrofit], option: str, key: str | None = None) -> Any:

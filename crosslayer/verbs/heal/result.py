@@ -111,6 +111,6 @@ class Recovery(Measured):
             figures[key] = {}
             for variant in self.variants:
                 changes = [self.of(variant.name, state, quantity) for state in variant.states]
-                figures[key][variant.name] = [round(one.value, digits) for one in changes if one is not None]
+                figures[key][variant.name] = [round(change.value, digits) for change in changes if change is not None]
         domain = self.domains[0]
         return {"original": self.original, "domain": domain, "seen": domain in self.seen, **figures}

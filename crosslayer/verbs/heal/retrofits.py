@@ -47,6 +47,7 @@ class Retrofit:
 
     def digest(self) -> str:
         """Return a SHA-256 of its report and its embedding, to identify both the retrofit and its original."""
+        # The embedding is the original's, so another original of the same shape has another digest.
         digest = hashlib.sha256(dumps(self.report.record()).encode())
         digest.update(self.embedding().contiguous().view(torch.uint8).numpy().data)
         return digest.hexdigest()
@@ -69,10 +70,20 @@ def open_retrofits(folders: Sequence[str | Path], original: str | None = None) -
         raise ValueError("no retrofit to heal; give at least one folder that `crosslayer retrofit` wrote")
     retrofits: list[Retrofit] = []
     for path in folders:
-        retrofit = _open(Path(path).expanduser().resolve())
-        if retrofit.name in (*RESERVED_NAMES, *(other.name for other in retrofits)):
+        folder = Path(path).expanduser().resolve()
+        if not folder.is_dir():
+            raise ValueError(
+                f"retrofit {folder.name!r} is not a folder; give a folder that `crosslayer retrofit` wrote"
+            )
+        try:
+            retrofit = Retrofit(folder, load_as([RetrofitReport], folder))
+        except ValueError as error:
+            raise ValueError(f"{folder.name!r} is not a retrofit with its report: {error}") from None
+        # Its folder in the result has this name.
+        if retrofit.name in (*RESERVED_NAMES, *(earlier.name for earlier in retrofits)):
             raise ValueError(f"the name {retrofit.name!r} is used twice in the result; rename that folder")
         retrofits.append(retrofit)
+
     first, *others = retrofits
     name = first.report.architecture.name
     for other in others:
@@ -87,6 +98,7 @@ def open_retrofits(folders: Sequence[str | Path], original: str | None = None) -
         if original is not None:
             raise
         raise ValueError(f"the report's original cannot be opened, give it with `original`: {error}") from None
+    # By the configs, before the original is loaded; `check_original` compares weights.
     for retrofit in retrofits:
         _check_config(public_name(original or name), config, retrofit)
     return retrofits, original or name
@@ -97,37 +109,34 @@ def check_original(name: str, original: PreTrainedModel, retrofits: Sequence[Ret
     size = sum(parameter.numel() for parameter in original.parameters())
     weights = original.get_input_embeddings().weight.detach().cpu()  # type: ignore[operator, union-attr]
     for retrofit in retrofits:
-        before, own = retrofit.report.architecture.parameters, retrofit.embedding()
-        if before != size:
-            raise ValueError(f"{retrofit.name!r} comes from a model of {before:,} parameters; {name!r} has {size:,}")
-        if not torch.equal(own, weights.to(own.dtype)):
+        parameters = retrofit.report.architecture.parameters
+        if parameters != size:
+            raise ValueError(
+                f"{retrofit.name!r} comes from a model of {parameters:,} parameters; {name!r} has {size:,}"
+            )
+        # No retrofit changes the embedding.
+        embedding = retrofit.embedding()
+        if not torch.equal(embedding, weights.to(embedding.dtype)):
             raise ValueError(
                 f"{retrofit.name!r} has a different embedding than {name!r}; it comes from another model of this shape"
             )
 
 
-def _open(folder: Path) -> Retrofit:
-    if not folder.is_dir():
-        raise ValueError(f"retrofit {folder.name!r} is not a folder; give a folder that `crosslayer retrofit` wrote")
-    try:
-        return Retrofit(folder, load_as([RetrofitReport], folder))
-    except ValueError as error:
-        raise ValueError(f"{folder.name!r} is not a retrofit with its report: {error}") from None
-
-
 def _check_config(name: str, original: PreTrainedConfig, retrofit: Retrofit) -> None:
     """Raise if a retrofit cannot come from an original, by their configs."""
+    # A retrofit may have fewer layers than its original, whose number its report has.
     config = load_config(str(retrofit.folder)).to_dict()
     config["num_hidden_layers"] = retrofit.report.architecture.layers
     for key in ("vocab_size", "hidden_size", "num_hidden_layers"):
-        other = original.to_dict().get(key)
-        if config[key] != other:
-            raise ValueError(f"{retrofit.name!r} comes from a model with {key} {config[key]}, but {name!r} has {other}")
+        value = original.to_dict().get(key)
+        if config[key] != value:
+            raise ValueError(f"{retrofit.name!r} comes from a model with {key} {config[key]}, but {name!r} has {value}")
 
 
 def save_healed(source: Path, retrofit: Retrofit, target: Path, trained: bool) -> None:
     """Write the folder of a healed model, all of it or nothing, from a folder with its weights and tokenizer."""
     model, tokenizer = load_model(str(source), device="cpu")
+    # The note comes below the card's first block, before figures that are not of this model.
     card = retrofit.folder / CARD
     header, _, body = (card.read_text(encoding="utf-8") if card.is_file() else "").partition("\n\n")
     with whole_folder(target) as partial:

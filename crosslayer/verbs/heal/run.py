@@ -18,8 +18,9 @@ from transformers import PreTrainedTokenizerFast
 from crosslayer.extras import check_extra
 from crosslayer.judge.announce import announce
 from crosslayer.judge.candidate import Candidate
+from crosslayer.judge.damage import Losses
 from crosslayer.judge.report import Row
-from crosslayer.judge.rows import window_rows
+from crosslayer.judge.rows import retrieval_rows, window_rows
 from crosslayer.models.load import load_model, public_name
 from crosslayer.output.folder import locked_folder
 from crosslayer.output.progress import progress
@@ -78,10 +79,12 @@ def heal(
         check_extra("heal", "parameters: lora", "peft")
     opened, name = open_retrofits(retrofits, original)
     target = Path(out).expanduser().resolve()
+    # A resumed run continues only with the same retrofits.
     digests = {HEALED: json.dumps({retrofit.name: retrofit.digest() for retrofit in opened}, indent=1)}
     with locked_folder(target):
         check_run(target, recipe, resume, digests)
         job = _ready(recipe, opened, name, target)
+        # After all that can be refused, so that a refusal leaves no folder.
         begin_run(target, recipe, digests)
         result = job.heal()
         result.save_within(target)
@@ -98,23 +101,29 @@ def _ready(recipe: Recipe, retrofits: Sequence[Retrofit], original: str, folder:
     with progress("tokenizing the text", 0):
         windows = evaluation_windows(recipe, retrofits, tokenizer)
     rows = read_rows(recipe, tokenizer)
-    tokens = []  # of each stage
-    for number, part in enumerate(recipe.stages):
+    trained = []  # tokens of each stage
+    for index, part in enumerate(recipe.stages):
         try:
             arguments = stage_arguments(recipe, part, folder)
         except ValueError as error:
-            raise ValueError(f"stages.{number}: {error}") from None
-        tokens.append(arguments.max_steps * step_sequences(arguments) * recipe.data.length)
+            raise ValueError(f"stages.{index}: {error}") from None
+        trained.append(arguments.max_steps * step_sequences(arguments) * recipe.data.length)
     questions = Questions(model, tokenizer, windows, rows.held_out, recipe.judge.needles)
-    job = _Job(recipe, retrofits, folder, original, rows, questions)
-    if not (folder / retrofits[0].name).exists():  # else some of it is finished
-        announce(model, windows.ids, job.tokens(tokens))
-    return job
+    # A run that continues has finished some of the work.
+    if not (folder / retrofits[0].name).exists():
+        # A training step takes three passes, and the teacher of a distillation one more; each state is read twice, by
+        # the original and by the model.
+        passes = 3 + (recipe.objective == "distill")
+        asked = 2 * windows.ids.numel() * (len(trained) + 1)
+        tokens = len(retrofits) * (passes * sum(trained) + asked) + 3 * trained[-1] * recipe.trains_original
+        announce(model, windows.ids, tokens)
+    return _Job(recipe, retrofits, folder, original, rows, questions)
 
 
 class _Step(NamedTuple):
     """A model before training or after a stage: the stage's outcome, the model's folder, and its measurements."""
 
+    name: str  # before, stage 1, …
     outcome: Outcome
     model: Path | None  # None: the original
     answers: Answers
@@ -122,18 +131,14 @@ class _Step(NamedTuple):
 
 @dataclass(frozen=True)
 class _Job:
+    """Retrofits, text and folder of a recovery; stages and answers that are in the folder are not repeated."""
+
     recipe: Recipe
     retrofits: Sequence[Retrofit]
     folder: Path
     original: str
     rows: Rows
     questions: Questions
-
-    def tokens(self, stages: Sequence[int]) -> int:
-        """Return the tokens that are read in all, from those of each stage; a training step takes three passes."""
-        count, asked = len(self.retrofits), 2 * self.questions.windows.ids.numel() * (len(stages) + 1)
-        trained = count * (3 + (self.recipe.objective == "distill")) * sum(stages)
-        return trained + count * asked + 3 * stages[-1] * self.recipe.trains_original
 
     def heal(self) -> Recovery:
         """Train and measure everything that is not finished yet."""
@@ -143,28 +148,31 @@ class _Job:
             if source is not None and not target.exists():
                 with progress(f"writing {retrofit.name}/{MODEL}", 0):
                     save_healed(source, retrofit, target, trained=source != retrofit.folder)
+        # Without an early stop, so that the reference has at least the steps of each retrofit's last stage.
         last = self.recipe.stages[-1].model_copy(update={"stop": None})
         return self._result(healed, self._steps(ORIGINAL, [last] if self.recipe.trains_original else []))
 
     def _steps(self, name: str, parts: Sequence[StagePart], retrofit: Retrofit | None = None) -> list[_Step]:
         """Return a retrofit, or the original, before training and after each stage."""
-        folder, start = self.folder / name, None if retrofit is None else retrofit.folder
-        steps = [_Step(Outcome(), start, self.questions.ask(Candidate(name, start), folder / BEFORE))]
-        for number, part in enumerate(parts, 1):
-            stage = folder / f"stage-{number}"
-            outcome = finished(stage) or self._train(part, steps, stage, retrofit)
-            step = steps[-1]._replace(outcome=outcome)
+        folder = self.folder / name
+        start = None if retrofit is None else retrofit.folder
+        steps = [_Step(UNTRAINED, Outcome(), start, self.questions.ask(Candidate(name, start), folder / BEFORE))]
+        for stage, part in enumerate(parts, 1):
+            of_stage = folder / f"stage-{stage}"
+            outcome = finished(of_stage) or self._train(part, steps, of_stage, retrofit)
+            # A stage that was skipped or has stopped leaves the model, and so its answers, as they were.
+            step = steps[-1]._replace(name=f"stage {stage}", outcome=outcome)
             if outcome.run is not None:
-                candidate = Candidate(f"{name}, stage {number}", stage / MODEL)
-                step = _Step(outcome, stage / MODEL, self.questions.ask(candidate, stage / LOSSES))
+                answers = self.questions.ask(Candidate(f"{name}, {step.name}", of_stage / MODEL), of_stage / LOSSES)
+                step = step._replace(model=of_stage / MODEL, answers=answers)
             steps.append(step)
         return steps
 
     def _train(self, part: StagePart, steps: Sequence[_Step], folder: Path, retrofit: Retrofit | None) -> Outcome:
         """Train a stage, unless an earlier one has stopped or there is nothing to train."""
-        for number, step in enumerate(steps):
+        for step in steps:
             if step.outcome.stopped is not None:
-                return Outcome(skipped=f"stage {number} stopped")
+                return Outcome(skipped=f"{step.name} stopped")
         with progress(f"{folder.parent.name}, stage {len(steps)}", 0):
             model, _ = load_model(str(steps[-1].model or self.original), dtype=torch.float32)
         if part.parameters == "compensation" and not compensations(model):
@@ -175,13 +183,27 @@ class _Job:
         return run_stage(self.recipe, part, self.rows, model, folder, teacher)
 
     def _result(self, healed: dict[str, list[_Step]], original: list[_Step]) -> Recovery:
-        windows, evaluated = self.questions.windows, set(self.questions.windows.domains)
+        """Return the record: the states of all models, their rows, and the domains in the order of the page."""
+        windows = self.questions.windows
+        evaluated = set(windows.domains)
         calibrated = {name for retrofit in self.retrofits for name in retrofit.report.fitted} & evaluated
         trained_on = {domain.name for domain in self.recipe.data.domains if domain.source is None} & evaluated
         seen = frozenset(calibrated | trained_on)
         domains = shown_order([steps[0].answers.losses for steps in healed.values()], seen)
-        trained = original[-1] if original[-1].outcome.run is not None else None
+        trained = original[-1]._replace(name=TRAINED) if original[-1].outcome.run is not None else None
         order, rows = self._rows(healed, original[0], trained, domains)
+        variants = []
+        for retrofit in self.retrofits:
+            report = retrofit.report
+            variants.append(
+                Variant(
+                    name=retrofit.name,
+                    title=report.title,
+                    cache_share=report.cache.share,
+                    fit=report.calibration.fit,
+                    states=tuple(map(_state, healed[retrofit.name])),
+                )
+            )
         return Recovery(  # pyright: ignore[reportCallIssue]
             name=self.recipe.name,
             original=public_name(self.original),
@@ -191,10 +213,10 @@ class _Job:
             rows=tuple(rows),
             domains=tuple(domains),
             seen=tuple(domain for domain in domains if domain in seen),
-            variants=tuple(_variant(retrofit, healed[retrofit.name]) for retrofit in self.retrofits),
+            variants=tuple(variants),
             order=order,
-            untrained_original=_state(UNTRAINED, original[0]),
-            trained_original=None if trained is None else _state(TRAINED, trained),
+            untrained_original=_state(original[0]),
+            trained_original=None if trained is None else _state(trained),
             original_stopped=original[-1].outcome.stopped,
             left_out=self.rows.left_out(),
             windows=len(windows),
@@ -206,37 +228,27 @@ class _Job:
         self, healed: dict[str, list[_Step]], original: _Step, trained: _Step | None, domains: Sequence[str]
     ) -> tuple[dict[str, tuple[str, ...]], list[Row]]:
         """Return the ranking of the retrofits by domain, and the rows of all states."""
-        seed, rows, ends = self.retrofits[0].report.settings.seed, [], {}
+        seed = self.retrofits[0].report.settings.seed
+        samples, found = self.questions.samples, original.answers.found
         reference = None if trained is None else trained.answers.losses
+        rows: list[Row] = []
+        ends: dict[str, Losses] = {}
         for name, steps in healed.items():
-            for number, step in enumerate(steps):
-                candidate = f"{name}, {state_name(number)}"
-                rows += state_rows(candidate, [one.answers.losses for one in steps[: number + 1]], reference, seed)
-                rows += self.questions.retrieval(candidate, step.answers, original.answers)
-            ends[f"{name}, {state_name(len(steps) - 1)}"] = steps[-1].answers.losses
+            losses = [step.answers.losses for step in steps]
+            for stage, step in enumerate(steps):
+                candidate = f"{name}, {step.name}"
+                rows += state_rows(candidate, losses[: stage + 1], reference, seed)
+                rows += retrieval_rows(candidate, samples, step.answers.found, found)
+            ends[f"{name}, {steps[-1].name}"] = losses[-1]
         if trained is not None:
-            rows += window_rows(f"{ORIGINAL}, {TRAINED}", trained.answers.losses, seed)
-            rows += self.questions.retrieval(f"{ORIGINAL}, {TRAINED}", trained.answers, original.answers)
-        order, differences = ranked(ends, domains, seed)
+            rows += window_rows(f"{ORIGINAL}, {trained.name}", trained.answers.losses, seed)
+            rows += retrieval_rows(f"{ORIGINAL}, {trained.name}", samples, trained.answers.found, found)
+        ranks, differences = ranked(ends, domains, seed)
         names = dict(zip(ends, healed, strict=True))
-        return {domain: tuple(names[one] for one in own) for domain, own in order.items()}, [*rows, *differences]
+        order = {domain: tuple(names[candidate] for candidate in of_domain) for domain, of_domain in ranks.items()}
+        return order, [*rows, *differences]
 
 
-def state_name(stage: int) -> str:
-    """Return the name of a model's state after a stage, or before any training."""
-    return f"stage {stage}" if stage else UNTRAINED
-
-
-def _variant(retrofit: Retrofit, steps: Sequence[_Step]) -> Variant:
-    report = retrofit.report
-    return Variant(
-        name=retrofit.name,
-        title=report.title,
-        cache_share=report.cache.share,
-        fit=report.calibration.fit,
-        states=tuple(_state(state_name(number), step) for number, step in enumerate(steps)),
-    )
-
-
-def _state(name: str, step: _Step) -> State:
-    return State(name=name, held_out=step.answers.held_out, **dict(step.outcome))
+def _state(step: _Step) -> State:
+    """Return a state for the record, without the answers, which are rows there."""
+    return State(name=step.name, held_out=step.answers.held_out, **dict(step.outcome))

@@ -20,22 +20,20 @@ def state_rows(candidate: str, states: Sequence[Losses], trained: Losses | None,
 
     `trained`: losses of the trained original; without it the reference is the original.
     """
-    own, rows = states[-1], window_rows(candidate, states[-1], seed)
+    first, last = states[0], states[-1]
+    rows = window_rows(candidate, last, seed)
     if trained is not None:
-        rows += window_rows(candidate, own, seed, trained, Against.TRAINED)
-    if len(states) > 1:
-        rows += window_rows(candidate, own, seed, states[-2], Against.BEFORE)
-        rows += closed_rows(candidate, states[0], own, trained, seed)
-    return rows
+        rows += window_rows(candidate, last, seed, trained, Against.TRAINED)
+    if len(states) == 1:
+        return rows
+    rows += window_rows(candidate, last, seed, states[-2], Against.BEFORE)
 
-
-def closed_rows(candidate: str, first: Losses, own: Losses, trained: Losses | None, seed: int) -> list[Row]:
-    """Return the share of the loss gap to the reference that is closed, where there is one."""
-    rows, reference = [], own.means["before"] if trained is None else trained.means["after"]
-    for scope in (ALL, *dict.fromkeys(own.domains)):
-        picked = own.windows_of(scope)
-        gap, left = (losses.means["after"][picked] - reference[picked] for losses in (first, own))
-        closed = Bootstrap(own.for_domain(scope).documents, seed).closed(gap, left)
+    # The share of the loss gap to the reference that is closed, where there is a gap.
+    for scope in (ALL, *dict.fromkeys(last.domains)):
+        before, after = first.for_domain(scope), last.for_domain(scope)
+        reference = after.means["before"] if trained is None else trained.for_domain(scope).means["after"]
+        gap, left = (losses.means["after"] - reference for losses in (before, after))
+        closed = Bootstrap(after.documents, seed).closed(gap, left)
         if closed is not None:
             against = Against.ORIGINAL if trained is None else Against.TRAINED
             facts = {"candidate": candidate, "scope": scope, "against": against, "better": "higher"}
@@ -50,13 +48,15 @@ def ranked(
 
     Ties keep the order of `ends`.
     """
-    order, rows = {}, []
+    order: dict[str, tuple[str, ...]] = {}
+    rows: list[Row] = []
     for domain in domains:
-        own = {name: losses.for_domain(domain) for name, losses in ends.items()}
-        order[domain] = tuple(sorted(own, key=lambda name: own[name].means["kl"].mean()))
+        of_domain = {name: losses.for_domain(domain) for name, losses in ends.items()}
+        order[domain] = tuple(sorted(of_domain, key=lambda name: of_domain[name].means["kl"].mean()))
+        # Neighbors alone: their difference, paired by window, says whether the order holds.
         for above, name in zip(order[domain], order[domain][1:], strict=False):
-            found = window_rows(name, own[name], seed, own[above], Against.ABOVE)
-            rows += [row for row in found if row.quantity == "KL" and row.scope == domain]
+            compared = window_rows(name, of_domain[name], seed, of_domain[above], Against.ABOVE)
+            rows += [row for row in compared if row.quantity == "KL" and row.scope == domain]
     return order, rows
 
 
@@ -66,5 +66,6 @@ def shown_order(before: Sequence[Losses], seen: frozenset[str]) -> list[str]:
     `before` has the losses of each retrofit before training; their order has no effect.
     """
     names = sorted(set(before[0].domains))
+    # `fsum` is exact, so that another order of the retrofits gives the same sums, and ties the same order.
     kl = {name: math.fsum(losses.for_domain(name).means["kl"].mean() for losses in before) for name in names}
     return sorted(names, key=lambda name: (name in seen, -kl[name]))

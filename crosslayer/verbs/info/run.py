@@ -1,5 +1,6 @@
 """Versions, devices, other installed packages, and the folders of caches, as a terminal shows them."""
 
+import contextlib
 import importlib.metadata
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,7 +46,11 @@ def info() -> Info:
     here = environment()
     rows = {name: version or "not installed" for name, version in here.versions.items()}
     for package, use in OPTIONAL.items():
-        rows[package] = _version(package) or f"not installed (for {use})"
+        rows[package] = f"not installed (for {use})"
+        # vLLM for CPUs is a distribution with another name.
+        for name in (f"{package}-cpu", package):
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                rows[package] = importlib.metadata.version(name)
     memory = f"{psutil.virtual_memory().total / GIB:.0f} GiB"
     machine = here.machine
     rows["machine"] = f"{machine.system}, {machine.processor}, {machine.cores} cores, {memory}"
@@ -61,12 +66,3 @@ def info() -> Info:
         rows[name] = f"~/{path.relative_to(home)}" if path.is_relative_to(home) else str(path)
     rows["Hugging Face's cache"] += " (offline)" if HF_HUB_OFFLINE else ""
     return Info(rows)
-
-
-def _version(package: str) -> str | None:
-    for name in (package, f"{package}-cpu"):
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return None

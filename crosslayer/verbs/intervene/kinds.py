@@ -19,7 +19,6 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import BeforeValidator, ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from crosslayer.output.record import validation_message
@@ -68,7 +67,6 @@ class InAttention(Intervention):
         """Intercept the calls of the layers, all of which must have attention."""
         attending = attention_layers(model.config)
         chosen = attending if self.layers == "all" else self.layers
-        check_layers(model, tuple(chosen))
         for layer in chosen:
             if layer not in attending:
                 raise ValueError(f"layer {layer} has no softmax attention, only layers {attending} do")
@@ -93,7 +91,8 @@ class Waiver(InAttention):
 
     def enter(self, model: PreTrainedModel, running: Running, stack: ExitStack) -> None:
         """Edit the rows of the mask."""
-        planned = plan_of(model.config) is not None  # in our own models only attention mixes tokens
+        # in our own models only attention mixes tokens
+        planned = plan_of(model.config) is not None
         others = sorted(set(range(len(layer_stack(model)))) - set(attention_layers(model.config)))
         if self.layers == "all" and others and not planned:
             raise ValueError(
@@ -105,8 +104,8 @@ class Waiver(InAttention):
     def changed(self, call: AttentionCall, running: Running) -> AttentionCall:
         """Mask everything but their own keys in the rows of the positions."""
         batch, _, new, _ = call.query.shape
-        rows = [pair for p in self.positions for pair in running.new_tokens(self, p, batch, new)]
-        if not rows:
+        isolated = [pair for p in self.positions for pair in running.new_tokens(self, p, batch, new)]
+        if not isolated:
             return call
         mask = added_mask(call, running)  # (B, 1 or H, T, S)
         least, offset = torch.finfo(mask.dtype).min, running.offset(call)
@@ -116,7 +115,7 @@ class Waiver(InAttention):
                     "a waiver of position 0 changes nothing: under a causal mask the first token attends only to "
                     "itself anyway; choose a later position"
                 )
-        for row, index in rows:
+        for row, index in isolated:
             mask[row, :, index] = least
             mask[row, :, index, index + offset] = 0
         return dataclasses.replace(call, mask=mask)
@@ -185,24 +184,22 @@ class PositionSwap(Intervention):
         for position in (self.position, self.source):
             if not 0 <= position < limit:
                 raise ValueError(f"position {position} is not in the position table, which has rows 0 to {limit - 1}")
-        # rows before that of position 0 are padding
+        # rows before that of position 0 are padding (RoBERTa)
         first = table.num_embeddings - limit if table.padding_idx is None else table.padding_idx + 1
-        index = self.position + first
-        before = weight.detach()[index].clone()  # (C,)
+        rows = weight.detach()
+        index, source = self.position + first, self.source + first
+        before = rows[index].clone()  # (C,)
         running.rows.setdefault(index, before)
-        row = running.rows.get(self.source + first, weight.detach()[self.source + first]).clone()  # before any swap
+        # the table's own row, also where an earlier swap has overwritten it: two swaps may exchange rows
+        row = running.rows.get(source, rows[source]).clone()
         if self.norm is not None:
             row = torch.nn.functional.normalize(row, dim=0) * self.norm
-
-        def write(state: Tensor) -> None:
-            with torch.no_grad():
-                weight[index] = state
 
         def mark_reached(module: Any, args: tuple) -> None:
             running.new_tokens(self, self.position, *args[0].shape[:2])
 
-        stack.callback(write, before)
-        write(row)
+        stack.callback(rows[index].copy_, before)
+        rows[index].copy_(row)
         stack.callback(layer_stack(model)[0].register_forward_pre_hook(mark_reached).remove)
 
 
@@ -249,19 +246,18 @@ class Ablate(Intervention):
 
     def enter(self, model: PreTrainedModel, running: Running, stack: ExitStack) -> None:
         """Change the output of the layer."""
-        check_layers(model, (self.layer,))
 
         def replace(module: Any, args: Any, output: Any) -> Any:
             hidden = (output[0] if isinstance(output, tuple) else output).clone()  # (B, T, C)
             for row, index in running.new_tokens(self, self.position, *hidden.shape[:2]):
-                others = running.real(row, hidden.shape[1])  # (T,)
+                others = running.real(row, hidden.shape[1])  # (T,), without padding
                 others[index] = False
                 if self.value == "mean" and not others.any():
                     raise ValueError("ablate with mean needs other new tokens; use zero when decoding")
                 hidden[row, index] = 0 if self.value == "zero" else hidden[row, others].mean(0)
             return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
 
-        # the first of all hooks, so that collected hidden states include the change
+        # the first of all hooks: transformers collects hidden states by hooks of its own, which must see the change
         stack.callback(layer_stack(model)[self.layer].register_forward_hook(replace, prepend=True).remove)
 
 
@@ -310,14 +306,6 @@ def acting_layers(model: PreTrainedModel, intervention: Kind) -> tuple[int, ...]
     return tuple(attention_layers(model.config)) if intervention.layers == "all" else intervention.layers
 
 
-def check_layers(model: PreTrainedModel, layers: tuple[int, ...]) -> None:
-    """Raise if the model does not have these layers."""
-    count = len(layer_stack(model))
-    for layer in layers:
-        if not 0 <= layer < count:
-            raise ValueError(f"layer {layer} does not exist: the model has layers 0 to {count - 1}")
-
-
 @contextmanager
 def intervening(model: PreTrainedModel, *interventions: Kind) -> Iterator[None]:
     """Run `model` under all `interventions`, the first outermost; on exit the model is restored bit for bit.
@@ -335,10 +323,16 @@ def intervening(model: PreTrainedModel, *interventions: Kind) -> Iterator[None]:
     running = Running()
     with ExitStack() as stack:
         layers = layer_stack(model)
-        for module in model.modules():  # OPT's head skips the body and calls its decoder
+        # Positions are read wherever a pretrained module around the layers is entered: OPT's head skips the body and
+        # calls its decoder.
+        for module in model.modules():
             if isinstance(module, PreTrainedModel) and layers in module.modules():
                 stack.callback(module.register_forward_pre_hook(running.begin, with_kwargs=True).remove)
         for intervention in interventions:
+            named = (intervention.layer,) if isinstance(intervention, Ablate) else acting_layers(model, intervention)
+            for layer in named:
+                if not 0 <= layer < len(layers):
+                    raise ValueError(f"layer {layer} does not exist: the model has layers 0 to {len(layers) - 1}")
             intervention.enter(model, running, stack)
         yield
     for intervention in interventions:

@@ -49,9 +49,21 @@ def describe(interventions: Sequence[Kind]) -> str:
 def sentences(record: Effect) -> list[str]:
     """Return the effect in sentences: the main position, then other positions, the scan and the controls."""
     main, *others = record.positions
-    rows = "later tokens'" if record.model.causal else "the other tokens'"
+    givers = "later tokens'" if record.model.causal else "the other tokens'"
     probed = record.settings.probed
-    lines = [_received(f"Position {main.position}", main, rows), _norms(main)]
+    lines = [_received(f"Position {main.position}", main, givers)]
+    hidden, values = main.hidden_norm_ratio, main.value_norm_ratio
+    (top, peak), (low, drain) = highest(hidden.after), lowest(values.after)
+    sentence = (
+        f"Its hidden-state norm is at most {peak:.3g}× the median of the other tokens (at the input of layer {top}; "
+        f"before: {hidden.before.array()[top]:.3g}×)"
+    )
+    if math.isnan(drain):
+        sentence += "; its value norm cannot be compared, since the median of the other tokens is zero."
+    else:
+        before = values.before.array()[low]
+        sentence += f", and its value norm at least {drain:.2f}× (layer {low}; before: {before:.2f}×)."
+    lines.append(sentence)
     if main.loss_behind is not None:
         loss = main.loss_behind
         lines.append(
@@ -61,7 +73,7 @@ def sentences(record: Effect) -> list[str]:
     for other in others:
         if other.role != "left alone":
             name = "The first token" if other.role == "first token" else f"Position {other.position}"
-            lines.append(_received(name, other, rows))
+            lines.append(_received(name, other, givers))
     untouched = [other for other in others if other.role == "left alone"]
     if untouched:
         names = listed([str(position.position) for position in untouched])
@@ -92,43 +104,19 @@ def _signed(change: Measure, digits: int) -> str:
     return estimate.text(digits, signed=True)
 
 
-def _received(name: str, change: PositionChange, rows: str) -> str:
+def _received(name: str, change: PositionChange, givers: str) -> str:
     before, after = change.attention_received.before, change.attention_received.after
     (start, most), (end, most_after) = highest(before), highest(after)
     top = start if most > most_after else end
     return (
-        f"{name} receives {mean_over_layers(before):.2%} of {rows} attention before the intervention and "
+        f"{name} receives {mean_over_layers(before):.2%} of {givers} attention before the intervention and "
         f"{mean_over_layers(after):.2%} after (mean over layers; layer {top}: {before.array()[top]:.1%} → "
         f"{after.array()[top]:.1%})."
     )
 
 
-def _norms(change: PositionChange) -> str:
-    hidden, values = change.hidden_norm_ratio, change.value_norm_ratio
-    (top, peak), (low, drain) = highest(hidden.after), lowest(values.after)
-    sentence = (
-        f"Its hidden-state norm is at most {peak:.3g}× the median of the other tokens (at the input of layer {top}; "
-        f"before: {hidden.before.array()[top]:.3g}×)"
-    )
-    if math.isnan(drain):
-        return f"{sentence}; its value norm cannot be compared, since the median of the other tokens is zero."
-    before = values.before.array()[low]
-    return f"{sentence}, and its value norm at least {drain:.2f}× (layer {low}; before: {before:.2f}×)."
-
-
 def layout(record: Effect) -> Page:
     """Return the parts of the page."""
-    text = measured_on(record.settings, record.main.attention_received.before.over)
-    return Page(
-        title=f"Intervention on {record.model.name}",
-        subtitle=f"{describe(record.interventions)} · {text}",
-        cards=_cards(record),
-        panels=_panels(record),
-        tables=[facts_table(record.model.model_dump(by_alias=True))],
-    )
-
-
-def _cards(record: Effect) -> list[tuple[str, str, str]]:
     main, cards = record.main, []
     named = {f"position {main.position}": main, "the first token": record.first_token}
     for name, change in named.items():
@@ -143,13 +131,21 @@ def _cards(record: Effect) -> list[tuple[str, str, str]]:
     if main.loss_behind is not None:
         loss = _signed(main.loss_behind.difference, 3)
         cards.append(("Loss on later tokens", loss, "nats per token, 95% CI"))
-    return cards
+    text = measured_on(record.settings, main.attention_received.before.over)
+    return Page(
+        title=f"Intervention on {record.model.name}",
+        subtitle=f"{describe(record.interventions)} · {text}",
+        cards=cards,
+        panels=_panels(record),
+        tables=[facts_table(record.model.model_dump(by_alias=True))],
+    )
 
 
 def _panels(record: Effect) -> list[Panel]:
     """Return all figures of the page, in order."""
     main, first = record.main, record.first_token
-    at, rows = f"position {main.position}", "later tokens" if record.model.causal else "the other tokens"
+    at = f"position {main.position}"
+    givers = "later tokens" if record.model.causal else "the other tokens"
     heats, scale = [], (1.0, "log₁₀ of the share", (-4.0, 0.0), main.position)
     sentence = "Mean attention that a position receives from tokens that can attend to it. Bright columns are sinks."
     for when, bins in record.attention_by_position:
@@ -158,7 +154,7 @@ def _panels(record: Effect) -> list[Panel]:
     for when, bins in record.last_row_by_position:
         heats.append(position_panel(f"last_row_{when}", f"{title}, {when}", sentence, bins, *scale))
     heats.append(head_panel("attention_by_head", main.attention_by_head.after, f"{at} after the intervention"))
-    title, sentence = f"Attention on {at}", f"Mean attention that {at} receives from {rows}."
+    title, sentence = f"Attention on {at}", f"Mean attention that {at} receives from {givers}."
     received = [_change("attention_received", title, sentence, RECEIVED, main.attention_received, SHARE)]
     if first is not None:
         token = "the first token after the intervention"
@@ -179,18 +175,18 @@ def _panels(record: Effect) -> list[Panel]:
         )
         title, bounds = "Flatness of the MLP's output", (1.0, math.sqrt(record.model.hidden_size))
         states.append(_change("mlp_l1_l2", title, sentence, "L1 / L2", main.mlp_l1_l2, bounds))
-    shares = same_scale([*received, *_trial_panels(record)])
-    return [*shares[: len(received)], _head(record), *states, *shares[len(received) :], *heats]
 
-
-def _head(record: Effect) -> Panel:
-    """Return the figure of the last token's attention in one head (Fig. 3 and 4 of the paper)."""
+    # Fig. 3 and 4 of the paper
     row = record.last_row_of_head
     title = f"The last token's attention in head {row.head} of layer {row.layer}"
-    sentence = f"The head in which its attention to position {record.main.position} changes most. Mean over sequences."
-    positions = [float(position) for position in range(len(row.before))]
-    lines = [Line("before", positions, row.before, color=QUIET), Line("after", positions, row.after, color=COLORS[0])]
-    return Panel("last_row_of_head", title, sentence, "position", "share of attention", lines, wide=True, bounds=SHARE)
+    sentence = f"The head in which its attention to position {main.position} changes most. Mean over sequences."
+    x = [float(position) for position in range(len(row.before))]
+    lines = [Line("before", x, row.before, color=QUIET), Line("after", x, row.after, color=COLORS[0])]
+    head = Panel("last_row_of_head", title, sentence, "position", "share of attention", lines, wide=True, bounds=SHARE)
+
+    # attention before and after, within layers and at controls is compared by eye
+    shares = same_scale([*received, *_trial_panels(record)])
+    return [*shares[: len(received)], head, *states, *shares[len(received) :], *heats]
 
 
 def _change(key: str, title: str, sentence: str, axis: str, change: Change, bounds: tuple[float, float]) -> Panel:

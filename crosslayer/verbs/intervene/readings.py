@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from crosslayer.probe import measures as m
 from crosslayer.probe.intercept import AttentionCall, visited
-from crosslayer.probe.maps import has_entries, is_causal, map_sums, rows_that_see
+from crosslayer.probe.maps import is_causal, map_sums, rows_that_see
 from crosslayer.probe.model import layer_stack, no_cache
 from crosslayer.probe.stream import LayerStream, streams
 from crosslayer.stats.bootstrap import Ends, measure, plain
@@ -72,9 +72,10 @@ def sample(
     for sequence in ids:
         observer = _Observer(model, positions)
         losses.append(observer.run(sequence, interventions, loss_from))
-        for layer, rows in observer.last_by_head.items():
-            last_by_head[layer] = last_by_head.get(layer, 0) + rows / len(ids)
-        observer.last_by_head.clear()  # of N sequences it would be large
+        # averaged at once, since those of N sequences would be large
+        for layer, of_heads in observer.last_by_head.items():
+            last_by_head[layer] = last_by_head.get(layer, 0) + of_heads / len(ids)
+        observer.last_by_head.clear()
         observers.append(observer)
         tick()
     measures = {}
@@ -87,7 +88,7 @@ def sample(
         measures=measures,
         received=np.stack([spread(observer.received, layers) for observer in observers]),
         last=np.stack([spread(observer.last, layers) for observer in observers]),
-        last_by_head={layer: rows.cpu().numpy() for layer, rows in last_by_head.items()},
+        last_by_head={layer: of_heads.cpu().numpy() for layer, of_heads in last_by_head.items()},
         loss_behind=np.stack(losses) if causal and losses[0] is not None else None,
     )
 
@@ -105,38 +106,38 @@ class _Observer:
         self.measures: dict[str, ByLayer] = {name: {} for name in (*Reading.model_fields, "attention_by_head")}
 
     def run(self, sequence: Tensor, interventions: Sequence[Kind], loss_from: int | None) -> np.ndarray | None:
-        """Run the sequence, (T,); return the loss after each position, (P,), if it is requested."""
+        """Run the sequence, (T,).
+
+        Return the mean cross-entropy of the predictions of the tokens after each position, in nats, (P,), NaN before
+        `loss_from`; None if it is not requested.
+        """
         ids = sequence[None].to(self.model.device)  # (1, T)
         with ExitStack() as stack:
-            stack.enter_context(visited(self.model, self._count_rows))  # outermost: the unedited masks
+            # Outermost: the masks before they are edited. What interventions do to attention is seen behind them.
+            stack.enter_context(visited(self.model, self._count_rows))
             stack.enter_context(intervening(self.model, *interventions))
             stack.enter_context(visited(self.model, self._measure_attention))
             stack.enter_context(streams(self.model, self._measure_stream))
-            if loss_from is not None and self.model.can_generate():
-                return self._loss(ids, loss_from)
-            self.model.base_model(input_ids=ids, **no_cache(self.model))
-        return None
+            if loss_from is None or not self.model.can_generate():
+                self.model.base_model(input_ids=ids, **no_cache(self.model))
+                return None
+            # logits of the tokens before `loss_from` are not computed, if the model can do so
+            count = ids.shape[1] - 1 - loss_from
+            keep = {"logits_to_keep": count} if "logits_to_keep" in signature(self.model.forward).parameters else {}
+            output = self.model(input_ids=ids, **no_cache(self.model), **keep)
 
-    def _loss(self, ids: Tensor, loss_from: int) -> np.ndarray:
-        """Return the mean cross-entropy of the predictions of the tokens after each position, in nats, (P,).
-
-        Logits are computed only after `loss_from`, if the model can do so; positions before it get NaN.
-        """
-        rows = ids.shape[1] - 1 - loss_from
-        keep = {"logits_to_keep": rows} if "logits_to_keep" in signature(self.model.forward).parameters else {}
-        output = self.model(input_ids=ids, **no_cache(self.model), **keep)
-        logits = output.logits[0, -rows:-1].float()  # (rows - 1, vocabulary)
-        nll = cross_entropy(logits, ids[0, loss_from + 2 :], reduction="none").double()  # (rows - 1,)
+        logits = output.logits[0, -count:-1].float()  # (count − 1, vocabulary)
+        nll = cross_entropy(logits, ids[0, loss_from + 2 :], reduction="none").double()  # (count − 1,)
         if not nll.isfinite().all():
             raise ValueError("the loss is not finite; try another dtype such as float32")
         losses = np.full(len(self.positions), np.nan)
-        for i, position in enumerate(self.positions):
+        for index, position in enumerate(self.positions):
             if position >= loss_from:
-                losses[i] = nll[position - loss_from :].mean().item()
+                losses[index] = nll[position - loss_from :].mean().item()
         return losses
 
     def _count_rows(self, call: AttentionCall) -> None:
-        if has_entries(call):
+        if call.key.shape[2] > call.query.shape[2]:
             raise ValueError(
                 f"layer {call.layer} also attends to keys that are not its tokens' own (compressed entries, or another "
                 "layer's keys), which interventions do not change; only diagnose supports this model"
@@ -151,16 +152,16 @@ class _Observer:
         self.last_by_head[call.layer] = sums.last_by_head[0]  # (H, T)
         self.measures["attention_received"][call.layer] = by_head.mean(dim=0)[self.positions]
         self.measures["attention_by_head"][call.layer] = by_head[:, self.positions].T  # (P, H)
-        self.measures["value_norm_ratio"][call.layer] = self._ratios(m.value_norms(call.value[0]))  # (H, T, D) → (P,)
+        norms = m.value_norms(call.value[0])  # (T,)
+        ratios = [m.over_median(norms, position) for position in self.positions]
+        self.measures["value_norm_ratio"][call.layer] = torch.stack(ratios)  # (P,)
 
     def _measure_stream(self, stream: LayerStream) -> None:
-        self.measures["hidden_norm_ratio"][stream.layer] = self._ratios(m.hidden_norms(stream.before))  # (T, C) → (P,)
+        norms = m.hidden_norms(stream.before)  # (T,)
+        ratios = [m.over_median(norms, position) for position in self.positions]
+        self.measures["hidden_norm_ratio"][stream.layer] = torch.stack(ratios)  # (P,)
         if stream.mlp_update is not None:
             self.measures["mlp_l1_l2"][stream.layer] = m.l1_over_l2(stream.mlp_update)[self.positions]
-
-    def _ratios(self, norms: Tensor) -> Tensor:
-        """Return the norm of each position over the median of the others, (T,) → (P,)."""
-        return torch.stack([m.over_median(norms, position) for position in self.positions])
 
 
 def changes_at(roles: dict[int, Role], before: Sample, after: Sample, over: Ends | None) -> list[PositionChange]:
@@ -180,13 +181,13 @@ def changes_at(roles: dict[int, Role], before: Sample, after: Sample, over: Ends
 def most_changed_head(position: int, before: Sample, after: Sample) -> HeadRow:
     """Return the last token's attention in the head where its attention to a position changes most."""
     changes = {
-        layer: np.abs(rows[:, position] - before.last_by_head[layer][:, position])  # (H,)
-        for layer, rows in after.last_by_head.items()
+        layer: np.abs(of_heads[:, position] - before.last_by_head[layer][:, position])  # (H,)
+        for layer, of_heads in after.last_by_head.items()
     }
     layer = max(changes, key=lambda layer: changes[layer].max())
     head = int(changes[layer].argmax())
-    start, end = (plain(rows.last_by_head[layer][head]) for rows in (before, after))
-    return HeadRow(layer=layer, head=head, before=start, after=end)
+    start, end = before.last_by_head[layer][head], after.last_by_head[layer][head]  # (T,)
+    return HeadRow(layer=layer, head=head, before=plain(start), after=plain(end))
 
 
 def change(before: np.ndarray, after: np.ndarray, over: Ends | None = None) -> Change:

@@ -17,7 +17,9 @@ from crosslayer.verbs.diagnose.result import ProbedModel, TextSettings
 from crosslayer.verbs.intervene.kinds import Entry, to_entry
 
 Role = Literal["intervened", "first token", "left alone"]
-PROBED = 2  # sequences, the first ones, on which scan and controls run
+# Sequences, the first ones, on which scan and controls run. On a single one a scan misleads: how much each range of
+# layers does differs between texts.
+PROBED = 2
 
 
 class Change(Frozen):

@@ -4,6 +4,7 @@ Positions count tokens from 0, including tokens in the cache, without left paddi
 Shapes: B rows of the batch, H heads, T new tokens, S cached and new tokens, the keys.
 """
 
+from dataclasses import dataclass, field
 from inspect import signature
 from typing import Any
 
@@ -15,19 +16,20 @@ from crosslayer.core.transformers_versions import given_cache
 from crosslayer.probe.intercept import AttentionCall
 
 
+@dataclass(eq=False)
 class Running:
     """The running forward pass, and which interventions have reached their positions.
 
     A position in a batch is a list of pairs (row of the batch, index). Interventions are identified by their `id`.
     """
 
-    def __init__(self):
-        self.cached, self.passes = 0, 0  # tokens in the cache; forward passes so far
-        self.preallocated = False  # whether the cache also has keys for later tokens
-        self.mask: Tensor | None = None  # (B, S), False for padding
-        self.padding: list[int] = [0]  # tokens of left padding, by row, or a single number for all
-        self.reached: set[tuple[int, int]] = set()  # id of an intervention, position
-        self.rows: dict[int, Tensor] = {}  # original rows of the position table
+    cached: int = 0  # tokens in the cache
+    passes: int = 0  # forward passes so far
+    preallocated: bool = False  # whether the cache also has keys for later tokens
+    mask: Tensor | None = None  # (B, S), False for padding
+    padding: tuple[int, ...] = (0,)  # tokens of left padding, by row, or one number for all
+    reached: set[tuple[int, int]] = field(default_factory=set)  # id of an intervention, position
+    rows: dict[int, Tensor] = field(default_factory=dict)  # original rows of the position table
 
     def begin(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         """Read from the arguments of the model how many tokens are cached and how far each row is left-padded."""
@@ -37,12 +39,14 @@ class Running:
         self.passes += 1
         self.cached = 0 if cache is None else int(cache.get_seq_length())
         self.preallocated = isinstance(cache, Cache) and cache.is_compileable
-        self.mask, self.padding = None, [0]
+        self.mask, self.padding = None, (0,)
         if isinstance(mask, Tensor) and mask.dim() == 2:
             self.mask = mask != 0  # (B, S)
-            self.padding = (mask.cumsum(-1) == 0).sum(-1).tolist()
-        elif isinstance(positions, Tensor) and positions.dim() == 2:  # those of padding are clamped
-            self.padding = (self.cached + positions.shape[1] - 1 - positions[:, -1]).tolist()
+            self.padding = tuple((mask.cumsum(-1) == 0).sum(-1).tolist())
+        elif isinstance(positions, Tensor) and positions.dim() == 2:
+            # With a static cache transformers hands on a 4-D mask. How far a row is padded then shows in the last
+            # position id, since the first ones are clamped to 0.
+            self.padding = tuple((self.cached + positions.shape[1] - 1 - positions[:, -1]).tolist())
 
     def new_tokens(self, intervention: object, position: int, batch: int, new: int) -> list[tuple[int, int]]:
         """Return (row, index among the `new` tokens) for each row that has this position among its new tokens."""
@@ -51,21 +55,18 @@ class Running:
     def keys(self, intervention: object, position: int, call: AttentionCall) -> list[tuple[int, int]]:
         """Return (row, index among the keys of the call) for each row that has this position."""
         batch, _, new, _ = call.query.shape
-        return self._indices(intervention, position, batch, self._evicted(call), self.cached + new)
+        return self._indices(intervention, position, batch, self.cached - self.offset(call), self.cached + new)
 
     def offset(self, call: AttentionCall) -> int:
-        """Return the index of the first new token among the keys of a call."""
-        return self.cached - self._evicted(call)
-
-    def _evicted(self, call: AttentionCall) -> int:
-        """Return how many of the oldest keys a sliding cache has evicted."""
+        """Return the index of the first new token among the keys of a call: cached tokens, less those evicted."""
         tokens, keys = self.cached + call.query.shape[2], call.key.shape[2]
         if keys > tokens and not self.preallocated:
             raise ValueError(
                 f"layer {call.layer} attends to {keys} keys of {tokens} tokens: an intervention would change only one "
                 "of the keys of a token"
             )
-        return max(0, tokens - keys)
+        # a sliding cache has evicted the oldest keys
+        return self.cached - max(0, tokens - keys)
 
     def real(self, row: int, new: int) -> Tensor:
         """Return which new tokens of a row are not padding, (T,)."""

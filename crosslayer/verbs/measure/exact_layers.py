@@ -15,7 +15,9 @@ from crosslayer.judge.rows import window_rows
 from crosslayer.output.formatting import named_layers, ranges
 from crosslayer.wiring.kv_bits import parse_kv_bits
 
-FEW = 12  # windows on which layers are compared
+# Windows on which layers are compared. Each layer costs a pass over them, and only their order counts: what the chosen
+# layers save is measured on all windows.
+FEW = 12
 PRICE = "KL of a layer"
 
 
@@ -30,18 +32,20 @@ def exact_layers(
 ) -> tuple[list[Candidate], list[Row]]:
     """Return another candidate for each quantized cache, with `count` layers exact, and the KL of each layer."""
     assert judge.windows is not None
-    kinds = [one.name for one in candidates if one.name in BITS]
+    kinds = [candidate.name for candidate in candidates if candidate.name in BITS]
     layers = quantizable(judge.original)
     if count >= len(layers):
         raise ValueError(f"`exact_layers` must be below {len(layers)}, the layers that are quantized, got {count}")
+    # Spread over all windows, so that every domain has some.
     few = judge.windows.take(range(0, len(judge.windows), -(-len(judge.windows) // FEW)))
-    made, rows = [], []
+    made: list[Candidate] = []
+    rows: list[Row] = []
     for kind in kinds:
         alone = [candidate_of(f"{BITS[kind]}@{layer}", str(layer)) for layer in layers]
-        found = Judge(judge.original, few, judge.tokenizer, catches=False).kl(
-            alone, f"measuring the KL of {kind} by layer"
-        )
-        for layer, losses in found.items():
+        # A judge of its own, whose failures do not mark the candidates of the command. A layer that fails raises, since
+        # the order would be one of the others.
+        by_layer = Judge(judge.original, few, judge.tokenizer, catches=False)
+        for layer, losses in by_layer.kl(alone, f"measuring the KL of {kind} by layer").items():
             whole = window_rows(kind, losses, seed)[0]  # the KL of all windows
             rows.append(whole.model_copy(update={"quantity": PRICE, "scope": f"layer {layer}"}))
         exact = dearest(prices(rows)[kind], count)
@@ -53,11 +57,11 @@ def exact_layers(
 
 def prices(rows: Sequence[Row]) -> dict[str, dict[int, float]]:
     """Return the KL of quantizing each layer alone, by candidate."""
-    found: dict[str, dict[int, float]] = {}
+    costs: dict[str, dict[int, float]] = {}
     for row in rows:
         if row.quantity == PRICE:
-            found.setdefault(row.candidate, {})[int(row.scope.removeprefix("layer "))] = row.value or 0.0
-    return found
+            costs.setdefault(row.candidate, {})[int(row.scope.removeprefix("layer "))] = row.value or 0.0
+    return costs
 
 
 def dearest(costs: Mapping[int, float], count: int) -> list[int]:
@@ -67,8 +71,11 @@ def dearest(costs: Mapping[int, float], count: int) -> list[int]:
 
 def flags(costs: Mapping[int, float], kind: str, count: int) -> str:
     """Return vLLM's options that leave `count` layers of an fp8 cache in 16 bits; empty for other bits."""
-    exact, total = dearest(costs, count), sum(costs.values())
-    if kind != "fp8" or total <= 0:  # zero: the windows are too short for tokens to be quantized
+    exact = dearest(costs, count)
+    total = sum(costs.values())
+    # The sum is zero where the windows are too short for tokens to be quantized.
+    if kind != "fp8" or total <= 0:
         return ""
-    skipped, share = " ".join(map(str, exact)), sum(costs[layer] for layer in exact) / total
+    skipped = " ".join(map(str, exact))
+    share = sum(costs[layer] for layer in exact) / total
     return f"vLLM: --kv-cache-dtype fp8 --kv-cache-dtype-skip-layers {skipped} ({share:.0%} of the layers' KL)"

@@ -26,8 +26,8 @@ from crosslayer.probe.model import check_ids, config_positions, unwrapped
 from crosslayer.verbs.measure import exact_layers as exact
 from crosslayer.verbs.measure.result import Measurement, MeasureSettings
 
-STEPS = 16  # decoding steps of a timed run
-OF_LOADS = {"bytes": ("bytes",), "time": ("ttft", "tpot_dynamic")}  # the quantities of a question about runs
+STEPS = 16  # decoding steps of a timed run, whose mean is one time
+OF_LOADS = {"bytes": ("bytes",), "time": ("ttft", "tpot_dynamic")}  # the quantities of an aspect of runs
 
 
 def measure(
@@ -84,8 +84,8 @@ def measure(
         ValueError: a candidate is unknown, an option is wrong, or there is too little text.
     """
     model = unwrapped(model)
-    settings = MeasureSettings(
-        only=tuple(dict.fromkeys((*only, *(("tasks",) if tasks else ())))),  # type: ignore[arg-type]
+    settings = MeasureSettings.of(
+        only=tuple(dict.fromkeys((*only, *(("tasks",) if tasks else ())))),
         tasks=task_names(tasks),
         limit=limit,
         exact_layers=exact_layers,
@@ -100,7 +100,8 @@ def measure(
     )
     judged = read_candidates(("fp8", "int8", "int4") if candidates is None else candidates)
     only = settings.only
-    if exact_layers and not any(one.name in BITS for one in judged):
+    # All that can be refused without the model is refused here, before minutes of loading and tokenizing.
+    if exact_layers and not any(candidate.name in BITS for candidate in judged):
         raise ValueError(f"`exact_layers` needs a candidate that quantizes the whole cache: {', '.join(BITS)}")
     if {"needles", "tasks"} & set(only) and tokenizer is None and isinstance(model, PreTrainedModel):
         raise ValueError("a loaded model needs tokenizer=…, or leave needles and tasks out of `only`")
@@ -111,14 +112,15 @@ def measure(
         raise ValueError(
             f"`context` must be at most {most - STEPS}, the model's positions minus the steps, got {context}"
         )
-    for question, option, tokens in (("needles", "lengths", max(lengths)), ("kl", "length", length)):
-        if question in only and tokens > most:
+    for aspect, option, tokens in (("needles", "lengths", max(lengths)), ("kl", "length", length)):
+        if aspect in only and tokens > most:
             raise ValueError(f"`{option}` must be at most the model's {most} positions, got {tokens}")
     texts = Texts.load(text, None, seed)
     least = MIN_WINDOWS * len(texts.evaluation)
     if windows < least:
         raise ValueError(f"`windows` must be at least {least} ({MIN_WINDOWS} of each domain), got {windows}")
     started = time.perf_counter()
+    # Tasks first, since a mistyped name or data that is away is found at once.
     asked = read_tasks(settings.tasks) if "tasks" in only else None
     loaded, tokenizer = ready_model(model, tokenizer, dtype=dtype, device=device)
     with progress("tokenizing the text", 0):
@@ -127,10 +129,8 @@ def measure(
     check_ids(loaded, cut.ids)
     judge = Judge(loaded, cut, tokenizer)
     with quiet_transformers():
-        tokens, steps = _work(settings)
-        models = 1 + len(judged) * (2 if exact_layers else 1)
-        priced = len(judged) * len(exact.quantizable(loaded)) * exact.FEW * length if exact_layers else 0
-        announce(loaded, cut.ids, models * tokens + priced, models * steps)
+        _announce(judge, len(judged), settings)
+        # First, since the candidates with exact layers are judged with the others, in the same turns.
         more, prices = exact.exact_layers(judge, judged, exact_layers, seed) if exact_layers else ([], [])
         judged = [*judged, *more]
         rows = [*_rows(judge, judged, settings, asked), *prices]
@@ -143,22 +143,38 @@ def measure(
     )
 
 
-def _work(settings: MeasureSettings) -> tuple[int, int]:
-    """Return the tokens that each model reads, and its decoding steps, without those of tasks."""
+def _announce(judge: Judge, candidates: int, settings: MeasureSettings) -> None:
+    """Say how long all will take, without the tasks, whose texts are not counted."""
     rounds = settings.repeats + 1 if "time" in settings.only else int("bytes" in settings.only)
     texts = len(DEPTHS) * settings.samples * ("needles" in settings.only)
-    windows = settings.windows * settings.length * ("kl" in settings.only)
-    return (
-        windows + rounds * settings.context + texts * sum(settings.lengths),
-        rounds * STEPS + texts * len(settings.lengths) * NEW_TOKENS // 2,  # most answers end early
-    )
+    tokens = settings.windows * settings.length * ("kl" in settings.only)
+    tokens += rounds * settings.context + texts * sum(settings.lengths)
+    # Most answers end early, with the number: half of their tokens, roughly.
+    steps = rounds * STEPS + texts * len(settings.lengths) * NEW_TOKENS // 2
+
+    assert judge.windows is not None
+    models, priced = 1 + candidates, 0
+    if settings.exact_layers:
+        # Each candidate once more with its layers exact, and each of its layers alone on a few windows.
+        models = 1 + 2 * candidates
+        priced = candidates * len(exact.quantizable(judge.original)) * exact.FEW * settings.length
+    announce(judge.original, judge.windows.ids, models * tokens + priced, models * steps)
 
 
 def _rows(judge: Judge, candidates: Sequence[Candidate], settings: MeasureSettings, asked: Tasks | None) -> list[Row]:
-    """Return the rows of all questions that are asked."""
-    only, rows = settings.only, []
+    """Return the rows of all aspects that are measured."""
+    only = settings.only
+    rows: list[Row] = []
     if {"bytes", "time"} & set(only):
-        rows += _bytes_and_times(judge, candidates, settings)
+        # Bytes are those that each cache holds after the context; the run that warms up has them.
+        load = Load(settings.context, new_tokens=STEPS)
+        repeats = settings.repeats if "time" in only else 0
+        ids = random_ids([judge.original], load, settings.seed)
+        done = itertools.count(1)
+        with progress("counting bytes and timing" if repeats else "counting bytes", repeats + 1) as bar:
+            measured = judge.at_load(candidates, load, ids, repeats, tick=lambda: bar.step(next(done), repeats + 1))
+        quantities = [quantity for aspect in only for quantity in OF_LOADS.get(aspect, ())]
+        rows += [row for row in measured if row.quantity in quantities]
     if "kl" in only:
         rows += judge.damage(candidates, settings.seed)
     if "needles" in only:
@@ -168,14 +184,3 @@ def _rows(judge: Judge, candidates: Sequence[Candidate], settings: MeasureSettin
     if asked is not None:
         rows += judge.tasks(candidates, asked, settings.limit)
     return rows
-
-
-def _bytes_and_times(judge: Judge, candidates: Sequence[Candidate], settings: MeasureSettings) -> list[Row]:
-    """Return the bytes that each cache holds after the context, and the times of a prompt and of a decoding step."""
-    load = Load(settings.context, new_tokens=STEPS)
-    repeats = settings.repeats if "time" in settings.only else 0
-    ids, done = random_ids([judge.original], load, settings.seed), itertools.count(1)
-    with progress("counting bytes and timing" if repeats else "counting bytes", repeats + 1) as bar:
-        rows = judge.at_load(candidates, load, ids, repeats, tick=lambda: bar.step(next(done), repeats + 1))
-    asked = [quantity for question in settings.only for quantity in OF_LOADS.get(question, ())]
-    return [row for row in rows if row.quantity in asked]

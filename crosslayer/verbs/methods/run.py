@@ -76,35 +76,28 @@ def description(cls: type[Method]) -> str:
     return inspect.getdoc(inspect.getmodule(cls)) or inspect.getdoc(cls) or ""
 
 
-def options(cls: type[Method]) -> list[str]:
-    """Return the options of a method in the order of its fields: each as written in its source, with its docstring."""
-    documented = {}
-    for base in reversed(cls.__mro__):
-        if dataclasses.is_dataclass(base):
-            documented |= _written(base)
-    return [documented[option.name] for option in options_of(cls) if option.name in documented]
-
-
-def _written(cls: type) -> dict[str, str]:
-    """Return the fields in a class's own source, by name."""
-    (node,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
-    assert isinstance(node, ast.ClassDef)
-    rows = {}
-    for line, below in zip(node.body, [*node.body[1:], None], strict=True):
-        if isinstance(line, ast.AnnAssign) and line.value is not None:
-            text = below.value.value if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) else None
-            written = " ".join(text.split()) if isinstance(text, str) else ""
-            rows[ast.unparse(line.target)] = f"  {ast.unparse(line)}\n      {written}".rstrip()
-    return rows
-
-
 def describe(cls: type[Method], layers: int = 8) -> str:
     """Return a method's description and options, and the diagram and cache of an example at `layers` layers."""
     from crosslayer.core.decoder.configuration import CrossLayerConfig  # takes seconds; the table does not need it
 
+    # Options are read from their source, because the docstring below a field is not an attribute. Base classes come
+    # first, since a subclass may describe a field again.
+    documented = {}
+    for base in reversed(cls.__mro__):
+        if not dataclasses.is_dataclass(base):
+            continue
+        (node,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+        assert isinstance(node, ast.ClassDef)
+        for line, below in zip(node.body, [*node.body[1:], None], strict=True):
+            if not isinstance(line, ast.AnnAssign) or line.value is None:
+                continue
+            text = below.value.value if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) else None
+            written = " ".join(text.split()) if isinstance(text, str) else ""
+            documented[ast.unparse(line.target)] = f"  {ast.unparse(line)}\n      {written}".rstrip()
+    rows = [documented[option.name] for option in options_of(cls) if option.name in documented]
+
     method = cls.example(layers)
     config = CrossLayerConfig(num_hidden_layers=layers, cross_layer=[method])
-    rows = options(cls)
     assert config.num_key_value_heads is not None and config.head_dim is not None
     stored, read = config.plan.bytes_per_token(2 * config.num_key_value_heads * config.head_dim)
     shown = ", ".join(f"{option.name}={getattr(method, option.name)!r}" for option in options_of(cls))

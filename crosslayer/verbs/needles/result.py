@@ -19,7 +19,8 @@ from crosslayer.wiring.kv_bits import KvBitsText
 
 SHORTEST = 256  # tokens; below, template and needles leave no space for a haystack
 SHOWN = 12  # answers on the page; the record has all
-LOW = 0.05  # a baseline's score below which a candidate has nothing to lose
+# A baseline's score below which a candidate has nothing to lose: that no loss is seen would then say nothing.
+LOW = 0.05
 
 
 class NeedlesSettings(Options):
@@ -86,9 +87,12 @@ class Needles(Report):
 
     def score(self, model: int, length: int, depth: int | None = None) -> Estimate:
         """Return the share of numbers that a model (by index) retrieves at a length, and depth; Wilson's interval."""
-        pairs = zip(self.questions, self.answers[model], strict=True)
-        asked = [(one, answer) for one, answer in pairs if one.length == length and depth in (None, one.depth)]
-        return share(sum(is_retrieved(answer, one.value) for one, answer in asked), len(asked))
+        found = [
+            is_retrieved(answer, question.value)
+            for question, answer in zip(self.questions, self.answers[model], strict=True)
+            if question.length == length and depth in (None, question.depth)
+        ]
+        return share(sum(found), len(found))
 
     @property
     def strayed(self) -> int:
@@ -101,12 +105,23 @@ class Needles(Report):
 
     def layout(self) -> Page:
         """Return the page."""
-        settings, cards = self.settings, []
+        settings = self.settings
         lengths = [row for row in self.rows if row.scope != ALL]
+        cards = []
         for row in lengths:
             note = "" if row.original is None else f"baseline {percent(row.original)}; "
-            own = self.score(0, int(row.scope.split()[0]))
-            cards.append((row.scope, own.text(0, percent=True), f"{note}95% intervals"))
+            score = self.score(0, int(row.scope.split()[0]))
+            cards.append((row.scope, score.text(0, percent=True), f"{note}95% intervals"))
+
+        # The first answers of each length and depth, of all models side by side.
+        examples: list[list[Cell]] = []
+        for index, question in enumerate(self.questions):
+            if question.index == 0 and len(examples) < SHOWN:
+                for model, answers in zip(self.models, self.answers, strict=True):
+                    right = Mark(question.value, "pass" if question.value in answers[index] else "fail")
+                    cells = [f"{question.length:,}", f"{question.depth}%", model.name, question.key]
+                    examples.append([*cells, right, answers[index].strip()])
+        head = ["length", "depth", "model", "key", "number", "answer"]
         return Page(
             title=self.title("Needle test"),
             subtitle=(
@@ -114,22 +129,25 @@ class Needles(Report):
                 f"· {self.candidates[0].place} · {self.seconds:.0f} s"
             ),
             cards=cards,
-            panels=[self._map(number) for number in range(len(self.models))],
-            tables=[self._examples()],
+            panels=[self._map(index) for index in range(len(self.models))],
+            tables=[("Answers: the first of each length and depth", head, examples)],
             lead=[listing("By length", lengths, {"samples": "samples"}, "length")],
         )
 
     def sentences(self) -> list[str]:
         """Return the scores of each model by length, the differences, and how both are measured."""
-        settings, written, paired = self.settings, [], ""
-        for number, model in enumerate(self.models):
-            role = "baseline" if number else "candidate"
+        settings = self.settings
+        written = []
+        for index, model in enumerate(self.models):
+            role = "baseline" if index else "candidate"
+            # A name with a comma (smollm2, 4 bits) would run into the sentence.
             name = f"The {role}, {model.name}," if self.original is not None or ", " in model.name else model.name
-            scores = [f"{self.score(number, size).text(0, percent=True)} at {size:,}" for size in settings.lengths]
+            scores = [f"{self.score(index, size).text(0, percent=True)} at {size:,}" for size in settings.lengths]
             written.append(f"{name} retrieves {settings.hidden}: {', '.join(scores)} tokens.")
         if settings.keys > 1:
             strayed = self.strayed / len(self.questions)
             written.append(f"{percent(strayed)} of the candidate's answers give another key's number.")
+        paired = ""
         if self.original is not None:
             paired = "; Agresti and Min for paired differences, with McNemar's test"
             lengths = [row for row in self.rows if row.scope != ALL]
@@ -151,49 +169,40 @@ class Needles(Report):
 
     def tables(self) -> list[Table]:
         """Return a table of scores for each model: a row for each length, a column for each depth."""
-        depths, tables = self.settings.depths, []
-        for number, model in enumerate(self.models):
+        depths = self.settings.depths
+        tables = []
+        for index, model in enumerate(self.models):
             rows = []
             for length in self.settings.lengths:
-                scores = [self.score(number, length, depth) for depth in (*depths, None)]
+                scores = [self.score(index, length, depth) for depth in (*depths, None)]
                 rows.append([f"{length:,}", *(percent(score.value) for score in scores)])
             tables.append((model.name, ["length", *(f"depth {depth}%" for depth in depths), "all"], rows))
         return tables
 
-    def _examples(self) -> Table:
-        """Return the first answers of each length and depth."""
-        rows: list[list[Cell]] = []
-        for number, question in enumerate(self.questions):
-            if question.index == 0 and len(rows) < SHOWN:
-                for model, answers in zip(self.models, self.answers, strict=True):
-                    right = Mark(question.value, "pass" if question.value in answers[number] else "fail")
-                    cells = [f"{question.length:,}", f"{question.depth}%", model.name, question.key]
-                    rows.append([*cells, right, answers[number].strip()])
-        head = ["length", "depth", "model", "key", "number", "answer"]
-        return "Answers: the first of each length and depth", head, rows
-
-    def _map(self, number: int) -> Panel:
+    def _map(self, model: int) -> Panel:
         """Return the map of a model's scores in percent: a row for each length, a column for each depth."""
-        lengths, depths, role = self.settings.lengths, self.settings.depths, ("candidate", "baseline")[number]
-        cells = {cell: self.score(number, *cell) for cell in self.settings.cells}
-        best, worst = (end(cells, key=lambda cell: cells[cell].value) for end in (max, min))
-        caption = f"{percent(cells[best].value)} at every length and depth."
-        if cells[worst].value < cells[best].value:
+        lengths, depths = self.settings.lengths, self.settings.depths
+        role = ("candidate", "baseline")[model]
+        scores = {cell: self.score(model, *cell) for cell in self.settings.cells}
+        best, worst = (end(scores, key=lambda cell: scores[cell].value) for end in (max, min))
+        caption = f"{percent(scores[best].value)} at every length and depth."
+        if scores[worst].value < scores[best].value:
             ends = [
-                f"{cells[length, depth].text(0, percent=True)} at {length:,} tokens, depth {depth}%"
+                f"{scores[length, depth].text(0, percent=True)} at {length:,} tokens, depth {depth}%"
                 for length, depth in (best, worst)
             ]
             caption = f"Best: {ends[0]}. Worst: {ends[1]}. In parentheses: 95% intervals."
         heat = Heat(
+            # Edges of equal cells: depths need not be evenly spaced.
             [edge - 0.5 for edge in range(len(depths) + 1)],
             [*range(len(lengths))],
-            [[100 * cells[length, depth].value for depth in depths] for length in lengths],
+            [[100 * scores[length, depth].value for depth in depths] for length in lengths],
             "score, %",
             (0.0, 100.0),
             columns=[f"{depth}%" for depth in depths],
             written=True,
         )
-        title, axes = self.models[number].name, ("depth of the needle, %", "length, tokens")
+        title, axes = self.models[model].name, ("depth of the needle, %", "length, tokens")
         if self.original is not None:
             title += f", {role}"
         x_ticks = {float(column): str(depth) for column, depth in enumerate(depths)}

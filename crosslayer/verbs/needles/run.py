@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -60,9 +59,9 @@ def needles(
         ValueError: an option is wrong, a model cannot be loaded, is not a causal language model or has fewer positions
             than a length, there is no tokenizer, or a length is too short for the needles.
     """
-    settings = NeedlesSettings(
-        lengths=lengths,  # type: ignore[arg-type]
-        depths=depths,  # type: ignore[arg-type]
+    settings = NeedlesSettings.of(
+        lengths=lengths,
+        depths=depths,
         keys=keys,
         samples=samples,
         new_tokens=new_tokens,
@@ -72,26 +71,37 @@ def needles(
         seed=seed,
     )
     sources = pair("needles", model, baseline, tokenizer, dtype=dtype, device=device)
+    # All is drawn and checked before a model is loaded.
     longest = max(settings.lengths)
     for source in sources:
         if longest > source.positions:
             raise ValueError(f"length {longest} exceeds the {source.positions} positions of {source.name}")
-    hidden: dict[str, Any] = {"depths": settings.depths, "keys": keys, "new_tokens": new_tokens, "phrasings": (RULER,)}
-    drawn = hidden_samples(sources[0].tokenizer, settings.lengths, samples, seed, **hidden)
+    drawn = hidden_samples(
+        sources[0].tokenizer,
+        settings.lengths,
+        samples,
+        seed,
+        depths=settings.depths,
+        keys=keys,
+        new_tokens=new_tokens,
+        phrasings=(RULER,),
+    )
     for source in sources:
         check_prompts(source, drawn, new_tokens)
     answered: list[tuple[str, ...]] = []
     described: list[JudgedModel] = []
     seconds = 0.0
-    caches = CacheOptions(evict, settings.kv_bits), CacheOptions()  # the baseline has its own
+    # The baseline keeps its own cache.
+    caches = CacheOptions(evict, settings.kv_bits), CacheOptions()
     for source, cache in zip(sources, caches, strict=False):
+        # A judge for each, since the baseline may be loaded only when the candidate is gone.
         judge = Judge(source.load(), tokenizer=source.tokenizer, catches=False)
         candidate = Candidate(cache.named(source.name), around=cache.running)
         started = time.monotonic()
         answered.append(tuple(judge.answers(candidate, drawn, new_tokens, batch) or ()))
         seconds += time.monotonic() - started
         described.append(judge.described(candidate))
-        del judge  # one model at a time
+        del judge
     found = [found_in(answers, drawn) for answers in answered]
     return Needles(
         original=described[1] if baseline is not None else None,
@@ -106,8 +116,10 @@ def needles(
 
 def check_prompts(source: Loadable, samples: Sequence[Sample], new_tokens: int) -> None:
     """Refuse texts whose tokens, by a model's own tokenizer, it does not know or has too few positions for."""
+    # Samples fit the candidate's tokenizer; the same texts may have more tokens by the baseline's.
     prompts = [prompt_ids(source.tokenizer, sample.prompt) for sample in samples]
-    largest, longest = max(map(max, prompts)), max(map(len, prompts)) + new_tokens
+    largest = max(map(max, prompts))
+    longest = max(map(len, prompts)) + new_tokens
     size = source.config.get_text_config().vocab_size
     if largest >= size:
         raise ValueError(

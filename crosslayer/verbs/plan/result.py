@@ -1,11 +1,11 @@
 """What `crosslayer.plan` returns, its record and its page: who reads whom, bytes by layer, bytes by length."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field
 
+from crosslayer.core.plan import CACHED
 from crosslayer.output.formatting import Table, readable_bytes
 from crosslayer.output.page import Page
 from crosslayer.output.panel import QUIET, Line, Panel, Wires
@@ -13,7 +13,8 @@ from crosslayer.output.record import Frozen
 from crosslayer.output.result import Result
 from crosslayer.wiring.result import COLUMNS, SHARE, ModelPlan, PlannedLength, methods_table
 
-SHORTEST, LONGEST = 256, 131_072  # tokens of the curve, whose lengths double
+# Tokens of the curve. Its lengths double, so they are evenly spaced on a logarithmic axis.
+SHORTEST, LONGEST = 256, 131_072
 MIB = 2**20
 FULL = "the 16-bit cache"
 
@@ -71,9 +72,21 @@ class PlanReport(Result):
 
     def layout(self) -> Page:
         """Return the page."""
-        settings, last = self.settings, max(self.sizes, key=lambda size: size.length)
+        settings = self.settings
+        last = max(self.sizes, key=lambda size: size.length)
         sequences = "one sequence" if settings.batch == 1 else f"{settings.batch} sequences"
         stored, share, read = last.cells()
+
+        readers, layers = sum(bool(layer.sources) for layer in self.layers), len(self.layers)
+        sharing = f"{readers} of {layers} read another layer's (arrows)" if readers else "none reads another's"
+        title = "Layers: what each stores, and whose states it reads"
+        sentence = f"What each layer stores at {max(settings.length):,} tokens; {sharing}."
+        wires = Wires(
+            widths=[layer.stored_bytes / MIB for layer in self.layers],
+            kinds=[layer.mask for layer in self.layers],
+            sources=[layer.sources for layer in self.layers],
+        )
+
         methods = []
         for method in self.methods:
             largest = max(method.sizes, key=lambda size: size.length, default=None)
@@ -86,7 +99,7 @@ class PlanReport(Result):
                 (SHARE, share, f"all layers, all tokens, in 16 bits: {readable_bytes(last.full_bytes)}"),
                 ("read per decoding step", read, "a layer that reads another's states counts too"),
             ],
-            panels=[self._wires(), self._curve()],
+            panels=[Panel("layers", title, sentence, "MiB", "layer", wires=wires), self._curve()],
             tables=[methods_table(last.length, methods)] if methods else [],
         )
 
@@ -94,24 +107,12 @@ class PlanReport(Result):
         """Return the sizes by length."""
         return [("By length", ["tokens", *COLUMNS], [[f"{size.length:,}", *size.cells()] for size in self.sizes])]
 
-    def _wires(self) -> Panel:
-        """Return the figure of the layers."""
-        readers, layers = sum(bool(layer.sources) for layer in self.layers), len(self.layers)
-        sharing = f"{readers} of {layers} read another layer's (arrows)" if readers else "none reads another's"
-        title = "Layers: what each stores, and whose states it reads"
-        sentence = f"What each layer stores at {max(self.settings.length):,} tokens; {sharing}."
-        wires = Wires(
-            widths=[layer.stored_bytes / MIB for layer in self.layers],
-            kinds=[layer.mask for layer in self.layers],
-            sources=[layer.sources for layer in self.layers],
-        )
-        return Panel("layers", title, sentence, "MiB", "layer", wires=wires)
-
     def _curve(self) -> Panel:
         """Return the figure of bytes over length; models of equal size share a line."""
         x = [size.length for size in self.curve]
-        named: dict[tuple[int, ...], list[str]] = {}  # names by sizes
-        for name, sizes in (("this model", self.curve), *((f"with {one.method}", one.curve) for one in self.methods)):
+        curves = [("this model", self.curve), *((f"with {method.method}", method.curve) for method in self.methods)]
+        named: dict[tuple[int, ...], list[str]] = {}  # sizes → names; methods that save alike would hide one another
+        for name, sizes in curves:
             named.setdefault(tuple(size.stored_bytes for size in sizes), []).append(name)
         named.setdefault(tuple(size.full_bytes for size in self.curve), []).append(FULL)
         lines = []
@@ -134,9 +135,23 @@ class Plan(ModelPlan):
         while lengths[-1] < max(LONGEST, self.length):
             lengths.append(2 * lengths[-1])
 
-        def sizes(plan: ModelPlan | None, lengths: Sequence[int]) -> tuple[PlannedLength, ...]:
-            return () if plan is None else tuple(map(plan.sizes_at, lengths))
-
+        shown, held = self.shown, self.shown.layer_bytes
+        layers = []
+        for layer in range(len(self.layers)):
+            sources = {source for state in CACHED for source in shown.plan.reads(state, layer)} - {layer}
+            layers.append(
+                PlannedLayer(
+                    mask=shown.layers[layer].mask,
+                    stored_bytes=held[layer],
+                    attends=shown.plan.attends(layer),
+                    sources=tuple(sorted(sources)),
+                )
+            )
+        methods = []
+        for method, plan, pretrained in self.shared:
+            sizes = () if plan is None else tuple(map(plan.sizes_at, self.lengths))
+            curve = () if plan is None else tuple(map(plan.sizes_at, lengths))
+            methods.append(PlannedMethod(method=method, pretrained=pretrained, sizes=sizes, curve=curve))
         settings = {name: getattr(self, name) for name in ("batch", "dtype", "kv_dtype", "engine")}
         return PlanReport(
             settings=PlanSettings(length=self.lengths, **settings),
@@ -145,18 +160,10 @@ class Plan(ModelPlan):
             residual=self.residual,
             figures=self.headline(),
             findings=tuple(self.findings()),
-            layers=tuple(_layer(self.shown, layer) for layer in range(len(self.layers))),
-            curve=sizes(self, lengths),
-            sizes=sizes(self, self.lengths),
-            methods=tuple(
-                PlannedMethod(
-                    method=sharing.method,
-                    pretrained=sharing.pretrained,
-                    sizes=sizes(sharing.plan, self.lengths),
-                    curve=sizes(sharing.plan, lengths),
-                )
-                for sharing in self.shared
-            ),
+            layers=tuple(layers),
+            curve=tuple(map(self.sizes_at, lengths)),
+            sizes=tuple(map(self.sizes_at, self.lengths)),
+            methods=tuple(methods),
         )
 
     def save(self, folder: str | Path, force: bool = False) -> Path:
@@ -170,13 +177,3 @@ class Plan(ModelPlan):
     def next_command(self, model: str | None = None, out: str | None = None) -> str | None:
         """Return the command that the page shows, too."""
         return self.report().next_command(model, out)
-
-
-def _layer(shown: ModelPlan, layer: int) -> PlannedLayer:
-    sources = {source for state in ("keys", "values") for source in shown.plan.reads(state, layer)}
-    return PlannedLayer(
-        mask=shown.layers[layer].mask,
-        stored_bytes=shown.layer_bytes[layer],
-        attends=shown.plan.attends(layer),
-        sources=tuple(sorted(sources - {layer})),
-    )

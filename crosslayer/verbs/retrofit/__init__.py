@@ -3,8 +3,11 @@
 GROUP = "Convert"
 OUT = ""
 PANELS = {
-    "Options": ("method", "layers", "kv_budget", "text", "quick", "out"),
-    "Choice and compensation": ("kl_budget", "read_budget", "kv_context", "part", "compensation", "sweep"),
+    "Options": ("method", "layers", "size", "count", "kv_budget", "text", "quick", "out"),
+    "Choice and compensation": (
+        *("kl_budget", "read_budget", "kv_context", "part"),
+        *("compensation", "target", "groups", "sweep"),
+    ),
     "Text": ("calibration_text", "windows", "calibration", "length", "bos", "seed"),
     "Run and output": (
         *("full", "heal", "force", "dtype", "device"),

@@ -6,7 +6,7 @@ from typing import Any
 import yaml
 from huggingface_hub import EvalResult, EvalResultEntry, ModelCardData, eval_result_entries_to_yaml
 
-from crosslayer.judge.report import ALL, Row
+from crosslayer.judge.report import ALL
 from crosslayer.output.card import card, common_facts, use
 from crosslayer.verbs.retrofit.page import damage_table, sentences
 from crosslayer.verbs.retrofit.result import RetrofitReport
@@ -32,8 +32,10 @@ def write_card(record: RetrofitReport, folder: Path, tokenizer: bool) -> None:
 def eval_entries(record: RetrofitReport) -> list[EvalResultEntry]:
     """Return an evaluation result for each domain that is a dataset of the hub; other texts have no name there."""
     entries = []
-    for domain, row in perplexities(record).items():
-        names = domain.split("/")  # OWNER, NAME, often a configuration, and the split
+    for row in record.rows_of("perplexity", candidate=record.candidate):
+        # a dataset of the hub is OWNER/NAME, often with a configuration, and a split; all windows together are neither
+        domain = row.scope
+        names = domain.split("/")
         if len(names) not in (3, 4):
             continue
         note = f"perplexity of {record.of('KL', domain).n} windows of {record.settings.length} tokens"
@@ -49,17 +51,27 @@ def eval_entries(record: RetrofitReport) -> list[EvalResultEntry]:
     return entries
 
 
-def perplexities(record: RetrofitReport) -> dict[str, Row]:
-    """Return the row of the perplexity on each domain."""
-    return {row.scope: row for row in record.rows_of("perplexity", candidate=record.candidate) if row.scope != ALL}
-
-
 def model_card(record: RetrofitReport, tokenizer: bool) -> str:
     """Return the card as Markdown; `tokenizer`: whether the folder holds one."""
     form = "crosslayer" if record.architecture.retrofit_class == "CrossLayerForCausalLM" else "hf"
     versions = ", ".join(f"{name} {version}" for name, version in record.environment.versions.items() if version)
     _, head, rows = damage_table(record)
     costs = [head, ["---"] * len(head), *([cell.replace("|", "\\|") for cell in row] for row in rows)]
+
+    # the command that made the model; without one, the Python call, with a comment on what it was given
+    if record.command is not None:
+        how = f"```sh\n{record.command}\n```"
+    else:
+        given = record.settings.changed(DEFAULTS)
+        options = [f"{name}={value!r}" for name, value in given.items() if value is not None]
+        names = {"model": [record.architecture.name], "text": record.judged}
+        if record.fitted and set(record.fitted) != set(record.judged):
+            names["calibration_text"] = record.fitted
+            options.append("calibration_text=calibration_text")
+        comment = "; ".join(f"{name}: {', '.join(map(repr, values))}" for name, values in names.items())
+        call = f"crosslayer.retrofit({', '.join(['model', 'text', 'tokenizer', *options])})"
+        how = f"```python\n# {comment}\n{call}\n```"
+
     body = [
         f"# {record.architecture.name}, converted",
         *sentences(record),
@@ -70,7 +82,7 @@ def model_card(record: RetrofitReport, tokenizer: bool) -> str:
         "## Which layers share",
         f"```text\n{record.plan.diagram()}\n```",
         "## How it was made",
-        _how(record),
+        how,
         f"Seed {record.settings.seed}. {versions}.",
         "## Limits",
         LIMITS,
@@ -84,28 +96,15 @@ def _facts(record: RetrofitReport, form: str) -> dict[str, Any]:
         EvalResult(
             task_type="text-generation",
             dataset_type="text",
-            dataset_name=domain,
-            dataset_config=domain,  # the Hub identifies results by it, not by the name
+            dataset_name=row.scope,
+            dataset_config=row.scope,  # the Hub identifies results by it, not by the name
             metric_type="perplexity",
             metric_name="perplexity after the retrofit",
             metric_value=round(row.value or 0.0, 4),
         )
-        for domain, row in perplexities(record).items()
+        for row in record.rows_of("perplexity", candidate=record.candidate)
+        if row.scope != ALL
     ]
     index = ModelCardData(model_name=f"{record.architecture.name}, converted", eval_results=results).to_dict()
     tags = ["crosslayer", *(entry["name"] for entry in record.methods)]
     return {**common_facts(form), **record.architecture.origin, "tags": tags, **index}
-
-
-def _how(record: RetrofitReport) -> str:
-    """Return the command or the Python call that made the model."""
-    if record.command is not None:
-        return f"```sh\n{record.command}\n```"
-    options = [f"{name}={value!r}" for name, value in record.settings.changed(DEFAULTS).items() if value is not None]
-    names = {"model": [record.architecture.name], "text": record.judged}
-    if record.fitted and set(record.fitted) != set(record.judged):
-        names["calibration_text"] = record.fitted
-        options.append("calibration_text=calibration_text")
-    comment = "; ".join(f"{name}: {', '.join(map(repr, values))}" for name, values in names.items())
-    call = f"crosslayer.retrofit({', '.join(['model', 'text', 'tokenizer', *options])})"
-    return f"```python\n# {comment}\n{call}\n```"

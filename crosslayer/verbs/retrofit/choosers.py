@@ -14,11 +14,10 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from crosslayer.core.choice import ChoiceMethod, TokenChoice
 from crosslayer.core.decoder.configuration import CrossLayerConfig
-from crosslayer.output.progress import progress
+from crosslayer.output.progress import Steps, progress
 from crosslayer.probe.intercept import AttentionCall, visited
 from crosslayer.probe.maps import choice_sums
 from crosslayer.probe.model import final_hidden
@@ -33,7 +32,7 @@ from crosslayer.verbs.retrofit.greedy import (
     search_record,
     spread_steps,
 )
-from crosslayer.verbs.retrofit.measure import Measure
+from crosslayer.verbs.retrofit.measure import SearchObjective
 from crosslayer.verbs.retrofit.options import RetrofitOptions
 from crosslayer.verbs.retrofit.original import Original
 from crosslayer.verbs.retrofit.result import Choice
@@ -43,11 +42,14 @@ from crosslayer.verbs.retrofit.strategy import Chosen, Named, Strategy
 ALL, OWN, READER = "all", "own", "reader"  # what a layer attends to: all tokens, its own choice, another layer's
 Kinds = tuple[str, ...]  # by layer
 Move = tuple[int, str]  # a layer, and its new role
-SHARES = (0.25, 0.5, 0.125)  # of a budget of reads: how many tokens are chosen, in the order in which they are tried
+# Of a budget of reads: how many tokens are chosen, in the order in which they are tried. The third is only tried if the
+# second is not better than the first, since each is a search of its own.
+SHARES = (0.25, 0.5, 0.125)
 
 
 def reads_of(kinds: Kinds, share: float) -> float:
     """Return the share of the original's keys and values that a decoding step reads if a share of tokens is chosen."""
+    # to choose for itself, a layer reads all keys, but only the values of what it chose
     read_by = {ALL: 1.0, OWN: (1 + share) / 2, READER: share}
     return sum(read_by[kind] for kind in kinds) / len(kinds)
 
@@ -60,6 +62,7 @@ def groups_of(kinds: Kinds) -> Groups:
             groups[-1].append(layer)
         else:
             groups.append([layer])
+    # a layer that attends to all tokens and that nobody reads is no chooser
     return [group for group in groups if len(group) > 1 or kinds[group[0]] == OWN]
 
 
@@ -105,8 +108,10 @@ class KindSearch(GreedySearch[Kinds, Move]):
 
     def revise(self, costs: dict[Move, float], current: Kinds, taken: Move | None) -> None:
         """Update the cost of reading another layer's choice, for a layer that now has its own: the damage this adds."""
+        # the first layer has nobody to read from
         if taken is not None and taken[1] == OWN and taken[0]:
             reader = (taken[0], READER)
+            # ranked alone, each against a layer that attends to all: the layer has paid for its own choice already
             costs[reader] = (self.ranking[reader] - self.ranking[taken]) / self.saved(current, reader)
 
 
@@ -117,24 +122,8 @@ def affordable(layers: int, reads: float, share: float) -> int:
 
 def evenly(layers: int, count: int) -> Kinds:
     """Return `count` choosers at equal distances, which attend to all tokens."""
-    firsts = {round(number * layers / count) for number in range(count)}
+    firsts = {round(index * layers / count) for index in range(count)}
     return tuple(ALL if layer in firsts else READER for layer in range(layers))
-
-
-@torch.no_grad()
-def recovered_attention(model: PreTrainedModel, ids: Tensor, choice: TokenChoice) -> Tensor:
-    """Return the share of a reader's attention on the tokens that a chooser would choose, (L, H, L, H), chooser first.
-
-    It is measured on token ids (N, T).
-    """
-    sums = []
-    for sequence in ids:
-        calls: list[AttentionCall] = []
-        with visited(model, calls.append):
-            final_hidden(model, sequence)
-        sums.append(choice_sums(sorted(calls, key=lambda call: call.layer), choice))
-    rows = sum(one.rows for one in sums)
-    return torch.stack([one.recovered for one in sums]).sum(0).cpu() / rows
 
 
 def matched_heads(recovered: Tensor, groups: Groups) -> tuple[tuple[int, ...], ...]:
@@ -153,14 +142,14 @@ class Choosers(Strategy):
     """A budget of reads or of KL chooses who chooses tokens for whom, by measured damage."""
 
     def __init__(self, options: RetrofitOptions, named: Sequence[Named], config: CrossLayerConfig | None = None):
-        (one,) = named or searched_methods("choosers")
-        method = one() if isinstance(one, type) else one
+        (entry,) = named or searched_methods("choosers")
+        method = entry() if isinstance(entry, type) else entry
         assert isinstance(method, ChoiceMethod)
         self.method = method
         for name in ("groups", "sparse_choosers", "chooser_heads"):
             if vars(self.method)[name]:
                 raise ValueError(f"a budget chooses {name}, but `method` sets it; remove one of them")
-        self.counts_are_free = isinstance(one, type)  # a budget of reads chooses how many tokens, too
+        self.counts_are_free = isinstance(entry, type)  # a budget of reads chooses how many tokens, too
         self.needs = ("search",) if options.quick else ("search", "trade-off")
         super().__init__(options, [self.method], config)
 
@@ -172,24 +161,29 @@ class Choosers(Strategy):
         """
         options, layers = self.options, original.layers
         context = options.kv_context or CONTEXT
+        # the search lets any layer read from any below it, so all of them must be able to share
         original.sublayers.check(dataclasses.replace(self.method, groups=(tuple(range(layers)),)).plan(layers))
         candidates = self._candidates(original.windows["search"].ids.shape[1], layers, context)
         with progress("running the original", 0):
-            measure = Measure(original)
+            objective = SearchObjective(original)
+
         searches: list[ChoiceSearch] = []
         with progress("searching who chooses", PASSES) as bar:
-            measure.step = lambda: bar.step(min(sum(one.passes for one in searches), PASSES), PASSES)
             for candidate in candidates:
-                searches.append(ChoiceSearch(measure, candidate, context))
+                earlier = sum(search.passes for search in searches)
+                searches.append(ChoiceSearch(objective, candidate, context, bar, earlier))
                 searches[-1].run(options.read_budget, options.kl_budget)
+                # twice as many tokens did less damage, so half as many are not tried
                 if searches[-1].curve[-1][1] < searches[0].curve[-1][1]:
                     break
+
         best = min(searches, key=lambda search: search.curve[-1][1])
         kinds = best.curve[-1][0]
         if kinds == (ALL,) * layers:
             raise ValueError(TOO_SMALL.format(options.kl_budget))
         names = [UNCHANGED if kind == ALL else self.method.name() for kind in kinds]
-        record = search_record(measure, sum(one.passes for one in searches), names, *best.compared())
+        passes = sum(search.passes for search in searches)
+        record = search_record(objective, passes, names, *best.compared())
         chosen = best.method(kinds)
         return Chosen([chosen], Choice(how="search", groups=[list(group) for group in chosen.groups], search=record))
 
@@ -198,16 +192,23 @@ class Choosers(Strategy):
 
         Each leaves some tokens out, chooses some that are not always chosen, and can meet a budget of reads.
         """
-        method, reads, candidates = self.method, self.options.read_budget, [self.method]
-        if self.counts_are_free and reads is not None:  # in shorter texts than windows as many tokens as in these
+        method, reads = self.method, self.options.read_budget
+        candidates = [method]
+        if self.counts_are_free and reads is not None:
             shared = [dataclasses.replace(method, tokens=share * reads, least=0) for share in SHARES]
-            candidates = [dataclasses.replace(one, least=one.count.of(length)) for one in shared]
-        min(candidates, key=lambda one: one.tokens).check_text(length)
-        candidates = [one for one in candidates if one.count.of(length) < length]
-        always, fitting = method.sinks + method.window, []
-        for one in candidates:
-            if always < (one.tokens * context if one.tokens < 1 else one.tokens) < context:
-                fitting.append(one)
+            # Short texts get as many tokens as the windows: a share of their own few cost 20 points of SciQ and 28 of
+            # LAMBADA, whose questions have about 100 tokens.
+            candidates = [dataclasses.replace(candidate, least=candidate.count.of(length)) for candidate in shared]
+
+        # where windows are so short that every token is chosen, there is no damage to see
+        min(candidates, key=lambda candidate: candidate.tokens).check_text(length)
+        candidates = [candidate for candidate in candidates if candidate.count.of(length) < length]
+        always = method.sinks + method.window
+        fitting = []
+        for candidate in candidates:
+            tokens = candidate.tokens * context if candidate.tokens < 1 else candidate.tokens
+            if always < tokens < context:
+                fitting.append(candidate)
         if not fitting:
             raise ValueError(
                 f"tokens must be more than the {always} that are always chosen, and fewer than the `kv_context` of "
@@ -216,10 +217,11 @@ class Choosers(Strategy):
         if reads is None:
             return fitting
         # the least is read where the first layer chooses for all
-        least = [reads_of((OWN, *[READER] * (layers - 1)), one.count.share(context)) for one in fitting]
+        all_read_first = (OWN, *[READER] * (layers - 1))
+        least = [reads_of(all_read_first, candidate.count.share(context)) for candidate in fitting]
         if reads < min(least):
             raise ValueError(f"`read_budget` must be at least {min(least):.4f} here, got {reads:g}")
-        return [one for one, share in zip(fitting, least, strict=True) if share <= reads]
+        return [candidate for candidate, share in zip(fitting, least, strict=True) if share <= reads]
 
 
 class ChoiceSearch(KindSearch):
@@ -228,12 +230,24 @@ class ChoiceSearch(KindSearch):
     Reads are counted in a context.
     """
 
-    def __init__(self, measure: Measure, candidate: ChoiceMethod, context: int):
+    def __init__(self, objective: SearchObjective, candidate: ChoiceMethod, context: int, bar: Steps, earlier: int):
+        """Measure what each layer's choice recovers of the others' attention on the search text."""
+        original = objective.original
         choice = TokenChoice(candidate.count, candidate.sinks, candidate.window)
+        sums = []
+        for sequence in objective.ids:
+            calls: list[AttentionCall] = []
+            with visited(original.model, calls.append):
+                final_hidden(original.model, sequence)
+            sums.append(choice_sums(sorted(calls, key=lambda call: call.layer), choice))
+        rows = sum(of_sequence.rows for of_sequence in sums)
+        # share of a reader's attention on the tokens that a chooser would choose, (L, H, L, H), chooser first
+        self.recovered = torch.stack([of_sequence.recovered for of_sequence in sums]).sum(0).cpu() / rows
         self.candidate = candidate
-        self.recovered = recovered_attention(measure.original.model, measure.ids, choice)
-        layers, share = measure.original.layers, candidate.count.share(context)
-        super().__init__(lambda kinds: measure.kl([self.method(kinds)]), layers, share)
+        share = candidate.count.share(context)
+        super().__init__(
+            lambda kinds: objective.kl([self.method(kinds)]), original.layers, share, bar=bar, earlier=earlier
+        )
 
     def method(self, kinds: Kinds) -> ChoiceMethod:
         """Return the method for what layers attend to, with the best-matching heads."""
@@ -247,12 +261,15 @@ class ChoiceSearch(KindSearch):
 
     def compared(self) -> tuple[list[Step], dict[str, Baseline]]:
         """Return steps of the search, and choosers at equal distances if they are others than the best wiring's."""
-        name, steps = self.candidate.name(), []
+        name = self.candidate.name()
+        steps = []
         for kinds, kl in spread_steps(self.curve[1:]):
             layers = {name: sum(kind != ALL for kind in kinds)}
             steps.append(Step([self.method(kinds)], reads_of(kinds, self.share), kl, layers))
+        # as many choosers as the reads of the last step pay for
         even = evenly(self.layers, affordable(self.layers, steps[-1].share, self.share))
         if even == self.curve[-1][0]:
             return steps, {}
         method = self.method(even)
-        return steps, {name: Baseline([method], [list(group) for group in method.groups], reads_of(even, self.share))}
+        groups = [list(group) for group in method.groups]
+        return steps, {name: Baseline([method], groups, reads_of(even, self.share))}

@@ -38,6 +38,7 @@ from crosslayer.verbs.retrofit.moments import FITS, LAYER_ONLY, REFITS, Fit, Mom
 from crosslayer.verbs.retrofit.result import Weights
 from crosslayer.verbs.retrofit.streams import Streams, computes_the_same, layers_of, same_weights
 
+# The original's layers run one by one, without the states that layers of such a model read from others.
 WIRED = "a model that already has methods cannot be fitted or searched"
 POST_NORM_ERROR = (
     "this model normalizes attention's output before the residual, so W_o cannot be refitted; use layerwise"
@@ -108,7 +109,8 @@ def convert(
     Raises:
         ValueError: the family, the methods or the options are not supported, or the calibration text is too short.
     """
-    chosen, layers = load_methods(methods), model.config.num_hidden_layers
+    chosen = load_methods(methods)
+    layers = model.config.num_hidden_layers
     check_choice("convert", "fit", fit, (*FITS, None))
     plan = merge_plans(chosen, layers)
     if plan == DepthPlan.identity(layers) and not any(mixes(method) for method in chosen):
@@ -118,7 +120,9 @@ def convert(
     compensated = any(isinstance(method, Compensated) and method.compensation for method in chosen)
     if wired and (fit is not None or compensated):
         raise ValueError(f"{WIRED}; leave out fit and compensation")
-    (converted, weights), fits = convert_weights(model, chosen), []
+
+    converted, weights = convert_weights(model, chosen)
+    fits = []
     if wired or (fit not in REFITS and not any(isinstance(module, Compensation) for module in converted.modules())):
         fit = None
     elif fit != "zero":
@@ -128,6 +132,8 @@ def convert(
         if calibration is None:
             raise ValueError(f"fit {fit!r} needs calibration=… (token ids); use fit='zero' without text")
         fits = calibrate(plain, converted, calibration, fit, groups)
+
+    # only now: what a fit corrects is found by the tensors that both models share
     if not share_weights:
         for parameter in converted.parameters():
             parameter.data = parameter.data.clone()
@@ -150,9 +156,13 @@ def calibrate(
     """
     domains = [text] if isinstance(text, Tensor) else list(text.values())
     _check(model, domains, fit, groups)
+    # To correct only a layer's own change carries over to other text: the KL on six unseen domains is 0.700, with the
+    # original model's own stream as the target 0.795, without W_c 0.948.
     streams = Streams(original, model, torch.cat(domains), run_on="converted" if fit in LAYER_ONLY else "own")
-    layers, fits = fitted_layers(model, fit), []
+    layers = fitted_layers(model, fit)
+    fits = []
     highest = layers[-1]
+    # from the first layer up: each is fitted on the stream of a model whose lower layers are fitted
     with progress("calibrating", highest + 1) as bar:
         for layer in range(highest + 1):
             if layer in layers:
@@ -171,7 +181,9 @@ def fit_for(original: CrossLayerForCausalLM, model: CrossLayerForCausalLM, fit: 
     """
     if fit not in (*LAYER_ONLY, None):
         return fit
-    layers, targets, uncovered = fitted_layers(model, fit or "layerwise"), model.config.wiring.compensation, []
+    layers = fitted_layers(model, fit or "layerwise")
+    targets = model.config.wiring.compensation
+    uncovered = []
     for layer, (before, after) in enumerate(zip(layers_of(original), layers_of(model), strict=True)):
         if layer not in layers:
             covered = computes_the_same(before, after)
@@ -202,9 +214,9 @@ def why_no_refit(model: CrossLayerForCausalLM) -> str | None:
         return "no layer attends to another layer's states, so there is no W_o to refit; use layerwise"
     if model.config.components.post_norms:
         return POST_NORM_ERROR
-    others = sorted(set(model.config.wiring.compensation) - {None, "attention"})  # pyright: ignore[reportArgumentType]
-    if others:
-        return f"refitting W_o needs target 'attention', got {others[0]!r}"
+    targets = sorted(set(model.config.wiring.compensation) - {None, "attention"})  # pyright: ignore[reportArgumentType]
+    if targets:
+        return f"refitting W_o needs target 'attention', got {targets[0]!r}"
     return None
 
 
@@ -220,42 +232,39 @@ def fit_layer(streams: Streams, layer: int, fit: str, sizes: list[int], groups: 
     `roughly`: with the same penalty for both.
     """
     block = streams.layers_after[layer]
-    compensation, attention = block.compensation, block.self_attn if fit in REFITS and is_reader(block) else None
+    compensation = block.compensation
+    attention = block.self_attn if fit in REFITS and is_reader(block) else None
     assert compensation is None or isinstance(compensation, Compensation)
     if compensation is not None:
-        compensation.reset()
+        compensation.reset()  # the error is that of the layer without it
+
+    # what the fit reads, by name with its width: concatenated heads for W_o, and the input of W_c
     inputs = {} if attention is None else {"heads": attention.o_proj.in_features}
     heads = sum(inputs.values())
     read = "values" if compensation is not None and compensation.reads_values else "normed"
     inputs |= {read: compensation.in_features} if compensation is not None else {}
     target = "attention" if compensation is None else compensation.target
-    errors = streams.errors(layer, target, list(inputs))
     moments = Moments(streams.after[0], sizes, groups, list(inputs.values()))
-    for x, error in errors:  # (B, T, I), (B, T, C)
+    for x, error in streams.errors(layer, target, list(inputs)):  # (B, T, I), (B, T, C)
         moments.add(x, error)
     weight, penalties, left_out = moments.solve(fit, roughly)  # (I, C)
-    penalty_of = dict(zip(inputs, penalties, strict=False))
+    penalty_of = dict(zip(inputs, penalties, strict=False))  # fits without a choice have none
+
     if attention is not None:
         old = attention.o_proj.weight  # may share its tensor with the original model
         refitted = (old.double() + weight[:heads].T).to(old.dtype)
         attention.o_proj.weight = nn.Parameter(refitted, old.requires_grad)
     if compensation is not None:
-        weight = torch.cat([weight[:heads], _write(block, compensation, weight[heads:])])
+        written = weight[heads:].T
+        if compensation.target in ON_HEADS:
+            assert block.self_attn is not None
+            projection = block.self_attn.o_proj.weight.double()  # (C, H·D)
+            written = torch.linalg.pinv(projection) @ written  # (H·D, inputs)
+            weight = torch.cat([weight[:heads], (projection @ written).T])  # what passes through W_o
+        compensation.weight.copy_(written)
     return moments.report(
         layer, weight, penalty=penalty_of.get(read), left_out=left_out, output_penalty=penalty_of.get("heads")
     )
-
-
-def _write(block: CrossLayerDecoderLayer, compensation: Compensation, weight: Tensor) -> Tensor:
-    """Set W_c to a solution (inputs, C), and return what of it reaches the stream."""
-    written = weight.T
-    if compensation.target in ON_HEADS:
-        assert block.self_attn is not None
-        projection = block.self_attn.o_proj.weight.double()  # (C, H·D)
-        written = torch.linalg.pinv(projection) @ written  # (H·D, inputs)
-        weight = (projection @ written).T  # what passes through W_o, (inputs, C)
-    compensation.weight.copy_(written)
-    return weight
 
 
 def _check(model: CrossLayerForCausalLM, domains: list[Tensor], fit: str, groups: int) -> None:

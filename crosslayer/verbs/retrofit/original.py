@@ -1,7 +1,9 @@
 """The model of a retrofit with its text, read once for all steps."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -15,6 +17,17 @@ from crosslayer.wiring.read import model_plan
 from crosslayer.wiring.result import ModelPlan
 
 
+class Seconds(dict[str, float]):
+    """Seconds of each phase of a retrofit."""
+
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """Add what the block takes to a phase; the variants of a sweep have the same ones."""
+        started = time.perf_counter()
+        yield  # of a retrofit that fails there is no report, so its seconds need not be noted
+        self[phase] = round(self.get(phase, 0.0) + time.perf_counter() - started, 2)
+
+
 @dataclass(frozen=True)
 class Original:
     """A pretrained model that is to be retrofitted."""
@@ -26,6 +39,7 @@ class Original:
     dtype: torch.dtype = torch.float32  # in which what is made of it is saved
     seed: int = 0  # of the bootstrap, and of hidden numbers
     is_kept: bool = True  # whether the caller has the model too, so that a retrofit must not share its weights
+    seconds: Seconds = field(default_factory=Seconds)
 
     @property
     def layers(self) -> int:

@@ -36,7 +36,8 @@ SEARCHED = {  # by the verdict on the KL of what it is compared with
     "no difference seen": "is not significantly different from",
     None: "was not tested against",
 }
-SHOWN = 200  # characters of an option in a title
+# Characters of an option in a title: one with an entry for each of many layers would fill the page.
+SHOWN = 200
 
 
 def title(methods: Sequence[Method]) -> str:
@@ -46,6 +47,7 @@ def title(methods: Sequence[Method]) -> str:
         changed = []
         for option in options_of(method):
             value = vars(method)[option.name]
+            # defaults are left out, except that of `compensation`: it says that there is a W_c
             if value not in (None, ()) and (value != option.default or option.name == "compensation"):
                 shown = _shown(value)
                 changed.append(f"{option.name} {shown if len(shown) <= SHOWN else f'of {len(value)} layers'}")
@@ -66,7 +68,8 @@ def _shown(value: Any) -> str:
 
 def sentences(record: RetrofitReport) -> list[str]:
     """Return the memory saved, the quality lost, and what was measured."""
-    cache, model, settings, domains = record.cache, record.architecture, record.settings, record.domains
+    cache, settings, domains = record.cache, record.settings, record.domains
+    model = record.architecture
     lines = [
         f"{record.title}: KV cache {cache.share:.2%} of the original's 16-bit cache "
         f"({cache.bytes_per_token_before:,.0f} → {cache.bytes_per_token_after:,.0f} bytes per token at "
@@ -88,9 +91,9 @@ def sentences(record: RetrofitReport) -> list[str]:
         )
     if len(domains) > 1:
         labels = []
-        for label, seen in (("unseen", False), ("calibration", True)):
-            own = [domain for domain in domains if (domain in record.fitted) == seen]
-            ratios = [f"{domain} {record.of('perplexity', domain).text()}" for domain in own]
+        for label, is_seen in (("unseen", False), ("calibration", True)):
+            labeled = [domain for domain in domains if (domain in record.fitted) == is_seen]
+            ratios = [f"{domain} {record.of('perplexity', domain).text()}" for domain in labeled]
             labels += [f"{label} {', '.join(ratios)}"] if ratios else []
         lines.append(f"Perplexity ratio by domain (95% CI): {'; '.join(labels)}.")
     if record.rows_of("KL", Against.UNFITTED):
@@ -118,8 +121,11 @@ def sentences(record: RetrofitReport) -> list[str]:
 
 def _damage(record: RetrofitReport) -> list[str]:
     """Return the perplexities on the worst domain, and the KL on the worst, the best and perhaps a new domain."""
-    domains, kl = record.domains, {domain: record.of("KL", domain) for domain in record.domains}
-    first, best, worst = domains[0], min(kl, key=lambda name: kl[name].value), max(kl, key=lambda name: kl[name].value)
+    domains = record.domains
+    first = domains[0]  # the worst unseen one, if there is one
+    kl = {domain: record.of("KL", domain) for domain in domains}
+    best = min(kl, key=lambda domain: kl[domain].value)
+    worst = max(kl, key=lambda domain: kl[domain].value)
     line = f"KL to the original, in nats/token: {kl[worst].text()} on {worst}"
     if len(domains) > 1:
         line += f", the worst of {len(domains)} domains, {kl[best].value:.3f} on {best}, the best"
@@ -160,14 +166,17 @@ def gain_sentence(record: RetrofitReport) -> str:
 
 def _searched(record: RetrofitReport, baseline: Row) -> str:
     """Return whether a configuration that was not searched is better than the searched one."""
-    share, other = f"{record.cache.share:.2%} of the cache", f"fixed blocks of {baseline.candidate}"
-    fitted = "each layer compensated separately" if record.calibration.layers else "without compensation"
-    if record.plan.reads_less:  # a search for choosers fits nothing
-        share, other = f"{record.cache.read_share:.1%} of the reads", "evenly spaced choosers"
-        fitted = "without compensation"
+    if record.plan.reads_less:
+        share = f"{record.cache.read_share:.1%} of the reads"
+        compared = "evenly spaced choosers"
+        fitted = "without compensation"  # a search for choosers fits nothing
+    else:
+        share = f"{record.cache.share:.2%} of the cache"
+        compared = f"fixed blocks of {baseline.candidate}"
+        fitted = "each layer compensated separately" if record.calibration.layers else "without compensation"
     verdict = None if baseline.change is None else baseline.change.verdict
     return (
-        f"The searched configuration ({share}) {SEARCHED[verdict]} {other} ({baseline.details['share']:.2%}): "
+        f"The searched configuration ({share}) {SEARCHED[verdict]} {compared} ({baseline.details['share']:.2%}): "
         f"KL {baseline.original:.4f} against {baseline.value:.4f}, a difference of {baseline.change_text()}, on "
         f"windows that the search did not use, {fitted}."
     )
@@ -176,7 +185,8 @@ def _searched(record: RetrofitReport, baseline: Row) -> str:
 def layout(record: RetrofitReport) -> Page:
     """Return the page."""
     model, settings = record.architecture, record.settings
-    verdict, *others = [line for line in sentences(record) if line != QUICK]
+    # QUICK stands second here, under the verdict; where sentences are printed, it comes first
+    verdict, damage, *rest = [line for line in sentences(record) if line != QUICK]
     calibrated = f"calibrated on {', '.join(record.fitted)}" if record.fitted else "not calibrated"
     states = (*PASSED, "mlps") if record.plan.reads_less else (*STATES, "mlps")
     sources = []
@@ -190,7 +200,7 @@ def layout(record: RetrofitReport) -> Page:
             f"{settings.length} tokens, {', '.join(record.judged)} · {calibrated}"
         ),
         cards=_cards(record),
-        sentences=[f"{verdict} {others[0]}", *([QUICK] if settings.quick else []), *others[1:]],
+        sentences=[f"{verdict} {damage}", *([QUICK] if settings.quick else []), *rest],
         panels=panels(record),
         lead=(),
         tables=[*tables(record), damage_table(record), (title, ["layer", *states[:-1], "MLP"], sources)],
@@ -199,7 +209,8 @@ def layout(record: RetrofitReport) -> Page:
 
 def _cards(record: RetrofitReport) -> list[tuple[str, str, str]]:
     """Return the headline cards: title, figure, explanation."""
-    worst, calibration = record.domains[0], record.calibration.windows
+    worst = record.domains[0]
+    calibration = record.calibration.windows
     domain = f"on {worst} ({'calibration' if worst in record.fitted else 'unseen'} text)"
     text = f"on {sum(calibration.values())} windows of {', '.join(calibration)}"
     size = ("KV cache", f"{record.cache.share:.2%}", "of the original's 16-bit cache, as allocated")
@@ -221,8 +232,10 @@ def _cards(record: RetrofitReport) -> list[tuple[str, str, str]]:
 
 def panels(record: RetrofitReport) -> list[Panel]:
     """Return the figures: what each layer caches, what a fit recovers, and bytes against damage."""
-    figures, possible = [_by_layer(record)], (0, math.inf)
-    fits, search, axis = [vars(fit) for fit in record.calibration.layers], record.choice.search, "KL (nats/token)"
+    figures = [_by_layer(record)]
+    possible, axis = (0, math.inf), "KL (nats/token)"
+    fits = [vars(fit) for fit in record.calibration.layers]
+    search = record.choice.search
     if fits:
         layers = [float(fit["layer"]) for fit in fits]
         lines = [
@@ -241,18 +254,18 @@ def panels(record: RetrofitReport) -> list[Panel]:
         caption = (
             "Share of the original's 16-bit cache against KL to the original, with 95% intervals; lower left is better."
         )
-        ticks = {share / 10: f"{10 * share}%" for share in range(1, 11)}
+        ticks = {tenth / 10: f"{10 * tenth}%" for tenth in range(1, 11)}
         drawn: dict[str, Any] = {"wide": True, "log_y": True, "bounds": possible, "x_ticks": ticks}
         title, x = "What other caches cost", "share of the KV cache"
         figures.append(Panel("alternatives", title, caption, x, axis, lines, **drawn))
     if search is not None and search.curve:
-        title, share, others = "Cache size against damage", "share of the KV cache", "fixed blocks, {}"
+        title, share, baseline = "Cache size against damage", "share of the KV cache", "fixed blocks, {}"
         if record.plan.reads_less:
-            title, share, others = "Reads against damage", "share of keys and values read", "evenly spaced choosers"
+            title, share, baseline = "Reads against damage", "share of keys and values read", "evenly spaced choosers"
         lines = [Line("search", [point.share for point in search.curve], *band([point.kl for point in search.curve]))]
         for row in search.baselines:
             if row.against == Against.ORIGINAL and row.change is not None:
-                lines.append(Line(others.format(row.candidate), [float(row.details["share"])], *band([row.change])))
+                lines.append(Line(baseline.format(row.candidate), [float(row.details["share"])], *band([row.change])))
         caption = "KL to the original on text that the search did not use. 95% bootstrap intervals over windows."
         figures.append(Panel("trade_off", title, caption, share, axis, lines, wide=True, bounds=possible))
     return figures
@@ -260,15 +273,16 @@ def panels(record: RetrofitReport) -> list[Panel]:
 
 def _by_layer(record: RetrofitReport) -> Panel:
     """Return the figure of what each layer caches, and from which layers it reads; or of the bytes that it reads."""
-    plan, each, axis = record.plan, range(record.plan.layers), "% of the original's bytes"
+    plan = record.plan
+    layers, axis = range(plan.layers), "% of the original's bytes"
     if plan.reads_less:
         caption = f"In a step after {record.cache.context:,} tokens, of what the original's layer reads."
-        reads = Line("retrofit", [*map(float, each)], [100 * share for share in record.cache.layer_reads])
+        reads = Line("retrofit", [*map(float, layers)], [100 * share for share in record.cache.layer_reads])
         return Panel("layers", "What each layer reads", caption, "layer", axis, [reads], bounds=(0, math.inf))
     wires = Wires(
-        widths=[100 * len(plan.stored(layer)) / len(CACHED) for layer in each],
-        kinds=[listed(plan.stored(layer)) for layer in each],
-        sources=[sorted({*plan.reads("keys", layer), *plan.reads("values", layer)} - {layer}) for layer in each],
+        widths=[100 * len(plan.stored(layer)) / len(CACHED) for layer in layers],
+        kinds=[listed(plan.stored(layer)) for layer in layers],
+        sources=[sorted({*plan.reads("keys", layer), *plan.reads("values", layer)} - {layer}) for layer in layers],
     )
     caption = "Share of the original's bytes of a token. Arrows come from the layers whose states a layer reads."
     return Panel("layers", "What each layer caches", caption, axis, "layer", wires=wires)
@@ -279,8 +293,9 @@ def damage_table(record: RetrofitReport) -> Table:
     rows = []
     for domain in record.domains:
         for row in record.rows:
-            if row.scope == domain and row.against == Against.ORIGINAL and row.quantity in WINDOW_QUANTITIES:
-                rows += [row] if row.candidate in (record.candidate, UNFITTED) else []
+            is_measured = row.against == Against.ORIGINAL and row.quantity in WINDOW_QUANTITIES
+            if is_measured and row.scope == domain and row.candidate in (record.candidate, UNFITTED):
+                rows.append(row)
 
     def line(row: Row) -> str:
         return f"{row.scope} ({'calibrated on' if row.scope in record.fitted else 'unseen'})"
@@ -298,10 +313,13 @@ def damage_table(record: RetrofitReport) -> Table:
 def tables(record: RetrofitReport) -> list[Table]:
     """Return the table that is printed, too: of a sweep's variants, or of quantized caches next to the retrofit's."""
     if record.settings.sweep:
-        title, kept = "Variants", [row for row in record.rows if row.scope != NEW and row.quantity in ("bytes", "KL")]
-        rows = [row for row in kept if row.against == Against.ORIGINAL or row.scope == ALL]
+        title = "Variants"
+        rows = [row for row in record.rows if row.scope != NEW and row.quantity in ("bytes", "KL")]
+        # against the first variant only on all windows: by domain the table would be twice as wide
+        rows = [row for row in rows if row.against == Against.ORIGINAL or row.scope == ALL]
     else:
-        title, rows = "What other caches cost", list(record.caches)
+        title = "What other caches cost"
+        rows = list(record.caches)
 
     def column(row: Row) -> str:
         return quantity_name(row) if row.scope == ALL else f"on {row.scope}"

@@ -102,7 +102,7 @@ class RetrofitReport(Measured):
     Shapes: D domains, the worst unseen one first; L layers of the original.
     """
 
-    schema_: Literal["crosslayer/retrofit/18"] = Field(default="crosslayer/retrofit/18", alias="schema")
+    schema_: Literal["crosslayer/retrofit/19"] = Field(default="crosslayer/retrofit/19", alias="schema")
     architecture: Architecture
     methods: list[dict[str, Any]] = Field(description="name and options of each method, as in a config")
     title: str = Field(description="the methods with their options, as a line of text")
@@ -151,6 +151,11 @@ class RetrofitReport(Measured):
     _tokenizer: PreTrainedTokenizerBase | None = PrivateAttr(None)
     _dtype: torch.dtype | None = PrivateAttr(None)  # in which the model's weights are saved
 
+    def holding(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, dtype: torch.dtype) -> Self:
+        """Return this report, which then saves the converted model, its weights in `dtype`."""
+        self._model, self._tokenizer, self._dtype = model, tokenizer, dtype
+        return self
+
     @property
     def model(self) -> PreTrainedModel:
         """The converted model.
@@ -179,6 +184,7 @@ class RetrofitReport(Measured):
     def domains(self) -> tuple[str, ...]:
         """Names of the evaluation domains, (D,)."""
         by_kl = sorted(self.judged, key=lambda domain: -self.of("KL", domain).value)
+        # sorting is stable: unseen domains come first, each kind with its worst first
         return tuple(sorted(by_kl, key=lambda domain: domain in self.fitted))
 
     @property
@@ -235,11 +241,13 @@ class RetrofitReport(Measured):
             super().write_files(folder)
             return
         model = self.model
-        saved = {weight: weight.data.to(self._dtype) for weight in model.parameters()}  # shared where it is the same
+        # weights are shared where their dtype is the same, so that saving needs no second model
+        saved = {weight: weight.data.to(self._dtype) for weight in model.parameters()}
         with quiet_transformers(), replaced(saved):
             model.save_pretrained(folder)
             if self._tokenizer is not None:
                 self._tokenizer.save_pretrained(folder)
         super().write_files(folder)
         self.sibling("card").write_card(self, folder, self._tokenizer is not None)
-        write_manifest(folder, model)  # of all files in the folder
+        # last, as the manifest has the hashes of all files in the folder
+        write_manifest(folder, model)

@@ -2,43 +2,30 @@
 
 import inspect
 import json
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from crosslayer.core.decoder.configuration import CrossLayerConfig
 from crosslayer.core.decoder.convert import to_config
 from crosslayer.core.method import Method
 from crosslayer.core.methods import Entry, load_methods, method_class, method_names, to_entry
-from crosslayer.corpus.domains import DomainTexts, window_ranges
-from crosslayer.judge.announce import announce
-from crosslayer.judge.candidate import Candidate
-from crosslayer.judge.clock import Load
-from crosslayer.judge.damage import Losses
-from crosslayer.judge.report import Against, Row
-from crosslayer.judge.retrieval import DEPTHS, LENGTHS, LONG_LENGTHS, QUICK_LENGTHS, SAMPLES, askable_samples
-from crosslayer.judge.rows import window_rows
-from crosslayer.models.load import load_config, model_facts, origin, public_name, ready_model, stored_dtype
+from crosslayer.corpus.domains import DomainTexts
+from crosslayer.models.load import load_config, public_name, ready_model, stored_dtype
 from crosslayer.output.progress import progress
-from crosslayer.probe.model import check_ids, evaluating, positions, unwrapped
-from crosslayer.verbs.retrofit.cache import CONTEXT, MEASURED, WINDOWS, cache_record, other_caches, stored_row
+from crosslayer.probe.model import check_ids, evaluating, unwrapped
 from crosslayer.verbs.retrofit.choosers import Choosers
-from crosslayer.verbs.retrofit.convert import Converted, convert
+from crosslayer.verbs.retrofit.convert import convert
 from crosslayer.verbs.retrofit.options import ONE_OF, RetrofitOptions
-from crosslayer.verbs.retrofit.original import Original
-from crosslayer.verbs.retrofit.page import title
-from crosslayer.verbs.retrofit.result import RETROFIT, UNFITTED, Architecture, Calibration, RetrofitReport
+from crosslayer.verbs.retrofit.original import Original, Seconds
+from crosslayer.verbs.retrofit.report import Variant, announce_time, report_of
+from crosslayer.verbs.retrofit.result import RetrofitReport
 from crosslayer.verbs.retrofit.search import LayerSearch
-from crosslayer.verbs.retrofit.strategy import Chosen, Given, Layers, Named, Strategy
+from crosslayer.verbs.retrofit.strategy import Given, Layers, Named, Strategy
 from crosslayer.verbs.retrofit.texts import RetrofitTexts
-
-STEPS = 18  # timed decoding steps, with the two that warm up
-LONGEST_STEP = 8192  # tokens before a timed decoding step, at most: both models read them as a prompt
 
 
 def retrofit(
@@ -48,11 +35,15 @@ def retrofit(
     *,
     method: Entry | Sequence[Entry] | None = None,
     layers: str = "top-half",
+    size: int | None = None,
+    count: int | None = None,
     kv_budget: float | None = None,
     kv_context: int | None = None,
     kl_budget: float | None = None,
     read_budget: float | None = None,
     compensation: str | None = None,
+    target: str | None = None,
+    groups: int | None = None,
     part: str | None = None,
     calibration_text: DomainTexts = None,
     windows: int = 96,
@@ -76,9 +67,11 @@ def retrofit(
         tokenizer: in Python, the tokenizer of a loaded model.
         method: a method (`crosslayer methods` lists them) or your own module, applied to --layers; or a method with
             all its options as JSON: {"name": NAME, OPTION: VALUE}, or a list of these.
-        layers: layers to convert (0-based): groups such as 18-21,22-25 or 18+20,19+21; top-half: blocks of 4, or
-            top-half,size=3,count=6; auto: chosen by similarity on text, such as auto,count=6; or
-            auto:top-half-similarity: only in the upper half. count: how many layers become readers or are dropped.
+        layers: layers to convert (0-based): groups such as 18-21,22-25 or 18+20,19+21; top-half: blocks of `size`
+            layers; auto: chosen by similarity on text; or auto:top-half-similarity: only in the upper half.
+        size: layers of a block, for top-half; default: 4.
+        count: how many layers become readers or are dropped, for top-half and auto; default: as many as the top half
+            has, for auto half of them.
         kv_budget: instead of --method: search for the methods and layers that keep this share of the KV cache (0 to 1).
         kv_context: context length at which the cache is counted; default: 2048, or twice the largest sliding window.
         kl_budget: instead of --method: search for the smallest cache within this KL to the original, in nats/token.
@@ -87,10 +80,10 @@ def retrofit(
             this share of the cached bytes (0 to 1). The cache keeps its size.
         compensation: how to compensate for the change. A linear map W_c of each converted layer's input is fitted by
             layerwise (default), ridge, mean or lstsq; zero leaves it at zero. refit (default if layers read another
-            layer's states) fits W_c and W_o together, refit-o only W_o; none fits nothing. Settings follow, as in
-            layerwise,target=heads. target: where W_c's output is added: attention (default if possible), heads, mlp,
-            or heads-from-values (a map of the output of W_v). groups=4, for mean: groups of windows, each with its own
-            mean (v of Theorem 3.1).
+            layer's states) fits W_c and W_o together, refit-o only W_o; none fits nothing.
+        target: where W_c's output is added: attention (default if possible), heads, mlp, or heads-from-values (a map
+            of the output of W_v).
+        groups: groups of windows for `compensation` mean, each with its own mean (v of Theorem 3.1); default: 1.
         part: what to remove, if the method offers a choice: attention, mlp or layer.
         calibration_text: text to fit and search on, repeatable; default: --text, or embedded books, web and docs.
         windows: evaluation windows, all domains together; at least 16 per domain.
@@ -104,39 +97,49 @@ def retrofit(
         bos: begin each window with the BOS token: auto (as the tokenizer does), yes or no.
         dtype: dtype for computing, not for saving; default: float32 on a CPU. In Python only if `model` is a name.
         device: cpu, cuda, …; default: the GPU if there is one. In Python only if `model` is a name.
-        sweep: KEY=VALUE,VALUE, repeatable: convert with every combination of values of method, layers or compensation,
-            or of their settings size, count, target or groups. Writes a table of the damage, but no
-            model.
+        sweep: KEY=VALUE,VALUE, repeatable: convert with every combination of values of method, layers, size, count,
+            compensation, target or groups. Writes a table of the damage, but no model.
 
     Raises:
         ValueError: options contradict each other, the model or the configuration is not supported, or there is too
             little text.
     """
-    arguments = locals() | {"method": plain_method(method)}
-    options = options_of(**{name: arguments[name] for name in RetrofitOptions.model_fields})
-    model = unwrapped(model)
-    is_loaded = isinstance(model, PreTrainedModel)
-    config = model.config if is_loaded else load_config(str(model))
+    options = options_of(
+        method=plain_method(method),
+        layers=layers,
+        size=size,
+        count=count,
+        kv_budget=kv_budget,
+        kv_context=kv_context,
+        kl_budget=kl_budget,
+        read_budget=read_budget,
+        compensation=compensation,
+        target=target,
+        groups=groups,
+        part=part,
+        windows=windows,
+        calibration=calibration,
+        length=length,
+        quick=quick,
+        full=full,
+        seed=seed,
+        bos=bos,
+        sweep=sweep,
+    )
+    source = unwrapped(model)
+    config = source.config if isinstance(source, PreTrainedModel) else load_config(str(source))
     decoder = to_config(config)  # raises for a model that cannot be converted
-    strategies = {name: strategy_of(each, decoder) for name, each in options.variants().items()}
-    for strategy in strategies.values():  # all checks that need neither text nor weights
+    strategies = {name: strategy_of(variant, decoder) for name, variant in options.variants().items()}
+    for strategy in strategies.values():  # raises for all that is wrong without text and weights
         strategy.check(strategy.options.changed(DEFAULTS))
     with progress("reading the text", 0):
-        texts = RetrofitTexts.load(text, calibration_text, options.seed)
-    for strategy in strategies.values():
-        strategy.options = texts.checked_options(strategy, DEFAULTS)  # `quick` decides how much text is used
-    texts.window_counts(*strategies.values())  # raises for what is wrong with them
-    loaded, tokenizer = ready_model(model, tokenizer, dtype=dtype, device=device)
-    seconds: dict[str, float] = {}
-    with _timed(seconds, "read"), progress("tokenizing the text", 0):
-        cut = texts.windows(tokenizer, *strategies.values())
-    name, stored = public_name(model), loaded.dtype if is_loaded else stored_dtype(loaded, config)
-    original = Original(loaded, cut, tokenizer, name, stored, options.seed, is_loaded)
-    for used in cut.values():
-        check_ids(loaded, used.ids)
-    with evaluating(loaded):
-        _announce_time(original, [*strategies.values()])
-        return _report(original, strategies, texts, seconds)
+        texts = RetrofitTexts.load(text, calibration_text, seed)
+    strategies = sized_strategies(strategies, texts, decoder)
+    original = _original(source, config, tokenizer, texts, strategies, dtype=dtype, device=device)
+    with evaluating(original.model):
+        announce_time(original, [*strategies.values()])
+        variants = {name: _variant(original, strategy) for name, strategy in strategies.items()}
+        return report_of(original, variants, texts)
 
 
 DEFAULTS = {name: parameter.default for name, parameter in inspect.signature(retrofit).parameters.items()}
@@ -147,13 +150,29 @@ def options_of(**given: Any) -> RetrofitOptions:
     return RetrofitOptions(**{name: DEFAULTS[name] for name in RetrofitOptions.model_fields} | given)
 
 
+def sized_strategies(
+    strategies: Mapping[str, Strategy], texts: RetrofitTexts, config: CrossLayerConfig
+) -> dict[str, Strategy]:
+    """Return the strategies with as many windows as they use: with `quick`, the fewest that this text allows.
+
+    Raises:
+        ValueError: there are fewer windows than a fit or a measurement needs, or the text has another length.
+    """
+    sized = {}
+    for name, strategy in strategies.items():
+        sized[name] = strategy_of(texts.checked_options(strategy, DEFAULTS), config)
+    texts.window_counts(*sized.values())
+    return sized
+
+
 def strategy_of(options: RetrofitOptions, config: CrossLayerConfig | None = None) -> Strategy:
     """Return how methods and layers are chosen: a budget chooses what the method, or any method, lets it search.
 
     `config` is the model's, as of a crosslayer decoder; None: not known.
     """
     named = _named(options.method)
-    names, spaces = " and ".join(one.name() for one in named), {one.search_space() for one in named}
+    names = " and ".join(method.name() for method in named)
+    spaces = {method.search_space() for method in named}
     if len(named) > 1 and "choosers" in spaces:
         raise ValueError(f"`method` must be one method if layers choose tokens, got {names}")
     has_budget = options.kl_budget is not None or options.read_budget is not None
@@ -173,7 +192,7 @@ def strategy_of(options: RetrofitOptions, config: CrossLayerConfig | None = None
 def plain_method(method: Entry | Sequence[Entry] | None) -> str | dict[str, Any] | list[dict[str, Any]] | None:
     """Return a method, or several, as plain data, as options hold it; of a class its name."""
     if isinstance(method, Sequence) and not isinstance(method, str):
-        return [to_entry(one) for one in load_methods(method)]
+        return [to_entry(loaded) for loaded in load_methods(method)]
     if isinstance(method, type):
         return method.name()
     if isinstance(method, Method):
@@ -197,129 +216,58 @@ def _named(value: str | dict[str, Any] | list[dict[str, Any]] | None) -> list[Na
     cls = method_class(value)
     if cls.takes_groups():
         return [cls]
-    if value in method_names():  # a user's own may adapt weights in `inherit`
+    # A method without groups that is listed needs training; a user's own may adapt weights in `inherit`.
+    if value in method_names():
         known = [name for name in method_names() if method_class(name).takes_groups()]
         names = f"{', '.join(known)}, or options as JSON"
         raise ValueError(f"`method` must be one of {names}, got {value!r}; crosslayer train has the others")
     return [*load_methods(value)]
 
 
-def _report(
-    original: Original, strategies: Mapping[str, Strategy], texts: RetrofitTexts, seconds: dict[str, float]
-) -> RetrofitReport:
-    """Retrofit a model and measure it; of a sweep the first variant. `seconds` is by phase."""
-    made = {name: _converted(original, each, seconds) for name, each in strategies.items()}
-    windows = window_ranges(original.windows)
-    strategy = next(iter(strategies.values()))
-    (methods, choice), converted = next(iter(made.values()))
-    options, model = strategy.options, converted.model
-    purposes = {purpose for each in strategies.values() for purpose in each.purposes}
-    seen = texts.calibration if purposes & {"calibration", "choice", "search"} else ()
-    with _timed(seconds, "damage"):  # with hidden numbers
-        cache = cache_record(original, model, options.kv_context)
-        names = {name if options.sweep else RETROFIT: one.model for name, (_, one) in made.items()}
-        candidates = [Candidate(name, one) for name, one in names.items()]
-        without = [Candidate(UNFITTED, model, converted.uncompensated)] if converted.fits else []
-        found = original.judge.kl([*candidates, *without], "measuring the damage")
-        rows = damage_rows(found, options.seed)
-        rows += [stored_row(original, one, cache.context) for one in candidates]
-        samples = [] if options.sweep else askable_samples(model, original.tokenizer, _lengths(strategy), options.seed)
-        rows += original.judge.retrieval(candidates, samples)
-    step, caches, context = None, (), cache.context
-    if options.full and not options.sweep:
-        with _timed(seconds, "step"):
-            step = original.judge.step(candidates[0], Load(min(context, LONGEST_STEP), new_tokens=STEPS))
-        with _timed(seconds, "caches"):
-            caches = other_caches(original, model, context, samples)
-    calibrated = {name: len(ids) for name, ids in strategy.calibration(original.windows).items()}
-    report = RetrofitReport(
-        architecture=Architecture(
-            **dict(model_facts(original.model, original.name)),
-            origin=origin(original.model),
-            retrofit_class=type(model).__name__,
-            parameters_after=model.num_parameters(),
-        ),
-        methods=[to_entry(method) for method in methods],
-        title=title(methods),
-        plan=converted.plan,
-        choice=choice,
-        weights=converted.weights,
-        calibration=Calibration(fit=converted.fit or strategy.fit, windows=calibrated, layers=converted.fits),
-        cache=cache,
-        rows=tuple(rows),
-        step=step,
-        caches=caches,
-        settings=options.model_copy(update=dict.fromkeys(strategy.idle)),  # a record names what had an effect
-        judged=list(texts.evaluation),
-        fitted=list(seen),
-        windows=windows,
+def _original(
+    source: PreTrainedModel | str | Path,
+    config: PreTrainedConfig,
+    tokenizer: PreTrainedTokenizerBase | None,
+    texts: RetrofitTexts,
+    strategies: Mapping[str, Strategy],
+    **loading: Any,
+) -> Original:
+    """Load the weights and cut the windows that the strategies need."""
+    model, tokenizer = ready_model(source, tokenizer, **loading)
+    seconds = Seconds()
+    with seconds.timed("read"), progress("tokenizing the text", 0):
+        windows = texts.windows(tokenizer, *strategies.values())
+    for cut in windows.values():
+        check_ids(model, cut.ids)
+    is_loaded = isinstance(source, PreTrainedModel)
+    return Original(
+        model,
+        windows,
+        tokenizer,
+        name=public_name(source),
+        dtype=model.dtype if is_loaded else stored_dtype(model, config),
+        seed=next(iter(strategies.values())).options.seed,
+        is_kept=is_loaded,
         seconds=seconds,
     )
-    report._model = model
-    report._tokenizer = original.tokenizer
-    report._dtype = original.dtype
-    return report
 
 
-def damage_rows(found: Mapping[str, Losses], seed: int) -> list[Row]:
-    """Return the damage of the retrofit, or of a sweep's variants, and of the retrofit without the fit."""
-    (first, own), *others = found.items()
-    rows = window_rows(first, own, seed)
-    for name, losses in others:
-        rows += window_rows(name, losses, seed)
-        if name == UNFITTED:
-            rows += window_rows(first, own, seed, losses, Against.UNFITTED)
-        else:
-            rows += window_rows(name, losses, seed, own, Against.FIRST)
-    return rows
-
-
-def _converted(original: Original, strategy: Strategy, seconds: dict[str, float]) -> tuple[Chosen, Converted]:
+def _variant(original: Original, strategy: Strategy) -> Variant:
     """Choose layers, convert and fit; the weights are rounded to the dtype in which they will be saved."""
-    with _timed(seconds, "choose"):
-        chosen = strategy.choose(original)
-    with _timed(seconds, "convert"):
+    with original.seconds.timed("choose"):
+        methods, choice = strategy.choose(original)
+    with original.seconds.timed("convert"):
         converted = convert(
             original.model,
-            chosen.methods,
+            methods,
             calibration=strategy.calibration(original.windows) or None,
-            fit=strategy.fit_of(chosen.methods),
-            groups=strategy.asked.groups,
+            fit=strategy.fit_of(methods),
+            groups=strategy.options.groups or 1,
             share_weights=not original.is_kept or bool(strategy.options.sweep),
         )
         for weight in converted.model.parameters():
             rounded = weight.data.to(original.dtype).to(weight.dtype)
-            if not torch.equal(rounded, weight.data):  # others may share memory with the original
+            # weights that rounding leaves as they are may share memory with the original
+            if not torch.equal(rounded, weight.data):
                 weight.data = rounded
-    return chosen, converted
-
-
-def _announce_time(original: Original, strategies: Sequence[Strategy]) -> None:
-    """Show about how long the retrofit will take, from one measured forward pass, if it is a minute or more."""
-    tokens = {purpose: cut.ids.numel() for purpose, cut in original.windows.items()}
-    # the original, each variant, and the first without compensation
-    forwarded = (len(strategies) + 1 + strategies[0].fits) * tokens["evaluation"]
-    forwarded += sum(strategy.forwarded(tokens, original.layers) for strategy in strategies)
-    options = strategies[0].options
-    if original.tokenizer is not None and not options.sweep:
-        asked = [length for length in _lengths(strategies[0]) if length <= positions(original.model)]
-        forwarded += (3 if options.full else 2) * len(DEPTHS) * SAMPLES * sum(asked)
-    if options.full and not options.sweep:
-        forwarded += 2 * min(options.kv_context or CONTEXT, LONGEST_STEP)
-        forwarded += (len(MEASURED) + 2) * min(WINDOWS, len(original.windows["evaluation"])) * options.length
-    announce(original.model, original.windows["evaluation"].ids, forwarded)
-
-
-@contextmanager
-def _timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
-    """Add what the block takes to the seconds of a phase."""
-    started = time.perf_counter()
-    yield
-    seconds[phase] = round(seconds.get(phase, 0.0) + time.perf_counter() - started, 2)
-
-
-def _lengths(strategy: Strategy) -> Sequence[int]:
-    """Return the lengths at which hidden numbers are asked for."""
-    if strategy.options.quick:
-        return QUICK_LENGTHS
-    return LONG_LENGTHS if strategy.options.full and strategy.needs_long_text else LENGTHS
+    return Variant(strategy, methods, choice, converted)

@@ -26,7 +26,7 @@ from crosslayer.verbs.retrofit.greedy import (
     search_record,
     spread_steps,
 )
-from crosslayer.verbs.retrofit.measure import TOKENS, Measure
+from crosslayer.verbs.retrofit.measure import TOKENS, SearchObjective
 from crosslayer.verbs.retrofit.options import RetrofitOptions
 from crosslayer.verbs.retrofit.original import Original
 from crosslayer.verbs.retrofit.result import Choice
@@ -35,7 +35,9 @@ from crosslayer.verbs.retrofit.strategy import Chosen, Named, Strategy
 MethodClass = type[Method]
 UNCHANGED = "own"  # in records: a layer that no method acts on
 FIT = 3  # about how many passes the fit of a layer takes
-RANKED, QUICK_RANKED = 200, 30  # at most, passes of the first ranking, with `quick` too
+# At most, passes of the first ranking, with `quick` too. In deep models all moves alone would take more than `PASSES`,
+# and leave none for measuring again.
+RANKED, QUICK_RANKED = 200, 30
 Move = tuple[MethodClass, int]  # a method and the layer that it is assigned to
 
 
@@ -47,6 +49,7 @@ def searched_methods(space: str = "layers") -> list[MethodClass]:
 
 def expected_passes(layers: int, most: int) -> int:
     """Estimate how many configurations a search measures, with at most `most` in its first ranking."""
+    # after the ranking about one for each layer, as moves are measured again
     return min(PASSES, min(most, layers * len(searched_methods())) + layers)
 
 
@@ -68,10 +71,13 @@ class Assignment:
         """
         for below in range(layer - 1, -1, -1):
             cls = self.classes[below]
-            if may_share(self.shapes[below], self.shapes[layer]) and (
-                cls is None or (cls.grouped and cls is not self.classes[layer])
-            ):
-                return below if cls is None else None
+            if not may_share(self.shapes[below], self.shapes[layer]):
+                continue
+            if cls is None:
+                return below
+            # a reader by another method lacks states that this one would read
+            if cls.grouped and cls is not self.classes[layer]:
+                return None
         return None
 
     @property
@@ -85,25 +91,21 @@ class Assignment:
         """Return the assignment with a method on one more layer."""
         return Assignment((*self.classes[:layer], cls, *self.classes[layer + 1 :]), self.shapes)
 
-    def names(self) -> list[str]:
-        """Return the method of each layer by name."""
-        return [UNCHANGED if cls is None else cls.name() for cls in self.classes]
-
     def methods(self) -> list[Method]:
         """Return the methods with their layers, sorted by name, without W_c."""
-        classes = sorted({cls for cls in self.classes if cls is not None}, key=lambda cls: cls.name())
-        return [cls.from_groups(self._groups(cls), len(self.classes)) for cls in classes]
-
-    def _groups(self, cls: MethodClass) -> list[list[int]]:
-        """Return each source with all layers up to its last reader that may share with it, or just the layers."""
-        layers = [layer for layer, other in enumerate(self.classes) if other is cls]
-        if not cls.grouped:
-            return [[layer] for layer in layers]
-        last_reader = {source: layer for layer in layers if (source := self.source(layer)) is not None}
-        return [
-            [layer for layer in range(source, last + 1) if may_share(self.shapes[layer], self.shapes[source])]
-            for source, last in last_reader.items()
-        ]
+        methods = []
+        for cls in sorted({cls for cls in self.classes if cls is not None}, key=lambda cls: cls.name()):
+            layers = [layer for layer, other in enumerate(self.classes) if other is cls]
+            groups = [[layer] for layer in layers]
+            if cls.grouped:
+                # each source with all layers up to its last reader that may share with it
+                last_reader = {source: layer for layer in layers if (source := self.source(layer)) is not None}
+                groups = []
+                for source, last in last_reader.items():
+                    shape = self.shapes[source]
+                    groups.append([layer for layer in range(source, last + 1) if may_share(self.shapes[layer], shape)])
+            methods.append(cls.from_groups(groups, len(self.classes)))
+        return methods
 
     @property
     def plan(self) -> DepthPlan:
@@ -133,7 +135,7 @@ class Search(GreedySearch[Assignment, Move]):
                 f"`kv_budget` must be from {self.cache.least:.4f} (one of {len(self.shapes)} layers) to 1, got {share}"
             )
         start = Assignment((None,) * len(self.shapes), tuple(self.shapes))
-        most = -math.inf if share is None else share + 1e-9
+        most = -math.inf if share is None else share + 1e-9  # sums of shares are rounded
         assignment = self.descend(start, lambda assignment: self.cache.of(assignment.plan) <= most, kl)
         reached = self.cache.of(assignment.plan)
         if share is not None and reached > most:
@@ -160,6 +162,7 @@ class Search(GreedySearch[Assignment, Move]):
     def ranked(self, start: Assignment) -> dict[Move, float]:
         """Return the cost of each move alone; in deep models of those on every n-th layer."""
         moves = self.moves(start)
+        # in a deep model a layer stands for its neighbors, as the ranking must leave passes for measuring again
         step = math.ceil(len(moves) / self.most)
         return {move: self.cost(start, move, 0.0) for move in moves if move[1] % step == 0}
 
@@ -167,8 +170,10 @@ class Search(GreedySearch[Assignment, Move]):
         """Give moves that were not ranked, or not possible before, the cost of the nearest layer."""
         for move in self.moves(current):
             if move not in costs:
-                known = [other for other in costs if other[0] is move[0]]
-                nearest = min(known, key=lambda other: abs(other[1] - move[1]), default=None)
+                cls, layer = move
+                known = [ranked for ranked in costs if ranked[0] is cls]
+                nearest = min(known, key=lambda ranked: abs(ranked[1] - layer), default=None)
+                # of a method that nothing is known of, a move comes first, and is measured
                 costs[move] = -math.inf if nearest is None else costs[nearest]
 
 
@@ -178,11 +183,12 @@ class LayerSearch(Strategy):
     def __init__(self, options: RetrofitOptions, named: Sequence[Named], config: CrossLayerConfig | None = None):
         self.targets = tuple(sorted({target for cls in searched_methods() for target in cls.targets}))
         self.needs = ("search",) if options.quick else ("search", "trade-off")
-        super().__init__(options, named, config)
+        self.most = QUICK_RANKED if options.quick else RANKED  # moves of the first ranking
+        super().__init__(options, named, config, {options.target or "attention"})
 
     def forwarded(self, tokens: Mapping[str, int], layers: int) -> float:
         """Estimate how many tokens pass through a model; each configuration fits about a layer."""
-        searched = expected_passes(layers, QUICK_RANKED if self.options.quick else RANKED)
+        searched = expected_passes(layers, self.most)
         fitted = FIT * min(TOKENS, tokens["calibration"]) / layers if self.fits else 0
         return super().forwarded(tokens, layers) + searched * (tokens["search"] + fitted)
 
@@ -191,39 +197,41 @@ class LayerSearch(Strategy):
         """Return the methods that meet the budget, and the course of the search."""
         options, shapes = self.options, original.sublayers.shapes
         with progress("running the original", 0):
-            measure = Measure(original, self.fit if self.fits else None)
-        most = QUICK_RANKED if options.quick else RANKED
-        search = Search(lambda one: measure.kl(self._methods(one)), shapes, context=options.kv_context, most=most)
-        expected = expected_passes(len(shapes), most)
+            objective = SearchObjective(original, self.fit if self.fits else None)
+        expected = expected_passes(len(shapes), self.most)
         with progress(f"searching, about {expected} of at most {PASSES} configurations", expected) as bar:
-            measure.step = lambda: bar.step(min(search.passes, expected), expected)
+            search = Search(
+                lambda assignment: objective.kl(self.compensated(assignment.methods())),
+                shapes,
+                context=options.kv_context,
+                most=self.most,
+                bar=bar,
+                expected=expected,
+            )
             chosen = search.run(options.kv_budget, options.kl_budget)
-        methods = self._methods(chosen)
+        methods = self.compensated(chosen.methods())
         if not methods:
             raise ValueError(TOO_SMALL.format(options.kl_budget))
-        record = search_record(measure, search.passes, chosen.names(), *self._compared(search))
-        return Chosen(methods, Choice(how="search", search=record))
 
-    def _methods(self, assignment: Assignment) -> list[Method]:
-        """Return the methods of an assignment, with their W_c."""
-        return [self.compensated(method) for method in assignment.methods()]
+        names = [UNCHANGED if cls is None else cls.name() for cls in chosen.classes]
+        record = search_record(objective, search.passes, names, *self._compared(search))
+        return Chosen(methods, Choice(how="search", search=record))
 
     def _compared(self, search: Search) -> tuple[list[Step], dict[str, Baseline]]:
         """Return evenly spread steps of the search, and for the last one fixed blocks of each method."""
-        steps, baselines = [], {}
+        steps = []
         for assignment, kl in spread_steps(search.curve[1:]):
             layers = {cls.name(): assignment.classes.count(cls) for cls in search.classes}
-            steps.append(Step(self._methods(assignment), search.cache.of(assignment.plan), kl, layers))
+            methods = self.compensated(assignment.methods())
+            steps.append(Step(methods, search.cache.of(assignment.plan), kl, layers))
+        baselines = {}
         for cls in search.classes if steps else ():
             blocks = fixed_blocks(cls, search.shapes, steps[-1].share, search.cache) if cls.grouped else None
             if blocks is not None:
-                method = self.compensated(cls.from_groups(blocks[0], len(search.shapes)))
-                baselines[cls.name()] = Baseline([method], *blocks)
+                groups, share = blocks
+                methods = self.compensated([cls.from_groups(groups, len(search.shapes))])
+                baselines[cls.name()] = Baseline(methods, groups, share)
         return steps, baselines
-
-    def written_sublayers(self) -> set[str | None]:
-        """Return `target`, by default attention."""
-        return {self.asked.target or "attention"}
 
 
 def fixed_blocks(
@@ -234,7 +242,7 @@ def fixed_blocks(
     The size is the one whose share is nearest to `share`, the paper's in case of a tie; None if no layers may share.
     """
     candidates = []
-    for size in range(2, max(3, len(shapes) // 2 + 1)):
+    for size in range(2, max(3, len(shapes) // 2 + 1)):  # at most one block, of the whole top half
         groups = paper_groups(list(shapes), size)
         if groups:
             reached = cache.of(cls.from_groups(groups, len(shapes)).plan(len(shapes)))

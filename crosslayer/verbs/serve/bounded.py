@@ -21,33 +21,31 @@ POLL = 0.2  # seconds between two checks of the clock
 
 def run(seconds: float, arguments: list[str]) -> int:
     """Run a server until it ends, and return its exit status."""
-    server = subprocess.Popen([sys.executable, *arguments], start_new_session=True)  # else Ctrl-C would reach it twice
+    # Without a session of its own, Ctrl-C would reach the server twice: from the terminal and from here.
+    server = subprocess.Popen([sys.executable, *arguments], start_new_session=True)
     signals: list[float] = []  # times of the signals received
 
-    def forward(number: int, frame: FrameType | None) -> None:
+    def forward(signum: int, frame: FrameType | None) -> None:
         if not signals and server.returncode is None:
-            os.killpg(server.pid, number)  # to all its processes, as a terminal does
+            os.killpg(server.pid, signum)  # to all its processes, as a terminal does
         signals.append(time.monotonic())
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
-            signal.signal(number, forward)
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(signum) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(signum, forward)
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
             status = server.wait(POLL)
-            return status if status >= 0 else 128 - status
+            return status if status >= 0 else 128 - status  # by a signal, as shells write it
         if len(signals) > 1 or signals and time.monotonic() - signals[0] >= seconds:
             os.write(2, KILLED.encode())
-            _kill(server.pid)
+            # Children are killed by their ids, since one with a session of its own is not in the server's group.
+            with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):  # they may be ending
+                for process in psutil.Process(server.pid).children(recursive=True):
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        process.kill()
+                os.killpg(server.pid, signal.SIGKILL)
             server.wait()
-
-
-def _kill(server: int) -> None:
-    with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):  # they may be ending
-        for process in psutil.Process(server).children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        os.killpg(server, signal.SIGKILL)
 
 
 if __name__ == "__main__":

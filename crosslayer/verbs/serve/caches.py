@@ -14,7 +14,8 @@ from crosslayer.output.formatting import ranges
 TENSOR_PARALLEL = "tensor-parallel-size"
 CACHE_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FP8 = ("fp8", "fp8_e4m3", "fp8_e5m2")
-# vLLM flags that crosslayer models are refused with: values that are allowed, and the reason for refusing others
+# vLLM flags that crosslayer models are refused with: values that are allowed, and the reason for refusing others.
+# Several would give wrong text without any error, so flags are allowed after a comparison with our own forward pass.
 UNTESTED = {
     TENSOR_PARALLEL: (("1", "2"), "tensor parallelism over more than 2 processes is untested"),
     "pipeline-parallel-size": (
@@ -49,6 +50,7 @@ def cache_source(config: CrossLayerConfig, layer: int) -> int | None:
     if len(sources) > 1 or several[layer]:
         return layer
     (source,) = sources.pop()
+    # A source that reads several layers caches their mixture, and not its own keys and values.
     return layer if several[source] else source
 
 
@@ -90,29 +92,10 @@ def _modules(config: CrossLayerConfig) -> Iterator[tuple[Method, int, Mixing]]:
     wiring = config.wiring
     for method in config.methods:
         for layer in filter(config.plan.attends, range(config.num_hidden_layers)):
-            with torch.device("meta"):
+            with torch.device("meta"):  # only their kind is asked for
                 reader = method.reader(config, wiring, layer) if wiring.reads_several[layer] else None
                 modules = method.heads(config, wiring, layer), reader
             yield from ((method, layer, module) for module in modules if module is not None)
-
-
-def not_split(config: CrossLayerConfig, ranks: int) -> str | None:
-    """Return why vLLM cannot split a crosslayer model over `ranks` processes (tensor parallelism), None if it can.
-
-    vLLM splits linear layers and attention heads; every process has other modules whole.
-    """
-    if ranks == 1:
-        return None
-    heads = config.num_key_value_heads
-    assert heads is not None
-    if heads % ranks:
-        return f"its {heads} key-value heads cannot be divided among {ranks} processes"
-    if FROM_VALUES in config.wiring.compensation:
-        return "its W_c reads the values of all heads, which vLLM splits"
-    for method, layer, module in _modules(config):
-        if module.split_by_head:
-            return f"{method.name()} has parameters of each head in layer {layer}, which vLLM does not split"
-    return None
 
 
 def untested(config: CrossLayerConfig, flags: Mapping[str, str]) -> tuple[str, str] | None:
@@ -120,7 +103,23 @@ def untested(config: CrossLayerConfig, flags: Mapping[str, str]) -> tuple[str, s
     for name, (allowed, reason) in UNTESTED.items():
         if name in flags and flags[name] not in allowed:
             return name, reason
-    reason = not_split(config, int(flags.get(TENSOR_PARALLEL, "1")))
+
+    # vLLM splits linear layers and attention heads over processes; each of them has other modules whole.
+    ranks = int(flags.get(TENSOR_PARALLEL, "1"))
+    if ranks == 1:
+        return None
+    heads = config.num_key_value_heads
+    assert heads is not None
+    reason = None
+    if heads % ranks:
+        reason = f"its {heads} key-value heads cannot be divided among {ranks} processes"
+    elif FROM_VALUES in config.wiring.compensation:
+        reason = "its W_c reads the values of all heads, which vLLM splits"
+    else:
+        split = next(((method, layer) for method, layer, module in _modules(config) if module.split_by_head), None)
+        if split is not None:
+            method, layer = split
+            reason = f"{method.name()} has parameters of each head in layer {layer}, which vLLM does not split"
     return None if reason is None else (TENSOR_PARALLEL, f"{reason}; use one process")
 
 

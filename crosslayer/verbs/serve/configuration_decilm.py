@@ -1,4 +1,8 @@
-"""The config of a DeciLM: Llama's with `block_configs`, a block for each layer, accessed by attribute."""
+"""The config of a DeciLM: Llama's with `block_configs`, a block for each layer, accessed by attribute.
+
+`export` copies this file into the folder of a model, where a vLLM without crosslayer runs it. So it imports nothing of
+this package.
+"""
 
 from typing import Any
 

@@ -35,8 +35,10 @@ from crosslayer.verbs.serve.caches import flags_of
 from crosslayer.verbs.serve.plugin import logger
 from crosslayer.verbs.serve.prompts import check_served, check_weights
 
-WAITING = 2  # prompts that are copied and not yet written; the next one waits
-DIGITS, BITS = 4, 7  # of numbers written to find a layout: bfloat16 holds 7 bits exactly
+# Prompts that are copied and not yet written; the next one waits, since each copy takes as much memory as its blocks.
+WAITING = 2
+# Digits, and bits of each, of the numbers that are written to find a layout: bfloat16 holds 7 bits exactly.
+DIGITS, BITS = 4, 7
 
 
 @dataclass(eq=False)
@@ -64,12 +66,9 @@ class CachedLayer:
     layout: Tensor
     shape: CodedLayer
 
-    def copied(self, blocks: Sequence[int]) -> Tensor:
-        """Return blocks as they are, on the CPU."""
-        return self.cache[torch.tensor(blocks, device=self.cache.device)].cpu()
-
     def states(self, copied: Tensor) -> Tensor:
         """Return the states (T, W), keys before rotation and values, of copied blocks, the first of a prompt."""
+        # A codec predicts keys before rotation, and vLLM caches them after it.
         numbers = copied.flatten(1)[:, self.layout.to(copied.device)].view(-1, self.shape.width)
         return _turned(numbers, 0, self.shape, back=True)
 
@@ -95,22 +94,29 @@ def layout_of(attention: Any, cache: Tensor, shape: CodedLayer) -> Tensor:
     """
     tokens, heads = cache.shape[2], shape.heads
     order = torch.arange(tokens * shape.width, device=cache.device).view(tokens, shape.width)
-    slots, found = torch.arange(tokens, 2 * tokens, device=cache.device), torch.zeros_like(order).flatten()
+    slots = torch.arange(tokens, 2 * tokens, device=cache.device)  # of block 1
+    held = torch.zeros_like(order).flatten()
+    # Each number of a block gets its own index, written digit by digit since the cache may be of 16 bits.
     for digit in range(DIGITS):
         part = (order >> BITS * digit) % 2**BITS
         key, value = part.to(cache.dtype).split([heads * shape.key, heads * shape.value], 1)
         key, value = (numbers.unflatten(1, (heads, -1)).contiguous() for numbers in (key, value))
         attention.impl.do_kv_cache_update(attention, key, value, cache, slots)
-        found += cache[1].flatten().long() << BITS * digit
+        held += cache[1].flatten().long() << BITS * digit
     cache[1].zero_()
-    layout = found.argsort()
-    if not torch.equal(found[layout], order.flatten()):
+    layout = held.argsort()
+    # A backend that scales, quantizes or pads its input holds other numbers than were written.
+    if not torch.equal(held[layout], order.flatten()):
         raise ValueError("`prompt_store` cannot read the KV cache of vLLM's attention backend; use another one")
     return layout
 
 
 class PromptStoreConnector(KVConnectorBase_V1):
     """Loads prompts of a store into vLLM's cache, and saves them.
+
+    vLLM makes one for its scheduler and one for its worker, and calls other hooks of each. A step calls, in this order:
+    `get_num_new_matched_tokens`, `update_state_after_alloc` and `build_connector_meta` in the scheduler; then in the
+    worker `start_load_kv`, for each layer `wait_for_layer_load`, and `wait_for_save`.
 
     `kv_connector_extra_config` has `store` (its URL), `codec` (its folder), perhaps `limit`, and `checked`, the
     fingerprint of the served weights if they were read already.
@@ -126,13 +132,16 @@ class PromptStoreConnector(KVConnectorBase_V1):
         options = self._kv_transfer_config.kv_connector_extra_config
         self._codec = load_codec(options["codec"])
         self._store = PromptStore(options["store"], self._codec, options.get("limit"))
+        # With vLLM's other policy, a request with a damaged block would fail.
         if self._kv_transfer_config.kv_load_failure_policy != "recompute":
             raise ValueError("kv_load_failure_policy must be recompute, so that a damaged block is read again")
         model = vllm_config.model_config
         config = AutoConfig.from_pretrained(model.model, trust_remote_code=False)
         check_served(self._codec, config, flags_of(vllm_config))
+        # `serve` reads the weights before it starts vLLM. If vLLM was started in another way, they are read here, once.
         if role == KVConnectorRole.SCHEDULER and options.get("checked") != self._codec.model_print:
             check_weights(self._codec, model.model, config)
+        # All layers must have one block table: windows have their own, and give up blocks.
         groups = kv_cache_config.kv_cache_groups
         if len(groups) != 1 or not isinstance(groups[0].kv_cache_spec, FullAttentionSpec):
             raise ValueError("`prompt_store` needs layers whose caches hold all tokens in blocks of one size")
@@ -167,28 +176,33 @@ class PromptStoreConnector(KVConnectorBase_V1):
         more = request.lora_request, request.mm_features, request.cache_salt
         if any(more) or request.prompt_embeds is not None or not request.prompt_token_ids:
             return 0
+        # The last token is left out: vLLM needs its logits, so it must run at least that one.
         return (len(request.prompt_token_ids) - 1) // self._size * self._size
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         """Return how many tokens the store has behind those that vLLM holds, and that they are loaded in the step."""
-        count, name = self._usable(request), request.request_id
+        count = self._usable(request)
+        name = request.request_id
+        # vLLM may ask more than once before a request runs; the store is searched once.
         if name not in self._matched:
             self._matched[name] = 0
             try:
                 self._matched[name] = self._store.match(np.array(request.prompt_token_ids[:count], np.uint32))
             except MISSES as error:
                 logger.warning("the prompt store cannot be read: %s", error)
+        # False means that the tokens are loaded within the step, layer by layer, and not between steps.
         return max(0, self._matched[name] // self._size * self._size - num_computed_tokens), False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Note what a request loads, and whether its prompt is to be saved."""
-        name, count = request.request_id, self._usable(request)
+        name = request.request_id
         if num_external_tokens:
             stop = self._matched[name] // self._size * self._size
             start = stop - num_external_tokens
-            own = blocks.get_block_ids()[0][start // self._size : stop // self._size]
-            self._next.loads.append(Transfer(np.array(request.prompt_token_ids[:stop], np.uint32), list(own), start))
-        if self._matched.get(name, 0) < count:
+            loaded = blocks.get_block_ids()[0][start // self._size : stop // self._size]
+            self._next.loads.append(Transfer(np.array(request.prompt_token_ids[:stop], np.uint32), list(loaded), start))
+        # From here on the request has blocks and runs, so `build_connector_meta` follows its prompt.
+        if self._matched.get(name, 0) < self._usable(request):
             self._prefilling[name] = request
 
     def build_connector_meta(self, scheduler_output: Any) -> Transfers:
@@ -197,14 +211,15 @@ class PromptStoreConnector(KVConnectorBase_V1):
         for name, scheduled in scheduler_output.num_scheduled_tokens.items():
             request = self._prefilling.get(name)
             count = 0 if request is None else self._usable(request)
+            # A long prompt takes several steps. It is saved after the one that computes its last block.
             if request is not None and request.num_computed_tokens + scheduled >= count:
                 del self._prefilling[name]
-                own = scheduler_output.kv_connector_block_state.get_block_ids(name)[0][: count // self._size]
-                transfers.saves.append(Transfer(np.array(request.prompt_token_ids[:count], np.uint32), list(own)))
+                computed = scheduler_output.kv_connector_block_state.get_block_ids(name)[0][: count // self._size]
+                transfers.saves.append(Transfer(np.array(request.prompt_token_ids[:count], np.uint32), list(computed)))
         return transfers
 
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, None]:
-        """Forget a request; its blocks are free."""
+        """Forget a request; its blocks are free, since a finished prompt was copied at the end of its step."""
         self._matched.pop(request.request_id, None)
         self._prefilling.pop(request.request_id, None)
         return False, None
@@ -218,6 +233,7 @@ class PromptStoreConnector(KVConnectorBase_V1):
             raise ValueError(
                 f"`prompt_store` needs layer caches of the shape (heads, block size, numbers) = {sizes[0]}"
             )
+        # Layers with the same backend and shape have the same layout, so one of each is tested.
         known: dict[Any, Tensor] = {}
         for name, shape in zip(names, self._codec.shapes, strict=True):
             cache, attention = kv_caches[name], attentions[name]
@@ -240,6 +256,7 @@ class PromptStoreConnector(KVConnectorBase_V1):
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Decode and write the layers up to this one."""
+        # `layers` decodes while it is read, so that the states of one layer at a time are in memory.
         for load, layers in list(self._loading):
             try:
                 for name, states in layers:
@@ -259,13 +276,20 @@ class PromptStoreConnector(KVConnectorBase_V1):
             if next(layers, None) is not None:
                 self._miss(load, "not all layers ran")
         self._loading.clear()
+
         for save in self._get_connector_metadata().saves:
+            # A prompt with blocks that were not loaded has wrong states in this step, which must not be stored.
             if self._wrong.keys().isdisjoint(save.blocks):
                 while len(self._saving) >= WAITING:
                     self._saving.popleft().result()
-                copied = [layer.copied(save.blocks) for layer in self._layers.values()]
+                # In the next step vLLM may give the blocks to another request, so they are copied now.
+                copied = []
+                for layer in self._layers.values():
+                    copied.append(layer.cache[torch.tensor(save.blocks, device=layer.cache.device)].cpu())
                 self._saving.append(self._pool.submit(self._save, save.tokens, copied))
-        self._step += 1  # steps that were scheduled before vLLM heard of a miss read those blocks, too
+
+        # Steps that were scheduled before vLLM heard of a miss read those blocks, too.
+        self._step += 1
         self._wrong = {block: step for block, step in self._wrong.items() if self._step - step < self._in_flight}
 
     def get_block_ids_with_load_errors(self) -> set[int]:
@@ -285,7 +309,7 @@ class PromptStoreConnector(KVConnectorBase_V1):
     @torch.inference_mode()
     def _save(self, tokens: np.ndarray, copied: list[Tensor]) -> None:
         dtype = format.DTYPES.index(str(copied[0].dtype).removeprefix("torch."))
-        states = [layer.states(own) for layer, own in zip(self._layers.values(), copied, strict=True)]
+        states = [layer.states(blocks) for layer, blocks in zip(self._layers.values(), copied, strict=True)]
         try:
             self._store.save_states(tokens, states, dtype)
         except MISSES as error:

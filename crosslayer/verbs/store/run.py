@@ -71,15 +71,19 @@ def store(url: str, *, verify: bool = True, limit: str | None = None, remove_dam
         raise ValueError(f"the store {url!r} does not exist; a PromptStore makes it when it saves a prompt")
     before = sum(entry.size for entry in files.entries())
     left = before if most is None else prune(files, most)[0]
-    entries, damaged, prompts, tokens, unread = files.entries(), [], 0, 0, 0
+    entries = files.entries()
+    damaged: list[str] = []
+    prompts, tokens, unread = 0, 0, 0
     with progress("checking blocks", len(entries)) as bar:
         for done, entry in enumerate(entries, 1):
             try:
+                # A header has four bytes for each token of its block, so the first part of a file holds it.
                 data = files.read(entry.path, None if verify else 2**16)
                 block = read_header(data)
                 if verify:
                     check_hash(data)
-            except (OSError, OtherFormat):  # removed meanwhile, out of reach, or of another release: not damaged
+            # A block that was removed meanwhile, cannot be reached, or is of another release is not damaged, and stays.
+            except (OSError, OtherFormat):
                 unread += 1
             except ValueError:
                 damaged.append(entry.path)

@@ -2,15 +2,16 @@
 
 from statistics import fmean
 
-from crosslayer.output.formatting import readable_bytes
-from crosslayer.output.page import Page, Table
+from crosslayer.output.formatting import UNKNOWN, readable_bytes
+from crosslayer.output.page import Page
 from crosslayer.output.panel import Line, Panel
 from crosslayer.training.record import mean_of_known
 from crosslayer.verbs.train.result import TrainingRun
 
 LINES = 6  # of a figure with a line for each snapshot
 UNIT = "nats per token"
-BY_LAYER = (  # of snapshots: measure, title, sentence, axis
+# of snapshots: measure, title, sentence, axis
+BY_LAYER = (
     ("first_token_share", "Attention on the first token", "Share of all attention.", "share"),
     ("stream_norm", "Residual stream", "Mean norm over tokens.", "norm"),
     ("attention_output_norm", "What attention adds", "Mean norm over tokens.", "norm"),
@@ -27,8 +28,18 @@ BY_STEP = (
 def layout(record: TrainingRun) -> Page:
     """Return the page."""
     methods = "+".join(str(entry["name"]) for entry in record.model.methods) or "no method"
-    last, curve = record.validation[-1].losses, record.curve
+    last = record.validation[-1].losses
+    curve = record.curve
     memory = [] if record.peak_bytes is None else [("Peak memory", readable_bytes(record.peak_bytes), "of the process")]
+
+    head = ["domain", "share", "tokens", "documents", "passes", "validation tokens", "validation loss"]
+    rows = []
+    for domain in record.domains:
+        counts = [f"{domain.share:.1%}", f"{domain.tokens:,}", f"{domain.documents:,}", f"{domain.passes:.2f}"]
+        rows.append([domain.name, *counts, f"{domain.validation_tokens:,}", f"{last[domain.name]:.4f}"])
+    if len(rows) > 1:
+        rows.append(["mean", *[""] * 5, f"{fmean(last.values()):.4f}"])
+
     return Page(
         title=f"Training of {record.name}",
         subtitle=(
@@ -36,13 +47,13 @@ def layout(record: TrainingRun) -> Page:
             f"· seed {record.seed}"
         ),
         cards=[
-            ("Training loss", f"{curve.losses[-1]:.3f}" if curve.losses else "—", "nats per token, last logged"),
+            ("Training loss", f"{curve.losses[-1]:.3f}" if curve.losses else UNKNOWN, "nats per token, last logged"),
             ("Validation loss", f"{fmean(last.values()):.3f}", "nats per token, mean over domains"),
             ("Time", f"{record.seconds / 60:.1f} min", "training steps only"),
             *memory,
         ],
         panels=[*_curves(record), *_snapshots(record)],
-        tables=[_domains(record)],
+        tables=[("Text", head, rows)],
     )
 
 
@@ -50,12 +61,14 @@ def sentences(record: TrainingRun) -> list[str]:
     """Return the final losses, repeated text and speed."""
     last = record.validation[-1].losses
     order = sorted(last, key=lambda name: last[name])
+    # of a single domain both ends are the same
     ends = " to ".join(dict.fromkeys(f"{name} {last[name]:.4f}" for name in (order[0], order[-1])))
     mean = f"{fmean(last.values()):.4f} on average over {len(last)} domains, " if len(last) > 1 else ""
     lines = [f"Validation loss after {record.steps:,} steps, in nats per token: {mean}{ends}."]
     repeated = [f"{domain.name} {domain.passes:.1f} times" for domain in record.domains if domain.passes > 1]
     if repeated:
         lines.append(f"Text was repeated: the run read {', '.join(repeated)}.")
+    # a run too short to log a loss has no seconds
     rate = record.tokens / record.seconds if record.seconds else 0.0
     flops = rate * record.model.flops_per_token
     lines.append(
@@ -69,14 +82,16 @@ def sentences(record: TrainingRun) -> list[str]:
 
 def _curves(record: TrainingRun) -> list[Panel]:
     """Return losses and the gradient norm by step, if there are at least two steps."""
-    logged, evaluated = [float(step) for step in record.curve.steps], [float(entry.step) for entry in record.validation]
+    logged = [float(step) for step in record.curve.steps]
+    evaluated = [float(entry.step) for entry in record.validation]
     training = [Line("training", logged, record.curve.losses)]
     validation = [
         Line(domain.name, evaluated, [entry.losses[domain.name] for entry in record.validation])
         for domain in record.domains
     ]
     norm = [Line("norm", logged, record.curve.gradient_norms)]
-    since, held_out = "Each point is the mean since the previous one.", "Held-out text of each domain."
+    since = "Each point is the mean since the previous one."
+    held_out = "Held-out text of each domain."
     panels = [
         Panel("training_loss", "Training loss", since, "step", UNIT, training),
         Panel("validation_loss", "Validation loss", held_out, "step", UNIT, validation),
@@ -95,24 +110,14 @@ def _snapshots(record: TrainingRun) -> list[Panel]:
     layers = [float(layer) for layer in range(record.model.layers)]
     panels = []
     for name, title, sentence, axis in BY_LAYER:
-        lines = [Line(f"step {one.step}", layers, getattr(one, name)) for one in shown if getattr(one, name)]
+        # a measure that was not taken is an empty list
+        lines = [Line(f"step {taken.step}", layers, getattr(taken, name)) for taken in shown if getattr(taken, name)]
         if lines:
             panels.append(Panel(name, title, sentence, "layer", axis, lines, log_y=axis == "norm"))
-    steps = [float(one.step) for one in record.snapshots]
+    steps = [float(taken.step) for taken in record.snapshots]
     for name, title, sentence in BY_STEP:
-        means = [mean_of_known(getattr(one, name)) for one in record.snapshots]
+        means = [mean_of_known(getattr(taken, name)) for taken in record.snapshots]
         if len(steps) > 1 and means[0] is not None:
             lines = [Line("", steps, means)]
             panels.append(Panel(f"{name}_by_step", title, sentence, "step", "mean over layers", lines))
     return panels
-
-
-def _domains(record: TrainingRun) -> Table:
-    head = ["domain", "share", "tokens", "documents", "passes", "validation tokens", "validation loss"]
-    rows = []
-    for one in record.domains:
-        rows.append([one.name, f"{one.share:.1%}", f"{one.tokens:,}", f"{one.documents:,}", f"{one.passes:.2f}"])
-        rows[-1] += [f"{one.validation_tokens:,}", f"{record.validation[-1].losses[one.name]:.4f}"]
-    if len(rows) > 1:
-        rows.append(["mean", *[""] * 5, f"{fmean(record.validation[-1].losses.values()):.4f}"])
-    return "Text", head, rows

@@ -54,7 +54,8 @@ def train(
     """
     recipe = given_recipe(recipe, settings, stages=False)
     target = Path(out).expanduser().resolve()
-    first = os.environ.get("RANK", "0") == "0"  # of the run's processes: the one that locks the folder and writes
+    # of the run's processes the one that locks the folder and writes
+    first = os.environ.get("RANK", "0") == "0"
     with locked_folder(target) if first else contextlib.nullcontext(), resumable(target):
         if first:
             check_run(target, recipe, resume)
@@ -62,7 +63,8 @@ def train(
         arguments = stage_arguments(recipe, recipe.parts[0], target)
         check_attention(recipe.attention, arguments.device)
         tokenizer = recipe_tokenizer(recipe.tokenizer or "bytes", [part.text() for part in recipe.data.domains])
-        if recipe.model is not None and recipe.model.start is None:  # too large a model is refused before any text
+        # too large a model is refused before any text is read
+        if recipe.model is not None and recipe.model.start is None:
             with torch.device("meta"):
                 empty = new_model(recipe.model, recipe.data.length, tokenizer)
             check_memory(empty, arguments, recipe.data.length)
@@ -72,6 +74,7 @@ def train(
         probe = None
         if probed is not None:
             probe = partial(snapshot, windows=probed, measure=lambda model, ids: measure_sequence(model, ids).measures)
+        # of the machine, beside which the run's own FLOP/s stand
         dtype = torch.bfloat16 if arguments.bf16 else torch.float16 if arguments.fp16 else torch.float32
         speed = matrix_flops(arguments.device, dtype) * arguments.world_size
         with quiet_transformers(), peak_memory(arguments.device) as peak:
@@ -79,8 +82,9 @@ def train(
             properties = trained_model(model, recipe.data.length)
             trainer = stage_trainer(recipe, rows, model, arguments, probe=probe)
             trainer.train(resume_from_checkpoint=resume)
+            # the last step was not evaluated, or the run had already finished
             if arguments.max_steps % (arguments.eval_steps or 1) or not trainer.window_losses:
-                trainer.evaluate()  # the last step was not evaluated, or the run had already finished
+                trainer.evaluate()
             trainer.save_model(str(target / "model"))
         history: list[dict[str, Any]] = trainer.state.log_history
         result = TrainingRun(  # pyright: ignore[reportCallIssue]

@@ -22,7 +22,7 @@ from crosslayer.probe.intercept import AttentionCall, visited
 from crosslayer.probe.model import attention_of, stored_states
 from crosslayer.verbs.verify.result import FAIL, NOT_APPLICABLE, PASS, Check
 from crosslayer.verbs.verify.subject import FEW, NEW, Subject, widened
-from crosslayer.wiring.kv_bits import KvBits, stored_bytes
+from crosslayer.wiring.kv_bits import stored_bytes
 
 # Measured on 33 tokens of SmolLM2, of five retrofits of it and of tiny models of 25 families: at most 3e-5 in
 # float32. More layers and other kernels need a margin; the mildest planted error, positions off by 1 after the cache,
@@ -34,6 +34,9 @@ EXACT = {"float64": 1e-8, "float32": 1e-3}
 # 0.094, unrelated logits 1.4. Eager attention also rounds scores and weights: up to 5.3 times that in 48 runs.
 ROUNDINGS, EAGER, FLOOR, WEAK = 2, 8, 0.005, 0.5
 ADDED_UP = 1e-6  # of scores that beam search adds up in float32, whatever the dtype
+# of the largest gradient: below this a gradient is rounding error
+SMALLEST = 1e-6
+TOLERANCE, ROUNDED_TOLERANCE = 1e-3, 0.05  # of gradients in float32 and float64, in lower precisions
 SENTENCE = 200  # characters shown of an error
 
 
@@ -54,6 +57,7 @@ class NotApplicable(Exception):
 def tolerance_of(dtype: str, rounding: float) -> tuple[float, str]:
     """Return the tolerance of a dtype whose rounding changes the plain pass by `rounding`, and a note if it is weak."""
     tolerance = EXACT.get(dtype) or max(FLOOR, ROUNDINGS * rounding)
+    # unrelated logits differ by 1.4, so that a tolerance near it would pass anything
     return tolerance, f"weak check: rounding alone changes logits by {rounding:.1f}" if tolerance > WEAK else ""
 
 
@@ -65,9 +69,12 @@ def judged(name: str, dtype: str | None, tolerance: float, check: Callable[[], M
         return Check(name=name, dtype=dtype, status=NOT_APPLICABLE, reason=str(reason))
     except Exception as error:
         return Check(name=name, dtype=dtype, status=FAIL, reason=f"{type(error).__name__}: {in_brief(error)}")
-    limit, reasons = tolerance * measured.factor, [measured.reason, note]
+    limit = tolerance * measured.factor
+    reasons = [measured.reason, note]
     if measured.tolerance is not None:
-        limit, reasons = measured.tolerance, [measured.reason]
+        limit = measured.tolerance
+        reasons = [measured.reason]
+    # a record holds no NaN, and a NaN is no pass
     if not math.isfinite(measured.difference) or not math.isfinite(limit):
         reason = f"difference {measured.difference}, tolerance {limit}"
         return Check(name=name, dtype=dtype, status=FAIL, reason=reason)
@@ -87,10 +94,6 @@ def in_brief(error: Exception) -> str:
     return text if len(text) <= SENTENCE else f"{text[:SENTENCE]} …"
 
 
-SMALLEST = 1e-6  # of the largest gradient: below this a gradient is rounding error
-TOLERANCE, ROUNDED_TOLERANCE = 1e-3, 0.05  # of gradients in float32 and float64, in lower precisions
-
-
 @torch.no_grad()
 def _token_by_token(subject: Subject) -> Measurement:
     return Measurement(subject.difference(subject.run_in_chunks([1] * subject.ids.shape[1])))
@@ -98,6 +101,7 @@ def _token_by_token(subject: Subject) -> Measurement:
 
 @torch.no_grad()
 def _chunked(subject: Subject) -> Measurement:
+    # a prefill, a step and two chunks: positions and masks differ in each
     count = subject.ids.shape[1]
     sizes = [count // 3, 1, count // 4]
     return Measurement(subject.difference(subject.run_in_chunks([*sizes, count - sum(sizes)])))
@@ -107,6 +111,7 @@ def _chunked(subject: Subject) -> Measurement:
 def _static(subject: Subject) -> Measurement:
     _needs_fullgraph(subject.model)
     count = subject.ids.shape[1]
+    # longer than the text: the entries behind it must not be seen
     cache = StaticCache(config=subject.model.config, max_cache_len=count + 3)
     return Measurement(subject.difference(subject.run_in_chunks([count - 4, 1, 1, 1, 1], cache)))
 
@@ -114,15 +119,20 @@ def _static(subject: Subject) -> Measurement:
 @torch.no_grad()
 def _left_padded(subject: Subject) -> Measurement:
     """Run the ids and a left-padded prefix of them as a batch: prefill and four steps with a cache."""
-    model, ids, count = subject.model, subject.ids, subject.ids.shape[1]
+    model = subject.model
+    ids = subject.ids
+    count = ids.shape[1]
     pad = count // 3
     short = ids[:, : count - pad]
-    batch = torch.cat([ids, torch.cat([ids[:, :pad], short], 1)])  # padding may be any id, since the mask hides it
+    # padding may be any id, since the mask hides it
+    batch = torch.cat([ids, torch.cat([ids[:, :pad], short], 1)])
     mask = torch.ones_like(batch)
     mask[1, :pad] = 0
     positions = (mask.cumsum(-1) - 1).clamp_min(0)
+    # a model without them, such as one with ALiBi, counts positions by the mask
     takes_positions = "position_ids" in inspect.signature(model.forward).parameters
-    cache, chunks = subject.new_cache(), []
+    cache = subject.new_cache()
+    chunks = []
     for start, end in [(0, count - 4), *((i, i + 1) for i in range(count - 4, count))]:
         options: dict[str, Any] = {"attention_mask": mask[:, :end], CACHE: cache, "use_cache": True}
         if takes_positions:
@@ -130,7 +140,8 @@ def _left_padded(subject: Subject) -> Measurement:
         chunks.append(model(batch[:, start:end], **options).logits)
     logits = torch.cat(chunks, 1)  # (2, size, V) each -> (2, T, V)
     gaps = [subject.difference(logits[0]), subject.difference(logits[1, pad:], subject.full[: count - pad])]
-    return Measurement(torch.tensor(gaps).max().item())  # unlike Python's, this max keeps a NaN
+    # unlike Python's, this max keeps a NaN
+    return Measurement(torch.tensor(gaps).max().item())
 
 
 @torch.no_grad()
@@ -142,8 +153,9 @@ def _beam_search(subject: Subject) -> Measurement:
     model: Any = subject.model
     start = subject.ids[:, :FEW]
     options = {"attention_mask": torch.ones_like(start), "return_dict_in_generate": True, "output_scores": True}
-    own = {} if subject.bits is None else {CACHE: subject.new_cache()}
-    cached = model.generate(start, use_cache=True, **own, **options)  # sequences (beams, FEW + NEW)
+    # `generate` makes a plain cache itself
+    cache = {} if subject.bits is None else {CACHE: subject.new_cache()}
+    cached = model.generate(start, use_cache=True, **cache, **options)  # sequences (beams, FEW + NEW)
     logits = widened(model(cached.sequences, use_cache=False).logits)[:, start.shape[1] - 1 : -1]  # (beams, NEW, V)
     chosen = cached.sequences[:, start.shape[1] :, None]  # (beams, NEW, 1)
     scores = logits.log_softmax(-1).gather(-1, chosen)[..., 0].sum(-1)  # (beams, NEW, 1) -> (beams,)
@@ -171,6 +183,7 @@ def _compiled(subject: Subject) -> Measurement:
             get_cpp_compiler()
         except InvalidCxxCompiler:
             raise NotApplicable("inductor needs a C++ compiler, which is not installed") from None
+    # graphs of other models of the same class count towards dynamo's limit of recompilations, an error with `fullgraph`
     torch._dynamo.reset()
     try:
         compiled = torch.compile(subject.model, backend=subject.backend, fullgraph=True)
@@ -186,6 +199,7 @@ def _checkpointed_gradients(subject: Subject) -> Measurement:
     """
     if not subject.model.supports_gradient_checkpointing:
         raise NotApplicable(f"{type(subject.model).__name__} has no activation checkpointing")
+    # transformers checkpoints in training only
     model = subject.model.train()
     try:
         plain = _gradients(subject)
@@ -194,8 +208,22 @@ def _checkpointed_gradients(subject: Subject) -> Measurement:
     finally:
         disable_checkpointing(model)
         model.eval()
-    scale = SMALLEST * max(gradient.abs().max().item() for gradient in plain.values() if gradient is not None)
-    gaps = {name: _gap(name, plain[name], checkpointed[name], scale) for name in plain}
+
+    # The gap of two gradients is relative to the largest entry. Some gradients are zero up to rounding, such as that of
+    # a key's bias: their gaps are relative to a share of the largest gradient of all.
+    least = SMALLEST * max(gradient.abs().max().item() for gradient in plain.values() if gradient is not None)
+    gaps = {}
+    for name, expected in plain.items():
+        gradient = checkpointed[name]
+        if expected is not None and gradient is not None:
+            gap = widened(expected - gradient).abs().max() / max(expected.abs().max().item(), least)
+            gaps[name] = gap.item()
+        elif expected is None and gradient is None:
+            gaps[name] = 0.0
+        else:
+            side = "with" if expected is None else "without"
+            raise ValueError(f"{name} has a gradient only {side} checkpointing")
+    # a NaN, which is neither more nor less, comes first
     worst = max(gaps, key=lambda name: (math.isnan(gaps[name]), gaps[name]))
     reason = f"relative to the largest gradient of {worst}; {len(gaps)} parameters"
     return Measurement(gaps[worst], reason, TOLERANCE if subject.exact else ROUNDED_TOLERANCE)
@@ -218,7 +246,8 @@ def _save_and_load(subject: Subject) -> Measurement:
         problems = {key: sorted(map(str, info[key])) for key in ("missing_keys", "unexpected_keys", "mismatched_keys")}
         if any(problems.values()):
             raise ValueError("; ".join(f"{key}: {names[0]}" for key, names in problems.items() if names))
-        before, after = subject.model.state_dict(), reloaded.state_dict()
+        before = subject.model.state_dict()
+        after = reloaded.state_dict()
         changed = [name for name in before if name not in after or not torch.equal(before[name], after[name])]
         if changed:
             raise ValueError(f"weights that differ after loading: {len(changed)}, such as {changed[0]}")
@@ -235,6 +264,7 @@ def _eager_and_sdpa(subject: Subject) -> Measurement:
     logits = []
     for implementation in ("eager", "sdpa"):
         with attention_of([model], implementation):
+            # some classes keep their own, whatever is set
             if model.config._attn_implementation != implementation:
                 raise NotApplicable(f"{type(model).__name__} cannot switch its attention implementation")
             logits.append(widened(model(subject.ids, use_cache=False).logits)[0])
@@ -246,12 +276,35 @@ def _eager_and_sdpa(subject: Subject) -> Measurement:
 def _cache_bytes(subject: Subject) -> Measurement:
     """Compare the bytes that the cache allocates after a prefill and one step with the plan.
 
-    Sliding windows need the step: after a prefill alone, a window is a view of the states of all tokens.
+    The plan stores keys and values of some layers, a stock model's of all. Their sizes are read from attention calls.
     """
-    model, count = subject.model, subject.ids.shape[1]
-    predicted = _predicted_bytes(model, count, subject.bits)
+    model = subject.model
+    bits = subject.bits
+    tokens = subject.ids.shape[1]
+    config = model.config.get_text_config(decoder=True)
+    options = config.to_dict()
+    if "linear_attention" in (options.get("layer_types") or ()) or "kv_lora_rank" in options:
+        raise NotApplicable("the cache does not hold plain keys and values (linear or latent attention)")
+    calls: dict[int, AttentionCall] = {}
+    with visited(model, lambda call: calls.update({call.layer: call})):
+        model(torch.zeros(1, 2, dtype=torch.long, device=model.device), use_cache=False)
+
+    predicted = 0
+    for layer, call in calls.items():
+        held = tokens if call.window is None else min(tokens, call.window)
+        # a sliding window is not quantized
+        kind = None if bits is None or call.window is not None else bits.at(layer)
+        sizes = {}
+        for state, tensor in (("keys", call.key), ("values", call.value)):
+            sizes[state] = held * tensor[0, :, 0].nbytes
+            if kind is not None and bits is not None:
+                _, heads, _, size = tensor.shape
+                sizes[state] = heads * stored_bytes(kind, size, tokens, tensor.itemsize, bits.recent)
+        predicted += sum(sizes[state] for state in stored_states(config, layer))
+
+    # sliding windows need the step: after a prefill alone, a window is a view of the states of all tokens
     cache = subject.new_cache()
-    subject.run_in_chunks([count - 1, 1], cache)
+    subject.run_in_chunks([tokens - 1, 1], cache)
     allocated = held_bytes(cache).allocated
     return Measurement(abs(allocated - predicted), f"bytes: {allocated:,} allocated, {predicted:,} predicted", 0.0)
 
@@ -268,8 +321,7 @@ CHECKS: dict[str, Callable[[Subject], Measurement]] = {
     "eager and SDPA": _eager_and_sdpa,
     "cache bytes": _cache_bytes,
 }
-
-
+# the others run without a cache, or with a static one
 WITH_BITS = ("cache, token by token", "cache, uneven chunks", "left-padded batch", "beam search", "cache bytes")
 
 
@@ -280,48 +332,11 @@ def _needs_fullgraph(model: PreTrainedModel) -> None:
 
 def _gradients(subject: Subject) -> dict[str, Tensor | None]:
     """Return the gradient of the mean loss by parameter; None for a parameter that does not affect the loss."""
-    named, ids = dict(subject.model.named_parameters()), subject.ids[:, :FEW]
-    with torch.random.fork_rng():  # the same dropout each time
+    parameters = dict(subject.model.named_parameters())
+    ids = subject.ids[:, :FEW]
+    # the same dropout each time
+    with torch.random.fork_rng():
         torch.manual_seed(0)
         loss = subject.model(ids, labels=ids, use_cache=False).loss
-        gradients = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
-    return dict(zip(named, gradients, strict=True))
-
-
-def _gap(name: str, plain: Tensor | None, checkpointed: Tensor | None, scale: float) -> float:
-    """Return the largest difference of two gradients, relative to the largest entry, or to `scale` if that is larger.
-
-    `scale` is needed for gradients that are zero up to rounding, such as that of a key's bias.
-    """
-    if plain is None and checkpointed is None:
-        return 0.0
-    if plain is None or checkpointed is None:
-        raise ValueError(f"{name} has a gradient only {'with' if plain is None else 'without'} checkpointing")
-    largest = max(plain.abs().max().item(), scale)
-    return (widened(plain - checkpointed).abs().max() / largest).item()
-
-
-def _predicted_bytes(model: PreTrainedModel, tokens: int, bits: KvBits | None = None) -> int:
-    """Return the bytes of the keys and values that the plan stores for a sequence; in a stock model, of all layers.
-
-    The sizes of keys and values are read from the attention calls.
-    """
-    config = model.config.get_text_config(decoder=True)
-    options = config.to_dict()
-    if "linear_attention" in (options.get("layer_types") or ()) or "kv_lora_rank" in options:
-        raise NotApplicable("the cache does not hold plain keys and values (linear or latent attention)")
-    calls: dict[int, AttentionCall] = {}
-    with visited(model, lambda call: calls.update({call.layer: call})):
-        model(torch.zeros(1, 2, dtype=torch.long, device=model.device), use_cache=False)
-    total = 0
-    for layer, call in calls.items():
-        kept = tokens if call.window is None else min(tokens, call.window)
-        kind = None if bits is None or call.window is not None else bits.at(layer)
-        sizes = {}
-        for state, one in (("keys", call.key), ("values", call.value)):
-            sizes[state] = kept * one[0, :, 0].nbytes
-            if kind is not None and bits is not None:
-                _, heads, _, size = one.shape
-                sizes[state] = heads * stored_bytes(kind, size, tokens, one.itemsize, bits.recent)
-        total += sum(sizes[state] for state in stored_states(config, layer))
-    return total
+        gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+    return dict(zip(parameters, gradients, strict=True))

@@ -94,7 +94,8 @@ class Verification(Result):
             ("Passed", f"{applicable - len(self.failed)} of {applicable}", "applicable checks"),
             ("Skipped", str(len(self.skipped)), "checks that are not applicable"),
         ]
-        shares = {}  # of the tolerance
+        # shares of the tolerance; a check that must be exact has a tolerance of 0
+        shares = {}
         for check in self.applicable:
             if check.difference is not None and check.tolerance:
                 shares[check.title] = check.difference / check.tolerance

@@ -64,7 +64,11 @@ def verify(
     bits = None if kv_bits is None else replace(parse_kv_bits(kv_bits), recent=RECENT)
     if bits is not None and tuple(dtypes) != DTYPES_CHECKED:
         raise ValueError("`kv_bits` is checked in float64 only, where rounding has no effect; leave `dtypes` out")
-    check_dtypes(dtypes)
+    # a single text would be read as a list of its letters
+    names = [dtypes] if isinstance(dtypes, str) else [str(dtype) for dtype in dtypes]
+    if isinstance(dtypes, str) or not names or len({*names} & {*DTYPES}) < len(names):
+        got = ", ".join(names) or "none"
+        raise ValueError(f"`dtypes` must be one or more of {', '.join(DTYPES)}, each once, in a list, got {got}")
     checked = tuple(dtypes) if bits is None else ("float64",)
     started = time.monotonic()
     if isinstance(model, PreTrainedModel):
@@ -82,22 +86,17 @@ def verify(
     return Verification(model=public_name(model), checks=tuple(checks), seconds=seconds)
 
 
-def check_dtypes(dtypes: Sequence[str]) -> None:
-    """Raise if dtypes are unknown, repeated or missing."""
-    names = [dtypes] if isinstance(dtypes, str) else [str(dtype) for dtype in dtypes]
-    if isinstance(dtypes, str) or not names or len({*names} & {*DTYPES}) < len(names):
-        got = ", ".join(names) or "none"
-        raise ValueError(f"`dtypes` must be one or more of {', '.join(DTYPES)}, each once, in a list, got {got}")
-
-
 def _check_named(
     name: str, device: str | None, dtypes: Sequence[str], bits: KvBits | None, backend: str
 ) -> list[Check]:
     """Check the files of a model, load it in float32 and check it."""
-    target, path = resolve_device(device), Path(name).expanduser()
+    target = resolve_device(device)
+    path = Path(name).expanduser()
+    # an embedded model's name wins over a folder of that name, as in `load_model`
     local = name not in EMBEDDED and ((path / "config.json").is_file() or (path / manifest.NAME).exists())
     folder = path if local else None
     with progress(f"checking and loading {name}", 0):
+        # before anything is loaded from damaged files
         files = check_files(folder)
         if files.status == FAIL:
             return [files]
@@ -122,14 +121,19 @@ def _check_loaded(
     name = type(model).__name__
     causal_config("verify", model)
     forwards = (inspect.signature(module.forward).parameters for module in (model, model.base_model))
-    attends = hasattr(model.config.get_text_config(), "num_attention_heads")  # a Mamba caches its states only
+    # a Mamba caches its states only
+    attends = hasattr(model.config.get_text_config(), "num_attention_heads")
     if not attends or not any(CACHE in parameters for parameters in forwards):
         raise ValueError(f"verify needs a model with a KV cache, but {name} has none")
     chosen = {name: check for name, check in CHECKS.items() if bits is None or name in WITH_BITS}
-    ids, done, total = random_ids(model, tokenizer), 0, len(chosen) * len(dtypes)
+    ids = random_ids(model, tokenizer)
+    done = 0
+    total = len(chosen) * len(dtypes)
+    # Trainer turns on TF32 for the whole process, which made sound models fail
     with quiet_transformers(), full_float32(), progress("verifying", total) as meter:
         meter.step(0, total, "manifest and plain pass")
-        rows = check_manifest(model, folder)
+        checks = check_manifest(model, folder)
+        # the plain pass in float32, from which rounding to each dtype is measured
         with subject_of(model, ids, "float32", backend, bits) as plain:
             reference = plain.full  # (T, V)
         for dtype in dtypes:
@@ -138,10 +142,10 @@ def _check_loaded(
                 note = note if bits is None else CODES
                 for name, check in chosen.items():
                     meter.step(done, total, f"{name}, {dtype}")
-                    rows.append(judged(name, dtype, tolerance, partial(check, subject), note))
+                    checks.append(judged(name, dtype, tolerance, partial(check, subject), note))
                     done += 1
         meter.step(total, total, "")
-    return rows
+    return checks
 
 
 def check_files(folder: Path | None) -> Check:
@@ -149,7 +153,13 @@ def check_files(folder: Path | None) -> Check:
     if folder is None:
         return Check(name="manifest", dtype=None, status=NOT_APPLICABLE, reason="the model is not a local folder")
     if not (folder / manifest.NAME).exists():
-        if _is_retrofit(folder):
+        # A retrofit is never written without a manifest. Its record shows what it is; its config does not, since
+        # `save_pretrained` writes that to folders without a manifest too.
+        try:
+            is_retrofit = str(read_record(folder).get("schema")).startswith("crosslayer/retrofit/")
+        except ValueError:
+            is_retrofit = False
+        if is_retrofit:
             reason = f"{manifest.NAME} is missing, although record.json shows that this is a retrofit"
             return Check(name="manifest: files", dtype=None, status=FAIL, reason=reason)
         return Check(name="manifest", dtype=None, status=NOT_APPLICABLE, reason=f"the folder has no {manifest.NAME}")
@@ -168,13 +178,14 @@ def check_manifest(model: PreTrainedModel, folder: Path | None) -> list[Check]:
     if folder is None or files.status != PASS:
         return [files]
     written = manifest.read_manifest(folder)
+    plan, methods = manifest.plan_and_methods(model.config)
     differences = []
-    if manifest.plan_of(model.config) != written.plan:
+    if plan != written.plan:
         differences.append("plan")
-    if manifest.methods_of(model.config) != written.methods:
+    if methods != written.methods:
         differences.append("methods")
     reason = f"config.json and manifest.json differ in {' and '.join(differences)}" if differences else ""
-    plan = Check(name="manifest: plan", dtype=None, status=FAIL if differences else PASS, reason=reason)
+    wiring = Check(name="manifest: plan", dtype=None, status=FAIL if differences else PASS, reason=reason)
 
     def compare() -> Measurement:
         now = manifest.fingerprint(model, written.fingerprint.ids)
@@ -183,15 +194,4 @@ def check_manifest(model: PreTrainedModel, folder: Path | None) -> list[Check]:
 
     # loading in a lower precision than that of the files changes the logits by rounding
     tolerance = EXACT["float32"] if model.dtype in (torch.float32, torch.float64) else WEAK
-    return [files, plan, judged("manifest: fingerprint", "float32", tolerance, compare)]
-
-
-def _is_retrofit(folder: Path) -> bool:
-    """Return whether a folder holds the record of a retrofit, which is never written without a manifest.
-
-    The config does not show it: `save_pretrained` writes it to folders without a manifest too.
-    """
-    try:
-        return str(read_record(folder).get("schema")).startswith("crosslayer/retrofit/")
-    except ValueError:
-        return False
+    return [files, wiring, judged("manifest: fingerprint", "float32", tolerance, compare)]

@@ -25,7 +25,8 @@ from crosslayer.wiring.kv_bits import KvBits
 
 TOKENS, FEWEST, SEED = 33, 16, 0
 BEAMS, NEW = 3, 6  # beam search: beams, new tokens
-RECENT = 8  # tokens that stay exact in a quantized cache, fewer than usual so that these few tokens are quantized
+# tokens that stay exact in a quantized cache, fewer than usual so that these few tokens are quantized
+RECENT = 8
 FEW = 12  # tokens of the slow checks: gradients, the prompt of beam search
 
 
@@ -73,15 +74,18 @@ def subject_of(
     With `bits` it runs with a quantized KV cache inside the block, the plain pass too.
     """
     used = copy.deepcopy(model).eval().requires_grad_(True)
+    # not `model.to`, which casts buffers too: RoPE's frequencies in bfloat16 would be off
     for parameter in used.parameters():
         parameter.data = parameter.data.to(DTYPES[dtype])
+    # a model's own settings may sample, or stop early
     used.generation_config = GenerationConfig(
         num_beams=BEAMS,
         num_return_sequences=BEAMS,
         do_sample=False,
         max_new_tokens=NEW,
         min_new_tokens=NEW,
-        length_penalty=0.0,  # so that a score is the sum of the log probabilities
+        # so that a score is the sum of the log probabilities
+        length_penalty=0.0,
         pad_token_id=0,
     )
     dynamic = nullcontext(partial(DynamicCache, config=used.config))
@@ -93,6 +97,7 @@ def subject_of(
 
 def random_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> Tensor:
     """Return random ids (1, T) without special tokens."""
+    # beam search writes NEW tokens behind them
     config = model.config.get_text_config(decoder=True)
     count = min(TOKENS, positions(model) - NEW)
     if count < FEWEST:
@@ -102,7 +107,7 @@ def random_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
         special.update(tokenizer.all_special_ids)
     ends = config.eos_token_id
     special.update(ends if isinstance(ends, list) else [ends])
-    ordinary = torch.tensor([i for i in range(config.vocab_size) if i not in special])
+    ordinary = torch.tensor([token for token in range(config.vocab_size) if token not in special])
     chosen = torch.randint(len(ordinary), (1, count), generator=torch.Generator().manual_seed(SEED))
     return ordinary[chosen].to(model.device)
 

@@ -47,7 +47,7 @@ def small(real, monkeypatch):
 
 def read(prepared, shape, scales=None):
     out = torch.full(shape, UNSET, dtype=torch.int16 if scales is None else torch.float16)
-    pages.read(*prepared.tensors, out, scales, block=32)
+    pages.read(*prepared, out, scales, block=32)
     return out
 
 
@@ -107,7 +107,7 @@ def test_damaged_pages_are_read_within_bounds():
             continue
         tried += 1
         out = torch.full((82, stops[-1] + 2), UNSET, dtype=torch.int16)
-        pages.read(*prepared.tensors, out[1:81, 1:-1], block=32)  # a read beyond the words would be an error
+        pages.read(*prepared, out[1:81, 1:-1], block=32)  # a read beyond the words would be an error
         assert (out[[0, -1]] == UNSET).all() and (out[:, [0, -1]] == UNSET).all()
         assert (out[1:81, 1:-1].numpy()[oracle == UNSET] == UNSET).all()
 

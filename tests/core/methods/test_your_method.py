@@ -49,6 +49,24 @@ def test_it_is_described(folder):
     assert all(word in shown for word in WORDS), shown
 
 
+def test_the_class_may_be_named_as_in_python(folder):
+    with pytest.raises(ValueError, match="'Scaled'.*--allow-methods"):
+        methods.method_class("Scaled")
+    methods.allow_methods("scaled")
+    for name in ("Scaled", "scaled.Scaled", "scaled"):
+        assert methods.method_class(name).name() == "scaled"
+    for name in ("Compensated", "Scale", "Other", "other.Scaled"):  # imported, no method, not there, elsewhere
+        with pytest.raises(ValueError, match="not known"):
+            methods.method_class(name)
+
+
+def test_a_module_that_cannot_be_imported_is_named(folder):
+    methods.allow_methods("missing_one")
+    for name in ("missing_one", "Missing"):
+        with pytest.raises(ValueError, match="missing_one.*PYTHONPATH"):
+            methods.method_class(name)
+
+
 HEAD = """
 from dataclasses import dataclass
 
@@ -164,7 +182,7 @@ assert row["what"].startswith("Scaled values: groups use")
 assert cls in searched_methods()
 strategy = strategy_of(options_of(method="scaled", layers="2-3"))
 assert strategy.method is cls
-method = strategy.compensated(strategy.on([[2, 3]], 6))
+(method,) = strategy.compensated([strategy.on([[2, 3]], 6)])
 assert method.compensation == "attention"
 shape = {**contract.SHAPE, "num_hidden_layers": 6}
 result = convert_weights(LlamaForCausalLM(LlamaConfig(**shape)).eval(), [method])

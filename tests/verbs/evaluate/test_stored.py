@@ -10,7 +10,7 @@ from tokenizers.processors import TemplateProcessing
 
 import crosslayer
 from crosslayer.codec.codec import Codec
-from crosslayer.codec.judge import exact, stored
+from crosslayer.codec.quality import exact, stored
 from crosslayer.core.transformers_versions import CACHE
 from crosslayer.judge.candidate import candidate_of
 from crosslayer.judge.judge import Judge

@@ -74,17 +74,16 @@ def test_a_prompt_is_no_longer_than_what_all_layers_hold():
 
 
 @pytest.mark.parametrize(
-    ("command", "expected"),
+    ("typed", "expected"),
     [
-        ("crosslayer fit-codec smollm2 --out=mine", "smollm2 --codec mine"),
-        ("crosslayer fit-codec smollm2 --share 0.1 --out mine", "smollm2 --codec mine"),
-        ("crosslayer fit-codec smollm2", "smollm2 --codec codec"),
-        ("crosslayer --debug fit-codec smollm2", None),
+        ({"model": "smollm2", "out": "mine"}, "smollm2 --codec mine"),
+        ({"model": "a b", "out": "codec"}, "'a b' --codec codec"),
+        ({"model": "smollm2"}, None),
         (None, None),
     ],
 )
-def test_the_next_command_has_the_model_and_the_folder_that_were_typed(fitted, command, expected):
-    report = fitted[1].model_copy(update={"command": command})
+def test_the_next_command_has_the_model_and_the_folder_that_were_typed(fitted, typed, expected):
+    report = fitted[1].model_copy(update={"typed": typed})
     expected = expected and f"crosslayer serve {expected} --prompt-store prompts"
     assert report.next_command() == expected
     assert report.next_command("/a b", "c") == "crosslayer serve '/a b' --codec c --prompt-store prompts"

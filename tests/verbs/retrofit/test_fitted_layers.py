@@ -7,7 +7,7 @@ from crosslayer.core.decoder.convert import convert_weights
 from crosslayer.core.methods import load_method, merge_plans
 from crosslayer.corpus.windows import Windows, repeating
 from crosslayer.verbs.retrofit.convert import convert
-from crosslayer.verbs.retrofit.measure import FittedLayers, LayerInputs, Measure, _subset, lowest_changed
+from crosslayer.verbs.retrofit.measure import FittedLayers, LayerInputs, SearchObjective, _subset, lowest_changed
 from crosslayer.verbs.retrofit.moments import Moments
 from crosslayer.verbs.retrofit.original import Original
 from tests.helpers.tiny import VOCABULARY, tiny
@@ -96,7 +96,7 @@ def test_the_search_ranks_by_the_kl_of_the_compensated_model(source):
     calibration = Windows(fitted, tuple(range(24)), ("a",) * 8 + ("b",) * 8 + ("c",) * 8)
     original = Original(source, {"search": windows(ids), "calibration": calibration})
     drop = [load_method(DROP_3)]
-    measured = Measure(original, "layerwise").kl(drop)
+    measured = SearchObjective(original, "layerwise").kl(drop)
     converted = convert(source, DROP_3, calibration=domains(), fit="layerwise").model
     again = torch.cat([ids[:, :8], ids[:, 1:5]], dim=1)  # the last four are what follows the first token once more
     assert torch.equal(repeating(ids)[0], again) and repeating(ids)[1] == 8
@@ -105,7 +105,7 @@ def test_the_search_ranks_by_the_kl_of_the_compensated_model(source):
     expected = (kl[:, :7].mean() + kl[:, 8:11].mean()) / 2  # the last token of either half has no target in it
     assert measured == pytest.approx(expected.item(), rel=1e-4)
     bare = [load_method({"name": "drop", "attention": (3,)})]
-    assert Measure(original).kl(bare) != pytest.approx(measured, rel=1e-2)
+    assert SearchObjective(original).kl(bare) != pytest.approx(measured, rel=1e-2)
 
 
 def test_a_fit_reads_no_more_text_than_it_needs():

@@ -174,10 +174,10 @@ REFUSED = {
         {"method": "drop"},
         "W_o.*drop has none; use layerwise",
     ),
-    "mlp": ({"method": "uniattn", "compensation": "refit,target=mlp"}, "refit takes no settings, got 'target=mlp'"),
+    "mlp": ({"method": "uniattn", "compensation": "refit", "target": "mlp"}, "`target` mlp has no effect"),
     "target": (
-        {"method": "uniattn", "compensation": "refit-o,target=attention"},
-        "refit-o takes no settings, got 'target=attention'",
+        {"method": "uniattn", "compensation": "refit-o", "target": "attention"},
+        "`target` attention has no effect",
     ),
     "text": ({"method": "cla", "calibration": 3}, r"`calibration` must be at least \d+ \(refit fits \d+ inputs"),
 }

@@ -97,7 +97,7 @@ def test_a_report_is_its_record(report):
     with pytest.raises(ValueError, match=r"no model; .*crosslayer.load_model\(FOLDER\)"):
         _ = again.model
     for wrong in ({"schema": "crosslayer/retrofit/2"}, {"paper": {}}):
-        with pytest.raises(ValueError, match="crosslayer/retrofit/18|paper"):
+        with pytest.raises(ValueError, match="crosslayer/retrofit/19|paper"):
             RetrofitReport.from_record(report.record() | wrong)
 
 
@@ -242,7 +242,7 @@ def test_a_method_of_the_registry_needs_no_other_file(monkeypatch):
     monkeypatch.setattr(Halves, "targets", ("heads",))
     for wrong, message in (
         ({"part": "middle"}, "part must be one of 'left', 'right', got 'middle'"),
-        ({"compensation": "target=heads"}, "`compensation` target=heads has no effect"),
+        ({"target": "heads"}, "`target` heads has no effect"),
     ):
         with pytest.raises(ValueError, match=message):
             check(**wrong)
@@ -252,9 +252,9 @@ def test_every_method_that_may_have_a_w_c_gets_one():
     """Where a budget chooses, too; methods that may have no W_c stay as they are."""
     plain, without = (strategy_of(options_of(kv_budget=0.7, compensation=text)) for text in (None, "none"))
     drop, method = {"name": "drop", "attention": (3,)}, load_method("fusedkv")
-    assert plain.compensated(load_method(drop)) == load_method({**drop, "compensation": "attention"})
-    assert plain.compensated(method) is method
-    assert without.compensated(load_method(drop)) == load_method(drop)
+    assert plain.compensated([load_method(drop)]) == [load_method({**drop, "compensation": "attention"})]
+    assert plain.compensated([method])[0] is method
+    assert without.compensated([load_method(drop)]) == [load_method(drop)]
 
 
 def test_a_title_writes_gaps_and_ranges_differently():
@@ -307,8 +307,8 @@ def test_bad_calls_are_one_line(source):
         ({"length": 8}, r"text: token ids .*length=8.*got \(40, 16\)"),
         ({"windows": 41}, r"there are 40 windows of token ids; 41 are needed \(41 for evaluation\)"),
         ({"text": [words(0, 400)]}, r"texts need tokenizer=…; without one, pass token ids"),
-        ({"layers": "top-half,size=1"}, "`layers`: size must be greater than or equal to 2"),
-        ({"layers": "auto,count=0"}, "`layers`: count must be greater than or equal to 1"),
+        ({"size": 1}, "size must be greater than or equal to 2"),
+        ({"layers": "auto", "count": 0}, "count must be greater than or equal to 1"),
         ({"kl_budget": 1.0}, "give one of `method`, `kv_budget`, `kl_budget`"),
         ({"dtype": "float32"}, "dtype and device apply only to models given by name"),
         ({"calibration_text": ids(9, 1)}, "`calibration_text` has no effect"),
@@ -330,7 +330,7 @@ def test_documents_need_only_a_tokenizer():
 
 
 def test_both_models_retrieve_hidden_numbers(monkeypatch):
-    monkeypatch.setattr("crosslayer.verbs.retrofit.run.LENGTHS", (384,))
+    monkeypatch.setattr("crosslayer.verbs.retrofit.report.LENGTHS", (384,))
     model, text = random_model(torch.float32), {"web": ids(40, 0), "code": ids(40, 1)}
     options = {"method": "drop", "layers": "1", "compensation": "none", "windows": 32, "length": LENGTH}
     report = crosslayer.retrofit(model, text, TOKENIZER, **options)
@@ -351,7 +351,7 @@ def test_without_a_tokenizer_there_is_no_retrieval(report):
 
 @pytest.mark.slow  # measures five caches
 def test_quantized_caches_stand_beside_the_retrofit(monkeypatch):
-    monkeypatch.setattr("crosslayer.verbs.retrofit.run.LENGTHS", (384,))
+    monkeypatch.setattr("crosslayer.verbs.retrofit.report.LENGTHS", (384,))
     model, text = random_model(torch.float32), {"web": ids(40, 0, 96), "code": ids(40, 1, 96)}
     options = {"method": "drop", "layers": "1", "compensation": "none", "windows": 32, "length": 96}
     report = crosslayer.retrofit(model, text, TOKENIZER, **options, full=True)

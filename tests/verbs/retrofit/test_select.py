@@ -24,8 +24,8 @@ def text(sequences=8, length=12):
 
 def retrofitted(source, **options):
     ids = {"a": text(90), "b": text(90).flip(0)}
-    sizes = {"windows": 32, "length": 12} | ({} if isinstance(options["method"], dict) else {"layers": "auto,count=2"})
-    return crosslayer.retrofit(source, ids, **{**sizes, **options})
+    layers = {} if isinstance(options["method"], dict) else {"layers": "auto", "count": 2}
+    return crosslayer.retrofit(source, ids, **{"windows": 32, "length": 12, **layers, **options})
 
 
 def test_llm_drop_takes_the_most_similar_attentions_of_the_top_half(source, monkeypatch):
@@ -33,12 +33,12 @@ def test_llm_drop_takes_the_most_similar_attentions_of_the_top_half(source, monk
     monkeypatch.setattr(
         strategy_module, "diagnose", lambda *_, **__: SimpleNamespace(attention_io_similarity=similarity)
     )
-    options = {"method": "drop", "compensation": "none"}
-    assert retrofitted(source, layers="auto,count=2", **options).methods[0]["attention"] == (0, 1)
+    options = {"method": "drop", "compensation": "none", "count": 2}
+    assert retrofitted(source, layers="auto", **options).methods[0]["attention"] == (0, 1)
     way = "auto:top-half-similarity"
-    assert retrofitted(source, layers=f"{way},count=2", **options).methods[0]["attention"] == (4, 5)
-    with pytest.raises(ValueError, match="`layers`:.*3,.*4"):
-        retrofitted(source, layers=f"{way},count=4", **options)
+    assert retrofitted(source, layers=way, **options).methods[0]["attention"] == (4, 5)
+    with pytest.raises(ValueError, match="`count`.*3,.*4"):
+        retrofitted(source, layers=way, **options | {"count": 4})
 
 
 @pytest.mark.parametrize(
@@ -50,12 +50,12 @@ def test_llm_drop_takes_the_most_similar_attentions_of_the_top_half(source, monk
             "`layers` must be one of .*auto:similarity, .*got 'auto:nearest'",
         ),
         (
-            {"method": "drop", "layers": "auto,threshold=0.8"},
-            "`layers`: auto takes count=…, each once, got 'threshold=0.8'",
+            {"method": "drop", "layers": "auto,count=2"},
+            "`layers` must be one of .*got 'auto,count=2'",
         ),
-        ({"method": "cla", "layers": "top-half,threshold=0.5"}, "top-half takes size=…, count=…"),
-        ({"method": "cla", "compensation": "none,groups=2"}, "none takes no settings, got 'groups=2'"),
-        ({"method": "cla", "compensation": "mean,groups"}, "mean takes target=…, groups=…, each once, got 'groups'"),
+        ({"method": "cla", "size": 3}, "`size` 3 has no effect"),
+        ({"method": "cla", "compensation": "none", "groups": 2}, "`groups` 2 has no effect"),
+        ({"method": "cla", "layers": "0-1", "count": 2}, "`count` 2 has no effect"),
     ],
     ids=str,
 )

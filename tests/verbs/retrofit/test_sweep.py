@@ -7,7 +7,6 @@ import torch
 
 import crosslayer
 from crosslayer.judge.report import Against
-from crosslayer.verbs.retrofit.options import read_layers
 from crosslayer.verbs.retrofit.run import options_of
 from tests.helpers.tiny import VOCABULARY, tiny
 from tests.verbs.retrofit.test_verb import inputs, retrofit  # noqa: F401
@@ -31,10 +30,10 @@ def test_each_row_is_what_its_own_retrofit_has(source, tmp_path):
     swept = crosslayer.retrofit(
         source, text, **OPTIONS, compensation="layerwise", sweep=[f"target={','.join(TARGETS)}"]
     )
-    names = {target: f"--compensation layerwise,target={target}" for target in TARGETS}
+    names = {target: f"--target {target}" for target in TARGETS}
     assert list(swept.changes("bytes")) == list(names.values())
     for number, (target, name) in enumerate(names.items()):
-        alone = crosslayer.retrofit(source, text, **OPTIONS, compensation=f"layerwise,target={target}")
+        alone = crosslayer.retrofit(source, text, **OPTIONS, compensation="layerwise", target=target)
         for scope in ("all", *alone.domains):
             own, kl = swept.row(name, "KL", scope).change, alone.of("KL", scope)
             assert (own.value, *own.interval) == pytest.approx((kl.value, *kl.interval), rel=1e-6)
@@ -45,39 +44,30 @@ def test_each_row_is_what_its_own_retrofit_has(source, tmp_path):
             continue
         assert row.change.value == pytest.approx(alone.of("KL").value - swept.of("KL").value, abs=1e-6)
         assert row.change.low <= row.change.value <= row.change.high
-    assert not swept.rows_of("retrieval") and swept.settings.compensation == "layerwise,target=attention"
+    assert not swept.rows_of("retrieval") and swept.settings.target == "attention"
     page = swept.save(tmp_path / "out")
     assert sorted(path.name for path in page.parent.iterdir()) == ["figures", "record.json", "report.html"]
     assert crosslayer.load_result(tmp_path / "out").rows == swept.rows
-    assert "layerwise,target=heads-from-values" in page.read_text(encoding="utf-8")
+    assert "--target heads-from-values" in page.read_text(encoding="utf-8")
 
 
 def test_a_count_of_readers_lays_blocks_below_the_middle(source):
     options = {"method": "cla", "compensation": "none", "windows": 16, "length": LENGTH}
-    swept = crosslayer.retrofit(source, ids(16, 0), **options, layers="top-half,size=3", sweep=["count=2,4"])
+    swept = crosslayer.retrofit(source, ids(16, 0), **options, size=3, sweep=["count=2,4"])
     assert swept.choice.groups == [[5, 6, 7]]
     assert [change.value for change in swept.changes("bytes").values()] == [6 / 8, 4 / 8]
-    below = crosslayer.retrofit(source, ids(16, 0), **options, layers="top-half,size=2,count=4")
+    below = crosslayer.retrofit(source, ids(16, 0), **options, size=2, count=4)
     assert below.choice.groups == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    with pytest.raises(ValueError, match="`layers`:.*6.*size 4,.*9"):
-        crosslayer.retrofit(source, ids(16, 0), **options, layers="top-half,size=4,count=9")
+    with pytest.raises(ValueError, match="`count`.*6.*`size` 4,.*9"):
+        crosslayer.retrofit(source, ids(16, 0), **options, size=4, count=9)
 
 
 def test_every_combination_is_a_variant():
     options = options_of(method="uniattn", sweep=("size=2,3", "groups = 1, 4"), compensation="mean")
-    named = {name: (each.layers, each.compensation) for name, each in options.variants().items()}
-    assert named == {
-        f"--layers top-half,size={size} --compensation mean,groups={groups}": (
-            f"top-half,size={size}",
-            f"mean,groups={groups}",
-        )
-        for size in (2, 3)
-        for groups in (1, 4)
-    }
-    both = options_of(method="cla", layers="auto,count=2", sweep=("count=3,6", "layers=auto,top-half"))
-    assert [*both.variants()] == [f"--layers {way},count={count}" for count in (3, 6) for way in ("auto", "top-half")]
-    read = read_layers("auto:similarity, count=6")
-    assert (read.name, read.count) == ("auto:similarity", 6)
+    named = {name: (each.size, each.groups) for name, each in options.variants().items()}
+    assert named == {f"--size {size} --groups {groups}": (size, groups) for size in (2, 3) for groups in (1, 4)}
+    both = options_of(method="cla", layers="auto", count=2, sweep=("count=3,6", "layers=auto,top-half"))
+    assert [*both.variants()] == [f"--count {count} --layers {way}" for count in (3, 6) for way in ("auto", "top-half")]
     assert [*options_of(method="cla").variants()] == [""]
 
 
@@ -91,8 +81,8 @@ BAD = [
         ("--sweep", "target=attention,head"),
         "target must be one of 'attention', 'heads', 'mlp', 'heads-from-values', got 'head'",
     ),
-    (("--sweep", "groups=1,2"), "takes target=…, each once, got 'groups=1'"),
-    (("--sweep", "count=3,4"), "--layers: count must be a multiple of size − 1 = 3, got 4"),
+    (("--sweep", "groups=1,2"), "--groups 1 has no effect"),
+    (("--sweep", "count=3,4"), "--count must be a multiple of --size − 1 = 3, got 4"),
     (("--sweep", "size=2,4", "--full"), "--sweep needs --method, without a budget and without --full"),
     (("--sweep", "size=2,4", "--heal", "heal-smoke"), "--heal has no effect with --sweep"),
 ]
@@ -107,12 +97,10 @@ def test_bad_sweeps_are_refused_before_a_model_is_loaded(monkeypatch, inputs, tm
 
 
 def test_the_command_prints_one_table(monkeypatch, inputs, tmp_path, capsys):  # noqa: F811
-    words = ("--method", "uniattn", "--compensation", "none", "--sweep", "count=1,2", "--layers", "top-half,size=2")
+    words = ("--method", "uniattn", "--compensation", "none", "--sweep", "count=1,2", "--size", 2)
     assert retrofit(monkeypatch, inputs, tmp_path / "out", *words) == 0
     printed = capsys.readouterr().out
-    assert (
-        "top-half,size=2,count=1" in printed and "top-half,size=2,count=2" in printed and "against the first" in printed
-    )
+    assert "--count 1" in printed and "--count 2" in printed and "against the first" in printed
     record = json.loads((tmp_path / "out" / "record.json").read_text())
     assert [row["change"]["value"] for row in record["rows"] if row["quantity"] == "bytes"] == [0.9375, 0.875]
     assert "next:" not in printed  # no model was saved that could be verified

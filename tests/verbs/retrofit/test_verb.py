@@ -119,7 +119,7 @@ for folder in (ours, again):
 def test_folders_open_in_another_process(monkeypatch, inputs, tmp_path):
     """Whole layers need no package; with it a model of ours loads, saves, and loads again."""
     stock, ours = tmp_path / "stock", tmp_path / "ours"
-    options = ("--method", "drop", "--part", "layer", "--layers", "auto,count=2")
+    options = ("--method", "drop", "--part", "layer", "--layers", "auto", "--count", 2)
     assert retrofit(monkeypatch, inputs, stock, *options) == 0
     assert check_files(stock) == []
     assert retrofit(monkeypatch, inputs, ours, "--method", "cla", "--layers", "6-7") == 0
@@ -169,8 +169,8 @@ def test_by_default_three_embedded_domains_calibrate_and_six_evaluate(monkeypatc
 
 WAYS = [
     ("--method", "cla", "--layers", "auto", "--compensation", "ridge"),
-    ("--method", "drop", "--layers", "auto,count=2", "--compensation", "lstsq"),
-    ("--method", "cla", "--layers", "auto,count=2"),
+    ("--method", "drop", "--layers", "auto", "--count", 2, "--compensation", "lstsq"),
+    ("--method", "cla", "--layers", "auto", "--count", 2),
     ("--method", "cla", "--layers", "0-7", "--compensation", "lstsq"),
     ("--method", "drop", "--layers", "2,5", "--part", "mlp"),
     ("--method", '{"name": "cla", "group": 2, "compensation": "attention"}'),
@@ -260,10 +260,10 @@ BAD = [
     (("--method", "uniattn", "--calibration", 9999), "are needed (32 for evaluation, 9999 for calibration)"),
     (("--method", "drop", "--part", "mlp", "--layers", "1", "--compensation", "ridge"), "needs at least one layer"),
     (("--method", "cla", "--layers", "auto:top-half-similarity"), "auto must be one of 'similarity', got 'top-half"),
-    (("--method", "cla", "--compensation", "none,groups=2"), "--compensation: none takes no settings"),
+    (("--method", "cla", "--compensation", "none", "--groups", 2), "--groups 2 has no effect"),
     (("--method", "uniattn", "--layers", "1,2,4-5"), "at least two layers, got [[1], [2]]"),
-    (("--method", "drop", "--layers", "auto,count=8"), "--layers: count must be below 8, the number of layers"),
-    (("--method", "cla", "--compensation", "target=head"), "target must be one of 'attention', 'heads', 'mlp'"),
+    (("--method", "drop", "--layers", "auto", "--count", 8), "--count must be below 8, the number of layers"),
+    (("--method", "cla", "--target", "head"), "target must be one of 'attention', 'heads', 'mlp'"),
     (("--kv-budget", 70), "--kv-budget must be less than 1, got 70"),
     (("--kl-budget", "1e-9", "--compensation", "none", "--length", 8), "--kl-budget 1e-09 is too small"),
     (("--method", '{"name": ' + "[" * 50_000), "recursion"),

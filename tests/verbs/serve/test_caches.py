@@ -8,13 +8,13 @@ import torch
 from crosslayer.core.plan import CACHED
 from crosslayer.testing import tiny as contract
 from crosslayer.verbs.serve.caches import (
+    TENSOR_PARALLEL,
     bytes_per_token,
     cache_item,
     cache_source,
     flags_of,
     not_saved,
     not_servable,
-    not_split,
     untested,
 )
 from tests.helpers.cases import CASES, each
@@ -87,10 +87,12 @@ def test_what_cannot_be_served_is_named():
 
 def test_what_processes_cannot_share_is_named():
     split = ("cla", "drop compensated", "uniattn heads", "resformer", "attnres", "fusedkv lite", "yoco", "gemma2")
-    assert not any(not_split(config_of(case), 2) for case in split)
-    assert "layer 3" in str(not_split(config_of("fusedkv"), 2))
-    assert "its 1 key-value heads" in str(not_split(config_of("fusedkv, MQA"), 2))
-    assert not not_split(config_of("fusedkv"), 1)
+    two = {TENSOR_PARALLEL: "2"}
+    assert not any(untested(config_of(case), two) for case in split)
+    for case, words in (("fusedkv", "layer 3"), ("fusedkv, MQA", "its 1 key-value heads")):
+        refused = untested(config_of(case), two)
+        assert refused is not None and refused[0] == TENSOR_PARALLEL and words in refused[1]
+    assert not untested(config_of("fusedkv"), {TENSOR_PARALLEL: "1"})
 
 
 def test_a_number_in_a_cache_of_8_bits_has_a_byte():

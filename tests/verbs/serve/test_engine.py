@@ -177,10 +177,10 @@ def test_flags_that_were_not_tried_are_one_line_before_vllm_starts(vllm, folder,
 
 
 def test_other_flags_and_other_models_go_through(folder, tmp_path):
-    engine.check_flags(servable(folder), ["--kv-cache-dtype", "auto", "-tp=1", "--max-num-seqs", "4"])
-    engine.check_flags(servable(folder), ["--kv-cache-dtype", "fp8", "-tp", "2"])
+    assert servable(folder, flags=["--kv-cache-dtype", "auto", "-tp=1", "--max-num-seqs", "4"])
+    assert servable(folder, flags=["--kv-cache-dtype", "fp8", "-tp", "2"])
     tiny("llama").save_pretrained(tmp_path / "stock")
-    engine.check_flags(servable(str(tmp_path / "stock")), ["--kv-cache-dtype", "fp8", "--enable-lora"])
+    assert servable(str(tmp_path / "stock"), flags=["--kv-cache-dtype", "fp8", "--enable-lora"])
 
 
 def test_a_server_is_bounded_behind_what_it_gives_its_requests():

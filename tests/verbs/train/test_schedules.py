@@ -3,6 +3,7 @@
 from unittest import mock
 
 import pytest
+import torch
 
 from crosslayer.training import arguments as module
 from crosslayer.training.arguments import training_arguments
@@ -54,6 +55,7 @@ def test_bfloat16_is_on_by_itself_where_the_gpu_has_it(tmp_path, monkeypatch):
         (True, {"bf16": False}, False),
         (True, {"use_cpu": True}, False),
     ):
-        monkeypatch.setattr(module, "has_bfloat16", lambda has=has: has)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation, has=has: has)
         training_arguments(tmp_path, 0, course(1), {"use_cpu": False, **train})
         assert passed["bf16"] is expected

@@ -88,6 +88,7 @@ class RotaryByType(nn.ModuleDict):
         entries: Any = config.rope_parameters
         for layer_type in ROTATED:
             if layer_type in config.layer_types:
+                # transformers' class reads one set of parameters from the config
                 alone = copy.copy(config)
                 alone.rope_parameters = entries[layer_type]
                 self[layer_type] = LlamaRotaryEmbedding(config=alone)

@@ -15,6 +15,7 @@ class ScaledEmbedding(nn.Embedding):
 
     def __init__(self, count: int, width: int, padding: int | None):
         super().__init__(count, width, padding)
+        # Python's numbers, which a model on the meta device has too, and no checkpoint needs to hold
         scale = width**0.5
         self.scales = {dtype: torch.tensor(scale, dtype=dtype, device="cpu").item() for dtype in FLOATS}
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from crosslayer.codec.judge import exact, numbers_found
+from crosslayer.codec.quality import exact, numbers_found
 from crosslayer.judge import retrieval
 from crosslayer.judge.hidden import prompt_ids
 from crosslayer.judge.retrieval import answers, hidden_samples

@@ -33,24 +33,24 @@ Way = Callable[[Cache, Tensor], tuple[Cache, int]]  # from a cache and its token
 
 
 @torch.no_grad()
-def judge(
+def costs_and_sizes(
     model: PreTrainedModel, windows: Windows, prompt: int, ways: Mapping[str, Way]
 ) -> tuple[dict[str, Losses], dict[str, list[int]]]:
     """Return what each way costs on each window, of `prompt` tokens and more, and the bytes that it stores."""
-    rows: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
+    costs: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
     sizes: dict[str, list[int]] = {name: [] for name in ways}
     with evaluating(model), progress("measuring stored caches", len(windows)) as bar:
-        for done, row in enumerate(windows.ids.to(model.device), 1):
-            before, after = row[None, :prompt], row[None, prompt:]
-            targets = torch.cat([after[0, 1:], torch.tensor([NO_TARGET], device=row.device)])  # (T,)
+        for done, window in enumerate(windows.ids.to(model.device), 1):
+            before, after = window[None, :prompt], window[None, prompt:]
+            targets = torch.cat([after[0, 1:], torch.tensor([NO_TARGET], device=window.device)])  # (T,)
             cache = prefill(model, before)
             original = continued(model, deepcopy(cache), after)
             for name, way in ways.items():
-                stored, size = way(cache, before)
-                rows[name].append(compare(original, continued(model, stored, after), targets))
+                read_back, size = way(cache, before)
+                costs[name].append(compare(original, continued(model, read_back, after), targets))
                 sizes[name].append(size)
             bar.step(done, len(windows))
-    return {name: gathered(own, windows) for name, own in rows.items()}, sizes
+    return {name: gathered(of_windows, windows) for name, of_windows in costs.items()}, sizes
 
 
 @torch.no_grad()
@@ -62,14 +62,14 @@ def numbers_found(
     with evaluating(model), progress("asking for hidden numbers", len(samples)) as bar:
         for done, sample in enumerate(samples, 1):
             ids = prompt_ids(tokenizer, sample.prompt)
-            stored = len(prompt_ids(tokenizer, sample.text.rpartition("\n")[0]))  # the question follows
-            before = torch.tensor([ids[:stored]], device=model.device)
+            length = len(prompt_ids(tokenizer, sample.text.rpartition("\n")[0]))  # the question follows
+            before = torch.tensor([ids[:length]], device=model.device)
             cache = prefill(model, before)
             for name, way in ways.items():
                 held, _ = way(deepcopy(cache), before)
                 texts[name] += responses(model, tokenizer, [sample], lambda held=held: held)
             bar.step(done, len(samples))
-    return {name: found_in(own, samples) for name, own in texts.items()}
+    return {name: found_in(answers, samples) for name, answers in texts.items()}
 
 
 def exact(cache: Cache, ids: Tensor) -> tuple[Cache, int]:
@@ -92,11 +92,11 @@ def rounded(model: PreTrainedModel, bits: str) -> Way:
     """Return the way of a quantized cache of this package, such as 4 or fp8."""
 
     def way(cache: Cache, ids: Tensor) -> tuple[Cache, int]:
-        other = quantized_cache(model, bits)
+        quantized = quantized_cache(model, bits)
         layers: list[Any] = list(cache.layers)
         for index, layer in enumerate(layers):
-            other.update(layer.keys, layer.values, index)
-        return other, held_bytes(other).sixteen
+            quantized.update(layer.keys, layer.values, index)
+        return quantized, held_bytes(quantized).sixteen
 
     return way
 

@@ -71,7 +71,7 @@ def retrofit(
             layers; auto: chosen by similarity on text; or auto:top-half-similarity: only in the upper half.
         size: layers of a block, for top-half; default: 4.
         count: how many layers become readers or are dropped, for top-half and auto; default: as many as the top half
-            has, for auto half of them.
+            has in blocks of 4, or of `size`.
         kv_budget: instead of --method: search for the methods and layers that keep this share of the KV cache (0 to 1).
         kv_context: context length at which the cache is counted; default: 2048, or twice the largest sliding window.
         kl_budget: instead of --method: search for the smallest cache within this KL to the original, in nats/token.

@@ -131,7 +131,7 @@ def test_the_commands_of_the_front_pages_stand_on_other_pages(page):
 def test_a_guide_shows_every_command():
     guides = [page for page in PAGES if page.startswith("docs/guides/")]
     shown = {words[1] for page in guides for block in blocks(page) for words in block.commands}
-    assert shown == set(typer.main.get_command(app).commands)
+    assert shown == set(typer.main.get_command(app).commands), "show each command in a page of docs/guides/"
 
 
 RUNNING = [page for page in PAGES if any(block.runs for block in blocks(page))]
@@ -183,7 +183,7 @@ NUMBERS += ["twenty", *(f"twenty-{digit}" for digit in NUMBERS[1:10])]
 def test_the_number_of_methods_and_of_findings_is_that_of_the_pages():
     tour, findings = (ROOT / "docs/start/tour.md").read_text(), (ROOT / "docs/results/findings.md").read_text()
     (methods,) = re.findall(r"`crosslayer methods` lists all ([\w-]+):", tour)
-    assert NUMBERS.index(methods) == len(method_names())
+    assert NUMBERS.index(methods) == len(method_names()), "docs/start/tour.md says how many methods there are"
     count = NUMBERS[len(re.findall(r"(?m)^## \d+\. ", findings))]
     assert f"[{count} findings](results/findings.md)" in (ROOT / "docs/README.md").read_text()
     assert f"[{count.capitalize()} findings](docs/results/findings.md)" in (ROOT / "README.md").read_text()

@@ -28,7 +28,7 @@ def test_the_table_of_the_readme_has_every_method_and_its_cache():
         r"^\| (`\w+`(?:, `\w+`)*) \|[^|]*\| (\d+)% \| (yes|no) \|", (ROOT / "README.md").read_text(), re.M
     )
     cells = {name: (int(share), yes == "yes") for names, share, yes in rows for name in re.findall(r"\w+", names)}
-    assert sorted(cells) == method_names()
+    assert sorted(cells) == method_names(), "README.md's table must have a row for each method"
     for name, (share, pretrained) in cells.items():
         method = method_class(name)
         assert round(100 * merge_plans([method.example(32)], 32).cached_fraction()) == share, name

@@ -53,6 +53,7 @@ class Naive:
         if self.policy == "streaming":
             first = [token for token in held if token < 4]
         else:
+            assert self.policy == "sinks", f"write {self.policy} as a loop here"
             first = [token for token in held if received[token] / (seen - token) / groups > 0.3]
         others = [token for token in held if token not in first]
         return sorted(first + others[len(others) - (keep - len(first)) :])

@@ -69,6 +69,7 @@ def test_every_recipe_builds_a_model_and_the_arguments_of_a_run(path, tmp_path):
 def test_every_method_has_a_recipe_of_its_name():
     recipes = {path.stem: load_recipe(path) for path in RECIPES}
     for name in method_names():
+        assert name in recipes, f"write crosslayer/recipes/{name}.yaml"
         with torch.device("meta"):
             config = recipes[name].model.config(2048, 512)
         assert [method.name() for method in config.methods] == [name]

@@ -66,7 +66,7 @@ class Quantized(Columns):
 
     def update(self, states: Tensor) -> Tensor:
         """Store new states (B, H_kv, T, D); return all, (B, H_kv, S, D), the new and the latest ones exact."""
-        # the columns without codes so far, of which the oldest now get some
+        # columns that have no codes yet; the oldest of them are quantized now
         states = rotated(states) if self.rotates else states
         exact = torch.cat([self.tail, states], 2) if self.tail.numel() else states
         before, leaving = self.used, exact.shape[2]

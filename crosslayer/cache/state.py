@@ -181,7 +181,7 @@ class _GroupCall:
         attention = None if self.attention is None else self.attention[index, :, :width]
         cached = Cached(self.positions[index, :, :width], attention, seen, keep, self.groups)
         rank = self.state.policy.rank(cached).masked_fill(~in_cache, -torch.inf)
-        # texts keep different numbers of tokens: the highest ranks of all, of which each keeps its first `keep`
+        # texts keep different numbers of tokens: take as many as the longest, then each text keeps its first `keep`
         most = int(max(keeps.values()))
         chosen = rank.topk(most, dim=-1).indices  # (rows, H_kv, most), highest rank first
         is_kept = torch.arange(most, device=device) < keep

@@ -72,7 +72,7 @@ class Codec:
         model = unwrapped(model)
         if self._seen is not None and self._seen.same(model):
             return
-        # accelerate offloads weights as tensors without numbers, of which no fingerprint can be taken
+        # accelerate offloads weights as tensors without data, so they have no fingerprint
         if any(parameter.is_meta for parameter in model.parameters()):
             raise ValueError("the weights must be on a device, got some that are offloaded; load the model whole")
         check_config(model.config)

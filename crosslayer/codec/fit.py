@@ -53,7 +53,7 @@ KEPT = 0.06
 # Share of tokens in which a channel that is kept has a code other than 0: five of the default's 48 windows of 512
 # tokens. A channel takes 2 W numbers of 16 bits in the codec's matrices.
 USED = 2e-4
-# At least so many channels of a layer: one that is predicted almost exactly would keep none.
+# Channels that every layer keeps: a layer that is predicted almost exactly would otherwise have none.
 FEWEST = 8
 # Ridge of the regression of costs, in units of a feature's variance. The norms of a token's heads and layers go
 # together, so that the text alone does not say which of them counts.

@@ -149,7 +149,7 @@ class Texts:
         """
         evaluated = _by_name(evaluation, "text")
         calibrated = _by_name(calibration, "calibration text")
-        # the same name must be the same text: its windows are cut once, so that none is both fitted and judged on
+        # one name means one text: its windows are cut once, so no window serves for both fitting and evaluation
         for name in evaluated.keys() & calibrated.keys():
             judged, fitted = evaluated[name], calibrated[name]
             are_sources = isinstance(judged, TextSource) and isinstance(fitted, TextSource)

@@ -79,7 +79,7 @@ NOUNS = (
     "harbor", "island", "jacket", "kettle", "ladder", "lantern", "magnet", "meadow", "mirror", "orchard",
     "pebble", "pillow", "rocket", "saddle", "teapot", "thimble", "tunnel", "violin", "walnut", "window",
 )  # fmt: skip
-# No key is in the haystack, and none is part of another: no adjective ends with one, no noun begins with one.
+# No key occurs in the haystack or inside another key: no adjective ends with another, no noun begins with another.
 KEYS = tuple(f"{adjective}-{noun}" for adjective in ADJECTIVES for noun in NOUNS)
 
 # The end of a sentence, but not the period of a title or an initial; what follows begins with a capital.

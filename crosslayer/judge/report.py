@@ -187,7 +187,7 @@ def _figures(row: Row) -> dict[str, Any]:
             rounded[name] = round(value) if is_count else float(f"{value:.5g}")
         elif value is not None:
             rounded[name] = value
-    # Null, not "not tested", so that a script sees that there is no verdict.
+    # JSON has null instead of "not tested", so that a script sees that there is no verdict.
     if row.change is not None:
         rounded["verdict"] = None if row.change.verdict is None else row.verdict
     return rounded

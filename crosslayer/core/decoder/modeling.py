@@ -83,7 +83,7 @@ class CrossLayerPreTrainedModel(NewPreTrainedModel):
         if is_main_process and not readme.exists():
             readme.write_text(README, encoding="utf-8")
 
-    # a class attribute in transformers, by which `from_pretrained` chooses a default; here it depends on the config
+    # transformers has a class attribute, and `from_pretrained` reads it for its default; here it depends on the config
     @property
     def _supports_sdpa(self) -> bool:  # type: ignore[override]
         """SDPA cannot cap scores: for such models, as in transformers, eager is the default and `sdpa` is refused."""

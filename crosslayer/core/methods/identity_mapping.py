@@ -36,7 +36,7 @@ class _Mean(ValueAdder):
         super().__init__("identity_mapping")
         self.below = below
 
-    # `below` differs from layer to layer: in a layer's graph it would be a constant, and compile each anew
+    # `below` differs by layer: inside a layer's graph it would be a constant, and every layer would compile again
     @outside_layer_graphs
     def before(self, q: State, k: State, v: State, carry: Carry) -> Mixed:
         """Put the mean of earlier values into the carry, and add the layer's own (B, H_kv, T, D) to their sum."""

@@ -127,7 +127,7 @@ class _Mixer(HeadMixer):
 class _MixerOfAll(_Mixer):
     """Mixes with the states of all layers below, whose number differs from layer to layer."""
 
-    # a tuple that grows with depth would compile every layer anew, up to the limit of 8, and then it runs eagerly
+    # a tuple that grows with depth compiles every layer again, up to torch's limit of 8; later layers run eagerly
     @outside_layer_graphs
     def before(self, q: State, k: State, v: State, carry: Carry) -> Mixed:
         return super().before(q, k, v, carry)

@@ -183,7 +183,7 @@ class _Opened(NamedTuple):
 
 
 def _flatten(stream: Tensor, carry: Carry) -> tuple[list[Any], pytree.TreeSpec]:
-    # both are made anew by each stage: "read" is what a probe sees, and no layer reads it
+    # each stage makes both itself; "read" is for probes, and no layer reads it
     carry = {name: value for name, value in carry.items() if name not in (BY_LAYER, "read")}
     opaque = (Sources, SharedStates)
     carry = {name: _Opened(value.opened) if isinstance(value, opaque) else value for name, value in carry.items()}

@@ -152,7 +152,7 @@ class StageModule(nn.Module):
             logits = self.lm_head(stream)
             return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
 
-        # what later stages of the rank read stays here; the next stage gets what its own rank does not have
+        # keep what later stages of this rank read; send the next stage only what its rank lacks
         tensors = {**tensors, **exchange.after.take(stream, carry)}
         tensors = microbatch.keep(traffic.kept[stage], tensors, exchange.after.stream)
         if stage + exchange.ranks < len(traffic.sent):

@@ -5,6 +5,9 @@
 A codec is a folder that `crosslayer fit-codec MODEL --out FOLDER` wrote. Each way has an engine of its own in a process
 of its own, without vLLM's prefix cache. Every prompt runs twice with one new token: the first time it is computed, and
 stored where there is a store; the second time it is loaded. The ways take turns, prompt by prompt.
+
+On a GPU, `--ways prefill,codec,tier` compares with vLLM's own tier of files instead. That tier lies behind one in the
+memory of the host, which is so small here that another prompt displaces the first before it is loaded.
 """  # noqa: E501
 
 import argparse
@@ -18,11 +21,12 @@ from pathlib import Path
 
 import numpy as np
 
-WAYS = ("prefill", "codec", "raw")
+WAYS = ("prefill", "codec", "raw", "tier")
 
 
-def transfer(way: str, source: str, folder: str, store: str) -> dict | None:
-    """What vLLM is told of a way to keep prompts."""
+def transfer(way: str, source: str, folder: str, store: str, dtype: str, length: int) -> dict | None:
+    """What vLLM is told of a way to keep prompts of at most `length` tokens."""
+    import crosslayer
     from crosslayer.codec.codec import load_codec
     from crosslayer.models.load import load_config
     from crosslayer.verbs.serve import prompts
@@ -32,6 +36,14 @@ def transfer(way: str, source: str, folder: str, store: str) -> dict | None:
     if way == "raw":
         extra = {"shared_storage_path": store}
         return {"kv_connector": "ExampleConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    if way == "tier":
+        one_prompt = crosslayer.plan(source, length=length, dtype=dtype, engine="vllm").headline()["stored_bytes"]
+        extra = {
+            "spec_name": "TieringOffloadingSpec",
+            "cpu_bytes_to_use": one_prompt,
+            "secondary_tiers": [{"type": "fs", "root_dir": store}],
+        }
+        return {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
     codec = load_codec(folder)
     prompts.check_weights(codec, source, load_config(source))
     return prompts.transfer_config(codec, folder, store, None)
@@ -44,7 +56,8 @@ def serve_one_way(way: str, source: str, folder: str, dtype: str, length: int, e
     from vllm import LLM, SamplingParams
 
     with tempfile.TemporaryDirectory() as store:
-        options = {} if (told := transfer(way, source, folder, store)) is None else {"kv_transfer_config": told}
+        told = transfer(way, source, folder, store, dtype, length + 32)
+        options = {} if told is None else {"kv_transfer_config": told}
         llm = LLM(
             source,
             dtype=dtype,
@@ -67,7 +80,9 @@ def serve_one_way(way: str, source: str, folder: str, dtype: str, length: int, e
             os.write(answers, json.dumps(answer).encode() + b"\n")
 
 
-def measure(name: str, folder: str, lengths: list[int], repeats: int, dtype: str, eager: bool) -> list[dict]:
+def measure(
+    name: str, folder: str, ways: list[str], lengths: list[int], repeats: int, dtype: str, eager: bool
+) -> list[dict]:
     from crosslayer.corpus.domains import embedded_domains, split_domains
     from crosslayer.models.load import load_tokenizer, model_source
     from crosslayer.stats.times import paired_ratio
@@ -76,19 +91,21 @@ def measure(name: str, folder: str, lengths: list[int], repeats: int, dtype: str
     texts = embedded_domains(["speeches"])
     ids = split_domains(texts, load_tokenizer(name), parts=parts, length=max(lengths))["text"].ids.tolist()
     source = model_source(name)
-    engines = {way: start(way, source, folder, dtype, max(lengths), eager) for way in WAYS}
-    rows, held = [], dict.fromkeys(WAYS, 0)
+    engines = {way: start(way, source, folder, dtype, max(lengths), eager) for way in ways}
+    rows, held = [], dict.fromkeys(ways, 0)
     for length in lengths:
         times: dict[tuple[str, str], list[float]] = {}
-        cached, sizes = dict.fromkeys(WAYS, 0), dict.fromkeys(WAYS, 0)
+        cached, sizes = dict.fromkeys(ways, 0), dict.fromkeys(ways, 0)
         for turn in range(repeats + 1):  # the first is not counted
             for way, engine in engines.items():
                 prompt = [turn + 3, *ids[turn][1:length]]  # prompts of different lengths share no prefix
                 prompt[1] = length % 1000 + 3
                 first = ask(engine, prompt)
                 stored = settled(engine)
+                ask(engine, [prompt[0] + 1000, *prompt[1:]])  # takes the place of the first in a tier in memory
+                after = settled(engine)
                 second = ask(engine, prompt)
-                cached[way], sizes[way], held[way] = second["cached"], stored - held[way], stored
+                cached[way], sizes[way], held[way] = second["cached"], stored - held[way], after
                 if turn:
                     times.setdefault((way, "first"), []).append(first["seconds"])
                     times.setdefault((way, "second"), []).append(second["seconds"])
@@ -143,6 +160,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model")
     parser.add_argument("codec", help="its folder")
+    parser.add_argument("--ways", default="prefill,codec,raw", help="of prefill, codec, raw, and on a GPU tier")
     parser.add_argument("--lengths", default="512,2048")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--dtype", default="float32")
@@ -157,7 +175,7 @@ def main() -> None:
     from crosslayer.environment import environment
 
     started = time.time()
-    rows = measure(given.model, given.codec, lengths, given.repeats, given.dtype, given.eager)
+    rows = measure(given.model, given.codec, given.ways.split(","), lengths, given.repeats, given.dtype, given.eager)
     record = {"rows": rows, "seconds": round(time.time() - started, 1), "environment": environment().model_dump()}
     if given.out:
         given.out.write_text(json.dumps(record, indent=1) + "\n")

@@ -20,10 +20,10 @@ from crosslayer.output.folder import release_targets
 from crosslayer.output.progress import say
 from crosslayer.verbs import GROUPS, verb_names
 
-START = """Shrink the KV cache of a Hugging Face model, and measure the cost. Start with
+START = """Attention across depth: what a Transformer layer can take from the layers below it. Start with
 
-  crosslayer plan smollm2 --length 4096,32768      how large its cache is (seconds)
-  crosslayer diagnose smollm2                      its attention sinks and redundant layers (a minute)
+  crosslayer train smoke --set model.method=attnres --out runs/attnres     train a small model with a method (seconds)
+  crosslayer diagnose smollm2                      attention sinks and redundant layers of a pretrained model (a minute)
   crosslayer measure smollm2 --candidate int4      bytes, KL, retrieval and time of a smaller cache (minutes)
 
 smollm2 stands for any model: an embedded one, a folder, or a name on the Hugging Face hub.
@@ -31,9 +31,10 @@ crosslayer --help lists all commands, crosslayer COMMAND --help the options of o
 app = typer.Typer(
     invoke_without_command=True,
     pretty_exceptions_enable=False,
-    help="Find redundant attention layers, convert models to a smaller KV cache, and measure what that costs.",
+    help="Attention across depth: what a Transformer layer can take from the layers below it. Train it and compare "
+    "methods, find it in pretrained models, convert models to smaller KV caches, measure the cost, and serve them.",
 )
-VERBS = sorted(map(read_verb, verb_names()), key=lambda verb: (GROUPS.index(verb.group), verb.name))
+VERBS = sorted(map(read_verb, verb_names()), key=lambda verb: GROUPS.index(verb.group))
 for verb in VERBS:
     app.command(verb.command, rich_help_panel=verb.group)(command_of(verb))
 
@@ -50,9 +51,10 @@ def _show_version(wanted: bool) -> None:
 def root(
     context: typer.Context,
     show_version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="print the version and exit.")
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, metavar=" ", help="print the version and exit."),
     ] = False,
-    debug: Annotated[bool, typer.Option("--debug", help=EVERYWHERE[-1].text)] = False,
+    debug: Annotated[bool, typer.Option("--debug", metavar=" ", help=EVERYWHERE[-1].text)] = False,
 ) -> None:
     """Define the options of the program itself; without a command, print what to type."""
     if context.invoked_subcommand is None:

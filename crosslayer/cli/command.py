@@ -24,6 +24,7 @@ TYPES = {"int": int, "float": float, "bool": bool}
 # by the option's name, else by its annotation
 METAVARS = {"settings": "KEY=VALUE", "vary": "KEY=V1,V2", "allow_methods": "MODULE"}
 METAVARS |= {"sweep": "KEY=V1,V2", "DomainTexts": "TEXT", "Text": "TEXT", "Sequence[str]": "<str>"}
+METAVARS |= {"bool": " "}  # a flag takes no value; without this, typer says <bool>
 
 
 def print_line(text: str) -> None:

@@ -12,9 +12,12 @@ The folder's own `__init__.py` says in plain values how a shell shows it:
 
 from pathlib import Path
 
-GROUPS = ("Inspect", "Convert", "Measure", "Store", "Train", "Ship")
+GROUPS = ("Train", "Inspect", "Convert", "Measure", "Store", "Ship")
+# in a group, what most users type first stands first; a verb that is not listed comes last
+FIRST = ("train", "diagnose", "intervene", "plan", "methods", "retrofit", "heal", "measure", "needles", "generate", "serve")
 
 
 def verb_names() -> list[str]:
-    """Return the names of all verbs, which are those of the folders here."""
-    return sorted(path.parent.name for path in Path(__file__).parent.glob("*/run.py"))
+    """Return the names of all verbs, which are those of the folders here, the most used ones first."""
+    names = sorted(path.parent.name for path in Path(__file__).parent.glob("*/run.py"))
+    return sorted(names, key=lambda name: FIRST.index(name) if name in FIRST else len(FIRST))

@@ -163,7 +163,7 @@ def test_help_cuts_no_name_of_an_option_at_80_columns(monkeypatch, capsys):
         (["bench", "a", "b", "--repeat", "3"], "--repeat; did you mean --repeats?"),
         (
             ["generate", "smollm2", "The", "--evict", "h2o:0.4"],
-            "--evict; it is an option of bench, evaluate and needles",
+            "--evict; it is an option of needles, bench and evaluate",
         ),
         (["plan", "smollm2", "--nothing-like-it"], "--nothing-like-it"),
     ],

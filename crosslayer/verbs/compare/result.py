@@ -2,7 +2,9 @@
 
 import json
 import math
+import shlex
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -254,6 +256,15 @@ class Comparison(Result):
         for law in self.laws:
             groups.setdefault((law.where, law.cost), []).append(law)
         return groups
+
+    def next_command(self, model: str | None = None, out: str | None = None) -> str | None:
+        """Return how to look into a run of the best variant, if the comparison trained it; read runs may be gone."""
+        folder = Path(out or (self.typed or {}).get("out") or ".") / "runs"
+        best = min(self.outcomes, key=lambda outcome: outcome.rank)
+        for run in self.runs_of(best.configuration, best.variant):
+            if (folder / run.name / "model").is_dir():
+                return f"crosslayer diagnose {shlex.quote(str(folder / run.name / 'model'))} --out diagnosis"
+        return None
 
     def headline(self) -> dict[str, Any]:
         """Return the baseline, and for each variant and configuration the difference, its interval and the verdict."""

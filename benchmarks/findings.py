@@ -51,7 +51,7 @@ over training seeds. [Findings on four models](models.md) repeats seven of them 
 these do not hold everywhere: 5 and 9. For details and negative results, see the pages of the papers
 ([ResFormer](../papers/resformer.md), [Attention Residuals](../papers/attention-residuals.md),
 [the waiver](../papers/waiver.md), [UniAttn](../papers/uniattn.md)), the
-[tables of retrofits](../evidence/retrofits.md), and [the log](../LOG.md).
+[tables of retrofits](../evidence/README.md#what-retrofits-cost-smollm2-135m), and [the log](../LOG.md).
 `python benchmarks/findings.py` writes this page from committed results.
 """
 

@@ -125,7 +125,7 @@ test-transformers: $(TRANSFORMERS)
 # the generated tables of docs/methods and docs/reference
 tables: $(STAMP)
 	$(BIN)/python website/reference.py docs
-	mkdir -p out && $(BIN)/python website/combinations.py > out/COMBINATIONS.md && mv out/COMBINATIONS.md docs/methods/combinations.md
+	$(BIN)/python website/combinations.py
 
 # the site, out/site: links are checked, and every page is opened in Chromium at two widths
 $(VENV)/.docs: $(STAMP)

@@ -1,4 +1,4 @@
-"""Write the table of how large the caches of shipped models are: docs/evidence/cache_sizes.md and cache_sizes.json.
+"""Write the table of how large the caches of shipped models are, into docs/evidence/README.md and cache_sizes.json.
 
     python benchmarks/cache_sizes.py [--page FILE] [--json FILE]
 
@@ -22,6 +22,11 @@ from crosslayer.output.formatting import percent, readable_bytes
 from crosslayer.wiring.states import field
 
 RESULTS = Path(__file__).parents[1] / "docs" / "evidence"
+PAGE = RESULTS / "README.md"
+# what this script writes of the page; all else there is written by hand
+SECTION = re.compile(
+    r"(?<=<!-- benchmarks/cache_sizes.py writes from here -->\n\n).*(?=\n<!-- to here -->\n)", re.DOTALL
+)
 LENGTHS = (8192, 32_768, 131_072)
 SHIPPED = {  # model type → the model whose cache its default config has
     "axk1": "skt/A.X-K1",
@@ -76,8 +81,7 @@ SHIPPED = {  # model type → the model whose cache its default config has
     "zamba2": "Zyphra/Zamba2-2.7B",
     "zaya": "Zyphra/ZAYA1-8B",
 }
-HEAD = """# How large is the cache of shipped models?
-
+HEAD = """\
 Bytes of the KV cache of one sequence in bfloat16, as transformers allocates it, by `python benchmarks/cache_sizes.py`
 from the default configs of transformers {version}. The last two numbers are for 128k tokens: the bytes that attention
 reads per token, and the size relative to a plain cache (keys and values, or latents, of every layer and token).
@@ -87,7 +91,7 @@ training length. `crosslayer plan NAME` reads a model's own config on the Hub.
 
 """
 REFUSED = """
-## Not counted
+### Not counted
 
 These model types of transformers are rejected with a reason. Every other decoder is counted.
 
@@ -144,8 +148,8 @@ def refusals() -> dict[str, list[str]]:
     return reasons
 
 
-def page(rows: list[dict[str, Any]], reasons: dict[str, list[str]]) -> str:
-    """Return the page: a row per model, those that keep the least of a plain cache first."""
+def section(rows: list[dict[str, Any]], reasons: dict[str, list[str]]) -> str:
+    """Return the section: a row per model, those that keep the least of a plain cache first."""
     head = [
         "model",
         "layers",
@@ -176,14 +180,17 @@ def _line(cells: list[str]) -> str:
 
 
 def main() -> None:
-    """Write both files."""
+    """Write the section and the record."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--page", type=Path, default=RESULTS / "cache_sizes.md")
+    parser.add_argument("--page", type=Path, default=PAGE)
     parser.add_argument("--json", type=Path, default=RESULTS / "cache_sizes.json")
     options = parser.parse_args()
     transformers.logging.set_verbosity_error()
     rows = [row_of(model_type, name) for model_type, name in SHIPPED.items()]
-    options.page.write_text(page(rows, refusals()), encoding="utf-8")
+    written = section(rows, refusals())
+    text, found = SECTION.subn(lambda _: written, options.page.read_text(encoding="utf-8"))
+    assert found == 1, f"{options.page} must have the two comments between which the section stands, once"
+    options.page.write_text(text, encoding="utf-8")
     record = {"transformers": transformers.__version__, "batch": 1, "dtype": "bfloat16", "models": rows}
     options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 

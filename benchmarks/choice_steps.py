@@ -5,7 +5,7 @@
 One pair is a step of the plain decoder and one of the same weights with chosen tokens, in alternating order; both
 read a cache of the given length, filled with the states of a short text, repeated. The ratio is taken pair by pair, its
 95 % interval from order statistics. Prompts of at most 4,096 tokens are timed in the same way, in six pairs. The wiring
-is that which the search chose on smollm2 at a quarter of the reads (docs/evidence/shared_choice.md), or every fourth
+is that which the search chose on smollm2 at a quarter of the reads (docs/evidence/README.md), or every fourth
 layer as a chooser for models of other depths.
 """
 

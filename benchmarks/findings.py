@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from four_models import on_four_models
 from front_page import draw_front_page
 
 import crosslayer
@@ -47,11 +48,11 @@ HEAD = """# Findings
 
 Each finding has a paragraph, a figure and a command. The model is SmolLM2-135M on a CPU unless another is named.
 Intervals are 95%, over text windows, items, sequences or pairs of runs; only the losses of finding 11 are compared
-over training seeds. [Findings on four models](models.md) repeats seven of them on Gemma 3 and Qwen2.5-Coder. Two of
-these do not hold everywhere: 5 and 9. For details and negative results, see the pages of the papers
-([ResFormer](../papers/resformer.md), [Attention Residuals](../papers/attention-residuals.md),
+over training seeds. The last section, [On four models](#on-four-models), repeats seven findings on Gemma 3 and
+Qwen2.5-Coder. Two of these do not hold everywhere: 5 and 9. For details and negative results, see the pages of the
+papers ([ResFormer](../papers/resformer.md), [Attention Residuals](../papers/attention-residuals.md),
 [the waiver](../papers/waiver.md), [UniAttn](../papers/uniattn.md)), the
-[tables of retrofits](../evidence/retrofits.md), and [the log](../LOG.md).
+[tables of retrofits](../evidence/README.md#what-retrofits-cost-smollm2-135m), and [the log](../LOG.md).
 `python benchmarks/findings.py` writes this page from committed results.
 """
 
@@ -403,13 +404,13 @@ FINDINGS = (
 )  # fmt: skip
 
 
-def page(findings: Sequence[Finding]) -> str:
-    """Return the page in Markdown."""
+def page(findings: Sequence[Finding], last: str) -> str:
+    """Return the page in Markdown, with its last section."""
     sections = []
     for number, finding in enumerate(findings, 1):
         text, figure = textwrap.fill(finding.text, 120), f"![{finding.title}](../figures/{finding.figure}.svg)"
         sections.append(f"## {number}. {finding.title}\n\n{text}\n\n{figure}\n\n`{finding.command}`\n")
-    return "\n".join([HEAD, *sections])
+    return "\n".join([HEAD, *sections, last])
 
 
 def measure() -> None:
@@ -425,4 +426,4 @@ def measure() -> None:
 if __name__ == "__main__":
     if sys.argv[1:] == ["--measure"]:
         measure()
-    PAGE.write_text(page([finding() for finding in FINDINGS]))
+    PAGE.write_text(page([finding() for finding in FINDINGS], on_four_models(results("models")["models"])))

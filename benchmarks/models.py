@@ -1,8 +1,8 @@
-"""Which findings hold on other models: measures them, and writes the table of docs/results/models.md.
+"""Which findings hold on other models: measures what docs/results/findings.md has in its section on four models.
 
     python benchmarks/models.py smollm2 gemma3 qwen    # measures what results/models.json lacks; an hour on two cores
-    python benchmarks/models.py                        # writes the page and docs/figures/scale.svg
     python benchmarks/models.py qwen --only eviction --force
+    python benchmarks/findings.py                      # writes the page and docs/figures/scale.svg
 
 All text is the embedded one. KL and losses are measured on 12 windows of 512 tokens (science, speeches, code). What is
 fitted is fitted to 24 windows of 256 tokens (books, web, docs). Each finding is a number whose sign says whether it
@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 import qwen_1_5b  # noqa: F401  # makes qwen-1.5b known
 import torch
-from models_page import write_page
 
 import crosslayer
 from crosslayer.core.decoder.convert import convert_weights
@@ -207,7 +206,7 @@ FINDINGS: dict[str, Callable[[Model, dict[str, Any]], dict[str, Any]]] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="*", help="smollm2, gemma3, qwen, or folders")
+    parser.add_argument("models", nargs="+", help="smollm2, gemma3, qwen, or folders")
     parser.add_argument("--only", nargs="+", choices=list(FINDINGS), default=list(FINDINGS))
     parser.add_argument("--force", action="store_true", help="measure again what is there")
     parser.add_argument("--json", type=Path, default=RESULTS)
@@ -226,8 +225,6 @@ def main() -> None:
             stored[finding]["environment"] = environment().model_dump()
             options.json.write_text(json.dumps(record) + "\n")
             print(f"{name}: {finding}: {stored[finding]['seconds']:.0f} s", flush=True)
-    if not options.models:
-        write_page(record["models"])
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What retrofits of a model cost and save, by each way to fit W_c: the table of docs/evidence/retrofits.md.
+"""What retrofits of a model cost and save, by each way to fit W_c: the table of docs/evidence/README.md.
 
     python benchmarks/retrofit.py                        # all wirings, some hours on two cores
     python benchmarks/retrofit.py --only uniattn-4       # a single wiring; results are merged into the JSON

@@ -1,4 +1,4 @@
-"""How what is fitted carries over to other text, by wiring: the tables of docs/evidence/retrofits.md.
+"""How what is fitted carries over to other text, by wiring: the tables of docs/evidence/README.md.
 
     python benchmarks/transfer.py --extra philosophy=FILE.txt.xz physics=FILE.txt.xz    # two hours on a core
     python benchmarks/transfer.py --only drop-9 --extra …                               # a single wiring

@@ -1,4 +1,4 @@
-"""docs/evidence/cache_sizes.md and its JSON say what the plan says today."""
+"""The section on cache sizes of docs/evidence/README.md and its JSON say what the plan says today."""
 
 import json
 import sys
@@ -26,11 +26,9 @@ def test_the_table_of_shipped_models_is_what_plan_says(cache_sizes):
     rows = [cache_sizes.row_of(model_type, name) for model_type, name in cache_sizes.SHIPPED.items()]
     record = json.loads((cache_sizes.RESULTS / "cache_sizes.json").read_text())
     assert record["models"] == json.loads(json.dumps(rows))
-    version = f"transformers {transformers.__version__}."
-    written = (
-        (cache_sizes.RESULTS / "cache_sizes.md").read_text().replace(f"transformers {record['transformers']}.", version)
-    )
-    assert written == cache_sizes.page(rows, cache_sizes.refusals())
+    (written,) = cache_sizes.SECTION.findall(cache_sizes.PAGE.read_text())
+    measured, today = f"transformers {record['transformers']}.", f"transformers {transformers.__version__}."
+    assert written.replace(measured, today) == cache_sizes.section(rows, cache_sizes.refusals())
 
 
 def test_refusals_of_the_table_are_those_that_are_tested(cache_sizes):

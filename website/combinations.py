@@ -1,9 +1,11 @@
 """Which methods combine: every pair is built and run.
 
-`python website/combinations.py > docs/methods/combinations.md` writes the page.
+`python website/combinations.py` writes the section *Combinations* of docs/methods/overview.md.
 """
 
+import re
 from itertools import combinations
+from pathlib import Path
 
 import torch
 
@@ -12,15 +14,17 @@ from crosslayer.core.methods import merge_plans, method_class, method_names, to_
 from crosslayer.core.plan import STATES
 from crosslayer.testing.tiny import build, close, config_of, steps, tokens
 
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "methods" / "overview.md"
+# what this script writes of the page; all else there is written by hand, or by website/reference.py
+SECTION = re.compile(r"(?<=<!-- website/combinations.py writes from here -->\n\n).*(?=\n<!-- to here -->\n)", re.DOTALL)
 LAYERS = 6
-HEAD = f"""# Which methods combine
-
+HEAD = f"""\
 Every pair of methods, built with the options of each method's example at {LAYERS} layers. ✓ means that the model builds
 and that its logits with a KV cache equal those without. A letter gives the reason why a pair fails; with other
 options, such as groups that do not overlap, it may still work. Methods that mix states are applied in list order,
 so the order of two of them matters.
 
-`python website/combinations.py` writes this page, and a test compares it with the code.
+`python website/combinations.py` writes this section, and a test compares it with the code.
 """
 REASONS = {
     "A": ("Both replace the residual stream.", "A model has one way to add up the outputs of its layers."),
@@ -73,8 +77,8 @@ def reason(first: str, second: str) -> str:
     return "D"
 
 
-def page() -> str:
-    """Return the page: a table of all pairs, and the refused pairs by reason."""
+def section() -> str:
+    """Return the section: a table of all pairs, and the refused pairs by reason."""
     names = method_names()
     refused = {pair: reason(*pair) for pair in combinations(names, 2) if collision(*pair) is not None}
     rows = [f"| | {' | '.join(f'`{name}`' for name in names[1:])} |", "|---" * len(names) + "|"]
@@ -89,5 +93,13 @@ def page() -> str:
     return "\n".join([HEAD, *rows, ""])
 
 
+def main() -> None:
+    """Write the section into its page."""
+    written = section()
+    text, found = SECTION.subn(lambda _: written, PAGE.read_text(encoding="utf-8"))
+    assert found == 1, f"{PAGE} must have the two comments between which the section stands, once"
+    PAGE.write_text(text, encoding="utf-8")
+
+
 if __name__ == "__main__":
-    print(page(), end="")
+    main()

@@ -20,7 +20,7 @@ SCRIPT = Path(__file__).with_name("by_kvpress.py")
 @pytest.mark.skipif(not PYTHON, reason="CROSSLAYER_KVPRESS names no Python with kvpress; `make test-kvpress` does")
 def test_kvpress_keeps_the_same_tokens_of_smollm2(tmp_path):
     model, words = load_model("smollm2")
-    text = Path(__file__).parents[2].joinpath("docs", "evidence", "retrofits.md").read_text(encoding="utf-8")
+    text = Path(__file__).parents[2].joinpath("docs", "evidence", "README.md").read_text(encoding="utf-8")
     ids = words(text)["input_ids"]
     texts = [ids[:160], ids[500:1012]]  # multiples of a block, where streaming has just evicted
     model.save_pretrained(tmp_path / "model")

@@ -1,4 +1,7 @@
-"""The page of `benchmarks/models.py`: each finding on each model, and damage by the size of the model."""
+"""The section of docs/results/findings.md on four models: each claim on each model, and damage by their size.
+
+`benchmarks/models.py` measures the numbers, and `benchmarks/findings.py` writes the page.
+"""
 
 import json
 from collections.abc import Callable
@@ -15,7 +18,7 @@ from crosslayer.stats.differences import share_difference
 from crosslayer.stats.estimate import Better, Estimate
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "results" / "models.md"
+RESULTS, FIGURES = ROOT / "benchmarks" / "results", ROOT / "docs" / "figures"
 NAMES = {
     "smollm2": "SmolLM2-135M",
     "gemma3": "Gemma 3 270M",
@@ -24,48 +27,51 @@ NAMES = {
 }
 PARAMETERS = {"smollm2": 134.5e6, "gemma3": 268.1e6, "qwen": 630.2e6, "qwen-1.5b": 1777.1e6}
 UNSHOWN = 0.1  # rise of perplexity beyond which perplexity would have shown the damage
-HEAD = """# Findings on four models
+SECTION = """## On four models
 
-Each row is a finding, each column a pretrained model, and each cell the number that decides it, with its 95% interval
-over windows or items. Findings that do not hold everywhere come first. ✓ The whole interval supports the finding.
-✗ The whole interval contradicts it. ? It does neither. – Not measured, or not measurable.
+Seven of the findings (2, 3, 5, 6, 8, 9 and 10) are repeated here on up to four pretrained models, on other text, so
+that numbers on SmolLM2 differ slightly. The other rows are about stored prompts and about the first token. Each row is
+a claim, each column a model, and each cell the number that decides, with its interval over windows or items. Claims
+that do not hold everywhere come first. ✓ The whole interval supports the claim. ✗ The whole interval contradicts it.
+? It does neither. – Not measured, or not measurable.
 
 KL and losses are measured on twelve windows of 512 tokens (science, speeches, code). W_c and W_o are fitted to 24
 windows of 256 tokens of books, web pages and documentation. Dropped layers are those whose removal alone costs the
 least KL on other windows, before any repair. Stored prompts use the text of
-[Store prompts](../guides/store.md). All models run in float32 on a CPU. Seven rows repeat findings 2, 3, 5, 6, 8, 9 and
-10 of [Findings](findings.md), on other text, so that numbers on SmolLM2 differ slightly. The larger Qwen has 1.54
-billion parameters; its file stores the output matrix separately (1.78 billion).
-"""
-TAIL = """## Damage by size of the model
+[Store prompts](../guides/store.md). All models run in float32 on a CPU. The larger Qwen has 1.54 billion parameters;
+its file stores the output matrix separately (1.78 billion).
+
+{verdict}
+
+{table}
+
+`python benchmarks/models.py smollm2 gemma3 qwen` measures everything except the stored prompts for
+`benchmarks/results/models.json`, in about an hour and a half on two cores; `qwen-1.5b --only sinks isolated` measures
+the claims on sinks for the largest model, in six minutes. `benchmarks/codecs.py` contains the commands of the stored
+prompts.
+
+### Damage by size of the model
 
 ![Damage by size of the model](../figures/scale.svg)
 
 {scale}
 
 The models differ in family, training and shape, so damage depends on the model more than on its size.
-
-## Command
-
-`python benchmarks/models.py smollm2 gemma3 qwen` measures everything except the stored prompts for
-`benchmarks/results/models.json`, in about an hour and a half on two cores; `qwen-1.5b --only sinks isolated` measures
-the findings on sinks for the largest model, in six minutes. `python benchmarks/models.py` writes this page.
-`benchmarks/codecs.py` contains the commands of the stored prompts.
 """
 Cell = tuple[Estimate, str] | None  # the number that decides, and what else the cell shows
 
 
 @dataclass(frozen=True)
-class Finding:
+class Claim:
     """A sentence, how a cell is read from a model's results, and which side of no difference it claims."""
 
-    claim: str
+    text: str
     cell: Callable[[str, dict[str, Any]], Cell]
     better: Better
     digits: int = 3
 
     def mark(self, cell: Cell) -> str:
-        """Return whether the finding holds on a model."""
+        """Return whether the claim holds on a model."""
         if cell is None:
             return "–"
         return {True: "✓", False: "✗", None: "?"}[cell[0].is_better(self.better)]
@@ -146,66 +152,66 @@ ROUNDED_KEYS = "4 bits quantized before RoPE (28% of the bytes)"
 RECENT_EXACT = "`--kv-bits 4`, whose latest 64 tokens are exact,"
 
 
-def stored_prompt(part: str, setting: str, other: str, named: str) -> Finding:
-    """Return the finding that a stored prompt, a part of the 16-bit cache, has less KL than another way."""
-    claim = f"KL of a stored prompt ({part}) ÷ KL of {named} is below 1"
-    return Finding(claim, lambda name, stored: codec_ratio(name, setting, other), "lower")
+def stored_prompt(part: str, setting: str, other: str, named: str) -> Claim:
+    """Return the claim that a stored prompt, a part of the 16-bit cache, has less KL than another way."""
+    text = f"KL of a stored prompt ({part}) ÷ KL of {named} is below 1"
+    return Claim(text, lambda name, stored: codec_ratio(name, setting, other), "lower")
 
 
-FINDINGS = (
+CLAIMS = (
     stored_prompt("1/8", "12.5", "unrotated-int", ROUNDED_KEYS),
     stored_prompt("1/16", "6.25", "unrotated-int", ROUNDED_KEYS),
     stored_prompt("1/8", "12.5", "int", RECENT_EXACT),
     stored_prompt("1/16", "6.25", "int", RECENT_EXACT),
     stored_prompt("1/8", "12.5", "kvtc-4", "KVTC at equal bytes"),
-    Finding(
+    Claim(
         "Dropping attention in a sixth of the layers costs more KL than 4 bits",
         lambda name, stored: gap(stored["dropping"], "dropped, 83%", "4 bits"), "higher",
     ),
-    Finding(
+    Claim(
         "Sharing keys and values in blocks costs more KL than dropping attention in as many layers (30%)",
         lambda name, stored: gap(stored["dropping"], "cla blocks, 70%", "dropped, 70%"), "higher",
     ),
-    Finding(
+    Claim(
         "W_c alone costs more KL than W_o and W_c, where three pairs of layers share keys and values",
         lambda name, stored: gap(stored["refit"], "W_c", "W_o and W_c"), "higher",
     ),
-    Finding(
+    Claim(
         "W_c fitted to books alone costs more KL on other text than W_c fitted to a mixture",
         lambda name, stored: gap(stored["calibration"], "books", "mixture"), "higher",
     ),
-    Finding(
+    Claim(
         f"H2O at 60% of the cache loses hidden numbers, and perplexity rises by less than {UNSHOWN:.0%} (share found)",
         evicted, "lower",
     ),
-    Finding(
+    Claim(
         "In the layer with the strongest sink, the first token's share of attention, minus 30%, is above 0",
         sink, "higher",
     ),
-    Finding("In that layer, the norm of the first token's values ÷ the median, minus 1, is below 0", drained, "lower"),
-    Finding("Without the first token, neighboring maps of the upper half are less alike (cosine)", maps, "lower"),
-    Finding("A token that attends only to itself becomes a sink (share of attention)", isolated, "higher"),
+    Claim("In that layer, the norm of the first token's values ÷ the median, minus 1, is below 0", drained, "lower"),
+    Claim("Without the first token, neighboring maps of the upper half are less alike (cosine)", maps, "lower"),
+    Claim("A token that attends only to itself becomes a sink (share of attention)", isolated, "higher"),
 )  # fmt: skip
 
 
-def row(finding: Finding, models: dict[str, Any]) -> tuple[int, int, str]:
-    """Return on how many models a finding fails or is open, on how many it holds, and its line of the table."""
+def row(claim: Claim, models: dict[str, Any]) -> tuple[int, int, str]:
+    """Return on how many models a claim fails or is open, on how many it holds, and its line of the table."""
     cells = {}
     for name in models:
         try:
-            cells[name] = finding.cell(name, models[name])
+            cells[name] = claim.cell(name, models[name])
         except (KeyError, FileNotFoundError):
             cells[name] = None
-    marks = {name: finding.mark(cell) for name, cell in cells.items()}
+    marks = {name: claim.mark(cell) for name, cell in cells.items()}
     shown = []
     for name, cell in cells.items():
         if cell is None:
             shown.append("–")
             continue
         signed = cell[0].none == 0
-        shown.append(f"{marks[name]} {cell[0].text(finding.digits, signed=signed)}<br>{cell[1]}")
+        shown.append(f"{marks[name]} {cell[0].text(claim.digits, signed=signed)}<br>{cell[1]}")
     holds, measured = list(marks.values()).count("✓"), sum(mark != "–" for mark in marks.values())
-    return measured - holds, holds, f"| {finding.claim} | {' | '.join(shown)} | {holds} of {measured} |"
+    return measured - holds, holds, f"| {claim.text} | {' | '.join(shown)} | {holds} of {measured} |"
 
 
 def stored_costs(setting: str, models: dict[str, Any]) -> dict[str, tuple[float, float, float]]:
@@ -249,18 +255,17 @@ def scale(models: dict[str, Any]) -> str:
             "scale", "Damage by size of the model", "", "parameters", "KL to the original (nats per token)", lines,
             log_x=True, log_y=True, bars=True, x_ticks=ticks,
         ),
-        ROOT / "docs" / "figures",
+        FIGURES,
     )  # fmt: skip
     return "\n".join(rows)
 
 
-def write_page(models: dict[str, Any]) -> None:
-    """Write the page and its figure."""
+def on_four_models(models: dict[str, Any]) -> str:
+    """Draw the figure, and return the section in Markdown."""
     models = {name: models[name] for name in NAMES if name in models}
-    rows = sorted((row(finding, models) for finding in FINDINGS), key=lambda entry: (-entry[0], entry[1]))
-    head = f"| finding | {' | '.join(NAMES[name] for name in models)} | holds on |"
+    rows = sorted((row(claim, models) for claim in CLAIMS), key=lambda entry: (-entry[0], entry[1]))
+    head = f"| claim | {' | '.join(NAMES[name] for name in models)} | holds on |"
     whole = sum(missing == 0 for missing, _, _ in rows)
-    verdict = f"**{whole} of {len(rows)} findings hold on every model where they can be measured.**"
+    verdict = f"**{whole} of {len(rows)} claims hold on every model where they can be measured.**"
     table = "\n".join([head, "|---" * (len(models) + 2) + "|", *(line for _, _, line in rows)])
-    tail = TAIL.format(scale=scale(models))
-    PAGE.write_text(f"{HEAD}\n{verdict}\n\n{table}\n\n{tail}")
+    return SECTION.format(verdict=verdict, table=table, scale=scale(models))

@@ -22,7 +22,7 @@ from crosslayer.verbs import GROUPS, verb_names
 
 START = """Attention across depth: what a Transformer layer can take from the layers below it. Start with
 
-  crosslayer train smoke --set model.method=attnres --out runs/attnres     train a small model with a method (seconds)
+  crosslayer methods                               what layers can take from each other, for models that you train
   crosslayer diagnose smollm2                      attention sinks and redundant layers of a pretrained model (a minute)
   crosslayer measure smollm2 --candidate int4      bytes, KL, retrieval and time of a smaller cache (minutes)
 
@@ -52,7 +52,9 @@ def root(
     context: typer.Context,
     show_version: Annotated[
         bool,
-        typer.Option("--version", callback=_show_version, is_eager=True, metavar=" ", help="print the version and exit."),
+        typer.Option(
+            "--version", callback=_show_version, is_eager=True, metavar=" ", help="print the version and exit."
+        ),
     ] = False,
     debug: Annotated[bool, typer.Option("--debug", metavar=" ", help=EVERYWHERE[-1].text)] = False,
 ) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 GROUPS = ("Train", "Inspect", "Convert", "Measure", "Store", "Ship")
 # in a group, what most users type first stands first; a verb that is not listed comes last
-FIRST = ("train", "diagnose", "intervene", "plan", "methods", "retrofit", "heal", "measure", "needles", "generate", "serve")
+FIRST = ("train", "diagnose", "intervene", "plan", "methods", "retrofit", "heal", "measure", "needles", "generate")
 
 
 def verb_names() -> list[str]:

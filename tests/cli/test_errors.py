@@ -127,7 +127,7 @@ def test_training_that_ended_too_soon_has_a_status_of_its_own():
 def test_without_a_command_it_prints_what_to_type(monkeypatch, capsys):
     assert run(monkeypatch) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("  crosslayer ")]
-    assert [words[1] for words in lines] == ["train", "diagnose", "measure"]
+    assert [words[1] for words in lines] == ["methods", "diagnose", "measure"]
 
 
 @pytest.mark.parametrize("name", ["torchvision", "torchaudio", "torchcodec"])

@@ -71,6 +71,7 @@ def sentences(record: RetrofitReport) -> list[str]:
     cache, settings, domains = record.cache, record.settings, record.domains
     model = record.architecture
     lines = [
+        _in_short(record),
         f"{record.title}: KV cache {cache.share:.2%} of the original's 16-bit cache "
         f"({cache.bytes_per_token_before:,.0f} → {cache.bytes_per_token_after:,.0f} bytes per token at "
         f"{cache.context:,.0f} tokens), parameters {model.parameters / 1e6:.1f} → "
@@ -117,6 +118,24 @@ def sentences(record: RetrofitReport) -> list[str]:
     search = record.choice.search
     baselines = [] if search is None else search.baselines
     return lines + [_searched(record, row) for row in baselines if row.against == Against.SEARCHED]
+
+
+def _in_short(record: RetrofitReport) -> str:
+    """Return what is kept and lost in one sentence: the cache, the perplexity of the worst text, numbers found."""
+    if record.plan.reads_less:
+        kept = f"Reads {record.cache.read_share:.0%} of the cached bytes"
+    elif record.cache.share == 1:
+        kept = "Saves nothing of the KV cache"
+    else:
+        kept = f"Keeps {record.cache.share:.0%} of the KV cache"
+    worst = record.domains[0]
+    parts = [kept, f"perplexity of the worst text ({worst}) ×{record.of('perplexity', worst).value:.2f}"]
+    numbers = record.row(record.candidate, RETRIEVAL)
+    if numbers is not None:
+        parts.append(
+            f"{numbers.count(numbers.value)} hidden numbers found, {numbers.count(numbers.original)} by the original"
+        )
+    return "; ".join(parts) + "."
 
 
 def _damage(record: RetrofitReport) -> list[str]:
@@ -186,7 +205,7 @@ def layout(record: RetrofitReport) -> Page:
     """Return the page."""
     model, settings = record.architecture, record.settings
     # QUICK stands second here, under the verdict; where sentences are printed, it comes first
-    verdict, damage, *rest = [line for line in sentences(record) if line != QUICK]
+    first, *rest = [line for line in sentences(record) if line != QUICK]
     calibrated = f"calibrated on {', '.join(record.fitted)}" if record.fitted else "not calibrated"
     states = (*PASSED, "mlps") if record.plan.reads_less else (*STATES, "mlps")
     sources = []
@@ -200,7 +219,7 @@ def layout(record: RetrofitReport) -> Page:
             f"{settings.length} tokens, {', '.join(record.judged)} · {calibrated}"
         ),
         cards=_cards(record),
-        sentences=[f"{verdict} {damage}", *([QUICK] if settings.quick else []), *rest],
+        sentences=[first, *([QUICK] if settings.quick else []), *rest],
         panels=panels(record),
         lead=(),
         tables=[*tables(record), damage_table(record), (title, ["layer", *states[:-1], "MLP"], sources)],

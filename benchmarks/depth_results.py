@@ -1,6 +1,6 @@
 """The tables and the figure of docs/results/depth.md, from committed records.
 
-    python benchmarks/depth_results.py     # prints the tables, writes docs/figures/depth_speedup_*.svg
+    python benchmarks/depth_results.py     # prints the tables, writes docs/figures/depth_speedup.svg
 
 One record for each width (docs/evidence/depth_connections/WIDTH), as `crosslayer compare --step-rounds` wrote it. The
 pairs of question 3 stand in docs/LOG.md; their differences are paired by seed, with Holm's correction over all of them.
@@ -9,11 +9,11 @@ pairs of question 3 stand in docs/LOG.md; their differences are paired by seed, 
 from pathlib import Path
 
 import numpy as np
+import vl_convert
 from depth_runs import BUDGETS, DECAYING, SEEDS
 
 import crosslayer
-from crosslayer.output.chart import save_svg
-from crosslayer.output.panel import Line, Panel
+from crosslayer.output.panel import COLORS
 from crosslayer.stats.differences import holm, paired_difference
 from crosslayer.verbs.compare.speedup import Curve, first_below, geometric_mean, monotone
 
@@ -31,6 +31,7 @@ NAMES = {
     "hyper_connections": "hyper-connections (mHC)",
     "mudd": "MUDD",
 }
+LEFT = ("AttnRes, full", "SVFormer", "ResFormer, Eq. 7", "AttnRes, blocks of 2")  # variants named at the left
 PAIRS = (  # elaborate, simple
     ("mudd", "denseformer"),
     ("hyper_connections", "resformer"),
@@ -70,18 +71,58 @@ def table(record) -> list[str]:
     return rows
 
 
-def figure(width: int, record) -> Panel:
-    """Speedup in tokens against speedup in seconds: a cross of two intervals for each variant."""
-    lines = [Line("equal", [0.5, 2.5], [0.5, 2.5], dashed=True)]
-    for outcome in record.outcomes:
-        if outcome.speedup is None:
-            continue
-        tokens, seconds = outcome.speedup.tokens, outcome.speedup.seconds
-        across, up = [*tokens.interval], [*seconds.interval]
-        x, y = [*across, tokens.value, tokens.value, tokens.value], [seconds.value, seconds.value, None, *up]
-        lines.append(Line(NAMES[outcome.variant], x, y))
-    title = f"Effective speedup over a plain Transformer of width {width}"
-    return Panel(f"depth_speedup_{width}", title, "", "in tokens", "in seconds, on a CPU", lines, wide=True)
+def figure(found: dict) -> dict:
+    """Speedup in tokens against speedup in seconds: for each variant a point with two intervals, a chart a width."""
+    charts = []
+    for width, record in found.items():
+        rows = []
+        for outcome in record.outcomes:
+            if outcome.speedup is None or outcome.speedup.seconds is None:
+                continue
+            tokens, seconds = outcome.speedup.tokens, outcome.speedup.seconds
+            row = {"name": NAMES[outcome.variant], "tokens": tokens.value, "seconds": seconds.value}
+            (row["left"], row["right"]), (row["low"], row["high"]) = tokens.interval, seconds.interval
+            rows.append(row)
+        charts.append(one_width(width, rows))
+    return {"hconcat": charts, "config": {"view": {"stroke": None}, "font": "sans-serif"}, "background": "white"}
+
+
+def one_width(width: int, rows: list[dict]) -> dict:
+    """Return the chart of a width in Vega-Lite; both axes are logarithmic, and grey lines stand at 1."""
+    ends = [0.25, 0.35, 0.5, 0.7, 1, 1.4, 2]
+    axis = {"type": "quantitative", "axis": {"values": ends, "grid": False}}
+    across = {**axis, "title": "effective speedup in tokens", "scale": {"type": "log", "domain": [0.85, 1.9]}}
+    up = {**axis, "title": "in seconds, on a CPU", "scale": {"type": "log", "domain": [0.25, 1.6]}}
+    names = [*NAMES.values()][1:]
+    color = {"field": "name", "type": "nominal", "legend": None, "scale": {"domain": names, "range": [*COLORS]}}
+    grey = {"type": "rule", "color": "#b8bdca", "strokeDash": [3, 3]}
+    layers = [
+        {"mark": grey, "encoding": {"x": {"datum": 1, "type": "quantitative"}}},
+        {"mark": grey, "encoding": {"y": {"datum": 1, "type": "quantitative"}}},
+        {
+            "mark": {"type": "rule", "strokeWidth": 2, "opacity": 0.6},
+            "encoding": {"x": {"field": "left", **across}, "x2": {"field": "right"}, "y": {"field": "seconds", **up}},
+        },
+        {
+            "mark": {"type": "rule", "strokeWidth": 2, "opacity": 0.6},
+            "encoding": {"x": {"field": "tokens", **across}, "y": {"field": "low", **up}, "y2": {"field": "high"}},
+        },
+        {
+            "mark": {"type": "point", "filled": True, "size": 70, "opacity": 1},
+            "encoding": {"x": {"field": "tokens", **across}, "y": {"field": "seconds", **up}},
+        },
+    ]
+    for layer in layers[2:]:
+        layer["encoding"]["color"] = color
+    # a name stands at the right end of its interval, or at the left where another variant is in the way
+    for row in rows:
+        is_left = row["name"] in LEFT
+        mark = {"type": "text", "align": "right" if is_left else "left", "dx": -6 if is_left else 6, "fontSize": 11}
+        end = {"field": "left" if is_left else "right", **across}
+        encoding = {"x": end, "y": {"field": "seconds", **up}, "text": {"field": "name"}, "color": color}
+        layers.append({"data": {"values": [row]}, "mark": mark, "encoding": encoding})
+    title = {"text": f"width {width}", "anchor": "start", "fontSize": 13}
+    return {"data": {"values": rows}, "width": 430, "height": 330, "title": title, "layer": layers}
 
 
 def pairs(found: dict) -> list[str]:
@@ -138,7 +179,7 @@ def main() -> None:
     found = records()
     for width, record in found.items():
         print(f"\nwidth {width}\n", *table(record), sep="\n")
-        save_svg(figure(width, record), FIGURES)
+    (FIGURES / "depth_speedup.svg").write_text(vl_convert.vegalite_to_svg(figure(found)), encoding="utf-8")
     print("", *pairs(found), "", *budget_check(), sep="\n")
 
 

@@ -225,7 +225,13 @@ def laws(runs: GroupedRuns, baseline: str) -> tuple[tuple[Law, ...], str | None]
     """
     lines: list[Law] = []
     reason = "it needs two model sizes or two numbers of training tokens, at the same sequence length"
-    for where, names in _groups(runs.configurations).items():
+    # labels of the configurations that may differ in a law, by the keys that they share
+    groups: dict[str, tuple[str, ...]] = {}
+    for configuration in runs.configurations:
+        fixed = {key: value for key, value in configuration.values.items() if not key.startswith(SCALED)}
+        common = Configuration.from_values(fixed).label
+        groups[common] = (*groups.get(common, ()), configuration.label)
+    for where, names in groups.items():
         if len(names) < 2:
             continue
         # Only seeds with a run in every configuration: otherwise the points of a law would be of different seeds.
@@ -257,16 +263,6 @@ def laws(runs: GroupedRuns, baseline: str) -> tuple[tuple[Law, ...], str | None]
             law = _law(measured[label], measured[baseline], cost)
             lines += [] if law is None else [Law(variant=label, where=where, configurations=names, cost=cost, **law)]
     return tuple(lines), None if lines else reason
-
-
-def _groups(configurations: Sequence[Configuration]) -> dict[str, tuple[str, ...]]:
-    """Group the labels of configurations that may differ in a law, by the keys that they share."""
-    groups: dict[str, tuple[str, ...]] = {}
-    for configuration in configurations:
-        fixed = {key: value for key, value in configuration.values.items() if not key.startswith(SCALED)}
-        common = Configuration.from_values(fixed).label
-        groups[common] = (*groups.get(common, ()), configuration.label)
-    return groups
 
 
 def _apart(costs: Sequence[float]) -> bool:

@@ -1,5 +1,6 @@
 """The base class of results: a record, a folder with a page, a display in notebooks."""
 
+import contextlib
 import html
 import shlex
 import shutil
@@ -127,7 +128,11 @@ class Result(Shown, BaseModel):
 
         The caller holds the folder's lock.
         """
-        partial, earlier = folder / ".page", self._figures(folder)
+        earlier: set[str] = set()
+        with contextlib.suppress(ValueError):  # a record that cannot be read tells nothing of its figures
+            panels = self.from_record(read_record(folder)).layout().panels
+            earlier = {f"{panel.key}.svg" for panel in panels}
+        partial = folder / ".page"
         shutil.rmtree(partial, ignore_errors=True)
         self.save(partial)
         written = sorted(partial.glob("figures/*"))
@@ -139,14 +144,6 @@ class Result(Shown, BaseModel):
         for path in (*written, partial / "report.html", partial / "record.json"):
             path.replace(folder / path.relative_to(partial))
         shutil.rmtree(partial)
-
-    @classmethod
-    def _figures(cls, folder: Path) -> set[str]:
-        """Return the file names of a saved result's figures; none if its record cannot be read."""
-        try:
-            return {f"{panel.key}.svg" for panel in cls.from_record(read_record(folder)).layout().panels}
-        except ValueError:
-            return set()
 
     def write_files(self, folder: Path) -> None:
         """Write the files of a result into a folder; a class with files of its own adds them."""

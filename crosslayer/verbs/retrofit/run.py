@@ -14,7 +14,7 @@ from crosslayer.core.decoder.convert import to_config
 from crosslayer.core.method import Method
 from crosslayer.core.methods import Entry, load_methods, method_class, method_names, to_entry
 from crosslayer.corpus.domains import DomainTexts
-from crosslayer.models.load import load_config, public_name, ready_model, stored_dtype
+from crosslayer.models.load import load_config, public_name, ready_model
 from crosslayer.output.progress import progress
 from crosslayer.probe.model import check_ids, evaluating, unwrapped
 from crosslayer.verbs.retrofit.choosers import Choosers
@@ -228,12 +228,16 @@ def _original(
     for cut in windows.values():
         check_ids(model, cut.ids)
     is_loaded = isinstance(source, PreTrainedModel)
+    # as the files have the weights, where that is narrower than what they are computed in
+    dtype = model.dtype
+    if not is_loaded and isinstance(config.dtype, torch.dtype) and config.dtype.itemsize < dtype.itemsize:
+        dtype = config.dtype
     return Original(
         model,
         windows,
         tokenizer,
         name=public_name(source),
-        dtype=model.dtype if is_loaded else stored_dtype(model, config),
+        dtype=dtype,
         seed=next(iter(strategies.values())).options.seed,
         is_kept=is_loaded,
         seconds=seconds,

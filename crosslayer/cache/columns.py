@@ -124,7 +124,9 @@ class ColumnLayer(CacheLayerMixin):
         for stored in self.columns:
             stored.select(indices)
 
-    reorder_cache = batch_select_indices  # what beam search calls
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Reorder the rows of the batch, for beam search."""
+        self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row of the batch."""

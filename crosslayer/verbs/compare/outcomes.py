@@ -123,7 +123,8 @@ def _curve(
     if len(grids) != 1 or len(candidates[0].curve.steps) < 2:
         return None, None
     steps = np.array(candidates[0].curve.steps)  # (N,)
-    window = entries_of(steps, smooth)
+    width, distance = steps[-1] / SHARE if smooth is None else smooth, steps[-1] / len(steps)  # in steps
+    window = max(1, round(float(width / distance)))  # in logged entries
     losses, reference = (np.array([run.curve.losses for run in group]) for group in (candidates, baselines))  # (S, N)
     relative = smoothed(losses, window) - smoothed(reference, window)
     edges = t_ends(relative)
@@ -141,13 +142,6 @@ def _curve(
     known = [point for point in reached if point is not None]
     step = t_mean(known) if len(known) == len(reached) else None
     return curve, CriticalPoints(reached=tuple(reached), step=step)
-
-
-def entries_of(steps: np.ndarray, smooth: int | None) -> int:
-    """Return the smoothing window in logged entries, at steps (N,), for `smooth` steps; None: 1/20 of the curve."""
-    window = steps[-1] / SHARE if smooth is None else smooth
-    distance = steps[-1] / len(steps)
-    return max(1, round(float(window / distance)))
 
 
 def smoothed(losses: np.ndarray, window: int) -> np.ndarray:

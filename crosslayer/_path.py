@@ -10,24 +10,20 @@ NAME = "crosslayer"
 FLAGS = frozenset("bBdEhiIOPqsStuvVx")
 
 
-def _module_of_m() -> str | None:
-    """Return the module that Python was asked to run by `-m`, however it was written: -m NAME, -um NAME, -mNAME."""
-    for index, word in enumerate(sys.orig_argv):
-        before, m, behind = word[1:].partition("m")
-        if word[:1] == "-" and m and FLAGS.issuperset(before):
-            return behind or "".join(sys.orig_argv[index + 1 : index + 2])
-    return None
-
-
 def _is_command() -> bool:
     """Return whether this process is `crosslayer …` or `python -m crosslayer …`.
 
     While Python searches the module of `-m`, which imports this package, `sys.argv[0]` is "-m".
     """
-    if sys.argv[:1] == ["-m"]:
-        return _module_of_m() == NAME
-    last = sys.argv[0].replace("\\", "/").rpartition("/")[2] if sys.argv else ""
-    return last.removesuffix(".exe") == NAME
+    if sys.argv[:1] != ["-m"]:
+        last = sys.argv[0].replace("\\", "/").rpartition("/")[2] if sys.argv else ""
+        return last.removesuffix(".exe") == NAME
+    # however it was written: -m NAME, -um NAME, -mNAME
+    for index, word in enumerate(sys.orig_argv):
+        before, m, behind = word[1:].partition("m")
+        if word[:1] == "-" and m and FLAGS.issuperset(before):
+            return (behind or "".join(sys.orig_argv[index + 1 : index + 2])) == NAME
+    return False
 
 
 IS_COMMAND = _is_command()

@@ -84,10 +84,10 @@ def recipe_tables() -> list[str]:
 
 def methods_table(layers: int = 32) -> str:
     """Return the table of the methods."""
-    from crosslayer.verbs.methods.run import method_table
+    from crosslayer.verbs.methods.run import methods
 
     head = f"| method | what | what flows | KV cache at {layers} layers | source |\n|---|---|---|---|---|\n"
-    rows = [row.values() for row in method_table(layers)]
+    rows = [row.values() for row in methods(layers=layers).rows]
     return head + "".join(f"| `{name}` | {' | '.join(cells)} |\n" for name, *cells in rows)
 
 

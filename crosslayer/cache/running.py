@@ -274,7 +274,32 @@ class _Run:
     def handle(self, call: AttentionCall) -> AttentionCall:
         """Make each query of a call read the states that it would read in token-by-token decoding."""
         call = call if self.bits is None else self._quantized(call)
-        return call if self.eviction is None else self._evicted(call)
+        if self.eviction is None or call.layer not in self.group_of:
+            return call  # without an eviction, or with a window
+
+        # evict from the layer's cache, and mask the tokens that the call must not attend to
+        current = self.current
+        if call.layer in current.handled:
+            raise ValueError(f"layer {call.layer} attends twice in a forward pass; eviction does not support that")
+        current.handled.add(call.layer)
+        number = self.group_of[call.layer]
+        if number not in current.steps:  # the group's first layer decides for all of them
+            group, new = current.cache.groups[number], call.query.shape[2]
+            if current.pads is None:
+                current.pads = padding(call.mask, group.seen or [0] * len(call.query), new)
+            current.steps[number] = group.step(call, current.pads)
+        step = current.steps[number]
+        if current.is_cached and step.kept is not None and self.plan.stored(call.layer):
+            layer: Any = current.cache.layers[call.layer]
+            for columns in layer.columns:
+                columns.keep(step.kept, step.capacity)
+        if not step.replaces:
+            return call
+        if step.mask is None:
+            return replace(call, mask=None)
+        # one of each key-value head (B, H_kv, T, S) for its query heads; layers of a group may lie on several devices
+        mask = step.mask.to(call.query.device).repeat_interleave(call.query.shape[1] // step.mask.shape[1], dim=1)
+        return replace(call, mask=mask_for(call, mask))
 
     def _quantized(self, call: AttentionCall) -> AttentionCall:
         """Return a call of rotated and rounded states; with queries in several parts, if they read different states."""
@@ -314,33 +339,6 @@ class _Run:
         later = replace(call, key=call.key[:, :, exact:], value=call.value[:, :, exact:])
         later = rounded(later, recent, shift, first=(ranks[:, exact:] == 1)[:, None, :, None])
         return replace(call, parts=tuple(queries_by_block(call, later, ranks, self.recent)))
-
-    def _evicted(self, call: AttentionCall) -> AttentionCall:
-        """Mask the tokens that a call must not attend to, and evict from its layer's cache."""
-        if call.layer not in self.group_of:
-            return call  # with a window
-        current = self.current
-        if call.layer in current.handled:
-            raise ValueError(f"layer {call.layer} attends twice in a forward pass; eviction does not support that")
-        current.handled.add(call.layer)
-        number = self.group_of[call.layer]
-        if number not in current.steps:  # the group's first layer decides for all of them
-            group, new = current.cache.groups[number], call.query.shape[2]
-            if current.pads is None:
-                current.pads = padding(call.mask, group.seen or [0] * len(call.query), new)
-            current.steps[number] = group.step(call, current.pads)
-        step = current.steps[number]
-        if current.is_cached and step.kept is not None and self.plan.stored(call.layer):
-            layer: Any = current.cache.layers[call.layer]
-            for columns in layer.columns:
-                columns.keep(step.kept, step.capacity)
-        if not step.replaces:
-            return call
-        if step.mask is None:
-            return replace(call, mask=None)
-        # one of each key-value head (B, H_kv, T, S) for its query heads; layers of a group may lie on several devices
-        mask = step.mask.to(call.query.device).repeat_interleave(call.query.shape[1] // step.mask.shape[1], dim=1)
-        return replace(call, mask=mask_for(call, mask))
 
 
 @torch.no_grad()

@@ -3,7 +3,7 @@
 import ast
 import inspect
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
@@ -146,24 +146,23 @@ def read_calls(path: Path) -> dict[str, Call]:
     if not path.is_file():
         return {}
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")]
-    return {node.name: _call(node) for node in functions}
+    calls = {}
+    for node in tree.body:
+        if not isinstance(node, ast.FunctionDef) or node.name.startswith("_"):
+            continue
+        lead, _, behind = inspect.cleandoc(ast.get_docstring(node) or "").partition("\nArgs:\n")
+        about, _, rest = lead.partition("\n\n")
+        section = re.split(r"\n(?=\S)", behind)[0]
+        entries = [entry.partition(":") for entry in re.split(r"\n(?=    \w+: )", "\n" + section)[1:]]
+        texts = {name.strip(): " ".join(words.split()) for name, _, words in entries}
 
-
-def _call(node: ast.FunctionDef) -> Call:
-    lead, _, behind = inspect.cleandoc(ast.get_docstring(node) or "").partition("\nArgs:\n")
-    about, _, rest = lead.partition("\n\n")
-    section = re.split(r"\n(?=\S)", behind)[0]
-    entries = re.split(r"\n(?=    \w+: )", "\n" + section)[1:]
-    texts = {name.strip(): " ".join(words.split()) for name, _, words in (entry.partition(":") for entry in entries)}
-    return Call(" ".join(about.split()), rest.strip(), tuple(_parameters(node.args, texts)))
-
-
-def _parameters(arguments: ast.arguments, texts: dict[str, str]) -> Iterator[Option]:
-    positional = [*arguments.posonlyargs, *arguments.args]
-    missing = [None] * (len(positional) - len(arguments.defaults))
-    defaults = [*missing, *arguments.defaults, *arguments.kw_defaults]
-    for argument, default in zip([*positional, *arguments.kwonlyargs], defaults, strict=True):
-        kind = "str" if argument.annotation is None else ast.unparse(argument.annotation)
-        value = REQUIRED if default is None else ast.literal_eval(default)
-        yield Option(argument.arg, kind, value, texts.get(argument.arg, ""))
+        positional = [*node.args.posonlyargs, *node.args.args]
+        missing = [None] * (len(positional) - len(node.args.defaults))
+        defaults = [*missing, *node.args.defaults, *node.args.kw_defaults]
+        parameters = []
+        for argument, default in zip([*positional, *node.args.kwonlyargs], defaults, strict=True):
+            kind = "str" if argument.annotation is None else ast.unparse(argument.annotation)
+            value = REQUIRED if default is None else ast.literal_eval(default)
+            parameters.append(Option(argument.arg, kind, value, texts.get(argument.arg, "")))
+        calls[node.name] = Call(" ".join(about.split()), rest.strip(), tuple(parameters))
+    return calls

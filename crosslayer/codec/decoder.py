@@ -137,26 +137,22 @@ class Decoder:
                     yield of_layer[:, len(steps) - size :]
                 return
         # the CPU reads codes where no kernel can, or where another pcodec wrote pages that the kernel does not know
-        codes = self._codes(blocks, counts)
-        for layer, size in zip(layers, sizes, strict=True):
-            latest = codes.pop(0)  # the memory of a layer's codes is free behind it
-            latest = torch.from_numpy(latest[:, latest.shape[1] - size :]).to(steps.device).float()
-            yield layer.coefficients(latest, steps[len(steps) - size :])
-
-    def _codes(self, blocks: Sequence[format.Block], counts: np.ndarray) -> list[np.ndarray]:
-        """Return each layer's codes (R, T), of all blocks; `counts` (blocks, layers) is how many tokens have codes."""
         stops = counts.cumsum(0)
-        layers = zip(self.chain.layers, stops[-1], strict=True)
-        codes = [np.empty((len(layer.classes), count), np.int16) for layer, count in layers]
+        codes = [
+            np.empty((len(layer.classes), count), np.int16) for layer, count in zip(layers, stops[-1], strict=True)
+        ]
 
-        def read(index: int) -> None:
+        def decode(index: int) -> None:
             spans = zip(codes, stops[index] - counts[index], stops[index], strict=True)
             self.chain.coder.decode(blocks[index].parts, [of_layer[:, start:stop] for of_layer, start, stop in spans])
 
         # pcodec releases the GIL, so that threads read side by side
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-            list(pool.map(read, range(len(blocks))))
-        return codes
+            list(pool.map(decode, range(len(blocks))))
+        for layer, size in zip(layers, sizes, strict=True):
+            latest = codes.pop(0)  # the memory of a layer's codes is free behind it
+            latest = torch.from_numpy(latest[:, latest.shape[1] - size :]).to(steps.device).float()
+            yield layer.coefficients(latest, steps[len(steps) - size :])
 
 
 def chain_on_device(chain: Chain, device: Any) -> Chain:

@@ -195,8 +195,24 @@ class DepthPlan:
         Raises:
             ValueError: the plans conflict, or one drops a source of the other; both methods are named.
         """
+        if self.layers != other.layers:
+            raise ValueError(f"{names[0]} has {self.layers} layers and {names[1]} {other.layers}")
+        vectors: dict[str, Vector] = {}
+        for state in (*STATES, "mlps"):
+            merged: list[Source] = []
+            for layer, (first, second) in enumerate(zip(self.sources(state), other.sources(state), strict=True)):
+                if second in (first, layer):
+                    merged.append(first)
+                elif first == layer:
+                    merged.append(second)
+                elif first is None or second is None:
+                    merged.append(None)
+                else:
+                    both = f"{names[0]} reads {state} of {_named(first)} and {names[1]} of {_named(second)}"
+                    raise ValueError(f"layer {layer}: {both}; only one method may change them")
+            vectors[state] = tuple(merged)
+
         pair = f"{names[0]} with {names[1]}"
-        vectors = {s: self._merge_vector(other, s, names) for s in (*STATES, "mlps")}
         for state in STATES:
             for reader, source in enumerate(vectors[state]):
                 for layer in _layers_of(source):
@@ -216,22 +232,6 @@ class DepthPlan:
                 raise ValueError(f"{pair}: layer {layer} attends to the choice of layer {chooser}, which is dropped")
         chosen = None if choices == (None,) * self.layers else plan.chosen
         return DepthPlan(**vectors, choices=choices, chosen=chosen)
-
-    def _merge_vector(self, other: "DepthPlan", state: str, names: tuple[str, str]) -> Vector:
-        if self.layers != other.layers:
-            raise ValueError(f"{names[0]} has {self.layers} layers and {names[1]} {other.layers}")
-        result: list[Source] = []
-        for layer, (first, second) in enumerate(zip(self.sources(state), other.sources(state), strict=True)):
-            if second in (first, layer):
-                result.append(first)
-            elif first == layer:
-                result.append(second)
-            elif first is None or second is None:
-                result.append(None)
-            else:
-                both = f"{names[0]} reads {state} of {_named(first)} and {names[1]} of {_named(second)}"
-                raise ValueError(f"layer {layer}: {both}; only one method may change them")
-        return tuple(result)
 
     def diagram(self) -> str:
         """Return a table of what each layer reads, has and stores, a line per layer."""

@@ -161,33 +161,30 @@ class Report(Measured):
         return f"{what} of {self.candidates[0].name}{against}"
 
     def headline(self) -> dict[str, Any]:
-        """Return the names of the models, and the figures of each row; of a quantity with an overall row, of that."""
+        """Return the names of the models, and the rounded figures of each row; of a quantity with a whole row, of that.
+
+        What is not known is left out.
+        """
         whole = {row.quantity for row in self.rows if row.scope == ALL}
+        rows = []
+        for row in self.rows:
+            if row.scope != ALL and row.quantity in whole:
+                continue
+            figures: dict[str, Any] = {"candidate": row.candidate, "quantity": row.quantity, "scope": row.scope}
+            # Bytes are counted, so every digit holds; what is measured has fewer.
+            for name, value in (("original", row.original), ("value", row.value)):
+                if value is not None:
+                    figures[name] = round(value) if row.unit == "bytes" else float(f"{value:.5g}")
+            if row.change is not None:
+                figures["change"] = float(f"{row.change.value:.5g}")
+                if row.change.interval is not None:
+                    figures["interval"] = [float(f"{end:.5g}") for end in row.change.interval]
+                # JSON has null instead of "not tested", so that a script sees that there is no verdict.
+                figures["verdict"] = None if row.change.verdict is None else row.verdict
+            rows.append(figures)
         return {
             "candidates": [model.name for model in self.candidates],
             "original": None if self.original is None else self.original.name,
             "failed": {model.name: model.failed for model in self.candidates if model.failed is not None},
-            "rows": [_figures(row) for row in self.rows if row.scope == ALL or row.quantity not in whole],
+            "rows": rows,
         }
-
-
-def _figures(row: Row) -> dict[str, Any]:
-    """Return what a row says, rounded, without what is not known."""
-    figures: dict[str, Any] = {"candidate": row.candidate, "quantity": row.quantity, "scope": row.scope}
-    figures |= {"original": row.original, "value": row.value}
-    if row.change is not None:
-        figures |= {"change": row.change.value, "interval": row.change.interval}
-    rounded: dict[str, Any] = {}
-    for name, value in figures.items():
-        if isinstance(value, tuple):
-            rounded[name] = [float(f"{end:.5g}") for end in value]
-        elif isinstance(value, float):
-            # Bytes are counted, so every digit holds; what is measured has fewer.
-            is_count = row.unit == "bytes" and name in ("original", "value")
-            rounded[name] = round(value) if is_count else float(f"{value:.5g}")
-        elif value is not None:
-            rounded[name] = value
-    # JSON has null instead of "not tested", so that a script sees that there is no verdict.
-    if row.change is not None:
-        rounded["verdict"] = None if row.change.verdict is None else row.verdict
-    return rounded

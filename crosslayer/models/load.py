@@ -187,12 +187,6 @@ def resolve_dtype(dtype: str | torch.dtype | None, device: torch.device) -> torc
     return DTYPES[dtype]
 
 
-def stored_dtype(model: PreTrainedModel, config: PreTrainedConfig) -> torch.dtype:
-    """Return the dtype in which a model's files have its weights, by their config; the model's own where narrower."""
-    stored = config.dtype
-    return stored if isinstance(stored, torch.dtype) and stored.itemsize < model.dtype.itemsize else model.dtype
-
-
 def is_causal(config: PreTrainedConfig) -> bool:
     """Return whether a config's model is a causal language model, by the class that it names."""
     # LMHeadModel: of GPT-2 and its age; ForConditionalGeneration: of models that also read images or sound

@@ -1,5 +1,6 @@
 """The base class of results: a record, a folder with a page, a display in notebooks."""
 
+import contextlib
 import html
 import shlex
 import shutil
@@ -91,25 +92,23 @@ class Result(Shown, BaseModel):
         """Import and return another module of the verb, late, since such modules import the class of the result."""
         return import_module(f"{cls.__module__.rpartition('.')[0]}.{name}")
 
-    def run_details(self) -> Table:
-        """Return the last table of the page: the command, the verb's `settings`, seconds, versions and the machine."""
-        record = self.model_dump(mode="json", include={"command", "settings", "seconds", "environment"})
-        settings, seconds = record.get("settings"), record.get("seconds")
-        rows = {"command": record["command"], **(settings if isinstance(settings, dict) else {})}
-        rows["seconds"] = f"{seconds:.1f}" if isinstance(seconds, float) else seconds
-        rows |= record["environment"]["versions"] | record["environment"]["machine"]
-        cells = [[name, _written(value)] for name, value in rows.items() if value not in (None, [], "")]
-        return "Run details", ["item", "value"], cells
-
     def page(self) -> str:
         """Return the page as a self-contained HTML document."""
         return self._html(self.layout())
 
     def _html(self, layout: Page) -> str:
+        # the last table: the command, the verb's `settings`, seconds, versions and the machine
+        record = self.model_dump(mode="json", include={"command", "settings", "seconds", "environment"})
+        settings, seconds = record.get("settings"), record.get("seconds")
+        details = {"command": record["command"], **(settings if isinstance(settings, dict) else {})}
+        details["seconds"] = f"{seconds:.1f}" if isinstance(seconds, float) else seconds
+        details |= record["environment"]["versions"] | record["environment"]["machine"]
+        cells = [[name, _written(value)] for name, value in details.items() if value not in (None, [], "")]
+        tables = [*layout.tables, ("Run details", ["item", "value"], cells)]
+
         sentences = self.sentences() if layout.sentences is None else layout.sentences
         lead = self.tables() if layout.lead is None else layout.lead
-        tables, following = [*layout.tables, self.run_details()], self.next_command()
-        return replace(layout, sentences=sentences, lead=lead, tables=tables, following=following).html()
+        return replace(layout, sentences=sentences, lead=lead, tables=tables, following=self.next_command()).html()
 
     def save(self, folder: str | Path, force: bool = False) -> Path:
         """Write record.json, report.html and an SVG for each figure; return the page's path.
@@ -127,7 +126,11 @@ class Result(Shown, BaseModel):
 
         The caller holds the folder's lock.
         """
-        partial, earlier = folder / ".page", self._figures(folder)
+        earlier: set[str] = set()
+        with contextlib.suppress(ValueError):  # a record that cannot be read tells nothing of its figures
+            panels = self.from_record(read_record(folder)).layout().panels
+            earlier = {f"{panel.key}.svg" for panel in panels}
+        partial = folder / ".page"
         shutil.rmtree(partial, ignore_errors=True)
         self.save(partial)
         written = sorted(partial.glob("figures/*"))
@@ -139,14 +142,6 @@ class Result(Shown, BaseModel):
         for path in (*written, partial / "report.html", partial / "record.json"):
             path.replace(folder / path.relative_to(partial))
         shutil.rmtree(partial)
-
-    @classmethod
-    def _figures(cls, folder: Path) -> set[str]:
-        """Return the file names of a saved result's figures; none if its record cannot be read."""
-        try:
-            return {f"{panel.key}.svg" for panel in cls.from_record(read_record(folder)).layout().panels}
-        except ValueError:
-            return set()
 
     def write_files(self, folder: Path) -> None:
         """Write the files of a result into a folder; a class with files of its own adds them."""

@@ -15,7 +15,7 @@ SMALLEST_NORM = 1e-12
 
 
 def working(x: Tensor) -> Tensor:
-    """Return `x` in the type that measures are computed in: at least float32."""
+    """Return `x` in the type that measures are computed in: float32, or float64 if it is in float64."""
     return x if x.dtype == torch.float64 else x.float()
 
 

@@ -97,11 +97,6 @@ def no_cache(model: PreTrainedModel) -> dict[str, bool]:
     return {"use_cache": False} if "use_cache" in model.config.get_text_config().to_dict() else {}
 
 
-def final_hidden(model: PreTrainedModel, sequence: Tensor) -> Tensor:
-    """Run a model over a sequence (T,) and return the output of its final norm, (T, C)."""
-    return model.base_model(input_ids=sequence[None].to(model.device), **no_cache(model)).last_hidden_state[0]
-
-
 def text_model(model: PreTrainedModel) -> nn.Module:
     """Return the part of a model that its text config describes: without a vision tower."""
     config = model.config.get_text_config()

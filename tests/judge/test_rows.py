@@ -6,7 +6,7 @@ import pytest
 
 from crosslayer.cache.kv_cache import Bytes
 from crosslayer.judge.clock import Run
-from crosslayer.judge.report import Row, _figures
+from crosslayer.judge.report import JudgedModel, Report, Row
 from crosslayer.judge.rows import cache_rows, count_ratio, peak_row, retrieval_rows, time_row
 from crosslayer.machine import Peak
 
@@ -56,7 +56,8 @@ def test_what_was_not_tested_is_null_in_json():
         Row(**facts, value=1.0),
     ]
     assert [row.verdict for row in rows] == ["not tested", "lower", "not tested"]
-    figures = [_figures(row) for row in rows]
+    report = Report(rows=rows, original=None, candidates=(JudgedModel(name="c"),), seconds=0.0)
+    figures = report.headline()["rows"]
     assert figures[0]["verdict"] is None and "interval" not in figures[0]
     assert figures[1]["value"] == 3133440 and isinstance(figures[1]["value"], int)  # every digit of a count
     assert "verdict" not in figures[2]

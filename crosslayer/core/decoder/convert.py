@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub.errors import StrictDataclassFieldValidationError
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from crosslayer.core.decoder.configuration import CrossLayerConfig
@@ -186,21 +186,7 @@ def convert_weights(source: PreTrainedModel, methods: list[Method]) -> Conversio
         return shorter
     weights = dict(source.state_dict())
     changed = [name for method in config.wiring.methods for name in method.inherit(weights, config, config.wiring)]
-    model = _build(source, config, weights)
-    names = set(model.state_dict())
-    removed, new = sorted(set(weights) - names), sorted(names - set(weights))
-    return Conversion(model, Weights(removed, [name for name in changed if name in names], new))
 
-
-def plain_decoder(source: PreTrainedModel) -> CrossLayerForCausalLM:
-    """Return a pretrained model as a crosslayer decoder without methods, sharing its tensors."""
-    model = convert_weights(source, []).model
-    assert isinstance(model, CrossLayerForCausalLM)
-    return model
-
-
-def _build(source: PreTrainedModel, config: CrossLayerConfig, weights: dict[str, Tensor]) -> CrossLayerForCausalLM:
-    """Return a crosslayer model with these weights; modules of methods get their initial values."""
     config._experts_implementation = source.config._experts_implementation
     model: Any = _empty(CrossLayerForCausalLM, config, source)
     # rotary tables are in no checkpoint: on the meta device they would stay without numbers
@@ -219,7 +205,15 @@ def _build(source: PreTrainedModel, config: CrossLayerConfig, weights: dict[str,
     if missing:
         raise ValueError(f"{type(source).__name__} has no weight {missing[0]}; unload adapters before a retrofit")
     model.generation_config = copy.deepcopy(source.generation_config)
-    return model.eval()
+    removed, new = sorted(set(weights) - names), sorted(names - set(weights))
+    return Conversion(model.eval(), Weights(removed, [name for name in changed if name in names], new))
+
+
+def plain_decoder(source: PreTrainedModel) -> CrossLayerForCausalLM:
+    """Return a pretrained model as a crosslayer decoder without methods, sharing its tensors."""
+    model = convert_weights(source, []).model
+    assert isinstance(model, CrossLayerForCausalLM)
+    return model
 
 
 def _empty(model_class: type[PreTrainedModel], config: Any, source: PreTrainedModel) -> PreTrainedModel:

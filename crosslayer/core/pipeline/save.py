@@ -37,9 +37,19 @@ def save_stages(stages: Sequence[PipelineStage], folder: str | Path) -> None:
         shards = on_all_ranks(lambda: write_shard(modules, partial))
 
         def finish() -> None:
-            if rank == 0:
-                write_rest(modules[0], partial, shards)
-                stack.close()
+            if rank != 0:
+                return
+            files = {weight: shard["file"] for shard in shards for weight in shard["weights"]}
+            index = {"metadata": {"total_size": sum(shard["bytes"] for shard in shards)}, "weight_map": files}
+            (partial / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+            config: Any = copy.deepcopy(modules[0].config)
+            config.architectures, config.dtype = [CrossLayerForCausalLM.__name__], shards[0]["dtype"]
+            config.save_pretrained(partial)
+            generation_config: Any = modules[0].generation_config
+            if generation_config is not None:
+                generation_config.save_pretrained(partial)
+            (partial / "README.md").write_text(README, encoding="utf-8")
+            stack.close()  # the folder appears
 
         on_all_ranks(finish)
 
@@ -55,19 +65,6 @@ def write_shard(modules: Sequence[Any], folder: Path) -> dict[str, Any]:
     size = sum(tensor.nbytes for tensor in tensors.values())
     dtype = next(iter(tensors.values())).dtype
     return {"file": name, "weights": list(tensors), "bytes": size, "dtype": str(dtype).removeprefix("torch.")}
-
-
-def write_rest(module: Any, folder: Path, shards: Sequence[dict[str, Any]]) -> None:
-    """Write the index of the weights, the configs, and a README that says how to load the model."""
-    files = {weight: shard["file"] for shard in shards for weight in shard["weights"]}
-    index = {"metadata": {"total_size": sum(shard["bytes"] for shard in shards)}, "weight_map": files}
-    (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    config = copy.deepcopy(module.config)
-    config.architectures, config.dtype = [CrossLayerForCausalLM.__name__], shards[0]["dtype"]
-    config.save_pretrained(folder)
-    if module.generation_config is not None:
-        module.generation_config.save_pretrained(folder)
-    (folder / "README.md").write_text(README, encoding="utf-8")
 
 
 def on_all_ranks(step: Callable[[], Any]) -> list[Any]:

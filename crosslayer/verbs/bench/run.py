@@ -228,7 +228,20 @@ def bench_vllm(candidate: Any, baseline: Any, settings: ServingSettings) -> Serv
         for role in ROLES:
             engines[role] = _started(served[role], settings, longest, stack)
         rows = _throughput(engines, served, settings)
-        models = {role: _served_model(served[role], engines[role]) for role in ROLES}
+        models: dict[str, JudgedModel] = {}
+        for role in ROLES:
+            cache, config = engines[role].llm_engine.vllm_config.cache_config, served[role].config
+            details: dict[str, Any] = {
+                "class": (config.architectures or [type(config).__name__])[0],
+                "layers": config.get_text_config().num_hidden_layers,
+                "kv_blocks": cache.num_gpu_blocks,
+                "kv_tokens": cache.kv_cache_size_tokens,
+            }
+            # vLLM may store more than the plan does, and the page then says why the capacity is less.
+            sentence = not_saved(config) if isinstance(config, CrossLayerConfig) else None
+            if sentence is not None:
+                details["not_saved"] = sentence
+            models[role] = JudgedModel(name=served[role].name, details=details)
     held = [int(models[role].details["kv_tokens"]) for role in ROLES]
     facts: dict[str, Any] = {"candidate": models["candidate"].name, "better": "higher"}
     capacity = Row(
@@ -299,19 +312,3 @@ def _throughput(engines: dict[str, Any], served: dict[str, Served], settings: Se
             rows.append(Row(quantity="throughput", unit="tokens/s", change=faster, better="higher", **speeds, **facts))
             rows.append(Row(quantity="time", unit="s", change=compared.change, **medians, **facts))
     return rows
-
-
-def _served_model(served: Served, engine: Any) -> JudgedModel:
-    """Return what is known of a model in vLLM, and how many tokens its cache holds."""
-    cache, config = engine.llm_engine.vllm_config.cache_config, served.config
-    details: dict[str, Any] = {
-        "class": (config.architectures or [type(config).__name__])[0],
-        "layers": config.get_text_config().num_hidden_layers,
-        "kv_blocks": cache.num_gpu_blocks,
-        "kv_tokens": cache.kv_cache_size_tokens,
-    }
-    # vLLM may store more than the plan does, and the page then says why the capacity is less.
-    sentence = not_saved(config) if isinstance(config, CrossLayerConfig) else None
-    if sentence is not None:
-        details["not_saved"] = sentence
-    return JudgedModel(name=served.name, details=details)

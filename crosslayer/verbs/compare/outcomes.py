@@ -123,7 +123,8 @@ def _curve(
     if len(grids) != 1 or len(candidates[0].curve.steps) < 2:
         return None, None
     steps = np.array(candidates[0].curve.steps)  # (N,)
-    window = entries_of(steps, smooth)
+    width, distance = steps[-1] / SHARE if smooth is None else smooth, steps[-1] / len(steps)  # in steps
+    window = max(1, round(float(width / distance)))  # in logged entries
     losses, reference = (np.array([run.curve.losses for run in group]) for group in (candidates, baselines))  # (S, N)
     relative = smoothed(losses, window) - smoothed(reference, window)
     edges = t_ends(relative)
@@ -141,13 +142,6 @@ def _curve(
     known = [point for point in reached if point is not None]
     step = t_mean(known) if len(known) == len(reached) else None
     return curve, CriticalPoints(reached=tuple(reached), step=step)
-
-
-def entries_of(steps: np.ndarray, smooth: int | None) -> int:
-    """Return the smoothing window in logged entries, at steps (N,), for `smooth` steps; None: 1/20 of the curve."""
-    window = steps[-1] / SHARE if smooth is None else smooth
-    distance = steps[-1] / len(steps)
-    return max(1, round(float(window / distance)))
 
 
 def smoothed(losses: np.ndarray, window: int) -> np.ndarray:
@@ -225,7 +219,13 @@ def laws(runs: GroupedRuns, baseline: str) -> tuple[tuple[Law, ...], str | None]
     """
     lines: list[Law] = []
     reason = "it needs two model sizes or two numbers of training tokens, at the same sequence length"
-    for where, names in _groups(runs.configurations).items():
+    # labels of the configurations that may differ in a law, by the keys that they share
+    groups: dict[str, tuple[str, ...]] = {}
+    for configuration in runs.configurations:
+        fixed = {key: value for key, value in configuration.values.items() if not key.startswith(SCALED)}
+        common = Configuration.from_values(fixed).label
+        groups[common] = (*groups.get(common, ()), configuration.label)
+    for where, names in groups.items():
         if len(names) < 2:
             continue
         # Only seeds with a run in every configuration: otherwise the points of a law would be of different seeds.
@@ -257,16 +257,6 @@ def laws(runs: GroupedRuns, baseline: str) -> tuple[tuple[Law, ...], str | None]
             law = _law(measured[label], measured[baseline], cost)
             lines += [] if law is None else [Law(variant=label, where=where, configurations=names, cost=cost, **law)]
     return tuple(lines), None if lines else reason
-
-
-def _groups(configurations: Sequence[Configuration]) -> dict[str, tuple[str, ...]]:
-    """Group the labels of configurations that may differ in a law, by the keys that they share."""
-    groups: dict[str, tuple[str, ...]] = {}
-    for configuration in configurations:
-        fixed = {key: value for key, value in configuration.values.items() if not key.startswith(SCALED)}
-        common = Configuration.from_values(fixed).label
-        groups[common] = (*groups.get(common, ()), configuration.label)
-    return groups
 
 
 def _apart(costs: Sequence[float]) -> bool:

@@ -106,20 +106,8 @@ def compare(
         if out is not None:
             comparison.save(out, force)
         return comparison
-    _check_training(runs, methods, out, force)
-    grid = read_grid(recipe, methods or (), SEEDS if seeds is None else seeds, vary or (), settings)
-    baseline = pick_baseline([variant.label for variant in grid.variants], baseline)
-    grid.planned_runs()  # checks all recipes before the folder is created
-    folder = Path(out or "").expanduser().resolve()
-    name = load_recipe(recipe, settings).name
-    with locked_folder(folder):
-        job = _Job(grid, folder, _opened(folder, resume))
-        result = _comparison(job.train(baseline), name, baseline, smooth, step_rounds, job.state)
-        result.save_within(folder)
-    return result
 
-
-def _check_training(runs: Any, methods: Any, out: Any, force: bool) -> None:
+    # a recipe, whose runs are trained
     if force:
         raise ValueError("`force` would delete trained runs; use `resume`, or another folder")
     if runs:
@@ -130,6 +118,16 @@ def _check_training(runs: Any, methods: Any, out: Any, force: bool) -> None:
         raise ValueError(
             "compare trains in a single process; train each run with `crosslayer train` under torchrun, then compare"
         )
+    grid = read_grid(recipe, methods, SEEDS if seeds is None else seeds, vary or (), settings)
+    baseline = pick_baseline([variant.label for variant in grid.variants], baseline)
+    grid.planned_runs()  # checks all recipes before the folder is created
+    folder = Path(out).expanduser().resolve()
+    name = load_recipe(recipe, settings).name
+    with locked_folder(folder):
+        job = _Job(grid, folder, _opened(folder, resume))
+        result = _comparison(job.train(baseline), name, baseline, smooth, step_rounds, job.state)
+        result.save_within(folder)
+    return result
 
 
 def _opened(folder: Path, resume: bool) -> State:

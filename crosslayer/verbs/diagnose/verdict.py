@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from crosslayer.core.method import Method
 from crosslayer.core.methods import method_class, method_names
 from crosslayer.output.formatting import Table, counted, named_layers, ranges
 from crosslayer.output.record import Measure
@@ -102,12 +101,6 @@ def _neighbors(similarity: Measure) -> list[tuple[int, float]]:
     return [(layer, cosine) for layer, cosine in pairs if not np.isnan(cosine)]
 
 
-def sharing_methods() -> list[type[Method]]:
-    """Return the methods that shrink the KV cache by sharing within groups of layers."""
-    classes = [method_class(name) for name in method_names()]
-    return [cls for cls in classes if cls.saves and cls.grouped]
-
-
 def _ranked(similarity: Measure) -> list[RankedLayer]:
     ranked = sorted(known(similarity).items(), key=lambda pair: -pair[1])
     return [RankedLayer(layer=layer, similarity=cosine) for layer, cosine in ranked]
@@ -120,13 +113,15 @@ def _cache(measures: Measures, redundancy: Redundancy, shapes: Shapes, length: i
     similarity = measures.map_similarity_without_first.array()
     least = sorted(entry.layer for entry in redundancy.attention[:count])
     cache = CacheShare(shapes, length, allocated=False)
+    # the methods that shrink the cache by sharing within groups of layers
+    classes = [method_class(name) for name in method_names()]
+    sharing = [cls for cls in classes if cls.saves and cls.grouped]
     superblocks = []
     for groups in (paper_groups(list(shapes)), similar_groups(similarity, list(shapes), count)):
         # the first layer of a group keeps its states, the others read them
         readers = [layer for group in groups for layer in group[1:]]
         kept = [
-            KeptShare(method=cls.name(), title=cls.title(), share=cache.without(readers, cls.saves))
-            for cls in sharing_methods()
+            KeptShare(method=cls.name(), title=cls.title(), share=cache.without(readers, cls.saves)) for cls in sharing
         ]
         superblocks.append(Superblocks(groups=groups, kept=kept))
     by_depth, by_similarity = superblocks

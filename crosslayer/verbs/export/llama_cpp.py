@@ -17,7 +17,6 @@ from typing import Any
 import gguf
 import torch
 from gguf import GGMLQuantizationType as TensorType
-from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from crosslayer.core.decoder import CrossLayerConfig
@@ -91,7 +90,13 @@ def write(
             writer.add_tensor(f"{module}.{parameter}", data, raw_dtype=stored)
         # llama.cpp does not compute this scaling: it divides each frequency by a stored number.
         if rope(config)["rope_type"] == "llama3":
-            writer.add_tensor("rope_freqs.weight", _slowed(config).numpy())
+            exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
+            plain = rope(config)["rope_theta"] ** -exponents  # (D / 2,)
+            with torch.device("cpu"):
+                table = rotary(config)
+            assert table is not None
+            divisors = (plain / table.inv_freq.double()).float()
+            writer.add_tensor("rope_freqs.weight", divisors.numpy())
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
@@ -128,17 +133,6 @@ def _add_shape(writer: gguf.GGUFWriter, config: CrossLayerConfig, layers: list[R
     if parameters["rope_type"] == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(parameters["factor"])
-
-
-def _slowed(config: CrossLayerConfig) -> Tensor:
-    """Return the divisor of each rotary frequency, (D / 2,), in float32."""
-    assert config.head_dim is not None
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
-    plain = rope(config)["rope_theta"] ** -exponents
-    with torch.device("cpu"):
-        table = rotary(config)
-    assert table is not None
-    return (plain / table.inv_freq.double()).float()
 
 
 def bpe(tokenizer: PreTrainedTokenizerBase | None, vocabulary: int) -> tuple[str, dict[str, Any]]:

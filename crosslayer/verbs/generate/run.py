@@ -120,6 +120,13 @@ def generate(
         cache = DynamicCache(config=loaded.config) if new_cache is None else new_cache()
         new = _continue(loaded, own_tokenizer, ids.to(loaded.device), cache, sampling, streamer)
     seconds = time.perf_counter() - started
+    # against the 16-bit cache of the model without methods, after as many tokens
+    plain, kv_share = loaded.config, None
+    if isinstance(plain, CrossLayerConfig):
+        plain = CrossLayerConfig(**{**plain.to_dict(), "cross_layer": None})
+    with suppress(ValueError):  # a plan does not count every model
+        whole = model_plan(plain, cache.get_seq_length(), REFERENCE_DTYPE).stored_bytes
+        kv_share = round(held_bytes(cache).sixteen / whole, 4)
     return Continuation(
         model=smaller.named(public_name(model)),
         prompt=prompt,
@@ -128,22 +135,11 @@ def generate(
         seconds=round(seconds, 3),
         tokens_per_second=round(len(new) / seconds, 2),
         cache_bytes=held_bytes(cache).allocated,
-        kv_share=_share(loaded, cache),
+        kv_share=kv_share,
         kv_bits=kv_bits,
         cached_tokens=int(cache.get_seq_length()),
         quantized_tokens=cache.quantized_tokens() if isinstance(cache, SmallerKVCache) else 0,
     )
-
-
-def _share(model: PreTrainedModel, cache: Cache) -> float | None:
-    """Return a cache's share of the 16-bit cache of the model without methods, after as many tokens."""
-    config = model.config
-    if isinstance(config, CrossLayerConfig):
-        config = CrossLayerConfig(**{**config.to_dict(), "cross_layer": None})
-    with suppress(ValueError):  # a plan does not count every model
-        whole = model_plan(config, cache.get_seq_length(), REFERENCE_DTYPE).stored_bytes
-        return round(held_bytes(cache).sixteen / whole, 4)
-    return None
 
 
 class _Pieces(TextStreamer):

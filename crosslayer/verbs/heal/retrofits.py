@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from crosslayer.environment import quiet_transformers
 from crosslayer.models.load import load_config, load_model, public_name
@@ -99,9 +99,16 @@ def open_retrofits(folders: Sequence[str | Path], original: str | None = None) -
             raise
         raise ValueError(f"the report's original cannot be opened, give it with `original`: {error}") from None
     # By the configs, before the original is loaded; `check_original` compares weights.
+    name, sizes = original or name, config.to_dict()
     for retrofit in retrofits:
-        _check_config(public_name(original or name), config, retrofit)
-    return retrofits, original or name
+        own = load_config(str(retrofit.folder)).to_dict()
+        # A retrofit may have fewer layers than its original, whose number its report has.
+        own["num_hidden_layers"] = retrofit.report.architecture.layers
+        for key in ("vocab_size", "hidden_size", "num_hidden_layers"):
+            if own[key] != sizes.get(key):
+                comes = f"{retrofit.name!r} comes from a model with {key} {own[key]}"
+                raise ValueError(f"{comes}, but {public_name(name)!r} has {sizes.get(key)}")
+    return retrofits, name
 
 
 def check_original(name: str, original: PreTrainedModel, retrofits: Sequence[Retrofit]) -> None:
@@ -120,17 +127,6 @@ def check_original(name: str, original: PreTrainedModel, retrofits: Sequence[Ret
             raise ValueError(
                 f"{retrofit.name!r} has a different embedding than {name!r}; it comes from another model of this shape"
             )
-
-
-def _check_config(name: str, original: PreTrainedConfig, retrofit: Retrofit) -> None:
-    """Raise if a retrofit cannot come from an original, by their configs."""
-    # A retrofit may have fewer layers than its original, whose number its report has.
-    config = load_config(str(retrofit.folder)).to_dict()
-    config["num_hidden_layers"] = retrofit.report.architecture.layers
-    for key in ("vocab_size", "hidden_size", "num_hidden_layers"):
-        value = original.to_dict().get(key)
-        if config[key] != value:
-            raise ValueError(f"{retrofit.name!r} comes from a model with {key} {config[key]}, but {name!r} has {value}")
 
 
 def save_healed(source: Path, retrofit: Retrofit, target: Path, trained: bool) -> None:

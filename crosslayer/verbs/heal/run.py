@@ -83,41 +83,35 @@ def heal(
     digests = {HEALED: json.dumps({retrofit.name: retrofit.digest() for retrofit in opened}, indent=1)}
     with locked_folder(target):
         check_run(target, recipe, resume, digests)
-        job = _ready(recipe, opened, name, target)
+        with progress(f"loading {public_name(name)}", 0):
+            model, tokenizer = load_model(name, dtype=torch.float32)
+        if not isinstance(tokenizer, PreTrainedTokenizerFast):
+            raise ValueError(f"training needs a fast tokenizer (tokenizer.json), but {name!r} has none")
+        check_original(public_name(name), model, opened)
+        with progress("tokenizing the text", 0):
+            windows = evaluation_windows(recipe, opened, tokenizer)
+        rows = read_rows(recipe, tokenizer)
+        trained = []  # tokens of each stage
+        for index, part in enumerate(recipe.stages):
+            try:
+                arguments = stage_arguments(recipe, part, target)
+            except ValueError as error:
+                raise ValueError(f"stages.{index}: {error}") from None
+            trained.append(arguments.max_steps * step_sequences(arguments) * recipe.data.length)
+        questions = Questions(model, tokenizer, windows, rows.held_out, recipe.judge.needles)
+        # A run that continues has finished some of the work.
+        if not (target / opened[0].name).exists():
+            # A training step takes three passes, and the teacher of a distillation one more; each state is read twice,
+            # by the original and by the model.
+            passes = 3 + (recipe.objective == "distill")
+            asked = 2 * windows.ids.numel() * (len(trained) + 1)
+            tokens = len(opened) * (passes * sum(trained) + asked) + 3 * trained[-1] * recipe.trains_original
+            announce(model, windows.ids, tokens)
         # After all that can be refused, so that a refusal leaves no folder.
         begin_run(target, recipe, digests)
-        result = job.heal()
+        result = _Job(recipe, opened, target, name, rows, questions).heal()
         result.save_within(target)
     return result
-
-
-def _ready(recipe: Recipe, retrofits: Sequence[Retrofit], original: str, folder: Path) -> "_Job":
-    """Load the original and tokenize all text."""
-    with progress(f"loading {public_name(original)}", 0):
-        model, tokenizer = load_model(original, dtype=torch.float32)
-    if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        raise ValueError(f"training needs a fast tokenizer (tokenizer.json), but {original!r} has none")
-    check_original(public_name(original), model, retrofits)
-    with progress("tokenizing the text", 0):
-        windows = evaluation_windows(recipe, retrofits, tokenizer)
-    rows = read_rows(recipe, tokenizer)
-    trained = []  # tokens of each stage
-    for index, part in enumerate(recipe.stages):
-        try:
-            arguments = stage_arguments(recipe, part, folder)
-        except ValueError as error:
-            raise ValueError(f"stages.{index}: {error}") from None
-        trained.append(arguments.max_steps * step_sequences(arguments) * recipe.data.length)
-    questions = Questions(model, tokenizer, windows, rows.held_out, recipe.judge.needles)
-    # A run that continues has finished some of the work.
-    if not (folder / retrofits[0].name).exists():
-        # A training step takes three passes, and the teacher of a distillation one more; each state is read twice, by
-        # the original and by the model.
-        passes = 3 + (recipe.objective == "distill")
-        asked = 2 * windows.ids.numel() * (len(trained) + 1)
-        tokens = len(retrofits) * (passes * sum(trained) + asked) + 3 * trained[-1] * recipe.trains_original
-        announce(model, windows.ids, tokens)
-    return _Job(recipe, retrofits, folder, original, rows, questions)
 
 
 class _Step(NamedTuple):

@@ -76,7 +76,36 @@ class Measurement(Report):
 
     def sentences(self) -> list[str]:
         """Return advice for each goal, what the intervals are over, and which candidates failed."""
-        lines = self._advice()
+        # the smallest candidate within each budget, and the fastest one
+        lines = []
+        sizes, damage, steps = (self.changes(name) for name in ("bytes", "KL", "tpot_dynamic"))
+        # A candidate that is best within both budgets is named once, with the smaller budget.
+        within: dict[str | None, float] = {}
+        for budget in BUDGETS if sizes and damage else ():
+            name = self.least(budget)
+            within[name] = within.get(name, budget) if name else budget
+        for name, budget in within.items():
+            line = f"No candidate is smaller than the original at a KL of at most {budget:g} nats/token."
+            if name is not None:
+                share = percent(sizes[name].value, 1)
+                line = f"Fewest bytes at a KL of at most {budget:g} nats/token: {name}, {share} of the 16-bit cache."
+            lines.append(line)
+        forgetful, unseen = self._not_advised()
+        small = [name for name in forgetful if name in damage and damage[name].value <= BUDGETS[-1]]
+        if small:
+            lines.append(f"{listed(small)} lost hidden numbers, which a low KL does not outweigh.")
+        if unseen:
+            lines.append(
+                f"{listed(unseen)} changed nothing in windows of {self.settings.length} tokens, since the newest "
+                "tokens are kept as they are; measure with a larger --length."
+            )
+        faster = [name for name, change in steps.items() if change.is_better("lower")]
+        if faster:
+            fastest = min(faster, key=lambda name: steps[name].value)
+            lines.append(f"Fastest decoding step: {fastest}, {steps[fastest].text(2)} of the original's time.")
+        elif steps:
+            lines.append("No candidate decodes faster than the original here.")
+
         count = self.settings.exact_layers
         for kind, costs in prices(self.rows).items():
             if options := flags(costs, kind, count):
@@ -150,35 +179,3 @@ class Measurement(Report):
                 forgetful.append(row.candidate)
         unseen = [name for name, kl in self.changes("KL").items() if BITS.match(name) and abs(kl.value) < NOTHING]
         return forgetful, unseen
-
-    def _advice(self) -> list[str]:
-        """Return the smallest candidate within each budget, and the fastest one."""
-        lines = []
-        sizes, damage, steps = (self.changes(name) for name in ("bytes", "KL", "tpot_dynamic"))
-        # A candidate that is best within both budgets is named once, with the smaller budget.
-        within: dict[str | None, float] = {}
-        for budget in BUDGETS if sizes and damage else ():
-            name = self.least(budget)
-            within[name] = within.get(name, budget) if name else budget
-        for name, budget in within.items():
-            line = f"No candidate is smaller than the original at a KL of at most {budget:g} nats/token."
-            if name is not None:
-                share = percent(sizes[name].value, 1)
-                line = f"Fewest bytes at a KL of at most {budget:g} nats/token: {name}, {share} of the 16-bit cache."
-            lines.append(line)
-        forgetful, unseen = self._not_advised()
-        small = [name for name in forgetful if name in damage and damage[name].value <= BUDGETS[-1]]
-        if small:
-            lines.append(f"{listed(small)} lost hidden numbers, which a low KL does not outweigh.")
-        if unseen:
-            lines.append(
-                f"{listed(unseen)} changed nothing in windows of {self.settings.length} tokens, since the newest "
-                "tokens are kept as they are; measure with a larger --length."
-            )
-        faster = [name for name, change in steps.items() if change.is_better("lower")]
-        if faster:
-            fastest = min(faster, key=lambda name: steps[name].value)
-            lines.append(f"Fastest decoding step: {fastest}, {steps[fastest].text(2)} of the original's time.")
-        elif steps:
-            lines.append("No candidate decodes faster than the original here.")
-        return lines

@@ -51,24 +51,20 @@ def methods(name: str | None = None, *, layers: int | None = None) -> Catalogue:
     """
     if layers is not None and not 2 <= layers <= 10_000:
         raise ValueError(f"`layers` must be 2 to 10,000, got {layers}")
-    if name is None:
-        return Catalogue(method_table(layers or 32), layers or 32)
-    cls = method_class(name)
-    share = f"{cls.example(layers or 8).plan(layers or 8).cached_fraction():.2%}"
-    return Catalogue([{"method": cls.name(), "cache": share}], layers or 8, describe(cls, layers or 8))
-
-
-def method_table(layers: int = 32) -> list[dict[str, str]]:
-    """Return a row for each method: name, a line, what flows, cache share at `layers` layers, source."""
-    rows = []
-    for name in method_names():
+    layers = layers or (32 if name is None else 8)
+    if name is not None:
         cls = method_class(name)
+        share = f"{cls.example(layers).plan(layers).cached_fraction():.2%}"
+        return Catalogue([{"method": cls.name(), "cache": share}], layers, describe(cls, layers))
+    rows = []
+    for known in method_names():
+        cls = method_class(known)
         text = description(cls)
         share = cls.example(layers).plan(layers).cached_fraction()
         what = text.partition("\n")[0].rstrip(".")
-        row = {"method": name, "what": what, "flows": _field(text, "Flows"), "cache": f"{share:.2%}"}
+        row = {"method": known, "what": what, "flows": _field(text, "Flows"), "cache": f"{share:.2%}"}
         rows.append({**row, "source": _field(text, "Source")})
-    return rows
+    return Catalogue(rows, layers)
 
 
 def description(cls: type[Method]) -> str:

@@ -22,18 +22,9 @@ LIMITS = """- The figures hold for the text they were measured on; other text, t
 def write_card(record: RetrofitReport, folder: Path, tokenizer: bool) -> None:
     """Write README.md, and evaluation results on datasets of the hub; `tokenizer`: whether the folder holds one."""
     (folder / "README.md").write_text(model_card(record, tokenizer), encoding="utf-8")
-    entries = eval_entries(record)
-    if entries:
-        (folder / EVAL_RESULTS).parent.mkdir()
-        text = yaml.safe_dump(eval_result_entries_to_yaml(entries), sort_keys=False)
-        (folder / EVAL_RESULTS).write_text(text, encoding="utf-8")
-
-
-def eval_entries(record: RetrofitReport) -> list[EvalResultEntry]:
-    """Return an evaluation result for each domain that is a dataset of the hub; other texts have no name there."""
     entries = []
     for row in record.rows_of("perplexity", candidate=record.candidate):
-        # a dataset of the hub is OWNER/NAME, often with a configuration, and a split; all windows together are neither
+        # a dataset of the hub is OWNER/NAME, often with a configuration, and a split; other texts have no name there
         domain = row.scope
         names = domain.split("/")
         if len(names) not in (3, 4):
@@ -48,7 +39,10 @@ def eval_entries(record: RetrofitReport) -> list[EvalResultEntry]:
                 notes=f"{note} of the split {names[-1]}; {before}",
             )
         )
-    return entries
+    if entries:
+        (folder / EVAL_RESULTS).parent.mkdir()
+        text = yaml.safe_dump(eval_result_entries_to_yaml(entries), sort_keys=False)
+        (folder / EVAL_RESULTS).write_text(text, encoding="utf-8")
 
 
 def model_card(record: RetrofitReport, tokenizer: bool) -> str:

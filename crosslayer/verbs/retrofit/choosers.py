@@ -20,7 +20,7 @@ from crosslayer.core.decoder.configuration import CrossLayerConfig
 from crosslayer.output.progress import Steps, progress
 from crosslayer.probe.intercept import AttentionCall, visited
 from crosslayer.probe.maps import choice_sums
-from crosslayer.probe.model import final_hidden
+from crosslayer.probe.model import no_cache
 from crosslayer.probe.shapes import Groups
 from crosslayer.verbs.retrofit.cache import CONTEXT
 from crosslayer.verbs.retrofit.greedy import (
@@ -232,13 +232,13 @@ class ChoiceSearch(KindSearch):
 
     def __init__(self, objective: SearchObjective, candidate: ChoiceMethod, context: int, bar: Steps, earlier: int):
         """Measure what each layer's choice recovers of the others' attention on the search text."""
-        original = objective.original
+        original, model = objective.original, objective.original.model
         choice = TokenChoice(candidate.count, candidate.sinks, candidate.window)
         sums = []
         for sequence in objective.ids:
             calls: list[AttentionCall] = []
-            with visited(original.model, calls.append):
-                final_hidden(original.model, sequence)
+            with visited(model, calls.append):
+                model.base_model(input_ids=sequence[None].to(model.device), **no_cache(model))
             sums.append(choice_sums(sorted(calls, key=lambda call: call.layer), choice))
         rows = sum(of_sequence.rows for of_sequence in sums)
         # share of a reader's attention on the tokens that a chooser would choose, (L, H, L, H), chooser first

@@ -14,7 +14,7 @@ from crosslayer.core.decoder.convert import to_config
 from crosslayer.core.method import Method
 from crosslayer.core.methods import Entry, load_methods, method_class, method_names, to_entry
 from crosslayer.corpus.domains import DomainTexts
-from crosslayer.models.load import load_config, public_name, ready_model, stored_dtype
+from crosslayer.models.load import load_config, public_name, ready_model
 from crosslayer.output.progress import progress
 from crosslayer.probe.model import check_ids, evaluating, unwrapped
 from crosslayer.verbs.retrofit.choosers import Choosers
@@ -134,7 +134,10 @@ def retrofit(
         strategy.check(strategy.options.changed(DEFAULTS))
     with progress("reading the text", 0):
         texts = RetrofitTexts.load(text, calibration_text, seed)
-    strategies = sized_strategies(strategies, texts, decoder)
+    # again with as many windows as each uses: with `quick`, the fewest that this text allows
+    for name, strategy in strategies.items():
+        strategies[name] = strategy_of(texts.checked_options(strategy, DEFAULTS), decoder)
+    texts.window_counts(*strategies.values())  # raises for text of another length, or without effect
     original = _original(source, config, tokenizer, texts, strategies, dtype=dtype, device=device)
     with evaluating(original.model):
         announce_time(original, [*strategies.values()])
@@ -148,21 +151,6 @@ DEFAULTS = {name: parameter.default for name, parameter in inspect.signature(ret
 def options_of(**given: Any) -> RetrofitOptions:
     """Return the options of a retrofit; those that are not given are at their default."""
     return RetrofitOptions(**{name: DEFAULTS[name] for name in RetrofitOptions.model_fields} | given)
-
-
-def sized_strategies(
-    strategies: Mapping[str, Strategy], texts: RetrofitTexts, config: CrossLayerConfig
-) -> dict[str, Strategy]:
-    """Return the strategies with as many windows as they use: with `quick`, the fewest that this text allows.
-
-    Raises:
-        ValueError: there are fewer windows than a fit or a measurement needs, or the text has another length.
-    """
-    sized = {}
-    for name, strategy in strategies.items():
-        sized[name] = strategy_of(texts.checked_options(strategy, DEFAULTS), config)
-    texts.window_counts(*sized.values())
-    return sized
 
 
 def strategy_of(options: RetrofitOptions, config: CrossLayerConfig | None = None) -> Strategy:
@@ -240,12 +228,16 @@ def _original(
     for cut in windows.values():
         check_ids(model, cut.ids)
     is_loaded = isinstance(source, PreTrainedModel)
+    # as the files have the weights, where that is narrower than what they are computed in
+    dtype = model.dtype
+    if not is_loaded and isinstance(config.dtype, torch.dtype) and config.dtype.itemsize < dtype.itemsize:
+        dtype = config.dtype
     return Original(
         model,
         windows,
         tokenizer,
         name=public_name(source),
-        dtype=model.dtype if is_loaded else stored_dtype(model, config),
+        dtype=dtype,
         seed=next(iter(strategies.values())).options.seed,
         is_kept=is_loaded,
         seconds=seconds,

@@ -213,25 +213,22 @@ class LayerSearch(Strategy):
         if not methods:
             raise ValueError(TOO_SMALL.format(options.kl_budget))
 
-        names = [UNCHANGED if cls is None else cls.name() for cls in chosen.classes]
-        record = search_record(objective, search.passes, names, *self._compared(search))
-        return Chosen(methods, Choice(how="search", search=record))
-
-    def _compared(self, search: Search) -> tuple[list[Step], dict[str, Baseline]]:
-        """Return evenly spread steps of the search, and for the last one fixed blocks of each method."""
+        # evenly spread steps of the search, and for the last one fixed blocks of each method
         steps = []
         for assignment, kl in spread_steps(search.curve[1:]):
             layers = {cls.name(): assignment.classes.count(cls) for cls in search.classes}
-            methods = self.compensated(assignment.methods())
-            steps.append(Step(methods, search.cache.of(assignment.plan), kl, layers))
+            share = search.cache.of(assignment.plan)
+            steps.append(Step(self.compensated(assignment.methods()), share, kl, layers))
         baselines = {}
         for cls in search.classes if steps else ():
-            blocks = fixed_blocks(cls, search.shapes, steps[-1].share, search.cache) if cls.grouped else None
+            blocks = fixed_blocks(cls, shapes, steps[-1].share, search.cache) if cls.grouped else None
             if blocks is not None:
                 groups, share = blocks
-                methods = self.compensated([cls.from_groups(groups, len(search.shapes))])
-                baselines[cls.name()] = Baseline(methods, groups, share)
-        return steps, baselines
+                fixed = self.compensated([cls.from_groups(groups, len(shapes))])
+                baselines[cls.name()] = Baseline(fixed, groups, share)
+        names = [UNCHANGED if cls is None else cls.name() for cls in chosen.classes]
+        record = search_record(objective, search.passes, names, steps, baselines)
+        return Chosen(methods, Choice(how="search", search=record))
 
 
 def fixed_blocks(

@@ -19,9 +19,10 @@ from crosslayer.core.checkpointing import disable_checkpointing, enable_checkpoi
 from crosslayer.core.transformers_versions import CACHE
 from crosslayer.models.load import auto_class
 from crosslayer.probe.intercept import AttentionCall, visited
+from crosslayer.probe.measures import working
 from crosslayer.probe.model import attention_of, stored_states
 from crosslayer.verbs.verify.result import FAIL, NOT_APPLICABLE, PASS, Check
-from crosslayer.verbs.verify.subject import FEW, NEW, Subject, widened
+from crosslayer.verbs.verify.subject import FEW, NEW, Subject
 from crosslayer.wiring.kv_bits import stored_bytes
 
 # Measured on 33 tokens of SmolLM2, of five retrofits of it and of tiny models of 25 families: at most 3e-5 in
@@ -156,7 +157,7 @@ def _beam_search(subject: Subject) -> Measurement:
     # `generate` makes a plain cache itself
     cache = {} if subject.bits is None else {CACHE: subject.new_cache()}
     cached = model.generate(start, use_cache=True, **cache, **options)  # sequences (beams, FEW + NEW)
-    logits = widened(model(cached.sequences, use_cache=False).logits)[:, start.shape[1] - 1 : -1]  # (beams, NEW, V)
+    logits = working(model(cached.sequences, use_cache=False).logits)[:, start.shape[1] - 1 : -1]  # (beams, NEW, V)
     chosen = cached.sequences[:, start.shape[1] :, None]  # (beams, NEW, 1)
     scores = logits.log_softmax(-1).gather(-1, chosen)[..., 0].sum(-1)  # (beams, NEW, 1) -> (beams,)
     reason = "scores per token"
@@ -165,7 +166,7 @@ def _beam_search(subject: Subject) -> Measurement:
         if not torch.equal(plain.sequences, cached.sequences):
             raise ValueError("beam search gives different tokens with and without a cache")
         reason = "scores per token; same tokens with and without a cache"
-    gap = (widened(cached.sequences_scores) - scores).abs().max() / NEW / subject.full.std()
+    gap = (working(cached.sequences_scores) - scores).abs().max() / NEW / subject.full.std()
     return Measurement(gap.item(), reason, ADDED_UP if subject.dtype == "float64" else None)
 
 
@@ -216,7 +217,7 @@ def _checkpointed_gradients(subject: Subject) -> Measurement:
     for name, expected in plain.items():
         gradient = checkpointed[name]
         if expected is not None and gradient is not None:
-            gap = widened(expected - gradient).abs().max() / max(expected.abs().max().item(), least)
+            gap = working(expected - gradient).abs().max() / max(expected.abs().max().item(), least)
             gaps[name] = gap.item()
         elif expected is None and gradient is None:
             gaps[name] = 0.0
@@ -267,7 +268,7 @@ def _eager_and_sdpa(subject: Subject) -> Measurement:
             # some classes keep their own, whatever is set
             if model.config._attn_implementation != implementation:
                 raise NotApplicable(f"{type(model).__name__} cannot switch its attention implementation")
-            logits.append(widened(model(subject.ids, use_cache=False).logits)[0])
+            logits.append(working(model(subject.ids, use_cache=False).logits)[0])
     factor = 1.0 if subject.exact else EAGER / ROUNDINGS
     return Measurement(subject.difference(*logits), factor=factor)
 

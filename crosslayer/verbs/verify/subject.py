@@ -20,6 +20,7 @@ from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel,
 from crosslayer.cache.running import smaller_cache
 from crosslayer.core.transformers_versions import CACHE
 from crosslayer.models.load import DTYPES
+from crosslayer.probe.measures import working
 from crosslayer.probe.model import positions
 from crosslayer.wiring.kv_bits import KvBits
 
@@ -54,7 +55,7 @@ class Subject:
         factor of three between ways of computing.
         """
         full = self.full if full is None else full
-        gaps = widened(logits).reshape(full.shape) - full  # (…, T, V) -> (T, V)
+        gaps = working(logits).reshape(full.shape) - full  # (…, T, V) -> (T, V)
         distance = gaps.abs().max() if self.exact else gaps.square().mean().sqrt()
         return (distance / self.full.std()).item()
 
@@ -92,7 +93,7 @@ def subject_of(
     with dynamic if bits is None else smaller_cache(used, bits=bits) as new_cache:
         with torch.no_grad():
             full = used(ids, use_cache=False).logits[0]  # (1, T, V) -> (T, V)
-        yield Subject(used, ids, dtype, backend, widened(full), new_cache, bits)
+        yield Subject(used, ids, dtype, backend, working(full), new_cache, bits)
 
 
 def random_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> Tensor:
@@ -110,8 +111,3 @@ def random_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
     ordinary = torch.tensor([token for token in range(config.vocab_size) if token not in special])
     chosen = torch.randint(len(ordinary), (1, count), generator=torch.Generator().manual_seed(SEED))
     return ordinary[chosen].to(model.device)
-
-
-def widened(tensor: Tensor) -> Tensor:
-    """Return a tensor in float32, or in float64 if it is in float64."""
-    return tensor if tensor.dtype == torch.float64 else tensor.float()

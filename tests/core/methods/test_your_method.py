@@ -165,7 +165,7 @@ import torch
 import crosslayer.cli
 import crosslayer.core.methods
 from crosslayer import testing as contract
-from crosslayer.verbs.methods.run import method_table
+from crosslayer.verbs.methods.run import methods
 from crosslayer.core.decoder.convert import convert_weights
 from crosslayer.verbs.retrofit.run import options_of
 from crosslayer.verbs.retrofit.search import searched_methods
@@ -177,7 +177,7 @@ assert crosslayer.__file__.startswith(FOLDER), crosslayer.__file__
 cls = crosslayer.core.methods.method_class("scaled")
 contract.check_method(cls.example(6))
 assert "scaled" in crosslayer.core.methods.method_names()
-(row,) = [row for row in method_table() if row["method"] == "scaled"]
+(row,) = [row for row in methods().rows if row["method"] == "scaled"]
 assert row["what"].startswith("Scaled values: groups use")
 assert cls in searched_methods()
 strategy = strategy_of(options_of(method="scaled", layers="2-3"))

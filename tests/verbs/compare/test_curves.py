@@ -3,8 +3,11 @@
 import numpy as np
 import pytest
 
+import crosslayer
 from crosslayer.stats.differences import t_ends
-from crosslayer.verbs.compare.outcomes import critical_point, entries_of, smoothed
+from crosslayer.training.record import Curve
+from crosslayer.verbs.compare.outcomes import critical_point, smoothed
+from tests.helpers.runs import run, written
 
 
 @pytest.mark.parametrize("window", [1, 3, 10, 50])
@@ -30,8 +33,12 @@ def test_a_curve_that_is_not_overtaken_has_no_critical_point(relative):
     ("every", "last", "smooth", "entries"),
     [(10, 120, None, 1), (10, 1000, None, 5), (10, 120, 30, 3), (50, 500, 10, 1)],
 )
-def test_steps_are_smoothed_in_whole_logged_entries(every, last, smooth, entries):
-    assert entries_of(np.arange(every, last + 1, every), smooth) == entries
+def test_steps_are_smoothed_in_whole_logged_entries(tmp_path, every, last, smooth, entries):
+    steps = list(range(every, last + 1, every))
+    curve = Curve(**{name: [1.0] * len(steps) for name in Curve.model_fields} | {"steps": steps})
+    runs = [run(variant, steps=last, validation=[3.0]) for variant in ("vanilla", "resformer")]
+    folders = written(tmp_path, *(each.model_copy(update={"curve": curve}) for each in runs))
+    assert crosslayer.compare(folders, smooth=smooth).outcomes[0].curve.window == entries
 
 
 def test_the_band_is_an_interval_of_three_curves():

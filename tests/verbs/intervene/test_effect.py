@@ -281,7 +281,7 @@ def test_a_result_is_saved_and_loaded_again_equal(tmp_path):
     assert again == result and again.page() == result.page() and again.headline() == result.headline()
     assert again.interventions == changes and again.settings.text is None and again.command is None
     assert "srcdoc" in result._repr_html_()
-    assert ["seconds", f"{result.seconds:.1f}"] in result.run_details()[2]
+    assert f"<td data-name='item'>seconds</td><td data-name='value'>{result.seconds:.1f}</td>" in result.page()
     assert crosslayer.load_result(tmp_path / "out") == result
     with pytest.raises(ValueError, match="'crosslayer/intervention/2';.*crosslayer/intervene/7"):
         Effect.from_record({**record, "schema": "crosslayer/intervention/2"})

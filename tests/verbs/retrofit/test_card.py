@@ -12,7 +12,7 @@ from huggingface_hub import HfApi, ModelCard, parse_eval_result_entries
 
 import crosslayer
 from crosslayer.output.manifest import check_files
-from crosslayer.verbs.retrofit.card import eval_entries, model_card
+from crosslayer.verbs.retrofit.card import model_card
 from tests.helpers.hub import TOKEN, running_hub
 from tests.helpers.text import tokenizer
 from tests.helpers.tiny import VOCABULARY, tiny
@@ -91,4 +91,3 @@ def test_datasets_of_the_hub_get_evaluation_results(small, report):
     row = report.row("retrofit", "perplexity", "org/wiki/en/test")
     assert (entry.dataset_id, entry.task_id, entry.value) == ("org/wiki", "en", round(row.value, 4))
     assert f"perplexity of {row.change.n} windows of {LENGTH} tokens of the split test" in entry.notes
-    assert eval_entries(report) == [entry]

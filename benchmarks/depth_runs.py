@@ -57,15 +57,16 @@ def searched(width: int, variant: str, rate: float) -> float:
 
 
 def best_rate(width: int, variant: str) -> float:
-    """Return the rate from which the loss of the whole run no longer falls when the rate is halved.
+    """Return the rate at which the loss of the whole run is lower than at half and at twice the rate.
 
-    More tokens, and more width, want a lower rate: so the search begins at the best rate of a quarter of the tokens, at
-    width 128 at the one that width 64 took, and only goes down.
+    The search begins at the best rate of a quarter of the tokens, at width 128 at the one that width 64 took.
     """
     rate = VARIANTS[variant][1] if width == 64 else best_rate(64, variant)
-    loss = searched(width, variant, rate)
+    loss = first = searched(width, variant, rate)
     while (lower := searched(width, variant, rate / 2)) < loss:
         rate, loss = rate / 2, lower
+    while loss == first and (higher := searched(width, variant, rate * 2)) < loss:
+        rate, loss, first = rate * 2, higher, higher
     return rate
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from crosslayer.cache.running import prefill
@@ -127,10 +128,7 @@ def fit_codec(
         seed=seed,
         bos=bos,
     )
-    # now, since only a model that is given by name brings its tokenizer
-    if settings.tasks and tokenizer is None and isinstance(source, PreTrainedModel):
-        raise ValueError("a loaded model needs tokenizer=… for `tasks`")
-    asked = read_tasks(settings.tasks) if settings.tasks else None
+    asked = _asked(settings, source, tokenizer)
     texts = CodecTexts.load(calibration_text, text, seed)
     started = time.perf_counter()
     loaded, tokenizer = ready_model(source, tokenizer, dtype=dtype, device=device)
@@ -142,6 +140,15 @@ def fit_codec(
     fitted = time.perf_counter() - started
     rows = job.rows(fitting, chain, codec, asked, original)
     return job.report(codec, rows, fitting.per_token, fitted, started)
+
+
+def _asked(settings: CodecSettings, source: Any, tokenizer: PreTrainedTokenizerBase | None) -> Tasks | None:
+    if not settings.tasks:
+        return None
+    # now, since only a model that is given by name brings its tokenizer
+    if tokenizer is None and isinstance(source, PreTrainedModel):
+        raise ValueError("a loaded model needs tokenizer=… for `tasks`")
+    return read_tasks(settings.tasks)
 
 
 @dataclass(frozen=True)
@@ -275,27 +282,8 @@ class CodecJob:
         if asked is not None:
             candidates = [stored(name, ways[name]) for name in codecs]
             rows += self.judge.tasks(candidates, asked, self.settings.limit, original)
-
-        # prefill, encoding and decoding of one prompt, in turn
-        ids, repeats = self.judged.ids[:1, : self.settings.prompt].to(self.model.device), self.settings.repeats
-        cache = prefill(self.model, ids)
-        data = codec.encode(cache, ids)
-        work = {
-            "prefill": lambda: prefill(self.model, ids),
-            "encoding": lambda: codec.encode(cache, ids),
-            "decoding": lambda: codec.decode(data, self.model.device, self.model.dtype),
-        }
-        times: dict[str, list[float]] = {name: [] for name in work}
-        with progress("timing", repeats) as bar:
-            for repeat in range(-1, repeats):  # the first run of each warms up
-                for name, call in work.items():
-                    taken = seconds(call, self.model.device)
-                    if repeat >= 0:
-                        times[name].append(taken)
-                bar.step(repeat + 1, repeats)
-        for name in ("encoding", "decoding"):
-            rows.append(time_row(name, times[name], times["prefill"], candidate="codec"))
-        return rows
+        prompt = self.judged.ids[:1, : self.settings.prompt].to(self.model.device)
+        return [*rows, *_times(self.model, codec, prompt, self.settings.repeats)]
 
     def report(self, codec: Codec, rows: Sequence[Row], per_token: int, fitted: float, started: float) -> CodecReport:
         """Return the report with the codec; `fitted` are the seconds of the fit, `started` is when all began."""
@@ -314,3 +302,23 @@ class CodecJob:
             seconds=round(time.perf_counter() - started, 1),
         )
         return report.holding(codec)
+
+
+def _times(model: PreTrainedModel, codec: Codec, ids: Tensor, repeats: int) -> list[Row]:
+    """Time prefill, encoding and decoding alternately, after each has run once."""
+    cache = prefill(model, ids)
+    data = codec.encode(cache, ids)
+    work = {
+        "prefill": lambda: prefill(model, ids),
+        "encoding": lambda: codec.encode(cache, ids),
+        "decoding": lambda: codec.decode(data, model.device, model.dtype),
+    }
+    times: dict[str, list[float]] = {name: [] for name in work}
+    with progress("timing", repeats) as bar:
+        for repeat in range(-1, repeats):  # the first run of each warms up
+            for name, call in work.items():
+                taken = seconds(call, model.device)
+                if repeat >= 0:
+                    times[name].append(taken)
+            bar.step(repeat + 1, repeats)
+    return [time_row(name, times[name], times["prefill"], candidate="codec") for name in ("encoding", "decoding")]

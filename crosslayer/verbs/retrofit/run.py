@@ -134,10 +134,7 @@ def retrofit(
         strategy.check(strategy.options.changed(DEFAULTS))
     with progress("reading the text", 0):
         texts = RetrofitTexts.load(text, calibration_text, seed)
-    # again with as many windows as each uses: with `quick`, the fewest that this text allows
-    for name, strategy in strategies.items():
-        strategies[name] = strategy_of(texts.checked_options(strategy, DEFAULTS), decoder)
-    texts.window_counts(*strategies.values())  # raises for text of another length, or without effect
+    strategies = sized_strategies(strategies, texts, decoder)
     original = _original(source, config, tokenizer, texts, strategies, dtype=dtype, device=device)
     with evaluating(original.model):
         announce_time(original, [*strategies.values()])
@@ -151,6 +148,21 @@ DEFAULTS = {name: parameter.default for name, parameter in inspect.signature(ret
 def options_of(**given: Any) -> RetrofitOptions:
     """Return the options of a retrofit; those that are not given are at their default."""
     return RetrofitOptions(**{name: DEFAULTS[name] for name in RetrofitOptions.model_fields} | given)
+
+
+def sized_strategies(
+    strategies: Mapping[str, Strategy], texts: RetrofitTexts, config: CrossLayerConfig
+) -> dict[str, Strategy]:
+    """Return the strategies with as many windows as they use: with `quick`, the fewest that this text allows.
+
+    Raises:
+        ValueError: there are fewer windows than a fit or a measurement needs, or the text has another length.
+    """
+    sized = {}
+    for name, strategy in strategies.items():
+        sized[name] = strategy_of(texts.checked_options(strategy, DEFAULTS), config)
+    texts.window_counts(*sized.values())
+    return sized
 
 
 def strategy_of(options: RetrofitOptions, config: CrossLayerConfig | None = None) -> Strategy:

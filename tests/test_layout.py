@@ -119,7 +119,7 @@ def test_methods_never_import_one_another():
 
 # Room to write a thing as it reads best; not a target. Effective speedups added 300, stored prompts 150.
 # lines that hold nothing but a comment count against no limit: whoever says why must not have to shorten the code
-LINES_IN_ALL = 41_650
+LINES_IN_ALL = 41_700
 LINES, BODY = 400, 60  # of a file; of a function, without signature and docstring, so that any option can be explained
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from crosslayer import _start
 from crosslayer.output.folder import check_target, locked_folder, write_whole
 from crosslayer.output.progress import prefixed
 from crosslayer.output.record import validation_message
@@ -189,12 +190,16 @@ class _Job:
 
     def _train(self, recipe: Recipe, shown: str) -> TrainingRun:
         """Return the run of a recipe, trained to its end if it is not finished."""
-        folder = self.folder / RUNS / recipe.name
+        folder, typed = self.folder / RUNS / recipe.name, _start.typed
         if not (folder / RECORD).is_file():
             try:
+                # the next command of its page names the run's own folder
+                if typed and "out" in typed:
+                    _start.typed = {"out": f"{typed['out']}/{RUNS}/{recipe.name}"}
                 with prefixed(shown):
                     train(recipe, folder, resume=True)
             finally:
+                _start.typed = typed
                 gc.collect()  # a trainer refers to itself and would keep its model in memory
         run = load_run(folder)
         if run.recipe != recipe.model_dump(mode="json"):

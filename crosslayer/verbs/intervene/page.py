@@ -4,6 +4,8 @@ import itertools
 import math
 from collections.abc import Sequence
 
+import numpy as np
+
 from crosslayer.output.chart import same_scale
 from crosslayer.output.formatting import listed, ranges
 from crosslayer.output.page import Page
@@ -46,6 +48,9 @@ def describe(interventions: Sequence[Kind]) -> str:
     return " + ".join(descriptions)
 
 
+MOVED = 0.05  # a gain of attention, mean over layers, that makes another position worth a sentence
+
+
 def sentences(record: Effect) -> list[str]:
     """Return the effect in sentences: the main position, then other positions, the scan and the controls."""
     main, *others = record.positions
@@ -74,6 +79,7 @@ def sentences(record: Effect) -> list[str]:
         if other.role != "left alone":
             name = "The first token" if other.role == "first token" else f"Position {other.position}"
             lines.append(_received(name, other, givers))
+    lines += _elsewhere(record)
     untouched = [other for other in others if other.role == "left alone"]
     if untouched:
         names = listed([str(position.position) for position in untouched])
@@ -139,6 +145,24 @@ def layout(record: Effect) -> Page:
         panels=_panels(record),
         tables=[facts_table(record.model.model_dump(by_alias=True))],
     )
+
+
+def _elsewhere(record: Effect) -> list[str]:
+    """Return where attention went, if it made another position than those of the intervention a sink.
+
+    Where nothing may attend to token 0, for example, token 1 attends to itself alone, and takes its place.
+    """
+    before, after = record.attention_by_position.before, record.attention_by_position.after
+    means = [np.mean(np.array(bins.mean, float), 0) for bins in (before, after)]  # over layers, of each bin
+    ends = [*after.edges[1:], after.length]
+    known = {position.position for position in record.positions}
+    for index, (start, end) in enumerate(zip(after.edges, ends, strict=True)):
+        old, new = means[0][index], means[1][index]
+        if end == start + 1 and start not in known and new - old > MOVED:
+            return [
+                f"Position {start} takes attention instead: {old:.2%} before and {new:.2%} after (mean over layers)."
+            ]
+    return []
 
 
 def _panels(record: Effect) -> list[Panel]:

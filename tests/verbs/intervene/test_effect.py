@@ -368,3 +368,17 @@ def test_the_row_of_position_0_makes_a_sink_of_minilm_and_a_random_row_does_not(
     assert len(result.controls) == 2
     for control in result.controls:
         assert (control.after.attention_received.array()[1:5] < 3 * before).all()
+
+
+def test_a_position_that_takes_the_attention_instead_is_named():
+    result = crosslayer.intervene(tiny("llama"), tokens(), interventions=[Forbid((0,))], controls=0)
+    bins = result.attention_by_position
+    assert not [line for line in result.sentences() if "instead" in line]  # random weights have no sink
+    index = bins.after.edges.index(1)
+    means = [[old + 0.25 * (at == index) for at, old in enumerate(row)] for row in bins.before.mean]
+    moved = bins.model_copy(update={"after": bins.after.model_copy(update={"mean": means})})
+    (line,) = [
+        line for line in result.model_copy(update={"attention_by_position": moved}).sentences() if "instead" in line
+    ]
+    old = np.mean([row[index] for row in bins.before.mean])
+    assert line.startswith("Position 1 ") and f"{old:.2%}" in line and f"{old + 0.25:.2%}" in line

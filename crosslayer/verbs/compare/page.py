@@ -13,7 +13,7 @@ from crosslayer.verbs.compare.result import COSTS, ComparedRun, Comparison
 from crosslayer.verbs.compare.sentences import sentences, titled, with_values, written_verdict
 
 Read = Callable[[ComparedRun], float | None]
-STEP_TIME = "time per step"
+STEP_TIME = "time per step,\nas logged"
 RATE = "learning rate"
 COLUMNS: tuple[tuple[str, Read, float, str], ...] = (  # title, how it is read from a run, its unit and the unit's name
     ("parameters", lambda run: run.parameters, 1e6, "M"),
@@ -30,7 +30,7 @@ SNAPSHOTS = (  # measure, title, form
     ("sink_rate", "sink rate", "{:.1%}"),
     ("entropy", "entropy of attention\n(nats)", "{:.2f}"),
     ("token_similarity", "token similarity\n(cosine)", "{:.3f}"),
-    ("stream_growth", "growth of the residual stream", "× {:.2f}"),
+    ("stream_growth", "growth of the residual stream\n(from the embedding on)", "× {:.2f}"),
     ("output_spread", "outputs: largest ÷ smallest\n(from the second layer on)", "{:.2f}"),
     ("gradient_spread", "their gradients: largest ÷ smallest\n(from the second layer on)", "{:.2f}"),
 )
@@ -130,9 +130,9 @@ def _cost_cell(
     if median is None:
         return UNKNOWN
     ratio = f" (× {median / baseline:.2f})" if baseline and runs is not reference else ""
-    # A ratio of times on different machines would not be one of the models.
-    if name == STEP_TIME and any(run.machine != runs[0].machine for run in reference):
-        ratio = " (another machine)"
+    # Runs were timed in different minutes, with other work beside them: only steps timed in turn have a ratio.
+    if name == STEP_TIME:
+        ratio = ""
     if name == RATE:
         return f"{median:g}"
     value = median / unit

@@ -259,7 +259,10 @@ class Comparison(Result):
 
     def next_command(self, model: str | None = None, out: str | None = None) -> str | None:
         """Return how to look into a run of the best variant, if the comparison trained it; read runs may be gone."""
-        folder = Path(out or (self.typed or {}).get("out") or ".") / "runs"
+        out = out or (self.typed or {}).get("out")
+        if out is None:
+            return None
+        folder = Path(out) / "runs"
         best = min(self.outcomes, key=lambda outcome: outcome.rank)
         for run in self.runs_of(best.configuration, best.variant):
             if (folder / run.name / "model").is_dir():

@@ -128,8 +128,11 @@ def _in_short(record: RetrofitReport) -> str:
         kept = "Saves nothing of the KV cache"
     else:
         kept = f"Keeps {record.cache.share:.0%} of the KV cache"
-    worst = record.domains[0]
-    parts = [kept, f"perplexity of the worst text ({worst}) ×{record.of('perplexity', worst).value:.2f}"]
+    ratios = {domain: record.of("perplexity", domain).value for domain in record.domains}
+    # text that nothing was fitted to counts, if there is any
+    ratios = {domain: ratio for domain, ratio in ratios.items() if domain not in record.fitted} or ratios
+    worst = max(ratios, key=lambda domain: ratios[domain])
+    parts = [kept, f"perplexity of the worst text ({worst}) ×{ratios[worst]:.2f}"]
     numbers = record.row(record.candidate, RETRIEVAL)
     if numbers is not None:
         parts.append(

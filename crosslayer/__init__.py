@@ -56,7 +56,7 @@ def __dir__() -> list[str]:
 
 
 if IS_COMMAND:
-    # The streams come first, because the others may write to them. A verb imports what it needs.
+    # The streams come first, because the other three calls may write to them.
     open_streams()
     interrupts.watch()
     keep_memory()

@@ -179,7 +179,7 @@ class Report(Measured):
                 figures["change"] = float(f"{row.change.value:.5g}")
                 if row.change.interval is not None:
                     figures["interval"] = [float(f"{end:.5g}") for end in row.change.interval]
-                # JSON has null instead of "not tested", so that a script sees that there is no verdict.
+                # a verdict of "not tested" is null in JSON
                 figures["verdict"] = None if row.change.verdict is None else row.verdict
             rows.append(figures)
         return {

@@ -143,7 +143,11 @@ def test_documents_name_only_options_that_exist():
     known = {word for verb in verbs for option in verb.params for word in (*option.opts, *option.secondary_opts)}
     for name in ("README.md", "docs/start/tour.md", "docs/guides/convert.md"):
         text = re.sub(r"python\s+benchmarks/[^`]*`", "", (root / name).read_text())  # scripts have options of their own
-        named = set(re.findall(r"--[a-z]+[a-z-]*", text)) - {"--no-deps", "--lens", "--kv-cache-dtype"}  # of pip, and of vLLM
+        named = set(re.findall(r"--[a-z]+[a-z-]*", text)) - {
+            "--no-deps",
+            "--lens",
+            "--kv-cache-dtype",
+        }  # of pip, and of vLLM
         assert len(named) > 5 and named <= known, (name, named - known)
 
 

@@ -95,35 +95,30 @@ class SparseMLP(MixtralSparseMoeBlock):
         return self.experts(rows, chosen, weights).view_as(hidden_states), logits
 
 
-def with_balance_loss(
-    config: CrossLayerConfig,
-    outputs: MoeModelOutputWithPast,
-    mask: Any,
-    loss: Tensor | None,
-    labels: Tensor | None,
-    options: dict[str, Any],
-) -> tuple[Tensor | None, Tensor]:
-    """Return the loss, if any, with Mixtral's loss for balanced use of experts (Switch Transformer, eq. 4-6); and that.
+def balance_loss(config: CrossLayerConfig, outputs: MoeModelOutputWithPast, mask: Any) -> Tensor:
+    """Return Mixtral's loss for balanced use of experts (Switch Transformer, eq. 4-6) from the routers' logits.
 
-    A `mask` (B, cached + T) of padding excludes it; other forms of masks do not. The loss has `labels` (B, T) and
-    `options`.
+    A `mask` (B, cached + T) of padding excludes it; other forms of masks do not.
     """
     assert outputs.last_hidden_state is not None
     tokens = outputs.last_hidden_state.shape[1]
     padding = mask[:, -tokens:] if isinstance(mask, Tensor) and mask.dim() == 2 else None  # (B, T)
-    experts = (config.num_local_experts, config.num_experts_per_tok)
-    balance = load_balancing_loss_func(outputs.router_logits, *experts, padding)  # type: ignore[arg-type]
-    assert isinstance(balance, Tensor)
-    if loss is None:
-        return None, balance
+    options = (config.num_local_experts, config.num_experts_per_tok, padding)
+    loss = load_balancing_loss_func(outputs.router_logits, *options)  # type: ignore[arg-type]
+    assert isinstance(loss, Tensor)
+    return loss
 
-    # Trainer adds up the losses of accumulated batches and divides none, because `num_items_in_batch` divides the
-    # tokens' losses. So a batch adds its share of all labels; without it a router's loss would count once per batch.
-    share: Any = 1.0
+
+def share_of_batch(labels: Tensor | None, options: dict[str, Any]) -> Any:
+    """Return the share that some labels (B, T) have in those of all accumulated batches; 1 if there is one batch.
+
+    Trainer adds up the losses of accumulated batches and divides none, because `num_items_in_batch` divides the
+    tokens' losses. Without this share a router's loss would count once per batch.
+    """
     whole = options.get("num_items_in_batch")
-    if whole is not None:
-        shifted = options.get("shift_labels")
-        counted = labels[:, 1:] if shifted is None and labels is not None else shifted
-        assert counted is not None  # the loss needs labels
-        share = counted.ne(options.get("ignore_index", -100)).sum() / whole
-    return loss + config.router_aux_loss_coef * share * balance, balance
+    if whole is None:
+        return 1.0
+    shifted = options.get("shift_labels")
+    counted = labels[:, 1:] if shifted is None and labels is not None else shifted
+    assert counted is not None  # the loss needs labels
+    return counted.ne(options.get("ignore_index", -100)).sum() / whole

@@ -302,9 +302,12 @@ class CrossLayerForCausalLM(CrossLayerPreTrainedModel, GenerationMixin):
                 loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **options)
         aux_loss = None
         if outputs.router_logits is not None:
-            from crosslayer.core.decoder.blocks import with_balance_loss  # not loaded for dense models
+            from crosslayer.core.decoder.blocks import balance_loss, share_of_batch  # not loaded for dense models
 
-            loss, aux_loss = with_balance_loss(self.config, outputs, attention_mask, loss, labels, options)
+            aux_loss = balance_loss(self.config, outputs, attention_mask)
+            if loss is not None:
+                share = share_of_batch(labels, options)
+                loss = loss + self.config.router_aux_loss_coef * share * aux_loss
         return MoeCausalLMOutputWithPast(
             loss=loss,
             aux_loss=aux_loss,

@@ -116,15 +116,7 @@ def method_class(name: str) -> type[Method]:
     """
     packaged = name.removeprefix(f"{__name__}.")
     module = importlib.import_module(f"{__name__}.{packaged}") if packaged in _files() else None
-    owner, _, last = name.rpartition(".")
-    for allowed in allowed_modules():
-        # a capital begins a class, so that no module is imported in vain for the name of another one
-        if module is None and last[:1].isupper() and owner in ("", allowed):
-            candidate = users_module(f"method {name!r}", allowed)
-            cls = getattr(candidate, last, None)
-            if isinstance(cls, type) and issubclass(cls, Method) and cls.__module__ == allowed:
-                module = candidate
-    module = module or users_module(f"method {name!r}", name)
+    module = module or _module_of_class(name) or users_module(f"method {name!r}", name)
     if module is None:
         raise ValueError(f"method {name!r} is not known; {hint(name, method_names())}")
     # the classes that the module defines: it also imports base classes, and may be the module of `Compensated` itself
@@ -134,6 +126,19 @@ def method_class(name: str) -> type[Method]:
     if len(classes) != 1:
         raise ValueError(f"module {name!r} must define exactly one dataclass that is a Method, got {len(classes)}")
     return classes[0]
+
+
+def _module_of_class(name: str) -> ModuleType | None:
+    """Return the allowed module that defines a method by its class's name, with or without the module before it."""
+    owner, _, last = name.rpartition(".")
+    for allowed in allowed_modules():
+        # a capital begins a class, so that no module is imported in vain for the name of another one
+        if last[:1].isupper() and owner in ("", allowed):
+            module = users_module(f"method {name!r}", allowed)
+            defined = getattr(module, last, None)
+            if isinstance(defined, type) and issubclass(defined, Method) and defined.__module__ == allowed:
+                return module
+    return None
 
 
 def users_module(what: str, name: str) -> ModuleType | None:

@@ -152,7 +152,7 @@ class StageModule(nn.Module):
             logits = self.lm_head(stream)
             return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
 
-        # keep what later stages of this rank read; send the next stage only what its rank lacks
+        # The rank keeps sources that its later stages read. The next stage gets only sources that its own rank lacks.
         tensors = {**tensors, **exchange.after.take(stream, carry)}
         tensors = microbatch.keep(traffic.kept[stage], tensors, exchange.after.stream)
         if stage + exchange.ranks < len(traffic.sent):

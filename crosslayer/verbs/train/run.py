@@ -42,8 +42,9 @@ def train(
         recipe: a YAML file, or the name of a shipped recipe, such as smoke. In Python also what `load_recipe` returns.
         out: folder for checkpoints, log, model, report.html and record.json; it must not exist unless `resume` is set.
         settings: override a key of the recipe, repeatable: train.learning_rate=3e-4.
-        resume: continue from the last complete checkpoint of the same recipe, or start if there is none. The number of
-            processes may change if `gradient_accumulation_steps` or `per_device_train_batch_size` keeps the batch size.
+        resume: continue from the last complete checkpoint of the same recipe; without one, start from the beginning.
+            With another number of processes, set `gradient_accumulation_steps` or `per_device_train_batch_size` so that
+            a step reads as many sequences as before.
 
     Returns:
         the run's record; the model is saved in `out / "model"`.

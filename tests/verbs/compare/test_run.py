@@ -293,3 +293,20 @@ def test_one_run_with_a_model_is_enough_to_time_steps(whole, tmp_path, kept):
             shutil.rmtree(folder / "model")
     (outcome,) = crosslayer.compare([tmp_path / "runs"], step_rounds=5).outcomes
     assert outcome.final.change.n == 2 and outcome.step_time.change.n == 5
+
+
+def test_every_page_names_a_model_that_is_there(recipe, tmp_path, monkeypatch, capsys):
+    """The next command of the comparison is about its best run, and that of a run's own page about that run."""
+    monkeypatch.chdir(tmp_path)
+    words = ["compare", "--recipe", str(recipe), "--methods", METHODS, "--seeds", "1", "--out", "compared"]
+    assert type_in(monkeypatch, words) == 0
+    folder = tmp_path / "compared"
+    # of the variants; the baseline is not among them
+    assert "next: crosslayer diagnose compared/runs/svformer-0/model " in capsys.readouterr().out
+    for name in ("svformer-0", "vanilla-0"):
+        assert (
+            f"crosslayer diagnose compared/runs/{name}/model " in (folder / "runs" / name / "report.html").read_text()
+        )
+        assert (folder / "runs" / name / "model").is_dir()
+    read = crosslayer.compare([folder])
+    assert read.next_command() is None  # nothing was typed, so no folder is known

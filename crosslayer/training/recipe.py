@@ -7,7 +7,7 @@ has every default; only the same recipe resumes in it.
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Literal, Self
 
 import yaml
 from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
@@ -36,7 +36,7 @@ WITH_STAGES = {  # keys that a recipe with stages cannot set, and why
     "model": "with stages: the retrofits are trained",
     "tokenizer": "with stages: it is the original's",
     "schedule": "with stages: each has its own",
-    "eval": "with stages: its keys are now judge.windows and judge.held_out",
+    "eval": "with stages: its keys are judge.windows and judge.held_out",
 }
 WITHOUT_STAGES = dict.fromkeys(("judge", "baseline"), "without stages, in which `crosslayer heal` trains")
 
@@ -44,11 +44,6 @@ WITHOUT_STAGES = dict.fromkeys(("judge", "baseline"), "without stages, in which 
 class Recipe(Part):
     """A training run: model, data, objective, schedule or stages, arguments and evaluation."""
 
-    moved: ClassVar[dict[str, str]] = {
-        "optimizer": "it is removed; use train.optim",
-        "hidden_weight": "it is removed; distill trains towards the predictions",
-        "save_minutes": "it is removed; use train.save_steps",
-    }
     name: str = Field(default="", max_length=100)
     """Name of the run in results; by default the file's name."""
     seed: Seed = 0
@@ -104,16 +99,6 @@ class Recipe(Part):
                 "length", f"must be at most model.shape.max_position_embeddings ({positions}), got {data.length}"
             )
         return data
-
-    @field_validator("objective", mode="before")
-    @classmethod
-    def _check_objective(cls, objective: Any) -> Any:
-        if objective == "text" or isinstance(objective, dict):
-            raise ValueError(
-                f"must be next-token (formerly text), response or distill, got {objective!r}; objective.loss is now "
-                "objective, and objective.hidden is removed"
-            )
-        return objective
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:

@@ -12,7 +12,7 @@ import re
 import reprlib
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import yaml
 from pydantic import (
@@ -42,17 +42,16 @@ class WrongKey(ValueError):
 
 
 class Part(BaseModel):
-    """A section of a recipe: frozen, and without unknown keys; `moved` has keys of earlier releases, and what to do."""
+    """A section of a recipe: frozen, and without unknown keys."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
-    moved: ClassVar[dict[str, str]] = {}
 
     @model_validator(mode="before")
     @classmethod
     def _known(cls, values: Any) -> Any:
-        return only_keys(values, cls.model_fields, cls.moved)
+        return only_keys(values, cls.model_fields, {})
 
 
 def read_values(path: str | Path, settings: Sequence[str]) -> dict[str, Any]:

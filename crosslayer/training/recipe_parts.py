@@ -3,7 +3,7 @@
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -185,9 +185,6 @@ class SchedulePart(Part):
 class EvalPart(Part):
     """When the validation loss of each domain is measured; always at the end."""
 
-    moved: ClassVar[dict[str, str]] = {
-        key: f"it is now judge.{key}" for key in ("domains", "length", "held_out", "needles")
-    }
     every: int = Field(default=0, ge=0)
     """Steps between evaluations; 0: only at the end."""
     windows: Count = 32

@@ -249,6 +249,8 @@ def test_diagram():
 BAD = [
     ({"name": "clo"}, "did you mean 'cla'"),
     ({"name": "my.missing.module"}, "is not known; .*allow_methods"),
+    ("mhc", "did you mean 'hyper_connections'"),
+    ("value_residual", "did you mean 'resformer'"),
     ({"group": 2}, "each entry needs a name"),
     ([5], "each entry needs a name, got 5; known methods: attnres"),
     ({"name": "cla", "groop": 2}, "did you mean 'group'"),

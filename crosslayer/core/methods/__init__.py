@@ -13,6 +13,7 @@ import reprlib
 import sys
 from collections.abc import Mapping, Sequence
 from itertools import combinations, product
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, get_type_hints
 
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
 Entry = str | Mapping[str, Any] | Method | type[Method]
-# options that methods had once: saved configs may still name them, and load where they are off
-RETIRED = ("by_head", "compensation", "compensation_bias", "two_phase")
 _allowed: set[str] = set()  # users' modules that a config may import
 
 
@@ -76,9 +75,6 @@ def load_method(entry: Entry) -> Method:
         raise ValueError(f"cross_layer: each entry needs a name, got {entry!r}; known methods: {known}")
     cls = method_class(name)
     fields = [option.name for option in options_of(cls)]
-    for option in RETIRED:
-        if option not in fields and not options.get(option, True):
-            del options[option]
     for option in options:
         if option not in fields:
             close = difflib.get_close_matches(option, fields, 1)
@@ -162,7 +158,7 @@ def users_module(what: str, name: str) -> ModuleType | None:
 
 def hint(name: str, known: Sequence[str]) -> str:
     """Return a hint for an unknown name: the closest known name or all of them, and how to allow a module."""
-    close = difflib.get_close_matches(name, known, 1)
+    close = difflib.get_close_matches(name, known, 1) or _described_as(name)
     message = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(known)}."
     names_a_module = all(word.isidentifier() for word in name.split("."))
     if names_a_module and (not close or "." in name):
@@ -171,6 +167,16 @@ def hint(name: str, known: Sequence[str]) -> str:
             f"crosslayer.allow_methods({name!r}), or --allow-methods {name} on the command line"
         )
     return message
+
+
+def _described_as(name: str) -> list[str]:
+    """Return the only method whose summary has this name, such as mhc or value_residual."""
+    words, found = name.lower().replace("_", " ").replace("-", " ").strip(), []
+    for method in _files():
+        with Path(__file__).with_name(f"{method}.py").open(encoding="utf-8") as file:
+            summary = file.readline().lower()
+        found += [method] if words and words in summary else []
+    return found if len(found) == 1 else []
 
 
 def to_entry(method: Method) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Hyper-connections: several residual streams; each sublayer reads a weighted sum and mixes them doubly stochastically.
+"""Hyper-connections (mHC): each sublayer reads a weighted sum of several streams and mixes them doubly stochastically.
 
     x = Σ_n pre_n X_n,  X'_m = Σ_n comb_{n→m} X_n + post_m f(x)
     pre = σ(s₁ W₁r + b₁) + ε,  post = 2 σ(s₂ W₂r + b₂),  comb = Sinkhorn(softmax_m(s₃ W₃r + b₃) + ε)
@@ -88,7 +88,8 @@ class _Collapse(Residual):
 
     def _mix(self, streams: Tensor, weights: Tensor) -> Tensor:
         pre = self._scaled(weights, 0, slice(0, self.streams)).sigmoid() + EPS  # (N, B, T)
-        return (pre.movedim(0, -1).unsqueeze(-2) @ streams).squeeze(-2)  # (B, T, 1, N) @ (B, T, N, C) → (B, T, C)
+        # (B, T, 1, N) @ (B, T, N, C) → (B, T, C)
+        return (pre.movedim(0, -1).unsqueeze(-2).contiguous() @ streams).squeeze(-2)
 
     def _scaled(self, weights: Tensor, scale: int, rows: slice) -> Tensor:
         """Return s W r + b for some rows of the weights, (rows, B, T)."""
@@ -113,13 +114,16 @@ class _Mix(_Collapse):
         comb = comb.softmax(dim=1) + EPS
         # Sinkhorn: the softmax has divided rows by their sums, so that columns come first
         for step in range(2 * self.iterations - 1):
-            comb = comb / (comb.sum(dim=step % 2, keepdim=True) + EPS)
+            # the backward pass of a product takes half the operators of a quotient's
+            comb = comb * (comb.sum(dim=step % 2, keepdim=True) + EPS).reciprocal()
         return self._mix(streams, weights).to(stream.dtype), {**carry, MIX: (post, comb)}
 
     def write(self, stream: Tensor, update: Tensor, carry: Carry) -> tuple[Tensor, Carry]:
         post, comb = carry[MIX]
         post, comb = post.to(stream.dtype), comb.to(stream.dtype)
-        added = post.movedim(0, -1).unsqueeze(-1) * update.unsqueeze(-2)  # (B, T, N, C)
         streams = stream.unsqueeze(2).expand(-1, -1, self.streams, -1) if self.first else stream
-        mixed = comb.permute(2, 3, 1, 0) @ streams  # (B, T, N, N) @ (B, T, N, C)
+        # Products of contiguous matrices, all tokens at once: with other strides they are computed token by token. The
+        # update is added by a product too, which keeps nothing of the size of the streams for the backward pass.
+        added = post.movedim(0, -1).contiguous().unsqueeze(-1) @ update.unsqueeze(-2)  # (B, T, N, 1) @ (B, T, 1, C)
+        mixed = comb.permute(2, 3, 1, 0).contiguous() @ streams  # (B, T, N, N) @ (B, T, N, C)
         return mixed + added, {name: value for name, value in carry.items() if name != MIX}

@@ -1,4 +1,4 @@
-"""ResFormer: the values of the first layer (or other earlier layers) are mixed into each layer's own, before the cache.
+"""ResFormer (value residual): values of the first or other earlier layers are mixed into a layer's own, then cached.
 
     V'_n = λ₁ V_1 + λ₂ V_n,  n ≥ 2;  of all layers  V'_n = (V_1 + … + V_n) / n
 

@@ -190,6 +190,7 @@ def _compared(entry: NamedRun) -> ComparedRun:
         machine=run.environment.machine,
         final_loss=run.final_loss,
         losses=run.validation[-1].losses,
+        held_out_tokens=sum(domain.validation_tokens for domain in run.domains),
         curve=Trace(steps=tuple(run.curve.steps), losses=tuple(run.curve.losses)),
         validation=Trace(
             steps=tuple(entry.step for entry in run.validation), losses=tuple((validation @ shares).tolist())

@@ -21,6 +21,7 @@ ALPHA = 0.05  # an adjusted p-value below it is significant
 # variants have a band of three seeds below 0 somewhere.
 SHORTEST = 2
 MISSING = "not set"  # value of a key that only other configurations have
+EVALUATIONS = 8  # of a run with a speedup: with fewer, the line between two of them decides the answer
 RELEVANT = 0.01  # nats per token: the difference for which the number of needed seeds is estimated
 
 Cost = Literal["parameters", "tokens", "flops"]
@@ -95,6 +96,7 @@ class ComparedRun(Frozen):
     machine: Machine
     final_loss: float = Field(description="over the mixture, on held-out text")
     losses: dict[str, float] = Field(min_length=1, description="the same by domain")
+    held_out_tokens: int | None = Field(default=None, description="None in records of an earlier release")
     curve: Trace = Field(description="training loss, each the mean since the previous entry")
     validation: Trace = Field(description="held-out loss over the mixture")
     snapshots: tuple[SnapshotMeans, ...]
@@ -220,7 +222,6 @@ class Comparison(Result):
     name: str
     baseline: str
     smooth: int | None = Field(ge=1, description="steps; None: 1/20 of each run")
-    budget: None = Field(default=None, exclude=True, description="in records of an earlier release")
     configurations: tuple[Configuration, ...] = Field(min_length=1)
     variants: tuple[Variant, ...] = Field(min_length=1)
     domains: tuple[str, ...] = Field(min_length=1)

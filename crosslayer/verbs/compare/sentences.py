@@ -3,7 +3,7 @@
 from crosslayer.output.formatting import listed, plural, signed
 from crosslayer.stats.differences import FEWEST, MOST
 from crosslayer.stats.estimate import NOT_TESTED
-from crosslayer.verbs.compare.result import ALPHA, COSTS, RELEVANT, Comparison, Difference, Law, Outcome
+from crosslayer.verbs.compare.result import ALPHA, COSTS, EVALUATIONS, RELEVANT, Comparison, Difference, Law, Outcome
 
 
 def sentences(record: Comparison) -> list[str]:
@@ -38,10 +38,12 @@ def sentences(record: Comparison) -> list[str]:
         if variants:
             reason = f"Excluded because the variant or {record.baseline} has no run with that seed"
             lines.append(f"{_prefix(label)}{reason}: {variants}.")
+    counts = {run.held_out_tokens for run in record.runs}
+    size = f" of {held_out:,} tokens" if (held_out := counts.pop()) and not counts else ""
     return [
         *lines,
-        "95% intervals, in parentheses from three seeds on, cover the variation between seeds on this held-out text; "
-        "other text or recipes may rank variants differently.",
+        "95% intervals, in parentheses from three seeds on, cover the variation between seeds on this held-out text"
+        f"{size}; other text or recipes may rank variants differently.",
     ]
 
 
@@ -109,18 +111,24 @@ def _differences(record: Comparison, configuration: str) -> list[str]:
 
 def _speedups(record: Comparison, configuration: str) -> list[str]:
     """Say how many times fewer tokens each variant needs, and where the clock changes the answer."""
-    results = [result for result in record.outcomes if result.configuration == configuration and result.speedup]
+    prefix, base = _prefix(configuration), record.baseline
+    results = [result for result in record.outcomes if result.configuration == configuration and result.final]
     each = "; ".join(f"{result.variant} {result.speedup.tokens.text(2)}" for result in results if result.speedup)
-    if not each:
-        return []
-    lines = [f"{_prefix(configuration)}Effective speedup in tokens, {record.baseline}'s over the variant's: {each}."]
     lost = [
         f"{result.variant} {result.speedup.seconds.text(2)}"
         for result in results
         if result.speedup and result.speedup.seconds
         if result.speedup.tokens.verdict == "higher" and result.speedup.seconds.verdict != "higher"
     ]
-    return lines + ([f"{_prefix(configuration)}Not seen in seconds: {'; '.join(lost)}."] if lost else [])
+    without = [result.variant for result in results if not result.speedup]
+    lines = [f"{prefix}Effective speedup in tokens, {base}'s over the variant's: {each}."] if each else []
+    lines += [f"{prefix}Not seen in seconds: {'; '.join(lost)}."] if lost else []
+    if without:
+        lines.append(
+            f"{prefix}No effective speedup of {listed(without)}: it needs a learning rate that is constant after the "
+            f"warmup (schedule.minimum=1), {EVALUATIONS} evaluations of each run, and losses that both curves pass."
+        )
+    return lines
 
 
 def _law(law: Law, record: Comparison) -> str:

@@ -18,12 +18,11 @@ import numpy as np
 from crosslayer.stats.differences import t_mean
 from crosslayer.stats.estimate import Estimate
 from crosslayer.stats.times import TimeComparison
-from crosslayer.verbs.compare.result import ComparedRun, Speedup
+from crosslayer.verbs.compare.result import EVALUATIONS, ComparedRun, Speedup
 
 # Evaluations that are averaged. A single one carries noise of its windows and of its step, which would decide when a
 # curve first reaches a loss; many would flatten the steep beginning.
 WIDTH = 3
-FEWEST = 8  # evaluations of a run: with fewer, the line between two of them decides the answer
 
 Curve = tuple[np.ndarray, np.ndarray]  # tokens (N − WIDTH + 1,), lowest loss until then
 
@@ -33,7 +32,7 @@ def speedup(
 ) -> Speedup | None:
     """Return the speedup of runs (S,) over the baseline's of the same seeds; None without curves that can show it."""
     runs = (*candidates, *baselines)
-    if not candidates or not all(run.constant_rate and len(run.validation.steps) >= FEWEST for run in runs):
+    if not candidates or not all(run.constant_rate and len(run.validation.steps) >= EVALUATIONS for run in runs):
         return None
     curves = []
     for run in runs:

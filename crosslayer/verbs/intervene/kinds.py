@@ -42,9 +42,21 @@ def _no_boolean(value: Any) -> Any:
     return value
 
 
+def _several(value: Any) -> Any:
+    """Take one position for a tuple of it."""
+    return (value,) if isinstance(value, int) else value
+
+
+def _token(value: Any) -> Any:
+    """Say what a token may be: the message of a union names only its last form."""
+    if isinstance(value, str) and value not in ("bos", "random") and not value.isdecimal():
+        raise ValueError(f"must be an id, bos or random, got {value!r}")
+    return value
+
+
 Whole = Annotated[int, BeforeValidator(_no_boolean)]
 Position = Annotated[Whole, Field(ge=0)]
-Positions = Annotated[tuple[Position, ...], Field(min_length=1)]
+Positions = Annotated[tuple[Position, ...], Field(min_length=1), BeforeValidator(_several)]
 Layers = Annotated[tuple[Whole, ...], Field(min_length=1)] | Literal["all"]
 STRICT = ConfigDict(extra="forbid")
 
@@ -208,7 +220,7 @@ class TokenSwap(Intervention):
     """The token at `position` is replaced by an id, "bos", or a random token drawn with `seed`."""
 
     position: Position
-    token: Whole | Literal["bos", "random"]
+    token: Annotated[Whole | Literal["bos", "random"], BeforeValidator(_token)]
     seed: Whole = 0
     kind: Literal["token_swap"] = "token_swap"
 

@@ -268,6 +268,10 @@ def test_round_trip_through_json(one):
     assert load_intervention(json.loads(json.dumps(to_entry(one)))) == one
 
 
+def test_one_position_needs_no_tuple():
+    assert Forbid(3).positions == (3,) and ScaleValues(0, 0.5).positions == (0,)
+
+
 def test_the_first_token_of_a_causal_model_is_alone_already():
     ids = tokens()
     for implementation in ("sdpa", "eager"):
@@ -340,6 +344,7 @@ def test_bad_interventions_are_one_clear_line():
         ({"kind": "ablate", "layer": True, "position": 3}, "ablate: layer: must be a number, got true"),
         ({"kind": "waiver", "positions": [1.5]}, r"positions\.0 must be a valid integer, got a number with a fraction"),
         ({"kind": "forbid", "positions": [-1]}, r"forbid: positions\.0 must be greater than or equal to 0"),
+        ({"kind": "token_swap", "position": 0, "token": "<s>"}, "must be an id, bos or random, got '<s>'"),
         ({"kind": "waiver", "positions": []}, "waiver: positions: .*at least 1"),
         ({"kind": "waiver", "positions": [1], "layer": 3}, "waiver: layer: Unexpected keyword"),
         ({"kind": "waiver", "positions": [5], 7: 8}, "waiver: 7: Unexpected keyword"),

@@ -298,8 +298,6 @@ def test_values_are_those_of_yamls_core_schema(recipe):
         ("schedule.warmup=1.5", "schedule.warmup: must be a whole number of steps or a share below 1, got 1.5"),
         ("schedule.warmup=100", "schedule.warmup: must be less than the 100 steps of the schedule, got 100"),
         ("schedule.kind=wds", "schedule.kind: … got 'wds'"),
-        ("save_minutes=5", "save_minutes: cannot be set here: it is removed; use train.save_steps"),
-        ("optimizer.name=muon", "optimizer: cannot be set here: it is removed; use train.optim"),
         ("schedule.minimum=2", "schedule.minimum: … got 2"),
         ("train=3", "train: … got 3"),
         ("train.learning_rate=high", "train.learning_rate: … got 'high'"),

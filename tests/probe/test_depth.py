@@ -118,6 +118,11 @@ def test_a_diagnosis_shows_the_weights(tmp_path):
     assert depth.readers == READERS and depth.weights.array().shape == (13, 13)
     means = np.stack([recorded(model, row[None]).table() for row in ids]).mean(axis=0)
     assert np.allclose(depth.weights.array(), means, atol=1e-5, equal_nan=True)
+    largest = depth.sources[int(np.nanmean(means[:, :7], axis=0).argmax())]
+    (most,) = [row[1] for _, _, rows in result.tables() for row in rows if "over depth" in row[0]]
+    assert most.split(", ")[0] == largest
+    plain = crosslayer.diagnose(build(config_of([])).float(), ids)
+    assert not any("over depth" in row[0] for _, _, rows in plain.tables() for row in rows)
     result.save(tmp_path / "folder")
     assert crosslayer.load_result(tmp_path / "folder").depth_weights == depth
     assert (tmp_path / "folder" / "report.html").read_text().count("Weights over depth") >= 1

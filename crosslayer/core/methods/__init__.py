@@ -171,11 +171,9 @@ def hint(name: str, known: Sequence[str]) -> str:
 
 def _described_as(name: str) -> list[str]:
     """Return the only method whose summary has this name, such as mhc or value_residual."""
-    words, found = name.lower().replace("_", " ").replace("-", " ").strip(), []
-    for method in _files():
-        with Path(__file__).with_name(f"{method}.py").open(encoding="utf-8") as file:
-            summary = file.readline().lower()
-        found += [method] if words and words in summary else []
+    words, folder = name.lower().replace("_", " ").replace("-", " "), Path(__file__).parent
+    first_lines = {method: (folder / f"{method}.py").read_text("utf-8").partition("\n")[0] for method in _files()}
+    found = [method for method, line in first_lines.items() if words in line.lower()]
     return found if len(found) == 1 else []
 
 

@@ -113,6 +113,7 @@ def _speedups(record: Comparison, configuration: str) -> list[str]:
     """Say how many times fewer tokens each variant needs, and where the clock changes the answer."""
     prefix, base = _prefix(configuration), record.baseline
     results = [result for result in record.outcomes if result.configuration == configuration and result.final]
+    without = listed([result.variant for result in results if not result.speedup])
     each = "; ".join(f"{result.variant} {result.speedup.tokens.text(2)}" for result in results if result.speedup)
     lost = [
         f"{result.variant} {result.speedup.seconds.text(2)}"
@@ -120,15 +121,10 @@ def _speedups(record: Comparison, configuration: str) -> list[str]:
         if result.speedup and result.speedup.seconds
         if result.speedup.tokens.verdict == "higher" and result.speedup.seconds.verdict != "higher"
     ]
-    without = [result.variant for result in results if not result.speedup]
     lines = [f"{prefix}Effective speedup in tokens, {base}'s over the variant's: {each}."] if each else []
     lines += [f"{prefix}Not seen in seconds: {'; '.join(lost)}."] if lost else []
-    if without:
-        lines.append(
-            f"{prefix}No effective speedup of {listed(without)}: it needs a learning rate that is constant after the "
-            f"warmup (schedule.minimum=1), {EVALUATIONS} evaluations of each run, and losses that both curves pass."
-        )
-    return lines
+    needs = f"a constant rate after the warmup (schedule.minimum=1), {EVALUATIONS} evaluations, and curves that overlap"
+    return lines + ([f"{prefix}No effective speedup of {without}: it needs {needs}."] if without else [])
 
 
 def _law(law: Law, record: Comparison) -> str:

@@ -8,6 +8,8 @@ from crosslayer.output.panel import Heat, Panel
 from crosslayer.verbs.diagnose.curves import NORM, SHARE, by_layer, curve, numbers
 from crosslayer.verbs.diagnose.result import DepthWeights, Outputs
 
+PLAIN = 1e-3  # a weight over depth that is as close to 1 is that of a plain residual, in bfloat16 too
+
 
 def depth_panels(depth: DepthWeights) -> list[Panel]:
     """Return what sublayers read of earlier outputs and, where there are several residual streams, through which."""
@@ -35,6 +37,18 @@ def depth_panels(depth: DepthWeights) -> list[Panel]:
         heat = Heat(numbers(z[0]), numbers(z), z, "mean weight", limits, columns=columns)
         figures.append(Panel(key, title, text, axis, "sublayer", heat=heat, wide=True))
     return figures
+
+
+def read_most(depth: DepthWeights) -> list[list[str]]:
+    """Return a finding on the earlier outputs that later sublayers read most; none if all read the plain sum."""
+    weights = np.ma.masked_invalid(depth.weights.array())  # (readers, sources)
+    if not abs(weights - 1).max() > PLAIN:
+        return []
+    # of sources that at least half of the sublayers can read: the others' means are over a few
+    means = weights[:, : len(depth.sources) // 2 + 1].mean(axis=0).filled(-np.inf)
+    most = np.argsort(-means, kind="stable")[:3]
+    named, values = zip(*((depth.sources[source], f"{means[source]:.2f}") for source in most), strict=True)
+    return [["read most over depth", ", ".join(named), f"mean weight {', '.join(values)}; plain residuals have 1"]]
 
 
 def output_panels(outputs: Outputs) -> list[Panel]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from crosslayer.output.formatting import UNKNOWN
+from crosslayer.output.formatting import UNKNOWN, ranges
 from crosslayer.output.page import Page, Table
 from crosslayer.output.panel import COLORS, QUIET, Heat, Line, Panel
 from crosslayer.output.record import Measure
@@ -30,9 +30,9 @@ from crosslayer.verbs.diagnose.curves import (
     panels_beside,
     position_panel,
 )
-from crosslayer.verbs.diagnose.depth_panels import depth_panels, output_panels
+from crosslayer.verbs.diagnose.depth_panels import depth_panels, output_panels, read_most
 from crosslayer.verbs.diagnose.result import Diagnosis
-from crosslayer.verbs.diagnose.verdict import findings, notes, verdict_sentences
+from crosslayer.verbs.diagnose.verdict import SINK_SHARE, findings, notes, verdict_sentences
 
 FIRST, *OTHERS = COLORS  # on the whole page the first color is that of the first token
 # Cosines near 1 differ in a figure only as distances from 1, on a logarithmic axis.
@@ -83,7 +83,16 @@ def sentences(record: Diagnosis) -> list[str]:
 
 def tables(record: Diagnosis) -> list[Table]:
     """Return the findings, and the model next to its baseline, if it has one; a terminal shows them too."""
-    return [findings(record.verdict), *([] if record.baseline is None else [beside(record, record.baseline)])]
+    title, head, rows = findings(record.verdict)
+    others = [(top, layer) for layer, tops in enumerate(record.top_tokens) for top in tops if not top.first]
+    if others:
+        most, strongest = max(others, key=lambda other: other[0].share)
+        layers = [layer for top, layer in others if top.token == most.token and top.share > SINK_SHARE]
+        value = f"{most.token!r} gets at most {most.share:.1%} (layer {strongest}), all its positions together"
+        rows.insert(1, ["most attention to another token", ranges(layers or [strongest]), value])
+    if record.depth_weights is not None:
+        rows += read_most(record.depth_weights)
+    return [(title, head, rows), *([] if record.baseline is None else [beside(record, record.baseline)])]
 
 
 def _tables(record: Diagnosis) -> list[Table]:
@@ -109,7 +118,7 @@ def _tables(record: Diagnosis) -> list[Table]:
         channels = [f"{channel}: {value:.3g} (×{ratio:.3g})" for channel, value, ratio in tops]
         of_layers.append([str(layer), tokens, channels])
 
-    facts = record.model.model_dump(by_alias=True, exclude_none=True)
+    facts = record.model.model_dump(by_alias=True, exclude_none=True, exclude={"over_depth"})
     masks = [mask or "no attention" for mask in record.model.masks]
     facts["masks"] = ", ".join(f"{masks.count(mask)} × {mask}" for mask in dict.fromkeys(masks))
     title = (

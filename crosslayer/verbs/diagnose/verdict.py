@@ -178,7 +178,7 @@ def findings(verdict: Verdict) -> Table:
             )
         if cache.least_attention:
             kept = f"KV cache kept: {100 * cache.share_without:.3g}%"
-            rows.append(["attention whose removal changes least", ranges(cache.least_attention), kept])
+            rows.append(["attention to leave out, by that cosine", ranges(cache.least_attention), kept])
     return "Findings", ["finding", "layers", "value"], rows
 
 

@@ -42,11 +42,6 @@ def _no_boolean(value: Any) -> Any:
     return value
 
 
-def _several(value: Any) -> Any:
-    """Take one position for a tuple of it."""
-    return (value,) if isinstance(value, int) else value
-
-
 def _token(value: Any) -> Any:
     """Say what a token may be: the message of a union names only its last form."""
     if isinstance(value, str) and value not in ("bos", "random") and not value.isdecimal():
@@ -56,7 +51,10 @@ def _token(value: Any) -> Any:
 
 Whole = Annotated[int, BeforeValidator(_no_boolean)]
 Position = Annotated[Whole, Field(ge=0)]
-Positions = Annotated[tuple[Position, ...], Field(min_length=1), BeforeValidator(_several)]
+# one position need not be in a tuple
+Positions = Annotated[
+    tuple[Position, ...], Field(min_length=1), BeforeValidator(lambda p: (p,) if type(p) is int else p)
+]
 Layers = Annotated[tuple[Whole, ...], Field(min_length=1)] | Literal["all"]
 STRICT = ConfigDict(extra="forbid")
 

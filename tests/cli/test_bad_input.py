@@ -138,7 +138,7 @@ CASES = [
     ("intervene {kit}/model --position-swap 1:2", "needs a learned position table"),
     ("intervene {kit}/gpt2 --position-swap 1:64", "rows 0 to 63"),
     ("intervene {kit}/model --token-swap 5:99999", "not in the vocabulary of"),
-    ("intervene {kit}/model --token-swap 5:many", r"token_swap: token.* must be a valid integer"),
+    ("intervene {kit}/model --token-swap 5:many", r"token: must be an id"),
     # retrofit
     ("retrofit {kit}/model", "give one of --method, --kv-budget, --kl-budget and --read-budget"),
     ("retrofit {kit}/model --method svformer", "--method must be one of cla, drop"),

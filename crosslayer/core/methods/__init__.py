@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
 Entry = str | Mapping[str, Any] | Method | type[Method]
+# options that methods had once: committed records and saved configs name them, and load where they are off
+RETIRED = ("by_head", "compensation", "compensation_bias", "two_phase")
 _allowed: set[str] = set()  # users' modules that a config may import
 
 
@@ -75,6 +77,9 @@ def load_method(entry: Entry) -> Method:
         raise ValueError(f"cross_layer: each entry needs a name, got {entry!r}; known methods: {known}")
     cls = method_class(name)
     fields = [option.name for option in options_of(cls)]
+    for option in RETIRED:
+        if option not in fields and not options.get(option, True):
+            del options[option]
     for option in options:
         if option not in fields:
             close = difflib.get_close_matches(option, fields, 1)

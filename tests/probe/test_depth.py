@@ -121,6 +121,9 @@ def test_a_diagnosis_shows_the_weights(tmp_path):
     largest = depth.sources[int(np.nanmean(means[:, :7], axis=0).argmax())]
     (most,) = [row[1] for _, _, rows in result.tables() for row in rows if "over depth" in row[0]]
     assert most.split(", ")[0] == largest
+    shares = {(top.share, layer) for layer, tops in enumerate(result.top_tokens) for top in tops if not top.first}
+    (other,) = [row for _, _, rows in result.tables() for row in rows if "another token" in row[0]]
+    assert f"{max(shares)[0]:.1%}" in other[2] and other[1] == str(max(shares)[1])
     plain = crosslayer.diagnose(build(config_of([])).float(), ids)
     assert not any("over depth" in row[0] for _, _, rows in plain.tables() for row in rows)
     result.save(tmp_path / "folder")

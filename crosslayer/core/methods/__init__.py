@@ -163,7 +163,7 @@ def users_module(what: str, name: str) -> ModuleType | None:
 
 def hint(name: str, known: Sequence[str]) -> str:
     """Return a hint for an unknown name: the closest known name or all of them, and how to allow a module."""
-    close = difflib.get_close_matches(name, known, 1) or _described_as(name)
+    close = difflib.get_close_matches(name, known, 1) or _described_as(name, known)
     message = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(known)}."
     names_a_module = all(word.isidentifier() for word in name.split("."))
     if names_a_module and (not close or "." in name):
@@ -174,10 +174,14 @@ def hint(name: str, known: Sequence[str]) -> str:
     return message
 
 
-def _described_as(name: str) -> list[str]:
-    """Return the only method whose summary has this name, such as mhc or value_residual."""
+def _described_as(name: str, known: Sequence[str]) -> list[str]:
+    """Return the only method among the known names whose summary has this name, such as mhc or value_residual."""
     words, folder = name.lower().replace("_", " ").replace("-", " "), Path(__file__).parent
-    first_lines = {method: (folder / f"{method}.py").read_text("utf-8").partition("\n")[0] for method in _files()}
+    first_lines = {
+        method: (folder / f"{method}.py").read_text("utf-8").partition("\n")[0]
+        for method in _files()
+        if method in known
+    }
     found = [method for method, line in first_lines.items() if words in line.lower()]
     return found if len(found) == 1 else []
 

@@ -88,7 +88,7 @@ def tables(record: Diagnosis) -> list[Table]:
     if others:
         most, strongest = max(others, key=lambda other: other[0].share)
         layers = [layer for top, layer in others if top.token == most.token and top.share > SINK_SHARE]
-        value = f"{most.token!r} gets {most.share:.1%} in layer {strongest}, all its positions together"
+        value = f"{most.token!r} gets at least {most.share:.1%} in layer {strongest}, over all its positions"
         rows.insert(1, ["most attention to another token", ranges(layers or [strongest]), value])
     if record.depth_weights is not None:
         rows += read_most(record.depth_weights)

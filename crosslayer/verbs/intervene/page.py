@@ -30,6 +30,7 @@ from crosslayer.verbs.intervene.kinds import Kind, to_entry
 from crosslayer.verbs.intervene.result import Change, Effect, PositionChange
 
 RECEIVED = "attention received"
+MOVED = 0.05  # a gain of attention, mean over layers, that makes another position worth a sentence
 
 
 def describe(interventions: Sequence[Kind]) -> str:
@@ -46,9 +47,6 @@ def describe(interventions: Sequence[Kind]) -> str:
             options.append(f"{name.replace('_', ' ')} {option}")
         descriptions.append(f"{intervention.kind} ({', '.join(options)})")
     return " + ".join(descriptions)
-
-
-MOVED = 0.05  # a gain of attention, mean over layers, that makes another position worth a sentence
 
 
 def sentences(record: Effect) -> list[str]:
@@ -156,13 +154,16 @@ def _elsewhere(record: Effect) -> list[str]:
     means = [np.mean(np.array(bins.mean, float), 0) for bins in (before, after)]  # over layers, of each bin
     ends = [*after.edges[1:], after.length]
     known = {position.position for position in record.positions}
-    for index, (start, end) in enumerate(zip(after.edges, ends, strict=True)):
-        old, new = means[0][index], means[1][index]
-        if end == start + 1 and start not in known and new - old > MOVED:
-            return [
-                f"Position {start} takes attention instead: {old:.2%} before and {new:.2%} after (mean over layers)."
-            ]
-    return []
+    alone = [
+        (means[1][index] - means[0][index], index)
+        for index, (start, end) in enumerate(zip(after.edges, ends, strict=True))
+        if end == start + 1 and start not in known
+    ]
+    gain, index = max(alone, default=(0.0, 0))
+    if not gain > MOVED:
+        return []
+    where = f"Position {after.edges[index]} takes attention instead"
+    return [f"{where}: {means[0][index]:.2%} before and {means[1][index]:.2%} after (mean over layers)."]
 
 
 def _panels(record: Effect) -> list[Panel]:
